@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.cases.planning import llama
 from hetu_fx.cluster.cluster import Cluster, Link
@@ -19,6 +19,7 @@ from hetu_fx.plans.plan import Pipeline, Plan, Schedule, Stage
 
 SPEEDS = (60e12, 125e12, 312e12, 400e12)
 GBITS = (10, 100, 400)
+HOST_SECONDS = (0.0, 0.01, 0.05)
 UNITS = 8
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe")
 
@@ -61,13 +62,16 @@ def _cluster(rng: random.Random) -> Cluster:
     kinds = rng.sample(range(len(SPEEDS)), rng.choice((1, 1, 2)))
     of_node = [rng.choice(kinds) for _ in range(nodes)]
     places = [node for node in range(nodes) for _ in range(per_node)]
-    return Cluster.on_paper(
+    made = Cluster.on_paper(
         [SPEEDS[of_node[node]] for node in places],
         nodes=[str(node) for node in places],
         kinds=[f"kind {of_node[node]}" for node in places],
         intra=Link(2e11, 5e-6),
         inter=Link(rng.choice(GBITS) * 1.25e8, 1e-5),
     )
+    hosts = [rng.choice(HOST_SECONDS) for _ in range(nodes)]
+    devices = (replace(d, step_seconds=hosts[node]) for d, node in zip(made.devices, places, strict=True))
+    return replace(made, devices=tuple(devices))
 
 
 def draw_plan(cluster: Cluster, costs: ProgramCosts, rng: random.Random) -> Plan:

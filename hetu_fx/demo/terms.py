@@ -17,7 +17,7 @@ PREDICTED: Mapping[str, tuple[str, ...]] = {
     "work": ("compute",),
     "messages and waiting": ("tensor_parallel", "hand_over", "idle", "gradient_sync", "gather"),
     "update": ("optimizer",),
-    "besides": (),
+    "besides": ("host",),
 }
 """What is told apart in a run, and the terms of a prediction that it has."""
 

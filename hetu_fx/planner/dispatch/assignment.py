@@ -148,7 +148,8 @@ def candidate_of(name: str, plan: Plan, by_length: Mapping[int, ProgramCosts], c
         by_length: what a row costs, at three lengths at least.
         cluster: the devices.
 
-    What a step takes besides the batch is gradient sync, gather and optimizer, as the cost model has them.
+    What a step takes besides the batch is what it takes on hosts, gradient sync, gather and optimizer, as the cost
+    model has them.
 
     A pipeline's micro-batch holds its `max_length`, or the plan's; what has neither holds any number of tokens.
     """
@@ -158,7 +159,8 @@ def candidate_of(name: str, plan: Plan, by_length: Mapping[int, ProgramCosts], c
         Scheme(len(pipeline.stages[0].devices), len(pipeline.stages), times_of(pipeline, by_length, cluster), held)
         for pipeline, held in ((p, p.max_length or plan.max_length or ANY_LENGTH) for p in written.pipelines)
     )
-    return EligibleVariant(name, plan, schemes, PricedStep(written, some, cluster).end_seconds)
+    priced = PricedStep(written, some, cluster)
+    return EligibleVariant(name, plan, schemes, priced.host_seconds + priced.end_seconds)
 
 
 def times_of(pipeline: Pipeline, by_length: Mapping[int, ProgramCosts], cluster: Cluster) -> TimeFit:

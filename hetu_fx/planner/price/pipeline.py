@@ -1,8 +1,8 @@
 """Seconds of a pipeline's schedule.
 
-Every stage runs the entries of its schedule in order: each when the stage is free and what it needs has come, the
-forward of the stage before or the backward of the stage behind. What an entry hands over counts with it, as if nothing
-overlapped.
+Every stage runs the entries of its schedule in order, after what a step takes on its hosts: each when the stage is free
+and what it needs has come, the forward of the stage before or the backward of the stage behind. What an entry hands
+over counts with it, as if nothing overlapped.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ def finish(
         beside: a stage goes on while what it hands over is under way, on links that as many pipelines share at once as
             this says of each edge between stages; left out: what is handed over counts with the work.
     """
+    begins = tuple(max(stage.host) for stage in stages)
     if rows == 0:
-        return Finish((0.0,) * len(stages), (0.0,) * len(stages))
+        return Finish(begins, (0.0,) * len(stages))
     sizes, overlaps = micro_batch_rows(rows, min(micro_batches, rows)), len(beside) == len(stages) - 1 > 0
     crowds = (*beside, 1) if overlaps else (1,) * len(stages)
     work = tuple(_columns(stage.forward_seconds, stage.backward_seconds, sizes) for stage in stages)
@@ -70,7 +71,7 @@ def finish(
         _columns(_shared(stage.to_next, crowds[i]), _shared(stage.to_previous, crowds[i - 1]), sizes)
         for i, stage in enumerate(stages)
     )
-    return _played(work, tuple(sent), schedule, overlaps)
+    return _played(begins, work, tuple(sent), schedule, overlaps)
 
 
 def _shared(line: Line, count: int) -> Seconds:
@@ -85,8 +86,8 @@ def _columns(forward: Seconds, backward: Seconds, sizes: Sequence[int]) -> tuple
 
 
 @lru_cache(maxsize=4096)
-def _played(work: Columns, sent: Columns, schedule: Schedule, overlaps: bool) -> Finish:
-    board = _Board(work, sent, schedule, overlaps)
+def _played(begins: tuple[float, ...], work: Columns, sent: Columns, schedule: Schedule, overlaps: bool) -> Finish:
+    board = _Board(begins, work, sent, schedule, overlaps)
     while board.left:
         before = board.left
         for stage in range(len(work)):
@@ -98,7 +99,9 @@ def _played(work: Columns, sent: Columns, schedule: Schedule, overlaps: bool) ->
 class _Board:
     """How far stages have come: when each is free, and when what its entries make has come to others."""
 
-    def __init__(self, work: Columns, sent: Columns, schedule: Schedule, overlaps: bool) -> None:
+    def __init__(
+        self, begins: Sequence[float], work: Columns, sent: Columns, schedule: Schedule, overlaps: bool
+    ) -> None:
         self._count, self._last = len(work[0]) // 2, len(work) - 1
         both = [[one + other for one, other in zip(*pair, strict=True)] for pair in zip(work, sent, strict=True)]
         self.busy: Sequence[Sequence[float]] = work if overlaps else both
@@ -108,7 +111,7 @@ class _Board:
         after = _leaves if overlaps else _done
         self._after = [after(schedule, stage, len(work), self._count) for stage in range(len(work))]
         self._places = [0] * len(work)
-        self.free, self.left = [0.0] * len(work), 2 * self._count * len(work)
+        self.free, self.left = list(begins), 2 * self._count * len(work)
 
     def go_on(self, stage: int) -> None:
         """Do the next entries of a stage, as long as what they need has come."""

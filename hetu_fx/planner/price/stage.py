@@ -179,13 +179,15 @@ class StageCosts:
     """A stage on its devices: seconds per micro-batch by term, and what it holds.
 
     `by_device` are the costs of its part of the program for each device, which differ in a grid alone; `rounds` is what
-    the devices send each other; `again` is what `compute` has of forwards that are done once more in the backward, of
-    each device; `repeated_parts` are those of its parameters of which several devices hold the same one.
+    the devices send each other; `host` is what each device's host takes before its first micro-batch; `again` is what
+    `compute` has of forwards that are done once more in the backward, of each device; `repeated_parts` are those of its
+    parameters of which several devices hold the same one.
     """
 
     stage: Stage
     by_device: tuple[PartCosts, ...]
     rounds: tuple[Rounds, ...]
+    host: tuple[float, ...]
     compute: tuple[Line, ...]
     sums: Line
     returns: Line
@@ -297,4 +299,5 @@ def _stage_costs(
     group = costs.of_groups(stage)
     rounds = tuple(rounds_of(stage, group.stage(stops[index], stops[index + 1]), parts, group.repeated_parts))
     sent = *round_lines(rounds, cluster), *hand_overs
-    return StageCosts(stage, parts, rounds, compute, *sent, again, group.repeated_parts)
+    host = tuple(cluster.device(rank).step_now for rank in stage.devices)
+    return StageCosts(stage, parts, rounds, host, compute, *sent, again, group.repeated_parts)

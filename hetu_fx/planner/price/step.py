@@ -1,7 +1,8 @@
 """Seconds of a step under a plan.
 
-A step gathers parameters (`price.ways`), has the sums over rows in its middle, takes the slowest pipeline
-(`price.pipeline`), sums gradients (`price.ways`), and updates. Each takes what its slowest device takes.  (5)
+A step gathers parameters (`price.ways`), has the sums over rows in its middle, takes what a step takes on hosts and the
+slowest pipeline (`price.pipeline`), sums gradients (`price.ways`), and updates. Each takes what its slowest device
+takes.  (5)
 
 Nothing is overlapped but what devices do beside each other: what `planner.simulate` plays may hide some of it. Searches
 compare plans by what the step takes if gradients, and what stages hand over, travel beside work on links of their own.
@@ -29,7 +30,7 @@ from hetu_fx.planner.price.links import Resource
 from hetu_fx.planner.price.pipeline import Finish, finish
 from hetu_fx.planner.price.placement import PlacedDevice, device_bytes, places_in, stops_of
 from hetu_fx.planner.price.stage import StageCosts, device_lines, forward_lines, stage_costs
-from hetu_fx.planner.price.step_end import update_line
+from hetu_fx.planner.price.step_end import optimizer_seconds
 from hetu_fx.planner.price.ways import Bucket, Ends, Ways
 from hetu_fx.planner.values.device_memory import Terms
 from hetu_fx.planner.values.options import PlanOptions
@@ -38,7 +39,7 @@ from hetu_fx.plans.plan import Pipeline, Plan, Stage, pipeline_rows
 from hetu_fx.plans.prediction import DeviceCost, Prediction
 from hetu_fx.plans.recomputed import RecomputedOps
 
-TERMS = ("compute", "tensor_parallel", "hand_over", "idle", "gradient_sync", "gather", "optimizer")
+TERMS = ("host", "compute", "tensor_parallel", "hand_over", "idle", "gradient_sync", "gather", "optimizer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +53,12 @@ class PricedDevice:
     micro_batches: int
 
     def update_seconds(self, plan: Plan, cluster: Cluster) -> float:
-        """Return the seconds of the update of what the device owns, and of what a step takes besides.
+        """Return the seconds of the update of what the device owns.
 
         As many devices hold its parameters as there are pipelines, and contexts, near enough where these differ.
         """
-        update = update_line(self.costs.parameter_bytes(self.position), cluster.device(self.rank))
-        return update(1 / (len(plan.pipelines) * self.costs.stage.context) if plan.zero else 1.0)
+        owned = 1 / (len(plan.pipelines) * self.costs.stage.context) if plan.zero else 1.0
+        return optimizer_seconds(owned * self.costs.parameter_bytes(self.position), cluster.device(self.rank))
 
 
 class PricedStep:
@@ -109,8 +110,13 @@ class PricedStep:
 
     @property
     def end_seconds(self) -> float:
-        """Return what the step takes besides its pipelines and the sums in its middle, whatever its rows are."""
+        """Return what the step takes after its pipelines, and before them for a gather, whatever its rows are."""
         return self._gradients.seconds + self._gather.seconds + max(self._updates.values())
+
+    @property
+    def host_seconds(self) -> float:
+        """Return what the step takes on the slowest of the hosts."""
+        return max(place.costs.host[place.position] for place in self._places)
 
     @property
     def overlapped_seconds(self) -> float:
@@ -214,7 +220,7 @@ def _device_cost(place: PricedDevice, held: Terms, ends: Sequence[float], step: 
     count = place.micro_batches if place.rows else 0
     costs = place.costs
     lines = (costs.compute[place.position], costs.tensor_parallel, costs.hand_over)
-    work = [count * line.fixed + place.rows * line.slope for line in lines]
+    work = [costs.host[place.position], *(count * line.fixed + place.rows * line.slope for line in lines)]
     idle = max(0.0, step - math.fsum((*work, *ends)))
     seconds = tuple(zip(TERMS, (*work, idle, *ends), strict=True))
     return DeviceCost(place.rank, seconds, held)

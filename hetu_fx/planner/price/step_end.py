@@ -1,7 +1,7 @@
 """Seconds of the end of a step: gradients to their owners, the update, values back to where they are read.
 
 Of each of these three terms the step takes what the slowest device takes, one after another. What travels is copied
-too, into messages and out of them; an update takes what it moves through memory, and what a step takes besides.
+too, into messages and out of them; an update takes what it moves through memory.
 
 A plan takes owners for equal, each reader of a parameter having an equal share of it, so that bytes travel around rings
 (`sync_seconds`). Where every parameter's owners are given they travel in messages (`home_end_seconds`): a device is
@@ -26,7 +26,6 @@ from hetu_fx.comm_ops.plans.cost import messages_cost
 from hetu_fx.comm_ops.plans.slices import finest_slices
 from hetu_fx.comm_ops.plans.transition import Transition
 from hetu_fx.planner.values.device_memory import MOMENTS
-from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.shared import turn_seconds
 
 TURN_MOVES = 4  # what goes around a ring is read and written on its way into the message, and out of it
@@ -56,16 +55,6 @@ def _turn(cluster: Cluster, num_bytes: float, ranks: tuple[int, ...]) -> float:
     return turn_seconds(num_bytes, ranks, cluster) + num_bytes * TURN_MOVES * cluster.copy_seconds(ranks)
 
 
-def update_line(num_bytes: float, device: Device, seconds_per_byte: float | None = None) -> Line:
-    """Return the seconds of the optimizer, and of what a step takes besides, by the share of the bytes that is owned.
-
-    `seconds_per_byte` is what the update of a byte is known to take; left out: `optimizer_seconds`.
-    """
-    if seconds_per_byte is None:
-        return Line(device.step_now, optimizer_seconds(num_bytes, device))
-    return Line(device.step_now, num_bytes * seconds_per_byte)
-
-
 def optimizer_seconds(num_bytes: float, device: Device) -> float:
     """Return the seconds of the update of so many bytes of owned parameters."""
     return num_bytes * OPTIMIZER_MOVES * device.flops_per_byte / device.speed
@@ -91,8 +80,8 @@ def home_end_seconds(
 ) -> float:
     """Return what the end of a step takes with such homes: gradient sync, gather and update, each of the slowest.
 
-    `update_seconds_per_byte` is what devices take now for each byte of parameters that they own; as `update_line`
-    has it of those that are left out.
+    `update_seconds_per_byte` is what devices take now for each byte of parameters that they own; those that are left
+    out take `optimizer_seconds`.
     """
     known = update_seconds_per_byte or {}
     owned: dict[int, float] = defaultdict(float)
@@ -104,7 +93,8 @@ def home_end_seconds(
         _add(gathered, of_one.gathered, one.itemsize)
         _add(synced, of_one.synced, one.itemsize)
     sync, gather = _by_device(synced, cluster), _by_device(gathered, cluster)
-    updates = (update_line(owned[device.rank], device, known.get(device.rank))(1.0) for device in cluster.devices)
+    per_byte = ((d, known.get(d.rank, optimizer_seconds(1.0, d))) for d in cluster.devices)
+    updates = (owned[device.rank] * seconds for device, seconds in per_byte)
     return end_seconds(zip(sync, gather, updates, strict=True))
 
 

@@ -180,7 +180,7 @@ class _DeadlineSearch:
         owned = 1 / num_replicas if self._rules.zero else 1.0
         for segment, found in replicas.items():
             for one in found:
-                end = sync[0] + sync[1] * one.parameter_bytes + one.update(owned)
+                end = sync[0] + sync[1] * one.parameter_bytes + one.update_seconds * owned + one.host_seconds
                 for count, most, made in self._ways_of(one, num_replicas):
                     yield Option(segment, replace(made, pipeline=one.pipeline), count, most, end)
 

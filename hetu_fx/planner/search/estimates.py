@@ -15,7 +15,6 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 
 from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.comm_ops.plans.cost import BUCKETS_AT_ONCE, cheapest_ring_cost
@@ -233,7 +232,7 @@ class Estimates:
         """
         found = list(replicas)
         parameters = max(replica.parameter_bytes for replica in found)
-        update = reduce(Line.upper, (replica.update for replica in found))
+        update = max(replica.update_seconds for replica in found)
         ring = tuple([devices[place] for devices in firsts for place in self._sharing(devices)])
         pieces = max(1, *(stage.blocks or 0 for replica in found for stage in replica.pipeline.stages))
         rings = [self._turns(parameters, one, zero, pieces) for one in (ring, (last, *ring[1:]))]
@@ -243,7 +242,7 @@ class Estimates:
         return EndEstimate(
             gradients=max(gradients, turn if zero else 2 * turn),
             gather=max(gather, turn if zero else 0.0) + sums,
-            update=update(1 / len(ring) if zero else 1.0),
+            update=update / len(ring) if zero else update,
             pieces=pieces,
         )
 
@@ -330,7 +329,8 @@ class Estimates:
             pipeline=Pipeline(tuple(replace(self._stage_of(group), blocks=count) for group, count in pairs)),
             lines=tuple(stage.seconds + sent for stage, sent in zip(stages, messages, strict=True)),
             holdings=tuple(held),
-            update=reduce(Line.upper, (stage.update for stage in stages)),
+            update_seconds=max(stage.update_seconds for stage in stages),
+            host_seconds=max(stage.host_seconds for stage in stages),
             recompute_lines=tuple(stage.recompute_line for stage in stages),
         )
 

@@ -21,7 +21,7 @@ from hetu_fx.planner.price.stage import (
     rounds_of,
 )
 from hetu_fx.planner.price.step import least_blocks
-from hetu_fx.planner.price.step_end import update_line
+from hetu_fx.planner.price.step_end import optimizer_seconds
 from hetu_fx.planner.search.device_orders import Groups
 from hetu_fx.planner.values.device_memory import in_flight
 from hetu_fx.planner.values.line import Line
@@ -127,13 +127,15 @@ class StageEstimate:
     """A group with a range of blocks: seconds of a micro-batch without hand-overs, and what its devices hold.
 
     `recompute_line` is one more forward of all its blocks; `holdings` are those of devices that differ, as of stage 0;
-    `update` is what the slowest device's optimizer step takes, by the share that it owns of what it holds.
+    `update_seconds` is what the slowest device's optimizer step takes if it owns all that it holds; `host_seconds` is
+    what a step takes on the slowest host.
     """
 
     seconds: Line
     recompute_line: Line
     holdings: tuple[DeviceHolding, ...]
-    update: Line
+    update_seconds: float
+    host_seconds: float
 
     def seconds_of(self, run: StageRun, rules: ReplicaRules, rows: int) -> float:
         """Return the seconds of `rows` rows with what has to be recomputed for a run; infinite where it cannot fit."""
@@ -155,14 +157,15 @@ def _share_of_line(line: Line, recompute: int, blocks: int) -> Line:
 class Replica:
     """A pipeline (rows and micro-batches still 1), the seconds of its stages and what its devices hold.
 
-    `update` is what the slowest device's optimizer step takes, by the share that it owns of what it holds;
-    `recompute_lines` is one more forward of all blocks of each stage.
+    `update_seconds` is what the slowest device's optimizer step takes if it owns all that it holds; `host_seconds` is
+    what a step takes on the slowest host; `recompute_lines` is one more forward of all blocks of each stage.
     """
 
     pipeline: Pipeline
     lines: tuple[Line, ...]
     holdings: tuple[DeviceHolding, ...]
-    update: Line
+    update_seconds: float
+    host_seconds: float = 0.0
     recompute_lines: tuple[Line, ...] = ()
 
     @property
@@ -172,7 +175,7 @@ class Replica:
 
     def seconds(self, rows: int, micro_batches: int, recompute: Sequence[int] = ()) -> float:
         """Return the seconds that the pipeline takes for so many rows, some blocks of each stage being recomputed."""
-        return pipeline_seconds(self._lines(recompute), rows, micro_batches)
+        return self.host_seconds + pipeline_seconds(self._lines(recompute), rows, micro_batches)
 
     def last_backward(self, rows: int, micro_batches: int) -> float:
         """Return the seconds of the backward with which the first stage ends."""
@@ -350,11 +353,9 @@ def stage_estimate(
         holdings=tuple(
             DeviceHolding.of(stage, position, room[share], costs, start, stop) for share, position in firsts.items()
         ),
-        update=reduce(
-            Line.upper,
-            (
-                update_line(part.parameter_bytes_at(share), cluster.device(rank))
-                for rank, share, part in zip(stage.devices, stage.work_shares, parts, strict=True)
-            ),
+        update_seconds=max(
+            optimizer_seconds(part.parameter_bytes_at(share), cluster.device(rank))
+            for rank, share, part in zip(stage.devices, stage.work_shares, parts, strict=True)
         ),
+        host_seconds=max(cluster.device(rank).step_now for rank in stage.devices),
     )

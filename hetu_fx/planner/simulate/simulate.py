@@ -1,9 +1,10 @@
 """Run a plan on paper: when each device and link would do what, and what each device would hold.
 
-Discrete events over compute and links (`events`) in the order that the runtime keeps: parameters are gathered,
-pipelines run their schedules, gradients travel in buckets beside the last backward, each device updates what it owns.
-Times are those of the cost model; what it leaves out is found here: waiting, overlap, links that several messages
-share, and micro-batches and pipelines that differ. `simulation` says which of these made which difference.
+Discrete events over compute and links (`events`) in the order that the runtime keeps: parameters are gathered, hosts do
+what a step takes besides, pipelines run their schedules, gradients travel in buckets beside the last backward, each
+device updates what it owns. Times are those of the cost model; what it leaves out is found here: waiting, overlap,
+links that several messages share, and micro-batches and pipelines that differ. `simulation` says which of these made
+which difference.
 
 Where only seconds are asked for, pipelines that are alike are simulated as one (`fold`).
 """
@@ -20,7 +21,7 @@ from hetu_fx.comm_ops.plans.cost import BUCKETS_AT_ONCE
 from hetu_fx.planner.price.links import Resource, turn_traffic
 from hetu_fx.planner.price.placement import shards_of, tied_holders
 from hetu_fx.planner.price.step import predict, row_sum_seconds
-from hetu_fx.planner.price.step_end import update_line
+from hetu_fx.planner.price.step_end import optimizer_seconds
 from hetu_fx.planner.price.ways import Bucket, Direction, Holders, Way, buckets, ring_line
 from hetu_fx.planner.simulate.events import play
 from hetu_fx.planner.simulate.fold import Fold
@@ -115,7 +116,7 @@ class _StepJobs:
         return max(time.end for time in times) - min(time.start for time in times)
 
     def _add(self) -> None:
-        gathered = self._meet(self._gather())
+        gathered = self._prepare(self._meet(self._gather()))
         rows = split_rows(self.costs.rows, self.plan)
         pipelines = []
         for place, (number, lane) in enumerate(self.lanes.items()):
@@ -135,6 +136,17 @@ class _StepJobs:
         after = sorted({job for jobs in gathered.values() for job in jobs})
         job = self.jobs.do(self.jobs.transfer("rows", Line(seconds), (), self.plan.devices), "sums over rows", after)
         return {rank: [job] for rank in self.plan.devices}
+
+    def _prepare(self, gathered: dict[int, list[int]]) -> dict[int, list[int]]:
+        """Add what a step takes on each host; return what devices wait for."""
+        ranks = [rank for lane in self.lanes.values() for rank in lane.pipeline.devices]
+        hosts = {rank: self.cluster.device(rank).step_now for rank in ranks}
+        prepared = {
+            rank: [self.jobs.do(self.jobs.compute("host", {rank: seconds}), "host", gathered.get(rank, ()))]
+            for rank, seconds in hosts.items()
+            if seconds
+        }
+        return gathered | prepared
 
     def _gather(self) -> dict[int, list[int]]:
         """Add the gathers of parameters, a few at once on each device; return by device those that it waits for."""
@@ -176,15 +188,15 @@ class _StepJobs:
             self.jobs.do(self.jobs.compute("optimizer", {rank: seconds}), "optimizer", waits.get(rank, ()), start, end)
 
     def _updates(self) -> Iterator[tuple[int, float]]:
-        """Yield the seconds of the update of what each device owns, and of what a step takes besides."""
+        """Yield the seconds of the update of what each device owns."""
         count = len(self.plan.pipelines)
         for lane in self.lanes.values():
             for index, stage in enumerate(lane.pipeline.stages):
                 chunks = lane.costs[index :: lane.num_stages]
                 for position, rank in enumerate(stage.devices):
                     held = sum(chunk.parameter_bytes(position) for chunk in chunks)
-                    update = update_line(held, self.cluster.device(rank))
-                    yield rank, update(1 / (count * stage.context) if self.plan.zero else 1.0)
+                    owned = held / (count * stage.context) if self.plan.zero else held
+                    yield rank, optimizer_seconds(owned, self.cluster.device(rank))
 
     def _tied(self, kind: Direction, waits: Mapping[int, Sequence[int]]) -> list[tuple[int, tuple[int, ...]]]:
         """Add the ways of parameters that several stages read, between one device of each; return those with devices.

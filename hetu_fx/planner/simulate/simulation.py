@@ -22,8 +22,10 @@ from hetu_fx.planner.simulate.jobs import Job
 from hetu_fx.planner.simulate.timeline import MEMORY, Counter, Event, Timeline
 from hetu_fx.plans.schedule import Phase
 
-_WORK = frozenset(Phase)
-_PIPELINES: tuple[str, ...] = (*Phase, "send", "communication", "finish")
+_PHASE = frozenset(Phase)
+WORK = frozenset({"host", *Phase, "optimizer"})
+"""Kinds of jobs in which a device works."""
+_PIPELINES: tuple[str, ...] = ("host", *Phase, "send", "communication", "finish")
 _PHASES = (("gather", "rows"), _PIPELINES, ("gradients",), ("optimizer",))
 """Kinds of jobs by the part of a step that they stand in: one after the other, if nothing overlaps."""
 
@@ -248,9 +250,8 @@ def _by_rank(pairs: Pairs) -> Mapping[int, Pairs]:
 
 
 def _device_use(own: Pairs, step: float) -> DeviceUse:
-    updates = (*_WORK, "optimizer")
-    work = _union((at.start, at.end) for job, at in own if job.task.kind in updates)
-    sent = _union((at.start, at.end) for job, at in own if job.task.kind not in updates)
+    work = _union((at.start, at.end) for job, at in own if job.task.kind in WORK)
+    sent = _union((at.start, at.end) for job, at in own if job.task.kind not in WORK)
     both = _length(work) + _length(sent) - _length(_union([*work, *sent]))
     lost = sum(max(0.0, at.end - at.start - job.task.alone_seconds) for job, at in own)
     return DeviceUse(_length(work), _length(sent), both, lost, step - _length(_union([*work, *sent])))
@@ -336,7 +337,7 @@ def _memory(rank: int, pairs: Sequence[tuple[Job, Times]], lasting: float) -> tu
 
 def _bubbles(group: Sequence[int], pairs: Sequence[tuple[Job, Times]]) -> dict[int, float]:
     busy = dict.fromkeys(group, 0.0)
-    own = [(job, at) for job, at in pairs if job.task.kind in _WORK and not busy.keys().isdisjoint(job.task.devices)]
+    own = [(job, at) for job, at in pairs if job.task.kind in _PHASE and not busy.keys().isdisjoint(job.task.devices)]
     if not own:
         return dict.fromkeys(group, 0.0)
     seconds = max(at.end for _, at in own) - min(at.start for _, at in own)

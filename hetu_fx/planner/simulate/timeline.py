@@ -26,6 +26,7 @@ COLORS = {
     "gather": "#c77dba",
     "gradients": "#d1605e",
     "optimizer": "#7d7d7d",
+    "host": "#a8a29e",
     "communication": "#f2d9a0",
     "group creation": "#8c6d46",
 }

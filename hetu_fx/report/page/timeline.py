@@ -7,14 +7,12 @@ from html import escape
 from typing import Any
 
 from hetu_fx.base.markup import keys, note, number, table
-from hetu_fx.planner.simulate.simulation import Simulation
+from hetu_fx.planner.simulate.simulation import WORK, Simulation
 from hetu_fx.planner.simulate.timeline import COLORS, OTHER, Event
-from hetu_fx.plans.schedule import Phase
 from hetu_fx.report.page.cluster import UNKNOWN
 from hetu_fx.report.run import LoggedRun
 
 WIDTH = 1000.0
-_WORK = frozenset({*Phase, "optimizer"})
 _MEASURED = "#4a7fd0"
 _HEADER = ("device", "predicted compute ms", "measured ms", "ratio", "predicted idle", "measured not computing")
 
@@ -100,7 +98,7 @@ def drawn(events: Sequence[Event], whole: float) -> list[Event]:
     """
     dot, taken, found = whole / WIDTH, dict[bool, float](), list[Event]()
     for event in events:
-        is_work = event.kind in _WORK
+        is_work = event.kind in WORK
         if event.seconds >= dot or event.start_seconds >= taken.get(is_work, -1.0):
             found.append(event)
             taken[is_work] = event.start_seconds + max(event.seconds, dot)
@@ -110,7 +108,7 @@ def drawn(events: Sequence[Event], whole: float) -> list[Event]:
 def _box(event: Event, start: float, whole: float) -> str:
     """Return a box: work in the upper part of a lane, messages below it, as both go on at once."""
     left, width = (event.start_seconds - start) / whole * WIDTH, max(1.0, event.seconds / whole * WIDTH)
-    top, height = (0, 13) if event.kind in _WORK else (14, 6)
+    top, height = (0, 13) if event.kind in WORK else (14, 6)
     told = f"{event.name}: {number(event.seconds, 1e-3)} ms from {number(event.start_seconds - start, 1e-3)} ms"
     fill = COLORS.get(event.kind, OTHER)
     return (

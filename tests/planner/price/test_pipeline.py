@@ -7,11 +7,14 @@ from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.plans.plan import Stage
 
 
-def stage(seconds: float, again: float = 0.0) -> StageCosts:
-    """Return a stage of so many seconds per row, a third of it forward, `again` of it forward once more."""
+def stage(seconds: float, again: float = 0.0, host: float = 0.0) -> StageCosts:
+    """Return a stage of so many seconds per row, a third of it forward, `again` of it forward once more.
+
+    `host` is what a step takes on its host.
+    """
     nothing = Line()
     lines = (Line(0.0, seconds),), nothing, nothing, nothing, nothing, (Line(0.0, again),)
-    return StageCosts(Stage((0,)), (PartCosts(),), (), *lines)
+    return StageCosts(Stage((0,)), (PartCosts(),), (), (host,), *lines)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -25,6 +28,13 @@ def test_larger_micro_batches_come_first_and_there_are_no_more_than_rows() -> No
     # the first stage: forwards of 2 rows and of 1, waits for 8, backwards of both
     assert scheduled_seconds([stage(3.0)] * 2, 3, 2, "1f1b") == pytest.approx(8 + 4 + 2)
     assert scheduled_seconds([stage(3.0)] * 2, 2, 8, "1f1b") == pytest.approx(3 * 3)
+
+
+def test_what_a_step_takes_on_a_host_comes_first_and_may_pass_while_a_stage_waits() -> None:
+    first, last = [stage(3.0, host=2.0), stage(3.0)], [stage(3.0), stage(3.0, host=2.0)]
+    assert scheduled_seconds(first, 8, 8, "1f1b") == pytest.approx(2 + 3 * (8 + 2 - 1))
+    assert scheduled_seconds(last, 8, 8, "1f1b") == pytest.approx(1 + 3 * (8 + 2 - 1))
+    assert scheduled_seconds(last, 0, 8, "1f1b") == 2
 
 
 def test_a_slow_stage_sets_the_pace_wherever_it_stands() -> None:

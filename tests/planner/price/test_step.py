@@ -178,6 +178,24 @@ def test_a_step_takes_what_it_takes_besides_on_the_slowest_host_of_the_plan() ->
     assert predict(pair, empty, cluster).seconds - predict(pair, empty, given).seconds == pytest.approx(2.2)
 
 
+def test_what_a_step_takes_on_a_host_passes_while_others_compute() -> None:
+    costs, plan = transformer(rows=4), Plan.data_parallel([0, 1], [1, 3])
+    cluster = paper(1e3, 1e3)
+    plain, late = predict(plan, costs, cluster), predict(plan, costs, _with_host_seconds(cluster, 0, 2e-4))
+    assert late.seconds == plain.seconds
+    assert [dict(d.seconds)["host"] for d in late.devices] == [2e-4, 0]
+    assert [dict(d.seconds)["idle"] for d in late.devices] == pytest.approx(
+        [dict(plain.devices[0].seconds)["idle"] - 2e-4, 0], abs=1e-12
+    )
+    busy = predict(plan, costs, _with_host_seconds(cluster, 1, 2e-4))
+    assert busy.seconds == pytest.approx(plain.seconds + 2e-4)
+
+
+def _with_host_seconds(cluster: Cluster, rank: int, seconds: float) -> Cluster:
+    devices = tuple(replace(d, step_seconds=seconds) if d.rank == rank else d for d in cluster.devices)
+    return replace(cluster, devices=devices)
+
+
 def test_a_program_without_work_takes_no_time() -> None:
     empty = ProgramCosts(1, PartCosts(), (), PartCosts())
     assert predict(Plan.single(), empty, paper(1)).seconds == 0

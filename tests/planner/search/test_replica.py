@@ -1,7 +1,7 @@
 import pytest
 
 from hetu_fx.planner.price.stage import stage_costs
-from hetu_fx.planner.price.step_end import update_line
+from hetu_fx.planner.price.step_end import optimizer_seconds
 from hetu_fx.planner.search.replica import stage_estimate
 from hetu_fx.plans.plan import Pipeline, Stage
 from tests.planner.examples import paper, transformer
@@ -25,5 +25,5 @@ def test_seconds_are_those_of_the_cost_model_without_hand_overs() -> None:
     assert found.seconds(3) == pytest.approx(priced.seconds(3), rel=1e-12)
     shares = zip((0, 2), (0.75, 0.25), strict=True)
     whole = COSTS.stage(0, 4)
-    lines = [update_line(whole.parameter_bytes_at(share), CLUSTER.device(rank)) for rank, share in shares]
-    assert found.update == lines[0].upper(lines[1])
+    updates = [optimizer_seconds(whole.parameter_bytes_at(share), CLUSTER.device(rank)) for rank, share in shares]
+    assert found.update_seconds == max(updates)

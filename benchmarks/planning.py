@@ -2,8 +2,8 @@
 
 `auto` is asked about the clusters of `cases.planning`: the 14 published ones of H20 and H800 (Hetu v2), Malleus'
 situations, and clusters of one, two and four kinds. Its plan is compared with the best homogeneous plan, with the
-published plan where there is one, and, for three devices, with the best of all plans; all are priced by the planner's
-own cost model. Seconds are those of the processor, which depend less on what else runs. Questions of up to
+published plan where there is one, and, for three devices, with the best of all plans; all are simulated by the same
+cost model. Seconds are those of the processor, which depend less on what else runs. Questions of up to
 `TWICE_SECONDS` are asked twice. A question that takes longer than `PATIENCE_SECONDS` is given up, and counts as one
 without an answer.
 
@@ -30,7 +30,6 @@ from benchmarks.cases.regret import Question, questions, regret
 from benchmarks.kit.report import Bar, Row, finish, parser, table
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.planner.make_plan import make_plan, make_plans
-from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.searches import find_search
 from hetu_fx.planner.simulate.simulate import simulated_seconds
@@ -61,6 +60,7 @@ NUM_PLANS, QUICK_PLANS = 2000, 200  # drawn, for the fidelity of closed form and
 FURTHEST = 10  # of them that are shown
 MOST_DEVICES = 256  # of the questions for which auto's choice is compared with others by simulation
 COMPARED = 200  # best-priced plans, and as many drawn ones
+HOMOGENEOUS = 40  # equal pipelines that are simulated, the best by price
 REGRET_BAR = 1.02
 
 T = TypeVar("T")
@@ -209,13 +209,20 @@ def measure(case: Case) -> Row:
 
 
 def _compared(case: Case, problem: Problem, step: float) -> Row:
-    """Return the best homogeneous plan's seconds and the published one's."""
+    """Return the simulated seconds of the best homogeneous plan and of the published one."""
     found: dict[str, object] = {}
-    _, even = timed(lambda: min(find_search("homogeneous").find(problem).values(), default=None))
+    _, even = timed(lambda: min(_homogeneous(problem), default=None))
     if even is not None:
         found = {"homogeneous": even, "over homogeneous": step / even}
     published = case.published_plan
-    return found | ({"published": predict(published, problem.costs, problem.cluster).seconds} if published else {})
+    return found | ({"published": simulated_seconds(published, problem.costs, problem.cluster)} if published else {})
+
+
+def _homogeneous(problem: Problem) -> Iterator[float]:
+    """Yield the simulated seconds of the best equal pipelines by price."""
+    prices = find_search("homogeneous").find(problem)
+    for plan in sorted(prices, key=prices.__getitem__)[:HOMOGENEOUS]:
+        yield simulated_seconds(plan, problem.costs, problem.cluster)
 
 
 def seconds_of(search: str, case: Case) -> float:

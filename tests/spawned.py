@@ -29,6 +29,15 @@ def results_of(work: Callable[..., None], world: int, *arguments: Any, seconds: 
             process.join()
 
 
+def forked(work: Callable[..., None], *arguments: Any) -> multiprocessing.process.BaseProcess:
+    """Call work(*arguments) in a process of its own that has imported what most need: to import it is dear."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.scripts.imports"])
+    process = context.Process(target=work, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
 def free_port() -> str:
     """Return a port of this machine that nobody listens at."""
     with socket.socket() as probe:

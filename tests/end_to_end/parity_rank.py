@@ -1,4 +1,4 @@
-"""One rank of the parity runs: `python parity_rank.py RANK FOLDER DEVICE...`; cells are read from FOLDER/cells.json.
+"""One rank of the parity runs; cells are read from FOLDER/cells.json.
 
 Models are small and ranks cost seconds to start, so all cells run in the same processes; smaller plans use the first
 ranks as a world of their own. There is a rank for each device; one device on the CPU is the reference for all.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import json
 import os
-import sys
 import traceback
 import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-warnings.simplefilter("ignore")
-
-import hetu_fx  # noqa: E402
-from hetu_fx.errors import HetuFxError  # noqa: E402
-from tests.end_to_end.cells import (  # noqa: E402
+import hetu_fx
+from hetu_fx.errors import HetuFxError
+from tests.end_to_end.cells import (
     DEFAULT_TOLERANCE,
     LOSS_FNS,
     PLANS,
@@ -105,7 +102,8 @@ def verdict(cell: Cell, steps: dict[str, Any]) -> dict[str, Any]:
     return {"worst": max(worst.values()), "wrong": wrong}
 
 
-def main(rank: int, folder: Path, devices: list[str]) -> None:
+def main(rank: int, folder: Path, devices: Sequence[str]) -> None:
+    warnings.simplefilter("ignore")
     world = len(devices)
     torch.set_num_threads(1)
     in_double()
@@ -139,7 +137,3 @@ def alone(cell: Cell, device: str) -> dict[str, Any]:
     """Run a plan of one device in a world of one."""
     group = dist.new_group([0], use_local_synchronization=True)
     return run_cell(cell, group, 0, device)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

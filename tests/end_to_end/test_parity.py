@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,8 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.cells import ALL_CELLS, COVERING, MODELS, PLANS, Cell
+from tests.end_to_end.parity_rank import main
+from tests.spawned import forked
 
 SECONDS_IN_ALL = 3000 if os.environ.get("HETU_FX_PARITY") == "full" else 900
 CELLS = ALL_CELLS if os.environ.get("HETU_FX_PARITY") == "full" else COVERING
@@ -53,19 +53,14 @@ def outcomes_of(cells: Sequence[Cell], devices: Sequence[str], folder: Path) -> 
 
 
 def run_ranks(folder: Path, devices: Sequence[str]) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    script = str(Path(__file__).with_name("parity_rank.py"))
-    workers = [
-        subprocess.Popen([sys.executable, script, str(rank), str(folder), *devices], env=environment)
-        for rank in range(len(devices))
-    ]
+    workers = [forked(main, rank, folder, devices) for rank in range(len(devices))]
     try:
         for worker in workers:
-            worker.wait(timeout=SECONDS_IN_ALL)
+            worker.join(SECONDS_IN_ALL)
     finally:
         for worker in workers:
             worker.kill()
-            worker.wait()
+            worker.join()
 
 
 def worst_of(results: list[dict[str, Any]]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tests.scripts.script import Script
 from tests.scripts.verdict import Outcome, Raised
 from tests.scripts.worker import serve
+from tests.spawned import forked
 
 START_SECONDS = 120.0
 
@@ -52,14 +53,10 @@ class Crew:
         return outcomes
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.scripts.imports"])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self._world):
-            mine, theirs = context.Pipe()
-            arguments = (rank, self._world, self._setting, self._store.port, theirs)
-            process = context.Process(target=serve, args=arguments, daemon=True)
-            process.start()
+            mine, theirs = multiprocessing.Pipe()
+            process = forked(serve, rank, self._world, self._setting, self._store.port, theirs)
             theirs.close()
             self._processes.append(process)
             self._orders.append(mine)

@@ -148,10 +148,11 @@ class SharedHomes:
         wanted, deadline = question["version"], time.monotonic() + self.seconds
         while True:
             held = self.names.held(key)
+            # Seen before it is looked for: what this rank has read itself was kept before it went on.
+            is_beyond = bool(held) and all(one.writes > wanted for one in held)
             part = self._part_now(key, held, question)
             if part is not None:
                 return part
-            is_beyond = bool(held) and all(one.writes > wanted for one in held)
             if is_beyond or time.monotonic() > deadline:
                 raise StateError(why_not(key, held, question, self.seconds))
             time.sleep(_PAUSE_SECONDS)

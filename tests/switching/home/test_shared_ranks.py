@@ -17,8 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Split
+from hetu_fx.base.torch_private import version
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
+from hetu_fx.switching.home.held import Key, part_of
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
 from hetu_fx.switching.home.shared import SharedHomes
 
@@ -85,6 +87,27 @@ def check_all_ranks_ask_and_write_at_once(rank: int, world: int, folder: Path) -
     for turn in range(16):
         assert_whole({name: torch.tensor(p.numpy(force=True)) for name, p in run.named_parameters()}, 2.0**turn)
         run.write(2.0)
+    dist.barrier()
+
+
+def check_what_a_rank_reads_and_writes_while_it_is_asked_is_given(rank: int, world: int, folder: Path) -> None:
+    """Between two looks of the thread that answers, this rank reads what is asked for, and goes on."""
+    run = Run(rank, SECONDS)
+    name = ("uneven", "columns", "scalar")[rank]  # what this rank has a part of
+    own, looked = run.get_parameter(name), run.shared._read.part
+    before, key, looks = version(own), run.shared.names.name_of(own.local), []
+
+    def look(asked: Key, writes: int) -> Tensor | None:
+        found = looked(asked, writes)
+        looks.append(found)
+        if len(looks) == 1:
+            run.shared._read.keep(asked, writes, part_of(own.local, own.home_layout).clone())
+            run.write(2.0)
+        return found
+
+    run.shared._read.part = look  # type: ignore[method-assign]
+    question = {"key": key, "version": before, "layout": str(own.home_layout.annotation), "rank": rank}
+    assert torch.equal(run.shared._part_at(key, question) * 2, part_of(own.local, own.home_layout))
     dist.barrier()
 
 

@@ -25,7 +25,7 @@ FLOORS = (
     "launch",
     "api",
     "forwards",
-    "handle copies",
+    "handle copies lockstep",
     "prepare",
     "checkpoint export report",
     "switching.adapt",

@@ -10,7 +10,8 @@ not depend on the rank is deduced once; each rank makes its own device graph.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -74,8 +75,20 @@ class Lockstep:
     loss_fn: Callable[..., Any] | None = None
     seed: int = 0
 
-    def train(self, model: nn.Module, batches: Sequence[Batch], plans: Plan | Sequence[Plan]) -> Trained:
+    def capture(self, model: nn.Module, batch: Batch) -> GraphExecution:
+        """Capture a copy of a model, which stays as it is: for all ranks, and for several trainings of equal models."""
+        return GraphExecution(Programs(copy.deepcopy(model), self.loss_fn), batch, None)
+
+    def train(
+        self,
+        model: nn.Module,
+        batches: Sequence[Batch],
+        plans: Plan | Sequence[Plan],
+        captured: GraphExecution | None = None,
+    ) -> Trained:
         """Train a copy of a model on these batches, one step each, and return what all ranks together have then.
+
+        Memory that nobody has written has no numbers in it (NaN), so that what does not arrive is seen.
 
         Raises:
             PlanError: a plan does not fit the model, or names more ranks than there are.
@@ -85,10 +98,9 @@ class Lockstep:
         ranks = self.ranks or 1 + max(max(plan.devices) for plan in plans)
         if self.rows is not None and len(self.rows) != ranks:
             raise PlanError(f"rows are given for {len(self.rows)} ranks, but there are {ranks}; give one for each")
-        # Captured from a copy that stays as it is, for all ranks.
-        execution = GraphExecution(Programs(copy.deepcopy(model), self.loss_fn), batches[0], None)
-        run = _Run(self, model, batches, plans, execution)
-        return _joined(run_in_threads(ranks, run.train))
+        run = _Run(self, model, batches, plans, captured or self.capture(model, batches[0]))
+        with _unwritten_is_nan():
+            return _joined(run_in_threads(ranks, run.train))
 
 
 def train_alone(model: nn.Module, batches: Sequence[Batch], how: Lockstep) -> Trained:
@@ -120,6 +132,16 @@ def loss_of(output: Any) -> Tensor:
         if isinstance(value, Tensor) and value.dim() == 0:
             return value
     raise ProfileError("the model returns no loss (a tensor without dims: alone, first, or as 'loss'); let it make one")
+
+
+@contextmanager
+def _unwritten_is_nan() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # which fills what `torch.empty` gives
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:

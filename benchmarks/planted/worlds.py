@@ -20,36 +20,42 @@ VOCABULARY, TOKENS, WIDTH, HEADS = 16, 8, 16, 4
 class Block(nn.Module):
     """Attention that sees all tokens, and two layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.heads, self.before, self.between = heads, nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, tokens, _ = x.shape
         normed = self.before(x)
-        heads = [
-            each(normed).view(rows, tokens, HEADS, -1).transpose(1, 2) for each in (self.query, self.key, self.value)
-        ]
+        made = (each(normed) for each in (self.query, self.key, self.value))
+        heads = [each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in made]
         attended = nn.functional.scaled_dot_product_attention(*heads)
-        x = x + self.out(attended.transpose(1, 2).reshape(rows, tokens, WIDTH))
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.down(torch.tanh(self.up(self.between(x))))
 
 
 class Net(nn.Module):
     """A few blocks between an embedding and a head, and the loss of every token."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, width: int = WIDTH, heads: int = HEADS) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.embed, self.head = nn.Embedding(VOCABULARY, width), nn.Linear(width, VOCABULARY)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def batches_of(rows: int, steps: int = 2) -> list[dict[str, Tensor]]:
+    """Make batches; every row has half of all tokens, and every two rows all of them."""
+    generator = torch.Generator().manual_seed(6)
+    shuffled = [torch.randperm(VOCABULARY, generator=generator).view(2, TOKENS) for _ in range(steps * rows)]
+    whole = [torch.cat(shuffled[step * rows : (step + 1) * rows])[:rows] for step in range(steps)]
+    return [{"ids": ids, "labels": ids.roll(3, 1).flip(0)} for ids in whole]
 
 
 @dataclass(frozen=True)
@@ -66,13 +72,9 @@ class World:
         torch.manual_seed(5)
         return Net(self.blocks).double()
 
-    def batches(self, steps: int = 2) -> list[dict[str, Tensor]]:
-        """Make batches; every row has half of all tokens, and every two rows all of them."""
-        generator = torch.Generator().manual_seed(6)
-        shuffled = [torch.randperm(VOCABULARY, generator=generator) for _ in range(steps * self.rows)]
-        rows = [ids.view(2, TOKENS) for ids in shuffled]
-        whole = [torch.cat(rows[step * self.rows : (step + 1) * self.rows])[: self.rows] for step in range(steps)]
-        return [{"ids": ids, "labels": ids.roll(3, 1).flip(0)} for ids in whole]
+    def batches(self) -> list[dict[str, Tensor]]:
+        """Make the batches of two steps."""
+        return batches_of(self.rows)
 
 
 def _stages(*degrees: int, first: int = 0) -> tuple[Stage, ...]:

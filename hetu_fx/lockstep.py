@@ -21,10 +21,11 @@ from torch import Tensor, nn
 
 from hetu_fx.annotations.local import index
 from hetu_fx.base.torch_private import tree_map_only
+from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import together
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.threads.run import run_in_threads
-from hetu_fx.errors import DivergedError, PlanError, ProfileError
+from hetu_fx.errors import DivergedError, PlanError, ProfileError, StateError
 from hetu_fx.graph.bind import Batch, as_call
 from hetu_fx.plans.plan import Plan
 from hetu_fx.prepare import homes_for, make_runtime
@@ -64,6 +65,7 @@ class Lockstep:
         ranks: how many there are; None: as many as the plans name.
         rows: how many rows of a batch each rank brings; None: all pass the whole batch.
         plan_of_step: by which plan, by its place, each step runs; None: all by the first.
+        cluster: the links between the ranks, for which algorithms of messages and homes are chosen; None: all are alike.
         loss_fn: makes the loss of a model that returns none.
         seed: of the random numbers that the model draws.
     """
@@ -72,6 +74,7 @@ class Lockstep:
     ranks: int | None = None
     rows: Sequence[int] | None = None
     plan_of_step: Sequence[int] | None = None
+    cluster: Cluster | None = None
     loss_fn: Callable[..., Any] | None = None
     seed: int = 0
 
@@ -91,6 +94,7 @@ class Lockstep:
         Memory that nobody has written has no numbers in it (NaN), so that what does not arrive is seen.
 
         Raises:
+            StateError: the model is not on the host.
             PlanError: a plan does not fit the model, or names more ranks than there are.
             DivergedError: ranks make calls that do not fit together, wait in vain, or have unlike copies.
         """
@@ -98,6 +102,9 @@ class Lockstep:
         ranks = self.ranks or 1 + max(max(plan.devices) for plan in plans)
         if self.rows is not None and len(self.rows) != ranks:
             raise PlanError(f"rows are given for {len(self.rows)} ranks, but there are {ranks}; give one for each")
+        elsewhere = {str(p.device) for p in model.parameters() if p.device.type != "cpu"}
+        if elsewhere:
+            raise StateError(f"the model is on {sorted(elsewhere)}, but all ranks run on the host; move it there")
         run = _Run(self, model, batches, plans, captured or self.capture(model, batches[0]))
         with _unwritten_is_nan():
             return _joined(run_in_threads(ranks, run.train))
@@ -203,7 +210,8 @@ class _Run:
     def _runtime(self, model: nn.Module, optimizer: torch.optim.Optimizer, table: GroupTable) -> Runtime:
         settings = Settings(shared=self.how.rows is None, outputs="auto", seed=self.how.seed)
         with using(table):
-            layouts = together(table, lambda: homes_for(self.plans, model, self.execution, None, table))
+            table.topology = self.how.cluster
+            layouts = together(table, lambda: homes_for(self.plans, model, self.execution, self.how.cluster, table))
         return make_runtime(model, optimizer, table, self.execution, self.plans, layouts, settings)
 
     def _step(self, number: int, runtime: Runtime, batch: Batch, made: _OfRank) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hetu_fx.cli.verdict import judge
+from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.lockstep import Lockstep, train_alone
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from tests.end_to_end.cells import DEFAULT_TOLERANCE, DTYPES, TOLERANCES, Step, in_double, make_batch
@@ -50,6 +51,7 @@ class Case:
     model: str = "llama"
     changes: Mapping[str, Any] = field(default_factory=dict)
     brought: tuple[int, ...] | None = None
+    cluster: Cluster | None = None
 
 
 def heads(blocks: int, count: int) -> dict[str, int]:
@@ -77,6 +79,9 @@ GRIDS = Plan(
 DEPTHS = Plan(pipelines((4, 4, 2, 2), (2, 2, 1, 1), (4, 2), shares=(3, 2, 1)))
 THREE = Plan(pipelines((8, 8, 4, 4), (4, 4, 4, 4), (4, 2, 1, 1), shares=(3, 2, 1)))
 FOUR = Plan(pipelines(*((4, 4, 4, 4),) * 4))
+NODES = Cluster.on_paper([1e9] * 8, nodes=("a",) * 4 + ("b",) * 4, intra=Link(1e10), inter=Link(1e6))
+ACROSS = Plan((Pipeline((Stage((0, 1, 4, 5)), Stage((2, 3, 6, 7))), micro_batches=2),))
+BESIDE = Plan(pipelines((4,), (4,)))
 SPARSE_ROWS = (5, 0, 1, 1, 3, 0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 1)
 
 CASES = {
@@ -85,6 +90,8 @@ CASES = {
     "8 ranks that split a group unevenly": Case(
         (Plan((Pipeline((Stage(tuple(range(8)), EIGHT_SHARES),)),)),), 2, changes=heads(2, 14)
     ),
+    "8 ranks on two nodes, groups across them": Case((ACROSS,), 4, changes=heads(2, 8), cluster=NODES),
+    "8 ranks on two nodes, a replica on each": Case((BESIDE,), 4, changes=heads(2, 8), cluster=NODES),
     "8 ranks that share experts": Case((EXPERTS,), 4, "mixtral", heads(2, 8)),
     "12 ranks, context parallel grids before tensor parallel groups": Case((GRIDS,), 9),
     "16 ranks, unlike pipelines that become even and back": Case((UNLIKE, EVEN, UNLIKE), 9, changes=heads(3, 8)),
@@ -102,7 +109,7 @@ def test_training_by_many_ranks_equals_one_device(name: str) -> None:
     model = SAMPLES[case.model].model(**case.changes).to(DTYPES.get(case.model, torch.float64)).train()
     given = [make_batch(case.model, Step("", case.rows, 11), number) for number in range(max(2, len(case.plans)))]
     order = tuple(number % len(case.plans) for number in range(len(given)))
-    how = Lockstep(ADAMW, rows=case.brought, plan_of_step=order)
+    how = Lockstep(ADAMW, rows=case.brought, plan_of_step=order, cluster=case.cluster)
     plans = tuple(replace(plan, name=f"plan {number}") for number, plan in enumerate(case.plans))
     verdict = judge(name, train_alone(model, given, how), how.train(model, given, plans), 1.0, "")
     tolerance = TOLERANCES.get(case.model, DEFAULT_TOLERANCE)

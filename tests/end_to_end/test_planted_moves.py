@@ -13,7 +13,7 @@ from benchmarks.planted.faults import NOT_SENT, SHIFTED, TWICE
 from benchmarks.planted.hunt import Hunt
 from benchmarks.planted.trial import changes_transfers
 from benchmarks.planted.worlds import WORLDS
-from hetu_fx.annotations.annotation import parse_annotation
+from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
 
 FEW = {
@@ -33,7 +33,7 @@ def test_planted_wrong_moves_are_found(name: str) -> None:
 
 
 def test_a_change_that_changes_nothing_is_no_fault() -> None:
-    whole, other = parse_annotation("[0,1] dup"), parse_annotation("[0,1,2] dup")
+    whole, other = Annotation.replicated((0, 1)), Annotation.replicated((0, 1, 2))
     plan = plan_moves([TensorMove(whole, other, (4,), 8)])
     (transfer,) = (one for one in plan.transfers if one.receiver == 2)
     from_the_other = tuple(

@@ -65,7 +65,7 @@ class Lockstep:
         ranks: how many there are; None: as many as the plans name.
         rows: how many rows of a batch each rank brings; None: all pass the whole batch.
         plan_of_step: by which plan, by its place, each step runs; None: all by the first.
-        cluster: the links between the ranks, for which algorithms of messages and homes are chosen; None: all are alike.
+        cluster: the links between the ranks, for which messages and homes are planned; None: all are alike.
         loss_fn: makes the loss of a model that returns none.
         seed: of the random numbers that the model draws.
     """

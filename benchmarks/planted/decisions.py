@@ -8,7 +8,7 @@ message that goes by one goes by the wrong one.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import _lru_cache_wrapper
@@ -28,16 +28,23 @@ ChangeCalls = Callable[[tuple[OpCall, ...]], tuple[OpCall, ...]]
 
 @dataclass(frozen=True)
 class Transfers:
-    """What ranks send and what they receive by a plan: a right one has the same twice."""
+    """By which plan ranks send, and by which they receive: of a right plan it is the same."""
 
-    sent: tuple[SliceTransfer, ...]
-    received: tuple[SliceTransfer, ...]
+    sent: BsrPlan
+    received: BsrPlan
+
+    @classmethod
+    def of(
+        cls, plan: BsrPlan, sent: Iterable[SliceTransfer], received: Iterable[SliceTransfer] | None = None
+    ) -> Transfers:
+        """Have others in a plan's place; without `received`, the same are received as sent."""
+        sending = BsrPlan(plan.moves, tuple(sent))
+        return cls(sending, sending if received is None else BsrPlan(plan.moves, tuple(received)))
 
     def put_in(self, plan: BsrPlan) -> BsrPlan:
         """Have a plan say this."""
-        sent, received = BsrPlan(plan.moves, self.sent), BsrPlan(plan.moves, self.received)
-        object.__setattr__(plan, "outgoing", sent.outgoing)
-        object.__setattr__(plan, "incoming", received.incoming)
+        object.__setattr__(plan, "outgoing", self.sent.outgoing)
+        object.__setattr__(plan, "incoming", self.received.incoming)
         return plan
 
 

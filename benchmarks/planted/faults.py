@@ -65,18 +65,13 @@ def _in_transfers(decisions: Decisions, random: Random) -> Fault | None:
 
 def _wrong_transfers(plan: BsrPlan, transfer: SliceTransfer) -> Iterator[tuple[str, Transfers]]:
     move, everything = plan.moves[transfer.move], plan.transfers
-    yield NOT_SENT, _everywhere(one for one in everything if one is not transfer)
+    yield NOT_SENT, Transfers.of(plan, (one for one in everything if one is not transfer))
     if transfer.adds:
-        yield TWICE, _everywhere(again for one in everything for again in [one] * (1 + (one is transfer)))
+        yield TWICE, Transfers.of(plan, (again for one in everything for again in [one] * (1 + (one is transfer))))
     if transfer.sender != transfer.receiver:  # whoever sends to itself reads and writes by the same
         for dims in _beside(transfer.dims, move.source, transfer.sender, move.shape):
             beside = replace(transfer, dims=dims)
-            yield SHIFTED, Transfers(tuple(beside if one is transfer else one for one in everything), everything)
-
-
-def _everywhere(transfers: Iterator[SliceTransfer]) -> Transfers:
-    found = tuple(transfers)
-    return Transfers(found, found)
+            yield SHIFTED, Transfers.of(plan, (beside if one is transfer else one for one in everything), everything)
 
 
 def _beside(dims: Dims, annotation: Annotation, rank: int, shape: Shape) -> Iterator[Dims]:

@@ -40,9 +40,9 @@ def test_a_change_that_changes_nothing_is_no_fault() -> None:
         one if one is not transfer else type(one)(0, one.dims, one.numel, 1 - one.sender, 2, adds=False)
         for one in plan.transfers
     )
-    assert not changes_transfers(plan, Transfers(from_the_other, from_the_other))
+    assert not changes_transfers(plan, Transfers.of(plan, from_the_other))
     without = tuple(one for one in plan.transfers if one is not transfer)
-    assert changes_transfers(plan, Transfers(without, without))
+    assert changes_transfers(plan, Transfers.of(plan, without))
 
 
 def test_every_world_has_faults_and_together_they_are_as_many_as_asked_for() -> None:

@@ -153,7 +153,17 @@ HELD = {
     "python -m benchmarks.mutants --scripts": BENCHMARK,
     **{
         f"python -m benchmarks.{name}": BENCHMARK
-        for name in ("gradient_sync", "homes", "mixed_length", "mutants", "planning", "reshard", "ring_attention")
+        for name in (
+            "gradient_sync",
+            "homes",
+            "mixed_length",
+            "mutants",
+            "planning",
+            "planted",
+            "reshard",
+            "ring_attention",
+            "traces",
+        )
     },
     "python -m benchmarks.straggler": BENCHMARK,
     "python -m benchmarks.switch": BENCHMARK,

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetu_fx.annotations.local import index
 from hetu_fx.base.torch_private import tree_map_only
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import together
@@ -27,11 +26,11 @@ from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.threads.run import run_in_threads
 from hetu_fx.errors import DivergedError, PlanError, ProfileError, StateError
 from hetu_fx.graph.bind import Batch, as_call
+from hetu_fx.pieces import Piece, Pieces, joined
 from hetu_fx.plans.plan import Plan
 from hetu_fx.prepare import homes_for, make_runtime
 from hetu_fx.program.captures import Programs
 from hetu_fx.switching.graph_execution import GraphExecution
-from hetu_fx.switching.home.layout import HomeLayout
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.settings import Settings
 
@@ -160,23 +159,6 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """What a rank has of a tensor; without a layout it has all of it."""
-
-    local: Tensor
-    layout: HomeLayout | None
-
-    @classmethod
-    def of(cls, tensor: Any) -> _Piece:
-        if hasattr(tensor, "to_local"):
-            return cls(tensor.to_local().detach().clone(), tensor.home_layout)
-        return cls(tensor.detach().clone(), None)
-
-
-Pieces = Mapping[str, _Piece]
-
-
-@dataclass(frozen=True)
 class _OfRank:
     """What a rank has after a training: losses by step, gradients by step, and parameters and buffers."""
 
@@ -205,7 +187,7 @@ class _Run:
             self._step(number, runtime, batch, made)
             optimizer.step()
             optimizer.zero_grad()
-        return _OfRank(made.losses, made.gradients, {name: _Piece.of(tensor) for name, tensor in _state(model).items()})
+        return _OfRank(made.losses, made.gradients, {name: Piece.of(tensor) for name, tensor in _state(model).items()})
 
     def _runtime(self, model: nn.Module, optimizer: torch.optim.Optimizer, table: GroupTable) -> Runtime:
         settings = Settings(shared=self.how.rows is None, outputs="auto", seed=self.how.seed)
@@ -223,7 +205,7 @@ class _Run:
         loss.backward()
         made.losses.append(float(loss.detach()))
         gradients = {name: home.grad for name, home in runtime.homes.items() if home.grad is not None}
-        made.gradients.append({name: _Piece.of(gradient) for name, gradient in gradients.items()})
+        made.gradients.append({name: Piece.of(gradient) for name, gradient in gradients.items()})
 
     def _own(self, rank: int, tensor: Tensor) -> Tensor:
         """Return what a rank passes of an input: its rows, or all of it."""
@@ -237,30 +219,11 @@ def _joined(ranks: Sequence[_OfRank]) -> Trained:
     steps = []
     for number in range(len(ranks[0].losses)):
         loss = _same([rank.losses[number] for rank in ranks], f"the loss of step {number}")
-        steps.append(Step(loss, _wholes([rank.gradients[number] for rank in ranks])))
-    return Trained(steps, _wholes([rank.state for rank in ranks]))
+        steps.append(Step(loss, joined([rank.gradients[number] for rank in ranks])))
+    return Trained(steps, joined([rank.state for rank in ranks]))
 
 
 def _same(values: Sequence[float], what: str) -> float:
     if len(set(map(str, values))) > 1:
         raise DivergedError(f"{what} differs between ranks: {list(values)}")
     return values[0]
-
-
-def _wholes(ranks: Sequence[Pieces]) -> dict[str, Tensor]:
-    names = dict.fromkeys(name for pieces in ranks for name in pieces)
-    return {name: _whole(name, [pieces[name] for pieces in ranks if name in pieces]) for name in names}
-
-
-def _whole(name: str, pieces: Sequence[_Piece]) -> Tensor:
-    """Put a tensor together from the elements that each rank counts; other ranks' copies must be the same bits."""
-    layouts = [piece.layout for piece in pieces]
-    whole = pieces[0].local if layouts[0] is None else pieces[0].local.new_empty(layouts[0].shape)
-    for piece in pieces:
-        for box, part in () if piece.layout is None else piece.layout.counted_chunks:
-            whole[index(box)] = piece.local[index(part)]
-    for rank, piece in enumerate(pieces):
-        expected = whole if piece.layout is None else piece.layout.take(whole)
-        if not torch.equal(piece.local, expected) and not bool(whole.isnan().any()):
-            raise DivergedError(f"rank {rank} has another copy of {name!r} than the rank that counts it")
-    return whole

@@ -26,6 +26,7 @@ FLOORS = (
     "api",
     "forwards",
     "handle copies lockstep",
+    "pieces",
     "prepare",
     "checkpoint export report",
     "switching.adapt",

@@ -90,12 +90,8 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
             with telling("planning") as tell:
                 plans = (by_first(table, partial(planned.plan, cluster, "auto", tell=tell)),)
         priced, layouts = together(table, partial(_checked, wanted, execution, plans, costs, cluster, table))
-        homes = move_home(wanted.model, layouts, table)
-    if wanted.optimizer is not None:
-        move_optimizer_state(wanted.optimizer, homes, layouts)
-    runtime = Runtime(wanted.model, table, execution, homes, replace(wanted.settings, seed=seed))
-    for index, plan in enumerate(priced):
-        runtime.add_variant(plan, plan.name or f"variant{index}")
+    settings = replace(wanted.settings, seed=seed)
+    runtime = make_runtime(wanted.model, wanted.optimizer, table, execution, priced, layouts, settings)
     health = wanted.settings.health
     adaptation = Adaptation(runtime, costs, cluster, planner, health=health, calibrates=wanted.cluster is None)
     if wanted.plan == "auto":
@@ -103,6 +99,26 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
     if cluster is not None:
         adaptation.replanning.begin()
     return runtime, adaptation
+
+
+def make_runtime(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    table: GroupTable,
+    execution: Execution[Any],
+    plans: Sequence[Plan],
+    layouts: Mapping[str, HomeLayout],
+    settings: Settings,
+) -> Runtime:
+    """Bring parameters, and what an optimizer has of them, home; return what runs them under the plans. Collective."""
+    with using(table):
+        homes = move_home(model, layouts, table)
+    if optimizer is not None:
+        move_optimizer_state(optimizer, homes, layouts)
+    runtime = Runtime(model, table, execution, homes, settings)
+    for index, plan in enumerate(plans):
+        runtime.add_variant(plan, plan.name or f"variant{index}")
+    return runtime
 
 
 def _found(
@@ -247,19 +263,26 @@ def _checked(
     cluster: Cluster | None,
     table: GroupTable,
 ) -> tuple[tuple[Plan, ...], dict[str, HomeLayout]]:
-    """Price and check all plans; return them, and where each parameter's home is: near where the first plan reads it.
-
-    Shares are in proportion to the devices' speed.
-    """
+    """Price and check all plans; return them, and where each parameter's home is."""
     priced = tuple(plans)
     if cluster is not None:
         priced = tuple(p if p.predicted else replace(p, predicted=expect(p, costs, cluster)) for p in plans)
-    for plan in priced:
+    return priced, homes_for(priced, wanted.model, execution, cluster, table)
+
+
+def homes_for(
+    plans: Sequence[Plan], model: nn.Module, execution: Execution[Any], cluster: Cluster | None, table: GroupTable
+) -> dict[str, HomeLayout]:
+    """Check all plans, and return where each parameter's home is: near where the first plan reads it; collective.
+
+    Shares are in proportion to the devices' speed.
+    """
+    for plan in plans:
         execution.check(plan, table.size)
     # Raises what is wrong with any of them. By one rank for all, as examples have other sizes on each.
-    read, *_ = by_first(table, lambda: [execution.compute_annotations(plan) for plan in priced])
-    shapes = {name: tuple(parameter.shape) for name, parameter in wanted.model.named_parameters()}
-    annotations = homes_near(priced[0], read, shapes, speeds(cluster, table.size))
+    read, *_ = by_first(table, lambda: [execution.compute_annotations(plan) for plan in plans])
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    annotations = homes_near(plans[0], read, shapes, speeds(cluster, table.size))
     layouts = {name: home_layout(annotations[name], shape, table.rank, table.size) for name, shape in shapes.items()}
-    layouts |= {name: layout_of(home) for name, home in wanted.model.named_parameters() if isinstance(home, HomeTensor)}
-    return priced, layouts
+    layouts |= {name: layout_of(home) for name, home in model.named_parameters() if isinstance(home, HomeTensor)}
+    return layouts

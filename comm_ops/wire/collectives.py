@@ -92,10 +92,10 @@ def _start_gather(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTab
     group = table.group(ranks)
     if parts[0].device.type != "cpu" and all(part.numel() for part in parts):
         ordered = [parts[i] for i in table.order(ranks)]
-        work = dist.all_gather(ordered, parts[table.position(ranks)], group=group, async_op=True)
+        work = table.transport.all_gather(ordered, parts[table.position(ranks)], group, is_async=True)
         return Exchange(tuple(ranks), [work])
     works = [
-        dist.broadcast(part, src=table.to_global(rank), group=group, async_op=True)
+        table.transport.broadcast(part, table.to_global(rank), group)
         for rank, part in zip(ranks, parts, strict=True)
         if part.numel()
     ]
@@ -154,7 +154,8 @@ def sum_all(buffer: Tensor, ranks: Sequence[int]) -> Exchange:
     """Sum a buffer over `ranks`, in place."""
     if len(ranks) == 1:
         return Exchange()
-    work = dist.all_reduce(buffer, group=active().group(tuple(ranks)), async_op=True)
+    table = active()
+    work = table.transport.all_reduce(buffer, table.group(tuple(ranks)), is_async=True)
     return Exchange(tuple(ranks), [work])
 
 
@@ -175,7 +176,7 @@ def sum_over(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:
             _start_sum(dict.fromkeys(ranks, wire), result, ranks, table, Tag.SUMMANDS).end()
         else:
             result = wire.clone() if wire.data_ptr() == x.data_ptr() else wire
-            dist.all_reduce(result, group=table.group(ranks))
+            table.transport.all_reduce(result, table.group(ranks))
     return result.to(x.device)
 
 
@@ -202,7 +203,7 @@ def reduce_parts(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTabl
         if result.device.type == "cpu":
             _start_sum(dict(zip(ranks, wires, strict=True)), result, ranks, table, Tag.SUMMANDS).end()
         else:
-            dist.reduce_scatter(result, [wires[i] for i in table.order(ranks)], group=table.group(ranks))
+            table.transport.reduce_scatter(result, [wires[i] for i in table.order(ranks)], table.group(ranks))
     return result.to(parts[here].device)
 
 
@@ -233,7 +234,7 @@ def gather_padded(x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[in
     wire = _padded(to_wire(x, table), largest)
     with guarded("all-gather", ranks, table):
         arrived = [torch.empty_like(wire) for _ in ranks]
-        dist.all_gather(arrived, wire, group=table.group(ranks))
+        table.transport.all_gather(arrived, wire, table.group(ranks))
     flats = dict(zip(table.order(ranks), (flat.to(x.device) for flat in arrived), strict=True))
     return [flats[i][:numel].view(list(shape)) for i, (numel, shape) in enumerate(zip(numels, shapes, strict=True))]
 
@@ -247,7 +248,7 @@ def reduce_padded(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTab
     wires = [_padded(to_wire(parts[i], table), largest) for i in table.order(ranks)]
     with guarded("reduce-scatter", ranks, table):
         result = torch.empty_like(wires[0])
-        dist.reduce_scatter(result, wires, group=table.group(ranks))
+        table.transport.reduce_scatter(result, wires, table.group(ranks))
     return result[: mine.numel()].view(mine.shape).to(mine.device, copy=True)
 
 

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from hetu_fx import errors
-from hetu_fx.base.torch_private import device_types
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded, using
 from hetu_fx.comm_ops.wire.small_sums import reduce_small
 from hetu_fx.errors import BatchError, HetuFxError, OtherRankError
@@ -226,7 +225,7 @@ def from_first(table: GroupTable, value: T) -> T:
     values = [value]
     if table.size > 1:
         with using(table), guarded("word from rank 0", range(table.size)):
-            dist.broadcast_object_list(values, src=table.to_global(0), group=table.base)
+            table.transport.from_one(values, table.to_global(0), table.base)
     return values[0]
 
 
@@ -236,7 +235,7 @@ def of_all(table: GroupTable, value: T) -> list[T]:
         return [value]
     values = [value] * table.size
     with using(table), guarded("agreement", range(table.size)):
-        dist.all_gather_object(values, value, group=table.base)
+        table.transport.of_all(values, value, table.base)
     return values
 
 
@@ -289,7 +288,7 @@ def _exchange(table: GroupTable, row: Sequence[float]) -> list[list[float]]:
     mine = torch.tensor(row, dtype=torch.float64, device=_device(table))
     everyone = mine.new_empty(table.size, len(row))
     with using(table), guarded("agreement on the step", range(table.size)):
-        dist.all_gather(list(everyone.unbind()), mine, group=table.base)
+        table.transport.all_gather(list(everyone.unbind()), mine, table.base)
     told: list[list[float]] = everyone.tolist()
     return told
 
@@ -364,5 +363,4 @@ def _unlike(states: Sequence[Mapping[str, str]]) -> str:
 
 def _device(table: GroupTable) -> torch.device:
     """Return a device that the world's backend can send from."""
-    types = device_types(table.base)
-    return torch.device("cpu") if "cpu" in types else torch.device(sorted(types)[0])
+    return table.transport.device(table.base)

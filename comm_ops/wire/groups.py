@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from time import perf_counter
 from typing import Protocol
@@ -17,17 +18,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from hetu_fx.base.per_rank import PerRank
 from hetu_fx.base.torch_private import store_of_world
 from hetu_fx.comm_ops.plans.cost import Topology
 from hetu_fx.comm_ops.wire.common_path import CommonPath, join_path, path_over, watch_path
 from hetu_fx.comm_ops.wire.process_group import (
     GroupCreation,
-    create_group,
-    has_native_backend,
     timeout_of,
     world_group,
 )
 from hetu_fx.comm_ops.wire.shutdown import can_sever, release_at_exit
+from hetu_fx.comm_ops.wire.transport import Group, ProcessTransport, Transport
 from hetu_fx.comm_ops.wire.waits import waiting
 from hetu_fx.errors import CommError
 
@@ -42,14 +43,22 @@ class PausedByWaits(Protocol):
         """Go on."""
 
 
-# A variable of the process, not of the thread: torch runs the backward of a GPU's ops in a thread of its own.
-_working: PausedByWaits | None = None
+@dataclass(slots=True)
+class _Present:
+    """What a rank uses now: the table that was activated, that of the world, and what its communication is to pause."""
+
+    active: GroupTable | None = None
+    default: GroupTable | None = None
+    working: PausedByWaits | None = None
+
+
+# Of the process, not of the thread: torch runs the backward of a GPU's ops in a thread of its own.
+_present = PerRank(_Present)
 
 
 def set_working(work: PausedByWaits | None) -> None:
     """Say what communication is to pause (None: nothing)."""
-    global _working
-    _working = work
+    _present().working = work
 
 
 # How many tables each base group has seen: with the base's name it makes group names that are new and that
@@ -72,6 +81,7 @@ class GroupTable:
     listener: Callable[[str, float, float], None] | None = None
     topology: Topology | None = None
     pauses_work = True  # its messages are waited for by the thread that computes
+    transport: Transport = ProcessTransport()
     _path: CommonPath | None = None
 
     def __init__(
@@ -93,12 +103,20 @@ class GroupTable:
         table._be(rank, size, "dry", timedelta(0))
         return table
 
+    @classmethod
+    def over(cls, transport: Transport, base: Group, rank: int, size: int, name: str = "over") -> GroupTable:
+        """Be `rank` of `size` that are no processes of torch.distributed; `base` is what `transport` calls all."""
+        table = cls.__new__(cls)
+        table._be(rank, size, name, timeout_of(None))
+        table.transport, table._base = transport, base
+        return table
+
     def _be(self, rank: int, size: int, name: str, timeout: timedelta) -> None:
         """Be a rank without groups, and with nothing to communicate by."""
         self.rank, self.size, self.timeout, self._name = rank, size, timeout, name
         self._globals = tuple(range(size))
-        self._base: ProcessGroup | None = None
-        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
+        self._base: Group = None
+        self._groups: dict[tuple[int, ...], Group] = {}
         self.creations: list[GroupCreation] = []
         self._beside: dict[str, GroupTable] = {}
         self._staged: dict[torch.device, bool] = {}
@@ -122,14 +140,25 @@ class GroupTable:
         if name not in self._beside:
             own = f"{self._name}/{name}"
             base = self._whole(own) if is_whole else self.base
-            self._beside[name] = GroupTable(base, timeout=self.timeout, name=own)
+            self._beside[name] = self._named(own, base)
             self._beside[name].creations = self.creations
             self._beside[name].pauses_work = False
         return self._beside[name]
 
+    def _named(self, name: str, base: Group) -> GroupTable:
+        """Return a table of the same ranks."""
+        if self.is_of_processes:
+            return GroupTable(base, timeout=self.timeout, name=name)
+        return GroupTable.over(self.transport, base, self.rank, self.size, name)
+
     def release(self) -> None:
         """Let the groups go; the table can communicate no longer."""
         self._groups, self._base, self._path = {}, None, None
+
+    @property
+    def is_of_processes(self) -> bool:
+        """Tell whether its ranks are processes, not threads of one that take turns."""
+        return isinstance(self.transport, ProcessTransport)
 
     @property
     def number(self) -> str:
@@ -141,14 +170,14 @@ class GroupTable:
         """Return what watches that its ranks take one path; None if nobody does, or where a thread waits aside."""
         return self._path if self.pauses_work else None
 
-    def _whole(self, name: str) -> ProcessGroup:
+    def _whole(self, name: str) -> Group:
         """Return another group of all ranks; collective."""
         return self._connected(self._globals, f"{name}/whole", tuple(range(self.size)))
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Pause what counts this rank's own work, and tell the listener if there is one."""
-        start, working = perf_counter(), _working if self.pauses_work else None
+        start, working = perf_counter(), _present().working if self.pauses_work else None
         if working is not None:
             working.pause()
         try:
@@ -164,7 +193,7 @@ class GroupTable:
             self.listener(what, start, end)
 
     @property
-    def base(self) -> ProcessGroup:
+    def base(self) -> Group:
         """The group of all logical ranks; raises CommError where there is none."""
         if self._base is None:
             raise CommError(
@@ -183,7 +212,7 @@ class GroupTable:
             raise CommError(f"rank {self.rank} runs a communication of ranks {list(ranks)}, which leave it out")
         return list(ranks).index(self.rank)
 
-    def group(self, ranks: Sequence[int]) -> ProcessGroup:
+    def group(self, ranks: Sequence[int]) -> Group:
         """Return the group of logical `ranks` (any order; inside, they are sorted by global rank).
 
         Its first use is collective over `ranks`. Raises CommError for ranks that are not there.
@@ -200,10 +229,10 @@ class GroupTable:
     def staged(self, device: torch.device) -> bool:
         """Tell whether tensors of `device` travel through host memory (no native backend, or gloo)."""
         if device not in self._staged:
-            self._staged[device] = device.type != "cpu" and not has_native_backend(self.base, device)
+            self._staged[device] = device.type != "cpu" and not self.transport.is_native(self.base, device)
         return self._staged[device]
 
-    def _create(self, ranks: tuple[int, ...]) -> ProcessGroup:
+    def _create(self, ranks: tuple[int, ...]) -> Group:
         base = self.base
         if ranks[-1] >= self.size or self.rank not in ranks:
             raise CommError(f"rank {self.rank} of {self.size} cannot join a group of ranks {list(ranks)}")
@@ -212,12 +241,12 @@ class GroupTable:
         members = sorted(self._globals[rank] for rank in ranks)
         return self._connected(members, f"{self._name}/{'-'.join(map(str, ranks))}", ranks)
 
-    def _connected(self, members: Sequence[int], name: str, ranks: tuple[int, ...]) -> ProcessGroup:
+    def _connected(self, members: Sequence[int], name: str, ranks: tuple[int, ...]) -> Group:
         start = perf_counter()
         with guarded("group creation", ranks, self):
             if self._path is not None:
                 self._path.meet(name, ranks)
-            group = create_group(list(members), name, self.timeout)
+            group = self.transport.connect(members, name, self.timeout)
         self.creations.append(GroupCreation(ranks, perf_counter() - start))
         return group
 
@@ -243,31 +272,29 @@ def guarded(what: str, ranks: Sequence[int], table: GroupTable | None = None) ->
         ) from error
 
 
-_active: GroupTable | None = None
-_default: GroupTable | None = None
 _beside = threading.local()  # its `table` is active in this thread, whatever is in others
 
 
 def activate(table: GroupTable | None) -> GroupTable | None:
     """Make `table` the one that ops use (None: the default world); give the one before."""
-    global _active
-    before, _active = _active, table
+    present = _present()
+    before, present.active = present.active, table
     return before
 
 
 def active() -> GroupTable:
     """Return the table that ops use: the activated one, else one over the whole world as it is now."""
-    global _default
     own: GroupTable | None = getattr(_beside, "table", None)
     if own is not None:
         return own
-    if _active is not None:
-        return _active
+    present = _present()
+    if present.active is not None:
+        return present.active
     base = _watched(world_group())
-    if _default is None or _default._base is not base:
+    if present.default is None or present.default._base is not base:
         # Named, as ranks may come here at different times, or some not at all.
-        _default = GroupTable(base, name="default")
-    return _default
+        present.default = GroupTable(base, name="default")
+    return present.default
 
 
 def _watched(group: ProcessGroup | None) -> ProcessGroup | None:
@@ -314,4 +341,5 @@ def _using_here(table: GroupTable) -> Iterator[None]:
 
 def _whole_of(base: ProcessGroup) -> ProcessGroup:
     table = GroupTable(base, name="watched")
-    return table._whole(table._name)
+    whole: ProcessGroup = table._whole(table._name)
+    return whole

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-import torch.distributed as dist
 from torch import Tensor
 
 from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.comm_ops.wire.transport import Group, Work
 
 Message = tuple[int, Tensor, int]
 """The logical rank that a tensor goes to or comes from, the tensor, and a tag."""
@@ -37,8 +37,8 @@ class Posted:
     Each is waited for once: a second wait for a message of gloo would wait for another one.
     """
 
-    arriving: Sequence[dist.Work]
-    leaving: Sequence[dist.Work] = ()
+    arriving: Sequence[Work]
+    leaving: Sequence[Work] = ()
 
     def arrive(self) -> None:
         """Wait until those to this rank are there. With gloo, a receiver that is busy does not hold this rank up."""
@@ -56,21 +56,10 @@ class Posted:
         self.leave()
 
 
-def post(
-    receives: Sequence[Message], sends: Sequence[Message], table: GroupTable, group: dist.ProcessGroup | None = None
-) -> Posted:
+def post(receives: Sequence[Message], sends: Sequence[Message], table: GroupTable, group: Group = None) -> Posted:
     """Start messages in `group` (None: that of all ranks); all receives before any send, each kind in the given order.
 
-    So gloo needs it, whose send ends only once its receive is posted. NCCL needs one group call, or the sends and
-    receives of a pair wait for each other; what a rank sends and what it waits for next belong in one call.
+    What a rank sends and what it waits for next belong in one call.
     """
-    group = group or table.base
-    if any(x.device.type != "cpu" for _, x, _ in (*receives, *sends)):
-        calls = [(dist.irecv, *message) for message in receives] + [(dist.isend, *message) for message in sends]
-        batch = [dist.P2POp(op, x, table.to_global(peer), group, tag) for op, peer, x, tag in calls]
-        return Posted(dist.batch_isend_irecv(batch))
-    arriving, leaving = (
-        [op(x, table.to_global(peer), group=group, tag=tag) for peer, x, tag in messages]
-        for op, messages in ((dist.irecv, receives), (dist.isend, sends))
-    )
-    return Posted(*([work for work in works if work is not None] for works in (arriving, leaving)))
+    arrives, leaves = ([(table.to_global(peer), x, tag) for peer, x, tag in messages] for messages in (receives, sends))
+    return Posted(*table.transport.post(arrives, leaves, group or table.base))

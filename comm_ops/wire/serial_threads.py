@@ -4,7 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from functools import partial
 from threading import Thread
+from typing import Any
+
+from hetu_fx.base.per_rank import PerRank
+
+
+class Threads:
+    """Starts threads beside the one of a rank, and waits for what they do."""
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Do it in a thread that does not keep the process from ending."""
+        Thread(target=work, daemon=True).start()
+
+    def wait(self, done: Future[Any], seconds: float | None = None) -> bool:
+        """Wait until it is done, at most so long; tell whether it is."""
+        return bool(wait([done], seconds).done)
+
+
+threads: PerRank[Threads] = PerRank(Threads)
 
 
 class InTurn:
@@ -21,7 +40,7 @@ class InTurn:
         """Have `work` done after what has been started before."""
         before, done = self._last, Future[None]()
         self._last = done
-        Thread(target=_run, args=(before, work, done), daemon=True).start()
+        threads().start(partial(_run, before, work, done))
         return Turn(done)
 
 
@@ -33,21 +52,24 @@ class Turn:
 
     def wait(self) -> None:
         """Wait until it is done, and raise what it raised."""
+        threads().wait(self._done)
         self._done.result()
 
     def is_over(self, seconds: float) -> bool:
         """Wait at most so long; tell whether it has ended, be it by an error."""
-        return bool(wait([self._done], seconds).done)
+        return threads().wait(self._done, seconds)
 
     @property
     def error(self) -> BaseException | None:
         """Wait until it is done, and return what it raised."""
+        threads().wait(self._done)
         return self._done.exception()
 
 
 def _run(before: Future[None] | None, work: Callable[[], None], done: Future[None]) -> None:
     try:
         if before is not None:
+            threads().wait(before)
             before.result()
         work()
     except BaseException as error:  # handed to whoever waits

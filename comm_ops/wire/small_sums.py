@@ -43,13 +43,13 @@ def reduce_small(
     with guarded(what, range(size), table):
         group = table.group(range(size))
         if value.device.type != "cpu":
-            dist.all_reduce(value, op=op, group=group)
+            table.transport.all_reduce(value, group, op)
             return value
         head, rest = packed(value, op, what)
-        dist.all_reduce(head, op=op, group=group)
+        table.transport.all_reduce(head, group, op)
         if is_alike := are_alike(head[:MARKS].tolist(), op, size):
             if rest.numel():
-                dist.all_reduce(rest, op=op, group=group)
+                table.transport.all_reduce(rest, group, op)
     if not is_alike:
         refuse_unlike(table, what)
     flat = torch.cat([head[MARKS:], rest])[: _flat(value).numel()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from hetu_fx.api import auto_parallelize
 from hetu_fx.base.torch_private import tree_map_only
-from hetu_fx.cli.verdict import Step, Trained, Verdict, judge
+from hetu_fx.cli.verdict import Verdict, judge
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.errors import HetuFxError, ProfileError
+from hetu_fx.errors import CommError, HetuFxError, PlanError, ProfileError
 from hetu_fx.graph.bind import as_call
+from hetu_fx.lockstep import Lockstep, Step, Trained, loss_of
 from hetu_fx.plans.plan import Plan
 
 Plans = Mapping[str, Plan | str]
@@ -25,19 +26,28 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is trained: steps, an optimizer of torch.optim by name, its learning rate, this process's device."""
+    """How a model is trained.
+
+    Attributes:
+        steps: how many.
+        optimizer: one of torch.optim by name.
+        lr: its learning rate.
+        device: of this process.
+        ranks: how many ranks this process is, one after another; None: it is one of the job's.
+    """
 
     steps: int
     optimizer: str
     lr: float
     device: str
+    ranks: int | None = None
 
-    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return an optimizer of the model's trained parameters."""
+    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Return an optimizer of parameters."""
         kind = getattr(torch.optim, self.optimizer, None)
         if kind is None:
             raise ProfileError(f"torch.optim has no {self.optimizer!r}; name an optimizer like SGD or AdamW")
-        made: torch.optim.Optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=self.lr)
+        made: torch.optim.Optimizer = kind(parameters, lr=self.lr)
         return made
 
 
@@ -63,7 +73,11 @@ def _verdict(
 ) -> Verdict:
     _tell(f"training under plan {name}")
     try:
-        made = trained(copy.deepcopy(model), batch, plan, training)
+        made = (trained if training.ranks is None else _trained_by_all)(copy.deepcopy(model), batch, plan, training)
+    except CommError as error:
+        if training.ranks is None:
+            return Verdict(name, "refused", str(error))
+        return Verdict(name, "differs", str(error))
     except HetuFxError as error:
         return Verdict(name, "refused", str(error))
     alone, tolerance, says = against
@@ -92,7 +106,7 @@ def draws_random_numbers(model: nn.Module, batch: Any) -> bool:
 
 def trained(model: nn.Module, batch: Any, plan: Plan | str | None, training: Training) -> Trained:
     """Train, on this device alone if there is no plan, else collectively; all that is returned is whole."""
-    optimizer = training.make_optimizer(model)
+    optimizer = training.make_optimizer([p for p in model.parameters() if p.requires_grad])
     if plan is not None:
         auto_parallelize(model, batch, plan=plan, optimizer=optimizer, data="global", seed=SEED)
     steps = []
@@ -106,23 +120,21 @@ def trained(model: nn.Module, batch: Any, plan: Plan | str | None, training: Tra
     return Trained(steps, {name: _whole(tensor) for name, tensor in state})
 
 
+def _trained_by_all(model: nn.Module, batch: Any, plan: Plan | str, training: Training) -> Trained:
+    """Train as all ranks, in this process.
+
+    Raises:
+        PlanError: the plan is to be made for measured devices.
+    """
+    if not isinstance(plan, Plan):
+        raise PlanError(f"{plan!r} is made for processes, which are measured; give a plan file, data or tensor")
+    how = Lockstep(training.make_optimizer, ranks=training.ranks, seed=SEED)
+    return how.train(model, [batch] * training.steps, plan)
+
+
 def _call(model: nn.Module, batch: Any) -> Any:
     args, kwargs = as_call(batch)
     return model(*args, **kwargs)
-
-
-def loss_of(output: Any) -> Tensor:
-    """Return the loss in what a model returns.
-
-    Raises:
-        ProfileError: there is none.
-    """
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    candidates = [found, *(output if isinstance(output, tuple | list) else [output])]
-    for value in candidates:
-        if isinstance(value, Tensor) and value.dim() == 0:
-            return value
-    raise ProfileError("the model returns no loss (a tensor without dims: alone, first, or as 'loss'); let it make one")
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:

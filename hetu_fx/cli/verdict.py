@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from torch import Tensor
 
+from hetu_fx.lockstep import Step, Tensors, Trained
+
 NEGLIGIBLE = 1e-6
 """Tensors are compared relative to their norm, or to so much of the largest norm: some gradients are zero but for
 rounding."""
-
-Tensors = Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Step:
-    """One training step: its loss, and gradients by the names of parameters."""
-
-    loss: float
-    gradients: Tensors
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What a training came to: its steps, and parameters and buffers after them."""
-
-    steps: Sequence[Step]
-    state: Tensors
 
 
 @dataclass(frozen=True)

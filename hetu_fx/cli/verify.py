@@ -1,6 +1,7 @@
 """`hetu-fx verify SCRIPT:FUNCTION`: a model under plans against one device, as a table, JSON, and an exit status.
 
-Without a launcher it starts the processes that the plans need; under one it uses those of the job.
+Without a launcher it starts the processes that the plans need; under one it uses those of the job. With `--ranks` this
+process is all ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +43,14 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
         metavar="PLAN",
         help="a plan file, auto, data (uneven rows) or tensor; may be repeated (default: data and tensor)",
     )
-    parser.add_argument("--nproc", type=int, metavar="N", help="processes (default: what the plans need, or 2)")
+    processes = parser.add_mutually_exclusive_group()
+    processes.add_argument("--nproc", type=int, metavar="N", help="processes (default: what the plans need, or 2)")
+    processes.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="no processes: all N ranks of the plans run in this one, on the CPU, which takes seconds for 64 of them",
+    )
     parser.add_argument("--steps", type=int, default=3, metavar="K", help="training steps (default: %(default)s)")
     parser.add_argument("--optimizer", default="SGD", metavar="NAME", help="of torch.optim (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=0.01, help="learning rate (default: %(default)s)")
@@ -57,7 +65,9 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
 def call_verify(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx verify`; the status is 0 when every plan gives what one device gives, else 1."""
     names = options.plan or ["data", "tensor"]
-    if options.to is None and "WORLD_SIZE" not in os.environ:
+    if options.ranks is not None:
+        told = [verdict.to_json() for verdict in _verdicts_of_all(options, names)]
+    elif options.to is None and "WORLD_SIZE" not in os.environ:
         function_named(options.model)  # to say at once what is wrong with it
         told = _started(options, names)
     else:
@@ -129,6 +139,19 @@ def _verdicts(options: argparse.Namespace, names: Sequence[str]) -> list[Verdict
             dist.destroy_process_group()
 
 
+def _verdicts_of_all(options: argparse.Namespace, names: Sequence[str]) -> list[Verdict]:
+    """Compare as all ranks, in this process."""
+    from hetu_fx.cli.compare import Training, compare_plans
+
+    if options.device != "cpu" or options.ranks < 1:
+        raise PlanError(
+            f"--ranks {options.ranks} --device {options.device} cannot be; give 1 rank or more, all of them on the cpu"
+        )
+    plans = {name: plan_named(name, options.ranks) for name in names}
+    training = Training(options.steps, options.optimizer, options.lr, options.device, options.ranks)
+    return compare_plans(function_named(options.model), plans, training, options.tolerance)
+
+
 def plan_named(name: str, world: int) -> Plan | str:
     """Return a plan by what was written on the command line, for so many processes."""
     from hetu_fx.plans.plan import Pipeline, Plan, Stage
@@ -156,8 +179,8 @@ def _row(plan: str, step: dict[str, Any]) -> list[str]:
 
 
 def _judgement(verdict: dict[str, Any]) -> str:
-    if verdict["verdict"] == "refused":
-        return f"{verdict['plan']}: refused: {verdict['says']}"
+    if not verdict["steps"]:
+        return f"{verdict['plan']}: {verdict['verdict']}: {verdict['says']}"
     worst = f"{verdict['worst_parameter']} {verdict['parameter_difference']:.1e}"
     line = f"{verdict['plan']}: {verdict['verdict']}; parameters and buffers after the steps: {worst}"
     return f"{line}; {verdict['says']}" if verdict["says"] else line

@@ -17,7 +17,7 @@ from hetu_fx.base.torch_private import (
 )
 from hetu_fx.base.torch_private import version as version_of
 from hetu_fx.errors import StateError
-from hetu_fx.switching.home.journal import JOURNAL
+from hetu_fx.switching.home.journal import journal
 from hetu_fx.switching.home.tensor import HomeTensor, gather_whole, mark_written, wrap
 
 _REFUSED = {"resize_", "resize_as_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_"}
@@ -41,7 +41,7 @@ class Origin:
         """Bring what was written to the copy home."""
         self.home.local.copy_(self.home.home_layout.take(self.buffer))
         mark_written([self.home])
-        JOURNAL.write_value(self.home.local, self.buffer)
+        journal().write_value(self.home.local, self.buffer)
         self.version = version_of(self.home)
 
 
@@ -131,7 +131,7 @@ def _write_back(home: HomeTensor, whole: torch.Tensor) -> None:
         home.local.copy_(home.home_layout.take(whole))
     mark_written([home])
     if home.home_layout.world > 1:
-        JOURNAL.write_value(home.local, whole)
+        journal().write_value(home.local, whole)
 
 
 def _give_back(func: Any, result: Any, first: HomeTensor, owners: dict[int, tuple[torch.Tensor, HomeTensor]]) -> Any:

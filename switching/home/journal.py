@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from hetu_fx.base.per_rank import PerRank
 from hetu_fx.switching.home.values import Signed, mark_value
 
 T = TypeVar("T")
@@ -95,5 +96,5 @@ class Journal:
             self.tensors += 1
 
 
-JOURNAL = Journal()
-"""That of this process."""
+journal = PerRank(Journal)
+"""Gives that of this rank."""

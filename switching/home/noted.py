@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Iterable, Sequence
 from typing import ClassVar
 
-from hetu_fx.switching.home.journal import JOURNAL, Rates
+from hetu_fx.switching.home.journal import Rates, journal
 from hetu_fx.switching.home.values import Sign
 from hetu_fx.switching.home.watch import are_alike, clean, names_of, numbers_of
 
@@ -31,7 +31,7 @@ class StepRates(_Noted):
 
     def settle(self) -> None:
         """Compare later steps."""
-        self._seen = JOURNAL.steps.count
+        self._seen = journal().steps.count
 
     @property
     def number(self) -> Hashable:
@@ -41,7 +41,7 @@ class StepRates(_Noted):
     @property
     def detail(self) -> list[Rates]:
         """Return them, step by step."""
-        return JOURNAL.steps.since(self._seen)
+        return journal().steps.since(self._seen)
 
     def problem(self, told: Sequence[Sequence[Rates]]) -> str:
         """Name the first number that is unlike."""
@@ -60,12 +60,12 @@ class TensorCounts(_Noted):
 
     def settle(self) -> None:
         """Count from now on."""
-        self._seen = JOURNAL.tensors
+        self._seen = journal().tensors
 
     @property
     def number(self) -> int:
         """Return the count."""
-        return JOURNAL.tensors - self._seen
+        return journal().tensors - self._seen
 
     @property
     def detail(self) -> int:
@@ -82,7 +82,7 @@ class Numbers(_Noted):
 
     def settle(self) -> None:
         """Compare what is written from now on."""
-        self._seen = JOURNAL.numbers.count, JOURNAL.values.count
+        self._seen = journal().numbers.count, journal().values.count
 
     @property
     def number(self) -> Hashable:
@@ -93,7 +93,7 @@ class Numbers(_Noted):
     @property
     def detail(self) -> tuple[list[float], list[Sign]]:
         """Return them, signs of the values."""
-        return JOURNAL.numbers.since(self._seen[0]), [one.sign for one in JOURNAL.values.since(self._seen[1])]
+        return journal().numbers.since(self._seen[0]), [one.sign for one in journal().values.since(self._seen[1])]
 
     def problem(self, told: Sequence[tuple[list[float], list[Sign]]]) -> str:
         """Show the first number that is unlike."""

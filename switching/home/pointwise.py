@@ -15,7 +15,7 @@ from hetu_fx.base.torch_private import increment_version, overload_name, schema,
 from hetu_fx.comm_ops.wire.collectives import reduce_world
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.gathered import named, run_whole
-from hetu_fx.switching.home.journal import JOURNAL
+from hetu_fx.switching.home.journal import journal
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
 from hetu_fx.switching.home.piece_copies import note_copy
 from hetu_fx.switching.home.tensor import Handler, HomeTensor, cut_like, gather_whole, mark_written, same_layout, wrap
@@ -181,7 +181,7 @@ def _note_plain(target: HomeTensor, operands: Sequence[torch.Tensor]) -> None:
     """Note the whole tensors that a home tensor was written with, which ranks may have unlike."""
     for operand in operands if target.home_layout.world > 1 else ():
         if type(operand) is not HomeTensor and operand.dim():
-            JOURNAL.write_value(target.local, operand)
+            journal().write_value(target.local, operand)
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

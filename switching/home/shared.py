@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from hetu_fx.annotations.local import index
+from hetu_fx.base.per_rank import PerRank
 from hetu_fx.base.torch_private import version
 from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
@@ -53,7 +54,10 @@ class SharedHomes:
         self._joint = 0  # readings by all ranks so far
         self._is_leaving = False
         self._asked_at = time.monotonic()
-        _runs.append(ref(self, _runs.remove))
+        if not table.is_of_processes:
+            return  # nobody answers for another: whoever reads a whole has all ranks take part
+        runs = _runs()
+        runs.append(ref(self, runs.remove))
         if self.size > 1:
             self._listener = Listener(_weakly(self._answer))
             finalize(self, self._listener.close)
@@ -175,11 +179,11 @@ class SharedHomes:
         return None if part is None else part.to(dtype)
 
 
-_runs: list[ref[SharedHomes]] = []
+_runs: PerRank[list[ref[SharedHomes]]] = PerRank(list)
 
 
 def _all_runs() -> list[SharedHomes]:
-    return [run for run in (reference() for reference in _runs) if run is not None]
+    return [run for run in (reference() for reference in _runs()) if run is not None]
 
 
 def _weakly(method: Callable[[Question], torch.Tensor]) -> Callable[[Question], torch.Tensor]:

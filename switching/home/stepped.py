@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hetu_fx.switching.home.journal import JOURNAL, Rates
+from hetu_fx.switching.home.journal import Rates, journal
 from hetu_fx.switching.home.parameters import cut_optimizer_state
 from hetu_fx.switching.home.tensor import HomeTensor
 
@@ -51,7 +51,7 @@ def _begin(optimizer: Optimizer, *_: object) -> None:
         _seen[optimizer] = next(_numbers)
         optimizer.register_load_state_dict_post_hook(cut_optimizer_state)
         cut_optimizer_state(optimizer)
-    JOURNAL.begin_step(rates_of(optimizer) if has_homes else None)
+    journal().begin_step(rates_of(optimizer) if has_homes else None)
 
 
 def _parameters(optimizer: Optimizer) -> Iterable[Any]:
@@ -59,7 +59,7 @@ def _parameters(optimizer: Optimizer) -> Iterable[Any]:
 
 
 def _end(*_: object) -> None:
-    JOURNAL.end_step()
+    journal().end_step()
 
 
 register_optimizer_step_pre_hook(_begin)

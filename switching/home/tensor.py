@@ -25,7 +25,7 @@ from hetu_fx.base.torch_private import (
 )
 from hetu_fx.comm_ops.wire.collectives import gather_segments
 from hetu_fx.errors import StateError
-from hetu_fx.switching.home.journal import JOURNAL
+from hetu_fx.switching.home.journal import journal
 from hetu_fx.switching.home.layout import Chunk, HomeLayout
 from hetu_fx.switching.home.memory import AsksForWhole
 from hetu_fx.switching.home.piece_copies import note_copy, note_swap
@@ -122,7 +122,7 @@ class HomeTensor(AsksForWhole):
         set_versions((self.local,), (after,))
         mark_written([self])
         if self.home_layout.world > 1 and not isinstance(value, HomeTensor):
-            JOURNAL.write_value(self.local, value)
+            journal().write_value(self.local, value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Describe the tensor and this rank's piece, without talking to other ranks."""
@@ -220,7 +220,7 @@ def counting_writes(op: Any, handler: Handler) -> Handler:
             made = handler(func, args, kwargs)
         finally:
             _writing.pop()
-        JOURNAL.write(args, kwargs)
+        journal().write(args, kwargs)
         return made
 
     return run

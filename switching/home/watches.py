@@ -13,7 +13,7 @@ from typing import ClassVar
 from torch import nn
 
 from hetu_fx.base.torch_private import version
-from hetu_fx.switching.home.journal import JOURNAL
+from hetu_fx.switching.home.journal import journal
 from hetu_fx.switching.home.outside import OutsideGradients
 from hetu_fx.switching.home.parameters import Buffers
 from hetu_fx.switching.home.piece_copies import swaps
@@ -156,8 +156,8 @@ class ParameterValues:
     @property
     def detail(self) -> dict[str, Sign]:
         """Return signs by name."""
-        if self._seen != JOURNAL.values.count:
-            self._seen = JOURNAL.values.count
+        if self._seen != journal().values.count:
+            self._seen = journal().values.count
             found = {name: take_sign(vars(home).get("local")) for name, home in self._homes.items()}
             self._signs.update((name, sign) for name, sign in found.items() if sign is not None)
         return self._signs

@@ -9,7 +9,7 @@ from torch import nn
 from hetu_fx.comm_ops.wire.consensus import LocalFacts, StepFacts, agree, of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
-from hetu_fx.switching.home.journal import JOURNAL
+from hetu_fx.switching.home.journal import journal
 from hetu_fx.switching.home.noted import Numbers, StepRates, TensorCounts
 from hetu_fx.switching.home.parameters import Buffers
 from hetu_fx.switching.home.watch import Watch
@@ -84,4 +84,4 @@ class Writes:
     def _settle(self) -> None:
         for watch in self.watches:
             watch.settle()
-        JOURNAL.next_round()
+        journal().next_round()

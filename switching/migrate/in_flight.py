@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hetu_fx.base.per_rank import PerRank
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.serial_threads import InTurn, Turn
 from hetu_fx.comm_ops.wire.shutdown import finish_at_exit
@@ -102,7 +103,7 @@ class InFlightState:
 
         pieces = [(tensor, stand_ins[key]) for key, tensor in tensors.items()]
         self._journey = _Journey(plan, pieces, InTurn().start(work), times)
-        _under_way.append(self)
+        _under_way().append(self)
         _hold_optimizers_back()
 
     def settle(self) -> None:
@@ -134,7 +135,7 @@ class InFlightState:
         self._journey = None
         for tensor, stand_in in journey.pieces:
             give(tensor, stand_in.local, stand_in.home_layout)
-        _under_way.remove(self)
+        _under_way().remove(self)
         if error is not None:
             raise error
         start, end = journey.times
@@ -152,7 +153,7 @@ class InFlightState:
                 )
 
 
-_under_way: list[InFlightState] = []
+_under_way: PerRank[list[InFlightState]] = PerRank(list)
 
 
 @cache
@@ -166,7 +167,7 @@ def _hold_optimizers_back() -> None:
 
 
 def _settle_all(*_: object) -> None:
-    for in_flight in tuple(_under_way):
+    for in_flight in tuple(_under_way()):
         in_flight.settle()
 
 

@@ -11,13 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from hetu_fx.cli.compare import draws_random_numbers, loss_of
+from hetu_fx.cli.compare import draws_random_numbers
 from hetu_fx.cli.given import function_named
 from hetu_fx.cli.main import main
-from hetu_fx.cli.verdict import Step, Trained, judge, worst
+from hetu_fx.cli.verdict import judge, worst
 from hetu_fx.cli.verify import as_text, plan_named
+from hetu_fx.comm_ops.wire import collectives
 from hetu_fx.errors import PlanError, ProfileError
-from hetu_fx.plans.plan import Plan
+from hetu_fx.lockstep import Step, Trained, loss_of
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
 
 SCRIPT = """
 import torch
@@ -123,3 +125,39 @@ def test_plans_train_what_one_device_trains(script: Path, function: str) -> None
     assert [(verdict["plan"], verdict["verdict"]) for verdict in told] == [("data", "equal"), ("tensor", "equal")]
     assert all(("random" in verdict["says"]) == (function == "made") for verdict in told)
     assert all(step["gradient_difference"] < 1e-10 for verdict in told for step in verdict["steps"])
+
+
+@pytest.mark.parametrize("function", ["without_dropout", "made"])
+def test_all_ranks_of_plans_train_in_this_process_what_one_device_trains(
+    script: Path, function: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = Plan(tuple(Pipeline((Stage((rank, rank + 1), (2, 1)),)) for rank in range(0, 12, 2)))
+    plan.write(script.parent / "plan.json")
+    plans = ("data", "tensor", str(script.parent / "plan.json"))
+    given = [f"--plan={plan}" for plan in plans]
+    assert main(["verify", f"{script}:{function}", "--ranks=12", "--steps=2", "--json", *given]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [(verdict["plan"], verdict["verdict"]) for verdict in told] == [(plan, "equal") for plan in plans]
+    assert all(step["gradient_difference"] < 1e-10 for verdict in told for step in verdict["steps"])
+
+
+def test_a_wrong_sum_differs_and_copies_that_differ_are_told(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def sum_twice(result: torch.Tensor, summands: list[torch.Tensor]) -> None:
+        result.copy_(sum(summands[1:], 2 * summands[0]))
+
+    monkeypatch.setattr(collectives, "_sum_into", sum_twice)
+    assert main(["verify", f"{script}:without_dropout", "--ranks=3", "--steps=1", "--plan=tensor"]) == 1
+    assert "tensor: differs" in capsys.readouterr().out
+
+
+def test_ranks_that_cannot_be_and_plans_for_measured_devices_are_refused(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = f"{script}:without_dropout"
+    assert main(["verify", named, "--ranks=0"]) == 2
+    assert main(["verify", named, "--ranks=2", "--device=cuda"]) == 2
+    assert "give 1 rank or more, all of them on the cpu" in capsys.readouterr().err
+    assert main(["verify", named, "--ranks=2", "--plan=auto"]) == 1
+    assert "auto: refused: 'auto' is made for processes, which are measured" in capsys.readouterr().out

@@ -37,6 +37,7 @@ MEASURE = Held(by="cli/test_measure.py::test_devices_and_blocks_are_measured_and
 PLANNED = Held(by="test_planning_page.py::test_the_page_shows_what_the_commands_print_and_the_tables_that_there_are")
 TORCHRUN = Held(by="integrations/test_launchers.py::test_torchrun_trains_like_one_process")
 VERIFY = Held(by="cli/test_verify.py::test_plans_train_what_one_device_trains")
+VERIFY_ALL = Held(by="cli/test_verify.py::test_all_ranks_of_plans_train_in_this_process_what_one_device_trains")
 SEVERAL = Held(why="needs more processes or GPUs than CI has; its programs are read, each is run on fewer elsewhere")
 
 EXAMPLE = Held(by="examples/test_examples.py::test_an_example_trains_in_two_processes_what_it_trains_alone")
@@ -66,6 +67,7 @@ HELD = {
     "hetu-fx verify my_script.py:make_model": VERIFY,
     "hetu-fx verify my_script.py:make_model --plan data --plan tensor": VERIFY,
     "hetu-fx verify my_script.py:make_model --plan plan.json": VERIFY,
+    "hetu-fx verify my_script.py:make_model --plan plan.json --ranks 64": VERIFY_ALL,
     "hetu-fx plan --cluster cluster.json --profile profile.json": PLANNED,
     "hetu-fx plan --cluster cluster.json --profile profile.json --search malleus --rate 1=2.5 --without 3": PLANNED,
     "hetu-fx plan --cluster cluster-1.json --profile profile.json": PLANNED,
@@ -151,7 +153,17 @@ HELD = {
     "python -m benchmarks.mutants --scripts": BENCHMARK,
     **{
         f"python -m benchmarks.{name}": BENCHMARK
-        for name in ("gradient_sync", "homes", "mixed_length", "mutants", "planning", "reshard", "ring_attention")
+        for name in (
+            "gradient_sync",
+            "homes",
+            "mixed_length",
+            "mutants",
+            "planning",
+            "planted",
+            "reshard",
+            "ring_attention",
+            "traces",
+        )
     },
     "python -m benchmarks.straggler": BENCHMARK,
     "python -m benchmarks.switch": BENCHMARK,

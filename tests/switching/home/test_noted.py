@@ -11,7 +11,7 @@ from torch import nn
 
 from hetu_fx.annotations.annotation import Annotation, Split
 from hetu_fx.switching.home import noted, stepped
-from hetu_fx.switching.home.journal import JOURNAL, Journal, Log
+from hetu_fx.switching.home.journal import Journal, Log, journal
 from hetu_fx.switching.home.noted import Numbers, StepRates, TensorCounts
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
 
@@ -25,7 +25,7 @@ def home() -> Any:
 
 @pytest.fixture(autouse=True)
 def _another_round() -> None:
-    JOURNAL.next_round()
+    journal().next_round()
 
 
 def test_a_log_gives_what_came_later_so_far_as_it_is_kept() -> None:
@@ -42,7 +42,7 @@ def test_tensors_are_counted_once_a_round_however_often_they_are_written() -> No
     torch._foreach_mul_([first, last], 0.5)
     first.add_(1)
     assert counts.number == 2
-    JOURNAL.next_round()
+    journal().next_round()
     first.zero_()
     assert counts.number == 3
     counts.settle()

@@ -1,0 +1,1 @@
+"""Published plans, executed by all of their ranks in one process."""

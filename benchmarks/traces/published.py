@@ -1,0 +1,111 @@
+"""Plans of papers, with as many blocks and ranks as published, for a model of a small width that they train.
+
+What makes a plan is kept: devices, groups, blocks of each stage, shares of rows, what is recomputed. Micro-batches are
+fewer, as they say how often the same is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+import hetu_fx
+from benchmarks.cases.planning import Case, cases
+from benchmarks.ladder_hetu_v2 import as_run, priced
+from benchmarks.planted.worlds import Net, batches_of
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.planner.make_plan import make_plan
+from hetu_fx.plans.plan import Plan
+
+MICRO_BATCHES = 4
+ROWS = 64
+PUBLISHED_SECONDS = {"1: 32B, 32 H20 + 16 H800": 6.05}  # Hetu v2, section 6.2; those of the others are not printed
+# HAP's 29 devices, by the machines that they stand in, and what one does a second there (its repository's run of BERT).
+V100, P100 = "V100-16G", "P100-16G"
+MACHINES = ((V100, 7), (V100, 1), (P100, 3), (P100, 8), (P100, 1), (P100, 6), (P100, 1), (P100, 2))
+FLOPS = {V100: 3_858_755_112_937.0, P100: 2_149_250_936_815.0}
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A published plan, or one of a published search, and the small model that it trains.
+
+    `predicted` and `published` are the seconds of a step of the model that it was made for, as far as they are known.
+    """
+
+    paper: str
+    name: str
+    plan: Plan
+    blocks: int
+    width: int
+    heads: int
+    predicted: float | None = None
+    published: float | None = None
+
+    def model(self) -> nn.Module:
+        """Make the model, always with the same numbers."""
+        torch.manual_seed(5)
+        return Net(self.blocks, self.width, self.heads).double()
+
+    def batches(self) -> list[dict[str, Tensor]]:
+        """Make the batches of two steps."""
+        return batches_of(ROWS)
+
+
+def traces() -> Iterator[Trace]:
+    """Yield them all."""
+    yield from _hetu_v2()
+    yield _heteropp()
+    yield _hap()
+
+
+def _hetu_v2() -> Iterator[Trace]:
+    """Yield the 14 strategies of Hetu v2 (section 6.2 and appendix C)."""
+    for case in cases(48):
+        plan = case.published_plan
+        if plan is not None:
+            seconds = priced(plan, as_run(case))
+            published = PUBLISHED_SECONDS.get(case.name)
+            yield Trace("Hetu v2", case.name, small(plan), _blocks(case), 16, 8, seconds, published)
+
+
+def _blocks(case: Case) -> int:
+    return case.profile.costs.num_blocks
+
+
+def _heteropp() -> Trace:
+    """Return H2's HeteroPP, as HeteroAuto finds it on 64 devices of four kinds."""
+    (case,) = (case for case in cases(64) if case.name == "7B, 64 of 4 kinds")
+    plan = make_plan(case.profile, case.cluster, search="heteroauto")
+    seconds = plan.predicted.seconds if plan.predicted else None
+    return Trace("H2", f"HeteroPP, {case.name}", small(plan), _blocks(case), 16, 8, seconds)
+
+
+def _hap() -> Trace:
+    """Return what HAP finds for a small model on 8 and 21 devices, as the nearest plan says it."""
+    model, (batch, _) = Net(2, 64, 32).double(), batches_of(ROWS)
+    plan = hetu_fx.plan(model, batch, cluster=hap_cluster(), search="hap")
+    seconds = plan.predicted.seconds if plan.predicted else None
+    return Trace("HAP", "8 V100 and 21 P100, 2 blocks of width 64", small(plan), 2, 64, 32, seconds)
+
+
+def hap_cluster() -> Cluster:
+    """Return HAP's cluster: 8 V100 on two machines and 21 P100 on six, as fast as its authors measured them."""
+    devices = [
+        {"kind": kind, "node": str(node), "flops_per_second": FLOPS[kind], "memory_bytes": 16e9}
+        for node, (kind, count) in enumerate(MACHINES)
+        for _ in range(count)
+    ]
+    intra = {"bytes_per_second": 1e10, "latency_seconds": 1e-5}
+    links = {"intra": intra, "inter": {"bytes_per_second": 10.4e9 / 8, "latency_seconds": 5e-5}}
+    numbered = [{"rank": rank, **device} for rank, device in enumerate(devices)]
+    return Cluster.from_json({"format": "hetu_fx.cluster/1", "devices": numbered, "links": links})
+
+
+def small(plan: Plan) -> Plan:
+    """Return a plan with no more micro-batches than show that there are several."""
+    fewer = (replace(p, micro_batches=min(p.micro_batches, MICRO_BATCHES)) for p in plan.pipelines)
+    return replace(plan, pipelines=tuple(fewer), predicted=None, name=None)

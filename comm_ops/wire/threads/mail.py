@@ -1,0 +1,88 @@
+"""Messages between two threads: a send and a receive of one tag meet, and what stands at the sender then is copied.
+
+As with gloo, a message leaves when its receive is posted: a sender that writes to it meanwhile sends something else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hetu_fx.comm_ops.wire.threads.meetings import Members
+from hetu_fx.errors import DivergedError
+
+
+class Way(NamedTuple):
+    """Messages that arrive in the order in which they were sent."""
+
+    group: Members
+    sender: int
+    receiver: int
+    tag: int
+
+    def __str__(self) -> str:
+        return f"rank {self.sender} to rank {self.receiver} with tag {self.tag:#x} in {self.group}"
+
+
+@dataclass(slots=True, eq=False)
+class Letter:
+    """One end of a message: what is sent, or the room for it."""
+
+    x: Tensor
+    problem: str = ""
+    is_done: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody has to wait any longer."""
+        return self.is_done or bool(self.problem)
+
+
+@dataclass
+class Mail:
+    """The messages of which one end is there."""
+
+    sent: dict[Way, deque[Letter]] = field(default_factory=dict)
+    awaited: dict[Way, deque[Letter]] = field(default_factory=dict)
+
+    def send(self, way: Way, x: Tensor) -> Letter:
+        """Send a tensor; it stays as it is until the message is done."""
+        return _met(way, Letter(x), self.sent, self.awaited, sends=True)
+
+    def receive(self, way: Way, x: Tensor) -> Letter:
+        """Receive a tensor, in `x`."""
+        return _met(way, Letter(x), self.awaited, self.sent, sends=False)
+
+    def left(self) -> list[str]:
+        """Describe the messages of which the other end never came."""
+        unread = [f"{len(found)} from {way} never received" for way, found in self.sent.items()]
+        return unread + [f"{len(found)} from {way} never sent" for way, found in self.awaited.items()]
+
+
+def _met(
+    way: Way, own: Letter, queue: dict[Way, deque[Letter]], others: dict[Way, deque[Letter]], *, sends: bool
+) -> Letter:
+    """Put one end to the other if that is there, else in the queue."""
+    if way not in others:
+        queue.setdefault(way, deque()).append(own)
+        return own
+    other = others[way].popleft()
+    if not others[way]:
+        del others[way]
+    _deliver(way, *((own, other) if sends else (other, own)))
+    return own
+
+
+def _deliver(way: Way, sent: Letter, awaited: Letter) -> None:
+    forms = [f"{letter.x.numel()} of {letter.x.dtype}" for letter in (sent, awaited)]
+    if forms[0] != forms[1]:
+        problem = f"a message from {way} is sent as {forms[0]} and awaited as {forms[1]}"
+        sent.problem = awaited.problem = problem
+        raise DivergedError(problem)
+    with torch.no_grad():
+        awaited.x.copy_(sent.x.view(awaited.x.shape))
+    sent.is_done = awaited.is_done = True

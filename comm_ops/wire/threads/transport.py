@@ -1,0 +1,198 @@
+"""Carries messages between ranks that are threads of one process and take turns; see `hetu_fx.comm_ops.wire.transport`.
+
+Tensors are copied, and objects pickled, so that ranks share no more than processes do. Sums are made in the order of
+the ranks.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hetu_fx.comm_ops.wire.threads.mail import Letter, Mail, Way
+from hetu_fx.comm_ops.wire.threads.meetings import Act, Call, Meeting, Meetings, Members
+from hetu_fx.comm_ops.wire.threads.turns import Turns
+from hetu_fx.comm_ops.wire.transport import WorldMessage
+from hetu_fx.errors import CommError, DivergedError
+
+_REDUCE: Mapping[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.MAX: torch.maximum,
+    dist.ReduceOp.MIN: torch.minimum,
+}
+
+
+class Office:
+    """What the threads of a run have together: whose turn it is, and what is under way."""
+
+    def __init__(self, size: int) -> None:
+        self.world = Members("world", tuple(range(size)))
+        self.turns, self.meetings, self.mail = Turns(), Meetings(), Mail()
+
+    def check_empty(self) -> None:
+        """Raise CommError where something is under way that nobody has waited for."""
+        left = [*self.meetings.left(), *self.mail.left()]
+        if left:
+            raise CommError("the ranks have ended, but what they began has not:\n  " + "\n  ".join(left))
+
+
+class MeetingWork:
+    """A collective under way."""
+
+    def __init__(self, meeting: Meeting, turns: Turns) -> None:
+        self._meeting, self._turns = meeting, turns
+
+    def wait(self) -> None:
+        """Let others go on until all have come. Raises DivergedError where they come for something else."""
+        if not self._meeting.is_over:
+            self._turns.wait_until(lambda: self._meeting.is_over, self._meeting)
+        self._meeting.check()
+
+    def is_completed(self) -> bool:
+        """Tell whether all have come."""
+        return self._meeting.is_over
+
+
+class LetterWork:
+    """A message under way."""
+
+    def __init__(self, letter: Letter, what: str, turns: Turns) -> None:
+        self._letter, self._what, self._turns = letter, what, turns
+
+    def wait(self) -> None:
+        """Let others go on until the other end is there. Raises DivergedError where that is of another form."""
+        self._turns.wait_until(lambda: self._letter.is_over, self._what)
+        if self._letter.problem:
+            raise DivergedError(self._letter.problem)
+
+    def is_completed(self) -> bool:
+        """Tell whether it has arrived."""
+        return self._letter.is_over
+
+
+class ThreadTransport:
+    """The side of one rank."""
+
+    def __init__(self, office: Office, rank: int) -> None:
+        self._office, self._rank = office, rank
+
+    def connect(self, members: Sequence[int], name: str, timeout: timedelta) -> Members:
+        """Return the group; nobody has to meet for it."""
+        return Members(name, tuple(members))
+
+    def is_native(self, group: Members, device: torch.device) -> bool:
+        """Say yes: all is in one process."""
+        return True
+
+    def device(self, group: Members) -> torch.device:
+        """Return the host."""
+        return torch.device("cpu")
+
+    def all_reduce(
+        self, x: Tensor, group: Members, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, *, is_async: bool = False
+    ) -> MeetingWork | None:
+        """Reduce in the order of the ranks."""
+        reduce = _REDUCE[op]
+        return self._meet(group, Call("all_reduce", f"{_form(x)}, {op}"), x, partial(_all_reduce, reduce), is_async)
+
+    def all_gather(
+        self, parts: list[Tensor], x: Tensor, group: Members, *, is_async: bool = False
+    ) -> MeetingWork | None:
+        """Copy each one's to all."""
+        return self._meet(group, Call("all_gather", _form(x)), (parts, x), _all_gather, is_async)
+
+    def broadcast(self, x: Tensor, source: int, group: Members) -> MeetingWork | None:
+        """Copy one's to the others."""
+        call = Call("broadcast", f"{_form(x)} from rank {source}")
+        return self._meet(group, call, x, partial(_broadcast, source), True)
+
+    def reduce_scatter(self, result: Tensor, parts: list[Tensor], group: Members) -> None:
+        """Sum what is for each, in the order of the ranks."""
+        self._meet(group, Call("reduce_scatter", _form(result)), (result, parts), _reduce_scatter, False)
+
+    def from_one(self, values: list[Any], source: int, group: Members) -> None:
+        """Give everybody a copy of his own."""
+        call = Call("objects", f"rank {source}")
+        self._meet(group, call, values, partial(_from_one, source), False)
+
+    def of_all(self, values: list[Any], value: Any, group: Members) -> None:
+        """Give everybody copies of his own."""
+        self._meet(group, Call("objects", "all"), (values, pickle.dumps(value)), _of_all, False)
+
+    def post(
+        self, receives: Sequence[WorldMessage], sends: Sequence[WorldMessage], group: Members
+    ) -> tuple[list[LetterWork], list[LetterWork]]:
+        """Put them in the mail."""
+        mail, turns, own = self._office.mail, self._office.turns, self._rank
+        arriving = [(Way(group, peer, own, tag), x) for peer, x, tag in receives]
+        leaving = [(Way(group, own, peer, tag), x) for peer, x, tag in sends]
+        return (
+            [LetterWork(mail.receive(way, x), f"a message from {way}", turns) for way, x in arriving],
+            [LetterWork(mail.send(way, x), f"its message from {way} to be received", turns) for way, x in leaving],
+        )
+
+    def _meet(self, group: Members, call: Call, brings: Any, act: Act, is_async: bool) -> MeetingWork | None:
+        meeting = self._office.meetings.come(group, self._rank, call, brings, act)
+        work = MeetingWork(meeting, self._office.turns)
+        if is_async:
+            return work
+        work.wait()
+        return None
+
+
+def _form(x: Tensor) -> str:
+    return f"{x.numel()} of {x.dtype}"
+
+
+@torch.no_grad()
+def _all_reduce(reduce: Callable[[Tensor, Tensor], Tensor], brought: Mapping[int, Tensor]) -> None:
+    first, *others = brought.values()
+    total = first.clone()
+    for other in others:
+        total = reduce(total, other)
+    for x in brought.values():
+        x.copy_(total)
+
+
+@torch.no_grad()
+def _all_gather(brought: Mapping[int, tuple[list[Tensor], Tensor]]) -> None:
+    own = [x for _, x in brought.values()]
+    for parts, _ in brought.values():
+        for part, x in zip(parts, own, strict=True):
+            part.copy_(x)
+
+
+@torch.no_grad()
+def _broadcast(source: int, brought: Mapping[int, Tensor]) -> None:
+    for rank, x in brought.items():
+        if rank != source:
+            x.copy_(brought[source])
+
+
+@torch.no_grad()
+def _reduce_scatter(brought: Mapping[int, tuple[Tensor, list[Tensor]]]) -> None:
+    for place, (result, _) in enumerate(brought.values()):
+        first, *others = (parts[place] for _, parts in brought.values())
+        total = first.clone()
+        for other in others:
+            total += other
+        result.copy_(total)
+
+
+def _from_one(source: int, brought: Mapping[int, list[Any]]) -> None:
+    pickled = pickle.dumps(brought[source])
+    for rank, values in brought.items():
+        if rank != source:
+            values[:] = pickle.loads(pickled)
+
+
+def _of_all(brought: Mapping[int, tuple[list[Any], bytes]]) -> None:
+    for values, _ in brought.values():
+        values[:] = [pickle.loads(pickled) for _, pickled in brought.values()]

@@ -1,0 +1,135 @@
+"""What carries the messages of groups: the few calls on which everything else on the wire stands.
+
+`ProcessTransport` is torch.distributed. What takes its place has to keep what callers go by: calls of one group are met
+by the same calls of its other members, in one order; messages between two ranks with the same tag arrive in order; and
+what was started reads its tensors until it is waited for. Ranks are those of the whole world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hetu_fx.base.torch_private import device_types
+from hetu_fx.comm_ops.wire.process_group import create_group, has_native_backend
+
+Group: TypeAlias = Any
+"""What a transport calls a group; a process group, of torch.distributed."""
+WorldMessage = tuple[int, Tensor, int]
+"""The rank of the world that a tensor goes to or comes from, the tensor, and a tag."""
+
+
+class Work(Protocol):
+    """A call under way."""
+
+    def wait(self) -> Any:
+        """Wait until it is done."""
+
+    def is_completed(self) -> bool:
+        """Tell whether `wait` would not block."""
+
+
+class Transport(Protocol):
+    """Carries messages between the members of groups."""
+
+    def connect(self, members: Sequence[int], name: str, timeout: timedelta) -> Group:
+        """Return the group of some ranks, this one among them, under a name that all give it; collective."""
+
+    def is_native(self, group: Group, device: torch.device) -> bool:
+        """Tell whether a group sends tensors of a device from where they are."""
+
+    def device(self, group: Group) -> torch.device:
+        """Return a device that a group can send from."""
+
+    def all_reduce(
+        self, x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, *, is_async: bool = False
+    ) -> Work | None:
+        """Reduce a tensor over the members, in place."""
+
+    def all_gather(self, parts: list[Tensor], x: Tensor, group: Group, *, is_async: bool = False) -> Work | None:
+        """Fill `parts`, in the order of the group, with what each member has in `x`; all are of one size."""
+
+    def broadcast(self, x: Tensor, source: int, group: Group) -> Work | None:
+        """Start to fill `x` with what the rank `source` has there."""
+
+    def reduce_scatter(self, result: Tensor, parts: list[Tensor], group: Group) -> None:
+        """Sum over the members what each has for this one; `parts` in the order of the group, all of one size."""
+
+    def from_one(self, values: list[Any], source: int, group: Group) -> None:
+        """Replace the objects in `values` by those of the rank `source`."""
+
+    def of_all(self, values: list[Any], value: Any, group: Group) -> None:
+        """Fill `values`, in the order of the group, with the objects of its members."""
+
+    def post(
+        self, receives: Sequence[WorldMessage], sends: Sequence[WorldMessage], group: Group
+    ) -> tuple[Sequence[Work], Sequence[Work]]:
+        """Start messages, all receives before any send; returns what arrives and what leaves."""
+
+
+class ProcessTransport:
+    """Ranks are processes that torch.distributed connects."""
+
+    def connect(self, members: Sequence[int], name: str, timeout: timedelta) -> Group:
+        """Create a process group."""
+        return create_group(list(members), name, timeout)
+
+    def is_native(self, group: Group, device: torch.device) -> bool:
+        """Ask the group's backends."""
+        return has_native_backend(group, device)
+
+    def device(self, group: Group) -> torch.device:
+        """Return the host where it can send from there, as small messages stand there."""
+        types = device_types(group)
+        return torch.device("cpu") if "cpu" in types else torch.device(sorted(types)[0])
+
+    def all_reduce(
+        self, x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, *, is_async: bool = False
+    ) -> Work | None:
+        """Do it by the collective of that name, as the next ones."""
+        work: Work | None = dist.all_reduce(x, op=op, group=group, async_op=is_async)
+        return work
+
+    def all_gather(self, parts: list[Tensor], x: Tensor, group: Group, *, is_async: bool = False) -> Work | None:
+        """Gather."""
+        work: Work | None = dist.all_gather(parts, x, group=group, async_op=is_async)
+        return work
+
+    def broadcast(self, x: Tensor, source: int, group: Group) -> Work | None:
+        """Start a broadcast."""
+        work: Work | None = dist.broadcast(x, src=source, group=group, async_op=True)
+        return work
+
+    def reduce_scatter(self, result: Tensor, parts: list[Tensor], group: Group) -> None:
+        """Sum and scatter."""
+        dist.reduce_scatter(result, parts, group=group)
+
+    def from_one(self, values: list[Any], source: int, group: Group) -> None:
+        """Broadcast pickles."""
+        dist.broadcast_object_list(values, src=source, group=group)
+
+    def of_all(self, values: list[Any], value: Any, group: Group) -> None:
+        """Gather pickles."""
+        dist.all_gather_object(values, value, group=group)
+
+    def post(
+        self, receives: Sequence[WorldMessage], sends: Sequence[WorldMessage], group: Group
+    ) -> tuple[Sequence[Work], Sequence[Work]]:
+        """Start messages.
+
+        Receives come before sends as gloo needs it, whose send ends only once its receive is posted. NCCL needs one
+        group call, or the sends and receives of a pair wait for each other.
+        """
+        if any(x.device.type != "cpu" for _, x, _ in (*receives, *sends)):
+            calls = [(dist.irecv, *message) for message in receives] + [(dist.isend, *message) for message in sends]
+            return dist.batch_isend_irecv([dist.P2POp(op, x, peer, group, tag) for op, peer, x, tag in calls]), ()
+        arriving, leaving = (
+            [op(x, peer, group=group, tag=tag) for peer, x, tag in messages]
+            for op, messages in ((dist.irecv, receives), (dist.isend, sends))
+        )
+        return [work for work in arriving if work is not None], [work for work in leaving if work is not None]

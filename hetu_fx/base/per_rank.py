@@ -1,0 +1,42 @@
+"""What every rank has one of: a process has one, or, where ranks are threads of one process, each of those its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+Belongings = dict[Any, Any]
+"""What a rank has of everything that ranks have one of."""
+
+_here = threading.local()  # its `belongings` are those of the rank that this thread works for; a process has none
+
+
+class PerRank(Generic[T]):
+    """Gives every rank its own; `make` makes one."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make, self._of_process = make, make()
+
+    def __call__(self) -> T:
+        """Return that of the rank that this thread works for."""
+        belongings: Belongings | None = getattr(_here, "belongings", None)
+        if belongings is None:
+            return self._of_process
+        if self not in belongings:
+            belongings[self] = self._make()
+        found: T = belongings[self]
+        return found
+
+
+@contextmanager
+def working_for(belongings: Belongings) -> Iterator[None]:
+    """Work, in this thread, for the rank that has these."""
+    before = getattr(_here, "belongings", None)
+    _here.belongings = belongings
+    try:
+        yield
+    finally:
+        _here.belongings = before

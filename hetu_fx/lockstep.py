@@ -1,0 +1,229 @@
+"""Train under a plan as all of its ranks, in one process: for tests, `hetu-fx verify --ranks` and bug reports.
+
+Ranks are threads that take turns (`hetu_fx.comm_ops.wire.threads`), and run what processes run: the runtime, device
+graphs, schedules, the bridge, optimizers, changes of variant. Only what carries messages is another. An interpreter of
+all ranks' graphs, with communication as moves between dicts, would leave out most of what can be wrong: autograd's
+order, what leaves when, buffers that are written too early, bridges, homes. The model is captured once, and what does
+not depend on the rank is deduced once; each rank makes its own device graph.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hetu_fx.base.torch_private import tree_map_only
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.comm_ops.wire.consensus import together
+from hetu_fx.comm_ops.wire.groups import GroupTable, using
+from hetu_fx.comm_ops.wire.threads.run import run_in_threads
+from hetu_fx.errors import DivergedError, PlanError, ProfileError, StateError
+from hetu_fx.graph.bind import Batch, as_call
+from hetu_fx.pieces import Piece, Pieces, joined
+from hetu_fx.plans.plan import Plan
+from hetu_fx.prepare import homes_for, make_runtime
+from hetu_fx.program.captures import Programs
+from hetu_fx.switching.graph_execution import GraphExecution
+from hetu_fx.switching.runtime import Runtime
+from hetu_fx.switching.settings import Settings
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Tensors = Mapping[str, Tensor]
+SGD = partial(torch.optim.SGD, lr=0.01)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step: its loss, and gradients by the names of parameters."""
+
+    loss: float
+    gradients: Tensors
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training came to: its steps, and parameters and buffers after them."""
+
+    steps: Sequence[Step]
+    state: Tensors
+
+
+@dataclass(frozen=True)
+class Lockstep:
+    """How a model is trained by all ranks at once.
+
+    Attributes:
+        make_optimizer: of the trained parameters; the same numbers on all ranks.
+        ranks: how many there are; None: as many as the plans name.
+        rows: how many rows of a batch each rank brings; None: all pass the whole batch.
+        plan_of_step: by which plan, by its place, each step runs; None: all by the first.
+        cluster: the links between the ranks, for which messages and homes are planned; None: all are alike.
+        loss_fn: makes the loss of a model that returns none.
+        seed: of the random numbers that the model draws.
+    """
+
+    make_optimizer: MakeOptimizer = SGD
+    ranks: int | None = None
+    rows: Sequence[int] | None = None
+    plan_of_step: Sequence[int] | None = None
+    cluster: Cluster | None = None
+    loss_fn: Callable[..., Any] | None = None
+    seed: int = 0
+
+    def capture(self, model: nn.Module, batch: Batch) -> GraphExecution:
+        """Capture a copy of a model, which stays as it is: for all ranks, and for several trainings of equal models."""
+        return GraphExecution(Programs(copy.deepcopy(model), self.loss_fn), batch, None)
+
+    def train(
+        self,
+        model: nn.Module,
+        batches: Sequence[Batch],
+        plans: Plan | Sequence[Plan],
+        captured: GraphExecution | None = None,
+    ) -> Trained:
+        """Train a copy of a model on these batches, one step each, and return what all ranks together have then.
+
+        Memory that nobody has written has no numbers in it (NaN), so that what does not arrive is seen.
+
+        Raises:
+            StateError: the model is not on the host.
+            PlanError: a plan does not fit the model, or names more ranks than there are.
+            DivergedError: ranks make calls that do not fit together, wait in vain, or have unlike copies.
+        """
+        plans = (plans,) if isinstance(plans, Plan) else tuple(plans)
+        ranks = self.ranks or 1 + max(max(plan.devices) for plan in plans)
+        if self.rows is not None and len(self.rows) != ranks:
+            raise PlanError(f"rows are given for {len(self.rows)} ranks, but there are {ranks}; give one for each")
+        elsewhere = {str(p.device) for p in model.parameters() if p.device.type != "cpu"}
+        if elsewhere:
+            raise StateError(f"the model is on {sorted(elsewhere)}, but all ranks run on the host; move it there")
+        run = _Run(self, model, batches, plans, captured or self.capture(model, batches[0]))
+        with _unwritten_is_nan():
+            return _joined(run_in_threads(ranks, run.train))
+
+
+def train_alone(model: nn.Module, batches: Sequence[Batch], how: Lockstep) -> Trained:
+    """Train a copy of a model on one device, as plain PyTorch."""
+    model = copy.deepcopy(model)
+    optimizer = how.make_optimizer(_trained(model))
+    steps = []
+    for batch in batches:
+        args, kwargs = as_call(batch)
+        output = model(*args, **kwargs)
+        loss = loss_of(output if how.loss_fn is None else how.loss_fn(output, *args, **kwargs))
+        loss.backward()
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        steps.append(Step(float(loss.detach()), gradients))
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trained(steps, {name: tensor.detach() for name, tensor in _state(model).items()})
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return the loss in what a model returns.
+
+    Raises:
+        ProfileError: there is none.
+    """
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    candidates = [found, *(output if isinstance(output, tuple | list) else [output])]
+    for value in candidates:
+        if isinstance(value, Tensor) and value.dim() == 0:
+            return value
+    raise ProfileError("the model returns no loss (a tensor without dims: alone, first, or as 'loss'); let it make one")
+
+
+@contextmanager
+def _unwritten_is_nan() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # which fills what `torch.empty` gives
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    return dict((*model.named_parameters(), *model.named_buffers()))
+
+
+@dataclass(frozen=True)
+class _OfRank:
+    """What a rank has after a training: losses by step, gradients by step, and parameters and buffers."""
+
+    losses: list[float]
+    gradients: list[Pieces]
+    state: Pieces
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A training, as every rank of it does it."""
+
+    how: Lockstep
+    model: nn.Module
+    batches: Sequence[Batch]
+    plans: Sequence[Plan]
+    execution: GraphExecution
+
+    def train(self, table: GroupTable) -> _OfRank:
+        """Train as the rank of this table; collective."""
+        model = copy.deepcopy(self.model)
+        optimizer = self.how.make_optimizer(_trained(model))
+        runtime = self._runtime(model, optimizer, table)
+        made = _OfRank([], [], {})
+        for number, batch in enumerate(self.batches):
+            self._step(number, runtime, batch, made)
+            optimizer.step()
+            optimizer.zero_grad()
+        return _OfRank(made.losses, made.gradients, {name: Piece.of(tensor) for name, tensor in _state(model).items()})
+
+    def _runtime(self, model: nn.Module, optimizer: torch.optim.Optimizer, table: GroupTable) -> Runtime:
+        settings = Settings(shared=self.how.rows is None, outputs="auto", seed=self.how.seed)
+        with using(table):
+            table.topology = self.how.cluster
+            layouts = together(table, lambda: homes_for(self.plans, model, self.execution, self.how.cluster, table))
+        return make_runtime(model, optimizer, table, self.execution, self.plans, layouts, settings)
+
+    def _step(self, number: int, runtime: Runtime, batch: Batch, made: _OfRank) -> None:
+        """Run a step forward and backward."""
+        places = self.how.plan_of_step
+        runtime.variants.pin(tuple(runtime.variants)[0 if places is None else places[number]])
+        args, kwargs = tree_map_only(Tensor, partial(self._own, runtime.table.rank), as_call(batch))
+        loss = loss_of(runtime.run(args, kwargs))
+        loss.backward()
+        made.losses.append(float(loss.detach()))
+        gradients = {name: home.grad for name, home in runtime.homes.items() if home.grad is not None}
+        made.gradients.append({name: Piece.of(gradient) for name, gradient in gradients.items()})
+
+    def _own(self, rank: int, tensor: Tensor) -> Tensor:
+        """Return what a rank passes of an input: its rows, or all of it."""
+        if self.how.rows is None or not tensor.dim():
+            return tensor
+        return tensor.narrow(0, sum(self.how.rows[:rank]), self.how.rows[rank])
+
+
+def _joined(ranks: Sequence[_OfRank]) -> Trained:
+    """Return what ranks have together."""
+    steps = []
+    for number in range(len(ranks[0].losses)):
+        loss = _same([rank.losses[number] for rank in ranks], f"the loss of step {number}")
+        steps.append(Step(loss, joined([rank.gradients[number] for rank in ranks])))
+    return Trained(steps, joined([rank.state for rank in ranks]))
+
+
+def _same(values: Sequence[float], what: str) -> float:
+    if len(set(map(str, values))) > 1:
+        raise DivergedError(f"{what} differs between ranks: {list(values)}")
+    return values[0]

@@ -1,0 +1,61 @@
+"""What ranks have of tensors, put together without a message: for ranks that are in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetu_fx.annotations.local import index
+from hetu_fx.errors import DivergedError
+from hetu_fx.switching.home.layout import HomeLayout
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank has of a tensor; without a layout it has all of it."""
+
+    local: Tensor
+    layout: HomeLayout | None
+
+    @classmethod
+    def of(cls, tensor: Any) -> Piece:
+        """Copy what this rank has of a tensor, a home tensor or a plain one."""
+        if hasattr(tensor, "to_local"):
+            return cls(tensor.to_local().detach().clone(), tensor.home_layout)
+        return cls(tensor.detach().clone(), None)
+
+
+Pieces = Mapping[str, Piece]
+"""What a rank has of tensors, by name."""
+
+
+def joined(ranks: Sequence[Pieces]) -> dict[str, Tensor]:
+    """Return whole tensors by name. What no rank has of one is what `torch.empty` gives.
+
+    Raises:
+        DivergedError: ranks have unlike copies of the same elements.
+    """
+    names = dict.fromkeys(name for pieces in ranks for name in pieces)
+    return {
+        name: _whole(name, {rank: pieces[name] for rank, pieces in enumerate(ranks) if name in pieces})
+        for name in names
+    }
+
+
+def _whole(name: str, pieces: Mapping[int, Piece]) -> Tensor:
+    """Put a tensor together from the elements that each rank counts; other ranks' copies must be the same bits."""
+    first = next(iter(pieces.values()))
+    whole = first.local if first.layout is None else first.local.new_empty(first.layout.shape)
+    for piece in pieces.values():
+        for box, part in () if piece.layout is None else piece.layout.counted_chunks:
+            whole[index(box)] = piece.local[index(part)]
+    has_numbers = not bool(whole.isnan().any())
+    for rank, piece in pieces.items():
+        expected = whole if piece.layout is None else piece.layout.take(whole)
+        if has_numbers and not torch.equal(piece.local, expected):
+            raise DivergedError(f"rank {rank} has another copy of {name!r} than the rank that counts it")
+    return whole

@@ -38,12 +38,28 @@ def work_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @dataclass(frozen=True, slots=True)
+class Places:
+    """Where queries and keys stand in rows of several sequences, int64 (rows, Q, 2) and (rows, K, 2), on the cpu.
+
+    For each token it is said where its sequence begins in the row, and where the token is.
+    """
+
+    query: Tensor
+    key: Tensor
+
+    def of_keys(self, first: int, count: int) -> Places:
+        """Return the places for some of the keys."""
+        return Places(self.query, self.key.narrow(1, first, count))
+
+
+@dataclass(frozen=True, slots=True)
 class KeyValueBlock:
     """What some queries attend to.
 
     `key` is (..., heads, K, d) and `value` (..., heads, K, e), where each head serves as many of the query's as there
     are for it. `mask` broadcasts to (..., query heads, Q, K): True where to attend, or added to scores. Query i
-    attends to the keys up to i + `offset` (None: to all). Scores are scaled by `scale` (None: by 1 / sqrt(d)).
+    attends to the keys up to i + `offset` (None: to all). Scores are scaled by `scale` (None: by 1 / sqrt(d)). With
+    `places` a query attends to keys of its own sequence only (`attention_runs`).
     """
 
     key: Tensor
@@ -51,6 +67,7 @@ class KeyValueBlock:
     mask: Tensor | None = None
     offset: int | None = None
     scale: float | None = None
+    places: Places | None = None
 
 
 def attend(query: Tensor, part: KeyValueBlock) -> tuple[Tensor, Tensor]:
@@ -63,7 +80,7 @@ def attend(query: Tensor, part: KeyValueBlock) -> tuple[Tensor, Tensor]:
         return torch.cat([out for out, _ in pieces], -2), torch.cat([lse for _, lse in pieces], -1)
     bias, is_causal = _fused_mask(query, part)
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        query, part.key, part.value, 0.0, is_causal, attn_mask=bias, scale=part.scale
+        query, part.key, part.value, 0.0, is_causal, attn_mask=_for_all(bias, query, part), scale=part.scale
     )
     dtype = work_dtype(query.dtype)
     return out.to(dtype), _nothing_where_blocked(lse.to(dtype), bias)
@@ -90,7 +107,15 @@ def gradients(
         bias, is_causal = _fused_mask(query, part)
         whole = out.to(query.dtype), _finite(lse)  # the kernel wants the result as it made it
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, query, part.key, part.value, *whole, 0.0, is_causal, attn_mask=bias, scale=part.scale
+            gradient,
+            query,
+            part.key,
+            part.value,
+            *whole,
+            0.0,
+            is_causal,
+            attn_mask=_for_all(bias, query, part),
+            scale=part.scale,
         )
         return found[0].to(dtype), found[1].to(dtype), found[2].to(dtype)
     delta = (gradient.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
@@ -120,8 +145,11 @@ def _fused_mask(query: Tensor, part: KeyValueBlock) -> tuple[Tensor | None, bool
     """Return what the fused kernel adds to scores, and whether it is to be causal."""
     if part.offset == 0 and part.mask is None:
         return None, True
-    bias = _bias(query, part, query.dtype)
-    return None if bias is None else bias.expand(*query.shape[:-1], part.key.shape[-2]), False
+    return _bias(query, part, query.dtype), False
+
+
+def _for_all(bias: Tensor | None, query: Tensor, part: KeyValueBlock) -> Tensor | None:
+    return None if bias is None else bias.expand(*query.shape[:-1], part.key.shape[-2])
 
 
 def _bias(query: Tensor, part: KeyValueBlock, dtype: torch.dtype) -> Tensor | None:

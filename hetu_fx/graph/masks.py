@@ -33,7 +33,7 @@ class Element:
 
 
 @dataclass(frozen=True, slots=True)
-class Alike:
+class SameElement:
     """Whether two elements of a tensor are equal."""
 
     source: fx.Node
@@ -49,7 +49,7 @@ class NotAbove:
     second: Indices
 
 
-Term = Alike | NotAbove | AtMostZero
+Term = SameElement | NotAbove | AtMostZero
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +64,16 @@ class Sees:
     is_negated: bool = False
 
 
-Read = Element | Sees
+ReadMask = Element | Sees
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
+class _MaskCall:
     """A call, what is known of elements that follow from their positions, and what has been read so far."""
 
     node: fx.Node
     positions: Known
-    read: Mapping[fx.Node, Read]
+    read: Mapping[fx.Node, ReadMask]
 
     def given(self, name: str) -> Any:
         return arguments(self.node)[name]
@@ -108,15 +108,15 @@ def _zero(node: fx.Node) -> Affine:
     return Affine(0, (0,) * len(meta.shape(node)))
 
 
-def _changed(found: Read, change: Callable[[Affine], Affine]) -> Read:
+def _changed(found: ReadMask, change: Callable[[Affine], Affine]) -> ReadMask:
     """Change every affine function in what was read."""
 
     def of_term(term: Term) -> Term:
         match term:
             case AtMostZero(bound):
                 return AtMostZero(change(bound))
-            case Alike(source, pair):
-                return Alike(source, frozenset(tuple(map(change, indices)) for indices in pair))
+            case SameElement(source, pair):
+                return SameElement(source, frozenset(tuple(map(change, indices)) for indices in pair))
             case NotAbove(source, first, second):
                 return NotAbove(source, tuple(map(change, first)), tuple(map(change, second)))
 
@@ -125,28 +125,28 @@ def _changed(found: Read, change: Callable[[Affine], Affine]) -> Read:
     return replace(found, terms=frozenset(map(of_term, found.terms)))
 
 
-def _operand(call: _Reading) -> Read:
+def _operand(call: _MaskCall) -> ReadMask:
     """Return what the first operand is: a mask, or an element."""
     return call.element("self") or call.sees(call.given("self"))
 
 
-def _same(call: _Reading) -> Read | None:
+def _same(call: _MaskCall) -> ReadMask | None:
     return _operand(call)
 
 
-def _unsqueeze(call: _Reading) -> Read | None:
+def _unsqueeze(call: _MaskCall) -> ReadMask | None:
     dim = call.given("dim") % (len(meta.shape(call.given("self"))) + 1)
     return _changed(_operand(call), lambda x: Affine(x.constant, (*x.slopes[:dim], 0, *x.slopes[dim:])))
 
 
-def _transpose(call: _Reading) -> Read | None:
+def _transpose(call: _MaskCall) -> ReadMask | None:
     order = list(range(len(meta.shape(call.given("self")))))
     a, b = call.given("dim0"), call.given("dim1")
     order[a], order[b] = order[b], order[a]
     return _changed(_operand(call), lambda x: Affine(x.constant, tuple(x.slopes[dim] for dim in order)))
 
 
-def _slice(call: _Reading) -> Read | None:
+def _slice(call: _MaskCall) -> ReadMask | None:
     start, step = call.given("start") or 0, call.given("step")
     if not isinstance(start, int) or not isinstance(step, int) or start < 0:
         return None
@@ -159,8 +159,8 @@ def _slice(call: _Reading) -> Read | None:
     return _changed(_operand(call), moved)
 
 
-def _index(call: _Reading) -> Read | None:
-    """Read x[i, j, ...] with an index for every dim, all known and counting from 0."""
+def _index(call: _MaskCall) -> ReadMask | None:
+    """ReadMask x[i, j, ...] with an index for every dim, all known and counting from 0."""
     found, indices = call.element("self"), call.given("indices")
     places = [call.positions.get(index) for index in indices]
     if found is None or len(indices) != len(meta.shape(call.given("self"))):
@@ -178,22 +178,22 @@ def _index(call: _Reading) -> Read | None:
     return _changed(found, moved)
 
 
-def _compared(call: _Reading, *, first: str, second: str) -> Read | None:
-    """Read whether an element is no larger than another one of the same tensor."""
+def _compared(call: _MaskCall, *, first: str, second: str) -> ReadMask | None:
+    """ReadMask whether an element is no larger than another one of the same tensor."""
     a, b = call.element(first), call.element(second)
     if a is None or b is None or a.source is not b.source:
         return None
     return Sees(frozenset({NotAbove(a.source, a.indices, b.indices)}), exact=True)
 
 
-def _equal(call: _Reading) -> Read | None:
+def _equal(call: _MaskCall) -> ReadMask | None:
     a, b = call.element("self"), call.element("other")
     if a is None or b is None or a.source is not b.source:
         return None
-    return Sees(frozenset({Alike(a.source, frozenset({a.indices, b.indices}))}), exact=True)
+    return Sees(frozenset({SameElement(a.source, frozenset({a.indices, b.indices}))}), exact=True)
 
 
-def _and(call: _Reading) -> Read | None:
+def _and(call: _MaskCall) -> ReadMask | None:
     return _both(call.sees(call.given("self")), call.sees(call.given("other")))
 
 
@@ -202,26 +202,26 @@ def _both(a: Sees, b: Sees) -> Sees | None:
     return Sees(a.terms | b.terms, a.exact and b.exact)
 
 
-def _added(call: _Reading) -> Read | None:
-    """Read a sum of masks of numbers: minus infinity where one of them is."""
+def _added(call: _MaskCall) -> ReadMask | None:
+    """ReadMask a sum of masks of numbers: minus infinity where one of them is."""
     return _and(call) if meta.dtype(call.node).is_floating_point and call.given("alpha") == 1 else None
 
 
-def _not(call: _Reading) -> Read | None:
+def _not(call: _MaskCall) -> ReadMask | None:
     found = call.sees(call.given("self"))
     return replace(found, is_negated=not found.is_negated)
 
 
-def _chosen(call: _Reading) -> Read | None:
-    """Read where(mask, x, -inf)."""
+def _chosen(call: _MaskCall) -> ReadMask | None:
+    """ReadMask where(mask, x, -inf)."""
     mask = call.sees(call.given("condition"))
     if mask.is_negated or not _is_least(call.given("other")):
         return None
     return _both(mask, call.sees(call.given("self")))
 
 
-def _filled(call: _Reading) -> Read | None:
-    """Read x.masked_fill(mask, -inf)."""
+def _filled(call: _MaskCall) -> ReadMask | None:
+    """ReadMask x.masked_fill(mask, -inf)."""
     mask = call.sees(call.given("mask"))
     if not mask.is_negated or not _is_least(call.given("value")):
         return None
@@ -238,7 +238,7 @@ def _is_least(item: object) -> bool:
 
 _CONSTANTS = frozenset({aten.full.default, aten.scalar_tensor.default, aten.full_like.default})
 
-Reader = Callable[[_Reading], Read | None]
+Reader = Callable[[_MaskCall], ReadMask | None]
 _ROWS: tuple[tuple[Reader, tuple[Any, ...]], ...] = (
     (_same, (aten.expand.default, aten.contiguous.default, aten.clone.default, aten.alias.default)),
     (_unsqueeze, (aten.unsqueeze.default,)),
@@ -259,10 +259,10 @@ _READERS: Mapping[Any, Reader] = {op: reader for reader, ops in _ROWS for op in 
 
 def masks_of(graph: fx.Graph) -> Mapping[fx.Node, Sees]:
     """Return the masks in a graph of which something is known."""
-    positions, read = positional_values(graph), dict[fx.Node, Read]()
+    positions, read = positional_values(graph), dict[fx.Node, ReadMask]()
     for node in graph.nodes:
         reader = _READERS.get(node.target) if node.op == "call_function" and meta.is_tensor(node) else None
-        found = None if reader is None or node in positions else reader(_Reading(node, positions, read))
+        found = None if reader is None or node in positions else reader(_MaskCall(node, positions, read))
         if found is not None:
             read[node] = _changed(found, partial(aligned, shape=meta.shape(node)))
     masks = {node: found for node, found in read.items() if isinstance(found, Sees)}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hetu_fx.graph.masks import Alike, Indices, NotAbove, Sees, Term, masks_of
+from hetu_fx.graph.masks import Indices, NotAbove, SameElement, Sees, Term, masks_of
 from hetu_fx.graph.positions import Affine, AtMostZero
 
 Mask = Callable[[Tensor], Tensor]
@@ -134,7 +134,7 @@ class Evaluated(fx.Interpreter):
         match term:
             case AtMostZero(bound):
                 return at(bound, shape) <= 0
-            case Alike(source, pair):
+            case SameElement(source, pair):
                 first, *others = (self._element(source, one, shape) for one in pair)
                 return first == others[0] if others else torch.ones(shape, dtype=torch.bool)
             case NotAbove(source, first, second):

@@ -14,7 +14,7 @@ from hetu_fx.graph.calls import argument, operand
 from hetu_fx.graph.clean import ATTENTION, grouped_heads
 from hetu_fx.graph.edit import Rewrite, insert, replace
 from hetu_fx.graph.graph import Graph
-from hetu_fx.graph.masks import Alike, Indices, NotAbove, Sees, Term, aligned, masks_of
+from hetu_fx.graph.masks import Indices, NotAbove, SameElement, Sees, Term, aligned, masks_of
 from hetu_fx.graph.positions import Affine, AtMostZero
 from hetu_fx.transforms.rewrites import sequence_ops  # noqa: F401 - registers hetu::sequence_attention
 
@@ -94,11 +94,11 @@ def _meaning(node: fx.Node, mask: fx.Node, sees: Sees) -> Meaning | None:
         return None
     row, column = _indices(node, -2), _indices(node, -1)
     terms = {_aligned(term, node) for term in sees.terms}
-    found = [term.source for term in terms if isinstance(term, Alike) and term.pair == {row, column}]
+    found = [term.source for term in terms if isinstance(term, SameElement) and term.pair == {row, column}]
     numbers = next((one for one in found if _is_of_tokens(one, query[0], query[2])), None)
     if numbers is None:
         return None
-    others = terms - {Alike(numbers, frozenset({row, column}))}
+    others = terms - {SameElement(numbers, frozenset({row, column}))}
     is_causal = all(_is_causal(term, numbers, row, column) for term in others)
     is_all = sees.exact and is_causal and _never_falls(numbers)
     return Meaning(numbers, is_all, bool(others))
@@ -129,8 +129,8 @@ def _aligned(term: Term, node: fx.Node) -> Term:
     match term:
         case AtMostZero(bound):
             return AtMostZero(aligned(bound, _scores(node)))
-        case Alike(source, pair):
-            return Alike(source, frozenset(map(of, pair)))
+        case SameElement(source, pair):
+            return SameElement(source, frozenset(map(of, pair)))
         case NotAbove(source, first, second):
             return NotAbove(source, of(first), of(second))
 

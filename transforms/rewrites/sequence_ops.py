@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hetu_fx.comm_ops.ops.attention_runs import attend, gradients, places_of, result_like
 from hetu_fx.comm_ops.ops.ring_attention_block import KeyValueBlock, Places, work_dtype
+from hetu_fx.graph.meta import HALVES
 from hetu_fx.transforms.rewrites import varlen_attention
 
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -98,7 +99,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tenso
     schema=f"(Tensor gradient, {_GIVEN}, Tensor out, Tensor lse, bool is_causal, float? scale) "
     "-> (Tensor, Tensor, Tensor)",
 )
-def sequence_attention_backward(
+def _sequence_attention_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *others: Any
 ) -> Gradients:
     """Return the gradients of query, key and value."""
@@ -110,7 +111,7 @@ def sequence_attention_backward(
     return dq.to(query.dtype).contiguous(), dk.to(query.dtype).contiguous(), dv.to(query.dtype).contiguous()
 
 
-@sequence_attention_backward.register_fake
+@_sequence_attention_backward.register_fake
 def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Gradients:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
@@ -134,6 +135,8 @@ def _sequence_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Te
     A mask that is given blocks what lies across sequences itself.
     """
     query_places, key_places, is_causal, scale, enable_gqa = others
+    query, key, value = map(_in_autocast, (query, key, value))
+    attn_mask = None if attn_mask is None else _in_autocast(attn_mask)
     if _kernel(query, key, value, attn_mask) is not None:
         given = query, key, value, attn_mask, query_places, key_places, is_causal, scale
         out: Tensor = torch.ops.hetu.sequence_attention_forward(*given)[0]
@@ -142,6 +145,13 @@ def _sequence_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Te
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     return scaled_dot_product_attention(query, key, value, mask, scale=scale)
+
+
+def _in_autocast(x: Tensor) -> Tensor:
+    """Return what autocast makes of an operand of attention."""
+    if x.dtype not in (torch.float32, *HALVES) or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _mask(query: Tensor, query_places: Tensor, key_places: Tensor, is_causal: bool) -> Tensor:

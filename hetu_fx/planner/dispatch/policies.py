@@ -2,8 +2,8 @@
 
 A batch, or a group, is assigned to the variant that is done with it first, in one of the ways of `Batching`: Hydraulis'
 own, and what it is compared with (the batching modes of its artifact). Where rows have one length, several are tried,
-from that of the longest sequence up to what a pipeline holds. Hydraulis' own way gives each row its own width. A variant
-is not packed whose bound on any dispatch, which no packing gets below, is later than what another one needs.
+from that of the longest sequence up to what a pipeline holds. Hydraulis' own way gives each row its own width. As its
+planner could, it packs for no variant whose bound on any dispatch is later than what another one needs.
 """
 
 from __future__ import annotations

@@ -108,3 +108,21 @@ def test_parts_of_queries_with_all_keys_are_rows_of_the_whole(cuts: tuple[int, .
         mine = Places(places[:, first:stop], places)
         out, _ = attend(given[0][:, :, first:stop], KeyValueBlock(given[1], given[2], offset=0, places=mine))
         torch.testing.assert_close(out, wanted[:, :, first:stop], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("strided", range(4))
+def test_channels_need_not_lie_one_after_another(strided: int) -> None:
+    """torch's kernel reads them as if they did."""
+    places = places_of(numbers(((5, 1, 3), (2, 7))))
+    given = [x.detach() for x in tensors(3, 2, 9)]
+    given.append(torch.randn_like(given[0]))
+
+    def found(given: list[Tensor]) -> tuple[Tensor, ...]:
+        part = KeyValueBlock(given[1], given[2], offset=0, places=Places(places, places))
+        out, lse = attend(given[0], part)
+        return out, *gradients(given[3], given[0], part, out, lse)
+
+    wanted = found(given)
+    given[strided] = given[strided].transpose(-1, -2).contiguous().transpose(-1, -2)
+    for one, other in zip(found(given), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

@@ -7,8 +7,8 @@ in Hydraulis' case study, where 97 % of the sequences fit groups of 4 and the lo
 batches of so many tokens. The best single plan is found by racing all of them on a first batch (`--quick`: the one that
 wins there); it runs with each packing that there is.
 
-Packed rows attend sequence by sequence, and are packed by what that costs. A row of the table packs as if attention were
-paid for all pairs of a row's tokens, as it is where masks cannot be told apart by sequence: more and shorter rows.
+Packed rows attend sequence by sequence, and are packed by what that costs. One row of the table packs as if attention
+were paid for all pairs of a row's tokens, as it is where masks cannot be told apart by sequence: in shorter rows.
 
 Seconds are from the reading of the batch to the optimizer's step. Batches are planned ahead, in a thread that takes
 part of the device's own share of a core. The gain comes from short sequences that need not be shared between devices;
@@ -27,6 +27,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks.kit.fleet import in_fleet, measured_cluster, run_workers, worker_parser, write_result
 from benchmarks.kit.models import Size, batch, llama, num_parameters
@@ -128,7 +130,8 @@ def work(result: Path, quick: bool, ablation: bool) -> int:
 
 def devices_now() -> Cluster:
     """Measure the devices, by the model itself; collective."""
-    table, small = GroupTable(), batch(PROFILE_ROWS, PROFILE_TOKENS)
+    table, places = GroupTable(), torch.arange(PROFILE_TOKENS).expand(PROFILE_ROWS, -1).clone()
+    small = {**batch(PROFILE_ROWS, PROFILE_TOKENS), "position_ids": places}  # as rows of sequences have them
     program = CapturedProgram.of(Programs(llama(SCALE.size), None), small)
     costs = from_first(table, program.costs(PROFILE_ROWS, memory=False))
     make = partial(llama, SCALE.size)

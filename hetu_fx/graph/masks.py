@@ -93,19 +93,13 @@ class _MaskCall:
         found, place = self.read.get(item), self.positions.get(item)
         if isinstance(place, AtMostZero):
             return Sees(frozenset() if place.always else frozenset({place}), exact=True)
-        if isinstance(place, Affine) and place == _zero(item):
-            return Sees(exact=True)
-        return found if isinstance(found, Sees) else Sees()
+        return found if isinstance(found, Sees) else Sees(exact=_constant(item) == 0)
 
 
 def _itself(node: fx.Node) -> Element:
     shape = meta.shape(node)
     slopes = (tuple(int(i == dim) for i in range(len(shape))) for dim in range(len(shape)))
     return Element(node, tuple(Affine(0, one) for one in slopes))
-
-
-def _zero(node: fx.Node) -> Affine:
-    return Affine(0, (0,) * len(meta.shape(node)))
 
 
 def _changed(found: ReadMask, change: Callable[[Affine], Affine]) -> ReadMask:
@@ -215,7 +209,7 @@ def _not(call: _MaskCall) -> ReadMask | None:
 def _chosen(call: _MaskCall) -> ReadMask | None:
     """ReadMask where(mask, x, -inf)."""
     mask = call.sees(call.given("condition"))
-    if mask.is_negated or not _is_least(call.given("other")):
+    if mask.is_negated or _constant(call.given("other")) != -math.inf:
         return None
     return _both(mask, call.sees(call.given("self")))
 
@@ -223,20 +217,23 @@ def _chosen(call: _MaskCall) -> ReadMask | None:
 def _filled(call: _MaskCall) -> ReadMask | None:
     """ReadMask x.masked_fill(mask, -inf)."""
     mask = call.sees(call.given("mask"))
-    if not mask.is_negated or not _is_least(call.given("value")):
+    if not mask.is_negated or _constant(call.given("value")) != -math.inf:
         return None
     return _both(replace(mask, is_negated=False), call.sees(call.given("self")))
 
 
-def _is_least(item: object) -> bool:
-    """Tell whether a number, or all of a tensor, is minus infinity."""
-    if isinstance(item, fx.Node) and item.op == "call_function" and item.target in _CONSTANTS:
+def _constant(item: object) -> float | None:
+    """Return the number that an operand is, or that fills it; None where that is not known."""
+    if isinstance(item, fx.Node) and item.target in _ZEROS:
+        return 0.0
+    if isinstance(item, fx.Node) and item.target in _FILLED:
         given = arguments(item)
         item = given.get("fill_value", given.get("s"))
-    return isinstance(item, float) and item == -math.inf
+    return float(item) if isinstance(item, int | float) else None
 
 
-_CONSTANTS = frozenset({aten.full.default, aten.scalar_tensor.default, aten.full_like.default})
+_FILLED = frozenset({aten.full.default, aten.full_like.default, aten.new_full.default, aten.scalar_tensor.default})
+_ZEROS = frozenset({aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default})
 
 Reader = Callable[[_MaskCall], ReadMask | None]
 _ROWS: tuple[tuple[Reader, tuple[Any, ...]], ...] = (

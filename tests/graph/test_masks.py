@@ -28,7 +28,7 @@ def same(x: Tensor) -> Tensor:
 def by_index(x: Tensor) -> Tensor:
     """Compare as transformers' masks do: by indices of rows, queries and keys."""
     rows = torch.arange(x.shape[0])[:, None, None, None]
-    query, key = (torch.arange(x.shape[1]).view(shape) for shape in ((1, 1, -1, 1), (1, 1, 1, -1)))
+    query, key = torch.arange(x.shape[1])[None, None, :, None], torch.arange(x.shape[1])[None, None, None]
     return (x[rows, query] == x[rows, key]) & (key <= query)
 
 
@@ -108,7 +108,7 @@ class Evaluated(fx.Interpreter):
     """Runs a graph and compares what is known of every mask with its values."""
 
     def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
+        super().__init__(module, garbage_collect_values=False)
         self.known = masks_of(module.graph)
         self.seen: list[Sees] = []
 

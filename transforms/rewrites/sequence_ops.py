@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.flop_counter import register_flop_formula
 
 from hetu_fx.comm_ops.ops.attention_runs import attend, gradients, places_of, result_like
 from hetu_fx.comm_ops.ops.ring_attention_block import KeyValueBlock, Places, work_dtype
@@ -21,6 +22,7 @@ from hetu_fx.graph.meta import HALVES
 from hetu_fx.transforms.rewrites import varlen_attention
 
 Gradients = tuple[Tensor, Tensor, Tensor]
+Shape = tuple[int, ...]
 
 _GIVEN = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor query_places, Tensor key_places"
 _TENSORS = 6
@@ -129,6 +131,14 @@ def _back(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 sequence_attention_forward.register_autograd(_back, setup_context=_keep)
 
 
+@register_flop_formula(torch.ops.hetu.sequence_attention_forward)  # type: ignore[untyped-decorator]
+def _flops(query: Shape, key: Shape, value: Shape, *others: Any, **_: Any) -> int:
+    """Return the FLOPs for rows of one sequence each; a causal one has half of all pairs of queries and keys."""
+    (rows, heads, tokens, channels), is_causal = query, others[3]
+    pairs = tokens * key[2] // (2 if is_causal else 1)
+    return 2 * rows * heads * pairs * (channels + value[3])
+
+
 def _sequence_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *others: Any) -> Tensor:
     """Attend: queries to the keys of their sequence, with `is_causal` to those no later than they are.
 
@@ -137,7 +147,7 @@ def _sequence_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Te
     query_places, key_places, is_causal, scale, enable_gqa = others
     query, key, value = map(_in_autocast, (query, key, value))
     attn_mask = None if attn_mask is None else _in_autocast(attn_mask)
-    if _kernel(query, key, value, attn_mask) is not None:
+    if query.is_meta or _kernel(query, key, value, attn_mask) is not None:
         given = query, key, value, attn_mask, query_places, key_places, is_causal, scale
         out: Tensor = torch.ops.hetu.sequence_attention_forward(*given)[0]
         return out
@@ -149,9 +159,9 @@ def _sequence_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Te
 
 def _in_autocast(x: Tensor) -> Tensor:
     """Return what autocast makes of an operand of attention."""
-    if x.dtype not in (torch.float32, *HALVES) or not torch.is_autocast_enabled(x.device.type):
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
+    kind = x.device.type
+    is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return x.to(torch.get_autocast_dtype(kind)) if is_cast and x.dtype in (torch.float32, *HALVES) else x
 
 
 def _mask(query: Tensor, query_places: Tensor, key_places: Tensor, is_causal: bool) -> Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from hetu_fx.transforms.rewrites import sequence_ops, varlen_attention
 from hetu_fx.transforms.rewrites.sequence_ops import KERNELS
@@ -184,3 +185,13 @@ def test_autocast_does_with_it_as_with_torchs_own() -> None:
             wanted = attention(*given, mask, enable_gqa=True)
         assert found.dtype == wanted.dtype
         torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(("is_causal", "pairs"), [(False, 81), (True, 40)])
+def test_flops_are_those_of_the_pairs_of_tokens_that_meet(is_causal: bool, pairs: int) -> None:
+    """2 rows of 4 heads: a product of 8 channels for the scores of each pair, and one for the result."""
+    given = (torch.empty(x.shape, device="meta") for x in tensors())
+    places = torch.empty(2, 9, 2, dtype=torch.int64, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        ops.sequence_attention(*given, None, places, places, is_causal, None, True)
+    assert counter.get_total_flops() == 2 * 4 * pairs * 2 * (8 + 8)

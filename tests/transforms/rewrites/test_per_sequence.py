@@ -33,17 +33,24 @@ class Attends(nn.Module):
     def __init__(self, mask: Mask, groups: int = HEADS, dropout: float = 0.0) -> None:
         super().__init__()
         self.mask, self.groups, self.dropout = mask, groups, dropout
-        width = HEADS * CHANNELS
-        self.query, self.key, self.value = nn.Linear(5, width), nn.Linear(5, groups * CHANNELS), nn.Linear(5, width)
+        self.query = nn.Linear(5, HEADS * CHANNELS)
+        self.key, self.value = nn.Linear(5, groups * CHANNELS), nn.Linear(5, groups * CHANNELS)
 
     def forward(self, x: Tensor, position_ids: Tensor, document: Tensor) -> Tensor:
         query, key, value = (self.heads(layer(x)) for layer in (self.query, self.key, self.value))
-        key = key.repeat_interleave(HEADS // self.groups, 1)
+        if self.groups < HEADS:
+            key, value = self.repeated(key), self.repeated(value)
         mask = self.mask(position_ids, document)
         return (scaled_dot_product_attention(query, key, value, mask, self.dropout) ** 2).sum()
 
     def heads(self, x: Tensor) -> Tensor:
         return x.view(x.shape[0], x.shape[1], -1, CHANNELS).transpose(1, 2)
+
+    def repeated(self, x: Tensor) -> Tensor:
+        """Repeat each head for the query's heads of its group, as transformers does."""
+        rows, groups, tokens, channels = x.shape
+        many = x[:, :, None].expand(rows, groups, HEADS // groups, tokens, channels)
+        return many.reshape(rows, HEADS, tokens, channels)
 
 
 def same(x: Tensor) -> Tensor:

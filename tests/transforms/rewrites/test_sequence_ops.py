@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from hetu_fx.comm_ops.ops.ring_attention_block import KeyValueBlock, gradients
 from hetu_fx.transforms.rewrites import sequence_ops, varlen_attention
 from hetu_fx.transforms.rewrites.sequence_ops import KERNELS
 
@@ -107,14 +108,21 @@ class FromSequences:
         return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found], 1), None, None, None
 
     def backward(self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any, scale: Any) -> Any:
-        _, lse, starts, _, _, _, _, is_causal, _, _ = others
-        given = [x.detach().requires_grad_() for x in (query, key, value)]
-        with torch.enable_grad():
-            out, sums, *_ = self.forward(
-                *given, starts, starts, int(starts.diff().max()), 0, 0.0, is_causal, 0, scale=scale
-            )
-        torch.testing.assert_close(lse, sums.detach())
-        return torch.autograd.grad(out, given, gradient)
+        out, lse, starts, _, _, _, _, is_causal, _, _ = others
+        lengths = starts.diff().tolist()
+        pieces = (x.split(lengths) for x in (gradient, query, key, value, out, lse.transpose(0, 1)))
+        found = [self._gradients(*one, is_causal, scale) for one in zip(*pieces, strict=True)]
+        return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+
+    @staticmethod
+    def _gradients(
+        gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *how: Any
+    ) -> list[Tensor]:
+        is_causal, scale = how
+        rows = [x.transpose(0, 1)[None].double() for x in (gradient, query, key, value, out)]
+        part = KeyValueBlock(rows[2], rows[3], offset=0 if is_causal else None, scale=scale)
+        found = gradients(rows[0], rows[1], part, rows[4], lse.transpose(0, 1)[None].double())
+        return [x[0].transpose(0, 1).bfloat16() for x in found]
 
     @staticmethod
     def _attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: Any) -> tuple[Tensor, Tensor]:

@@ -22,12 +22,21 @@ from hetu_fx.comm_ops.ops.ring_attention_block import KeyValueBlock, Places, wor
 class AttentionRun:
     """Queries of one sequence, and the keys that they attend to: the first and how many of each.
 
-    `offset` is as that of `KeyValueBlock`.
+    `offset` is as that of `KeyValueBlock`; with `continues` the queries have attended to other keys before.
     """
 
     queries: tuple[int, int]
     keys: tuple[int, int]
     offset: int | None
+    continues: bool = False
+
+    def apart(self) -> tuple[AttentionRun, ...]:
+        """Return runs that need no mask: what all of its queries see, and after that what begins with the first."""
+        if self.offset is None or self.offset <= 0:
+            return (self,)
+        (first, count), seen = self.keys, self.offset
+        before = AttentionRun(self.queries, (first, seen), None)
+        return before, AttentionRun(self.queries, (first + seen, count - seen), 0, continues=True)
 
 
 def places_of(groups: Tensor) -> Tensor:
@@ -61,14 +70,14 @@ def runs_of(places: Places, is_causal: bool) -> Iterator[tuple[slice, tuple[Atte
 def _row_runs(queries: Tensor, keys: Tensor, is_causal: bool) -> tuple[AttentionRun, ...]:
     """Return the runs of one row; queries without a key are in none."""
     of_keys = {start: (first, count, place) for start, first, count, place in _sequences(keys)}
-    found = []
+    found: list[AttentionRun] = []
     for start, query, count, place in _sequences(queries):
         key, most, other = of_keys.get(start, (0, 0, 0))
         offset = place - other
         seen = min(most, offset + count) if is_causal else most
         if seen > 0:
             sees_all = not is_causal or offset >= seen - 1
-            found.append(AttentionRun((query, count), (key, seen), None if sees_all else offset))
+            found += AttentionRun((query, count), (key, seen), None if sees_all else offset).apart()
     return tuple(found)
 
 
@@ -93,6 +102,9 @@ def attend(query: Tensor, part: KeyValueBlock) -> tuple[Tensor, Tensor]:
         for run in runs:
             queries = query[rows].narrow(-2, *run.queries)
             found, sums = whole.attend(queries, _part_of(part, rows, run))
+            if run.continues:
+                before = out[rows].narrow(-2, *run.queries), lse[rows].narrow(-1, *run.queries)
+                found, sums = whole.merge(before, (found, sums))
             out[rows].narrow(-2, *run.queries).copy_(found)
             lse[rows].narrow(-1, *run.queries).copy_(sums)
     return out, lse
@@ -112,7 +124,7 @@ def gradients(
             results = out[rows].narrow(-2, *run.queries), lse[rows].narrow(-1, *run.queries)
             found = whole.gradients(*given, _part_of(part, rows, run), *results)
             for total, at, some in zip((dq, dk, dv), (run.queries, run.keys, run.keys), found, strict=True):
-                total[rows].narrow(-2, *at).copy_(some)
+                total[rows].narrow(-2, *at).add_(some)
     return dq, dk, dv
 
 

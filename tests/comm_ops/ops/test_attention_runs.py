@@ -59,6 +59,14 @@ def test_a_part_of_the_queries_sees_of_its_sequences_what_came_before() -> None:
     assert after == ()
 
 
+def test_queries_in_the_middle_of_a_sequence_see_what_came_before_without_a_mask() -> None:
+    places = places_of(numbers(((8,),)))
+    (_, runs), *_ = runs_of(Places(places[:, 3:6], places), is_causal=True)
+    assert runs == (AttentionRun((0, 3), (0, 3), None), AttentionRun((0, 3), (3, 3), 0, continues=True))
+    (_, runs), *_ = runs_of(Places(places[:, 3:6], places[:, 1:5]), is_causal=True)
+    assert runs == (AttentionRun((0, 3), (0, 2), None), AttentionRun((0, 3), (2, 2), 0, continues=True))
+
+
 @pytest.mark.parametrize("heads", [6, 3])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
@@ -104,10 +112,18 @@ def test_parts_of_queries_with_all_keys_are_rows_of_the_whole(cuts: tuple[int, .
     number = numbers(((5, 1, 3), (2, 7)))
     given, places = tensors(3, 2, 9), places_of(number)
     wanted = attention(*given, sees(number, is_causal=True), enable_gqa=True)
+    gradient, totals = torch.randn_like(wanted), [torch.zeros_like(x) for x in given]
     for first, stop in pairwise(cuts):
-        mine = Places(places[:, first:stop], places)
-        out, _ = attend(given[0][:, :, first:stop], KeyValueBlock(given[1], given[2], offset=0, places=mine))
+        part = KeyValueBlock(given[1], given[2], offset=0, places=Places(places[:, first:stop], places))
+        query, own = given[0][:, :, first:stop], gradient[:, :, first:stop]
+        out, lse = attend(query, part)
         torch.testing.assert_close(out, wanted[:, :, first:stop], rtol=1e-12, atol=1e-12)
+        dq, dk, dv = gradients(own, query, part, out, lse)
+        totals[0][:, :, first:stop] = dq
+        totals[1] += dk
+        totals[2] += dv
+    for one, other in zip(totals, torch.autograd.grad(wanted, given, gradient), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("strided", range(4))

@@ -29,13 +29,14 @@ from hetu_fx.planner.values.program import ENOUGH, costs_at
 from hetu_fx.plans.plan import Pipeline, Plan
 from hetu_fx.plans.prediction import Prediction
 
+_MOST_NUMBERS = 600  # of devices of each kind, for which the best pipelines are found within seconds
 _INTERVALS = 64  # lengths are told apart in so many steps at most
 
 
 def variants(problem: Problem) -> tuple[LengthVariant, ...]:
     """Return the strategies of the pool by growing longest sequence, one for each run of lengths; none if none fits."""
     counts, schemes = problem.profile.sequences, fitting_schemes(problem)
-    devices = _devices(schemes, counts, [len(group) for group in kinds_of(problem.cluster).values()])
+    devices = _devices(schemes, counts, list(map(len, kinds_of(problem.cluster))))
     if not devices:
         return ()
     step = math.ceil(max(counts) / _INTERVALS / ALIGNMENT) * ALIGNMENT
@@ -106,7 +107,7 @@ def _shares(done: Sequence[Packing]) -> dict[Scheme, int]:
 def _placed(strategy: Strategy, problem: Problem) -> list[Pipeline]:
     """Return each pipeline on devices: the groups of a kind in the fullest node that still has room for them."""
     cluster = problem.cluster
-    free = [list(ranks_by_node(devices, cluster).values()) for devices in kinds_of(cluster).values()]
+    free = [list(ranks_by_node(devices, cluster).values()) for devices in kinds_of(cluster)]
     found = []
     for scheme in strategy.pipelines:
         counts = scheme.kinds or (scheme.group,)
@@ -156,7 +157,14 @@ def _lacks(problem: Problem) -> str:
         return 'the profile says nothing of lengths; give tokens_per_row, and sequences such as {"512": 30}'
     if not problem.costs.num_blocks or not can_cut:
         return "its pipelines are cut into stages and micro-batches, which the program cannot be"
-    unknown = [kind for kind, *_ in kinds_of(problem.cluster) if not _knows_times(problem, kind)]
+    kinds = kinds_of(problem.cluster)
+    counts = list(map(len, kinds))
+    if len(kinds) > 1 and math.prod(count + 1 for count in counts) > _MOST_NUMBERS:
+        return (
+            f"there are too many ways to take of {' + '.join(map(str, counts))} devices of unlike kinds (over "
+            f"{_MOST_NUMBERS}); use another search"
+        )
+    unknown = [devices[0].kind for devices in kinds if not _knows_times(problem, devices[0].kind)]
     if unknown:
         return (
             f"seconds by length are not known for {unknown[0]!r}; give times of that kind, or the program at three "

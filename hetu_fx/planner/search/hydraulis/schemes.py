@@ -27,18 +27,30 @@ from hetu_fx.planner.values.profile_file import BlockTime
 from hetu_fx.planner.values.program import ENOUGH, ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Stage
 
-Kind = tuple[str, float, int]
-"""A kind of device, its FLOP/s, and its memory in bytes."""
+_LIKE = 0.9  # devices are of one kind that have this share at least of its fastest one's speed, and of its memory
 
 
-def kinds_of(cluster: Cluster) -> dict[Kind, tuple[Device, ...]]:
-    """Return the devices of each kind, the fastest first."""
+def kinds_of(cluster: Cluster) -> tuple[tuple[Device, ...], ...]:
+    """Return the devices of each kind, nearly as fast as each other and with nearly as much memory, the fastest first."""
+    found: list[list[Device]] = []
+    for device in sorted(cluster.devices, key=lambda one: (-one.speed, one.kind, -one.memory_bytes)):
+        alike = next((group for group in found if _are_alike(group[0], device)), None)
+        if alike is None:
+            found.append([device])
+        else:
+            alike.append(device)
+    return tuple(map(tuple, found))
 
-    def kind(device: Device) -> Kind:
-        return device.kind, device.speed, device.memory_bytes
 
-    ordered = sorted(cluster.devices, key=lambda device: (-device.speed, kind(device)))
-    return {one: tuple(group) for one, group in itertools.groupby(ordered, key=kind)}
+def _are_alike(first: Device, other: Device) -> bool:
+    sizes = sorted((first.memory_bytes, other.memory_bytes))
+    return first.kind == other.kind and other.speed >= _LIKE * first.speed and sizes[0] >= _LIKE * sizes[1]
+
+
+def _one_of(devices: Sequence[Device]) -> Device:
+    """Return a device of a kind that is as slow as any of it, and has as little memory."""
+    slowest = min(devices, key=lambda device: device.speed)
+    return replace(slowest, memory_bytes=min(device.memory_bytes for device in devices))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +116,8 @@ def _shapes(problem: Problem) -> Iterator[SchemeShape]:
     stages = _powers(problem.costs.num_blocks)
     alone = [tuple(int(i == j) for j in range(len(kinds))) for i in range(len(kinds))]
     contexts = _powers(problem.costs.sequence_units) if problem.options.context_parallel else [1]
-    for context, (own, (kind, devices)) in itertools.product(contexts, zip(alone, kinds.items(), strict=True)):
-        given = problem.profile.block_times(kind[0])
+    for context, (own, devices) in itertools.product(contexts, zip(alone, kinds, strict=True)):
+        given = problem.profile.block_times(devices[0].kind)
         for size in degrees(problem):
             group = size * context
             if (given and (size not in given or context > 1)) or not _is_in_a_node(group, devices):
@@ -113,7 +125,7 @@ def _shapes(problem: Problem) -> Iterator[SchemeShape]:
             counts = tuple(group * one for one in own)
             yield from (SchemeShape(counts, p, context) for p in stages if group * p <= len(devices))
     if len(kinds) > 1 and len(problem.profile.by_length) >= ENOUGH:
-        yield from _mixed_shapes(problem, [len(devices) for devices in kinds.values()])
+        yield from _mixed_shapes(problem, list(map(len, kinds)))
 
 
 def _is_in_a_node(group: int, devices: Sequence[Device]) -> bool:
@@ -141,8 +153,8 @@ def _given(problem: Problem, shape: SchemeShape) -> BlockTime | None:
     """Return how long a block takes by the profile, which knows groups of one kind that split heads."""
     if shape.is_mixed or shape.context > 1 or shape.recompute:
         return None
-    kind = list(kinds_of(problem.cluster))[shape.counts.index(sum(shape.counts))]
-    return problem.profile.block_times(kind[0]).get(shape.group)
+    devices = kinds_of(problem.cluster)[shape.counts.index(sum(shape.counts))]
+    return problem.profile.block_times(devices[0].kind).get(shape.group)
 
 
 def _scheme(problem: Problem, shape: SchemeShape) -> Scheme | None:
@@ -164,7 +176,7 @@ def _scheme(problem: Problem, shape: SchemeShape) -> Scheme | None:
 
 def _alone(problem: Problem, shape: SchemeShape) -> tuple[Pipeline, Cluster]:
     """Return a pipeline on devices like the cluster's, in one node, and a cluster of these."""
-    of_kinds = [devices[0] for devices in kinds_of(problem.cluster).values()]
+    of_kinds = map(_one_of, kinds_of(problem.cluster))
     alike = [one for one, count in zip(of_kinds, shape.counts, strict=True) for _ in range(count)] * shape.stages
     devices = tuple(replace(one, rank=rank, node="0") for rank, one in enumerate(alike))
     return pipeline_of(shape, devices, problem), replace(problem.cluster, devices=devices)

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from hetu_fx.cluster.cluster import Cluster, Link
+from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plans
 from hetu_fx.planner.search.hydraulis.adapter import variants
 from hetu_fx.planner.search.hydraulis.schemes import SchemeShape, fitting_schemes, kinds_of
@@ -80,7 +81,7 @@ def test_what_has_no_room_for_the_longest_computes_its_blocks_again() -> None:
 def test_unequal_devices_share_by_speed_and_the_last_to_hold_a_row_counts() -> None:
     """Speeds 3 and 1: of 8 parts the fast one has 6, which takes it as long as 2 take the other."""
     asked = problem(3.0, 1.0, tokens=1024, longest=512)
-    fast, slow = (devices[0] for devices in kinds_of(asked.cluster).values())
+    fast, slow = (devices[0] for devices in kinds_of(asked.cluster))
     assert SchemeShape((1, 1), 1).stage((fast, slow), BLOCKS, asked.costs).ratios == (3, 1)
     found = by_name(asked)
     of_fast, of_slow = found["<tp 1, pp 1, of 1 + 0>"], found["<tp 1, pp 1, of 0 + 1>"]
@@ -108,3 +109,15 @@ def test_a_pool_recomputes_only_where_its_options_let_it() -> None:
     assert any(plan.recomputes for plan in make_plans(asked, "hydraulis"))
     never = replace(asked, options=replace(asked.options, recompute=False))
     assert variants(never) == ()
+
+
+def test_devices_that_differ_a_little_are_of_one_kind_which_is_as_slow_as_its_slowest() -> None:
+    asked = problem(1.0, 0.95, 0.5, tokens=1024, longest=512)
+    assert [[device.rank for device in devices] for devices in kinds_of(asked.cluster)] == [[0, 1], [2]]
+    assert by_name(asked)["<tp 1, pp 1, of 1 + 0>"][0] == pytest.approx(3 * BLOCKS / 0.95)
+
+
+def test_of_too_many_unlike_devices_no_pool_is_made() -> None:
+    asked = problem(*[1.0] * 40, *[0.5] * 40)
+    with pytest.raises(PlanError, match=r"too many ways to take of 40 \+ 40 devices of unlike kinds \(over 600\)"):
+        make_plans(asked, "hydraulis")

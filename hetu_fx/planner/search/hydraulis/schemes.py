@@ -31,7 +31,7 @@ _LIKE = 0.9  # devices are of one kind that have this share at least of its fast
 
 
 def kinds_of(cluster: Cluster) -> tuple[tuple[Device, ...], ...]:
-    """Return the devices of each kind, nearly as fast as each other and with nearly as much memory, the fastest first."""
+    """Return the devices of each kind, which have nearly the same speed and memory; the fastest kind first."""
     found: list[list[Device]] = []
     for device in sorted(cluster.devices, key=lambda one: (-one.speed, one.kind, -one.memory_bytes)):
         alike = next((group for group in found if _are_alike(group[0], device)), None)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetu_fx.comm_ops.ops.attention_runs import attend, gradients
 from hetu_fx.comm_ops.ops.op import FusedOp
-from hetu_fx.comm_ops.ops.ring_attention_block import KeyValueBlock, Ring, attend, gradients, merge, work_dtype
+from hetu_fx.comm_ops.ops.ring_attention_block import KeyValueBlock, Places, Ring, merge, work_dtype
 from hetu_fx.comm_ops.plans.choose_algorithm import always_flat
 from hetu_fx.comm_ops.plans.cost import ring_cost, there_and_back_cost
 from hetu_fx.comm_ops.wire.collectives import fresh, to_wire
@@ -36,7 +37,8 @@ class Attention:
     """One position's part of a ring attention: of queries, keys and values, with the mask's rows for its queries.
 
     `query` is (..., query heads, Q, d), `key` (..., heads, K, d), `value` (..., heads, K, e), Q and K those of the
-    position; `mask` broadcasts to (..., query heads, Q, all keys).
+    position; `mask` broadcasts to (..., query heads, Q, all keys). `places` are those of its queries and of all keys,
+    where rows are packed.
     """
 
     ring: Ring
@@ -46,6 +48,7 @@ class Attention:
     value: Tensor
     mask: Tensor | None
     scale: float | None
+    places: Places | None = None
 
     def forward(self, start: Start) -> tuple[Tensor, Tensor]:
         """Return the result (..., Q, e) and the log-sum-exp (..., Q), in the dtype of sums."""
@@ -131,7 +134,8 @@ class Attention:
             mask = mask.narrow(-1, sum(ring.keys[:number]), ring.keys[number])
         offset = ring.offset(self.position, number) if ring.is_causal else None
         sees_all = offset is not None and offset >= ring.keys[number] - 1
-        return KeyValueBlock(key, value, mask, None if sees_all else offset, self.scale)
+        places = None if self.places is None else self.places.of_keys(sum(ring.keys[:number]), ring.keys[number])
+        return KeyValueBlock(key, value, mask, None if sees_all else offset, self.scale, places)
 
     def _shapes(self, part: int) -> tuple[list[int], list[int]]:
         size = self.ring.keys[part]
@@ -187,17 +191,17 @@ def _on_host(x: Tensor, table: GroupTable) -> Tensor:
     return torch.empty_like(x, device="cpu") if table.staged(x.device) else x
 
 
+_GIVEN = "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? query_places, Tensor? key_places"
 _LAYOUT = "int[] ranks, SymInt[] queries, SymInt[] keys, bool is_causal, float? scale"
 
 
-def _here(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, ranks: list[int], *layout: Any
-) -> tuple[Attention, Start]:
+def _here(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Attention, Start]:
     """Return this rank's part, and what carries its messages."""
-    queries, keys, is_causal, scale = layout
+    mask, query_places, key_places, ranks, queries, keys, is_causal, scale = others
     table, ring = active(), Ring(tuple(queries), tuple(keys), is_causal)
     _check(ring, table.position(ranks), query, key, value)
-    mine = Attention(ring, table.position(ranks), query, key, value, mask, scale)
+    places = None if query_places is None else Places(query_places, key_places)
+    mine = Attention(ring, table.position(ranks), query, key, value, mask, scale, places)
     return mine, _start_between(ranks, table)
 
 
@@ -225,14 +229,14 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor
 def _backward(
     inputs: tuple[Any, ...], results: Sequence[Tensor], gradients: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    query, key, value, mask, *layout = inputs
-    found = torch.ops.hetu.ring_attention_backward(gradients[0], query, key, value, mask, *results, *layout)
-    return (*found, None)
+    given, layout = inputs[: RING_ATTENTION.tensors], inputs[RING_ATTENTION.tensors :]
+    found = torch.ops.hetu.ring_attention_backward(gradients[0], *given, *results, *layout)
+    return (*found, None, None, None)
 
 
 def _eager_backward(gradient: Tensor, query: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    key, value, mask, out, lse, *layout = others
-    mine, start = _here(query, key, value, mask, *layout)
+    key, value, mask, query_places, key_places, out, lse, *layout = others
+    mine, start = _here(query, key, value, mask, query_places, key_places, *layout)
     found = mine.backward(gradient, out, lse, start)
     of_queries, of_keys, of_values = (fresh(x.to(query.dtype)) for x in found)
     return of_queries, of_keys, of_values
@@ -249,12 +253,12 @@ def _no_second_derivative(inputs: Any, results: Any, gradients: Any) -> tuple[Te
 RING_ATTENTION = FusedOp(
     name="ring_attention",
     summary="Attends to the keys and values of all `ranks`, which travel; gives the log-sum-exp too, without gradient.",
-    schema=f"(Tensor query, Tensor key, Tensor value, Tensor? mask, {_LAYOUT}) -> (Tensor, Tensor)",
+    schema=f"({_GIVEN}, {_LAYOUT}) -> (Tensor, Tensor)",
     eager=_eager,
     fake=_fake,
     cost=ring_cost,
     algorithm=always_flat,
-    tensors=4,
+    tensors=6,
     backward=_backward,
     backward_op="ring_attention_backward",
 ).register()
@@ -262,13 +266,12 @@ RING_ATTENTION = FusedOp(
 RING_ATTENTION_BACKWARD = FusedOp(
     name="ring_attention_backward",
     summary="Gives the gradients of queries, keys and values; keys and values travel again, with their gradients.",
-    schema="(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor out, Tensor lse, "
-    f"{_LAYOUT}) -> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor gradient, {_GIVEN}, Tensor out, Tensor lse, {_LAYOUT}) -> (Tensor, Tensor, Tensor)",
     eager=_eager_backward,
     fake=_fake_backward,
     cost=there_and_back_cost,
     algorithm=always_flat,
-    tensors=7,
+    tensors=9,
     backward=_no_second_derivative,
     backward_op=None,
 ).register()

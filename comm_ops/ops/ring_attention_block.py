@@ -38,12 +38,28 @@ def work_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @dataclass(frozen=True, slots=True)
+class Places:
+    """Where queries and keys stand in rows of several sequences, int64 (rows, Q, 2) and (rows, K, 2), on the cpu.
+
+    For each token it is said where its sequence begins in the row, and where the token is.
+    """
+
+    query: Tensor
+    key: Tensor
+
+    def of_keys(self, first: int, count: int) -> Places:
+        """Return the places for some of the keys."""
+        return Places(self.query, self.key.narrow(1, first, count))
+
+
+@dataclass(frozen=True, slots=True)
 class KeyValueBlock:
     """What some queries attend to.
 
     `key` is (..., heads, K, d) and `value` (..., heads, K, e), where each head serves as many of the query's as there
     are for it. `mask` broadcasts to (..., query heads, Q, K): True where to attend, or added to scores. Query i
-    attends to the keys up to i + `offset` (None: to all). Scores are scaled by `scale` (None: by 1 / sqrt(d)).
+    attends to the keys up to i + `offset` (None: to all). Scores are scaled by `scale` (None: by 1 / sqrt(d)). With
+    `places` a query attends to keys of its own sequence only (`attention_runs`).
     """
 
     key: Tensor
@@ -51,6 +67,7 @@ class KeyValueBlock:
     mask: Tensor | None = None
     offset: int | None = None
     scale: float | None = None
+    places: Places | None = None
 
 
 def attend(query: Tensor, part: KeyValueBlock) -> tuple[Tensor, Tensor]:
@@ -62,8 +79,9 @@ def attend(query: Tensor, part: KeyValueBlock) -> tuple[Tensor, Tensor]:
         pieces = [_attend(rows, piece) for rows, piece, _ in _pieces(query, part)]
         return torch.cat([out for out, _ in pieces], -2), torch.cat([lse for _, lse in pieces], -1)
     bias, is_causal = _fused_mask(query, part)
+    given = map(_dense, (query, part.key, part.value))
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        query, part.key, part.value, 0.0, is_causal, attn_mask=bias, scale=part.scale
+        *given, 0.0, is_causal, attn_mask=_for_all(bias, query, part), scale=part.scale
     )
     dtype = work_dtype(query.dtype)
     return out.to(dtype), _nothing_where_blocked(lse.to(dtype), bias)
@@ -88,17 +106,18 @@ def gradients(
     dtype = work_dtype(query.dtype)
     if _is_fused(query, part):
         bias, is_causal = _fused_mask(query, part)
-        whole = out.to(query.dtype), _finite(lse)  # the kernel wants the result as it made it
+        given = map(_dense, (gradient, query, part.key, part.value, out.to(query.dtype)))  # the result as it was made
+        bias = _for_all(bias, query, part)
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, query, part.key, part.value, *whole, 0.0, is_causal, attn_mask=bias, scale=part.scale
+            *given, _finite(lse), 0.0, is_causal, attn_mask=bias, scale=part.scale
         )
         return found[0].to(dtype), found[1].to(dtype), found[2].to(dtype)
     delta = (gradient.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
     of_queries = []
     of_keys, of_values = (torch.zeros_like(x, dtype=dtype) for x in (part.key, part.value))
     for rows, piece, place in _pieces(query, part):
-        given = (x.narrow(-2, *place) for x in (gradient.to(dtype), _finite(lse).unsqueeze(-1), delta))
-        dq, dk, dv = _gradients(rows, piece, *given)
+        rest = (x.narrow(-2, *place) for x in (gradient.to(dtype), _finite(lse).unsqueeze(-1), delta))
+        dq, dk, dv = _gradients(rows, piece, *rest)
         of_queries.append(dq)
         of_keys += dk
         of_values += dv
@@ -120,8 +139,16 @@ def _fused_mask(query: Tensor, part: KeyValueBlock) -> tuple[Tensor | None, bool
     """Return what the fused kernel adds to scores, and whether it is to be causal."""
     if part.offset == 0 and part.mask is None:
         return None, True
-    bias = _bias(query, part, query.dtype)
-    return None if bias is None else bias.expand(*query.shape[:-1], part.key.shape[-2]), False
+    return _bias(query, part, query.dtype), False
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return a tensor whose channels lie one after another, as torch's kernel reads them whatever their stride is."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _for_all(bias: Tensor | None, query: Tensor, part: KeyValueBlock) -> Tensor | None:
+    return None if bias is None else bias.expand(*query.shape[:-1], part.key.shape[-2])
 
 
 def _bias(query: Tensor, part: KeyValueBlock, dtype: torch.dtype) -> Tensor | None:

@@ -1,5 +1,9 @@
 """Write what runs to a folder (`write`), and run it elsewhere (`load`)."""
 
 FORMAT = "hetu_fx.export/2"
-OPS = ("hetu_fx.comm_ops.ops.table", "hetu_fx.transforms.rewrites.random_ops")
+OPS = (
+    "hetu_fx.comm_ops.ops.table",
+    "hetu_fx.transforms.rewrites.random_ops",
+    "hetu_fx.transforms.rewrites.sequence_ops",
+)
 """The modules that make known the ops which device graphs call."""

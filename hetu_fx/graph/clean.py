@@ -206,14 +206,18 @@ def _key_minus_query(ndim: int) -> Affine:
 
 def _read_grouped_heads(node: fx.Node) -> None:
     """Take keys and values from before each of their heads was repeated for the query's heads of its group."""
-    query, key, value = node.args[:3]
-    sources = [_before_repeat(operand) for operand in (key, value)]
-    if argument(node, "enable_gqa") or None in sources or not isinstance(query, fx.Node):
-        return
-    grouped = {meta.hints(source)[-3] for source in sources if source is not None}
-    if len(grouped) == 1 and meta.hints(query)[-3] == meta.hints(key)[-3]:  # type: ignore[arg-type]
-        node.args = (query, *sources, *node.args[3:])
+    grouped = grouped_heads(node)
+    if grouped is not None and not argument(node, "enable_gqa"):
+        node.args = (node.args[0], *grouped, *node.args[3:])
         node.update_kwarg("enable_gqa", True)
+
+
+def grouped_heads(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Return keys and values of an attention from before each of their heads was repeated; None if they were not."""
+    key, value = (_before_repeat(given) for given in node.args[1:3])
+    if key is None or value is None or meta.hints(key)[-3] != meta.hints(value)[-3]:
+        return None
+    return (key, value) if meta.hints(operand(node))[-3] == meta.hints(operand(node, 1))[-3] else None
 
 
 def _before_repeat(node: Any) -> fx.Node | None:

@@ -14,7 +14,7 @@ Whether an attention mask keeps the sequences of a packed row apart: found by ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from hetu_fx.graph.edit import needed_for
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind
 from hetu_fx.transforms.layouts.flow import Flow, reached_from
 from hetu_fx.transforms.layouts.sequence_parallel import Classes, activations, sequence_classes
+from hetu_fx.transforms.rewrites.per_sequence import PER_SEQUENCE
 
 
 def why_not_packed(graph: Graph, factors: FactorMap, flow: Flow, positions: str) -> str:
@@ -43,9 +44,10 @@ def why_not_packed(graph: Graph, factors: FactorMap, flow: Flow, positions: str)
     known: dict[fx.Node, bool] = {}
 
     def is_masked(attention: fx.Node) -> bool:
-        mask = argument(attention, "attn_mask")
-        if not isinstance(mask, fx.Node) or mask not in follows:
-            return False
+        masks = [argument(attention, name) for name in _MASKS[attention.target]]
+        return any(keeps_apart(mask) for mask in masks if isinstance(mask, fx.Node) and mask in follows)
+
+    def keeps_apart(mask: fx.Node) -> bool:
         if mask not in known:
             known[mask] = _keeps_apart(graph, mask, positions)
         return known[mask]
@@ -53,6 +55,12 @@ def why_not_packed(graph: Graph, factors: FactorMap, flow: Flow, positions: str)
     lacks = f"has no mask that follows from {positions!r} and keeps sequences apart"
     unmasked = _first_reason(graph, factors, flow, is_masked, lacks)
     return unmasked or _reader_of_places(graph, factors, flow)
+
+
+def why_whole_rows(graph: Graph, factors: FactorMap, flow: Flow) -> str:
+    """Return why attention in packed rows is paid for all pairs of their tokens; "" where it is paid by sequence."""
+    lacks = "has a mask of which is not known that it keeps sequences apart"
+    return _first_reason(graph, factors, flow, lambda node: node.target is PER_SEQUENCE, lacks)
 
 
 def why_not_padded(graph: Graph, factors: FactorMap, flow: Flow) -> str:
@@ -65,7 +73,7 @@ def _first_reason(
 ) -> str:
     for node in _meetings(graph, factors, flow):
         where = f"{node.target} ({meta.source_line(node)})"
-        if node.target is not ATTENTION:
+        if node.target not in _MASKS:
             return f"tokens of a row meet in {where}, which takes no mask"
         if not is_masked(node):
             return f"{where} {lacks}"
@@ -95,8 +103,8 @@ def _read(node: fx.Node, factors: FactorMap) -> list[fx.Node]:
     if not factors.is_op(node):
         return list(node.all_input_nodes) if node.op == "call_function" and meta.has_tensor(node) else []
     op = factors.op(node)
-    mask = argument(node, "attn_mask") if node.target is ATTENTION else None
-    return [o.node for i, o in enumerate(op.operands) if i not in op.unread and o.node is not mask]
+    masks = [argument(node, name) for name in _MASKS.get(node.target, ())]
+    return [o.node for i, o in enumerate(op.operands) if i not in op.unread and o.node not in masks]
 
 
 def _meets(op: OpFactors, tokens: Classes) -> bool:
@@ -123,6 +131,12 @@ def _before_parameters(graph: Graph, flow: Flow) -> frozenset[fx.Node]:
     return frozenset(found)
 
 
+_MASKS: Mapping[Any, tuple[str, ...]] = {
+    ATTENTION: ("attn_mask",),
+    PER_SEQUENCE: ("attn_mask", "query_places", "key_places"),
+}
+"""What says which tokens see each other, by op."""
+
 _HIDDEN = -1e4  # what is added to the score of a token that is not seen, or less
 
 
@@ -140,10 +154,16 @@ def _keeps_apart(graph: Graph, mask: fx.Node, positions: str) -> bool:
         return False
     first = length // 2
     values = {node: _value(leaf, positions, first) for node, leaf in inputs.items() if node in needed}
-    sees = _run(graph, needed, values)[mask]
-    sees = sees if sees.dtype == torch.bool else sees > _HIDDEN
+    sees = _seen(_run(graph, needed, values)[mask])
     across = sees[..., :first, first:], sees[..., first:, :first]
     return sees.shape[-2:] == (length, length) and not any(part.any() for part in across)
+
+
+def _seen(mask: Tensor) -> Tensor:
+    """Return which tokens see each other by a mask: one of truths, of numbers that are added, or places of tokens."""
+    if not mask.is_floating_point() and mask.dtype != torch.bool:
+        return mask[:, :, None, 0] == mask[:, None, :, 0]
+    return mask if mask.dtype == torch.bool else mask > _HIDDEN
 
 
 def _value(leaf: Leaf, positions: str, first: int) -> Tensor:

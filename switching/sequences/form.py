@@ -17,7 +17,7 @@ from hetu_fx.graph.bind import input_tensors
 from hetu_fx.graph.graph import Leaf
 from hetu_fx.planner.dispatch.assignment import Batching, Request
 from hetu_fx.program.captures import Programs
-from hetu_fx.program.packing_safety import why_not_packed, why_not_padded
+from hetu_fx.program.packing_safety import why_not_packed, why_not_padded, why_whole_rows
 from hetu_fx.program.program import Program
 from hetu_fx.switching.step.assigned_rows import Sequences
 from hetu_fx.transforms.rewrites.counts import ROWS
@@ -48,12 +48,16 @@ class SequenceOptions:
 
 @dataclass(frozen=True, eq=False)
 class SequenceForm:
-    """How batches of one form run: the program of their rows, what fills these, and how they may be batched."""
+    """How batches of one form run: the program of their rows, what fills these, and how they may be batched.
+
+    With `whole_rows` attention costs what all pairs of a row's tokens do.
+    """
 
     program: Program
     filling: Filling
     batching: Batching
     multiple: int
+    whole_rows: bool
 
     def sample(self, sequences: Sequences, width: int) -> Mapping[str, Tensor]:
         """Return the inputs of two rows of so many tokens, of zeros."""
@@ -61,7 +65,7 @@ class SequenceForm:
 
     def request(self, lengths: tuple[int, ...], tokens: int | None) -> Request:
         """Return what is asked of a policy for sequences of these lengths."""
-        return Request(lengths, self.batching, self.multiple, tokens)
+        return Request(lengths, self.batching, self.multiple, tokens, self.whole_rows)
 
 
 def form_of_sequences(
@@ -81,11 +85,19 @@ def form_of_sequences(
         program = programs.find(_sample_rows(sequences, filling), training)
         reason = "" if options.packs else why_not_packed(*_known_of(program), options.positions)
         if not reason:
-            return _checked(SequenceForm(program, filling, Batching.PACKED, options.multiple), sequences, options)
+            return _checked(_together(program, filling, options), sequences, options)
     if options.packs:
         raise BatchError(f"sequences cannot be packed as asked for by packs=True: {reason}; leave packs out")
     program = programs.find(_sample_rows(sequences, plain), training)
     return _checked(_apart(program, plain, options, reason), sequences, options)
+
+
+def _together(program: Program, filling: Filling, options: SequenceOptions) -> SequenceForm:
+    """Return the form of a model whose rows have several sequences each."""
+    whole = why_whole_rows(*_known_of(program))
+    if whole:
+        warnings.warn(f"packed rows pay attention for all pairs of their tokens, as {whole}", stacklevel=2)
+    return SequenceForm(program, filling, Batching.PACKED, options.multiple, whole_rows=bool(whole))
 
 
 def _apart(program: Program, filling: Filling, options: SequenceOptions, why: str) -> SequenceForm:
@@ -94,7 +106,7 @@ def _apart(program: Program, filling: Filling, options: SequenceOptions, why: st
     if options.packs is None:
         alike = f", and as {seen}, only beside others of the same length" if seen else ""
         warnings.warn(f"sequences are not packed, as {why}: each has a row of its own{alike}", stacklevel=2)
-    return SequenceForm(program, filling, Batching.ALIKE, 1 if seen else options.multiple)
+    return SequenceForm(program, filling, Batching.ALIKE, 1 if seen else options.multiple, whole_rows=True)
 
 
 def _known_of(program: Program) -> tuple[Any, Any, Any]:

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.dispatch import Dispatch, dispatch, of_lengths, unpacked_seconds
-from hetu_fx.planner.dispatch.pack import Packing
+from hetu_fx.planner.dispatch.pack import Packing, packings
 from hetu_fx.planner.dispatch.rows import quick_rows
 from hetu_fx.planner.dispatch.strategy import Scheme, SequenceBatch, Strategy, too_long
-from hetu_fx.planner.search.hydraulis.adapter import asked, packings
+from hetu_fx.planner.search.hydraulis.adapter import asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def holding(strategies: Iterable[Strategy], batch: SequenceBatch) -> tuple[Strat
 
 def packed(dispatched: Dispatch, *, seed: int = 0) -> BatchChoice:
     """Return a dispatch with the packings of its pipelines, those that could be last packed with care."""
-    return BatchChoice(dispatched, packings(dispatched, seed=seed))
+    return BatchChoice(dispatched, packings(asked(dispatched), seed=seed))
 
 
 _PACKED_SEQUENCES = 10_000  # so many sequences are packed to try changes

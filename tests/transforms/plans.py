@@ -104,7 +104,7 @@ def run_in_lockstep(
 
 def _meetings(waiting: Mapping[int, tuple[OpCall, Tensor]]) -> list[tuple[int, ...]]:
     """Return who meet with each other: those that a call names, or all."""
-    named = {rank: call.args[3 if call.op == "ring_attention" else 0] for rank, (call, _) in waiting.items()}
+    named = {rank: call.args[5 if call.op == "ring_attention" else 0] for rank, (call, _) in waiting.items()}
     groups = dict.fromkeys(tuple(ranks) if isinstance(ranks, list) else tuple(waiting) for ranks in named.values())
     assert sorted(rank for group in groups for rank in group) == sorted(waiting), f"ranks meet crosswise: {named}"
     return list(groups)
@@ -133,15 +133,18 @@ class Meeting(torch.autograd.Function):
 
 def attended(calls: Sequence[OpCall], queries: Sequence[Tensor]) -> tuple[tuple[Tensor], ...]:
     """Do what ring attention does, on keys and values put together: what the ring itself does is tested by itself."""
-    assert len({str(call.args[3:]) for call in calls}) == 1, f"ranks meet in different calls: {calls}"
+    assert len({str(call.args[5:]) for call in calls}) == 1, f"ranks meet in different calls: {calls}"
     keys, values = (torch.cat([call.args[i] for call in calls], -2) for i in (0, 1))
     found = []
     for position, (call, query) in enumerate(zip(calls, queries, strict=True)):
-        key, value, mask, _, sizes, parts, is_causal, scale = call.args
+        key, value, mask, query_places, key_places, _, sizes, parts, is_causal, scale = call.args
         assert [x.shape[-2] for x in (query, key, value)] == [sizes[position], parts[position], parts[position]]
         if is_causal:
             rows = sum(sizes[:position]) + torch.arange(sizes[position])
             mask = torch.arange(keys.shape[-2]) <= rows.unsqueeze(1)
+        if query_places is not None:
+            same = (query_places[:, :, None, 0] == key_places[:, None, :, 0]).unsqueeze(1)
+            mask = same if mask is None else same & mask
         grouped = query.shape[-3] != keys.shape[-3]
         options = {"attn_mask": mask, "scale": scale, "enable_gqa": grouped}
         found.append((nn.functional.scaled_dot_product_attention(query, keys, values, **options),))

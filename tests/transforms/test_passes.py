@@ -28,6 +28,7 @@ from hetu_fx.transforms.passes import DUMP_VARIABLE, PASSES, REWRITES, Pass, run
 from hetu_fx.transforms.rewrites.all_rows import AllRows
 from hetu_fx.transforms.rewrites.counter_rng import Randomness
 from hetu_fx.transforms.rewrites.global_mean import BatchStatistics, GlobalMean
+from hetu_fx.transforms.rewrites.per_sequence import PerSequence
 from hetu_fx.transforms.show import show_stage
 from hetu_fx.transforms.specialize.specialize import Specialize
 
@@ -65,6 +66,13 @@ class Paired(nn.Module):
 class Dropped(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout(x, 0.1, True).sum()
+
+
+class Packed(nn.Module):
+    def forward(self, x: Tensor, document: Tensor) -> Tensor:
+        heads, number = x.unflatten(2, (2, 3)).transpose(1, 2), (document == 0).cumsum(1)
+        mask = number[:, None, :, None] == number[:, None, None]
+        return F.scaled_dot_product_attention(heads, heads, heads, mask).sum()
 
 
 class Block(nn.Module):
@@ -126,6 +134,7 @@ def before_and_after(graph_pass: Pass[Any, Any], given: Any) -> str:
         (GlobalMean(), Classifier(), (torch.randn(4, 6), torch.tensor([0, 2, 1, -100]))),
         (BatchStatistics(), Normalized(), (torch.randn(4, 6),)),
         (Randomness(), Dropped(), (torch.randn(4, 6),)),
+        (PerSequence(), Packed(), (torch.randn(4, 5, 6), torch.arange(5).expand(4, -1).clone())),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )

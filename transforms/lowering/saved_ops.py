@@ -13,6 +13,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from hetu_fx.plans.recomputed import RecomputedOps
+from hetu_fx.transforms.rewrites import sequence_ops  # noqa: F401 - registers hetu::sequence_attention_forward
 
 
 def _ops(*names: str) -> frozenset[Any]:
@@ -32,7 +33,7 @@ _OF_ACTIVATIONS = _ops(
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
-)
+) | {torch.ops.hetu.sequence_attention_forward.default}
 
 SAVED: Mapping[RecomputedOps, frozenset[Any]] = {
     "all": frozenset(),

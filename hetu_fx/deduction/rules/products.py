@@ -6,6 +6,8 @@ queries and value channels do; keys and their channels stay whole.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import fx
 
@@ -88,6 +90,22 @@ def _scaled_dot_product(call: Call) -> Factoring:
     )
 
 
+def _in_sequences(call: Call) -> Factoring:
+    """Attend, queries and keys going by the places of their tokens, which come with them."""
+    *tensors, queries, keys = call.operands
+    plain = _scaled_dot_product(replace(call, operands=tuple(tensors)))
+    at = named("at", keys.shape[-1])
+    pairs = zip((queries, keys), plain.operands, strict=False)
+    places = ((*broadcast(given.shape[:1], dims[:1]), dims[-2], at) for given, dims in pairs)
+    return replace(plain, operands=(*plain.operands, *places), whole=plain.whole | {*at}, placed=frozenset())
+
+
+def _sequence_places(call: Call) -> Factoring:
+    """Find where sequences begin, for which all tokens of a row are compared."""
+    rows, tokens, at = dims_of(call.results[0])
+    return Factoring(((rows, tokens),), ((rows, tokens, at),), whole=frozenset((*tokens, *at)))
+
+
 def _travelling(operands: list[Dims], leading: list[Dim], shared: list[Dim]) -> dict[int, str]:
     """Return the keys and values, where each device has whole rows and heads of them, with their factor."""
     plain = [dims[:-2] for dims in operands] == [tuple(leading), tuple(shared), tuple(shared)]
@@ -131,7 +149,7 @@ def _rows_of_triangle(part: PartCall, keys: fx.Node, stop: calls.Size) -> fx.Nod
 def _ring_attention(ring: PartCall) -> fx.Node:
     """Attend with a part of the queries to keys and values as they come by; the mask has the rows of the part."""
     given = ring.given
-    tensors = (given[name] for name in ("query", "key", "value", "attn_mask"))
+    tensors = (given.get(name) for name in ("query", "key", "value", "attn_mask", "query_places", "key_places"))
     layout = list(ring.devices), list(ring.sizes), list(ring.travelling[1])
     return ring.fused("ring_attention", *tensors, *layout, given["is_causal"], given["scale"])
 
@@ -153,4 +171,6 @@ RULES: tuple[Rule, ...] = (
         "scaled_dot_product_attention",
         traits=Traits(placed=_causal_attention, ring=_ring_attention),
     ),
+    *built(_in_sequences, "hetu.sequence_attention.default", traits=Traits(ring=_ring_attention)),
+    *built(_sequence_places, "hetu.sequence_places.default"),
 )

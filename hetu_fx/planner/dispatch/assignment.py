@@ -1,11 +1,9 @@
 """A batch of sequences as micro-batches of the pipelines of a variant, and what may be asked of one.
 
-Seconds are those of Hydraulis' cost model with attention paid for whole rows: a row of w tokens takes
-
-    a w^2 + b w                                                               (1)
-
-for the devices' kernels work on all pairs of tokens of a row and drop those of different sequences. A pipeline of p
-stages takes sum_j T_j + (p - 1) max_j T_j for its micro-batches.
+Seconds are those of Hydraulis' cost model (`strategy`): attention is paid for each run of tokens that attend to each
+other, a s^2 + b s for one of s tokens. These are the sequences of a row, and what fills it; where a model's attention
+cannot be told apart by sequences, whole rows. A pipeline of p stages takes sum_j T_j + (p - 1) max_j T_j for its
+micro-batches, which is (3) of the model where they are alike.
 
 The same model, fitted to the costs of a plan's stages, makes a plan a variant that may run a batch, and tells what
 each device has to compute for an assignment, so that its rate can be told.
@@ -13,8 +11,8 @@ each device has to compute for an assignment, so that its rate can be told.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -23,6 +21,7 @@ from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.strategy import Scheme, TimeFit, fit_times
 from hetu_fx.planner.price.stage import stage_costs
 from hetu_fx.planner.price.step import PricedStep
+from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.program import ProgramCosts, costs_at
 from hetu_fx.plans.plan import Pipeline, Plan
 
@@ -40,6 +39,8 @@ class Batching(StrEnum):
     GREEDY: as IN_ORDER, but each sequence goes where the least room is left, longest first.
     DISPATCHED: sequences are dispatched to pipelines by time, and packed there as in GREEDY, in rows as long as needed.
     PACKED: dispatched and packed by time, as Hydraulis does, in rows of their own widths.
+    WHOLE_ROWS: as PACKED, by what rows would take if attention were paid for all pairs of their tokens, as it is where
+        a model's attention cannot be told apart by sequences.
     ALIKE: dispatched by time; a micro-batch has sequences of one length, rounded up, a row each. For models that
         cannot keep the sequences of a row apart.
     """
@@ -49,15 +50,23 @@ class Batching(StrEnum):
     GREEDY = "greedy"
     DISPATCHED = "dispatched"
     PACKED = "packed"
+    WHOLE_ROWS = "whole rows"
     ALIKE = "alike"
 
 
 @dataclass(frozen=True, slots=True)
 class PackedMicroBatch:
-    """Rows of one width, each the positions in the batch of the sequences that it holds."""
+    """Rows of one width, each the positions in the batch of the sequences that it holds.
+
+    Attention is paid for each of `runs`, in tokens; left out: for whole rows.
+    """
 
     rows: Rows
     width: int
+    runs: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "runs", self.runs or (self.width,) * len(self.rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +119,7 @@ class Request:
         batching: how it becomes micro-batches.
         multiple: rows have a multiple of so many tokens.
         tokens: of a micro-batch at most, on a pipeline that holds `ANY_LENGTH`; None: as of the longest sequence.
+        whole_rows: whether attention is paid for all pairs of a row's tokens, instead of those of its sequences.
         seed: of the searches.
     """
 
@@ -117,6 +127,7 @@ class Request:
     batching: Batching = Batching.PACKED
     multiple: int = 1
     tokens: int | None = None
+    whole_rows: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -132,11 +143,17 @@ class Request:
         """Return the width that the longest sequence needs."""
         return self.width(max(self.lengths))
 
+    def micro_batch(self, rows: Rows, width: int) -> PackedMicroBatch:
+        """Return rows of some sequences as a micro-batch, what fills them up being a run of its own."""
+        if self.whole_rows:
+            return PackedMicroBatch(rows, width)
+        fills = (width - sum(self.lengths[i] for i in row) for row in rows)
+        return PackedMicroBatch(rows, width, (*(self.lengths[i] for row in rows for i in row), *filter(None, fills)))
+
 
 def pipeline_seconds(scheme: Scheme, micro_batches: Sequence[PackedMicroBatch]) -> float:
     """Return what a pipeline takes for its micro-batches."""
-    times = scheme.times
-    return scheme.done([len(micro.rows) * times.seconds(micro.width) + times.c for micro in micro_batches])
+    return scheme.done([scheme.times.micro_batch_seconds(micro.runs) for micro in micro_batches])
 
 
 def candidate_of(name: str, plan: Plan, by_length: Mapping[int, ProgramCosts], cluster: Cluster) -> EligibleVariant:
@@ -186,10 +203,17 @@ def device_seconds(
     seconds: dict[int, float] = defaultdict(float)
     for pipeline, micro_batches in zip(written.pipelines, assignment.pipelines, strict=True):
         for micro in micro_batches:
-            for stage in stage_costs(pipeline, costs_at(by_length, micro.width), cluster):
-                for device, line in zip(stage.stage.devices, stage.compute, strict=True):
-                    seconds[device] += line(len(micro.rows))
+            for run, count in Counter(micro.runs).items():
+                for device, line in _compute_lines(pipeline, costs_at(by_length, run), cluster):
+                    seconds[device] += line.slope * count
+            for device, line in _compute_lines(pipeline, costs_at(by_length, micro.width), cluster):
+                seconds[device] += line.fixed
     return dict(seconds)
+
+
+def _compute_lines(pipeline: Pipeline, costs: ProgramCosts, cluster: Cluster) -> Iterator[tuple[int, Line]]:
+    for stage in stage_costs(pipeline, costs, cluster):
+        yield from zip(stage.stage.devices, stage.compute, strict=True)
 
 
 Assignments = tuple[Assignment, ...]

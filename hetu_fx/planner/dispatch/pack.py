@@ -102,6 +102,16 @@ def pack_quickly(scheme: Scheme, lengths: Sequence[int]) -> Packing:
     return _packing(scheme, lengths, quick_rows(scheme, _falling(scheme, lengths)), 0.0)
 
 
+def packings(groups: Sequence[tuple[Scheme, Sequence[int]]], *, seed: int = 0) -> tuple[Packing, ...]:
+    """Return the packings of pipelines that have sequences of these lengths, those that could be last with care."""
+    packed = [pack_quickly(scheme, lengths) for scheme, lengths in groups]
+    careful: set[int] = set()
+    while (last := max(range(len(packed)), key=lambda i: packed[i].seconds)) not in careful:
+        packed[last] = pack(packed[last].scheme, packed[last].lengths, seed=seed)
+        careful.add(last)
+    return tuple(packed)
+
+
 def _falling(scheme: Scheme, lengths: Sequence[int]) -> list[int]:
     if max(lengths, default=0) > scheme.max_length:
         raise PlanError(f"{scheme} holds rows of {scheme.max_length} tokens, not of {max(lengths)}; cut the sequence")

@@ -1,9 +1,9 @@
 """Who runs a batch of sequences: Hydraulis' one variant for all of it, or HotSPa's one for each group of lengths.
 
 A batch, or a group, is assigned to the variant that is done with it first, in one of the ways of `Batching`: Hydraulis'
-own, and what it is compared with (the batching modes of its artifact). Rows are tried at several lengths, from that of
-the longest sequence up to what a pipeline holds: long ones are fewer, but attention in them costs more. Hydraulis' own
-way gives each row its own width.
+own, and what it is compared with (the batching modes of its artifact). Where rows have one length, several are tried,
+from that of the longest sequence up to what a pipeline holds. Hydraulis' own way gives each row its own width. As its
+planner could, it packs for no variant whose bound on any dispatch is later than what another one needs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from hetu_fx.planner.dispatch.assignment import (
     pipeline_seconds,
 )
 from hetu_fx.planner.dispatch.dispatch import dispatch
-from hetu_fx.planner.dispatch.rows import dispatched, least_done, rows_of
+from hetu_fx.planner.dispatch.pack import packings
+from hetu_fx.planner.dispatch.rows import dispatched, least_done, whole_rows_of
 from hetu_fx.planner.dispatch.strategy import Scheme, SequenceBatch, Strategy, check_each_once, order_of
 from hetu_fx.plans.plan import pipeline_rows
 
@@ -57,10 +58,10 @@ def assign(candidates: Sequence[EligibleVariant], request: Request) -> Assignmen
 
 def _least(candidate: EligibleVariant, request: Request) -> float:
     """Return seconds that no assignment to a candidate stays below, where rows have their own widths; otherwise 0."""
-    if request.batching is not Batching.PACKED or candidate.max_length < request.longest:
+    if request.batching not in _OF_OWN_WIDTHS or candidate.max_length < request.longest:
         return 0.0
     limited = candidate.with_rows_of(_most(candidate, request))
-    return least_done(limited.schemes, request.lengths) + candidate.step_seconds
+    return least_done(limited.schemes, request.lengths, whole_rows=request.whole_rows) + candidate.step_seconds
 
 
 def _check_taken(candidates: Sequence[EligibleVariant], request: Request) -> None:
@@ -92,12 +93,14 @@ def _row_lengths(request: Request, most: int) -> Iterator[int]:
     """Yield the lengths of rows that are tried, the longest alone where every row has its own width."""
     if request.longest > most:
         return
-    tokens = most if request.batching is Batching.PACKED else request.longest
+    tokens = most if request.batching in _OF_OWN_WIDTHS else request.longest
     while tokens < most and tokens < sum(request.lengths):
         yield tokens
         tokens = max(tokens + 1, min(2 * tokens, most))
     yield tokens
 
+
+_OF_OWN_WIDTHS = (Batching.PACKED, Batching.WHOLE_ROWS)
 
 Pipelines = tuple[tuple[PackedMicroBatch, ...], ...]
 
@@ -107,17 +110,17 @@ def _seconds(candidate: EligibleVariant, pipelines: Pipelines) -> float:
     return float(max(pipeline_seconds(scheme, micros) for scheme, micros in pairs) + candidate.step_seconds)
 
 
-def _shared_out(candidate: EligibleVariant, rows: Rows, width: int) -> Pipelines | None:
+def _shared_out(candidate: EligibleVariant, request: Request, rows: Rows, width: int) -> Pipelines | None:
     """Share rows of one width out by the plan's shares; None where a pipeline with a share does not hold them."""
     counts = pipeline_rows(len(rows), candidate.plan)
     if any(count and scheme.max_length < width for count, scheme in zip(counts, candidate.schemes, strict=True)):
         return None
     left = iter(rows)
-    return tuple(tuple(PackedMicroBatch((next(left),), width) for _ in range(count)) for count in counts)
+    return tuple(tuple(request.micro_batch((next(left),), width) for _ in range(count)) for count in counts)
 
 
 def _padded(candidate: EligibleVariant, request: Request) -> Pipelines | None:
-    return _shared_out(candidate, tuple((i,) for i in range(len(request.lengths))), request.longest)
+    return _shared_out(candidate, request, tuple((i,) for i in range(len(request.lengths))), request.longest)
 
 
 def _in_order(candidate: EligibleVariant, request: Request) -> Pipelines | None:
@@ -129,11 +132,12 @@ def _in_order(candidate: EligibleVariant, request: Request) -> Pipelines | None:
             room = candidate.max_length
         rows[-1].append(position)
         room -= length
-    return _shared_out(candidate, tuple(map(tuple, rows)), candidate.max_length)
+    return _shared_out(candidate, request, tuple(map(tuple, rows)), candidate.max_length)
 
 
 def _greedy(candidate: EligibleVariant, request: Request) -> Pipelines | None:
-    return _shared_out(candidate, rows_by_room(request.lengths, candidate.max_length), candidate.max_length)
+    rows = rows_by_room(request.lengths, candidate.max_length)
+    return _shared_out(candidate, request, rows, candidate.max_length)
 
 
 def _dispatched(candidate: EligibleVariant, request: Request) -> Pipelines:
@@ -143,15 +147,25 @@ def _dispatched(candidate: EligibleVariant, request: Request) -> Pipelines:
 
 
 def _packed(candidate: EligibleVariant, request: Request) -> Pipelines:
-    pairs = zip(candidate.schemes, dispatched(candidate.schemes, request.lengths, request.seed), strict=True)
-    by_time = ((rows_of(scheme, [request.lengths[i] for i in own]), own) for scheme, own in pairs)
+    if request.whole_rows:
+        return _in_whole_rows(candidate, request)
+    groups = dispatched(candidate.schemes, request.lengths, request.seed, whole_rows=False)
+    lengths = ([request.lengths[i] for i in own] for own in groups)
+    done = packings(list(zip(candidate.schemes, lengths, strict=True)), seed=request.seed)
+    return tuple(_own_rows(one.rows, own, request) for one, own in zip(done, groups, strict=True))
+
+
+def _in_whole_rows(candidate: EligibleVariant, request: Request) -> Pipelines:
+    groups = dispatched(candidate.schemes, request.lengths, request.seed, whole_rows=True)
+    pairs = zip(candidate.schemes, groups, strict=True)
+    by_time = ((whole_rows_of(scheme, [request.lengths[i] for i in own]), own) for scheme, own in pairs)
     return tuple(_own_rows(rows, own, request) for rows, own in by_time)
 
 
 def _alike(candidate: EligibleVariant, request: Request) -> Pipelines:
     widths = tuple(map(request.width, request.lengths))
     pairs = zip(candidate.schemes, _groups(candidate, widths, request), strict=True)
-    return tuple(_of_one_width(scheme, own, widths) for scheme, own in pairs)
+    return tuple(_of_one_width(scheme, own, widths, request) for scheme, own in pairs)
 
 
 _WAYS: Mapping[Batching, Callable[[EligibleVariant, Request], Pipelines | None]] = {
@@ -160,6 +174,7 @@ _WAYS: Mapping[Batching, Callable[[EligibleVariant, Request], Pipelines | None]]
     Batching.GREEDY: _greedy,
     Batching.DISPATCHED: _dispatched,
     Batching.PACKED: _packed,
+    Batching.WHOLE_ROWS: _in_whole_rows,
     Batching.ALIKE: _alike,
 }
 
@@ -174,17 +189,19 @@ def _groups(candidate: EligibleVariant, lengths: tuple[int, ...], request: Reque
 def _own_rows(rows: Rows, positions: Sequence[int], request: Request) -> tuple[PackedMicroBatch, ...]:
     """Return a micro-batch for each row of some sequences, the longest first."""
     placed = [tuple(positions[i] for i in row) for row in rows]
-    made = [PackedMicroBatch((row,), request.width(sum(request.lengths[i] for i in row))) for row in placed]
+    made = [request.micro_batch((row,), request.width(sum(request.lengths[i] for i in row))) for row in placed]
     return tuple(sorted(made, key=lambda micro: -micro.width))
 
 
-def _of_one_width(scheme: Scheme, positions: Sequence[int], widths: Sequence[int]) -> tuple[PackedMicroBatch, ...]:
+def _of_one_width(
+    scheme: Scheme, positions: Sequence[int], widths: Sequence[int], request: Request
+) -> tuple[PackedMicroBatch, ...]:
     """Return micro-batches of rows of one width each, as many as the pipeline holds."""
     made: list[PackedMicroBatch] = []
     for width in sorted({widths[i] for i in positions}, reverse=True):
         rows = [(i,) for i in positions if widths[i] == width]
         most = max(1, scheme.max_length // width)
-        made += [PackedMicroBatch(tuple(rows[start : start + most]), width) for start in range(0, len(rows), most)]
+        made += [request.micro_batch(tuple(rows[start : start + most]), width) for start in range(0, len(rows), most)]
     return tuple(made)
 
 

@@ -1,14 +1,19 @@
-"""Rows by longest-first, and dispatches where attention is paid for whole rows, in a few milliseconds.
+"""Dispatches by what sequences add to rows, and rows by longest-first, in a few milliseconds.
 
-Where attention is paid for each sequence, rows are filled by seconds (`quick_rows`). Where it is paid for whole rows, a
-row of w tokens takes T(w) = a w^2 + b w + c: for a token the least at w = sqrt(c / a), as shorter rows are more
-micro-batches and longer ones more pairs of tokens. So a sequence of s tokens adds, whatever row it is in, at least
+Attention is paid for runs of tokens that attend to each other. Where these are sequences, one of s tokens in a row of
+w adds its own seconds and its part of what a micro-batch costs besides, a s^2 + b s + c s / w: the least in the longest
+row that a pipeline holds. Where they are whole rows, a token of a row of w takes a w + b + c / w: the least at
+w = sqrt(c / a), as shorter rows are more micro-batches and longer ones more pairs of tokens. So a sequence of s tokens
+adds at least
 
-    t(s) = s (a w + b + c / w),  w = sqrt(c / a), but s at least and what a row holds at most             (1)
+    t(s) = s (a r + b + c / w)                                                (1)
 
-Sequences are dispatched by (1) in place of the cost model's seconds of a sequence, and those of a pipeline are put
-into v rows, longest first, each where the fewest tokens are. v is tried in the order of what v rows take at least:
-the longest sequences have a row each while they are longer than the mean of the others, which share theirs equally.
+with r = s and w what a row holds; or r = w = sqrt(c / a), but s at least and what a row holds at most. Sequences are
+dispatched by (1) in place of the cost model's seconds of a sequence.
+
+Rows of sequences are filled by seconds (`quick_rows`). For whole rows, the sequences of a pipeline are put into v rows,
+longest first, each where the fewest tokens are. v is tried in the order of what v rows take at least: the longest
+sequences have a row each while they are longer than the mean of the others, which share theirs equally.
 """
 
 from __future__ import annotations
@@ -106,30 +111,33 @@ def grouped(items: Sequence[int], row_of: Sequence[int]) -> Groups:
     return tuple(map(tuple, rows))
 
 
-tuple[tuple[int, ...], ...]
-
 _RESTARTS = 2
 _ENOUGH = 0.005  # a dispatch that misses its bound by this share is good enough: rows are not all of the best width
 _SLACK = 1e-3  # a number of rows that cannot be better by this share is not tried
 
 
-def least_seconds(scheme: Scheme, lengths: Sequence[int]) -> Numbers:
+def least_seconds(scheme: Scheme, lengths: Sequence[int], *, whole_rows: bool) -> Numbers:
     """Return (1) for sequences of these lengths, shape (sequences,); what a longer one than a row holds adds too."""
     times, tokens = scheme.times, np.array(lengths, dtype=np.float64)
-    best = math.sqrt(times.c / times.a) if times.a else math.inf
+    best = math.sqrt(times.c / times.a) if whole_rows and times.a else math.inf
     width = np.maximum(tokens, min(best, scheme.max_length))
-    seconds: Numbers = tokens * (times.a * width + times.b + times.c / width)
+    seconds: Numbers = tokens * (times.a * (width if whole_rows else tokens) + times.b + times.c / width)
     return seconds
 
 
-def least_done(schemes: Sequence[Scheme], lengths: Sequence[int]) -> float:
+def least_done(schemes: Sequence[Scheme], lengths: Sequence[int], *, whole_rows: bool) -> float:
     """Return seconds that no dispatch to pipelines stays below, however they pack; some pipeline holds the longest.
 
     With weights of pipelines that add up to 1, the last is done no sooner than their weighted mean. So, as in a linear
     programme's dual, every sequence at the pipeline where its weighted seconds are the fewest is a bound; pipelines
     weigh as much as they are fast.
     """
-    return _least_done(Assigning.of(schemes, [least_seconds(scheme, lengths) for scheme in schemes], lengths))
+    return _least_done(_problem(schemes, lengths, whole_rows=whole_rows))
+
+
+def _problem(schemes: Sequence[Scheme], lengths: Sequence[int], *, whole_rows: bool) -> Assigning:
+    each = [least_seconds(scheme, lengths, whole_rows=whole_rows) for scheme in schemes]
+    return Assigning.of(schemes, each, lengths)
 
 
 def _least_done(problem: Assigning) -> float:
@@ -139,19 +147,19 @@ def _least_done(problem: Assigning) -> float:
     return max(float(weighted.min(axis=0).sum()), float(alone.min(axis=0).max()))
 
 
-def dispatched(schemes: Sequence[Scheme], lengths: Sequence[int], seed: int) -> Groups:
+def dispatched(schemes: Sequence[Scheme], lengths: Sequence[int], seed: int, *, whole_rows: bool) -> Groups:
     """Return the positions of the sequences of each pipeline, longest first; some pipeline holds the longest."""
     falling = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     ordered = [lengths[i] for i in falling]
-    problem = Assigning.of(schemes, [least_seconds(scheme, ordered) for scheme in schemes], ordered)
+    problem = _problem(schemes, ordered, whole_rows=whole_rows)
     enough = _least_done(problem) * (1 + _ENOUGH)
     receivers = assign(problem, Effort(_RESTARTS, seed, lambda _: enough, renewed_items=len(lengths)))
     assert receivers is not None  # no pipeline has a limit of all its tokens
     return tuple(tuple(falling[i] for i in np.flatnonzero(receivers == j)) for j in range(len(schemes)))
 
 
-def rows_of(scheme: Scheme, lengths: Sequence[int]) -> Groups:
-    """Return rows for sequences that the scheme holds, each the positions of its sequences."""
+def whole_rows_of(scheme: Scheme, lengths: Sequence[int]) -> Groups:
+    """Return rows for sequences that the scheme holds, attention being paid for whole rows; each their positions."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     falling, best = [lengths[i] for i in order], NO_ROWS
     counts = range(max(1, -(-sum(falling) // scheme.max_length)), len(falling) + 1)
@@ -168,7 +176,7 @@ def rows_of(scheme: Scheme, lengths: Sequence[int]) -> Groups:
 
 def _seconds(scheme: Scheme, widths: Sequence[float]) -> float:
     """Return what a pipeline takes for rows of these tokens."""
-    return scheme.done([scheme.times.seconds(width) + scheme.times.c for width in widths])
+    return scheme.done([scheme.times.micro_batch_seconds([width]) for width in widths])
 
 
 def _least_of(scheme: Scheme, falling: Sequence[int], count: int) -> float:

@@ -16,8 +16,9 @@ seconds (1F1B), and never in less than what is asked of a pipeline before its se
 
     sum_s t_k(s) + (p - 1) max_s t_k(s)                                       (4)
 
-(1) to (4) are the cost model of Hydraulis (arXiv 2412.07894, SIGMOD 2026) as its planner states it. Context
-parallelism, which that planner can write down but was never run with, is left out.
+(1) to (4) are the cost model of Hydraulis (arXiv 2412.07894, SIGMOD 2026) as its planner states it. What a scheme is
+besides groups and stages (by how many parts tokens are shared, what is recomputed, on which devices) is in its seconds
+and in the rows that it holds.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import index
 from typing import NamedTuple
 
@@ -57,6 +58,10 @@ class TimeFit:
     def seconds(self, length: float) -> float:
         """Return (1): the seconds per stage of a sequence of `length` tokens."""
         return (self.a * length + self.b) * length
+
+    def micro_batch_seconds(self, runs: Iterable[int]) -> float:
+        """Return (2): the seconds per stage of a micro-batch whose tokens attend to each other in runs of these."""
+        return math.fsum(map(self.seconds, runs)) + self.c
 
     def all_seconds(self, lengths: Iterable[int]) -> Numbers:
         """Return (1) for each length, shape (sequences,)."""
@@ -98,7 +103,9 @@ class Scheme:
     """How one pipeline runs: stages of tensor parallel groups, their time fit, and the tokens a row may have.
 
     `filling_tokens` is the shortest row that keeps the devices busy; more and shorter micro-batches are not
-    tried.
+    tried. `context` is by how many groups the tokens of a row are shared in each stage; `recomputes` tells whether
+    blocks are computed again in the backward; `kinds` is how many devices of each kind a stage has (left out: there is
+    one kind).
     """
 
     tensor_parallel: int
@@ -106,16 +113,34 @@ class Scheme:
     times: TimeFit
     max_length: int
     filling_tokens: int = 1
+    context: int = field(default=1, kw_only=True)
+    recomputes: bool = field(default=False, kw_only=True)
+    kinds: tuple[int, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel", "stages", "max_length", "filling_tokens"):
+        for name in ("tensor_parallel", "stages", "max_length", "filling_tokens", "context"):
             if getattr(self, name) < 1:
                 raise PlanError(f"scheme {self} has {name} {getattr(self, name)}; give a whole number from 1")
+        if self.kinds and sum(self.kinds) != self.group:
+            raise PlanError(
+                f"scheme {self} has {sum(self.kinds)} devices in a stage by their kinds {self.kinds}, but {self.group} "
+                f"by its groups; give as many"
+            )
+
+    @property
+    def group(self) -> int:
+        """Return how many devices a stage takes."""
+        return self.tensor_parallel * self.context
 
     @property
     def devices(self) -> int:
         """Return how many devices a pipeline takes."""
-        return self.tensor_parallel * self.stages
+        return self.group * self.stages
+
+    @property
+    def by_kind(self) -> tuple[int, ...]:
+        """Return how many devices of each kind a pipeline takes."""
+        return tuple(count * self.stages for count in self.kinds or (self.group,))
 
     def seconds(self, slowest: float, micro_batches: int) -> float:
         """Return (3), `slowest` being the largest sum of (1) over a micro-batch."""
@@ -126,7 +151,9 @@ class Scheme:
         return math.fsum(times) + (self.stages - 1) * max(times, default=0.0)
 
     def __str__(self) -> str:
-        return f"<tp {self.tensor_parallel}, pp {self.stages}>"
+        sizes = [f"tp {self.tensor_parallel}", *([f"cp {self.context}"] if self.context > 1 else [])]
+        devices = [f"of {' + '.join(map(str, self.kinds))}"] if self.kinds else []
+        return f"<{', '.join([*sizes, f'pp {self.stages}', *devices, *['recomputed'] * self.recomputes])}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,4 +229,5 @@ def order_of(scheme: Scheme) -> tuple[float, ...]:
     """Return what the pipelines of a strategy are sorted by."""
     times = scheme.times
     sizes = (-scheme.max_length, -scheme.tensor_parallel, scheme.stages)
-    return (*sizes, times.a, times.b, times.c, scheme.filling_tokens)
+    others = (scheme.filling_tokens, scheme.context, scheme.recomputes, *scheme.kinds)
+    return (*sizes, times.a, times.b, times.c, *others)

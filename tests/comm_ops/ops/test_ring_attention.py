@@ -33,7 +33,7 @@ class Program(torch.nn.Module):
 
     def forward(self, query, key, value, mask=None):
         sizes = [query.shape[2]]
-        out, _ = ring_attention(query * 2, key, value, mask, [0], sizes, sizes, self.is_causal, None)
+        out, _ = ring_attention(query * 2, key, value, mask, None, None, [0], sizes, sizes, self.is_causal, None)
         return out.sin().sum()
 
 
@@ -67,10 +67,10 @@ def test_it_knows_one_form():
 
 @pytest.mark.parametrize("mask", [None, torch.rand(2, 1, 5, 5) < 0.7])
 def test_torch_accepts_the_registration(mask):
-    args = (*tensors(), mask, [0], [5], [5], mask is None, None)
+    args = (*tensors(), mask, None, None, [0], [5], [5], mask is None, None)
     assert set(torch.library.opcheck(ring_attention.default, args).values()) == {"SUCCESS"}
     out, lse = ring_attention(*args)
-    back = (torch.randn_like(out), *tensors(trained=False), mask, out.detach(), lse.detach(), *args[4:])
+    back = (torch.randn_like(out), *tensors(trained=False), mask, None, None, out.detach(), lse.detach(), *args[6:])
     assert set(torch.library.opcheck(torch.ops.hetu.ring_attention_backward.default, back).values()) == {"SUCCESS"}
 
 
@@ -79,9 +79,9 @@ def test_fake_shapes_are_those_of_the_rank(dtype):
     with using(GroupTable.dry(1, 3)), FakeTensorMode():
         query, key = torch.empty(2, 4, 3, 8, dtype=dtype), torch.empty(2, 2, 6, 8, dtype=dtype)
         value = torch.empty(2, 2, 6, 10, dtype=dtype)
-        out, lse = ring_attention(query, key, value, None, [0, 1], [5, 3], [2, 6], False, None)
+        out, lse = ring_attention(query, key, value, None, None, None, [0, 1], [5, 3], [2, 6], False, None)
         back = torch.ops.hetu.ring_attention_backward(
-            out, query, key, value, None, out, lse, [0, 1], [5, 3], [2, 6], False, None
+            out, query, key, value, None, None, None, out, lse, [0, 1], [5, 3], [2, 6], False, None
         )
     assert (tuple(out.shape), out.dtype, tuple(lse.shape)) == ((2, 4, 3, 10), dtype, (2, 4, 3))
     assert lse.dtype == (torch.float32 if dtype is torch.float16 else dtype)
@@ -90,9 +90,9 @@ def test_fake_shapes_are_those_of_the_rank(dtype):
 
 def test_it_says_when_parts_have_other_sizes_and_refuses_a_second_derivative():
     with pytest.raises(CommError, match=r"expects \[4, 5, 5\] queries, keys and values at position 0 of queries \[4\]"):
-        ring_attention(*tensors(), None, [0], [4], [5], False, None)
+        ring_attention(*tensors(), None, None, None, [0], [4], [5], False, None)
     given = tensors()
-    out, _ = ring_attention(*given, None, [0], [5], [5], False, None)
+    out, _ = ring_attention(*given, None, None, None, [0], [5], [5], False, None)
     (gradient,) = torch.autograd.grad(out.sum(), given[:1], create_graph=True)
     with pytest.raises(CommError, match="no second derivative through ring_attention"):
         gradient.sum().backward()

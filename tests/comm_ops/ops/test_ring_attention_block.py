@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from hetu_fx.comm_ops.ops import ring_attention_block
+from hetu_fx.comm_ops.ops.attention_runs import places_of
 from hetu_fx.comm_ops.ops.ring_attention import Attention, Message
-from hetu_fx.comm_ops.ops.ring_attention_block import Ring
+from hetu_fx.comm_ops.ops.ring_attention_block import Places, Ring
 
 SIZES = [(3, 3), (5, 2, 1), (0, 4, 3), (2, 0, 5, 0), (1, 1, 1, 1), (7, 0), (6,)]
 attention = torch.nn.functional.scaled_dot_product_attention
@@ -68,7 +69,12 @@ def masks(length: int) -> dict[str, Tensor | None]:
 
 
 def played(
-    ring: Ring, given: Sequence[Tensor], mask: Tensor | None, gradient: Tensor, scale: float | None = None
+    ring: Ring,
+    given: Sequence[Tensor],
+    mask: Tensor | None,
+    gradient: Tensor,
+    scale: float | None = None,
+    places: Tensor | None = None,
 ) -> tuple[list[Tensor], Wires]:
     """Run every position forward and backward; return result, gradients of queries, keys and values, and the wires."""
     split = [x.detach().split(sizes, -2) for x, sizes in zip(given, (ring.queries, ring.keys, ring.keys), strict=True)]
@@ -77,7 +83,8 @@ def played(
 
     def run(position: int) -> tuple[Any, ...]:
         own = mask if mask is None or mask.dim() < 2 or mask.shape[-2] == 1 else mask.split(ring.queries, -2)[position]
-        mine = Attention(ring, position, *(x[position] for x in split), own, scale)
+        at = None if places is None else Places(places.split(ring.queries, 1)[position], places)
+        mine = Attention(ring, position, *(x[position] for x in split), own, scale, at)
         out, lse = mine.forward(wires.at(position).start)
         return out, *mine.backward(rows[position], out, lse, wires.at(position).start)
 
@@ -163,3 +170,20 @@ def test_no_part_goes_further_than_its_last_reader() -> None:
     assert {numel for *_, numel in (*everybody.carried, *causal.carried)} == {of_part}
     assert not check(Ring((0, 4), (4, 0), is_causal=False), 3, None).carried == []
     assert check(Ring((4, 0), (4, 0)), 3, None).carried == []
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_rows_of_several_sequences_stay_apart(sizes: tuple[int, ...], is_causal: bool) -> None:
+    """The second sequence of the first row begins at its token 2, that of the second at 3."""
+    length, ring = sum(sizes), Ring(sizes, sizes, is_causal)
+    number = (torch.arange(length) >= torch.tensor([[2], [3]])).long()
+    same = (number[:, :, None] == number[:, None]).unsqueeze(1)
+    given, places = whole(3, length), places_of(number)
+    sees = same & torch.ones(length, length, dtype=torch.bool).tril() if is_causal else same
+    expected = attention(*given, attn_mask=sees, enable_gqa=True)
+    gradient = torch.randn_like(expected)
+    wanted = [expected, *torch.autograd.grad(expected, given, gradient)]
+    found, _ = played(ring, given, None, gradient, places=places)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

@@ -25,7 +25,8 @@ def same(rank, ranks, sizes, mask, is_causal):
     wholes = tensors(sum(sizes))
     parts = [x.split(sizes, 2)[position].clone().requires_grad_() for x in wholes[:3]]
     own = None if mask is None or mask.shape[-2] == 1 else mask.split(sizes, -2)[position]
-    out, _ = RING_ATTENTION.overload(*parts, mask if own is None else own, ranks, sizes, sizes, is_causal, None)
+    masks = mask if own is None else own, None, None
+    out, _ = RING_ATTENTION.overload(*parts, *masks, ranks, sizes, sizes, is_causal, None)
     out.backward(wholes[3].split(sizes, 2)[position])
     given = [x.clone().requires_grad_() for x in wholes[:3]]
     expected = attention(*given, attn_mask=mask, is_causal=is_causal, enable_gqa=True)
@@ -59,7 +60,7 @@ def check_two_layers_one_after_the_other(rank, world, folder):
     sizes = [6, 1, 3]
     wholes = tensors(10)
     parts = [x.split(sizes, 2)[rank].clone().requires_grad_() for x in wholes[:3]]
-    layout = (None, [0, 1, 2], sizes, sizes, True, None)
+    layout = (None, None, None, [0, 1, 2], sizes, sizes, True, None)
     first, _ = RING_ATTENTION.overload(*parts, *layout)
     second, _ = RING_ATTENTION.overload(first, parts[1] * 2, parts[2], *layout)
     second.sum().backward()

@@ -34,6 +34,15 @@ def test_work_adds_up_over_micro_batches_which_cost_something_besides_their_toke
     assert found[2] > found[3]
 
 
+def test_attention_of_a_packed_row_is_that_of_its_sequences() -> None:
+    """The quadratic part of a row of 16 and 32 tokens is that of rows of 16 and of 32, and it is one micro-batch."""
+    together = seconds((), (PackedMicroBatch(((0, 1),), 48, (16, 32)),), ())[2]
+    apart, whole = seconds((), (row(16), row(32)), ())[2], seconds((), (row(48),), ())[2]
+    once = 2 * seconds((), (row(16),), ())[2] - seconds((), (PackedMicroBatch(((0,), (1,)), 16),), ())[2]
+    assert together == pytest.approx(apart - once)
+    assert together < whole
+
+
 def test_a_row_is_expected_to_take_what_one_of_its_length_was_counted_for() -> None:
     assigned, counted = Assignment("one", ((), (row(48),), ()), 0.0), {48: transformer(rows=1, length=48)}
     expected = device_seconds(assigned, UNEQUAL, counted, CLUSTER)

@@ -39,7 +39,7 @@ def test_every_sequence_stands_once_where_it_fits(lengths: list[int], held: list
     assert sorted(found.positions) == list(range(len(lengths)))
     for micro in found.micro_batches:
         assert all(sum(lengths[i] for i in row) <= micro.width for row in micro.rows)
-    if batching not in (Batching.DISPATCHED, Batching.PACKED):
+    if batching not in (Batching.DISPATCHED, Batching.PACKED, Batching.WHOLE_ROWS):
         return
     for most, micro_batches in zip(held, found.pipelines, strict=True):
         assert all(len(micro.rows) * micro.width <= most for micro in micro_batches)
@@ -57,12 +57,36 @@ def test_rows_have_a_multiple_of_tokens() -> None:
     assert all(micro.width % 8 == 0 for micro in found.micro_batches)
 
 
-def test_short_sequences_are_packed_unless_attention_costs_more() -> None:
-    lengths = (16,) * 8
-    cheap = assign([candidate("one", 128)], Request(lengths))
+def test_short_sequences_are_packed_unless_attention_is_paid_for_whole_rows_and_costs_more() -> None:
+    lengths, dear = (16,) * 8, [candidate("one", 128, times=QUADRATIC)]
+    cheap = assign([candidate("one", 128)], Request(lengths, whole_rows=True))
     assert [len(row) for micro in cheap.micro_batches for row in micro.rows] == [8]
-    dear = assign([candidate("one", 128, times=QUADRATIC)], Request(lengths))
-    assert [micro.width for micro in dear.micro_batches] == [16] * 8, "a row of 128 has 8 times the pairs of tokens"
+    whole = assign(dear, Request(lengths, whole_rows=True))
+    assert [micro.width for micro in whole.micro_batches] == [16] * 8, "a row of 128 has 8 times the pairs of tokens"
+    by_sequence = assign(dear, Request(lengths))
+    assert [micro.width for micro in by_sequence.micro_batches] == [128]
+    assert by_sequence.seconds == pytest.approx(8 * QUADRATIC.seconds(16) + 1)
+    assert whole.seconds == pytest.approx(8 * (QUADRATIC.seconds(16) + 1))
+
+
+def test_packing_by_whole_rows_is_priced_by_what_attention_costs_here() -> None:
+    lengths, dear = (16,) * 8, [candidate("one", 128, times=QUADRATIC)]
+    found = assign(dear, Request(lengths, Batching.WHOLE_ROWS))
+    assert [micro.width for micro in found.micro_batches] == [16] * 8
+    assert (
+        found.seconds
+        == assign(dear, Request(lengths, whole_rows=True)).seconds
+        > assign(dear, Request(lengths)).seconds
+    )
+
+
+def test_attention_is_paid_for_what_fills_a_row_too() -> None:
+    (micro,) = assign([candidate("one", 8)], Request((3, 2), multiple=8)).micro_batches
+    assert (micro.width, sorted(micro.runs)) == (8, [2, 3, 3])
+    (padded, other) = assign([candidate("one", 8)], Request((8, 5), Batching.PADDED)).micro_batches
+    assert (padded.runs, sorted(other.runs)) == ((8,), [3, 5])
+    (whole,) = assign([candidate("one", 8)], Request((3, 2), multiple=8, whole_rows=True)).micro_batches
+    assert whole.runs == (8,)
 
 
 def test_the_variant_that_is_done_first_is_chosen_among_those_that_hold_the_longest() -> None:

@@ -30,7 +30,7 @@ BLOCK = "forward 1 ring_attention; backward 1 ring_attention_backward"
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 EVEN = Plan.context_parallel((0, 1))
 LAYER = (
-    "ring_attention add_tensor_{0} transpose_int_{1} None [0, 1] [floordiv, sub] [floordiv, sub] True "
+    "ring_attention add_tensor_{0} transpose_int_{1} None None None [0, 1] [floordiv, sub] [floordiv, sub] True "
     "0.3535533905932738: add.Tensor -> getitem"
 )
 

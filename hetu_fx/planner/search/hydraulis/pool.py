@@ -7,8 +7,8 @@ are cut into intervals and d pipelines of a scheme k share the sequences of an i
     t(n, s) = min over k with max_length_k >= s, r < s and d with d g_k <= n of
               max( t(n - d g_k, r), max(work_k(r, s) / d, T_k(m)) + (p_k - 1) T_k(m) )   (2)
 
-g_k being its devices, T_k(m) the seconds of a micro-batch of the longest sequence m in the interval, and
-work_k the seconds of all its sequences, in rows that are full:
+g_k being its devices (of each kind, where there are several), T_k(m) the seconds of a micro-batch of the longest
+sequence m in the interval, and work_k the seconds of all its sequences, in rows that are full:
 
     work_k(r, s) = sum over lengths in (r, s] of count (a s^2 + b s + c s / max_length_k)      (3)
 
@@ -24,6 +24,7 @@ they meet: found by bisection, for all k, d and s at once.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -49,14 +50,14 @@ class LengthVariant:
 
 
 def propose(
-    schemes: Sequence[Scheme], counts: Mapping[int, float], devices: int, *, step: int = ALIGNMENT
+    schemes: Sequence[Scheme], counts: Mapping[int, float], devices: int | Sequence[int], *, step: int = ALIGNMENT
 ) -> tuple[LengthVariant, ...]:
     """Return the pool: by growing longest sequence, the strategy for batches with more than the one before.
 
     Args:
         schemes: what a pipeline may be.
         counts: how many sequences of each length a batch has on average.
-        devices: so many may be used.
+        devices: so many may be used, of each kind of which the schemes say that there are several.
         step: the lengths of intervals are multiples of so many tokens.
 
     Raises `PlanError` for counts that cannot be, or a length that no scheme on so many devices holds.
@@ -66,16 +67,23 @@ def propose(
             f"cannot propose strategies for counts {dict(counts)} in steps of {step}; give counts of at least 0 by "
             f"lengths from 1, and a step from 1"
         )
-    usable = tuple(sorted(dict.fromkeys(s for s in schemes if s.devices <= devices), key=str))
-    most = max((scheme.max_length for scheme in usable), default=0)
-    if max(counts) > most:
+    most = (devices,) if isinstance(devices, int) else tuple(devices)
+    usable = tuple(sorted(dict.fromkeys(s for s in schemes if _number_of(s, most)), key=str))
+    held = max((scheme.max_length for scheme in usable), default=0)
+    if max(counts) > held:
         raise PlanError(
-            f"no scheme of at most {devices} devices holds {max(counts)} tokens, only up to {most}; cut longer "
-            f"sequences, or give more devices"
+            f"no scheme of at most {' + '.join(map(str, most))} devices holds {max(counts)} tokens, only up to {held}; "
+            f"cut longer sequences, or give more devices"
         )
-    proposal = _Proposal(usable, _Histogram(counts, step), devices)
+    proposal = _Proposal(usable, _Histogram(counts, step), most)
     ends = enumerate(proposal.histogram.ends[1:], 1)
     return tuple(LengthVariant(length, proposal.strategy(index)) for index, length in ends)
+
+
+def _number_of(scheme: Scheme, devices: tuple[int, ...]) -> int:
+    """Return how many pipelines of a scheme there are devices for."""
+    pairs = zip(devices, scheme.by_kind, strict=True)
+    return min(count // taken for count, taken in pairs if taken)
 
 
 class _Histogram:
@@ -110,23 +118,23 @@ class _Histogram:
 
 
 class _Proposal:
-    """The table of (2), all numbers of devices and all ends, and where each entry comes from."""
+    """The table of (2), all numbers of devices of each kind and all ends, and where each entry comes from."""
 
-    def __init__(self, schemes: Sequence[Scheme], histogram: _Histogram, devices: int) -> None:
+    def __init__(self, schemes: Sequence[Scheme], histogram: _Histogram, devices: tuple[int, ...]) -> None:
         self.histogram, self._schemes = histogram, schemes
-        self._unit = math.gcd(*(scheme.devices for scheme in schemes))
-        pairs = [(k, d) for k, s in enumerate(schemes) for d in range(1, devices // s.devices + 1)]
+        pairs = [(k, d) for k, s in enumerate(schemes) for d in range(1, _number_of(s, devices) + 1)]
         self._pairs = sorted(pairs, key=lambda pair: (schemes[pair[0]].devices * pair[1], pair))
-        self._taken = np.array([schemes[k].devices * d // self._unit for k, d in self._pairs])
-        self._most = devices // self._unit
+        taken = np.array([[count * d for count in schemes[k].by_kind] for k, d in self._pairs])
+        units = np.maximum(1, np.gcd.reduce(taken, axis=0))
+        self._taken, self._most = taken // units, tuple(int(n) for n in np.array(devices) // units)
         self._fill_table()
 
     def strategy(self, end: int) -> Strategy:
         """Trace the strategy for sequences up to an end."""
         pipelines: list[Scheme] = []
-        left = self._most
+        left = np.array(self._most)
         while end:
-            pair, start = self._pair[left, end], self._start[left, end]
+            pair, start = self._pair[(*left, end)], self._start[(*left, end)]
             kind, count = self._pairs[pair]
             pipelines += [self._schemes[kind]] * count
             left, end = left - self._taken[pair], start
@@ -134,28 +142,31 @@ class _Proposal:
 
     def _fill_table(self) -> None:
         ends = np.array(self.histogram.ends)
-        shape = (self._most + 1, len(ends))
+        shape = (*(most + 1 for most in self._most), len(ends))
         self._table, self._pair, self._start = np.full(shape, np.inf), np.zeros(shape, int), np.zeros(shape, int)
-        self._table[:, 0] = 0.0
+        self._table[..., 0] = 0.0
         kinds = np.array([kind for kind, _ in self._pairs])
         holds = ends <= np.array([scheme.max_length for scheme in self._schemes])[kinds, None]
-        for devices in range(1, self._most + 1):
-            count = int(np.searchsorted(self._taken, devices, side="right"))
-            before = self._table[devices - self._taken[:count]]
-            start, seconds = self._best_starts(kinds[:count], before)
-            seconds[~holds[:count]] = np.inf
-            best, every = seconds.argmin(axis=0), np.arange(len(ends))
-            self._table[devices, 1:] = seconds[best, every][1:]
-            self._pair[devices], self._start[devices] = best, start[best, every]
+        every = np.arange(len(ends))
+        for devices in itertools.product(*(range(most + 1) for most in self._most)):
+            able = np.flatnonzero((self._taken <= devices).all(axis=1))
+            if not len(able):
+                continue
+            before = self._table[tuple((np.array(devices) - self._taken[able]).T)]
+            start, seconds = self._best_starts(able, before)
+            seconds[~holds[able]] = np.inf
+            best = seconds.argmin(axis=0)
+            self._table[devices][1:] = seconds[best, every][1:]
+            self._pair[devices], self._start[devices] = able[best], start[best, every]
 
-    def _best_starts(self, kinds: Indices, before: Numbers) -> tuple[Indices, Numbers]:
-        """Return the best r of (2) and its seconds, (pairs, ends), of the first pairs.
+    def _best_starts(self, able: Indices, before: Numbers) -> tuple[Indices, Numbers]:
+        """Return the best r of (2) and its seconds, (pairs, ends), of some pairs.
 
         `before` (pairs, ends) is t for the devices that each pair leaves.
         """
-        costs = _Costs(self._schemes, self.histogram, self._pairs[: len(kinds)])
+        costs = _Costs(self._schemes, self.histogram, [self._pairs[pair] for pair in able])
         low = np.zeros(before.shape, int)
-        high = np.tile(np.arange(before.shape[1]), (len(kinds), 1))
+        high = np.tile(np.arange(before.shape[1]), (len(able), 1))
         while (low < high).any():  # the first r whose left side reaches the right one lies in [low, high]
             middle = (low + high) // 2
             reached = np.take_along_axis(before, middle, axis=1) >= costs.seconds(middle)

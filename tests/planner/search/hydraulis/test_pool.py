@@ -16,16 +16,16 @@ STEP = 100
 
 
 @st.composite
-def small_schemes(draw: st.DrawFn) -> tuple[Scheme, ...]:
+def small_schemes(draw: st.DrawFn, kinds: int = 1) -> tuple[Scheme, ...]:
     """Draw up to three schemes; the first holds everything, on up to four devices."""
     constants = st.integers(0, 20)
     most = (500, draw(st.integers(1, 500)), draw(st.integers(1, 500)))
-    made = [
-        Scheme(
-            draw(st.integers(1, 2)), draw(st.integers(1, 2)), TimeFit(draw(constants) / 1e4, 1.0, draw(constants)), n
-        )
-        for n in most
-    ]
+    made = []
+    for n in most:
+        times = TimeFit(draw(constants) / 1e4, 1.0, draw(constants))
+        counts = draw(st.sampled_from([(1, 0), (0, 1), (1, 1), (2, 0)])) if kinds == 2 else ()
+        group = sum(counts) or draw(st.integers(1, 2))
+        made.append(Scheme(group, draw(st.integers(1, 2)), times, n, kinds=counts))
     return tuple(made[: draw(st.integers(1, 3))])
 
 
@@ -42,28 +42,32 @@ def interval_seconds(scheme: Scheme, pipelines: int, counts: Mapping[int, float]
 
 
 def least_seconds(
-    counts: Mapping[int, float], ends: Sequence[int], pipelines: Mapping[Scheme, int], devices: int
+    counts: Mapping[int, float], ends: Sequence[int], pipelines: Mapping[Scheme, int], devices: tuple[int, ...]
 ) -> float:
     """Enumerate all cuts into intervals, with at most so many pipelines of each scheme, and so many devices."""
     if len(ends) == 1:
         return 0.0
     found = [math.inf]
     for scheme, most in pipelines.items():
-        for count in range(1, min(most, devices // scheme.devices) + 1) if scheme.max_length >= ends[-1] else ():
+        pairs = zip(devices, scheme.by_kind, strict=True)
+        fitting = min(most, *(given // taken for given, taken in pairs if taken))
+        for count in range(1, fitting + 1) if scheme.max_length >= ends[-1] else ():
             left = {**pipelines, scheme: most - count}
+            rest = tuple(given - count * taken for given, taken in zip(devices, scheme.by_kind, strict=True))
             for cut in range(1, len(ends)):
-                before = least_seconds(counts, ends[:cut], left, devices - count * scheme.devices)
+                before = least_seconds(counts, ends[:cut], left, rest)
                 found.append(max(before, interval_seconds(scheme, count, counts, ends[cut - 1], ends[-1])))
     return min(found)
 
 
-def best_of_all(schemes: Sequence[Scheme], counts: Mapping[int, float], devices: int) -> float:
-    return least_seconds(counts, ends_of(counts), dict.fromkeys(schemes, devices), devices)
+def best_of_all(schemes: Sequence[Scheme], counts: Mapping[int, float], *devices: int) -> float:
+    return least_seconds(counts, ends_of(counts), dict.fromkeys(schemes, sum(devices)), devices)
 
 
 def seconds_of(made: Strategy, counts: Mapping[int, float]) -> float:
     """Return the least seconds that the pipelines of a strategy need."""
-    return least_seconds(counts, ends_of(counts), Counter(made.pipelines), made.devices)
+    taken = tuple(map(sum, zip(*(scheme.by_kind for scheme in made.pipelines), strict=True)))
+    return least_seconds(counts, ends_of(counts), Counter(made.pipelines), taken)
 
 
 def ends_of(counts: Mapping[int, float]) -> list[int]:
@@ -84,6 +88,23 @@ def test_the_strategy_of_the_longest_sequence_equals_enumeration(
     assert made.devices <= devices
     assert made.max_length >= max(counts)
     assert seconds_of(made, counts) == pytest.approx(best_of_all(schemes, counts, devices), rel=1e-9)
+
+
+@settings(max_examples=50)
+@given(small_schemes(kinds=2), small_counts, st.integers(2, 3), st.integers(2, 3))
+def test_of_two_kinds_of_devices_no_more_are_taken_than_there_are_and_none_better(
+    schemes: tuple[Scheme, ...], counts: dict[int, float], fast: int, slow: int
+) -> None:
+    holding = [s for s in schemes if s.max_length >= max(counts) and s.by_kind[0] <= fast and s.by_kind[1] <= slow]
+    if not holding:
+        with pytest.raises(PlanError, match=rf"no scheme of at most {fast} \+ {slow} devices holds"):
+            propose(schemes, counts, (fast, slow), step=STEP)
+        return
+    made = strategy_for(max(counts), propose(schemes, counts, (fast, slow), step=STEP))
+    taken = [sum(scheme.by_kind[kind] for scheme in made.pipelines) for kind in (0, 1)]
+    assert taken[0] <= fast
+    assert taken[1] <= slow
+    assert seconds_of(made, counts) == pytest.approx(best_of_all(schemes, counts, fast, slow), rel=1e-9)
 
 
 @settings(max_examples=30)

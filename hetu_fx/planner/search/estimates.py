@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.comm_ops.plans.cost import BUCKETS_AT_ONCE, cheapest_ring_cost
 from hetu_fx.planner.price.links import hand_over_line
@@ -103,7 +104,8 @@ class Estimates:
         self._replicas: dict[Hashable, Replica] = {}
         self._families: dict[Hashable, Family | None] = {}
         self._hand_overs: dict[Hashable, Line] = {}
-        self._seconds: dict[Hashable, float] = {}
+        self._free: dict[Hashable, Blocks | None] = {}
+        self._seconds: dict[Hashable, dict[tuple[int, int], float]] = {}
         self._rings: dict[Hashable, tuple[int, ...]] = {}
         self._kinds: dict[tuple[int, ...], Hashable] = {}
 
@@ -167,16 +169,44 @@ class Estimates:
         `rows` are those of a micro-batch, and how many of these.
         """
         runs = [StageRun.of(stage, len(groups), rows, num_replicas, self._rules) for stage in range(len(groups))]
-        asked = [(self._kind(group), run, timed_rows) for group, run in zip(groups, runs, strict=True)]
+        free = self._free_blocks(groups, timed_rows)
+        if free is not None and self._keep_all(groups, free, runs):
+            return free
+        pairs = zip(groups, runs, strict=True)
+        known = [self._seconds.setdefault((self._kind(group), run, timed_rows), {}) for group, run in pairs]
 
         def seconds(index: int, start: int, stop: int) -> float:
-            key = (asked[index], start, stop)
-            if key not in self._seconds:
+            if (start, stop) not in known[index]:
                 stage = self.stage(groups[index], start, stop)
-                self._seconds[key] = stage.seconds_of(runs[index], self._rules, timed_rows)
-            return self._seconds[key]
+                known[index][start, stop] = stage.seconds_of(runs[index], self._rules, timed_rows)
+            return known[index][start, stop]
 
         return self.balanced(groups, seconds)
+
+    def _free_blocks(self, groups: Groups, rows: int) -> Blocks | None:
+        """Return the blocks that let stages end together if memory is left out; None where blocks differ."""
+        key = tuple(map(self._kind, groups)), rows
+        if key not in self._free:
+            self._free[key] = self._new_free_blocks(groups, rows)
+        return self._free[key]
+
+    def _new_free_blocks(self, groups: Groups, rows: int) -> Blocks | None:
+        count = self._costs.num_blocks
+        if not self._costs.is_uniform or not len(groups) < count:
+            return None
+        pairs = [((1, 2), (1, 3))] * len(groups)  # of one block and of two
+        pairs[0], pairs[-1] = ((0, 1), (0, 2)), ((count - 1, count), (count - 2, count))
+        if len(groups) == 1:
+            return (count,)
+        times = [[self.stage(group, *n).seconds(rows) for n in pair] for group, pair in zip(groups, pairs, strict=True)]
+        lines = [Line(first - (second - first), second - first) for first, second in times]
+        return deal(count, len(groups), lambda index, start, stop: lines[index](stop - start))
+
+    def _keep_all(self, groups: Groups, blocks: Blocks, runs: Sequence[StageRun]) -> bool:
+        """Tell whether stages of so many blocks fit memory with nothing recomputed."""
+        stops = itertools.accumulate(blocks)
+        found = (self.stage(group, stop - n, stop) for group, n, stop in zip(groups, blocks, stops, strict=True))
+        return all(stage.keeps_all(run, self._rules) for stage, run in zip(found, runs, strict=True))
 
     def balanced(self, groups: Groups, seconds: RangeSeconds) -> Blocks | None:
         """Return the blocks that let stages end together; None when none take finite seconds."""
@@ -341,6 +371,12 @@ class Estimates:
             stages = Stage(group), Stage(other)
             self._hand_overs[key] = hand_over_line(*stages, size, self._cluster)
         return self._hand_overs[key]
+
+
+@once
+def even_estimates(problem: Problem) -> Estimates:
+    """Return the estimates of a problem's plans whose groups have equal shards, which all searches share."""
+    return Estimates(problem.costs, problem.cluster, rules_of(problem, problem.options.zero))
 
 
 def _but_for_place(device: Device) -> Device:

@@ -13,16 +13,17 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from bisect import insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from hetu_fx.base.taken import Taken
 from hetu_fx.cluster.cluster import Device
+from hetu_fx.planner.price.bound import bound_seconds
 from hetu_fx.planner.search.allocate import spread
 from hetu_fx.planner.search.device_orders import Groups, alike_in, ranks_by_node
-from hetu_fx.planner.search.estimates import NO_END, EndEstimate, Estimates, rules_of
+from hetu_fx.planner.search.estimates import NO_END, EndEstimate, Estimates, even_estimates
 from hetu_fx.planner.search.homogeneous import best_priced, stage_counts
-from hetu_fx.planner.search.problem import Candidates, Problem, Search
+from hetu_fx.planner.search.problem import WORTH, Candidates, Problem, Search
 from hetu_fx.planner.search.replica import Family
 from hetu_fx.planner.search.splits import in_all_splits
 from hetu_fx.plans.plan import Pipeline, Plan
@@ -54,13 +55,16 @@ class Template:
     crossing_seconds: float = 0.0
 
     @classmethod
-    def of(cls, pipelines: tuple[Groups, ...], family: Family, estimates: Estimates, zero: int) -> Template:
-        """Return the template with what a step of it alone takes besides."""
+    def of(
+        cls, pipelines: tuple[Groups, ...], family: Family, estimates: Estimates, zero: int, *, is_alone: bool = True
+    ) -> Template:
+        """Return the template with what a step of it takes besides: alone, or beside others at the least."""
         replica = family.replica
         alone, beside = (estimates.shared_bytes(pipelines, replica, are_all=are_all) for are_all in (True, False))
         crossing = estimates.crossing_seconds(pipelines, replica)
         made = cls(pipelines, family, shared_bytes=beside, crossing_seconds=crossing)
-        return replace(made, end=estimates.ends([replica], *made.ends, zero, alone))
+        end = estimates.ends([replica], *made.ends, zero, alone if is_alone else beside)
+        return replace(made, family=family.hiding(end.gradients, zero), end=end)
 
     @property
     def ends(self) -> tuple[list[tuple[int, ...]], int]:
@@ -75,7 +79,7 @@ class Template:
         return max(self.family.seconds(own), own * self.crossing_seconds + self.family.latency(own))
 
     def step_seconds(self, rows: int) -> float:
-        """Return the seconds of a step of so many rows over all pipelines, if there are no others."""
+        """Return the seconds of a step of so many rows over all pipelines, with what it takes besides."""
         return self.seconds(rows) + self.end.seconds(self.last_backward(rows))
 
     def last_backward(self, rows: int) -> float:
@@ -111,9 +115,9 @@ class Deal:
         turn = estimates.least_turn_seconds(tuple(map(self.pipeline, range(self.count)))) if zero else 0.0
         return estimates.least_seconds(self.pipeline(0), self.rows(rows)), turn
 
-    def template(self, family: Family, estimates: Estimates, zero: int) -> Template:
+    def template(self, family: Family, estimates: Estimates, zero: int, *, is_alone: bool = True) -> Template:
         """Return the template of all pipelines, run in one of these ways."""
-        return Template.of(tuple(map(self.pipeline, range(self.count))), family, estimates, zero)
+        return Template.of(tuple(map(self.pipeline, range(self.count))), family, estimates, zero, is_alone=is_alone)
 
     def _of(self, found: Sequence[tuple[int, ...]], index: int) -> Sequence[tuple[int, ...]]:
         each = len(found) // self.count
@@ -124,13 +128,17 @@ class Deal:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A deal by number, what its pipelines and the end of a step take at least, and how pipelines run if known."""
+    """A deal by number, what its pipelines and the end of a step take at least, and what is known of its template.
+
+    That is how pipelines run, and then the template itself, whose seconds are no longer bounds.
+    """
 
     deal: Deal
     number: int
     pipeline_seconds: float
     end_seconds: float
     family: Family | None = None
+    template: Template | None = None
 
     @property
     def least_seconds(self) -> float:
@@ -140,11 +148,24 @@ class Draft:
     def __lt__(self, other: Draft) -> bool:
         return (self.least_seconds, self.number) < (other.least_seconds, other.number)
 
-    def with_blocks(self, estimates: Estimates, rows: int) -> Draft | None:
-        """Return it with blocks dealt to stages; None where none fit."""
-        own = self.deal.rows(rows)
-        family = estimates.family(self.deal.pipeline(0), self.deal.count, own)
-        return None if family is None else replace(self, family=family, pipeline_seconds=family.seconds(own))
+    def worked_out(self, estimates: Estimates, rows: int, place: Place) -> Draft | None:
+        """Return it with blocks dealt to stages, or, where they are, as a template; None where no blocks fit."""
+        if self.family is None:
+            own = self.deal.rows(rows)
+            family = estimates.family(self.deal.pipeline(0), self.deal.count, own)
+            return None if family is None else replace(self, family=family, pipeline_seconds=family.seconds(own))
+        made = self.deal.template(self.family, estimates, place.zero, is_alone=place.is_alone)
+        seconds = made.step_seconds(rows)
+        return replace(self, template=made, pipeline_seconds=seconds, end_seconds=0.0) if seconds < math.inf else None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What templates are for: a region, with states as given, alone or beside others."""
+
+    region: Region
+    zero: int
+    is_alone: bool = True
 
 
 def classes_of(problem: Problem) -> list[tuple[Device, ...]]:
@@ -154,40 +175,35 @@ def classes_of(problem: Problem) -> list[tuple[Device, ...]]:
 
 
 class Templates:
-    """The fastest templates of each region."""
+    """The fastest templates of each region, as many as are asked for."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self.estimates = Estimates(problem.costs, problem.cluster, rules_of(problem, problem.options.zero))
+        self.estimates = even_estimates(problem)
         self.classes = classes_of(problem)
-        self._found: dict[Region, list[Template]] = {}
+        self._found: dict[Place, Taken[Template]] = {}
 
-    def best(self, region: Region) -> list[Template]:
-        """Return the fastest for the rows that the region's speed stands for, fastest first."""
-        if region not in self._found:
-            rows = self.rows_of(region)
-            self._found[region] = self._fastest(self._all(region, rows), rows)
-        return self._found[region]
+    def best(self, place: Place, count: int) -> list[Template]:
+        """Return so many of the fastest for the rows that the region's speed stands for, fastest first."""
+        if place not in self._found:
+            self._found[place] = Taken(self._fastest(place))
+        return self._found[place].first(count)
 
-    def _fastest(self, deals: Iterable[Deal], rows: int) -> list[Template]:
-        """Return the templates that are fastest with what ends a step.
+    def _fastest(self, place: Place) -> Iterator[Template]:
+        """Yield the templates, those that are fastest with what ends a step first.
 
         Blocks are dealt, and then the end of a step priced, as long as either can matter.
         """
-        kept, zero = list[tuple[float, int, Template]](), self._problem.options.zero
-        queue = [
-            Draft(deal, number, *deal.least_seconds(self.estimates, rows, zero)) for number, deal in enumerate(deals)
-        ]
+        rows = self.rows_of(place.region)
+        deals = enumerate(self._all(place.region, rows))
+        queue = [Draft(deal, number, *deal.least_seconds(self.estimates, rows, place.zero)) for number, deal in deals]
         heapq.heapify(queue)
-        while queue and not (len(kept) == KEPT and queue[0].least_seconds > kept[-1][0]):
+        while queue:
             draft = heapq.heappop(queue)
-            if draft.family is not None:
-                made = draft.deal.template(draft.family, self.estimates, zero)
-                insort(kept, (made.step_seconds(rows), draft.number, made), key=lambda one: one[:2])
-                del kept[KEPT:]
-            elif (dealt := draft.with_blocks(self.estimates, rows)) is not None:
-                heapq.heappush(queue, dealt)
-        return [made for *_, made in kept]
+            if draft.template is not None:
+                yield draft.template
+            elif (worked_out := draft.worked_out(self.estimates, rows, place)) is not None:
+                heapq.heappush(queue, worked_out)
 
     def rows_of(self, region: Region) -> int:
         """Return the rows of a step in proportion to speed."""
@@ -252,52 +268,77 @@ class Estimated:
     chosen: tuple[Template, ...]
     rows: tuple[int, ...]
 
+    @property
+    def zero(self) -> int:
+        """Return how optimizer states are kept."""
+        return self.chosen[0].family.rules.zero
+
     def plan(self, problem: Problem) -> Plan:
         """Return the plan."""
         pairs = zip(self.chosen, self.rows, strict=True)
         made = (pipeline for template, count in pairs for pipeline in template.made(count))
-        return problem.plan(sorted(made, key=lambda pipeline: min(pipeline.devices)))
+        plan = problem.plan(sorted(made, key=lambda pipeline: min(pipeline.devices)))
+        return replace(plan, zero=self.zero)
 
 
 def estimated(problem: Problem, templates: Templates | None = None) -> Iterator[Estimated]:
     """Yield what plans of templates are estimated to take, those of this module unless others are given."""
-    templates, found = Templates(problem) if templates is None else templates, False
-    for cut in dict.fromkeys(cuts(tuple(range(len(templates.classes))))):
-        if problem.time_limit.ends(found):
+    templates, least = Templates(problem) if templates is None else templates, math.inf
+    asked = itertools.product(_cuts_by_speed(problem, templates.classes), reversed(range(problem.options.zero + 1)))
+    for (bound, cut), zero in asked:
+        if problem.time_limit.ends(least < math.inf):
             return
-        kept = [templates.best(region)[: max(1, KEPT >> 2 * (len(cut) - 1))] for region in cut]
-        for chosen in itertools.product(*kept) if cut else ():
-            made = estimate(chosen, problem, templates.estimates)
+        if bound > WORTH * least:
+            break
+        places = [Place(region, zero, len(cut) == 1) for region in cut]
+        count = max(1, KEPT >> 2 * (len(cut) - 1))
+        for chosen in itertools.product(*(templates.best(place, count) for place in places)):
+            is_single = sum(len(template.pipelines) for template in chosen) == 1  # states are whole in any case
+            made = None if is_single and zero < problem.options.zero else estimate(chosen, problem, templates.estimates)
             if made is not None:
-                found = True
+                least = min(least, made.seconds)
                 yield made
+
+
+def _cuts_by_speed(problem: Problem, classes: Sequence[Sequence[Device]]) -> list[tuple[float, tuple[Region, ...]]]:
+    """Return the cuts in order of seconds that no plan of their devices is below."""
+    found = []
+    for cut in filter(None, dict.fromkeys(cuts(tuple(range(len(classes)))))):
+        devices = itertools.chain.from_iterable(classes[number] for region in cut for number in region)
+        part = replace(problem.cluster, devices=tuple(devices))
+        found.append((bound_seconds(problem.costs, part), cut))
+    return sorted(found, key=lambda pair: pair[0])
 
 
 def estimate(chosen: tuple[Template, ...], problem: Problem, estimates: Estimates) -> Estimated | None:
     """Return the templates with the rows that let them end together; None where one cannot do its rows."""
     rows = _rows_of_templates(chosen, problem.costs.rows)
-    return None if rows is None else Estimated(seconds_of(chosen, rows, problem, estimates), chosen, rows)
+    if rows is None:
+        return None
+    longest, end, backward = _parts_of(chosen, rows, estimates)
+    return Estimated(longest + end.seconds(backward), chosen, rows)
 
 
 def _rows_of_templates(chosen: Sequence[Template], total: int) -> tuple[int, ...] | None:
     """Return the rows of each region; None where one that must have some cannot do them."""
     counts = [len(template.pipelines) for template in chosen]
-    rows = spread(total, [template.seconds for template in chosen], low=counts)
+    rows = spread(total, [template.step_seconds for template in chosen], low=counts)
     fits = rows is not None and all(t.seconds(n) < math.inf for t, n in zip(chosen, rows, strict=True))
     return rows if fits else None
 
 
-def seconds_of(chosen: Sequence[Template], rows: Sequence[int], problem: Problem, estimates: Estimates) -> float:
-    """Return what a step takes with so many rows of each template."""
-    if len(chosen) == 1:
-        return chosen[0].step_seconds(rows[0])
+def _parts_of(
+    chosen: Sequence[Template], rows: Sequence[int], estimates: Estimates
+) -> tuple[float, EndEstimate, float]:
+    """Return what pipelines take with so many rows of each template, what ends a step, and the last backward."""
     pairs = list(zip(chosen, rows, strict=True))
-    longest = max(template.seconds(count) for template, count in pairs)
+    longest, backward = max(t.seconds(count) for t, count in pairs), min(t.last_backward(count) for t, count in pairs)
+    if len(chosen) == 1:
+        return longest, chosen[0].end, backward
     firsts = [first for template in chosen for first in template.ends[0]]
     replicas = [template.family.replica for template in chosen]
-    shared = max(template.shared_bytes for template in chosen)
-    end = estimates.ends(replicas, firsts, chosen[0].ends[1], problem.options.zero, shared)
-    return longest + end.seconds(min(template.last_backward(count) for template, count in pairs))
+    shared, zero = max(template.shared_bytes for template in chosen), chosen[0].family.rules.zero
+    return longest, estimates.ends(replicas, firsts, chosen[0].ends[1], zero, shared), backward
 
 
 def _find(problem: Problem) -> Candidates:

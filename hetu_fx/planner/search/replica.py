@@ -137,6 +137,10 @@ class StageEstimate:
     update_seconds: float
     host_seconds: float
 
+    def keeps_all(self, run: StageRun, rules: ReplicaRules) -> bool:
+        """Tell whether a run fits memory with nothing recomputed."""
+        return all(holding.most_rows(run, rules.zero) >= run.micro_rows for holding in self.holdings)
+
     def seconds_of(self, run: StageRun, rules: ReplicaRules, rows: int) -> float:
         """Return the seconds of `rows` rows with what has to be recomputed for a run; infinite where it cannot fit."""
         needs = [holding.least_recompute(run, rules) for holding in self.holdings]
@@ -245,13 +249,15 @@ class Family:
     """A replica, of so many, and the ways to run it.
 
     `limits` are (micro-batches, most rows of one that fit memory without recompute), also where these are none;
-    `known` are the fastest ways by rows, as far as they have been asked for.
+    `known` are the fastest ways by rows, as far as they have been asked for; `gradients` are the seconds in which they
+    travel home, as far as possible beside the last backward: fewer micro-batches hide more of them.
     """
 
     replica: Replica
     num_replicas: int
     rules: ReplicaRules
     limits: tuple[tuple[int, int], ...]
+    gradients: float = 0.0
     known: dict[int, ReplicaRun | None] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -259,6 +265,13 @@ class Family:
         """Return the ways in which a replica fits memory when there are so many."""
         limits = ((m, replica.most_micro_rows(m, num_replicas, rules)) for m in rules.micro_batches)
         return cls(replica, num_replicas, rules, tuple((m, most) for m, most in limits if most >= 1 or rules.recompute))
+
+    def hiding(self, gradients: float, zero: int) -> Family:
+        """Return the same with gradients that travel for so long, and states as given."""
+        if zero == self.rules.zero:
+            return replace(self, gradients=gradients, known={}) if gradients else self
+        made = Family.of(self.replica, self.num_replicas, replace(self.rules, zero=zero))
+        return replace(made, gradients=gradients)
 
     def ways(self, rows: int) -> list[ReplicaRun]:
         """Return the ways to do `rows` rows, with the least recompute that fits for each number of micro-batches."""
@@ -277,22 +290,26 @@ class Family:
         return ReplicaRun(self.replica.seconds(rows, micro_batches, counts), micro_batches, counts)
 
     def best(self, rows: int) -> ReplicaRun | None:
-        """Return the fastest way to do `rows` rows; None if none fits."""
+        """Return the fastest way to do `rows` rows and to bring gradients home; None if none fits."""
         if rows not in self.known:
             self.known[rows] = self._new_best(rows)
         return self.known[rows]
 
     def _new_best(self, rows: int) -> ReplicaRun | None:
         """Ask for what has to be recomputed only where the way may be the fastest with nothing recomputed."""
-        best: ReplicaRun | None = None
-        for least, count, most in sorted(
-            (self.replica.seconds(rows, count), count, most) for count, most in self.limits
-        ):
-            if best is not None and least > best.seconds:
+        best, least = None, math.inf
+        counts = ((self.replica.seconds(rows, count) + self._shown(rows, count), count, m) for count, m in self.limits)
+        for bound, count, most in sorted(counts):
+            if bound > least:
                 break
-            ways = [way for way in (best, self._way(rows, count, most)) if way is not None]
-            best = min(ways, key=lambda way: (way.seconds, way.micro_batches), default=None)
+            way = self._way(rows, count, most)
+            if way is not None and (seconds := way.seconds + self._shown(rows, count)) < least:
+                best, least = way, seconds
         return best
+
+    def _shown(self, rows: int, micro_batches: int) -> float:
+        """Return for how long gradients travel after the last backward."""
+        return max(0.0, self.gradients - self.replica.last_backward(rows, micro_batches)) if self.gradients else 0.0
 
     def seconds(self, rows: int) -> float:
         """Return the seconds of the fastest way to do `rows` rows; infinite if none fits."""

@@ -29,7 +29,7 @@ from hetu_fx.planner.search.heteroauto.search import Upper
 from hetu_fx.planner.search.homogeneous import best_priced, stage_counts
 from hetu_fx.planner.search.malleus.adapter import degrees
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
-from hetu_fx.planner.search.regions import KEPT, MOST_CLASSES, Region, Template, Templates, estimated
+from hetu_fx.planner.search.regions import MOST_CLASSES, Place, Region, Template, Templates, estimated
 from hetu_fx.planner.search.replica import Family
 
 MARGINS = (1.0, 0.85, 0.7)
@@ -74,22 +74,34 @@ class HeteroTemplates(Templates):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._whole, self._rules = problem, rules_of(problem, problem.options.zero)
-        self._best: dict[Region, list[Template]] = {}
+        self._unlike: dict[Region, list[Template]] = {}
+        self._best: dict[Place, list[Template]] = {}
         self._families: dict[Hashable, Family] = {}
         self._kinds = Kinds()
 
-    def best(self, region: Region) -> list[Template]:
-        """Return the fastest for the rows that the region's speed stands for, fastest first."""
-        if region not in self._best:
+    def best(self, place: Place, count: int) -> list[Template]:
+        """Return so many of the fastest for the rows that the region's speed stands for, fastest first."""
+        if place not in self._best:
+            found, rows = self._unlike_of(place.region), self.rows_of(place.region)
+            made = (
+                Template.of(one.pipelines, one.family, self.estimates, place.zero, is_alone=place.is_alone)
+                for one in found
+            )
+            self._best[place] = sorted(made, key=lambda one: one.step_seconds(rows))
+        return self._best[place][:count]
+
+    def _unlike_of(self, region: Region) -> list[Template]:
+        """Return what is found for a region, fastest first, of alike pipelines one."""
+        if region not in self._unlike:
             count = len(self.classes)
-            self._whole.tell("heteroauto: regions", len(self._best), count * (count + 1) // 2)
+            self._whole.tell("heteroauto: regions", len(self._unlike), count * (count + 1) // 2)
             part = self._part(region)
             rows = part.costs.rows
             unlike: dict[Hashable, Template] = {}
             for one in sorted(self._searched(part), key=lambda one: one.step_seconds(rows)):
                 unlike.setdefault((self.estimates.key(one.pipelines[0]), len(one.pipelines)), one)
-            self._best[region] = list(unlike.values())[:KEPT]
-        return self._best[region]
+            self._unlike[region] = list(unlike.values())
+        return self._unlike[region]
 
     def _part(self, region: Region) -> Problem:
         """Return the problem of a region alone."""

@@ -39,6 +39,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -290,15 +291,16 @@ def _times(factor: float, seconds: Numbers) -> Numbers:
 def throughput_bound(problem: HeteroProblem, replicas: int) -> float:
     """Return seconds that no plan is below: all groups are busy with the slowest stage's share, wherever stages stand.
 
-    A micro-batch goes through L layers on the fastest groups at best, and each further one takes L over what all groups
-    of a replica do in a second.
+    A micro-batch goes through L layers on the fastest groups at best; all further ones, and what ends the step, take as
+    long as all groups of a replica need together for L layers.
     """
     pairs = [
-        (kind, [(Groups(kind, degree), kind.num_groups(degree)) for degree in kind.degrees]) for kind in problem.kinds
+        [(kind.num_groups(degree) / replicas, Groups(kind, degree)) for degree in kind.degrees]
+        for kind in problem.kinds
     ]
-    rate = sum(max(count / layer_seconds(one) for one, count in found) for _, found in pairs) / replicas
-    fastest = min(layer_seconds(one) for _, found in pairs for one, _ in found)
-    return _passing_seconds(problem, replicas, rate, fastest)
+    rate = sum(max(count / _layer_bound(problem, replicas, one) for count, one in found) for found in pairs)
+    fastest = min(layer_seconds(one) for found in pairs for _, one in found)
+    return problem.num_layers * (1 / rate + problem.bubble * fastest)
 
 
 def layer_seconds(groups: Groups) -> float:
@@ -306,10 +308,14 @@ def layer_seconds(groups: Groups) -> float:
     return work_seconds(groups, 1.0, NOTHING, recompute=False)
 
 
-def _passing_seconds(problem: HeteroProblem, replicas: int, rate: float, fastest: float) -> float:
-    """Return the seconds of a step at so many layers per second, if one takes the fastest group so long."""
-    count, bubble = problem.num_micro_batches // replicas, problem.bubble
-    return problem.num_layers * ((count - bubble) / rate + bubble * fastest)
+_NO_TIME = 1e-30  # seconds
+
+
+def _layer_bound(problem: HeteroProblem, replicas: int, groups: Groups) -> float:
+    """Return what a layer adds at least to a stage's side of (1): all micro-batches but the bubble, and the end."""
+    count = problem.num_micro_batches // replicas
+    with_it, without = (update_seconds(problem, replicas, groups, layers, NOTHING) for layers in (1.0, 0.0))
+    return max((count - problem.bubble) * layer_seconds(groups) + with_it - without, _NO_TIME)
 
 
 _MOST_LIMITS = 512
@@ -327,13 +333,22 @@ class Bounds:
         self._most: dict[tuple[GroupChoice, float, EndCosts], Numbers] = {}
         self._hand_overs: dict[tuple[Groups, Groups], float] = {}
 
-    def quick_seconds(self, choices: Sequence[GroupChoice]) -> float:
-        """Return such seconds, as all groups are busy with the slowest stage's share; they take little to work out."""
-        if not choices:
-            return math.inf
-        seconds = [layer_seconds(choice.groups) for choice in choices]
-        rate = sum(choice.most_stages / took for choice, took in zip(choices, seconds, strict=True))
-        return _passing_seconds(self._tables.problem, self._tables.replicas, rate, min(seconds))
+    def quick_seconds(self, chosen: Sequence[Sequence[GroupChoice]]) -> list[float]:
+        """Return such seconds of many choices, which take little to work out: infinite where memory is too small.
+
+        All layers take what they do on the fastest groups, and the slowest stage what lets all of them be taken.
+        """
+        numbers = {one: number for number, one in enumerate(dict.fromkeys(chain.from_iterable(chosen)))}
+        if not numbers:
+            return [math.inf] * len(chosen)
+        width, nobody = max(map(len, chosen)), len(numbers)
+        places = np.array([[numbers[one] for one in own] + [nobody] * (width - len(own)) for own in chosen])
+        most = np.stack([*(self._most_layers(one, 0.0) for one in numbers), np.zeros(len(self._limits))])
+        shares = np.array([*(self._tables.least_share(one.groups) for one in numbers), math.inf])
+        first = _first_columns(most, places, self._tables.problem.num_layers)
+        seconds = np.append(self._limits, np.inf)[first] + self._tables.problem.num_layers * shares[places].min(axis=1)
+        found: list[float] = seconds.tolist()
+        return found
 
     def seconds(self, choices: Sequence[GroupChoice]) -> float:
         """Return seconds that no arrangement of the choices is below; infinite where none fits memory."""
@@ -375,3 +390,18 @@ class Bounds:
             found = np.searchsorted(np.sort(rows.ravel()), self._until, side="left")
             self._most[key] = found.astype(np.float64)
         return self._most[key]
+
+
+def _first_columns(amounts: Numbers, places: NDArray[np.int64], enough: float) -> NDArray[np.int64]:
+    """Return for some rows at a time the first column in which they come to so much; the number of columns if none.
+
+    Amounts do not fall from column to column.
+    """
+    count = amounts.shape[1]
+    low, high = np.zeros(len(places), dtype=np.int64), np.full(len(places), count)
+    for _ in range(count.bit_length()):
+        middle = np.minimum((low + high) // 2, count - 1)
+        is_enough = amounts[places, middle[:, None]].sum(axis=1) >= enough
+        high = np.where(is_enough, np.minimum(high, middle), high)
+        low = np.where(is_enough, low, np.minimum(middle + 1, high))
+    return high

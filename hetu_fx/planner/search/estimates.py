@@ -119,22 +119,22 @@ class Estimates:
     def _new_family(self, groups: Groups, num_replicas: int, rows: int) -> Family | None:
         """Return the fastest of pipelines whose blocks are balanced for each number of micro-batches of their rows."""
         best, found = None, set[Blocks]()
-        for bound, count in sorted(self._bounds(groups, rows)):
+        for bound, count in sorted(self.bounds(groups, rows)):
             if best is not None and bound > _OTHER * best.seconds(rows):
                 break
             micro_rows = math.ceil(rows / count)
             blocks = self.blocks(groups, num_replicas, (micro_rows, count), micro_rows)
             if blocks is not None and blocks not in found:
                 found.add(blocks)
-                family = Family.of(self.replica(groups, blocks), num_replicas, self._rules)
+                family = Family(self.replica(groups, blocks), num_replicas, self._rules)
                 best = family if best is None else min(best, family, key=lambda one: one.seconds(rows))
         return best
 
     def least_seconds(self, groups: Groups, rows: int, *, hands_over: bool = True) -> float:
         """Return seconds that no pipeline of these stages is below for so many rows; they take little to work out."""
-        return min(bound for bound, _ in self._bounds(groups, rows, hands_over=hands_over))
+        return min(bound for bound, _ in self.bounds(groups, rows, hands_over=hands_over))
 
-    def _bounds(self, groups: Groups, rows: int, *, hands_over: bool = True) -> Iterator[tuple[float, int]]:
+    def bounds(self, groups: Groups, rows: int, *, hands_over: bool = True) -> Iterator[tuple[float, int]]:
         """Yield such seconds for each number of micro-batches; 0 where blocks differ.
 
         They leave out memory.
@@ -265,8 +265,10 @@ class Estimates:
         update = max(replica.update_seconds for replica in found)
         ring = tuple([devices[place] for devices in firsts for place in self._sharing(devices)])
         pieces = max(1, *(stage.blocks or 0 for replica in found for stage in replica.pipeline.stages))
-        rings = [self._turns(parameters, one, zero, pieces) for one in (ring, (last, *ring[1:]))]
-        gradients, gather = (max(column) for column in zip(*rings, strict=True))
+        is_near = self._node[last] == self._node[ring[0]]
+        rings = [ring] if is_near else [ring, (last, *ring[1:])]
+        turns = [self._turns(parameters, one, zero, pieces) for one in rings]
+        gradients, gather = (max(column) for column in zip(*turns, strict=True))
         turn = shared_bytes / self._cluster.inter.bytes_per_second
         sums = self._costs.row_sums.seconds([devices[0] for devices in firsts], self._cluster)
         return EndEstimate(
@@ -300,14 +302,14 @@ class Estimates:
                     total[node] = total.get(node, 0.0) + size
         return max(total.values(), default=0.0)
 
-    def least_turn_seconds(self, pipelines: Sequence[Groups]) -> float:
+    def least_turn_seconds(self, pipelines: Sequence[Groups], *, are_all: bool = True) -> float:
         """Return for how long one turn of all parameters keeps the link of some node busy at least.
 
-        Whatever the stages hold, as far as none stands in one node only.
+        Whatever the stages hold, as far as none stands in one node only. `are_all`: there are no other pipelines.
         """
         held = [{self._node[rank] for group in stage for rank in group} for stage in zip(*pipelines, strict=True)]
         least = min(map(len, held))
-        share = least / len(set[int]().union(*held)) if least > 1 else 0.0
+        share = least / len(set[int]().union(*held)) if least > 1 or not are_all else 0.0
         size = self._costs.between(0, self._costs.num_blocks).parameter_bytes
         return share * size * _ROUNDED / self._cluster.inter.bytes_per_second
 

@@ -214,7 +214,7 @@ def _ways(replicas: Sequence[Replica], degrees: Degrees, total: int, rules: Repl
     rows = math.ceil(total / degrees.pipelines)
     counts = {min(count, rows): count for count in reversed(rules.micro_batches)}
     asked = replace(rules, micro_batches=tuple(sorted(counts.values())))
-    found = [Family.of(replica, degrees.pipelines, asked).ways(rows) for replica in replicas]
+    found = [Family(replica, degrees.pipelines, asked).ways(rows) for replica in replicas]
     for count in sorted(counts):
         ways = [way for own in found for way in own if min(way.micro_batches, rows) == count]
         if len(ways) == len(replicas):

@@ -13,12 +13,12 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-from hetu_fx.base.taken import Taken
 from hetu_fx.cluster.cluster import Device
 from hetu_fx.planner.price.bound import bound_seconds
+from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD
 from hetu_fx.planner.search.allocate import spread
 from hetu_fx.planner.search.device_orders import Groups, alike_in, ranks_by_node
 from hetu_fx.planner.search.estimates import NO_END, EndEstimate, Estimates, even_estimates
@@ -45,7 +45,8 @@ class Template:
     """Equal pipelines over a region, the ways to run one of them, and what a step takes besides.
 
     `shared_bytes` are those that one turn of all parameters sends through the link of a node if there are others too;
-    hand-overs of a row of each pipeline keep such a link busy for `crossing_seconds`.
+    hand-overs of a row of each pipeline keep such a link busy for `crossing_seconds`. `known` are the seconds of steps,
+    as far as they have been asked for.
     """
 
     pipelines: tuple[Groups, ...]
@@ -53,6 +54,7 @@ class Template:
     end: EndEstimate = NO_END
     shared_bytes: float = 0.0
     crossing_seconds: float = 0.0
+    known: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -64,7 +66,7 @@ class Template:
         crossing = estimates.crossing_seconds(pipelines, replica)
         made = cls(pipelines, family, shared_bytes=beside, crossing_seconds=crossing)
         end = estimates.ends([replica], *made.ends, zero, alone if is_alone else beside)
-        return replace(made, family=family.hiding(end.gradients, zero), end=end)
+        return replace(made, family=family.hiding(end.gradients, zero), end=end, known={})
 
     @property
     def ends(self) -> tuple[list[tuple[int, ...]], int]:
@@ -80,7 +82,9 @@ class Template:
 
     def step_seconds(self, rows: int) -> float:
         """Return the seconds of a step of so many rows over all pipelines, with what it takes besides."""
-        return self.seconds(rows) + self.end.seconds(self.last_backward(rows))
+        if rows not in self.known:
+            self.known[rows] = self.seconds(rows) + self.end.seconds(self.last_backward(rows))
+        return self.known[rows]
 
     def last_backward(self, rows: int) -> float:
         """Return the seconds of the backward with which a pipeline ends, the fewest that one has."""
@@ -110,10 +114,11 @@ class Deal:
         """Return the most rows of a pipeline, of so many in all."""
         return math.ceil(total / self.count)
 
-    def least_seconds(self, estimates: Estimates, rows: int, zero: int) -> tuple[float, float]:
-        """Return bounds that no template is below: of its pipelines, and of what ends a step."""
-        turn = estimates.least_turn_seconds(tuple(map(self.pipeline, range(self.count)))) if zero else 0.0
-        return estimates.least_seconds(self.pipeline(0), self.rows(rows)), turn
+    def bounds(self, estimates: Estimates, rows: int) -> DealBounds:
+        """Return bounds that no template is below."""
+        pipelines = tuple(map(self.pipeline, range(self.count)))
+        turns = (estimates.least_turn_seconds(pipelines, are_all=are_all) for are_all in (True, False))
+        return DealBounds(tuple(estimates.bounds(pipelines[0], self.rows(rows))), *turns)
 
     def template(self, family: Family, estimates: Estimates, zero: int, *, is_alone: bool = True) -> Template:
         """Return the template of all pipelines, run in one of these ways."""
@@ -127,36 +132,17 @@ class Deal:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
-    """A deal by number, what its pipelines and the end of a step take at least, and what is known of its template.
+class DealBounds:
+    """What no template of a deal is below.
 
-    That is how pipelines run, and then the template itself, whose seconds are no longer bounds.
+    Attributes:
+        pipeline: the seconds of its pipelines for each number of micro-batches.
+        alone, beside: those of a turn of all parameters, by itself and with other pipelines.
     """
 
-    deal: Deal
-    number: int
-    pipeline_seconds: float
-    end_seconds: float
-    family: Family | None = None
-    template: Template | None = None
-
-    @property
-    def least_seconds(self) -> float:
-        """Return seconds that no template of it is below."""
-        return self.pipeline_seconds + self.end_seconds
-
-    def __lt__(self, other: Draft) -> bool:
-        return (self.least_seconds, self.number) < (other.least_seconds, other.number)
-
-    def worked_out(self, estimates: Estimates, rows: int, place: Place) -> Draft | None:
-        """Return it with blocks dealt to stages, or, where they are, as a template; None where no blocks fit."""
-        if self.family is None:
-            own = self.deal.rows(rows)
-            family = estimates.family(self.deal.pipeline(0), self.deal.count, own)
-            return None if family is None else replace(self, family=family, pipeline_seconds=family.seconds(own))
-        made = self.deal.template(self.family, estimates, place.zero, is_alone=place.is_alone)
-        seconds = made.step_seconds(rows)
-        return replace(self, template=made, pipeline_seconds=seconds, end_seconds=0.0) if seconds < math.inf else None
+    pipeline: tuple[tuple[float, int], ...]
+    alone: float
+    beside: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +153,71 @@ class Place:
     zero: int
     is_alone: bool = True
 
+    def least_seconds(self, bounds: DealBounds) -> float:
+        """Return what a step takes at least.
+
+        Gradients travel beside the last backward, which is no more than its share of what a micro-batch takes.
+        """
+        turn = bounds.alone if self.is_alone else bounds.beside
+        hidden = ((seconds, (1 - 1 / FORWARD_AND_BACKWARD) * seconds / count) for seconds, count in bounds.pipeline)
+        if self.zero:
+            return min(seconds + turn + max(0.0, turn - least) for seconds, least in hidden)
+        return min(seconds + max(0.0, 2 * turn - least) for seconds, least in hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A deal with its bounds, and what is known of its template: how pipelines run, and then itself."""
+
+    deal: Deal
+    bounds: DealBounds
+    family: Family | None = None
+    template: Template | None = None
+
+    def worked_out(self, estimates: Estimates, rows: int, place: Place) -> tuple[float, Draft] | None:
+        """Return it with blocks dealt to stages, or, where they are, as a template; None where no blocks fit.
+
+        With seconds that it is not below, which are its own where it is a template.
+        """
+        if self.family is None:
+            own = self.deal.rows(rows)
+            family = estimates.family(self.deal.pipeline(0), self.deal.count, own)
+            if family is None:
+                return None
+            known = replace(self.bounds, pipeline=tuple(family.bounds(own)))
+            return place.least_seconds(known), replace(self, family=family)
+        made = self.deal.template(self.family, estimates, place.zero, is_alone=place.is_alone)
+        seconds = made.step_seconds(rows)
+        return (seconds, replace(self, template=made)) if seconds < math.inf else None
+
 
 def classes_of(problem: Problem) -> list[tuple[Device, ...]]:
     """Return the devices of each class, slowest class first."""
     found = sorted(alike_in(problem.cluster), key=lambda alike: (alike.one.speed, alike.one.kind, alike.memory_bytes))
     return [alike.devices for alike in found]
+
+
+class _Fastest:
+    """The templates for a place, those first that are fastest with what ends a step, as far as they are asked for.
+
+    Blocks are dealt, and then the end of a step priced, as long as either can matter.
+    """
+
+    def __init__(self, place: Place, rows: int, estimates: Estimates, drafts: Iterable[Draft]) -> None:
+        self._place, self._rows, self._estimates = place, rows, estimates
+        self._queue = [(place.least_seconds(one.bounds), number, one) for number, one in enumerate(drafts)]
+        heapq.heapify(self._queue)
+        self._found: list[tuple[float, Template]] = []
+
+    def first(self, count: int, below: float) -> list[Template]:
+        """Return so many of them, those that take less than some seconds."""
+        while len(self._found) < count and self._queue and self._queue[0][0] < below:
+            seconds, number, draft = heapq.heappop(self._queue)
+            if draft.template is not None:
+                self._found.append((seconds, draft.template))
+            elif (known := draft.worked_out(self._estimates, self._rows, self._place)) is not None:
+                heapq.heappush(self._queue, (known[0], number, known[1]))
+        return [template for seconds, template in self._found[:count] if seconds < below]
 
 
 class Templates:
@@ -181,29 +227,24 @@ class Templates:
         self._problem = problem
         self.estimates = even_estimates(problem)
         self.classes = classes_of(problem)
-        self._found: dict[Place, Taken[Template]] = {}
+        self._deals: dict[Region, list[Draft]] = {}
+        self._found: dict[Place, _Fastest] = {}
 
-    def best(self, place: Place, count: int) -> list[Template]:
-        """Return so many of the fastest for the rows that the region's speed stands for, fastest first."""
-        if place not in self._found:
-            self._found[place] = Taken(self._fastest(place))
-        return self._found[place].first(count)
+    def best(self, place: Place, count: int, below: float = math.inf) -> list[Template]:
+        """Return so many of the fastest for the rows that the region's speed stands for, fastest first.
 
-    def _fastest(self, place: Place) -> Iterator[Template]:
-        """Yield the templates, those that are fastest with what ends a step first.
-
-        Blocks are dealt, and then the end of a step priced, as long as either can matter.
+        Those alone that take less than `below` seconds.
         """
-        rows = self.rows_of(place.region)
-        deals = enumerate(self._all(place.region, rows))
-        queue = [Draft(deal, number, *deal.least_seconds(self.estimates, rows, place.zero)) for number, deal in deals]
-        heapq.heapify(queue)
-        while queue:
-            draft = heapq.heappop(queue)
-            if draft.template is not None:
-                yield draft.template
-            elif (worked_out := draft.worked_out(self.estimates, rows, place)) is not None:
-                heapq.heappush(queue, worked_out)
+        if place not in self._found:
+            self._found[place] = _Fastest(place, self.rows_of(place.region), self.estimates, self._drafts(place.region))
+        return self._found[place].first(count, below)
+
+    def _drafts(self, region: Region) -> list[Draft]:
+        """Return all deals of a region with their bounds."""
+        if region not in self._deals:
+            rows = self.rows_of(region)
+            self._deals[region] = [Draft(d, d.bounds(self.estimates, rows)) for d in self._all(region, rows)]
+        return self._deals[region]
 
     def rows_of(self, region: Region) -> int:
         """Return the rows of a step in proportion to speed."""
@@ -292,7 +333,8 @@ def estimated(problem: Problem, templates: Templates | None = None) -> Iterator[
             break
         places = [Place(region, zero, len(cut) == 1) for region in cut]
         count = max(1, KEPT >> 2 * (len(cut) - 1))
-        for chosen in itertools.product(*(templates.best(place, count) for place in places)):
+        below = WORTH * least if len(cut) == 1 else math.inf
+        for chosen in itertools.product(*(templates.best(place, count, below) for place in places)):
             is_single = sum(len(template.pipelines) for template in chosen) == 1  # states are whole in any case
             made = None if is_single and zero < problem.options.zero else estimate(chosen, problem, templates.estimates)
             if made is not None:

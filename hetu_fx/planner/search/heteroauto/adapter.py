@@ -79,16 +79,20 @@ class HeteroTemplates(Templates):
         self._families: dict[Hashable, Family] = {}
         self._kinds = Kinds()
 
-    def best(self, place: Place, count: int) -> list[Template]:
-        """Return so many of the fastest for the rows that the region's speed stands for, fastest first."""
+    def best(self, place: Place, count: int, below: float = math.inf) -> list[Template]:
+        """Return so many of the fastest for the rows that the region's speed stands for, fastest first.
+
+        Those alone that take less than `below` seconds.
+        """
+        rows = self.rows_of(place.region)
         if place not in self._best:
-            found, rows = self._unlike_of(place.region), self.rows_of(place.region)
+            found = self._unlike_of(place.region)
             made = (
                 Template.of(one.pipelines, one.family, self.estimates, place.zero, is_alone=place.is_alone)
                 for one in found
             )
             self._best[place] = sorted(made, key=lambda one: one.step_seconds(rows))
-        return self._best[place][:count]
+        return [one for one in self._best[place][:count] if one.step_seconds(rows) < below]
 
     def _unlike_of(self, region: Region) -> list[Template]:
         """Return what is found for a region, fastest first, of alike pipelines one."""
@@ -159,7 +163,7 @@ class HeteroTemplates(Templates):
     def _family(self, groups: Groups, blocks: Blocks, replicas: int) -> Family:
         key = self.estimates.key(groups), blocks, replicas
         if key not in self._families:
-            self._families[key] = Family.of(self.estimates.replica(groups, blocks), replicas, self._rules)
+            self._families[key] = Family(self.estimates.replica(groups, blocks), replicas, self._rules)
         return self._families[key]
 
 

@@ -52,6 +52,7 @@ from hetu_fx.planner.values.state import ParameterState
 
 NOTHING = EndCosts()
 Numbers = NDArray[np.float64]
+Columns = NDArray[np.int64]
 Amount = TypeVar("Amount", float, Numbers)
 """A number, or many at once."""
 
@@ -336,7 +337,7 @@ class Bounds:
     def quick_seconds(self, chosen: Sequence[Sequence[GroupChoice]]) -> list[float]:
         """Return such seconds of many choices, which take little to work out: infinite where memory is too small.
 
-        All layers take what they do on the fastest groups, and the slowest stage what lets all of them be taken.
+        They leave out what is handed over, and look at few limits from the least that holds all layers.
         """
         numbers = {one: number for number, one in enumerate(dict.fromkeys(chain.from_iterable(chosen)))}
         if not numbers:
@@ -344,11 +345,24 @@ class Bounds:
         width, nobody = max(map(len, chosen)), len(numbers)
         places = np.array([[numbers[one] for one in own] + [nobody] * (width - len(own)) for own in chosen])
         most = np.stack([*(self._most_layers(one, 0.0) for one in numbers), np.zeros(len(self._limits))])
-        shares = np.array([*(self._tables.least_share(one.groups) for one in numbers), math.inf])
+        shares = np.array([*(self._tables.least_share(one.groups) for one in numbers), 0.0])
+        places = np.take_along_axis(places, np.argsort(shares[places], axis=1, kind="stable"), axis=1)
         first = _first_columns(most, places, self._tables.problem.num_layers)
-        seconds = np.append(self._limits, np.inf)[first] + self._tables.problem.num_layers * shares[places].min(axis=1)
-        found: list[float] = seconds.tolist()
+        found: list[float] = np.where(
+            first < len(self._limits), self._least(most, shares, places, first), np.inf
+        ).tolist()
         return found
+
+    def _least(self, most: Numbers, shares: Numbers, places: Columns, first: Columns) -> Numbers:
+        """Return the least of limits, from the first on, with the sum of shares that layers have within the next."""
+        least, last = np.full(len(places), np.inf), len(self._limits) - 1
+        here = np.minimum(first, last)
+        for factor in _FACTORS:
+            following = np.searchsorted(self._limits, factor * self._limits[np.minimum(first, last)])
+            there = np.minimum(np.maximum(following, here), last)
+            filled = _filled(most[places, there[:, None]], shares[places], self._tables.problem.num_layers)
+            least, here = np.minimum(least, self._limits[here] + filled), there
+        return least
 
     def seconds(self, choices: Sequence[GroupChoice]) -> float:
         """Return seconds that no arrangement of the choices is below; infinite where none fits memory."""
@@ -392,7 +406,17 @@ class Bounds:
         return self._most[key]
 
 
-def _first_columns(amounts: Numbers, places: NDArray[np.int64], enough: float) -> NDArray[np.int64]:
+_FACTORS = (1.1, 1.25, 1.5, 2.0, 4.0, math.inf)  # over the least limit: where others are looked at
+
+
+def _filled(most: Numbers, shares: Numbers, count: int) -> Numbers:
+    """Return the sums of so many layers, filled by rows into columns that take up to so many, for their shares each."""
+    before = np.cumsum(most, axis=1) - most
+    filled: Numbers = (np.clip(count - before, 0.0, most) * shares).sum(axis=1)
+    return filled
+
+
+def _first_columns(amounts: Numbers, places: Columns, enough: float) -> Columns:
     """Return for some rows at a time the first column in which they come to so much; the number of columns if none.
 
     Amounts do not fall from column to column.

@@ -22,7 +22,7 @@ from itertools import combinations
 
 import numpy as np
 
-from hetu_fx.planner.search.heteroauto.cost import GroupChoice, Groups, HeteroStage, Numbers, StageGroups, Tables
+from hetu_fx.planner.search.heteroauto.cost import GroupChoice, HeteroStage, Numbers, StageGroups, Tables
 
 Used = frozenset[int]
 """Which choices stand in the end of a pipeline."""
@@ -104,7 +104,7 @@ class Sweep:
         nothing = self._empty(0, 1)
         nothing.values[0, self._num_layers] = 0.0
         self._ends: dict[tuple[Used, int | None], _Ends] = {(frozenset(), None): nothing}
-        self._shares: dict[StageGroups, _Shares] = {}
+        self._shares: dict[tuple[int, int | None, bool], _Shares] = {}
 
     def solve(self) -> tuple[float, tuple[SweepStep, ...]] | None:
         """Return the least sum and its stages, first one first; None when no pipeline is within the limit."""
@@ -119,61 +119,59 @@ class Sweep:
 
     def _close(self, used: Used, front: int) -> Iterator[_Closing]:
         """Put all stages of a choice in front of what is used; yield the pipelines of which one is the first."""
-        groups = self._choices[front].groups
         for end, behind in self._behind(used):
-            yield from self._first_stage(end, StageGroups(groups, behind, is_first=True), used, front, 0)
+            yield from self._first_stage(end, behind, used, front, 0)
         total = self._empty(0, 0)
         for count, end in enumerate(self._segment(used, front), 1):
             total = total.least(end) if count > 1 else end
             if count < self._choices[front].most_stages:
-                yield from self._first_stage(end, StageGroups(groups, groups, is_first=True), used, front, count)
+                yield from self._first_stage(end, front, used, front, count)
         self._ends[used | {front}, front] = total
 
-    def _behind(self, used: Used) -> Iterator[tuple[_Ends, Groups | None]]:
+    def _behind(self, used: Used) -> Iterator[tuple[_Ends, int | None]]:
         """Yield the ends that consist of what is used, and what is foremost in them."""
         if not used:
             yield self._ends[used, None], None
         for index in sorted(used):
-            yield self._ends[used, index], self._choices[index].groups
+            yield self._ends[used, index], index
 
     def _segment(self, used: Used, front: int) -> Iterator[_Ends]:
         """Yield F with 1, 2, ... stages of a choice in front of what is used, as long as there is any."""
-        choice = self._choices[front]
-        parts = [self._extended(end, StageGroups(choice.groups, behind)) for end, behind in self._behind(used)]
+        parts = [self._extended(end, front, behind) for end, behind in self._behind(used)]
         found = [part for part in parts if part.low < part.high]
         if not found:
             return
         result = reduce(_Ends.least, found)
         yield result
-        for _ in range(1, choice.most_stages):
-            result = self._extended(result, StageGroups(choice.groups, choice.groups))
+        for _ in range(1, self._choices[front].most_stages):
+            result = self._extended(result, front, front)
             if result.low == result.high:
                 return
             yield result
 
-    def _extended(self, end: _Ends, place: StageGroups) -> _Ends:
+    def _extended(self, end: _Ends, front: int, behind: int | None) -> _Ends:
         """Return (1) with a stage in front of every end; of no rows where there is none."""
-        shares, low, high = self._share(place), end.low, min(end.high, self._most)
+        shares, low, high = self._share(front, behind), end.low, min(end.high, self._most)
         most = shares.most[low + 1] if low < high else 0
         if not most:
             return self._empty(0, 0)
-        behind = _Ends(end.values, low, high).behind_each(most)
-        least = (behind + shares.values[low + 1 : high + 1, None, 1 : most + 1]).min(axis=2)
+        ends = _Ends(end.values, low, high).behind_each(most)
+        least = (ends + shares.values[low + 1 : high + 1, None, 1 : most + 1]).min(axis=2)
         if not least.min() < math.inf:
             return self._empty(0, 0)
         result = self._empty(low + 1, high + 1)
         result.by_layers[low + 1 : high + 1] = least
         return result
 
-    def _first_stage(self, end: _Ends, place: StageGroups, used: Used, front: int, before: int) -> Iterator[_Closing]:
+    def _first_stage(self, end: _Ends, behind: int | None, used: Used, front: int, before: int) -> Iterator[_Closing]:
         """Yield the best pipeline that a first stage makes of an end, if there is one."""
         low, high = end.low, min(end.high, self._most)
         if low >= high:
             return
-        sums = end.by_layers[low:high, ::-1] + self._share(place).values[low + 1 : high + 1]
+        sums = end.by_layers[low:high, ::-1] + self._share(front, behind, is_first=True).values[low + 1 : high + 1]
         row, layers = divmod(int(sums.argmin()), self._num_layers + 1)
         if sums[row, layers] < math.inf:
-            step = SweepStep(place, low + row + 1, layers)
+            step = SweepStep(self._place(front, behind, is_first=True), low + row + 1, layers)
             yield _Closing(float(sums[row, layers]), step, used, front, before)
 
     def _traced(self, closing: _Closing) -> Iterator[SweepStep]:
@@ -201,22 +199,25 @@ class Sweep:
         self, value: float, shorter: Sequence[_Ends], used: Used, front: int, row: int, layers: int
     ) -> SweepStep:
         """Return the foremost stage of an end with so many layers whose sum is `value`."""
-        groups = self._choices[front].groups
-        for end, behind in [(shorter[-1], groups)] if shorter else self._behind(used):
-            place = StageGroups(groups, behind)
-            sums = end.by_layers[row - 1, layers::-1] + self._share(place).values[row, : layers + 1]
+        for end, behind in [(shorter[-1], front)] if shorter else self._behind(used):
+            sums = end.by_layers[row - 1, layers::-1] + self._share(front, behind).values[row, : layers + 1]
             found = np.flatnonzero(sums == value)
             if found.size:
-                return SweepStep(place, row, int(found[0]))
+                return SweepStep(self._place(front, behind), row, int(found[0]))
         raise AssertionError("what was put together was put together from something")
 
-    def _share(self, place: StageGroups) -> _Shares:
-        """Return the shares of stages at a place; infinite for those that are not allowed."""
-        if place not in self._shares:
-            share = self._tables.costs(place).within(self._limit)
+    def _share(self, front: int, behind: int | None, *, is_first: bool = False) -> _Shares:
+        """Return the shares of stages at a place, of choices by number; infinite for those that are not allowed."""
+        key = front, behind, is_first
+        if key not in self._shares:
+            share = self._tables.costs(self._place(front, behind, is_first=is_first)).within(self._limit)
             share[:, self._forbidden] = np.inf
-            self._shares[place] = _Shares.of(share[: self._most + 1])
-        return self._shares[place]
+            self._shares[key] = _Shares.of(share[: self._most + 1])
+        return self._shares[key]
+
+    def _place(self, front: int, behind: int | None, *, is_first: bool = False) -> StageGroups:
+        groups = None if behind is None else self._choices[behind].groups
+        return StageGroups(self._choices[front].groups, groups, is_first)
 
     def _empty(self, low: int, high: int) -> _Ends:
         return _Ends(np.full((self._most + 1, 2 * self._num_layers + 1), np.inf), low, high)

@@ -104,7 +104,9 @@ class Estimates:
         self._replicas: dict[Hashable, Replica] = {}
         self._families: dict[Hashable, Family | None] = {}
         self._hand_overs: dict[Hashable, Line] = {}
+        self._bounds: dict[Hashable, tuple[tuple[float, int], ...]] = {}
         self._free: dict[Hashable, Blocks | None] = {}
+        self._turn_seconds: dict[tuple[float, tuple[int, ...]], tuple[float, float, float]] = {}
         self._seconds: dict[Hashable, dict[tuple[int, int], float]] = {}
         self._rings: dict[Hashable, tuple[int, ...]] = {}
         self._kinds: dict[tuple[int, ...], Hashable] = {}
@@ -134,11 +136,17 @@ class Estimates:
         """Return seconds that no pipeline of these stages is below for so many rows; they take little to work out."""
         return min(bound for bound, _ in self.bounds(groups, rows, hands_over=hands_over))
 
-    def bounds(self, groups: Groups, rows: int, *, hands_over: bool = True) -> Iterator[tuple[float, int]]:
-        """Yield such seconds for each number of micro-batches; 0 where blocks differ.
+    def bounds(self, groups: Groups, rows: int, *, hands_over: bool = True) -> tuple[tuple[float, int], ...]:
+        """Return such seconds for each number of micro-batches; 0 where blocks differ.
 
         They leave out memory.
         """
+        key = self.key(groups), rows, hands_over
+        if key not in self._bounds:
+            self._bounds[key] = tuple(self._new_bounds(groups, rows, hands_over))
+        return self._bounds[key]
+
+    def _new_bounds(self, groups: Groups, rows: int, hands_over: bool) -> Iterator[tuple[float, int]]:
         whole, by_block, besides = self._costs.num_blocks, *self._block_lines(groups, hands_over)
         for count in sorted({min(one, rows) for one in self._rules.micro_batches}):
             micro_rows = math.ceil(rows / count)
@@ -278,12 +286,15 @@ class Estimates:
             pieces=pieces,
         )
 
-    def _turns(self, num_bytes: float, ring: Sequence[int], zero: int, pieces: int) -> tuple[float, float]:
+    def _turns(self, num_bytes: float, ring: tuple[int, ...], zero: int, pieces: int) -> tuple[float, float]:
         """Return (gradient sync, gather) seconds of so many pieces around a ring, a few of them at once."""
-        empty, full = (sync_seconds(size, ring, self._cluster, zero) for size in (0.0, num_bytes))
-        at_once, turn = min(pieces, BUCKETS_AT_ONCE), cheapest_ring_cost(num_bytes, ring, self._cluster)
-        first, second = ((pieces * a + b - a) / at_once for a, b in zip(empty, full, strict=True))
-        return max(first, turn if zero else 2 * turn), max(second, turn if zero else 0.0)
+        key = num_bytes, ring
+        if key not in self._turn_seconds:
+            empty, full = (sync_seconds(size, ring, self._cluster, zero=1)[1] for size in (0.0, num_bytes))
+            self._turn_seconds[key] = empty, full, cheapest_ring_cost(num_bytes, ring, self._cluster)
+        empty, full, least = self._turn_seconds[key]
+        turn = max((pieces * empty + full - empty) / min(pieces, BUCKETS_AT_ONCE), least)
+        return (turn, turn) if zero else (2 * turn, 0.0)
 
     def shared_bytes(self, pipelines: Sequence[Groups], replica: Replica, *, are_all: bool = True) -> float:
         """Return the most bytes of parameters that one turn sends through the link of a node; 0 within one node.

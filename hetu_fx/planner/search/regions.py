@@ -118,7 +118,7 @@ class Deal:
         """Return bounds that no template is below."""
         pipelines = tuple(map(self.pipeline, range(self.count)))
         turns = (estimates.least_turn_seconds(pipelines, are_all=are_all) for are_all in (True, False))
-        return DealBounds(tuple(estimates.bounds(pipelines[0], self.rows(rows))), *turns)
+        return DealBounds(estimates.bounds(pipelines[0], self.rows(rows)), *turns)
 
     def template(self, family: Family, estimates: Estimates, zero: int, *, is_alone: bool = True) -> Template:
         """Return the template of all pipelines, run in one of these ways."""

@@ -339,13 +339,14 @@ class Bounds:
 
         They leave out what is handed over, and look at few limits from the least that holds all layers.
         """
-        numbers = {one: number for number, one in enumerate(dict.fromkeys(chain.from_iterable(chosen)))}
-        if not numbers:
+        unlike = list({id(one): one for one in chain.from_iterable(chosen)}.values())
+        if not unlike:
             return [math.inf] * len(chosen)
+        numbers = {id(one): number for number, one in enumerate(unlike)}
         width, nobody = max(map(len, chosen)), len(numbers)
-        places = np.array([[numbers[one] for one in own] + [nobody] * (width - len(own)) for own in chosen])
-        most = np.stack([*(self._most_layers(one, 0.0) for one in numbers), np.zeros(len(self._limits))])
-        shares = np.array([*(self._tables.least_share(one.groups) for one in numbers), 0.0])
+        places = np.array([[numbers[id(one)] for one in own] + [nobody] * (width - len(own)) for own in chosen])
+        most = np.stack([*(self._most_layers(one, 0.0) for one in unlike), np.zeros(len(self._limits))])
+        shares = np.array([*(self._tables.least_share(one.groups) for one in unlike), 0.0])
         places = np.take_along_axis(places, np.argsort(shares[places], axis=1, kind="stable"), axis=1)
         first = _first_columns(most, places, self._tables.problem.num_layers)
         found: list[float] = np.where(

@@ -25,7 +25,7 @@ from hetu_fx.planner.search.heteroauto.sweep import Arranged, arrange
 NEAR = 1.05
 """What is slower than the best by less than this factor may be faster by prices that know more."""
 
-MOST_NEAR = 6
+MOST_NEAR = 3
 """Of the choices of groups, so many are looked at for plans that are nearly as fast."""
 
 _SLACKS = (1.05, 1.3, 2.0, math.inf)  # over the least lower bound, until something is found

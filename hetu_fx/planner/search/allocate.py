@@ -53,7 +53,7 @@ class _Receiver:
         return self.low - 1 + bisect_left(counts, True, key=lambda count: self.seconds(count) > deadline)
 
     def least_deadline(self, total: int, receivers: Sequence[_Receiver], below: float) -> float:
-        """Return the least that one takes for any count by which everything can be taken, or `below` if that is less."""
+        """Return the least that one takes for a count by which everything can be taken, or `below` if that is less."""
         counts = range(self.low, self.high + 1)
         near = bisect_left(counts, True, key=lambda count: self.seconds(count) >= below)
         if not near or not _can_take(total, receivers, self.seconds(counts[near - 1])):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from hetu_fx.cluster.cluster import Device
@@ -67,6 +67,11 @@ class Template:
         made = cls(pipelines, family, shared_bytes=beside, crossing_seconds=crossing)
         end = estimates.ends([replica], *made.ends, zero, alone if is_alone else beside)
         return replace(made, family=family.hiding(end.gradients, zero), end=end, known={})
+
+    def kind(self, estimates: Estimates) -> Hashable:
+        """Return what templates have in common whose pipelines take the same, and are as many."""
+        blocks = tuple([stage.blocks for stage in self.family.replica.pipeline.stages])
+        return estimates.key(self.pipelines[0]), blocks, len(self.pipelines), self.shared_bytes, self.crossing_seconds
 
     @property
     def ends(self) -> tuple[list[tuple[int, ...]], int]:
@@ -167,18 +172,14 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A deal with its bounds, and what is known of its template: how pipelines run, and then itself."""
+    """A deal with its bounds, and how its pipelines run if that is known."""
 
     deal: Deal
     bounds: DealBounds
     family: Family | None = None
-    template: Template | None = None
 
-    def worked_out(self, estimates: Estimates, rows: int, place: Place) -> tuple[float, Draft] | None:
-        """Return it with blocks dealt to stages, or, where they are, as a template; None where no blocks fit.
-
-        With seconds that it is not below, which are its own where it is a template.
-        """
+    def worked_out(self, estimates: Estimates, rows: int, place: Place) -> Queued | None:
+        """Return it with blocks dealt to stages, or, where they are, its template; None where no blocks fit."""
         if self.family is None:
             own = self.deal.rows(rows)
             family = estimates.family(self.deal.pipeline(0), self.deal.count, own)
@@ -188,7 +189,11 @@ class Draft:
             return place.least_seconds(known), replace(self, family=family)
         made = self.deal.template(self.family, estimates, place.zero, is_alone=place.is_alone)
         seconds = made.step_seconds(rows)
-        return (seconds, replace(self, template=made)) if seconds < math.inf else None
+        return (seconds, made) if seconds < math.inf else None
+
+
+Queued = tuple[float, Draft | Template]
+"""A template with its seconds, or a draft with seconds that its template is not below."""
 
 
 def classes_of(problem: Problem) -> list[tuple[Device, ...]]:
@@ -203,21 +208,22 @@ class _Fastest:
     Blocks are dealt, and then the end of a step priced, as long as either can matter.
     """
 
-    def __init__(self, place: Place, rows: int, estimates: Estimates, drafts: Iterable[Draft]) -> None:
+    def __init__(self, place: Place, rows: int, estimates: Estimates, queue: Iterable[Queued]) -> None:
         self._place, self._rows, self._estimates = place, rows, estimates
-        self._queue = [(place.least_seconds(one.bounds), number, one) for number, one in enumerate(drafts)]
+        self._queue = [(seconds, number, one) for number, (seconds, one) in enumerate(queue)]
         heapq.heapify(self._queue)
-        self._found: list[tuple[float, Template]] = []
+        self._found: dict[Hashable, tuple[float, Template]] = {}
 
     def first(self, count: int, below: float) -> list[Template]:
         """Return so many of them, those that take less than some seconds."""
         while len(self._found) < count and self._queue and self._queue[0][0] < below:
-            seconds, number, draft = heapq.heappop(self._queue)
-            if draft.template is not None:
-                self._found.append((seconds, draft.template))
-            elif (known := draft.worked_out(self._estimates, self._rows, self._place)) is not None:
+            seconds, number, one = heapq.heappop(self._queue)
+            if isinstance(one, Template):
+                self._found.setdefault(one.kind(self._estimates), (seconds, one))
+            elif (known := one.worked_out(self._estimates, self._rows, self._place)) is not None:
                 heapq.heappush(self._queue, (known[0], number, known[1]))
-        return [template for seconds, template in self._found[:count] if seconds < below]
+        found = itertools.islice(self._found.values(), count)
+        return [template for seconds, template in found if seconds < below]
 
 
 class Templates:
@@ -236,8 +242,13 @@ class Templates:
         Those alone that take less than `below` seconds.
         """
         if place not in self._found:
-            self._found[place] = _Fastest(place, self.rows_of(place.region), self.estimates, self._drafts(place.region))
+            rows = self.rows_of(place.region)
+            self._found[place] = _Fastest(place, rows, self.estimates, self.queue(place))
         return self._found[place].first(count, below)
+
+    def queue(self, place: Place) -> Iterator[Queued]:
+        """Yield what there may be templates of."""
+        yield from ((place.least_seconds(one.bounds), one) for one in self._drafts(place.region))
 
     def _drafts(self, region: Region) -> list[Draft]:
         """Return all deals of a region with their bounds."""

@@ -29,8 +29,9 @@ from hetu_fx.planner.search.heteroauto.search import Upper
 from hetu_fx.planner.search.homogeneous import best_priced, stage_counts
 from hetu_fx.planner.search.malleus.adapter import degrees
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
-from hetu_fx.planner.search.regions import MOST_CLASSES, Place, Region, Template, Templates, estimated
+from hetu_fx.planner.search.regions import CLASSES, MOST_CLASSES, Place, Queued, Region, Template, Templates, estimated
 from hetu_fx.planner.search.replica import Family
+from hetu_fx.planner.search.splits import in_all_splits
 
 MARGINS = (1.0, 0.85, 0.7)
 """Parts of the memory to plan for, one after the other until a plan fits: passing buffers are not in HeteroAuto's."""
@@ -75,24 +76,16 @@ class HeteroTemplates(Templates):
         super().__init__(problem)
         self._whole, self._rules = problem, rules_of(problem, problem.options.zero)
         self._unlike: dict[Region, list[Template]] = {}
-        self._best: dict[Place, list[Template]] = {}
         self._families: dict[Hashable, Family] = {}
         self._kinds = Kinds()
 
-    def best(self, place: Place, count: int, below: float = math.inf) -> list[Template]:
-        """Return so many of the fastest for the rows that the region's speed stands for, fastest first.
-
-        Those alone that take less than `below` seconds.
-        """
+    def queue(self, place: Place) -> Iterator[Queued]:
+        """Yield the templates that are found."""
         rows = self.rows_of(place.region)
-        if place not in self._best:
-            found = self._unlike_of(place.region)
-            made = (
-                Template.of(one.pipelines, one.family, self.estimates, place.zero, is_alone=place.is_alone)
-                for one in found
-            )
-            self._best[place] = sorted(made, key=lambda one: one.step_seconds(rows))
-        return [one for one in self._best[place][:count] if one.step_seconds(rows) < below]
+        for one in self._unlike_of(place.region):
+            made = Template.of(one.pipelines, one.family, self.estimates, place.zero, is_alone=place.is_alone)
+            if (seconds := made.step_seconds(rows)) < math.inf:
+                yield seconds, made
 
     def _unlike_of(self, region: Region) -> list[Template]:
         """Return what is found for a region, fastest first, of alike pipelines one."""
@@ -167,6 +160,16 @@ class HeteroTemplates(Templates):
         return self._families[key]
 
 
+class AllTemplates(HeteroTemplates):
+    """The templates of groups of one size in equal numbers, and, where kinds mix, those that HeteroAuto finds."""
+
+    def queue(self, place: Place) -> Iterator[Queued]:
+        """Yield both."""
+        if len(place.region) > 1:
+            yield from super().queue(place)
+        yield from Templates.queue(self, place)
+
+
 def placed_groups(cluster: Cluster, result: HeteroResult, by_replica: bool) -> dict[tuple[int, int], tuple[int, ...]]:
     """Return the devices of each (stage, replica), larger groups first so that they leave no gaps in a node."""
     free = {alike.name: list(ranks_by_node(alike.devices, cluster).values()) for alike in alike_in(cluster)}
@@ -207,4 +210,11 @@ HETEROAUTO = Search(
     applies="devices of several kinds: stages of each kind have layers and groups of their own",
     lacks=_lacks,
     find=_find,
+)
+
+KINDS = Search(
+    name="kinds",
+    applies="devices of several kinds: what 'classes' and 'heteroauto' propose for each region, in any mixture",
+    lacks=lambda problem: HETEROAUTO.lacks(problem) or CLASSES.lacks(problem),
+    find=in_all_splits(lambda problem: best_priced(estimated(problem, AllTemplates(problem)), problem)),
 )

@@ -340,7 +340,7 @@ class Bounds:
         They leave out what is handed over, and look at few limits from the least that holds all layers.
         """
         unlike = list({id(one): one for one in chain.from_iterable(chosen)}.values())
-        if not unlike:
+        if not unlike or not len(self._limits):
             return [math.inf] * len(chosen)
         numbers = {id(one): number for number, one in enumerate(unlike)}
         width, nobody = max(map(len, chosen)), len(numbers)
@@ -358,8 +358,8 @@ class Bounds:
         """Return the least of limits, from the first on, with the sum of shares that layers have within the next."""
         least, last = np.full(len(places), np.inf), len(self._limits) - 1
         here = np.minimum(first, last)
-        for factor in _FACTORS:
-            following = np.searchsorted(self._limits, factor * self._limits[np.minimum(first, last)])
+        ends = [np.searchsorted(self._limits, factor * self._limits[here]) for factor in _FACTORS]
+        for following in (*ends, np.full(len(places), last)):
             there = np.minimum(np.maximum(following, here), last)
             filled = _filled(most[places, there[:, None]], shares[places], self._tables.problem.num_layers)
             least, here = np.minimum(least, self._limits[here] + filled), there
@@ -407,7 +407,7 @@ class Bounds:
         return self._most[key]
 
 
-_FACTORS = (1.1, 1.25, 1.5, 2.0, 4.0, math.inf)  # over the least limit: where others are looked at
+_FACTORS = (1.1, 1.25, 1.5, 2.0, 4.0)  # over the least limit: where others are looked at
 
 
 def _filled(most: Numbers, shares: Numbers, count: int) -> Numbers:

@@ -131,16 +131,18 @@ def _best(search: Search, problem: Problem, found: Mapping[Plan, float]) -> Plan
 def _simulated(found: Mapping[Plan, float], problem: Problem) -> dict[Plan, float]:
     """Return the plans of least seconds by the closed form, with the seconds that simulations of them take.
 
-    As many as are near the best, and can be simulated in the time that there is, which is counted in jobs, so that the
-    answer depends on nothing else.
+    Those that are near the best, as far as they can be simulated in the time that there is, which is counted in jobs,
+    so that the answer depends on nothing else. None takes more than half of what is left, so that there is room for
+    those that take few.
     """
-    taken, jobs = dict[Plan, float](), 0
+    taken, left = dict[Plan, float](), MOST_JOBS
     for plan in sorted(found, key=lambda plan: (found[plan], plan.summary())):
-        jobs += num_jobs(plan) + len(plan.devices)
-        is_near = jobs <= MOST_JOBS and found[plan] <= WORTH * min(taken.values(), default=math.inf)
-        if len(taken) >= LEAST_FINALISTS and not is_near:
+        if len(taken) >= LEAST_FINALISTS and found[plan] > WORTH * min(taken.values()):
             break
-        taken[plan] = simulated_seconds(plan, problem.costs_of(plan), problem.cluster)
+        jobs = num_jobs(plan) + len(plan.devices)
+        if len(taken) < LEAST_FINALISTS or jobs <= left // 2:
+            taken[plan] = simulated_seconds(plan, problem.costs_of(plan), problem.cluster)
+            left -= jobs
     return taken
 
 

@@ -16,7 +16,7 @@ from hetu_fx.base.documents import nearest
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.contiguous import CONTIGUOUS
 from hetu_fx.planner.search.hap.entry import HAP
-from hetu_fx.planner.search.heteroauto.adapter import HETEROAUTO
+from hetu_fx.planner.search.heteroauto.adapter import HETEROAUTO, KINDS
 from hetu_fx.planner.search.homogeneous import HOMOGENEOUS
 from hetu_fx.planner.search.hydraulis.adapter import HYDRAULIS
 from hetu_fx.planner.search.malleus.adapter import MALLEUS
@@ -54,6 +54,11 @@ def _kinds_differ(problem: Problem) -> bool:
 
 def _is_up_to(most: int, problem: Problem) -> bool:
     return len(problem.cluster.devices) <= most
+
+
+def _kinds_mix(problem: Problem) -> bool:
+    """Tell whether there are devices of several kinds, few enough to be searched for more than equal pipelines."""
+    return _kinds_differ(problem) and _is_up_to(_LARGE, problem)
 
 
 def some_straggle(problem: Problem, *, or_up_to: int) -> bool:
@@ -103,11 +108,11 @@ def auto(by_length: Search, rules: Sequence[SearchRule]) -> Search:
 AUTO = auto(
     HYDRAULIS,
     (
-        SearchRule(CLASSES, always),
+        SearchRule(KINDS, _kinds_mix),
+        SearchRule(CLASSES, lambda problem: not _kinds_mix(problem) or bool(KINDS.lacks(problem))),
         SearchRule(HOMOGENEOUS, always),
         SearchRule(CONTIGUOUS, partial(_is_up_to, _SMALL)),
         SearchRule(MALLEUS, partial(some_straggle, or_up_to=_FEW)),
-        SearchRule(HETEROAUTO, lambda problem: _kinds_differ(problem) and _is_up_to(_LARGE, problem)),
         SearchRule(HAP, _has_no_blocks_for_few),
     ),
 )

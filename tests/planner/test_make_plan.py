@@ -22,11 +22,11 @@ from hetu_fx.planner.search.estimates import Builder
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.search.replica import ReplicaRules
 from hetu_fx.planner.searches import DEFAULT
-from hetu_fx.planner.simulate.simulate import simulated_seconds
+from hetu_fx.planner.simulate.simulate import num_jobs, simulated_seconds
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.plans.plan import Plan
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from tests.planner.examples import FAST_LINK, paper, transformer
 from tests.planner.search.nets import problem
 
@@ -34,6 +34,18 @@ BIG = transformer(rows=16, length=128, width=256)
 
 
 SHARING = PlanOptions(sequence_parallel=True)
+
+
+def test_finalists_that_take_many_jobs_leave_room_for_those_that_take_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Problem(Profile(BIG), paper(*[100] * 8))
+    many = [Plan((Pipeline((Stage((0,)), Stage((1,))), micro_batches=16 - count),)) for count in range(12)]
+    few = Plan((Pipeline((Stage((2,)),), micro_batches=1),))
+    found = {plan.with_blocks(BIG.num_blocks): 1e-9 * (100 + number) for number, plan in enumerate((*many, few))}
+    jobs = [num_jobs(plan) + len(plan.devices) for plan in (*many[: planning.LEAST_FINALISTS], few, few)]
+    monkeypatch.setattr(planning, "MOST_JOBS", sum(jobs))
+    taken = planning._simulated(found, asked)
+    assert few.with_blocks(BIG.num_blocks) in taken
+    assert len(taken) == planning.LEAST_FINALISTS + 1
 
 
 def seconds(plan: Plan) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from typing import Literal
@@ -231,16 +231,14 @@ class Ways:
         """Return what all ways in one direction take, if devices do nothing else."""
         if direction == "gather" and not self._plan.zero:
             return Ends(0.0, {})
-        free, spent = _Free(), defaultdict[int, float](float)
-        busy, done = defaultdict[Resource, float](float), [0.0]
+        free, spent, done = _Free(), defaultdict[int, float](float), [0.0]
+        busy = self._busy(self._travelling(direction))
         for bucket in self._travelling(direction):
-            way, ranks = self._way(bucket.holders), self._members(bucket.holders)
-            seconds, share = self._seconds_of(direction, bucket), way.share(bucket.start, bucket.stop)
+            ranks = self._members(bucket.holders)
+            seconds = self._seconds_of(direction, bucket)
             done.append(free.take(ranks, seconds))
             for rank in ranks:
                 spent[rank] += seconds
-            for resource, load in way.loads.items():
-                busy[resource] += share * load
         for readers, seconds in self._tied(direction):
             done.append(free.take(readers, seconds))
             for rank in readers:
@@ -254,17 +252,21 @@ class Ways:
 
         Links are shared as if each had room for all that comes after the first bucket is ready.
         """
-        busy, done = defaultdict[Resource, float](float), [0.0]
         travelling = self._travelling("gradients")
-        for bucket in travelling:
-            way, seconds = self._way(bucket.holders), self._seconds_of("gradients", bucket)
-            share = way.share(bucket.start, bucket.stop)
-            done.append(ready(bucket) + seconds)
-            for resource, load in way.loads.items():
-                busy[resource] += share * load
+        done = [0.0, *(ready(bucket) + self._seconds_of("gradients", bucket) for bucket in travelling)]
         first = min(map(ready, travelling), default=0.0)
-        done += [first + seconds for seconds in busy.values()]
+        done += [first + seconds for seconds in self._busy(travelling).values()]
         return max(done) + max((seconds for _, seconds in self._tied("gradients")), default=0.0)
+
+    def _busy(self, travelling: Iterable[Bucket]) -> dict[Resource, float]:
+        """Return for how long some buckets keep each resource."""
+        shares, busy = defaultdict[Holders, float](float), defaultdict[Resource, float](float)
+        for bucket in travelling:
+            shares[bucket.holders] += self._way(bucket.holders).share(bucket.start, bucket.stop)
+        for holders, share in shares.items():
+            for resource, load in self._way(holders).loads.items():
+                busy[resource] += share * load
+        return busy
 
     def _seconds_of(self, direction: Direction, bucket: Bucket) -> float:
         return self._way(bucket.holders).seconds(direction, bucket.start, bucket.stop)

@@ -25,7 +25,7 @@ import itertools
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -52,11 +52,14 @@ class _Receiver:
         counts = range(self.low, self.high + 1)
         return self.low - 1 + bisect_left(counts, True, key=lambda count: self.seconds(count) > deadline)
 
-    def least_deadline(self, total: int, receivers: Sequence[_Receiver]) -> float:
-        """Return the least that one takes for any count by which everything can be taken, or infinity."""
+    def least_deadline(self, total: int, receivers: Sequence[_Receiver], below: float) -> float:
+        """Return the least that one takes for a count by which everything can be taken, or `below` if that is less."""
         counts = range(self.low, self.high + 1)
-        first = bisect_left(counts, True, key=lambda count: _can_take(total, receivers, self.seconds(count)))
-        return self.seconds(counts[first]) if first < len(counts) else math.inf
+        near = bisect_left(counts, True, key=lambda count: self.seconds(count) >= below)
+        if not near or not _can_take(total, receivers, self.seconds(counts[near - 1])):
+            return below
+        fits = bisect_left(counts[: near - 1], True, key=lambda count: _can_take(total, receivers, self.seconds(count)))
+        return self.seconds(counts[fits])
 
 
 def _can_take(total: int, receivers: Sequence[_Receiver], deadline: float) -> bool:
@@ -81,7 +84,9 @@ def spread(
         return None
     keys = list(zip(costs, low, high, strict=True))
     receivers = {key: _Receiver(cache(key[0]), *key[1:], number) for key, number in Counter(keys).items()}
-    deadline = min(one.least_deadline(total, list(receivers.values())) for one in receivers.values())
+    deadline, unlike = math.inf, list(receivers.values())
+    for one in unlike:
+        deadline = one.least_deadline(total, unlike, deadline)
     most = {key: one.most(deadline) for key, one in receivers.items()}
     return _given_back([most[key] for key in keys], [receivers[key] for key in keys], total)
 
@@ -193,15 +198,17 @@ def least_longest(total: int, lines: Sequence[Line]) -> float:
     """
     if total < len(lines):
         return math.inf
-    level = _level(total, lines) * _BELOW
-    counts = [max(1, int((level - line.fixed) / line.slope)) for line in lines]
-    following = [line(count + 1) for line, count in zip(lines, counts, strict=True)]
-    heap = list(zip(following, range(len(lines)), strict=True))
+    alike = Counter(lines)
+    level = _level(total, alike.items()) * _BELOW
+    counts = {line: max(1, int((level - line.fixed) / line.slope)) for line in alike}
+    heap = [(line(count + 1), line.slope, alike[line]) for line, count in counts.items()]
     heapq.heapify(heap)
-    for _ in range(total - sum(counts)):
-        level, i = heap[0]
-        heapq.heapreplace(heap, (level + lines[i].slope, i))
-    return max(level, *(line(1) for line in lines))
+    left = total - sum(alike[line] * count for line, count in counts.items())
+    while left > 0:
+        level, slope, number = heap[0]
+        heapq.heapreplace(heap, (level + slope, slope, number))
+        left -= number
+    return max(level, *(line(1) for line in alike))
 
 
 def least_passing(total: int, lines: Sequence[Line], weight: float) -> float:
@@ -213,23 +220,28 @@ def least_passing(total: int, lines: Sequence[Line], weight: float) -> float:
     longest = least_longest(total, lines)
     if longest == math.inf:
         return math.inf
-    order = sorted(lines, key=lambda line: line.slope)
-    steps = [count for count in range(1, len(order)) if order[count].slope > order[count - 1].slope]
+    order = sorted(Counter(lines).items(), key=lambda pair: pair[0].slope)
+    steps = [count for count in range(1, len(order)) if order[count][0].slope > order[count - 1][0].slope]
     limits = [longest, *(limit for count in steps if (limit := _level(total, order[:count])) > longest)]
     fixed = sum(line.fixed for line in lines)
     return fixed + min(weight * limit + _filled(total, order, limit) for limit in limits)
 
 
-def _level(total: int, lines: Sequence[Line]) -> float:
+Alike = Collection[tuple[Line, int]]
+"""Lines, and how many are alike."""
+
+
+def _level(total: int, lines: Alike) -> float:
     """Return by when items, divided at will, are done."""
-    return (total + sum(line.fixed / line.slope for line in lines)) / sum(1 / line.slope for line in lines)
+    fixed = sum(number * line.fixed / line.slope for line, number in lines)
+    return (total + fixed) / sum(number / line.slope for line, number in lines)
 
 
-def _filled(total: int, lines: Sequence[Line], limit: float) -> float:
+def _filled(total: int, lines: Alike, limit: float) -> float:
     """Return the time of `total` items given to lines in order, as many as each does by the limit."""
     left, taken = float(total), 0.0
-    for line in lines:
-        count = min(left, max(0.0, (limit - line.fixed) / line.slope))
+    for line, number in lines:
+        count = min(left, number * max(0.0, (limit - line.fixed) / line.slope))
         left -= count
         taken += count * line.slope
     return taken

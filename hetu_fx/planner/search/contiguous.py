@@ -171,7 +171,7 @@ class _DeadlineSearch:
                 return
             chosen = [table.options[best[segment][1]].replica for segment in segments]
             as_chosen = replace(self._rules, recompute=False)
-            seconds = self._price([Family.of(one, num_replicas, as_chosen) for one in chosen])
+            seconds = self._price([Family(one, num_replicas, as_chosen) for one in chosen])
             # a plan may cost more than the deadline that it was found for: its ends are the slowest replica's
             deadline = seconds * (1 - _FASTER) if seconds <= deadline else deadline * (1 - _STEP)
 
@@ -188,7 +188,7 @@ class _DeadlineSearch:
         """Return the ways in which a replica fits memory, worked out once for all that hold the same."""
         key = (id(replica.holdings), num_replicas)  # the builder keeps them, one object for all that are alike
         if key not in self._ways:
-            limits = Family.of(replica, num_replicas, self._rules).limits
+            limits = Family(replica, num_replicas, self._rules).limits
             self._ways[key] = tuple(way for limit in limits for way in self._lighter(replica, num_replicas, *limit))
         return self._ways[key]
 

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.comm_ops.plans.cost import BUCKETS_AT_ONCE, cheapest_ring_cost
 from hetu_fx.planner.price.links import hand_over_line
@@ -103,7 +104,10 @@ class Estimates:
         self._replicas: dict[Hashable, Replica] = {}
         self._families: dict[Hashable, Family | None] = {}
         self._hand_overs: dict[Hashable, Line] = {}
-        self._seconds: dict[Hashable, float] = {}
+        self._bounds: dict[Hashable, tuple[tuple[float, int], ...]] = {}
+        self._free: dict[Hashable, Blocks | None] = {}
+        self._turn_seconds: dict[tuple[float, tuple[int, ...]], tuple[float, float, float]] = {}
+        self._seconds: dict[Hashable, dict[tuple[int, int], float]] = {}
         self._rings: dict[Hashable, tuple[int, ...]] = {}
         self._kinds: dict[tuple[int, ...], Hashable] = {}
 
@@ -117,26 +121,32 @@ class Estimates:
     def _new_family(self, groups: Groups, num_replicas: int, rows: int) -> Family | None:
         """Return the fastest of pipelines whose blocks are balanced for each number of micro-batches of their rows."""
         best, found = None, set[Blocks]()
-        for bound, count in sorted(self._bounds(groups, rows)):
+        for bound, count in sorted(self.bounds(groups, rows)):
             if best is not None and bound > _OTHER * best.seconds(rows):
                 break
             micro_rows = math.ceil(rows / count)
             blocks = self.blocks(groups, num_replicas, (micro_rows, count), micro_rows)
             if blocks is not None and blocks not in found:
                 found.add(blocks)
-                family = Family.of(self.replica(groups, blocks), num_replicas, self._rules)
+                family = Family(self.replica(groups, blocks), num_replicas, self._rules)
                 best = family if best is None else min(best, family, key=lambda one: one.seconds(rows))
         return best
 
     def least_seconds(self, groups: Groups, rows: int, *, hands_over: bool = True) -> float:
         """Return seconds that no pipeline of these stages is below for so many rows; they take little to work out."""
-        return min(bound for bound, _ in self._bounds(groups, rows, hands_over=hands_over))
+        return min(bound for bound, _ in self.bounds(groups, rows, hands_over=hands_over))
 
-    def _bounds(self, groups: Groups, rows: int, *, hands_over: bool = True) -> Iterator[tuple[float, int]]:
-        """Yield such seconds for each number of micro-batches; 0 where blocks differ.
+    def bounds(self, groups: Groups, rows: int, *, hands_over: bool = True) -> tuple[tuple[float, int], ...]:
+        """Return such seconds for each number of micro-batches; 0 where blocks differ.
 
         They leave out memory.
         """
+        key = self.key(groups), rows, hands_over
+        if key not in self._bounds:
+            self._bounds[key] = tuple(self._new_bounds(groups, rows, hands_over))
+        return self._bounds[key]
+
+    def _new_bounds(self, groups: Groups, rows: int, hands_over: bool) -> Iterator[tuple[float, int]]:
         whole, by_block, besides = self._costs.num_blocks, *self._block_lines(groups, hands_over)
         for count in sorted({min(one, rows) for one in self._rules.micro_batches}):
             micro_rows = math.ceil(rows / count)
@@ -167,16 +177,44 @@ class Estimates:
         `rows` are those of a micro-batch, and how many of these.
         """
         runs = [StageRun.of(stage, len(groups), rows, num_replicas, self._rules) for stage in range(len(groups))]
-        asked = [(self._kind(group), run, timed_rows) for group, run in zip(groups, runs, strict=True)]
+        free = self._free_blocks(groups, timed_rows)
+        if free is not None and self._keep_all(groups, free, runs):
+            return free
+        pairs = zip(groups, runs, strict=True)
+        known = [self._seconds.setdefault((self._kind(group), run, timed_rows), {}) for group, run in pairs]
 
         def seconds(index: int, start: int, stop: int) -> float:
-            key = (asked[index], start, stop)
-            if key not in self._seconds:
+            if (start, stop) not in known[index]:
                 stage = self.stage(groups[index], start, stop)
-                self._seconds[key] = stage.seconds_of(runs[index], self._rules, timed_rows)
-            return self._seconds[key]
+                known[index][start, stop] = stage.seconds_of(runs[index], self._rules, timed_rows)
+            return known[index][start, stop]
 
         return self.balanced(groups, seconds)
+
+    def _free_blocks(self, groups: Groups, rows: int) -> Blocks | None:
+        """Return the blocks that let stages end together if memory is left out; None where blocks differ."""
+        key = tuple(map(self._kind, groups)), rows
+        if key not in self._free:
+            self._free[key] = self._new_free_blocks(groups, rows)
+        return self._free[key]
+
+    def _new_free_blocks(self, groups: Groups, rows: int) -> Blocks | None:
+        count = self._costs.num_blocks
+        if not self._costs.is_uniform or not len(groups) < count:
+            return None
+        pairs = [((1, 2), (1, 3))] * len(groups)  # of one block and of two
+        pairs[0], pairs[-1] = ((0, 1), (0, 2)), ((count - 1, count), (count - 2, count))
+        if len(groups) == 1:
+            return (count,)
+        times = [[self.stage(group, *n).seconds(rows) for n in pair] for group, pair in zip(groups, pairs, strict=True)]
+        lines = [Line(first - (second - first), second - first) for first, second in times]
+        return deal(count, len(groups), lambda index, start, stop: lines[index](stop - start))
+
+    def _keep_all(self, groups: Groups, blocks: Blocks, runs: Sequence[StageRun]) -> bool:
+        """Tell whether stages of so many blocks fit memory with nothing recomputed."""
+        stops = itertools.accumulate(blocks)
+        found = (self.stage(group, stop - n, stop) for group, n, stop in zip(groups, blocks, stops, strict=True))
+        return all(stage.keeps_all(run, self._rules) for stage, run in zip(found, runs, strict=True))
 
     def balanced(self, groups: Groups, seconds: RangeSeconds) -> Blocks | None:
         """Return the blocks that let stages end together; None when none take finite seconds."""
@@ -235,8 +273,10 @@ class Estimates:
         update = max(replica.update_seconds for replica in found)
         ring = tuple([devices[place] for devices in firsts for place in self._sharing(devices)])
         pieces = max(1, *(stage.blocks or 0 for replica in found for stage in replica.pipeline.stages))
-        rings = [self._turns(parameters, one, zero, pieces) for one in (ring, (last, *ring[1:]))]
-        gradients, gather = (max(column) for column in zip(*rings, strict=True))
+        is_near = self._node[last] == self._node[ring[0]]
+        rings = [ring] if is_near else [ring, (last, *ring[1:])]
+        turns = [self._turns(parameters, one, zero, pieces) for one in rings]
+        gradients, gather = (max(column) for column in zip(*turns, strict=True))
         turn = shared_bytes / self._cluster.inter.bytes_per_second
         sums = self._costs.row_sums.seconds([devices[0] for devices in firsts], self._cluster)
         return EndEstimate(
@@ -246,12 +286,15 @@ class Estimates:
             pieces=pieces,
         )
 
-    def _turns(self, num_bytes: float, ring: Sequence[int], zero: int, pieces: int) -> tuple[float, float]:
+    def _turns(self, num_bytes: float, ring: tuple[int, ...], zero: int, pieces: int) -> tuple[float, float]:
         """Return (gradient sync, gather) seconds of so many pieces around a ring, a few of them at once."""
-        empty, full = (sync_seconds(size, ring, self._cluster, zero) for size in (0.0, num_bytes))
-        at_once, turn = min(pieces, BUCKETS_AT_ONCE), cheapest_ring_cost(num_bytes, ring, self._cluster)
-        first, second = ((pieces * a + b - a) / at_once for a, b in zip(empty, full, strict=True))
-        return max(first, turn if zero else 2 * turn), max(second, turn if zero else 0.0)
+        key = num_bytes, ring
+        if key not in self._turn_seconds:
+            empty, full = (sync_seconds(size, ring, self._cluster, zero=1)[1] for size in (0.0, num_bytes))
+            self._turn_seconds[key] = empty, full, cheapest_ring_cost(num_bytes, ring, self._cluster)
+        empty, full, least = self._turn_seconds[key]
+        turn = max((pieces * empty + full - empty) / min(pieces, BUCKETS_AT_ONCE), least)
+        return (turn, turn) if zero else (2 * turn, 0.0)
 
     def shared_bytes(self, pipelines: Sequence[Groups], replica: Replica, *, are_all: bool = True) -> float:
         """Return the most bytes of parameters that one turn sends through the link of a node; 0 within one node.
@@ -270,14 +313,14 @@ class Estimates:
                     total[node] = total.get(node, 0.0) + size
         return max(total.values(), default=0.0)
 
-    def least_turn_seconds(self, pipelines: Sequence[Groups]) -> float:
+    def least_turn_seconds(self, pipelines: Sequence[Groups], *, are_all: bool = True) -> float:
         """Return for how long one turn of all parameters keeps the link of some node busy at least.
 
-        Whatever the stages hold, as far as none stands in one node only.
+        Whatever the stages hold, as far as none stands in one node only. `are_all`: there are no other pipelines.
         """
         held = [{self._node[rank] for group in stage for rank in group} for stage in zip(*pipelines, strict=True)]
         least = min(map(len, held))
-        share = least / len(set[int]().union(*held)) if least > 1 else 0.0
+        share = least / len(set[int]().union(*held)) if least > 1 or not are_all else 0.0
         size = self._costs.between(0, self._costs.num_blocks).parameter_bytes
         return share * size * _ROUNDED / self._cluster.inter.bytes_per_second
 
@@ -341,6 +384,12 @@ class Estimates:
             stages = Stage(group), Stage(other)
             self._hand_overs[key] = hand_over_line(*stages, size, self._cluster)
         return self._hand_overs[key]
+
+
+@once
+def even_estimates(problem: Problem) -> Estimates:
+    """Return the estimates of a problem's plans whose groups have equal shards, which all searches share."""
+    return Estimates(problem.costs, problem.cluster, rules_of(problem, problem.options.zero))
 
 
 def _but_for_place(device: Device) -> Device:

@@ -192,7 +192,7 @@ class _Estimating:
         firsts, last = [one[0] for one in groups], groups[0][-1][-1]
         rows, shared = costs.rows // degrees.pipelines, self._estimates.shared_bytes(groups, replicas[0])
         crossing = rows * self._estimates.crossing_seconds(groups, replicas[0])
-        for given in self._rules:
+        for given in self._rules if len(groups) * degrees.context > 1 else self._rules[-1:]:
             ways = list(_ways(replicas, degrees, costs.rows, given))
             end = self._estimates.ends(replicas, firsts, last, given.zero, shared) if ways else NO_END
             for way in ways:
@@ -214,7 +214,7 @@ def _ways(replicas: Sequence[Replica], degrees: Degrees, total: int, rules: Repl
     rows = math.ceil(total / degrees.pipelines)
     counts = {min(count, rows): count for count in reversed(rules.micro_batches)}
     asked = replace(rules, micro_batches=tuple(sorted(counts.values())))
-    found = [Family.of(replica, degrees.pipelines, asked).ways(rows) for replica in replicas]
+    found = [Family(replica, degrees.pipelines, asked).ways(rows) for replica in replicas]
     for count in sorted(counts):
         ways = [way for own in found for way in own if min(way.micro_batches, rows) == count]
         if len(ways) == len(replicas):

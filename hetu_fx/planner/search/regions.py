@@ -13,16 +13,17 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from bisect import insort
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from hetu_fx.cluster.cluster import Device
+from hetu_fx.planner.price.bound import bound_seconds
+from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD
 from hetu_fx.planner.search.allocate import spread
 from hetu_fx.planner.search.device_orders import Groups, alike_in, ranks_by_node
-from hetu_fx.planner.search.estimates import NO_END, EndEstimate, Estimates, rules_of
+from hetu_fx.planner.search.estimates import NO_END, EndEstimate, Estimates, even_estimates
 from hetu_fx.planner.search.homogeneous import best_priced, stage_counts
-from hetu_fx.planner.search.problem import Candidates, Problem, Search
+from hetu_fx.planner.search.problem import WORTH, Candidates, Problem, Search
 from hetu_fx.planner.search.replica import Family
 from hetu_fx.planner.search.splits import in_all_splits
 from hetu_fx.plans.plan import Pipeline, Plan
@@ -44,7 +45,8 @@ class Template:
     """Equal pipelines over a region, the ways to run one of them, and what a step takes besides.
 
     `shared_bytes` are those that one turn of all parameters sends through the link of a node if there are others too;
-    hand-overs of a row of each pipeline keep such a link busy for `crossing_seconds`.
+    hand-overs of a row of each pipeline keep such a link busy for `crossing_seconds`. `known` are the seconds of steps,
+    as far as they have been asked for.
     """
 
     pipelines: tuple[Groups, ...]
@@ -52,15 +54,24 @@ class Template:
     end: EndEstimate = NO_END
     shared_bytes: float = 0.0
     crossing_seconds: float = 0.0
+    known: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def of(cls, pipelines: tuple[Groups, ...], family: Family, estimates: Estimates, zero: int) -> Template:
-        """Return the template with what a step of it alone takes besides."""
+    def of(
+        cls, pipelines: tuple[Groups, ...], family: Family, estimates: Estimates, zero: int, *, is_alone: bool = True
+    ) -> Template:
+        """Return the template with what a step of it takes besides: alone, or beside others at the least."""
         replica = family.replica
         alone, beside = (estimates.shared_bytes(pipelines, replica, are_all=are_all) for are_all in (True, False))
         crossing = estimates.crossing_seconds(pipelines, replica)
         made = cls(pipelines, family, shared_bytes=beside, crossing_seconds=crossing)
-        return replace(made, end=estimates.ends([replica], *made.ends, zero, alone))
+        end = estimates.ends([replica], *made.ends, zero, alone if is_alone else beside)
+        return replace(made, family=family.hiding(end.gradients, zero), end=end, known={})
+
+    def kind(self, estimates: Estimates) -> Hashable:
+        """Return what templates have in common whose pipelines take the same, and are as many."""
+        blocks = tuple([stage.blocks for stage in self.family.replica.pipeline.stages])
+        return estimates.key(self.pipelines[0]), blocks, len(self.pipelines), self.shared_bytes, self.crossing_seconds
 
     @property
     def ends(self) -> tuple[list[tuple[int, ...]], int]:
@@ -75,8 +86,10 @@ class Template:
         return max(self.family.seconds(own), own * self.crossing_seconds + self.family.latency(own))
 
     def step_seconds(self, rows: int) -> float:
-        """Return the seconds of a step of so many rows over all pipelines, if there are no others."""
-        return self.seconds(rows) + self.end.seconds(self.last_backward(rows))
+        """Return the seconds of a step of so many rows over all pipelines, with what it takes besides."""
+        if rows not in self.known:
+            self.known[rows] = self.seconds(rows) + self.end.seconds(self.last_backward(rows))
+        return self.known[rows]
 
     def last_backward(self, rows: int) -> float:
         """Return the seconds of the backward with which a pipeline ends, the fewest that one has."""
@@ -106,14 +119,15 @@ class Deal:
         """Return the most rows of a pipeline, of so many in all."""
         return math.ceil(total / self.count)
 
-    def least_seconds(self, estimates: Estimates, rows: int, zero: int) -> tuple[float, float]:
-        """Return bounds that no template is below: of its pipelines, and of what ends a step."""
-        turn = estimates.least_turn_seconds(tuple(map(self.pipeline, range(self.count)))) if zero else 0.0
-        return estimates.least_seconds(self.pipeline(0), self.rows(rows)), turn
+    def bounds(self, estimates: Estimates, rows: int) -> DealBounds:
+        """Return bounds that no template is below."""
+        pipelines = tuple(map(self.pipeline, range(self.count)))
+        turns = (estimates.least_turn_seconds(pipelines, are_all=are_all) for are_all in (True, False))
+        return DealBounds(estimates.bounds(pipelines[0], self.rows(rows)), *turns)
 
-    def template(self, family: Family, estimates: Estimates, zero: int) -> Template:
+    def template(self, family: Family, estimates: Estimates, zero: int, *, is_alone: bool = True) -> Template:
         """Return the template of all pipelines, run in one of these ways."""
-        return Template.of(tuple(map(self.pipeline, range(self.count))), family, estimates, zero)
+        return Template.of(tuple(map(self.pipeline, range(self.count))), family, estimates, zero, is_alone=is_alone)
 
     def _of(self, found: Sequence[tuple[int, ...]], index: int) -> Sequence[tuple[int, ...]]:
         each = len(found) // self.count
@@ -123,28 +137,63 @@ class Deal:
 
 
 @dataclass(frozen=True, slots=True)
+class DealBounds:
+    """What no template of a deal is below.
+
+    Attributes:
+        pipeline: the seconds of its pipelines for each number of micro-batches.
+        alone, beside: those of a turn of all parameters, by itself and with other pipelines.
+    """
+
+    pipeline: tuple[tuple[float, int], ...]
+    alone: float
+    beside: float
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What templates are for: a region, with states as given, alone or beside others."""
+
+    region: Region
+    zero: int
+    is_alone: bool = True
+
+    def least_seconds(self, bounds: DealBounds) -> float:
+        """Return what a step takes at least.
+
+        Gradients travel beside the last backward, which is no more than its share of what a micro-batch takes.
+        """
+        turn = bounds.alone if self.is_alone else bounds.beside
+        hidden = ((seconds, (1 - 1 / FORWARD_AND_BACKWARD) * seconds / count) for seconds, count in bounds.pipeline)
+        if self.zero:
+            return min(seconds + turn + max(0.0, turn - least) for seconds, least in hidden)
+        return min(seconds + max(0.0, 2 * turn - least) for seconds, least in hidden)
+
+
+@dataclass(frozen=True, slots=True)
 class Draft:
-    """A deal by number, what its pipelines and the end of a step take at least, and how pipelines run if known."""
+    """A deal with its bounds, and how its pipelines run if that is known."""
 
     deal: Deal
-    number: int
-    pipeline_seconds: float
-    end_seconds: float
+    bounds: DealBounds
     family: Family | None = None
 
-    @property
-    def least_seconds(self) -> float:
-        """Return seconds that no template of it is below."""
-        return self.pipeline_seconds + self.end_seconds
+    def worked_out(self, estimates: Estimates, rows: int, place: Place) -> Queued | None:
+        """Return it with blocks dealt to stages, or, where they are, its template; None where no blocks fit."""
+        if self.family is None:
+            own = self.deal.rows(rows)
+            family = estimates.family(self.deal.pipeline(0), self.deal.count, own)
+            if family is None:
+                return None
+            known = replace(self.bounds, pipeline=tuple(family.bounds(own)))
+            return place.least_seconds(known), replace(self, family=family)
+        made = self.deal.template(self.family, estimates, place.zero, is_alone=place.is_alone)
+        seconds = made.step_seconds(rows)
+        return (seconds, made) if seconds < math.inf else None
 
-    def __lt__(self, other: Draft) -> bool:
-        return (self.least_seconds, self.number) < (other.least_seconds, other.number)
 
-    def with_blocks(self, estimates: Estimates, rows: int) -> Draft | None:
-        """Return it with blocks dealt to stages; None where none fit."""
-        own = self.deal.rows(rows)
-        family = estimates.family(self.deal.pipeline(0), self.deal.count, own)
-        return None if family is None else replace(self, family=family, pipeline_seconds=family.seconds(own))
+Queued = tuple[float, Draft | Template]
+"""A template with its seconds, or a draft with seconds that its template is not below."""
 
 
 def classes_of(problem: Problem) -> list[tuple[Device, ...]]:
@@ -153,41 +202,60 @@ def classes_of(problem: Problem) -> list[tuple[Device, ...]]:
     return [alike.devices for alike in found]
 
 
+class _Fastest:
+    """The templates for a place, those first that are fastest with what ends a step, as far as they are asked for.
+
+    Blocks are dealt, and then the end of a step priced, as long as either can matter.
+    """
+
+    def __init__(self, place: Place, rows: int, estimates: Estimates, queue: Iterable[Queued]) -> None:
+        self._place, self._rows, self._estimates = place, rows, estimates
+        self._queue = [(seconds, number, one) for number, (seconds, one) in enumerate(queue)]
+        heapq.heapify(self._queue)
+        self._found: dict[Hashable, tuple[float, Template]] = {}
+
+    def first(self, count: int, below: float) -> list[Template]:
+        """Return so many of them, those that take less than some seconds."""
+        while len(self._found) < count and self._queue and self._queue[0][0] < below:
+            seconds, number, one = heapq.heappop(self._queue)
+            if isinstance(one, Template):
+                self._found.setdefault(one.kind(self._estimates), (seconds, one))
+            elif (known := one.worked_out(self._estimates, self._rows, self._place)) is not None:
+                heapq.heappush(self._queue, (known[0], number, known[1]))
+        found = itertools.islice(self._found.values(), count)
+        return [template for seconds, template in found if seconds < below]
+
+
 class Templates:
-    """The fastest templates of each region."""
+    """The fastest templates of each region, as many as are asked for."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self.estimates = Estimates(problem.costs, problem.cluster, rules_of(problem, problem.options.zero))
+        self.estimates = even_estimates(problem)
         self.classes = classes_of(problem)
-        self._found: dict[Region, list[Template]] = {}
+        self._deals: dict[Region, list[Draft]] = {}
+        self._found: dict[Place, _Fastest] = {}
 
-    def best(self, region: Region) -> list[Template]:
-        """Return the fastest for the rows that the region's speed stands for, fastest first."""
-        if region not in self._found:
-            rows = self.rows_of(region)
-            self._found[region] = self._fastest(self._all(region, rows), rows)
-        return self._found[region]
+    def best(self, place: Place, count: int, below: float = math.inf) -> list[Template]:
+        """Return so many of the fastest for the rows that the region's speed stands for, fastest first.
 
-    def _fastest(self, deals: Iterable[Deal], rows: int) -> list[Template]:
-        """Return the templates that are fastest with what ends a step.
-
-        Blocks are dealt, and then the end of a step priced, as long as either can matter.
+        Those alone that take less than `below` seconds.
         """
-        kept, zero = list[tuple[float, int, Template]](), self._problem.options.zero
-        queue = [
-            Draft(deal, number, *deal.least_seconds(self.estimates, rows, zero)) for number, deal in enumerate(deals)
-        ]
-        heapq.heapify(queue)
-        while queue and not (len(kept) == KEPT and queue[0].least_seconds > kept[-1][0]):
-            draft = heapq.heappop(queue)
-            if draft.family is not None:
-                made = draft.deal.template(draft.family, self.estimates, zero)
-                insort(kept, (made.step_seconds(rows), draft.number, made), key=lambda one: one[:2])
-                del kept[KEPT:]
-            elif (dealt := draft.with_blocks(self.estimates, rows)) is not None:
-                heapq.heappush(queue, dealt)
-        return [made for *_, made in kept]
+        if place not in self._found:
+            rows = self.rows_of(place.region)
+            self._found[place] = _Fastest(place, rows, self.estimates, self.queue(place))
+        return self._found[place].first(count, below)
+
+    def queue(self, place: Place) -> Iterator[Queued]:
+        """Yield what there may be templates of."""
+        yield from ((place.least_seconds(one.bounds), one) for one in self._drafts(place.region))
+
+    def _drafts(self, region: Region) -> list[Draft]:
+        """Return all deals of a region with their bounds."""
+        if region not in self._deals:
+            rows = self.rows_of(region)
+            self._deals[region] = [Draft(d, d.bounds(self.estimates, rows)) for d in self._all(region, rows)]
+        return self._deals[region]
 
     def rows_of(self, region: Region) -> int:
         """Return the rows of a step in proportion to speed."""
@@ -252,52 +320,78 @@ class Estimated:
     chosen: tuple[Template, ...]
     rows: tuple[int, ...]
 
+    @property
+    def zero(self) -> int:
+        """Return how optimizer states are kept."""
+        return self.chosen[0].family.rules.zero
+
     def plan(self, problem: Problem) -> Plan:
         """Return the plan."""
         pairs = zip(self.chosen, self.rows, strict=True)
         made = (pipeline for template, count in pairs for pipeline in template.made(count))
-        return problem.plan(sorted(made, key=lambda pipeline: min(pipeline.devices)))
+        plan = problem.plan(sorted(made, key=lambda pipeline: min(pipeline.devices)))
+        return replace(plan, zero=self.zero)
 
 
 def estimated(problem: Problem, templates: Templates | None = None) -> Iterator[Estimated]:
     """Yield what plans of templates are estimated to take, those of this module unless others are given."""
-    templates, found = Templates(problem) if templates is None else templates, False
-    for cut in dict.fromkeys(cuts(tuple(range(len(templates.classes))))):
-        if problem.time_limit.ends(found):
+    templates, least = Templates(problem) if templates is None else templates, math.inf
+    asked = itertools.product(_cuts_by_speed(problem, templates.classes), reversed(range(problem.options.zero + 1)))
+    for (bound, cut), zero in asked:
+        if problem.time_limit.ends(least < math.inf):
             return
-        kept = [templates.best(region)[: max(1, KEPT >> 2 * (len(cut) - 1))] for region in cut]
-        for chosen in itertools.product(*kept) if cut else ():
-            made = estimate(chosen, problem, templates.estimates)
+        if bound > WORTH * least:
+            break
+        places = [Place(region, zero, len(cut) == 1) for region in cut]
+        count = max(1, KEPT >> 2 * (len(cut) - 1))
+        below = WORTH * least if len(cut) == 1 else math.inf
+        for chosen in itertools.product(*(templates.best(place, count, below) for place in places)):
+            is_single = sum(len(template.pipelines) for template in chosen) == 1  # states are whole in any case
+            made = None if is_single and zero < problem.options.zero else estimate(chosen, problem, templates.estimates)
             if made is not None:
-                found = True
+                least = min(least, made.seconds)
                 yield made
+
+
+def _cuts_by_speed(problem: Problem, classes: Sequence[Sequence[Device]]) -> list[tuple[float, tuple[Region, ...]]]:
+    """Return the cuts in order of seconds that no plan of their devices is below."""
+    found = []
+    for cut in filter(None, dict.fromkeys(cuts(tuple(range(len(classes)))))):
+        devices = itertools.chain.from_iterable(classes[number] for region in cut for number in region)
+        part = replace(problem.cluster, devices=tuple(devices))
+        found.append((bound_seconds(problem.costs, part), cut))
+    return sorted(found, key=lambda pair: pair[0])
 
 
 def estimate(chosen: tuple[Template, ...], problem: Problem, estimates: Estimates) -> Estimated | None:
     """Return the templates with the rows that let them end together; None where one cannot do its rows."""
     rows = _rows_of_templates(chosen, problem.costs.rows)
-    return None if rows is None else Estimated(seconds_of(chosen, rows, problem, estimates), chosen, rows)
+    if rows is None:
+        return None
+    longest, end, backward = _parts_of(chosen, rows, estimates)
+    return Estimated(longest + end.seconds(backward), chosen, rows)
 
 
 def _rows_of_templates(chosen: Sequence[Template], total: int) -> tuple[int, ...] | None:
     """Return the rows of each region; None where one that must have some cannot do them."""
     counts = [len(template.pipelines) for template in chosen]
-    rows = spread(total, [template.seconds for template in chosen], low=counts)
+    rows = spread(total, [template.step_seconds for template in chosen], low=counts)
     fits = rows is not None and all(t.seconds(n) < math.inf for t, n in zip(chosen, rows, strict=True))
     return rows if fits else None
 
 
-def seconds_of(chosen: Sequence[Template], rows: Sequence[int], problem: Problem, estimates: Estimates) -> float:
-    """Return what a step takes with so many rows of each template."""
-    if len(chosen) == 1:
-        return chosen[0].step_seconds(rows[0])
+def _parts_of(
+    chosen: Sequence[Template], rows: Sequence[int], estimates: Estimates
+) -> tuple[float, EndEstimate, float]:
+    """Return what pipelines take with so many rows of each template, what ends a step, and the last backward."""
     pairs = list(zip(chosen, rows, strict=True))
-    longest = max(template.seconds(count) for template, count in pairs)
+    longest, backward = max(t.seconds(count) for t, count in pairs), min(t.last_backward(count) for t, count in pairs)
+    if len(chosen) == 1:
+        return longest, chosen[0].end, backward
     firsts = [first for template in chosen for first in template.ends[0]]
     replicas = [template.family.replica for template in chosen]
-    shared = max(template.shared_bytes for template in chosen)
-    end = estimates.ends(replicas, firsts, chosen[0].ends[1], problem.options.zero, shared)
-    return longest + end.seconds(min(template.last_backward(count) for template, count in pairs))
+    shared, zero = max(template.shared_bytes for template in chosen), chosen[0].family.rules.zero
+    return longest, estimates.ends(replicas, firsts, chosen[0].ends[1], zero, shared), backward
 
 
 def _find(problem: Problem) -> Candidates:

@@ -6,7 +6,7 @@ What a group of devices takes for a range of blocks, whether its devices are ali
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 
@@ -137,6 +137,10 @@ class StageEstimate:
     update_seconds: float
     host_seconds: float
 
+    def keeps_all(self, run: StageRun, rules: ReplicaRules) -> bool:
+        """Tell whether a run fits memory with nothing recomputed."""
+        return all(holding.most_rows(run, rules.zero) >= run.micro_rows for holding in self.holdings)
+
     def seconds_of(self, run: StageRun, rules: ReplicaRules, rows: int) -> float:
         """Return the seconds of `rows` rows with what has to be recomputed for a run; infinite where it cannot fit."""
         needs = [holding.least_recompute(run, rules) for holding in self.holdings]
@@ -244,30 +248,44 @@ class ReplicaRun:
 class Family:
     """A replica, of so many, and the ways to run it.
 
-    `limits` are (micro-batches, most rows of one that fit memory without recompute), also where these are none;
-    `known` are the fastest ways by rows, as far as they have been asked for.
+    `gradients` are the seconds in which they travel home, as far as possible beside the last backward: fewer
+    micro-batches hide more of them. `known` are the fastest ways by rows, and `most` are the most rows of a micro-batch
+    that fit memory without recompute by how many of these there are, as far as they have been asked for.
     """
 
     replica: Replica
     num_replicas: int
     rules: ReplicaRules
-    limits: tuple[tuple[int, int], ...]
+    gradients: float = 0.0
     known: dict[int, ReplicaRun | None] = field(default_factory=dict, compare=False, repr=False)
+    most: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
 
-    @classmethod
-    def of(cls, replica: Replica, num_replicas: int, rules: ReplicaRules) -> Family:
-        """Return the ways in which a replica fits memory when there are so many."""
-        limits = ((m, replica.most_micro_rows(m, num_replicas, rules)) for m in rules.micro_batches)
-        return cls(replica, num_replicas, rules, tuple((m, most) for m, most in limits if most >= 1 or rules.recompute))
+    def hiding(self, gradients: float, zero: int) -> Family:
+        """Return the same with gradients that travel for so long, and states as given."""
+        if zero == self.rules.zero:
+            return replace(self, gradients=gradients, known={}) if gradients else self
+        return Family(self.replica, self.num_replicas, replace(self.rules, zero=zero), gradients)
+
+    @property
+    def limits(self) -> tuple[tuple[int, int], ...]:
+        """Return (micro-batches, most rows of one that fit memory without recompute), also where these are none."""
+        found = ((count, self.most_rows(count)) for count in self.rules.micro_batches)
+        return tuple((count, most) for count, most in found if most >= 1 or self.rules.recompute)
+
+    def most_rows(self, micro_batches: int) -> int:
+        """Return the most rows of a micro-batch that fit memory without recompute; 0 when none do."""
+        if micro_batches not in self.most:
+            self.most[micro_batches] = self.replica.most_micro_rows(micro_batches, self.num_replicas, self.rules)
+        return self.most[micro_batches]
 
     def ways(self, rows: int) -> list[ReplicaRun]:
         """Return the ways to do `rows` rows, with the least recompute that fits for each number of micro-batches."""
-        found = (self._way(rows, count, most) for count, most in self.limits)
+        found = (self._way(rows, count) for count in self.rules.micro_batches)
         return [way for way in found if way is not None]
 
-    def _way(self, rows: int, micro_batches: int, most: int) -> ReplicaRun | None:
+    def _way(self, rows: int, micro_batches: int) -> ReplicaRun | None:
         micro_rows = math.ceil(rows / max(1, min(micro_batches, rows)))
-        if micro_rows <= most:
+        if micro_rows <= self.most_rows(micro_batches):
             return ReplicaRun(self.replica.seconds(rows, micro_batches), micro_batches)
         if not self.rules.recompute:
             return None
@@ -277,22 +295,31 @@ class Family:
         return ReplicaRun(self.replica.seconds(rows, micro_batches, counts), micro_batches, counts)
 
     def best(self, rows: int) -> ReplicaRun | None:
-        """Return the fastest way to do `rows` rows; None if none fits."""
+        """Return the fastest way to do `rows` rows and to bring gradients home; None if none fits."""
         if rows not in self.known:
             self.known[rows] = self._new_best(rows)
         return self.known[rows]
 
     def _new_best(self, rows: int) -> ReplicaRun | None:
         """Ask for what has to be recomputed only where the way may be the fastest with nothing recomputed."""
-        best: ReplicaRun | None = None
-        for least, count, most in sorted(
-            (self.replica.seconds(rows, count), count, most) for count, most in self.limits
-        ):
-            if best is not None and least > best.seconds:
+        best, least = None, math.inf
+        counts = {min(count, rows): count for count in reversed(self.rules.micro_batches)}.values()
+        for bound, count in sorted((self.replica.seconds(rows, n) + self._shown(rows, n), n) for n in counts):
+            if bound > least:
                 break
-            ways = [way for way in (best, self._way(rows, count, most)) if way is not None]
-            best = min(ways, key=lambda way: (way.seconds, way.micro_batches), default=None)
+            way = self._way(rows, count)
+            if way is not None and (seconds := way.seconds + self._shown(rows, count)) < least:
+                best, least = way, seconds
         return best
+
+    def bounds(self, rows: int) -> Iterator[tuple[float, int]]:
+        """Yield seconds that no way to do `rows` rows is below, for each number of micro-batches."""
+        for count in sorted({min(count, rows) for count in self.rules.micro_batches}):
+            yield self.replica.seconds(rows, count), count
+
+    def _shown(self, rows: int, micro_batches: int) -> float:
+        """Return for how long gradients travel after the last backward."""
+        return max(0.0, self.gradients - self.replica.last_backward(rows, micro_batches)) if self.gradients else 0.0
 
     def seconds(self, rows: int) -> float:
         """Return the seconds of the fastest way to do `rows` rows; infinite if none fits."""

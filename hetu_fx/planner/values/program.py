@@ -243,7 +243,15 @@ class ProgramCosts:
     def between(self, start: int, stop: int) -> PartCosts:
         """Return the same with a parameter that several parts read counted for the first of all only."""
         first, last = self.numbers(start, stop)
-        return reduce(add, self.parts[first:last], PartCosts())
+        sums = self._sums.setdefault(first, [PartCosts()])
+        for part in self.parts[first + len(sums) - 1 : last]:
+            sums.append(sums[-1] + part)
+        return sums[last - first]
+
+    @cached_property
+    def _sums(self) -> dict[int, list[PartCosts]]:
+        """Return, for each part with which some begin, the costs of none, one, two and so on, as far as worked out."""
+        return {}
 
     def alike(self, start: int, stop: int) -> tuple[int, int]:
         """Return blocks that cost the same by themselves, which are the same for all such where no blocks differ."""

@@ -1,5 +1,6 @@
 """Bounds that searches leave plans out by: none is above what it is a bound of."""
 
+import itertools
 import math
 from itertools import product
 
@@ -14,7 +15,7 @@ from hetu_fx.planner.search.bounds import Bounds
 from hetu_fx.planner.search.estimates import Estimates, rules_of
 from hetu_fx.planner.search.homogeneous import candidates
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.search.regions import Deal, Templates
+from hetu_fx.planner.search.regions import Deal, Place, Templates
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.profile_file import Profile
 from tests.planner.examples import paper, transformer
@@ -47,13 +48,16 @@ def deals() -> list[tuple[Templates, Deal]]:
 def test_pipelines_and_the_end_of_a_step_take_no_less_than_what_deals_say() -> None:
     met = 0
     for templates, deal in deals():
-        least, end = deal.least_seconds(templates.estimates, COSTS.rows, 1)
+        bounds = deal.bounds(templates.estimates, COSTS.rows)
         family = templates.estimates.family(deal.pipeline(0), deal.count, deal.rows(COSTS.rows))
         if family is not None:
             made = deal.template(family, templates.estimates, 1)
+            least = min(seconds for seconds, _ in bounds.pipeline)
             assert 0 < least <= made.seconds(COSTS.rows)
-            assert least + end <= made.step_seconds(COSTS.rows)
             met += least > 0.9 * made.seconds(COSTS.rows)
+            for zero, is_alone in itertools.product((0, 1), (False, True)):
+                placed = deal.template(family, templates.estimates, zero, is_alone=is_alone)
+                assert Place((), zero, is_alone).least_seconds(bounds) <= placed.step_seconds(COSTS.rows)
     assert met > len(deals()) / 2  # they are no bounds that rule nothing out
 
 

@@ -1,3 +1,7 @@
+import itertools
+import math
+from dataclasses import replace
+
 import pytest
 
 from hetu_fx.cluster.cluster import Cluster, Link
@@ -5,8 +9,9 @@ from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.price.step import memory_problems
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.search.regions import CLASSES, classes_of, cuts
+from hetu_fx.planner.search.regions import CLASSES, Place, Templates, classes_of, cuts, estimated
 from hetu_fx.planner.simulate.simulate import expect
+from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
 from tests.planner.examples import paper, transformer
@@ -51,6 +56,39 @@ def test_blocks_that_differ_are_cut_where_it_is_even() -> None:
     piped = [plan for plan in found if len(plan.pipelines[0].stages) == 2]
     assert piped
     assert all((plan.pipelines[0].stages[0].blocks or 0) < 6 for plan in piped)
+
+
+def test_the_fastest_templates_are_those_of_all_deals_wherever_they_stand() -> None:
+    problem = Problem(Profile(COSTS), of(*[1000] * 8, *[300] * 8))
+    templates = Templates(problem)
+    for region, zero, is_alone in itertools.product(((0,), (1,), (0, 1)), (0, 1), (False, True)):
+        rows, estimates = templates.rows_of(region), templates.estimates
+        every = dict[object, float]()
+        for deal in templates._all(region, rows):
+            family = estimates.family(deal.pipeline(0), deal.count, deal.rows(rows))
+            if family is not None:
+                made = deal.template(family, estimates, zero, is_alone=is_alone)
+                seconds = made.step_seconds(rows)
+                every[made.kind(estimates)] = min(seconds, every.get(made.kind(estimates), math.inf))
+        found = [one.step_seconds(rows) for one in templates.best(Place(region, zero, is_alone), 6)]
+        assert found == sorted(every.values())[:6]
+        fewer = templates.best(Place(region, zero, is_alone), 6, below=found[2])
+        assert [one.step_seconds(rows) for one in fewer] == [seconds for seconds in found if seconds < found[2]]
+
+
+def test_states_stay_whole_where_parameters_take_long_to_gather() -> None:
+    problem = Problem(Profile(COSTS), replace(of(*[1000] * 8, *[300] * 8), inter=Link(2e7, 1e-5)))
+    spread, whole = (
+        min((one for one in estimated(problem) if one.zero == zero), key=lambda one: one.seconds) for zero in (1, 0)
+    )
+    assert whole.seconds < spread.seconds
+    plan = make_plan(COSTS, problem.cluster, search="classes")
+    kept = make_plan(COSTS, problem.cluster, search="classes", options=PlanOptions(forbidden=("whole_states",)))
+    assert plan.zero == 0
+    assert kept.zero == 1
+    assert plan.predicted is not None
+    assert kept.predicted is not None
+    assert plan.predicted.seconds < kept.predicted.seconds
 
 
 def test_too_many_classes_are_refused() -> None:

@@ -1,8 +1,10 @@
 import pytest
 
+from benchmarks.cases.planning import cluster, small
 from hetu_fx.planner.price.stage import stage_costs
 from hetu_fx.planner.price.step_end import optimizer_seconds
-from hetu_fx.planner.search.replica import stage_estimate
+from hetu_fx.planner.search.estimates import Estimates
+from hetu_fx.planner.search.replica import Family, ReplicaRules, stage_estimate
 from hetu_fx.plans.plan import Pipeline, Stage
 from tests.planner.examples import paper, transformer
 
@@ -27,3 +29,18 @@ def test_seconds_are_those_of_the_cost_model_without_hand_overs() -> None:
     whole = COSTS.stage(0, 4)
     updates = [optimizer_seconds(whole.parameter_bytes_at(share), CLUSTER.device(rank)) for rank, share in shares]
     assert found.update_seconds == max(updates)
+
+
+def test_gradients_that_travel_for_long_are_hidden_by_fewer_micro_batches() -> None:
+    costs, rules = small(64).costs, ReplicaRules("1f1b", 1, (1, 2, 4, 8), dict.fromkeys(range(2), 1 << 50))
+    replica = Estimates(costs, cluster({"A100-80G": 2}), rules).replica(((0,), (1,)), (16, 16))
+    ways = {count: replica.seconds(8, count) for count in rules.micro_batches}
+    chosen = []
+    for gradients in (0.0, 0.5 * ways[8], 2 * ways[8]):
+        best = Family(replica, 2, rules).hiding(gradients, 1).best(8)
+        assert best is not None
+        shown = {n: max(0.0, gradients - replica.last_backward(8, n)) for n in ways}
+        assert best.seconds + shown[best.micro_batches] == min(ways[n] + shown[n] for n in ways)
+        chosen.append(best.micro_batches)
+    assert chosen == sorted(chosen, reverse=True)
+    assert chosen[0] > chosen[-1]

@@ -29,8 +29,9 @@ from hetu_fx.planner.search.heteroauto.search import Upper
 from hetu_fx.planner.search.homogeneous import best_priced, stage_counts
 from hetu_fx.planner.search.malleus.adapter import degrees
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
-from hetu_fx.planner.search.regions import KEPT, MOST_CLASSES, Region, Template, Templates, estimated
+from hetu_fx.planner.search.regions import CLASSES, MOST_CLASSES, Place, Queued, Region, Template, Templates, estimated
 from hetu_fx.planner.search.replica import Family
+from hetu_fx.planner.search.splits import in_all_splits
 
 MARGINS = (1.0, 0.85, 0.7)
 """Parts of the memory to plan for, one after the other until a plan fits: passing buffers are not in HeteroAuto's."""
@@ -74,22 +75,30 @@ class HeteroTemplates(Templates):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._whole, self._rules = problem, rules_of(problem, problem.options.zero)
-        self._best: dict[Region, list[Template]] = {}
+        self._unlike: dict[Region, list[Template]] = {}
         self._families: dict[Hashable, Family] = {}
         self._kinds = Kinds()
 
-    def best(self, region: Region) -> list[Template]:
-        """Return the fastest for the rows that the region's speed stands for, fastest first."""
-        if region not in self._best:
+    def queue(self, place: Place) -> Iterator[Queued]:
+        """Yield the templates that are found."""
+        rows = self.rows_of(place.region)
+        for one in self._unlike_of(place.region):
+            made = Template.of(one.pipelines, one.family, self.estimates, place.zero, is_alone=place.is_alone)
+            if (seconds := made.step_seconds(rows)) < math.inf:
+                yield seconds, made
+
+    def _unlike_of(self, region: Region) -> list[Template]:
+        """Return what is found for a region, fastest first, of alike pipelines one."""
+        if region not in self._unlike:
             count = len(self.classes)
-            self._whole.tell("heteroauto: regions", len(self._best), count * (count + 1) // 2)
+            self._whole.tell("heteroauto: regions", len(self._unlike), count * (count + 1) // 2)
             part = self._part(region)
             rows = part.costs.rows
             unlike: dict[Hashable, Template] = {}
             for one in sorted(self._searched(part), key=lambda one: one.step_seconds(rows)):
                 unlike.setdefault((self.estimates.key(one.pipelines[0]), len(one.pipelines)), one)
-            self._best[region] = list(unlike.values())[:KEPT]
-        return self._best[region]
+            self._unlike[region] = list(unlike.values())
+        return self._unlike[region]
 
     def _part(self, region: Region) -> Problem:
         """Return the problem of a region alone."""
@@ -147,8 +156,18 @@ class HeteroTemplates(Templates):
     def _family(self, groups: Groups, blocks: Blocks, replicas: int) -> Family:
         key = self.estimates.key(groups), blocks, replicas
         if key not in self._families:
-            self._families[key] = Family.of(self.estimates.replica(groups, blocks), replicas, self._rules)
+            self._families[key] = Family(self.estimates.replica(groups, blocks), replicas, self._rules)
         return self._families[key]
+
+
+class AllTemplates(HeteroTemplates):
+    """The templates of groups of one size in equal numbers, and, where kinds mix, those that HeteroAuto finds."""
+
+    def queue(self, place: Place) -> Iterator[Queued]:
+        """Yield both."""
+        if len(place.region) > 1:
+            yield from super().queue(place)
+        yield from Templates.queue(self, place)
 
 
 def placed_groups(cluster: Cluster, result: HeteroResult, by_replica: bool) -> dict[tuple[int, int], tuple[int, ...]]:
@@ -191,4 +210,11 @@ HETEROAUTO = Search(
     applies="devices of several kinds: stages of each kind have layers and groups of their own",
     lacks=_lacks,
     find=_find,
+)
+
+KINDS = Search(
+    name="kinds",
+    applies="devices of several kinds: what 'classes' and 'heteroauto' propose for each region, in any mixture",
+    lacks=lambda problem: HETEROAUTO.lacks(problem) or CLASSES.lacks(problem),
+    find=in_all_splits(lambda problem: best_priced(estimated(problem, AllTemplates(problem)), problem)),
 )

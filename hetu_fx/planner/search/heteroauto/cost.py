@@ -39,6 +39,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -51,6 +52,7 @@ from hetu_fx.planner.values.state import ParameterState
 
 NOTHING = EndCosts()
 Numbers = NDArray[np.float64]
+Columns = NDArray[np.int64]
 Amount = TypeVar("Amount", float, Numbers)
 """A number, or many at once."""
 
@@ -290,15 +292,16 @@ def _times(factor: float, seconds: Numbers) -> Numbers:
 def throughput_bound(problem: HeteroProblem, replicas: int) -> float:
     """Return seconds that no plan is below: all groups are busy with the slowest stage's share, wherever stages stand.
 
-    A micro-batch goes through L layers on the fastest groups at best, and each further one takes L over what all groups
-    of a replica do in a second.
+    A micro-batch goes through L layers on the fastest groups at best; all further ones, and what ends the step, take as
+    long as all groups of a replica need together for L layers.
     """
     pairs = [
-        (kind, [(Groups(kind, degree), kind.num_groups(degree)) for degree in kind.degrees]) for kind in problem.kinds
+        [(kind.num_groups(degree) / replicas, Groups(kind, degree)) for degree in kind.degrees]
+        for kind in problem.kinds
     ]
-    rate = sum(max(count / layer_seconds(one) for one, count in found) for _, found in pairs) / replicas
-    fastest = min(layer_seconds(one) for _, found in pairs for one, _ in found)
-    return _passing_seconds(problem, replicas, rate, fastest)
+    rate = sum(max(count / _layer_bound(problem, replicas, one) for count, one in found) for found in pairs)
+    fastest = min(layer_seconds(one) for found in pairs for _, one in found)
+    return problem.num_layers * (1 / rate + problem.bubble * fastest)
 
 
 def layer_seconds(groups: Groups) -> float:
@@ -306,10 +309,14 @@ def layer_seconds(groups: Groups) -> float:
     return work_seconds(groups, 1.0, NOTHING, recompute=False)
 
 
-def _passing_seconds(problem: HeteroProblem, replicas: int, rate: float, fastest: float) -> float:
-    """Return the seconds of a step at so many layers per second, if one takes the fastest group so long."""
-    count, bubble = problem.num_micro_batches // replicas, problem.bubble
-    return problem.num_layers * ((count - bubble) / rate + bubble * fastest)
+_NO_TIME = 1e-30  # seconds
+
+
+def _layer_bound(problem: HeteroProblem, replicas: int, groups: Groups) -> float:
+    """Return what a layer adds at least to a stage's side of (1): all micro-batches but the bubble, and the end."""
+    count = problem.num_micro_batches // replicas
+    with_it, without = (update_seconds(problem, replicas, groups, layers, NOTHING) for layers in (1.0, 0.0))
+    return max((count - problem.bubble) * layer_seconds(groups) + with_it - without, _NO_TIME)
 
 
 _MOST_LIMITS = 512
@@ -327,13 +334,36 @@ class Bounds:
         self._most: dict[tuple[GroupChoice, float, EndCosts], Numbers] = {}
         self._hand_overs: dict[tuple[Groups, Groups], float] = {}
 
-    def quick_seconds(self, choices: Sequence[GroupChoice]) -> float:
-        """Return such seconds, as all groups are busy with the slowest stage's share; they take little to work out."""
-        if not choices:
-            return math.inf
-        seconds = [layer_seconds(choice.groups) for choice in choices]
-        rate = sum(choice.most_stages / took for choice, took in zip(choices, seconds, strict=True))
-        return _passing_seconds(self._tables.problem, self._tables.replicas, rate, min(seconds))
+    def quick_seconds(self, chosen: Sequence[Sequence[GroupChoice]]) -> list[float]:
+        """Return such seconds of many choices, which take little to work out: infinite where memory is too small.
+
+        They leave out what is handed over, and look at few limits from the least that holds all layers.
+        """
+        unlike = list({id(one): one for one in chain.from_iterable(chosen)}.values())
+        if not unlike or not len(self._limits):
+            return [math.inf] * len(chosen)
+        numbers = {id(one): number for number, one in enumerate(unlike)}
+        width, nobody = max(map(len, chosen)), len(numbers)
+        places = np.array([[numbers[id(one)] for one in own] + [nobody] * (width - len(own)) for own in chosen])
+        most = np.stack([*(self._most_layers(one, 0.0) for one in unlike), np.zeros(len(self._limits))])
+        shares = np.array([*(self._tables.least_share(one.groups) for one in unlike), 0.0])
+        places = np.take_along_axis(places, np.argsort(shares[places], axis=1, kind="stable"), axis=1)
+        first = _first_columns(most, places, self._tables.problem.num_layers)
+        found: list[float] = np.where(
+            first < len(self._limits), self._least(most, shares, places, first), np.inf
+        ).tolist()
+        return found
+
+    def _least(self, most: Numbers, shares: Numbers, places: Columns, first: Columns) -> Numbers:
+        """Return the least of limits, from the first on, with the sum of shares that layers have within the next."""
+        least, last = np.full(len(places), np.inf), len(self._limits) - 1
+        here = np.minimum(first, last)
+        ends = [np.searchsorted(self._limits, factor * self._limits[here]) for factor in _FACTORS]
+        for following in (*ends, np.full(len(places), last)):
+            there = np.minimum(np.maximum(following, here), last)
+            filled = _filled(most[places, there[:, None]], shares[places], self._tables.problem.num_layers)
+            least, here = np.minimum(least, self._limits[here] + filled), there
+        return least
 
     def seconds(self, choices: Sequence[GroupChoice]) -> float:
         """Return seconds that no arrangement of the choices is below; infinite where none fits memory."""
@@ -375,3 +405,28 @@ class Bounds:
             found = np.searchsorted(np.sort(rows.ravel()), self._until, side="left")
             self._most[key] = found.astype(np.float64)
         return self._most[key]
+
+
+_FACTORS = (1.1, 1.25, 1.5, 2.0, 4.0)  # over the least limit: where others are looked at
+
+
+def _filled(most: Numbers, shares: Numbers, count: int) -> Numbers:
+    """Return the sums of so many layers, filled by rows into columns that take up to so many, for their shares each."""
+    before = np.cumsum(most, axis=1) - most
+    filled: Numbers = (np.clip(count - before, 0.0, most) * shares).sum(axis=1)
+    return filled
+
+
+def _first_columns(amounts: Numbers, places: Columns, enough: float) -> Columns:
+    """Return for some rows at a time the first column in which they come to so much; the number of columns if none.
+
+    Amounts do not fall from column to column.
+    """
+    count = amounts.shape[1]
+    low, high = np.zeros(len(places), dtype=np.int64), np.full(len(places), count)
+    for _ in range(count.bit_length()):
+        middle = np.minimum((low + high) // 2, count - 1)
+        is_enough = amounts[places, middle[:, None]].sum(axis=1) >= enough
+        high = np.where(is_enough, np.minimum(high, middle), high)
+        low = np.where(is_enough, low, np.minimum(middle + 1, high))
+    return high

@@ -25,7 +25,7 @@ from hetu_fx.planner.search.heteroauto.sweep import Arranged, arrange
 NEAR = 1.05
 """What is slower than the best by less than this factor may be faster by prices that know more."""
 
-MOST_NEAR = 6
+MOST_NEAR = 3
 """Of the choices of groups, so many are looked at for plans that are nearly as fast."""
 
 _SLACKS = (1.05, 1.3, 2.0, math.inf)  # over the least lower bound, until something is found
@@ -93,6 +93,7 @@ class Upper:
         groups = [Groups(kind, degree) for kind in problem.kinds for degree in kind.degrees]
         self._bounds = {count: Bounds(tables, groups) for count, tables in self._tables.items()}
         self._candidates = _Lazily(self._all(), self._bounded)
+        self._known: dict[_Candidate, tuple[float, Arranged | None]] = {}
         self._num_arranged = 0
 
     def bounded(self) -> tuple[float, bool]:
@@ -117,9 +118,18 @@ class Upper:
             return []
         limit = min(seconds, best.seconds * NEAR)
         few = (candidate for candidate in islice(self._candidates, MOST_NEAR) if candidate.seconds < limit)
-        pairs = ((one, arrange(self._tables[one.replicas], one.choices, limit)) for one in few)
+        pairs = ((one, self._arranged(one, limit)) for one in few)
         others = [self._result(one, arranged, arranged.seconds) for one, arranged in pairs if arranged is not None]
         return [best, *(one for one in others if one.stages != best.stages)]
+
+    def _arranged(self, candidate: _Candidate, below: float) -> Arranged | None:
+        """Return its fastest arrangement of less than `below` seconds, as far as it is known already."""
+        limit, found = self._known.get(candidate, (0.0, None))
+        if found is None and limit < below:
+            self._num_arranged += 1
+            found = arrange(self._tables[candidate.replicas], candidate.choices, below)
+            self._known[candidate] = below, found
+        return found if found is not None and found.seconds < below else None
 
     def _result(self, chosen: _Candidate, arranged: Arranged, coarse_seconds: float) -> HeteroResult:
         return HeteroResult(chosen.replicas, arranged.stages, arranged.seconds, coarse_seconds, self._num_arranged)
@@ -135,7 +145,8 @@ class Upper:
             best = self._best(first, limit)
             if best is not None or limit == below:
                 break
-        return self._best(islice(self._candidates, 1, None), below if best is None else best[1].seconds) or best
+        others, limit = islice(self._candidates, 1, None), below if best is None else best[1].seconds
+        return self._best(others, limit, MOST_NEAR - 1) or best
 
     def _refined(self, best: _Best) -> _Best:
         """Return the best plan that splitting kinds, one after the other, leads to."""
@@ -146,15 +157,17 @@ class Upper:
                 return best
             best = found
 
-    def _best(self, candidates: Iterable[_Candidate], below: float) -> _Best | None:
-        """Return the best of candidates, in order of their bounds, that takes less than `below` seconds."""
+    def _best(self, candidates: Iterable[_Candidate], below: float, num_near: int = 0) -> _Best | None:
+        """Return the best of candidates, in order of their bounds, that takes less than `below` seconds.
+
+        Of the first ones, so many, plans that are nearly as fast are worked out on the way.
+        """
         best: _Best | None = None
-        for candidate in candidates:
+        for number, candidate in enumerate(candidates):
             if candidate.seconds >= below:
                 break
-            self._num_arranged += 1
-            arranged = arrange(self._tables[candidate.replicas], candidate.choices, below)
-            if arranged is not None:
+            arranged = self._arranged(candidate, below * NEAR if number < num_near else below)
+            if arranged is not None and arranged.seconds < below:
                 below, best = arranged.seconds, (candidate, arranged)
         return best
 
@@ -169,8 +182,9 @@ class Upper:
     def _all(self) -> Iterator[_Candidate]:
         """Yield what can be chosen with groups of one size per kind, with quick bounds."""
         for replicas, bounds in self._bounds.items():
-            for choices in self._chosen(replicas):
-                yield _Candidate(bounds.quick_seconds(choices), replicas, choices)
+            chosen = list(self._chosen(replicas))
+            pairs = zip(bounds.quick_seconds(chosen), chosen, strict=True)
+            yield from (_Candidate(seconds, replicas, choices) for seconds, choices in pairs)
 
     def _chosen(self, replicas: int) -> Iterator[tuple[GroupChoice, ...]]:
         able = [some for kind in self._problem.kinds if (some := _choices(kind, replicas))]

@@ -17,11 +17,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import combinations
 
 import numpy as np
 
-from hetu_fx.planner.search.heteroauto.cost import GroupChoice, Groups, HeteroStage, Numbers, StageGroups, Tables
+from hetu_fx.planner.search.heteroauto.cost import GroupChoice, HeteroStage, Numbers, StageGroups, Tables
 
 Used = frozenset[int]
 """Which choices stand in the end of a pipeline."""
@@ -47,6 +48,51 @@ class _Closing:
     before: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """The least sums of pipelines' ends, by rows and layers: infinite but for some of the rows [low, high).
+
+    Left of 0 layers stand as many infinite columns as there are layers, so that shifted rows are views.
+    """
+
+    values: Numbers
+    low: int
+    high: int
+
+    @property
+    def by_layers(self) -> Numbers:
+        """Return the sums of all rows by layers."""
+        return self.values[:, self.values.shape[1] // 2 :]
+
+    def behind_each(self, most: int) -> Numbers:
+        """Return, by rows, layers x and layers l of a stage more, 1 to `most`, the ends with x - l layers."""
+        width = self.values.shape[1]
+        count, (row, column) = width // 2, self.values.strides
+        start = self.low * row + (count - 1) * column
+        shape = (self.high - self.low, count + 1, most)
+        return np.ndarray(shape, np.float64, self.values, start, (row, column, -column))
+
+    def least(self, other: _Ends) -> _Ends:
+        """Return the lesser sums of both."""
+        low, high = min(self.low, other.low), max(self.high, other.high)
+        return _Ends(np.minimum(self.values, other.values), low, high)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shares:
+    """The shares of stages at a place by rows and layers, and after which layers all of a row are infinite."""
+
+    values: Numbers
+    most: tuple[int, ...]
+
+    @classmethod
+    def of(cls, values: Numbers) -> _Shares:
+        count = values.shape[1] - 1
+        fits = np.isfinite(values)
+        most = np.where(fits.any(axis=1), count - fits[:, ::-1].argmax(axis=1), 0)
+        return cls(values, tuple(np.maximum.accumulate(most[::-1])[::-1].tolist()))  # nor are later rows'
+
+
 class Sweep:
     """(1) for one limit; `sizes` are the numbers of layers that a stage may have."""
 
@@ -55,10 +101,10 @@ class Sweep:
         self._num_layers = tables.problem.num_layers
         self._most = min(self._num_layers, sum(choice.most_stages for choice in choices))
         self._forbidden = np.isin(np.arange(self._num_layers + 1), sizes, invert=True)
-        nothing = self._empty()
-        nothing[0, 0] = 0.0
-        self._ends: dict[tuple[Used, int | None], Numbers] = {(frozenset(), None): nothing}
-        self._shares: dict[StageGroups, Numbers] = {}
+        nothing = self._empty(0, 1)
+        nothing.values[0, self._num_layers] = 0.0
+        self._ends: dict[tuple[Used, int | None], _Ends] = {(frozenset(), None): nothing}
+        self._shares: dict[tuple[int, int | None, bool], _Shares] = {}
 
     def solve(self) -> tuple[float, tuple[SweepStep, ...]] | None:
         """Return the least sum and its stages, first one first; None when no pipeline is within the limit."""
@@ -73,64 +119,60 @@ class Sweep:
 
     def _close(self, used: Used, front: int) -> Iterator[_Closing]:
         """Put all stages of a choice in front of what is used; yield the pipelines of which one is the first."""
-        groups = self._choices[front].groups
         for end, behind in self._behind(used):
-            yield from self._first_stage(end, StageGroups(groups, behind, is_first=True), used, front, 0)
-        total = self._empty()
+            yield from self._first_stage(end, behind, used, front, 0)
+        total = self._empty(0, 0)
         for count, end in enumerate(self._segment(used, front), 1):
-            total = np.minimum(total, end)
+            total = total.least(end) if count > 1 else end
             if count < self._choices[front].most_stages:
-                yield from self._first_stage(end, StageGroups(groups, groups, is_first=True), used, front, count)
+                yield from self._first_stage(end, front, used, front, count)
         self._ends[used | {front}, front] = total
 
-    def _behind(self, used: Used) -> Iterator[tuple[Numbers, Groups | None]]:
+    def _behind(self, used: Used) -> Iterator[tuple[_Ends, int | None]]:
         """Yield the ends that consist of what is used, and what is foremost in them."""
         if not used:
             yield self._ends[used, None], None
         for index in sorted(used):
-            yield self._ends[used, index], self._choices[index].groups
+            yield self._ends[used, index], index
 
-    def _segment(self, used: Used, front: int) -> Iterator[Numbers]:
+    def _segment(self, used: Used, front: int) -> Iterator[_Ends]:
         """Yield F with 1, 2, ... stages of a choice in front of what is used, as long as there is any."""
-        choice = self._choices[front]
-        parts = [self._extended(end, StageGroups(choice.groups, behind)) for end, behind in self._behind(used)]
-        result = np.minimum.reduce(parts)
-        for _ in range(choice.most_stages):
-            if not np.isfinite(result).any():
+        parts = [self._extended(end, front, behind) for end, behind in self._behind(used)]
+        found = [part for part in parts if part.low < part.high]
+        if not found:
+            return
+        result = reduce(_Ends.least, found)
+        yield result
+        for _ in range(1, self._choices[front].most_stages):
+            result = self._extended(result, front, front)
+            if result.low == result.high:
                 return
             yield result
-            result = self._extended(result, StageGroups(choice.groups, choice.groups))
 
-    def _extended(self, end: Numbers, place: StageGroups) -> Numbers:
-        """Return (1) with a stage in front of every end."""
-        share, result = self._share(place), self._empty()
-        rows = np.flatnonzero(np.isfinite(end).any(axis=1))
-        rows = rows[rows < self._most]
-        if not rows.size:
-            return result
-        low, high = rows[0], rows[-1] + 1
-        shares, ends = share[low + 1 : high + 1], end[low:high]
-        sizes = np.flatnonzero(np.isfinite(shares).any(axis=0))
-        if sizes.size:
-            added = self._behind_each(ends)[:, :, sizes] + shares[:, None, sizes]
-            result[low + 1 : high + 1] = added.min(axis=2)
+    def _extended(self, end: _Ends, front: int, behind: int | None) -> _Ends:
+        """Return (1) with a stage in front of every end; of no rows where there is none."""
+        shares, low, high = self._share(front, behind), end.low, min(end.high, self._most)
+        most = shares.most[low + 1] if low < high else 0
+        if not most:
+            return self._empty(0, 0)
+        ends = _Ends(end.values, low, high).behind_each(most)
+        least = (ends + shares.values[low + 1 : high + 1, None, 1 : most + 1]).min(axis=2)
+        if not least.min() < math.inf:
+            return self._empty(0, 0)
+        result = self._empty(low + 1, high + 1)
+        result.by_layers[low + 1 : high + 1] = least
         return result
 
-    def _behind_each(self, ends: Numbers) -> Numbers:
-        """Return, by rows, layers x and layers l of a stage more, the ends with x - l layers; infinite below 0."""
-        count = self._num_layers
-        padded = np.full((len(ends), 2 * count + 1), np.inf)
-        padded[:, count:] = ends
-        row, column = padded.strides
-        shape = (len(ends), count + 1, count + 1)
-        return np.lib.stride_tricks.as_strided(padded[:, count:], shape, (row, column, -column), writeable=False)
-
-    def _first_stage(self, end: Numbers, place: StageGroups, used: Used, front: int, before: int) -> Iterator[_Closing]:
+    def _first_stage(self, end: _Ends, behind: int | None, used: Used, front: int, before: int) -> Iterator[_Closing]:
         """Yield the best pipeline that a first stage makes of an end, if there is one."""
-        sums = end[:-1, ::-1] + self._share(place)[1:]
+        low, high = end.low, min(end.high, self._most)
+        if low >= high:
+            return
+        sums = end.by_layers[low:high, ::-1] + self._share(front, behind, is_first=True).values[low + 1 : high + 1]
         row, layers = divmod(int(sums.argmin()), self._num_layers + 1)
-        if np.isfinite(sums[row, layers]):
-            yield _Closing(float(sums[row, layers]), SweepStep(place, row + 1, layers), used, front, before)
+        if sums[row, layers] < math.inf:
+            step = SweepStep(self._place(front, behind, is_first=True), low + row + 1, layers)
+            yield _Closing(float(sums[row, layers]), step, used, front, before)
 
     def _traced(self, closing: _Closing) -> Iterator[SweepStep]:
         """Yield the stages behind the first."""
@@ -144,36 +186,41 @@ class Sweep:
             segment = list(self._segment(used, front))
             count = count or self._stages_of(segment, self._ends[used | {front}, front], row, left)
             while count:
-                step = self._step_to(segment[count - 1][row, left], segment[: count - 1], used, front, row, left)
+                value = float(segment[count - 1].by_layers[row, left])
+                step = self._step_to(value, segment[: count - 1], used, front, row, left)
                 yield step
                 behind, row, left, count = step.place.behind, row - 1, left - step.layers, count - 1
 
-    def _stages_of(self, segment: Sequence[Numbers], end: Numbers, row: int, layers: int) -> int:
-        return next(count for count, part in enumerate(segment, 1) if part[row, layers] == end[row, layers])
+    def _stages_of(self, segment: Sequence[_Ends], end: _Ends, row: int, layers: int) -> int:
+        value = end.by_layers[row, layers]
+        return next(count for count, part in enumerate(segment, 1) if part.by_layers[row, layers] == value)
 
     def _step_to(
-        self, value: float, shorter: Sequence[Numbers], used: Used, front: int, row: int, layers: int
+        self, value: float, shorter: Sequence[_Ends], used: Used, front: int, row: int, layers: int
     ) -> SweepStep:
         """Return the foremost stage of an end with so many layers whose sum is `value`."""
-        groups = self._choices[front].groups
-        for end, behind in [(shorter[-1], groups)] if shorter else self._behind(used):
-            place = StageGroups(groups, behind)
-            sums = end[row - 1, layers::-1] + self._share(place)[row, : layers + 1]
+        for end, behind in [(shorter[-1], front)] if shorter else self._behind(used):
+            sums = end.by_layers[row - 1, layers::-1] + self._share(front, behind).values[row, : layers + 1]
             found = np.flatnonzero(sums == value)
             if found.size:
-                return SweepStep(place, row, int(found[0]))
+                return SweepStep(self._place(front, behind), row, int(found[0]))
         raise AssertionError("what was put together was put together from something")
 
-    def _share(self, place: StageGroups) -> Numbers:
-        """Return the shares of stages at a place; infinite for those that are not allowed."""
-        if place not in self._shares:
-            share = self._tables.costs(place).within(self._limit)
+    def _share(self, front: int, behind: int | None, *, is_first: bool = False) -> _Shares:
+        """Return the shares of stages at a place, of choices by number; infinite for those that are not allowed."""
+        key = front, behind, is_first
+        if key not in self._shares:
+            share = self._tables.costs(self._place(front, behind, is_first=is_first)).within(self._limit)
             share[:, self._forbidden] = np.inf
-            self._shares[place] = share[: self._most + 1]
-        return self._shares[place]
+            self._shares[key] = _Shares.of(share[: self._most + 1])
+        return self._shares[key]
 
-    def _empty(self) -> Numbers:
-        return np.full((self._most + 1, self._num_layers + 1), np.inf)
+    def _place(self, front: int, behind: int | None, *, is_first: bool = False) -> StageGroups:
+        groups = None if behind is None else self._choices[behind].groups
+        return StageGroups(self._choices[front].groups, groups, is_first)
+
+    def _empty(self, low: int, high: int) -> _Ends:
+        return _Ends(np.full((self._most + 1, 2 * self._num_layers + 1), np.inf), low, high)
 
 
 @dataclass(frozen=True, slots=True)

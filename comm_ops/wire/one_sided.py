@@ -77,6 +77,8 @@ class Listener:
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._open: list[socket.socket] = []
         self._threads: WeakSet[threading.Thread] = WeakSet()
+        self._is_closed = False
+        self._lock = threading.Lock()  # a connection is taken, with its thread started, before it is closed, or not
         self._start(self._accept)
 
     @property
@@ -86,12 +88,15 @@ class Listener:
 
     def close(self) -> None:
         """Answer no more; whoever waits for an answer gets an error. Waits for its other threads for a bounded time."""
-        for connection in (self._socket, *self._open):
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-            connection.close()
+        with self._lock:
+            self._is_closed = True
+            for connection in (self._socket, *self._open):
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+                connection.close()
+            threads = set(self._threads) - {threading.current_thread()}
         deadline = time.monotonic() + CLOSE_SECONDS
-        for thread in set(self._threads) - {threading.current_thread()}:
+        for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _start(self, work: Callable[..., None], *arguments: object) -> None:
@@ -105,8 +110,12 @@ class Listener:
                 connection, _ = self._socket.accept()
             except OSError:  # closed
                 return
-            self._open.append(connection)
-            self._start(self._serve, connection)
+            with self._lock:
+                if self._is_closed:
+                    connection.close()
+                    return
+                self._open.append(connection)
+                self._start(self._serve, connection)
 
     def _serve(self, connection: socket.socket) -> None:
         with suppress(OSError, EOFError), connection:

@@ -102,3 +102,23 @@ def test_a_listener_that_is_closed_waits_for_the_answer_that_is_being_given() ->
 def _ask_in_vain(caller: Caller) -> None:
     with suppress(CommError):
         caller.ask(0, {})
+
+
+def test_a_listener_that_is_closed_while_it_takes_a_connection_waits_for_that_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listener, ended = Listener(numbers), list[None]()
+    start, closing = threading.Thread.start, threading.Thread(target=lambda: ended.append(listener.close()))
+
+    def late(thread: threading.Thread) -> None:
+        if thread.name == "hetu_fx answers":  # that of the connection is there, and has not started
+            start(closing)
+            closing.join(0.1)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", late)
+    caller = Caller([listener.address], 10)
+    with suppress(CommError):
+        caller.ask(0, {"count": 0})
+    closing.join(10)
+    assert ended == [None]

@@ -154,7 +154,7 @@ def _slice(call: _MaskCall) -> ReadMask | None:
 
 
 def _index(call: _MaskCall) -> ReadMask | None:
-    """ReadMask x[i, j, ...] with an index for every dim, all known and counting from 0."""
+    """Read x[i, j, ...] with an index for every dim, all known and counting from 0."""
     found, indices = call.element("self"), call.given("indices")
     places = [call.positions.get(index) for index in indices]
     if found is None or len(indices) != len(meta.shape(call.given("self"))):
@@ -173,7 +173,7 @@ def _index(call: _MaskCall) -> ReadMask | None:
 
 
 def _compared(call: _MaskCall, *, first: str, second: str) -> ReadMask | None:
-    """ReadMask whether an element is no larger than another one of the same tensor."""
+    """Read whether an element is no larger than another one of the same tensor."""
     a, b = call.element(first), call.element(second)
     if a is None or b is None or a.source is not b.source:
         return None
@@ -197,7 +197,7 @@ def _both(a: Sees, b: Sees) -> Sees | None:
 
 
 def _added(call: _MaskCall) -> ReadMask | None:
-    """ReadMask a sum of masks of numbers: minus infinity where one of them is."""
+    """Read a sum of masks of numbers: minus infinity where one of them is."""
     return _and(call) if meta.dtype(call.node).is_floating_point and call.given("alpha") == 1 else None
 
 
@@ -207,7 +207,7 @@ def _not(call: _MaskCall) -> ReadMask | None:
 
 
 def _chosen(call: _MaskCall) -> ReadMask | None:
-    """ReadMask where(mask, x, -inf)."""
+    """Read where(mask, x, -inf)."""
     mask = call.sees(call.given("condition"))
     if mask.is_negated or _constant(call.given("other")) != -math.inf:
         return None
@@ -215,7 +215,7 @@ def _chosen(call: _MaskCall) -> ReadMask | None:
 
 
 def _filled(call: _MaskCall) -> ReadMask | None:
-    """ReadMask x.masked_fill(mask, -inf)."""
+    """Read x.masked_fill(mask, -inf)."""
     mask = call.sees(call.given("mask"))
     if not mask.is_negated or _constant(call.given("value")) != -math.inf:
         return None

@@ -20,7 +20,7 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.plans.plan import Plan
 
-MICRO_BATCHES = 4
+MICRO_BATCHES = 2
 ROWS = 64
 PUBLISHED_SECONDS = {"1: 32B, 32 H20 + 16 H800": 6.05}  # Hetu v2, section 6.2; those of the others are not printed
 # HAP's 29 devices, by the machines that they stand in, and what one does a second there (its repository's run of BERT).

@@ -95,7 +95,7 @@ def _hap() -> Trace:
 def hap_cluster() -> Cluster:
     """Return HAP's cluster: 8 V100 on two machines and 21 P100 on six, as fast as its authors measured them."""
     devices = [
-        {"kind": kind, "node": str(node), "flops_per_second": FLOPS[kind], "memory_bytes": 16e9}
+        {"kind": kind, "node": str(node), "flops_per_second": FLOPS[kind], "memory_bytes": 16_000_000_000}
         for node, (kind, count) in enumerate(MACHINES)
         for _ in range(count)
     ]

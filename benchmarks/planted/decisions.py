@@ -20,6 +20,7 @@ from hetu_fx.comm_ops.plans.routes import SliceGroup
 from hetu_fx.comm_ops.plans.transition import Transition
 from hetu_fx.comm_ops.resolve.resolution import OpCall, Resolution
 from hetu_fx.comm_ops.wire import bsr_run, split_run
+from hetu_fx.deduction.rules.forms import PartCall
 from hetu_fx.switching.bridge import bridge
 from hetu_fx.switching.bridge.plan import BridgeEntry, BridgePlan
 
@@ -50,11 +51,16 @@ class Transfers:
 
 @dataclass
 class Decisions:
-    """What is decided in a run, in the order in which it is first used; each once."""
+    """What is decided in a run, in the order in which it is first used; each once.
+
+    `unordered` are resolutions that bring statistics of parts together, of which sums and maxima are made: in whatever
+    order they arrive, nothing changes.
+    """
 
     plans: dict[BsrPlan, None] = field(default_factory=dict)
     groups: dict[Transition, None] = field(default_factory=dict)
     resolutions: dict[Resolution, None] = field(default_factory=dict)
+    unordered: set[Resolution] = field(default_factory=set)
     bridges: dict[tuple[BridgeEntry, ...], BridgePlan] = field(default_factory=dict)
 
 
@@ -72,7 +78,8 @@ class Wrong:
 def listed() -> Iterator[Decisions]:
     """List what is decided and used inside."""
     found, write, groups_of = Decisions(), bsr_run._write, split_run.groups_of
-    calls, plan_bridge = Resolution.calls, bridge.plan_bridge
+    calls, plan_bridge, joined = Resolution.calls, bridge.plan_bridge, PartCall.joined
+    joining: list[PartCall] = []
 
     def writing(plan: BsrPlan, *args: Any) -> None:
         found.plans[plan] = None
@@ -84,7 +91,15 @@ def listed() -> Iterator[Decisions]:
 
     def calling(self: Resolution, rank: int) -> tuple[OpCall, ...]:
         found.resolutions[self] = None
+        if joining:
+            found.unordered.add(self)
         return calls(self, rank)
+
+    def joining_parts(self: PartCall, *args: Any, **kwargs: Any) -> Any:
+        joining.append(self)
+        made = joined(self, *args, **kwargs)
+        joining.pop()
+        return made
 
     def bridging(entries: tuple[BridgeEntry, ...], *args: Any) -> BridgePlan:
         made = found.bridges[tuple(entries)] = plan_bridge(entries, *args)
@@ -95,6 +110,7 @@ def listed() -> Iterator[Decisions]:
         patch.object(split_run, "groups_of", grouping),
         patch.object(Resolution, "calls", calling),
         patch.object(bridge, "plan_bridge", bridging),
+        patch.object(PartCall, "joined", joining_parts),
     ):
         yield found
 

@@ -117,7 +117,7 @@ def _in_calls(decisions: Decisions, random: Random) -> Fault | None:
     if not calls:
         return None
     number = random.randrange(len(calls))
-    found = list(_wrong_calls(calls[number].op, number))
+    found = list(_wrong_calls(calls[number].op, number, is_ordered=resolution not in decisions.unordered))
     if not found:
         return None
     kind, change = random.choice(found)
@@ -126,8 +126,8 @@ def _in_calls(decisions: Decisions, random: Random) -> Fault | None:
     return Fault(kind, calls[number].op, str(resolution).partition("\n")[0], Wrong(resolutions={resolution: change}))
 
 
-def _wrong_calls(op: str, number: int) -> Iterator[tuple[str, ChangeCalls]]:
-    if op in _CUTS:
+def _wrong_calls(op: str, number: int, *, is_ordered: bool) -> Iterator[tuple[str, ChangeCalls]]:
+    if op in _CUTS and is_ordered:
         yield SHIFTED, partial(_changed, number, _turned)
     if op in ("all_reduce", "identity"):  # an identity's gradient is summed
         yield TWICE, partial(_changed, number, lambda call: [call, call])

@@ -20,7 +20,7 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.plans.plan import Plan
 
-MICRO_BATCHES = 4
+MICRO_BATCHES = 2
 ROWS = 64
 PUBLISHED_SECONDS = {"1: 32B, 32 H20 + 16 H800": 6.05}  # Hetu v2, section 6.2; those of the others are not printed
 # HAP's 29 devices, by the machines that they stand in, and what one does a second there (its repository's run of BERT).
@@ -95,7 +95,7 @@ def _hap() -> Trace:
 def hap_cluster() -> Cluster:
     """Return HAP's cluster: 8 V100 on two machines and 21 P100 on six, as fast as its authors measured them."""
     devices = [
-        {"kind": kind, "node": str(node), "flops_per_second": FLOPS[kind], "memory_bytes": 16e9}
+        {"kind": kind, "node": str(node), "flops_per_second": FLOPS[kind], "memory_bytes": 16_000_000_000}
         for node, (kind, count) in enumerate(MACHINES)
         for _ in range(count)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -61,11 +62,15 @@ def _step(number: int, alone: Step, made: Step) -> StepDifference:
 
 
 def worst(alone: Tensors, made: Tensors) -> tuple[str, float]:
-    """Return the tensor that differs most, and its difference relative to its norm; what only one side has is 0."""
+    """Return the tensor that differs most, and its difference relative to its norm; what only one side has is 0.
+
+    What has no numbers where the other side has differs infinitely.
+    """
     norms = {name: float(tensor.double().norm()) for name, tensor in alone.items()}
     floor = max(NEGLIGIBLE * max(norms.values(), default=0.0), 1e-300)
     differences = {name: _apart(alone.get(name), made.get(name)) for name in {**alone, **made}}
     relative = {name: apart / max(norms.get(name, 0.0), floor) for name, apart in differences.items()}
+    relative = {name: math.inf if math.isnan(difference) else difference for name, difference in relative.items()}
     return max(relative.items(), key=lambda entry: entry[1], default=("", 0.0))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,13 @@ def test_tensors_that_are_zero_but_for_rounding_do_not_differ() -> None:
     alone = {"big": torch.ones(4), "zero": torch.full((4,), 1e-18)}
     assert worst(alone, {"big": torch.ones(4), "zero": torch.full((4,), -1e-18)})[1] < 1e-10
     assert worst(alone, {"zero": torch.zeros(4)}) == ("big", 1.0)
+
+
+def test_a_tensor_without_numbers_differs_wherever_it_stands() -> None:
+    alone = {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}
+    assert worst(alone, {**alone, "b": torch.tensor([1.0, math.nan])}) == ("b", math.inf)
+    lost = Trained([Step(1.0, alone)], {**alone, "b": torch.full((2,), math.nan)})
+    assert judge("p", Trained([Step(1.0, alone)], alone), lost, 1e-6, "").verdict == "differs"
 
 
 def test_the_table_has_a_row_per_step_and_a_judgement_per_plan() -> None:

@@ -5,6 +5,7 @@ So a run of many is the same every time, and where nobody can go on it is known 
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -107,7 +108,7 @@ class Turns:
     def _hand_over(self) -> None:
         """Let the next one go on; where none can, all that wait get an error, one after the other."""
         count = len(self._threads)
-        circle = [(self._now + step) % count for step in range(1, count + 1)]
+        circle = itertools.chain(range(self._now + 1, count), range(self._now + 1))
         following = next((number for number in circle if self._threads[number].can_go), None)
         if following is None:
             following = next((number for number, thread in enumerate(self._threads) if not thread.has_ended), None)

@@ -110,6 +110,7 @@ class Estimates:
         self._seconds: dict[Hashable, dict[tuple[int, int], float]] = {}
         self._rings: dict[Hashable, tuple[int, ...]] = {}
         self._kinds: dict[tuple[int, ...], Hashable] = {}
+        self._nodes: dict[tuple[int, ...], frozenset[int]] = {}
 
     def family(self, groups: Groups, num_replicas: int, rows: int) -> Family | None:
         """Return the fastest pipeline of these stages for so many rows, equal ones as one object; None if none fits."""
@@ -313,16 +314,20 @@ class Estimates:
                     total[node] = total.get(node, 0.0) + size
         return max(total.values(), default=0.0)
 
-    def least_turn_seconds(self, pipelines: Sequence[Groups], *, are_all: bool = True) -> float:
+    def least_turns(self, pipelines: Sequence[Groups]) -> tuple[float, float]:
         """Return for how long one turn of all parameters keeps the link of some node busy at least.
 
-        Whatever the stages hold, as far as none stands in one node only. `are_all`: there are no other pipelines.
+        Whatever the stages hold: alone, as far as none stands in one node only, and with other pipelines.
         """
-        held = [{self._node[rank] for group in stage for rank in group} for stage in zip(*pipelines, strict=True)]
-        least = min(map(len, held))
-        share = least / len(set[int]().union(*held)) if least > 1 or not are_all else 0.0
-        size = self._costs.between(0, self._costs.num_blocks).parameter_bytes
-        return share * size * _ROUNDED / self._cluster.inter.bytes_per_second
+        held = [frozenset[int]().union(*map(self._nodes_of, stage)) for stage in zip(*pipelines, strict=True)]
+        least, size = min(map(len, held)), self._costs.between(0, self._costs.num_blocks).parameter_bytes
+        beside = least / len(frozenset[int]().union(*held)) * size * _ROUNDED / self._cluster.inter.bytes_per_second
+        return beside if least > 1 else 0.0, beside
+
+    def _nodes_of(self, group: tuple[int, ...]) -> frozenset[int]:
+        if group not in self._nodes:
+            self._nodes[group] = frozenset(self._node[rank] for rank in group)
+        return self._nodes[group]
 
     def crossing_seconds(self, pipelines: Sequence[Groups], replica: Replica) -> float:
         """Return for how long a row of each pipeline keeps the busiest link of a node busy with hand-overs."""

@@ -34,7 +34,8 @@ MOST_CLASSES = 6
 KEPT = 16
 """So many templates of a region are tried; fewer where they are combined with those of others."""
 
-_FREE_SIZES = 2  # in regions of more classes, all groups have one size
+FREE_SIZES = 2
+"""In regions of more classes, all groups have one size."""
 
 Region = tuple[int, ...]
 """Numbers of classes, slowest first."""
@@ -122,7 +123,7 @@ class Deal:
     def bounds(self, estimates: Estimates, rows: int) -> DealBounds:
         """Return bounds that no template is below."""
         pipelines = tuple(map(self.pipeline, range(self.count)))
-        turns = (estimates.least_turn_seconds(pipelines, are_all=are_all) for are_all in (True, False))
+        turns = estimates.least_turns(pipelines)
         return DealBounds(estimates.bounds(pipelines[0], self.rows(rows)), *turns)
 
     def template(self, family: Family, estimates: Estimates, zero: int, *, is_alone: bool = True) -> Template:
@@ -276,7 +277,7 @@ class Templates:
         counts = [len(self.classes[number]) if options.tensor_parallel else 1 for number in region]
         choices = list(map(costs.group_sizes, counts))
         free = itertools.product(*choices)
-        yield from (sizes for sizes in free if len(region) <= _FREE_SIZES or len(set(sizes)) == 1)
+        yield from (sizes for sizes in free if len(region) <= FREE_SIZES or len(set(sizes)) == 1)
 
     def _groups(self, number: int, size: int) -> list[tuple[int, ...]]:
         """Return groups of a class, inside nodes as far as these are large enough."""

@@ -29,7 +29,17 @@ from hetu_fx.planner.search.heteroauto.search import Upper
 from hetu_fx.planner.search.homogeneous import best_priced, stage_counts
 from hetu_fx.planner.search.malleus.adapter import degrees
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
-from hetu_fx.planner.search.regions import CLASSES, MOST_CLASSES, Place, Queued, Region, Template, Templates, estimated
+from hetu_fx.planner.search.regions import (
+    CLASSES,
+    FREE_SIZES,
+    MOST_CLASSES,
+    Place,
+    Queued,
+    Region,
+    Template,
+    Templates,
+    estimated,
+)
 from hetu_fx.planner.search.replica import Family
 from hetu_fx.planner.search.splits import in_all_splits
 
@@ -161,11 +171,14 @@ class HeteroTemplates(Templates):
 
 
 class AllTemplates(HeteroTemplates):
-    """The templates of groups of one size in equal numbers, and, where kinds mix, those that HeteroAuto finds."""
+    """The templates of groups of one size in equal numbers, and, where many kinds mix, those that HeteroAuto finds.
+
+    For some two kinds of several the former have groups of any two sizes, and little is left to find.
+    """
 
     def queue(self, place: Place) -> Iterator[Queued]:
         """Yield both."""
-        if len(place.region) > 1:
+        if len(place.region) > FREE_SIZES or 1 < len(place.region) == len(self.classes):
             yield from super().queue(place)
         yield from Templates.queue(self, place)
 

@@ -2,8 +2,9 @@
 
 The homogeneous search is always asked, so that no answer is worse than its plan by the cost of all searches: after that
 by classes, which leaves it what is near the best of these. Where devices differ (in kind, rate or memory) those for
-unlike devices are asked too; where the sequences of a batch differ and one search plans by length, its plans are the
-answer. The one cost says whose plan is best.
+unlike devices are asked too, that for kinds together with that by classes, which ask for the same regions; where the
+sequences of a batch differ and one search plans by length, its plans are the answer. The one cost says whose plan is
+best.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from hetu_fx.planner.price.stage import compute_lines, pipeline_seconds, stage_c
 from hetu_fx.planner.search.allocate import Seconds, spread
 from hetu_fx.planner.search.contiguous import replica_counts
 from hetu_fx.planner.search.device_orders import EXHAUSTIVE_DEVICES, Groups
-from hetu_fx.planner.search.estimates import Estimates, rules_of
+from hetu_fx.planner.search.estimates import even_estimates
 from hetu_fx.planner.search.homogeneous import TimedArrangement, best_priced, candidates
 from hetu_fx.planner.search.malleus.search import search
 from hetu_fx.planner.search.malleus.situation import LayerMemory, MalleusSituation
@@ -46,7 +46,7 @@ class Adapter:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._estimates = Estimates(problem.costs, problem.cluster, rules_of(problem, problem.options.zero))
+        self._estimates = even_estimates(problem)
         self._speeds = {device.rank: device.speed for device in problem.cluster.devices}
         self._straggling = {device.rank for device in problem.cluster.devices if device.rate > 1.0}
 
@@ -69,8 +69,8 @@ class Adapter:
                 family, groups = mended
                 families[id(family)] = family
                 members.setdefault(id(family), []).append(groups)
-        zero, estimates = self._problem.options.zero, self._estimates
-        return tuple(Template.of(tuple(members[n]), family, estimates, zero) for n, family in families.items())
+        pairs = ((tuple(members[number]), family) for number, family in families.items())
+        return tuple(Template.of(*pair, self._estimates, plan.zero) for pair in pairs)
 
     def _mended(self, groups: Groups, count: int, rows: int) -> tuple[Family, Groups] | None:
         pairs = ((self._estimates.family(choice, count, rows), choice) for choice in self._choices(groups))
@@ -266,7 +266,9 @@ def _find(problem: Problem) -> Candidates:
 def _adapted(problem: Problem, healthy: Problem, even: Sequence[TimedArrangement]) -> dict[Plan, float]:
     """Return what the best plans without stragglers become with them."""
     adapter, few = Adapter(problem), len(classes_of(healthy)) <= MOST_CLASSES
-    uneven = sorted(estimated(healthy), key=lambda one: one.seconds)[:MOST_ADAPTED] if few else []
+    templates = sorted(estimated(healthy), key=lambda one: one.seconds) if few else []
+    unlike = {tuple(template.pipelines for template in one.chosen): one for one in reversed(templates)}
+    uneven = sorted(unlike.values(), key=lambda one: one.seconds)[:MOST_ADAPTED]
     first = {candidate.arrangement: candidate for candidate in reversed(even)}
     chosen = sorted(first.values(), key=lambda candidate: candidate.seconds)[:MOST_ADAPTED]
     plans = dict.fromkeys([*(one.plan(healthy) for one in uneven), *(one.plan(healthy) for one in chosen)])

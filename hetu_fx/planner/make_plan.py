@@ -45,8 +45,11 @@ from hetu_fx.plans.tables import short_text
 NEGLIGIBLE = 0.01
 """A plan slower by less than this is as good: predictions are not that exact."""
 
-MOST_JOBS = 60_000
+MOST_JOBS = 80_000
 """So many jobs of finalists are simulated: about two seconds."""
+
+ROOM = 4_000
+"""So many of them are left for plans that take few."""
 
 LEAST_FINALISTS = 8
 
@@ -132,15 +135,14 @@ def _simulated(found: Mapping[Plan, float], problem: Problem) -> dict[Plan, floa
     """Return the plans of least seconds by the closed form, with the seconds that simulations of them take.
 
     Those that are near the best, as far as they can be simulated in the time that there is, which is counted in jobs,
-    so that the answer depends on nothing else. None takes more than half of what is left, so that there is room for
-    those that take few.
+    so that the answer depends on nothing else. Some are left for plans that take few of them.
     """
     taken, left = dict[Plan, float](), MOST_JOBS
     for plan in sorted(found, key=lambda plan: (found[plan], plan.summary())):
         if len(taken) >= LEAST_FINALISTS and found[plan] > WORTH * min(taken.values()):
             break
         jobs = num_jobs(plan) + len(plan.devices)
-        if len(taken) < LEAST_FINALISTS or jobs <= left // 2:
+        if len(taken) < LEAST_FINALISTS or jobs <= max(left // 2, left - ROOM):
             taken[plan] = simulated_seconds(plan, problem.costs_of(plan), problem.cluster)
             left -= jobs
     return taken

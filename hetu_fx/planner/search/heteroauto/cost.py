@@ -245,7 +245,7 @@ class Tables:
         """Return bounds that no place is below which has that edge at least, and hands over in so many seconds."""
         key = groups, hand_over, edge
         if key not in self._least:
-            self._least[key] = self._priced(groups, edge, hand_over).bound
+            self._least[key] = self._bound(groups, edge, self._seconds(groups, edge) + hand_over)
         return self._least[key]
 
     def least_share(self, groups: Groups) -> float:
@@ -261,9 +261,11 @@ class Tables:
 
     def _priced(self, groups: Groups, edge: EndCosts, hand_over: float) -> Costs:
         seconds = self._seconds(groups, edge) + hand_over
+        return Costs(_times(self.problem.bubble, seconds), self._bound(groups, edge, seconds))
+
+    def _bound(self, groups: Groups, edge: EndCosts, seconds: Numbers) -> Numbers:
         ends = update_seconds(self.problem, self.replicas, groups, self._layers, edge)
-        bubble = self.problem.bubble
-        return Costs(_times(bubble, seconds), _times(self._count - bubble, seconds) + ends)
+        return _times(self._count - self.problem.bubble, seconds) + ends
 
     def _seconds(self, groups: Groups, edge: EndCosts) -> Numbers:
         """Return the seconds of a micro-batch without what is handed over; infinite where memory does not hold it."""
@@ -275,18 +277,19 @@ class Tables:
         problem, layer = self.problem, groups.layer
         whole = layer.parameter_bytes, edge.parameters, problem.num_layers
         left = groups.kind.memory_bytes - _state_bytes(*whole, problem.zero, self.replicas, problem.state)[None, :]
-        result: Numbers = np.full((len(self._flying), problem.num_layers + 1), np.inf)
-        for recompute in (True, False) if problem.freedom.recompute else (False,):
-            kept = activation_bytes(layer, self._layers, edge, self._flying, recompute)
-            result = np.where(kept <= left, work_seconds(groups, self._layers, edge, recompute), result)
+        keeps = activation_bytes(layer, self._layers, edge, self._flying, recompute=False) <= left
+        again: Numbers | float = np.inf
+        if problem.freedom.recompute and not keeps.all():
+            held = activation_bytes(layer, self._layers, edge, self._flying, recompute=True)
+            again = np.where(held <= left, work_seconds(groups, self._layers, edge, recompute=True), np.inf)
+        result = np.where(keeps, work_seconds(groups, self._layers, edge, recompute=False), again)
         result[0], result[:, 0] = np.inf, np.inf
         return result
 
 
 def _times(factor: float, seconds: Numbers) -> Numbers:
     """Return the product, infinite where seconds are, even for a factor of 0."""
-    fits = np.isfinite(seconds)
-    return np.where(fits, factor * np.where(fits, seconds, 0.0), np.inf)
+    return factor * seconds if factor else np.where(np.isfinite(seconds), 0.0, np.inf)
 
 
 def throughput_bound(problem: HeteroProblem, replicas: int) -> float:

@@ -25,7 +25,7 @@ from hetu_fx.planner.search.heteroauto.sweep import Arranged, arrange
 NEAR = 1.05
 """What is slower than the best by less than this factor may be faster by prices that know more."""
 
-MOST_NEAR = 3
+MOST_NEAR = 4
 """Of the choices of groups, so many are looked at for plans that are nearly as fast."""
 
 _SLACKS = (1.05, 1.3, 2.0, math.inf)  # over the least lower bound, until something is found
@@ -184,7 +184,7 @@ class Upper:
         for replicas, bounds in self._bounds.items():
             chosen = list(self._chosen(replicas))
             pairs = zip(bounds.quick_seconds(chosen), chosen, strict=True)
-            yield from (_Candidate(seconds, replicas, choices) for seconds, choices in pairs)
+            yield from (_Candidate(seconds, replicas, choices) for seconds, choices in pairs if seconds < math.inf)
 
     def _chosen(self, replicas: int) -> Iterator[tuple[GroupChoice, ...]]:
         able = [some for kind in self._problem.kinds if (some := _choices(kind, replicas))]

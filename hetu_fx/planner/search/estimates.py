@@ -71,9 +71,9 @@ class EndEstimate:
     update: float = 0.0
     pieces: int = 1
 
-    def seconds(self, backward: float) -> float:
-        """Return it for pipelines whose last backward takes so long: gradients travel meanwhile, but for a piece."""
-        return self.gather + max(self.gradients / self.pieces, self.gradients - backward) + self.update
+    def seconds(self, hidden: float) -> float:
+        """Return it where gradients travel for so long beside the last backward; a piece does so after it."""
+        return self.gather + max(self.gradients / self.pieces, self.gradients - hidden) + self.update
 
 
 NO_END = EndEstimate()
@@ -380,6 +380,7 @@ class Estimates:
             update_seconds=max(stage.update_seconds for stage in stages),
             host_seconds=max(stage.host_seconds for stage in stages),
             recompute_lines=tuple(stage.recompute_line for stage in stages),
+            stage_bytes=tuple(max(one.piece.parameter_bytes for one in stage.holdings) for stage in stages),
         )
 
     def _hand_over(self, group: tuple[int, ...], other: tuple[int, ...], block: int) -> Line:

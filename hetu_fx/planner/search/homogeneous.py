@@ -196,9 +196,9 @@ class _Estimating:
             ways = list(_ways(replicas, degrees, costs.rows, given))
             end = self._estimates.ends(replicas, firsts, last, given.zero, shared) if ways else NO_END
             for way in ways:
-                backward = min(replica.last_backward(rows, way.micro_batches) for replica in replicas)
+                hidden = min(one.hidden(end.gradients, rows, way.micro_batches) for one in replicas)
                 least = crossing + replicas[0].latency(rows, way.micro_batches) if crossing else 0.0
-                seconds = max(way.seconds, least) + end.seconds(backward)
+                seconds = max(way.seconds, least) + end.seconds(hidden)
                 yield TimedArrangement(seconds, arrangement, way, given.zero, self._manner)
 
 

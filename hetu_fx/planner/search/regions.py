@@ -89,12 +89,12 @@ class Template:
     def step_seconds(self, rows: int) -> float:
         """Return the seconds of a step of so many rows over all pipelines, with what it takes besides."""
         if rows not in self.known:
-            self.known[rows] = self.seconds(rows) + self.end.seconds(self.last_backward(rows))
+            self.known[rows] = self.seconds(rows) + self.end.seconds(self.hidden(self.end.gradients, rows))
         return self.known[rows]
 
-    def last_backward(self, rows: int) -> float:
-        """Return the seconds of the backward with which a pipeline ends, the fewest that one has."""
-        return self.family.last_backward(max(1, rows // len(self.pipelines)))
+    def hidden(self, gradients: float, rows: int) -> float:
+        """Return for how long such gradients travel beside the last backward of a pipeline, the least of all."""
+        return self.family.hidden(gradients, max(1, rows // len(self.pipelines)))
 
     def made(self, rows: int) -> Iterator[Pipeline]:
         """Yield the pipelines with their rows."""
@@ -124,7 +124,7 @@ class Deal:
         """Return bounds that no template is below."""
         pipelines = tuple(map(self.pipeline, range(self.count)))
         turns = estimates.least_turns(pipelines)
-        return DealBounds(estimates.bounds(pipelines[0], self.rows(rows)), *turns)
+        return DealBounds(estimates.bounds(pipelines[0], self.rows(rows)), len(pipelines[0]), *turns)
 
     def template(self, family: Family, estimates: Estimates, zero: int, *, is_alone: bool = True) -> Template:
         """Return the template of all pipelines, run in one of these ways."""
@@ -143,10 +143,12 @@ class DealBounds:
 
     Attributes:
         pipeline: the seconds of its pipelines for each number of micro-batches.
+        stages: how many a pipeline has.
         alone, beside: those of a turn of all parameters, by itself and with other pipelines.
     """
 
     pipeline: tuple[tuple[float, int], ...]
+    stages: int
     alone: float
     beside: float
 
@@ -162,13 +164,14 @@ class Place:
     def least_seconds(self, bounds: DealBounds) -> float:
         """Return what a step takes at least.
 
-        Gradients travel beside the last backward, which is no more than its share of what a micro-batch takes.
+        Gradients travel beside the last backward, which is its share of what a micro-batch takes in all stages.
         """
         turn = bounds.alone if self.is_alone else bounds.beside
-        hidden = ((seconds, (1 - 1 / FORWARD_AND_BACKWARD) * seconds / count) for seconds, count in bounds.pipeline)
+        share = (1 - 1 / FORWARD_AND_BACKWARD) * bounds.stages
+        hidden = ((seconds, share * seconds / (bounds.stages + count - 1)) for seconds, count in bounds.pipeline)
         if self.zero:
-            return min(seconds + turn + max(0.0, turn - least) for seconds, least in hidden)
-        return min(seconds + max(0.0, 2 * turn - least) for seconds, least in hidden)
+            return min(seconds + turn + max(0.0, turn - most) for seconds, most in hidden)
+        return min(seconds + max(0.0, 2 * turn - most) for seconds, most in hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,8 +372,9 @@ def estimate(chosen: tuple[Template, ...], problem: Problem, estimates: Estimate
     rows = _rows_of_templates(chosen, problem.costs.rows)
     if rows is None:
         return None
-    longest, end, backward = _parts_of(chosen, rows, estimates)
-    return Estimated(longest + end.seconds(backward), chosen, rows)
+    longest, end = max(map(Template.seconds, chosen, rows)), _end_of(chosen, estimates)
+    hidden = min(template.hidden(end.gradients, count) for template, count in zip(chosen, rows, strict=True))
+    return Estimated(longest + end.seconds(hidden), chosen, rows)
 
 
 def _rows_of_templates(chosen: Sequence[Template], total: int) -> tuple[int, ...] | None:
@@ -381,18 +385,14 @@ def _rows_of_templates(chosen: Sequence[Template], total: int) -> tuple[int, ...
     return rows if fits else None
 
 
-def _parts_of(
-    chosen: Sequence[Template], rows: Sequence[int], estimates: Estimates
-) -> tuple[float, EndEstimate, float]:
-    """Return what pipelines take with so many rows of each template, what ends a step, and the last backward."""
-    pairs = list(zip(chosen, rows, strict=True))
-    longest, backward = max(t.seconds(count) for t, count in pairs), min(t.last_backward(count) for t, count in pairs)
+def _end_of(chosen: Sequence[Template], estimates: Estimates) -> EndEstimate:
+    """Return what ends a step of all these templates."""
     if len(chosen) == 1:
-        return longest, chosen[0].end, backward
+        return chosen[0].end
     firsts = [first for template in chosen for first in template.ends[0]]
     replicas = [template.family.replica for template in chosen]
     shared, zero = max(template.shared_bytes for template in chosen), chosen[0].family.rules.zero
-    return longest, estimates.ends(replicas, firsts, chosen[0].ends[1], zero, shared), backward
+    return estimates.ends(replicas, firsts, chosen[0].ends[1], zero, shared)
 
 
 def _find(problem: Problem) -> Candidates:

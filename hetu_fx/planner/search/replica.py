@@ -162,7 +162,8 @@ class Replica:
     """A pipeline (rows and micro-batches still 1), the seconds of its stages and what its devices hold.
 
     `update_seconds` is what the slowest device's optimizer step takes if it owns all that it holds; `host_seconds` is
-    what a step takes on the slowest host; `recompute_lines` is one more forward of all blocks of each stage.
+    what a step takes on the slowest host; `recompute_lines` is one more forward of all blocks of each stage, and
+    `stage_bytes` are the most bytes of parameters of a device of each stage.
     """
 
     pipeline: Pipeline
@@ -171,6 +172,7 @@ class Replica:
     update_seconds: float
     host_seconds: float = 0.0
     recompute_lines: tuple[Line, ...] = ()
+    stage_bytes: tuple[float, ...] = ()
 
     @property
     def parameter_bytes(self) -> float:
@@ -181,9 +183,20 @@ class Replica:
         """Return the seconds that the pipeline takes for so many rows, some blocks of each stage being recomputed."""
         return self.host_seconds + pipeline_seconds(self._lines(recompute), rows, micro_batches)
 
-    def last_backward(self, rows: int, micro_batches: int) -> float:
-        """Return the seconds of the backward with which the first stage ends."""
-        return (1 - 1 / FORWARD_AND_BACKWARD) * self.lines[0](rows // max(1, min(micro_batches, rows)))
+    def hidden(self, gradients: float, rows: int, micro_batches: int) -> float:
+        """Return for how long gradients that travel for so long do so beside the last backward.
+
+        Those of the last stage leave first: when a stage has come to its end, its own and those of earlier ones are
+        left, and each takes its share of the time that the most do.
+        """
+        micro_rows, sizes = rows // max(1, min(micro_batches, rows)), self.stage_bytes
+        least, passed, most, largest = math.inf, 0.0, 0.0, max(sizes)
+        for line, size in zip(self.lines, sizes, strict=True):
+            passed, most = passed + (1 - 1 / FORWARD_AND_BACKWARD) * line(micro_rows), max(most, size)
+            least = min(least, passed + gradients * (1 - most / largest if largest else 0.0))
+            if most == largest:
+                break
+        return least
 
     def latency(self, rows: int, micro_batches: int) -> float:
         """Return the seconds of one micro-batch through all stages."""
@@ -319,17 +332,21 @@ class Family:
 
     def _shown(self, rows: int, micro_batches: int) -> float:
         """Return for how long gradients travel after the last backward."""
-        return max(0.0, self.gradients - self.replica.last_backward(rows, micro_batches)) if self.gradients else 0.0
+        return (
+            max(0.0, self.gradients - self.replica.hidden(self.gradients, rows, micro_batches))
+            if self.gradients
+            else 0.0
+        )
 
     def seconds(self, rows: int) -> float:
         """Return the seconds of the fastest way to do `rows` rows; infinite if none fits."""
         best = self.best(rows)
         return math.inf if best is None else best.seconds
 
-    def last_backward(self, rows: int) -> float:
-        """Return the seconds of the backward with which the fastest way to do `rows` rows ends; 0 if none fits."""
+    def hidden(self, gradients: float, rows: int) -> float:
+        """Return for how long such gradients travel beside the end of the fastest way to do `rows` rows."""
         best = self.best(rows)
-        return 0.0 if best is None else self.replica.last_backward(rows, best.micro_batches)
+        return 0.0 if best is None else self.replica.hidden(gradients, rows, best.micro_batches)
 
     def latency(self, rows: int) -> float:
         """Return the seconds of one micro-batch of the fastest way to do `rows` rows; infinite if none fits."""

@@ -39,7 +39,7 @@ def test_gradients_that_travel_for_long_are_hidden_by_fewer_micro_batches() -> N
     for gradients in (0.0, 0.5 * ways[8], 2 * ways[8]):
         best = Family(replica, 2, rules).hiding(gradients, 1).best(8)
         assert best is not None
-        shown = {n: max(0.0, gradients - replica.last_backward(8, n)) for n in ways}
+        shown = {n: max(0.0, gradients - replica.hidden(gradients, 8, n)) for n in ways}
         assert best.seconds + shown[best.micro_batches] == min(ways[n] + shown[n] for n in ways)
         chosen.append(best.micro_batches)
     assert chosen == sorted(chosen, reverse=True)

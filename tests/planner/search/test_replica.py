@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.cases.planning import cluster, small
@@ -44,3 +46,16 @@ def test_gradients_that_travel_for_long_are_hidden_by_fewer_micro_batches() -> N
         chosen.append(best.micro_batches)
     assert chosen == sorted(chosen, reverse=True)
     assert chosen[0] > chosen[-1]
+
+
+def test_gradients_of_later_stages_travel_beside_the_backward_of_earlier_ones() -> None:
+    costs, rules = small(64).costs, ReplicaRules("1f1b", 1, (4,), dict.fromkeys(range(3), 1 << 50))
+    made = Estimates(costs, cluster({"A100-80G": 3}), rules).replica(((0,), (1,), (2,)), (8, 12, 12))
+    first, second, third = (2 / 3 * line(2) for line in made.lines)
+    for gradients in (0.1 * first, first + second, 10 * third):
+        shares = (made.stage_bytes[0] / max(made.stage_bytes), made.stage_bytes[1] / max(made.stage_bytes), 1.0)
+        left = zip(shares, (first, first + second, first + second + third), strict=True)
+        shown = max(gradients * share - passed for share, passed in left)
+        assert gradients - made.hidden(gradients, 8, 4) == pytest.approx(shown)
+    even = replace(made, stage_bytes=(1.0, 1.0, 1.0))
+    assert even.hidden(10.0, 8, 4) == pytest.approx(first)  # what the first stage holds leaves last

@@ -120,7 +120,7 @@ def gradients(
     dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (query, part.key, part.value))
     for rows, runs in runs_of(part.places, part.offset is not None):
         for run in runs:
-            given = (x[rows].narrow(-2, *run.queries) for x in (gradient, query))
+            given = gradient[rows].narrow(-2, *run.queries), query[rows].narrow(-2, *run.queries)
             results = out[rows].narrow(-2, *run.queries), lse[rows].narrow(-1, *run.queries)
             found = whole.gradients(*given, _part_of(part, rows, run), *results)
             for total, at, some in zip((dq, dk, dv), (run.queries, run.keys, run.keys), found, strict=True):

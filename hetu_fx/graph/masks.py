@@ -18,7 +18,7 @@ from torch import fx
 
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import arguments
-from hetu_fx.graph.positions import Affine, AtMostZero, Known, positional_values
+from hetu_fx.graph.positions import MOVEMENTS, Affine, AtMostZero, Known, aligned, movement, positional_values
 
 aten = torch.ops.aten
 Indices = tuple[Affine, ...]
@@ -124,33 +124,9 @@ def _operand(call: _MaskCall) -> ReadMask:
     return call.element("self") or call.sees(call.given("self"))
 
 
-def _same(call: _MaskCall) -> ReadMask | None:
-    return _operand(call)
-
-
-def _unsqueeze(call: _MaskCall) -> ReadMask | None:
-    dim = call.given("dim") % (len(meta.shape(call.given("self"))) + 1)
-    return _changed(_operand(call), lambda x: Affine(x.constant, (*x.slopes[:dim], 0, *x.slopes[dim:])))
-
-
-def _transpose(call: _MaskCall) -> ReadMask | None:
-    order = list(range(len(meta.shape(call.given("self")))))
-    a, b = call.given("dim0"), call.given("dim1")
-    order[a], order[b] = order[b], order[a]
-    return _changed(_operand(call), lambda x: Affine(x.constant, tuple(x.slopes[dim] for dim in order)))
-
-
-def _slice(call: _MaskCall) -> ReadMask | None:
-    start, step = call.given("start") or 0, call.given("step")
-    if not isinstance(start, int) or not isinstance(step, int) or start < 0:
-        return None
-    dim = call.given("dim") % len(meta.shape(call.given("self")))
-
-    def moved(x: Affine) -> Affine:
-        slope = x.slopes[dim]
-        return Affine(x.constant + slope * start, (*x.slopes[:dim], slope * step, *x.slopes[dim + 1 :]))
-
-    return _changed(_operand(call), moved)
+def _moved(call: _MaskCall) -> ReadMask | None:
+    change = movement(call.node)
+    return None if change is None else _changed(_operand(call), change)
 
 
 def _index(call: _MaskCall) -> ReadMask | None:
@@ -237,10 +213,7 @@ _ZEROS = frozenset({aten.zeros.default, aten.zeros_like.default, aten.new_zeros.
 
 Reader = Callable[[_MaskCall], ReadMask | None]
 _ROWS: tuple[tuple[Reader, tuple[Any, ...]], ...] = (
-    (_same, (aten.expand.default, aten.contiguous.default, aten.clone.default, aten.alias.default)),
-    (_unsqueeze, (aten.unsqueeze.default,)),
-    (_transpose, (aten.transpose.int,)),
-    (_slice, (aten.slice.Tensor,)),
+    (_moved, tuple(MOVEMENTS)),
     (_index, (aten.index.Tensor,)),
     (_equal, (aten.eq.Tensor,)),
     (partial(_compared, first="self", second="other"), (aten.le.Tensor,)),
@@ -264,10 +237,3 @@ def masks_of(graph: fx.Graph) -> Mapping[fx.Node, Sees]:
             read[node] = _changed(found, partial(aligned, shape=meta.shape(node)))
     masks = {node: found for node, found in read.items() if isinstance(found, Sees)}
     return {node: found for node, found in masks.items() if found.terms and not found.is_negated}
-
-
-def aligned(value: Affine, shape: tuple[meta.Size, ...]) -> Affine:
-    """Return an affine function with a slope for each dim of a shape, counted from the right; 0 for dims of size 1."""
-    slopes = (0,) * (len(shape) - len(value.slopes)) + value.slopes
-    kept = (0 if isinstance(size, int) and size == 1 else slope for slope, size in zip(slopes, shape, strict=True))
-    return Affine(value.constant, tuple(kept))

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from hetu_fx.graph import meta
-from hetu_fx.graph.calls import arguments
+from hetu_fx.graph.calls import argument, arguments, operand
 
 aten = torch.ops.aten
 
@@ -71,6 +71,57 @@ def mapped(value: Positional | None, change: Callable[[Affine], Affine]) -> Posi
     return None
 
 
+Movement = Callable[[Affine], Affine]
+"""What becomes of a function of the indices of a tensor in one that has its elements elsewhere."""
+
+
+def movement(node: fx.Node) -> Movement | None:
+    """Return how an op moves the elements of its first operand; None where that is not known."""
+    return MOVEMENTS[node.target](node) if node.target in MOVEMENTS else None
+
+
+def _ndim(node: fx.Node) -> int:
+    return len(meta.shape(operand(node)))
+
+
+def _unmoved(node: fx.Node) -> Movement:
+    return lambda value: value
+
+
+def _unsqueezed(node: fx.Node) -> Movement:
+    dim = argument(node, "dim") % (_ndim(node) + 1)
+    return lambda value: Affine(value.constant, (*value.slopes[:dim], 0, *value.slopes[dim:]))
+
+
+def _transposed(node: fx.Node) -> Movement:
+    order = list(range(_ndim(node)))
+    a, b = argument(node, "dim0"), argument(node, "dim1")
+    order[a], order[b] = order[b], order[a]
+    return lambda value: Affine(value.constant, tuple(value.slopes[dim] for dim in order))
+
+
+def _sliced(node: fx.Node) -> Movement | None:
+    start, step = argument(node, "start") or 0, argument(node, "step")
+    if not isinstance(start, int) or not isinstance(step, int) or start < 0:
+        return None
+    dim = argument(node, "dim") % _ndim(node)
+
+    def move(value: Affine) -> Affine:
+        slope = value.slopes[dim]
+        slopes = (*value.slopes[:dim], slope * step, *value.slopes[dim + 1 :])
+        return Affine(value.constant + slope * start, slopes)
+
+    return move
+
+
+MOVEMENTS: Mapping[Any, Callable[[fx.Node], Movement | None]] = {
+    **dict.fromkeys((aten.expand.default, aten.contiguous.default, aten.clone.default, aten.alias.default), _unmoved),
+    aten.unsqueeze.default: _unsqueezed,
+    aten.transpose.int: _transposed,
+    aten.slice.Tensor: _sliced,
+}
+"""How ops move the elements of their first operand."""
+
 Known = Mapping[fx.Node, Positional]
 
 
@@ -117,11 +168,6 @@ class PositionedCall:
         return not dtype.is_floating_point and not dtype.is_complex
 
 
-def _with_slopes(value: Positional | None, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Positional | None:
-    """Rearrange the slopes of a value or of its bound."""
-    return mapped(value, lambda affine: Affine(affine.constant, change(affine.slopes)))
-
-
 def _arange(call: PositionedCall) -> Positional | None:
     given = arguments(call.node)
     start, step = given.get("start", 0), given.get("step", 1)
@@ -140,10 +186,6 @@ def _filled(call: PositionedCall, number: object = None) -> Positional | None:
     return Affine(int(found)) if call.is_integral else None
 
 
-def _same(call: PositionedCall) -> Positional | None:
-    return call.value_of(call.node.args[0])
-
-
 def _cast(call: PositionedCall) -> Positional | None:
     source = call.node.args[0]
     assert isinstance(source, fx.Node)
@@ -151,30 +193,9 @@ def _cast(call: PositionedCall) -> Positional | None:
     return call.value_of(source) if keeps_kind and call.is_integral else None
 
 
-def _unsqueeze(call: PositionedCall) -> Positional | None:
-    dim = call.given("dim") % (call.ndim + 1)
-    return _with_slopes(call.value("self"), lambda slopes: (*slopes[:dim], 0, *slopes[dim:]))
-
-
-def _transpose(call: PositionedCall) -> Positional | None:
-    order = list(range(call.ndim))
-    a, b = call.given("dim0"), call.given("dim1")
-    order[a], order[b] = order[b], order[a]
-    return _with_slopes(call.value("self"), lambda slopes: tuple(slopes[dim] for dim in order))
-
-
-def _slice(call: PositionedCall) -> Positional | None:
-    start, step = call.given("start") or 0, call.given("step")
-    if not isinstance(start, int) or not isinstance(step, int) or start < 0:
-        return None
-    dim = call.given("dim") % call.ndim
-
-    def move(value: Affine) -> Affine:
-        slope = value.slopes[dim]
-        slopes = (*value.slopes[:dim], slope * step, *value.slopes[dim + 1 :])
-        return Affine(value.constant + slope * start, slopes)
-
-    return mapped(call.value("self"), move)
+def _moved(call: PositionedCall) -> Positional | None:
+    change = movement(call.node)
+    return None if change is None else mapped(call.value_of(call.node.args[0]), change)
 
 
 def _sum(call: PositionedCall, sign: int) -> Positional | None:
@@ -263,11 +284,8 @@ _ROWS: tuple[tuple[Reader, tuple[Any, ...]], ...] = (
     (partial(_filled, number=1), (aten.ones.default, aten.ones_like.default, aten.new_ones.default)),
     (partial(_filled, number=0), (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)),
     (_filled, (aten.full.default, aten.full_like.default, aten.new_full.default, aten.scalar_tensor.default)),
-    (_same, (aten.expand.default, aten.contiguous.default, aten.clone.default, aten.alias.default)),
+    (_moved, tuple(MOVEMENTS)),
     (_cast, (aten.to.dtype, aten._to_copy.default)),
-    (_unsqueeze, (aten.unsqueeze.default,)),
-    (_transpose, (aten.transpose.int,)),
-    (_slice, (aten.slice.Tensor,)),
     (_index, (aten.index.Tensor,)),
     (_arange, (aten.arange.default, aten.arange.start, aten.arange.start_step)),
     (partial(_sum, sign=1), (aten.add.Tensor, aten.add.Scalar)),
@@ -294,13 +312,13 @@ def positional_values(graph: fx.Graph) -> Known:
         reader = READERS.get(node.target) if node.op == "call_function" and meta.is_tensor(node) else None
         if reader is None:
             continue
-        found = mapped(reader(PositionedCall(node, known)), partial(_flat_where_single, shape=meta.shape(node)))
+        found = mapped(reader(PositionedCall(node, known)), partial(aligned, shape=meta.shape(node)))
         if found is not None:
             known[node] = found
     return known
 
 
-def _flat_where_single(value: Affine, shape: tuple[meta.Size, ...]) -> Affine:
+def aligned(value: Affine, shape: tuple[meta.Size, ...]) -> Affine:
     """Drop the slopes of dims of size 1, where the only index is 0, and give every dim of `shape` one."""
     slopes = (0,) * (len(shape) - len(value.slopes)) + value.slopes
     kept = (0 if isinstance(size, int) and size == 1 else slope for slope, size in zip(slopes, shape, strict=True))

@@ -12,7 +12,7 @@ from transformers.integrations import moe  # noqa: F401 - registers transformers
 
 from hetu_fx.deduction.rules.build import full_name
 from hetu_fx.deduction.rules.pointwise import BINARY, COPIES, OTHER_COPIES, UNARY, ZERO_AT_ZERO
-from hetu_fx.transforms.rewrites import random_ops, row_ops  # noqa: F401 - registers the ops of hetu::
+from hetu_fx.transforms.rewrites import random_ops, row_ops, sequence_ops  # noqa: F401 - registers the ops of hetu::
 from tests.deduction.shards import Sample, find_op, sample
 
 F64 = torch.float64
@@ -261,6 +261,8 @@ NORMALIZATION = {
     "_batch_norm_with_update_functional": [Sample((x(3, 4, 5), x(4), x(4), x(4), x(4), 0.1, 1e-5), fixed=(3, 4))],
     "instance_norm": [sample(x(3, 4, 5), x(4), x(4), None, None, True, 0.1, 1e-5, False)],
 }
+DOCUMENTS = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
+PLACES, SEEN = torch.ops.hetu.sequence_places(DOCUMENTS), DOCUMENTS[:, None, :, None] == DOCUMENTS[:, None, None]
 ATTENTION = {
     "scaled_dot_product_attention": [
         sample(x(2, 3, 4, 6), x(2, 3, 5, 6), x(2, 3, 5, 8)),
@@ -268,6 +270,12 @@ ATTENTION = {
         sample(x(2, 3, 4, 6), x(2, 3, 5, 6), x(2, 3, 5, 8), flags(2, 1, 4, 5) | True),
         sample(x(2, 6, 4, 8), x(2, 3, 5, 8), x(2, 3, 5, 8), x(6, 4, 5), enable_gqa=True),
         sample(x(3, 4, 6), x(3, 5, 6), x(3, 5, 8)),
+    ],
+    "hetu.sequence_places.default": [sample(DOCUMENTS)],
+    "hetu.sequence_attention.default": [
+        sample(x(2, 3, 6, 4), x(2, 3, 6, 4), x(2, 3, 6, 8), None, PLACES, PLACES, True, None, False),
+        sample(x(2, 6, 6, 4), x(2, 3, 6, 4), x(2, 3, 6, 8), None, PLACES, PLACES, False, 0.3, True),
+        sample(x(2, 3, 6, 4), x(2, 3, 6, 4), x(2, 3, 6, 8), SEEN, PLACES, PLACES, False, None, False),
     ],
 }
 LOOKUP = {

@@ -14,8 +14,8 @@ from hetu_fx.graph.calls import argument, operand
 from hetu_fx.graph.clean import ATTENTION, grouped_heads
 from hetu_fx.graph.edit import Rewrite, insert, replace
 from hetu_fx.graph.graph import Graph
-from hetu_fx.graph.masks import Indices, NotAbove, SameElement, Sees, Term, aligned, masks_of
-from hetu_fx.graph.positions import Affine, AtMostZero
+from hetu_fx.graph.masks import Indices, NotAbove, SameElement, Sees, Term, masks_of
+from hetu_fx.graph.positions import Affine, AtMostZero, aligned
 from hetu_fx.transforms.rewrites import sequence_ops  # noqa: F401 - registers hetu::sequence_attention
 
 aten = torch.ops.aten

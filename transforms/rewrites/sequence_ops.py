@@ -131,7 +131,7 @@ def _back(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 sequence_attention_forward.register_autograd(_back, setup_context=_keep)
 
 
-@register_flop_formula(torch.ops.hetu.sequence_attention_forward)  # type: ignore[untyped-decorator]
+@register_flop_formula(torch.ops.hetu.sequence_attention_forward)
 def _flops(query: Shape, key: Shape, value: Shape, *others: Any, **_: Any) -> int:
     """Return the FLOPs for rows of one sequence each; a causal one has half of all pairs of queries and keys."""
     (rows, heads, tokens, channels), is_causal = query, others[3]

@@ -59,7 +59,7 @@ class TimeFit:
         """Return (1): the seconds per stage of a sequence of `length` tokens."""
         return (self.a * length + self.b) * length
 
-    def micro_batch_seconds(self, runs: Iterable[int]) -> float:
+    def micro_batch_seconds(self, runs: Iterable[float]) -> float:
         """Return (2): the seconds per stage of a micro-batch whose tokens attend to each other in runs of these."""
         return math.fsum(map(self.seconds, runs)) + self.c
 

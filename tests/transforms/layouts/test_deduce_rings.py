@@ -16,7 +16,8 @@ from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import Program
 from hetu_fx.transforms.layouts.annotate import Annotate
 from hetu_fx.transforms.layouts.deduce import Deduce
-from hetu_fx.transforms.layouts.states import SplitOn
+from hetu_fx.transforms.layouts.states import WHOLE, SplitOn
+from hetu_fx.transforms.rewrites.per_sequence import PER_SEQUENCE
 from hetu_fx.transforms.specialize.specialize import Specialize
 from tests.model_zoo import NO_DROPOUT, SAMPLES, to_double
 from tests.oracles.traffic import traffic_by_block
@@ -83,17 +84,21 @@ def test_packed_rows_stay_apart_under_a_mask_cut_by_queries(llama: Case) -> None
     assert not any(line.startswith("all_gather") for line in talk(device_graph(program, ring(), 1)))
 
 
-def test_a_mask_is_made_for_the_queries_of_the_part_alone() -> None:
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_mask_is_made_for_the_queries_of_the_part_alone(is_packed: bool) -> None:
+    """One that keeps documents apart, or lets through what is of the same or an earlier one."""
+
     def batch(length: int) -> dict[str, Tensor]:
         return {"x": torch.randn(3, length, 8).double(), "document": torch.arange(length).expand(3, -1) // 3}
 
-    model = ManyHeads().double().train()
+    model = ManyHeads(is_packed).double().train()
     program = program_of(model, batch(7))
     context = deduced(program, ring()).context
-    (node,) = program.graph.graph.find_nodes(op="call_function", target=ATTENTION)
+    (node,) = program.graph.graph.find_nodes(op="call_function", target=PER_SEQUENCE if is_packed else ATTENTION)
     states = [need.state for need in context.needs(node)]
     assert context.decisions[node].travels
-    assert [type(state) for state in states] == [SplitOn] * 4
+    assert [type(state) for state in states[:4]] == [SplitOn] * 4
+    assert not is_packed or (type(states[4]), states[5]) == (SplitOn, WHOLE)
     for ratios, length in CUTS:
         same_in_group(program, model, ring(ratios), batch(length), limit=1e-10)
 
@@ -101,11 +106,12 @@ def test_a_mask_is_made_for_the_queries_of_the_part_alone() -> None:
 class ManyHeads(Documents):
     """Has a dim for the one head."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_packed: bool) -> None:
         super().__init__(False)
+        self.sees = torch.eq if is_packed else torch.ge
 
     def forward(self, x: Tensor, document: Tensor) -> Tensor:
-        same = (document.unsqueeze(2) == document.unsqueeze(1)).unsqueeze(1)
+        same = self.sees(document.unsqueeze(2), document.unsqueeze(1)).unsqueeze(1)
         q, k, v = (y.unsqueeze(1) for y in (self.query(x), self.key(x), x))
         y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=same)
         return (self.out(x + y.squeeze(1)) ** 2).sum()

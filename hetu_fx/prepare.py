@@ -154,7 +154,7 @@ def _execution_of(wanted: Preparation) -> tuple[Execution[Any], CapturedProgram 
             )
         case "eager" if wanted.align is not None:
             raise StateError(
-                f"align={wanted.align!r} rewrites ops of captured graphs, and capture='eager' makes none; leave it out, "
+                f"align={wanted.align!r} is for ops of captured graphs, and capture='eager' makes none; leave it out, "
                 f"and cast in the model's forward where it is not exact enough"
             )
         case "eager" if wanted.settings.seed is not None:

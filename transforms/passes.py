@@ -19,7 +19,7 @@ from hetu_fx.transforms.lowering.recompute import Recompute
 from hetu_fx.transforms.rewrites.all_rows import AllRows
 from hetu_fx.transforms.rewrites.counter_rng import Randomness
 from hetu_fx.transforms.rewrites.global_mean import BatchStatistics, GlobalMean
-from hetu_fx.transforms.rewrites.op_overrides import Override, OpOverrides
+from hetu_fx.transforms.rewrites.op_overrides import OpOverrides, Override
 from hetu_fx.transforms.rewrites.per_sequence import PerSequence
 from hetu_fx.transforms.show import show_stage
 from hetu_fx.transforms.specialize.specialize import Specialize

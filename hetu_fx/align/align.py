@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -15,6 +15,7 @@ from hetu_fx.align.run import Made
 from hetu_fx.align.tolerances import class_of
 from hetu_fx.align.way import Runner, Way
 from hetu_fx.base.progress import Tell, nobody
+from hetu_fx.errors import AlignError
 from hetu_fx.graph.graph import Graph
 
 
@@ -49,28 +50,34 @@ def _share(verdict: Verdict) -> float:
     return verdict.worst.share if verdict.worst else 0.0
 
 
-@dataclass(frozen=True)
-class Aligning:
-    """What is asked for: the ways, and tolerances by op that take the place of the table's."""
+Runners = tuple[Runner, ...]
 
-    ways: tuple[Way, ...]
-    tolerances: Tolerances = field(default_factory=dict)
+
+def runners_of(ways: Sequence[Way]) -> Runners:
+    """Return what runs calls in these ways.
+
+    Raises:
+        AlignError: there is no way, or two have the same name.
+    """
+    names = [way.name for way in ways]
+    if len(set(names)) < len(names) or not names:
+        raise AlignError(f"ways are {names}; give different ones, such as fp32,bf16")
+    return tuple(map(Runner, ways))
 
 
 def align_ops(
-    graph: Graph, leaves: Mapping[fx.Node, Any], asked: Aligning, tell: Tell = nobody
+    graph: Graph, leaves: Mapping[fx.Node, Any], runners: Runners, tolerances: Tolerances, tell: Tell = nobody
 ) -> tuple[AlignedOp, ...]:
     """Run every distinct op of a graph in every way, forward and backward; the worst come first."""
-    runners = [Runner(way) for way in asked.ways]
     ops = distinct_ops(graph, leaves)
     found = []
     for done, op in enumerate(ops):
         tell(op.call.name, done, len(ops))
-        found.append(AlignedOp(op, align_call(op.call, runners, asked.tolerances)))
+        found.append(AlignedOp(op, align_call(op.call, runners, tolerances)))
     return tuple(sorted(found, key=lambda one: one.share, reverse=True))
 
 
-def align_call(call: Call, runners: Sequence[Runner], tolerances: Tolerances) -> tuple[Verdict, ...]:
+def align_call(call: Call, runners: Runners, tolerances: Tolerances) -> tuple[Verdict, ...]:
     """Run one call in every way and judge each; ways that are to be of the same dtype must make the same dtypes."""
     judged = [judge(runner, call, tolerances) for runner in runners]
     first = judged[0][1]

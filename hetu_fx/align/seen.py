@@ -1,4 +1,4 @@
-"""One whole forward and backward, op by op: what every op makes, and the gradients that it hands on to its arguments."""
+"""One whole forward and backward: what every op makes, and the gradients that it hands on to its arguments."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def class_of(op: OpOverload) -> OpClass:
 
 
 def is_compared(op: OpOverload, result: Tensor) -> bool:
-    """Tell whether a result of an op says something: values of memory that is not set, and places in an order, do not."""
+    """Tell whether a result says something: values of memory that is not set, and places in an order, do not."""
     kind = class_of(op)
     return kind is not UNSET and (kind is not ORDER or result.is_floating_point())
 

@@ -63,6 +63,17 @@ WAYS: Mapping[str, Way] = {
 }
 
 
+def dtype_named(name: str) -> torch.dtype:
+    """Return a dtype by its short name.
+
+    Raises:
+        AlignError: it is none of DTYPES.
+    """
+    if name not in DTYPES:
+        raise AlignError(f"dtype {name!r} is not known{nearest(name, tuple(DTYPES))}")
+    return DTYPES[name]
+
+
 def way_named(name: str) -> Way:
     """Return a way of the table.
 

@@ -33,7 +33,8 @@ _log = logging.getLogger("hetu_fx.variants")
 class Programs:
     """Finds or captures the program for a batch, for the model as it is now.
 
-    `forward` is the model's own forward, `overrides` say how its ops are run; batches are brought to its keyword form where its signature allows.
+    `forward` is the model's own forward; batches are brought to its keyword form where its signature allows.
+    `overrides` say how its ops are run.
 
     Attributes:
         structure: of the model when a program was last asked for.

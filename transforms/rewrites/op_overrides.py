@@ -124,7 +124,7 @@ Result = tuple[fx.Node, torch.dtype, torch.device]
 
 
 def _results(node: fx.Node) -> list[Result]:
-    """Return the nodes of an op's tensors, with their dtypes and devices: itself, or those that take its tuple apart."""
+    """Return the nodes of an op's tensors (itself, or the parts of its tuple) with their dtypes and devices."""
     nodes = [node] if meta.is_tensor(node) else [user for user in node.users if meta.is_tensor(user)]
     return [(one, meta.dtype(one), meta.value(one).device) for one in nodes]
 

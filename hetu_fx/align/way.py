@@ -89,6 +89,7 @@ class Runner:
     """Runs calls in a way; what is compiled is compiled when it is first called, once for each distinct call."""
 
     def __init__(self, way: Way) -> None:
+        _check_device(way)
         self.way = way
         self._compiled: dict[str, Callable[..., Any]] = {}
 
@@ -104,6 +105,15 @@ class Runner:
         if call.key not in self._compiled:
             self._compiled[call.key] = torch.compile(module_of(call), backend=self.way.backend, dynamic=False)
         return self._compiled[call.key]
+
+
+def _check_device(way: Way) -> None:
+    """Raise AlignError for a way on a device that this machine does not have."""
+    try:
+        torch.empty(0, device=way.device)
+    except (RuntimeError, AssertionError) as error:
+        told = str(error).strip().splitlines()[0]
+        raise AlignError(f"way {way.name!r} needs the device {way.device!r}: {told}; give other ways") from error
 
 
 def module_of(call: Call) -> fx.GraphModule:

@@ -40,6 +40,12 @@ def test_a_replaced_op_runs_in_its_place_and_others_run_as_they_are() -> None:
     assert runner.run(Call.of(aten.abs.default, (-x,), {})) == 2
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(AlignError, match="way 'cuda' needs the device 'cuda'"):
+        Runner(WAYS["cuda"])
+
+
 def test_a_distinct_call_is_compiled_once() -> None:
     runner = Runner(WAYS["aot_eager"])
     for value in (1.0, 2.0):

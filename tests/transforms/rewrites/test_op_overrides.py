@@ -1,4 +1,4 @@
-"""Ops that are overridden compute in a wider dtype or on the host; the rest of the graph stays; files are read strictly."""
+"""Ops that are overridden compute in a wider dtype or on the host; the rest stays; files are read strictly."""
 
 from __future__ import annotations
 
@@ -128,5 +128,5 @@ def test_a_file_that_cannot_be_is_refused_with_the_place(text: str, says: str, t
 def test_ops_are_found_by_their_whole_names() -> None:
     assert op_named(SOFTMAX, "here") is torch.ops.aten.softmax.int
     for name in ("aten.softmax", "softmax", "aten.softmax.int.more"):
-        with pytest.raises(AlignError, match="write it like aten.linear.default"):
+        with pytest.raises(AlignError, match=r"write it like aten\.linear\.default"):
             op_named(name, "here")

@@ -1,0 +1,71 @@
+"""Trainings in a way of running ops: the losses of a kind of device, honest or faulty."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from benchmarks.align.faults import by_a_transposed_dim
+from benchmarks.families.batches import VOCABULARY
+from benchmarks.families.families import FAMILIES
+from hetu_fx.align.call import Call
+from hetu_fx.align.interpret import call_of, graph_to_align, interpret, loss_of_graph, values_of_leaves
+from hetu_fx.align.losses import STEPS
+from hetu_fx.align.way import WAYS, Runner, Way
+
+FAMILY, ROWS, LENGTH, RATE = "gpt2", 4, 11, 1e-3
+HONEST = WAYS["bf16"]
+FAULTY: Mapping[str, Way] = {
+    "attention laid out the other way round": Way(
+        "faulty",
+        replaced={
+            "aten.scaled_dot_product_attention.default": lambda op, *args, **kw: by_a_transposed_dim(op(*args, **kw))
+        },
+    ),
+    "layer norm 10 % too large": Way("faulty", replaced={"aten.layer_norm.default": lambda op, *args: op(*args) * 1.1}),
+}
+
+
+def losses_in(way: Way, steps: int = STEPS) -> list[float]:
+    """Train a tiny language model with AdamW in float32, its ops run in a way; return the loss of every step."""
+    torch.manual_seed(0)
+    model = FAMILIES[FAMILY].make().float()
+    optimizer, runner = torch.optim.AdamW(model.parameters(), lr=RATE), Runner(way)
+    graph, losses = graph_to_align(model, _batch(0)), []
+    for step in range(steps):
+        loss = _loss(graph, model, _batch(step), runner)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def _loss(graph: Any, model: torch.nn.Module, batch: Mapping[str, Tensor], runner: Runner) -> Tensor:
+    """Run the graph on the model's own parameters, so that they get the gradients."""
+    own = {leaf.node: parameter for leaf in graph.leaves if (parameter := _parameter(model, leaf.name)) is not None}
+
+    def visit(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        call: Call = call_of(node, args, kwargs)
+        return runner.run(runner.way.adapted(call))
+
+    leaves = {**values_of_leaves(graph, model, batch), **own}
+    return loss_of_graph(graph, interpret(graph, leaves, visit)).float()
+
+
+def _parameter(model: torch.nn.Module, name: str) -> torch.nn.Parameter | None:
+    return dict(model.named_parameters()).get(name)
+
+
+def _batch(step: int) -> dict[str, Tensor]:
+    """Return sentences of a language in which a word tells the next one, or any other follows, one time in four."""
+    source = torch.Generator().manual_seed(1000 + step)
+    words = torch.randint(1, VOCABULARY, (ROWS, LENGTH), generator=source)
+    surprising = torch.rand(ROWS, LENGTH, generator=source) < 0.25
+    for place in range(1, LENGTH):
+        follows = words[:, place - 1] * 5 % (VOCABULARY - 1) + 1
+        words[:, place] = torch.where(surprising[:, place], words[:, place], follows)
+    return {"input_ids": words, "labels": words.clone()}

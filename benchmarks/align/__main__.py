@@ -123,7 +123,7 @@ def _aligned(family: str, runner: Runner) -> Row:
     """Return how a family's ops do in a way, each alone and all together."""
     given = subject(family)
     ops = align_ops(given.graph, given.leaves, (runner,), {})
-    wrong = {op.op.call.name: _told(op) for op in ops if not op.is_within}
+    wrong = {op.op.call.name: _told(op) for op in reversed(ops) if not op.is_within}  # of each the worst
     unexplained = {name: told for name, told in wrong.items() if (runner.way.name, name) not in EXPLAINED}
     run = whole_run(given.graph, given.leaves, runner)
     first = run.first[0] if run.first else None

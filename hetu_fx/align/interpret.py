@@ -24,8 +24,16 @@ Visit = Callable[[fx.Node, tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 def graph_to_align(model: nn.Module, batch: Batch) -> Graph:
-    """Capture a model; random ops draw by counter, so that they draw the same in every way of running them."""
-    return Randomness()(capture(model, batch, training=model.training))
+    """Capture a model; random ops draw by counter, so that they draw the same in every way of running them.
+
+    Raises:
+        CaptureError: the model cannot be captured.
+        AlignError: it returns no loss.
+    """
+    graph = capture(model, batch, training=model.training)
+    if graph.loss is None:
+        raise AlignError("the model returns no loss (a tensor without dims: first, or as 'loss'); let it make one")
+    return Randomness()(graph)
 
 
 def values_of_leaves(graph: Graph, model: nn.Module, batch: Batch) -> dict[fx.Node, Tensor]:
@@ -76,14 +84,7 @@ def call_of(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 def loss_of_graph(graph: Graph, values: Values) -> Tensor:
-    """Return the value of a graph's loss.
-
-    Raises:
-        AlignError: it has none.
-    """
-    if graph.loss is None:
-        raise AlignError(
-            "the model returns no loss (a tensor without dims: alone, first, or as 'loss'); let it make one"
-        )
+    """Return the value of a graph's loss; it has one."""
+    assert graph.loss is not None, "graph_to_align gives graphs of a loss"
     found: Tensor = values[graph.loss]
     return found

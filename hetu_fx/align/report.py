@@ -80,6 +80,10 @@ def align_model(
         ways: to compare.
         tolerances: by op, in the place of the table's.
         tell: is told how far it has come.
+
+    Raises:
+        CaptureError: the model cannot be captured.
+        AlignError: it returns no loss.
     """
     graph = graph_to_align(model, batch)
     leaves, runners = values_of_leaves(graph, model, batch), runners_of(ways)

@@ -121,6 +121,6 @@ def module_of(call: Call) -> fx.GraphModule:
     recompilations."""
     graph = fx.Graph()
     inputs = iter([graph.placeholder(f"x{index}") for index in range(len(call.tensors))])
-    made = call.mapped_leaves(lambda leaf: next(inputs) if isinstance(leaf, Tensor) else leaf)
-    graph.output(graph.call_function(call.op, *made))
+    args, kwargs = call.mapped_leaves(lambda leaf: next(inputs) if isinstance(leaf, Tensor) else leaf)
+    graph.output(graph.call_function(call.op, args, dict(kwargs)))
     return fx.GraphModule(torch.nn.Module(), graph)

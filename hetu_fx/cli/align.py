@@ -39,16 +39,12 @@ def add_align(parser: argparse.ArgumentParser) -> None:
         help="eager, inductor, aot_eager, fp64, fp32, fp16, bf16, cpu, cuda, or SCRIPT.py:FUNCTION that returns a Way "
         "(default: %(default)s)",
     )
-    parser.add_argument(
-        "--dtype", metavar="TYPE", help="cast model and batch to bf16, fp16, fp32 or fp64 first"
-    )
+    parser.add_argument("--dtype", metavar="TYPE", help="cast model and batch to bf16, fp16, fp32 or fp64 first")
     parser.add_argument("--device", default="cpu", help="where the model is: cpu, or cuda")
     parser.add_argument(
         "--tolerance", action="append", default=[], metavar="OP=T", help="relative, for an op; may be repeated"
     )
-    parser.add_argument(
-        "--worst", type=int, default=SHOWN, metavar="N", help="ops of the table (default: %(default)s)"
-    )
+    parser.add_argument("--worst", type=int, default=SHOWN, metavar="N", help="ops of the table (default: %(default)s)")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="save the inputs of the ops of the table")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="run one op alone that --save has saved (.json)")
     parser.add_argument("--overrides", type=Path, metavar="FILE", help="write what to do with ops that are not within")

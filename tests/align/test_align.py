@@ -21,9 +21,14 @@ FAULTS = {
 }
 
 
+class Averaged(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).mean()
+
+
 def test_ops_that_look_the_same_are_one_and_are_counted() -> None:
     torch.manual_seed(0)
-    same = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
+    same = Averaged(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
     graph = graph_to_align(same, (torch.randn(4, 6),))
     found = distinct_ops(graph, values_of_leaves(graph, same, (torch.randn(4, 6),)))
     told = [(op.call.name, op.count, op.module, op.call.needs_gradient) for op in found]
@@ -32,6 +37,7 @@ def test_ops_that_look_the_same_are_one_and_are_counted() -> None:
         ("aten.relu.default", 2, "1", (True,)),
         ("aten.linear.default", 1, "2", (True, True, True)),
         ("aten.linear.default", 1, "4", (True, True, True)),
+        ("aten.mean.default", 1, "", (True,)),
     ]
     assert found[0].call.tensor_names == ("input", "weight", "bias")
 

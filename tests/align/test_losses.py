@@ -18,12 +18,14 @@ from hetu_fx.report.run_log import FORMAT
 def trained(dtype: torch.dtype, fault: float = 1.0) -> list[float]:
     """Train a small net for as many steps as are compared; `fault` is a factor of one layer's gradient."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).to(dtype)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     x = torch.randn(64, 8)
     y = torch.sin(x.sum(1, keepdim=True)) + 0.5 * torch.randn(64, 1)
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.02), []
     for _ in range(STEPS):
-        loss = nn.functional.mse_loss(model(x.to(dtype)).float(), y)
+        with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+            output = model(x)
+        loss = nn.functional.mse_loss(output.float(), y)
         loss.backward()
         model[0].weight.grad.mul_(fault)
         optimizer.step()

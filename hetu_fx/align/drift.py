@@ -103,7 +103,7 @@ def whole_run(graph: Graph, leaves: Leaves, runner: Runner) -> WholeRun:
         return WholeRun(runner.way.name, says=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
     exact = {node: wide(value) for node, value in own.items()}
     reference = seen_run(graph, exact, in_float64, None)
-    noise = Noise(runner.way.dtype)
+    noise = Noise(runner.way.dtype, reference)
     disturbed = [seen_run(graph, exact, in_float64, noise) for _ in range(NOISES)]
     rows = [_row(node, made, reference, disturbed, noise) for node in graph.graph.nodes if is_op(node)]
     first = (*_first("forward", rows),) or (*_first("backward", rows[::-1]),)  # gradients follow a loss that drifts

@@ -58,10 +58,11 @@ class Seen:
 
 
 class Noise:
-    """Disturbs values by what their ops' tolerances allow in a dtype."""
+    """Disturbs values by what their ops' tolerances allow in a dtype; truth values and whole numbers stay those of the
+    reference, so that it decides nothing otherwise."""
 
-    def __init__(self, dtype: torch.dtype | None) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype | None, reference: Seen) -> None:
+        self.dtype, self.reference = dtype, reference
         self.source = torch.Generator().manual_seed(SEED + 2)
 
     def disturb(self, tensor: Tensor, node: fx.Node, *, backward: bool) -> Tensor:
@@ -71,6 +72,16 @@ class Noise:
         share = self.share(node, backward=backward)
         noise = torch.rand(tensor.shape, generator=self.source, dtype=WIDE).mul_(2).sub_(1).mul_(share).add_(1)
         return tensor * noise.to(tensor.dtype)
+
+    def of_result(self, node: fx.Node, result: Any) -> Any:
+        """Return what an op makes, disturbed."""
+        right = iter(self.reference.results[node])
+
+        def other(tensor: Tensor) -> Tensor:
+            decided = next(right)
+            return self.disturb(tensor, node, backward=False) if tensor.is_floating_point() else decided
+
+        return tree_map_only(Tensor, other, result)
 
     def share(self, node: fx.Node, *, backward: bool) -> float:
         """Return the tolerance of an op."""
@@ -102,8 +113,7 @@ def seen_run(graph: Graph, leaves: Leaves, run: RunCall, noise: Noise | None) ->
         places = iter(range(1 << 30))
         own_args, own_kwargs = seen.watched(node, (args, dict(kwargs)), noise, places)
         result = run(call_of(node, own_args, own_kwargs))
-        if noise is not None:
-            result = tree_map_only(Tensor, lambda t: noise.disturb(t, node, backward=False), result)
+        result = result if noise is None else noise.of_result(node, result)
         seen.results[node] = [leaf.detach() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         return result
 

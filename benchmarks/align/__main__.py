@@ -20,7 +20,7 @@ import transformers as hf
 from benchmarks.align.faults import FAULTS, planted
 from benchmarks.align.page import document
 from benchmarks.align.subjects import EXPLAINED, NAMES, QUICK, subject
-from benchmarks.align.trainings import FAULTY, HONEST, losses_in
+from benchmarks.align.trainings import FAULTY, HONEST, losses_in, reference_losses
 from benchmarks.kit import report
 from hetu_fx.align.align import AlignedOp, align_ops
 from hetu_fx.align.drift import whole_run
@@ -107,7 +107,7 @@ def _losses(families: Sequence[str], rows: _Rows) -> None:
 
 
 def _compared(way: Way) -> Row:
-    found = compare_losses(losses_in(way), losses_in(WAYS["fp32"]))
+    found = compare_losses(losses_in(way), reference_losses())
     return {"mean relative error": found.mean_relative_error, "alike": found.is_alike}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,10 +12,10 @@ from torch import Tensor, fx
 from benchmarks.align.faults import by_a_transposed_dim
 from benchmarks.families.batches import VOCABULARY
 from benchmarks.families.families import FAMILIES
-from hetu_fx.align.call import Call
 from hetu_fx.align.interpret import call_of, graph_to_align, interpret, loss_of_graph, values_of_leaves
 from hetu_fx.align.losses import STEPS
 from hetu_fx.align.way import WAYS, Runner, Way
+from hetu_fx.graph.graph import LeafKind
 
 FAMILY, ROWS, LENGTH, RATE = "gpt2", 4, 11, 1e-3
 HONEST = WAYS["bf16"]
@@ -35,8 +36,14 @@ def losses_in(way: Way, steps: int = STEPS) -> list[float]:
     model = FAMILIES[FAMILY].make().float()
     optimizer, runner = torch.optim.AdamW(model.parameters(), lr=RATE), Runner(way)
     graph, losses = graph_to_align(model, _batch(0)), []
+    trained = {leaf.node: model.get_parameter(leaf.name) for leaf in graph.leaves_of(LeafKind.PARAMETER)}
+
+    def visit(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return runner.run(way.adapted(call_of(node, args, kwargs)))
+
     for step in range(steps):
-        loss = _loss(graph, model, _batch(step), runner)
+        leaves = {**values_of_leaves(graph, model, _batch(step)), **trained}
+        loss = loss_of_graph(graph, interpret(graph, leaves, visit)).float()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -44,20 +51,10 @@ def losses_in(way: Way, steps: int = STEPS) -> list[float]:
     return losses
 
 
-def _loss(graph: Any, model: torch.nn.Module, batch: Mapping[str, Tensor], runner: Runner) -> Tensor:
-    """Run the graph on the model's own parameters, so that they get the gradients."""
-    own = {leaf.node: parameter for leaf in graph.leaves if (parameter := _parameter(model, leaf.name)) is not None}
-
-    def visit(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        call: Call = call_of(node, args, kwargs)
-        return runner.run(runner.way.adapted(call))
-
-    leaves = {**values_of_leaves(graph, model, batch), **own}
-    return loss_of_graph(graph, interpret(graph, leaves, visit)).float()
-
-
-def _parameter(model: torch.nn.Module, name: str) -> torch.nn.Parameter | None:
-    return dict(model.named_parameters()).get(name)
+@cache
+def reference_losses() -> tuple[float, ...]:
+    """Return the losses in float32, trained once."""
+    return tuple(losses_in(WAYS["fp32"]))
 
 
 def _batch(step: int) -> dict[str, Tensor]:

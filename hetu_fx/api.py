@@ -21,7 +21,7 @@ from hetu_fx.copies import Parallelize, PlainAgain, as_it_was, attach_copying
 from hetu_fx.errors import BatchError, StateError
 from hetu_fx.forwards import Forwards
 from hetu_fx.handle import Handle
-from hetu_fx.prepare import Plans, Preparation, prepare
+from hetu_fx.prepare import Plans, Preparation, given_overrides, prepare
 from hetu_fx.program.batch import batch_of
 from hetu_fx.switching.adapt.rehome import Rehoming
 from hetu_fx.switching.adapt.rehome_policy import HomesFollow
@@ -150,6 +150,8 @@ def _recipe(wanted: Preparation, runtime: Runtime) -> Parallelize:
     settled = replace(
         wanted, model=nn.Identity(), batch=(), plan=plans, cluster=None, optimizer=None, settings=runtime.settings
     )
+    if wanted.align is not None:
+        settled = replace(settled, align=given_overrides(wanted.align))  # the file may be gone when a copy is made
 
     def parallelize(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         batch = batch_of(inspect.signature(model.forward), args, kwargs)

@@ -144,7 +144,7 @@ def _execution_of(wanted: Preparation) -> tuple[Execution[Any], CapturedProgram 
     """Return the way in which the model is to run, and what planning knows of it."""
     match wanted.capture:
         case "graph":
-            programs = Programs(wanted.model, wanted.loss_fn, _given_overrides(wanted.align))
+            programs = Programs(wanted.model, wanted.loss_fn, given_overrides(wanted.align))
             execution = GraphExecution(programs, wanted.batch, wanted.backend)
             return execution, CapturedProgram.of(programs, wanted.batch)
         case "eager" if wanted.backend is not None:
@@ -168,7 +168,8 @@ def _execution_of(wanted: Preparation) -> tuple[Execution[Any], CapturedProgram 
             raise StateError(f"capture={other!r} is not known; use 'graph' or 'eager'")
 
 
-def _given_overrides(given: OpOverrides | str | Path | None) -> OpOverrides:
+def given_overrides(given: OpOverrides | str | Path | None) -> OpOverrides:
+    """Return what was given, read where it is a file; without any, ops run as they stand."""
     if given is None or isinstance(given, OpOverrides):
         return given or AS_IT_STANDS
     return OpOverrides.read(given)

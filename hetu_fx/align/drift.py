@@ -6,6 +6,7 @@ reference runs once more, with every result and every gradient off by as much as
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from torch import fx
 
 from hetu_fx.align.difference import difference
 from hetu_fx.align.interpret import is_op, module_of_node
+from hetu_fx.align.run import first_line
 from hetu_fx.align.seen import Leaves, Noise, Seen, in_float64, seen_run, wide
 from hetu_fx.align.tolerances import is_compared
 from hetu_fx.align.way import Runner
@@ -53,10 +55,6 @@ class Drift:
     error: float
     allowed: float
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class ModuleDrift:
@@ -88,8 +86,18 @@ class WholeRun:
     says: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
-        return asdict(self)
+        """Return it as JSON values; numbers that are not finite are null."""
+        found: dict[str, Any] = _finite(asdict(self))
+        return found
+
+
+def _finite(value: Any) -> Any:
+    """Return JSON values with null for numbers that are not finite."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def whole_run(graph: Graph, leaves: Leaves, runner: Runner) -> WholeRun:
@@ -100,7 +108,7 @@ def whole_run(graph: Graph, leaves: Leaves, runner: Runner) -> WholeRun:
     try:
         made = seen_run(graph, own, lambda call: runner.run(runner.way.adapted(call)), None)
     except Exception as error:  # whatever a way raises is what is to be told of it
-        return WholeRun(runner.way.name, says=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
+        return WholeRun(runner.way.name, says=first_line(error))
     exact = {node: wide(value) for node, value in own.items()}
     reference = seen_run(graph, exact, in_float64, None)
     noise = Noise(runner.way.dtype, reference)

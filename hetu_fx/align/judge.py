@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hetu_fx.align.call import Call, coarsest
 from hetu_fx.align.difference import Difference, difference, scale_of
-from hetu_fx.align.run import Made, disturbed, reference_of, run_both_ways, run_in, up_cast
+from hetu_fx.align.run import Made, disturbed, first_line, reference_of, run_both_ways, run_in, up_cast
 from hetu_fx.align.tolerances import allowed, class_of, is_compared
 from hetu_fx.align.way import Runner
 
@@ -45,7 +45,11 @@ class Finding:
         """Return the error relative to what is allowed; 0 for no error where none is allowed."""
         if not self.error:
             return 0.0
-        return self.error / self.allowed if self.allowed else float("inf")
+        return self.error / self.allowed if self.allowed else math.inf
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the finding as JSON values; an error that is infinite is null."""
+        return {**asdict(self), "error": self.error if math.isfinite(self.error) else None}
 
 
 @dataclass(frozen=True)
@@ -70,8 +74,8 @@ class Verdict:
         return self.findings[0] if self.findings else None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the verdict as JSON values."""
-        return asdict(self)
+        """Return the verdict as JSON values; an error that is infinite is null."""
+        return {**asdict(self), "findings": [finding.to_json() for finding in self.findings]}
 
 
 def judge(runner: Runner, call: Call, tolerances: Tolerances) -> tuple[Verdict, Made | None]:
@@ -80,23 +84,18 @@ def judge(runner: Runner, call: Call, tolerances: Tolerances) -> tuple[Verdict, 
     try:
         made = run_in(runner, call)
     except Exception as error:  # whatever an op raises in a way is what is to be told of it
-        return Verdict(name, "fails", says=_first_line(error)), None
+        return Verdict(name, "fails", says=first_line(error)), None
     read = runner.way.adapted(call)
     try:
         reference, dtype = reference_of(read, made)
     except (NotImplementedError, RuntimeError) as error:
-        return Verdict(name, "fails", says=f"the reference fails: {_first_line(error)}"), made
+        return Verdict(name, "fails", says=f"the reference fails: {first_line(error)}"), made
     if len(reference.outputs) != len(made.outputs):
         return Verdict(name, "differs", says=f"makes {len(made.outputs)} tensors, not {len(reference.outputs)}"), made
     found = sorted(_findings(read, made, reference, dtype, tolerances), key=lambda one: one.share, reverse=True)
     is_within = all(one.error <= one.allowed for one in found)
     says = "" if dtype is torch.float64 else "the reference is in float32: the op has no float64"
     return Verdict(name, "within" if is_within else "differs", tuple(found), says), made
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
 
 
 def _findings(call: Call, made: Made, reference: Made, dtype: torch.dtype, tolerances: Tolerances) -> Iterator[Finding]:

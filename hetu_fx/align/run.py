@@ -44,7 +44,8 @@ def run_both_ways(run: Run, call: Call, cotangents: Sequence[Tensor] | None) -> 
     Args:
         run: what runs it forward.
         call: the call; its tensors get no gradients of their own.
-        cotangents: for the outputs that carry gradients; None: normal numbers are drawn.
+        cotangents: for the outputs that carry gradients; None: normal numbers are drawn. There are no gradients where
+            they do not fit the outputs: a way has made other ones.
     """
     tensors = tuple(
         tensor.detach().requires_grad_(wanted and tensor.is_floating_point())
@@ -69,7 +70,8 @@ def _gradients(
     outputs: Sequence[Tensor], tensors: Sequence[Tensor], cotangents: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
-    if not outputs or not wanted:
+    fits = [output.shape for output in outputs] == [cotangent.shape for cotangent in cotangents]
+    if not outputs or not wanted or not fits:
         return (None,) * len(tensors)
     found = iter(torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True))
     return tuple(next(found) if tensor.requires_grad else None for tensor in tensors)
@@ -103,6 +105,12 @@ def up_cast(call: Call, dtype: torch.dtype) -> Call:
 
 def _up(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
+
+
+def first_line(error: Exception) -> str:
+    """Return the kind of an error and the first line of what it says."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 def disturbed(call: Call, made: Made, eps: float) -> tuple[Call, tuple[Tensor, ...]]:

@@ -155,22 +155,30 @@ def _row(op: dict[str, Any], verdict: dict[str, Any]) -> list[str]:
     found = next(iter(verdict["findings"]), None)
     numbers = ["", "", "", ""]
     if found is not None:
-        numbers = [found["what"], f"{found['error']:.1e}", f"{found['cosine']:.6f}", f"{found['allowed']:.1e}"]
+        numbers = [found["what"], _error(found["error"]), f"{found['cosine']:.6f}", f"{found['allowed']:.1e}"]
     sizes = op["shapes"] if len(op["shapes"]) <= _LONGEST else f"{op['shapes'][: _LONGEST - 3]}..."
     told = f"{verdict['verdict']}: {verdict['says']}" if verdict["says"] else verdict["verdict"]
     return [op["op"], op["class"], sizes, op["module"] or "(model)", verdict["way"], *numbers, told]
+
+
+def _loss(loss: float | None) -> str:
+    return "not finite" if loss is None else f"{loss:.8g}"
+
+
+def _error(error: float | None) -> str:
+    return "infinite" if error is None else f"{error:.1e}"
 
 
 def _whole(run: dict[str, Any]) -> str:
     """Say in a line how a way does in a whole forward and backward."""
     if run["says"]:
         return f"{run['way']}: cannot run the whole model: {run['says']}"
-    line = f"{run['way']}: loss {run['loss']:.8g}, in float64 {run['reference']:.8g}"
+    line = f"{run['way']}: loss {_loss(run['loss'])}, in float64 {_loss(run['reference'])}"
     if not run["first"]:
         return f"{line}; no module drifts"
     drift = run["first"][0]
     what = "output" if drift["direction"] == "forward" else "gradient"
     return (
-        f"{line}; the {what} of module {drift['module'] or '(model)'} drifts first, by {drift['error']:.1e} "
+        f"{line}; the {what} of module {drift['module'] or '(model)'} drifts first, by {_error(drift['error'])} "
         f"({drift['allowed']:.1e} allowed): {drift['op']} at {drift['line']}"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -108,7 +110,11 @@ def test_a_way_that_makes_another_dtype_or_shape_differs() -> None:
     other = align_model(*net_and_batch(), [WAYS["eager"], wrong("aten.gelu.default", Tensor.double)], {}).ops[0]
     assert other.verdicts[1].says == "makes torch.float64 where eager makes torch.float32"
     flat = wrong("aten.embedding.default", lambda result: result.flatten(0, 1).unsqueeze(0))
-    assert align_model(*net_and_batch(), [flat], {}).ops[0].op.call.name == "aten.embedding.default"
+    turned = align_model(*net_and_batch(), [flat], {})
+    assert turned.ops[0].op.call.name == "aten.embedding.default"
+    told = turned.to_json()
+    assert told["ops"][0]["ways"][0]["findings"][0]["error"] is None  # infinite, which JSON cannot say
+    assert "Infinity" not in json.dumps(told)
 
 
 def test_a_tolerance_by_op_takes_the_place_of_the_tables() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import hetu_fx
+from hetu_fx.cli.verdict import judge
 from hetu_fx.errors import AlignError, StateError
+from hetu_fx.lockstep import Lockstep, train_alone
 from hetu_fx.plans.plan import Plan
+from hetu_fx.program.captures import Programs
+from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.transforms.rewrites.op_overrides import OpOverrides
 
 OVERRIDES = OpOverrides({"aten.softmax.int": "up-cast"})
@@ -63,3 +69,29 @@ def test_a_file_that_cannot_be_is_refused_before_the_model_changes(tmp_path: Pat
 def test_without_a_graph_there_are_no_ops_to_override() -> None:
     with pytest.raises(StateError, match="capture='eager' makes none"):
         hetu_fx.auto_parallelize(Net(False), batch(), plan=Plan.single(0), capture="eager", align=OVERRIDES)
+
+
+class Large(nn.Module):
+    """Averages numbers whose sum float32 does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(6, 16), nn.Linear(1, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        mean = (self.up(x).sigmoid() * 1e38).mean(-1, keepdim=True)
+        return {"loss": nn.functional.mse_loss(self.down(mean / 1e38), y)}
+
+
+@pytest.mark.parametrize("overrides", [{}, {"aten.mean.dim": "up-cast"}], ids=["as it stands", "up-cast"])
+def test_all_ranks_of_a_plan_obey(overrides: dict[str, str]) -> None:
+    given = {name: tensor.float() for name, tensor in batch().items()}
+    model, how, plan = Large(), Lockstep(), Plan.data_parallel((0, 1, 2), (3, 1, 2))
+    captured = GraphExecution(Programs(copy.deepcopy(model), None, OpOverrides(overrides)), given, None)
+    made = how.train(model, [given, given], plan, captured)
+    assert all(math.isfinite(step.loss) is bool(overrides) for step in made.steps)
+    if overrides:
+        wide = {name: tensor.double() for name, tensor in given.items()}
+        alone = train_alone(copy.deepcopy(model).double(), [wide, wide], how)
+        assert judge("plan", alone, made, 1e-5, "").verdict == "equal"

@@ -28,6 +28,10 @@ Ops that are farther off, and why:
 
 {why}
 
+Where a whole run drifts first at an op that is within what is allowed by itself, a decision has fallen otherwise: the
+distances of t5 are put in buckets by the whole part of a logarithm, and the experts of a mixture are chosen by scores,
+which rounding moves across a boundary.
+
 ## Planted faults
 
 One op of a family is made wrong: by 1 % in its result or its gradient, by a transposed dim, by a dtype. {found} of

@@ -21,13 +21,14 @@ from hetu_fx.copies import Parallelize, PlainAgain, as_it_was, attach_copying
 from hetu_fx.errors import BatchError, StateError
 from hetu_fx.forwards import Forwards
 from hetu_fx.handle import Handle
-from hetu_fx.prepare import Plans, Preparation, prepare
+from hetu_fx.prepare import Plans, Preparation, given_overrides, prepare
 from hetu_fx.program.batch import batch_of
 from hetu_fx.switching.adapt.rehome import Rehoming
 from hetu_fx.switching.adapt.rehome_policy import HomesFollow
 from hetu_fx.switching.home.parameters import check_assigned
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.settings import IDLE_BYTES, Settings
+from hetu_fx.transforms.rewrites.op_overrides import OpOverrides
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -51,6 +52,7 @@ def auto_parallelize(
     homes_follow: bool = True,
     health: Mapping[str, float] | None = None,
     wait_seconds: float | None = None,
+    align: OpOverrides | str | Path | None = None,
 ) -> M:
     """Make `model` run in parallel on all processes of the job, and return the same object.
 
@@ -87,6 +89,8 @@ def auto_parallelize(
             another call, or gone. After that all raise a DivergedError that says where each of them is. One that is at
             work inside hetu_fx (it captures, compiles, computes) is waited for. None: HETU_FX_WAIT_SECONDS in the
             environment, or 60; math.inf: as long as process groups wait.
+        align: which ops run in a wider dtype ("up-cast") or on the host ("on host"): the path of a file that
+            `hetu-fx align --overrides` wrote, or what it says.
 
     With capture="eager" a plan's pipelines must each be one stage of one device and one micro-batch
     (`Plan.data_parallel`). The loss (the model's or loss_fn's) must be a mean over its rows: each device's is weighted
@@ -118,7 +122,7 @@ def auto_parallelize(
         health=dict(health or {}),
     )
     preparation = Preparation(
-        model, batch, plan, cluster, optimizer, loss_fn, settings, process_group, capture, compile
+        model, batch, plan, cluster, optimizer, loss_fn, settings, process_group, capture, compile, align
     )
     handle = _make_parallel(preparation)
     if warm:
@@ -146,6 +150,8 @@ def _recipe(wanted: Preparation, runtime: Runtime) -> Parallelize:
     settled = replace(
         wanted, model=nn.Identity(), batch=(), plan=plans, cluster=None, optimizer=None, settings=runtime.settings
     )
+    if wanted.align is not None:
+        settled = replace(settled, align=given_overrides(wanted.align))  # the file may be gone when a copy is made
 
     def parallelize(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         batch = batch_of(inspect.signature(model.forward), args, kwargs)

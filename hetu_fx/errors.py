@@ -11,6 +11,7 @@ HetuFxError
  |- ClusterError         a malformed cluster (file)
  |- ProfileError         a malformed profile (file), or one without what a search needs
  |- BatchError           a batch that does not fit the captured model, or differs between ranks
+ |- AlignError           a file of ops to align, or a way to run them, that cannot be
  |- StateError           a call at the wrong time, or state that is not where it should be
  |- CheckpointError      a checkpoint that is missing, torn or of another model
  |- ExportError          an export folder that cannot be written or read
@@ -97,6 +98,13 @@ class BatchError(HetuFxError):
 
     Way out: bring what the message asks for: the same inputs on all ranks, sizes that the model was captured with, a
     mask where sequences are padded.
+    """
+
+
+class AlignError(HetuFxError):
+    """A file of op overrides, of a saved op or of losses is malformed, or a way to run ops is not known.
+
+    Way out: correct the name or the key that the message names, or let `hetu-fx align` write the file again.
     """
 
 

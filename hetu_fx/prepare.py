@@ -33,6 +33,7 @@ from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.state import ParameterState
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs
+from hetu_fx.program.program import AS_IT_STANDS
 from hetu_fx.switching.adapt.adaptation import Adaptation
 from hetu_fx.switching.adapt.replanning import Conditions, Planner
 from hetu_fx.switching.eager.execution import EagerExecution
@@ -44,6 +45,7 @@ from hetu_fx.switching.home.placement import homes_near, speeds
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.settings import Settings
 from hetu_fx.switching.step.execution import Execution
+from hetu_fx.transforms.rewrites.op_overrides import OpOverrides
 
 Plans = Plan | Sequence[Plan] | str | Path
 
@@ -62,6 +64,7 @@ class Preparation:
     process_group: dist.ProcessGroup | None
     capture: str
     backend: Any
+    align: OpOverrides | str | Path | None = None
 
 
 def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
@@ -141,13 +144,18 @@ def _execution_of(wanted: Preparation) -> tuple[Execution[Any], CapturedProgram 
     """Return the way in which the model is to run, and what planning knows of it."""
     match wanted.capture:
         case "graph":
-            programs = Programs(wanted.model, wanted.loss_fn)
+            programs = Programs(wanted.model, wanted.loss_fn, given_overrides(wanted.align))
             execution = GraphExecution(programs, wanted.batch, wanted.backend)
             return execution, CapturedProgram.of(programs, wanted.batch)
         case "eager" if wanted.backend is not None:
             raise StateError(
                 f"compile={wanted.backend!r} compiles captured graphs, and capture='eager' makes none; leave it out, "
                 f"and call .compile() on the model's parts that you want compiled"
+            )
+        case "eager" if wanted.align is not None:
+            raise StateError(
+                f"align={wanted.align!r} is for ops of captured graphs, and capture='eager' makes none; leave it out, "
+                f"and cast in the model's forward where it is not exact enough"
             )
         case "eager" if wanted.settings.seed is not None:
             raise StateError(
@@ -158,6 +166,13 @@ def _execution_of(wanted: Preparation) -> tuple[Execution[Any], CapturedProgram 
             return EagerExecution(wanted.model, wanted.loss_fn, wanted.batch), ModuleProgram(wanted.model)
         case other:
             raise StateError(f"capture={other!r} is not known; use 'graph' or 'eager'")
+
+
+def given_overrides(given: OpOverrides | str | Path | None) -> OpOverrides:
+    """Return what was given, read where it is a file; without any, ops run as they stand."""
+    if given is None or isinstance(given, OpOverrides):
+        return given or AS_IT_STANDS
+    return OpOverrides.read(given)
 
 
 def join_world() -> None:

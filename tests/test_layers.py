@@ -23,6 +23,7 @@ FLOORS = (
     "cli demo",
     "integrations",
     "launch",
+    "align",
     "api",
     "forwards",
     "handle copies lockstep",

@@ -19,6 +19,7 @@ from hetu_fx.transforms.lowering.recompute import Recompute
 from hetu_fx.transforms.rewrites.all_rows import AllRows
 from hetu_fx.transforms.rewrites.counter_rng import Randomness
 from hetu_fx.transforms.rewrites.global_mean import BatchStatistics, GlobalMean
+from hetu_fx.transforms.rewrites.op_overrides import OpOverrides, Override
 from hetu_fx.transforms.rewrites.per_sequence import PerSequence
 from hetu_fx.transforms.show import show_stage
 from hetu_fx.transforms.specialize.specialize import Specialize
@@ -48,9 +49,16 @@ REWRITES: tuple[Pass[Graph, Graph], ...] = (
     GlobalMean(),
     BatchStatistics(),  # after means: both divide by global counts, which are numbered in this order
     Randomness(),
+    Override(),  # after what writes ops anew that it may name
     PerSequence(),  # after dropout of attention weights is written out, which sequences do not run with
 )
 """Passes that need nothing but a captured graph."""
+
+
+def rewrites_with(overrides: OpOverrides) -> tuple[Pass[Graph, Graph], ...]:
+    """Return the passes from graph to graph, of which one runs ops as these overrides say."""
+    return tuple(Override(overrides) if isinstance(one, Override) else one for one in REWRITES)
+
 
 PASSES: tuple[type[Pass[Any, Any]], ...] = (
     *map(type, REWRITES),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any, cast
 from unittest import mock
@@ -86,6 +86,14 @@ schema: Callable[[Any], FunctionSchema] = attrgetter("_schema")  # names, defaul
 short_name: Callable[[Any], str] = attrgetter("_opname")  # without namespace and overload
 overload_name: Callable[[Any], str] = attrgetter("_overloadname")
 dispatch_name: Callable[[Any], str] = attrgetter("_name")  # as the dispatcher's tables have it
+
+
+@cache
+def op_names() -> tuple[str, ...]:
+    """Return the names of all ops that torch has now, as nodes print them: aten.linear.default."""
+    found = (name.partition("::") for name in torch._C._dispatch_get_all_op_names())
+    return tuple(f"{space}.{name if '.' in name else f'{name}.default'}" for space, _, name in found)
+
 
 # Attributes of tensors, storages and modules.
 version: Callable[[Tensor], int] = attrgetter("_version")  # how often it has been written in place

@@ -21,9 +21,10 @@ from hetu_fx.program.batch import batch_of, form_of
 from hetu_fx.program.captured import Captured, CaptureEvent, Match, Sizes, sizes_of
 from hetu_fx.program.hooks import check_global_hooks
 from hetu_fx.program.kept import KeptCaptures, Recurring
-from hetu_fx.program.program import Program
+from hetu_fx.program.program import AS_IT_STANDS, Program
 from hetu_fx.program.structure import Structure
 from hetu_fx.program.tracer import Forward, Tracer
+from hetu_fx.transforms.rewrites.op_overrides import OpOverrides
 
 _MOST_STRUCTURES = 8  # that are kept, for models that change to and fro
 _log = logging.getLogger("hetu_fx.variants")
@@ -33,6 +34,7 @@ class Programs:
     """Finds or captures the program for a batch, for the model as it is now.
 
     `forward` is the model's own forward; batches are brought to its keyword form where its signature allows.
+    `overrides` say how its ops are run.
 
     Attributes:
         structure: of the model when a program was last asked for.
@@ -42,9 +44,11 @@ class Programs:
         events: the captures so far.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Any] | None, overrides: OpOverrides = AS_IT_STANDS
+    ) -> None:
         self.model, self.loss_fn = model, loss_fn
-        self.tracer = Tracer(model, loss_fn)
+        self.tracer = Tracer(model, loss_fn, overrides)
         self.become(model.__dict__.get("forward"))
         self.structure = Structure(model)
         self.observers = self.tracer.observers

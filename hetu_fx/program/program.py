@@ -34,8 +34,9 @@ from hetu_fx.transforms.layouts.work_shares import (
     wide_work_shares,
     work_shares,
 )
-from hetu_fx.transforms.passes import run_pass, run_rewrites
+from hetu_fx.transforms.passes import rewrites_with, run_pass, run_rewrites
 from hetu_fx.transforms.rewrites.counts import extract_prologue
+from hetu_fx.transforms.rewrites.op_overrides import OpOverrides
 from hetu_fx.transforms.specialize.device_graph import LogicalShape
 
 
@@ -207,9 +208,13 @@ class Program:
         return wide_work_shares(self.analysed, split)
 
 
-def make_program(graph: Graph, frozen: frozenset[str]) -> Program:
-    """Rewrite a captured graph and analyse the result; parameters in `frozen` are not trained."""
-    return Program(run_pass(Analyse(frozen), run_rewrites(graph)))
+AS_IT_STANDS = OpOverrides()
+
+
+def make_program(graph: Graph, frozen: frozenset[str], overrides: OpOverrides = AS_IT_STANDS) -> Program:
+    """Rewrite a captured graph, with ops as `overrides` say, and analyse the result; parameters in `frozen` are not
+    trained."""
+    return Program(run_pass(Analyse(frozen), run_rewrites(graph, rewrites_with(overrides))))
 
 
 def _has_rows(leaf: Leaf, graph: Graph) -> bool:

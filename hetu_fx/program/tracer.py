@@ -23,9 +23,10 @@ from hetu_fx.program.contents import PLAIN
 from hetu_fx.program.hooks import check_hooks, hooks_must_change
 from hetu_fx.program.not_kept import NotKept, is_of_the_trace
 from hetu_fx.program.observed import Observers
-from hetu_fx.program.program import Program, make_program
+from hetu_fx.program.program import AS_IT_STANDS, Program, make_program
 from hetu_fx.program.reads import ABSENT, Read, Reads, shown
 from hetu_fx.program.watched import Watch
+from hetu_fx.transforms.rewrites.op_overrides import OpOverrides
 
 Forward = Callable[..., Any]
 
@@ -37,10 +38,11 @@ class _Traced:
     source: Graph
     frozen: frozenset[str]
     watch: Watch
+    overrides: OpOverrides
 
     @cached_property
     def program(self) -> Program:
-        return make_program(self.source, self.frozen)
+        return make_program(self.source, self.frozen, self.overrides)
 
 
 class Tracer:
@@ -49,14 +51,17 @@ class Tracer:
     Args:
         model: the user's.
         loss_fn: what makes the loss, if the model does not.
+        overrides: how ops are run in its programs.
 
     Attributes:
         replaced: what somebody has put in the place of the forward of the model's class, if anybody has.
         observers: of its submodules, whose outputs are outputs of its programs.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
-        self.model, self.loss_fn = model, loss_fn
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Any] | None, overrides: OpOverrides = AS_IT_STANDS
+    ) -> None:
+        self.model, self.loss_fn, self.overrides = model, loss_fn, overrides
         self.replaced: Forward | None = None
         self.observers = Observers(model)
         self._lost: dict[tuple[int, str], tuple[Access, Any]] = {}
@@ -115,7 +120,7 @@ class Tracer:
             self._without_what_is_lost(watch),
         ):
             graph = capture(self.model, batch, loss_fn=loss_fn, training=training, around=partial(self._around, watch))
-        return _Traced(graph, frozen, watch)
+        return _Traced(graph, frozen, watch, self.overrides)
 
     @contextmanager
     def _around(self, watch: Watch) -> Iterator[Mapping[str, Any]]:

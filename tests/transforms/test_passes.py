@@ -28,11 +28,13 @@ from hetu_fx.transforms.passes import DUMP_VARIABLE, PASSES, REWRITES, Pass, run
 from hetu_fx.transforms.rewrites.all_rows import AllRows
 from hetu_fx.transforms.rewrites.counter_rng import Randomness
 from hetu_fx.transforms.rewrites.global_mean import BatchStatistics, GlobalMean
+from hetu_fx.transforms.rewrites.op_overrides import OpOverrides, Override
 from hetu_fx.transforms.rewrites.per_sequence import PerSequence
 from hetu_fx.transforms.show import show_stage
 from hetu_fx.transforms.specialize.specialize import Specialize
 
 Golden = Callable[[str, str], None]
+CLASSIFIED = (torch.randn(4, 6), torch.tensor([0, 2, 1, -100]))
 
 
 class Classifier(nn.Module):
@@ -131,9 +133,10 @@ def before_and_after(graph_pass: Pass[Any, Any], given: Any) -> str:
     ("rewrite", "model", "batch"),
     [
         (AllRows(), Paired(), (torch.randn(4, 6),)),
-        (GlobalMean(), Classifier(), (torch.randn(4, 6), torch.tensor([0, 2, 1, -100]))),
+        (GlobalMean(), Classifier(), CLASSIFIED),
         (BatchStatistics(), Normalized(), (torch.randn(4, 6),)),
         (Randomness(), Dropped(), (torch.randn(4, 6),)),
+        (Override(OpOverrides({"aten.linear.default": "up-cast"})), Classifier(), CLASSIFIED),
         (PerSequence(), Packed(), (torch.randn(4, 5, 6), torch.arange(5).expand(4, -1).clone())),
     ],
     ids=lambda value: getattr(value, "name", ""),

@@ -1,0 +1,126 @@
+"""One whole forward and backward: what every op makes, and the gradients that it hands on to its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from hetu_fx.align.call import Call
+from hetu_fx.align.difference import scale_of
+from hetu_fx.align.interpret import call_of, interpret, loss_of_graph
+from hetu_fx.align.run import SEED, WIDE, up_cast
+from hetu_fx.align.tolerances import allowed, class_of
+from hetu_fx.base.torch_private import tree_leaves, tree_map_only
+from hetu_fx.graph import meta
+from hetu_fx.graph.calls import overload
+from hetu_fx.graph.graph import Graph
+
+Leaves = Mapping[fx.Node, Tensor]
+RunCall = Callable[[Call], Any]
+
+
+class Seen:
+    """The results of every op of one run, and the gradients that each has handed on to its arguments."""
+
+    def __init__(self) -> None:
+        self.results: dict[fx.Node, list[Tensor]] = {}
+        self.gradients: dict[fx.Node, dict[int, Tensor]] = {}
+        self.loss = 0.0
+
+    @cached_property
+    def scales(self) -> Mapping[str, float]:
+        """Return how large results are anywhere, and gradients, by direction."""
+        gradients = chain.from_iterable(found.values() for found in self.gradients.values())
+        return {"forward": scale_of(chain.from_iterable(self.results.values())), "backward": scale_of(gradients)}
+
+    def watched(self, node: fx.Node, value: Any, noise: Noise | None, places: Iterator[int]) -> Any:
+        """Return an argument of an op such that the gradient that the op hands on to it is seen."""
+
+        def see(tensor: Tensor) -> Tensor:
+            place = next(places)
+            if not (tensor.requires_grad and torch.is_grad_enabled()):
+                return tensor
+            own = tensor.view_as(tensor)
+            own.register_hook(lambda gradient: self._gradient(node, place, gradient, noise))
+            return own
+
+        return tree_map_only(Tensor, see, value)
+
+    def _gradient(self, node: fx.Node, place: int, gradient: Tensor, noise: Noise | None) -> Tensor:
+        given = gradient if noise is None else noise.disturb(gradient, node, backward=True)
+        self.gradients.setdefault(node, {})[place] = given.detach().clone()  # autograd adds to it in place
+        return given
+
+
+class Noise:
+    """Disturbs values by what their ops' tolerances allow in a dtype; truth values and whole numbers stay those of the
+    reference, so that it decides nothing otherwise."""
+
+    def __init__(self, dtype: torch.dtype | None, reference: Seen) -> None:
+        self.dtype, self.reference = dtype, reference
+        self.source = torch.Generator().manual_seed(SEED + 2)
+
+    def disturb(self, tensor: Tensor, node: fx.Node, *, backward: bool) -> Tensor:
+        """Return a tensor with every element off by up to the tolerance, relative to it."""
+        if not tensor.is_floating_point():
+            return tensor
+        share = self.share(node, backward=backward)
+        noise = torch.rand(tensor.shape, generator=self.source, dtype=WIDE).mul_(2).sub_(1).mul_(share).add_(1)
+        return tensor * noise.to(tensor.dtype)
+
+    def of_result(self, node: fx.Node, result: Any) -> Any:
+        """Return what an op makes, disturbed."""
+        right = iter(self.reference.results[node])
+
+        def other(tensor: Tensor) -> Tensor:
+            decided = next(right)
+            return self.disturb(tensor, node, backward=False) if tensor.is_floating_point() else decided
+
+        return tree_map_only(Tensor, other, result)
+
+    def share(self, node: fx.Node, *, backward: bool) -> float:
+        """Return the tolerance of an op."""
+        example = next((leaf for leaf in tree_leaves(meta.value(node)) if isinstance(leaf, Tensor)), None)
+        own = torch.float32 if example is None or not example.is_floating_point() else example.dtype
+        return allowed(class_of(overload(node)), self.dtype or own, backward=backward)
+
+
+def wide(value: Tensor) -> Tensor:
+    """Return a leaf's value in float64, on the cpu."""
+    kind = WIDE if value.is_floating_point() else value.dtype
+    return value.detach().to("cpu", kind).requires_grad_(value.requires_grad)
+
+
+def in_float64(call: Call) -> Any:
+    """Run a call in float64, or where the op has none in float32."""
+    try:
+        return up_cast(call, WIDE).run()
+    except (NotImplementedError, RuntimeError):
+        narrow = up_cast(call, torch.float32).run()
+        return tree_map_only(Tensor, lambda t: t.to(WIDE) if t.is_floating_point() else t, narrow)
+
+
+def seen_run(graph: Graph, leaves: Leaves, run: RunCall, noise: Noise | None) -> Seen:
+    """Run a graph forward and backward, and return what every op has made of it."""
+    seen = Seen()
+
+    def visit(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        places = iter(range(1 << 30))
+        own_args, own_kwargs = seen.watched(node, (args, dict(kwargs)), noise, places)
+        result = run(call_of(node, own_args, own_kwargs))
+        result = result if noise is None else noise.of_result(node, result)
+        seen.results[node] = [leaf.detach() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        return result
+
+    with torch.enable_grad():
+        loss = loss_of_graph(graph, interpret(graph, leaves, visit)).sum()
+        wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
+        if loss.requires_grad:
+            torch.autograd.grad(loss, wanted, allow_unused=True)
+    seen.loss = float(loss.detach())
+    return seen

@@ -21,6 +21,7 @@ from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.plans.plan import Plan
 
 MICRO_BATCHES = 2
+WIDTH, HEADS = 16, 8
 ROWS = 64
 PUBLISHED_SECONDS = {"1: 32B, 32 H20 + 16 H800": 6.05}  # Hetu v2, section 6.2; those of the others are not printed
 # HAP's 29 devices, by the machines that they stand in, and what one does a second there (its repository's run of BERT).
@@ -69,7 +70,7 @@ def _hetu_v2() -> Iterator[Trace]:
         if plan is not None:
             seconds = priced(plan, as_run(case))
             published = PUBLISHED_SECONDS.get(case.name)
-            yield Trace("Hetu v2", case.name, small(plan), _blocks(case), 16, 8, seconds, published)
+            yield Trace("Hetu v2", case.name, small(plan), _blocks(case), WIDTH, HEADS, seconds, published)
 
 
 def _blocks(case: Case) -> int:
@@ -81,7 +82,7 @@ def _heteropp() -> Trace:
     (case,) = (case for case in cases(64) if case.name == "7B, 64 of 4 kinds")
     plan = make_plan(case.profile, case.cluster, search="heteroauto")
     seconds = plan.predicted.seconds if plan.predicted else None
-    return Trace("H2", f"HeteroPP, {case.name}", small(plan), _blocks(case), 16, 8, seconds)
+    return Trace("H2", f"HeteroPP, {case.name}", small(plan), _blocks(case), WIDTH, HEADS, seconds)
 
 
 def _hap() -> Trace:

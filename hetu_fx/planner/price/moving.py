@@ -3,6 +3,10 @@
 Homes near a plan are chosen by the function that the runtime chooses them by, and what travels is planned by the one
 that it moves them by; only the tensors stand in for the model's own: of each block, and of what stands before and
 after all blocks, one tensor that groups split and one that they do not, each of the bytes that these are together.
+What the optimizer keeps of an entry goes with it (`ProgramCosts.state`).
+
+Devices that are gone give nothing. What they held comes from others that hold the same: replicas, where states are not
+spread over these (zero 0; Hetu v2, section 9, and Oobleck train so where devices fail).
 """
 
 from __future__ import annotations
@@ -18,7 +22,6 @@ from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
 from hetu_fx.comm_ops.plans.cost import messages_cost
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.placement import holders_of, stops_of
-from hetu_fx.planner.values.device_memory import MOMENTS
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan, Stage
 from hetu_fx.switching.home.placement import homes_near
@@ -33,26 +36,47 @@ class _Tensor:
     shape: tuple[int, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """Messages of a change of homes, (sender, receiver, bytes), round after round."""
+
+    rounds: tuple[tuple[tuple[int, int, float], ...], ...]
+
+    @property
+    def bytes(self) -> float:
+        """Return what travels."""
+        return math.fsum(size for messages in self.rounds for *_, size in messages)
+
+    def seconds(self, cluster: Cluster) -> float:
+        """Return how long the rounds take, one after the other."""
+        return math.fsum(messages_cost(messages, cluster) for messages in self.rounds)
+
+
 def moving_seconds(before: Plan, after: Plan, costs: ProgramCosts, cluster: Cluster) -> float:
     """Return the seconds in which all that has its home near one plan comes home near another one.
 
-    Raises `PlanError` where the first plan uses devices that the cluster lacks: nothing can be fetched from them.
+    Raises `PlanError` where nobody has what a device held that the cluster lacks.
     """
-    gone = sorted(set(before.devices) - set(cluster.ranks))
-    if gone:
-        raise PlanError(
-            f"the plan that runs uses devices {gone}, but the cluster has {list(cluster.ranks)} only, and what they "
-            f"hold cannot be fetched from them; leave out the plan that runs"
-        )
+    return moving(before, after, costs, cluster).seconds(cluster)
+
+
+def moving(before: Plan, after: Plan, costs: ProgramCosts, cluster: Cluster) -> Moving:
+    """Return what travels until all that has its home near one plan is at home near another one.
+
+    Raises `PlanError` where nobody has what a device held that the cluster lacks.
+    """
     rows = math.lcm(*(sum(_units(stage)) for plan in (before, after) for *_, stage in plan.stages))
     tensors = {str(number): tensor for number, tensor in enumerate(_tensors(costs, rows))}
     weights = [0.0] * (1 + max(cluster.ranks))
     for device in cluster.devices:
         weights[device.rank] = device.speed
-    source, target = (_homes(plan, tensors, costs.num_blocks, weights) for plan in (before, after))
-    moves = [TensorMove(source[name], target[name], one.shape, 1 + MOMENTS) for name, one in tensors.items()]
+    gone = frozenset(before.devices) - frozenset(cluster.ranks)
+    source = _left(before, tensors, costs, gone) if gone else _homes(before, tensors, costs.num_blocks, weights)
+    target = _homes(after, tensors, costs.num_blocks, weights)
+    moves = [TensorMove(source[name], target[name], one.shape, 1) for name, one in tensors.items()]
+    share = 1.0 + costs.state.optimizer_share
     planned = plan_moves(moves, node_of=cluster.node_of)
-    return math.fsum(messages_cost(one.messages, cluster) for one in planned.rounds)
+    return Moving(tuple(tuple((a, b, share * size) for a, b, size in one.messages) for one in planned.rounds))
 
 
 def _tensors(costs: ProgramCosts, rows: int) -> Iterator[_Tensor]:
@@ -72,6 +96,27 @@ def _homes(
     stops = [stops_of(pipeline, num_blocks) for pipeline in plan.pipelines]
     read = {name: _union(holders_of(one.block, plan, stops), one.is_split) for name, one in tensors.items()}
     return homes_near(plan, read, {name: one.shape for name, one in tensors.items()}, weights)
+
+
+def _left(
+    plan: Plan, tensors: Mapping[str, _Tensor], costs: ProgramCosts, gone: frozenset[int]
+) -> dict[str, Annotation]:
+    """Return where tensors are that had their homes near a plan, after devices are gone.
+
+    Raises `PlanError` for what was nowhere else.
+    """
+    stops = [stops_of(pipeline, costs.num_blocks) for pipeline in plan.pipelines]
+    found: dict[str, Annotation] = {}
+    for name, one in tensors.items():
+        whole = [stage for stage in holders_of(one.block, plan, stops) if gone.isdisjoint(stage.devices)]
+        if plan.zero or not whole:
+            why = "states are spread over replicas (zero 1)" if plan.zero else f"block {one.block} was nowhere else"
+            raise PlanError(
+                f"the plan that runs uses devices {sorted(gone)}, which are gone, and nobody else has what they held: "
+                f"{why}; leave out the plan that runs, and load a checkpoint"
+            )
+        found[name] = _union(whole, one.is_split)
+    return found
 
 
 def _union(stages: Sequence[Stage], is_split: bool) -> Annotation:

@@ -21,7 +21,7 @@ from hetu_fx.plans.plan import Plan
 def with_moves(found: Candidates, problem: Problem, running: Plan) -> dict[Plan, float]:
     """Return the candidates, and the plan that runs if it fits, by (1); those that cannot be the best by less.
 
-    Raises `PlanError` where the plan that runs uses devices that the cluster lacks.
+    Raises `PlanError` where nobody has what a device held that the plan that runs uses and the cluster lacks.
     """
     priced = _staying(running, problem)
     least = min(priced.values(), default=math.inf)

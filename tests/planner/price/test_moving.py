@@ -1,10 +1,13 @@
+from dataclasses import replace
+
 import pytest
 
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.price.moving import moving_seconds
+from hetu_fx.planner.price.moving import moving, moving_seconds
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.planner.values.state import ParameterState
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 
 BLOCK = PartCosts(flops=1e9, parameter_bytes=6e6, split_parameter_bytes=6e6)
@@ -35,6 +38,26 @@ def test_replicas_own_each_entry_once_unless_states_are_not_spread() -> None:
     assert moving_seconds(kept, alone, COSTS, TWO) == 0
 
 
-def test_devices_that_are_gone_give_nothing() -> None:
-    with pytest.raises(PlanError, match=r"runs uses devices \[5\], but the cluster has \[0, 1, 2, 3\] only"):
-        moving_seconds(chain(((5,), 4)), chain(((0,), 4)), COSTS, TWO)
+def test_what_the_optimizer_keeps_goes_along() -> None:
+    mixed = replace(COSTS, state=ParameterState("bf16", gradient="fp32", master="fp32"))
+    one, other = chain(((0,), 2), ((1,), 2)), chain(((0,), 1), ((1,), 3))
+    assert moving(one, other, mixed, TWO).bytes == pytest.approx((1 + 3 * 2) * 6e6)  # three of fp32 beside one of bf16
+    assert moving(one, other, COSTS, TWO).rounds == (((0, 1, 3 * 6e6),),)
+
+
+def test_what_a_device_held_that_is_gone_comes_from_a_replica() -> None:
+    replicas = Plan(
+        (Pipeline((Stage((0,)), Stage((1,))), share=1), Pipeline((Stage((2,)), Stage((9,))), share=1)), zero=0
+    )
+    found = moving(replicas.with_blocks(4), chain(((0,), 2), ((2,), 2), zero=0), COSTS, TWO)
+    assert found.rounds == (((1, 2, 3 * 12e6),),)
+
+
+def test_what_was_on_devices_alone_that_are_gone_is_lost() -> None:
+    with pytest.raises(
+        PlanError, match=r"uses devices \[5\], which are gone, .* block 0 was nowhere else; .* load a che"
+    ):
+        moving_seconds(chain(((5,), 4), zero=0), chain(((0,), 4)), COSTS, TWO)
+    spread = Plan((Pipeline((Stage((0,)),)), Pipeline((Stage((5,)),))))
+    with pytest.raises(PlanError, match=r"devices \[5\], .* states are spread over replicas \(zero 1\)"):
+        moving_seconds(spread, chain(((0,), 4)), COSTS, TWO)

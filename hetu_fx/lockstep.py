@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hetu_fx.base.progress import Tell, telling
 from hetu_fx.base.torch_private import tree_map_only
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import together
@@ -104,9 +105,9 @@ class Lockstep:
         elsewhere = {str(p.device) for p in model.parameters() if p.device.type != "cpu"}
         if elsewhere:
             raise StateError(f"the model is on {sorted(elsewhere)}, but all ranks run on the host; move it there")
-        run = _Run(self, model, batches, plans, captured or self.capture(model, batches[0]))
-        with _unwritten_is_nan():
-            return _joined(run_in_threads(ranks, run.train))
+        execution = captured or self.capture(model, batches[0])
+        with _unwritten_is_nan(), telling(f"training as {ranks} ranks") as tell:
+            return _joined(run_in_threads(ranks, _Run(self, model, batches, plans, execution, tell).train))
 
 
 def train_alone(model: nn.Module, batches: Sequence[Batch], how: Lockstep) -> Trained:
@@ -176,6 +177,7 @@ class _Run:
     batches: Sequence[Batch]
     plans: Sequence[Plan]
     execution: GraphExecution
+    tell: Tell
 
     def train(self, table: GroupTable) -> _OfRank:
         """Train as the rank of this table; collective."""
@@ -185,6 +187,7 @@ class _Run:
         made = _OfRank([], [], {})
         for number, batch in enumerate(self.batches):
             self._step(number, runtime, batch, made)
+            self.tell("steps", number + 1, len(self.batches))
             optimizer.step()
             optimizer.zero_grad()
         return _OfRank(made.losses, made.gradients, {name: Piece.of(tensor) for name, tensor in _state(model).items()})

@@ -31,6 +31,11 @@ class PerRank(Generic[T]):
         return found
 
 
+def is_one_of_many() -> bool:
+    """Tell whether this thread works for one of several ranks of this process."""
+    return getattr(_here, "belongings", None) is not None
+
+
 @contextmanager
 def working_for(belongings: Belongings) -> Iterator[None]:
     """Work, in this thread, for the rank that has these."""

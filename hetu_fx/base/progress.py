@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TextIO
 
+from hetu_fx.base.per_rank import is_one_of_many
 from hetu_fx.base.words import share_text
 
 VARIABLE = "HETU_FX_PROGRESS"
@@ -78,8 +79,8 @@ def telling(
 
 
 def speaks(speaker: bool | None = None) -> bool:
-    """Tell whether this process is the one of its host that speaks, and is wanted to."""
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    """Tell whether this process is the one of its host that speaks, and is wanted to; ranks that are threads do not."""
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0" and not is_one_of_many()
     return os.environ.get(VARIABLE, "1") != "0" and (is_first if speaker is None else speaker)
 
 

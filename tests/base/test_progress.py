@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hetu_fx.base.per_rank import working_for
 from hetu_fx.base.progress import VARIABLE, Rhythm, speaks, telling
 
 AT_ONCE, SOON, NEVER = 0.0, 0.01, 3600.0
@@ -105,3 +106,11 @@ def test_others_and_those_who_are_asked_not_to_say_nothing(
     monkeypatch.setenv(name, value)
     assert not speaks()
     assert speaks(True) == (name == "LOCAL_RANK")
+
+
+def test_of_ranks_that_are_threads_none_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert speaks()
+    with working_for({}):
+        assert not speaks()

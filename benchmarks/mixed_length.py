@@ -16,7 +16,9 @@ where a batch has one that only all four hold, Hydraulis' mode runs all of it so
 groups instead. DDP is let off the limit: its devices run the longest sequences alone, which nobody else's may; the
 table says how many times the limit they would have to hold.
 
-`--ablation` runs Hydraulis' batching modes and strategies against each other instead.
+`--ablation` runs Hydraulis' batching modes and strategies against each other instead. `--link-megabits` limits links:
+here a byte travels in the time of 20 FLOPs of a device, on H20 in that of 160 (NVLink) to 3,000 (400 Gbit/s), and what
+short sequences lose in shared rows is what travels.
 """
 
 from __future__ import annotations
@@ -67,12 +69,20 @@ def main() -> int:
     """Run the contest under the emulator and judge it."""
     made = worker_parser("mixed_length", "Tokens per second on sequences of mixed lengths.")
     made.add_argument("--ablation", action="store_true", help="Hydraulis' parts against each other")
+    made.add_argument("--link-megabits", type=int, metavar="N", help="a node for each device, behind links of N Mbit/s")
     options = made.parse_args()
     if options.worker is not None:
         return work(options.worker, options.quick, options.ablation)
-    spec, given = EmulateSpec(speeds=SPEEDS), ["--quick"] * options.quick + ["--ablation"] * options.ablation
+    spec, given = _spec(options.link_megabits), ["--quick"] * options.quick + ["--ablation"] * options.ablation
     found = run_workers("mixed_length", given, spec, timeout_seconds=1800, limit="cgroups")
     return judge_ablation(found) if options.ablation else judge(found)
+
+
+def _spec(link_megabits: int | None) -> EmulateSpec:
+    """Return the devices: of one machine, or each on a node of its own."""
+    if link_megabits is None:
+        return EmulateSpec(speeds=SPEEDS)
+    return EmulateSpec(speeds=SPEEDS, num_nodes=len(SPEEDS), link_bits_per_second=link_megabits * 10**6)
 
 
 def judge(found: Mapping[str, Any]) -> int:

@@ -14,7 +14,7 @@ from itertools import pairwise
 from benchmarks.cases.planning import Case, cases
 from benchmarks.kit.report import Row
 from benchmarks.ladder_hetu_v2 import as_run, priced
-from benchmarks.traces.published import HEADS, WIDTH, Trace, small
+from benchmarks.traces.published import HEADS, WIDTH, Trace, blocks_of, small
 from hetu_fx.cli.verdict import Verdict, judge
 from hetu_fx.errors import PlanError
 from hetu_fx.lockstep import Lockstep, train_alone
@@ -73,7 +73,7 @@ def stops(name: str) -> Iterator[Stop]:
         case = by_number[one.case]
         plan = replace(case, cluster=first.cluster).published_plan
         assert plan is not None, "the cases of Hetu v2 have one"
-        yield Stop(one, _asked(case, first, plan.devices), replace(plan.with_blocks(_blocks(case)), zero=0))
+        yield Stop(one, _asked(case, first, plan.devices), replace(plan.with_blocks(blocks_of(case)), zero=0))
 
 
 def _asked(case: Case, first: Case, ranks: tuple[int, ...]) -> Problem:
@@ -81,10 +81,6 @@ def _asked(case: Case, first: Case, ranks: tuple[int, ...]) -> Problem:
     problem = as_run(replace(first, profile=case.profile))
     left = tuple(device for device in problem.cluster.devices if device.rank in ranks)
     return replace(problem, cluster=replace(problem.cluster, devices=left), options=replace(problem.options, zero=0))
-
-
-def _blocks(case: Case) -> int:
-    return case.profile.costs.num_blocks
 
 
 def changes(name: str) -> Iterator[Row]:

@@ -70,10 +70,11 @@ def _hetu_v2() -> Iterator[Trace]:
         if plan is not None:
             seconds = priced(plan, as_run(case))
             published = PUBLISHED_SECONDS.get(case.name)
-            yield Trace("Hetu v2", case.name, small(plan), _blocks(case), WIDTH, HEADS, seconds, published)
+            yield Trace("Hetu v2", case.name, small(plan), blocks_of(case), WIDTH, HEADS, seconds, published)
 
 
-def _blocks(case: Case) -> int:
+def blocks_of(case: Case) -> int:
+    """Return how many blocks the model of a case has."""
     return case.profile.costs.num_blocks
 
 
@@ -82,7 +83,7 @@ def _heteropp() -> Trace:
     (case,) = (case for case in cases(64) if case.name == "7B, 64 of 4 kinds")
     plan = make_plan(case.profile, case.cluster, search="heteroauto")
     seconds = plan.predicted.seconds if plan.predicted else None
-    return Trace("H2", f"HeteroPP, {case.name}", small(plan), _blocks(case), WIDTH, HEADS, seconds)
+    return Trace("H2", f"HeteroPP, {case.name}", small(plan), blocks_of(case), WIDTH, HEADS, seconds)
 
 
 def _hap() -> Trace:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from hetu_fx.base.torch_private import tree_leaves
 
 SEED = 0
 WIDE = torch.float64
+T = TypeVar("T")
 Run = Callable[[Call], Any]
 
 
@@ -82,9 +83,16 @@ def reference_of(call: Call, made: Made) -> tuple[Made, torch.dtype]:
 
     Returns what it came to, and the dtype.
     """
+    return in_widest(
+        lambda dtype: run_both_ways(Call.run, up_cast(call, dtype), [_up(g, dtype) for g in made.cotangents])
+    )
+
+
+def in_widest(run: Callable[[torch.dtype], T]) -> tuple[T, torch.dtype]:
+    """Return what `run` comes to in float64, or in float32 where an op has no other, and the dtype."""
     for dtype in (WIDE, torch.float32):
         try:
-            return run_both_ways(Call.run, up_cast(call, dtype), [_up(g, dtype) for g in made.cotangents]), dtype
+            return run(dtype), dtype
         except (NotImplementedError, RuntimeError) as error:
             problem = error
     raise problem
@@ -113,6 +121,14 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
+def shaken(tensor: Tensor, share: float, source: torch.Generator) -> Tensor:
+    """Return a tensor with every real number changed by up to so much of it, drawn from `source`."""
+    if not tensor.is_floating_point():
+        return tensor
+    noise = torch.rand(tensor.shape, generator=source, dtype=WIDE).mul_(2).sub_(1).mul_(share)
+    return (tensor * noise.add_(1)).to(tensor.dtype)
+
+
 def disturbed(call: Call, made: Made, eps: float) -> tuple[Call, tuple[Tensor, ...]]:
     """Return a call and its cotangents with every real number changed by up to half of `eps`, relative to it.
 
@@ -121,9 +137,6 @@ def disturbed(call: Call, made: Made, eps: float) -> tuple[Call, tuple[Tensor, .
     source = torch.Generator().manual_seed(SEED + 1)
 
     def moved(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        noise = torch.rand(tensor.shape, generator=source, dtype=WIDE).mul_(2).sub_(1).mul_(eps / 2)
-        return (tensor * noise.add_(1)).to(tensor.dtype)
+        return shaken(tensor, eps / 2, source)
 
     return call.mapped(moved), tuple(map(moved, made.cotangents))

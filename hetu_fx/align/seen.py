@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from hetu_fx.align.call import Call
 from hetu_fx.align.difference import scale_of
 from hetu_fx.align.interpret import call_of, interpret, loss_of_graph
-from hetu_fx.align.run import SEED, WIDE, up_cast
+from hetu_fx.align.run import SEED, WIDE, in_widest, shaken, up_cast
 from hetu_fx.align.tolerances import allowed, class_of
 from hetu_fx.base.torch_private import tree_leaves, tree_map_only
 from hetu_fx.graph import meta
@@ -67,11 +67,7 @@ class Noise:
 
     def disturb(self, tensor: Tensor, node: fx.Node, *, backward: bool) -> Tensor:
         """Return a tensor with every element off by up to the tolerance, relative to it."""
-        if not tensor.is_floating_point():
-            return tensor
-        share = self.share(node, backward=backward)
-        noise = torch.rand(tensor.shape, generator=self.source, dtype=WIDE).mul_(2).sub_(1).mul_(share).add_(1)
-        return tensor * noise.to(tensor.dtype)
+        return shaken(tensor, self.share(node, backward=backward), self.source)
 
     def of_result(self, node: fx.Node, result: Any) -> Any:
         """Return what an op makes, disturbed."""
@@ -98,11 +94,8 @@ def wide(value: Tensor) -> Tensor:
 
 def in_float64(call: Call) -> Any:
     """Run a call in float64, or where the op has none in float32."""
-    try:
-        return up_cast(call, WIDE).run()
-    except (NotImplementedError, RuntimeError):
-        narrow = up_cast(call, torch.float32).run()
-        return tree_map_only(Tensor, lambda t: t.to(WIDE) if t.is_floating_point() else t, narrow)
+    made, _ = in_widest(lambda dtype: up_cast(call, dtype).run())
+    return tree_map_only(Tensor, lambda t: t.to(WIDE) if t.is_floating_point() else t, made)
 
 
 def seen_run(graph: Graph, leaves: Leaves, run: RunCall, noise: Noise | None) -> Seen:

@@ -37,6 +37,11 @@ class _Gradient(torch.autograd.Function):
         return gradients[0] * 1.01
 
 
+def wrong_backward(op: str) -> Way:
+    """Return a way in which the gradient of one op's first argument is 1 % too large."""
+    return Way("wrong", replaced={op: lambda call, x, *args, **kw: call(_Gradient.apply(x), *args, **kw)})
+
+
 def by_one_percent(result: Tensor) -> Tensor:
     """Return a result that is 1 % too large."""
     return result * 1.01
@@ -122,7 +127,7 @@ def _carries_gradient(call: Call) -> bool:
 
 def _wrong(op: str, fault: str, backward: bool) -> Way:
     if backward:
-        return Way("wrong", replaced={op: lambda call, x, *args, **kw: call(_Gradient.apply(x), *args, **kw)})
+        return wrong_backward(op)
 
     def changed(tensor: Tensor) -> Tensor:
         return FAULTS[fault](tensor) if tensor.is_floating_point() else tensor

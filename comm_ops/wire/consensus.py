@@ -203,14 +203,14 @@ def any_of(table: GroupTable, flags: Sequence[bool]) -> tuple[bool, ...]:
     """Tell which flags are set on any rank; collective."""
     if table.size == 1:
         return tuple(flags)
-    counts = torch.tensor(flags, dtype=torch.int32, device=_device(table))
+    counts = torch.tensor(flags, dtype=torch.int32, device=table.transport.device(table.base))
     reduce_small(counts, dist.ReduceOp.SUM, table, "agreement on flags")
     return tuple(count > 0 for count in counts.tolist())
 
 
 def alike(table: GroupTable, digest: int) -> bool:
     """Tell whether all ranks, several, have the same number of 48 bits; collective."""
-    bounds = torch.tensor([digest, -digest], dtype=torch.float64, device=_device(table))
+    bounds = torch.tensor([digest, -digest], dtype=torch.float64, device=table.transport.device(table.base))
     reduce_small(bounds, dist.ReduceOp.MAX, table, "agreement on what is alike")
     return bool(bounds.sum() == 0)
 
@@ -285,7 +285,7 @@ def _padded(numbers: Sequence[float], length: int) -> list[float]:
 
 
 def _exchange(table: GroupTable, row: Sequence[float]) -> list[list[float]]:
-    mine = torch.tensor(row, dtype=torch.float64, device=_device(table))
+    mine = torch.tensor(row, dtype=torch.float64, device=table.transport.device(table.base))
     everyone = mine.new_empty(table.size, len(row))
     with using(table), guarded("agreement on the step", range(table.size)):
         table.transport.all_gather(list(everyone.unbind()), mine, table.base)
@@ -359,8 +359,3 @@ def _unlike(states: Sequence[Mapping[str, str]]) -> str:
         if len(set(values)) > 1
     ]
     return f"Unlike are: {'; '.join(lines[:_MOST_TOLD])}. " if lines else ""
-
-
-def _device(table: GroupTable) -> torch.device:
-    """Return a device that the world's backend can send from."""
-    return table.transport.device(table.base)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,23 +30,6 @@ def net_and_batch() -> tuple[nn.Module, Batch]:
     return model, {"x": torch.randint(0, 20, (4, 7)), "y": torch.randint(0, 20, (4, 7))}
 
 
-class _GradientOff(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0] * 1.01
-
-
 def wrong(op: str, fault: Callable[[Tensor], Tensor]) -> Way:
     """Return a way in which the result of one op has a fault."""
     return Way("wrong", replaced={op: lambda call, *args, **kwargs: fault(call(*args, **kwargs))})
-
-
-def wrong_backward(op: str) -> Way:
-    """Return a way in which the gradient of one op's first argument is 1 % too large."""
-    return Way(
-        "wrong", replaced={op: lambda call, first, *args, **kwargs: call(_GradientOff.apply(first), *args, **kwargs)}
-    )

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.align.faults import wrong_backward
 from hetu_fx.align.align import runners_of
 from hetu_fx.align.distinct import distinct_ops
 from hetu_fx.align.interpret import graph_to_align, values_of_leaves
 from hetu_fx.align.report import align_model
 from hetu_fx.align.way import WAYS, Way
 from hetu_fx.errors import AlignError
-from tests.align.nets import Net, net_and_batch, wrong, wrong_backward
+from tests.align.nets import Net, net_and_batch, wrong
 
 FAULTS = {
     "1 %": lambda result: result * 1.01,

@@ -63,7 +63,8 @@ class Lockstep:
     Attributes:
         make_optimizer: of the trained parameters; the same numbers on all ranks.
         ranks: how many there are; None: as many as the plans name.
-        rows: how many rows of a batch each rank brings; None: all pass the whole batch.
+        rows: how many rows of a batch each rank brings, of a smaller one the last ranks fewer; None: all pass the
+            whole batch.
         plan_of_step: by which plan, by its place, each step runs; None: all by the first.
         cluster: the links between the ranks, for which messages and homes are planned; None: all are alike.
         loss_fn: makes the loss of a model that returns none.
@@ -95,7 +96,8 @@ class Lockstep:
 
         Raises:
             StateError: the model is not on the host.
-            PlanError: a plan does not fit the model, or names more ranks than there are.
+            PlanError: a plan does not fit the model, or names more ranks than there are; a batch has more rows than
+                ranks bring.
             DivergedError: ranks make calls that do not fit together, wait in vain, or have unlike copies.
         """
         plans = (plans,) if isinstance(plans, Plan) else tuple(plans)
@@ -214,7 +216,10 @@ class _Run:
         """Return what a rank passes of an input: its rows, or all of it."""
         if self.how.rows is None or not tensor.dim():
             return tensor
-        return tensor.narrow(0, sum(self.how.rows[:rank]), self.how.rows[rank])
+        if tensor.size(0) > sum(self.how.rows):
+            raise PlanError(f"a batch has {tensor.size(0)} rows, but ranks bring {list(self.how.rows)}; give more rows")
+        stop = sum(self.how.rows[: rank + 1])
+        return tensor[stop - self.how.rows[rank] : stop]
 
 
 def _joined(ranks: Sequence[_OfRank]) -> Trained:

@@ -50,6 +50,18 @@ def test_ranks_bring_their_own_rows() -> None:
     )
 
 
+def test_of_a_smaller_batch_the_last_ranks_bring_fewer_rows() -> None:
+    given = batches(9, 6, 2)
+    check_equal(
+        Lockstep(HOW.make_optimizer, rows=(5, 0, 3, 1), loss_fn=HOW.loss_fn).train(model(), given, GROUPS), given
+    )
+
+
+def test_a_batch_of_more_rows_than_ranks_bring_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"a batch has 9 rows, but ranks bring \[5, 0, 2, 1\]; give more rows"):
+        Lockstep(rows=(5, 0, 2, 1), loss_fn=HOW.loss_fn).train(model(), batches(9), GROUPS)
+
+
 def test_the_plan_changes_between_steps() -> None:
     given = batches(6, 6, 6)
     how = Lockstep(HOW.make_optimizer, plan_of_step=(0, 1, 0), loss_fn=HOW.loss_fn)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.cells import Cell
-from tests.end_to_end.test_parity import check_outcome, outcomes_of
+from tests.end_to_end.parity_processes import check_outcome, outcomes_of
 
 DEVICES = ("cuda:0", "cpu", "cuda:0", "cpu")
 CELLS = (

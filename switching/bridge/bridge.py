@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class Bridge:
         bucket_bytes: int = BUCKET_BYTES,
         lowering: Lowering | None = None,
     ) -> None:
-        self.plan = plan_bridge(entries, bucket_bytes)
+        self.plan = _planned(tuple(entries), bucket_bytes)
         self.is_outdated = False
         lowering = lowering or Lowering(table.topology)
         self.table = table
@@ -165,6 +166,12 @@ class Reduction:
         number = len(self._under_way)
         names = self._bridge.reduce_buckets[number]
         self._under_way.append(self._bridge.reduce_start(number, {name: self._ready.pop(name, None) for name in names}))
+
+
+@lru_cache(maxsize=2)
+def _planned(entries: tuple[BridgeEntry, ...], bucket_bytes: int) -> BridgePlan:
+    """Plan once where ranks are threads of one process."""
+    return plan_bridge(entries, bucket_bytes)
 
 
 class BucketRun:

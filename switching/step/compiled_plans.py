@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -175,7 +176,7 @@ class GraphCompute(Compute):
         self._outdated.clear()
 
     def _make(self, program: Program, data: bytes) -> StagePlan:
-        deduced = deserialize(data, program.graph, program.factors, program.flow)
+        deduced = _read(program, data)
         device = run_pass(Specialize(self.table.rank), deduced)
         if device is not None:
             device = run_pass(ChooseAlgorithms(Lowering(self.table.topology)), device)
@@ -207,6 +208,18 @@ class GraphCompute(Compute):
         annotations = _leaf_annotations(deduced, layout, LeafKind.CONSTANT)
         values = deduced.annotated.graph.constants
         return {name: local_part(values[name], at, self.table.rank) for name, at in annotations.items()}
+
+
+_deduced: WeakValueDictionary[tuple[int, bytes], DeducedGraph] = WeakValueDictionary()
+
+
+def _read(program: Program, data: bytes) -> DeducedGraph:
+    """Return the deduced graph of a program; where ranks are threads of one process they have it together."""
+    key = id(program.graph), hashlib.sha256(data).digest()  # what is deduced keeps the graph
+    found = _deduced.get(key)
+    if found is None:
+        found = _deduced[key] = deserialize(data, program.graph, program.factors, program.flow)
+    return found
 
 
 def _with_several_micro_batches(plan: Plan) -> Plan:

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, Partial, Shape, Sharding, Split, State
+from hetu_fx.base.once import once
 from hetu_fx.deduction.factors.factors import FactorClass
 from hetu_fx.errors import DeductionError, PlanError
 from hetu_fx.graph import meta
@@ -196,6 +197,7 @@ class DeducedGraph:
         kind: State | None = None if ways == 1 else Duplicate(ways) if top == "duplicate" else Partial(ways)
         return Annotation(groups, tuple(shardings), kind)
 
+    @once
     def parameter_annotations(self, leaf: Leaf) -> tuple[Annotation, Annotation]:
         """Return where a parameter lies when it is read, and where its gradient lies before it is synchronised.
 

@@ -10,9 +10,9 @@ not depend on the rank is deduced once; each rank makes its own device graph.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,9 @@ from hetu_fx.pieces import Piece, Pieces, joined
 from hetu_fx.plans.plan import Plan
 from hetu_fx.prepare import homes_for, make_runtime
 from hetu_fx.program.captures import Programs
+from hetu_fx.switching.adapt.lost import bring_near
 from hetu_fx.switching.graph_execution import GraphExecution
+from hetu_fx.switching.migrate.plan import SwitchPlan
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.settings import Settings
 
@@ -50,10 +52,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training came to: its steps, and parameters and buffers after them."""
+    """What a training came to: its steps, parameters and buffers after them, and the changes of homes before steps."""
 
     steps: Sequence[Step]
     state: Tensors
+    moved: Mapping[int, SwitchPlan] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,8 @@ class Lockstep:
         rows: how many rows of a batch each rank brings, of a smaller one the last ranks fewer; None: all pass the
             whole batch.
         plan_of_step: by which plan, by its place, each step runs; None: all by the first.
+        lost_by_step: which devices are lost when each step begins, so that homes go near the plan of each, and what
+            lost devices held comes from others; None: none is, and homes stay near the first plan.
         cluster: the links between the ranks, for which messages and homes are planned; None: all are alike.
         loss_fn: makes the loss of a model that returns none.
         seed: of the random numbers that the model draws.
@@ -75,6 +80,7 @@ class Lockstep:
     ranks: int | None = None
     rows: Sequence[int] | None = None
     plan_of_step: Sequence[int] | None = None
+    lost_by_step: Sequence[Collection[int]] | None = None
     cluster: Cluster | None = None
     loss_fn: Callable[..., Any] | None = None
     seed: int = 0
@@ -168,6 +174,7 @@ class _OfRank:
     losses: list[float]
     gradients: list[Pieces]
     state: Pieces
+    moved: dict[int, SwitchPlan]
 
 
 @dataclass(frozen=True)
@@ -186,13 +193,16 @@ class _Run:
         model = copy.deepcopy(self.model)
         optimizer = self.how.make_optimizer(_trained(model))
         runtime = self._runtime(model, optimizer, table)
-        made = _OfRank([], [], {})
+        made = _OfRank([], [], {}, {})
         for number, batch in enumerate(self.batches):
+            if number and self.how.lost_by_step is not None:
+                plan, lost = self.plans[self._place(number)], self.how.lost_by_step[number]
+                made.moved[number] = bring_near(runtime, plan, [optimizer], lost)
             self._step(number, runtime, batch, made)
             self.tell("steps", number + 1, len(self.batches))
             optimizer.step()
             optimizer.zero_grad()
-        return _OfRank(made.losses, made.gradients, {name: Piece.of(tensor) for name, tensor in _state(model).items()})
+        return replace(made, state={name: Piece.of(tensor) for name, tensor in _state(model).items()})
 
     def _runtime(self, model: nn.Module, optimizer: torch.optim.Optimizer, table: GroupTable) -> Runtime:
         settings = Settings(shared=self.how.rows is None, outputs="auto", seed=self.how.seed)
@@ -203,14 +213,16 @@ class _Run:
 
     def _step(self, number: int, runtime: Runtime, batch: Batch, made: _OfRank) -> None:
         """Run a step forward and backward."""
-        places = self.how.plan_of_step
-        runtime.variants.pin(tuple(runtime.variants)[0 if places is None else places[number]])
+        runtime.variants.pin(tuple(runtime.variants)[self._place(number)])
         args, kwargs = tree_map_only(Tensor, partial(self._own, runtime.table.rank), as_call(batch))
         loss = loss_of(runtime.run(args, kwargs))
         loss.backward()
         made.losses.append(float(loss.detach()))
         gradients = {name: home.grad for name, home in runtime.homes.items() if home.grad is not None}
         made.gradients.append({name: Piece.of(gradient) for name, gradient in gradients.items()})
+
+    def _place(self, number: int) -> int:
+        return 0 if self.how.plan_of_step is None else self.how.plan_of_step[number]
 
     def _own(self, rank: int, tensor: Tensor) -> Tensor:
         """Return what a rank passes of an input: its rows, or all of it."""
@@ -228,7 +240,7 @@ def _joined(ranks: Sequence[_OfRank]) -> Trained:
     for number in range(len(ranks[0].losses)):
         loss = _same([rank.losses[number] for rank in ranks], f"the loss of step {number}")
         steps.append(Step(loss, joined([rank.gradients[number] for rank in ranks])))
-    return Trained(steps, joined([rank.state for rank in ranks]))
+    return Trained(steps, joined([rank.state for rank in ranks]), ranks[0].moved)
 
 
 def _same(values: Sequence[float], what: str) -> float:

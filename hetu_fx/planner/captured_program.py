@@ -70,7 +70,7 @@ class PlannedProgram:
 
     program: Program
     costs: ProgramCosts
-    _known: dict[Split, ProgramCosts] = field(default_factory=dict)
+    _known: dict[tuple[Split, bool], ProgramCosts] = field(default_factory=dict)
 
     @cached_property
     def hap(self) -> TensorProgram:
@@ -110,18 +110,24 @@ class PlannedProgram:
             tell=tell,
         )
 
-    def costs_of(self, split: Split) -> ProgramCosts:
-        """Return what a step costs where groups split these dims first; `costs` if they would anyway.
+    def costs_of(self, split: Split, widest: int = 1) -> ProgramCosts:
+        """Return what a step costs where groups, of up to `widest` devices, split these dims first.
 
-        Raises `PlanError` where a parameter has no such dim.
+        It is `costs` if they would anyway. Raises `PlanError` where a parameter has no such dim.
         """
-        if split not in self._known:
-            self._known[split] = self._counted(split)
-        return self._known[split]
+        narrow = self._known_of(split, larger=False)
+        if widest <= narrow.units or narrow.takes(widest) or self.program.larger_work_shares(split) is None:
+            return narrow
+        return self._known_of(split, larger=True)
 
-    def _counted(self, split: Split) -> ProgramCosts:
-        shares = self.program.work_shares(split)
-        if shares.classes == self.program.work_shares().classes:
+    def _known_of(self, split: Split, *, larger: bool) -> ProgramCosts:
+        if (split, larger) not in self._known:
+            self._known[split, larger] = self._counted(split, larger)
+        return self._known[split, larger]
+
+    def _counted(self, split: Split, larger: bool) -> ProgramCosts:
+        shares = self.program.larger_work_shares(split) if larger else self.program.work_shares(split)
+        if shares is None or shares.classes == self.program.work_shares().classes:
             return self.costs
         has_memory = self.costs.memory is not None
         counted = program_costs(self.program, rows=self.costs.rows, shares=shares, memory=has_memory)

@@ -31,6 +31,7 @@ from hetu_fx.transforms.layouts.work_shares import (
     Split,
     WorkShares,
     expert_splits,
+    larger_work_shares,
     wide_work_shares,
     work_shares,
 )
@@ -206,6 +207,14 @@ class Program:
         Raises `PlanError` where a parameter has no such dim.
         """
         return wide_work_shares(self.analysed, split)
+
+    @once
+    def larger_work_shares(self, split: Split) -> WorkShares | None:
+        """Return what a group shares of more devices than what it cuts besides has parts, which it leaves whole.
+
+        None where none can be so large. Raises `PlanError` where a parameter has no such dim.
+        """
+        return larger_work_shares(self.analysed, split)
 
 
 AS_IT_STANDS = OpOverrides()

@@ -49,7 +49,8 @@ class Annotate:
 
     Requires: an analysed graph. The plan's devices, blocks and splits are ones that the graph has.
     Ensures: every op that batch and parameters both reach has a stage in each pipeline; every stage knows its parts.
-        The classes that tensor parallel groups split are those that spread most work for least communication.
+        The classes that tensor parallel groups split are those that spread most work for least communication, after
+        those that the plan's `split` asks for: beside these what has too few parts (heads, say) stays whole.
 
         %up = linear(%x, %w_up)         ->      %up: stage 0.0     on devices [0, 1], each a part of the dim of %w_up
         %loss = mean(%y)                        %loss: stage 0.1   on device [2]
@@ -61,9 +62,11 @@ class Annotate:
 
     def __call__(self, analysed: AnalysedGraph) -> AnnotatedGraph:
         graph, factors, flow = analysed.graph, analysed.factors, analysed.flow
-        wanted = tensor_classes(graph, factors, flow, _asked_for(self.plan, factors)) if self._is_split else frozenset()
+        wanted = tensor_classes(graph, factors, flow, asked_for(self.plan, factors)) if self._is_split else frozenset()
         classes = self._classes(graph, factors, wanted)
         finer = finer_cut(graph, factors, classes, _rivals, self._widest)
+        if self.plan.split and (finer is None or self._widest % finer.ways):
+            classes, finer = self._large_enough(classes, factors), None
         if finer is not None:
             factors, classes, wanted = finer.factors, finer.coarse, finer.coarse
         sequence = self._sequence(graph, factors, flow, classes, wanted)
@@ -93,8 +96,13 @@ class Annotate:
         """Return those of the `wanted` classes that tensor parallel stages split."""
         if self._widest == 1:
             return frozenset()
-        optional = _looked_across(graph, factors).difference(_asked_for(self.plan, factors))
+        optional = _looked_across(graph, factors).difference(asked_for(self.plan, factors))
         return frozenset(c for c in wanted if c not in optional or (c.size or 0) >= self._widest)
+
+    def _large_enough(self, classes: Splits, factors: FactorMap) -> Splits:
+        """Return the classes without those of fewer parts than groups have devices, unless the plan asks for them."""
+        asked = asked_for(self.plan, factors)
+        return frozenset(c for c in classes if c in asked or (c.size or 0) >= self._widest)
 
     @property
     def _widest(self) -> int:
@@ -158,7 +166,7 @@ def _check_batch(annotated: AnnotatedGraph) -> None:
         )
 
 
-def _asked_for(plan: Plan, factors: FactorMap) -> tuple[FactorClass, ...]:
+def asked_for(plan: Plan, factors: FactorMap) -> tuple[FactorClass, ...]:
     """Return the classes that the plan's `split` names by dims of parameters."""
     found: dict[FactorClass, None] = {}
     for pattern, dim in plan.split:

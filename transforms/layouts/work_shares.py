@@ -16,7 +16,7 @@ from hetu_fx.deduction.factors.dual_roles import elsewhere
 from hetu_fx.deduction.factors.factors import FactorClass, FactorMap
 from hetu_fx.plans.plan import Plan
 from hetu_fx.transforms.layouts.analysed_graph import AnalysedGraph
-from hetu_fx.transforms.layouts.annotate import Annotate, finer_than
+from hetu_fx.transforms.layouts.annotate import Annotate, asked_for, finer_than
 from hetu_fx.transforms.layouts.annotated_graph import FINE, TENSOR, AnnotatedGraph, read_outside
 from hetu_fx.transforms.layouts.axis import AxisDeduction, deduce_tensor_axis
 from hetu_fx.transforms.layouts.deduce import prices_of
@@ -145,6 +145,24 @@ def wide_work_shares(analysed: AnalysedGraph, split: Split = ()) -> WorkShares |
     late = fine.summed_cotangents & annotated.flow.parameters
     rest = annotated.classes, narrow.units, able[-1], frozenset(late)
     return WorkShares(annotated.factors, annotated.fine, summed, returned, frozenset(), *rest, asked=split)
+
+
+def larger_work_shares(analysed: AnalysedGraph, split: Split) -> WorkShares | None:
+    """Return what a group shares that is too large for something that smaller ones cut besides `split`, as for heads.
+
+    That is whole on every device then, unless its parts can be repeated (`wide_work_shares`). None where there is no
+    such group: what is asked for has no more parts.
+    """
+    plan = replace(Plan.tensor_parallel((0, 1)), split=split)
+    narrow = WorkShares(analysed.factors, Annotate(plan, wants_values=False)(analysed).classes)
+    if narrow.units >= min((factor.size or 1 for factor in asked_for(plan, analysed.factors)), default=1):
+        return None
+    larger = replace(plan, pipelines=Plan.tensor_parallel(range(narrow.units + 1)).pipelines)
+    annotated = Annotate(larger, wants_values=False)(analysed)
+    outside = read_outside(annotated)
+    axis = _deduced(annotated, annotated.classes, TENSOR, outside)
+    shared = _shared(annotated, axis, outside)
+    return WorkShares(annotated.factors, annotated.classes, *_added_up(axis), shared, asked=split)
 
 
 def expert_splits(analysed: AnalysedGraph, taken: frozenset[FactorClass]) -> tuple[Split, ...]:

@@ -41,10 +41,11 @@ class Captured(Protocol):
         """Return what groups may be asked to split first, besides what they would by themselves."""
         ...
 
-    def costs_of(self, split: Split) -> ProgramCosts:
+    def costs_of(self, split: Split, widest: int = 1) -> ProgramCosts:
         """Return what the program costs where groups split these dims first; its costs themselves if they do anyway.
 
-        Raises `PlanError` where a parameter has no such dim.
+        `widest` is the size of the largest group: one that is too large for what it would cut besides leaves that
+        whole. Raises `PlanError` where a parameter has no such dim.
         """
         ...
 
@@ -137,7 +138,9 @@ class Problem:
 
     def costs_of(self, plan: Plan) -> ProgramCosts:
         """Return the costs of a step for what the plan's groups split; without a graph, as if it did not say."""
-        return self.costs if self.captured is None or not plan.split else self.captured.costs_of(plan.split)
+        if self.captured is None or not plan.split:
+            return self.costs
+        return self.captured.costs_of(plan.split, widest(plan))
 
     @once
     def fitted(self, plan: Plan) -> tuple[Plan, float] | None:
@@ -152,6 +155,11 @@ class Problem:
         seconds = found.overlapped_seconds
         self.priced.add(seconds, is_roomy=not found.plan.recomputes)
         return found.plan, seconds
+
+
+def widest(plan: Plan) -> int:
+    """Return the devices of a plan's largest tensor parallel group; 1 where there is none."""
+    return max(len(stage.devices) // stage.context for *_, stage in plan.stages)
 
 
 def predict_by_costs(plan: Plan, problem: Problem) -> Prediction:

@@ -2,16 +2,18 @@
 
 By themselves groups split what spreads most work for least communication, inside of experts their width. Whole experts
 can be spread instead, which moves as much, leaves rows uncut, and has other parts: more where there are many narrow
-experts, so that unlike devices end together. A search is asked again for what the program costs then.
+experts, so that unlike devices end together; and more than there are heads, which larger groups leave whole. A search
+is asked again for what the program costs then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from hetu_fx.planner.search.problem import Candidates, Problem
-from hetu_fx.plans.plan import Plan
+from hetu_fx.planner.search.problem import Candidates, Captured, Problem, widest
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.transforms.layouts.work_shares import Split
 
 Find = Callable[[Problem], Candidates]
 
@@ -25,15 +27,22 @@ def in_all_splits(find: Find) -> Find:
         if captured is None or not problem.options.tensor_parallel or "experts" in problem.options.off:
             return found
         for split in captured.splits:
-            if problem.time_limit.ends(found):
-                break
-            profile = replace(problem.profile, costs=captured.costs_of(split))
-            plans = find(replace(problem, profile=profile, captured=None))
-            found |= {replace(plan, split=split): seconds for plan, seconds in plans.items() if _has_groups(plan)}
+            for costs in _costs_of(split, captured, len(problem.cluster.devices)):
+                if problem.time_limit.ends(found):
+                    return found
+                profile = replace(problem.profile, costs=costs)
+                plans = find(replace(problem, profile=profile, captured=None))
+                asked = {replace(plan, split=split): seconds for plan, seconds in plans.items() if widest(plan) > 1}
+                found |= {plan: seconds for plan, seconds in asked.items() if problem.costs_of(plan) is costs}
         return found
 
     return found_in_all
 
 
-def _has_groups(plan: Plan) -> bool:
-    return any(len(stage.devices) > stage.context for *_, stage in plan.stages)
+def _costs_of(split: Split, captured: Captured, most: int) -> Iterator[ProgramCosts]:
+    """Yield the costs for groups of up to `most` devices: those that split more besides, and larger ones."""
+    narrow = captured.costs_of(split)
+    yield narrow
+    larger = captured.costs_of(split, narrow.units + 1)
+    if narrow.units < most and larger is not narrow:
+        yield larger

@@ -156,6 +156,10 @@ class ProgramCosts:
         wide = range(2 * self.units, min(most, self.wide.units) + 1, self.units) if self.wide is not None else ()
         return [*sizes, *(size for size in wide if self.wide is not None and self.wide.units % size == 0)]
 
+    def takes(self, size: int) -> bool:
+        """Tell whether a tensor parallel group of so many devices, in even shares, can run the program."""
+        return size in self.group_sizes(size)
+
     def for_group(self, size: int) -> ProgramCosts:
         """Return the costs for tensor parallel groups of so many devices."""
         return self if self.wide is None or size <= self.units else self.wide

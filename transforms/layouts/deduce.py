@@ -65,6 +65,9 @@ from hetu_fx.transforms.layouts.states import WHOLE, SplitOn, Summed
 BACKWARD_PRODUCTS = 2.5
 """Products of the backward by those of the forward: scores again, and the gradients of all four factors."""
 
+BACKWARD_MEETINGS = 2
+"""Times that devices wait in each step of the backward: for keys and values, and for their gradients."""
+
 STEP_SECONDS = 2e-4
 """What each step after the first takes, however small: a dozen small ops and two messages, as measured on a CPU."""
 
@@ -256,7 +259,12 @@ class _Rings:
         travelling, trained = self.annotated.factors.op(node).travelling, self._is_trained(node)
         sources = [(self._source(operand), SplitOn(travelling[i])) for i, operand in self._operands(node)]
         changes = [self.prices.change(at, state, WHOLE, summed=True, trained=trained) for at, state in sources]
-        return sum(changes)
+        ranks = self.annotated.context_layouts[0].groups(CONTEXT)[0]
+        return sum(changes) + (1 + trained) * len(sources) * self._meeting_seconds(ranks)
+
+    def _meeting_seconds(self, ranks: Sequence[int]) -> float:
+        """Return what a meeting of devices between pieces of compute costs besides its message."""
+        return 0.0 if self.cluster is None else self.cluster.meeting_seconds(ranks)
 
     def _ring_seconds(self, node: fx.Node, ranks: Sequence[int], share: float) -> float:
         """Return the seconds of a ring in a group that has a share of the op's work."""
@@ -266,11 +274,11 @@ class _Rings:
             for name in ("ring_attention", "ring_attention_backward")
         )
         hidden = share * self._compute_seconds(node, ranks) * (len(ranks) - 1) / len(ranks)
-        steps = STEP_SECONDS * (len(ranks) - 1)
-        seconds = max(0.0, forward - hidden) + steps
+        steps, meeting = STEP_SECONDS * (len(ranks) - 1), (len(ranks) - 1) * self._meeting_seconds(ranks)
+        seconds = max(0.0, forward - hidden) + steps + meeting
         if self._is_trained(node):
             home = backward - 2 * forward
-            seconds += max(home, backward - BACKWARD_PRODUCTS * hidden) + steps
+            seconds += max(home, backward - BACKWARD_PRODUCTS * hidden) + steps + BACKWARD_MEETINGS * meeting
         return seconds
 
     def _compute_seconds(self, node: fx.Node, ranks: Sequence[int]) -> float:

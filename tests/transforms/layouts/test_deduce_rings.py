@@ -196,6 +196,13 @@ def test_a_ring_is_chosen_where_the_work_hides_the_transfers() -> None:
     assert [is_ring(long, replace(EVEN, attention=way), cluster) for way in ("gathered", "ring")] == [False, True]
 
 
+def test_no_ring_is_chosen_where_devices_lose_more_by_meeting_in_each_of_its_steps() -> None:
+    program = program_of_length(2000)
+    for lost, expected in ((0.0, True), (1.0, False)):
+        cluster = Cluster.on_paper([1e8] * 4, intra=Link(1e8, 1e-5), meeting_seconds=[lost] * 4)
+        assert is_ring(program, Plan.context_parallel(range(4)), cluster) == expected
+
+
 def test_a_ring_is_chosen_where_gathered_keys_and_values_would_fill_the_memory() -> None:
     program = program_of_length(100)
     sizes = [1e14, 1e14]

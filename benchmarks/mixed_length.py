@@ -39,7 +39,17 @@ from benchmarks.lengths.ablation import ablate, ablation_rows
 from benchmarks.lengths.contest import Among, Scale, Series, Texts, Trained, corpus, sample_of
 from benchmarks.lengths.ddp import Grouped, kept_over_limit
 from benchmarks.lengths.plans import BOUNDS, DYNAMIC, HOMOGENEOUS, LONGEST, STATIC
-from benchmarks.lengths.rounds import Columns, Rounds, Train, details, gain, predicted_gain, predicted_share, speed
+from benchmarks.lengths.rounds import (
+    Columns,
+    Rounds,
+    Train,
+    details,
+    gain,
+    predicted_gain,
+    predicted_share,
+    speed,
+    terms,
+)
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import from_first
 from hetu_fx.comm_ops.wire.groups import GroupTable
@@ -112,6 +122,7 @@ def row(name: str, one: Columns, own: Columns) -> dict[str, object]:
         "our gain": gain(own, one),
         **predicted_gain(own, one),
         **predicted_share(one),
+        **terms(one),
         **details(one),
     }
 

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.lengths.ablation import BASE, MODES, arms
 from benchmarks.lengths.contest import sample_of
-from benchmarks.lengths.rounds import details, gain, predicted_gain, speed
+from benchmarks.lengths.rounds import details, gain, predicted_gain, speed, terms
 
 
 def columns(seconds: list[float], **others: list[float]) -> dict[str, list[Any]]:
@@ -28,6 +28,12 @@ def test_a_gain_is_predicted_only_where_both_are() -> None:
     ours, theirs = columns([1.0], predicted=[1.0]), columns([1.0], predicted=[1.5])
     assert predicted_gain(ours, theirs) == {"predicted": 1.5}
     assert predicted_gain(ours, columns([1.0])) == {}
+
+
+def test_a_round_is_the_longest_compute_and_a_rest_as_expected_and_as_measured() -> None:
+    found = terms(columns([4.0, 6.0], predicted=[3.0, 5.0], to_compute=[2.0, 4.0], computing=[3.0, 3.0]))
+    assert found == {"compute s predicted": 3.0, "compute s": 3.0, "rest s predicted": 1.0, "rest s": 2.0}
+    assert terms(columns([4.0])) == {}
 
 
 def test_planning_is_hidden_as_far_as_no_step_waited_for_it() -> None:

@@ -61,12 +61,14 @@ class Among:
 class Took:
     """What a batch took on this rank, and what ran.
 
-    Seconds in its own ops, on the processor, as expected, of planning, and of waiting for a plan.
+    Seconds in its own ops, on the processor, as expected, of the device with most to compute, as expected, of planning,
+    and of waiting for a plan.
     """
 
     computing: float
     on_processor: float
     predicted: float = 0.0
+    to_compute: float = 0.0
     planning: float = 0.0
     waited: float = 0.0
     variant: str = ""
@@ -88,8 +90,15 @@ class Trained:
             optimizer=self.optimizer,
             data="global",
         )
+        self._cluster = cluster
         for name in names:  # so that all graphs are made
             Series(self, Among((name,), Hydraulis()), [[ids[0, :64], *[ids[0, :32]] * 7]]).train()
+
+    def to_compute(self) -> Mapping[int, float]:
+        """Return the seconds that each device was expected to compute for in the last step."""
+        work = self.model.hetu._runtime.report.work
+        found: Mapping[int, float] = work(self._cluster)
+        return found
 
 
 class Series:
@@ -115,6 +124,7 @@ class Series:
             hetu.stats["compute_seconds"],
             time.process_time() - start,
             stats.predicted_seconds,
+            max(self._trained.to_compute().values()),
             stats.seconds - before[0],
             stats.waited_seconds - before[1],
             hetu.current,

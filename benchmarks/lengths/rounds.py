@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from benchmarks.kit.contest import slowest, timed
@@ -19,7 +20,10 @@ SHARES = ("computing", "on_processor")  # of a round's time
 
 
 class Round(NamedTuple):
-    """A batch of so many tokens: seconds until the last rank was done, and what it took on this one."""
+    """A batch of so many tokens: seconds until the last rank was done, and what it took on this one.
+
+    `took.computing` is that of the rank that computed longest.
+    """
 
     tokens: int
     seconds: float
@@ -42,7 +46,8 @@ class Rounds:
         """Time a contestant's next batch, which has these texts; collective."""
         took: list[Took] = []
         seconds = slowest(timed(lambda: took.append(train())))
-        found = Round(sum(map(len, texts)), seconds, took[0])
+        longest = replace(took[0], computing=slowest(took[0].computing))
+        found = Round(sum(map(len, texts)), seconds, longest)
         self.of.setdefault(who, []).append(found)
         self.say(f"{who}: {found}")
 
@@ -88,6 +93,20 @@ def predicted_share(one: Columns) -> dict[str, float]:
     """Return the seconds that were expected over those that all rounds took as an entry; none where nothing was."""
     expected = float(sum(one["predicted"]))
     return {"predicted / measured": expected / sum(one["seconds"])} if expected else {}
+
+
+def terms(one: Columns) -> dict[str, float]:
+    """Return what was expected and measured of the device that computes longest, and of the rest of a round."""
+    if not sum(one["predicted"]):
+        return {}
+    keys = ("to_compute", "computing", "predicted", "seconds")
+    expected, measured, predicted, seconds = (statistics.mean(one[key]) for key in keys)
+    return {
+        "compute s predicted": expected,
+        "compute s": measured,
+        "rest s predicted": predicted - expected,
+        "rest s": seconds - measured,
+    }
 
 
 def details(one: Columns) -> dict[str, object]:

@@ -18,7 +18,7 @@ VOCABULARY, TOKENS, WIDTH, HEADS = 16, 8, 16, 4
 
 
 class Block(nn.Module):
-    """Attention that sees all tokens, and two layers."""
+    """Attention, which sees all tokens unless there is a mask, and two layers."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -26,11 +26,11 @@ class Block(nn.Module):
         self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         normed = self.before(x)
         made = (each(normed) for each in (self.query, self.key, self.value))
         heads = [each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in made]
-        attended = nn.functional.scaled_dot_product_attention(*heads)
+        attended = nn.functional.scaled_dot_product_attention(*heads, mask)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.down(torch.tanh(self.up(self.between(x))))
 

@@ -14,14 +14,17 @@ from itertools import pairwise
 from benchmarks.cases.planning import Case, cases
 from benchmarks.kit.report import Row
 from benchmarks.ladder_hetu_v2 import as_run, priced
-from benchmarks.traces.published import HEADS, WIDTH, Trace, blocks_of, small
-from hetu_fx.cli.verdict import Verdict, judge
+from benchmarks.traces.published import HEADS, WIDTH, blocks_of, small
+from benchmarks.traces.trace import SGD, Trace
+from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
-from hetu_fx.lockstep import Lockstep, train_alone
+from hetu_fx.planner.captured_program import CapturedProgram
+from hetu_fx.planner.count.optimizer_state import state_of
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.price.moving import moving
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.plans.plan import Plan
+from hetu_fx.program.captures import Programs
 
 MOST_DEVICES = 48
 GB = 1e9
@@ -109,18 +112,24 @@ def changes(name: str) -> Iterator[Row]:
         }
 
 
-def executed(name: str, how: Lockstep) -> tuple[Trace, Verdict]:
-    """Train a small model through a trace by all ranks, a step in each configuration, and compare it with one device.
-
-    Devices that are lost are left out by the plans after; what they held is not taken away.
-    """
-    plans = [small(stop.plan) for stop in stops(name)]
+def elastic(name: str) -> Trace:
+    """Return a trace, to be executed with a step in each configuration: what lost devices held comes from others."""
+    plans = tuple(small(stop.plan) for stop in stops(name))
+    lost = tuple(frozenset(plans[0].devices) - frozenset(plan.devices) for plan in plans)
     blocks = sum(stage.blocks or 0 for stage in plans[0].pipelines[0].stages)
-    trace = Trace("Hetu v2", f"{name} trace", plans[0], blocks, WIDTH, HEADS)
-    model, batches = trace.model(), [trace.batches()[0]] * len(plans)
-    alone = train_alone(model, batches, how)
-    made = replace(how, plan_of_step=range(len(plans))).train(model, batches, plans)
-    return trace, judge(trace.name, alone, made, 0.0, "")
+    return Trace("Hetu v2", f"{name} trace", plans, blocks, WIDTH, HEADS, lost=lost)
+
+
+def priced_bytes(trace: Trace) -> Iterator[float]:
+    """Yield the bytes that each change of an elastic trace's small model moves, as the planner prices it."""
+    model, plans, lost = trace.model(), trace.plans, trace.lost or ()
+    program = CapturedProgram.of(Programs(model, None), trace.batches()[0])
+    state = state_of(list(model.parameters()), SGD(model.parameters()))
+    costs = replace(program.costs(memory=False), state=state)
+    every = Cluster.on_paper([1.0] * (1 + max(plans[0].devices)))
+    for (before, after), gone in zip(pairwise(plans), lost[1:], strict=True):
+        left = replace(every, devices=tuple(device for device in every.devices if device.rank not in gone))
+        yield moving(before, after, costs, left).bytes
 
 
 def _found(stop: Stop) -> Plan:

@@ -7,22 +7,26 @@ fewer, as they say how often the same is done.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM
 
 import hetu_fx
-from benchmarks.cases.planning import Case, cases
+from benchmarks.cases.planning import Case, cases, cluster, llama
 from benchmarks.ladder_hetu_v2 import as_run, priced
-from benchmarks.planted.worlds import Net, batches_of
+from benchmarks.traces.hydraulis import hydraulis
+from benchmarks.traces.trace import Named, Trace
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.plans.plan import Plan
 
 MICRO_BATCHES = 2
 WIDTH, HEADS = 16, 8
-ROWS = 64
+HETEROPP, HAP = "HeteroPP, 70B, 64 of 4 kinds", "BERT, 8 V100 and 21 P100"
+KINDS = ("V100-32G", "H20-96G", "A100-80G", "H800-80G")
+BERT_BLOCKS = 8
 PUBLISHED_SECONDS = {"1: 32B, 32 H20 + 16 H800": 6.05}  # Hetu v2, section 6.2; those of the others are not printed
 # HAP's 29 devices, by the machines that they stand in, and what one does a second there (its repository's run of BERT).
 V100, P100 = "V100-16G", "P100-16G"
@@ -30,47 +34,25 @@ MACHINES = ((V100, 7), (V100, 1), (P100, 3), (P100, 8), (P100, 1), (P100, 6), (P
 FLOPS = {V100: 3_858_755_112_937.0, P100: 2_149_250_936_815.0}
 
 
-@dataclass(frozen=True)
-class Trace:
-    """A published plan, or one of a published search, and the small model that it trains.
-
-    `predicted` and `published` are the seconds of a step of the model that it was made for, as far as they are known.
-    """
-
-    paper: str
-    name: str
-    plan: Plan
-    blocks: int
-    width: int
-    heads: int
-    predicted: float | None = None
-    published: float | None = None
-
-    def model(self) -> nn.Module:
-        """Make the model, always with the same numbers."""
-        torch.manual_seed(5)
-        return Net(self.blocks, self.width, self.heads).double()
-
-    def batches(self) -> list[dict[str, Tensor]]:
-        """Make the batches of two steps."""
-        return batches_of(ROWS)
-
-
-def traces() -> Iterator[Trace]:
+def traces() -> Iterator[Named]:
     """Yield them all."""
     yield from _hetu_v2()
-    yield _heteropp()
-    yield _hap()
+    yield Named("H2", HETEROPP, _heteropp)
+    yield Named("HAP", HAP, _hap)
+    yield from hydraulis()
 
 
-def _hetu_v2() -> Iterator[Trace]:
+def _hetu_v2() -> Iterator[Named]:
     """Yield the 14 strategies of Hetu v2 (section 6.2 and appendix C)."""
     for case in cases(48):
         plan = case.published_plan
         if plan is not None:
-            seconds = priced(plan, as_run(case))
-            published = PUBLISHED_SECONDS.get(case.name)
-            yield Trace("Hetu v2", case.name, small(plan), blocks_of(case), WIDTH, HEADS, seconds, published)
+            yield Named("Hetu v2", case.name, partial(_as_published, case, plan))
+
+
+def _as_published(case: Case, plan: Plan) -> Trace:
+    seconds, published = priced(plan, as_run(case)), PUBLISHED_SECONDS.get(case.name)
+    return Trace("Hetu v2", case.name, (small(plan),), blocks_of(case), WIDTH, HEADS, seconds, published)
 
 
 def blocks_of(case: Case) -> int:
@@ -79,19 +61,22 @@ def blocks_of(case: Case) -> int:
 
 
 def _heteropp() -> Trace:
-    """Return H2's HeteroPP, as HeteroAuto finds it on 64 devices of four kinds."""
-    (case,) = (case for case in cases(64) if case.name == "7B, 64 of 4 kinds")
+    """Return H2's HeteroPP, as HeteroAuto finds it for a model that asks for the memory of all devices."""
+    case = Case(HETEROPP, cluster(dict.fromkeys(KINDS, 16)), llama(80, 8192, 28672, 256))
     plan = make_plan(case.profile, case.cluster, search="heteroauto")
     seconds = plan.predicted.seconds if plan.predicted else None
-    return Trace("H2", f"HeteroPP, {case.name}", small(plan), blocks_of(case), WIDTH, HEADS, seconds)
+    return Trace("H2", HETEROPP, (small(plan),), blocks_of(case), WIDTH, HEADS, seconds)
 
 
 def _hap() -> Trace:
-    """Return what HAP finds for a small model on 8 and 21 devices, as the nearest plan says it."""
-    model, (batch, _) = Net(2, 64, 32).double(), batches_of(ROWS)
-    plan = hetu_fx.plan(model, batch, cluster=hap_cluster(), search="hap")
+    """Return what HAP finds for its BERT (8 layers, 32 sequences of 128 tokens a device), as the nearest plan says."""
+    config = BertConfig(vocab_size=33280, num_hidden_layers=BERT_BLOCKS)  # of width 768, with 12 heads
+    with torch.device("meta"):
+        model = BertForMaskedLM(config)
+    ids = torch.ones(32 * sum(count for _, count in MACHINES), 128, dtype=torch.int64)
+    plan = hetu_fx.plan(model, {"input_ids": ids, "labels": ids.clone()}, cluster=hap_cluster(), search="hap")
     seconds = plan.predicted.seconds if plan.predicted else None
-    return Trace("HAP", "8 V100 and 21 P100, 2 blocks of width 64", small(plan), 2, 64, 32, seconds)
+    return Trace("HAP", HAP, (small(plan),), BERT_BLOCKS, WIDTH, HEADS, seconds)
 
 
 def hap_cluster() -> Cluster:

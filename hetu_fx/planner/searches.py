@@ -22,7 +22,8 @@ from hetu_fx.planner.search.homogeneous import HOMOGENEOUS
 from hetu_fx.planner.search.hydraulis.adapter import HYDRAULIS
 from hetu_fx.planner.search.malleus.adapter import MALLEUS
 from hetu_fx.planner.search.problem import Candidates, Problem, Search, always
-from hetu_fx.planner.search.regions import CLASSES, classes_of
+from hetu_fx.planner.search.regions import CLASSES
+from hetu_fx.planner.search.templates import classes_of
 from hetu_fx.plans.plan import Plan
 from hetu_fx.plans.prediction import Prediction
 

@@ -2,7 +2,7 @@
 
 from benchmarks.cases.planning import cases
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.search.regions import classes_of
+from hetu_fx.planner.search.templates import classes_of
 from hetu_fx.plans.plan import pipeline_rows
 
 

@@ -34,8 +34,9 @@ from hetu_fx.cluster.cluster import Device
 from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.price.step_end import sync_seconds
 from hetu_fx.planner.search.allocate import spread
+from hetu_fx.planner.search.builder import Builder
 from hetu_fx.planner.search.device_orders import Space, alone, orders
-from hetu_fx.planner.search.estimates import Builder, rules_of
+from hetu_fx.planner.search.estimates import rules_of
 from hetu_fx.planner.search.manners import Manner, attentions, by_speed, shared_between_products, shared_throughout
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.search.replica import Family, Replica

@@ -21,7 +21,7 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.search.bounds import Bounds
 from hetu_fx.planner.search.contiguous import replica_counts
 from hetu_fx.planner.search.device_orders import Groups
-from hetu_fx.planner.search.estimates import NO_END, Estimates, rules_of
+from hetu_fx.planner.search.estimates import Estimates, rules_of
 from hetu_fx.planner.search.manners import (
     IN_SEQUENCE,
     PLAIN,
@@ -32,8 +32,10 @@ from hetu_fx.planner.search.manners import (
     shared_throughout,
 )
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
-from hetu_fx.planner.search.replica import Family, Replica, ReplicaRules, ReplicaRun
+from hetu_fx.planner.search.replica import Family, Replica, ReplicaRun
 from hetu_fx.planner.search.splits import in_all_splits
+from hetu_fx.planner.search.stage_estimates import ReplicaRules
+from hetu_fx.planner.search.step_ends import NO_END
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 
 RUNNER_UP_SLACK = 1.25
@@ -190,11 +192,11 @@ class _Estimating:
         replicas = _replicas(arrangement, costs.num_blocks, self._estimates)
         groups = [arrangement.groups(i) for i in range(degrees.pipelines)]
         firsts, last = [one[0] for one in groups], groups[0][-1][-1]
-        rows, shared = costs.rows // degrees.pipelines, self._estimates.shared_bytes(groups, replicas[0])
-        crossing = rows * self._estimates.crossing_seconds(groups, replicas[0])
+        rows, shared = costs.rows // degrees.pipelines, self._estimates.ends.shared_bytes(groups, replicas[0])
+        crossing = rows * self._estimates.hand_overs.crossing_seconds(groups, replicas[0])
         for given in self._rules if len(groups) * degrees.context > 1 else self._rules[-1:]:
             ways = list(_ways(replicas, degrees, costs.rows, given))
-            end = self._estimates.ends(replicas, firsts, last, given.zero, shared) if ways else NO_END
+            end = self._estimates.ends.of(replicas, firsts, last, given.zero, shared) if ways else NO_END
             for way in ways:
                 hidden = min(one.hidden(end.gradients, rows, way.micro_batches) for one in replicas)
                 least = crossing + replicas[0].latency(rows, way.micro_batches) if crossing else 0.0

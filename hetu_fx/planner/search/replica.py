@@ -1,160 +1,16 @@
-"""One replica of a plan: its pipeline, with blocks and ratios decided, and what it costs.
-
-What a group of devices takes for a range of blocks, whether its devices are alike or not.
-"""
+"""One replica of a plan: its pipeline, with blocks and ratios decided, and what it costs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 
-from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.planner.price.placement import BlockRange
-from hetu_fx.planner.price.stage import (
-    FORWARD_AND_BACKWARD,
-    device_lines,
-    forward_lines,
-    pipeline_seconds,
-    round_lines,
-    rounds_of,
-)
-from hetu_fx.planner.price.step import least_blocks
-from hetu_fx.planner.price.step_end import optimizer_seconds
+from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD, pipeline_seconds
 from hetu_fx.planner.search.device_orders import Groups
-from hetu_fx.planner.values.device_memory import in_flight
+from hetu_fx.planner.search.stage_estimates import DeviceHolding, ReplicaRules, StageRun, share_of_line
 from hetu_fx.planner.values.line import Line
-from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.plans.plan import Pipeline, Schedule, Stage
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaRules:
-    """What holds for all replicas of a search; `memory` is usable bytes by rank."""
-
-    schedule: Schedule
-    zero: int
-    micro_batches: tuple[int, ...]
-    memory: dict[int, int]
-    recompute: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class StageRun:
-    """How a stage is run: what is in flight, and over how many replicas states are spread."""
-
-    micro_rows: int
-    num_in_flight: int
-    micro_batches: int
-    num_replicas: int
-
-    @classmethod
-    def of(cls, stage: int, num_stages: int, rows: tuple[int, int], num_replicas: int, rules: ReplicaRules) -> StageRun:
-        """Return how a stage of a pipeline is run; `rows` are those of a micro-batch, and how many of these."""
-        micro_rows, count = rows
-        return cls(micro_rows, in_flight(rules.schedule, stage, num_stages, count), count, num_replicas)
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceHolding:
-    """What a device of a stage holds, and the memory that it may use.
-
-    Attributes:
-        stage: number of the stage in its pipeline.
-        memory: usable bytes.
-        piece: what it holds, as the stage's devices share work.
-        costs: of the program, however a stage's devices share work.
-        shape: a stage like its own, whose devices share work in the same way.
-        position: its place among them.
-    """
-
-    stage: int
-    memory: int
-    piece: BlockRange
-    costs: ProgramCosts
-    shape: Stage
-    position: int
-
-    @classmethod
-    def of(cls, shape: Stage, position: int, memory: int, costs: ProgramCosts, start: int, stop: int) -> DeviceHolding:
-        """Return what a device holds of a stage with the blocks [start, stop)."""
-        share, group = shape.work_shares[position], len(shape.context_groups)
-        piece = BlockRange(costs.on(shape, position), start, stop, share, group)
-        return cls(0, memory, piece, costs, shape, position)
-
-    def recomputing(self, blocks: int) -> DeviceHolding:
-        """Return the same with so many blocks, its first ones, recomputed."""
-        kept = self.costs.kept_by(self.shape.recomputing(blocks), self.piece.start, self.position)
-        return replace(self, piece=replace(self.piece, costs=kept))
-
-    def most_rows(self, run: StageRun, zero: int, recompute: int = 0) -> int:
-        """Return the most rows of a micro-batch that fit, whatever rows `run` says."""
-        piece = self.recomputing(recompute).piece if recompute else self.piece
-        copies = run.num_replicas * self.shape.context
-        return piece.most_rows(self.memory, run.num_in_flight, run.micro_batches, zero, copies)
-
-    def least_recompute(self, run: StageRun, rules: ReplicaRules) -> int | None:
-        """Return how few blocks have to be recomputed for the run to fit; None if it does not whatever is."""
-        if self.most_rows(run, rules.zero) >= run.micro_rows:
-            return 0
-        if not rules.recompute:
-            return None
-
-        def fits(blocks: int) -> bool:
-            return self.most_rows(run, rules.zero, blocks) >= run.micro_rows
-
-        piece, known = self.piece, self.piece.costs.known_recompute
-        key, fewer = (self._asked(run, rules, *blocks) for blocks in ((piece.start, piece.stop), self._fewer))
-        if key not in known:
-            least = known.get(fewer, 0)
-            known[key] = None if least is None else least_blocks(piece.stop - piece.start, fits, least)
-        return known[key]
-
-    def _asked(self, run: StageRun, rules: ReplicaRules, start: int, stop: int) -> Hashable:
-        """Return what the answer for these blocks is kept by."""
-        return run, rules.zero, self.memory, start, stop, self.piece.share, self.piece.group, self.shape.context
-
-    @property
-    def _fewer(self) -> tuple[int, int]:
-        """Return the blocks but for one, which need no more recomputed: searches give stages one after the other."""
-        start, stop = self.piece.start, self.piece.stop
-        return (start, stop - 1) if not start or stop < self.piece.costs.num_blocks else (start + 1, stop)
-
-
-@dataclass(frozen=True, slots=True)
-class StageEstimate:
-    """A group with a range of blocks: seconds of a micro-batch without hand-overs, and what its devices hold.
-
-    `recompute_line` is one more forward of all its blocks; `holdings` are those of devices that differ, as of stage 0;
-    `update_seconds` is what the slowest device's optimizer step takes if it owns all that it holds; `host_seconds` is
-    what a step takes on the slowest host.
-    """
-
-    seconds: Line
-    recompute_line: Line
-    holdings: tuple[DeviceHolding, ...]
-    update_seconds: float
-    host_seconds: float
-
-    def keeps_all(self, run: StageRun, rules: ReplicaRules) -> bool:
-        """Tell whether a run fits memory with nothing recomputed."""
-        return all(holding.most_rows(run, rules.zero) >= run.micro_rows for holding in self.holdings)
-
-    def seconds_of(self, run: StageRun, rules: ReplicaRules, rows: int) -> float:
-        """Return the seconds of `rows` rows with what has to be recomputed for a run; infinite where it cannot fit."""
-        needs = [holding.least_recompute(run, rules) for holding in self.holdings]
-        counts = [count for count in needs if count is not None]
-        if len(counts) < len(needs):
-            return math.inf
-        piece = self.holdings[0].piece
-        return self.seconds(rows) + _share_of_line(self.recompute_line, max(counts), piece.stop - piece.start)(rows)
-
-
-def _share_of_line(line: Line, recompute: int, blocks: int) -> Line:
-    """Return the seconds of recomputing some blocks, `line` being all of them; as if all took the same."""
-    share = recompute / blocks if recompute else 0.0
-    return Line(line.fixed * share, line.slope * share)
+from hetu_fx.plans.plan import Pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +63,7 @@ class Replica:
         if not any(recompute):
             return self.lines
         parts = zip(self.lines, self.recompute_lines, recompute, self.pipeline.stages, strict=True)
-        return [line + _share_of_line(whole, count, stage.blocks or 0) for line, whole, count, stage in parts]
+        return [line + share_of_line(whole, count, stage.blocks or 0) for line, whole, count, stage in parts]
 
     def most_micro_rows(self, micro_batches: int, num_replicas: int, rules: ReplicaRules) -> int:
         """Return the most rows of a micro-batch that fit the memory of every device; 0 when none do."""
@@ -362,44 +218,3 @@ class Family:
     def on(self, groups: Groups) -> Family:
         """Return the same on other devices, which must be alike."""
         return replace(self, replica=self.replica.on(groups))
-
-
-def stage_estimate(
-    stage: Stage, start: int, stop: int, costs: ProgramCosts, cluster: Cluster, memory: Mapping[int, int]
-) -> StageEstimate:
-    """Return what the blocks [start, stop) take on a stage, without what is handed over.
-
-    Of devices with equal shares, that with the least memory stands for all.
-
-    Args:
-        stage: its devices, and how these share work; other fields are left out of account.
-        start: first block.
-        stop: after the last block.
-        costs: of the program.
-        cluster: has the stage's devices, and the fastest of their kinds, by which overheads are counted.
-        memory: usable bytes by rank.
-    """
-    bare, shares = replace(stage, blocks=None).recomputing(stop - start), stage.shares
-    firsts = {share: shares.index(share) for share in dict.fromkeys(shares)}
-    parts_of = {share: costs.on(stage, position).stage(start, stop) for share, position in firsts.items()}
-    again_of = {share: costs.again(bare, start, position) for share, position in firsts.items()}
-    parts, again = ([found[share] for share in shares] for found in (parts_of, again_of))
-    group = costs.of_groups(stage)
-    rounds = rounds_of(stage, group.stage(start, stop), parts, group.repeated_parts)
-    sums, returns = round_lines(tuple(rounds), cluster)
-    room = {
-        share: min(memory[r] for r, other in zip(stage.devices, shares, strict=True) if other == share)
-        for share in firsts
-    }
-    return StageEstimate(
-        seconds=reduce(Line.upper, device_lines(stage, parts, cluster)) + (sums + returns),
-        recompute_line=reduce(Line.upper, forward_lines(device_lines(stage, again, cluster))),
-        holdings=tuple(
-            DeviceHolding.of(stage, position, room[share], costs, start, stop) for share, position in firsts.items()
-        ),
-        update_seconds=max(
-            optimizer_seconds(part.parameter_bytes_at(share), cluster.device(rank))
-            for rank, share, part in zip(stage.devices, stage.work_shares, parts, strict=True)
-        ),
-        host_seconds=max(cluster.device(rank).step_now for rank in stage.devices),
-    )

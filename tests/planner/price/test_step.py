@@ -11,7 +11,7 @@ from hetu_fx.planner.price.links import hand_over_line
 from hetu_fx.planner.price.stage import GATHER, SUM, pipeline_seconds, stage_costs
 from hetu_fx.planner.price.step import TERMS, fitted, least_blocks, memory_problems, predict
 from hetu_fx.planner.price.step_end import TURN_MOVES, sync_seconds
-from hetu_fx.planner.search.estimates import Builder
+from hetu_fx.planner.search.builder import Builder
 from hetu_fx.planner.search.replica import ReplicaRules
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.options import PlanOptions

@@ -6,7 +6,8 @@ from benchmarks.cases.planning import cluster, small
 from hetu_fx.planner.price.stage import stage_costs
 from hetu_fx.planner.price.step_end import optimizer_seconds
 from hetu_fx.planner.search.estimates import Estimates
-from hetu_fx.planner.search.replica import Family, ReplicaRules, stage_estimate
+from hetu_fx.planner.search.replica import Family
+from hetu_fx.planner.search.stage_estimates import ReplicaRules, stage_estimate
 from hetu_fx.plans.plan import Pipeline, Stage
 from tests.planner.examples import paper, transformer
 

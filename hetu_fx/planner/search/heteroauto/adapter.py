@@ -21,6 +21,7 @@ from itertools import product
 from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
+from hetu_fx.planner.search.deals import Place, Queued, Region
 from hetu_fx.planner.search.device_orders import Groups, alike_in, ranks_by_node
 from hetu_fx.planner.search.estimates import Blocks, rules_of
 from hetu_fx.planner.search.heteroauto.cost import HeteroResult, throughput_bound
@@ -29,19 +30,11 @@ from hetu_fx.planner.search.heteroauto.search import Upper
 from hetu_fx.planner.search.homogeneous import best_priced, stage_counts
 from hetu_fx.planner.search.malleus.adapter import degrees
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
-from hetu_fx.planner.search.regions import (
-    CLASSES,
-    FREE_SIZES,
-    MOST_CLASSES,
-    Place,
-    Queued,
-    Region,
-    Template,
-    Templates,
-    estimated,
-)
+from hetu_fx.planner.search.regions import CLASSES, MOST_CLASSES, estimated
 from hetu_fx.planner.search.replica import Family
 from hetu_fx.planner.search.splits import in_all_splits
+from hetu_fx.planner.search.template import Template
+from hetu_fx.planner.search.templates import FREE_SIZES, Templates
 
 MARGINS = (1.0, 0.85, 0.7)
 """Parts of the memory to plan for, one after the other until a plan fits: passing buffers are not in HeteroAuto's."""
@@ -106,7 +99,7 @@ class HeteroTemplates(Templates):
             rows = part.costs.rows
             unlike: dict[Hashable, Template] = {}
             for one in sorted(self._searched(part), key=lambda one: one.step_seconds(rows)):
-                unlike.setdefault((self.estimates.key(one.pipelines[0]), len(one.pipelines)), one)
+                unlike.setdefault((self.estimates.kinds.key(one.pipelines[0]), len(one.pipelines)), one)
             self._unlike[region] = list(unlike.values())
         return self._unlike[region]
 
@@ -164,7 +157,7 @@ class HeteroTemplates(Templates):
                     yield Template.of(pipelines, family, self.estimates, self._rules.zero)
 
     def _family(self, groups: Groups, blocks: Blocks, replicas: int) -> Family:
-        key = self.estimates.key(groups), blocks, replicas
+        key = self.estimates.kinds.key(groups), blocks, replicas
         if key not in self._families:
             self._families[key] = Family(self.estimates.replica(groups, blocks), replicas, self._rules)
         return self._families[key]

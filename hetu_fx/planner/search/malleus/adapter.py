@@ -31,8 +31,10 @@ from hetu_fx.planner.search.homogeneous import TimedArrangement, best_priced, ca
 from hetu_fx.planner.search.malleus.search import search
 from hetu_fx.planner.search.malleus.situation import LayerMemory, MalleusSituation
 from hetu_fx.planner.search.problem import WORTH, Candidates, Problem, Search
-from hetu_fx.planner.search.regions import MOST_CLASSES, Estimated, Template, classes_of, estimate, estimated
+from hetu_fx.planner.search.regions import MOST_CLASSES, Estimated, estimate, estimated
 from hetu_fx.planner.search.replica import Family
+from hetu_fx.planner.search.template import Template
+from hetu_fx.planner.search.templates import classes_of
 from hetu_fx.planner.values.device_memory import fixed_bytes
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.part_costs import PartCosts

@@ -1,0 +1,48 @@
+"""What pipelines take to hand over from stage to stage, each worked out once for all that are alike."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Sequence
+
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.planner.price.links import hand_over_line
+from hetu_fx.planner.search.device_orders import Groups
+from hetu_fx.planner.search.group_kinds import GroupKinds
+from hetu_fx.planner.search.replica import Replica
+from hetu_fx.planner.values.line import Line
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.plan import Stage
+
+
+class HandOvers:
+    """The hand-overs of a program between groups of a cluster."""
+
+    def __init__(self, costs: ProgramCosts, cluster: Cluster, kinds: GroupKinds) -> None:
+        self._costs, self._cluster, self._kinds = costs, cluster, kinds
+        self._lines: dict[Hashable, Line] = {}
+
+    def messages(self, groups: Groups, stops: Sequence[int]) -> list[Line]:
+        """Return what each stage hands over, to the next one and back; stages but the last end at these blocks."""
+        edges = [self._hand_over(*pair, stop) for pair, stop in zip(itertools.pairwise(groups), stops, strict=True)]
+        return list(map(Line.__add__, [*edges, Line()], [Line(), *edges]))
+
+    def _hand_over(self, group: tuple[int, ...], other: tuple[int, ...], block: int) -> Line:
+        size = self._costs.boundary(block)
+        key = (self._kinds.of((*group, *other)), len(group), size)
+        if key not in self._lines:
+            stages = Stage(group), Stage(other)
+            self._lines[key] = hand_over_line(*stages, size, self._cluster)
+        return self._lines[key]
+
+    def crossing_seconds(self, pipelines: Sequence[Groups], replica: Replica) -> float:
+        """Return for how long a row of each pipeline keeps the busiest link of a node busy with hand-overs."""
+        stops = itertools.accumulate(stage.blocks or 0 for stage in replica.pipeline.stages)
+        sizes = [self._costs.boundary(stop) for stop in stops]
+        sent: dict[int, float] = {}
+        for groups in pipelines:
+            nodes = [self._kinds.node[group[0]] for group in groups]
+            for (here, there), size in zip(itertools.pairwise(nodes), sizes, strict=False):
+                for node in (here, there) if here != there else ():
+                    sent[node] = sent.get(node, 0.0) + size
+        return max(sent.values(), default=0.0) / self._cluster.inter.bytes_per_second

@@ -169,6 +169,17 @@ class Cluster(Document):
         """Return all that a message between two ranks uses, with its bytes per second, whether it shares it or not."""
         return self._hierarchy.all_ends(a, b)
 
+    def likeness(self, rank: int) -> int:
+        """Return a number that all devices share that differ in nothing but rank and place."""
+        return self._likenesses[rank]
+
+    @cached_property
+    def _likenesses(self) -> dict[int, int]:
+        """Return which device is the first that is like each."""
+        facts = {d.rank: replace(d, rank=0, node="0", place={}, nic=None) for d in self.devices}
+        first: dict[Device, int] = {}
+        return {rank: first.setdefault(one, rank) for rank, one in facts.items()}
+
     def shared_units(self, rank: int) -> tuple[Place, ...]:
         """Return the units that a device stands in whose links may be shared, by name and number; its node first."""
         return self._hierarchy.shared_units(self.device(rank).rank)

@@ -92,7 +92,9 @@ class Stage:
 
     def recomputing(self, blocks: int, ops: RecomputedOps = "all") -> Stage:
         """Return the stage with so many blocks recomputed, of which those ops are."""
-        return replace(self, recompute=blocks, recompute_ops=ops if blocks else "all")
+        asked: RecomputedOps = ops if blocks else "all"
+        same = (blocks, asked) == (self.recompute, self.recompute_ops)
+        return self if same else replace(self, recompute=blocks, recompute_ops=asked)
 
     @property
     def recompute_text(self) -> str:

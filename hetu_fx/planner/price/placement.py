@@ -7,9 +7,9 @@ it is large, the first stage of a pipeline is charged too much and the last too 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from hetu_fx.base.once import once_beside
 from hetu_fx.planner.values.device_memory import HeldShard, Terms, in_flight, instants, most_rows, peak
@@ -122,12 +122,14 @@ class PlacedDevice:
         return piece.peak(self.rows, self.num_in_flight, self.micro_batches, self.homes)
 
 
-def device_bytes(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> dict[int, Terms]:
-    """Return the bytes of every device of a plan, by term, at its peak.
+def device_bytes(
+    plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float], pipelines: Container[int] | None = None
+) -> dict[int, Terms]:
+    """Return the bytes of every device of a plan, or of these pipelines, by term, at its peak.
 
     States are spread by `speeds`. Raises `PlanError` for a plan that does not fit the program.
     """
-    return {place.rank: place.peak(place.piece) for place in places_in(plan, costs, speeds)}
+    return {place.rank: place.peak(place.piece) for place in places_in(plan, costs, speeds, pipelines)}
 
 
 def shards_of(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> dict[int, HeldShard]:
@@ -135,13 +137,20 @@ def shards_of(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> d
     return {place.rank: place.piece.shard(place.homes) for place in places_in(plan, costs, speeds)}
 
 
-def places_in(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> Iterator[PlacedDevice]:
-    """Yield every device of a plan with what it is given to hold; states are spread by `speeds`."""
+def places_in(
+    plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float], pipelines: Container[int] | None = None
+) -> Iterator[PlacedDevice]:
+    """Yield every device of a plan, or of these pipelines, with what it is given to hold.
+
+    States are spread by `speeds`.
+    """
     asked = costs.under(plan)
     stops = [stops_of(pipeline, costs.num_blocks) for pipeline in plan.pipelines]
     rows = pipeline_rows(costs.rows, plan)
     readers, tied_speed = _readers(plan, stops, speeds), _tied_speed(plan, asked, stops, speeds)
     for number, index, stage in plan.stages:
+        if pipelines is not None and number not in pipelines:
+            continue
         start, stop = stops[number][index : index + 2]
         holders = readers[start]
         tied = tied_speed if asked.shared(start, stop) else holders.speed
@@ -215,8 +224,7 @@ def holders_of(block: int, plan: Plan, stops: Sequence[Sequence[int]]) -> list[S
 
 def stops_of(pipeline: Pipeline, num_blocks: int) -> tuple[int, ...]:
     """Return where each stage's blocks begin, and where the last one's end."""
-    blocks = pipeline.blocks(num_blocks)
-    return tuple(sum(blocks[:i]) for i in range(len(blocks) + 1))
+    return tuple(accumulate(pipeline.blocks(num_blocks), initial=0))
 
 
 def tied_holders(costs: ProgramCosts, stops: Sequence[int]) -> tuple[tuple[Tied, tuple[int, ...]], ...]:

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
 
 from hetu_fx.base.words import bytes_text
 from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.planner.price.alike import alike
 from hetu_fx.planner.price.crossing import Crossing, add_crossing
 from hetu_fx.planner.price.links import Resource
 from hetu_fx.planner.price.pipeline import Finish, finish
@@ -61,6 +62,10 @@ class PricedDevice:
         return optimizer_seconds(owned * self.costs.parameter_bytes(self.position), cluster.device(self.rank))
 
 
+Place = tuple[int, int]
+"""A stage, by the numbers of its pipeline and its own."""
+
+
 class PricedStep:
     """A step under a plan, priced: what it takes one thing after the other, and with what is sent on its way meanwhile.
 
@@ -69,24 +74,29 @@ class PricedStep:
 
     def __init__(self, plan: Plan, costs: ProgramCosts, cluster: Cluster) -> None:
         self.plan, self._costs, self._cluster = plan, costs, cluster
-        self._runs = list(_runs(plan, costs, cluster))
-        self._places = [place for run in self._runs for place in _places(*run)]
+        self._like = alike(plan, costs.rows, cluster)
+        self._runs = list(_runs(plan, costs, cluster, self._like))
+        self._unlike = {like: self._runs[like] for like in self._like}
         self._ways = Ways(plan, costs.under(plan), cluster)
-        self._updates = {place.rank: place.update_seconds(plan, cluster) for place in self._places}
+        firsts = (place for run in self._unlike.values() for place in _places(*run))
+        self._update = max(place.update_seconds(plan, cluster) for place in firsts)
 
-    @cached_property
+    @property
     def _finishes(self) -> list[Finish]:
-        """Return how each pipeline ends, one thing after the other."""
-        return [finish(stages, rows, p.micro_batches, self.plan.schedule) for p, rows, stages in self._runs]
+        """Return how the pipelines that differ end, one thing after the other."""
+        return [finish(stages, rows, p.micro_batches, self.plan.schedule) for p, rows, stages in self._unlike.values()]
 
     @cached_property
-    def _overlapped(self) -> list[Finish]:
-        """Return how each pipeline ends if what stages hand over travels beside work."""
+    def _overlapped(self) -> list[tuple[Pipeline, Finish]]:
+        """Return how the pipelines that differ end if what stages hand over travels beside work."""
         crossing = Crossing.of([pipeline for pipeline, *_ in self._runs], self._cluster)
-        schedule = self.plan.schedule
-        return [
-            finish(stages, rows, p.micro_batches, schedule, beside=crossing.beside(p)) for p, rows, stages in self._runs
-        ]
+        found: dict[tuple[int, tuple[int, ...]], tuple[Pipeline, Finish]] = {}
+        for like, (pipeline, rows, stages) in zip(self._like, self._runs, strict=True):
+            key = like, crossing.beside(pipeline)
+            if key not in found:
+                ends = finish(stages, rows, pipeline.micro_batches, self.plan.schedule, beside=key[1])
+                found[key] = pipeline, ends
+        return list(found.values())
 
     @cached_property
     def _handed_seconds(self) -> float:
@@ -98,7 +108,7 @@ class PricedStep:
                 for ends in ((stage, other), (other, stage)):
                     size = rows * self._costs.boundary(block)
                     add_crossing(busy, ends[0].devices[0], ends[1].devices[0], size, self._cluster)
-        return max(busy.values()) + max(map(_latency, self._runs)) if busy else 0.0
+        return max(busy.values()) + max(map(_latency, self._unlike.values())) if busy else 0.0
 
     @cached_property
     def _gather(self) -> Ends:
@@ -111,20 +121,19 @@ class PricedStep:
     @property
     def end_seconds(self) -> float:
         """Return what the step takes after its pipelines, and before them for a gather, whatever its rows are."""
-        return self._gradients.seconds + self._gather.seconds + max(self._updates.values())
+        return self._gradients.seconds + self._gather.seconds + self._update
 
     @property
     def host_seconds(self) -> float:
         """Return what the step takes on the slowest of the hosts."""
-        return max(place.costs.host[place.position] for place in self._places)
+        return max(max(stage.host) for _, _, stages in self._unlike.values() for stage in stages)
 
     @property
     def overlapped_seconds(self) -> float:
         """Return what the step takes if what is sent travels beside work: what searches compare by."""
-        done = max(self._handed_seconds, *(finished.seconds for finished in self._overlapped))
+        done = max(self._handed_seconds, *(finished.seconds for _, finished in self._overlapped))
         home = self._ways.home_by(self._ready)
-        update = max(self._updates.values())
-        return self._gather.overlapped_seconds + self._row_sums + max(done, home) + update
+        return self._gather.overlapped_seconds + self._row_sums + max(done, home) + self._update
 
     def _ready(self, bucket: Bucket) -> float:
         """Return when all pipelines have done the backward of a bucket's blocks."""
@@ -135,7 +144,7 @@ class PricedStep:
         """Return for pipelines that differ the number of their kind, and when each stage has come down to a block."""
         kinds = {stops: number for number, stops in enumerate(self._ways.kinds)}
         found: dict[tuple[int, Finish], list[Callable[[int], float]]] = {}
-        for (pipeline, _, _), finished in zip(self._runs, self._overlapped, strict=True):
+        for pipeline, finished in self._overlapped:
             stops = stops_of(pipeline, self._costs.num_blocks)
             key = kinds[stops], finished
             if key not in found:
@@ -146,30 +155,41 @@ class PricedStep:
     def _row_sums(self) -> float:
         return row_sum_seconds(self.plan, self._costs, self._cluster)
 
-    @cached_property
-    def _held(self) -> dict[int, Terms]:
-        """Return the bytes of every device by term."""
+    def _held(self, pipelines: Container[int] | None = None) -> dict[int, Terms]:
+        """Return the bytes of every device, or of those of some pipelines, by term."""
         speeds = {rank: self._cluster.device(rank).speed for rank in self.plan.devices}
-        return device_bytes(self.plan, self._costs, speeds)
+        return device_bytes(self.plan, self._costs, speeds, pipelines)
 
     def fits(self, fraction: float) -> bool:
         """Tell whether every device has what it needs in so much of its memory."""
-        needed = ((rank, sum(count for _, count in held)) for rank, held in self._held.items())
+        needed = ((rank, sum(count for _, count in held)) for rank, held in self._held(self._unlike).items())
         return all(count <= int(self._cluster.device(rank).memory_bytes * fraction) for rank, count in needed)
+
+    def least_recompute(self, fraction: float) -> dict[Place, Stage] | None:
+        """Return each stage with what it has to recompute; None where a device does not fit with all."""
+        found = _least_recompute(self.plan, self._costs, self._cluster, fraction, self._unlike)
+        if found is None:
+            return None
+        places = ((number, index) for number, index, _ in self.plan.stages)
+        own = (((number, index), found[self._like[number], index]) for number, index in places)
+        return {place: replace(stage, devices=self._stage(place).devices) for place, stage in own}
+
+    def _stage(self, place: Place) -> Stage:
+        return self.plan.pipelines[place[0]].stages[place[1]]
 
     @cached_property
     def prediction(self) -> Prediction:
         """Return the predicted step, and every device's seconds and bytes by term."""
         step = max(finished.seconds for finished in self._finishes) + self.end_seconds + self._row_sums
-        devices = tuple(
-            _device_cost(place, self._held[place.rank], self._ends_of(place.rank), step) for place in self._places
-        )
-        why = [_why(devices, step), *dict.fromkeys(filter(None, map(_repeated_text, self._places)))]
+        places, held = [place for run in self._runs for place in _places(*run)], self._held()
+        devices = tuple(_device_cost(place, held[place.rank], self._ends_of(place), step) for place in places)
+        why = [_why(devices, step), *dict.fromkeys(filter(None, map(_repeated_text, places)))]
         return Prediction(step, devices, why="\n".join(why))
 
-    def _ends_of(self, rank: int) -> tuple[float, float, float]:
+    def _ends_of(self, place: PricedDevice) -> tuple[float, float, float]:
         """Return (gradient sync, gather, optimizer) seconds of a device."""
-        return self._gradients.by_device.get(rank, 0.0), self._gather.by_device.get(rank, 0.0), self._updates[rank]
+        waits = (ends.by_device.get(place.rank, 0.0) for ends in (self._gradients, self._gather))
+        return *waits, place.update_seconds(self.plan, self._cluster)
 
 
 def _done_down_to(finished: Finish, stage: int, blocks: tuple[int, int], start: int) -> float:
@@ -193,13 +213,17 @@ def row_sum_seconds(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> float:
 
 
 _Run = tuple[Pipeline, int, tuple[StageCosts, ...]]
-"""A pipeline, its rows, and what its stages cost."""
+"""A pipeline, its rows, and what its stages cost, or those of one that is like it."""
 
 
-def _runs(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Iterator[_Run]:
-    for pipeline, rows in zip(plan.pipelines, pipeline_rows(costs.rows, plan), strict=True):
-        largest = math.ceil(rows / max(1, min(pipeline.micro_batches, rows)))
-        yield pipeline, rows, stage_costs(pipeline, costs.under(plan), cluster, max(1, largest))
+def _runs(plan: Plan, costs: ProgramCosts, cluster: Cluster, like: Sequence[int]) -> Iterator[_Run]:
+    """Yield all pipelines of a plan; what stages cost is worked out for the first of those that are alike."""
+    known: dict[int, tuple[StageCosts, ...]] = {}
+    for first, pipeline, rows in zip(like, plan.pipelines, pipeline_rows(costs.rows, plan), strict=True):
+        if first not in known:
+            largest = math.ceil(rows / max(1, min(pipeline.micro_batches, rows)))
+            known[first] = stage_costs(pipeline, costs.under(plan), cluster, max(1, largest))
+        yield pipeline, rows, known[first]
 
 
 def _latency(run: _Run) -> float:
@@ -211,9 +235,9 @@ def _latency(run: _Run) -> float:
 def _places(pipeline: Pipeline, rows: int, stages: Sequence[StageCosts]) -> Iterator[PricedDevice]:
     """Yield every device of a pipeline."""
     count = max(1, min(pipeline.micro_batches, rows))
-    for stage in stages:
-        for position, rank in enumerate(stage.stage.devices):
-            yield PricedDevice(rank, stage, position, rows, count)
+    for stage, costs in zip(pipeline.stages, stages, strict=True):
+        for position, rank in enumerate(stage.devices):
+            yield PricedDevice(rank, costs, position, rows, count)
 
 
 def _device_cost(place: PricedDevice, held: Terms, ends: Sequence[float], step: float) -> DeviceCost:
@@ -281,18 +305,17 @@ def fitted(plan: Plan, costs: ProgramCosts, cluster: Cluster, options: PlanOptio
     bare = PricedStep(_recomputing(plan, {}) if options.recompute else plan, costs, cluster)
     if bare.fits(options.memory_fraction):
         return bare
-    stages = _least_recompute(bare.plan, costs, cluster, options.memory_fraction) if options.recompute else None
+    stages = bare.least_recompute(options.memory_fraction) if options.recompute else None
     return None if stages is None else PricedStep(_recomputing(bare.plan, stages), costs, cluster)
 
 
-Place = tuple[int, int]
-"""A stage, by the numbers of its pipeline and its own."""
-
-
-def _least_recompute(plan: Plan, costs: ProgramCosts, cluster: Cluster, fraction: float) -> dict[Place, Stage] | None:
-    """Return each stage with what it has to recompute; None where a device does not fit with all."""
+def _least_recompute(
+    plan: Plan, costs: ProgramCosts, cluster: Cluster, fraction: float, pipelines: Container[int]
+) -> dict[Place, Stage] | None:
+    """Return each stage of these pipelines with what it has to recompute; None where a device does not fit with all."""
     asked, least = costs.under(plan), dict[Place, _Least]()
-    for place in places_in(plan, costs, {device.rank: device.speed for device in cluster.devices}):
+    speeds = {device.rank: device.speed for device in cluster.devices}
+    for place in places_in(plan, costs, speeds, pipelines):
         key, limit = (place.pipeline, place.stage), int(cluster.device(place.rank).memory_bytes * fraction)
         known = least.get(key) or _Least.nothing(place, plan, asked)
         least[key] = known.fitting(place, limit, asked)

@@ -37,7 +37,9 @@ class Deal:
         """Return bounds that no template is below."""
         pipelines = tuple(map(self.pipeline, range(self.count)))
         turns = estimates.ends.least_turns(pipelines)
-        return DealBounds(estimates.bounds(pipelines[0], self.rows(rows)), len(pipelines[0]), *turns)
+        return DealBounds(
+            estimates.bounds(pipelines[0], self.rows(rows)), len(pipelines[0]), estimates.takes_turns, *turns
+        )
 
     def template(self, family: Family, estimates: Estimates, zero: int, *, is_alone: bool = True) -> Template:
         """Return the template of all pipelines, run in one of these ways."""
@@ -57,13 +59,23 @@ class DealBounds:
     Attributes:
         pipeline: the seconds of its pipelines for each number of micro-batches.
         stages: how many a pipeline has.
+        takes_turns: no more micro-batches than stages are under way (1F1B).
         alone, beside: those of a turn of all parameters, by itself and with other pipelines.
     """
 
     pipeline: tuple[tuple[float, int], ...]
     stages: int
+    takes_turns: bool
     alone: float
     beside: float
+
+    def most_hidden(self, seconds: float, count: int) -> float:
+        """Return how long the last backward takes at most, of pipelines of so many seconds and micro-batches.
+
+        It is its share of what a micro-batch takes in all stages: of the seconds, or of as many as there are turns.
+        """
+        turns = (self.stages + count - 1) / self.stages
+        return (1 - 1 / FORWARD_AND_BACKWARD) * seconds / (turns if self.takes_turns and turns >= 2 else 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +89,10 @@ class Place:
     def least_seconds(self, bounds: DealBounds) -> float:
         """Return what a step takes at least.
 
-        Gradients travel beside the last backward, which is its share of what a micro-batch takes in all stages.
+        Gradients travel beside the last backward.
         """
         turn = bounds.alone if self.is_alone else bounds.beside
-        share = (1 - 1 / FORWARD_AND_BACKWARD) * bounds.stages
-        hidden = ((seconds, share * seconds / (bounds.stages + count - 1)) for seconds, count in bounds.pipeline)
+        hidden = [(seconds, bounds.most_hidden(seconds, count)) for seconds, count in bounds.pipeline]
         if self.zero:
             return min(seconds + turn + max(0.0, turn - most) for seconds, most in hidden)
         return min(seconds + max(0.0, 2 * turn - most) for seconds, most in hidden)

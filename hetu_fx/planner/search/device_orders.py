@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import cache
+from operator import attrgetter
 
 from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.planner.values.options import PlanOptions
@@ -129,11 +130,14 @@ def ranks_by_node(devices: Iterable[Device], cluster: Cluster) -> dict[str, list
     return nodes
 
 
+_PLACE = {"rank", "node", "source", "memory_bytes", "place", "nic"}
+_FACTS = attrgetter(*(field.name for field in fields(Device) if field.name not in _PLACE))
+
+
 def alike_in(cluster: Cluster) -> tuple[Alike, ...]:
     """Return the devices by all that they have but rank and node, those of like memory together."""
     found: dict[object, list[Device]] = {}
     for device in cluster.devices:
         size = round(math.log(device.memory_bytes, _MEMORY_STEP))
-        key = replace(device, rank=0, node="0", source="given", memory_bytes=1, place={}, nic=None)
-        found.setdefault((key, size), []).append(device)
+        found.setdefault((_FACTS(device), size), []).append(device)
     return tuple(Alike(f"{some[0].kind}#{some[0].rank}", tuple(some)) for some in found.values())

@@ -89,6 +89,11 @@ class Estimates:
         self._seconds: dict[Hashable, dict[tuple[int, int], float]] = {}
         self._rings: dict[Hashable, tuple[int, ...]] = {}
 
+    @property
+    def takes_turns(self) -> bool:
+        """Tell whether no more micro-batches than stages are under way in a pipeline."""
+        return self._rules.schedule == "1f1b"
+
     def family(self, groups: Groups, num_replicas: int, rows: int) -> Family | None:
         """Return the fastest pipeline of these stages for so many rows, equal ones as one object; None if none fits."""
         key = (self.kinds.key(groups), num_replicas, rows)
@@ -125,19 +130,32 @@ class Estimates:
         return self._bounds[key]
 
     def _new_bounds(self, groups: Groups, rows: int, hands_over: bool) -> Iterator[tuple[float, int]]:
-        whole, by_block, besides = self._costs.num_blocks, *self._block_lines(groups, hands_over)
+        whole, by_block, besides = self._costs.num_blocks, *self._block_lines(groups)
+        edges = self.hand_overs.edges(groups, range(1, len(groups))) if hands_over and by_block else []
         for count in sorted({min(one, rows) for one in self._rules.micro_batches}):
             micro_rows = math.ceil(rows / count)
             lines = [Line(one(micro_rows), each(micro_rows)) for one, each in zip(besides, by_block, strict=True)]
-            yield (least_passing(whole, lines, count - 1) * _ROUNDED if lines else 0.0), count
+            sent = 2 * sum(edge(micro_rows) for edge in edges)
+            yield (self._least_passing(whole, lines, sent, count) * _ROUNDED if lines else 0.0), count
 
-    def _block_lines(self, groups: Groups, hands_over: bool) -> tuple[list[Line], list[Line]]:
+    def _least_passing(self, blocks: int, lines: Sequence[Line], sent: float, count: int) -> float:
+        """Return what no pipeline is below: each micro-batch takes as long as the longest stage, or passes in a turn.
+
+        `lines` are the seconds of stages by their blocks, `sent` those of all that is handed over.
+        """
+        least = least_passing(blocks, lines, count - 1) + sent
+        if not sent or not self.takes_turns or len(lines) >= count:
+            return least
+        passed = sum(line.fixed for line in lines) + blocks * min(line.slope for line in lines) + sent
+        return max(least, passed * (1 + (count - 1) / len(lines)))
+
+    def _block_lines(self, groups: Groups) -> tuple[list[Line], list[Line]]:
         """Return what stages take for each block, and besides blocks; nothing where blocks differ."""
         count = self._costs.num_blocks
         if not self._costs.is_uniform or count <= _FEWEST:
             return [], []
         lines = [self.stage(group, 1, 2).seconds for group in groups]
-        besides = self.hand_overs.messages(groups, range(1, len(groups))) if hands_over else [Line()] * len(groups)
+        besides = [Line()] * len(groups)
         for place, start in ((0, 0), (-1, count - 1)):
             with_end = self.stage(groups[place], start, start + 1).seconds
             end = Line(with_end.fixed - lines[place].fixed, with_end.slope - lines[place].slope)
@@ -240,14 +258,15 @@ class Estimates:
         stops = list(itertools.accumulate(blocks))
         triples = zip(groups, blocks, stops, strict=True)
         stages = [self.stage(devices, stop - count, stop) for devices, count, stop in triples]
-        messages = self.hand_overs.messages(groups, stops[:-1])
         held = [replace(holding, stage=i) for i, stage in enumerate(stages) for holding in stage.holdings]
         pairs = zip(groups, blocks, strict=True)
         return Replica(
             pipeline=Pipeline(tuple(replace(self._stage_of(group), blocks=count) for group, count in pairs)),
-            lines=tuple(stage.seconds + sent for stage, sent in zip(stages, messages, strict=True)),
+            work=tuple(stage.seconds for stage in stages),
+            edges=tuple(self.hand_overs.edges(groups, stops[:-1])),
             holdings=tuple(held),
             update_seconds=max(stage.update_seconds for stage in stages),
+            schedule=self._rules.schedule,
             host_seconds=max(stage.host_seconds for stage in stages),
             recompute_lines=tuple(stage.recompute_line for stage in stages),
             stage_bytes=tuple(max(one.piece.parameter_bytes for one in stage.holdings) for stage in stages),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Hashable, Sequence
 
 from hetu_fx.cluster.cluster import Cluster
@@ -22,10 +23,9 @@ class HandOvers:
         self._costs, self._cluster, self._kinds = costs, cluster, kinds
         self._lines: dict[Hashable, Line] = {}
 
-    def messages(self, groups: Groups, stops: Sequence[int]) -> list[Line]:
-        """Return what each stage hands over, to the next one and back; stages but the last end at these blocks."""
-        edges = [self._hand_over(*pair, stop) for pair, stop in zip(itertools.pairwise(groups), stops, strict=True)]
-        return list(map(Line.__add__, [*edges, Line()], [Line(), *edges]))
+    def edges(self, groups: Groups, stops: Sequence[int]) -> list[Line]:
+        """Return what each stage but the last hands over to the next one; they end at these blocks."""
+        return [self._hand_over(*pair, stop) for pair, stop in zip(itertools.pairwise(groups), stops, strict=True)]
 
     def _hand_over(self, group: tuple[int, ...], other: tuple[int, ...], block: int) -> Line:
         size = self._costs.boundary(block)
@@ -37,7 +37,7 @@ class HandOvers:
 
     def crossing_seconds(self, pipelines: Sequence[Groups], replica: Replica) -> float:
         """Return for how long a row of each pipeline keeps the busiest link of a node busy with hand-overs."""
-        stops = itertools.accumulate(stage.blocks or 0 for stage in replica.pipeline.stages)
+        stops = itertools.accumulate(replica.blocks)
         sizes = [self._costs.boundary(stop) for stop in stops]
         sent: dict[int, float] = {}
         for groups in pipelines:
@@ -46,3 +46,14 @@ class HandOvers:
                 for node in (here, there) if here != there else ():
                     sent[node] = sent.get(node, 0.0) + size
         return max(sent.values(), default=0.0) / self._cluster.inter.bytes_per_second
+
+    def crowds(self, pipelines: Sequence[Groups]) -> tuple[int, ...]:
+        """Return how many pipelines share the link of a node at each edge between stages, at the most (`Crossing`)."""
+        nodes = [[self._kinds.node[group[0]] for group in groups] for groups in pipelines]
+        edges = zip(*map(itertools.pairwise, nodes), strict=True)
+        return tuple([_most_at_once([pair for pair in edge if pair[0] != pair[1]]) for edge in edges])
+
+
+def _most_at_once(pairs: Sequence[tuple[int, int]]) -> int:
+    """Return how many messages between nodes leave one of them, or come to it, at the most; 1 if there are none."""
+    return max([1, *(count for ends in zip(*pairs, strict=True) for count in Counter(ends).values())])

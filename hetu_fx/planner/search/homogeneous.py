@@ -32,7 +32,7 @@ from hetu_fx.planner.search.manners import (
     shared_throughout,
 )
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
-from hetu_fx.planner.search.replica import Family, Replica, ReplicaRun
+from hetu_fx.planner.search.replica import Family, Replica, ReplicaRun, micro_rows
 from hetu_fx.planner.search.splits import in_all_splits
 from hetu_fx.planner.search.stage_estimates import ReplicaRules
 from hetu_fx.planner.search.step_ends import NO_END
@@ -190,25 +190,27 @@ class _Estimating:
     def _timed(self, arrangement: Arrangement) -> Iterator[TimedArrangement]:
         costs, degrees = self._problem.costs, arrangement.degrees
         replicas = _replicas(arrangement, costs.num_blocks, self._estimates)
-        groups = [arrangement.groups(i) for i in range(degrees.pipelines)]
+        groups, ends = [arrangement.groups(i) for i in range(degrees.pipelines)], self._estimates.ends
         firsts, last = [one[0] for one in groups], groups[0][-1][-1]
-        rows, shared = costs.rows // degrees.pipelines, self._estimates.ends.shared_bytes(groups, replicas[0])
+        rows, held = costs.rows // degrees.pipelines, ends.held(groups, replicas[0])
         crossing = rows * self._estimates.hand_overs.crossing_seconds(groups, replicas[0])
         for given in self._rules if len(groups) * degrees.context > 1 else self._rules[-1:]:
             ways = list(_ways(replicas, degrees, costs.rows, given))
-            end = self._estimates.ends.of(replicas, firsts, last, given.zero, shared) if ways else NO_END
+            end = ends.of(replicas, firsts, last, given.zero, ends.links([held], given.zero)) if ways else NO_END
+            lines = [line for replica in replicas for line in end.late(replica)] if ways else []
             for way in ways:
-                hidden = min(one.hidden(end.gradients, rows, way.micro_batches) for one in replicas)
                 least = crossing + replicas[0].latency(rows, way.micro_batches) if crossing else 0.0
-                seconds = max(way.seconds, least) + end.seconds(hidden)
+                late = max(line(micro_rows(rows, way.micro_batches)) for line in lines)
+                seconds = max(way.seconds, least) + end.seconds(late)
                 yield TimedArrangement(seconds, arrangement, way, given.zero, self._manner)
 
 
 def _replicas(arrangement: Arrangement, num_blocks: int, estimates: Estimates) -> list[Replica]:
     """Return the pipelines that differ."""
     blocks = Pipeline(tuple(map(Stage, arrangement.groups(0)))).blocks(num_blocks)
-    found = (estimates.replica(arrangement.groups(i), blocks) for i in range(arrangement.degrees.pipelines))
-    return list({id(replica): replica for replica in found}.values())
+    groups = [arrangement.groups(i) for i in range(arrangement.degrees.pipelines)]
+    found, crowds = (estimates.replica(one, blocks) for one in groups), estimates.hand_overs.crowds(groups)
+    return [replica.crowded(crowds) for replica in {id(replica): replica for replica in found}.values()]
 
 
 def _ways(replicas: Sequence[Replica], degrees: Degrees, total: int, rules: ReplicaRules) -> Iterator[ReplicaRun]:

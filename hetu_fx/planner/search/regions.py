@@ -101,9 +101,16 @@ def estimate(chosen: tuple[Template, ...], problem: Problem, estimates: Estimate
     rows = _rows_of_templates(chosen, problem.costs.rows)
     if rows is None:
         return None
-    longest, end = max(map(Template.seconds, chosen, rows)), _end_of(chosen, estimates)
-    hidden = min(template.hidden(end.gradients, count) for template, count in zip(chosen, rows, strict=True))
-    return Estimated(longest + end.seconds(hidden), chosen, rows)
+    end, longest = _end_of(chosen, estimates), max(map(Template.seconds, chosen, rows))
+    late = max(_late(end, *pair, longest) for pair in zip(chosen, rows, strict=True))
+    return Estimated(longest + end.seconds(late), chosen, rows)
+
+
+def _late(end: EndEstimate, template: Template, rows: int, longest: float) -> float:
+    """Return for how long gradients travel after the longest pipelines, if those of a template hold them last."""
+    micro_rows = template.micro_rows(rows)
+    late = max(line(micro_rows) for line in end.late(template.family.replica))
+    return late - (longest - template.seconds(rows))
 
 
 def _rows_of_templates(chosen: Sequence[Template], total: int) -> tuple[int, ...] | None:
@@ -120,8 +127,9 @@ def _end_of(chosen: Sequence[Template], estimates: Estimates) -> EndEstimate:
         return chosen[0].end
     firsts = [first for template in chosen for first in template.ends[0]]
     replicas = [template.family.replica for template in chosen]
-    shared, zero = max(template.shared_bytes for template in chosen), chosen[0].family.rules.zero
-    return estimates.ends.of(replicas, firsts, chosen[0].ends[1], zero, shared)
+    zero = chosen[0].family.rules.zero
+    links = estimates.ends.links([template.held for template in chosen], zero)
+    return estimates.ends.of(replicas, firsts, chosen[0].ends[1], zero, links)
 
 
 def _find(problem: Problem) -> Candidates:

@@ -2,67 +2,110 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD, pipeline_seconds
 from hetu_fx.planner.search.device_orders import Groups
+from hetu_fx.planner.search.passing import Passing, backwards, charged, times, uppermost
 from hetu_fx.planner.search.stage_estimates import DeviceHolding, ReplicaRules, StageRun, share_of_line
 from hetu_fx.planner.values.line import Line
-from hetu_fx.plans.plan import Pipeline
+from hetu_fx.plans.plan import Pipeline, Schedule
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
     """A pipeline (rows and micro-batches still 1), the seconds of its stages and what its devices hold.
 
-    `update_seconds` is what the slowest device's optimizer step takes if it owns all that it holds; `host_seconds` is
-    what a step takes on the slowest host; `recompute_lines` is one more forward of all blocks of each stage, and
-    `stage_bytes` are the most bytes of parameters of a device of each stage.
+    Attributes:
+        pipeline: with blocks and ratios.
+        work: seconds of stages by the rows of a micro-batch, without what they hand over.
+        edges: those of a hand-over from each stage to the next one; one back takes as long.
+        holdings: what devices hold.
+        update_seconds: what the slowest device's optimizer step takes if it owns all that it holds.
+        schedule: of the plan.
+        host_seconds: what a step takes on the slowest host.
+        recompute_lines: one more forward of all blocks of each stage.
+        stage_bytes: the most bytes of parameters of a device of each stage.
+        passing, backwards: of these stages.
     """
 
     pipeline: Pipeline
-    lines: tuple[Line, ...]
+    work: tuple[Line, ...]
+    edges: tuple[Line, ...]
     holdings: tuple[DeviceHolding, ...]
     update_seconds: float
+    schedule: Schedule
     host_seconds: float = 0.0
     recompute_lines: tuple[Line, ...] = ()
     stage_bytes: tuple[float, ...] = ()
+    passing: Passing = field(init=False)
+    backwards: tuple[Line, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "passing", Passing.of(self.work, self.edges, self.schedule))
+        object.__setattr__(self, "backwards", backwards(self.work, self.edges))
+
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """Return the seconds of stages if what they hand over counts with their work."""
+        return charged(self.work, self.edges)
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Return how many blocks each stage has."""
+        return tuple([stage.blocks or 0 for stage in self.pipeline.stages])
 
     @property
     def parameter_bytes(self) -> float:
         """Return the most parameter bytes that one of its devices holds."""
         return max(holding.piece.parameter_bytes for holding in self.holdings)
 
+    def crowded(self, crowds: Sequence[int]) -> Replica:
+        """Return the replica beside others, so many of which, itself included, share links at each of its edges."""
+        if all(count == 1 for count in crowds):
+            return self
+        pairs = zip(self.edges, crowds, strict=True)
+        return replace(self, edges=tuple(Line(edge.fixed, count * edge.slope) for edge, count in pairs))
+
     def seconds(self, rows: int, micro_batches: int, recompute: Sequence[int] = ()) -> float:
         """Return the seconds that the pipeline takes for so many rows, some blocks of each stage being recomputed."""
-        return self.host_seconds + pipeline_seconds(self._lines(recompute), rows, micro_batches)
+        passing = self.passing
+        if any(recompute):
+            passing = Passing.of(self._work(recompute), self.edges, self.schedule)
+        return self.host_seconds + passing.seconds(rows, micro_batches)
 
-    def hidden(self, gradients: float, rows: int, micro_batches: int) -> float:
-        """Return for how long gradients that travel for so long do so beside the last backward.
+    def shown(self, gradients: float) -> tuple[Line, ...]:
+        """Return for how long gradients travel after the last backward at the most, by the rows of a micro-batch.
 
         Those of the last stage leave first: when a stage has come to its end, its own and those of earlier ones are
         left, and each takes its share of the time that the most do.
         """
-        micro_rows, sizes = rows // max(1, min(micro_batches, rows)), self.stage_bytes
-        least, passed, most, largest = math.inf, 0.0, 0.0, max(sizes)
-        for line, size in zip(self.lines, sizes, strict=True):
-            passed, most = passed + (1 - 1 / FORWARD_AND_BACKWARD) * line(micro_rows), max(most, size)
-            least = min(least, passed + gradients * (1 - most / largest if largest else 0.0))
-            if most == largest:
-                break
-        return least
+        largest = max(self.stage_bytes) or 1.0
+        most = itertools.accumulate(self.stage_bytes, max)
+        pairs = zip(most, self.backwards, strict=True)
+        return tuple(uppermost([after(gradients * size / largest, passed) for size, passed in pairs]))
+
+    def left(self, block: int) -> Line:
+        """Return how long before its end a pipeline's last backward comes to a block, all behind it being done.
+
+        By the rows of a micro-batch.
+        """
+        start, before = 0, Line()
+        for count, passed in zip(self.blocks, self.backwards, strict=True):
+            if block <= start + count:
+                part = (block - start) / count if count else 1.0
+                return times(1 - part, before) + times(part, passed)
+            start, before = start + count, passed
+        return before
 
     def latency(self, rows: int, micro_batches: int) -> float:
         """Return the seconds of one micro-batch through all stages."""
-        micro_rows = math.ceil(rows / max(1, min(micro_batches, rows)))
-        return math.fsum(line(micro_rows) for line in self.lines)
+        return self.passing.whole(math.ceil(rows / max(1, min(micro_batches, rows))))
 
-    def _lines(self, recompute: Sequence[int]) -> Sequence[Line]:
-        if not any(recompute):
-            return self.lines
-        parts = zip(self.lines, self.recompute_lines, recompute, self.pipeline.stages, strict=True)
+    def _work(self, recompute: Sequence[int]) -> list[Line]:
+        parts = zip(self.work, self.recompute_lines, recompute, self.pipeline.stages, strict=True)
         return [line + share_of_line(whole, count, stage.blocks or 0) for line, whole, count, stage in parts]
 
     def most_micro_rows(self, micro_batches: int, num_replicas: int, rules: ReplicaRules) -> int:
@@ -74,7 +117,7 @@ class Replica:
         self, micro_rows: int, micro_batches: int, num_replicas: int, rules: ReplicaRules
     ) -> tuple[int, ...] | None:
         """Return how few blocks each stage has to recompute for so many rows of a micro-batch; None if none do."""
-        counts = [0] * len(self.lines)
+        counts = [0] * len(self.work)
         runs = self._runs(micro_rows, micro_batches, num_replicas, rules)
         for holding in self.holdings:
             least = holding.least_recompute(runs[holding.stage], rules)
@@ -84,7 +127,7 @@ class Replica:
         return tuple(counts)
 
     def _runs(self, micro_rows: int, micro_batches: int, num_replicas: int, rules: ReplicaRules) -> list[StageRun]:
-        count, rows = len(self.lines), (micro_rows, micro_batches)
+        count, rows = len(self.work), (micro_rows, micro_batches)
         return [StageRun.of(stage, count, rows, num_replicas, rules) for stage in range(count)]
 
     def recomputing(self, counts: Sequence[int]) -> Replica:
@@ -95,13 +138,23 @@ class Replica:
         stages = tuple(stage.recomputing(count) for stage, count in pairs)
         held = tuple(holding.recomputing(counts[holding.stage]) for holding in self.holdings)
         pipeline = replace(self.pipeline, stages=stages)
-        return replace(self, pipeline=pipeline, lines=tuple(self._lines(counts)), holdings=held)
+        return replace(self, pipeline=pipeline, work=tuple(self._work(counts)), holdings=held)
 
     def on(self, groups: Groups) -> Replica:
         """Return the same replica on other devices, which must be alike."""
         pairs = zip(self.pipeline.stages, groups, strict=True)
         stages = tuple(replace(stage, devices=devices) for stage, devices in pairs)
         return replace(self, pipeline=replace(self.pipeline, stages=stages))
+
+
+def micro_rows(rows: int, micro_batches: int) -> int:
+    """Return the rows of the smallest of up to so many micro-batches."""
+    return rows // max(1, min(micro_batches, rows))
+
+
+def after(seconds: float, passed: Line) -> Line:
+    """Return what is left of so many seconds when others have passed."""
+    return Line(seconds - passed.fixed, -passed.slope)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,23 +170,29 @@ class ReplicaRun:
 class Family:
     """A replica, of so many, and the ways to run it.
 
-    `gradients` are the seconds in which they travel home, as far as possible beside the last backward: fewer
-    micro-batches hide more of them. `known` are the fastest ways by rows, and `most` are the most rows of a micro-batch
+    `shown` is for how long gradients travel after the last backward, by the rows of a micro-batch: fewer micro-batches
+    hide more of them. `known` are the fastest ways by rows, and `most` are the most rows of a micro-batch
     that fit memory without recompute by how many of these there are, as far as they have been asked for.
     """
 
     replica: Replica
     num_replicas: int
     rules: ReplicaRules
-    gradients: float = 0.0
+    shown: tuple[Line, ...] = ()
     known: dict[int, ReplicaRun | None] = field(default_factory=dict, compare=False, repr=False)
     most: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
 
+    def crowded(self, crowds: Sequence[int]) -> Family:
+        """Return the same beside others that share links, as `Replica.crowded`."""
+        beside = self.replica.crowded(crowds)
+        return self if beside is self.replica else replace(self, replica=beside, known={})
+
     def hiding(self, gradients: float, zero: int) -> Family:
         """Return the same with gradients that travel for so long, and states as given."""
+        shown = self.replica.shown(gradients) if gradients else ()
         if zero == self.rules.zero:
-            return replace(self, gradients=gradients, known={}) if gradients else self
-        return Family(self.replica, self.num_replicas, replace(self.rules, zero=zero), gradients)
+            return replace(self, shown=shown, known={}) if gradients else self
+        return Family(self.replica, self.num_replicas, replace(self.rules, zero=zero), shown)
 
     @property
     def limits(self) -> tuple[tuple[int, int], ...]:
@@ -188,21 +247,17 @@ class Family:
 
     def _shown(self, rows: int, micro_batches: int) -> float:
         """Return for how long gradients travel after the last backward."""
-        return (
-            max(0.0, self.gradients - self.replica.hidden(self.gradients, rows, micro_batches))
-            if self.gradients
-            else 0.0
-        )
+        return max([0.0, *(line(micro_rows(rows, micro_batches)) for line in self.shown)])
 
     def seconds(self, rows: int) -> float:
         """Return the seconds of the fastest way to do `rows` rows; infinite if none fits."""
         best = self.best(rows)
         return math.inf if best is None else best.seconds
 
-    def hidden(self, gradients: float, rows: int) -> float:
-        """Return for how long such gradients travel beside the end of the fastest way to do `rows` rows."""
+    def micro_rows(self, rows: int) -> int:
+        """Return the rows of the smallest micro-batch of the fastest way to do `rows` rows."""
         best = self.best(rows)
-        return 0.0 if best is None else self.replica.hidden(gradients, rows, best.micro_batches)
+        return rows if best is None else micro_rows(rows, best.micro_batches)
 
     def latency(self, rows: int) -> float:
         """Return the seconds of one micro-batch of the fastest way to do `rows` rows; infinite if none fits."""

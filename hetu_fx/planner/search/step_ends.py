@@ -10,24 +10,52 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.plans.cost import BUCKETS_AT_ONCE, cheapest_ring_cost
 from hetu_fx.planner.price.step_end import sync_seconds
 from hetu_fx.planner.search.device_orders import Groups
-from hetu_fx.planner.search.replica import Replica
+from hetu_fx.planner.search.passing import uppermost
+from hetu_fx.planner.search.replica import Replica, after
+from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.program import ProgramCosts
 
 _ROUNDED = 1 - 1e-9  # so much of a bound is one however it is rounded
 
 
+Held = tuple[tuple[int, frozenset[int]], ...]
+"""For each stage of equal pipelines the block at which it stops, and the nodes that hold it."""
+
+Links = tuple[tuple[tuple[int, float], ...], ...]
+"""Of links of nodes, whichever differ: for some blocks, how long gradients of all before them keep the link busy."""
+
+
 @dataclass(frozen=True, slots=True)
 class EndEstimate:
-    """What a step takes besides its pipelines: gradients home, in so many pieces, parameters from there, the update."""
+    """What a step takes besides its pipelines.
 
-    gradients: float = 0.0
+    Attributes:
+        ring: gradients home, as the devices of a stage take.
+        links: the same as links of nodes take, block by block.
+        gather: parameters from home.
+        update: of these.
+        pieces: in how many of them gradients go round.
+    """
+
+    ring: float = 0.0
+    links: Links = ()
     gather: float = 0.0
     update: float = 0.0
     pieces: int = 1
 
-    def seconds(self, hidden: float) -> float:
-        """Return it where gradients travel for so long beside the last backward; a piece does so after it."""
-        return self.gather + max(self.gradients / self.pieces, self.gradients - hidden) + self.update
+    @property
+    def gradients(self) -> float:
+        """Return for how long gradients travel."""
+        return max([self.ring, *(busy[-1][1] for busy in self.links)])
+
+    def late(self, replica: Replica) -> tuple[Line, ...]:
+        """Return for how long gradients of such pipelines travel after these, by the rows of a micro-batch."""
+        ends = ((seconds, replica.left(stop)) for busy in self.links for stop, seconds in busy)
+        return tuple(uppermost([*replica.shown(self.ring), *(after(*pair) for pair in ends)]))
+
+    def seconds(self, late: float) -> float:
+        """Return it where gradients travel for so long after all pipelines; a piece does in any case."""
+        return self.gather + max(self.gradients / self.pieces, late) + self.update
 
 
 NO_END = EndEstimate()
@@ -51,26 +79,27 @@ class StepEnds:
         firsts: Sequence[tuple[int, ...]],
         last: int,
         zero: int,
-        shared_bytes: float = 0.0,
+        links: Links = (),
     ) -> EndEstimate:
         """Return what a step takes besides its pipelines, whose first stages are given.
 
         `last` is the last device of the first pipeline, which may stand on another node than all first ones;
-        `shared_bytes` is what one turn of all parameters sends through the link of a node.
+        `links` is how long gradients keep those of nodes busy.
         """
         found = list(replicas)
         parameters = max(replica.parameter_bytes for replica in found)
         update = max(replica.update_seconds for replica in found)
         ring = tuple([devices[place] for devices in firsts for place in self._sharing(devices)])
-        pieces = max(1, *(stage.blocks or 0 for replica in found for stage in replica.pipeline.stages))
+        pieces = max(1, *(count for replica in found for count in replica.blocks))
         is_near = self._node[last] == self._node[ring[0]]
         rings = [ring] if is_near else [ring, (last, *ring[1:])]
         turns = [self._turns(parameters, one, zero, pieces) for one in rings]
         gradients, gather = (max(column) for column in zip(*turns, strict=True))
-        turn = shared_bytes / self._cluster.inter.bytes_per_second
+        turn = max([0.0, *(busy[-1][1] for busy in links)])
         sums = self._costs.row_sums.seconds([devices[0] for devices in firsts], self._cluster)
         return EndEstimate(
-            gradients=max(gradients, turn if zero else 2 * turn),
+            ring=gradients,
+            links=links,
             gather=max(gather, turn if zero else 0.0) + sums,
             update=update / len(ring) if zero else update,
             pieces=pieces,
@@ -86,22 +115,29 @@ class StepEnds:
         turn = max((pieces * empty + full - empty) / min(pieces, BUCKETS_AT_ONCE), least)
         return (turn, turn) if zero else (2 * turn, 0.0)
 
-    def shared_bytes(self, pipelines: Sequence[Groups], replica: Replica, *, are_all: bool = True) -> float:
-        """Return the most bytes of parameters that one turn sends through the link of a node; 0 within one node.
+    def held(self, pipelines: Sequence[Groups], replica: Replica) -> Held:
+        """Return which nodes hold the stages of equal pipelines."""
+        stops = itertools.accumulate(replica.blocks)
+        nodes = (frozenset[int]().union(*map(self._nodes_of, stage)) for stage in zip(*pipelines, strict=True))
+        return tuple(zip(stops, nodes, strict=True))
 
-        Every node gets all that its devices hold of what others hold too. `are_all`: there are no other pipelines.
+    def links(self, held: Sequence[Held], zero: int, *, others: int = 0) -> Links:
+        """Return how long gradients keep links busy; `others`: on so many nodes more there is the same.
+
+        Each of n nodes that hold the same sends, and gets, (n - 1) / n of it.
         """
-        node_of, stages = self._node, range(len(pipelines[0]))
-        held = [{node_of[rank] for groups in pipelines for rank in groups[stage]} for stage in stages]
-        blocks = [stage.blocks or 0 for stage in replica.pipeline.stages]
-        stops = list(itertools.accumulate(blocks))
-        total: dict[int, float] = {}
-        for nodes, count, stop in zip(held, blocks, stops, strict=True):
-            if len(nodes) > 1 or not are_all:
-                size = self._costs.stage(stop - count, stop).parameter_bytes
-                for node in nodes:
-                    total[node] = total.get(node, 0.0) + size
-        return max(total.values(), default=0.0)
+        busy: dict[int, list[tuple[int, float]]] = {}
+        start = 0
+        for stop in sorted({stop for own in held for stop, _ in own}):
+            nodes = frozenset[int]().union(*(next(n for last, n in own if last >= stop) for own in held))
+            count = len(nodes) + others
+            size = self._costs.stage(start, stop).parameter_bytes * (1 - 1 / count) * (1 if zero else 2)
+            for node in nodes if size else ():
+                known = busy.setdefault(node, [])
+                before = known[-1][1] if known else 0.0
+                known.append((stop, before + size / self._cluster.inter.bytes_per_second))
+            start = stop
+        return tuple(dict.fromkeys(map(tuple, busy.values())))
 
     def least_turns(self, pipelines: Sequence[Groups]) -> tuple[float, float]:
         """Return for how long one turn of all parameters keeps the link of some node busy at least.
@@ -110,8 +146,8 @@ class StepEnds:
         """
         held = [frozenset[int]().union(*map(self._nodes_of, stage)) for stage in zip(*pipelines, strict=True)]
         least, size = min(map(len, held)), self._costs.between(0, self._costs.num_blocks).parameter_bytes
-        beside = least / len(frozenset[int]().union(*held)) * size * _ROUNDED / self._cluster.inter.bytes_per_second
-        return beside if least > 1 else 0.0, beside
+        each = size * _ROUNDED / len(frozenset[int]().union(*held)) / self._cluster.inter.bytes_per_second
+        return each * (least - 1), each * least * least / (least + 1)
 
     def _nodes_of(self, group: tuple[int, ...]) -> frozenset[int]:
         if group not in self._nodes:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from hetu_fx.planner.search.device_orders import Groups
 from hetu_fx.planner.search.estimates import Estimates
 from hetu_fx.planner.search.replica import Family
-from hetu_fx.planner.search.step_ends import NO_END, EndEstimate
+from hetu_fx.planner.search.step_ends import NO_END, EndEstimate, Held
+from hetu_fx.planner.values.line import Line
 from hetu_fx.plans.plan import Pipeline
 
 
@@ -17,15 +18,16 @@ from hetu_fx.plans.plan import Pipeline
 class Template:
     """Equal pipelines over a region, the ways to run one of them, and what a step takes besides.
 
-    `shared_bytes` are those that one turn of all parameters sends through the link of a node if there are others too;
-    hand-overs of a row of each pipeline keep such a link busy for `crossing_seconds`. `known` are the seconds of steps,
-    as far as they have been asked for.
+    `held` tells which nodes hold its stages, `late` for how long gradients travel after it, by the rows of a
+    micro-batch; hand-overs of a row of each pipeline keep the link of a node busy for
+    `crossing_seconds`. `known` are the seconds of steps, as far as they have been asked for.
     """
 
     pipelines: tuple[Groups, ...]
     family: Family
     end: EndEstimate = NO_END
-    shared_bytes: float = 0.0
+    held: Held = ()
+    late: tuple[Line, ...] = ()
     crossing_seconds: float = 0.0
     known: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
 
@@ -34,23 +36,21 @@ class Template:
         cls, pipelines: tuple[Groups, ...], family: Family, estimates: Estimates, zero: int, *, is_alone: bool = True
     ) -> Template:
         """Return the template with what a step of it takes besides: alone, or beside others at the least."""
-        replica = family.replica
-        alone, beside = (estimates.ends.shared_bytes(pipelines, replica, are_all=are_all) for are_all in (True, False))
-        crossing = estimates.hand_overs.crossing_seconds(pipelines, replica)
-        made = cls(pipelines, family, shared_bytes=beside, crossing_seconds=crossing)
-        end = estimates.ends.of([replica], *made.ends, zero, alone if is_alone else beside)
-        return replace(made, family=family.hiding(end.gradients, zero), end=end, known={})
+        family = family.crowded(estimates.hand_overs.crowds(pipelines))
+        held = estimates.ends.held(pipelines, family.replica)
+        crossing = estimates.hand_overs.crossing_seconds(pipelines, family.replica)
+        made = cls(pipelines, family, held=held, crossing_seconds=crossing)
+        links = estimates.ends.links([held], zero, others=0 if is_alone else 1)
+        end = estimates.ends.of([family.replica], *made.ends, zero, links)
+        return replace(
+            made, family=family.hiding(end.gradients, zero), end=end, late=end.late(family.replica), known={}
+        )
 
     def kind(self, estimates: Estimates) -> Hashable:
         """Return what templates have in common whose pipelines take the same, and are as many."""
-        blocks = tuple([stage.blocks for stage in self.family.replica.pipeline.stages])
-        return (
-            estimates.kinds.key(self.pipelines[0]),
-            blocks,
-            len(self.pipelines),
-            self.shared_bytes,
-            self.crossing_seconds,
-        )
+        replica = self.family.replica
+        alike = estimates.kinds.key(self.pipelines[0]), replica.blocks, len(self.pipelines)
+        return *alike, replica.edges, self.crossing_seconds, self.end.links
 
     @property
     def ends(self) -> tuple[list[tuple[int, ...]], int]:
@@ -67,12 +67,14 @@ class Template:
     def step_seconds(self, rows: int) -> float:
         """Return the seconds of a step of so many rows over all pipelines, with what it takes besides."""
         if rows not in self.known:
-            self.known[rows] = self.seconds(rows) + self.end.seconds(self.hidden(self.end.gradients, rows))
+            micro_rows = self.micro_rows(rows)
+            late = max([line(micro_rows) for line in self.late], default=0.0)
+            self.known[rows] = self.seconds(rows) + self.end.seconds(late)
         return self.known[rows]
 
-    def hidden(self, gradients: float, rows: int) -> float:
-        """Return for how long such gradients travel beside the last backward of a pipeline, the least of all."""
-        return self.family.hidden(gradients, max(1, rows // len(self.pipelines)))
+    def micro_rows(self, rows: int) -> int:
+        """Return the rows of the smallest micro-batch of so many rows over all pipelines."""
+        return self.family.micro_rows(math.ceil(rows / len(self.pipelines)))
 
     def made(self, rows: int) -> Iterator[Pipeline]:
         """Yield the pipelines with their rows."""

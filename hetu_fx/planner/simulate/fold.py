@@ -12,13 +12,14 @@ another, like it, do not.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.cluster.topology import Place
+from hetu_fx.planner.price.alike import firsts, shape
 from hetu_fx.planner.price.links import Resource
-from hetu_fx.plans.plan import Pipeline, Plan
+from hetu_fx.plans.plan import Plan
 
 Loads = Mapping[Resource, float]
 Folding = Callable[[Loads], Loads]
@@ -96,7 +97,7 @@ class Fold:
 def _classes(plan: Plan, rows: Sequence[int], cluster: Cluster) -> tuple[tuple[int, ...], Mapping[Place, Place]]:
     """Return for every pipeline, and for every unit, the first that is like it: as many as tell each other apart."""
     places = [[cluster.shared_units(rank) for rank in pipeline.devices] for pipeline in plan.pipelines]
-    shapes = _firsts(_shape(p, count, cluster) for p, count in zip(plan.pipelines, rows, strict=True))
+    shapes = firsts(shape(p, count, cluster) for p, count in zip(plan.pipelines, rows, strict=True))
     pipelines, known = shapes, 0
     units: dict[Place, Place] = {unit: (unit[0], -1) for own in places for found in own for unit in found}
     while len({*pipelines}) + len({*units.values()}) > known:
@@ -106,10 +107,10 @@ def _classes(plan: Plan, rows: Sequence[int], cluster: Cluster) -> tuple[tuple[i
             for slot, found in enumerate(own):
                 for unit in found:
                     inside[unit].append((like, slot))
-        numbers = _firsts((unit[0], tuple(sorted(found))) for unit, found in inside.items())
+        numbers = firsts((unit[0], tuple(sorted(found))) for unit, found in inside.items())
         names = list(inside)
         units = {unit: names[number] for unit, number in zip(names, numbers, strict=True)}
-        pipelines = _firsts((shape, _seen(own, units)) for shape, own in zip(shapes, places, strict=True))
+        pipelines = firsts((shape, _seen(own, units)) for shape, own in zip(shapes, places, strict=True))
     return pipelines, units
 
 
@@ -117,15 +118,3 @@ def _seen(places: Sequence[Sequence[Place]], units: Mapping[Place, Place]) -> Ha
     """Return what a pipeline knows of the units of its devices: what they are like, and which are the same."""
     numbers: dict[Place, int] = {}
     return tuple([(units[unit], numbers.setdefault(unit, len(numbers))) for found in places for unit in found])
-
-
-def _shape(pipeline: Pipeline, rows: int, cluster: Cluster) -> Hashable:
-    stages = tuple([replace(stage, devices=tuple(range(len(stage.devices)))) for stage in pipeline.stages])
-    devices = tuple([replace(cluster.device(rank), rank=0, node="", place={}, nic=None) for rank in pipeline.devices])
-    return stages, devices, rows, pipeline.micro_batches
-
-
-def _firsts(values: Iterable[Hashable]) -> tuple[int, ...]:
-    """Return for each value the place of the first that equals it."""
-    first: dict[Hashable, int] = {}
-    return tuple([first.setdefault(value, place) for place, value in enumerate(values)])

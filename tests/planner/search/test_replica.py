@@ -42,7 +42,8 @@ def test_gradients_that_travel_for_long_are_hidden_by_fewer_micro_batches() -> N
     for gradients in (0.0, 0.5 * ways[8], 2 * ways[8]):
         best = Family(replica, 2, rules).hiding(gradients, 1).best(8)
         assert best is not None
-        shown = {n: max(0.0, gradients - replica.hidden(gradients, 8, n)) for n in ways}
+        late = replica.shown(gradients)
+        shown = {n: max(0.0, *(line(8 // n) for line in late)) for n in ways}
         assert best.seconds + shown[best.micro_batches] == min(ways[n] + shown[n] for n in ways)
         chosen.append(best.micro_batches)
     assert chosen == sorted(chosen, reverse=True)
@@ -52,11 +53,28 @@ def test_gradients_that_travel_for_long_are_hidden_by_fewer_micro_batches() -> N
 def test_gradients_of_later_stages_travel_beside_the_backward_of_earlier_ones() -> None:
     costs, rules = small(64).costs, ReplicaRules("1f1b", 1, (4,), dict.fromkeys(range(3), 1 << 50))
     made = Estimates(costs, cluster({"A100-80G": 3}), rules).replica(((0,), (1,), (2,)), (8, 12, 12))
-    first, second, third = (2 / 3 * line(2) for line in made.lines)
+    first, second, third = (2 / 3 * line(2) for line in made.work)
+    second, third = second + made.edges[0](2), third + made.edges[1](2)
     for gradients in (0.1 * first, first + second, 10 * third):
         shares = (made.stage_bytes[0] / max(made.stage_bytes), made.stage_bytes[1] / max(made.stage_bytes), 1.0)
         left = zip(shares, (first, first + second, first + second + third), strict=True)
         shown = max(gradients * share - passed for share, passed in left)
-        assert gradients - made.hidden(gradients, 8, 4) == pytest.approx(shown)
+        assert max(line(2) for line in made.shown(gradients)) == pytest.approx(shown)
     even = replace(made, stage_bytes=(1.0, 1.0, 1.0))
-    assert even.hidden(10.0, 8, 4) == pytest.approx(first)  # what the first stage holds leaves last
+    assert max(line(2) for line in even.shown(10.0)) == pytest.approx(
+        10 - first
+    )  # what the first stage holds leaves last
+    assert [made.left(block)(2) for block in (8, 20, 32)] == pytest.approx(
+        [first, first + second, first + second + third]
+    )
+    assert made.left(14)(2) == pytest.approx(first + second / 2)
+
+
+def test_a_replica_beside_others_hands_over_on_links_that_it_shares() -> None:
+    costs, rules = small(64).costs, ReplicaRules("1f1b", 1, (4,), dict.fromkeys(range(3), 1 << 50))
+    made = Estimates(costs, cluster({"A100-80G": 3}, per_node=1), rules).replica(((0,), (1,), (2,)), (8, 12, 12))
+    crowded = made.crowded((4, 1))
+    sent = 3 * made.edges[0].slope * 2
+    assert crowded.latency(8, 4) - made.latency(8, 4) == pytest.approx(2 * sent)
+    assert crowded.seconds(8, 4) > made.seconds(8, 4)
+    assert made.crowded((1, 1)) is made

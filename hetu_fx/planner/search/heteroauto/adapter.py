@@ -145,16 +145,14 @@ class HeteroTemplates(Templates):
 
         Each with the layers that it has and with those that the shared cost model would give to its stages.
         """
-        numbers, replicas = range(len(result.stages)), range(result.replicas)
+        rows = math.ceil(part.costs.rows / result.replicas)
         layers = tuple(stage.layers for stage in result.stages)
-        for by_replica in (False, True):
-            placed = placed_groups(part.cluster, result, by_replica)
-            pipelines = tuple(tuple(placed[i, replica] for i in numbers) for replica in replicas)
-            rows = math.ceil(part.costs.rows / result.replicas)
+        for pipelines in dict.fromkeys(_pipelines(part.cluster, result, by_replica) for by_replica in (False, True)):
             dealt = self.estimates.family(pipelines[0], result.replicas, rows)
-            for family in (self._family(pipelines[0], layers, result.replicas), dealt):
-                if family is not None:
-                    yield Template.of(pipelines, family, self.estimates, self._rules.zero)
+            found = self._family(pipelines[0], layers, result.replicas), dealt
+            unlike = {family.replica.blocks: family for family in found if family is not None}
+            for family in unlike.values():
+                yield Template.of(pipelines, family, self.estimates, self._rules.zero)
 
     def _family(self, groups: Groups, blocks: Blocks, replicas: int) -> Family:
         key = self.estimates.kinds.key(groups), blocks, replicas
@@ -174,6 +172,14 @@ class AllTemplates(HeteroTemplates):
         if len(place.region) > FREE_SIZES or 1 < len(place.region) == len(self.classes):
             yield from super().queue(place)
         yield from Templates.queue(self, place)
+
+
+def _pipelines(cluster: Cluster, result: HeteroResult, by_replica: bool) -> tuple[Groups, ...]:
+    """Return the groups of each replica."""
+    placed = placed_groups(cluster, result, by_replica)
+    return tuple(
+        tuple([placed[stage, replica] for stage in range(len(result.stages))]) for replica in range(result.replicas)
+    )
 
 
 def placed_groups(cluster: Cluster, result: HeteroResult, by_replica: bool) -> dict[tuple[int, int], tuple[int, ...]]:

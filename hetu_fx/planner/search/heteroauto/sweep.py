@@ -96,8 +96,16 @@ class _Shares:
 class Sweep:
     """(1) for one limit; `sizes` are the numbers of layers that a stage may have."""
 
-    def __init__(self, tables: Tables, choices: Sequence[GroupChoice], limit: float, sizes: Sequence[int]) -> None:
-        self._tables, self._choices, self._limit = tables, choices, limit
+    def __init__(
+        self,
+        tables: Tables,
+        choices: Sequence[GroupChoice],
+        limit: float,
+        sizes: Sequence[int],
+        below: float = math.inf,
+    ) -> None:
+        """Sums that are not below so much are not looked for."""
+        self._tables, self._choices, self._limit, self._below = tables, choices, limit, below
         self._num_layers = tables.problem.num_layers
         self._most = min(self._num_layers, sum(choice.most_stages for choice in choices))
         self._forbidden = np.isin(np.arange(self._num_layers + 1), sizes, invert=True)
@@ -113,8 +121,9 @@ class Sweep:
         for used in (frozenset(some) for size in indices for some in combinations(indices, size)):
             for front in (index for index in indices if index not in used):
                 for closing in self._close(used, front):
-                    if closing.share < (math.inf if best is None else best.share):
-                        best = closing
+                    if closing.share < self._below:
+                        best, self._below = closing, closing.share
+        self._below = math.inf
         return None if best is None else (best.share, (best.step, *self._traced(best)))
 
     def _close(self, used: Used, front: int) -> Iterator[_Closing]:
@@ -157,7 +166,7 @@ class Sweep:
             return self._empty(0, 0)
         ends = _Ends(end.values, low, high).behind_each(most)
         least = (ends + shares.values[low + 1 : high + 1, None, 1 : most + 1]).min(axis=2)
-        if not least.min() < math.inf:
+        if not least.min() < self._below:
             return self._empty(0, 0)
         result = self._empty(low + 1, high + 1)
         result.by_layers[low + 1 : high + 1] = least
@@ -253,7 +262,7 @@ def _descend(tables: Tables, choices: Sequence[GroupChoice], below: float, sizes
     best: Arranged | None = None
     limit = below - tables.problem.num_layers * min(tables.least_share(choice.groups) for choice in choices)
     while _may_hold(tables, choices, limit, sizes):
-        found = Sweep(tables, choices, math.nextafter(limit, -math.inf), sizes).solve()
+        found = Sweep(tables, choices, math.nextafter(limit, -math.inf), sizes, below).solve()
         if found is None:
             break
         share, steps = found

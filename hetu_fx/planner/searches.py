@@ -22,6 +22,7 @@ from hetu_fx.planner.search.homogeneous import HOMOGENEOUS
 from hetu_fx.planner.search.hydraulis.adapter import HYDRAULIS
 from hetu_fx.planner.search.malleus.adapter import MALLEUS
 from hetu_fx.planner.search.problem import Candidates, Problem, Search, always
+from hetu_fx.planner.search.ragged import RAGGED
 from hetu_fx.planner.search.regions import CLASSES
 from hetu_fx.planner.search.templates import classes_of
 from hetu_fx.plans.plan import Plan
@@ -113,6 +114,7 @@ AUTO = auto(
         SearchRule(KINDS, _kinds_mix),
         SearchRule(CLASSES, lambda problem: not _kinds_mix(problem) or bool(KINDS.lacks(problem))),
         SearchRule(HOMOGENEOUS, always),
+        SearchRule(RAGGED, partial(_is_up_to, _LARGE)),
         SearchRule(CONTIGUOUS, partial(_is_up_to, _SMALL)),
         SearchRule(MALLEUS, partial(some_straggle, or_up_to=_FEW)),
         SearchRule(HAP, _has_no_blocks_for_few),
@@ -120,7 +122,8 @@ AUTO = auto(
 )
 
 SEARCHES: Mapping[str, Search] = {
-    search.name: search for search in (AUTO, HOMOGENEOUS, CLASSES, CONTIGUOUS, MALLEUS, HETEROAUTO, HYDRAULIS, HAP)
+    search.name: search
+    for search in (AUTO, HOMOGENEOUS, CLASSES, RAGGED, CONTIGUOUS, MALLEUS, HETEROAUTO, HYDRAULIS, HAP)
 }
 
 DEFAULT = AUTO.name

@@ -4,11 +4,8 @@ Malleus plans for a given number of pipelines, largest group and micro-batches; 
 the cost model that all searches share says which plan is best. Seconds of a layer on a group come from measured
 times, from alpha, or else from the cost model, in this order.
 
-Besides, plans without stragglers are mended for them: their other pipelines stay. In a pipeline with stragglers a group
-that has one is kept as it is, or goes on without it, or has it as a stage of its own, what is left being cut in groups
-that divide the units; blocks move to the other stages, and rows to the other pipelines (the moves of Malleus, SIGMOD
-2025, inside the pipelines of a given plan). Malleus itself deals all groups anew and minimises the seconds of a steady
-pipeline; what fills and empties it, and what follows it, is counted here.
+Besides, plans without stragglers are mended for them (`search.mending`). Malleus itself deals all groups anew and
+minimises the seconds of a steady pipeline; what fills and empties it, and what follows it, is counted there.
 """
 
 from __future__ import annotations
@@ -25,97 +22,16 @@ from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.stage import compute_lines, pipeline_seconds, stage_costs, tensor_parallel_lines
 from hetu_fx.planner.search.allocate import Seconds, spread
 from hetu_fx.planner.search.contiguous import replica_counts
-from hetu_fx.planner.search.device_orders import EXHAUSTIVE_DEVICES, Groups
-from hetu_fx.planner.search.estimates import even_estimates
-from hetu_fx.planner.search.homogeneous import TimedArrangement, best_priced, candidates
+from hetu_fx.planner.search.device_orders import EXHAUSTIVE_DEVICES
+from hetu_fx.planner.search.homogeneous import TimedArrangement, candidates
 from hetu_fx.planner.search.malleus.search import search
 from hetu_fx.planner.search.malleus.situation import LayerMemory, MalleusSituation
+from hetu_fx.planner.search.mending import best_mended
 from hetu_fx.planner.search.problem import WORTH, Candidates, Problem, Search
-from hetu_fx.planner.search.regions import MOST_CLASSES, Estimated, estimate, estimated
-from hetu_fx.planner.search.replica import Family
-from hetu_fx.planner.search.template import Template
-from hetu_fx.planner.search.templates import classes_of
 from hetu_fx.planner.values.device_memory import fixed_bytes
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.plans.plan import Plan, Stage
-
-Ranks = tuple[int, ...]
-
-
-class Adapter:
-    """Mends plans for the devices as they are now."""
-
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        self._estimates = even_estimates(problem)
-        self._speeds = {device.rank: device.speed for device in problem.cluster.devices}
-        self._straggling = {device.rank for device in problem.cluster.devices if device.rate > 1.0}
-
-    def adapted(self, plan: Plan) -> Estimated | None:
-        """Return the plan for the devices as they are, with its estimated seconds; None if none fits.
-
-        Shards of the plan are taken as even.
-        """
-        found = self._templates(plan)
-        return estimate(found, self._problem, self._estimates) if found else None
-
-    def _templates(self, plan: Plan) -> tuple[Template, ...]:
-        """Return the pipelines, equal ones together; those that cannot be mended are left out."""
-        families: dict[int, Family] = {}
-        members: dict[int, list[Groups]] = {}
-        rows = math.ceil(self._problem.costs.rows / len(plan.pipelines))
-        for pipeline in plan.pipelines:
-            mended = self._mended(tuple(stage.devices for stage in pipeline.stages), len(plan.pipelines), rows)
-            if mended is not None:
-                family, groups = mended
-                families[id(family)] = family
-                members.setdefault(id(family), []).append(groups)
-        pairs = ((tuple(members[number]), family) for number, family in families.items())
-        return tuple(Template.of(*pair, self._estimates, plan.zero) for pair in pairs)
-
-    def _mended(self, groups: Groups, count: int, rows: int) -> tuple[Family, Groups] | None:
-        pairs = ((self._estimates.family(choice, count, rows), choice) for choice in self._choices(groups))
-        fitting = [(family, choice) for family, choice in pairs if family is not None]
-        return min(fitting, key=lambda pair: pair[0].seconds(rows), default=None)
-
-    def _choices(self, groups: Groups) -> Iterator[Groups]:
-        """Yield the pipelines that these stages may become."""
-        if self._straggling.isdisjoint(itertools.chain.from_iterable(groups)):
-            yield groups
-            return
-        for way in (self._kept, self._without, self._apart):
-            made = tuple(itertools.chain.from_iterable(map(way, groups)))
-            in_order = (made, tuple(sorted(made, key=self._speed)))
-            yield from (some for some in dict.fromkeys(in_order) if some and self._is_allowed(some))
-
-    def _kept(self, group: Ranks) -> Sequence[Ranks]:
-        return (group,)
-
-    def _without(self, group: Ranks) -> Sequence[Ranks]:
-        """Return the group without stragglers, in parts that divide the units."""
-        left = [rank for rank in group if rank not in self._straggling]
-        return (group,) if len(left) == len(group) else list(self._parts(left))
-
-    def _apart(self, group: Ranks) -> Sequence[Ranks]:
-        """Return the group without stragglers, and each of these."""
-        return [*self._without(group), *((rank,) for rank in group if rank in self._straggling)]
-
-    def _parts(self, ranks: list[int]) -> Iterator[Ranks]:
-        while ranks:
-            size = max(size for size in range(1, len(ranks) + 1) if self._problem.costs.units % size == 0)
-            yield tuple(ranks[:size])
-            ranks = ranks[size:]
-
-    def _speed(self, group: Ranks) -> float:
-        return len(group) * min(self._speeds[rank] for rank in group)
-
-    def _is_allowed(self, groups: Groups) -> bool:
-        return self._problem.options.pipelines or len(groups) == 1
-
-
-MOST_ADAPTED = 6
-"""So many plans without stragglers, of each search for them, are mended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,20 +178,7 @@ def _find(problem: Problem) -> Candidates:
         if priced is not None:
             shared = problem.fitted(_with_rows_shared(priced[0], problem))
             found |= dict(pair for pair in (priced, shared) if pair is not None)
-    return found | ({} if healthy.cluster == problem.cluster else _adapted(problem, healthy, even))
-
-
-def _adapted(problem: Problem, healthy: Problem, even: Sequence[TimedArrangement]) -> dict[Plan, float]:
-    """Return what the best plans without stragglers become with them."""
-    adapter, few = Adapter(problem), len(classes_of(healthy)) <= MOST_CLASSES
-    templates = sorted(estimated(healthy), key=lambda one: one.seconds) if few else []
-    unlike = {tuple(template.pipelines for template in one.chosen): one for one in reversed(templates)}
-    uneven = sorted(unlike.values(), key=lambda one: one.seconds)[:MOST_ADAPTED]
-    first = {candidate.arrangement: candidate for candidate in reversed(even)}
-    chosen = sorted(first.values(), key=lambda candidate: candidate.seconds)[:MOST_ADAPTED]
-    plans = dict.fromkeys([*(one.plan(healthy) for one in uneven), *(one.plan(healthy) for one in chosen)])
-    made = (adapter.adapted(plan) for plan in plans)
-    return best_priced((one for one in made if one is not None), problem)
+    return found | ({} if healthy.cluster == problem.cluster else best_mended(problem, healthy, even))
 
 
 def _without_stragglers(problem: Problem) -> Problem:

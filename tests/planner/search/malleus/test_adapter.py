@@ -9,7 +9,7 @@ from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plan, make_plans
 from hetu_fx.planner.price.step import memory_problems
-from hetu_fx.planner.search.malleus.adapter import Adapter, Shape, degrees, layer_seconds, situation
+from hetu_fx.planner.search.malleus.adapter import Shape, degrees, layer_seconds, situation
 from hetu_fx.planner.search.malleus.search import search
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.simulate.simulate import expect
@@ -17,7 +17,6 @@ from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.profile_file import BlockTime, Profile, Slowdown
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from tests.planner.examples import paper, transformer
 
 MODEL = Profile(transformer(layers=16, rows=64, length=512, width=512, units=4), tokens_per_row=512)
@@ -130,45 +129,3 @@ def test_a_long_search_tells_how_far_it_is_and_answers_the_same() -> None:
     problem = Problem(MODEL, eight({5: 1.7}))
     assert make_plans(replace(problem, tell=lambda *now: told.append(now)), "malleus") == make_plans(problem, "malleus")
     assert [done for _, done, _ in told] == list(range(told[0][2]))
-
-
-COSTS = transformer(layers=12, rows=32, length=512, width=512)
-PLAN = Plan(
-    (
-        Pipeline((Stage((0, 1, 2, 3), blocks=6), Stage((4, 5, 6, 7), blocks=6)), micro_batches=8),
-        Pipeline((Stage((8, 9, 10, 11), blocks=6), Stage((12, 13, 14, 15), blocks=6)), micro_batches=8),
-    )
-)
-
-
-def problem(rates: dict[int, float]) -> Problem:
-    return Problem(Profile(COSTS), paper(*[1000] * 16, nodes="aaaaaaaabbbbbbbb").with_rates(rates))
-
-
-def test_without_stragglers_the_groups_stay() -> None:
-    adapted = Adapter(problem({})).adapted(PLAN)
-    assert adapted is not None
-    assert [stage.devices for *_, stage in adapted.plan(problem({})).stages] == [
-        stage.devices for *_, stage in PLAN.stages
-    ]
-
-
-def test_a_stragglers_pipeline_is_mended_and_the_other_stays() -> None:
-    slowed = problem({5: 6.0})
-    adapted = Adapter(slowed).adapted(PLAN)
-    assert adapted is not None
-    plan = adapted.plan(slowed)
-    hurt, other = plan.pipelines
-    assert [stage.devices for stage in other.stages] == [(8, 9, 10, 11), (12, 13, 14, 15)]
-    assert hurt.share <= other.share
-    assert (4, 5, 6, 7) not in [stage.devices for stage in hurt.stages]
-    now = expect(plan, COSTS, slowed.cluster).seconds
-    assert abs(now / adapted.seconds - 1) < 0.1
-    assert now < 0.7 * expect(PLAN, COSTS, slowed.cluster).seconds
-
-
-def test_a_hopeless_straggler_is_left_out() -> None:
-    hopeless = problem({5: 1000.0})
-    adapted = Adapter(hopeless).adapted(PLAN)
-    assert adapted is not None
-    assert 5 not in adapted.plan(hopeless).devices

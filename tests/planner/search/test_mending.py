@@ -1,0 +1,64 @@
+from hetu_fx.planner.search.mending import Mending
+from hetu_fx.planner.search.problem import Problem
+from hetu_fx.planner.simulate.simulate import expect
+from hetu_fx.planner.values.profile_file import Profile
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from tests.planner.examples import paper, transformer
+
+COSTS = transformer(layers=12, rows=32, length=512, width=512)
+PLAN = Plan(
+    (
+        Pipeline((Stage((0, 1, 2, 3), blocks=6), Stage((4, 5, 6, 7), blocks=6)), micro_batches=8),
+        Pipeline((Stage((8, 9, 10, 11), blocks=6), Stage((12, 13, 14, 15), blocks=6)), micro_batches=8),
+    )
+)
+
+
+def problem(rates: dict[int, float]) -> Problem:
+    return Problem(Profile(COSTS), paper(*[1000] * 16, nodes="aaaaaaaabbbbbbbb").with_rates(rates))
+
+
+def test_without_stragglers_the_groups_stay() -> None:
+    adapted = Mending(problem({})).adapted(PLAN)
+    assert adapted is not None
+    assert [stage.devices for *_, stage in adapted.plan(problem({})).stages] == [
+        stage.devices for *_, stage in PLAN.stages
+    ]
+
+
+def test_a_stragglers_pipeline_is_mended_and_the_other_stays() -> None:
+    slowed = problem({5: 6.0})
+    adapted = Mending(slowed).adapted(PLAN)
+    assert adapted is not None
+    plan = adapted.plan(slowed)
+    hurt, other = plan.pipelines
+    assert [stage.devices for stage in other.stages] == [(8, 9, 10, 11), (12, 13, 14, 15)]
+    assert hurt.share <= other.share
+    assert (4, 5, 6, 7) not in [stage.devices for stage in hurt.stages]
+    now = expect(plan, COSTS, slowed.cluster).seconds
+    assert abs(now / adapted.seconds - 1) < 0.1
+    assert now < 0.7 * expect(PLAN, COSTS, slowed.cluster).seconds
+
+
+def test_a_hopeless_straggler_is_left_out() -> None:
+    hopeless = problem({5: 1000.0})
+    adapted = Mending(hopeless).adapted(PLAN)
+    assert adapted is not None
+    assert 5 not in adapted.plan(hopeless).devices
+
+
+def test_a_pipeline_goes_on_without_devices_that_are_lost() -> None:
+    left = Problem(Profile(COSTS), paper(*[1000] * 15, nodes="aaaaaaaabbbbbbb"))
+    adapted = Mending(left, lost=[15]).adapted(PLAN)
+    assert adapted is not None
+    other, hurt = adapted.plan(left).pipelines
+    assert [stage.devices for stage in other.stages] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert {stage.devices for stage in hurt.stages} == {(8, 9, 10, 11), (12, 13), (14,)}
+    assert hurt.share <= other.share
+
+
+def test_a_pipeline_that_is_lost_is_left_out() -> None:
+    left = Problem(Profile(COSTS), paper(*[1000] * 8, nodes="aaaaaaaa"))
+    adapted = Mending(left, lost=range(8, 16)).adapted(PLAN)
+    assert adapted is not None
+    assert [stage.devices for *_, stage in adapted.plan(left).stages] == [(0, 1, 2, 3), (4, 5, 6, 7)]

@@ -7,19 +7,13 @@ takes.  (5)
 Nothing is overlapped but what devices do beside each other: what `planner.simulate` plays may hide some of it. Searches
 compare plans by what the step takes if gradients, and what stages hand over, travel beside work on links of their own.
 Communication is priced by the same functions as the comm ops that run.
-
-A plan that does not fit memory recomputes. A block that is recomputed keeps what enters it, and takes its forward once
-more (Chen et al., Training Deep Nets with Sublinear Memory Cost, section 4). The more blocks a stage recomputes the
-less it holds, so that the fewest that fit are found by bisection: for all ops of a block, and for only some of them
-(`plans.recomputed`), which keeps more and takes less. Each stage has the ops with which it takes least time.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
 
@@ -29,16 +23,14 @@ from hetu_fx.planner.price.alike import alike
 from hetu_fx.planner.price.crossing import Crossing, add_crossing
 from hetu_fx.planner.price.links import Resource
 from hetu_fx.planner.price.pipeline import Finish, finish
-from hetu_fx.planner.price.placement import PlacedDevice, device_bytes, places_in, stops_of
-from hetu_fx.planner.price.stage import StageCosts, device_lines, forward_lines, stage_costs
+from hetu_fx.planner.price.placement import device_bytes, stops_of
+from hetu_fx.planner.price.stage import StageCosts, stage_costs
 from hetu_fx.planner.price.step_end import optimizer_seconds
 from hetu_fx.planner.price.ways import Bucket, Ends, Ways
 from hetu_fx.planner.values.device_memory import Terms
-from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.plans.plan import Pipeline, Plan, Stage, pipeline_rows
+from hetu_fx.plans.plan import Pipeline, Plan, pipeline_rows
 from hetu_fx.plans.prediction import DeviceCost, Prediction
-from hetu_fx.plans.recomputed import RecomputedOps
 
 TERMS = ("host", "compute", "tensor_parallel", "hand_over", "idle", "gradient_sync", "gather", "optimizer")
 
@@ -62,36 +54,33 @@ class PricedDevice:
         return optimizer_seconds(owned * self.costs.parameter_bytes(self.position), cluster.device(self.rank))
 
 
-Place = tuple[int, int]
-"""A stage, by the numbers of its pipeline and its own."""
-
-
 class PricedStep:
     """A step under a plan, priced: what it takes one thing after the other, and with what is sent on its way meanwhile.
 
-    Raises `PlanError` for a plan that does not fit the program.
+    `like` is for each pipeline the first that is like it, `unlike` are these. Raises `PlanError` for a plan that does
+    not fit the program.
     """
 
     def __init__(self, plan: Plan, costs: ProgramCosts, cluster: Cluster) -> None:
         self.plan, self._costs, self._cluster = plan, costs, cluster
-        self._like = alike(plan, costs.rows, cluster)
-        self._runs = list(_runs(plan, costs, cluster, self._like))
-        self._unlike = {like: self._runs[like] for like in self._like}
+        self.like = alike(plan, costs.rows, cluster)
+        self._runs = list(_runs(plan, costs, cluster, self.like))
+        self.unlike = {like: self._runs[like] for like in self.like}
         self._ways = Ways(plan, costs.under(plan), cluster)
-        firsts = (place for run in self._unlike.values() for place in _places(*run))
+        firsts = (place for run in self.unlike.values() for place in _places(*run))
         self._update = max(place.update_seconds(plan, cluster) for place in firsts)
 
     @property
     def _finishes(self) -> list[Finish]:
         """Return how the pipelines that differ end, one thing after the other."""
-        return [finish(stages, rows, p.micro_batches, self.plan.schedule) for p, rows, stages in self._unlike.values()]
+        return [finish(stages, rows, p.micro_batches, self.plan.schedule) for p, rows, stages in self.unlike.values()]
 
     @cached_property
     def _overlapped(self) -> list[tuple[Pipeline, Finish]]:
         """Return how the pipelines that differ end if what stages hand over travels beside work."""
         crossing = Crossing.of([pipeline for pipeline, *_ in self._runs], self._cluster)
         found: dict[tuple[int, tuple[int, ...]], tuple[Pipeline, Finish]] = {}
-        for like, (pipeline, rows, stages) in zip(self._like, self._runs, strict=True):
+        for like, (pipeline, rows, stages) in zip(self.like, self._runs, strict=True):
             key = like, crossing.beside(pipeline)
             if key not in found:
                 ends = finish(stages, rows, pipeline.micro_batches, self.plan.schedule, beside=key[1])
@@ -108,7 +97,7 @@ class PricedStep:
                 for ends in ((stage, other), (other, stage)):
                     size = rows * self._costs.boundary(block)
                     add_crossing(busy, ends[0].devices[0], ends[1].devices[0], size, self._cluster)
-        return max(busy.values()) + max(map(_latency, self._unlike.values())) if busy else 0.0
+        return max(busy.values()) + max(map(_latency, self.unlike.values())) if busy else 0.0
 
     @cached_property
     def _gather(self) -> Ends:
@@ -126,7 +115,7 @@ class PricedStep:
     @property
     def host_seconds(self) -> float:
         """Return what the step takes on the slowest of the hosts."""
-        return max(max(stage.host) for _, _, stages in self._unlike.values() for stage in stages)
+        return max(max(stage.host) for _, _, stages in self.unlike.values() for stage in stages)
 
     @property
     def overlapped_seconds(self) -> float:
@@ -162,20 +151,8 @@ class PricedStep:
 
     def fits(self, fraction: float) -> bool:
         """Tell whether every device has what it needs in so much of its memory."""
-        needed = ((rank, sum(count for _, count in held)) for rank, held in self._held(self._unlike).items())
+        needed = ((rank, sum(count for _, count in held)) for rank, held in self._held(self.unlike).items())
         return all(count <= int(self._cluster.device(rank).memory_bytes * fraction) for rank, count in needed)
-
-    def least_recompute(self, fraction: float) -> dict[Place, Stage] | None:
-        """Return each stage with what it has to recompute; None where a device does not fit with all."""
-        found = _least_recompute(self.plan, self._costs, self._cluster, fraction, self._unlike)
-        if found is None:
-            return None
-        places = ((number, index) for number, index, _ in self.plan.stages)
-        own = (((number, index), found[self._like[number], index]) for number, index in places)
-        return {place: replace(stage, devices=self._stage(place).devices) for place, stage in own}
-
-    def _stage(self, place: Place) -> Stage:
-        return self.plan.pipelines[place[0]].stages[place[1]]
 
     @cached_property
     def prediction(self) -> Prediction:
@@ -277,100 +254,3 @@ def memory_problems(prediction: Prediction, cluster: Cluster, fraction: float = 
         for d in prediction.devices
         if d.total_bytes > limits[d.rank]
     )
-
-
-_STEP = 2  # blocks more than what is known of others may have to be recomputed
-
-
-def least_blocks(count: int, fits: Callable[[int], bool], known: int = 0) -> int | None:
-    """Return the least number, `known` to `count`, of blocks recomputed that fits; None if not even all of them do.
-
-    That fewer than `known` do not fit is taken as known.
-    """
-    if fits(known):
-        return known
-    near = known + _STEP
-    if known and near < count and fits(near):
-        return bisect_left(range(known + 1, near), True, key=fits) + known + 1
-    if known >= count or not fits(count):
-        return None
-    return bisect_left(range(known + 1, count), True, key=fits) + known + 1
-
-
-def fitted(plan: Plan, costs: ProgramCosts, cluster: Cluster, options: PlanOptions) -> PricedStep | None:
-    """Return a plan with the recompute that fits memory in least time, priced; None where nothing fits.
-
-    Without `options.recompute` the plan is returned as it is, if it fits. Its blocks must be written out.
-    """
-    bare = PricedStep(_recomputing(plan, {}) if options.recompute else plan, costs, cluster)
-    if bare.fits(options.memory_fraction):
-        return bare
-    stages = bare.least_recompute(options.memory_fraction) if options.recompute else None
-    return None if stages is None else PricedStep(_recomputing(bare.plan, stages), costs, cluster)
-
-
-def _least_recompute(
-    plan: Plan, costs: ProgramCosts, cluster: Cluster, fraction: float, pipelines: Container[int]
-) -> dict[Place, Stage] | None:
-    """Return each stage of these pipelines with what it has to recompute; None where a device does not fit with all."""
-    asked, least = costs.under(plan), dict[Place, _Least]()
-    speeds = {device.rank: device.speed for device in cluster.devices}
-    for place in places_in(plan, costs, speeds, pipelines):
-        key, limit = (place.pipeline, place.stage), int(cluster.device(place.rank).memory_bytes * fraction)
-        known = least.get(key) or _Least.nothing(place, plan, asked)
-        least[key] = known.fitting(place, limit, asked)
-        if not least[key].counts:
-            return None
-    return {key: one.fastest(asked, cluster) for key, one in least.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class _Least:
-    """The least blocks of a stage to recompute for each kind of ops of them with which its devices fit.
-
-    `start` is its first block, `rows` those of a micro-batch.
-    """
-
-    stage: Stage
-    start: int
-    rows: int
-    counts: Mapping[RecomputedOps, int]
-
-    @classmethod
-    def nothing(cls, place: PlacedDevice, plan: Plan, costs: ProgramCosts) -> _Least:
-        """Return what a stage needs before its devices are asked."""
-        stage = plan.pipelines[place.pipeline].stages[place.stage]
-        return cls(stage, place.piece.start, place.rows, dict.fromkeys(costs.recompute_choices, 0))
-
-    def fitting(self, place: PlacedDevice, limit: int, costs: ProgramCosts) -> _Least:
-        """Return what the stage needs for one more device to fit its memory."""
-        pairs = [(ops, _least(place, self.stage, ops, limit, costs)) for ops in self.counts]
-        return replace(self, counts={ops: max(self.counts[ops], n) for ops, n in pairs if n is not None})
-
-    def fastest(self, costs: ProgramCosts, cluster: Cluster) -> Stage:
-        """Return the stage with the recompute that takes least time; of equal ones that of fewest ops."""
-        stages = [self.stage.recomputing(count, ops) for ops, count in self.counts.items()]
-        return min(stages, key=lambda stage: self._seconds(stage, costs, cluster))
-
-    def _seconds(self, stage: Stage, costs: ProgramCosts, cluster: Cluster) -> float:
-        repeated = [costs.again(stage, self.start, i) for i in range(len(stage.devices))]
-        return max(line(self.rows) for line in forward_lines(device_lines(stage, repeated, cluster)))
-
-
-def _least(place: PlacedDevice, stage: Stage, ops: RecomputedOps, limit: int, costs: ProgramCosts) -> int | None:
-    def fits(blocks: int) -> bool:
-        own = costs.kept_by(stage.recomputing(blocks, ops), place.piece.start)
-        return sum(count for _, count in place.peak(replace(place.piece, costs=own))) <= limit
-
-    return least_blocks(place.piece.stop - place.piece.start, fits)
-
-
-def _recomputing(plan: Plan, stages: Mapping[Place, Stage]) -> Plan:
-    """Return the plan with these stages, and others that recompute nothing."""
-    if not stages and not plan.recomputes:
-        return plan
-    pipelines = []
-    for i, pipeline in enumerate(plan.pipelines):
-        own = [stages.get((i, j), stage.recomputing(0)) for j, stage in enumerate(pipeline.stages)]
-        pipelines.append(replace(pipeline, stages=tuple(own)))
-    return replace(plan, pipelines=tuple(pipelines))

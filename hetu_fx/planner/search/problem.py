@@ -11,7 +11,7 @@ from hetu_fx.base.once import once
 from hetu_fx.base.progress import Tell, nobody
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.price.step import fitted
+from hetu_fx.planner.price.fitting import fitted
 from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.profile_file import Profile

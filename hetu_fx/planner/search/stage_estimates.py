@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import reduce
 
 from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.planner.price.fitting import least_blocks
 from hetu_fx.planner.price.placement import BlockRange
 from hetu_fx.planner.price.stage import device_lines, forward_lines, round_lines, rounds_of
-from hetu_fx.planner.price.step import least_blocks
 from hetu_fx.planner.price.step_end import optimizer_seconds
 from hetu_fx.planner.values.device_memory import in_flight
 from hetu_fx.planner.values.line import Line

@@ -8,7 +8,8 @@ import pytest
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.count.count import program_costs
-from hetu_fx.planner.price.step import fitted, predict
+from hetu_fx.planner.price.fitting import fitted
+from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts

@@ -5,7 +5,8 @@ import pytest
 from hetu_fx.cluster.cluster import Link
 from hetu_fx.planner.price import step
 from hetu_fx.planner.price.alike import alike
-from hetu_fx.planner.price.step import PricedStep, fitted
+from hetu_fx.planner.price.fitting import fitted
+from hetu_fx.planner.price.step import PricedStep
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from tests.planner.examples import paper, transformer

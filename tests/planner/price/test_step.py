@@ -7,9 +7,10 @@ from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.cluster.devices import FLOPS_PER_BYTE
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plan
+from hetu_fx.planner.price.fitting import fitted, least_blocks
 from hetu_fx.planner.price.links import hand_over_line
 from hetu_fx.planner.price.stage import GATHER, SUM, pipeline_seconds, stage_costs
-from hetu_fx.planner.price.step import TERMS, fitted, least_blocks, memory_problems, predict
+from hetu_fx.planner.price.step import TERMS, memory_problems, predict
 from hetu_fx.planner.price.step_end import TURN_MOVES, sync_seconds
 from hetu_fx.planner.search.builder import Builder
 from hetu_fx.planner.search.replica import ReplicaRules

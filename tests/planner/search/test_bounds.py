@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetu_fx.cluster.cluster import Link
-from hetu_fx.planner.price.step import fitted
+from hetu_fx.planner.price.fitting import fitted
 from hetu_fx.planner.search.allocate import least_longest, least_passing
 from hetu_fx.planner.search.bounds import Bounds
 from hetu_fx.planner.search.deals import Deal, Place

@@ -1,0 +1,122 @@
+"""The recompute with which a plan fits memory in least time.
+
+A plan that does not fit memory recomputes. A block that is recomputed keeps what enters it, and takes its forward once
+more (Chen et al., Training Deep Nets with Sublinear Memory Cost, section 4). The more blocks a stage recomputes the
+less it holds, so that the fewest that fit are found by bisection: for all ops of a block, and for only some of them
+(`plans.recomputed`), which keeps more and takes less. Each stage has the ops with which it takes least time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.planner.price.placement import PlacedDevice, places_in
+from hetu_fx.planner.price.stage import device_lines, forward_lines
+from hetu_fx.planner.price.step import PricedStep
+from hetu_fx.planner.values.options import PlanOptions
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.plan import Plan, Stage
+from hetu_fx.plans.recomputed import RecomputedOps
+
+Place = tuple[int, int]
+"""A stage, by the numbers of its pipeline and its own."""
+
+_STEP = 2  # blocks more than what is known of others may have to be recomputed
+
+
+def least_blocks(count: int, fits: Callable[[int], bool], known: int = 0) -> int | None:
+    """Return the least number, `known` to `count`, of blocks recomputed that fits; None if not even all of them do.
+
+    That fewer than `known` do not fit is taken as known.
+    """
+    if fits(known):
+        return known
+    near = known + _STEP
+    if known and near < count and fits(near):
+        return bisect_left(range(known + 1, near), True, key=fits) + known + 1
+    if known >= count or not fits(count):
+        return None
+    return bisect_left(range(known + 1, count), True, key=fits) + known + 1
+
+
+def fitted(plan: Plan, costs: ProgramCosts, cluster: Cluster, options: PlanOptions) -> PricedStep | None:
+    """Return a plan with the recompute that fits memory in least time, priced; None where nothing fits.
+
+    Without `options.recompute` the plan is returned as it is, if it fits. Its blocks must be written out.
+    """
+    bare = PricedStep(_recomputing(plan, {}) if options.recompute else plan, costs, cluster)
+    if bare.fits(options.memory_fraction):
+        return bare
+    stages = _least_recompute(bare, costs, cluster, options.memory_fraction) if options.recompute else None
+    return None if stages is None else PricedStep(_recomputing(bare.plan, stages), costs, cluster)
+
+
+def _least_recompute(
+    bare: PricedStep, costs: ProgramCosts, cluster: Cluster, fraction: float
+) -> dict[Place, Stage] | None:
+    """Return each stage with what it has to recompute; None where a device does not fit with all."""
+    plan, asked, least = bare.plan, costs.under(bare.plan), dict[Place, _Least]()
+    speeds = {device.rank: device.speed for device in cluster.devices}
+    for place in places_in(plan, costs, speeds, bare.unlike):
+        key, limit = (place.pipeline, place.stage), int(cluster.device(place.rank).memory_bytes * fraction)
+        known = least.get(key) or _Least.nothing(place, plan, asked)
+        least[key] = known.fitting(place, limit, asked)
+        if not least[key].counts:
+            return None
+    found = {key: one.fastest(asked, cluster) for key, one in least.items()}
+    return {(i, j): replace(found[bare.like[i], j], devices=stage.devices) for i, j, stage in plan.stages}
+
+
+@dataclass(frozen=True, slots=True)
+class _Least:
+    """The least blocks of a stage to recompute for each kind of ops of them with which its devices fit.
+
+    `start` is its first block, `rows` those of a micro-batch.
+    """
+
+    stage: Stage
+    start: int
+    rows: int
+    counts: Mapping[RecomputedOps, int]
+
+    @classmethod
+    def nothing(cls, place: PlacedDevice, plan: Plan, costs: ProgramCosts) -> _Least:
+        """Return what a stage needs before its devices are asked."""
+        stage = plan.pipelines[place.pipeline].stages[place.stage]
+        return cls(stage, place.piece.start, place.rows, dict.fromkeys(costs.recompute_choices, 0))
+
+    def fitting(self, place: PlacedDevice, limit: int, costs: ProgramCosts) -> _Least:
+        """Return what the stage needs for one more device to fit its memory."""
+        pairs = [(ops, _least(place, self.stage, ops, limit, costs)) for ops in self.counts]
+        return replace(self, counts={ops: max(self.counts[ops], n) for ops, n in pairs if n is not None})
+
+    def fastest(self, costs: ProgramCosts, cluster: Cluster) -> Stage:
+        """Return the stage with the recompute that takes least time; of equal ones that of fewest ops."""
+        stages = [self.stage.recomputing(count, ops) for ops, count in self.counts.items()]
+        return min(stages, key=lambda stage: self._seconds(stage, costs, cluster))
+
+    def _seconds(self, stage: Stage, costs: ProgramCosts, cluster: Cluster) -> float:
+        repeated = [costs.again(stage, self.start, i) for i in range(len(stage.devices))]
+        return max(line(self.rows) for line in forward_lines(device_lines(stage, repeated, cluster)))
+
+
+def _least(place: PlacedDevice, stage: Stage, ops: RecomputedOps, limit: int, costs: ProgramCosts) -> int | None:
+    def fits(blocks: int) -> bool:
+        own = costs.kept_by(stage.recomputing(blocks, ops), place.piece.start)
+        return sum(count for _, count in place.peak(replace(place.piece, costs=own))) <= limit
+
+    return least_blocks(place.piece.stop - place.piece.start, fits)
+
+
+def _recomputing(plan: Plan, stages: Mapping[Place, Stage]) -> Plan:
+    """Return the plan with these stages, and others that recompute nothing."""
+    if not stages and not plan.recomputes:
+        return plan
+    pipelines = []
+    for i, pipeline in enumerate(plan.pipelines):
+        own = [stages.get((i, j), stage.recomputing(0)) for j, stage in enumerate(pipeline.stages)]
+        pipelines.append(replace(pipeline, stages=tuple(own)))
+    return replace(plan, pipelines=tuple(pipelines))

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from types import FrameType
 from typing import TypeVar
 
@@ -77,8 +78,13 @@ def main() -> int:
     """Measure and judge."""
     made = parser("planning", "Seconds and quality of plans for 8 to 4,096 devices.")
     made.add_argument("--part", choices=[*PARTS], action="append", help="one of what is measured (default: all)")
+    made.add_argument(
+        "--devices", type=int, nargs="+", help="of regret: questions about so many devices (default: all)"
+    )
+    made.add_argument("--kinds", type=int, nargs="+", help="of regret: questions about so many kinds (default: all)")
     options = made.parse_args()
-    found = [PARTS[name](options.quick) for name in options.part or PARTS]
+    parts = {**PARTS, "regret": partial(regret_part, devices=options.devices, kinds=options.kinds)}
+    found = [parts[name](options.quick) for name in options.part or parts]
     bars, rows = ([one for part in found for one in part[side]] for side in (0, 1))
     return finish("planning", bars, rows)
 
@@ -116,9 +122,14 @@ def fidelity_part(quick: bool) -> Found:
     return fidelity_bars(found), list(map(asdict, furthest))
 
 
-def regret_part(quick: bool) -> Found:
-    """Hold auto's choice against many others by simulation."""
-    asked = [told_regret(one) for one in questions(QUICK_DEVICES if quick else MOST_DEVICES)]
+def regret_part(quick: bool, devices: Sequence[int] | None = None, kinds: Sequence[int] | None = None) -> Found:
+    """Hold auto's choice against many others by simulation, for so many devices of so many kinds, or all there are."""
+    found = questions(QUICK_DEVICES if quick else MOST_DEVICES)
+    asked = [
+        told_regret(one)
+        for one in found
+        if (not devices or one.devices in devices) and (not kinds or len(one.kinds) in kinds)
+    ]
     worst = max(_number(row, "auto over the best") for row in asked)
     return [Bar("auto's plan over the best of many, simulated (slowest)", worst, REGRET_BAR, False)], asked
 

@@ -165,8 +165,8 @@ class PricedStep:
 
     def _ends_of(self, place: PricedDevice) -> tuple[float, float, float]:
         """Return (gradient sync, gather, optimizer) seconds of a device."""
-        waits = (ends.by_device.get(place.rank, 0.0) for ends in (self._gradients, self._gather))
-        return *waits, place.update_seconds(self.plan, self._cluster)
+        sync, gather = (ends.by_device.get(place.rank, 0.0) for ends in (self._gradients, self._gather))
+        return sync, gather, place.update_seconds(self.plan, self._cluster)
 
 
 def _done_down_to(finished: Finish, stage: int, blocks: tuple[int, int], start: int) -> float:

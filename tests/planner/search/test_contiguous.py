@@ -15,7 +15,8 @@ LINES = st.builds(Line, st.integers(0, 5), st.integers(0, 5))
 
 def option(lines: list[Line], micro_batches: int, most: int, end: float) -> Option:
     pipeline = Pipeline(tuple(Stage((i,)) for i in range(len(lines))))
-    return Option((0, 1), Replica(pipeline, tuple(lines), (), Line()), micro_batches, most, end)
+    edges = (Line(),) * (len(lines) - 1)
+    return Option((0, 1), Replica(pipeline, tuple(lines), edges, (), 0.0, "1f1b"), micro_batches, most, end)
 
 
 def most_by_trying(one: Option, deadline: float, total: int) -> int:

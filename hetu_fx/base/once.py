@@ -27,7 +27,7 @@ def once_beside(
         def asked(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
             keeper, own = place(self)
             known: dict[tuple[Any, ...], T] = keeper.__dict__.setdefault(name, {})
-            key = (*own, *args, *kwargs.items())
+            key = (*own, *args, *kwargs.items()) if kwargs else own + args
             if key not in known:
                 known[key] = method(self, *args, **kwargs)
             return known[key]

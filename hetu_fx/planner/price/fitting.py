@@ -105,7 +105,7 @@ class _Least:
 
 def _least(place: PlacedDevice, stage: Stage, ops: RecomputedOps, limit: int, costs: ProgramCosts) -> int | None:
     def fits(blocks: int) -> bool:
-        own = costs.kept_by(stage.recomputing(blocks, ops), place.piece.start)
+        own = costs.kept(stage, place.piece.start, blocks, ops)
         return sum(count for _, count in place.peak(replace(place.piece, costs=own))) <= limit
 
     return least_blocks(place.piece.stop - place.piece.start, fits)

@@ -191,27 +191,31 @@ def spread_evenly(
     return tuple(counts)
 
 
-def least_longest(total: int, lines: Sequence[Line]) -> float:
+Alike = Collection[tuple[Line, int]]
+"""Lines, and how many are alike."""
+
+
+def least_longest(total: int, lines: Alike) -> float:
     """Return the least time by which `total` items can be done, at least one by each line; infinite if there are fewer.
 
     A little less where some line takes longer for one item than others for their part.
     """
-    if total < len(lines):
+    if total < sum(number for _, number in lines):
         return math.inf
-    alike = Counter(lines)
-    level = _level(total, alike.items()) * _BELOW
-    counts = {line: max(1, int((level - line.fixed) / line.slope)) for line in alike}
-    heap = [(line(count + 1), line.slope, alike[line]) for line, count in counts.items()]
+    level, left, heap = _level(total, lines) * _BELOW, total, list[tuple[float, float, int]]()
+    for line, number in lines:
+        count = max(1, int((level - line.fixed) / line.slope))
+        heap.append((line(count + 1), line.slope, number))
+        left -= number * count
     heapq.heapify(heap)
-    left = total - sum(alike[line] * count for line, count in counts.items())
     while left > 0:
         level, slope, number = heap[0]
         heapq.heapreplace(heap, (level + slope, slope, number))
         left -= number
-    return max(level, *(line(1) for line in alike))
+    return max(level, *(line(1) for line, _ in lines))
 
 
-def least_passing(total: int, lines: Sequence[Line], weight: float) -> float:
+def least_passing(total: int, lines: Alike, weight: float) -> float:
     """Return what the sum of all times and `weight` times the longest come to at least, for `total` items.
 
     Within a limit on the longest, items are fastest where they take least time; the best limit is where lines of other
@@ -220,15 +224,11 @@ def least_passing(total: int, lines: Sequence[Line], weight: float) -> float:
     longest = least_longest(total, lines)
     if longest == math.inf:
         return math.inf
-    order = sorted(Counter(lines).items(), key=lambda pair: pair[0].slope)
+    order = sorted(lines, key=lambda pair: pair[0].slope)
     steps = [count for count in range(1, len(order)) if order[count][0].slope > order[count - 1][0].slope]
     limits = [longest, *(limit for count in steps if (limit := _level(total, order[:count])) > longest)]
-    fixed = sum(line.fixed for line in lines)
+    fixed = sum(number * line.fixed for line, number in lines)
     return fixed + min(weight * limit + _filled(total, order, limit) for limit in limits)
-
-
-Alike = Collection[tuple[Line, int]]
-"""Lines, and how many are alike."""
 
 
 def _level(total: int, lines: Alike) -> float:

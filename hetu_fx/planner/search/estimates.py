@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster, Device
-from hetu_fx.planner.search.allocate import RangeSeconds, cut, deal, least_passing
+from hetu_fx.planner.search.allocate import Alike, RangeSeconds, cut, deal, least_passing
 from hetu_fx.planner.search.device_orders import Groups, alike_in
 from hetu_fx.planner.search.group_kinds import GroupKinds
 from hetu_fx.planner.search.hand_overs import HandOvers
@@ -130,37 +131,38 @@ class Estimates:
         return self._bounds[key]
 
     def _new_bounds(self, groups: Groups, rows: int, hands_over: bool) -> Iterator[tuple[float, int]]:
-        whole, by_block, besides = self._costs.num_blocks, *self._block_lines(groups)
-        edges = self.hand_overs.edges(groups, range(1, len(groups))) if hands_over and by_block else []
+        stages = Counter(self._block_lines(groups)).items()
+        edges = self.hand_overs.edges(groups, range(1, len(groups))) if hands_over and stages else []
         for count in sorted({min(one, rows) for one in self._rules.micro_batches}):
             micro_rows = math.ceil(rows / count)
-            lines = [Line(one(micro_rows), each(micro_rows)) for one, each in zip(besides, by_block, strict=True)]
+            lines = [(Line(besides(micro_rows), each(micro_rows)), number) for (besides, each), number in stages]
             sent = 2 * sum(edge(micro_rows) for edge in edges)
-            yield (self._least_passing(whole, lines, sent, count) * _ROUNDED if lines else 0.0), count
+            yield (self._least_passing(lines, len(groups), sent, count) * _ROUNDED if lines else 0.0), count
 
-    def _least_passing(self, blocks: int, lines: Sequence[Line], sent: float, count: int) -> float:
+    def _least_passing(self, lines: Alike, stages: int, sent: float, count: int) -> float:
         """Return what no pipeline is below: each micro-batch takes as long as the longest stage, or passes in a turn.
 
         `lines` are the seconds of stages by their blocks, `sent` those of all that is handed over.
         """
+        blocks = self._costs.num_blocks
         least = least_passing(blocks, lines, count - 1) + sent
-        if not sent or not self.takes_turns or len(lines) >= count:
+        if not sent or not self.takes_turns or stages >= count:
             return least
-        passed = sum(line.fixed for line in lines) + blocks * min(line.slope for line in lines) + sent
-        return max(least, passed * (1 + (count - 1) / len(lines)))
+        passed = sum(number * line.fixed for line, number in lines) + blocks * min(line.slope for line, _ in lines)
+        return max(least, (passed + sent) * (1 + (count - 1) / stages))
 
-    def _block_lines(self, groups: Groups) -> tuple[list[Line], list[Line]]:
-        """Return what stages take for each block, and besides blocks; nothing where blocks differ."""
+    def _block_lines(self, groups: Groups) -> list[tuple[Line, Line]]:
+        """Return what stages take besides blocks, and for each block; nothing where blocks differ."""
         count = self._costs.num_blocks
         if not self._costs.is_uniform or count <= _FEWEST:
-            return [], []
+            return []
         lines = [self.stage(group, 1, 2).seconds for group in groups]
         besides = [Line()] * len(groups)
         for place, start in ((0, 0), (-1, count - 1)):
             with_end = self.stage(groups[place], start, start + 1).seconds
             end = Line(with_end.fixed - lines[place].fixed, with_end.slope - lines[place].slope)
             besides[place] = besides[place] + end
-        return lines, besides
+        return list(zip(besides, lines, strict=True))
 
     def blocks(self, groups: Groups, num_replicas: int, rows: tuple[int, int], timed_rows: int) -> Blocks | None:
         """Return the blocks that let stages end together, timed for so many rows; None when no cut fits memory.

@@ -10,9 +10,10 @@ Under 1F1B up to S - s micro-batches are under way behind the start of stage s, 
 
 so that m micro-batches take about
 
-    L + (m - 1) max(max_s w_s, max_s R_s / (S - s) where S - s < m)                                      (3)
+    L + (m - 1) max(max_s w_s, max_s (w_s + w_s+1 + 2 h_s) / 2, max_s R_s / (S - s) where S - s < m)     (3)
 
-Schedules that are played (`price.pipeline`) were seen to take up to a seventh more: a message leaves with a later one.
+as two stages that follow each other wait for each other too: one more micro-batch is under way in front. Schedules that
+are played (`price.pipeline`) were seen to differ from (3) by up to 6 %.
 """
 
 from __future__ import annotations
@@ -51,10 +52,11 @@ class Passing:
     def of(cls, work: Sequence[Line], edges: Sequence[Line], schedule: Schedule) -> Passing:
         """Return it for the work of stages and what they hand over, one way."""
         turns = list(_turns(work, edges))
-        own = [(0, line) for line in uppermost(work)]
-        limits = turns[:-1] if schedule == "1f1b" else []
-        under = [(number, times(1 / number, turn)) for number, turn in limits]
-        return cls(turns[0][1], (*own, *(one for one in under if not _is_below(one[1], own))))
+        lines = [(0, line) for line in uppermost(work)]
+        for asked in (_pairs(work, edges), turns[:-1]) if schedule == "1f1b" else ():
+            found = [(number, times(1 / number, turn)) for number, turn in asked]
+            lines += [one for one in found if not _is_below(one[1], lines)]
+        return cls(turns[0][1], tuple(lines))
 
     def seconds(self, rows: int, micro_batches: int) -> float:
         """Return (3) of `rows` rows in up to `micro_batches` micro-batches, no more than there are rows."""
@@ -71,6 +73,12 @@ def _turns(work: Sequence[Line], edges: Sequence[Line]) -> Iterator[tuple[int, L
     sent = [times(2.0, line) for line in (*edges, Line())][::-1]
     back = itertools.accumulate(one + other for one, other in zip(work[::-1], sent, strict=True))
     yield from reversed(list(enumerate(back, 1)))
+
+
+def _pairs(work: Sequence[Line], edges: Sequence[Line]) -> list[tuple[int, Line]]:
+    """Return what two stages that follow each other, and what they hand over, take together."""
+    pairs = zip(itertools.pairwise(work), edges, strict=True)
+    return [(2, line) for line in uppermost([one + other + times(2.0, sent) for (one, other), sent in pairs])]
 
 
 def uppermost(lines: Sequence[Line]) -> list[Line]:

@@ -79,6 +79,8 @@ def estimated(problem: Problem, templates: Templates | None = None) -> Iterator[
         count = max(1, KEPT >> 2 * (len(cut) - 1))
         below = WORTH * least if len(cut) == 1 else math.inf
         for chosen in itertools.product(*(templates.best(place, count, below) for place in places)):
+            if templates.expected_seconds(chosen, cut) > WORTH * least:
+                continue
             is_single = sum(len(template.pipelines) for template in chosen) == 1  # states are whole in any case
             made = None if is_single and zero < problem.options.zero else estimate(chosen, problem, templates.estimates)
             if made is not None:

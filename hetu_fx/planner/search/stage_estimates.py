@@ -74,7 +74,7 @@ class DeviceHolding:
 
     def recomputing(self, blocks: int) -> DeviceHolding:
         """Return the same with so many blocks, its first ones, recomputed."""
-        kept = self.costs.kept_by(self.shape.recomputing(blocks), self.piece.start, self.position)
+        kept = self.costs.kept(self.shape, self.piece.start, blocks, position=self.position)
         return replace(self, piece=replace(self.piece, costs=kept))
 
     def most_rows(self, run: StageRun, zero: int, recompute: int = 0) -> int:

@@ -56,6 +56,7 @@ class Templates:
         self._problem = problem
         self.estimates = even_estimates(problem)
         self.classes = classes_of(problem)
+        self._speeds = [math.fsum(device.speed for device in members) for members in self.classes]
         self._deals: dict[Region, list[Draft]] = {}
         self._found: dict[Place, _Fastest] = {}
 
@@ -82,9 +83,14 @@ class Templates:
 
     def rows_of(self, region: Region) -> int:
         """Return the rows of a step in proportion to speed."""
-        speeds = [math.fsum(device.speed for device in members) for members in self.classes]
-        share = math.fsum(speeds[number] for number in region) / math.fsum(speeds)
+        share = math.fsum(self._speeds[number] for number in region) / math.fsum(self._speeds)
         return max(1, round(self._problem.costs.rows * share))
+
+    def expected_seconds(self, chosen: Sequence[Template], regions: Sequence[Region]) -> float:
+        """Return about what a step of templates of these regions takes, if each does rows as fast as those for it."""
+        rows = list(map(self.rows_of, regions))
+        rate = math.fsum(count / one.step_seconds(count) for one, count in zip(chosen, rows, strict=True))
+        return self._problem.costs.rows / rate
 
     def _all(self, region: Region, rows: int) -> Iterator[Deal]:
         for sizes in self._sizes(region):

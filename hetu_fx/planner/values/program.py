@@ -177,12 +177,17 @@ class ProgramCosts:
 
     def kept_by(self, stage: Stage, start: int, position: int = 0) -> ProgramCosts:
         """Return the same, with what a stage with the blocks from `start` keeps of those that it recomputes."""
+        return self.kept(stage, start, stage.recompute, stage.recompute_ops, position)
+
+    def kept(
+        self, stage: Stage, start: int, blocks: int, ops: RecomputedOps = "all", position: int = 0
+    ) -> ProgramCosts:
+        """Return the same for a stage that recomputes so many blocks, whatever it says itself."""
         shared = self.on(stage, position)
-        if not stage.recompute:
+        if not blocks:
             return shared
         summed = tuple(block.reduced_bytes for block in self.of_groups(stage).blocks) if stage.is_grid else ()
-        how = self._way(stage), stage.recompute_ops
-        return shared._recomputing(start, start + stage.recompute, how, summed)
+        return shared._recomputing(start, start + blocks, (self._way(stage), ops), summed)
 
     @staticmethod
     def _way(stage: Stage) -> str:

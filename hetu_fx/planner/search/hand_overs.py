@@ -35,6 +35,19 @@ class HandOvers:
             self._lines[key] = hand_over_line(*stages, size, self._cluster)
         return self._lines[key]
 
+    def among(self, pipelines: Sequence[Groups], replica: Replica) -> tuple[Replica, float]:
+        """Return a replica as it is among equal pipelines, and `crossing_seconds` of these.
+
+        Hand-overs of the same stages share links (`crowds`). Besides, a message finds the busiest link taken for the
+        share of the time that this one is busy, and waits there for half a message, as long as one is left on average.
+        """
+        crossing = self.crossing_seconds(pipelines, replica)
+        if not crossing:
+            return replica, 0.0
+        crowds = self.crowds(pipelines)
+        waits = 1 + min(1.0, crossing / replica.crowded(crowds).passing.beat(1)) / 2
+        return replica.crowded([waits * count for count in crowds]), crossing
+
     def crossing_seconds(self, pipelines: Sequence[Groups], replica: Replica) -> float:
         """Return for how long a row of each pipeline keeps the busiest link of a node busy with hand-overs."""
         stops = itertools.accumulate(replica.blocks)

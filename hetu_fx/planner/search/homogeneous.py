@@ -189,11 +189,13 @@ class _Estimating:
 
     def _timed(self, arrangement: Arrangement) -> Iterator[TimedArrangement]:
         costs, degrees = self._problem.costs, arrangement.degrees
-        replicas = _replicas(arrangement, costs.num_blocks, self._estimates)
         groups, ends = [arrangement.groups(i) for i in range(degrees.pipelines)], self._estimates.ends
+        unlike = _replicas(groups, costs.num_blocks, self._estimates)
+        found = [self._estimates.hand_overs.among(groups, replica) for replica in unlike]
+        replicas, shared = [replica for replica, _ in found], max(crossing for _, crossing in found)
         firsts, last = [one[0] for one in groups], groups[0][-1][-1]
         rows, held = costs.rows // degrees.pipelines, ends.held(groups, replicas[0])
-        crossing = rows * self._estimates.hand_overs.crossing_seconds(groups, replicas[0])
+        crossing = rows * shared
         for given in self._rules if len(groups) * degrees.context > 1 else self._rules[-1:]:
             ways = list(_ways(replicas, degrees, costs.rows, given))
             end = ends.of(replicas, firsts, last, given.zero, ends.links([held], given.zero)) if ways else NO_END
@@ -205,12 +207,11 @@ class _Estimating:
                 yield TimedArrangement(seconds, arrangement, way, given.zero, self._manner)
 
 
-def _replicas(arrangement: Arrangement, num_blocks: int, estimates: Estimates) -> list[Replica]:
+def _replicas(groups: Sequence[Groups], num_blocks: int, estimates: Estimates) -> list[Replica]:
     """Return the pipelines that differ."""
-    blocks = Pipeline(tuple(map(Stage, arrangement.groups(0)))).blocks(num_blocks)
-    groups = [arrangement.groups(i) for i in range(arrangement.degrees.pipelines)]
-    found, crowds = (estimates.replica(one, blocks) for one in groups), estimates.hand_overs.crowds(groups)
-    return [replica.crowded(crowds) for replica in {id(replica): replica for replica in found}.values()]
+    blocks = Pipeline(tuple(map(Stage, groups[0]))).blocks(num_blocks)
+    found = (estimates.replica(one, blocks) for one in groups)
+    return list({id(replica): replica for replica in found}.values())
 
 
 def _ways(replicas: Sequence[Replica], degrees: Degrees, total: int, rules: ReplicaRules) -> Iterator[ReplicaRun]:

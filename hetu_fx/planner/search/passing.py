@@ -64,8 +64,11 @@ class Passing:
             return 0.0
         count = min(micro_batches, rows)
         each = math.ceil(rows / count)
-        beat = max([line(each) for least, line in self.beats if least < count], default=0.0)
-        return self.whole(each) + (count - 1) * beat
+        return self.whole(each) + (count - 1) * self.beat(each, count)
+
+    def beat(self, rows: int, micro_batches: float = math.inf) -> float:
+        """Return how long each micro-batch of so many rows takes after the first, of so many of them."""
+        return max([line(rows) for least, line in self.beats if least < micro_batches], default=0.0)
 
 
 def _turns(work: Sequence[Line], edges: Sequence[Line]) -> Iterator[tuple[int, Line]]:

@@ -62,7 +62,7 @@ class Replica:
         """Return the most parameter bytes that one of its devices holds."""
         return max(holding.piece.parameter_bytes for holding in self.holdings)
 
-    def crowded(self, crowds: Sequence[int]) -> Replica:
+    def crowded(self, crowds: Sequence[float]) -> Replica:
         """Return the replica beside others, so many of which, itself included, share links at each of its edges."""
         if all(count == 1 for count in crowds):
             return self
@@ -182,10 +182,9 @@ class Family:
     known: dict[int, ReplicaRun | None] = field(default_factory=dict, compare=False, repr=False)
     most: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
 
-    def crowded(self, crowds: Sequence[int]) -> Family:
-        """Return the same beside others that share links, as `Replica.crowded`."""
-        beside = self.replica.crowded(crowds)
-        return self if beside is self.replica else replace(self, replica=beside, known={})
+    def of(self, replica: Replica) -> Family:
+        """Return the same of a replica that holds as much."""
+        return self if replica is self.replica else replace(self, replica=replica, known={})
 
     def hiding(self, gradients: float, zero: int) -> Family:
         """Return the same with gradients that travel for so long, and states as given."""

@@ -36,15 +36,12 @@ class Template:
         cls, pipelines: tuple[Groups, ...], family: Family, estimates: Estimates, zero: int, *, is_alone: bool = True
     ) -> Template:
         """Return the template with what a step of it takes besides: alone, or beside others at the least."""
-        family = family.crowded(estimates.hand_overs.crowds(pipelines))
-        held = estimates.ends.held(pipelines, family.replica)
-        crossing = estimates.hand_overs.crossing_seconds(pipelines, family.replica)
+        replica, crossing = estimates.hand_overs.among(pipelines, family.replica)
+        family, held = family.of(replica), estimates.ends.held(pipelines, replica)
         made = cls(pipelines, family, held=held, crossing_seconds=crossing)
         links = estimates.ends.links([held], zero, others=0 if is_alone else 1)
-        end = estimates.ends.of([family.replica], *made.ends, zero, links)
-        return replace(
-            made, family=family.hiding(end.gradients, zero), end=end, late=end.late(family.replica), known={}
-        )
+        end = estimates.ends.of([replica], *made.ends, zero, links)
+        return replace(made, family=family.hiding(end.gradients, zero), end=end, late=end.late(replica), known={})
 
     def kind(self, estimates: Estimates) -> Hashable:
         """Return what templates have in common whose pipelines take the same, and are as many."""

@@ -19,6 +19,7 @@ from tests.planner.search.nets import UNEQUAL, problem
 
 ROOT = Path(__file__).parents[3]
 SLOWED = Problem(MODEL, eight({0: 2.6, 5: 1.4}).without([2, 3, 6, 7]))
+RAGGED = Problem(MODEL, eight({}).without([7]))
 
 
 @pytest.mark.timeout(900)
@@ -30,7 +31,7 @@ def test_every_search_answers_the_same_whatever_the_hashes_are() -> None:
 
 def answers() -> str:
     """Ask every search; print what this process, whose hashes are its own, is told."""
-    problems = {"hydraulis": PROBLEM, "hap": problem(UNEQUAL)}
+    problems = {"hydraulis": PROBLEM, "hap": problem(UNEQUAL), "ragged": RAGGED}
     return "\n".join(f"{name} {_answer(name, problems.get(name, SLOWED))}" for name in SEARCHES)
 
 

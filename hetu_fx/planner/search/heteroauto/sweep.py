@@ -87,9 +87,7 @@ class _Shares:
 
     @classmethod
     def of(cls, values: Numbers) -> _Shares:
-        count = values.shape[1] - 1
-        fits = np.isfinite(values)
-        most = np.where(fits.any(axis=1), count - fits[:, ::-1].argmax(axis=1), 0)
+        most = (np.isfinite(values) * np.arange(values.shape[1])).max(axis=1)
         return cls(values, tuple(np.maximum.accumulate(most[::-1])[::-1].tolist()))  # nor are later rows'
 
 
@@ -108,7 +106,10 @@ class Sweep:
         self._tables, self._choices, self._limit, self._below = tables, choices, limit, below
         self._num_layers = tables.problem.num_layers
         self._most = min(self._num_layers, sum(choice.most_stages for choice in choices))
-        self._forbidden = np.isin(np.arange(self._num_layers + 1), sizes, invert=True)
+        allowed = {0, *sizes}  # of 0 layers there are no stages in any case
+        self._forbidden = [size for size in range(self._num_layers + 1) if size not in allowed]
+        self._blank: Numbers = np.full((self._most + 1, 2 * self._num_layers + 1), np.inf)
+        self._nothing = _Ends(self._blank, 0, 0)
         nothing = self._empty(0, 1)
         nothing.values[0, self._num_layers] = 0.0
         self._ends: dict[tuple[Used, int | None], _Ends] = {(frozenset(), None): nothing}
@@ -130,7 +131,7 @@ class Sweep:
         """Put all stages of a choice in front of what is used; yield the pipelines of which one is the first."""
         for end, behind in self._behind(used):
             yield from self._first_stage(end, behind, used, front, 0)
-        total = self._empty(0, 0)
+        total = self._nothing
         for count, end in enumerate(self._segment(used, front), 1):
             total = total.least(end) if count > 1 else end
             if count < self._choices[front].most_stages:
@@ -163,11 +164,11 @@ class Sweep:
         shares, low, high = self._share(front, behind), end.low, min(end.high, self._most)
         most = shares.most[low + 1] if low < high else 0
         if not most:
-            return self._empty(0, 0)
+            return self._nothing
         ends = _Ends(end.values, low, high).behind_each(most)
         least = (ends + shares.values[low + 1 : high + 1, None, 1 : most + 1]).min(axis=2)
         if not least.min() < self._below:
-            return self._empty(0, 0)
+            return self._nothing
         result = self._empty(low + 1, high + 1)
         result.by_layers[low + 1 : high + 1] = least
         return result
@@ -220,7 +221,8 @@ class Sweep:
         key = front, behind, is_first
         if key not in self._shares:
             share = self._tables.costs(self._place(front, behind, is_first=is_first)).within(self._limit)
-            share[:, self._forbidden] = np.inf
+            if self._forbidden:
+                share[:, self._forbidden] = np.inf
             self._shares[key] = _Shares.of(share[: self._most + 1])
         return self._shares[key]
 
@@ -229,7 +231,7 @@ class Sweep:
         return StageGroups(self._choices[front].groups, groups, is_first)
 
     def _empty(self, low: int, high: int) -> _Ends:
-        return _Ends(np.full((self._most + 1, 2 * self._num_layers + 1), np.inf), low, high)
+        return _Ends(self._blank.copy(), low, high)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,15 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from hetu_fx.planner.search.device_orders import Groups
 from hetu_fx.planner.search.passing import Passing, backwards, charged, times, uppermost
 from hetu_fx.planner.search.stage_estimates import DeviceHolding, ReplicaRules, StageRun, share_of_line
 from hetu_fx.planner.values.line import Line
 from hetu_fx.plans.plan import Pipeline, Schedule
+
+_passing = lru_cache(maxsize=4096)(Passing.of)  # replicas on other devices ask for the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ class Replica:
     backwards: tuple[Line, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "passing", Passing.of(self.work, self.edges, self.schedule))
+        object.__setattr__(self, "passing", _passing(self.work, self.edges, self.schedule))
         object.__setattr__(self, "backwards", backwards(self.work, self.edges))
 
     @property
@@ -142,9 +145,13 @@ class Replica:
 
     def on(self, groups: Groups) -> Replica:
         """Return the same replica on other devices, which must be alike."""
-        pairs = zip(self.pipeline.stages, groups, strict=True)
-        stages = tuple(replace(stage, devices=devices) for stage, devices in pairs)
-        return replace(self, pipeline=replace(self.pipeline, stages=stages))
+        return replace(self, pipeline=placed(self.pipeline, groups))
+
+
+def placed(pipeline: Pipeline, groups: Groups) -> Pipeline:
+    """Return a pipeline on other devices."""
+    pairs = zip(pipeline.stages, groups, strict=True)
+    return replace(pipeline, stages=tuple([replace(stage, devices=devices) for stage, devices in pairs]))
 
 
 def micro_rows(rows: int, micro_batches: int) -> int:
@@ -268,7 +275,3 @@ class Family:
         best = self.best(rows) or ReplicaRun(math.inf, 1)
         made = self.replica.recomputing(best.recompute)
         return replace(made.pipeline, share=rows, micro_batches=min(best.micro_batches, rows))
-
-    def on(self, groups: Groups) -> Family:
-        """Return the same on other devices, which must be alike."""
-        return replace(self, replica=self.replica.on(groups))

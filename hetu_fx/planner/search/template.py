@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from hetu_fx.planner.search.device_orders import Groups
 from hetu_fx.planner.search.estimates import Estimates
-from hetu_fx.planner.search.replica import Family
+from hetu_fx.planner.search.replica import Family, placed
 from hetu_fx.planner.search.step_ends import NO_END, EndEstimate, Held
 from hetu_fx.planner.values.line import Line
 from hetu_fx.plans.plan import Pipeline
@@ -75,7 +75,7 @@ class Template:
 
     def made(self, rows: int) -> Iterator[Pipeline]:
         """Yield the pipelines with their rows."""
-        count = len(self.pipelines)
+        few, more = divmod(rows, len(self.pipelines))
+        of_rows = {count: self.family.pipeline(count) for count in (few, few + 1)[: 1 + (more > 0)]}
         for index, groups in enumerate(self.pipelines):
-            share = rows // count + (index < rows % count)
-            yield self.family.on(groups).pipeline(share)
+            yield placed(of_rows[few + (index < more)], groups)

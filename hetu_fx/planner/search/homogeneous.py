@@ -193,12 +193,12 @@ class _Estimating:
         unlike = _replicas(groups, costs.num_blocks, self._estimates)
         found = [self._estimates.hand_overs.among(groups, replica) for replica in unlike]
         replicas, shared = [replica for replica, _ in found], max(crossing for _, crossing in found)
-        firsts, last = [one[0] for one in groups], groups[0][-1][-1]
+        firsts, lasts = [one[0] for one in groups], [one[-1] for one in groups]
         rows, held = costs.rows // degrees.pipelines, ends.held(groups, replicas[0])
         crossing = rows * shared
         for given in self._rules if len(groups) * degrees.context > 1 else self._rules[-1:]:
             ways = list(_ways(replicas, degrees, costs.rows, given))
-            end = ends.of(replicas, firsts, last, given.zero, ends.links([held], given.zero)) if ways else NO_END
+            end = ends.of(replicas, firsts, lasts, given.zero, ends.links([held], given.zero)) if ways else NO_END
             lines = [line for replica in replicas for line in end.late(replica)] if ways else []
             for way in ways:
                 least = crossing + replicas[0].latency(rows, way.micro_batches) if crossing else 0.0

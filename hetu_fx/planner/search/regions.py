@@ -127,11 +127,11 @@ def _end_of(chosen: Sequence[Template], estimates: Estimates) -> EndEstimate:
     """Return what ends a step of all these templates."""
     if len(chosen) == 1:
         return chosen[0].end
-    firsts = [first for template in chosen for first in template.ends[0]]
+    firsts, lasts = ([one for template in chosen for one in template.ends[side]] for side in (0, 1))
     replicas = [template.family.replica for template in chosen]
     zero = chosen[0].family.rules.zero
     links = estimates.ends.links([template.held for template in chosen], zero)
-    return estimates.ends.of(replicas, firsts, chosen[0].ends[1], zero, links)
+    return estimates.ends.of(replicas, firsts, lasts, zero, links)
 
 
 def _find(problem: Problem) -> Candidates:

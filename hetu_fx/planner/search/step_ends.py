@@ -77,22 +77,20 @@ class StepEnds:
         self,
         replicas: Iterable[Replica],
         firsts: Sequence[tuple[int, ...]],
-        last: int,
+        lasts: Sequence[tuple[int, ...]],
         zero: int,
         links: Links = (),
     ) -> EndEstimate:
-        """Return what a step takes besides its pipelines, whose first stages are given.
+        """Return what a step takes besides its pipelines, whose first and last stages are given.
 
-        `last` is the last device of the first pipeline, which may stand on another node than all first ones;
+        Devices that hold the same meet, one of each pipeline: those of a stage may be nearer than those of another.
         `links` is how long gradients keep those of nodes busy.
         """
         found = list(replicas)
         parameters = max(replica.parameter_bytes for replica in found)
         update = max(replica.update_seconds for replica in found)
-        ring = tuple([devices[place] for devices in firsts for place in self._sharing(devices)])
+        rings = dict.fromkeys(self._ring(stages) for stages in (firsts, lasts))
         pieces = max(1, *(count for replica in found for count in replica.blocks))
-        is_near = self._node[last] == self._node[ring[0]]
-        rings = [ring] if is_near else [ring, (last, *ring[1:])]
         turns = [self._turns(parameters, one, zero, pieces) for one in rings]
         gradients, gather = (max(column) for column in zip(*turns, strict=True))
         turn = max([0.0, *(busy[-1][1] for busy in links)])
@@ -101,9 +99,13 @@ class StepEnds:
             ring=gradients,
             links=links,
             gather=max(gather, turn if zero else 0.0) + sums,
-            update=update / len(ring) if zero else update,
+            update=update / max(map(len, rings)) if zero else update,
             pieces=pieces,
         )
+
+    def _ring(self, stages: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """Return the devices of such stages, one of each pipeline, that hold the same as their first ones."""
+        return tuple([devices[place] for devices in stages for place in self._sharing(devices)])
 
     def _turns(self, num_bytes: float, ring: tuple[int, ...], zero: int, pieces: int) -> tuple[float, float]:
         """Return (gradient sync, gather) seconds of so many pieces around a ring, a few of them at once."""

@@ -50,9 +50,9 @@ class Template:
         return *alike, replica.edges, self.crossing_seconds, self.end.links
 
     @property
-    def ends(self) -> tuple[list[tuple[int, ...]], int]:
-        """Return the first stage of each pipeline, and the last device of the first one."""
-        return [groups[0] for groups in self.pipelines], self.pipelines[0][-1][-1]
+    def ends(self) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """Return the first stage of each pipeline, and the last one."""
+        return [groups[0] for groups in self.pipelines], [groups[-1] for groups in self.pipelines]
 
     def seconds(self, rows: int) -> float:
         """Return the seconds of so many rows over all pipelines."""

@@ -52,9 +52,17 @@ def test_gradients_that_come_last_travel_after_all_pipelines() -> None:
     groups = (((0,), (2,)), ((4,), (6,)))
     replica = ESTIMATES.replica(groups[0], (2, 2))
     links = ESTIMATES.ends.links([ESTIMATES.ends.held(groups, replica)], 1)
-    end = ESTIMATES.ends.of([replica], [one[0] for one in groups], 2, 1, links)
+    end = ESTIMATES.ends.of([replica], [one[0] for one in groups], [one[-1] for one in groups], 1, links)
     late = max(line(2) for line in end.late(replica))
     first, last = seconds(0, 2) / 2, seconds(2, 4) / 2
     assert late >= max(first - replica.left(2)(2), last - replica.left(4)(2)) * (1 - 1e-12)
     assert end.seconds(late) >= end.gather + late + end.update
     assert end.seconds(-1.0) == pytest.approx(end.gather + end.gradients / end.pieces + end.update)
+
+
+def test_the_devices_of_each_stage_meet_those_of_the_same() -> None:
+    groups = (((0,), (2,)), ((1,), (3,)))  # stages stand in nodes of their own
+    replica = ESTIMATES.replica(groups[0], (2, 2))
+    near = ESTIMATES.ends.of([replica], [(0,), (1,)], [(2,), (3,)], 1)
+    far = ESTIMATES.ends.of([replica], [(0,), (2,)], [(1,), (3,)], 1)
+    assert near.ring < 0.1 * far.ring

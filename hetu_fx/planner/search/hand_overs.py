@@ -38,27 +38,33 @@ class HandOvers:
     def among(self, pipelines: Sequence[Groups], replica: Replica) -> tuple[Replica, float]:
         """Return a replica as it is among equal pipelines, and `crossing_seconds` of these.
 
-        Hand-overs of the same stages share links (`crowds`). Besides, a message finds the busiest link taken for the
-        share of the time that this one is busy, and waits there for half a message, as long as one is left on average.
+        Hand-overs of the same stages share links (`crowds`). Besides, a message finds the busiest link taken by others
+        for the share of the time that these keep it busy, and waits for half of one, as much as is left on average.
         """
         crossing = self.crossing_seconds(pipelines, replica)
         if not crossing:
             return replica, 0.0
-        crowds = self.crowds(pipelines)
-        waits = 1 + min(1.0, crossing / replica.crowded(crowds).passing.beat(1)) / 2
-        return replica.crowded([waits * count for count in crowds]), crossing
+        crowds, own = self.crowds(pipelines), self._own_seconds(replica)
+        beat = replica.crowded(crowds).passing.beat(1)
+        shares = (max(0.0, crossing - count * seconds) / beat for count, seconds in zip(crowds, own, strict=True))
+        waits = [1 + min(1.0, share) / 2 for share in shares]
+        return replica.crowded([wait * count for wait, count in zip(waits, crowds, strict=True)]), crossing
 
     def crossing_seconds(self, pipelines: Sequence[Groups], replica: Replica) -> float:
         """Return for how long a row of each pipeline keeps the busiest link of a node busy with hand-overs."""
-        stops = itertools.accumulate(replica.blocks)
-        sizes = [self._costs.boundary(stop) for stop in stops]
+        own = self._own_seconds(replica)
         sent: dict[int, float] = {}
         for groups in pipelines:
             nodes = [self._kinds.node[group[0]] for group in groups]
-            for (here, there), size in zip(itertools.pairwise(nodes), sizes, strict=False):
+            for (here, there), seconds in zip(itertools.pairwise(nodes), own, strict=True):
                 for node in (here, there) if here != there else ():
-                    sent[node] = sent.get(node, 0.0) + size
-        return max(sent.values(), default=0.0) / self._cluster.inter.bytes_per_second
+                    sent[node] = sent.get(node, 0.0) + seconds
+        return max(sent.values(), default=0.0)
+
+    def _own_seconds(self, replica: Replica) -> list[float]:
+        """Return for how long a row that stages hand over keeps a link between nodes busy, at each edge."""
+        stops = itertools.accumulate(replica.blocks[:-1])
+        return [self._costs.boundary(stop) / self._cluster.inter.bytes_per_second for stop in stops]
 
     def crowds(self, pipelines: Sequence[Groups]) -> tuple[int, ...]:
         """Return how many pipelines share the link of a node at each edge between stages, at the most (`Crossing`)."""

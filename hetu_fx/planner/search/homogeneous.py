@@ -278,7 +278,7 @@ def stage_counts(groups: int, num_blocks: int) -> list[int]:
 
 def finalists(num_devices: int) -> int:
     """Return how many of the best plans by estimate are priced; the price of one grows faster than the devices."""
-    return max(2, min(64, 2048 // num_devices), min(32, 8192 // num_devices))
+    return max(2, min(64, 2048 // num_devices), min(32, 16384 // num_devices))
 
 
 class Expected(Protocol):

@@ -34,12 +34,23 @@ def test_hand_overs_in_a_node_wait_for_nobody() -> None:
 
 
 @pytest.mark.parametrize("link", [Link(1e9, 0.0), Link(1e3, 0.0)])
-def test_hand_overs_share_a_link_and_wait_while_it_is_busy(link: Link) -> None:
+def test_hand_overs_share_a_link(link: Link) -> None:
     found, pipelines = estimates("aabb", link), [((0,), (2,)), ((1,), (3,))]
     replica = found.replica(pipelines[0], (2, 2))
     among, crossing = found.hand_overs.among(pipelines, replica)
     assert crossing == pytest.approx(2 * COSTS.boundary(2) / link.bytes_per_second)
-    busy = crossing / replica.crowded((2,)).passing.beat(1)
-    assert among.edges[0].slope == pytest.approx(2 * (1 + busy / 2) * replica.edges[0].slope)
-    assert 0 < busy < 1
+    assert among.edges[0].slope == pytest.approx(2 * replica.edges[0].slope)  # there are no others
     assert among.work == replica.work
+
+
+def test_hand_overs_wait_while_those_of_other_stages_keep_their_link_busy() -> None:
+    found, pipelines = estimates("aabbcc", Link(1e9, 0.0)), [((0,), (2,), (4,)), ((1,), (3,), (5,))]
+    replica = found.replica(pipelines[0], (1, 2, 1))
+    among, crossing = found.hand_overs.among(pipelines, replica)
+    own = 2 * COSTS.boundary(1) / 1e9
+    assert crossing == pytest.approx(2 * own)  # the node in the middle sends forwards and backwards
+    busy = own / replica.crowded((2, 2)).passing.beat(1)
+    assert 0 < busy < 1
+    assert [edge.slope for edge in among.edges] == pytest.approx(
+        [2 * (1 + busy / 2) * edge.slope for edge in replica.edges]
+    )

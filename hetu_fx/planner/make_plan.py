@@ -46,7 +46,9 @@ NEGLIGIBLE = 0.01
 """A plan slower by less than this is as good: predictions are not that exact."""
 
 MOST_JOBS = 80_000
-"""So many jobs of finalists are simulated: about two seconds."""
+"""So many jobs of finalists are simulated for each `JOBS_DEVICES` devices: about two seconds."""
+
+JOBS_DEVICES = 64
 
 ROOM = 4_000
 """So many of them are left for plans that take few."""
@@ -137,7 +139,7 @@ def _simulated(found: Mapping[Plan, float], problem: Problem) -> dict[Plan, floa
     Those that are near the best, as far as they can be simulated in the time that there is, which is counted in jobs,
     so that the answer depends on nothing else. Some are left for plans that take few of them.
     """
-    taken, left = dict[Plan, float](), MOST_JOBS
+    taken, left = dict[Plan, float](), MOST_JOBS * max(1, len(problem.cluster.devices) // JOBS_DEVICES)
     for plan in sorted(found, key=lambda plan: (found[plan], plan.summary())):
         if len(taken) >= LEAST_FINALISTS and found[plan] > WORTH * min(taken.values()):
             break

@@ -277,8 +277,8 @@ def stage_counts(groups: int, num_blocks: int) -> list[int]:
 
 
 def finalists(num_devices: int) -> int:
-    """Return how many of the best plans by estimate are priced; the price of one grows faster than the devices."""
-    return max(2, min(64, 2048 // num_devices), min(32, 16384 // num_devices))
+    """Return how many of the best plans by estimate are priced: fewer where the price of one takes long."""
+    return max(2, min(64, 2048 // num_devices), min(num_devices // 2, 48, 49152 // num_devices))
 
 
 class Expected(Protocol):

@@ -31,7 +31,7 @@ from hetu_fx.planner.search.manners import (
     shared_between_products,
     shared_throughout,
 )
-from hetu_fx.planner.search.problem import Candidates, Problem, Search
+from hetu_fx.planner.search.problem import WORTH, Candidates, Problem, Search
 from hetu_fx.planner.search.replica import Family, Replica, ReplicaRun, micro_rows
 from hetu_fx.planner.search.splits import in_all_splits
 from hetu_fx.planner.search.stage_estimates import ReplicaRules
@@ -313,10 +313,11 @@ def best_priced(found: Iterable[Expected], problem: Problem) -> dict[Plan, float
 
 
 def _plans_worth_pricing(found: Iterable[Expected], problem: Problem, least: int) -> Iterator[Plan]:
-    """Yield plans that differ, fastest first, `least` and all near the best that has been priced meanwhile."""
-    made = set[Plan]()
+    """Yield plans that differ, fastest first, `least` and all near the best, expected or priced meanwhile."""
+    made, worth = set[Plan](), 0.0
     for one in found:
-        if len(made) >= least and one.seconds > problem.priced.worth_seconds:
+        worth = worth or WORTH * one.seconds
+        if len(made) >= least and one.seconds > max(worth, problem.priced.worth_seconds):
             break
         plan = one.plan(problem)
         if plan not in made:

@@ -93,6 +93,7 @@ class Plan(Document):
                 f"sequence_parallel is true, but stage {grid} shares the sequence between tensor parallel groups "
                 f"already; leave sequence_parallel out, or give that stage no context"
             )
+        self._check_program()
         if self.attention not in ATTENTIONS:
             raise PlanError(f"unknown attention {self.attention!r}{nearest(self.attention, ATTENTIONS)}")
         if self.attention != "auto" and not any(stage.shares_sequence for *_, stage in self.stages):
@@ -107,6 +108,19 @@ class Plan(Document):
             raise PlanError(
                 f"the plan's max_length is {self.max_length}, but its pipelines take sequences of up to {max(limits)}; "
                 f"give a max_length of at most that"
+            )
+
+    def _check_program(self) -> None:
+        """Refuse a program beside what it would have to agree with."""
+        if not self.has_program:
+            return
+        asked = {"several pipelines or stages": len(self.stages) > 1, "sequence_parallel": self.sequence_parallel}
+        asked |= {"split": bool(self.split)}
+        given = [name for name, is_given in asked.items() if is_given]
+        if given:
+            raise PlanError(
+                f"a stage has a program, which cuts each op over all devices, but the plan has {' and '.join(given)}; "
+                f"give one pipeline of one stage without them, or leave the program out"
             )
 
     @classmethod
@@ -146,6 +160,11 @@ class Plan(Document):
     def recomputes(self) -> bool:
         """Tell whether any stage does forwards again in the backward."""
         return any(stage.recompute for *_, stage in self.stages)
+
+    @property
+    def has_program(self) -> bool:
+        """Tell whether a stage says op by op what is cut."""
+        return any(stage.program for *_, stage in self.stages)
 
     def place(self, device: int) -> tuple[int, int] | None:
         """Return the (pipeline index, stage index) of a rank, or None when the plan leaves it idle."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from hetu_fx.base.json_values import many
 from hetu_fx.base.records import Key, record
 from hetu_fx.errors import PlanError
+from hetu_fx.plans.program import OpRegion, check_program
 from hetu_fx.plans.recomputed import RecomputedOps, check_recomputed_ops
 
 LATER = {
@@ -31,7 +32,8 @@ class Stage:
     grid: so many tensor parallel groups of neighbours, with `ratios` inside each, and the sequence shared between the
     groups by `context_ratios`, which only a grid has. `recompute` is how many of its blocks, the first ones, keep only
     what enters them, and compute the rest again in backward (Chen et al., Training Deep Nets with Sublinear Memory
-    Cost); of these blocks `recompute_ops` are computed again, and what the others make is kept too.
+    Cost); of these blocks `recompute_ops` are computed again, and what the others make is kept too. A stage with a
+    `program` cuts each op on what that says, instead of what tensor parallel groups choose for all ops together.
     """
 
     devices: tuple[int, ...]
@@ -41,6 +43,7 @@ class Stage:
     recompute: int = 0
     context_ratios: tuple[int, ...] = ()
     recompute_ops: RecomputedOps = "all"
+    program: tuple[OpRegion, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
@@ -58,6 +61,7 @@ class Stage:
         if self.recompute < 0:
             raise PlanError(f"{self._called} has recompute {self.recompute}; give 0 or more")
         check_recomputed_ops(self.recompute_ops, self.recompute, self._called)
+        self._check_program()
         if self.blocks is not None:
             self.check_recompute(self.blocks)
 
@@ -74,6 +78,15 @@ class Stage:
                 f"{self._called} has context_ratios {list(self.context_ratios)}, but its context is {self.context}; "
                 f"give them as 'ratios' where all devices share the sequence (only tensor parallel groups that share "
                 f"it, with a context between 1 and the number of devices, have both)"
+            )
+
+    def _check_program(self) -> None:
+        object.__setattr__(self, "program", tuple(self.program))
+        check_program(self.program, len(self.devices), self._called)
+        if self.program and self.shares_sequence:
+            raise PlanError(
+                f"{self._called} has a program and context {self.context}; leave one of them out (a program can cut "
+                f"the sequence as a dim of an input)"
             )
 
     def _checked(self, key: str, given: tuple[int, ...], count: int, each: str) -> tuple[int, ...]:
@@ -172,7 +185,8 @@ class Stage:
         devices = ",".join(map(str, self.devices))
         ratios = "" if _is_even(self.ratios) else f" {ratios_text(self.ratios)}"
         blocks = "" if self.blocks is None else f"x{self.blocks}"
-        return f"[{devices}{ratios}{self._context_text}]{blocks} {self.recompute_text}".rstrip()
+        program = f" program of {len(self.program)}" if self.program else ""
+        return f"[{devices}{ratios}{self._context_text}{program}]{blocks} {self.recompute_text}".rstrip()
 
     @property
     def _context_text(self) -> str:
@@ -210,7 +224,7 @@ def check_devices(devices: tuple[int, ...], what: str) -> None:
 STAGE = record(
     Stage,
     PlanError,
-    order="devices ratios context context_ratios blocks recompute recompute_ops",
+    order="devices ratios context context_ratios blocks recompute recompute_ops program",
     later=LATER,
     ratios=Key(omit=_is_even),
     context_ratios=Key(omit=_is_even),

@@ -8,7 +8,6 @@ parallel group; and beside what parts of whole indices take.
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.kit.models import batch, gpt2
+from benchmarks.kit.nets import Convolutions, Experts, Mlp
 from benchmarks.kit.report import Bar, Row, finish, parser
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.graph.capture import capture
-from hetu_fx.planner.search.hap.adapter import problem_of
+from hetu_fx.planner.search.hap.problem import problem_of
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.search.hap.to_plan import translations
 from hetu_fx.planner.values.tensor_program import TensorProgram
@@ -29,51 +29,6 @@ from hetu_fx.transforms.layouts.analysed_graph import Analyse, AnalysedGraph
 FAST, SLOW = 2e13, 1e13
 LINK = Link(1e10, 1e-5)
 BAR_SECONDS = 5.0  # GPT-2 of width 768 on 8 devices, at 2 and at 12 layers
-
-
-class Mlp(nn.Module):
-    """Layers of two products each, with a residual."""
-
-    def __init__(self, width: int, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(layers)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x.pow(2).mean()
-
-
-class Convolutions(nn.Module):
-    """Convolutions of growing width, then two large products: most work in front, most parameters behind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        widths = [3, 64, 128, 256]
-        steps = itertools.pairwise(widths)
-        parts = [m for a, b in steps for m in (nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))]
-        self.features = nn.Sequential(*parts)
-        self.head = nn.Sequential(nn.Linear(256 * 16, 4096), nn.ReLU(), nn.Linear(4096, 10))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x).flatten(1)).pow(2).mean()
-
-
-class Experts(nn.Module):
-    """Feed-forward experts of which each row takes all, weighted: products over an expert dim."""
-
-    def __init__(self, width: int, experts: int) -> None:
-        super().__init__()
-        self.up = nn.Parameter(torch.empty(experts, width, 4 * width))
-        self.down = nn.Parameter(torch.empty(experts, 4 * width, width))
-        self.router = nn.Linear(width, experts)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = self.router(x).softmax(-1)
-        hidden = torch.relu(torch.einsum("bsk,eko->ebso", x, self.up))
-        return torch.einsum("ebsk,bse->bsk", torch.einsum("ebso,eok->ebsk", hidden, self.down), weights).pow(2).mean()
 
 
 def main() -> int:
@@ -99,13 +54,13 @@ def models(quick: bool) -> Iterator[tuple[str, TensorProgram]]:
     image = {"x": torch.randn(8, 3, 32, 32)}
     sequence = {"x": torch.randn(8, 64, 512)}
     for layers in (2, 12):
-        yield f"mlp-512 x{layers}", problem_of(graph_of(lambda n=layers: Mlp(512, n), sequence), rows=64)  # type: ignore[misc]
+        yield f"mlp-512 x{layers}", problem_of(graph_of(lambda n=layers: Mlp(512, n), sequence), rows=64).program  # type: ignore[misc]
         if not quick or layers == 2:
             model: Callable[[], nn.Module] = lambda n=layers: gpt2(768, n)  # type: ignore[misc]  # noqa: E731
             graph = graph_of(model, batch(4, 128, vocabulary=50257), own_loss=True)
-            yield f"gpt2-768 x{layers}", problem_of(graph, rows=32)
-    yield "convolutions", problem_of(graph_of(Convolutions, image), rows=256)
-    yield "experts-512", problem_of(graph_of(lambda: Experts(512, 64), sequence), rows=64)
+            yield f"gpt2-768 x{layers}", problem_of(graph, rows=32).program
+    yield "convolutions", problem_of(graph_of(Convolutions, image), rows=256).program
+    yield "experts-512", problem_of(graph_of(lambda: Experts(512, 64), sequence), rows=64).program
 
 
 def graph_of(make: Callable[[], nn.Module], example: dict[str, Tensor], *, own_loss: bool = False) -> AnalysedGraph:

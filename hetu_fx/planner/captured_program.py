@@ -6,18 +6,20 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from hetu_fx.base.once import once
 from hetu_fx.base.progress import Tell, nobody
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.graph.bind import Batch
 from hetu_fx.planner.count.count import program_costs
 from hetu_fx.planner.make_plan import PlanOptions, make_plan
-from hetu_fx.planner.search.hap.adapter import problem_of
+from hetu_fx.planner.search.hap.priced import expected
+from hetu_fx.planner.search.hap.problem import GraphProblem, problem_of
 from hetu_fx.planner.searches import DEFAULT
 from hetu_fx.planner.values.options import ANY, Choice
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.planner.values.tensor_program import TensorProgram
 from hetu_fx.plans.plan import Plan
+from hetu_fx.plans.prediction import Prediction
 from hetu_fx.program.captures import Programs, example_size
 from hetu_fx.program.program import Program
 from hetu_fx.transforms.layouts.work_shares import Split
@@ -73,7 +75,7 @@ class PlannedProgram:
     _known: dict[tuple[Split, bool], ProgramCosts] = field(default_factory=dict)
 
     @cached_property
-    def hap(self) -> TensorProgram:
+    def hap(self) -> GraphProblem:
         """Return the program as HAP plans for it, with the rows of `costs`."""
         return problem_of(self.program.analysed, rows=self.costs.rows)
 
@@ -109,6 +111,14 @@ class PlannedProgram:
             steps_ahead=steps_ahead,
             tell=tell,
         )
+
+    @once
+    def expect(self, plan: Plan, cluster: Cluster) -> Prediction:
+        """Return what a step under a plan with a program is expected to take.
+
+        Raises `PlanError` or `DeductionError` for one that the passes refuse.
+        """
+        return expected(self.hap, plan, self.costs, cluster)
 
     def costs_of(self, split: Split, widest: int = 1) -> ProgramCosts:
         """Return what a step costs where groups, of up to `widest` devices, split these dims first.

@@ -30,10 +30,18 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.bound import bound_seconds
 from hetu_fx.planner.price.step import memory_problems
-from hetu_fx.planner.search.problem import WORTH, Candidates, Captured, Problem, Search, predict_by_costs
+from hetu_fx.planner.search.problem import (
+    WORTH,
+    Candidates,
+    Captured,
+    Problem,
+    Search,
+    predict_by_costs,
+    seconds_by_costs,
+)
 from hetu_fx.planner.search.staying import with_moves
 from hetu_fx.planner.searches import DEFAULT, find_search
-from hetu_fx.planner.simulate.simulate import num_jobs, simulated_seconds
+from hetu_fx.planner.simulate.simulate import num_jobs
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
@@ -145,7 +153,7 @@ def _simulated(found: Mapping[Plan, float], problem: Problem) -> dict[Plan, floa
             break
         jobs = num_jobs(plan) + len(plan.devices)
         if len(taken) < LEAST_FINALISTS or jobs <= max(left // 2, left - ROOM):
-            taken[plan] = simulated_seconds(plan, problem.costs_of(plan), problem.cluster)
+            taken[plan] = seconds_by_costs(plan, problem)
             left -= jobs
     return taken
 
@@ -280,7 +288,7 @@ def question_key(problem: Problem, search: str) -> str:
         "options": asdict(problem.options) | {"seconds": None},
         "steps_ahead": str(problem.steps_ahead),
         "before": None if problem.before is None else problem.before.to_json(),
-        "captured": None if problem.captured is None else asdict(problem.captured.hap),
+        "captured": None if problem.captured is None else asdict(problem.captured.hap.program),
         "code": _code_digest(),
     }
     text = json.dumps(question, sort_keys=True, separators=(",", ":"), default=sorted)  # sets are no JSON

@@ -174,6 +174,7 @@ HELD = {
             "mutants",
             "planning",
             "planted",
+            "programs",
             "reshard",
             "ring_attention",
             "traces",

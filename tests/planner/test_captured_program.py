@@ -30,7 +30,7 @@ def test_another_split_cuts_other_work_and_is_worked_out_once() -> None:
 
 def test_hap_sees_the_rows_of_the_costs() -> None:
     program = convolutions()
-    hap = program.at(program.costs(64, memory=False)).hap
+    hap = program.at(program.costs(64, memory=False)).hap.program
     assert {tensor.shape[tensor.row_dim] for tensor in hap.tensors if tensor.row_dim is not None} == {64}
 
 

@@ -12,16 +12,16 @@ from hetu_fx.base.progress import Tell, nobody
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.fitting import fitted
-from hetu_fx.planner.simulate.simulate import expect
+from hetu_fx.planner.simulate.simulate import expect, simulated_seconds
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.planner.values.tensor_program import TensorProgram
 from hetu_fx.planner.values.time_limit import TimeLimit
 from hetu_fx.plans.plan import Pipeline, Plan
 from hetu_fx.plans.prediction import Prediction
 
 if TYPE_CHECKING:
+    from hetu_fx.planner.search.hap.problem import GraphProblem
     from hetu_fx.transforms.layouts.work_shares import Split
 
 Candidates = Mapping[Plan, float]
@@ -32,13 +32,20 @@ class Captured(Protocol):
     """What only the captured graph of a program tells."""
 
     @property
-    def hap(self) -> TensorProgram:
+    def hap(self) -> GraphProblem:
         """Return the program as HAP plans for it, with the rows of the problem's costs."""
         ...
 
     @property
     def splits(self) -> tuple[Split, ...]:
         """Return what groups may be asked to split first, besides what they would by themselves."""
+        ...
+
+    def expect(self, plan: Plan, cluster: Cluster) -> Prediction:
+        """Return what a step under a plan with a program is expected to take.
+
+        Raises `PlanError` or `DeductionError` for one that the passes refuse.
+        """
         ...
 
     def costs_of(self, split: Split, widest: int = 1) -> ProgramCosts:
@@ -163,8 +170,29 @@ def widest(plan: Plan) -> int:
 
 
 def predict_by_costs(plan: Plan, problem: Problem) -> Prediction:
-    """Predict a plan's step, simulated, for rows of the length that the problem's costs hold for."""
+    """Predict a plan's step, simulated, for rows of the length that the problem's costs hold for.
+
+    One with a program is not simulated, but priced from the captured graph. Raises `PlanError` where there is none.
+    """
+    if plan.has_program:
+        return _of_program(plan, problem)
     return expect(plan, problem.costs_of(plan), problem.cluster)
+
+
+def seconds_by_costs(plan: Plan, problem: Problem) -> float:
+    """Return what a plan's step is predicted to take, as `predict_by_costs` does."""
+    if plan.has_program:
+        return _of_program(plan, problem).seconds
+    return simulated_seconds(plan, problem.costs_of(plan), problem.cluster)
+
+
+def _of_program(plan: Plan, problem: Problem) -> Prediction:
+    if problem.captured is None:
+        raise PlanError(
+            "a plan with a program is priced op by op, for which the captured graph is needed, which profiles do not "
+            "hold; use hetu_fx.plan(model, batch), or leave the program out"
+        )
+    return problem.captured.expect(plan, problem.cluster)
 
 
 def always(problem: Problem) -> bool:

@@ -174,6 +174,11 @@ class TensorProgram:
         """Return the same program with one ratio vector for all of it."""
         return replace(self, ops=tuple(replace(op, segment=0) for op in self.ops))
 
+    def size(self, op: Op, factor: str) -> int:
+        """Return the size of a factor of an op."""
+        pairs = zip((*op.reads, *op.makes), (*op.operands, *op.results), strict=True)
+        return next(self.by_name[name].shape[dims.index(factor)] for name, dims in pairs if factor in dims)
+
     def backward_flops(self, op: Op) -> tuple[float, ...]:
         """Return the work of the gradient of each operand of an op."""
         given = op.backward_flops or (op.flops,) * len(op.reads)

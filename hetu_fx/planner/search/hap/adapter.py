@@ -1,263 +1,75 @@
-"""The HAP search, as the table of searches knows it: its problem, from a captured graph, and plans near its program.
+"""The HAP search, as the table of searches knows it: plans that carry its program, and plans near it.
 
-The problem is made of the graph, its op rules, and its example batch. Every value that parameters reach is a tensor of
-it, its dims the factor classes of the model's dims (see `hetu_fx.deduction.factors.factors`); all else is at hand on
-every device, like the batch itself. Views that only rearrange dims are no ops: their readers read what they are views
-of. Work is counted as `hetu_fx.planner.count.count` counts it, memory traffic included.
-
-HAP plans op by op; a plan says how all devices share rows, or what one group of them splits. The plans that come
-nearest to HAP's program are found by its own prices, with their shares, and priced once more by the cost of all
-searches, for what their groups split. What the program says and the plan cannot is noted on the plan.
+HAP plans op by op. A plan with a program says that op by op too (`to_program`); others say how all devices share rows,
+or what one group of them splits. Those that come nearest are found by HAP's own prices, with their shares, and priced
+once more by the cost of all searches, for what their groups split. That cost knows no programs: what a plan with one
+runs is taken from the passes (`executed`) and priced by HAP's prices, in proportion to what rows by the same shares
+take by both. What the program says and a plan cannot is noted on the plan.
 """
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
-import torch
-from torch import fx
-
-from hetu_fx.base.torch_private import has_schema, tree_leaves
-from hetu_fx.cluster.devices import FLOPS_PER_BYTE
-from hetu_fx.deduction.factors.factors import ClassDims, FactorClass, FactorMap, OpFactors, flat
-from hetu_fx.errors import PlanError
-from hetu_fx.graph import meta
-from hetu_fx.graph.edit import needed_for
-from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
-from hetu_fx.planner.count.count import FlopCounter, example_rows, is_view
+from hetu_fx.errors import DeductionError, PlanError
+from hetu_fx.planner.price.step import memory_problems
+from hetu_fx.planner.search.hap.assemble import HapResult
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.search.hap.to_plan import PARTS, Translation, one_group, translations
+from hetu_fx.planner.search.hap.to_program import sayable, stage_of
 from hetu_fx.planner.search.problem import Candidates, Captured, Problem
-from hetu_fx.planner.values.tensor_program import Factors, Kind, Op, Tensor, TensorProgram
-from hetu_fx.plans.plan import Plan
+from hetu_fx.plans.plan import Pipeline, Plan
 from hetu_fx.plans.prediction import Prediction
-from hetu_fx.transforms.layouts.analysed_graph import AnalysedGraph
-
-
-def problem_of(analysed: AnalysedGraph, *, rows: int | None = None, segment_per_part: bool = False) -> TensorProgram:
-    """Return the HAP problem of a training step of a captured model.
-
-    Args:
-        analysed: the model; sizes are those of its example batch.
-        rows: rows of the step's whole batch; None: as many as the example has.
-        segment_per_part: whether what stands before the repeated blocks, the blocks, and what stands after
-            them may have ratios of their own.
-
-    Raises `PlanError` for a graph without anything that parameters reach.
-    """
-    of_example = example_rows(analysed.graph)
-    scale = (rows or of_example) / of_example
-    reader = _ProblemReader(analysed.graph, analysed.factors, scale, segment_per_part)
-    for node in reader.wanted():
-        reader.add(node)
-    outputs = tuple(dict.fromkeys(reader.source_of(node)[0] for node in reader.outputs()))
-    if not reader.ops:
-        raise PlanError("no value of the graph depends on a parameter; there is nothing to spread over devices")
-    return TensorProgram(tuple(reader.tensors.values()), tuple(reader.ops), outputs, tuple(reader.blocks()))
-
-
-@dataclass
-class _ProblemReader:
-    """The problem while the graph is read."""
-
-    graph: Graph
-    factors: FactorMap
-    scale: float
-    segment_per_part: bool
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    ops: list[Op] = field(default_factory=list)
-    _nodes: list[fx.Node] = field(default_factory=list)
-    _views: dict[fx.Node, tuple[str, ClassDims]] = field(default_factory=dict)
-    _counter: FlopCounter = field(default_factory=FlopCounter)
-
-    def __post_init__(self) -> None:
-        self._parameters = {leaf.node: leaf.name for leaf in self.graph.leaves_of(LeafKind.PARAMETER)}
-        self._learned = set(self._parameters)
-        for node in self.graph.graph.nodes:
-            if node.op == "call_function" and not self._learned.isdisjoint(node.all_input_nodes):
-                self._learned.add(node)
-
-    def outputs(self) -> list[fx.Node]:
-        """Return the loss, or all values if there is none, as far as parameters reach them."""
-        kinds = (OutputKind.LOSS, OutputKind.VALUE)
-        found = [[node for _, node in self.graph.outputs_of(kind)] for kind in kinds]
-        return [node for node in found[0] or found[1] if node in self._learned]
-
-    def wanted(self) -> Iterator[fx.Node]:
-        """Yield the ops that the outputs need and parameters reach, in order."""
-        needed = needed_for(self.outputs(), lambda node: self._learned.intersection(node.all_input_nodes))
-        yield from (node for node in self.graph.graph.nodes if node in needed and node.op == "call_function")
-
-    def add(self, node: fx.Node) -> None:
-        """Take an op into the problem, or as a view of its operand."""
-        if not meta.has_tensor(node) or not self.factors.is_op(node):
-            return
-        op = self.factors.op(node)
-        if node.target is operator.getitem:
-            self._views[node] = self._item(node)
-            return
-        if self._only_rearranges(node, op):
-            self._views[node] = self.source_of(op.operands[0].node)
-            return
-        reads = [self.source_of(operand.node) for operand in op.operands]
-        makes = [self._make(node, number, dims) for number, dims in enumerate(op.results)]
-        flops = self._flops(node, op)
-        self.ops.append(
-            Op(
-                name=node.name,
-                reads=tuple(name for name, _ in reads),
-                makes=tuple(makes),
-                operands=tuple(_names(dims) for _, dims in reads),
-                results=tuple(map(_names, op.results)),
-                flops=flops,
-                backward_flops=_backward(op, flops),
-                whole=frozenset(map(_name, self._whole(op))),
-                linear=op.linear,
-                unread=op.unread | op.counted,
-                segment=self._segment(node),
-                moves=not self._product_flops(node),
-            )
-        )
-        self._nodes.append(node)
-
-    def source_of(self, node: fx.Node) -> tuple[str, ClassDims]:
-        """Return the tensor that a node's value is (a view of), with that tensor's classes; add a leaf."""
-        if node in self._views:
-            return self._views[node]
-        dims = self.factors.dims(node)
-        kind: Kind = "parameter" if node in self._parameters else "value" if node in self._learned else "input"
-        name = self._parameters.get(node, node.name)
-        if name not in self.tensors:
-            self._add_tensor(name, node, dims, meta.value(node).element_size(), kind)
-        return name, dims
-
-    def blocks(self) -> Iterator[tuple[int, int]]:
-        """Yield the ranges of ops of the repeated blocks, up to one whose ops stand among others'."""
-        owners = [self.graph.block_of(node) for node in self._nodes]
-        for block in range(self.graph.num_blocks):
-            own = [index for index, owner in enumerate(owners) if owner == block]
-            if own and {owner for owner in owners[own[0] : own[-1] + 1]} <= {block, None}:
-                yield own[0], own[-1] + 1
-
-    def _item(self, node: fx.Node) -> tuple[str, ClassDims]:
-        source, index = node.args
-        assert isinstance(source, fx.Node)
-        assert isinstance(index, int)
-        if source not in self._learned:
-            return self.source_of(node)
-        before = [item for item in meta.value(source)[:index] if isinstance(item, torch.Tensor)]
-        return _result_name(source, len(before)), self.factors.dims(node)
-
-    def _make(self, node: fx.Node, number: int, dims: ClassDims) -> str:
-        tensors = [item for item in tree_leaves(meta.value(node)) if isinstance(item, torch.Tensor)]
-        name = node.name if len(tensors) == 1 else _result_name(node, number)
-        self._add_tensor(name, node, dims, tensors[number].element_size(), "value", tensors[number].is_floating_point())
-        if len(tensors) == 1:
-            self._views[node] = name, dims
-        return name
-
-    def _add_tensor(
-        self, name: str, node: fx.Node, dims: ClassDims, element_bytes: int, kind: Kind, is_float: bool = True
-    ) -> None:
-        classes = flat(dims)
-        self.tensors[name] = Tensor(
-            name=name,
-            shape=tuple(map(self._size, classes)),
-            kind=kind,
-            element_bytes=element_bytes,
-            has_gradient=is_float,
-            is_kept=self._is_kept(node),
-            movable=node not in self.factors.shard_ordered,
-            origin=tuple(dim for dim, found in enumerate(dims) for _ in found),
-            row_dim=next((i for i, cls in enumerate(classes) if cls.is_batch), None),
-        )
-
-    def _is_kept(self, node: fx.Node) -> bool:
-        """Tell whether a product makes or reads the value: what min-cut rematerialisation keeps, near enough."""
-        ends = [node, *node.users, *(user for view in node.users if view in self._views for user in view.users)]
-        return any(end.op == "call_function" and self._product_flops(end) > 0 for end in ends)
-
-    def _size(self, cls: FactorClass) -> int:
-        size = cls.size or cls.hint
-        return max(1, round(size * self.scale)) if cls.is_batch else max(1, size)
-
-    def _only_rearranges(self, node: fx.Node, op: OpFactors) -> bool:
-        if len(op.operands) != 1 or len(op.results) != 1 or op.whole or not op.known or not is_view(node):
-            return False
-        return sorted(_names(op.results[0])) == sorted(_names(op.operands[0].dims))
-
-    def _whole(self, op: OpFactors) -> Iterable[FactorClass]:
-        """Return classes that may not be cut: also those that a form of the op's own would be needed for.
-
-        One that no result has is summed up in that form, at the price of a few numbers.
-        """
-        made = {cls for dims in op.results for cls in flat(dims)}
-        fixed = {cls for cls in op.classes if not self.factors.splittable(cls)}
-        return op.whole | (op.sharded & made) | fixed
-
-    def _flops(self, node: fx.Node, op: OpFactors) -> float:
-        flops = self._product_flops(node)
-        if not flops and not is_view(node):
-            made = sum(self._bytes(dims) for dims in op.results)
-            read = [self._bytes(operand.dims) for operand in op.operands]
-            # Of a table that is looked up, no more is read than is made.
-            moved = made + sum(min(n, made) if i in op.traits.vanishing else n for i, n in enumerate(read))
-            return moved * FLOPS_PER_BYTE
-        return flops * (self.scale if any(cls.is_batch for cls in op.classes) else 1.0)
-
-    def _bytes(self, dims: ClassDims) -> float:
-        return 4.0 * math.prod(map(self._size, flat(dims)))
-
-    def _product_flops(self, node: fx.Node) -> float:
-        return float(self._counter.flops(node)) if meta.has_tensor(node) and has_schema(node.target) else 0.0
-
-    def _segment(self, node: fx.Node) -> int:
-        if not self.segment_per_part or not self.graph.num_blocks:
-            return 0
-        if self.graph.block_of(node) is not None:
-            return 1
-        return 0 if self.graph.position(node) < self.graph.num_blocks - 1 else 2
-
-
-def _backward(op: OpFactors, flops: float) -> tuple[float, ...]:
-    """Return the work of operands' gradients: twice the forward's, shared by those that are multiplied."""
-    sharing = [i for i in range(len(op.operands)) if i not in op.additive]
-    return tuple(2 * flops / len(sharing) if i in sharing else 0.0 for i in range(len(op.operands)))
-
-
-def _result_name(node: fx.Node, number: int) -> str:
-    return f"{node.name}[{number}]"
-
-
-def _name(cls: FactorClass) -> str:
-    return f"#{cls.id}"
-
-
-def _names(dims: ClassDims) -> Factors:
-    return tuple(map(_name, flat(dims)))
 
 
 def find_plans(problem: Problem) -> Candidates:
-    """Return the plans near HAP's program that fit; none if it finds none, and says why."""
+    """Return the plan that carries HAP's program, and plans near it, that fit; none if it finds none, and says why."""
     captured = problem.captured
     assert captured is not None, "the table refuses problems without a graph"
     try:
-        found = list(_translations(captured, problem))
+        result = _searched(captured, problem)
+        found = list(_translations(captured, result, problem))
     except PlanError as refusal:
         problem.tell(f"hap: {refusal}")
         return {}
     plans = [plan for each in found for plan in _plans(each, captured, problem)]
-    return dict(fitted for fitted in map(problem.fitted, plans) if fitted is not None)
+    near = dict(fitted for fitted in map(problem.fitted, plans) if fitted is not None)
+    return near | dict(_with_program(captured, result, problem))
 
 
-def _translations(captured: Captured, problem: Problem) -> Iterator[Translation]:
-    options, cluster = problem.options, problem.cluster
-    fraction = options.memory_fraction
-    result = search(captured.hap, cluster, memory_fraction=fraction, zero=options.zero)
-    near = translations(captured.hap, result, cluster, memory_fraction=fraction, zero=options.zero)
+def _searched(captured: Captured, problem: Problem) -> HapResult:
+    options = problem.options
+    program = sayable(captured.hap)
+    return search(program, problem.cluster, memory_fraction=options.memory_fraction, zero=options.zero)
+
+
+def _with_program(captured: Captured, result: HapResult, problem: Problem) -> Iterator[tuple[Plan, float]]:
+    """Yield the plan that carries a program, with its seconds, if the passes run it and it fits."""
+    if not problem.options.tensor_parallel:
+        return
+    try:
+        stage = stage_of(captured.hap, result)
+        plan = problem.plan([Pipeline((stage,))])
+        expected = captured.expect(plan, problem.cluster)
+    except (PlanError, DeductionError) as refusal:
+        problem.tell(f"hap: its program does not run: {refusal}")
+        return
+    if problem.options.refused(plan) or memory_problems(expected, problem.cluster, problem.options.memory_fraction):
+        return
+    problem.priced.add(expected.seconds, is_roomy=True)
+    yield replace(plan, predicted=Prediction(expected.seconds, why=_said(result))), expected.seconds
+
+
+def _said(result: HapResult) -> str:
+    return f"hap, by its own prices: the program that was found takes {result.seconds:.4g} s: {result.why}"
+
+
+def _translations(captured: Captured, result: HapResult, problem: Problem) -> Iterator[Translation]:
+    options = problem.options
+    near = translations(
+        captured.hap.program, result, problem.cluster, memory_fraction=options.memory_fraction, zero=options.zero
+    )
     yield from (each for each in near if options.sequence_parallel or not each.plan.sequence_parallel)
 
 

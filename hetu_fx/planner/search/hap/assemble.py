@@ -64,7 +64,7 @@ def _step(expansion: Expansion, choice: OpChoice) -> HapStep:
         tensor = problem.by_name[name]
         transfers = expansion.prices.change(tensor, source, target) or ()
         changes.append(LayoutChange(name, source, target, transfers, tensor.kind == "parameter"))
-    return HapStep(op, form, choice.homes, tuple(changes), expansion.gathered(op, form))
+    return HapStep(op, form, choice.homes, tuple(changes), expansion.prices.gathered(form, problem.by_name))
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from functools import cached_property
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.hap.forms import OpForm, SynthesisRules, forms_of
-from hetu_fx.planner.search.hap.prices import PricedCollective, RatioPrices, Vector
+from hetu_fx.planner.search.hap.prices import RatioPrices, Vector
 from hetu_fx.planner.search.hap.span import Span
 from hetu_fx.planner.search.hap.states import COPY, HeldBytes, Layout, LayoutKind, Limits, held, held_after, split
 from hetu_fx.planner.search.hap.synthesis import Dominance, Layouts, OpChoice, Stretch
-from hetu_fx.planner.values.tensor_program import Op, Tensor, TensorProgram
+from hetu_fx.planner.values.tensor_program import Tensor, TensorProgram
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +80,9 @@ class Expansion:
                 kept.append(move)
         return tuple(kept)
 
-    def gathered(self, op: Op, form: OpForm) -> tuple[PricedCollective, ...]:
-        """Return what sufficient-factor broadcasting gathers for a form; inputs are everywhere anyway."""
-        tensors = (self.problem.by_name[name] for name in form.gathered)
-        return tuple(self.prices.gather(t, form.segment, is_backward=True) for t in tensors if t.kind != "input")
-
     def _moves(self, index: int, number: int, layouts: Mapping[str, Layouts]) -> Iterator[Stretch]:
         op, form = self.problem.ops[index], self.forms[index][number]
-        gathers = self.prices.seconds(self.gathered(op, form))
+        gathers = self.prices.seconds(self.prices.gathered(form, self.problem.by_name))
         for way in self._ways(index, form, layouts):
             after = dict(way.layouts) | {name: (made,) for name, made in zip(op.makes, form.makes, strict=True)}
             left = tuple(sorted((name, have) for name, have in after.items() if self._matters(name, index)))

@@ -89,6 +89,20 @@ def forms_of(op: Op, problem: TensorProgram, rules: SynthesisRules, num_devices:
     return tuple(dict.fromkeys((*forms.whole(), *forms.on_summands(), *forms.cut())))
 
 
+def from_factors(op: Op, form: OpForm, ends: Sequence[int], problem: TensorProgram) -> OpForm:
+    """Return a form whose gradients of the operands at `ends` every device makes from gathered factors."""
+    reads = tuple(COPY if i in ends else layout for i, layout in enumerate(form.reads))
+    repeated = math.fsum(problem.backward_flops(op)[i] for i in ends)
+    gathered = [n for n, layout in zip(op.reads, form.reads, strict=True) if layout and layout.dim >= 0]
+    gathered += [n for n in op.makes if problem.by_name[n].has_gradient]
+    return form._replace(
+        reads=reads,
+        cut_flops=form.cut_flops - repeated,
+        whole_flops=repeated,
+        gathered=tuple(dict.fromkeys(gathered)),
+    )
+
+
 def _gradient_bearing(tensor: Tensor, layout: Layout, rules: SynthesisRules) -> Layout:
     """Return a layout as the rules know it: copies without gradient are COPY, others may all be SHARED."""
     if layout not in (COPY, SHARED):
@@ -134,18 +148,14 @@ class _Forms:
         names = (*self.op.operands, *self.op.results)
         is_once = max(dims.count(factor) for dims in names) == 1
         in_results = {factor in dims for dims in self.op.results}
-        enough = self._size(factor) >= self.num_devices * self.rules.smallest_units
+        enough = self.problem.size(self.op, factor) >= self.num_devices * self.rules.smallest_units
         return factor not in self.op.whole and is_once and len(in_results) == 1 and enough
-
-    def _size(self, factor: str) -> int:
-        pairs = zip((*self.op.reads, *self.op.makes), (*self.op.operands, *self.op.results), strict=True)
-        return next(self._tensor(name).shape[dims.index(factor)] for name, dims in pairs if factor in dims)
 
     def _cut(self, factor: str) -> OpForm:
         reads = self._reads([self._split_or(names, factor, SHARED) for names in self.op.operands])
         makes = tuple(self._split_or(names, factor, PARTIAL) for names in self.op.results)
         flops = self.problem.all_flops(self.op)
-        return OpForm(factor, self.op.segment, reads, makes, cut_flops=flops, units=self._size(factor))
+        return OpForm(factor, self.op.segment, reads, makes, cut_flops=flops, units=self.problem.size(self.op, factor))
 
     def _from_sufficient_factors(self, factor: str, form: OpForm) -> OpForm | None:
         """Return the form that leaves no parameter's gradient partial, if the op has such parameters."""
@@ -154,16 +164,7 @@ class _Forms:
             return None
         if any(layout == PARTIAL for layout in form.makes):
             return None  # each result's gradient is whole, but what a partial is made from is not
-        reads = tuple(COPY if i in ends else layout for i, layout in enumerate(form.reads))
-        repeated = math.fsum(self.problem.backward_flops(self.op)[i] for i in ends)
-        gathered = [n for n, layout in zip(self.op.reads, form.reads, strict=True) if layout and layout.dim >= 0]
-        gathered += [n for n in self.op.makes if self._tensor(n).has_gradient]
-        return form._replace(
-            reads=reads,
-            cut_flops=form.cut_flops - repeated,
-            whole_flops=repeated,
-            gathered=tuple(dict.fromkeys(gathered)),
-        )
+        return from_factors(self.op, form, ends, self.problem)
 
     def _is_factor(self, position: int) -> bool:
         """Tell whether an operand is a parameter that the op is linear in."""

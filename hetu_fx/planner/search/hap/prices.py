@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import NamedTuple
@@ -218,9 +218,11 @@ class RatioPrices:
         """Return the seconds of transfers, one after another."""
         return sum(transfer.seconds(self.ratios) for transfer in transfers)
 
-    def gather(self, tensor: Tensor, segment: int, *, is_backward: bool) -> PricedCollective:
-        """Return the gathering of a split tensor, or of its gradient."""
-        return self._transfer(ChangeKind.ALL_GATHER, tensor, segment, segment, is_backward)
+    def gathered(self, form: OpForm, tensors: Mapping[str, Tensor]) -> tuple[PricedCollective, ...]:
+        """Return what sufficient-factor broadcasting gathers for a form; inputs are everywhere anyway."""
+        segment, named = form.segment, (tensors[name] for name in form.gathered)
+        split = (tensor for tensor in named if tensor.kind != "input")
+        return tuple(self._transfer(ChangeKind.ALL_GATHER, each, segment, segment, is_backward=True) for each in split)
 
     def _change(self, tensor: Tensor, source: Layout, target: Layout) -> tuple[PricedCollective, ...] | None:
         found: list[PricedCollective] = []

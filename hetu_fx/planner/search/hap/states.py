@@ -69,17 +69,20 @@ class ChangeKind(StrEnum):
 Both = tuple[ChangeKind | None, ChangeKind | None]
 """What changes the tensor forward, and its gradient backward; None where nothing moves."""
 
-_CHANGES: dict[tuple[str, str], Both] = {
-    ("copy", "shared"): (None, ChangeKind.ALL_REDUCE),
-    ("shared", "copy"): (None, None),
-    ("copy", "split"): (None, ChangeKind.ALL_GATHER),
-    ("shared", "split"): (None, None),
-    ("split", "copy"): (ChangeKind.ALL_GATHER, None),
-    ("split", "shared"): (ChangeKind.ALL_GATHER, ChangeKind.REDUCE_SCATTER),
-    ("partial", "copy"): (ChangeKind.ALL_REDUCE, None),
-    ("partial", "shared"): (ChangeKind.ALL_REDUCE, ChangeKind.ALL_REDUCE),
-    ("partial", "split"): (ChangeKind.REDUCE_SCATTER, ChangeKind.ALL_GATHER),
+_HALVES = {
+    LayoutKind.COPY: ("whole", "whole"),
+    LayoutKind.SHARED: ("whole", "summands"),
+    LayoutKind.SPLIT: ("parts", "parts"),
+    LayoutKind.PARTIAL: ("summands", "whole"),
 }
+"""What each device has of a tensor, and of its gradient."""
+
+_MOVES = {
+    ("parts", "whole"): ChangeKind.ALL_GATHER,
+    ("summands", "whole"): ChangeKind.ALL_REDUCE,
+    ("summands", "parts"): ChangeKind.REDUCE_SCATTER,
+}
+"""What `comm_ops.resolve` makes of one into another, of a tensor or of its gradient; the others move nothing."""
 
 
 def changes(source: Layout, target: Layout) -> Iterator[tuple[Layout, Both]]:
@@ -90,9 +93,10 @@ def changes(source: Layout, target: Layout) -> Iterator[tuple[Layout, Both]]:
     if source == target:
         return
     if not source.kind == target.kind == LayoutKind.SPLIT:
-        found = _CHANGES.get((source.kind, target.kind))
-        if found is not None:
-            yield (source if source.kind is LayoutKind.SPLIT else target), found
+        if target.kind is not LayoutKind.PARTIAL:  # no summands are made of what is none
+            (value, gradient), (wanted, back) = _HALVES[source.kind], _HALVES[target.kind]
+            both = _MOVES.get((value, wanted)), _MOVES.get((back, gradient))
+            yield (source if source.kind is LayoutKind.SPLIT else target), both
         return
     if source.dim != target.dim:
         yield source, (ChangeKind.ALL_TO_ALL, ChangeKind.ALL_TO_ALL)

@@ -18,8 +18,8 @@ from hetu_fx.graph.graph import Graph
 from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.make_plan import make_plans
 from hetu_fx.planner.search.contiguous import CONTIGUOUS
-from hetu_fx.planner.search.hap.adapter import problem_of
 from hetu_fx.planner.search.hap.entry import HAP
+from hetu_fx.planner.search.hap.problem import problem_of
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.search.hap.to_plan import translations
 from hetu_fx.planner.searches import AUTO
@@ -28,6 +28,7 @@ from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs
 from hetu_fx.transforms.layouts.analysed_graph import Analyse
 from tests.model_zoo import SAMPLES, captured, example
+from tests.planner.search.hap.graphs import Stack
 from tests.planner.search.hap.released import of_bandwidths
 from tests.planner.search.nets import UNEQUAL, Convolutions, Perceptron, images, mean_square, problem
 from tests.transforms.plans import program_of, same_in_group
@@ -119,41 +120,13 @@ def found_for(make: Callable[[], nn.Module], batch: dict[str, torch.Tensor], los
 FAST_AND_SLOW = Cluster.on_paper([2e12, 1e12], intra=Link(1e10, 1e-6))
 
 
-class Attention(nn.Module):
-    """Heads of a fused projection, a residual, a feed-forward."""
-
-    def __init__(self, heads: int, width: int) -> None:
-        super().__init__()
-        self.heads, self.qkv, self.out = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows, length, width = x.shape
-        parts = self.qkv(x).view(rows, length, 3, self.heads, width // self.heads).unbind(2)
-        q, k, v = (part.transpose(1, 2) for part in parts)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-class Stack(nn.Module):
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Attention(4, 64) for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.pow(2).mean()
-
-
 @functools.cache
 def stack(layers: int = 3) -> Graph:
     return capture(Stack(layers), {"x": torch.randn(8, 16, 64)}, loss_fn=lambda out, **batch: out)
 
 
 def test_tensors_have_the_factors_of_the_models_dims() -> None:
-    problem = problem_of(Analyse()(stack()))
+    problem = problem_of(Analyse()(stack())).program
     weight = problem.by_name["layers.0.qkv.weight"]
     assert (weight.shape, weight.origin, weight.kind) == ((3, 4, 16, 64), (0, 0, 0, 1), "parameter")
     [x] = [tensor for tensor in problem.tensors if tensor.kind == "input"]
@@ -161,7 +134,7 @@ def test_tensors_have_the_factors_of_the_models_dims() -> None:
 
 
 def test_views_are_no_ops_and_products_count_their_flops() -> None:
-    problem = problem_of(Analyse()(stack()))
+    problem = problem_of(Analyse()(stack())).program
     names = " ".join(op.name for op in problem.ops)
     assert "transpose" not in names
     assert "view" not in names
@@ -174,13 +147,13 @@ def test_views_are_no_ops_and_products_count_their_flops() -> None:
 
 
 def test_a_larger_batch_scales_rows_and_work() -> None:
-    one, two = (problem_of(Analyse()(stack()), rows=rows) for rows in (8, 16))
+    one, two = (problem_of(Analyse()(stack()), rows=rows).program for rows in (8, 16))
     assert [op.flops * 2 for op in one.ops[:5]] == [op.flops for op in two.ops[:5]]
     assert {t.shape[t.row_dim] for t in two.tensors if t.row_dim is not None} == {16}
 
 
 def test_equal_layers_are_searched_once() -> None:
-    problem = problem_of(Analyse()(stack(6)))
+    problem = problem_of(Analyse()(stack(6))).program
     assert len(problem.blocks) == 6
     once, all_of_them = (search(problem, FAST_AND_SLOW, blocks_once=once) for once in (True, False))
     assert once.seconds == pytest.approx(all_of_them.seconds, rel=1e-9)
@@ -192,21 +165,21 @@ def test_heads_and_feed_forward_are_cut_for_few_rows_and_rows_where_there_are_ma
     held = []
     for rows in (2, 4096):
         result = search(
-            problem_of(Analyse()(stack()), rows=rows), Cluster.on_paper([2e9, 1e9]), collectives=equally_fast
+            problem_of(Analyse()(stack()), rows=rows).program, Cluster.on_paper([2e9, 1e9]), collectives=equally_fast
         )
         held.append([str(result.layouts[f"layers.1.{name}.weight"]) for name in ("qkv", "up")])
     assert held == [["split 1", "split 0"], ["copy", "copy"]]  # by heads: the second factor of the fused dim
 
 
 def test_parts_of_the_model_may_have_ratios_of_their_own() -> None:
-    problem = problem_of(Analyse()(stack()), segment_per_part=True)
+    problem = problem_of(Analyse()(stack()), segment_per_part=True).program
     assert {op.segment for op in problem.ops} == {1, 2}
     apart, together = (search(one, FAST_AND_SLOW).seconds for one in (problem, problem.in_one_segment()))
     assert apart <= together * (1 + 1e-6)
 
 
 def test_the_plan_of_a_captured_model_names_parameters_of_the_model() -> None:
-    problem = problem_of(Analyse()(stack()))
+    problem = problem_of(Analyse()(stack())).program
     result = search(problem, FAST_AND_SLOW)
     translation = translations(problem, result, FAST_AND_SLOW)[0]
     parameters = {tensor.name for tensor in problem.tensors if tensor.kind == "parameter"}
@@ -227,6 +200,6 @@ def test_a_graph_without_parameters_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["bert", "conv", "gpt2", "vit"])
 def test_models_of_the_zoo_have_programs_no_slower_than_their_plans(name: str) -> None:
-    problem = problem_of(Analyse()(captured(name)[1]))
+    problem = problem_of(Analyse()(captured(name)[1])).program
     result = search(problem, FAST_AND_SLOW)
     assert translations(problem, result, FAST_AND_SLOW)[0].loss_seconds >= -1e-6 * result.seconds

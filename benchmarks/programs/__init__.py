@@ -1,0 +1,1 @@
+"""HAP's programs: priced, and measured on throttled processes."""

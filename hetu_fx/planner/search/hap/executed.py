@@ -1,0 +1,153 @@
+"""What runs, as a HAP program: the decisions and states of a deduced graph, its moves and work at HAP's prices.
+
+A value that lies whole is COPY, or SHARED where its cotangent comes as summands that nothing adds up there; summands
+are PARTIAL. So each edge of the graph at which an op needs a value otherwise than it lies, or gives back summands of a
+cotangent, is a change of layout, priced like those of a program that was found. A value is moved once for all readers
+that want it alike, as the passes do.
+
+Parameters that lie whole are held as is fastest: whole, or in parts by the ratios, which are gathered, and whose
+gradients are reduced and scattered, as a step begins and ends. What outputs need after the last op is left out, as in
+programs that are found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import fx
+
+from hetu_fx.deduction.factors.factors import flat
+from hetu_fx.planner.search.hap.forms import OpForm, from_factors
+from hetu_fx.planner.search.hap.prices import RatioPrices
+from hetu_fx.planner.search.hap.problem import GraphProblem, factor_name
+from hetu_fx.planner.search.hap.program import HapProgram, HapStep, LayoutChange
+from hetu_fx.planner.search.hap.states import COPY, PARTIAL, SHARED, Layout, split
+from hetu_fx.planner.values.tensor_program import Op, Tensor
+from hetu_fx.transforms.layouts.axis import AxisDeduction
+from hetu_fx.transforms.layouts.flow import is_item
+from hetu_fx.transforms.layouts.states import AxisState, Need, OpStrategy, SplitOn, Whole
+from hetu_fx.transforms.layouts.strategies import gives_summands
+
+
+def executed(problem: GraphProblem, axis: AxisDeduction, prices: RatioPrices) -> HapProgram:
+    """Return what devices do along an axis on which all of them stand, its moves as is fastest at the ratios."""
+    walk = _Walk(problem, axis, prices)
+    return HapProgram(tuple(step for node in walk.nodes() for step in walk.visited(node)))
+
+
+@dataclass
+class _Walk:
+    """Goes through the graph in order; `waiting` are the moves that have come up since the last op."""
+
+    problem: GraphProblem
+    axis: AxisDeduction
+    prices: RatioPrices
+    waiting: list[LayoutChange] = field(default_factory=list)
+    moved: set[tuple[fx.Node | str, Layout]] = field(default_factory=set)
+    homes: dict[str, Layout] = field(default_factory=dict)
+
+    @cached_property
+    def _ops(self) -> Mapping[fx.Node, Op]:
+        return dict(zip(self.problem.nodes, self.problem.program.ops, strict=True))
+
+    def nodes(self) -> Iterator[fx.Node]:
+        """Yield what makes or views the problem's tensors, up to its last op."""
+        for node in self.problem.analysed.graph.graph.nodes:
+            if node in self._ops or (node in self.axis.decisions and node in self.problem.sources):
+                yield node
+            if node is self.problem.nodes[-1]:
+                return
+
+    def visited(self, node: fx.Node) -> Iterator[HapStep]:
+        """Yield what an op is; nothing for a view, whose moves the next op waits for."""
+        start = len(self.homes)
+        for need in self.axis.decisions[node].needs:
+            self._bring(need)
+        if node in self._ops:
+            form, homes = self._form(node), tuple(self.homes.items())[start:]
+            gathered = self.prices.gathered(form, self.problem.program.by_name)
+            yield HapStep(self._ops[node], form, homes, tuple(self.waiting), gathered)
+            self.waiting = []
+        for result in self._results(node):
+            self._change(result, self._made(result), self._lies(result))
+
+    def _form(self, node: fx.Node) -> OpForm:
+        op, decision = self._ops[node], self.axis.decisions[node]
+        reads = tuple(self._wanted(need) for need in decision.needs)
+        makes = tuple(self._made(result) or COPY for result in self._results(node))
+        flops, cut = self.problem.program.all_flops(op), decision.factor
+        if cut is None:
+            return OpForm(None, op.segment, reads, makes, whole_flops=flops)
+        name = factor_name(cut)
+        form = OpForm(name, op.segment, reads, makes, cut_flops=flops, units=self.problem.program.size(op, name))
+        ends = [i for i, need in enumerate(decision.needs) if self._is_made_whole(node, decision, need)]
+        return from_factors(op, form, ends, self.problem.program) if ends else form
+
+    def _is_made_whole(self, node: fx.Node, decision: OpStrategy, need: Need) -> bool:
+        """Tell whether a gradient that would come in summands is made from gathered factors instead."""
+        return not need.summed_cotangent and gives_summands(node, decision, need, self.problem.analysed.flow)
+
+    def _bring(self, need: Need) -> None:
+        """Note what brings an operand to how the op needs it."""
+        if need.node not in self.problem.sources:
+            return
+        if self._tensor(need.node).kind == "parameter":
+            self._change(need.node, self._home(need.node), self._wanted(need))
+        else:
+            self._change(need.node, self._lies(need.node), self._wanted(need))
+
+    def _change(self, node: fx.Node, source: Layout | None, target: Layout | None) -> None:
+        """Note a change of layout, the first time that it is asked for."""
+        if source is None or target is None or source == target:
+            return
+        tensor = self._tensor(node)
+        key = tensor.name if tensor.kind == "parameter" else node, target
+        if key in self.moved:
+            return
+        self.moved.add(key)
+        transfers = self.prices.change(tensor, source, target) or ()
+        self.waiting.append(LayoutChange(tensor.name, source, target, transfers, tensor.kind == "parameter"))
+
+    def _home(self, node: fx.Node) -> Layout | None:
+        """Return how a parameter is held: of what lies whole, the parts too that its changes to all readers ask for."""
+        tensor, lies = self._tensor(node), self._layout(node, self.axis.states[node])
+        if tensor.name not in self.homes and lies is not None:
+            wanted = {self._wanted(n) for user in node.users for n in self.axis.needs(user) if n.node is node}
+            homes = [lies, *(split(dim) for dim in range(len(tensor.shape)))] if lies == COPY else [lies]
+            self.homes[tensor.name] = min(homes, key=lambda home: self._seconds(tensor, home, wanted))
+        return self.homes.get(tensor.name)
+
+    def _seconds(self, tensor: Tensor, home: Layout, wanted: set[Layout | None]) -> float:
+        changes = (self.prices.change(tensor, home, layout) for layout in wanted - {None, home} if layout)
+        return sum(self.prices.seconds(transfers or ()) for transfers in changes)
+
+    def _wanted(self, need: Need) -> Layout | None:
+        return self._layout(need.node, need.state, summed=need.summed_cotangent)
+
+    def _made(self, node: fx.Node) -> Layout | None:
+        """Return how a value comes out of its op."""
+        return self._layout(node, self.axis.made[node], summed=node in self.axis.summed_cotangents)
+
+    def _lies(self, node: fx.Node) -> Layout | None:
+        """Return how a value lies for its readers."""
+        return self._layout(node, self.axis.states[node], summed=node in self.axis.summed_cotangents)
+
+    def _layout(self, node: fx.Node, state: AxisState, *, summed: bool = False) -> Layout | None:
+        """Return the layout of a value in a state; None of what every device has anyway."""
+        if node not in self.problem.sources or (tensor := self._tensor(node)).kind == "input":
+            return None
+        match state:
+            case SplitOn(factor):
+                return split(flat(self.problem.sources[node][1]).index(factor))
+            case Whole():
+                return SHARED if summed and tensor.has_gradient else COPY
+            case _:
+                return PARTIAL
+
+    def _tensor(self, node: fx.Node) -> Tensor:
+        return self.problem.program.by_name[self.problem.sources[node][0]]
+
+    def _results(self, node: fx.Node) -> list[fx.Node]:
+        return [node] if node in self.problem.sources else list(filter(is_item, node.users))

@@ -1,0 +1,92 @@
+"""What plans take by HAP's prices: programs, one group, rows for each device, all by what the passes deduce of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import fmean
+
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.errors import DeductionError, PlanError
+from hetu_fx.planner.search.hap.assemble import HapResult
+from hetu_fx.planner.search.hap.executed import executed
+from hetu_fx.planner.search.hap.prices import Collectives, RatioPrices
+from hetu_fx.planner.search.hap.problem import GraphProblem
+from hetu_fx.planner.search.hap.search import bytes_of
+from hetu_fx.planner.simulate.simulate import simulated_seconds
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.plan import Plan
+from hetu_fx.plans.prediction import DeviceCost, Prediction
+from hetu_fx.transforms.layouts.annotate import Annotate
+from hetu_fx.transforms.layouts.axis import AxisDeduction
+from hetu_fx.transforms.layouts.deduce import Deduce
+from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
+
+
+def run_of(problem: GraphProblem, plan: Plan, cluster: Cluster, *, collectives: Collectives | None = None) -> HapResult:
+    """Return the program that a plan runs on its devices, at its ratios, with its seconds.
+
+    Raises `PlanError` for a plan of stages or of grids, which is no program of all devices, and what the passes raise
+    for one that they refuse.
+    """
+    axis, shares = _axis(plan, Deduce(cluster)(Annotate(plan, wants_values=False)(problem.analysed)))
+    cluster = cluster.without([rank for rank in cluster.ranks if rank not in plan.devices])
+    devices = [cluster.device(rank) for rank in plan.devices]
+    program = problem.program.at(fmean(device.flops_per_byte for device in devices))
+    speeds, ratios = tuple(device.speed for device in devices), (tuple(share / sum(shares) for share in shares),)
+    prices = RatioPrices(speeds, collectives or Collectives.of_cluster(cluster), ratios)
+    found = executed(replace(problem, program=program), axis, prices)
+    return HapResult(
+        program=found,
+        ratios=ratios,
+        seconds=found.seconds(speeds, ratios),
+        ranks=plan.devices,
+        speeds=speeds,
+        held=bytes_of(found, program, zero=plan.zero),
+        rounds=(),
+        num_states=0,
+        is_exact=True,
+    )
+
+
+def expected(problem: GraphProblem, plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Prediction:
+    """Return what a step under a plan with a program is expected to take, comparable with what others are.
+
+    By HAP's prices, times what a simulation makes of a plan without one, of the same devices and shares, by HAP's
+    prices of that: rows for each device, or one group where rows cannot be apart. Raises as `run_of` does.
+    """
+    own = run_of(problem, plan, cluster)
+    scale, beside = _scale(problem, plan, costs, cluster)
+    devices = tuple(_scaled(device, scale) for device in own.prediction.devices)
+    why = f"{own.why}, by HAP's prices; times {scale:.4g}, which a simulation makes of {beside}"
+    return Prediction(own.seconds * scale, devices, why=why)
+
+
+def _scale(problem: GraphProblem, plan: Plan, costs: ProgramCosts, cluster: Cluster) -> tuple[float, str]:
+    ratios = plan.pipelines[0].stages[0].ratios
+    for beside in (Plan.data_parallel(plan.devices, ratios), Plan.tensor_parallel(plan.devices, ratios)):
+        try:
+            own = run_of(problem, beside, cluster).seconds
+            return simulated_seconds(beside, costs, cluster) / own, beside.summary()
+        except (PlanError, DeductionError):
+            continue
+    return 1.0, "nothing that it knows"
+
+
+def _scaled(device: DeviceCost, scale: float) -> DeviceCost:
+    return replace(device, seconds=tuple((term, seconds * scale) for term, seconds in device.seconds))
+
+
+def _axis(plan: Plan, deduced: DeducedGraph) -> tuple[AxisDeduction, tuple[int, ...]]:
+    """Return the axis that all devices of a plan stand along, and their shares."""
+    stages = [stage for *_, stage in plan.stages]
+    if all(len(pipeline.stages) == 1 and pipeline.micro_batches == 1 for pipeline in plan.pipelines):
+        if all(len(stage.devices) == 1 for stage in stages):
+            return deduced.batch, tuple(pipeline.share for pipeline in plan.pipelines)
+        if len(stages) == 1 and not stages[0].is_grid:
+            layout = deduced.annotated.layouts[0]
+            along = [axis for axis, each in zip(deduced.inside(layout), layout.axes, strict=True) if each.ways > 1]
+            if len(along) == 1:
+                return along[0], stages[0].ratios
+    raise PlanError(
+        f"plan {plan.summary()} is no program of all devices together; give rows to single devices, or one stage"
+    )

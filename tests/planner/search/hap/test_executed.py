@@ -1,0 +1,74 @@
+"""What plans run, read off the deduced graph as programs, against moves and seconds worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetu_fx.errors import PlanError
+from hetu_fx.planner.captured_program import CapturedProgram
+from hetu_fx.planner.search.hap.priced import expected, run_of
+from hetu_fx.planner.search.hap.prices import Collectives
+from hetu_fx.planner.search.hap.problem import GraphProblem
+from hetu_fx.planner.simulate.simulate import simulated_seconds
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from tests.planner.search.hap.graphs import TWO_TO_ONE, convolutions, perceptron
+from tests.planner.search.nets import convolutions as captured_convolutions
+
+ROWS, GROUP = Plan.data_parallel((0, 1), (2, 1)), Plan.tensor_parallel((0, 1), (2, 1))
+
+
+@pytest.mark.parametrize("problem", [perceptron(), convolutions()], ids=["perceptron", "convolutions"])
+def test_rows_for_each_device_take_their_share_of_the_work_and_a_sum_of_each_parameters_gradient(
+    problem: GraphProblem,
+) -> None:
+    run = run_of(problem, ROWS, TWO_TO_ONE)
+    parameters = [tensor for tensor in problem.program.tensors if tensor.kind == "parameter"]
+    assert sorted(map(str, run.transfers)) == sorted(f"all-reduce of {each.name} (gradient)" for each in parameters)
+    ops, program = problem.program.ops, problem.program
+    work = sum(program.all_flops(op) for op in ops if op.makes[0] not in program.outputs) * (2 / 3) / 2e10
+    last = sum(program.all_flops(op) for op in ops if op.makes[0] in program.outputs) / 1e10
+    sums = sum(Collectives.of_cluster(TWO_TO_ONE).all_reduce(each.bytes) for each in parameters)
+    assert run.seconds == pytest.approx(work + last + sums, rel=1e-3)
+
+
+def test_a_group_sums_what_follows_a_product_of_parts_and_the_gradient_of_what_enters_one() -> None:
+    plan = Plan((Pipeline((Stage((0, 1), (2, 1)),)),), split=(("second.weight", 0),))
+    run = run_of(perceptron(), plan, TWO_TO_ONE)
+    kinds = [str(transfer) for transfer in run.transfers]
+    assert "all-reduce of linear_2" in kinds
+    assert "all-reduce of relu (gradient)" in kinds
+    assert {step.form.cut for step in run.program.steps if "second.weight" in step.op.reads} == {"#2"}
+    assert run.ratios == ((2 / 3, 1 / 3),)
+    assert run.layouts["second.weight"].dim == 0
+
+
+def test_what_is_moved_is_what_deduction_says_is_exchanged() -> None:
+    for problem in (perceptron(), convolutions()):
+        run = run_of(problem, GROUP, TWO_TO_ONE)
+        moved = {transfer.tensor for transfer in run.transfers}
+        changed = {change.tensor for step in run.program.steps for change in step.changes if change.transfers}
+        assert moved == changed != set()
+
+
+def test_each_device_holds_its_share_of_what_is_split_and_all_of_what_is_not() -> None:
+    alone, group = (run_of(perceptron(), plan, TWO_TO_ONE).held for plan in (Plan.single(0), GROUP))
+    shares = ((2 / 3, 1 / 3),)
+    assert group.on_device(1, shares) < group.on_device(0, shares) < alone.on_device(0, ((1.0,),))
+
+
+def test_a_plan_of_stages_is_no_program_of_all_devices() -> None:
+    plan = Plan((Pipeline((Stage((0,)), Stage((1,)))),))
+    with pytest.raises(PlanError, match=r"\[0\] > \[1\] is no program of all devices together; give rows"):
+        run_of(perceptron(), plan, TWO_TO_ONE)
+
+
+def test_prices_are_in_proportion_to_what_a_simulation_makes_of_rows_by_the_same_shares() -> None:
+    captured: CapturedProgram = captured_convolutions(6)
+    costs = captured.costs(6, memory=False)
+    problem = captured.at(costs).hap
+    found = expected(problem, GROUP, costs, TWO_TO_ONE)
+    simulated = simulated_seconds(ROWS, costs, TWO_TO_ONE)
+    own = run_of(problem, GROUP, TWO_TO_ONE).seconds / run_of(problem, ROWS, TWO_TO_ONE).seconds
+    assert found.seconds == pytest.approx(simulated * own)
+    assert [device.rank for device in found.devices] == [0, 1]
+    assert "by HAP's prices; times" in found.why

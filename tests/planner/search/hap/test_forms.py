@@ -1,0 +1,68 @@
+"""Forms of ops, against the strategies by which deduction says that the same ops run."""
+
+from __future__ import annotations
+
+import pytest
+from torch import fx
+
+from hetu_fx.deduction.factors.factors import flat
+from hetu_fx.planner.search.hap.forms import OpForm, SynthesisRules, forms_of
+from hetu_fx.planner.search.hap.problem import GraphProblem, factor_name, problem_of
+from hetu_fx.planner.search.hap.states import COPY, PARTIAL, SHARED, Layout, split
+from hetu_fx.transforms.layouts.analysed_graph import Analyse
+from hetu_fx.transforms.layouts.sequence_parallel import UNCUT
+from hetu_fx.transforms.layouts.states import WHOLE, AxisState, OpStrategy, SplitOn, Summed
+from hetu_fx.transforms.layouts.strategies import Strategies, gives_summands
+from tests.model_zoo import captured
+from tests.planner.search.hap.graphs import convolutions, perceptron, stack
+
+SUMS = SynthesisRules(sufficient_factors=False)
+
+
+def layout(node: fx.Node, state: AxisState, problem: GraphProblem, *, summed: bool = False) -> Layout:
+    match state:
+        case SplitOn(factor):
+            return split(flat(problem.sources[node][1]).index(factor))
+        case Summed():
+            return PARTIAL
+        case _:
+            return SHARED if summed and problem.program.by_name[problem.sources[node][0]].has_gradient else COPY
+
+
+def reads(node: fx.Node, strategy: OpStrategy, problem: GraphProblem) -> list[Layout]:
+    flow = problem.analysed.flow
+    return [
+        layout(need.node, need.state, problem, summed=gives_summands(node, strategy, need, flow))
+        for need in strategy.needs
+    ]
+
+
+def zoo(name: str) -> GraphProblem:
+    return problem_of(Analyse()(captured(name)[1]))
+
+
+PROBLEMS = {"perceptron": perceptron, "convolutions": convolutions, "stack": stack} | {
+    name: lambda name=name: zoo(name) for name in ("bert", "gpt2", "llama")
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_an_op_that_is_cut_reads_and_makes_what_deduction_says(name: str) -> None:
+    problem = PROBLEMS[name]()
+    analysed = problem.analysed
+    strategies = Strategies(analysed.factors, analysed.flow, frozenset(), UNCUT, may_gather=True)
+    classes = {factor_name(c): c for c in analysed.factors.classes}
+    compared = 0
+    for node, op in zip(problem.nodes, problem.program.ops, strict=True):
+        for form in forms_of(op, problem.program, SUMS, 2):
+            if form.cut is not None:
+                states = {operand.node: WHOLE for operand in analysed.factors.op(node).operands}
+                own = strategies.cut(node, classes[form.cut], states)
+                _compare(node, form, own, problem)
+                compared += 1
+    assert compared >= len(problem.nodes)
+
+
+def _compare(node: fx.Node, form: OpForm, own: OpStrategy, problem: GraphProblem) -> None:
+    told = zip(form.reads, reads(node, own, problem), strict=True)
+    assert all(have is None or have == said for have, said in told), (node, form, own)

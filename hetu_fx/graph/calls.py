@@ -29,6 +29,14 @@ def overload(node: fx.Node) -> OpOverload[..., Any]:
     return node.target
 
 
+def is_view(node: fx.Node) -> bool:
+    """Tell whether the op returns (a part of) its argument: by its schema, without asking which op it is."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return True
+    return any(result.alias_info is not None for result in schema(target).returns)
+
+
 def operand(node: fx.Node, index: int = 0) -> fx.Node:
     """Return an argument that is a node."""
     found = node.args[index]

@@ -30,6 +30,7 @@ from hetu_fx.transforms.layouts.annotated_graph import ALONE, AnnotatedGraph, St
 from hetu_fx.transforms.layouts.exchange import exchanged_classes
 from hetu_fx.transforms.layouts.finer import FinerCut, finer_cut
 from hetu_fx.transforms.layouts.flow import Flow
+from hetu_fx.transforms.layouts.program_choices import check_ratios, program_choices
 from hetu_fx.transforms.layouts.reshard_cost import product_flops
 from hetu_fx.transforms.layouts.sequence_parallel import sequence_classes, shares
 
@@ -61,6 +62,8 @@ class Annotate:
     name: ClassVar[str] = "annotate"
 
     def __call__(self, analysed: AnalysedGraph) -> AnnotatedGraph:
+        if self.plan.has_program:
+            return self._with_program(analysed)
         graph, factors, flow = analysed.graph, analysed.factors, analysed.flow
         wanted = tensor_classes(graph, factors, flow, asked_for(self.plan, factors)) if self._is_split else frozenset()
         classes = self._classes(graph, factors, wanted)
@@ -86,6 +89,21 @@ class Annotate:
         annotated = AnnotatedGraph(graph, factors, flow, self.plan, self.wants_values, *splits, layouts, stage_of, fine)
         _check_batch(annotated)
         return annotated
+
+    def _with_program(self, analysed: AnalysedGraph) -> AnnotatedGraph:
+        """Put a plan on a graph whose one stage says op by op what is cut."""
+        graph, factors, flow = analysed.graph, analysed.factors, analysed.flow
+        (pipeline,), nothing = self.plan.pipelines, frozenset[FactorClass]()
+        (stage,) = pipeline.stages
+        check_ratios(stage)
+        choices = program_choices(analysed, stage)
+        classes = frozenset(choice.factor for choice in choices.values() if choice.factor is not None)
+        parts = {c: shares(c, stage.ratios) for c in _in_order(classes)}
+        layout = StageLayout(0, 0, stage.devices, ALONE, StageAxis(len(stage.devices), parts))
+        stages = (self._stages(graph, flow, pipeline),)
+        return AnnotatedGraph(
+            graph, factors, flow, self.plan, self.wants_values, classes, nothing, ((layout,),), stages, choices=choices
+        )
 
     @property
     def _is_split(self) -> bool:

@@ -20,6 +20,7 @@ from hetu_fx.graph.edit import needed_for
 from hetu_fx.graph.graph import Graph, OutputKind, OutputLeaf
 from hetu_fx.plans.plan import Plan
 from hetu_fx.transforms.layouts.flow import Flow
+from hetu_fx.transforms.layouts.program_choices import Choices
 
 CONTEXT, TENSOR, FINE = 0, 1, 2
 """The axes of a stage's grid of devices, the outer one first."""
@@ -105,6 +106,7 @@ class AnnotatedGraph:
         sequence: those that they split where they can split none of `classes`, and that context parallel stages
             split throughout.
         fine: those that tensor-parallel stages of more devices than `classes` have parts split besides.
+        choices: what the stage's program says of each op, if it has one.
         stages: layouts by pipeline, then by stage.
         stage_of: for each pipeline, the stage of every op that belongs to one.
     """
@@ -119,6 +121,7 @@ class AnnotatedGraph:
     stages: tuple[tuple[StageLayout, ...], ...]
     stage_of: tuple[Mapping[fx.Node, int], ...]
     fine: frozenset[FactorClass] = frozenset()
+    choices: Choices | None = None
 
     @property
     def layouts(self) -> tuple[StageLayout, ...]:

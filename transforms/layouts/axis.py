@@ -25,6 +25,8 @@ from hetu_fx.graph.graph import Graph, OutputKind
 from hetu_fx.transforms.layouts.beam import Branch, beam
 from hetu_fx.transforms.layouts.flow import Flow, is_item
 from hetu_fx.transforms.layouts.forward_search import ForwardWalk, Walk
+from hetu_fx.transforms.layouts.program_choices import Choices
+from hetu_fx.transforms.layouts.program_strategies import ProgramStrategies
 from hetu_fx.transforms.layouts.reshard_cost import Prices
 from hetu_fx.transforms.layouts.sequence_parallel import UNCUT, SequenceCut
 from hetu_fx.transforms.layouts.states import AxisState, Need, OpStrategy, Whole
@@ -108,13 +110,15 @@ def deduce_tensor_axis(
     *,
     cut: SequenceCut = UNCUT,
     outside: frozenset[fx.Node] = frozenset(),
+    choices: Choices | None = None,
 ) -> AxisDeduction:
     """Deduce the axis of a tensor-parallel group, on which `splits` are split, at the least price found.
 
     What splits none of `splits` runs on a part of a sequence where `cut` allows it. `outside` are values that others
-    than the stage's ops read.
+    than the stage's ops read. Where a program has `choices`, each op runs as these say.
     """
-    strategies = Strategies(factors, flow, splits, cut, may_gather=True, outside=outside)
+    given = factors, flow, splits, cut, True, outside
+    strategies = Strategies(*given) if choices is None else ProgramStrategies(*given, choices)
     walks = [ForwardWalk(graph, strategies, prices, hopeful=hopeful).walk() for hopeful in (False, True)]
     found = [(walk, _CotangentWalk(graph, flow, walk, prices, outside).cheapest()) for walk in walks]
     walk, back = min(found, key=lambda pair: round(pair[0].seconds + pair[1].seconds, _DIGITS))

@@ -44,6 +44,7 @@ from hetu_fx.transforms.layouts.axis import AxisDeduction, Splits, deduce_batch_
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.layouts.exchange import exchanged_ops
 from hetu_fx.transforms.layouts.flow import linear_source, reached_from
+from hetu_fx.transforms.layouts.program_choices import Choices
 from hetu_fx.transforms.layouts.reshard_cost import (
     FLOPS_PER_SECOND,
     TYPICAL_LINKS,
@@ -102,8 +103,8 @@ class Deduce:
         rows = frozenset(c for c in factors.classes if c.is_batch) if annotated.splits_batch else frozenset()
         outside = read_outside(annotated)
 
-        def inside(splits: Splits, cut: SequenceCut, prices: Prices) -> AxisDeduction:
-            return deduce_tensor_axis(graph, factors, flow, splits, prices, cut=cut, outside=outside)
+        def inside(splits: Splits, cut: SequenceCut, prices: Prices, choices: Choices | None = None) -> AxisDeduction:
+            return deduce_tensor_axis(graph, factors, flow, splits, prices, cut=cut, outside=outside, choices=choices)
 
         batch = deduce_batch_axis(graph, factors, flow, rows)
         if not annotated.runs_in_step:
@@ -122,7 +123,9 @@ class Deduce:
         return DeducedGraph(
             annotated,
             batch=batch,
-            tensor_split=inside(annotated.classes, sequence_cut(annotated, excluded, outside), on_tensor),
+            tensor_split=inside(
+                annotated.classes, sequence_cut(annotated, excluded, outside), on_tensor, annotated.choices
+            ),
             tensor_whole=whole,
             context=context,
             fine=inside(annotated.fine, UNCUT, on_fine) if annotated.fine else whole,
@@ -148,7 +151,8 @@ def prices_of(
     across = [[other for i, other in enumerate(layout.axes) if i != axis] for layout in layouts]
     pairs = zip(annotated.graph.graph.nodes, sizes, strict=True)
     found = {node: size * _largest_share(node, annotated, across) if size else 0.0 for node, size in pairs}
-    return Prices(groups, found, TYPICAL_LINKS if topology is None else topology)
+    links = TYPICAL_LINKS if topology is None else topology
+    return Prices(groups, found, links, sums_alone=annotated.choices is not None)
 
 
 def _largest_share(node: fx.Node, annotated: AnnotatedGraph, across: Sequence[Sequence[StageAxis]]) -> float:

@@ -20,11 +20,11 @@ from torch import fx
 
 from hetu_fx.deduction.factors.factors import flat
 from hetu_fx.graph import meta
-from hetu_fx.graph.graph import Graph, Leaf, LeafKind
+from hetu_fx.graph.graph import Graph
 from hetu_fx.transforms.layouts.beam import Branch, beam
 from hetu_fx.transforms.layouts.flow import is_item, whole_of
 from hetu_fx.transforms.layouts.reshard_cost import Prices, product_flops
-from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, AxisState, Need, OpStrategy, SplitOn
+from hetu_fx.transforms.layouts.states import SUMMED, AxisState, Need, OpStrategy, SplitOn
 from hetu_fx.transforms.layouts.strategies import Strategies, gives_summands, passes_on_exactly
 
 Read = frozenset[tuple[AxisState, bool]]
@@ -111,7 +111,7 @@ class ForwardWalk:
         Raises:
             DeductionError: an op can run by no strategy; names it, the user's line and the way out.
         """
-        leaves = {leaf.node: self._leaf_state(leaf) for leaf in self.graph.leaves}
+        leaves = {leaf.node: self.strategies.of_leaf(leaf) for leaf in self.graph.leaves}
         tracks: Sequence[_ForwardBranch] = [_ForwardBranch(leaves)]
         for node in self.graph.graph.nodes:
             if is_item(node):
@@ -123,12 +123,6 @@ class ForwardWalk:
                 for track in tracks:
                     track.forget(dead)
         return self._result(beam(tracks)[0], leaves)
-
-    def _leaf_state(self, leaf: Leaf) -> AxisState:
-        """Return how a leaf lies; of the batch, a device of a group is given all columns of its rows."""
-        mine = [c for c in flat(self.factors.dims(leaf.node)) if c in self.strategies.splits]
-        given = [c for c in mine if c.is_batch] if leaf.kind is LeafKind.INPUT else mine
-        return SplitOn(given[0]) if given else WHOLE
 
     def _take_item(self, track: _ForwardBranch, item: fx.Node) -> None:
         decision = track.open[whole_of(item)]

@@ -57,11 +57,13 @@ class Prices:
         groups: the devices of each group.
         num_bytes: the size of every tensor.
         topology: the links.
+        sums_alone: gradients of parameters are taken to be added up one by one, as HAP prices them.
     """
 
     groups: tuple[tuple[int, ...], ...]
     num_bytes: Mapping[fx.Node, float]
     topology: Topology = TYPICAL_LINKS
+    sums_alone: bool = False
     _known: dict[tuple[_Kind, _Kind, bool, bool], tuple[Price, ...]] = field(default_factory=dict)
 
     def change(self, node: fx.Node, state: AxisState, wanted: AxisState, *, summed: bool, trained: bool) -> float:
@@ -78,10 +80,10 @@ class Prices:
     def late_sum(self, node: fx.Node) -> float:
         """Return the seconds that summands of a parameter's gradient add to the synchronisation of gradients.
 
-        They travel with those of other parameters, so no message starts for them alone.
+        They travel with those of other parameters, so no message starts for them alone, unless `sums_alone`.
         """
-        prices = self._of(Partial, Duplicate, False, False)
-        return self.num_bytes.get(node, 0.0) * max((price.per_byte for price in prices), default=0.0)
+        prices, size = self._of(Partial, Duplicate, False, False), self.num_bytes.get(node, 0.0)
+        return max((price.per_byte * size + price.fixed * self.sums_alone for price in prices), default=0.0)
 
     def repeated(self, flops: float) -> float:
         """Return the seconds that it adds to run products whole on each device, forward and backward."""

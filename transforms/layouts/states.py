@@ -70,10 +70,12 @@ class Need:
 class OpStrategy:
     """How one op runs on one axis: the factor it computes a part of (None: whole), its needs and its result.
 
-    With `travels`, operands that it reads whole are needed in parts, which go round the devices.
+    With `travels`, operands that it reads whole are needed in parts, which go round the devices. With `factors`, the
+    gradients of parameters that it reads whole are made on every device from what they are products of.
     """
 
     factor: FactorClass | None
     needs: tuple[Need, ...]
     result: AxisState
     travels: bool = False
+    factors: bool = False

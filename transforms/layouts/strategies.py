@@ -14,6 +14,7 @@ from hetu_fx.deduction.factors.factors import FactorClass, FactorMap, OpFactors,
 from hetu_fx.deduction.rules.forms import Lacking
 from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
+from hetu_fx.graph.graph import Leaf, LeafKind
 from hetu_fx.transforms.layouts.flow import Flow
 from hetu_fx.transforms.layouts.reshard_cost import product_flops
 from hetu_fx.transforms.layouts.sequence_parallel import SequenceCut
@@ -59,6 +60,12 @@ class Strategies:
         if not found or found == summands or self._may_run_whole(node, op, found[0], states):
             found.append(self._whole_strategy(op, states))
         return tuple(found)
+
+    def of_leaf(self, leaf: Leaf) -> AxisState:
+        """Return how a leaf lies; of the batch, a device of a group is given all columns of its rows."""
+        mine = [c for c in flat(self.factors.dims(leaf.node)) if c in self.splits]
+        given = [c for c in mine if c.is_batch] if leaf.kind is LeafKind.INPUT else mine
+        return SplitOn(given[0]) if given else WHOLE
 
     def _candidates(self, node: fx.Node, op: OpFactors, states: States) -> list[FactorClass]:
         """Return the split factors to compute a part of: first the one that most operands are already split on."""
@@ -199,6 +206,8 @@ def gives_summands(node: fx.Node, decision: OpStrategy, need: Need, flow: Flow, 
 
     `of_summands`: the cotangent of the result comes as summands itself.
     """
+    if decision.factors and not flow.through_inputs(need.node):
+        return False
     wanted = decision.factor is not None or isinstance(decision.result, Summed) or of_summands
     trained = node in flow.differentiable and need.node in flow.differentiable
     return wanted and trained and isinstance(need.state, Whole)

@@ -15,7 +15,7 @@ from hetu_fx.annotations.annotation import Split
 from hetu_fx.comm_ops.ops.table import FUSED_OPS
 from hetu_fx.deduction.factors.factors import FactorClass, OpFactors
 from hetu_fx.deduction.rules.forms import PartCall
-from hetu_fx.errors import DeductionError
+from hetu_fx.errors import DeductionError, PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import Size, argument, bound, callee, operand, overload
 from hetu_fx.graph.graph import Leaf
@@ -53,8 +53,23 @@ class Specialize:
     name: ClassVar[str] = "specialize"
 
     def __call__(self, deduced: DeducedGraph) -> DeviceGraph | None:
+        _check_factors(deduced)
         layout = next((at for at in deduced.annotated.layouts if self.rank in at.devices), None)
         return None if layout is None else _Builder(deduced, layout, self.rank).build()
+
+
+def _check_factors(deduced: DeducedGraph) -> None:
+    """Refuse gradients that a program wants made from gathered factors, which no graph sends yet.
+
+    Raises:
+        PlanError: naming the first op.
+    """
+    nodes = (node for node, decision in deduced.tensor_split.decisions.items() if decision.factors)
+    if (node := next(nodes, None)) is not None:
+        raise PlanError(
+            f"the program makes gradients of '{node.name}' ({meta.source_line(node)}) from factors, which can be "
+            f"priced but not run; leave 'factors' out of its region"
+        )
 
 
 class _Builder:

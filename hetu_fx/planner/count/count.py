@@ -19,8 +19,9 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from hetu_fx.base.torch_private import OpOverload, schema, tree_leaves, tree_map
+from hetu_fx.base.torch_private import OpOverload, tree_leaves, tree_map
 from hetu_fx.graph import meta
+from hetu_fx.graph.calls import is_view
 from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.planner.count.liveness import program_memory
 from hetu_fx.planner.count.peaks import EVERYWHERE
@@ -322,14 +323,6 @@ def owners(graph: Graph, mixed: Collection[fx.Node], part_of: Callable[[fx.Node]
         users = (readers[user] for user in node.users)
         readers[node] = {part_of(node)} if node in mixed or node.op == "output" else set[int]().union(*users)
     return {node: next(iter(parts)) if len(parts) == 1 else EVERYWHERE for node, parts in readers.items()}
-
-
-def is_view(node: fx.Node) -> bool:
-    """Tell whether the op returns (a part of) its argument: by its schema, without asking which op it is."""
-    target = node.target
-    if not isinstance(target, OpOverload):
-        return True
-    return any(result.alias_info is not None for result in schema(target).returns)
 
 
 def _base(node: fx.Node) -> fx.Node:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from hetu_fx.errors import DeductionError, PlanError
 from hetu_fx.planner.price.step import memory_problems
 from hetu_fx.planner.search.hap.assemble import HapResult
+from hetu_fx.planner.search.hap.forms import SynthesisRules
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.search.hap.to_plan import PARTS, Translation, one_group, translations
 from hetu_fx.planner.search.hap.to_program import sayable, stage_of
@@ -39,9 +40,10 @@ def find_plans(problem: Problem) -> Candidates:
 
 
 def _searched(captured: Captured, problem: Problem) -> HapResult:
-    options = problem.options
+    """Return HAP's program, of what can be said; without sufficient factors, which no graph sends yet."""
+    options, rules = problem.options, SynthesisRules(sufficient_factors=False)
     program = sayable(captured.hap)
-    return search(program, problem.cluster, memory_fraction=options.memory_fraction, zero=options.zero)
+    return search(program, problem.cluster, rules=rules, memory_fraction=options.memory_fraction, zero=options.zero)
 
 
 def _with_program(captured: Captured, result: HapResult, problem: Problem) -> Iterator[tuple[Plan, float]]:

@@ -13,7 +13,7 @@ programs that are found.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch import fx
@@ -87,7 +87,8 @@ class _Walk:
 
     def _is_made_whole(self, node: fx.Node, decision: OpStrategy, need: Need) -> bool:
         """Tell whether a gradient that would come in summands is made from gathered factors instead."""
-        return not need.summed_cotangent and gives_summands(node, decision, need, self.problem.analysed.flow)
+        summing = replace(decision, factors=False)
+        return decision.factors and gives_summands(node, summing, need, self.problem.analysed.flow)
 
     def _bring(self, need: Need) -> None:
         """Note what brings an operand to how the op needs it."""

@@ -21,11 +21,13 @@ from hetu_fx.cluster.devices import FLOPS_PER_BYTE
 from hetu_fx.deduction.factors.factors import ClassDims, FactorClass, FactorMap, OpFactors, flat
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
+from hetu_fx.graph.calls import is_view
 from hetu_fx.graph.edit import needed_for
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
-from hetu_fx.planner.count.count import FlopCounter, example_rows, is_view
+from hetu_fx.planner.count.count import FlopCounter, example_rows
 from hetu_fx.planner.values.tensor_program import Factors, Kind, Op, Tensor, TensorProgram
 from hetu_fx.transforms.layouts.analysed_graph import AnalysedGraph
+from hetu_fx.transforms.layouts.program_choices import only_rearranges
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +110,7 @@ class _ProblemReader:
         if node.target is operator.getitem:
             self.sources[node] = self._item(node)
             return
-        if self._only_rearranges(node, op):
+        if only_rearranges(node, op):
             self.sources[node] = self.source_of(op.operands[0].node)
             return
         reads = [self.source_of(operand.node) for operand in op.operands]
@@ -192,11 +194,6 @@ class _ProblemReader:
     def _size(self, cls: FactorClass) -> int:
         size = cls.size or cls.hint
         return max(1, round(size * self.scale)) if cls.is_batch else max(1, size)
-
-    def _only_rearranges(self, node: fx.Node, op: OpFactors) -> bool:
-        if len(op.operands) != 1 or len(op.results) != 1 or op.whole or not op.known or not is_view(node):
-            return False
-        return sorted(_names(op.results[0])) == sorted(_names(op.operands[0].dims))
 
     def _whole(self, op: OpFactors) -> Iterable[FactorClass]:
         """Return classes that may not be cut: also those that a form of the op's own would be needed for.

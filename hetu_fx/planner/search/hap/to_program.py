@@ -17,9 +17,9 @@ from torch import fx
 
 from hetu_fx.deduction.factors.factors import FactorClass
 from hetu_fx.errors import PlanError
+from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Leaf, LeafKind
 from hetu_fx.graph.op_names import op_names
-from hetu_fx.planner.count.count import is_view
 from hetu_fx.planner.search.hap.assemble import HapResult
 from hetu_fx.planner.search.hap.prices import rounded
 from hetu_fx.planner.search.hap.problem import GraphProblem, factor_name
@@ -29,6 +29,7 @@ from hetu_fx.planner.values.tensor_program import TensorProgram
 from hetu_fx.plans.program import ROWS, SUMMANDS, WHOLE, LeafDim, OpRegion
 from hetu_fx.plans.stage import Stage
 from hetu_fx.transforms.layouts.flow import is_item
+from hetu_fx.transforms.layouts.program_choices import only_rearranges
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
@@ -102,8 +103,9 @@ class _Regions:
     def _is_beside(self, node: fx.Node) -> bool:
         """Tell whether an op, and no view, is none of the problem's, as the loss does not need it."""
         analysed, sources = self.problem.analysed, self.problem.sources
-        is_op = analysed.factors.is_op(node) and analysed.flow.is_mixed(node) and not is_item(node)
-        return is_op and node not in sources and node not in self.problem.nodes and not is_view(node)
+        is_op = analysed.factors.is_op(node) and meta.has_tensor(node) and node not in self.problem.nodes
+        is_left = is_op and analysed.flow.is_mixed(node) and not is_item(node) and node not in sources
+        return is_left and not only_rearranges(node, analysed.factors.op(node))
 
     def _region(self, name: str, node: fx.Node, step: HapStep) -> OpRegion:
         form = step.form

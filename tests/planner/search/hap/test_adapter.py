@@ -19,9 +19,11 @@ from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.make_plan import make_plans
 from hetu_fx.planner.search.contiguous import CONTIGUOUS
 from hetu_fx.planner.search.hap.entry import HAP
+from hetu_fx.planner.search.hap.priced import run_of
 from hetu_fx.planner.search.hap.problem import problem_of
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.search.hap.to_plan import translations
+from hetu_fx.planner.search.problem import Candidates, predict_by_costs
 from hetu_fx.planner.searches import AUTO
 from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.plans.plan import Plan
@@ -34,31 +36,62 @@ from tests.planner.search.nets import UNEQUAL, Convolutions, Perceptron, images,
 from tests.transforms.plans import program_of, same_in_group
 
 
+def without_program(found: Candidates) -> dict[Plan, float]:
+    return {plan: seconds for plan, seconds in found.items() if not plan.has_program}
+
+
+def nearest(found: Candidates) -> Plan:
+    """Return the best plan that carries no program."""
+    plain = without_program(found)
+    return min(plain, key=lambda plan: plain[plan])
+
+
 def test_a_net_that_is_cut_in_other_ways_than_groups_would_choose_is_faster_than_what_other_searches_find() -> None:
     asked = problem(UNEQUAL)
     found = HAP.find(asked)
-    best = min(found, key=lambda plan: found[plan])
+    best = nearest(found)
     assert best.split
     assert found[best] < 0.95 * min(CONTIGUOUS.find(asked).values())
-    assert min(AUTO.find(asked).values()) == found[best]
+    assert min(without_program(AUTO.find(asked)).values()) == found[best]
 
 
 def test_a_plan_is_priced_for_what_its_groups_split() -> None:
     asked = problem(UNEQUAL)
-    (best,) = make_plans(asked, "hap")
-    assert best.predicted is not None
+    best = nearest(HAP.find(asked))
     assert asked.captured is not None
     costs = asked.captured.costs_of(best.split)
     assert costs.whole.split_flops != asked.costs.whole.split_flops
-    assert best.predicted.seconds == expect(best, costs, UNEQUAL).seconds
-    assert best.predicted.seconds != expect(best, asked.costs, UNEQUAL).seconds
+    seconds = predict_by_costs(best, asked).seconds
+    assert seconds == expect(best, costs, UNEQUAL).seconds
+    assert seconds != expect(best, asked.costs, UNEQUAL).seconds
 
 
 def test_what_a_plan_cannot_say_of_the_program_is_noted() -> None:
-    (best,) = make_plans(problem(UNEQUAL), "hap")
+    best = nearest(HAP.find(problem(UNEQUAL)))
     assert best.predicted is not None
     assert "hap, by its own prices: tensor parallel loses" in best.predicted.why
     assert "which no plan can say" in best.predicted.why
+
+
+def test_the_program_is_a_plan_too_and_the_best_by_its_own_prices() -> None:
+    asked = problem(UNEQUAL)
+    found = HAP.find(asked)
+    (program,) = [plan for plan in found if plan.has_program]
+    prediction = predict_by_costs(program, asked)
+    assert prediction.seconds == found[program]
+    assert "by HAP's prices; times" in prediction.why
+    assert asked.captured is not None
+    own = {plan: run_of(asked.captured.hap, plan, UNEQUAL).seconds for plan in found}
+    assert min(own, key=lambda plan: own[plan]) == program
+    (best,) = make_plans(asked, "hap")
+    assert best.has_program == (found[program] < min(without_program(found).values()))
+
+
+def test_a_program_is_not_priced_without_the_graph() -> None:
+    asked = problem(UNEQUAL)
+    (program,) = [plan for plan in HAP.find(asked) if plan.has_program]
+    with pytest.raises(PlanError, match=r"a plan with a program is priced op by op.*leave the program out"):
+        predict_by_costs(program, replace(asked, captured=None))
 
 
 def test_a_problem_without_a_graph_is_refused_with_the_way_out_and_auto_does_without() -> None:

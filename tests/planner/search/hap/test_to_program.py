@@ -81,7 +81,7 @@ def test_nothing_is_cut_on_what_no_parameter_and_no_input_has() -> None:
             self.weight = torch.nn.Parameter(torch.empty(4))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x * self.weight)[:, :, None] * torch.arange(64.0)
+            return (x * self.weight)[:, :, None] * torch.arange(64.0, device=x.device)
 
     problem = graph_problem(Outer, {"x": torch.randn(3, 4)}, mean_square)
     last = next(op for op in sayable(problem).ops if len(op.results[0]) == 3)

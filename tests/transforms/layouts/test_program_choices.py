@@ -1,0 +1,88 @@
+"""Stages with a program: what each op is cut on, what is refused, and one device's loss and gradients all the same."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from hetu_fx.errors import PlanError
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.plans.program import OpRegion
+from hetu_fx.program.program import Program
+from hetu_fx.transforms.layouts.annotate import Annotate
+from hetu_fx.transforms.layouts.states import SplitOn
+from tests.planner.search.nets import Perceptron, mean_square
+from tests.transforms.plans import deduced, program_of, same_in_group
+
+BATCH = {"x": torch.randn(7, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))}
+TAIL = (OpRegion(":div", "whole"), OpRegion("*", "rows"))
+
+
+@functools.cache
+def model() -> Perceptron:
+    torch.manual_seed(0)
+    return Perceptron().double().train()  # type: ignore[no-any-return]
+
+
+@functools.cache
+def program() -> Program:
+    return program_of(model(), BATCH, mean_square)
+
+
+def plan(*regions: OpRegion, ratios: tuple[int, ...] = (3, 2, 1)) -> Plan:
+    return Plan((Pipeline((Stage(tuple(range(len(ratios))), ratios, program=regions),)),))
+
+
+ALL_ROWS = TAIL
+PARTS_WITHIN = (OpRegion("second:linear", "second.weight:0"), OpRegion(":tanh", "second.weight:0"), *TAIL)
+SUMMED = (OpRegion("second:linear", "first.weight:0"), OpRegion("first:linear", "first.weight:0"), *PARTS_WITHIN[1:])
+WHOLE = (OpRegion("first:linear", "whole"), OpRegion(":relu", "whole"), *PARTS_WITHIN)
+
+
+@pytest.mark.parametrize("regions", [ALL_ROWS, PARTS_WITHIN, SUMMED, WHOLE], ids=["rows", "parts", "summed", "whole"])
+def test_programs_run_like_one_device(regions: tuple[OpRegion, ...]) -> None:
+    same_in_group(program(), model(), plan(*regions), BATCH, limit=1e-10)
+
+
+def test_each_op_runs_as_its_region_says() -> None:
+    axis = deduced(program(), plan(*PARTS_WITHIN)).tensor_split
+    cut = {node.name: decision.factor for node, decision in axis.decisions.items()}
+    assert cut["linear"] is not None
+    assert cut["linear"].is_batch
+    assert cut["tanh"] is not None
+    assert cut["tanh"].size == 64
+    assert cut["linear_2"] == cut["linear"]
+    weights = {leaf.name: axis.states[leaf.node] for leaf in program().factors.leaves}
+    assert isinstance(weights["second.weight"], SplitOn)
+    assert not isinstance(weights["first.weight"], SplitOn)
+
+
+@pytest.mark.parametrize(
+    ("regions", "said"),
+    [
+        (
+            (OpRegion("secnd:linear", "rows"), *TAIL),
+            r"program\[0\]: region 'secnd:linear' matches no op.*second:linear",
+        ),
+        ((OpRegion("second:*", "rows"),), r"says nothing of \d ops: first:linear, .*give a region for each"),
+        ((OpRegion("third:*", "first.weight:1"), *TAIL), r"cuts 'third:linear'.*has none of it; give one of 'rows'"),
+        ((OpRegion("third:*", "thrid.weight:0"), *TAIL), r"there is no such leaf.*third.weight"),
+        ((OpRegion("third:*", "third.weight:5"), *TAIL), r"names no factor; the leaf's dims"),
+        ((OpRegion(":tanh", "summands"), *TAIL), r"on summands, but none of its operands is a sum"),
+        ((OpRegion("third:*", "rows", (1, 1, 1)), *TAIL), r"program\[0\].*ratios \[1, 1, 1\].*leave ratios out there"),
+    ],
+)
+def test_a_program_that_does_not_fit_is_refused_with_the_place_and_the_way_out(
+    regions: tuple[OpRegion, ...], said: str
+) -> None:
+    with pytest.raises(PlanError, match=said):
+        deduced(program(), plan(*regions))
+
+
+def test_gradients_from_factors_are_refused_where_a_graph_is_made() -> None:
+    regions = (OpRegion("third:*", "rows", factors=True), *TAIL)
+    Annotate(plan(*regions))(program().analysed)
+    with pytest.raises(PlanError, match=r"'linear_2'.*can be priced but not run; leave 'factors' out"):
+        same_in_group(program(), model(), plan(*regions), BATCH, limit=1e-10)

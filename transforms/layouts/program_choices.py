@@ -1,0 +1,159 @@
+"""What a stage's program says of each op of a graph (see `hetu_fx.plans.program`).
+
+Every op that batch and parameters reach has a region, but for items of results and views that only rearrange dims,
+which lie as what they are of; what depends on inputs alone is whole. A dim of a pattern of leaves stands for the one
+class of it that the op has, so that twins of blocks are one region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase as fnmatch
+
+from torch import fx
+
+from hetu_fx.base.documents import nearest
+from hetu_fx.deduction.factors.factors import FactorClass, FactorMap, OpFactors, flat
+from hetu_fx.errors import PlanError
+from hetu_fx.graph import meta
+from hetu_fx.graph.calls import is_view
+from hetu_fx.graph.graph import LeafKind
+from hetu_fx.graph.op_names import op_names
+from hetu_fx.plans.program import ROWS, SUMMANDS, LeafDim, OpRegion
+from hetu_fx.plans.stage import Stage
+from hetu_fx.transforms.layouts.analysed_graph import AnalysedGraph
+from hetu_fx.transforms.layouts.flow import is_item
+
+
+@dataclass(frozen=True, slots=True)
+class OpChoice:
+    """How an op runs: a part of `factor`, on summands of its operands, or all of it on every device.
+
+    With `factors`, gradients of parameters that it reads whole are made from gathered factors, not summed.
+    """
+
+    factor: FactorClass | None = None
+    on_summands: bool = False
+    factors: bool = False
+
+
+Choices = Mapping[fx.Node, OpChoice]
+
+
+def program_choices(analysed: AnalysedGraph, stage: Stage) -> Choices:
+    """Return what a stage's program says of the ops of a graph.
+
+    Raises:
+        PlanError: an op has no region, or a region no op, or one that cannot run so; names both and the way out.
+    """
+    names = {node: name for node, name in op_names(analysed.graph).items() if analysed.factors.is_op(node)}
+    found = {node: _region(name, stage.program) for node, name in names.items()}
+    _check_all(analysed, names, found, stage.program)
+    told = ((node, region) for node, region in found.items() if region is not None and _may_choose(analysed, node))
+    return {node: _choice(analysed, node, names[node], region) for node, region in told}
+
+
+def check_ratios(stage: Stage) -> None:
+    """Raise `PlanError` for a region with ratios of its own, by which no graph is cut yet."""
+    for place, region in enumerate(stage.program):
+        if region.ratios and region.ratios != stage.ratios:
+            raise PlanError(
+                f"program[{place}]: {region} has ratios {list(region.ratios)}, but all ops of a stage are cut by one, "
+                f"{list(stage.ratios)}; leave ratios out there"
+            )
+
+
+def _region(name: str, program: Sequence[OpRegion]) -> OpRegion | None:
+    return next((region for region in program if fnmatch(name, region.ops)), None)
+
+
+def _check_all(
+    analysed: AnalysedGraph,
+    names: Mapping[fx.Node, str],
+    found: Mapping[fx.Node, OpRegion | None],
+    program: Sequence[OpRegion],
+) -> None:
+    for place, region in enumerate(program):
+        if not any(fnmatch(name, region.ops) for name in names.values()):
+            raise PlanError(
+                f"program[{place}]: {region} matches no op{nearest(region.ops, tuple(names.values()))}; ops are "
+                f"named by the module and what is called there, such as {next(iter(names.values()), 'mlp.up:linear')!r}"
+            )
+    missing = [name for node, name in names.items() if found[node] is None and _needs_region(analysed, node)]
+    if missing:
+        raise PlanError(
+            f"the program says nothing of {len(missing)} ops: {', '.join(missing[:4])}{', ...' * (len(missing) > 4)}; "
+            f"give a region for each, such as {{'ops': '*', 'split': 'whole'}} as the last one"
+        )
+
+
+def _needs_region(analysed: AnalysedGraph, node: fx.Node) -> bool:
+    return analysed.flow.is_mixed(node) and meta.has_tensor(node) and _may_choose(analysed, node)
+
+
+def _may_choose(analysed: AnalysedGraph, node: fx.Node) -> bool:
+    is_learned = node in analysed.flow.parameters and not is_item(node)
+    return is_learned and not only_rearranges(node, analysed.factors.op(node))
+
+
+def only_rearranges(node: fx.Node, op: OpFactors) -> bool:
+    """Tell whether an op is a view of all of one operand, its dims in another order or number."""
+    if len(op.operands) != 1 or len(op.results) != 1 or op.whole or not op.known or not is_view(node):
+        return False
+    made, read = (sorted(c.id for c in flat(dims)) for dims in (op.results[0], op.operands[0].dims))
+    return made == read
+
+
+def _choice(analysed: AnalysedGraph, node: fx.Node, name: str, region: OpRegion) -> OpChoice:
+    if not region.is_cut:
+        return OpChoice(on_summands=region.split == SUMMANDS)
+    op = analysed.factors.op(node)
+    named = set(_named(region, analysed.factors)) & op.classes
+    if len(named) != 1:
+        what = "has none of it" if not named else f"has {len(named)} of it"
+        raise PlanError(f"{region} cuts '{name}' on {region.split!r}, but the op {what}; {_ways(op, analysed.factors)}")
+    (factor,) = named
+    if not _can_cut(op, factor, analysed.factors):
+        raise PlanError(
+            f"{region} cuts '{name}' on {region.split!r}, which the op needs whole ({meta.source_line(node)}); "
+            f"{_ways(op, analysed.factors)}"
+        )
+    return OpChoice(factor, factors=region.factors)
+
+
+def _named(region: OpRegion, factors: FactorMap) -> Iterator[FactorClass]:
+    """Yield the classes that a region names, over all leaves that match."""
+    told = region.leaf_dim
+    if told is None:
+        assert region.split == ROWS
+        yield from (c for c in factors.classes if c.is_batch)
+        return
+    leaves = [leaf for leaf in factors.leaves if leaf.kind in (LeafKind.PARAMETER, LeafKind.INPUT)]
+    matching = [leaf for leaf in leaves if fnmatch(leaf.name, told.leaf)]
+    if not matching:
+        known = tuple(leaf.name for leaf in leaves)
+        raise PlanError(f"{region} is cut on {region.split!r}, but there is no such leaf{nearest(told.leaf, known)}")
+    for leaf in matching:
+        yield from _at(told, factors.dims(leaf.node), region)
+
+
+def _at(told: LeafDim, dims: Sequence[tuple[FactorClass, ...]], region: OpRegion) -> tuple[FactorClass, ...]:
+    classes = dims[told.dim] if told.dim < len(dims) else ()
+    if told.factor is None and len(classes) == 1:
+        return classes
+    if told.factor is not None and told.factor < len(classes):
+        return (classes[told.factor],)
+    sizes = [[str(c) for c in dim] for dim in dims]
+    raise PlanError(f"{region} is cut on {region.split!r}, which names no factor; the leaf's dims have {sizes}")
+
+
+def _can_cut(op: OpFactors, factor: FactorClass, factors: FactorMap) -> bool:
+    return factor not in op.cut_at(factor).whole and factors.splittable(factor)
+
+
+def _ways(op: OpFactors, factors: FactorMap) -> str:
+    able = sorted((c for c in op.classes if _can_cut(op, c, factors)), key=lambda c: c.id)
+    places = [f"{name}:{dim}" for c in able for name, dim in factors.occurrences(c)[:1]]
+    rows = [ROWS] if any(c.is_batch for c in able) else []
+    return f"give one of {', '.join(map(repr, (*rows, *places, 'whole')))}"

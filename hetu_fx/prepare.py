@@ -281,7 +281,9 @@ def _checked(
     """Price and check all plans; return them, and where each parameter's home is."""
     priced = tuple(plans)
     if cluster is not None:
-        priced = tuple(p if p.predicted else replace(p, predicted=expect(p, costs, cluster)) for p in plans)
+        known = (plan.predicted is not None or plan.has_program for plan in plans)  # costs know no programs
+        pairs = zip(plans, known, strict=True)
+        priced = tuple(p if is_known else replace(p, predicted=expect(p, costs, cluster)) for p, is_known in pairs)
     return priced, homes_for(priced, wanted.model, execution, cluster, table)
 
 

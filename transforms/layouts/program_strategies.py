@@ -87,7 +87,7 @@ class ProgramStrategies(Strategies):
     @cached_property
     def _wanted(self) -> dict[fx.Node, tuple[OpChoice, ...]]:
         """Return what the program says of the readers of each value, of what reads it through views too."""
-        nodes = next(iter(self.choices)).graph.nodes if self.choices else ()
+        nodes: list[fx.Node] = list(next(iter(self.choices)).graph.nodes) if self.choices else []
         found: dict[fx.Node, tuple[OpChoice, ...]] = {}
         for node in reversed(nodes):
             found[node] = tuple(choice for user in node.users for choice in self._of_reader(user, found))

@@ -20,7 +20,7 @@ from benchmarks.kit.nets import Convolutions, Experts, Mlp
 from benchmarks.kit.report import Bar, Row, finish, parser
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.graph.capture import capture
-from hetu_fx.planner.search.hap.problem import problem_of
+from hetu_fx.planner.count.graph_problem import problem_of
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.search.hap.to_plan import translations
 from hetu_fx.planner.values.tensor_program import TensorProgram

@@ -13,7 +13,7 @@ from benchmarks.kit.models import Size, batch, gpt2, llama
 from benchmarks.kit.nets import BertMoe, Convolutions
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.graph.capture import capture
-from hetu_fx.planner.search.hap.problem import GraphProblem, problem_of
+from hetu_fx.planner.count.graph_problem import GraphProblem, problem_of
 from hetu_fx.program.program import make_program
 
 FAST, SLOW = Link(1e10, 1e-5), Link(1e8, 1e-4)

@@ -11,9 +11,9 @@ from hetu_fx.base.progress import Tell, nobody
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.graph.bind import Batch
 from hetu_fx.planner.count.count import program_costs
+from hetu_fx.planner.count.graph_problem import GraphProblem, problem_of
 from hetu_fx.planner.make_plan import PlanOptions, make_plan
 from hetu_fx.planner.search.hap.priced import expected
-from hetu_fx.planner.search.hap.problem import GraphProblem, problem_of
 from hetu_fx.planner.searches import DEFAULT
 from hetu_fx.planner.values.options import ANY, Choice
 from hetu_fx.planner.values.profile_file import Profile

@@ -14,7 +14,7 @@ from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.plans.plan import Plan
 from tests.planner.examples import paper, transformer
 
-GRAPHS = {f"hetu_fx.planner.search.hap.{name}" for name in ("adapter", "executed", "problem")}  # all about it
+GRAPHS = {f"hetu_fx.planner.search.hap.{name}" for name in ("adapter", "executed", "priced", "to_program")}
 MODULES = sorted(
     found.name
     for package in (price, search, simulate, values)

@@ -21,7 +21,7 @@ from hetu_fx.plans.plan import Pipeline, Plan
 from hetu_fx.plans.prediction import Prediction
 
 if TYPE_CHECKING:
-    from hetu_fx.planner.search.hap.problem import GraphProblem
+    from hetu_fx.planner.count.graph_problem import GraphProblem
     from hetu_fx.transforms.layouts.work_shares import Split
 
 Candidates = Mapping[Plan, float]

@@ -19,9 +19,9 @@ from functools import cached_property
 from torch import fx
 
 from hetu_fx.deduction.factors.factors import flat
+from hetu_fx.planner.count.graph_problem import GraphProblem, factor_name
 from hetu_fx.planner.search.hap.forms import OpForm, from_factors
 from hetu_fx.planner.search.hap.prices import RatioPrices
-from hetu_fx.planner.search.hap.problem import GraphProblem, factor_name
 from hetu_fx.planner.search.hap.program import HapProgram, HapStep, LayoutChange
 from hetu_fx.planner.search.hap.states import COPY, PARTIAL, SHARED, Layout, split
 from hetu_fx.planner.values.tensor_program import Op, Tensor

@@ -7,10 +7,10 @@ from statistics import fmean
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import DeductionError, PlanError
+from hetu_fx.planner.count.graph_problem import GraphProblem
 from hetu_fx.planner.search.hap.assemble import HapResult
 from hetu_fx.planner.search.hap.executed import executed
 from hetu_fx.planner.search.hap.prices import Collectives, RatioPrices
-from hetu_fx.planner.search.hap.problem import GraphProblem
 from hetu_fx.planner.search.hap.search import bytes_of
 from hetu_fx.planner.simulate.simulate import simulated_seconds
 from hetu_fx.planner.values.program import ProgramCosts
@@ -20,6 +20,7 @@ from hetu_fx.transforms.layouts.annotate import Annotate
 from hetu_fx.transforms.layouts.axis import AxisDeduction
 from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
+from hetu_fx.transforms.specialize.specialize import Specialize
 
 
 def run_of(problem: GraphProblem, plan: Plan, cluster: Cluster, *, collectives: Collectives | None = None) -> HapResult:
@@ -28,7 +29,7 @@ def run_of(problem: GraphProblem, plan: Plan, cluster: Cluster, *, collectives: 
     Raises `PlanError` for a plan of stages or of grids, which is no program of all devices, and what the passes raise
     for one that they refuse.
     """
-    axis, shares = _axis(plan, Deduce(cluster)(Annotate(plan, wants_values=False)(problem.analysed)))
+    axis, shares = _axis(plan, _deduced(problem, plan, cluster))
     cluster = cluster.without([rank for rank in cluster.ranks if rank not in plan.devices])
     devices = [cluster.device(rank) for rank in plan.devices]
     program = problem.program.at(fmean(device.flops_per_byte for device in devices))
@@ -48,12 +49,18 @@ def run_of(problem: GraphProblem, plan: Plan, cluster: Cluster, *, collectives: 
     )
 
 
+def _deduced(problem: GraphProblem, plan: Plan, cluster: Cluster) -> DeducedGraph:
+    return Deduce(cluster)(Annotate(plan, wants_values=False)(problem.analysed))
+
+
 def expected(problem: GraphProblem, plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Prediction:
     """Return what a step under a plan with a program is expected to take, comparable with what others are.
 
     By HAP's prices, times what a simulation makes of a plan without one, of the same devices and shares, by HAP's
-    prices of that: rows for each device, or one group where rows cannot be apart. Raises as `run_of` does.
+    prices of that: rows for each device, or one group where rows cannot be apart. Raises as `run_of` does, and where
+    no graph of a device can be made.
     """
+    Specialize(plan.devices[0])(_deduced(problem, plan, cluster))
     own = run_of(problem, plan, cluster)
     scale, beside = _scale(problem, plan, costs, cluster)
     devices = tuple(_scaled(device, scale) for device in own.prediction.devices)

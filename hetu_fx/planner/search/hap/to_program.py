@@ -20,9 +20,9 @@ from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Leaf, LeafKind
 from hetu_fx.graph.op_names import op_names
+from hetu_fx.planner.count.graph_problem import GraphProblem, factor_name
 from hetu_fx.planner.search.hap.assemble import HapResult
 from hetu_fx.planner.search.hap.prices import rounded
-from hetu_fx.planner.search.hap.problem import GraphProblem, factor_name
 from hetu_fx.planner.search.hap.program import HapStep
 from hetu_fx.planner.search.hap.states import PARTIAL
 from hetu_fx.planner.values.tensor_program import TensorProgram

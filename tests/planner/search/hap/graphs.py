@@ -11,7 +11,7 @@ from torch import nn
 
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.graph.capture import capture
-from hetu_fx.planner.search.hap.problem import GraphProblem, problem_of
+from hetu_fx.planner.count.graph_problem import GraphProblem, problem_of
 from hetu_fx.program.program import make_program
 from tests.planner.search.nets import Convolutions, Perceptron, images, mean_square
 

@@ -16,11 +16,11 @@ from hetu_fx.errors import PlanError
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph
 from hetu_fx.planner.captured_program import CapturedProgram
+from hetu_fx.planner.count.graph_problem import problem_of
 from hetu_fx.planner.make_plan import make_plans
 from hetu_fx.planner.search.contiguous import CONTIGUOUS
 from hetu_fx.planner.search.hap.entry import HAP
 from hetu_fx.planner.search.hap.priced import run_of
-from hetu_fx.planner.search.hap.problem import problem_of
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.search.hap.to_plan import translations
 from hetu_fx.planner.search.problem import Candidates, predict_by_costs

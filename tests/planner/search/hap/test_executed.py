@@ -6,9 +6,9 @@ import pytest
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.captured_program import CapturedProgram
+from hetu_fx.planner.count.graph_problem import GraphProblem
 from hetu_fx.planner.search.hap.priced import expected, run_of
 from hetu_fx.planner.search.hap.prices import Collectives
-from hetu_fx.planner.search.hap.problem import GraphProblem
 from hetu_fx.planner.simulate.simulate import simulated_seconds
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from tests.planner.search.hap.graphs import TWO_TO_ONE, convolutions, perceptron

@@ -6,8 +6,8 @@ import pytest
 from torch import fx
 
 from hetu_fx.deduction.factors.factors import FactorClass, flat
+from hetu_fx.planner.count.graph_problem import GraphProblem, factor_name, problem_of
 from hetu_fx.planner.search.hap.forms import SynthesisRules, forms_of
-from hetu_fx.planner.search.hap.problem import GraphProblem, factor_name, problem_of
 from hetu_fx.planner.search.hap.states import COPY, PARTIAL, SHARED, Layout, split
 from hetu_fx.program.program import make_program
 from hetu_fx.transforms.layouts.program_choices import OpChoice

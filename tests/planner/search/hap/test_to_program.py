@@ -9,9 +9,9 @@ import torch
 
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.graph.op_names import op_names
+from hetu_fx.planner.count.graph_problem import GraphProblem, factor_name
 from hetu_fx.planner.search.hap.assemble import HapResult
 from hetu_fx.planner.search.hap.forms import SynthesisRules
-from hetu_fx.planner.search.hap.problem import GraphProblem, factor_name
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.search.hap.states import PARTIAL
 from hetu_fx.planner.search.hap.to_program import sayable, stage_of

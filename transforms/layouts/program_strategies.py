@@ -68,10 +68,11 @@ class ProgramStrategies(Strategies):
             return (made, WHOLE) if others and len(wanted) > 1 else (made,)
         if not isinstance(made, Summed):
             return (made,)
-        if wanted and all(choice.on_summands for choice in wanted) and node not in self.outside:
+        takes = [choice.on_summands and node not in self.outside for choice in wanted]
+        if takes and all(takes):
             return (made,)
         parts = dict.fromkeys(SplitOn(c.factor) for c in wanted if c.factor in self._classes(node) and c.factor)
-        return (WHOLE, *parts, *([made] if any(choice.on_summands for choice in wanted) else []))
+        return (WHOLE, *parts, *([made] if any(takes) else []))
 
     def of_leaf(self, leaf: Leaf) -> AxisState:
         """Return how a leaf lies: a parameter in parts that an op which reads it is cut on, else whole."""

@@ -16,6 +16,7 @@ from functools import cached_property
 from torch import fx
 
 from hetu_fx.deduction.factors.factors import FactorClass
+from hetu_fx.deduction.rules.forms import Lacking
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Leaf, LeafKind
@@ -92,8 +93,9 @@ class _Regions:
         """Return the regions, such that the first that matches an op says what its step does."""
         names = op_names(self.problem.analysed.graph)
         nodes = {names[node]: node for node in self.problem.nodes}
+        sums = self._sums(steps)
         pairs = zip(nodes.items(), steps, strict=True)
-        exact = [self._region(name, node, step) for (name, node), step in pairs]
+        exact = [self._region(name, node, step, sums) for (name, node), step in pairs]
         rest = [node for node in names if self._is_beside(node)]
         exact += [OpRegion(names[node], WHOLE) for node in rest]
         folded = list(self._folded(exact, nodes | {names[node]: node for node in rest}))
@@ -107,10 +109,27 @@ class _Regions:
         is_left = is_op and analysed.flow.is_mixed(node) and not is_item(node) and node not in sources
         return is_left and not only_rearranges(node, analysed.factors.op(node))
 
-    def _region(self, name: str, node: fx.Node, step: HapStep) -> OpRegion:
+    def _sums(self, steps: Sequence[HapStep]) -> frozenset[str]:
+        """Return the tensors that come in summands: without those that ops which look across a factor add up."""
+        sums: set[str] = set()
+        for node, step in zip(self.problem.nodes, steps, strict=True):
+            adds_up = step.form.cut is not None and self._adds_up(node, self._classes[step.form.cut])
+            of_none = step.form.cut is None and sums.isdisjoint(step.op.reads)
+            if not adds_up and not of_none:
+                made = zip(step.op.makes, step.form.makes, strict=True)
+                sums |= {name for name, layout in made if layout == PARTIAL}
+        return frozenset(sums)
+
+    def _adds_up(self, node: fx.Node, factor: FactorClass) -> bool:
+        op = self.problem.analysed.factors.op(node)
+        form = op.traits.sharded if factor in op.sharded else None
+        return form is not None and form.lacking is Lacking.WHOLE
+
+    def _region(self, name: str, node: fx.Node, step: HapStep, sums: frozenset[str]) -> OpRegion:
         form = step.form
         if form.cut is None:
-            return OpRegion(name, SUMMANDS if PARTIAL in form.reads else WHOLE)
+            given = (tensor for tensor, layout in zip(step.op.reads, form.reads, strict=True) if layout == PARTIAL)
+            return OpRegion(name, WHOLE if sums.isdisjoint(given) else SUMMANDS)
         split = self._split(node, self._classes[form.cut])
         return OpRegion(name, split, self.ratios[form.segment], bool(form.gathered))
 

@@ -80,6 +80,11 @@ def _lengths_differ(problem: Problem) -> bool:
     return len([length for length, count in problem.profile.sequences.items() if count > 0]) > 1
 
 
+def _without_programs(found: Candidates) -> Candidates:
+    """Return the plans without a program: what one takes is told by other prices, which were not measured yet."""
+    return {plan: seconds for plan, seconds in found.items() if not plan.has_program}
+
+
 def auto(by_length: Search, rules: Sequence[SearchRule]) -> Search:
     """Return the search that asks all of these that are asked, or, where lengths differ, the one that plans by them."""
     lengths = SearchRule(by_length, _lengths_differ)
@@ -91,7 +96,7 @@ def auto(by_length: Search, rules: Sequence[SearchRule]) -> Search:
         for rule in filter(lambda rule: rule.asks(problem), rules):
             if problem.time_limit.ends(found):
                 break
-            found |= rule.search.find(problem)
+            found |= _without_programs(rule.search.find(problem))
         return found
 
     def predict(plan: Plan, problem: Problem) -> Prediction:

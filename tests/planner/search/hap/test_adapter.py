@@ -52,7 +52,7 @@ def test_a_net_that_is_cut_in_other_ways_than_groups_would_choose_is_faster_than
     best = nearest(found)
     assert best.split
     assert found[best] < 0.95 * min(CONTIGUOUS.find(asked).values())
-    assert min(without_program(AUTO.find(asked)).values()) == found[best]
+    assert min(AUTO.find(asked).values()) == found[best]
 
 
 def test_a_plan_is_priced_for_what_its_groups_split() -> None:

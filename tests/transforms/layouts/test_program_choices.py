@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from hetu_fx.errors import PlanError
+from hetu_fx.errors import PlanError, ResolveError
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.program import OpRegion
 from hetu_fx.program.program import Program
@@ -41,9 +41,20 @@ SUMMED = (OpRegion("second:linear", "first.weight:0"), OpRegion("first:linear", 
 WHOLE = (OpRegion("first:linear", "whole"), OpRegion(":relu", "whole"), *PARTS_WITHIN)
 
 
-@pytest.mark.parametrize("regions", [ALL_ROWS, PARTS_WITHIN, SUMMED, WHOLE], ids=["rows", "parts", "summed", "whole"])
+PARTS = tuple(OpRegion(op, "second.weight:0") for op in ("second:linear", ":tanh", "third:linear"))
+FIRST = tuple(OpRegion(op, "first.weight:0") for op in ("first:linear", ":relu"))
+REST = OpRegion("*", "whole")
+
+
+@pytest.mark.parametrize("regions", [ALL_ROWS, (*PARTS, REST), (*PARTS, *FIRST, REST)], ids=["rows", "parts", "both"])
 def test_programs_run_like_one_device(regions: tuple[OpRegion, ...]) -> None:
     same_in_group(program(), model(), plan(*regions), BATCH, limit=1e-10)
+
+
+@pytest.mark.parametrize("regions", [PARTS_WITHIN, SUMMED, WHOLE], ids=["parts", "summed", "whole"])
+def test_parts_are_not_made_of_rows_whose_number_is_not_known(regions: tuple[OpRegion, ...]) -> None:
+    with pytest.raises(ResolveError, match="cannot split dim 0: it is symbolic"):
+        same_in_group(program(), model(), plan(*regions), BATCH, limit=1e-10)
 
 
 def test_each_op_runs_as_its_region_says() -> None:

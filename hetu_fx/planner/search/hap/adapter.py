@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hetu_fx.errors import DeductionError, PlanError
+from hetu_fx.errors import DeductionError, PlanError, ResolveError
 from hetu_fx.planner.price.step import memory_problems
 from hetu_fx.planner.search.hap.assemble import HapResult
 from hetu_fx.planner.search.hap.forms import SynthesisRules
@@ -54,7 +54,7 @@ def _with_program(captured: Captured, result: HapResult, problem: Problem) -> It
         stage = stage_of(captured.hap, result)
         plan = problem.plan([Pipeline((stage,))])
         expected = captured.expect(plan, problem.cluster)
-    except (PlanError, DeductionError) as refusal:
+    except (PlanError, DeductionError, ResolveError) as refusal:
         problem.tell(f"hap: its program does not run: {refusal}")
         return
     if problem.options.refused(plan) or memory_problems(expected, problem.cluster, problem.options.memory_fraction):

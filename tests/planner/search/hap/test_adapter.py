@@ -125,7 +125,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], dict[str, torch.Tensor], Any]] = 
     "perceptron": (Perceptron, {"x": torch.randn(6, 24, dtype=torch.float64)}, mean_square),
     "llama": (lambda: SAMPLES["llama"].model(num_hidden_layers=1), example("llama"), None),
 }
-LIMITS = {"llama": 1e-7}  # its norms round to float32
+LIMITS = {"llama": 1e-6}  # its norms round to float32, and programs take means of parts there
 
 
 @pytest.mark.parametrize("name", NETS)

@@ -30,7 +30,7 @@ from hetu_fx.transforms.layouts.annotated_graph import ALONE, AnnotatedGraph, St
 from hetu_fx.transforms.layouts.exchange import exchanged_classes
 from hetu_fx.transforms.layouts.finer import FinerCut, finer_cut
 from hetu_fx.transforms.layouts.flow import Flow
-from hetu_fx.transforms.layouts.program_choices import check_ratios, program_choices
+from hetu_fx.transforms.layouts.program_choices import program_choices, segments
 from hetu_fx.transforms.layouts.reshard_cost import product_flops
 from hetu_fx.transforms.layouts.sequence_parallel import sequence_classes, shares
 
@@ -95,11 +95,11 @@ class Annotate:
         graph, factors, flow = analysed.graph, analysed.factors, analysed.flow
         (pipeline,), nothing = self.plan.pipelines, frozenset[FactorClass]()
         (stage,) = pipeline.stages
-        check_ratios(stage)
         choices = program_choices(analysed, stage)
         classes = frozenset(choice.factor for choice in choices.values() if choice.factor is not None)
-        parts = {c: shares(c, stage.ratios) for c in _in_order(classes)}
-        layout = StageLayout(0, 0, stage.devices, ALONE, StageAxis(len(stage.devices), parts))
+        parts, *others = ({c: shares(c, ratios) for c in _in_order(classes)} for ratios in segments(stage))
+        axis = StageAxis(len(stage.devices), parts, tuple(others))
+        layout = StageLayout(0, 0, stage.devices, ALONE, axis)
         stages = (self._stages(graph, flow, pipeline),)
         return AnnotatedGraph(
             graph, factors, flow, self.plan, self.wants_values, classes, nothing, ((layout,),), stages, choices=choices

@@ -30,11 +30,17 @@ CONTEXT, TENSOR, FINE = 0, 1, 2
 class StageAxis:
     """One axis of a stage's grid of devices: how many it has, and the part of every class that each of them has.
 
-    Of a class whose size only the run tells, `sizes` has the shares.
+    Of a class whose size only the run tells, `sizes` has the shares. `others` has the parts by the ratios of further
+    segments of a program, the first of which is segment 1.
     """
 
     ways: int
     sizes: Mapping[FactorClass, tuple[int, ...]]
+    others: tuple[Mapping[FactorClass, tuple[int, ...]], ...] = ()
+
+    def parts(self, factor: FactorClass, segment: int = 0) -> tuple[int, ...]:
+        """Return the part of a class that each device has by the ratios of a segment."""
+        return (self.sizes, *self.others)[segment][factor]
 
     def share(self, classes: Iterable[FactorClass], place: int) -> float:
         """Return which part a device has, by its place, of what has these classes; 1 of what the axis does not cut."""

@@ -30,7 +30,7 @@ class DimView:
     """A dim seen as three, (outer, factor, inner), while a value changes its state; before and after it is one dim.
 
     For a split factor that shares its dim with rows or positions, whose number no annotation can say: of `outer` and
-    `inner`, the sizes around the factor, one may be None (unknown).
+    `inner`, the sizes around the factor, one may be None (unknown), of a factor of unknown size both.
     """
 
     dim: int
@@ -94,17 +94,18 @@ class DeducedGraph:
                 return Duplicate(axis.ways)
             case Summed():
                 return Partial(axis.ways)
-            case SplitOn(factor):
-                return self._split(node, factor, axis, view, parts)
+            case SplitOn():
+                return self._split(node, state, axis, view, parts)
 
     def _split(
         self,
         node: fx.Node,
-        factor: FactorClass,
+        state: SplitOn,
         axis: StageAxis,
         view: DimView | None,
         parts: Mapping[FactorClass, int],
     ) -> Split:
+        factor, sizes = state.factor, axis.parts(state.factor, state.segment)
         dim, outer, inner = self._place(node, factor)
         classes = self.annotated.factors.dims(node)[dim]
         for other in parts.keys() & set(classes):
@@ -115,14 +116,14 @@ class DeducedGraph:
             else:
                 inner = inner // other.size * parts[other]
         if view is not None and factor == view.factor:
-            return Split(dim + 1, axis.sizes[factor])
+            return Split(dim + 1, sizes)
         if outer is None or inner is None:
             raise DeductionError(
                 f"dim {dim} of '{node.name}' ({meta.source_line(node)}) mixes rows or positions with a dimension that "
                 f"the plan splits over {axis.ways} devices; use a plan without tensor parallelism there"
             )
         beyond = view is not None and dim > view.dim
-        return Split(dim + 2 if beyond else dim, axis.sizes[factor], outer, inner)
+        return Split(dim + 2 if beyond else dim, sizes, outer, inner)
 
     def _place(self, node: fx.Node, factor: FactorClass) -> tuple[int, int | None, int | None]:
         """Return the dim that a factor is in, and the sizes before and after it there, None where symbolic."""
@@ -135,7 +136,8 @@ class DeducedGraph:
         for state in states:
             if isinstance(state, SplitOn):
                 dim, outer, inner = self._place(node, state.factor)
-                if (outer is None) != (inner is None):
+                is_open = state.factor.size is None and None in (outer, inner)
+                if is_open or (outer is None) != (inner is None):
                     return DimView(dim, state.factor, outer, inner)
         return None
 

@@ -132,7 +132,8 @@ class ForwardWalk:
     def _item_state(self, item: fx.Node, decision: OpStrategy) -> AxisState:
         if decision.factor is None:
             return decision.result
-        return SplitOn(decision.factor) if decision.factor in flat(self.factors.dims(item)) else SUMMED
+        is_cut = decision.factor in flat(self.factors.dims(item))
+        return SplitOn(decision.factor, decision.segment) if is_cut else SUMMED
 
     def _after(self, track: _ForwardBranch, node: fx.Node) -> Iterator[_ForwardBranch]:
         """Yield the walks that go on from one past an op; the first is the walk itself, changed."""

@@ -8,7 +8,7 @@ class of it that the op has, so that twins of blocks are one region.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase as fnmatch
 
 from torch import fx
@@ -30,12 +30,14 @@ from hetu_fx.transforms.layouts.flow import is_item
 class OpChoice:
     """How an op runs: a part of `factor`, on summands of its operands, or all of it on every device.
 
-    With `factors`, gradients of parameters that it reads whole are made from gathered factors, not summed.
+    The parts follow the ratios of `segment`. With `factors`, gradients of parameters that it reads whole are made from
+    gathered factors, not summed.
     """
 
     factor: FactorClass | None = None
     on_summands: bool = False
     factors: bool = False
+    segment: int = 0
 
 
 Choices = Mapping[fx.Node, OpChoice]
@@ -51,17 +53,18 @@ def program_choices(analysed: AnalysedGraph, stage: Stage) -> Choices:
     found = {node: _region(name, stage.program) for node, name in names.items()}
     _check_all(analysed, names, found, stage.program)
     told = ((node, region) for node, region in found.items() if region is not None and _may_choose(analysed, node))
-    return {node: _choice(analysed, node, names[node], region) for node, region in told}
+    ratios = segments(stage)
+
+    def choice(node: fx.Node, region: OpRegion) -> OpChoice:
+        segment = ratios.index(region.ratios or stage.ratios)
+        return replace(_choice(analysed, node, names[node], region), segment=segment)
+
+    return {node: choice(node, region) for node, region in told}
 
 
-def check_ratios(stage: Stage) -> None:
-    """Raise `PlanError` for a region with ratios of its own, by which no graph is cut yet."""
-    for place, region in enumerate(stage.program):
-        if region.ratios and region.ratios != stage.ratios:
-            raise PlanError(
-                f"program[{place}]: {region} has ratios {list(region.ratios)}, but all ops of a stage are cut by one, "
-                f"{list(stage.ratios)}; leave ratios out there"
-            )
+def segments(stage: Stage) -> tuple[tuple[int, ...], ...]:
+    """Return the ratios that parts follow, each once: those of the stage, then those of regions with their own."""
+    return tuple(dict.fromkeys((stage.ratios, *(region.ratios for region in stage.program if region.ratios))))
 
 
 def _region(name: str, program: Sequence[OpRegion]) -> OpRegion | None:
@@ -114,7 +117,7 @@ def _choice(analysed: AnalysedGraph, node: fx.Node, name: str, region: OpRegion)
         what = "has none of it" if not named else f"has {len(named)} of it"
         raise PlanError(f"{region} cuts '{name}' on {region.split!r}, but the op {what}; {_ways(op, analysed.factors)}")
     (factor,) = named
-    if not _can_cut(op, factor, analysed.factors):
+    if not _can_cut(op, factor, analysed.factors) or _orders_rows(node, op, factor, analysed.factors):
         raise PlanError(
             f"{region} cuts '{name}' on {region.split!r}, which the op needs whole ({meta.source_line(node)}); "
             f"{_ways(op, analysed.factors)}"
@@ -149,7 +152,16 @@ def _at(told: LeafDim, dims: Sequence[tuple[FactorClass, ...]], region: OpRegion
 
 
 def _can_cut(op: OpFactors, factor: FactorClass, factors: FactorMap) -> bool:
-    return factor not in op.cut_at(factor).whole and factors.splittable(factor)
+    seen = op.cut_at(factor)
+    known_only = seen.sharded | seen.averaged  # forms for parts are written with numbers
+    able = factor not in seen.whole and (factor.size is not None or factor not in known_only)
+    return able and factors.splittable(factor)
+
+
+def _orders_rows(node: fx.Node, op: OpFactors, factor: FactorClass, factors: FactorMap) -> bool:
+    """Tell whether an op counts rows, or has them in an order of its own, which parts of the rows would not share."""
+    ordered = not factors.shard_ordered.isdisjoint((node, *node.all_input_nodes))
+    return factor.is_batch and (bool(op.counted) or ordered)
 
 
 def _ways(op: OpFactors, factors: FactorMap) -> str:

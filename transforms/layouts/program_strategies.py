@@ -17,7 +17,7 @@ from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Leaf, LeafKind
 from hetu_fx.transforms.layouts.program_choices import Choices, OpChoice
-from hetu_fx.transforms.layouts.states import WHOLE, AxisState, OpStrategy, SplitOn, Summed
+from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, AxisState, OpStrategy, SplitOn, Summed
 from hetu_fx.transforms.layouts.strategies import States, Strategies
 
 
@@ -38,7 +38,7 @@ class ProgramStrategies(Strategies):
             return (self._following(node, states),)
         if choice.factor is not None:
             strategy = self._split_on(node, op.cut_at(choice.factor), choice.factor, states)
-            return (replace(strategy, factors=choice.factors),)
+            return (replace(_in_segment(strategy, choice.segment), factors=choice.factors),)
         if not choice.on_summands:
             return (self._whole_strategy(op, states),)
         found = self._on_summands(node, op, states)
@@ -52,10 +52,10 @@ class ProgramStrategies(Strategies):
     def _following(self, node: fx.Node, states: States) -> OpStrategy:
         op = self.factors.op(node)
         given = (states[operand.node] for operand in op.read)
-        factors = (state.factor for state in given if isinstance(state, SplitOn))
-        able = [factor for factor in factors if factor in op.classes - op.whole - op.sharded]
+        cut = (state for state in given if isinstance(state, SplitOn))
+        able = [state for state in cut if state.factor in op.classes - op.whole - op.sharded]
         if able:
-            return self._split_on(node, op, able[0], states)
+            return _in_segment(self._split_on(node, op, able[0].factor, states), able[0].segment)
         return next(iter(self._on_summands(node, op, states)), self._whole_strategy(op, states))
 
     def of_result(self, node: fx.Node, made: AxisState, states: States) -> tuple[AxisState, ...]:
@@ -63,24 +63,35 @@ class ProgramStrategies(Strategies):
         wanted = self._wanted.get(node, ())
         if not meta.is_tensor(node):
             return (made,)
+        if node in self.outside and (isinstance(made, Summed) or self._is_open(made)):
+            return (WHOLE,)
         if isinstance(made, SplitOn):
-            others = any(choice.factor != made.factor for choice in wanted)
+            others = any((choice.factor, choice.segment) != (made.factor, made.segment) for choice in wanted)
             return (made, WHOLE) if others and len(wanted) > 1 else (made,)
         if not isinstance(made, Summed):
             return (made,)
-        takes = [choice.on_summands and node not in self.outside for choice in wanted]
+        takes = [choice.on_summands for choice in wanted]
         if takes and all(takes):
             return (made,)
-        parts = dict.fromkeys(SplitOn(c.factor) for c in wanted if c.factor in self._classes(node) and c.factor)
+        mine = self._classes(node)
+        parts = dict.fromkeys(SplitOn(c.factor, c.segment) for c in wanted if c.factor in mine and c.factor)
         return (WHOLE, *parts, *([made] if any(takes) else []))
+
+    def of_item(self, item: fx.Node, made: AxisState) -> AxisState:
+        """Return how one of several results lies for its readers; sums are made at once."""
+        return WHOLE if made == SUMMED or (item in self.outside and self._is_open(made)) else made
+
+    def _is_open(self, state: AxisState) -> bool:
+        """Tell whether a value lies in parts whose sizes only the run tells."""
+        return isinstance(state, SplitOn) and state.factor.size is None
 
     def of_leaf(self, leaf: Leaf) -> AxisState:
         """Return how a leaf lies: a parameter in parts that an op which reads it is cut on, else whole."""
         if leaf.kind is not LeafKind.PARAMETER:
             return WHOLE
         mine = self._classes(leaf.node)
-        cut = (choice.factor for choice in self._wanted.get(leaf.node, ()) if choice.factor in mine)
-        return next((SplitOn(factor) for factor in cut if factor is not None), WHOLE)
+        cut = (choice for choice in self._wanted.get(leaf.node, ()) if choice.factor in mine)
+        return next((SplitOn(choice.factor, choice.segment) for choice in cut if choice.factor is not None), WHOLE)
 
     def _classes(self, node: fx.Node) -> frozenset[FactorClass]:
         return frozenset(flat(self.factors.dims(node)))
@@ -99,3 +110,13 @@ class ProgramStrategies(Strategies):
             yield self.choices[user]
         elif self.factors.is_op(user):
             yield from found[user]
+
+
+def _in_segment(strategy: OpStrategy, segment: int) -> OpStrategy:
+    """Return a strategy that computes a part by the ratios of a segment."""
+
+    def placed(state: AxisState) -> AxisState:
+        return SplitOn(strategy.factor, segment) if strategy.factor and state == SplitOn(strategy.factor) else state
+
+    needs = tuple(replace(need, state=placed(need.state)) for need in strategy.needs)
+    return replace(strategy, needs=needs, result=placed(strategy.result), segment=segment)

@@ -21,9 +21,10 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class SplitOn:
-    """Each coordinate holds its part of `factor`."""
+    """Each coordinate holds its part of `factor`, by the ratios of a segment of a program; of 0 by the stage's own."""
 
     factor: FactorClass
+    segment: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,8 @@ class OpStrategy:
     """How one op runs on one axis: the factor it computes a part of (None: whole), its needs and its result.
 
     With `travels`, operands that it reads whole are needed in parts, which go round the devices. With `factors`, the
-    gradients of parameters that it reads whole are made on every device from what they are products of.
+    gradients of parameters that it reads whole are made on every device from what they are products of. `segment` is
+    that whose ratios the parts of `factor` follow.
     """
 
     factor: FactorClass | None
@@ -79,3 +81,4 @@ class OpStrategy:
     result: AxisState
     travels: bool = False
     factors: bool = False
+    segment: int = 0

@@ -47,33 +47,33 @@ class LocalSizes:
     states: tuple[Mapping[fx.Node, AxisState], ...]
     values: Mapping[fx.Node, fx.Node]
     emit: Callable[..., fx.Node]
-    _parts: dict[FactorClass, DimParts] = field(default_factory=dict)
+    _parts: dict[tuple[FactorClass, int], DimParts] = field(default_factory=dict)
     _read: dict[FactorClass, fx.Node] = field(default_factory=dict)
 
-    def in_op(self, cut: Collection[FactorClass]) -> SizeOf:
-        """Return the sizes that classes have in an op that computes a part of those in `cut`."""
-        return lambda cls: self.part(cls) if cls in cut else self.whole(cls)
+    def in_op(self, cut: Collection[FactorClass], segment: int = 0) -> SizeOf:
+        """Return the sizes that classes have in an op that computes a part of those in `cut`, by a segment's ratios."""
+        return lambda cls: self.part(cls, segment) if cls in cut else self.whole(cls)
 
     def axis(self, factor: FactorClass) -> int:
         """Return the axis that cuts a class."""
         return next((i for i, axis in enumerate(self.layout.axes) if factor in axis.sizes), TENSOR)
 
-    def part(self, factor: FactorClass) -> Size:
+    def part(self, factor: FactorClass, segment: int = 0) -> Size:
         """Return how much the device has of a class that is cut."""
-        return self.parts(factor).sizes[self.places[self.axis(factor)]]
+        return self.parts(factor, segment).sizes[self.places[self.axis(factor)]]
 
-    def start(self, factor: FactorClass) -> Size:
+    def start(self, factor: FactorClass, segment: int = 0) -> Size:
         """Return where the device's part of a class begins."""
-        return self.parts(factor).starts[self.places[self.axis(factor)]]
+        return self.parts(factor, segment).starts[self.places[self.axis(factor)]]
 
-    def parts(self, factor: FactorClass) -> DimParts:
+    def parts(self, factor: FactorClass, segment: int = 0) -> DimParts:
         """Return the parts of a class; those of a symbolic length are computed where one is needed first."""
-        if factor not in self._parts:
-            shares = self.layout.axes[self.axis(factor)].sizes[factor]
+        if (factor, segment) not in self._parts:
+            shares = self.layout.axes[self.axis(factor)].parts(factor, segment)
             is_open = factor.size is None
             made = DimParts.in_shares(self._read_off(factor), shares) if is_open else DimParts.of_sizes(shares)
-            self._parts[factor] = made
-        return self._parts[factor]
+            self._parts[factor, segment] = made
+        return self._parts[factor, segment]
 
     def whole(self, factor: FactorClass) -> Size:
         """Return the size of all of a class.

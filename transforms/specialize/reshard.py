@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from hetu_fx.annotations.annotation import Annotation, Shape, Split, State, cotangent
@@ -16,10 +17,13 @@ from hetu_fx.comm_ops.ops.table import COMM_OPS
 from hetu_fx.comm_ops.resolve.resolution import OpCall, Resolution, resized
 from hetu_fx.comm_ops.resolve.resolve import resolve_edge
 from hetu_fx.deduction.factors.factors import FactorClass
+from hetu_fx.graph.calls import Size
 from hetu_fx.transforms.layouts.annotated_graph import StageLayout
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph, DimView, cut_twice
 from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, AxisState, Need, SplitOn, States
-from hetu_fx.transforms.specialize.local_sizes import DimParts, LocalSizes
+from hetu_fx.transforms.specialize.local_sizes import DimParts, LocalSizes, product
+
+aten = torch.ops.aten
 
 
 @dataclass(eq=False)
@@ -107,11 +111,12 @@ class _AxisReshard:
 
     def made(self, value: fx.Node, state: AxisState, wanted: AxisState, summed: bool) -> fx.Node:
         ends = [end.factor for end in (state, wanted) if isinstance(end, SplitOn)]
-        if len(ends) > 1 and not self.deduced.annotated.sequence.isdisjoint(ends):
+        is_open = any(factor.size is None for factor in ends)
+        if len(ends) > 1 and (is_open or not self.deduced.annotated.sequence.isdisjoint(ends)):
             return self._exchanged(value, state, wanted)
-        if ends and ends[0].size is None:
-            return self._in_shares(value, (state, wanted), ends[0], summed)
         view = self.deduced.dim_view(self.node, (state, wanted))
+        if is_open:
+            return self._in_shares(value, (state, wanted), summed, view)
         source, target = (self._annotation(end, view) for end in (state, wanted))
         back = self._annotation(SUMMED) if summed else cotangent(target)
         shape = self._shape(ends)
@@ -122,7 +127,7 @@ class _AxisReshard:
     def _exchanged(self, value: fx.Node, state: AxisState, wanted: AxisState) -> fx.Node:
         """Cut a value in other parts: what a gather joins is cut at once, so that each device gets its part alone."""
         gather, cut = self._call(state, WHOLE), self._call(WHOLE, wanted)
-        if gather is None or cut is None:
+        if gather is None or cut is None or gather.args[1] == cut.args[1]:  # of one dim, which is cut otherwise
             return self.made(self.made(value, state, WHOLE, False), WHOLE, wanted, False)
         ranks, *parts = cut.args[:5]
         exchange = COMM_OPS["all_to_all"].overload
@@ -133,37 +138,54 @@ class _AxisReshard:
 
     def _call(self, state: AxisState, wanted: AxisState) -> OpCall | None:
         """Return the call that joins parts or cuts them; None where a dim must be seen as three for it."""
-        factor = next(end.factor for end in (state, wanted) if isinstance(end, SplitOn))
+        end = next(end for end in (state, wanted) if isinstance(end, SplitOn))
+        factor = end.factor
+        if self.deduced.dim_view(self.node, (state, wanted)) is not None:
+            return None
         shape, is_open = list(self._shape([factor])), factor.size is None
         if is_open:
-            split = self._axis(SplitOn(factor))
+            split = self._axis(end)
             assert isinstance(split, Split)
             shape[split.dim] = split.outer * sum(split.units) * split.inner
-        elif self.deduced.dim_view(self.node, (state, wanted)) is not None:
-            return None
         source, target = (self._annotation(end) for end in (state, wanted))
         (call,) = resolve_edge(source, target, cotangent(target), shape).calls(self.reshards.rank)
-        return resized(call, self.reshards.sizes.parts(factor).sizes) if is_open else call
+        return resized(call, self.reshards.sizes.parts(factor, end.segment).sizes) if is_open else call
 
     def _in_view(self, value: fx.Node, resolution: Resolution, view: DimView, state: AxisState) -> fx.Node:
         """See a dim as three while the value changes its state."""
         factor, emit = view.factor, self.reshards.emit
-        part = self.reshards.sizes.part(factor) if state == SplitOn(factor) else factor.size
+        part: Size | None = factor.size
+        if isinstance(state, SplitOn) and state.factor == factor:
+            part = self.reshards.sizes.part(factor, state.segment)
         assert isinstance(part, int), "a factor that shares its dim has a fixed size"
         moved = self._resolved(emit(self.node, *view.unflattened(value, part)), resolution)
         return emit(self.node, *view.flattened(moved))
 
     def _in_shares(
-        self, value: fx.Node, ends: tuple[AxisState, AxisState], factor: FactorClass, summed: bool
+        self, value: fx.Node, ends: tuple[AxisState, AxisState], summed: bool, view: DimView | None
     ) -> fx.Node:
         """Cut or join a dim whose length only the run tells: as one of as many entries as there are shares."""
-        shape, split = list(self._shape([factor])), self._axis(SplitOn(factor))
+        cut = next(end for end in ends if isinstance(end, SplitOn))
+        split, told = self._axis(cut, view), self._shape([cut.factor])
+        shape = list(told if view is None else view.shape(told))
         assert isinstance(split, Split)
         shape[split.dim] = split.outer * sum(split.units) * split.inner
-        source, target = (self._annotation(end) for end in ends)
+        source, target = (self._annotation(end, view) for end in ends)
         back = self._annotation(SUMMED) if summed else cotangent(target)
         resolution = resolve_edge(source, target, back, shape)
-        return self._resolved(value, resolution, self.reshards.sizes.parts(factor))
+        parts = self.reshards.sizes.parts(cut.factor, cut.segment)
+        if view is None:
+            return self._resolved(value, resolution, parts)
+        length = self.reshards.sizes.part(cut.factor, cut.segment) if ends[0] == cut else parts.length
+        made = self._resolved(self._unflattened(value, view, length), resolution, parts)
+        return self.reshards.emit(self.node, *view.flattened(made))
+
+    def _unflattened(self, value: fx.Node, view: DimView, length: Size) -> fx.Node:
+        """See a dim as three, of which every size is given: beside an empty part none could be told from the others."""
+        classes, whole = self.deduced.annotated.factors.dims(self.node)[view.dim], self.reshards.sizes.whole
+        at = classes.index(view.factor)
+        outer, inner = (product([whole(cls) for cls in beside]) for beside in (classes[:at], classes[at + 1 :]))
+        return self.reshards.emit(self.node, aten.unflatten.int, value, view.dim, [outer, length, inner])
 
     def _resolved(self, value: fx.Node, resolution: Resolution, parts: DimParts | None = None) -> fx.Node:
         return self.reshards.resolved(self.node, value, resolution, parts)

@@ -138,7 +138,7 @@ class _Builder:
             return self._in_output_states(node, self._emit(node, callee(node), *args, **kwargs))
         cut = [factor for factor in self._cut(node) if factor is not None]
         op = reduce(OpFactors.cut_at, cut, self.annotated.factors.op(node))
-        sizes = self.sizes.in_op(cut)
+        sizes = self.sizes.in_op(cut, self._segment(node))
         args, kwargs = localized_call(node, op, self._operands(node), self.values, cut, sizes)
         if cut and op.traits.counter_at is not None:
             args = self._with_cuts(node, args, op.traits.counter_at, cut)
@@ -148,6 +148,10 @@ class _Builder:
     def _cut(self, node: fx.Node) -> tuple[FactorClass | None, ...]:
         """Return the factors that an op computes a part of, by axis."""
         return tuple(deduction.decisions[node].factor for deduction in self.inside)
+
+    def _segment(self, node: fx.Node) -> int:
+        """Return the segment of a program whose ratios an op's parts follow."""
+        return max(deduction.decisions[node].segment for deduction in self.inside)
 
     def _in_form(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node | None:
         """Write an op in the form that it has for parts of what is cut in it, by axis; None for one that has none."""
@@ -169,7 +173,7 @@ class _Builder:
         travels = self.inside[axis].decisions[node].travels
         classes = self.annotated.factors.op(node).travelling if travels else {}
         travelling = {position: self.sizes.parts(cls).sizes for position, cls in classes.items()}
-        place, own = self.places[axis], self.sizes.parts(factor)
+        place, own = self.places[axis], self.sizes.parts(factor, self._segment(node))
         return PartCall(
             node,
             given=bound(overload(node), args, kwargs),
@@ -204,14 +208,16 @@ class _Builder:
     def _drawn(self, node: fx.Node, factor: FactorClass) -> tuple[int, list[Size]]:
         """Return how much stands inside of a class that is cut, and the cut."""
         axis = self.layout.axes[self.sizes.axis(factor)]
-        split = self.deduced.axis(node, SplitOn(factor), axis)
+        cut = factor, self._segment(node)
+        split = self.deduced.axis(node, SplitOn(*cut), axis)
         assert isinstance(split, Split)
-        start, part, whole = self.sizes.start(factor), self.sizes.part(factor), self.sizes.parts(factor).length
+        start, part, whole = self.sizes.start(*cut), self.sizes.part(*cut), self.sizes.parts(*cut).length
         return split.inner, cut_of(split.dim, start, part, whole, split.inner)
 
     def _weighed(self, node: fx.Node, mean: fx.Node, axis: int, factor: FactorClass) -> fx.Node:
         """Turn the mean over this device's part into its summand of the mean over all parts."""
-        share = self.layout.axes[axis].share((factor,), self.places[axis])
+        parts = self.layout.axes[axis].parts(factor, self._segment(node))
+        share = parts[self.places[axis]] / sum(parts)
         return self._emit(node, torch.ops.aten.mul.Tensor, mean, share)
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:

@@ -82,9 +82,9 @@ class FusedOp(OpRecord):
     """Holds all there is to know of an op that computes while tensors travel, which it therefore does not give back.
 
     `tensors` is how many of its inputs are tensors, or None in the place of one; all of them are kept for the
-    backward, and so are the results. `backward(inputs, results, gradients)` gives the gradients of the tensors by
-    calling the op named `backward_op` (None for an op that is one), so that a backward graph has that op. The bytes of
-    `cost` are those of all that travels, on all ranks together.
+    backward, and so are the results of an op that has several. `backward(inputs, results, gradients)` gives the
+    gradients of the tensors by calling the op named `backward_op` (None for an op that is one), so that a backward
+    graph has that op. The bytes of `cost` are those of all that travels, on all ranks together.
     """
 
     tensors: int
@@ -92,7 +92,7 @@ class FusedOp(OpRecord):
     backward_op: str | None
 
     def _keep(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs[: self.tensors], *output)
+        ctx.save_for_backward(*inputs[: self.tensors], *(output if isinstance(output, tuple) else ()))
         ctx.args = inputs[self.tensors :]
 
     def _backward(self, ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -14,10 +14,12 @@ from fnmatch import fnmatchcase as fnmatch
 from torch import fx
 
 from hetu_fx.base.documents import nearest
+from hetu_fx.base.torch_private import OpOverload
+from hetu_fx.comm_ops.ops.product_from_factors import PRODUCTS
 from hetu_fx.deduction.factors.factors import FactorClass, FactorMap, OpFactors, flat
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
-from hetu_fx.graph.calls import is_view
+from hetu_fx.graph.calls import is_view, overload
 from hetu_fx.graph.graph import LeafKind
 from hetu_fx.graph.op_names import op_names
 from hetu_fx.plans.program import ROWS, SUMMANDS, LeafDim, OpRegion
@@ -113,16 +115,34 @@ def _choice(analysed: AnalysedGraph, node: fx.Node, name: str, region: OpRegion)
         return OpChoice(on_summands=region.split == SUMMANDS)
     op = analysed.factors.op(node)
     named = set(_named(region, analysed.factors)) & op.classes
+    if not named and region.split == ROWS:
+        return OpChoice()  # what has no rows is the same on every device that has some
     if len(named) != 1:
         what = "has none of it" if not named else f"has {len(named)} of it"
         raise PlanError(f"{region} cuts '{name}' on {region.split!r}, but the op {what}; {_ways(op, analysed.factors)}")
     (factor,) = named
+    if region.factors:
+        _check_factors(node, op, factor, f"{region} makes gradients of '{name}' from factors")
     if not _can_cut(op, factor, analysed.factors) or _orders_rows(node, op, factor, analysed.factors):
         raise PlanError(
             f"{region} cuts '{name}' on {region.split!r}, which the op needs whole ({meta.source_line(node)}); "
             f"{_ways(op, analysed.factors)}"
         )
     return OpChoice(factor, factors=region.factors)
+
+
+def _check_factors(node: fx.Node, op: OpFactors, factor: FactorClass, asked: str) -> None:
+    """Refuse gradients from factors where the op is no product of rows with a weight, or not cut on its rows."""
+    product = PRODUCTS.get(overload(node)) if isinstance(node.target, OpOverload) else None
+    given = {product.x, product.weight, product.bias} if product else set()
+    if product is None or node.kwargs or not given.issuperset(range(len(node.args))):
+        known = ", ".join(map(str, PRODUCTS))
+        raise PlanError(f"{asked}, but {node.target} is none of {known}, or has further arguments; leave factors out")
+    weight = next(operand for operand in op.operands if operand.path == (product.weight,))
+    if factor not in flat(op.results[0][:-1]) or factor in weight.classes:
+        raise PlanError(
+            f"{asked}, but it is cut on {factor}, which its weight has; cut it on its rows, or leave factors out"
+        )
 
 
 def _named(region: OpRegion, factors: FactorMap) -> Iterator[FactorClass]:

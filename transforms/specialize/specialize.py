@@ -12,14 +12,15 @@ import torch
 from torch import fx
 
 from hetu_fx.annotations.annotation import Split
+from hetu_fx.comm_ops.ops.product_from_factors import PRODUCT_FROM_FACTORS, PRODUCTS
 from hetu_fx.comm_ops.ops.table import FUSED_OPS
 from hetu_fx.deduction.factors.factors import FactorClass, OpFactors
 from hetu_fx.deduction.rules.forms import PartCall
-from hetu_fx.errors import DeductionError, PlanError
+from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import Size, argument, bound, callee, operand, overload
 from hetu_fx.graph.graph import Leaf
-from hetu_fx.transforms.layouts.annotated_graph import StageLayout, is_size, stage_nodes
+from hetu_fx.transforms.layouts.annotated_graph import TENSOR, StageLayout, is_size, stage_nodes
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.layouts.states import WHOLE, Need, SplitOn, States, Summed
 from hetu_fx.transforms.rewrites.random_ops import cut_of
@@ -53,23 +54,8 @@ class Specialize:
     name: ClassVar[str] = "specialize"
 
     def __call__(self, deduced: DeducedGraph) -> DeviceGraph | None:
-        _check_factors(deduced)
         layout = next((at for at in deduced.annotated.layouts if self.rank in at.devices), None)
         return None if layout is None else _Builder(deduced, layout, self.rank).build()
-
-
-def _check_factors(deduced: DeducedGraph) -> None:
-    """Refuse gradients that a program wants made from gathered factors, which no graph sends yet.
-
-    Raises:
-        PlanError: naming the first op.
-    """
-    nodes = (node for node, decision in deduced.tensor_split.decisions.items() if decision.factors)
-    if (node := next(nodes, None)) is not None:
-        raise PlanError(
-            f"the program makes gradients of '{node.name}' ({meta.source_line(node)}) from factors, which can be "
-            f"priced but not run; leave 'factors' out of its region"
-        )
 
 
 class _Builder:
@@ -142,7 +128,8 @@ class _Builder:
         args, kwargs = localized_call(node, op, self._operands(node), self.values, cut, sizes)
         if cut and op.traits.counter_at is not None:
             args = self._with_cuts(node, args, op.traits.counter_at, cut)
-        result = self._in_form(node, args, kwargs) or self._emit(node, callee(node), *args, **kwargs)
+        made = self._from_factors(node, args) or self._in_form(node, args, kwargs)
+        result = made or self._emit(node, callee(node), *args, **kwargs)
         return self._in_output_states(node, result)
 
     def _cut(self, node: fx.Node) -> tuple[FactorClass | None, ...]:
@@ -165,6 +152,28 @@ class _Builder:
             if factor in op.averaged:
                 return self._weighed(node, self._emit(node, callee(node), *args, **kwargs), axis, factor)
         return None
+
+    def _from_factors(self, node: fx.Node, args: tuple[Any, ...]) -> fx.Node | None:
+        """Write a product whose weight's gradient is made from gathered factors; None for any other op."""
+        decision = self.inside[TENSOR].decisions[node]
+        if not decision.factors or decision.factor is None:
+            return None
+        made_of = PRODUCTS[overload(node)]
+        x, weight = args[made_of.x], args[made_of.weight]
+        bias = args[made_of.bias] if made_of.bias is not None and made_of.bias < len(args) else None
+        given = x, weight, bias, str(node.target), self.peers[TENSOR], *self._cut_of_rows(node, decision.factor)
+        made = self._emit(node, PRODUCT_FROM_FACTORS.overload, *given)
+        self.differentiable.add(made)
+        return made
+
+    def _cut_of_rows(self, node: fx.Node, factor: FactorClass) -> tuple[int, tuple[Size, ...], Size, Size]:
+        """Return (dim, sizes, outer, inner) of the parts of an op's result."""
+        dims = self.annotated.factors.dims(node)
+        dim = next(i for i, classes in enumerate(dims) if factor in classes)
+        at = dims[dim].index(factor)
+        beside = dims[dim][:at], dims[dim][at + 1 :]
+        outer, inner = (product([self.sizes.whole(cls) for cls in classes]) for classes in beside)
+        return dim, self.sizes.parts(factor, self._segment(node)).sizes, outer, inner
 
     def _part_call(
         self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int, factor: FactorClass

@@ -11,7 +11,6 @@ from hetu_fx.errors import PlanError
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.program import OpRegion
 from hetu_fx.program.program import Program
-from hetu_fx.transforms.layouts.annotate import Annotate
 from hetu_fx.transforms.layouts.states import SplitOn
 from tests.planner.search.nets import Perceptron, mean_square
 from tests.transforms.plans import deduced, program_of, same_in_group
@@ -93,10 +92,3 @@ def test_a_program_that_does_not_fit_is_refused_with_the_place_and_the_way_out(
 ) -> None:
     with pytest.raises(PlanError, match=said):
         deduced(program(), plan(*regions))
-
-
-def test_gradients_from_factors_are_refused_where_a_graph_is_made() -> None:
-    regions = (OpRegion("third:*", "rows", factors=True), *TAIL)
-    Annotate(plan(*regions))(program().analysed)
-    with pytest.raises(PlanError, match=r"'linear_2'.*can be priced but not run; leave 'factors' out"):
-        same_in_group(program(), model(), plan(*regions), BATCH, limit=1e-10)

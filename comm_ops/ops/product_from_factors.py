@@ -1,0 +1,142 @@
+"""hetu::product_from_factors: a product with a weight, whose gradient is made whole on every rank from its factors.
+
+Ranks have parts of the rows and all of the weight. Instead of a sum over ranks of gradients of the weight's size, the
+backward gathers what the weight's gradient is a product of, input and gradient of the result, and every rank makes all
+of it: sufficient factor broadcasting (Xie et al., 2014; HAP, EuroSys 2024, section 3.2). It pays where rows are fewer
+than the weight is wide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hetu_fx.base.torch_private import OpOverload
+from hetu_fx.comm_ops.ops.op import FusedOp, call
+from hetu_fx.comm_ops.plans.choose_algorithm import always_flat
+from hetu_fx.comm_ops.plans.cost import no_cost, ring_cost
+
+aten = torch.ops.aten
+
+
+class Product(NamedTuple):
+    """A product that can be done so: y = x w + bias, rows of y in any dims but the last; or rows of w that x names.
+
+    Attributes:
+        call: gives y of x, the weight and the bias (or None).
+        of_input: gives the gradient of x, of that of y and the weight; None where x is what is looked up.
+        of_weight: gives that of the weight, of x and of that of y, both with all rows in one dim, and of the weight.
+        x, weight, bias: where the op has them among its arguments; `bias` is None for an op without.
+    """
+
+    call: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    of_input: Callable[[Tensor, Tensor], Tensor] | None
+    of_weight: Callable[[Tensor, Tensor, Tensor], Tensor]
+    x: int
+    weight: int
+    bias: int | None
+
+
+def _mm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+
+
+def _of_rows(gradient: Tensor, weight: Tensor) -> Tensor:
+    return gradient @ weight.t()
+
+
+def _of_columns(x: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
+    return x.t() @ gradient
+
+
+def _look_up(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.nn.functional.embedding(x, weight)
+
+
+def _of_table(x: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
+    made: Tensor = aten.embedding_dense_backward.default(gradient, x, weight.shape[0], -1, False)
+    return made
+
+
+PRODUCTS: dict[OpOverload[..., Any], Product] = {
+    aten.linear.default: Product(
+        torch.nn.functional.linear, lambda gradient, weight: gradient @ weight, lambda x, y, weight: y.t() @ x, 0, 1, 2
+    ),
+    aten.addmm.default: Product(_mm, _of_rows, _of_columns, 1, 2, 0),
+    aten.mm.default: Product(_mm, _of_rows, _of_columns, 0, 1, None),
+    aten.embedding.default: Product(_look_up, None, _of_table, 1, 0, None),
+}
+"""The products whose weight's gradient can be made from factors, by the op."""
+
+_BY_NAME = {str(op): product for op, product in PRODUCTS.items()}
+_GIVEN = "Tensor x, Tensor weight, Tensor? bias"
+_LAYOUT = "str product, int[] ranks, int dim, SymInt[] sizes, SymInt outer, SymInt inner"
+
+
+def _eager(x: Tensor, weight: Tensor, bias: Tensor | None, product: str, *cut: Any) -> Tensor:
+    return _BY_NAME[product].call(x, weight, bias)
+
+
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, product: str, *cut: Any) -> Tensor:
+    return _BY_NAME[product].call(x, weight, bias)
+
+
+def _backward(
+    inputs: tuple[Any, ...], results: tuple[Tensor, ...], gradients: tuple[Tensor, ...]
+) -> tuple[Tensor | None, ...]:
+    of_input, of_weight, of_bias = torch.ops.hetu.product_from_factors_backward(*gradients, *inputs)
+    product = _BY_NAME[inputs[3]]
+    return of_input if product.of_input else None, of_weight, None if inputs[2] is None else of_bias
+
+
+def _eager_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, product: str, *cut: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    made = _BY_NAME[product]
+    all_x, all_y = (call("all_gather", part.contiguous(), *cut, "duplicate") for part in (x, gradient))
+    rows = all_y.flatten(0, -2)
+    of_weight = made.of_weight(all_x.flatten(0, -2) if made.of_input else all_x.flatten(), rows, weight)
+    of_input = made.of_input(gradient, weight) if made.of_input else weight.new_empty(0)
+    return of_input, of_weight, weight.new_empty(0) if bias is None else rows.sum(0)
+
+
+def _fake_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, product: str, *cut: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    none = weight.new_empty(0)
+    of_input = x.new_empty(x.shape) if _BY_NAME[product].of_input else none
+    return of_input, weight.new_empty(weight.shape), none if bias is None else bias.new_empty(bias.shape)
+
+
+def _no_second_derivative(*_: object) -> tuple[Tensor | None, ...]:
+    raise NotImplementedError("a product from factors has no second derivative; leave 'factors' out of its region")
+
+
+PRODUCT_FROM_FACTORS = FusedOp(
+    name="product_from_factors",
+    summary="A product of rows with a weight, whose gradient is made on all `ranks` from gathered factors.",
+    schema=f"({_GIVEN}, {_LAYOUT}) -> Tensor",
+    eager=_eager,
+    fake=_fake,
+    cost=no_cost,
+    algorithm=always_flat,
+    tensors=3,
+    backward=_backward,
+    backward_op="product_from_factors_backward",
+).register()
+
+PRODUCT_FROM_FACTORS_BACKWARD = FusedOp(
+    name="product_from_factors_backward",
+    summary="Gathers rows and their gradients from `ranks`; gives the gradients of its rows, the weight and the bias.",
+    schema=f"(Tensor gradient, {_GIVEN}, {_LAYOUT}) -> (Tensor, Tensor, Tensor)",
+    eager=_eager_backward,
+    fake=_fake_backward,
+    cost=ring_cost,
+    algorithm=always_flat,
+    tensors=4,
+    backward=_no_second_derivative,
+    backward_op=None,
+).register()

@@ -1,0 +1,77 @@
+"""hetu::product_from_factors: gradients of all rows' product, on every rank, from parts of the rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hetu_fx.comm_ops.ops.product_from_factors import PRODUCTS
+from hetu_fx.comm_ops.ops.table import FUSED_OPS
+from hetu_fx.comm_ops.plans.cost import EQUAL_LINKS
+from hetu_fx.comm_ops.wire.groups import GroupTable, using
+from hetu_fx.comm_ops.wire.threads.run import run_in_threads
+
+aten = torch.ops.aten
+SIZES = (3, 0, 4)
+
+
+def given(op: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Give rows, the weight as the op wants it, and a bias for those that have one."""
+    torch.manual_seed(1)
+    if op is aten.embedding.default:
+        return torch.randint(0, 6, (sum(SIZES), 2)), torch.randn(6, 5, dtype=torch.float64), None
+    shape = (5, 6) if op is aten.linear.default else (6, 5)
+    rows = (sum(SIZES), 2, 6) if op is aten.linear.default else (sum(SIZES), 6)
+    bias = None if op is aten.mm.default else torch.randn(5, dtype=torch.float64)
+    return torch.randn(rows, dtype=torch.float64), torch.randn(shape, dtype=torch.float64), bias
+
+
+def gradients(op: object, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *cut: object):  # type: ignore[no-untyped-def]
+    """Return the result, and the gradients of a sum of its squares."""
+    leaves = [None if t is None else t.clone().requires_grad_(t.is_floating_point()) for t in (x, weight, bias)]
+    out = torch.ops.hetu.product_from_factors(*leaves, str(op), *cut)
+    out.pow(2).sum().backward()
+    return out.detach(), [leaf.grad for leaf in leaves if leaf is not None]
+
+
+@pytest.mark.parametrize("op", PRODUCTS, ids=str)
+def test_each_rank_has_its_rows_and_all_of_the_weights_gradient(op: object) -> None:
+    x, weight, bias = given(op)
+    expected, (of_rows, *of_weights) = gradients(op, x, weight, bias, [0], 0, [sum(SIZES)], 1, 1)
+
+    def of_rank(table: GroupTable):  # type: ignore[no-untyped-def]
+        with using(table):
+            part = x.split(SIZES)[table.rank]
+            return gradients(op, part, weight, bias, [0, 1, 2], 0, list(SIZES), 1, 1)
+
+    for rank, (out, (of_part, *whole)) in enumerate(run_in_threads(len(SIZES), of_rank)):
+        torch.testing.assert_close(out, expected.split(SIZES)[rank])
+        assert (of_part is None) == (of_rows is None)
+        if of_rows is not None:
+            torch.testing.assert_close(of_part, of_rows.split(SIZES)[rank])
+        torch.testing.assert_close(whole, of_weights)
+
+
+@pytest.mark.parametrize("op", PRODUCTS, ids=str)
+def test_on_one_rank_it_is_the_op(op: object) -> None:
+    x, weight, bias = given(op)
+    out, _ = gradients(op, x, weight, bias, [0], 0, [sum(SIZES)], 1, 1)
+    order = PRODUCTS[op].x, PRODUCTS[op].weight, PRODUCTS[op].bias
+    args = dict(zip(order, (x, weight, bias), strict=True))
+    torch.testing.assert_close(
+        out, op(*(args[place] for place in sorted(place for place in args if place is not None)))
+    )
+
+
+def test_its_backward_alone_sends() -> None:
+    forward, backward = FUSED_OPS["product_from_factors"], FUSED_OPS["product_from_factors_backward"]
+    assert forward.cost(1e6, (0, 1, 2), EQUAL_LINKS) == 0
+    assert backward.cost(3e6, (0, 1, 2), EQUAL_LINKS) > backward.cost(3e5, (0, 1, 2), EQUAL_LINKS) > 0
+
+
+@pytest.mark.parametrize("op", PRODUCTS, ids=str)
+def test_torch_accepts_the_registration(op: object) -> None:
+    x, weight, bias = (None if t is None else t.requires_grad_(t.is_floating_point()) for t in given(op))
+    torch.library.opcheck(
+        torch.ops.hetu.product_from_factors.default, (x, weight, bias, str(op), [0], 0, [sum(SIZES)], 1, 1)
+    )

@@ -18,6 +18,7 @@ from torch import fx
 
 from hetu_fx.base.torch_private import has_schema, tree_leaves
 from hetu_fx.cluster.devices import FLOPS_PER_BYTE
+from hetu_fx.comm_ops.ops.product_from_factors import PRODUCTS
 from hetu_fx.deduction.factors.factors import ClassDims, FactorClass, FactorMap, OpFactors, flat
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
@@ -130,6 +131,7 @@ class _ProblemReader:
                 unread=op.unread | op.counted,
                 segment=self._segment(node),
                 moves=not self._product_flops(node),
+                sends_factors=node.target in PRODUCTS,
             )
         )
         self.nodes.append(node)

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from hetu_fx.planner.search.problem import Candidates, Captured, Problem, widest
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.transforms.layouts.work_shares import Split
+
+if TYPE_CHECKING:
+    from hetu_fx.transforms.layouts.work_shares import Split
 
 Find = Callable[[Problem], Candidates]
 

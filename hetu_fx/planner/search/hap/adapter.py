@@ -15,7 +15,6 @@ from dataclasses import replace
 from hetu_fx.errors import DeductionError, PlanError, ResolveError
 from hetu_fx.planner.price.step import memory_problems
 from hetu_fx.planner.search.hap.assemble import HapResult
-from hetu_fx.planner.search.hap.forms import SynthesisRules
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.search.hap.to_plan import PARTS, Translation, one_group, translations
 from hetu_fx.planner.search.hap.to_program import sayable, stage_of
@@ -40,10 +39,9 @@ def find_plans(problem: Problem) -> Candidates:
 
 
 def _searched(captured: Captured, problem: Problem) -> HapResult:
-    """Return HAP's program, of what can be said; without sufficient factors, which no graph sends yet."""
-    options, rules = problem.options, SynthesisRules(sufficient_factors=False)
-    program = sayable(captured.hap)
-    return search(program, problem.cluster, rules=rules, memory_fraction=options.memory_fraction, zero=options.zero)
+    """Return HAP's program, of what can be said."""
+    options, program = problem.options, sayable(captured.hap)
+    return search(program, problem.cluster, memory_fraction=options.memory_fraction, zero=options.zero)
 
 
 def _with_program(captured: Captured, result: HapResult, problem: Problem) -> Iterator[tuple[Plan, float]]:

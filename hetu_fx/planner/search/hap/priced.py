@@ -16,6 +16,7 @@ from hetu_fx.planner.simulate.simulate import simulated_seconds
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
 from hetu_fx.plans.prediction import DeviceCost, Prediction
+from hetu_fx.plans.stage import Stage
 from hetu_fx.transforms.layouts.annotate import Annotate
 from hetu_fx.transforms.layouts.axis import AxisDeduction
 from hetu_fx.transforms.layouts.deduce import Deduce
@@ -83,6 +84,16 @@ def _scaled(device: DeviceCost, scale: float) -> DeviceCost:
     return replace(device, seconds=tuple((term, seconds * scale) for term, seconds in device.seconds))
 
 
+def _check_ratios(stage: Stage) -> None:
+    """Refuse regions with ratios of their own, which run, but are not priced yet."""
+    own = next((region for region in stage.program if region.ratios not in ((), stage.ratios)), None)
+    if own is not None:
+        raise PlanError(
+            f"{own} is cut by {list(own.ratios)}, not by its stage's {list(stage.ratios)}, which runs but has no price; "
+            f"leave ratios out to have it priced"
+        )
+
+
 def _axis(plan: Plan, deduced: DeducedGraph) -> tuple[AxisDeduction, tuple[int, ...]]:
     """Return the axis that all devices of a plan stand along, and their shares."""
     stages = [stage for *_, stage in plan.stages]
@@ -91,6 +102,7 @@ def _axis(plan: Plan, deduced: DeducedGraph) -> tuple[AxisDeduction, tuple[int, 
             return deduced.batch, tuple(pipeline.share for pipeline in plan.pipelines)
         if len(stages) == 1 and not stages[0].is_grid:
             layout = deduced.annotated.layouts[0]
+            _check_ratios(stages[0])
             along = [axis for axis, each in zip(deduced.inside(layout), layout.axes, strict=True) if each.ways > 1]
             if len(along) == 1:
                 return along[0], stages[0].ratios

@@ -89,8 +89,8 @@ def _check_ratios(stage: Stage) -> None:
     own = next((region for region in stage.program if region.ratios not in ((), stage.ratios)), None)
     if own is not None:
         raise PlanError(
-            f"{own} is cut by {list(own.ratios)}, not by its stage's {list(stage.ratios)}, which runs but has no price; "
-            f"leave ratios out to have it priced"
+            f"{own} is cut by {list(own.ratios)}, not by its stage's {list(stage.ratios)}, which runs but has no "
+            f"price; leave ratios out to have it priced"
         )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.plans.program import OpRegion
 from tests.model_zoo import NO_DROPOUT, SAMPLES, Sample
 
 
@@ -64,6 +65,7 @@ PLANS: Mapping[str, Plan] = {
     "TP2": Plan((_one(Stage((0, 1))),)),
     "TP2 3:1": Plan((_one(Stage((0, 1), (3, 1))),)),
     "TP6": Plan((_one(Stage((0, 1, 2, 3, 4, 5))),)),  # llama's three key-value heads are shared by two devices each
+    "rows 2:1, program": Plan((_one(Stage((0, 1), (2, 1), program=(OpRegion("*", "rows"),))),)),
     "TP2 2:1 sequence parallel": Plan((_one(Stage((0, 1), (2, 1))),), sequence_parallel=True),
     "PP2": Plan((_one(Stage((0,)), Stage((1,)), micro_batches=3),)),
     "PP2 x TP2": Plan((_one(Stage((0, 1)), Stage((2, 3)), micro_batches=2),), schedule="gpipe"),
@@ -173,6 +175,7 @@ PROCESSES = (
         for plan in ("1 device", "DP 3:1", "TP6", "CP2 3:1 ring", "TP2>TP2 sequence parallel", "CP2 x TP2>TP1 + 1")
     ),
     Cell("gpt2", "CP2 3:1 x TP2 2:1"),
+    Cell("gpt2", "rows 2:1, program"),
     Cell("gpt2", "TP2 + TP1", "global"),
     Cell("mlp", "PP2 + PP1"),
     *(Cell("conv", plan) for plan in ("TP2 + TP1", "PP2")),
@@ -191,4 +194,5 @@ REFUSED: Mapping[tuple[str, str], str] = {
     **{(model, plan): "no dim that its" for model in ("mlp", "conv") for plan in SHARING},
     **{(model, plan): "recomputes 1 blocks, but holds 0" for model in ("mlp", "conv") for plan in RECOMPUTING},
     **{("mixtral", plan): "cannot share the sequence" for plan in SHARING if "CP" in plan},
+    ("mixtral", "rows 2:1, program"): "which the op needs whole",
 }

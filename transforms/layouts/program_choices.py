@@ -119,14 +119,16 @@ def _choice(analysed: AnalysedGraph, node: fx.Node, name: str, region: OpRegion)
         return OpChoice()  # what has no rows is the same on every device that has some
     if len(named) != 1:
         what = "has none of it" if not named else f"has {len(named)} of it"
-        raise PlanError(f"{region} cuts '{name}' on {region.split!r}, but the op {what}; {_ways(op, analysed.factors)}")
+        raise PlanError(
+            f"{region} cuts '{name}' on {region.split!r}, but the op {what}; {_ways(node, analysed.factors)}"
+        )
     (factor,) = named
     if region.factors:
         _check_factors(node, op, factor, f"{region} makes gradients of '{name}' from factors")
-    if not _can_cut(op, factor, analysed.factors) or _orders_rows(node, op, factor, analysed.factors):
+    if not _can_cut(node, factor, analysed.factors):
         raise PlanError(
             f"{region} cuts '{name}' on {region.split!r}, which the op needs whole ({meta.source_line(node)}); "
-            f"{_ways(op, analysed.factors)}"
+            f"{_ways(node, analysed.factors)}"
         )
     return OpChoice(factor, factors=region.factors)
 
@@ -171,21 +173,21 @@ def _at(told: LeafDim, dims: Sequence[tuple[FactorClass, ...]], region: OpRegion
     raise PlanError(f"{region} is cut on {region.split!r}, which names no factor; the leaf's dims have {sizes}")
 
 
-def _can_cut(op: OpFactors, factor: FactorClass, factors: FactorMap) -> bool:
+def _can_cut(node: fx.Node, factor: FactorClass, factors: FactorMap) -> bool:
+    op = factors.op(node)
     seen = op.cut_at(factor)
     known_only = seen.sharded | seen.averaged  # forms for parts are written with numbers
     able = factor not in seen.whole and (factor.size is not None or factor not in known_only)
-    return able and factors.splittable(factor)
+    return able and factors.splittable(factor) and not (factor.is_batch and _orders_rows(node, op, factors))
 
 
-def _orders_rows(node: fx.Node, op: OpFactors, factor: FactorClass, factors: FactorMap) -> bool:
+def _orders_rows(node: fx.Node, op: OpFactors, factors: FactorMap) -> bool:
     """Tell whether an op counts rows, or has them in an order of its own, which parts of the rows would not share."""
-    ordered = not factors.shard_ordered.isdisjoint((node, *node.all_input_nodes))
-    return factor.is_batch and (bool(op.counted) or ordered)
+    return bool(op.counted) or not factors.shard_ordered.isdisjoint((node, *node.all_input_nodes))
 
 
-def _ways(op: OpFactors, factors: FactorMap) -> str:
-    able = sorted((c for c in op.classes if _can_cut(op, c, factors)), key=lambda c: c.id)
+def _ways(node: fx.Node, factors: FactorMap) -> str:
+    able = sorted((c for c in factors.op(node).classes if _can_cut(node, c, factors)), key=lambda c: c.id)
     places = [f"{name}:{dim}" for c in able for name, dim in factors.occurrences(c)[:1]]
     rows = [ROWS] if any(c.is_batch for c in able) else []
     return f"give one of {', '.join(map(repr, (*rows, *places, 'whole')))}"

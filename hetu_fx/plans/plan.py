@@ -22,7 +22,7 @@ from hetu_fx.errors import PlanError
 from hetu_fx.plans.picture import plan_html
 from hetu_fx.plans.prediction import PREDICTION, Prediction
 from hetu_fx.plans.stage import LATER, PIPELINE, Pipeline, Stage, check_devices, reduced
-from hetu_fx.plans.tables import HEADER, busiest, device_rows, left_out_text, plan_table, rows_text
+from hetu_fx.plans.tables import HEADER, busiest, device_rows, left_out_text, plan_table, program_text, rows_text
 
 __all__ = [
     "FORMAT",
@@ -201,7 +201,7 @@ class Plan(Document):
         shared = ", sequence parallel" if self.sequence_parallel else ""
         shared += "" if self.attention == "auto" else f", {self.attention} attention"
         title = f"plan{self._called}: schedule {self.schedule}, zero {self.zero}, sequence length {length}{shared}"
-        return f"{title}\n{plan_table(self)}"
+        return "\n".join([f"{title}\n{plan_table(self)}", *program_text(self)])
 
     def explain(self, devices: Iterable[int] = ()) -> str:
         """Return the table, with what each device does and was predicted, and why the planner chose the plan.

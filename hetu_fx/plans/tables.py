@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 from hetu_fx.base.documents import table_text
 from hetu_fx.base.words import ranks_text, share_text
 from hetu_fx.plans.alike import FEW_DEVICES, Alike, alike, busy_text, groups_of, idle_seconds, memory_text
+from hetu_fx.plans.program import OpRegion
 from hetu_fx.plans.stage import Pipeline, Stage, ratios_text
 
 if TYPE_CHECKING:
     from hetu_fx.plans.plan import Plan
 
 PLAN_HEADER = ("pipeline", "rows", "micro-batches", "stage", "devices", "ratios", "blocks")
+PROGRAM_HEADER = ("ops", "cut on", "ratios", "gradients")
 HEADER = ("device", "pipeline", "stage", "rows", "shard", "memory", "busy")
 
 _FEW_GROUPS = 2  # of like stages, whose devices are written out
@@ -25,6 +27,19 @@ _LONG = 12  # letters of ratios that are all alike
 def plan_table(plan: Plan) -> str:
     """Return the table of a plan's pipelines and stages; what is a pipeline's stands with its first stage."""
     return table_text(PLAN_HEADER, [_plan_row(found) for found in alike(plan)])
+
+
+def program_text(plan: Plan) -> Iterator[str]:
+    """Yield the table of a program: ops of each region, what they are cut on, how gradients of weights are made."""
+    for *_, stage in plan.stages:
+        if stage.program:
+            rows = [_region_row(region, stage) for region in stage.program]
+            yield f"program, op by op; the first region that an op matches holds\n{table_text(PROGRAM_HEADER, rows)}"
+
+
+def _region_row(region: OpRegion, stage: Stage) -> list[str]:
+    ratios = ratios_text(region.ratios or stage.ratios) if region.is_cut else ""
+    return [region.ops, region.split, ratios, "from factors" if region.factors else ""]
 
 
 def _plan_row(found: Alike) -> list[str]:

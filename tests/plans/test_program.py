@@ -64,3 +64,15 @@ def test_a_region_that_contradicts_itself_is_refused(region: tuple[Any, ...], sa
 def test_a_program_beside_what_it_would_have_to_agree_with_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(PlanError, match=said):
         planned(*given.pop("regions", REGIONS), **given)
+
+
+def test_a_plan_shows_its_program_region_by_region() -> None:
+    regions = (
+        OpRegion("up:*", "up.weight:0", (3, 1)),
+        OpRegion("down:*", "rows", factors=True),
+        OpRegion("*", "whole"),
+    )
+    shown = str(Plan((Pipeline((Stage((0, 1), (2, 1), program=regions),)),)))
+    lines = [line.split() for line in shown.splitlines()]
+    told = [["up:*", "up.weight:0", "3:1"], ["down:*", "rows", "2:1", "from", "factors"], ["*", "whole"]]
+    assert [line for line in lines if line in told] == told

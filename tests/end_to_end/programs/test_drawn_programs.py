@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -87,6 +87,13 @@ def test_a_program_trains_what_one_device_trains(name: str) -> None:
     case = CASES[name]
     batches = [make_batch(case.model, Step("", rows, 11), number) for number, rows in enumerate(case.rows)]
     check(make_model(case.model), batches, plan_of(case.ratios, *case.regions), LOSS_FNS.get(case.model))
+
+
+def test_a_program_runs_in_micro_batches() -> None:
+    factors = OpRegion("*mlp*:addmm", "rows", (1, 1, 2), factors=True)
+    (whole,) = plan_of((3, 2, 1), factors, ROWS).pipelines
+    plan = Plan((replace(whole, micro_batches=3),))
+    check(make_model("gpt2"), [make_batch("gpt2", Step("", rows, 11), 0) for rows in (7, 3)], plan)
 
 
 WAYS = ("rows", "first.weight:0", "first.weight:1", "second.weight:0", "third.weight:0", "whole")

@@ -49,3 +49,14 @@ def gloo_checks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int]
         return known[file, world]
 
     return run
+
+
+@pytest.fixture
+def losses_in_double(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let losses be computed in float64 in one test."""
+    import torch
+
+    from tests.end_to_end.cells import in_double  # here, as few tests need the models that it imports
+
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.float)  # which `in_double` replaces
+    in_double()

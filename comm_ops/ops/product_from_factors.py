@@ -18,6 +18,7 @@ from hetu_fx.base.torch_private import OpOverload
 from hetu_fx.comm_ops.ops.op import FusedOp, call
 from hetu_fx.comm_ops.plans.choose_algorithm import always_flat
 from hetu_fx.comm_ops.plans.cost import no_cost, ring_cost
+from hetu_fx.errors import CommError
 
 aten = torch.ops.aten
 
@@ -76,11 +77,7 @@ _GIVEN = "Tensor x, Tensor weight, Tensor? bias"
 _LAYOUT = "str product, int[] ranks, int dim, SymInt[] sizes, SymInt outer, SymInt inner"
 
 
-def _eager(x: Tensor, weight: Tensor, bias: Tensor | None, product: str, *cut: Any) -> Tensor:
-    return _BY_NAME[product].call(x, weight, bias)
-
-
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, product: str, *cut: Any) -> Tensor:
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, product: str, *cut: Any) -> Tensor:
     return _BY_NAME[product].call(x, weight, bias)
 
 
@@ -112,15 +109,15 @@ def _fake_backward(
 
 
 def _no_second_derivative(*_: object) -> tuple[Tensor | None, ...]:
-    raise NotImplementedError("a product from factors has no second derivative; leave 'factors' out of its region")
+    raise CommError("no second derivative through product_from_factors; leave 'factors' out of its region")
 
 
 PRODUCT_FROM_FACTORS = FusedOp(
     name="product_from_factors",
     summary="A product of rows with a weight, whose gradient is made on all `ranks` from gathered factors.",
     schema=f"({_GIVEN}, {_LAYOUT}) -> Tensor",
-    eager=_eager,
-    fake=_fake,
+    eager=_product,
+    fake=_product,
     cost=no_cost,
     algorithm=always_flat,
     tensors=3,

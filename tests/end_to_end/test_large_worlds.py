@@ -14,16 +14,12 @@ from hetu_fx.cli.verdict import judge
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.lockstep import Lockstep, train_alone
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from tests.end_to_end.cells import DEFAULT_TOLERANCE, DTYPES, TOLERANCES, Step, in_double, make_batch
+from tests.end_to_end.cells import DEFAULT_TOLERANCE, DTYPES, TOLERANCES, Step, make_batch
 from tests.model_zoo import SAMPLES
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
-
-@pytest.fixture(autouse=True)
-def _in_double(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.float)  # which `in_double` replaces
-    in_double()
+pytestmark = pytest.mark.usefixtures("losses_in_double")
 
 
 def stages(*degrees: int, first: int = 0, **options: Any) -> tuple[Stage, ...]:

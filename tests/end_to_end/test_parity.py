@@ -30,7 +30,6 @@ from tests.end_to_end.cells import (
     STEPS,
     TOLERANCES,
     Cell,
-    in_double,
     make_batch,
     make_model,
 )
@@ -41,13 +40,7 @@ IN_PROCESSES = ALL_CELLS if IS_FULL else PROCESSES
 DEVICES = ("cpu",) * max(cell.ranks for cell in IN_PROCESSES)
 
 
-@pytest.fixture
-def _double(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.float)  # which `in_double` replaces
-    in_double()
-
-
-@pytest.mark.usefixtures("_double")
+@pytest.mark.usefixtures("losses_in_double")
 @pytest.mark.parametrize("cell", COVERING, ids=lambda cell: cell.name)
 def test_training_as_all_ranks_of_one_process_equals_one_device(cell: Cell) -> None:
     reason = REFUSED.get((cell.model, cell.plan))

@@ -13,7 +13,6 @@ from hetu_fx.cli.verdict import judge
 from hetu_fx.errors import PlanError
 from hetu_fx.lockstep import Lockstep, train_alone
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from tests.end_to_end.cells import in_double
 from tests.model_zoo import SAMPLES
 
 TOLERANCE = 1e-10
@@ -21,9 +20,7 @@ UNEVEN = (Pipeline((Stage((0, 1, 2), (5, 2, 1)),)),)
 
 
 @pytest.fixture(autouse=True)
-def _in_double(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.float)  # which `in_double` replaces
-    in_double()
+def _all_in_double(losses_in_double: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *_: False)  # torch's own knows no float64
 
 

@@ -75,6 +75,12 @@ class LocalSizes:
             self._parts[factor, segment] = made
         return self._parts[factor, segment]
 
+    def around(self, factor: FactorClass, classes: Sequence[FactorClass]) -> tuple[Size, Size]:
+        """Return (outer, inner), the sizes before and after a class inside a dim of these classes."""
+        at = classes.index(factor)
+        outer, inner = (product([self.whole(cls) for cls in beside]) for beside in (classes[:at], classes[at + 1 :]))
+        return outer, inner
+
     def whole(self, factor: FactorClass) -> Size:
         """Return the size of all of a class.
 

@@ -21,7 +21,7 @@ from hetu_fx.graph.calls import Size
 from hetu_fx.transforms.layouts.annotated_graph import StageLayout
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph, DimView, cut_twice
 from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, AxisState, Need, SplitOn, States
-from hetu_fx.transforms.specialize.local_sizes import DimParts, LocalSizes, product
+from hetu_fx.transforms.specialize.local_sizes import DimParts, LocalSizes
 
 aten = torch.ops.aten
 
@@ -182,9 +182,8 @@ class _AxisReshard:
 
     def _unflattened(self, value: fx.Node, view: DimView, length: Size) -> fx.Node:
         """See a dim as three, of which every size is given: beside an empty part none could be told from the others."""
-        classes, whole = self.deduced.annotated.factors.dims(self.node)[view.dim], self.reshards.sizes.whole
-        at = classes.index(view.factor)
-        outer, inner = (product([whole(cls) for cls in beside]) for beside in (classes[:at], classes[at + 1 :]))
+        classes = self.deduced.annotated.factors.dims(self.node)[view.dim]
+        outer, inner = self.reshards.sizes.around(view.factor, classes)
         return self.reshards.emit(self.node, aten.unflatten.int, value, view.dim, [outer, length, inner])
 
     def _resolved(self, value: fx.Node, resolution: Resolution, parts: DimParts | None = None) -> fx.Node:

@@ -170,10 +170,8 @@ class _Builder:
         """Return (dim, sizes, outer, inner) of the parts of an op's result."""
         dims = self.annotated.factors.dims(node)
         dim = next(i for i, classes in enumerate(dims) if factor in classes)
-        at = dims[dim].index(factor)
-        beside = dims[dim][:at], dims[dim][at + 1 :]
-        outer, inner = (product([self.sizes.whole(cls) for cls in classes]) for classes in beside)
-        return dim, self.sizes.parts(factor, self._segment(node)).sizes, outer, inner
+        parts = self.sizes.parts(factor, self._segment(node))
+        return dim, parts.sizes, *self.sizes.around(factor, dims[dim])
 
     def _part_call(
         self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int, factor: FactorClass

@@ -23,17 +23,13 @@ from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.search.hap.to_program import sayable, stage_of
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.program import OpRegion
-from tests.end_to_end.cells import DEFAULT_TOLERANCE, LOSS_FNS, Step, in_double, make_batch, make_model
+from tests.end_to_end.cells import DEFAULT_TOLERANCE, LOSS_FNS, Step, make_batch, make_model
 from tests.transforms.plans import program_of
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 ROWS = OpRegion("*", "rows")
 
-
-@pytest.fixture(autouse=True)
-def _in_double(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.float)  # which `in_double` replaces
-    in_double()
+pytestmark = pytest.mark.usefixtures("losses_in_double")
 
 
 def plan_of(ratios: tuple[int, ...], *regions: OpRegion) -> Plan:

@@ -17,7 +17,7 @@ from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.program import OpRegion
 from hetu_fx.transforms.layouts.analysed_graph import AnalysedGraph
 from hetu_fx.transforms.layouts.flow import is_item
-from tests.end_to_end.cells import LOSS_FNS, Mlp, in_double, mlp_batch
+from tests.end_to_end.cells import LOSS_FNS, Mlp, mlp_batch
 from tests.model_zoo import NO_DROPOUT, SAMPLES, to_double
 from tests.transforms.plans import program_of
 
@@ -107,12 +107,9 @@ CASES = {
 }
 
 
+@pytest.mark.usefixtures("losses_in_double")
 @pytest.mark.parametrize(("name", "first"), CASES.values(), ids=CASES.keys())
-def test_models_run_rows_in_some_regions_and_parts_in_others(
-    name: str, first: tuple[OpRegion, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.float)  # which `in_double` replaces
-    in_double()
+def test_models_run_rows_in_some_regions_and_parts_in_others(name: str, first: tuple[OpRegion, ...]) -> None:
     torch.manual_seed(5)
     model = SAMPLES[name].model(**NO_DROPOUT.get(name, {})) if name != "conv" else SAMPLES[name].model()
     given = [to_double(SAMPLES[name].batch(rows, length)) for rows, length in ((7, 13), (5, 9))]

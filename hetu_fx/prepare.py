@@ -49,6 +49,8 @@ from hetu_fx.transforms.rewrites.op_overrides import OpOverrides
 
 Plans = Plan | Sequence[Plan] | str | Path
 
+_WITHOUT_GAIN_COMPILED = ("zero_bubble",)  # compiled backwards make all gradients at once
+
 
 @dataclass(frozen=True)
 class Preparation:
@@ -146,7 +148,8 @@ def _execution_of(wanted: Preparation) -> tuple[Execution[Any], CapturedProgram 
         case "graph":
             programs = Programs(wanted.model, wanted.loss_fn, given_overrides(wanted.align))
             execution = GraphExecution(programs, wanted.batch, wanted.backend)
-            return execution, CapturedProgram.of(programs, wanted.batch)
+            forbidden = () if wanted.backend is None else _WITHOUT_GAIN_COMPILED
+            return execution, CapturedProgram.of(programs, wanted.batch, forbidden=forbidden)
         case "eager" if wanted.backend is not None:
             raise StateError(
                 f"compile={wanted.backend!r} compiles captured graphs, and capture='eager' makes none; leave it out, "

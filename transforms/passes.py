@@ -16,6 +16,7 @@ from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.lowering.checkpoint import Checkpoint
 from hetu_fx.transforms.lowering.choose_algorithms import ChooseAlgorithms
 from hetu_fx.transforms.lowering.recompute import Recompute
+from hetu_fx.transforms.lowering.weights_later import WeightsLater
 from hetu_fx.transforms.rewrites.all_rows import AllRows
 from hetu_fx.transforms.rewrites.counter_rng import Randomness
 from hetu_fx.transforms.rewrites.global_mean import BatchStatistics, GlobalMean
@@ -68,6 +69,7 @@ PASSES: tuple[type[Pass[Any, Any]], ...] = (
     Specialize,  # -> DeviceGraph
     ChooseAlgorithms,  # before recomputation, which moves communication about
     Recompute,
+    WeightsLater,  # after recomputation, which finds weights by the ops that read them
     Checkpoint,  # -> GraphModule, which is run as it is or compiled
 )
 """All passes, in their order: each takes what the one before it makes."""

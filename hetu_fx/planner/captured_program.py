@@ -33,17 +33,19 @@ class CapturedProgram:
         program: with its graph.
         rows: of the example.
         length: of the example's sequences; 0 if it has none.
+        forbidden: features that plans must not have, whatever is asked: it runs in a way that gains nothing by them.
     """
 
     program: Program
     rows: int
     length: int = 0
+    forbidden: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, programs: Programs, example: Batch) -> CapturedProgram:
+    def of(cls, programs: Programs, example: Batch, *, forbidden: tuple[str, ...] = ()) -> CapturedProgram:
         """Return the program for batches like an example. Raises `CaptureError` where it cannot be captured."""
         program = programs.first(example, training=True)
-        return cls(program, *example_size(example, programs, program))
+        return cls(program, *example_size(example, programs, program), forbidden)
 
     def costs(self, rows: int | None = None, *, memory: bool = True) -> ProgramCosts:
         """Return what a step of so many rows costs (left out: the example's).
@@ -54,7 +56,7 @@ class CapturedProgram:
 
     def at(self, costs: ProgramCosts) -> PlannedProgram:
         """Return the program as it is planned for where a step costs this."""
-        return PlannedProgram(self.program, costs)
+        return PlannedProgram(self.program, costs, self.forbidden)
 
     def profile(self) -> Profile:
         """Return what a step of the example batch costs, as a profile that can be written."""
@@ -68,10 +70,12 @@ class PlannedProgram:
     Attributes:
         program: with its graph.
         costs: of a step, where groups split what they choose.
+        forbidden: as for `CapturedProgram`.
     """
 
     program: Program
     costs: ProgramCosts
+    forbidden: tuple[str, ...] = ()
     _known: dict[tuple[Split, bool], ProgramCosts] = field(default_factory=dict)
 
     @cached_property
@@ -104,7 +108,7 @@ class PlannedProgram:
         return make_plan(
             self.costs,
             cluster,
-            options=options,
+            options=replace(options, forbidden=(*options.forbidden, *self.forbidden)),
             search=search,
             captured=self,
             before=before,

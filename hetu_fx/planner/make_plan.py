@@ -29,7 +29,7 @@ from hetu_fx.base.words import bytes_text, ranks_text
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.bound import bound_seconds
-from hetu_fx.planner.price.step import memory_problems
+from hetu_fx.planner.price.step import memory_problems, predict
 from hetu_fx.planner.search.problem import (
     WORTH,
     Candidates,
@@ -62,6 +62,8 @@ ROOM = 4_000
 """So many of them are left for plans that take few."""
 
 LEAST_FINALISTS = 8
+MOST_TWINS = 4
+"""So many finalists are tried under another schedule too."""
 
 __all__ = ["PlanOptions", "make_plan", "make_plans", "predicted"]
 
@@ -155,7 +157,28 @@ def _simulated(found: Mapping[Plan, float], problem: Problem) -> dict[Plan, floa
         if len(taken) < LEAST_FINALISTS or jobs <= max(left // 2, left - ROOM):
             taken[plan] = seconds_by_costs(plan, problem)
             left -= jobs
-    return taken
+    return taken | _without_bubbles(taken, problem)
+
+
+def _without_bubbles(found: Mapping[Plan, float], problem: Problem) -> dict[Plan, float]:
+    """Return the best pipelines of these under a schedule in which gradients of weights fill the bubbles.
+
+    The searches go through one schedule; what another is better by does not depend on much else.
+    """
+    near = sorted((plan for plan in found if _has_bubbles(plan)), key=lambda plan: (found[plan], plan.summary()))
+    twins = (replace(plan, schedule="zero-bubble") for plan in near[:MOST_TWINS])
+    fitting = (plan for plan in problem.options.allowed(twins) if not _lacks_memory(plan, problem))
+    return {plan: seconds_by_costs(plan, problem) for plan in fitting}
+
+
+def _has_bubbles(plan: Plan) -> bool:
+    is_cut = any(len(one.stages) > 1 and one.micro_batches > 1 for one in plan.pipelines)
+    return is_cut and plan.schedule == "1f1b" and not plan.has_program
+
+
+def _lacks_memory(plan: Plan, problem: Problem) -> bool:
+    prediction = predict(plan, problem.costs_of(plan), problem.cluster)
+    return bool(memory_problems(prediction, problem.cluster, problem.options.memory_fraction))
 
 
 def predicted(plan: Plan, problem: Problem) -> Plan:

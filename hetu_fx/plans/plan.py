@@ -38,9 +38,9 @@ __all__ = [
 
 FORMAT = "hetu_fx.plan/1"
 
-Schedule = Literal["1f1b", "gpipe"]
+Schedule = Literal["1f1b", "gpipe", "zero-bubble"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
-_ON_PAPER = ("interleaved", "zero-bubble")  # hetu_fx.planner.simulate.schedules has them; a plan cannot
+_ON_PAPER = ("interleaved",)  # hetu_fx.planner.simulate.schedules has them; a plan cannot
 Attention = Literal["auto", "gathered", "ring", "heads"]
 ATTENTIONS: tuple[str, ...] = get_args(Attention)
 

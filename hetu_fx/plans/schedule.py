@@ -6,7 +6,8 @@ Pure data: each pipeline has its own number of stages and micro-batches; pipelin
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -16,12 +17,28 @@ from hetu_fx.plans.plan import Schedule
 
 
 class Phase(StrEnum):
-    """Which part of a micro-batch's work; on paper a backward may be cut in the gradients of inputs and of weights."""
+    """Which part of a micro-batch's work; a backward may be cut in the gradients of inputs and of weights."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
     INPUT_GRADIENT = "input gradient"
     WEIGHT_GRADIENT = "weight gradient"
+
+    @property
+    def direction(self) -> int:
+        """Return where what it makes goes: 1 to later stages, -1 to earlier ones, 0 nowhere."""
+        return _DIRECTIONS[self]
+
+
+_DIRECTIONS = {Phase.FORWARD: 1, Phase.BACKWARD: -1, Phase.INPUT_GRADIENT: -1, Phase.WEIGHT_GRADIENT: 0}
+
+
+PHASES: Mapping[Schedule, tuple[Phase, ...]] = {
+    "1f1b": (Phase.FORWARD, Phase.BACKWARD),
+    "gpipe": (Phase.FORWARD, Phase.BACKWARD),
+    "zero-bubble": (Phase.FORWARD, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT),
+}
+"""What is done of each micro-batch, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +59,29 @@ def actions(schedule: Schedule, stage: int, num_stages: int, num_micro_batches: 
 
     1F1B: min(n, S - s - 1) warm-up forwards, then forward-backward pairs, then the remaining backwards.
     GPipe: all forwards, then all backwards in the same order.
+    Zero bubble: 1F1B with its backwards cut; weights' gradients wait until there is nothing else to do (`_cut`).
     """
-    warm_up = min(num_micro_batches, num_stages - stage - 1) if schedule == "1f1b" else num_micro_batches
+    warm_up = num_micro_batches if schedule == "gpipe" else min(num_micro_batches, num_stages - stage - 1)
     backwards = [Action(Phase.BACKWARD, m) for m in range(num_micro_batches)]
-    return one_each(forwards(num_micro_batches), backwards, warm_up)
+    order = one_each(forwards(num_micro_batches), backwards, warm_up)
+    return tuple(_cut(order, stage)) if schedule == "zero-bubble" else order
+
+
+def _cut(order: Order, stage: int) -> Iterator[Action]:
+    """Yield the actions of ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2).
+
+    The weights' gradients of stage s come s micro-batches late, when 1F1B on stage 0 keeps as many.
+    """
+    waiting: deque[int] = deque()
+    for action in order:
+        if action.phase is Phase.FORWARD:
+            yield action
+            continue
+        yield Action(Phase.INPUT_GRADIENT, action.micro_batch)
+        waiting.append(action.micro_batch)
+        if len(waiting) > stage:
+            yield Action(Phase.WEIGHT_GRADIENT, waiting.popleft())
+    yield from (Action(Phase.WEIGHT_GRADIENT, micro_batch) for micro_batch in waiting)
 
 
 def one_each(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> tuple[Action, ...]:
@@ -73,8 +109,7 @@ def departures(stages: tuple[Order, ...], stage: int) -> Mapping[tuple[Action, i
     called, places = _calls(stages)
     found = {}
     for number, action in enumerate(stages[stage]):
-        later = range(stage + 1, len(stages)) if action.phase is Phase.FORWARD else range(stage)
-        for other in later:
+        for other in _towards(action.phase.direction, stage, len(stages)):
             wanted = called[other][places[other][action]]
             found[action, other] = max(number + 1, bisect_right(called[stage], wanted) - 1)
     return found
@@ -88,16 +123,22 @@ def takings(stages: tuple[Order, ...], stage: int) -> Mapping[tuple[Action, int]
     that waits for the first such thing, or how many actions there are where nothing comes back.
     """
     found = {}
-    for phase, others in ((Phase.FORWARD, range(stage + 1, len(stages))), (Phase.BACKWARD, range(stage))):
-        own = [(number, action) for number, action in enumerate(stages[stage]) if action.phase is phase]
-        answers = [(number, action) for number, action in enumerate(stages[stage]) if action.phase is not phase]
-        for other in others:
+    numbered = list(enumerate(stages[stage]))
+    for direction in (1, -1):
+        own = [(number, action) for number, action in numbered if action.phase.direction == direction]
+        answers = [(number, action) for number, action in numbered if action.phase.direction == -direction]
+        for other in _towards(direction, stage, len(stages)):
             at = {action: number for number, action in enumerate(stages[other])}
             made = [at[action] for _, action in answers]
             for _, action in own:
                 first = bisect_left(made, at[action])
                 found[action, other] = answers[first][0] if first < len(answers) else len(stages[stage])
     return found
+
+
+def _towards(direction: int, stage: int, num_stages: int) -> range:
+    """Return the stages that something may go to."""
+    return {1: range(stage + 1, num_stages), -1: range(stage), 0: range(0)}[direction]
 
 
 @lru_cache(maxsize=64)
@@ -113,14 +154,14 @@ def _called(order: Order, started: Mapping[Action, int]) -> list[int]:
 
 
 def _ticks(stages: Sequence[Order]) -> list[dict[Action, int]]:
-    """Return when each action of each stage starts, if each takes one tick and waits for that of the stage before."""
+    """Return when each action of each stage starts, if each takes one tick and waits for that of the one before it."""
     ticks: list[dict[Action, int]] = [{} for _ in stages]
     free, left = [0] * len(stages), sum(map(len, stages))
     while left:
         for stage, (order, own) in enumerate(zip(stages, ticks, strict=True)):
             for action in order[len(own) :]:
-                before = stage - 1 if action.phase is Phase.FORWARD else stage + 1
-                others = ticks[before] if 0 <= before < len(stages) else {action: -1}
+                before = stage - action.phase.direction
+                others = ticks[before] if 0 <= before < len(stages) and before != stage else {action: -1}
                 if action not in others:
                     break
                 own[action] = max(1 + others[action], free[stage])

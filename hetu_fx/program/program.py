@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import sympy
@@ -294,5 +294,11 @@ def _bind_size(bindings: dict[sympy.Symbol, int], name: str, dim: int, expected:
 
 
 def evaluate(shape: LogicalShape, bindings: Bindings) -> tuple[int, ...]:
-    """Return a logical shape in numbers."""
-    return tuple(int(size.subs(bindings)) if isinstance(size, sympy.Expr) else size for size in shape)
+    """Return a logical shape in numbers; every micro-batch asks for those of all that its stage hands on."""
+    known = frozenset(bindings.items())
+    return tuple(_number(size, known) if isinstance(size, sympy.Expr) else size for size in shape)
+
+
+@lru_cache(maxsize=4096)
+def _number(size: sympy.Expr, bindings: frozenset[tuple[sympy.Symbol, int]]) -> int:
+    return int(size.subs(dict(bindings)))

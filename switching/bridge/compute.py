@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hetu_fx.base.torch_private import version
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.plans.plan import Pipeline, Plan
+from hetu_fx.plans.plan import Pipeline, Plan, Schedule
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
 from hetu_fx.switching.home.ops import HomeTensor
 
@@ -23,11 +23,13 @@ from hetu_fx.switching.home.ops import HomeTensor
 def compute_layout(plan: Plan) -> Plan:
     """Return the plan without what its graphs do not depend on; plans with equal ones have the same graphs.
 
-    Graphs differ between one micro-batch in all pipelines and several in any, but not by how many they are.
+    Graphs differ between one micro-batch in all pipelines and several in any, but not by how many they are; and between
+    schedules that cut backwards in two and others.
     """
     several = any(pipeline.micro_batches > 1 for pipeline in plan.pipelines)
     pipelines = tuple(Pipeline(p.stages, micro_batches=2 if several else 1) for p in plan.pipelines)
-    return replace(plan, pipelines=pipelines, schedule="1f1b", zero=1, name=None, max_length=None, predicted=None)
+    schedule: Schedule = "zero-bubble" if plan.schedule == "zero-bubble" else "1f1b"
+    return replace(plan, pipelines=pipelines, schedule=schedule, zero=1, name=None, max_length=None, predicted=None)
 
 
 class Compute:

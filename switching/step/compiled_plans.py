@@ -35,6 +35,7 @@ from hetu_fx.transforms.lowering.checkpoint import Checkpoint
 from hetu_fx.transforms.lowering.choose_algorithms import ChooseAlgorithms
 from hetu_fx.transforms.lowering.lower import lower
 from hetu_fx.transforms.lowering.recompute import Recompute
+from hetu_fx.transforms.lowering.weights_later import WeightsLater
 from hetu_fx.transforms.passes import run_pass
 from hetu_fx.transforms.rewrites.counter_rng import draws_by_token
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph
@@ -181,6 +182,8 @@ class GraphCompute(Compute):
         if device is not None:
             device = run_pass(ChooseAlgorithms(Lowering(self.table.topology)), device)
             device = run_pass(Recompute(deduced.annotated), device)
+            if self.backend is None:  # compiled graphs make all gradients at once
+                device = run_pass(WeightsLater(self.plan.schedule), device)
         return StagePlan(
             deduced=deduced,
             device=device,

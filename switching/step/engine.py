@@ -17,9 +17,11 @@ from hetu_fx.plans.schedule import Order, Phase
 from hetu_fx.program.program import Bindings
 from hetu_fx.switching.step.stage_p2p import StageP2P
 from hetu_fx.switching.step.timer import ComputeTimer
-from hetu_fx.transforms.specialize.device_graph import DeviceGraph, GraphSlot, ResultKind, SlotKind
+from hetu_fx.transforms.lowering.later_products import LaterProducts
+from hetu_fx.transforms.specialize.device_graph import DeviceGraph, ResultKind, SlotKind
 
 Feeds = Mapping[tuple[SlotKind, str], Any]
+_LATER = SlotKind.LATER, "later"
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class _Flight:
     """A micro-batch between its forward and its backward."""
 
     received: dict[str, Tensor]
+    later: LaterProducts
     sent: dict[str, Tensor]
     loss: Tensor | None
 
@@ -62,6 +65,7 @@ class Engine:
 
     def __init__(self, device: DeviceGraph, module: Callable[..., Any], p2p: StageP2P) -> None:
         self.device, self.module, self.p2p = device, module, p2p
+        self._slots = [(slot.kind, slot.name) for slot in device.slots]
 
     def run(
         self,
@@ -73,7 +77,7 @@ class Engine:
         timer: ComputeTimer,
         skips_empty: bool = True,
         root: float = 1.0,
-        before_last_backward: Callable[[], None] | None = None,
+        before_last_gradients: Callable[[], None] | None = None,
     ) -> StageOutcome:
         """Run this stage's actions in order; gradients accumulate in the leaves among `shared`.
 
@@ -86,36 +90,41 @@ class Engine:
             skips_empty: pass over micro-batches without rows, all stages alike; not where replicas talk in the middle
                 of the model.
             root: the gradient of the loss that backwards begin with.
-            before_last_backward: called once, before the backward that completes the gradients.
+            before_last_gradients: called once, before the last action that makes gradients.
         """
-        outcome, flights = StageOutcome(timer=timer), {}
+        outcome, flights, later = StageOutcome(timer=timer), dict[int, _Flight](), dict[int, LaterProducts]()
         todos = tuple(
             tuple(action for action in order if micro_batches[action.micro_batch].rows or not skips_empty)
             for order in orders
         )
         self.p2p.start(todos)
         todo = todos[self.device.layout.index]
-        last = max((i for i, action in enumerate(todo) if action.phase is Phase.BACKWARD), default=None)
+        last = max((i for i, action in enumerate(todo) if action.phase is not Phase.FORWARD), default=None)
         for number, action in enumerate(todo):
             micro = micro_batches[action.micro_batch]
-            if number == last and before_last_backward is not None:
-                before_last_backward()
-            if action.phase is Phase.FORWARD:
-                flights[action.micro_batch] = self._forward(micro, shared, outcome, train)
-            else:
-                self._backward(micro, flights.pop(action.micro_batch), outcome, root)
+            if number == last and before_last_gradients is not None:
+                before_last_gradients()
+            match action.phase:
+                case Phase.FORWARD:
+                    flights[action.micro_batch] = self._forward(micro, shared, outcome, train)
+                case Phase.WEIGHT_GRADIENT:
+                    self._make_weights(later.pop(action.micro_batch), outcome)
+                case Phase.INPUT_GRADIENT | Phase.BACKWARD:
+                    later[action.micro_batch] = self._backward(micro, flights.pop(action.micro_batch), outcome, root)
         self.p2p.finish()
         return outcome
 
     def forward(self, micro: MicroBatchFeeds, shared: Feeds, outcome: StageOutcome) -> None:
         """Run one micro-batch of a pipeline of one stage under ordinary autograd, which the outcome stays part of."""
-        self._collect(self._call(self._arguments(micro, shared, {}), outcome), outcome, detaches=False)
+        own = {_LATER: None}
+        self._collect(self._call(self._arguments(own, micro.feeds, shared), outcome), outcome, detaches=False)
 
     def _forward(self, micro: MicroBatchFeeds, shared: Feeds, outcome: StageOutcome, train: bool) -> _Flight:
-        received = self._receive(micro, train)
+        received, later = self._receive(micro, train), LaterProducts()
+        own: Feeds = {_LATER: later} | {(SlotKind.RECEIVED, name): value for name, value in received.items()}
         with torch.set_grad_enabled(train):
-            results = self._call(self._arguments(micro, shared, received), outcome)
-        flight = _Flight(received, *self._collect(results, outcome, detaches=True))
+            results = self._call(self._arguments(own, micro.feeds, shared), outcome)
+        flight = _Flight(received, later, *self._collect(results, outcome, detaches=True))
         self.p2p.send(flight.sent, micro.bindings)
         return flight
 
@@ -144,7 +153,8 @@ class Engine:
             received[handover.value.name].requires_grad_(train and handover.value.differentiable)
         return received
 
-    def _backward(self, micro: MicroBatchFeeds, flight: _Flight, outcome: StageOutcome, root: float) -> None:
+    def _backward(self, micro: MicroBatchFeeds, flight: _Flight, outcome: StageOutcome, root: float) -> LaterProducts:
+        """Run a backward; return what it leaves for later, if the graph is made so."""
         cotangents = self.p2p.receive_back(micro.bindings)
         roots = [(flight.sent[name], grad) for name, grad in cotangents.items() if flight.sent[name].requires_grad]
         if flight.loss is not None and flight.loss.requires_grad:
@@ -154,15 +164,15 @@ class Engine:
                 torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
         gradients = {name: _gradient(x) for name, x in flight.received.items() if x.requires_grad}
         self.p2p.send_back(gradients, micro.bindings)
+        return flight.later
 
-    def _arguments(self, micro: MicroBatchFeeds, shared: Feeds, received: Mapping[str, Tensor]) -> list[Any]:
-        return [self._feed(slot, micro, shared, received) for slot in self.device.slots]
+    def _make_weights(self, later: LaterProducts, outcome: StageOutcome) -> None:
+        self.p2p.go_on()
+        with outcome.timer:
+            later.make()
 
-    def _feed(self, slot: GraphSlot, micro: MicroBatchFeeds, shared: Feeds, received: Mapping[str, Tensor]) -> Any:
-        if slot.kind is SlotKind.RECEIVED:
-            return received[slot.name]
-        key = (slot.kind, slot.name)
-        return micro.feeds[key] if key in micro.feeds else shared[key]
+    def _arguments(self, *feeds: Feeds) -> list[Any]:
+        return [next(known[slot] for known in feeds if slot in known) for slot in self._slots]
 
     def _call(self, arguments: list[Any], outcome: StageOutcome) -> tuple[Any, ...]:
         with outcome.timer:

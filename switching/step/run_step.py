@@ -174,7 +174,7 @@ class _GraphStep(StepFrame):
             orders = [actions(schedule, stage, stages, len(micro_batches)) for stage in range(stages)]
             feeds, timer = self._shared_feeds(collector.leaves), self.outcome.timer
             run = partial(self.stage.engine.run, orders, micro_batches, feeds, train=True, timer=timer)
-            self.outcome = run(root=self.root, before_last_backward=collector.listen)
+            self.outcome = run(root=self.root, before_last_gradients=collector.listen)
             rerun = partial(_run_again, run, self._scale, self.table)
         if self.program.in_float16:
             collector.run_again = rerun

@@ -81,6 +81,10 @@ class StageP2P:
         """End a backward: this rank's pieces of the cotangents of what it has received."""
         self._pack(self._cotangents_out, cotangents, bindings)
 
+    def go_on(self) -> None:
+        """Begin an action that needs nothing of other stages and makes nothing for them: send what leaves by then."""
+        self._post(())
+
     def finish(self) -> None:
         """End a step: send what is left, and wait until everything has been taken."""
         self._post(())
@@ -103,7 +107,7 @@ class StageP2P:
 
     def _taken(self, action: Action, channel: Channel) -> int:
         """Return the number of the own action before which something arrives that was made after this was taken."""
-        answers = self._values_in if action.phase is Phase.BACKWARD else self._cotangents_in
+        answers = self._cotangents_in if action.phase is Phase.FORWARD else self._values_in
         does_answer = any(other.sender == channel.receiver and other.handovers for other in answers)
         return self._takings[action, channel.receiver] if does_answer else len(self._order)
 

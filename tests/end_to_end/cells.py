@@ -77,6 +77,14 @@ PLANS: Mapping[str, Plan] = {
             _one(Stage((3,)), rows=2, micro_batches=2),
         )
     ),
+    "PP2 zero bubble": Plan((_one(Stage((0,)), Stage((1,)), micro_batches=4),), schedule="zero-bubble"),
+    "TP2>TP1 + 1 zero bubble, recompute": Plan(
+        (
+            _one(Stage((0, 1), (2, 1), recompute=1), Stage((2,)), rows=5, micro_batches=3),
+            _one(Stage((3,)), rows=2, micro_batches=2),
+        ),
+        schedule="zero-bubble",
+    ),
     "CP2 3:1": Plan.context_parallel((0, 1), (3, 1)),
     "CP2 3:1 ring": replace(Plan.context_parallel((0, 1), (3, 1)), attention="ring"),
     "CP2>TP1 + 1": Plan(
@@ -159,6 +167,8 @@ COVERING = (
     Cell("gpt2", "CP2 3:1 x TP2 2:1"),
     *(Cell("mlp", plan) for plan in ("1 device", "DP 3:1", "TP2", "PP2 + PP1", "TP2>TP1 + 1")),
     Cell("mlp", "TP2 2:1 sequence parallel"),
+    Cell("gpt2", "PP2 zero bubble"),
+    Cell("t5", "PP2 zero bubble"),
     *(Cell("conv", plan) for plan in ("DP 3:1", "TP2 3:1", "TP2 + TP1", "PP2")),
     *(Cell("bert", plan) for plan in ("TP2 + TP1", "PP2 x TP2", "CP2 3:1", "CP2 3:1 x TP2 2:1")),
     *(Cell("vit", plan) for plan in ("TP2 3:1", "PP2 + PP1", "TP2 2:1 sequence parallel")),
@@ -180,6 +190,7 @@ PROCESSES = (
     Cell("mlp", "PP2 + PP1"),
     *(Cell("conv", plan) for plan in ("TP2 + TP1", "PP2")),
     Cell("bert", "PP2 x TP2"),
+    Cell("llama", "PP2 zero bubble"),
     Cell("vit", "TP2 3:1"),
     Cell("t5", "TP2>TP1 + 1"),
     Cell("mixtral", "DP 3:1"),

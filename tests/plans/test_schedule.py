@@ -6,24 +6,31 @@ from hypothesis import strategies as st
 
 from hetu_fx.planner.values.device_memory import in_flight
 from hetu_fx.plans.plan import Schedule
-from hetu_fx.plans.schedule import Action, Phase, actions, forwards, takings
+from hetu_fx.plans.schedule import PHASES, Action, Phase, actions, forwards, takings
 
-SCHEDULES = st.sampled_from(["1f1b", "gpipe"])
+SCHEDULES = st.sampled_from(["1f1b", "gpipe", "zero-bubble"])
 
 
 @given(SCHEDULES, st.integers(1, 6), st.integers(0, 8), st.data())
-def test_every_micro_batch_goes_forward_then_backward_once(
+def test_every_micro_batch_goes_through_the_phases_once(
     schedule: Schedule, num_stages: int, micro_batches: int, data: st.DataObject
 ) -> None:
     stage = data.draw(st.integers(0, num_stages - 1))
     order = actions(schedule, stage, num_stages, micro_batches)
-    forwards = [a.micro_batch for a in order if a.phase is Phase.FORWARD]
-    backwards = [a.micro_batch for a in order if a.phase is Phase.BACKWARD]
-    assert forwards == backwards == list(range(micro_batches))
-    seen: set[int] = set()
-    for action in order:
-        assert (action.micro_batch in seen) == (action.phase is Phase.BACKWARD)
-        seen.add(action.micro_batch)
+    for number in range(micro_batches):
+        assert tuple(a.phase for a in order if a.micro_batch == number) == PHASES[schedule]
+    for phase in PHASES[schedule]:
+        assert [a.micro_batch for a in order if a.phase is phase] == list(range(micro_batches))
+
+
+@given(st.integers(1, 6), st.integers(1, 12))
+def test_zero_bubble_is_one_forward_one_backward_but_for_weights(num_stages: int, micro_batches: int) -> None:
+    def without_weights(schedule: Schedule, stage: int) -> list[tuple[int, int]]:
+        order = actions(schedule, stage, num_stages, micro_batches)
+        return [(a.phase.direction, a.micro_batch) for a in order if a.phase.direction]
+
+    for stage in range(num_stages):
+        assert without_weights("zero-bubble", stage) == without_weights("1f1b", stage)
 
 
 @given(SCHEDULES, st.integers(1, 6), st.integers(1, 8), st.data())
@@ -33,7 +40,7 @@ def test_the_memory_model_counts_what_the_schedule_keeps(
     stage = data.draw(st.integers(0, num_stages - 1))
     kept = most = 0
     for action in actions(schedule, stage, num_stages, micro_batches):
-        kept += 1 if action.phase is Phase.FORWARD else -1
+        kept += {Phase.FORWARD: 1, PHASES[schedule][-1]: -1}.get(action.phase, 0)
         most = max(most, kept)
     assert most == in_flight(schedule, stage, num_stages, micro_batches)
 
@@ -56,11 +63,16 @@ def run_on_paper(schedule: Schedule, num_stages: int, micro_batches: int) -> tup
 
 
 def is_ready(stage: int, action: Action, num_stages: int, done: set[tuple[int, Phase, int]]) -> bool:
-    """A forward waits for the earlier stage's, a backward for the later stage's and for its own forward."""
+    """A forward waits for the earlier stage's, a backward for the later stage's and for its own forward.
+
+    The gradients of weights wait for those of their own inputs.
+    """
     if action.phase is Phase.FORWARD:
         return stage == 0 or (stage - 1, Phase.FORWARD, action.micro_batch) in done
+    if action.phase is Phase.WEIGHT_GRADIENT:
+        return (stage, Phase.INPUT_GRADIENT, action.micro_batch) in done
     own = (stage, Phase.FORWARD, action.micro_batch) in done
-    return own and (stage == num_stages - 1 or (stage + 1, Phase.BACKWARD, action.micro_batch) in done)
+    return own and (stage == num_stages - 1 or (stage + 1, action.phase, action.micro_batch) in done)
 
 
 @given(SCHEDULES, st.integers(1, 6), st.integers(0, 9))
@@ -94,18 +106,18 @@ def test_what_was_sent_is_known_to_be_taken_when_something_comes_back_that_was_m
     assert middle[Action(Phase.BACKWARD, 5), 0] == len(orders[1])
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble"])
 def test_a_stage_holds_messages_of_the_micro_batches_in_flight_and_one_more(schedule: Schedule) -> None:
     count, stages = 12, 4
     orders = tuple(actions(schedule, stage, stages, count) for stage in range(stages))
     for stage in range(stages):
         made = {action: number for number, action in enumerate(orders[stage])}
         taken = takings(orders, stage)
-        neighbours = {Phase.FORWARD: stage + 1, Phase.BACKWARD: stage - 1}
+        neighbours = {phase: stage + phase.direction for phase in PHASES[schedule] if phase.direction}
         for phase, other in neighbours.items():
             if 0 <= other < stages:
                 spans = [(made[a], taken[a, other]) for a in orders[stage] if a.phase is phase]
-                held = max(sum(start <= now < stop for start, stop in spans) for now in range(2 * count))
+                held = max(sum(start <= now < stop for start, stop in spans) for now in range(len(orders[stage])))
                 assert held <= min(count, (count if schedule == "gpipe" else stages - stage) + 1)
 
 

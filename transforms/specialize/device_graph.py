@@ -26,6 +26,7 @@ class SlotKind(StrEnum):
     COUNT = "count"
     RANDOM_STATE = "random_state"
     RECEIVED = "received"
+    LATER = "later"
 
 
 class ResultKind(StrEnum):
@@ -39,7 +40,10 @@ class ResultKind(StrEnum):
 
 @dataclass(frozen=True)
 class GraphSlot:
-    """One placeholder of a device graph; `name` is the leaf's name, or the sending node's for RECEIVED."""
+    """One placeholder of a device graph; `name` is the leaf's name, or the sending node's for RECEIVED.
+
+    LATER is no tensor: it collects the products whose weights' gradients wait.
+    """
 
     kind: SlotKind
     name: str

@@ -9,26 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import zip_longest
 
 from hetu_fx.planner.price.stage import StageCosts
 from hetu_fx.planner.values.line import Line
 from hetu_fx.plans.plan import Schedule, micro_batch_rows
-from hetu_fx.plans.schedule import Action, Phase, actions, departures
+from hetu_fx.plans.schedule import PHASES, Action, Phase, actions, departures
 
 Columns = tuple[tuple[float, ...], ...]
-"""Seconds by stage of each micro-batch's forward, and then of each one's backward."""
-
+"""Seconds by stage of each micro-batch's forward, then of each one's backward, and of what that leaves for later."""
 
 Seconds = Callable[[int], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How a pipeline's schedule ends: when each stage is done, and how long its last backward took till then."""
+    """How a pipeline's schedule ends: when each stage is done, and how long its last gradients took till then."""
 
     ends: tuple[float, ...]
-    last_backwards: tuple[float, ...]
+    last_gradients: tuple[float, ...]
 
     @property
     def seconds(self) -> float:
@@ -36,8 +36,8 @@ class Finish:
         return max(self.ends)
 
     def done(self, stage: int, part: float) -> float:
-        """Return when a stage has done a part of its last backward."""
-        return self.ends[stage] - (1 - part) * self.last_backwards[stage]
+        """Return when a stage has made a part of what its last micro-batch adds to gradients at the end."""
+        return self.ends[stage] - (1 - part) * self.last_gradients[stage]
 
 
 def scheduled_seconds(stages: Sequence[StageCosts], rows: int, micro_batches: int, schedule: Schedule) -> float:
@@ -66,9 +66,9 @@ def finish(
         return Finish(begins, (0.0,) * len(stages))
     sizes, overlaps = micro_batch_rows(rows, min(micro_batches, rows)), len(beside) == len(stages) - 1 > 0
     crowds = (*beside, 1) if overlaps else (1,) * len(stages)
-    work = tuple(_columns(stage.forward_seconds, stage.backward_seconds, sizes) for stage in stages)
+    work = tuple(_columns([partial(stage.seconds_of, phase) for phase in PHASES[schedule]], sizes) for stage in stages)
     sent = (
-        _columns(_shared(stage.to_next, crowds[i]), _shared(stage.to_previous, crowds[i - 1]), sizes)
+        _columns([_shared(stage.to_next, crowds[i]), _shared(stage.to_previous, crowds[i - 1])], sizes)
         for i, stage in enumerate(stages)
     )
     return _played(begins, work, tuple(sent), schedule, overlaps)
@@ -79,9 +79,9 @@ def _shared(line: Line, count: int) -> Seconds:
     return lambda rows: line.fixed + line.slope * count * rows
 
 
-def _columns(forward: Seconds, backward: Seconds, sizes: Sequence[int]) -> tuple[float, ...]:
-    """Return the seconds of forwards and then of backwards, those of micro-batches of one size worked out once."""
-    known = [{size: seconds(size) for size in dict.fromkeys(sizes)} for seconds in (forward, backward)]
+def _columns(phases: Sequence[Seconds], sizes: Sequence[int]) -> tuple[float, ...]:
+    """Return the seconds of one phase after another, those of micro-batches of one size worked out once."""
+    known = [{size: seconds(size) for size in dict.fromkeys(sizes)} for seconds in phases]
     return tuple([of_size[size] for of_size in known for size in sizes])
 
 
@@ -102,8 +102,8 @@ class _Board:
     def __init__(
         self, begins: Sequence[float], work: Columns, sent: Columns, schedule: Schedule, overlaps: bool
     ) -> None:
-        self._count, self._last = len(work[0]) // 2, len(work) - 1
-        both = [[one + other for one, other in zip(*pair, strict=True)] for pair in zip(work, sent, strict=True)]
+        self._count, self._last = len(sent[0]) // 2, len(work) - 1
+        both = [list(map(sum, zip_longest(*pair, fillvalue=0.0))) for pair in zip(work, sent, strict=True)]
         self.busy: Sequence[Sequence[float]] = work if overlaps else both
         self._under_way = sent if overlaps else [[0.0] * len(column) for column in sent]
         self._orders = [_numbered(schedule, stage, len(work), self._count) for stage in range(len(work))]
@@ -111,7 +111,7 @@ class _Board:
         after = _leaves if overlaps else _done
         self._after = [after(schedule, stage, len(work), self._count) for stage in range(len(work))]
         self._places = [0] * len(work)
-        self.free, self.left = list(begins), 2 * self._count * len(work)
+        self.free, self.left = list(begins), sum(map(len, self._orders))
 
     def go_on(self, stage: int) -> None:
         """Do the next entries of a stage, as long as what they need has come."""
@@ -126,8 +126,8 @@ class _Board:
 
     def _came(self, stage: int, entry: int) -> float | None:
         """Return when what an entry needs of another stage has come; None if it has not."""
-        other = stage - 1 if entry < self._count else stage + 1
-        if not 0 <= other <= self._last:
+        other = stage + (-1, 1, 0)[entry // self._count]
+        if other == stage or not 0 <= other <= self._last:
             return 0.0
         after, ended = self._after[other][entry], self._ended[other]
         return ended[after - 1] + self._under_way[other][entry] if len(ended) >= after else None
@@ -135,14 +135,14 @@ class _Board:
 
 @lru_cache(maxsize=512)
 def _numbered(schedule: Schedule, stage: int, num_stages: int, count: int) -> tuple[int, ...]:
-    """Return the entries of a stage in order, those of backwards counted behind all forwards."""
-    found = actions(schedule, stage, num_stages, count)
-    return tuple([one.micro_batch + (0 if one.phase is Phase.FORWARD else count) for one in found])
+    """Return the entries of a stage in order, numbered phase by phase."""
+    places = {phase: place for place, phase in enumerate(PHASES[schedule])}
+    return tuple([one.micro_batch + places[one.phase] * count for one in actions(schedule, stage, num_stages, count)])
 
 
 @lru_cache(maxsize=512)
 def _done(schedule: Schedule, stage: int, num_stages: int, count: int) -> tuple[int, ...]:
-    """Return how many entries of a stage are done when each is."""
+    """Return how many entries of a stage are done when each is that makes something for others."""
     places = {entry: place for place, entry in enumerate(_numbered(schedule, stage, num_stages, count), 1)}
     return tuple([places[entry] for entry in range(2 * count)])
 
@@ -153,5 +153,6 @@ def _leaves(schedule: Schedule, stage: int, num_stages: int, count: int) -> tupl
     orders = tuple([actions(schedule, one, num_stages, count) for one in range(num_stages)])
     found, done = departures(orders, stage), _done(schedule, stage, num_stages, count)
     forward = [found.get((Action(Phase.FORWARD, m), stage + 1), done[m]) for m in range(count)]
-    backward = [found.get((Action(Phase.BACKWARD, m), stage - 1), done[count + m]) for m in range(count)]
+    phase = PHASES[schedule][1]
+    backward = [found.get((Action(phase, m), stage - 1), done[count + m]) for m in range(count)]
     return (*forward, *backward)

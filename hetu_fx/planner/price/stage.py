@@ -21,7 +21,7 @@ largest, which is what searches look ahead by; what its schedule takes says `pri
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain, pairwise
@@ -36,8 +36,16 @@ from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.shared import turn_seconds
 from hetu_fx.plans.plan import Pipeline, Stage
+from hetu_fx.plans.schedule import Phase
 
-FORWARD_AND_BACKWARD = 3  # a product's backward is two products
+FORWARD_AND_BACKWARD = 3  # a product's backward is two products, one for each operand
+PARTS: Mapping[Phase, float] = {
+    Phase.FORWARD: 1 / FORWARD_AND_BACKWARD,
+    Phase.BACKWARD: 1 - 1 / FORWARD_AND_BACKWARD,
+    Phase.INPUT_GRADIENT: (1 - 1 / FORWARD_AND_BACKWARD) / 2,
+    Phase.WEIGHT_GRADIENT: (1 - 1 / FORWARD_AND_BACKWARD) / 2,
+}
+"""What phases have of a micro-batch's compute, as if all were products with weights."""
 OP_SECONDS = 1.5e-5  # what running an op takes besides its work, on the fastest device of a kind that nobody measured
 WEIGHT_MOVES = 6  # forward and backward read a parameter; its gradient is written, and added to that of earlier rows
 
@@ -216,20 +224,16 @@ class StageCosts:
         """Return (3): both messages of a micro-batch."""
         return self.to_next + self.to_previous
 
-    def forward_seconds(self, rows: int) -> float:
-        """Return the seconds of the forward of a micro-batch of so many rows, without what it hands over."""
-        return max(line(rows) for line in self._forwards) + self.sums(rows)
+    def seconds_of(self, phase: Phase, rows: int) -> float:
+        """Return the seconds of a phase of a micro-batch of so many rows, without what it hands over."""
+        sums = {1: self.sums, 0: Line(), -1: self.returns}[phase.direction]
+        return max(self.compute_of(phase, rows)) + sums(rows)
 
-    def backward_seconds(self, rows: int) -> float:
-        """Return the seconds of the backward of a micro-batch of so many rows, without what it hands over."""
-        pairs = zip(self.compute, self._forwards, strict=True)
-        return max(whole(rows) - first(rows) for whole, first in pairs) + self.returns(rows)
-
-    @property
-    def _forwards(self) -> tuple[Line, ...]:
-        """Return what each device computes in the forward."""
-        pairs = zip(self.compute, self.again, strict=True)
-        return forward_lines(Line(whole.fixed - again.fixed, whole.slope - again.slope) for whole, again in pairs)
+    def compute_of(self, phase: Phase, rows: int) -> tuple[float, ...]:
+        """Return the seconds that each device computes in a phase of a micro-batch of so many rows."""
+        pairs = [(line(rows), again(rows)) for line, again in zip(self.compute, self.again, strict=True)]
+        once_more = phase.direction == -1
+        return tuple([PARTS[phase] * (whole - again) + once_more * again for whole, again in pairs])
 
     @property
     def seconds(self) -> Line:

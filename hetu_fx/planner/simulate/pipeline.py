@@ -10,21 +10,13 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.links import HandOver, Traffic, hand_over, turn_traffic
 from hetu_fx.planner.price.placement import stops_of
-from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD, StageCosts, compute_lines, stage_costs
+from hetu_fx.planner.price.stage import StageCosts, compute_lines, stage_costs
 from hetu_fx.planner.simulate.schedules import PaperSchedule, num_chunks
 from hetu_fx.planner.values.footprint import StageFootprint
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Stage
 from hetu_fx.plans.schedule import Phase
-
-_COMPUTE = {
-    Phase.FORWARD: 1 / FORWARD_AND_BACKWARD,
-    Phase.BACKWARD: 1 - 1 / FORWARD_AND_BACKWARD,
-    Phase.INPUT_GRADIENT: (1 - 1 / FORWARD_AND_BACKWARD) / 2,
-    Phase.WEIGHT_GRADIENT: (1 - 1 / FORWARD_AND_BACKWARD) / 2,
-}
-"""The part of a micro-batch's compute; a product's backward is one product for each operand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +48,7 @@ class PipelineLane:
     def compute(self, part: int, work: Phase, rows: int) -> dict[int, float]:
         """Return the seconds that each device of a part computes."""
         costs = self.costs[part]
-        triples = zip(costs.stage.devices, costs.compute, costs.again, strict=True)
-        once_more = work in (Phase.BACKWARD, Phase.INPUT_GRADIENT)
-        return {
-            rank: _COMPUTE[work] * (line(rows) - again(rows)) + once_more * again(rows) for rank, line, again in triples
-        }
+        return dict(zip(costs.stage.devices, costs.compute_of(work, rows), strict=True))
 
     def reductions(self, part: int, work: Phase, rows: int) -> Line:
         """Return latency and seconds of the sums (gathers, in a ring) that a part's devices make of `rows` rows.

@@ -1,6 +1,6 @@
 """Schedules on paper, as tables: what each device of a pipeline does, in order.
 
-Those of the runtime (`hetu_fx.plans.schedule`), and two that only a simulation can run: a plan cannot name them.
+Those of the runtime (`hetu_fx.plans.schedule`), and one that only a simulation can run: a plan cannot name it.
 A device may hold several chunks of the model; part k of the pipeline is chunk k // p of device k % p.
 """
 
@@ -24,12 +24,7 @@ class Interleaved:
             raise PlanError(f"an interleaved schedule has {self.chunks} chunks per device; give 2 or more")
 
 
-@dataclass(frozen=True, slots=True)
-class ZeroBubble:
-    """ZB-H1: weight gradients fill the bubbles, memory is 1F1B's (Qi et al., ICLR 2024, section 2)."""
-
-
-PaperSchedule = Schedule | Interleaved | ZeroBubble
+PaperSchedule = Schedule | Interleaved
 Row = tuple[Action, ...]
 
 
@@ -46,8 +41,6 @@ def table(schedule: PaperSchedule, num_devices: int, micro_batches: int) -> tupl
     match schedule:
         case Interleaved(chunks):
             return tuple(_interleaved(device, num_devices, micro_batches, chunks) for device in range(num_devices))
-        case ZeroBubble():
-            return tuple(_zero_bubble(device, num_devices, micro_batches) for device in range(num_devices))
         case other:
             return tuple(actions(other, device, num_devices, micro_batches) for device in range(num_devices))
 
@@ -71,17 +64,3 @@ def _turn(work: Phase, k: int, num_devices: int, chunks: int) -> Action:
     chunk, offset = divmod(within, num_devices)
     last = chunks - 1
     return Action(work, rounds * num_devices + offset, chunk if work is Phase.FORWARD else last - chunk)
-
-
-def _zero_bubble(device: int, num_devices: int, micro_batches: int) -> Row:
-    """1F1B; the weight gradients of device s come s micro-batches late, when 1F1B on device 0 keeps as many."""
-    order: list[Action] = []
-    for entry in actions("1f1b", device, num_devices, micro_batches):
-        if entry.phase is Phase.FORWARD:
-            order.append(entry)
-            continue
-        order.append(Action(Phase.INPUT_GRADIENT, entry.micro_batch))
-        if entry.micro_batch >= device:
-            order.append(Action(Phase.WEIGHT_GRADIENT, entry.micro_batch - device))
-    first_left = max(0, micro_batches - device)
-    return (*order, *(Action(Phase.WEIGHT_GRADIENT, m) for m in range(first_left, micro_batches)))

@@ -17,7 +17,9 @@ Passing, with m micro-batches of x rows, f of them in flight, K kept by one (`va
     update            gradients H, and three values for each element of the largest parameter              (7)
 
 (7) is for Adam that goes from parameter to parameter, as torch's does on a CPU; one that works on all at once takes up
-to H more. 1F1B keeps f = min(m, p - s) micro-batches of m on stage s of p, GPipe all m. What is sent to other stages
+to H more. 1F1B keeps f = min(m, p - s) micro-batches of m on stage s of p, GPipe all m, zero bubble
+min(m, p), of which those whose weights' gradients wait count as others do: they keep less (inputs of products, and
+gradients of results). What is sent to other stages
 is held until something comes back: that of f + 1 micro-batches.
 """
 
@@ -48,7 +50,8 @@ TERMS = ("parameters", "copies", "optimizer", "gradients", "activations", "messa
 
 def in_flight(schedule: Schedule, stage: int, num_stages: int, micro_batches: int) -> int:
     """Return how many micro-batches a stage keeps activations of, f in (3)."""
-    return micro_batches if schedule == "gpipe" else min(micro_batches, num_stages - stage)
+    most = {"1f1b": num_stages - stage, "gpipe": micro_batches, "zero-bubble": num_stages}
+    return min(micro_batches, most[schedule])
 
 
 def fixed_bytes(parameters: float, *, zero: int, num_replicas: int, state: ParameterState = UNSAID) -> Terms:

@@ -63,6 +63,9 @@ FEATURES: Mapping[str, Feature] = {
     "whole_states": Feature(
         "optimizer states whole on each replica", lambda plan: plan.zero == 0 and len(plan.pipelines) > 1
     ),
+    "zero_bubble": Feature(
+        "gradients of weights made where a stage would wait", lambda plan: plan.schedule == "zero-bubble"
+    ),
     "uneven": Feature("unlike rows, shards or stages", _is_uneven),
 }
 """What users may allow and forbid, by name."""

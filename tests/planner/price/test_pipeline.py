@@ -5,6 +5,7 @@ from hetu_fx.planner.price.stage import StageCosts
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.plans.plan import Stage
+from hetu_fx.plans.schedule import Phase
 
 
 def stage(seconds: float, again: float = 0.0, host: float = 0.0) -> StageCosts:
@@ -46,5 +47,10 @@ def test_a_slow_stage_sets_the_pace_wherever_it_stands() -> None:
 
 def test_a_forward_that_is_done_once_more_counts_with_the_backward() -> None:
     plain, again = stage(3.0), stage(4.0, again=1.0)
-    assert (plain.forward_seconds(2), again.forward_seconds(2)) == (2.0, 2.0)
-    assert (plain.backward_seconds(2), again.backward_seconds(2)) == (4.0, 6.0)
+    seconds = {phase: (plain.seconds_of(phase, 2), again.seconds_of(phase, 2)) for phase in Phase}
+    assert seconds == {
+        Phase.FORWARD: (2.0, 2.0),
+        Phase.BACKWARD: (4.0, 6.0),
+        Phase.INPUT_GRADIENT: (2.0, 4.0),
+        Phase.WEIGHT_GRADIENT: (2.0, 2.0),
+    }

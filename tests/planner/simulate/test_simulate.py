@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.step import predict
-from hetu_fx.planner.simulate.schedules import Interleaved, PaperSchedule, ZeroBubble
+from hetu_fx.planner.simulate.schedules import Interleaved, PaperSchedule
 from hetu_fx.planner.simulate.simulate import simulate
 from hetu_fx.planner.simulate.simulation import Simulation
 from hetu_fx.planner.simulate.timeline import Event
@@ -57,17 +57,17 @@ def test_equal_stages_take_the_textbook_time(schedule: Schedule, stages: int, mi
 
 
 @pytest.mark.parametrize(
-    ("schedule", "expected"), [("1f1b", 8 + 3), (Interleaved(2), 8 + 3 / 2), (ZeroBubble(), 8 + 3 / 3)]
+    ("schedule", "expected"), [("1f1b", 8 + 3), (Interleaved(2), 8 + 3 / 2), ("zero-bubble", 8 + 3 / 3)]
 )
-def test_schedules_on_paper_have_smaller_bubbles(schedule: PaperSchedule, expected: float) -> None:
+def test_chunks_and_weights_that_wait_make_bubbles_smaller(schedule: PaperSchedule, expected: float) -> None:
     plan = Plan((pipeline(*range(4), micro_batches=8),))
     step = simulate(plan, blocks_only(4 * 2, 8), free(*[6.0] * 4), schedule=schedule)
     assert work_seconds(step) == pytest.approx(expected, rel=0.03)
 
 
 def test_a_plan_cannot_name_a_schedule_that_only_a_simulation_runs() -> None:
-    with pytest.raises(PlanError, match="'zero-bubble' can be simulated, but not run; use '1f1b' or 'gpipe'"):
-        replace(Plan.single(), schedule="zero-bubble")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="'interleaved' can be simulated, but not run; use '1f1b' or 'gpipe' or 'zero"):
+        replace(Plan.single(), schedule="interleaved")  # type: ignore[arg-type]
 
 
 def test_one_device_after_the_other_is_what_the_cost_model_says() -> None:
@@ -200,7 +200,7 @@ def test_memory_goes_back_to_where_it_was() -> None:
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=5),
     st.integers(1, 3),
-    st.sampled_from(["1f1b", "gpipe", ZeroBubble(), Interleaved(2)]),
+    st.sampled_from(["1f1b", "gpipe", "zero-bubble", Interleaved(2)]),
 )
 def test_a_step_is_complete_causal_and_bounded(speeds: list[int], rounds: int, schedule: PaperSchedule) -> None:
     stages, micro_batches = len(speeds), rounds * len(speeds)

@@ -20,6 +20,7 @@ PLANS = {
     "recompute": Plan((Pipeline((Stage((0,), blocks=2, recompute=1),)),)),
     "zero": Plan.single(),
     "whole_states": replace(Plan.data_parallel([0, 1]), zero=0),
+    "zero_bubble": replace(Plan.single(), schedule="zero-bubble"),
     "uneven": Plan.tensor_parallel([0, 1], [2, 1]),
 }
 

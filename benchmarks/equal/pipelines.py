@@ -8,7 +8,6 @@ in halves.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -35,17 +34,17 @@ WORLD = 2
 
 def main() -> int:
     """Run the contest and judge it."""
-    options = worker_parser("pipelines", "Schedules of two stages beside torch.distributed.pipelining.").parse_args()
+    options = worker_parser("equal", "Schedules of two stages beside torch.distributed.pipelining.").parse_args()
     if options.worker is not None:
         return work(options.worker, rounds=5 if options.quick else 15)
     spec = EmulateSpec(speeds=(1.0,) * WORLD)
     given = ["--quick"] * options.quick
-    found = run_workers("pipelines", given, spec, timeout_seconds=900, limit="affinity")
+    found = run_workers("equal", given, spec, timeout_seconds=900, limit="affinity")
     bars = [
         Bar(f"{count} micro-batches: best of ours over torch", best(seconds), TORCH_BAR, at_least=False)
         for count, seconds in found.items()
     ]
-    return finish("pipelines", bars, [row for count, seconds in found.items() for row in rows_of(count, seconds)])
+    return finish("equal", bars, [row for count, seconds in found.items() for row in rows_of(count, seconds)])
 
 
 def best(seconds: Mapping[str, list[float]]) -> float:
@@ -132,7 +131,3 @@ def torch_step(whole: Mapping[str, Tensor], count: int) -> Step:
         optimizer.step()
 
     return step
-
-
-if __name__ == "__main__":
-    sys.exit(main())

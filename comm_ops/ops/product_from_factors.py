@@ -30,12 +30,14 @@ class Product(NamedTuple):
         call: gives y of x, the weight and the bias (or None).
         of_input: gives the gradient of x, of that of y and the weight; None where x is what is looked up.
         of_weight: gives that of the weight, of x and of that of y, both with all rows in one dim, and of the weight.
+        add_of_weight: adds that to a total, given x and the gradient of y.
         x, weight, bias: where the op has them among its arguments; `bias` is None for an op without.
     """
 
     call: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     of_input: Callable[[Tensor, Tensor], Tensor] | None
     of_weight: Callable[[Tensor, Tensor, Tensor], Tensor]
+    add_of_weight: Callable[[Tensor, Tensor, Tensor], Tensor]
     x: int
     weight: int
     bias: int | None
@@ -53,6 +55,10 @@ def _of_columns(x: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
     return x.t() @ gradient
 
 
+def _add_of_columns(total: Tensor, x: Tensor, gradient: Tensor) -> Tensor:
+    return total.addmm_(x.t(), gradient)
+
+
 def _look_up(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.nn.functional.embedding(x, weight)
 
@@ -62,13 +68,21 @@ def _of_table(x: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
     return made
 
 
+def _add_of_table(total: Tensor, x: Tensor, gradient: Tensor) -> Tensor:
+    return total.add_(_of_table(x, gradient, total))
+
+
 PRODUCTS: dict[OpOverload[..., Any], Product] = {
     aten.linear.default: Product(
-        torch.nn.functional.linear, lambda gradient, weight: gradient @ weight, lambda x, y, weight: y.t() @ x, 0, 1, 2
+        torch.nn.functional.linear,
+        lambda gradient, weight: gradient @ weight,
+        lambda x, gradient, weight: gradient.t() @ x,
+        lambda total, x, gradient: total.addmm_(gradient.t(), x),
+        *(0, 1, 2),
     ),
-    aten.addmm.default: Product(_mm, _of_rows, _of_columns, 1, 2, 0),
-    aten.mm.default: Product(_mm, _of_rows, _of_columns, 0, 1, None),
-    aten.embedding.default: Product(_look_up, None, _of_table, 1, 0, None),
+    aten.addmm.default: Product(_mm, _of_rows, _of_columns, _add_of_columns, 1, 2, 0),
+    aten.mm.default: Product(_mm, _of_rows, _of_columns, _add_of_columns, 0, 1, None),
+    aten.embedding.default: Product(_look_up, None, _of_table, _add_of_table, 1, 0, None),
 }
 """The products whose weight's gradient can be made from factors, by the op."""
 

@@ -7,7 +7,7 @@ Parallelism, ICLR 2024, section 2).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hetu_fx.base.torch_private import gradient_hooks
 from hetu_fx.comm_ops.ops.product_from_factors import PRODUCTS, Product
 
 LATER_PRODUCTS: Mapping[str, Product] = {str(op): product for op, product in PRODUCTS.items() if product.of_input}
-"""The products whose weights' gradients can wait, by the name of the op."""
+"""The products whose weights' gradients can wait, by the name of the op: all but looking up."""
 
 Ends = tuple[Tensor, Tensor | None]
 """A weight and a bias."""
@@ -34,15 +35,20 @@ class _Waiting:
     weight: Tensor
     bias: Tensor | None
 
-    def made(self) -> list[tuple[Tensor, Tensor]]:
-        """Return what wants a gradient, and that."""
-        rows = self.gradient.flatten(0, -2)
-        pairs = []
-        if self.weight.requires_grad:
-            pairs.append((self.weight, self.product.of_weight(self.x.flatten(0, -2), rows, self.weight)))
+    def made(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Add to gradients that are there, without making a summand; yield what wants one otherwise, and that."""
+        x, rows = self.x.flatten(0, -2), self.gradient.flatten(0, -2)
+        if (total := _total(self.weight)) is not None:
+            self.product.add_of_weight(total, x, rows)
+        elif self.weight.requires_grad:
+            yield self.weight, self.product.of_weight(x, rows, self.weight)
         if self.bias is not None and self.bias.requires_grad:
-            pairs.append((self.bias, rows.sum(0)))
-        return pairs
+            yield self.bias, rows.sum(0)
+
+
+def _total(root: Tensor) -> Tensor | None:
+    """Return the gradient that may be added to in place: a leaf's whose hooks nobody waits for."""
+    return root.grad if root.is_leaf and root.requires_grad and not any(gradient_hooks(root)) else None
 
 
 class LaterProducts:
@@ -55,6 +61,7 @@ class LaterProducts:
         """Keep what a product's gradients are made of."""
         self._waiting.append(waiting)
 
+    @torch.no_grad()
     def make(self) -> None:
         """Make all gradients that wait, and hand them to autograd as if its backward had come to the weights."""
         totals: dict[int, tuple[Tensor, Tensor]] = {}

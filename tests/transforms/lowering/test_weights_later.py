@@ -57,6 +57,22 @@ def test_gradients_are_those_of_autograd(run: Run) -> None:
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.parametrize("name", LATER_PRODUCTS)
+def test_gradients_of_later_micro_batches_are_added_to_what_is_there(name: str) -> None:
+    def run(x: Tensor, weight: Tensor, bias: Tensor, later: LaterProducts | None) -> Tensor:
+        return later_product(later, name, x[0], weight, None).sin().sum()
+
+    x, weight, bias = leaves()
+    for _ in range(3):
+        later = LaterProducts()
+        run(x, weight, bias, later).backward()
+        later.make()
+    expected = leaves()
+    run(*expected, None).backward()
+    assert expected[1].grad is not None
+    torch.testing.assert_close(weight.grad, 3 * expected[1].grad, rtol=1e-13, atol=1e-13)
+
+
 @pytest.mark.parametrize("run", [once, twice, recomputed])
 def test_weights_wait_until_they_are_asked_for(run: Run) -> None:
     x, weight, bias = leaves()

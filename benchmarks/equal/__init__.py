@@ -1,0 +1,1 @@
+"""Equal devices: what torch does on them, beside what we do."""

@@ -7,6 +7,7 @@ If it reads what was read then, down to the values, the model has that program; 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ def played(it: Tracer, batch: Batch, training: bool, known: Known) -> Any:
         found = trace_once(it, batch, training)
     if found.watch.changed or not known.read.items() <= read_by(found).items():
         return None
-    vars(found)["program"] = known.program
+    vars(found)["program"] = copy.copy(known.program)  # a model has one for each of its captures
     return found
 
 

@@ -21,7 +21,6 @@ def keep_what_is_there() -> None:
 
     What is frozen is not written to either, so that processes which are forked share it.
     """
-    gc.collect()
     gc.freeze()
     gc.set_threshold(NEW_OBJECTS, 20, 20)
 

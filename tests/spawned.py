@@ -46,7 +46,7 @@ def results_of(work: Callable[..., None], world: int, *arguments: Any, seconds: 
 def prepared() -> multiprocessing.context.ForkServerContext:
     """Return what starts processes that have imported what most need."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.imports"])
+    context.set_forkserver_preload(["tests.ranks.imports"])
     return context
 
 

@@ -134,13 +134,16 @@ def run(name: str, folder: Path, number: int) -> str:
 
 
 def start(number: int) -> None:
-    """Forget the state of the script before, which may have ended the process group, and join another group."""
+    """Forget the state of the script before, which may have ended the process group, and join another group.
+
+    All groups meet in the launcher's store: no more ports are needed, which others may have.
+    """
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     if dist.is_initialized():
         dist.destroy_process_group()
     rank, world, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    store = dist.TCPStore("127.0.0.1", port + number, world, is_master=rank == 0)
+    store = dist.PrefixStore(f"script{number}", dist.TCPStore("127.0.0.1", port, is_master=False))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
 
 

@@ -42,11 +42,13 @@ $(VENV)/.installed: pyproject.toml
 	@for d in $(LINKED); do ln -sfn ../$$d hetu_fx/$$d; done   # for mypy, which does not see the mapping
 	@touch $@
 
+# Files stay whole, so that what their tests share is made once. Ranks wait for each other for half of their time: so two
+# files of distributed tests run at a time, if there are two cores.
 # Status 5 of pytest (no test selected) is a failure too: a suite that vanished is not a pass. Only the
 # tests that need a CUDA device may be none.
 test: setup
-	@$(PYTEST) -m "not distributed and not gpu" --timeout 300 -n auto --maxprocesses 4
-	@$(PYTEST) -m "distributed and not gpu" --timeout 600
+	@$(PYTEST) -m "not distributed and not gpu" --timeout 300 -n auto --maxprocesses 4 --dist loadfile
+	@$(PYTEST) -m "distributed and not gpu" --timeout 600 -n auto --maxprocesses 2 --dist loadfile
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 	  $(PYTEST) -m gpu --timeout 600 || [ $$? = 5 ]; fi
 

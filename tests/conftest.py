@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from tests.ranks.checks import Outcome, run_checks
+from tests.spawned import keep_what_is_there
 
 # Tests never depend on time: a loaded machine is no failure.
 settings.register_profile("untimed", deadline=None)
@@ -17,6 +21,16 @@ settings.load_profile("untimed")
 os.environ.setdefault("HETU_FX_PROGRESS", "0")  # what is said on stderr depends on how busy the machine is
 
 SECONDS_IN_ALL = 420
+
+TESTS_OF_CAPTURES = ("graph", "program")
+
+gc.disable()  # until all is collected: what is imported stays
+
+
+def pytest_collection_finish() -> None:
+    """Let garbage be looked for among what tests make."""
+    keep_what_is_there()
+    gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,6 +50,19 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert path.read_text() == text, f"{path.name} differs; if it should, run pytest --update-goldens"
 
     return hold
+
+
+@pytest.fixture(autouse=True)
+def equal_models_are_captured_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Capture a model only once in a process, except in tests of captures."""
+    folder = request.path.relative_to(Path(__file__).parent).parts[0]
+    if folder in TESTS_OF_CAPTURES or "hetu_fx.program.tracer" not in sys.modules:  # few tests need torch
+        yield
+        return
+    from tests.ranks.remembered import remembered_captures
+
+    with remembered_captures():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
+import multiprocessing.context
 import os
 import signal
 import socket
@@ -10,13 +12,25 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
+NEW_OBJECTS = 50_000
+"""How many it takes for garbage to be looked for: a capture makes a few hundred thousand, which stay for a while."""
+
+
+def keep_what_is_there() -> None:
+    """Look for garbage neither in what there is now, nor for every few objects: captures make many, and keep them.
+
+    What is frozen is not written to either, so that processes which are forked share it.
+    """
+    gc.freeze()
+    gc.set_threshold(NEW_OBJECTS, 20, 20)
+
 
 def results_of(work: Callable[..., None], world: int, *arguments: Any, seconds: float) -> dict[int, Any]:
     """Call work(rank, *arguments, results) in `world` processes, each of which puts (rank, result); leave none behind.
 
     Raises `queue.Empty` if a process says nothing for so many seconds.
     """
-    context = multiprocessing.get_context("spawn")
+    context = prepared()
     results = context.Queue()
     processes = [context.Process(target=work, args=(rank, *arguments, results), daemon=True) for rank in range(world)]
     for process in processes:
@@ -29,11 +43,16 @@ def results_of(work: Callable[..., None], world: int, *arguments: Any, seconds: 
             process.join()
 
 
+def prepared() -> multiprocessing.context.ForkServerContext:
+    """Return what starts processes that have imported what most need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.ranks.imports"])
+    return context
+
+
 def forked(work: Callable[..., None], *arguments: Any) -> multiprocessing.process.BaseProcess:
     """Call work(*arguments) in a process of its own that has imported what most need: to import it is dear."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.scripts.imports"])
-    process = context.Process(target=work, args=arguments, daemon=True)
+    process = prepared().Process(target=work, args=arguments, daemon=True)
     process.start()
     return process
 

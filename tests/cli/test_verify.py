@@ -124,14 +124,13 @@ def test_a_function_that_is_not_there_is_refused_before_anything_starts(
 
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("function", ["without_dropout", "made"])
-def test_plans_train_what_one_device_trains(script: Path, function: str) -> None:
-    command = [sys.executable, "-m", "hetu_fx.cli", "verify", f"{script}:{function}", "--steps=2", "--json"]
+def test_plans_train_what_one_device_trains(script: Path) -> None:
+    command = [sys.executable, "-m", "hetu_fx.cli", "verify", f"{script}:made", "--steps=2", "--json"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stderr
     told = json.loads(ended.stdout)
     assert [(verdict["plan"], verdict["verdict"]) for verdict in told] == [("data", "equal"), ("tensor", "equal")]
-    assert all(("random" in verdict["says"]) == (function == "made") for verdict in told)
+    assert all("random" in verdict["says"] for verdict in told)
     assert all(step["gradient_difference"] < 1e-10 for verdict in told for step in verdict["steps"])
 
 
@@ -146,6 +145,7 @@ def test_all_ranks_of_plans_train_in_this_process_what_one_device_trains(
     assert main(["verify", f"{script}:{function}", "--ranks=12", "--steps=2", "--json", *given]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [(verdict["plan"], verdict["verdict"]) for verdict in told] == [(plan, "equal") for plan in plans]
+    assert all(("random" in verdict["says"]) == (function == "made") for verdict in told)
     assert all(step["gradient_difference"] < 1e-10 for verdict in told for step in verdict["steps"])
 
 

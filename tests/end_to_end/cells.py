@@ -123,10 +123,10 @@ class Step:
 STEPS = (Step("even", 8, 11), Step("7 rows", 7, 11), Step("ignored labels", 6, 13), Step("length", 5, 9))
 
 
-def make_model(name: str) -> nn.Module:
-    """Make a model; the same on every rank."""
+def make_model(name: str, **changes: Any) -> nn.Module:
+    """Make a model, of other sizes where changes say so; the same on every rank."""
     torch.manual_seed(17)
-    model = MODELS[name].model(**PLAIN.get(name, {}))
+    model = MODELS[name].model(**PLAIN.get(name, {}), **changes)
     return model.to(DTYPES.get(name, torch.float64)).train()
 
 

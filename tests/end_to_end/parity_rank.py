@@ -32,6 +32,7 @@ from tests.end_to_end.cells import (
     make_batch,
     make_model,
 )
+from tests.ranks.remembered import remembered_captures
 
 
 def own_rows(batch: dict[str, torch.Tensor], rank: int, world: int) -> dict[str, torch.Tensor]:
@@ -119,7 +120,8 @@ def main(rank: int, folder: Path, devices: Sequence[str]) -> None:
     for entry in json.loads((folder / "cells.json").read_text()):
         cell = Cell(*entry)
         if rank < cell.ranks:
-            results[cell.name] = attempt(cell, groups.get(cell.ranks), rank, devices[rank])
+            with remembered_captures():
+                results[cell.name] = attempt(cell, groups.get(cell.ranks), rank, devices[rank])
         (folder / f"rank_{rank}.json").write_text(json.dumps(results))
     os._exit(0)
 

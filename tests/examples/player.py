@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import multiprocessing
 import os
 import runpy
 import sys
@@ -14,7 +13,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from time import monotonic
 
-IMPORTS = "tests.examples.imports"
+from tests.spawned import prepared
+
 Played = tuple[bool, str]
 
 
@@ -38,8 +38,7 @@ def play(rank: int, world: int, port: str, script: str, told: Connection) -> Non
 
 def played(script: Path, world: int, port: str, seconds: float) -> list[Played]:
     """Return what each of `world` processes came to; one that says nothing in time has failed. None is left behind."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([IMPORTS])
+    context = prepared()
     processes: list[BaseProcess] = []
     ends: list[Connection] = []
     try:

@@ -1,6 +1,6 @@
-"""Settings of Lightning's Trainer on a small model: `lightning_script.py FOLDER PLAN [SETTING...]`, by torchrun.
+"""Settings of Lightning's Trainer on a small model: `lightning_script.py FOLDER PLANS [SETTING...]`, by torchrun.
 
-With DEVICES in the environment Lightning starts so many processes itself.
+Several plans have commas between them. With DEVICES in the environment Lightning starts so many processes itself.
 
 Each setting writes FOLDER/PLAN_SETTING_RANK.pt: losses, metrics, parameters and predictions. Without a strategy of ours
 the same functions say what one device does.
@@ -8,6 +8,7 @@ the same functions say what one device does.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import sys
@@ -236,13 +237,12 @@ SETTINGS = ("plain", "accumulated", "resumed", "stopped", "scaled", "manual", "l
 
 
 def main() -> None:
-    """Run every setting under a plan."""
-    folder, plan = Path(sys.argv[1]), sys.argv[2]
+    """Run every setting under every plan."""
+    folder, plans = Path(sys.argv[1]), sys.argv[2].split(",")
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    runs = Runs(folder, plan)
-    for setting in sys.argv[3:] or SETTINGS:
-        made = getattr(runs, setting)()
+    for plan, setting in itertools.product(plans, sys.argv[3:] or SETTINGS):
+        made = getattr(Runs(folder, plan), setting)()
         torch.save(made, folder / f"{plan}_{setting}_{os.environ.get('LOCAL_RANK', '0')}.pt")
     if torch.distributed.is_initialized():
         torch.distributed.barrier()  # where Lightning starts processes, the first does not wait for them

@@ -18,7 +18,8 @@ import pytest
 from tests.spawned import free_port
 
 ORACLES = Path(__file__).with_name("oracles")
-SECONDS = 400
+SECONDS = 800
+SHARES = ("1:1", "3:1")
 SCRIPTS = (
     "script", "ops", "metrics", "checkpointing", "performance", "peak_memory_usage", "sync", "distributed_data_loop"
 )  # fmt: skip
@@ -26,16 +27,18 @@ SCRIPTS = (
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(SECONDS + 60)]
 
 
-@pytest.mark.parametrize("shares", ["1:1", "3:1"])
-def test_the_scripts_of_accelerate_pass(shares: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run the scripts in two processes with all shares; give the folder of what came of them, and what they said."""
+    folder = tmp_path_factory.mktemp("scripts")
     command = [
         sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
         "--num_machines", "1",
-        "--main_process_port", free_port(), str(ORACLES / "accelerate_scripts.py"), shares, str(tmp_path), *SCRIPTS,
+        "--main_process_port", free_port(), str(ORACLES / "accelerate_scripts.py"), ",".join(SHARES), str(folder),
+        *SCRIPTS,
     ]  # fmt: skip
     env = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    log = tmp_path / "log"
-    with log.open("w") as said:
+    with (folder / "log").open("w") as said:
         process = subprocess.Popen(command, env=env, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             process.wait(SECONDS)
@@ -43,5 +46,11 @@ def test_the_scripts_of_accelerate_pass(shares: str, tmp_path: Path) -> None:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    found = {path.stem: path.read_text() for path in sorted(tmp_path.glob("*.?.txt"))}
-    assert found == {f"{name}.{rank}": "passed" for name in SCRIPTS for rank in range(2)}, log.read_text()[-2000:]
+    return folder
+
+
+@pytest.mark.parametrize("shares", SHARES)
+def test_the_scripts_of_accelerate_pass(shares: str, ran: Path) -> None:
+    found = {path.stem: path.read_text() for path in sorted((ran / shares).glob("*.?.txt"))}
+    expected = {f"{name}.{rank}": "passed" for name in SCRIPTS for rank in range(2)}
+    assert found == expected, (ran / "log").read_text()[-2000:]

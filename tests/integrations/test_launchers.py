@@ -97,21 +97,31 @@ import train_script
 torch.randn(500, 500) @ torch.randn(500, 500)  # threads that a fork has not
 with torch.no_grad():
     train_script.Net()(torch.randn(9, 6), torch.zeros(9, dtype=torch.long))
-function, folder = getattr(train_script, sys.argv[3]), pathlib.Path(sys.argv[2])
-for _ in range(2):
-    notebook_launcher(function, args=(folder,), num_processes=2, use_port=sys.argv[4])
+for name in sys.argv[4:]:
+    folder = pathlib.Path(sys.argv[2]) / name
+    folder.mkdir()
+    for _ in range(2):
+        notebook_launcher(getattr(train_script, name), args=(folder,), num_processes=2, use_port=sys.argv[3])
 """
+FUNCTIONS = ("plain", "accelerated")
 
 
-@pytest.mark.parametrize("function", ["plain", "accelerated"])
-def test_a_notebook_that_has_computed_launches_two_processes_that_train_like_one(
-    tmp_path: Path, alone: dict[str, Any], function: str
-) -> None:
-    arguments = (str(Path(SCRIPT).parent), str(tmp_path), function, free_port())
+@pytest.fixture(scope="module")
+def launched_from_a_notebook(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give the folder of what a notebook has launched: each function twice, one after another."""
+    folder = tmp_path_factory.mktemp("notebook")
+    arguments = (str(Path(SCRIPT).parent), str(folder), free_port(), *FUNCTIONS)
     environment = {"OMP_NUM_THREADS": "2", "ACCELERATE_USE_CPU": "1"}
-    status, said = run(sys.executable, "-c", NOTEBOOK, *arguments, seconds=SECONDS, **environment)
+    status, said = run(sys.executable, "-c", NOTEBOOK, *arguments, seconds=2 * SECONDS, **environment)
     assert status == 0, said[-4000:]
-    ranks = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank_*.json"))]
+    return folder
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_notebook_that_has_computed_launches_two_processes_that_train_like_one(
+    launched_from_a_notebook: Path, alone: dict[str, Any], function: str
+) -> None:
+    ranks = [json.loads(path.read_text()) for path in sorted((launched_from_a_notebook / function).glob("rank_*.json"))]
     assert [made["world"] for made in ranks] == [2, 2]
     assert_same_training(ranks, alone)
 

@@ -74,6 +74,8 @@ def work(file: str, world: int, rank: int, folder: Path) -> None:
     import torch
     import torch.distributed as dist
 
+    from tests.ranks.remembered import remembered_captures
+
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -87,7 +89,8 @@ def work(file: str, world: int, rank: int, folder: Path) -> None:
     report: dict[str, str | None] = {}
     for name in checks(module):
         try:
-            getattr(module, name)(rank, world, folder)
+            with remembered_captures():
+                getattr(module, name)(rank, world, folder)
             report[name] = None
         except (Exception, pytest.fail.Exception):  # the latter, of pytest.raises, is no Exception
             report[name] = traceback.format_exc()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetu_fx import HetuFxError
+from tests.ranks.remembered import remembered_captures
 from tests.scripts.job import Job
 from tests.scripts.script import Script, scripts
 from tests.scripts.settings import SETTINGS
@@ -68,7 +69,8 @@ def _outcome(run: Any, setting: str, rank: int, world: int, port: int, folder: s
         store = dist.PrefixStore(f"script{number}", dist.TCPStore("127.0.0.1", port, is_master=False))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
     try:
-        results = run(Job(plan, rank, world, Path(folder)))
+        with remembered_captures():
+            results = run(Job(plan, rank, world, Path(folder)))
         return Returned({name: _told(value) for name, value in results.items()})
     except Exception as error:
         text = f"{type(error).__name__}: {error}"

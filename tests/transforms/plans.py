@@ -13,9 +13,9 @@ from hetu_fx.annotations.annotation import Annotation, cotangent
 from hetu_fx.annotations.local import local_part
 from hetu_fx.comm_ops.ops.table import join_parts, take_part
 from hetu_fx.comm_ops.resolve.resolution import OpCall
-from hetu_fx.graph.capture import capture
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.program.program import Program, make_program
+from hetu_fx.program.tracer import Tracer
 from hetu_fx.transforms.layouts.annotate import Annotate
 from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
@@ -32,8 +32,7 @@ Batch = Mapping[str, Tensor] | tuple[Tensor, ...]
 
 def program_of(model: nn.Module, batch: Batch, loss_fn: Callable[..., Tensor] | None = None) -> Program:
     """Capture a model in its own mode; parameters that need no gradient are frozen."""
-    frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
-    return make_program(capture(model, batch, loss_fn=loss_fn, training=model.training), frozen)
+    return Tracer(model, loss_fn).trace(batch, model.training)[0]
 
 
 @functools.cache

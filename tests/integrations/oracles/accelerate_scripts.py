@@ -1,7 +1,7 @@
 """Run accelerate's own scripts as they come, each model that they prepare made parallel before.
 
-`accelerate launch ... accelerate_scripts.py SHARES FOLDER NAME...`, with SHARES as 3:1, or plain. Each rank writes
-FOLDER/NAME.RANK.txt: "passed", or the traceback.
+`accelerate launch ... accelerate_scripts.py SHARES FOLDER NAME...`, with SHARES as 3:1, or plain; several have commas
+between them, and come one after another. Each rank writes FOLDER/SHARES/NAME.RANK.txt: "passed", or the traceback.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import wraps
 from pathlib import Path
@@ -25,8 +26,10 @@ from torch import nn
 
 import hetu_fx
 
-sys.path.insert(0, str(Path(__file__).parent))
-import hub
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[3])]
+import hub  # noqa: E402
+
+from tests.ranks.remembered import remembered_captures  # noqa: E402
 
 EXAMPLES: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
     "RegressionModel": lambda: {"x": torch.randn(16)},
@@ -57,8 +60,13 @@ def _tokens() -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
-def make_prepared_models_parallel(plan: hetu_fx.Plan) -> None:
-    """Do before every `prepare` what the script's one line would do."""
+@contextmanager
+def prepared_models_are_parallel(shares: str) -> Iterator[None]:
+    """Do before every `prepare` what the script's one line would do; nothing for plain shares."""
+    if shares == "plain":
+        yield
+        return
+    plan = hetu_fx.Plan.data_parallel((0, 1), tuple(map(int, shares.split(":"))))
     prepare = Accelerator.prepare
 
     @wraps(prepare)
@@ -71,6 +79,11 @@ def make_prepared_models_parallel(plan: hetu_fx.Plan) -> None:
         return prepare(self, *args, **kwargs)
 
     Accelerator.prepare = with_the_line
+    try:
+        with remembered_captures():
+            yield
+    finally:
+        Accelerator.prepare = prepare
 
 
 def script(name: str) -> ModuleType:
@@ -121,25 +134,31 @@ def run(name: str, folder: Path, number: int) -> str:
 
 
 def start(number: int) -> None:
-    """Forget the state of the script before, which may have ended the process group, and join another group."""
+    """Forget the state of the script before, which may have ended the process group, and join another group.
+
+    All groups meet in the launcher's store: no more ports are needed, which others may have.
+    """
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     if dist.is_initialized():
         dist.destroy_process_group()
     rank, world, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    store = dist.TCPStore("127.0.0.1", port + number, world, is_master=rank == 0)
+    store = dist.PrefixStore(f"script{number}", dist.TCPStore("127.0.0.1", port, is_master=False))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
 
 
-def main(shares: str, place: str, names: Sequence[str]) -> None:
-    """Run the scripts, and write what came of each."""
-    folder, rank = Path(place), int(os.environ["RANK"])
-    if shares != "plain":
-        make_prepared_models_parallel(hetu_fx.Plan.data_parallel((0, 1), tuple(map(int, shares.split(":")))))
-    hub.write_model(bert(folder))
-    for index, name in enumerate(names):
-        print("running", name, flush=True)
-        (folder / f"{name}.{rank}.txt").write_text(run(name, folder, 10 * index))
+def main(every: str, place: str, names: Sequence[str]) -> None:
+    """Run the scripts with all shares, and write what came of each."""
+    rank, number = int(os.environ["RANK"]), 0
+    for shares in every.split(","):
+        folder = Path(place) / shares
+        folder.mkdir(exist_ok=True)
+        hub.write_model(bert(folder))
+        with prepared_models_are_parallel(shares):
+            for name in names:
+                print("running", name, "with shares", shares, flush=True)
+                (folder / f"{name}.{rank}.txt").write_text(run(name, folder, number))
+                number += 10
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from hetu_fx.switching.migrate.in_flight import HomeEvent
 from tests.switching.eager.models import Choosy, make
 from tests.switching.eager.models import batch as choosy_batch
 
-WORLD, WIDTH, STEPS = 4, 12, 300
+WORLD, WIDTH, STEPS, EVERY = 4, 12, 120, 6
 DATA_PARALLEL = Plan.data_parallel((0, 1, 2, 3), (3, 2, 2, 1))
 TENSOR_PARALLEL = Plan.tensor_parallel((0, 1, 2, 3))
 STAGES = Plan((Pipeline((Stage((0, 1), (), 3), Stage((2, 3), (), 1)), micro_batches=2),))
@@ -123,11 +123,11 @@ def train_on(model: Any, optimizer: torch.optim.Optimizer, number: int) -> Tenso
 
 
 def losses(model: Any, optimizer: torch.optim.Optimizer, switches: tuple[Callable[[Any], Any], ...] = ()) -> Tensor:
-    """Train, every third step with gradients of two batches; every 15 steps switch, be it between those two."""
+    """Train, every third step with gradients of two batches; switch before every sixth batch, between those two."""
     found = []
     for number in range(STEPS):
-        if switches and number % 15 == 1:
-            switches[number // 15](model.hetu)
+        if switches and number % EVERY == 1:
+            switches[number // EVERY](model.hetu)
         found.append(train_on(model, optimizer, number))
     return torch.stack(found)
 
@@ -388,12 +388,12 @@ def check_homes_and_all_that_belongs_to_them_follow_plans_for_slow_devices(rank:
         follow_there_and_back(rank)
 
 
-def check_300_steps_with_20_switches_make_the_losses_of_none(rank: int, world: int, folder: Path) -> None:
+def check_120_steps_with_20_switches_make_the_losses_of_none(rank: int, world: int, folder: Path) -> None:
     expected = losses(*parallel(net(), Plan.single()))
     model, optimizer = with_variants()
     found = losses(model, optimizer, SWITCHES)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-    assert float(expected[-50:].mean()) < 0.3 * float(expected[:50].mean())
+    assert float(expected[-20:].mean()) < 0.5 * float(expected[:20].mean())
     assert model.hetu.stats["switches"] >= 8
 
 

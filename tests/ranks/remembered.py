@@ -1,0 +1,108 @@
+"""Lets equal models be captured once in a process: tests make the same small ones over and over.
+
+A capture takes a second, the forward of such a model a hundredth of one. Where a model of the same structure has been
+captured for a batch of the same sizes, the forward runs once as it is, watched for what it reads as it is in a capture.
+If it reads what was read then, down to the values, the model has that program; what it depends on is its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from hetu_fx.graph.bind import Batch, GivenBatch, as_call, flatten_batch
+from hetu_fx.graph.capture import in_mode
+from hetu_fx.graph.containers import unflatten
+from hetu_fx.graph.example import make_example
+from hetu_fx.graph.graph import Graph
+from hetu_fx.program import tracer
+from hetu_fx.program.batch import form_of
+from hetu_fx.program.program import Program
+from hetu_fx.program.structure import Structure
+from hetu_fx.program.tracer import Tracer
+
+trace_once = Tracer._trace_once
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a capture has come to: the model's own graph, the program, and what its forward has read."""
+
+    source: Graph
+    program: Program
+    read: Mapping[str, str]
+
+
+_known: dict[Any, Known] = {}
+
+
+def remembered_captures() -> AbstractContextManager[Any]:
+    """Capture equal models once in this process, while this lasts."""
+    return mock.patch.object(Tracer, "_trace_once", remembered)
+
+
+def remembered(it: Tracer, batch: Batch, training: bool) -> Any:
+    """Trace a model, unless one that is equal has been."""
+    key = key_of(it, batch, training)
+    if key in _known and (again := played(it, batch, training, _known[key])):
+        return again
+    found = trace_once(it, batch, training)
+    if key is not None and not found.watch.changed:
+        _known[key] = Known(found.source, found.program, read_by(found))
+    return found
+
+
+def key_of(it: Tracer, batch: Batch, training: bool) -> Any:
+    """Return what models that are captured alike have in common, besides what their forwards read; None: not known."""
+    facts = Structure(it.model).facts
+    if it.replaced is not None or it.observers.names or any("hooks of" in what for what in facts):
+        return None
+    given = GivenBatch.of(batch)
+    sizes = tuple((name, tuple(tensor.shape)) for name, tensor in given.tensors.items())
+    return *facts.items(), sizes, form_of(given, training), it.loss_fn, repr(it.overrides), Tensor.float
+
+
+def played(it: Tracer, batch: Batch, training: bool, known: Known) -> Any:
+    """Return a trace of the model that has the program of another one; None if the two have read other things."""
+    with mock.patch.object(tracer, "capture", partial(play, known.source)):
+        found = trace_once(it, batch, training)
+    if found.watch.changed or not known.read.items() <= read_by(found).items():
+        return None
+    vars(found)["program"] = copy.copy(known.program)  # a model has one for each of its captures
+    return found
+
+
+def read_by(traced: Any) -> Mapping[str, str]:
+    """Return what a forward has read."""
+    return traced.watch.reads([]).facts
+
+
+def play(graph: Graph, model: nn.Module, batch: Batch, *, loss_fn: Any, training: bool, around: Any) -> Graph:
+    """Run the forward on an example, as a capture does, and give the graph that there is."""
+    tree, tensors = flatten_batch(batch)
+    example = make_example(tensors, model, keep_batch=False)
+    args, kwargs = as_call(unflatten(tree, example.tensors))
+    with in_mode(model, training), unwritten(model), torch.no_grad(), torch.random.fork_rng(devices=[]), around():
+        output = model(*args, **kwargs)
+        if loss_fn is not None:
+            loss_fn(output, *args, **kwargs)
+    return graph
+
+
+@contextmanager
+def unwritten(model: nn.Module) -> Iterator[None]:
+    """Give buffers back what they had."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            buffer.copy_(value)

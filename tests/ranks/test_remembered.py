@@ -1,0 +1,84 @@
+"""What is remembered of captures is used for equal models only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hetu_fx.program import tracer
+from hetu_fx.program.captures import Programs
+
+
+class Net(nn.Module):
+    """A layer, a buffer that the forward writes, and a number that it reads."""
+
+    def __init__(self, factor: float, kind: type[nn.Module] = nn.Tanh) -> None:
+        super().__init__()
+        self.norm, self.act, self.factor = nn.BatchNorm1d(4), kind(), factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.act(self.norm(x)) * self.factor).mean()
+
+
+BATCH = {"x": torch.randn(6, 4)}
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Programs, int]]:
+    """Give what finds the program of a model; and how many captures there have been by then."""
+    count, capture = 0, tracer.capture
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        return capture(*args, **kwargs)
+
+    monkeypatch.setattr(tracer, "capture", counted)
+    monkeypatch.setattr("tests.ranks.remembered._known", {})
+
+    def of(model: nn.Module) -> tuple[Programs, int]:
+        made = Programs(model, None)
+        made.first(BATCH, True)
+        return made, count
+
+    return of
+
+
+def test_equal_models_are_captured_once(programs: Any) -> None:
+    one, first = programs(Net(2.0))
+    other, both = programs(Net(2.0))
+    assert (first, both) == (1, 1)
+    assert one.current is not other.current
+    assert one.current.graph is other.current.graph
+
+
+@pytest.mark.parametrize("unlike", [Net(3.0), Net(2.0, nn.Sigmoid), Net(2.0).double(), Net(2.0).requires_grad_(False)])
+def test_a_model_that_is_not_equal_is_captured(programs: Any, unlike: nn.Module) -> None:
+    one, _ = programs(Net(2.0))
+    other, both = programs(unlike)
+    assert both == 2
+    assert one.current.graph is not other.current.graph
+
+
+def test_what_the_model_depends_on_is_its_own(programs: Any) -> None:
+    programs(Net(2.0))
+    model = Net(2.0)
+    made, _ = programs(model)
+    program = made.current
+    assert made.holds(program)
+    model.factor = 3.0
+    assert not made.holds(program)
+    made.first(BATCH, True)
+    assert made.current is not program
+
+
+def test_buffers_stay_as_they_are(programs: Any) -> None:
+    programs(Net(2.0))
+    model = Net(2.0)
+    programs(model)
+    assert int(model.norm.num_batches_tracked) == 0
+    assert not model.norm.running_mean.any()

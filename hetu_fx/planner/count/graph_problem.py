@@ -18,7 +18,6 @@ from torch import fx
 
 from hetu_fx.base.torch_private import has_schema, tree_leaves
 from hetu_fx.cluster.devices import FLOPS_PER_BYTE
-from hetu_fx.comm_ops.ops.product_from_factors import PRODUCTS
 from hetu_fx.deduction.factors.factors import ClassDims, FactorClass, FactorMap, OpFactors, flat
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
@@ -28,7 +27,7 @@ from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
 from hetu_fx.planner.count.count import FlopCounter, example_rows
 from hetu_fx.planner.values.tensor_program import Factors, Kind, Op, Tensor, TensorProgram
 from hetu_fx.transforms.layouts.analysed_graph import AnalysedGraph
-from hetu_fx.transforms.layouts.program_choices import only_rearranges
+from hetu_fx.transforms.layouts.program_choices import only_rearranges, sends_factors
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +130,7 @@ class _ProblemReader:
                 unread=op.unread | op.counted,
                 segment=self._segment(node),
                 moves=not self._product_flops(node),
-                sends_factors=node.target in PRODUCTS,
+                sends_factors=frozenset(map(factor_name, sends_factors(node, op))),
             )
         )
         self.nodes.append(node)

@@ -9,8 +9,10 @@ from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.count.graph_problem import GraphProblem
 from hetu_fx.planner.search.hap.priced import expected, run_of
 from hetu_fx.planner.search.hap.prices import Collectives
+from hetu_fx.planner.search.hap.states import ChangeKind
 from hetu_fx.planner.simulate.simulate import simulated_seconds
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.plans.program import OpRegion
 from tests.planner.search.hap.graphs import TWO_TO_ONE, convolutions, perceptron
 from tests.planner.search.nets import convolutions as captured_convolutions
 
@@ -54,6 +56,23 @@ def test_each_device_holds_its_share_of_what_is_split_and_all_of_what_is_not() -
     alone, group = (run_of(perceptron(), plan, TWO_TO_ONE).held for plan in (Plan.single(0), GROUP))
     shares = ((2 / 3, 1 / 3),)
     assert group.on_device(1, shares) < group.on_device(0, shares) < alone.on_device(0, ((1.0,),))
+
+
+def test_regions_with_ratios_of_their_own_take_their_share_and_the_move_from_one_to_another() -> None:
+    def stage(*own: int) -> Plan:
+        regions = (OpRegion("second:*", "rows", own), OpRegion("*", "rows"))
+        return Plan((Pipeline((Stage((0, 1), (2, 1), program=regions),)),))
+
+    alike, apart = (run_of(perceptron(), plan, TWO_TO_ONE) for plan in (stage(), stage(1, 2)))
+    assert alike.ratios == ((2 / 3, 1 / 3),)
+    assert apart.ratios == ((2 / 3, 1 / 3), (1 / 3, 2 / 3))
+    moves = [each for each in apart.transfers if each.change is ChangeKind.SHIFT]
+    assert {move.follows for move in moves} == {(0, 1), (1, 0)}
+    assert [each for each in apart.transfers if each not in moves] == list(alike.transfers)
+    (cut,) = (step.form.cut_flops for step in apart.program.steps if "second.weight" in step.op.reads)
+    work = [sum(run.program.compute_seconds(run.speeds, run.ratios)) for run in (alike, apart)]
+    one, other = TWO_TO_ONE.devices
+    assert work[1] - work[0] == pytest.approx(cut / 3 / other.speed - cut / 3 / one.speed)
 
 
 def test_a_plan_of_stages_is_no_program_of_all_devices() -> None:

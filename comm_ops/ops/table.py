@@ -167,7 +167,7 @@ def _repartition(
     if sum(sizes) != sum(parts):
         raise CommError(f"repartition cuts dim {dim} in parts {parts}, which add up to other than its {sizes}")
     kept, asked = _bounds(sizes), _bounds(parts)
-    start, stop = kept[here]
+    start, _ = kept[here]
     leaving = [_taken(x, dim, max(a, start) - start, _overlap(kept[here], (a, b)), outer, inner) for a, b in asked]
     shapes = [_part_shape(x, dim, _overlap(each, asked[here]), outer, inner) for each in kept]
     return fresh(join_parts(exchange_parts(leaving, shapes, ranks, table), dim, outer))

@@ -6,16 +6,16 @@ from dataclasses import replace
 from statistics import fmean
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.errors import DeductionError, PlanError
+from hetu_fx.errors import PlanError
 from hetu_fx.planner.count.graph_problem import GraphProblem
 from hetu_fx.planner.search.hap.assemble import HapResult
 from hetu_fx.planner.search.hap.executed import executed
+from hetu_fx.planner.search.hap.played import played
 from hetu_fx.planner.search.hap.prices import Collectives, RatioPrices
 from hetu_fx.planner.search.hap.search import bytes_of
-from hetu_fx.planner.simulate.simulate import simulated_seconds
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
-from hetu_fx.plans.prediction import DeviceCost, Prediction
+from hetu_fx.plans.prediction import Prediction
 from hetu_fx.transforms.layouts.annotate import Annotate
 from hetu_fx.transforms.layouts.axis import AxisDeduction
 from hetu_fx.transforms.layouts.deduce import Deduce
@@ -56,33 +56,13 @@ def _deduced(problem: GraphProblem, plan: Plan, cluster: Cluster) -> DeducedGrap
 
 
 def expected(problem: GraphProblem, plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Prediction:
-    """Return what a step under a plan with a program is expected to take, comparable with what others are.
+    """Return what a step under a plan with a program is expected to take, as other plans are by a simulation.
 
-    By HAP's prices, times what a simulation makes of a plan without one, of the same devices and shares, by HAP's
-    prices of that: rows for each device, or one group where rows cannot be apart. Raises as `run_of` does, and where
-    no graph of a device can be made.
+    `costs` are those of the program. Raises as `run_of` does, and where no graph of a device can be made.
     """
     Specialize(plan.devices[0])(_deduced(problem, plan, cluster))
-    own = run_of(problem, plan, cluster)
-    scale, beside = _scale(problem, plan, costs, cluster)
-    devices = tuple(_scaled(device, scale) for device in own.prediction.devices)
-    why = f"{own.why}, by HAP's prices; times {scale:.4g}, which a simulation makes of {beside}"
-    return Prediction(own.seconds * scale, devices, why=why)
-
-
-def _scale(problem: GraphProblem, plan: Plan, costs: ProgramCosts, cluster: Cluster) -> tuple[float, str]:
-    ratios = plan.pipelines[0].stages[0].ratios
-    for beside in (Plan.data_parallel(plan.devices, ratios), Plan.tensor_parallel(plan.devices, ratios)):
-        try:
-            own = run_of(problem, beside, cluster).seconds
-            return simulated_seconds(beside, costs, cluster) / own, beside.summary()
-        except (PlanError, DeductionError):
-            continue
-    return 1.0, "nothing that it knows"
-
-
-def _scaled(device: DeviceCost, scale: float) -> DeviceCost:
-    return replace(device, seconds=tuple((term, seconds * scale) for term, seconds in device.seconds))
+    run = run_of(problem, plan, cluster)
+    return played(run, problem.program.by_name, costs.whole.num_ops, cluster, zero=plan.zero)
 
 
 def _axis(plan: Plan, deduced: DeducedGraph) -> tuple[AxisDeduction, tuple[tuple[int, ...], ...]]:

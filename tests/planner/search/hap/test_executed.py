@@ -5,16 +5,13 @@ from __future__ import annotations
 import pytest
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.count.graph_problem import GraphProblem
-from hetu_fx.planner.search.hap.priced import expected, run_of
+from hetu_fx.planner.search.hap.priced import run_of
 from hetu_fx.planner.search.hap.prices import Collectives
 from hetu_fx.planner.search.hap.states import ChangeKind
-from hetu_fx.planner.simulate.simulate import simulated_seconds
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.program import OpRegion
 from tests.planner.search.hap.graphs import TWO_TO_ONE, convolutions, perceptron
-from tests.planner.search.nets import convolutions as captured_convolutions
 
 ROWS, GROUP = Plan.data_parallel((0, 1), (2, 1)), Plan.tensor_parallel((0, 1), (2, 1))
 
@@ -79,15 +76,3 @@ def test_a_plan_of_stages_is_no_program_of_all_devices() -> None:
     plan = Plan((Pipeline((Stage((0,)), Stage((1,)))),))
     with pytest.raises(PlanError, match=r"\[0\] > \[1\] is no program of all devices together; give rows"):
         run_of(perceptron(), plan, TWO_TO_ONE)
-
-
-def test_prices_are_in_proportion_to_what_a_simulation_makes_of_rows_by_the_same_shares() -> None:
-    captured: CapturedProgram = captured_convolutions(6)
-    costs = captured.costs(6, memory=False)
-    problem = captured.at(costs).hap
-    found = expected(problem, GROUP, costs, TWO_TO_ONE)
-    simulated = simulated_seconds(ROWS, costs, TWO_TO_ONE)
-    own = run_of(problem, GROUP, TWO_TO_ONE).seconds / run_of(problem, ROWS, TWO_TO_ONE).seconds
-    assert found.seconds == pytest.approx(simulated * own)
-    assert [device.rank for device in found.devices] == [0, 1]
-    assert "by HAP's prices; times" in found.why

@@ -48,7 +48,7 @@ def priced_cases(quick: bool) -> Iterator[Case]:
     three, four = [3e12, 2e12, 1e12], [2e13, 2e13, 1e13, 1e13]
     yield from _tiny_llamas(quick)
     yield Case(_images(12), Cluster.on_paper(three, intra=FAST))
-    yield Case(_autoencoder(12), Cluster.on_paper([3e11, 2e11, 1e11], intra=SLOW))
+    yield Case(_autoencoder(32, 12), Cluster.on_paper([3e11, 2e11, 1e11], intra=SLOW))
     bert = partial(BertMoe, 256, 2, 5, VOCABULARY)
     tokens = batch(12, 64, vocabulary=VOCABULARY)
     yield Case(Subject("bert-moe 2 x 256, 5 experts", bert, tokens), Cluster.on_paper(three, intra=FAST))
@@ -73,9 +73,10 @@ def _images(rows: int) -> Subject:
     return Subject("convolutions", Convolutions, {"x": torch.randn(rows, 3, 32, 32)})
 
 
-def _autoencoder(rows: int) -> Subject:
-    """Return the case for sufficient factors: few rows of a product whose neighbours want rows, on slow links."""
-    return Subject("autoencoder", partial(Autoencoder, 32, 2048), {"x": torch.randn(rows, 3, 32, 32)})
+def _autoencoder(channels: int, rows: int) -> Subject:
+    """Return what wants rows on both sides of one wide product, whose gradient is too large to add up."""
+    images = {"x": torch.randn(rows, 3, 32, 32)}
+    return Subject(f"autoencoder {channels}, {rows} rows", partial(Autoencoder, channels, 2048), images)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +96,10 @@ LINK = 400
 def races(quick: bool) -> Iterator[Race]:
     """Yield what is measured."""
     yield Race("convolutions", _images(48), THREE)
-    yield Race("autoencoder", _autoencoder(24), THREE, LINK)
+    wide = _autoencoder(64, 48)
+    yield Race("autoencoder on 3", wide, THREE, LINK)
+    yield Race("autoencoder on 4", wide, FOUR, LINK)
+    yield Race("factors", _autoencoder(32, 24), THREE, LINK)
     bert = Subject("bert-moe", partial(BertMoe, 128, 2, 5, 2048), batch(12, 64, vocabulary=2048))
     yield Race("bert-moe", bert, THREE)
     words = Subject("gpt2", partial(gpt2, 256, 2, vocabulary=VOCABULARY), batch(12, 64, vocabulary=VOCABULARY))
@@ -103,5 +107,6 @@ def races(quick: bool) -> Iterator[Race]:
     tiny = _llama(Size(64, 2, 12, 32))
     yield Race("llama", tiny, THREE)
     if not quick:
-        yield Race("llama 4", tiny, FOUR)
-        yield Race("gpt2, links", words, FOUR, LINK)
+        yield Race("convolutions, links", _images(96), THREE, 1000)
+        yield Race("gpt2, links", words, FOUR, 1000)
+        yield Race("llama on 4", tiny, FOUR)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from hetu_fx.base.once import once
 from hetu_fx.base.torch_private import has_schema, tree_leaves
 from hetu_fx.cluster.devices import FLOPS_PER_BYTE
 from hetu_fx.deduction.factors.factors import ClassDims, FactorClass, FactorMap, OpFactors, flat
@@ -25,6 +26,7 @@ from hetu_fx.graph.calls import is_view
 from hetu_fx.graph.edit import needed_for
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
 from hetu_fx.planner.count.count import FlopCounter, example_rows
+from hetu_fx.planner.count.products import contracted_size, multiplies
 from hetu_fx.planner.values.tensor_program import Factors, Kind, Op, Tensor, TensorProgram
 from hetu_fx.transforms.layouts.analysed_graph import AnalysedGraph
 from hetu_fx.transforms.layouts.program_choices import only_rearranges, sends_factors
@@ -208,18 +210,37 @@ class _ProblemReader:
     def _flops(self, node: fx.Node, op: OpFactors) -> float:
         flops = self._product_flops(node)
         if not flops and not is_view(node):
-            made = sum(self._bytes(dims) for dims in op.results)
-            read = [self._bytes(operand.dims) for operand in op.operands]
-            # Of a table that is looked up, no more is read than is made.
-            moved = made + sum(min(n, made) if i in op.traits.vanishing else n for i, n in enumerate(read))
-            return moved * FLOPS_PER_BYTE
-        return flops * (self.scale if any(cls.is_batch for cls in op.classes) else 1.0)
+            return self._moved_bytes(op) * FLOPS_PER_BYTE
+        return flops * self._scale(op)
+
+    def _moved_bytes(self, op: OpFactors) -> float:
+        """Return what an op reads and makes; of a table that is looked up, no more is read than is made."""
+        made = sum(self._bytes(dims) for dims in op.results)
+        read = [self._bytes(operand.dims) for operand in op.operands]
+        return made + sum(min(n, made) if i in op.traits.vanishing else n for i, n in enumerate(read))
 
     def _bytes(self, dims: ClassDims) -> float:
         return 4.0 * math.prod(map(self._size, flat(dims)))
 
+    @once
     def _product_flops(self, node: fx.Node) -> float:
-        return float(self._counter.flops(node)) if meta.has_tensor(node) and has_schema(node.target) else 0.0
+        """Return the FLOPs of a product; 0 for other ops.
+
+        One that torch cannot count has those of its rule, if they take longer than what it moves.
+        """
+        if not meta.has_tensor(node) or not has_schema(node.target):
+            return 0.0
+        known = float(self._counter.flops(node))
+        if known or not multiplies(node, self.factors):
+            return known
+        tensors = [item for item in tree_leaves(meta.value(node)) if isinstance(item, torch.Tensor)]
+        op, made = self.factors.op(node), sum(meta.hint(item.numel()) for item in tensors)
+        by_rule = 2.0 * contracted_size(node, self.factors) * made
+        return by_rule if by_rule * self._scale(op) > self._moved_bytes(op) * FLOPS_PER_BYTE else 0.0
+
+    def _scale(self, op: OpFactors) -> float:
+        """Return how many times the example's work an op does."""
+        return self.scale if any(cls.is_batch for cls in op.classes) else 1.0
 
     def _segment(self, node: fx.Node) -> int:
         if not self.segment_per_part or not self.graph.num_blocks:

@@ -17,7 +17,7 @@ from hetu_fx.errors import DeductionError, PlanError, ResolveError
 from hetu_fx.planner.price.step import memory_problems
 from hetu_fx.planner.search.hap.assemble import HapResult
 from hetu_fx.planner.search.hap.forms import SynthesisRules
-from hetu_fx.planner.search.hap.search import search
+from hetu_fx.planner.search.hap.search import MOST_ROUNDS, search
 from hetu_fx.planner.search.hap.to_plan import PARTS, Translation, one_group, translations
 from hetu_fx.planner.search.hap.to_program import sayable, stage_of
 from hetu_fx.planner.search.problem import Candidates, Captured, Problem
@@ -41,29 +41,37 @@ def find_plans(problem: Problem) -> Candidates:
 
 
 def find_programs(problem: Problem) -> Candidates:
-    """Return the plans that carry HAP's program alone; none if it finds none, and says why."""
+    """Return the plans that carry HAP's program alone, found in one round; none if it finds none, and says why."""
     captured = problem.captured
     assert captured is not None, "the table refuses problems without a graph"
     try:
-        return dict(_with_programs(captured, _searched(captured, problem), problem))
+        return dict(_with_programs(captured, _searched(captured, problem, rounds=1), problem, rounds=1))
     except PlanError as refusal:
         problem.tell(f"hap: {refusal}")
         return {}
 
 
-def _searched(captured: Captured, problem: Problem, *, factors: bool = True) -> HapResult:
+def _searched(captured: Captured, problem: Problem, *, factors: bool = True, rounds: int = MOST_ROUNDS) -> HapResult:
     """Return HAP's program, of what can be said."""
     options, program = problem.options, sayable(captured.hap)
-    rules = SynthesisRules(sufficient_factors=factors)
-    return search(program, problem.cluster, rules=rules, memory_fraction=options.memory_fraction, zero=options.zero)
+    return search(
+        program,
+        problem.cluster,
+        rules=SynthesisRules(sufficient_factors=factors),
+        memory_fraction=options.memory_fraction,
+        zero=options.zero,
+        rounds=rounds,
+    )
 
 
-def _with_programs(captured: Captured, result: HapResult, problem: Problem) -> Iterator[tuple[Plan, float]]:
+def _with_programs(
+    captured: Captured, result: HapResult, problem: Problem, *, rounds: int = MOST_ROUNDS
+) -> Iterator[tuple[Plan, float]]:
     """Yield the plans that carry a program, with their seconds, if the passes run them and they fit."""
     if not problem.options.tensor_parallel or "program" in problem.options.off:
         return
     sends = any(step.form.gathered for step in result.program.steps)
-    for each in (result, *([_searched(captured, problem, factors=False)] if sends else [])):
+    for each in (result, *([_searched(captured, problem, factors=False, rounds=rounds)] if sends else [])):
         try:
             stage = stage_of(captured.hap, each)
         except PlanError as refusal:

@@ -251,8 +251,12 @@ class _ProblemReader:
 
 
 def _backward(op: OpFactors, flops: float) -> tuple[float, ...]:
-    """Return the work of operands' gradients: twice the forward's, shared by those that are multiplied."""
-    sharing = [i for i in range(len(op.operands)) if i not in op.additive]
+    """Return the work of operands' gradients: twice the forward's, shared by those that are multiplied.
+
+    Numbers of rows or experts have none.
+    """
+    of_floats = [i for i, operand in enumerate(op.operands) if meta.value(operand.node).is_floating_point()]
+    sharing = [i for i in of_floats if i not in op.additive]
     return tuple(2 * flops / len(sharing) if i in sharing else 0.0 for i in range(len(op.operands)))
 
 

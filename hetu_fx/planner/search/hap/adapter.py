@@ -67,7 +67,10 @@ def _searched(captured: Captured, problem: Problem, *, factors: bool = True, rou
 def _with_programs(
     captured: Captured, result: HapResult, problem: Problem, *, rounds: int = MOST_ROUNDS
 ) -> Iterator[tuple[Plan, float]]:
-    """Yield the plans that carry a program, with their seconds, if the passes run them and they fit."""
+    """Yield the plans that carry a program, with their seconds, if the passes run them and they fit.
+
+    Of a program with its parameters in parts, and on every device, the faster one.
+    """
     if not problem.options.tensor_parallel or "program" in problem.options.off:
         return
     sends = any(step.form.gathered for step in result.program.steps)
@@ -77,8 +80,10 @@ def _with_programs(
         except PlanError as refusal:
             problem.tell(f"hap: its program cannot be said: {refusal}")
             continue
-        for zero in range(problem.options.zero + 1):
-            yield from _with_program(replace(problem.plan([Pipeline((stage,))]), zero=zero), captured, each, problem)
+        whole = problem.plan([Pipeline((stage,))])
+        plans = (replace(whole, zero=zero) for zero in range(problem.options.zero, -1, -1))
+        priced = [found for plan in plans for found in _with_program(plan, captured, each, problem)]
+        yield from sorted(priced, key=lambda found: found[1])[:1]
 
 
 def _with_program(plan: Plan, captured: Captured, result: HapResult, problem: Problem) -> Iterator[tuple[Plan, float]]:

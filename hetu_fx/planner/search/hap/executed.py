@@ -42,7 +42,10 @@ def executed(problem: GraphProblem, axis: AxisDeduction, prices: RatioPrices) ->
 
 @dataclass
 class _Walk:
-    """Goes through the graph in order; `waiting` are the moves that have come up since the last op."""
+    """Goes through the graph in order; `waiting` are the moves that have come up since the last op.
+
+    So are the homes of parameters but the first `told`: a view of one may stand before what reads it.
+    """
 
     problem: GraphProblem
     axis: AxisDeduction
@@ -50,6 +53,7 @@ class _Walk:
     waiting: list[LayoutChange] = field(default_factory=list)
     moved: set[tuple[fx.Node | str, Layout]] = field(default_factory=set)
     homes: dict[str, Layout] = field(default_factory=dict)
+    told: int = 0
 
     @cached_property
     def _ops(self) -> Mapping[fx.Node, Op]:
@@ -65,14 +69,13 @@ class _Walk:
 
     def visited(self, node: fx.Node) -> Iterator[HapStep]:
         """Yield what an op is; nothing for a view, whose moves the next op waits for."""
-        start = len(self.homes)
         for need in self.axis.decisions[node].needs:
             self._bring(need)
         if node in self._ops:
-            form, homes = self._form(node), tuple(self.homes.items())[start:]
+            form, homes = self._form(node), tuple(self.homes.items())[self.told :]
             gathered = self.prices.gathered(form, self.problem.program.by_name)
             yield HapStep(self._ops[node], form, homes, tuple(self.waiting), gathered)
-            self.waiting = []
+            self.waiting, self.told = [], len(self.homes)
         for result in self._results(node):
             self._change(result, self._made(result), self._lies(result))
 

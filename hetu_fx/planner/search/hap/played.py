@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES
@@ -32,6 +33,7 @@ from hetu_fx.planner.search.hap.states import SHARED, ChangeKind, Layout, Layout
 from hetu_fx.planner.simulate.events import play
 from hetu_fx.planner.simulate.jobs import Jobs, Task
 from hetu_fx.planner.values.line import Line
+from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.shared import turn_seconds
 from hetu_fx.planner.values.tensor_program import Tensor
 from hetu_fx.plans.prediction import DeviceCost, Prediction
@@ -42,17 +44,20 @@ Seconds = dict[int, float]
 _TURNS = {ChangeKind.ALL_REDUCE: 2}
 
 
-def played(run: HapResult, tensors: Mapping[str, Tensor], num_ops: int, cluster: Cluster, *, zero: int) -> Prediction:
+def played(
+    run: HapResult, tensors: Mapping[str, Tensor], costs: ProgramCosts, cluster: Cluster, *, zero: int
+) -> Prediction:
     """Return what a step of a program that runs takes, and the seconds and bytes of each device by term.
 
     Args:
         run: what runs, on its devices, at its ratios.
         tensors: of its problem, by name.
-        num_ops: of the graph, views included.
+        costs: of the program, as other plans are priced by: ops do their part of that work, which is more than HAP
+            counts where gradients pass without any.
         cluster: of these devices, at least.
         zero: whether parameters that lie whole live in parts (1), or on every device (0).
     """
-    return _Step(run, tensors, num_ops, cluster, zero).prediction()
+    return _Step(run, tensors, costs, cluster, zero).prediction()
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ class _Stage:
 class _Step:
     run: HapResult
     tensors: Mapping[str, Tensor]
-    num_ops: int
+    costs: ProgramCosts
     cluster: Cluster
     zero: int
 
@@ -166,14 +171,23 @@ class _Step:
         share = 0.0
         if form.cut is not None:
             share = rounded(self.run.ratios[form.segment], form.units)[position] / form.units
-        return (form.cut_flops * share + form.whole_flops) / speed
+        return self._more_work * (form.cut_flops * share + form.whole_flops) / speed
+
+    @cached_property
+    def _more_work(self) -> float:
+        """Return how many times as much work the costs know as the ops of the program do."""
+        whole, steps = self.costs.whole, self.run.program.steps
+        per_byte = fmean(self.cluster.device(rank).flops_per_byte for rank in self._ranks)
+        counted = FORWARD_AND_BACKWARD * self.costs.rows * (whole.flops + whole.traffic_bytes * per_byte)
+        own = math.fsum(step.form.cut_flops + step.form.whole_flops for step in steps)
+        return max(1.0, counted / own) if own else 1.0
 
     def _besides(self, step: HapStep, position: int) -> float:
         """Return what running an op takes besides, and moves of parameters that nothing has read before."""
         device = self.cluster.device(self._ranks[position])
         known = device.op_now
         of_one = OP_SECONDS * self.cluster.top_speed(device.kind) / device.speed if known is None else known
-        ops = self.num_ops / len(self.run.program.steps)
+        ops = self.costs.whole.num_ops / len(self.run.program.steps)
         moved = sum(self._held(name, position) for name, _ in step.homes)
         return FORWARD_AND_BACKWARD * ops * of_one + moved * WEIGHT_MOVES * device.flops_per_byte / device.speed
 

@@ -62,7 +62,7 @@ def expected(problem: GraphProblem, plan: Plan, costs: ProgramCosts, cluster: Cl
     """
     Specialize(plan.devices[0])(_deduced(problem, plan, cluster))
     run = run_of(problem, plan, cluster)
-    return played(run, problem.program.by_name, costs.whole.num_ops, cluster, zero=plan.zero)
+    return played(run, problem.program.by_name, costs, cluster, zero=plan.zero)
 
 
 def _axis(plan: Plan, deduced: DeducedGraph) -> tuple[AxisDeduction, tuple[tuple[int, ...], ...]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.count.graph_problem import GraphProblem
@@ -11,7 +13,7 @@ from hetu_fx.planner.search.hap.prices import Collectives
 from hetu_fx.planner.search.hap.states import ChangeKind
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.program import OpRegion
-from tests.planner.search.hap.graphs import TWO_TO_ONE, convolutions, perceptron
+from tests.planner.search.hap.graphs import TWO_TO_ONE, convolutions, graph_problem, perceptron
 
 ROWS, GROUP = Plan.data_parallel((0, 1), (2, 1)), Plan.tensor_parallel((0, 1), (2, 1))
 
@@ -70,6 +72,24 @@ def test_regions_with_ratios_of_their_own_take_their_share_and_the_move_from_one
     work = [sum(run.program.compute_seconds(run.speeds, run.ratios)) for run in (alike, apart)]
     one, other = TWO_TO_ONE.devices
     assert work[1] - work[0] == pytest.approx(cut / 3 / other.speed - cut / 3 / one.speed)
+
+
+class Turned(nn.Module):
+    """A product with a weight that is turned first, at once for two of its readers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = self.weight.t()
+        return (torch.relu(x @ turned) @ turned).pow(2).mean()
+
+
+def test_a_parameter_that_is_read_through_a_view_has_its_home_too() -> None:
+    problem = graph_problem(Turned, {"x": torch.randn(6, 8)})
+    run = run_of(problem, ROWS, TWO_TO_ONE)
+    assert [name for step in run.program.steps for name, _ in step.homes] == ["weight"]
 
 
 def test_a_plan_of_stages_is_no_program_of_all_devices() -> None:

@@ -125,7 +125,7 @@ def _choice(analysed: AnalysedGraph, node: fx.Node, name: str, region: OpRegion)
     (factor,) = named
     if region.factors:
         _check_factors(node, op, factor, f"{region} makes gradients of '{name}' from factors")
-    if not _can_cut(node, factor, analysed.factors):
+    if not can_cut(node, factor, analysed.factors):
         raise PlanError(
             f"{region} cuts '{name}' on {region.split!r}, which the op needs whole ({meta.source_line(node)}); "
             f"{_ways(node, analysed.factors)}"
@@ -184,7 +184,8 @@ def _at(told: LeafDim, dims: Sequence[tuple[FactorClass, ...]], region: OpRegion
     raise PlanError(f"{region} is cut on {region.split!r}, which names no factor; the leaf's dims have {sizes}")
 
 
-def _can_cut(node: fx.Node, factor: FactorClass, factors: FactorMap) -> bool:
+def can_cut(node: fx.Node, factor: FactorClass, factors: FactorMap) -> bool:
+    """Tell whether a program may cut an op on a factor."""
     op = factors.op(node)
     seen = op.cut_at(factor)
     known_only = seen.sharded | seen.averaged  # forms for parts are written with numbers
@@ -198,7 +199,7 @@ def _orders_rows(node: fx.Node, op: OpFactors, factors: FactorMap) -> bool:
 
 
 def _ways(node: fx.Node, factors: FactorMap) -> str:
-    able = sorted((c for c in factors.op(node).classes if _can_cut(node, c, factors)), key=lambda c: c.id)
+    able = sorted((c for c in factors.op(node).classes if can_cut(node, c, factors)), key=lambda c: c.id)
     places = [f"{name}:{dim}" for c in able for name, dim in factors.occurrences(c)[:1]]
     rows = [ROWS] if any(c.is_batch for c in able) else []
     return f"give one of {', '.join(map(repr, (*rows, *places, 'whole')))}"

@@ -29,7 +29,7 @@ from hetu_fx.planner.count.count import FlopCounter, example_rows
 from hetu_fx.planner.count.products import contracted_size, multiplies
 from hetu_fx.planner.values.tensor_program import Factors, Kind, Op, Tensor, TensorProgram
 from hetu_fx.transforms.layouts.analysed_graph import AnalysedGraph
-from hetu_fx.transforms.layouts.program_choices import only_rearranges, sends_factors
+from hetu_fx.transforms.layouts.program_choices import can_cut, only_rearranges, sends_factors
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +127,7 @@ class _ProblemReader:
                 results=tuple(map(_names, op.results)),
                 flops=flops,
                 backward_flops=_backward(op, flops),
-                whole=frozenset(map(factor_name, self._whole(op))),
+                whole=frozenset(map(factor_name, self._whole(node, op))),
                 linear=op.linear,
                 unread=op.unread | op.counted,
                 segment=self._segment(node),
@@ -198,13 +198,13 @@ class _ProblemReader:
         size = cls.size or cls.hint
         return max(1, round(size * self.scale)) if cls.is_batch else max(1, size)
 
-    def _whole(self, op: OpFactors) -> Iterable[FactorClass]:
+    def _whole(self, node: fx.Node, op: OpFactors) -> Iterable[FactorClass]:
         """Return classes that may not be cut: also those that a form of the op's own would be needed for.
 
         One that no result has is summed up in that form, at the price of a few numbers.
         """
         made = {cls for dims in op.results for cls in flat(dims)}
-        fixed = {cls for cls in op.classes if not self.factors.splittable(cls)}
+        fixed = {cls for cls in op.classes if not can_cut(node, cls, self.factors)}
         return op.whole | (op.sharded & made) | fixed
 
     def _flops(self, node: fx.Node, op: OpFactors) -> float:

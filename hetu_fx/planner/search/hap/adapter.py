@@ -113,10 +113,10 @@ def _translations(captured: Captured, result: HapResult, problem: Problem) -> It
 def _plans(found: Translation, captured: Captured, problem: Problem) -> Iterator[Plan]:
     """Yield the plan that was found, as the runtime has it: with whole parts of what is split, if there are enough."""
     plan, options = found.plan, problem.options
-    if not plan.split:
+    if len(plan.pipelines) > 1 or len(plan.devices) == 1:
         yield _noted(plan, found, problem)
     elif options.tensor_parallel:
-        costs = captured.costs_of(plan.split)
+        costs = captured.costs_of(plan.split) if plan.split else problem.costs
         split = plan.split if costs != problem.costs else ()
         pipelines = one_group(found.result, min(PARTS, costs.units))
         if len(pipelines[0].devices) > 1:

@@ -13,12 +13,19 @@ from torch import Tensor, nn
 Step = Callable[[], None]
 
 
+def loss_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Run a model that returns its loss, or has it in what it returns."""
+    output = model(**batch)
+    loss: Tensor = output if isinstance(output, Tensor) else output.loss
+    return loss
+
+
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, Tensor]) -> Step:
     """Make one step of the ordinary loop."""
 
     def step() -> None:
         optimizer.zero_grad()
-        model(**batch).loss.backward()
+        loss_of(model, batch).backward()
         optimizer.step()
 
     return step

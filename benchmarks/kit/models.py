@@ -39,10 +39,10 @@ def llama(size: Size, seed: int = 0) -> nn.Module:
     return model.train()
 
 
-def gpt2(width: int, layers: int, seed: int = 0) -> nn.Module:
-    """Make a GPT-2 with the usual vocabulary."""
+def gpt2(width: int, layers: int, seed: int = 0, *, vocabulary: int = 50257) -> nn.Module:
+    """Make a GPT-2, with the usual vocabulary unless told otherwise."""
     torch.manual_seed(seed)
-    config = GPT2Config(n_embd=width, n_layer=layers, n_head=width // 64, use_cache=False)
+    config = GPT2Config(vocab_size=vocabulary, n_embd=width, n_layer=layers, n_head=width // 64, use_cache=False)
     model: nn.Module = GPT2LMHeadModel(config)
     return model.train()
 

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, gelu, interpolate, max_pool2d, scaled_dot_product_attention
 
 
 class Mlp(nn.Module):
@@ -37,6 +37,24 @@ class Convolutions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.features(x).flatten(1)).pow(2).mean()
+
+
+class Autoencoder(nn.Module):
+    """Convolutions on both sides of one product as wide as what is between them: little work, most parameters."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        narrow = width // 64
+        down = [(3, channels), (channels, channels), (channels, narrow)]
+        up = [(narrow, channels), (channels, channels), (channels, 3)]
+        self.down = nn.Sequential(*(m for a, b in down for m in (nn.Conv2d(a, b, 3, padding=1), nn.ReLU())))
+        self.middle = nn.Linear(width, width)
+        self.up = nn.Sequential(*(m for a, b in up for m in (nn.ReLU(), nn.Conv2d(a, b, 3, padding=1))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        code = max_pool2d(self.down(x), 4)
+        made = self.middle(code.flatten(1)).view(code.shape)
+        return (self.up(interpolate(made, scale_factor=4)) - x).pow(2).mean()
 
 
 class Experts(nn.Module):

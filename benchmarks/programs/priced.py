@@ -22,45 +22,42 @@ BAR = 1.02
 
 
 @dataclass(frozen=True)
-class Priced:
-    """A program as it was found, and as its plan runs."""
+class Found:
+    """A program as it was found, and the plan that carries it."""
 
     found: HapResult
     plan: Plan
-    runs: HapResult
-
-    @property
-    def ratio(self) -> float:
-        """Return what runs by what was found."""
-        return self.runs.seconds / self.found.seconds
 
 
-def priced(problem: GraphProblem, cluster: Cluster, *, factors: bool) -> Priced:
-    """Search for a program, with sufficient factors or without, and price what its plan runs."""
+def found_program(problem: GraphProblem, cluster: Cluster, *, factors: bool) -> Found:
+    """Search for a program, with sufficient factors or without."""
     found = search(sayable(problem), cluster, rules=SynthesisRules(sufficient_factors=factors))
-    plan = Plan((Pipeline((stage_of(problem, found),)),))
-    return Priced(found, plan, run_of(problem, plan, cluster))
+    return Found(found, Plan((Pipeline((stage_of(problem, found),)),)))
 
 
 def rows_of(case: Case) -> Iterator[Row]:
     """Yield a row with sufficient factors and one without."""
-    problem = case.problem()
-    by_rows = _seconds(problem, Plan.data_parallel(case.cluster.ranks, _shares(case.cluster)), case.cluster)
+    problem, cluster = case.subject.problem(), case.cluster
+    by_rows = run_seconds(problem, by_speed(cluster), cluster)
     for factors in (True, False):
-        each = priced(problem, case.cluster, factors=factors)
-        nearest = min(_nearest(problem, each.found, case.cluster), default=float("inf"))
+        each = found_program(problem, cluster, factors=factors)
+        runs = run_of(problem, each.plan, cluster).seconds
+        near = best_near(problem, each.found, cluster)
+        nearest = float("inf") if near is None else run_seconds(problem, near, cluster)
+        regions = each.plan.pipelines[0].stages[0].program
         yield {
-            "model": case.name,
-            "devices": len(case.cluster.devices),
+            "model": case.subject.name,
+            "devices": len(cluster.devices),
             "factors": factors,
             "program ms": 1e3 * each.found.seconds,
-            "runs ms": 1e3 * each.runs.seconds,
-            "runs / program": each.ratio,
-            "regions": len(each.plan.pipelines[0].stages[0].program),
+            "runs ms": 1e3 * runs,
+            "runs / program": runs / each.found.seconds,
+            "regions": len(regions),
+            "sending factors": sum(region.factors for region in regions),
             "nearest ms": 1e3 * nearest,
-            "nearest / runs": nearest / each.runs.seconds,
+            "nearest / runs": nearest / runs,
             "rows ms": 1e3 * by_rows,
-            "rows / runs": by_rows / each.runs.seconds,
+            "rows / runs": by_rows / runs,
         }
 
 
@@ -74,20 +71,21 @@ def _called(row: Row) -> str:
     return f"{row['model']} on {row['devices']}{'' if row['factors'] else ', no factors'}"
 
 
-def _nearest(problem: GraphProblem, found: HapResult, cluster: Cluster) -> Iterator[float]:
-    """Yield what the plans without a program take that come nearest, as they run."""
-    for each in translations(problem.program, found, cluster):
-        yield _seconds(problem, each.plan, cluster)
+def best_near(problem: GraphProblem, found: HapResult, cluster: Cluster) -> Plan | None:
+    """Return the fastest of the plans without a program that come nearest, as they run."""
+    plans = [each.plan for each in translations(problem.program, found, cluster)]
+    return min(plans, key=lambda plan: run_seconds(problem, plan, cluster), default=None)
 
 
-def _seconds(problem: GraphProblem, plan: Plan, cluster: Cluster) -> float:
+def run_seconds(problem: GraphProblem, plan: Plan, cluster: Cluster) -> float:
+    """Return what a plan takes as it runs; infinite where it is no program of all devices, or cannot run."""
     try:
         return run_of(problem, plan, cluster).seconds
     except (PlanError, DeductionError):
         return float("inf")
 
 
-def _shares(cluster: Cluster) -> tuple[int, ...]:
-    """Return rows in proportion to speed."""
+def by_speed(cluster: Cluster) -> Plan:
+    """Return the plan that gives each device rows in proportion to its speed."""
     least = min(device.speed for device in cluster.devices)
-    return tuple(round(10 * device.speed / least) for device in cluster.devices)
+    return Plan.data_parallel(cluster.ranks, [round(10 * device.speed / least) for device in cluster.devices])

@@ -2,8 +2,8 @@
 
 Between summands and their sum: all_reduce (Megatron's g) and, in the backward alone, identity (its f). Between a tensor
 that ranks have whole and its parts along a dim: all_gather, reduce_scatter and local_slice; all_to_all between parts
-along two dims. Across unequal groups,
-slice by slice: split_all_reduce, split_reduce_scatter and split_all_gather.
+along two dims, and repartition between parts along one of other sizes. Across unequal groups, slice by slice:
+split_all_reduce, split_reduce_scatter and split_all_gather.
 
 `OPS` is the table of records, by name; importing it registers them all with torch as `hetu::name`. Those of one tensor,
 which the resolver picks from, are `COMM_OPS`; the others compute while they communicate.
@@ -12,6 +12,7 @@ which the resolver picks from, are `COMM_OPS`; the others compute while they com
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -150,13 +151,59 @@ def _adjoint_of_exchange(gradient: Tensor, ranks: list[int], *args: Any) -> Tens
     return call("all_to_all", gradient, ranks, *args[4:8], *args[:4], *args[8:])
 
 
+def _repartition(
+    x: Tensor,
+    ranks: list[int],
+    dim: int,
+    sizes: list[int],
+    outer: int,
+    inner: int,
+    parts: list[int],
+    form: str = "",
+) -> Tensor:
+    table = active()
+    here = table.position(ranks)
+    _check_size(x, dim, sizes[here], outer, inner, "repartition")
+    if sum(sizes) != sum(parts):
+        raise CommError(f"repartition cuts dim {dim} in parts {parts}, which add up to other than its {sizes}")
+    kept, asked = _bounds(sizes), _bounds(parts)
+    start, _ = kept[here]
+    leaving = [_taken(x, dim, max(a, start) - start, _overlap(kept[here], (a, b)), outer, inner) for a, b in asked]
+    shapes = [_part_shape(x, dim, _overlap(each, asked[here]), outer, inner) for each in kept]
+    return fresh(join_parts(exchange_parts(leaving, shapes, ranks, table), dim, outer))
+
+
+def _fake_repartitioned(
+    x: Tensor, ranks: list[int], dim: int, sizes: list[int], outer: int, inner: int, parts: list[int], *_: object
+) -> Tensor:
+    return x.new_empty(_part_shape(x, dim, parts[active().position(ranks)], outer, inner))
+
+
+def _adjoint_of_repartition(gradient: Tensor, ranks: list[int], dim: int, sizes: list[int], *args: Any) -> Tensor:
+    outer, inner, parts, *form = args
+    return call("repartition", gradient, ranks, dim, parts, outer, inner, sizes, *form)
+
+
+def _bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    return list(pairwise(accumulate(sizes, initial=0)))
+
+
+def _overlap(one: tuple[int, int], other: tuple[int, int]) -> int:
+    return max(0, min(one[1], other[1]) - max(one[0], other[0]))
+
+
 def take_part(x: Tensor, dim: int, sizes: Sequence[int], position: int, outer: int, inner: int) -> Tensor:
     """View or copy the part of `x` that `position` holds of a cut in `sizes`."""
-    start, size = sum(sizes[:position]) * inner, sizes[position] * inner
+    return _taken(x, dim, sum(sizes[:position]), sizes[position], outer, inner)
+
+
+def _taken(x: Tensor, dim: int, start: int, size: int, outer: int, inner: int) -> Tensor:
+    """View or copy `size` of the dim's middle from `start`; nothing from anywhere."""
+    start = start if size else 0
     if outer == 1:
-        return x.narrow(dim, start, size)
-    blocks = _blocks(x, dim, outer).narrow(dim + 1, start, size)
-    return blocks.reshape(_part_shape(x, dim, sizes[position], outer, inner))
+        return x.narrow(dim, start * inner, size * inner)
+    blocks = _blocks(x, dim, outer).narrow(dim + 1, start * inner, size * inner)
+    return blocks.reshape(_part_shape(x, dim, size, outer, inner))
 
 
 def join_parts(parts: Sequence[Tensor], dim: int, outer: int) -> Tensor:
@@ -283,6 +330,16 @@ _MOVING = (
         eager=_exchange,
         fake=_fake_exchanged,
         adjoint=_adjoint_of_exchange,
+        cost=ring_cost,
+        algorithm=always_flat,
+    ),
+    CommOp(
+        name="repartition",
+        summary="Cuts `dim` in parts of other sizes: each rank gets what it lacks of its own; the gradient goes back.",
+        schema=f'(Tensor x, {_CUT}, SymInt[] parts, str form="") -> Tensor',
+        eager=_repartition,
+        fake=_fake_repartitioned,
+        adjoint=_adjoint_of_repartition,
         cost=ring_cost,
         algorithm=always_flat,
     ),

@@ -2,7 +2,8 @@
 
 The homogeneous search is always asked, so that no answer is worse than its plan by the cost of all searches: after that
 by classes, which leaves it what is near the best of these. Where devices differ (in kind, rate or memory) those for
-unlike devices are asked too, that for kinds together with that by classes, which ask for the same regions; where the
+unlike devices are asked too, that for kinds together with that by classes, which ask for the same regions; where a few
+do, and what was found leaves much to gain, programs are asked for op by op; where the
 sequences of a batch differ and one search plans by length, its plans are the answer. The one cost says whose plan is
 best.
 """
@@ -15,8 +16,9 @@ from functools import partial
 
 from hetu_fx.base.documents import nearest
 from hetu_fx.errors import PlanError
+from hetu_fx.planner.price.bound import bound_seconds
 from hetu_fx.planner.search.contiguous import CONTIGUOUS
-from hetu_fx.planner.search.hap.entry import HAP
+from hetu_fx.planner.search.hap.entry import HAP, PROGRAMS
 from hetu_fx.planner.search.heteroauto.adapter import HETEROAUTO, KINDS
 from hetu_fx.planner.search.homogeneous import HOMOGENEOUS
 from hetu_fx.planner.search.hydraulis.adapter import HYDRAULIS
@@ -80,9 +82,14 @@ def _lengths_differ(problem: Problem) -> bool:
     return len([length for length, count in problem.profile.sequences.items() if count > 0]) > 1
 
 
-def _without_programs(found: Candidates) -> Candidates:
-    """Return the plans without a program: what one takes is told by other prices, which were not measured yet."""
-    return {plan: seconds for plan, seconds in found.items() if not plan.has_program}
+_ROOM = 1.1  # what is so much slower than any plan must be may be mended op by op
+
+
+def _may_gain_by_a_program(problem: Problem) -> bool:
+    """Tell whether there are a few unlike devices, and what was found is far from what they could do together."""
+    if not _is_up_to(_SMALL, problem) or not _devices_differ(problem) or "program" in problem.options.off:
+        return False
+    return problem.priced.least_seconds > _ROOM * bound_seconds(problem.costs, problem.cluster)
 
 
 def auto(by_length: Search, rules: Sequence[SearchRule]) -> Search:
@@ -96,7 +103,7 @@ def auto(by_length: Search, rules: Sequence[SearchRule]) -> Search:
         for rule in filter(lambda rule: rule.asks(problem), rules):
             if problem.time_limit.ends(found):
                 break
-            found |= _without_programs(rule.search.find(problem))
+            found |= rule.search.find(problem)
         return found
 
     def predict(plan: Plan, problem: Problem) -> Prediction:
@@ -123,6 +130,7 @@ AUTO = auto(
         SearchRule(CONTIGUOUS, partial(_is_up_to, _SMALL)),
         SearchRule(MALLEUS, partial(some_straggle, or_up_to=_FEW)),
         SearchRule(HAP, _has_no_blocks_for_few),
+        SearchRule(PROGRAMS, lambda problem: bool(problem.costs.num_blocks) and _may_gain_by_a_program(problem)),
     ),
 )
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hetu_fx.cli.verdict import judge
+from hetu_fx.lockstep import Trained
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.program import OpRegion
 from tests.model_zoo import NO_DROPOUT, SAMPLES, Sample
@@ -44,6 +46,17 @@ LOSS_FNS: Mapping[str, Callable[..., torch.Tensor]] = {"mlp": squared_error}
 # of a key's bias is zero but for rounding (softmax does not see it), which AdamW divides by its epsilon of 1e-8.
 TOLERANCES = {"mixtral": 2e-4, "vit": 5e-8}
 DEFAULT_TOLERANCE = 1e-9
+
+
+def check_equal(name: str, alone: Trained, made: Trained, model: str = "") -> None:
+    """Assert that a training of a model under a plan is that of one device."""
+    tolerance = TOLERANCES.get(model, DEFAULT_TOLERANCE)
+    verdict = judge(name, alone, made, tolerance, "")
+    assert all(step.most <= tolerance for step in verdict.steps), verdict
+    # AdamW divides by the gradient's size, which makes rounding visible where gradients are nearly zero.
+    assert verdict.parameter_difference <= 10 * tolerance, verdict
+
+
 DTYPES = {"mixtral": torch.float32}
 
 

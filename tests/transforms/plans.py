@@ -162,6 +162,10 @@ def play(calls: Sequence[OpCall], values: Sequence[Tensor]) -> tuple[Tensor, ...
         _, dim, sizes, outer, inner, joined, _, before, _ = args
         parts = [[take_part(value, dim, sizes, at, outer, inner) for value in values] for at in range(len(values))]
         return tuple(join_parts(found, joined, before).clone() for found in parts)
+    if name == "repartition":
+        _, dim, _, outer, inner, parts = args
+        whole = join_parts(values, dim, outer)
+        return tuple(take_part(whole, dim, parts, at, outer, inner).clone() for at in range(len(values)))
     if name in ("all_reduce", "reduce_scatter"):
         values = [torch.stack(list(values)).sum(0)] * len(values)
     if name in ("local_slice", "reduce_scatter"):

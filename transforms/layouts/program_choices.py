@@ -125,7 +125,7 @@ def _choice(analysed: AnalysedGraph, node: fx.Node, name: str, region: OpRegion)
     (factor,) = named
     if region.factors:
         _check_factors(node, op, factor, f"{region} makes gradients of '{name}' from factors")
-    if not _can_cut(node, factor, analysed.factors):
+    if not can_cut(node, factor, analysed.factors):
         raise PlanError(
             f"{region} cuts '{name}' on {region.split!r}, which the op needs whole ({meta.source_line(node)}); "
             f"{_ways(node, analysed.factors)}"
@@ -133,15 +133,26 @@ def _choice(analysed: AnalysedGraph, node: fx.Node, name: str, region: OpRegion)
     return OpChoice(factor, factors=region.factors)
 
 
-def _check_factors(node: fx.Node, op: OpFactors, factor: FactorClass, asked: str) -> None:
-    """Refuse gradients from factors where the op is no product of rows with a weight, or not cut on its rows."""
+def sends_factors(node: fx.Node, op: OpFactors) -> frozenset[FactorClass]:
+    """Return what an op may be cut on where gradients of its parameters are made from gathered factors.
+
+    These are the rows of products of rows with a weight. Empty for other ops, and for those with further arguments.
+    """
     product = PRODUCTS.get(overload(node)) if isinstance(node.target, OpOverload) else None
     given = {product.x, product.weight, product.bias} if product else set()
     if product is None or node.kwargs or not given.issuperset(range(len(node.args))):
+        return frozenset()
+    weight = next(operand for operand in op.operands if operand.path == (product.weight,))
+    return frozenset(flat(op.results[0][:-1])) - weight.classes
+
+
+def _check_factors(node: fx.Node, op: OpFactors, factor: FactorClass, asked: str) -> None:
+    """Refuse gradients from factors where the op is no product of rows with a weight, or not cut on its rows."""
+    able = sends_factors(node, op)
+    if not able:
         known = ", ".join(map(str, PRODUCTS))
         raise PlanError(f"{asked}, but {node.target} is none of {known}, or has further arguments; leave factors out")
-    weight = next(operand for operand in op.operands if operand.path == (product.weight,))
-    if factor not in flat(op.results[0][:-1]) or factor in weight.classes:
+    if factor not in able:
         raise PlanError(
             f"{asked}, but it is cut on {factor}, which its weight has; cut it on its rows, or leave factors out"
         )
@@ -173,7 +184,8 @@ def _at(told: LeafDim, dims: Sequence[tuple[FactorClass, ...]], region: OpRegion
     raise PlanError(f"{region} is cut on {region.split!r}, which names no factor; the leaf's dims have {sizes}")
 
 
-def _can_cut(node: fx.Node, factor: FactorClass, factors: FactorMap) -> bool:
+def can_cut(node: fx.Node, factor: FactorClass, factors: FactorMap) -> bool:
+    """Tell whether a program may cut an op on a factor."""
     op = factors.op(node)
     seen = op.cut_at(factor)
     known_only = seen.sharded | seen.averaged  # forms for parts are written with numbers
@@ -187,7 +199,7 @@ def _orders_rows(node: fx.Node, op: OpFactors, factors: FactorMap) -> bool:
 
 
 def _ways(node: fx.Node, factors: FactorMap) -> str:
-    able = sorted((c for c in factors.op(node).classes if _can_cut(node, c, factors)), key=lambda c: c.id)
+    able = sorted((c for c in factors.op(node).classes if can_cut(node, c, factors)), key=lambda c: c.id)
     places = [f"{name}:{dim}" for c in able for name, dim in factors.occurrences(c)[:1]]
     rows = [ROWS] if any(c.is_batch for c in able) else []
     return f"give one of {', '.join(map(repr, (*rows, *places, 'whole')))}"

@@ -127,11 +127,16 @@ class _AxisReshard:
     def _exchanged(self, value: fx.Node, state: AxisState, wanted: AxisState) -> fx.Node:
         """Cut a value in other parts: what a gather joins is cut at once, so that each device gets its part alone."""
         gather, cut = self._call(state, WHOLE), self._call(WHOLE, wanted)
-        if gather is None or cut is None or gather.args[1] == cut.args[1]:  # of one dim, which is cut otherwise
+        if gather is None or cut is None:
             return self.made(self.made(value, state, WHOLE, False), WHOLE, wanted, False)
-        ranks, *parts = cut.args[:5]
-        exchange = COMM_OPS["all_to_all"].overload
-        value = self.reshards.emit(self.node, exchange, value, ranks, *parts, *gather.args[1:5])
+        (ranks, dim, sizes, *around), (_, joined, parts, *others) = cut.args[:5], gather.args[:5]
+        if dim != joined:
+            name, args = "all_to_all", (dim, sizes, *around, joined, parts, *others)
+        elif around == others:
+            name, args = "repartition", (joined, parts, *others, sizes)
+        else:  # two factors of one dim
+            return self.made(self.made(value, state, WHOLE, False), WHOLE, wanted, False)
+        value = self.reshards.emit(self.node, COMM_OPS[name].overload, value, ranks, *args)
         if self.node in self.deduced.annotated.flow.differentiable:
             self.reshards.differentiable.add(value)
         return value

@@ -25,14 +25,13 @@ from hetu_fx.graph.calls import is_view
 from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.planner.count.liveness import program_memory
 from hetu_fx.planner.count.peaks import EVERYWHERE
-from hetu_fx.planner.count.products import multiplies_weights
+from hetu_fx.planner.count.products import contracted_size, multiplies_weights
 from hetu_fx.planner.values.footprint import ProgramMemory
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.shared import RowSums, Tied
 from hetu_fx.program.program import Program
 from hetu_fx.transforms.layouts.flow import reached_from
-from hetu_fx.transforms.layouts.reshard_cost import contracted_sizes
 from hetu_fx.transforms.layouts.work_shares import WorkShares
 
 
@@ -244,13 +243,8 @@ class _Profile:
 
     def _flops(self, node: fx.Node) -> int:
         """Return torch's count; for an op that torch has no formula for, what its rule says of products."""
-        return self._counter.flops(node) or 2 * self._contracted(node) * self._num_elements(node)
-
-    def _contracted(self, node: fx.Node) -> int:
-        """Return the size over which an op sums products of two operands; 0 if it is not known to do so."""
-        factors = self.shares.factors
-        known = [size for size in contracted_sizes(factors.op(node)) if size] if factors.is_op(node) else []
-        return math.prod(known) if known else 0
+        contracted = contracted_size(node, self.shares.factors)
+        return self._counter.flops(node) or 2 * contracted * self._num_elements(node)
 
     def _keep(self, nodes: Iterable[fx.Node]) -> None:
         """Count values as kept for the backward: once for all views of it, and not what no gradient needs."""

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from hetu_fx.base.once import once
 from hetu_fx.base.torch_private import has_schema, tree_leaves
 from hetu_fx.cluster.devices import FLOPS_PER_BYTE
-from hetu_fx.comm_ops.ops.product_from_factors import PRODUCTS
 from hetu_fx.deduction.factors.factors import ClassDims, FactorClass, FactorMap, OpFactors, flat
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
@@ -26,9 +26,10 @@ from hetu_fx.graph.calls import is_view
 from hetu_fx.graph.edit import needed_for
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
 from hetu_fx.planner.count.count import FlopCounter, example_rows
+from hetu_fx.planner.count.products import contracted_size, multiplies
 from hetu_fx.planner.values.tensor_program import Factors, Kind, Op, Tensor, TensorProgram
 from hetu_fx.transforms.layouts.analysed_graph import AnalysedGraph
-from hetu_fx.transforms.layouts.program_choices import only_rearranges
+from hetu_fx.transforms.layouts.program_choices import can_cut, only_rearranges, sends_factors
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,12 +127,12 @@ class _ProblemReader:
                 results=tuple(map(_names, op.results)),
                 flops=flops,
                 backward_flops=_backward(op, flops),
-                whole=frozenset(map(factor_name, self._whole(op))),
+                whole=frozenset(map(factor_name, self._whole(node, op))),
                 linear=op.linear,
                 unread=op.unread | op.counted,
                 segment=self._segment(node),
                 moves=not self._product_flops(node),
-                sends_factors=node.target in PRODUCTS,
+                sends_factors=frozenset(map(factor_name, sends_factors(node, op))),
             )
         )
         self.nodes.append(node)
@@ -197,30 +198,49 @@ class _ProblemReader:
         size = cls.size or cls.hint
         return max(1, round(size * self.scale)) if cls.is_batch else max(1, size)
 
-    def _whole(self, op: OpFactors) -> Iterable[FactorClass]:
+    def _whole(self, node: fx.Node, op: OpFactors) -> Iterable[FactorClass]:
         """Return classes that may not be cut: also those that a form of the op's own would be needed for.
 
         One that no result has is summed up in that form, at the price of a few numbers.
         """
         made = {cls for dims in op.results for cls in flat(dims)}
-        fixed = {cls for cls in op.classes if not self.factors.splittable(cls)}
+        fixed = {cls for cls in op.classes if not can_cut(node, cls, self.factors)}
         return op.whole | (op.sharded & made) | fixed
 
     def _flops(self, node: fx.Node, op: OpFactors) -> float:
         flops = self._product_flops(node)
         if not flops and not is_view(node):
-            made = sum(self._bytes(dims) for dims in op.results)
-            read = [self._bytes(operand.dims) for operand in op.operands]
-            # Of a table that is looked up, no more is read than is made.
-            moved = made + sum(min(n, made) if i in op.traits.vanishing else n for i, n in enumerate(read))
-            return moved * FLOPS_PER_BYTE
-        return flops * (self.scale if any(cls.is_batch for cls in op.classes) else 1.0)
+            return self._moved_bytes(op) * FLOPS_PER_BYTE
+        return flops * self._scale(op)
+
+    def _moved_bytes(self, op: OpFactors) -> float:
+        """Return what an op reads and makes; of a table that is looked up, no more is read than is made."""
+        made = sum(self._bytes(dims) for dims in op.results)
+        read = [self._bytes(operand.dims) for operand in op.operands]
+        return made + sum(min(n, made) if i in op.traits.vanishing else n for i, n in enumerate(read))
 
     def _bytes(self, dims: ClassDims) -> float:
         return 4.0 * math.prod(map(self._size, flat(dims)))
 
+    @once
     def _product_flops(self, node: fx.Node) -> float:
-        return float(self._counter.flops(node)) if meta.has_tensor(node) and has_schema(node.target) else 0.0
+        """Return the FLOPs of a product; 0 for other ops.
+
+        One that torch cannot count has those of its rule, if they take longer than what it moves.
+        """
+        if not meta.has_tensor(node) or not has_schema(node.target):
+            return 0.0
+        known = float(self._counter.flops(node))
+        if known or not multiplies(node, self.factors):
+            return known
+        tensors = [item for item in tree_leaves(meta.value(node)) if isinstance(item, torch.Tensor)]
+        op, made = self.factors.op(node), sum(meta.hint(item.numel()) for item in tensors)
+        by_rule = 2.0 * contracted_size(node, self.factors) * made
+        return by_rule if by_rule * self._scale(op) > self._moved_bytes(op) * FLOPS_PER_BYTE else 0.0
+
+    def _scale(self, op: OpFactors) -> float:
+        """Return how many times the example's work an op does."""
+        return self.scale if any(cls.is_batch for cls in op.classes) else 1.0
 
     def _segment(self, node: fx.Node) -> int:
         if not self.segment_per_part or not self.graph.num_blocks:
@@ -231,8 +251,12 @@ class _ProblemReader:
 
 
 def _backward(op: OpFactors, flops: float) -> tuple[float, ...]:
-    """Return the work of operands' gradients: twice the forward's, shared by those that are multiplied."""
-    sharing = [i for i in range(len(op.operands)) if i not in op.additive]
+    """Return the work of operands' gradients: twice the forward's, shared by those that are multiplied.
+
+    Numbers of rows or experts have none.
+    """
+    of_floats = [i for i, operand in enumerate(op.operands) if meta.value(operand.node).is_floating_point()]
+    sharing = [i for i in of_floats if i not in op.additive]
     return tuple(2 * flops / len(sharing) if i in sharing else 0.0 for i in range(len(op.operands)))
 
 

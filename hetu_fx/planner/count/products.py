@@ -6,10 +6,13 @@ Those of weights are what comes down to a product of two matrices when it runs, 
 
 from __future__ import annotations
 
+import math
+
 from torch import fx
 
 from hetu_fx.deduction.factors.factors import FactorMap
 from hetu_fx.transforms.layouts.flow import Flow
+from hetu_fx.transforms.layouts.reshard_cost import contracted_sizes
 from hetu_fx.transforms.layouts.sequence_parallel import is_product
 
 
@@ -27,3 +30,9 @@ def multiplies_weights(node: fx.Node, factors: FactorMap, flow: Flow) -> bool:
 def multiplies(node: fx.Node, factors: FactorMap) -> bool:
     """Tell whether an op is a product."""
     return factors.is_op(node) and is_product(factors.op(node))
+
+
+def contracted_size(node: fx.Node, factors: FactorMap) -> int:
+    """Return the size over which an op sums products of two operands, as its rule says; 0 if it is not known to."""
+    known = [size for size in contracted_sizes(factors.op(node)) if size] if factors.is_op(node) else []
+    return math.prod(known) if known else 0

@@ -54,6 +54,7 @@ FEATURES: Mapping[str, Feature] = {
         "tensor parallel groups that share the sequence too", lambda plan: plan.sequence_parallel, "sequence_parallel"
     ),
     "experts": Feature("experts, rather than their width, spread over groups", lambda plan: bool(plan.split)),
+    "program": Feature("a program of the group, op by op", lambda plan: plan.has_program),
     "recompute": Feature(
         "blocks whose forward is done again in backward",
         lambda plan: plan.recomputes,
@@ -61,7 +62,8 @@ FEATURES: Mapping[str, Feature] = {
     ),
     "zero": Feature("optimizer states spread over replicas", lambda plan: plan.zero > 0, "zero"),
     "whole_states": Feature(
-        "optimizer states whole on each replica", lambda plan: plan.zero == 0 and len(plan.pipelines) > 1
+        "optimizer states whole on each replica",
+        lambda plan: plan.zero == 0 and (len(plan.pipelines) > 1 or plan.has_program),
     ),
     "zero_bubble": Feature(
         "gradients of weights made where a stage would wait", lambda plan: plan.schedule == "zero-bubble"

@@ -81,7 +81,8 @@ class Op:
         copyable: whether all devices may do all of it (HAP's released rules forbid it for embeddings).
         moves: whether it is no product: its flops are those in the time in which its bytes are moved, at
             `FLOPS_PER_BYTE`, until `TensorProgram.at` says how many these are.
-        sends_factors: whether gradients of its parameters can be made from gathered factors.
+        sends_factors: what it may be cut on where gradients of its parameters are made from gathered factors; None:
+            anything.
     """
 
     name: str
@@ -97,7 +98,7 @@ class Op:
     segment: int = 0
     copyable: bool = True
     moves: bool = False
-    sends_factors: bool = True
+    sends_factors: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         if len(self.reads) != len(self.operands) or len(self.makes) != len(self.results):

@@ -9,6 +9,7 @@ import pytest
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.values.options import FEATURES, Choice, PlanOptions
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.plans.program import OpRegion
 
 PLANS = {
     "data_parallel": Plan.data_parallel([0, 1]),
@@ -17,6 +18,7 @@ PLANS = {
     "context": Plan.context_parallel([0, 1]),
     "sequence_parallel": replace(Plan.single(), sequence_parallel=True),
     "experts": replace(Plan.tensor_parallel([0, 1]), split=(("*.experts.*", 0),)),
+    "program": Plan((Pipeline((Stage((0, 1), program=(OpRegion("*", "whole"),)),)),)),
     "recompute": Plan((Pipeline((Stage((0,), blocks=2, recompute=1),)),)),
     "zero": Plan.single(),
     "whole_states": replace(Plan.data_parallel([0, 1]), zero=0),

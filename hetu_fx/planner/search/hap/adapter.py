@@ -2,9 +2,10 @@
 
 HAP plans op by op. A plan with a program says that op by op too (`to_program`); others say how all devices share rows,
 or what one group of them splits. Those that come nearest are found by HAP's own prices, with their shares, and priced
-once more by the cost of all searches, for what their groups split. That cost knows no programs: what a plan with one
-runs is taken from the passes (`executed`) and priced by HAP's prices, in proportion to what rows by the same shares
-take by both. What the program says and a plan cannot is noted on the plan.
+once more by the cost of all searches, for what their groups split. What a plan with a program runs is taken from the
+passes (`executed`), and its step is played on paper (`played`), as those of other plans are: HAP's prices know work and
+exchanges alone, and not what a step takes besides. So a program that sends factors is asked for without them too, and
+each with parameters in parts and on every device. What the program says and a plan cannot is noted on the plan.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from dataclasses import replace
 from hetu_fx.errors import DeductionError, PlanError, ResolveError
 from hetu_fx.planner.price.step import memory_problems
 from hetu_fx.planner.search.hap.assemble import HapResult
-from hetu_fx.planner.search.hap.search import search
+from hetu_fx.planner.search.hap.forms import SynthesisRules
+from hetu_fx.planner.search.hap.search import MOST_ROUNDS, search
 from hetu_fx.planner.search.hap.to_plan import PARTS, Translation, one_group, translations
 from hetu_fx.planner.search.hap.to_program import sayable, stage_of
 from hetu_fx.planner.search.problem import Candidates, Captured, Problem
@@ -35,22 +37,57 @@ def find_plans(problem: Problem) -> Candidates:
         return {}
     plans = [plan for each in found for plan in _plans(each, captured, problem)]
     near = dict(fitted for fitted in map(problem.fitted, plans) if fitted is not None)
-    return near | dict(_with_program(captured, result, problem))
+    return near | dict(_with_programs(captured, result, problem))
 
 
-def _searched(captured: Captured, problem: Problem) -> HapResult:
+def find_programs(problem: Problem) -> Candidates:
+    """Return the plans that carry HAP's program alone, found in one round; none if it finds none, and says why."""
+    captured = problem.captured
+    assert captured is not None, "the table refuses problems without a graph"
+    try:
+        return dict(_with_programs(captured, _searched(captured, problem, rounds=1), problem, rounds=1))
+    except PlanError as refusal:
+        problem.tell(f"hap: {refusal}")
+        return {}
+
+
+def _searched(captured: Captured, problem: Problem, *, factors: bool = True, rounds: int = MOST_ROUNDS) -> HapResult:
     """Return HAP's program, of what can be said."""
     options, program = problem.options, sayable(captured.hap)
-    return search(program, problem.cluster, memory_fraction=options.memory_fraction, zero=options.zero)
+    return search(
+        program,
+        problem.cluster,
+        rules=SynthesisRules(sufficient_factors=factors),
+        memory_fraction=options.memory_fraction,
+        zero=options.zero,
+        rounds=rounds,
+    )
 
 
-def _with_program(captured: Captured, result: HapResult, problem: Problem) -> Iterator[tuple[Plan, float]]:
-    """Yield the plan that carries a program, with its seconds, if the passes run it and it fits."""
-    if not problem.options.tensor_parallel:
+def _with_programs(
+    captured: Captured, result: HapResult, problem: Problem, *, rounds: int = MOST_ROUNDS
+) -> Iterator[tuple[Plan, float]]:
+    """Yield the plans that carry a program, with their seconds, if the passes run them and they fit.
+
+    Of a program with its parameters in parts, and on every device, the faster one.
+    """
+    if not problem.options.tensor_parallel or "program" in problem.options.off:
         return
+    sends = any(step.form.gathered for step in result.program.steps)
+    for each in (result, *([_searched(captured, problem, factors=False, rounds=rounds)] if sends else [])):
+        try:
+            stage = stage_of(captured.hap, each)
+        except PlanError as refusal:
+            problem.tell(f"hap: its program cannot be said: {refusal}")
+            continue
+        whole = problem.plan([Pipeline((stage,))])
+        plans = (replace(whole, zero=zero) for zero in range(problem.options.zero, -1, -1))
+        priced = [found for plan in plans for found in _with_program(plan, captured, each, problem)]
+        yield from sorted(priced, key=lambda found: found[1])[:1]
+
+
+def _with_program(plan: Plan, captured: Captured, result: HapResult, problem: Problem) -> Iterator[tuple[Plan, float]]:
     try:
-        stage = stage_of(captured.hap, result)
-        plan = problem.plan([Pipeline((stage,))])
         expected = captured.expect(plan, problem.cluster)
     except (PlanError, DeductionError, ResolveError) as refusal:
         problem.tell(f"hap: its program does not run: {refusal}")
@@ -76,10 +113,10 @@ def _translations(captured: Captured, result: HapResult, problem: Problem) -> It
 def _plans(found: Translation, captured: Captured, problem: Problem) -> Iterator[Plan]:
     """Yield the plan that was found, as the runtime has it: with whole parts of what is split, if there are enough."""
     plan, options = found.plan, problem.options
-    if not plan.split:
+    if len(plan.pipelines) > 1 or len(plan.devices) == 1:
         yield _noted(plan, found, problem)
     elif options.tensor_parallel:
-        costs = captured.costs_of(plan.split)
+        costs = captured.costs_of(plan.split) if plan.split else problem.costs
         split = plan.split if costs != problem.costs else ()
         pipelines = one_group(found.result, min(PARTS, costs.units))
         if len(pipelines[0].devices) > 1:

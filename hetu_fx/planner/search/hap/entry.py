@@ -11,6 +11,12 @@ def _find(problem: Problem) -> Candidates:
     return find_plans(problem)
 
 
+def _find_programs(problem: Problem) -> Candidates:
+    from hetu_fx.planner.search.hap.adapter import find_programs
+
+    return find_programs(problem)
+
+
 def _lacks(problem: Problem) -> str:
     if problem.captured is not None:
         return ""
@@ -25,4 +31,11 @@ HAP = Search(
     applies="captured models, any: rows or parts of the widths that pay, op by op, in proportion to unlike devices",
     lacks=_lacks,
     find=_find,
+)
+
+PROGRAMS = Search(
+    name="programs",
+    applies="captured models, any: the plans of `hap` that carry its program",
+    lacks=_lacks,
+    find=_find_programs,
 )

@@ -5,7 +5,7 @@ are PARTIAL. So each edge of the graph at which an op needs a value otherwise th
 cotangent, is a change of layout, priced like those of a program that was found. A value is moved once for all readers
 that want it alike, as the passes do.
 
-Parameters that lie whole are held as is fastest: whole, or in parts by the ratios, which are gathered, and whose
+Parameters that lie whole are held as is fastest: whole, or in parts by the first ratios, which are gathered, and whose
 gradients are reduced and scattered, as a step begins and ends. What outputs need after the last op is left out, as in
 programs that are found.
 """
@@ -21,9 +21,9 @@ from torch import fx
 from hetu_fx.deduction.factors.factors import flat
 from hetu_fx.planner.count.graph_problem import GraphProblem, factor_name
 from hetu_fx.planner.search.hap.forms import OpForm, from_factors
-from hetu_fx.planner.search.hap.prices import RatioPrices
+from hetu_fx.planner.search.hap.prices import PricedCollective, RatioPrices
 from hetu_fx.planner.search.hap.program import HapProgram, HapStep, LayoutChange
-from hetu_fx.planner.search.hap.states import COPY, PARTIAL, SHARED, Layout, split
+from hetu_fx.planner.search.hap.states import COPY, PARTIAL, SHARED, Layout, LayoutKind, split
 from hetu_fx.planner.values.tensor_program import Op, Tensor
 from hetu_fx.transforms.layouts.axis import AxisDeduction
 from hetu_fx.transforms.layouts.flow import is_item
@@ -32,14 +32,20 @@ from hetu_fx.transforms.layouts.strategies import gives_summands
 
 
 def executed(problem: GraphProblem, axis: AxisDeduction, prices: RatioPrices) -> HapProgram:
-    """Return what devices do along an axis on which all of them stand, its moves as is fastest at the ratios."""
+    """Return what devices do along an axis on which all of them stand, its moves as is fastest at the ratios.
+
+    The prices have the ratios of each segment that parts follow.
+    """
     walk = _Walk(problem, axis, prices)
-    return HapProgram(tuple(step for node in walk.nodes() for step in walk.visited(node)))
+    return HapProgram(tuple(step for node in walk.nodes() for step in walk.visited(node)), len(prices.ratios))
 
 
 @dataclass
 class _Walk:
-    """Goes through the graph in order; `waiting` are the moves that have come up since the last op."""
+    """Goes through the graph in order; `waiting` are the moves that have come up since the last op.
+
+    So are the homes of parameters but the first `told`: a view of one may stand before what reads it.
+    """
 
     problem: GraphProblem
     axis: AxisDeduction
@@ -47,6 +53,7 @@ class _Walk:
     waiting: list[LayoutChange] = field(default_factory=list)
     moved: set[tuple[fx.Node | str, Layout]] = field(default_factory=set)
     homes: dict[str, Layout] = field(default_factory=dict)
+    told: int = 0
 
     @cached_property
     def _ops(self) -> Mapping[fx.Node, Op]:
@@ -62,14 +69,13 @@ class _Walk:
 
     def visited(self, node: fx.Node) -> Iterator[HapStep]:
         """Yield what an op is; nothing for a view, whose moves the next op waits for."""
-        start = len(self.homes)
         for need in self.axis.decisions[node].needs:
             self._bring(need)
         if node in self._ops:
-            form, homes = self._form(node), tuple(self.homes.items())[start:]
+            form, homes = self._form(node), tuple(self.homes.items())[self.told :]
             gathered = self.prices.gathered(form, self.problem.program.by_name)
             yield HapStep(self._ops[node], form, homes, tuple(self.waiting), gathered)
-            self.waiting = []
+            self.waiting, self.told = [], len(self.homes)
         for result in self._results(node):
             self._change(result, self._made(result), self._lies(result))
 
@@ -79,9 +85,9 @@ class _Walk:
         makes = tuple(self._made(result) or COPY for result in self._results(node))
         flops, cut = self.problem.program.all_flops(op), decision.factor
         if cut is None:
-            return OpForm(None, op.segment, reads, makes, whole_flops=flops)
-        name = factor_name(cut)
-        form = OpForm(name, op.segment, reads, makes, cut_flops=flops, units=self.problem.program.size(op, name))
+            return OpForm(None, 0, reads, makes, whole_flops=flops)
+        name, units = factor_name(cut), self.problem.program.size(op, factor_name(cut))
+        form = OpForm(name, decision.segment, reads, makes, cut_flops=flops, units=units)
         ends = [i for i, need in enumerate(decision.needs) if self._is_made_whole(node, decision, need)]
         return from_factors(op, form, ends, self.problem.program) if ends else form
 
@@ -108,8 +114,14 @@ class _Walk:
         if key in self.moved:
             return
         self.moved.add(key)
-        transfers = self.prices.change(tensor, source, target) or ()
+        transfers = self._transfers(tensor, source, target)
         self.waiting.append(LayoutChange(tensor.name, source, target, transfers, tensor.kind == "parameter"))
+
+    def _transfers(self, tensor: Tensor, source: Layout, target: Layout) -> tuple[PricedCollective, ...]:
+        """Return what changes a layout; parts of one dim become parts of another at once, by whatever ratios."""
+        if source.kind is target.kind is LayoutKind.SPLIT and source.dim != target.dim:
+            target = target._replace(segment=source.segment)
+        return self.prices.change(tensor, source, target) or ()
 
     def _home(self, node: fx.Node) -> Layout | None:
         """Return how a parameter is held: of what lies whole, the parts too that its changes to all readers ask for."""
@@ -140,8 +152,8 @@ class _Walk:
         if node not in self.problem.sources or (tensor := self._tensor(node)).kind == "input":
             return None
         match state:
-            case SplitOn(factor):
-                return split(flat(self.problem.sources[node][1]).index(factor))
+            case SplitOn(factor, segment):
+                return split(flat(self.problem.sources[node][1]).index(factor), segment)
             case Whole():
                 return SHARED if summed and tensor.has_gradient else COPY
             case _:

@@ -141,12 +141,11 @@ class _Forms:
             if self._can_cut(factor):
                 form = self._cut(factor)
                 yield form
-                if self._may_send and (other := self._from_sufficient_factors(factor, form)):
+                if self._may_send(factor) and (other := self._from_sufficient_factors(factor, form)):
                     yield other
 
-    @property
-    def _may_send(self) -> bool:
-        return self.rules.sufficient_factors and self.op.sends_factors
+    def _may_send(self, factor: str) -> bool:
+        return self.rules.sufficient_factors and (self.op.sends_factors is None or factor in self.op.sends_factors)
 
     def _can_cut(self, factor: str) -> bool:
         names = (*self.op.operands, *self.op.results)

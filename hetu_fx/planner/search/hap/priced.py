@@ -6,26 +6,26 @@ from dataclasses import replace
 from statistics import fmean
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.errors import DeductionError, PlanError
+from hetu_fx.errors import PlanError
 from hetu_fx.planner.count.graph_problem import GraphProblem
 from hetu_fx.planner.search.hap.assemble import HapResult
 from hetu_fx.planner.search.hap.executed import executed
+from hetu_fx.planner.search.hap.played import played
 from hetu_fx.planner.search.hap.prices import Collectives, RatioPrices
 from hetu_fx.planner.search.hap.search import bytes_of
-from hetu_fx.planner.simulate.simulate import simulated_seconds
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
-from hetu_fx.plans.prediction import DeviceCost, Prediction
-from hetu_fx.plans.stage import Stage
+from hetu_fx.plans.prediction import Prediction
 from hetu_fx.transforms.layouts.annotate import Annotate
 from hetu_fx.transforms.layouts.axis import AxisDeduction
 from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
+from hetu_fx.transforms.layouts.program_choices import segments
 from hetu_fx.transforms.specialize.specialize import Specialize
 
 
 def run_of(problem: GraphProblem, plan: Plan, cluster: Cluster, *, collectives: Collectives | None = None) -> HapResult:
-    """Return the program that a plan runs on its devices, at its ratios, with its seconds.
+    """Return the program that a plan runs on its devices, at its ratios (of each segment), with its seconds.
 
     Raises `PlanError` for a plan of stages or of grids, which is no program of all devices, and what the passes raise
     for one that they refuse.
@@ -34,7 +34,8 @@ def run_of(problem: GraphProblem, plan: Plan, cluster: Cluster, *, collectives: 
     cluster = cluster.without([rank for rank in cluster.ranks if rank not in plan.devices])
     devices = [cluster.device(rank) for rank in plan.devices]
     program = problem.program.at(fmean(device.flops_per_byte for device in devices))
-    speeds, ratios = tuple(device.speed for device in devices), (tuple(share / sum(shares) for share in shares),)
+    speeds = tuple(device.speed for device in devices)
+    ratios = tuple(tuple(share / sum(each) for share in each) for each in shares)
     prices = RatioPrices(speeds, collectives or Collectives.of_cluster(cluster), ratios)
     found = executed(replace(problem, program=program), axis, prices)
     return HapResult(
@@ -55,57 +56,26 @@ def _deduced(problem: GraphProblem, plan: Plan, cluster: Cluster) -> DeducedGrap
 
 
 def expected(problem: GraphProblem, plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Prediction:
-    """Return what a step under a plan with a program is expected to take, comparable with what others are.
+    """Return what a step under a plan with a program is expected to take, as other plans are by a simulation.
 
-    By HAP's prices, times what a simulation makes of a plan without one, of the same devices and shares, by HAP's
-    prices of that: rows for each device, or one group where rows cannot be apart. Raises as `run_of` does, and where
-    no graph of a device can be made.
+    `costs` are those of the program. Raises as `run_of` does, and where no graph of a device can be made.
     """
     Specialize(plan.devices[0])(_deduced(problem, plan, cluster))
-    own = run_of(problem, plan, cluster)
-    scale, beside = _scale(problem, plan, costs, cluster)
-    devices = tuple(_scaled(device, scale) for device in own.prediction.devices)
-    why = f"{own.why}, by HAP's prices; times {scale:.4g}, which a simulation makes of {beside}"
-    return Prediction(own.seconds * scale, devices, why=why)
+    run = run_of(problem, plan, cluster)
+    return played(run, problem.program.by_name, costs, cluster, zero=plan.zero)
 
 
-def _scale(problem: GraphProblem, plan: Plan, costs: ProgramCosts, cluster: Cluster) -> tuple[float, str]:
-    ratios = plan.pipelines[0].stages[0].ratios
-    for beside in (Plan.data_parallel(plan.devices, ratios), Plan.tensor_parallel(plan.devices, ratios)):
-        try:
-            own = run_of(problem, beside, cluster).seconds
-            return simulated_seconds(beside, costs, cluster) / own, beside.summary()
-        except (PlanError, DeductionError):
-            continue
-    return 1.0, "nothing that it knows"
-
-
-def _scaled(device: DeviceCost, scale: float) -> DeviceCost:
-    return replace(device, seconds=tuple((term, seconds * scale) for term, seconds in device.seconds))
-
-
-def _check_ratios(stage: Stage) -> None:
-    """Refuse regions with ratios of their own, which run, but are not priced yet."""
-    own = next((region for region in stage.program if region.ratios not in ((), stage.ratios)), None)
-    if own is not None:
-        raise PlanError(
-            f"{own} is cut by {list(own.ratios)}, not by its stage's {list(stage.ratios)}, which runs but has no "
-            f"price; leave ratios out to have it priced"
-        )
-
-
-def _axis(plan: Plan, deduced: DeducedGraph) -> tuple[AxisDeduction, tuple[int, ...]]:
-    """Return the axis that all devices of a plan stand along, and their shares."""
+def _axis(plan: Plan, deduced: DeducedGraph) -> tuple[AxisDeduction, tuple[tuple[int, ...], ...]]:
+    """Return the axis that all devices of a plan stand along, and their shares in each segment."""
     stages = [stage for *_, stage in plan.stages]
     if all(len(pipeline.stages) == 1 and pipeline.micro_batches == 1 for pipeline in plan.pipelines):
         if all(len(stage.devices) == 1 for stage in stages):
-            return deduced.batch, tuple(pipeline.share for pipeline in plan.pipelines)
+            return deduced.batch, (tuple(pipeline.share for pipeline in plan.pipelines),)
         if len(stages) == 1 and not stages[0].is_grid:
             layout = deduced.annotated.layouts[0]
-            _check_ratios(stages[0])
             along = [axis for axis, each in zip(deduced.inside(layout), layout.axes, strict=True) if each.ways > 1]
             if len(along) == 1:
-                return along[0], stages[0].ratios
+                return along[0], segments(stages[0])
     raise PlanError(
         f"plan {plan.summary()} is no program of all devices together; give rows to single devices, or one stage"
     )

@@ -23,8 +23,16 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import NamedTuple
 
+from hetu_fx.base.checks import check_not_negative
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.comm_ops.plans.cost import cheapest_all_reduce_cost, cheapest_ring_cost, padded_cost, ring_cost, send_cost
+from hetu_fx.comm_ops.plans.cost import (
+    BUCKET_BYTES,
+    cheapest_all_reduce_cost,
+    cheapest_ring_cost,
+    padded_cost,
+    ring_cost,
+    send_cost,
+)
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.hap.forms import OpForm
 from hetu_fx.planner.search.hap.states import ChangeKind, Layout, changes
@@ -46,7 +54,8 @@ class Collectives:
     """The collectives of all devices; without the grouped ones everything is padded.
 
     The bytes of an all-to-all and of padded parts are (1), those of others S. `shift` moves boundaries of
-    parts: its bytes are what passes the busiest boundary, times two.
+    parts: its bytes are what passes the busiest boundary, times two. `meeting_seconds` is what devices that compute
+    lose to meet for each turn around them, besides.
     """
 
     all_gather: Line
@@ -56,9 +65,11 @@ class Collectives:
     shift: Line
     grouped_all_gather: Line | None = None
     grouped_reduce_scatter: Line | None = None
+    meeting_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        lines = (getattr(self, field.name) for field in fields(self))
+        check_not_negative(PlanError, "collectives", meeting_seconds=self.meeting_seconds)
+        lines = (getattr(self, field.name) for field in fields(self) if field.name != "meeting_seconds")
         for seconds, per_byte in (line for line in lines if line is not None):
             if not all(math.isfinite(value) and value >= 0 for value in (seconds, per_byte)):
                 raise PlanError(f"a collective has {seconds} seconds, {per_byte} per byte; give 0 or more")
@@ -79,7 +90,14 @@ class Collectives:
             "grouped_all_gather": cheapest_ring_cost,
             "grouped_reduce_scatter": cheapest_ring_cost,
         }
-        return cls(**{name: _line(cost, ranks, cluster) for name, cost in lines.items()} | _timed(cluster))
+        found = {name: _line(cost, ranks, cluster) for name, cost in lines.items()} | _timed(cluster)
+        return cls(**found, meeting_seconds=cluster.meeting_seconds(ranks))
+
+    def meetings(self, change: ChangeKind, tensor: Tensor) -> float:
+        """Return what devices lose to meet for a change of a tensor; parameters and their gradients share buckets."""
+        turns = 2 if change is ChangeKind.ALL_REDUCE else 1
+        share = min(1.0, tensor.bytes / BUCKET_BYTES) if tensor.kind == "parameter" else 1.0
+        return turns * share * self.meeting_seconds
 
 
 def _timed(cluster: Cluster) -> dict[str, Line]:
@@ -243,13 +261,14 @@ class RatioPrices:
         follows = (segment, other) if change is ChangeKind.SHIFT else (other,)
         swell = 2.0 if change is ChangeKind.SHIFT else float(self.num_devices)
         line: Line = getattr(self.collectives, change.name.lower())
+        lost = self.collectives.meetings(change, tensor)
         if change is ChangeKind.ALL_REDUCE:
-            return PricedCollective(*start, line(tensor.bytes))
-        padded = PricedCollective(*start, line.fixed, line.slope * swell * tensor.bytes, follows)
+            return PricedCollective(*start, line(tensor.bytes) + lost)
+        padded = PricedCollective(*start, line.fixed + lost, line.slope * swell * tensor.bytes, follows)
         grouped_line: Line | None = getattr(self.collectives, f"grouped_{change.name.lower()}", None)
         if grouped_line is None:
             return padded
-        grouped = PricedCollective(*start, grouped_line(tensor.bytes), is_grouped=True)
+        grouped = PricedCollective(*start, grouped_line(tensor.bytes) + lost, is_grouped=True)
         return grouped if grouped.seconds(self.ratios) < padded.seconds(self.ratios) else padded
 
 

@@ -41,6 +41,7 @@ def search(
     memory_fraction: float = 0.9,
     zero: int = 1,
     blocks_once: bool = True,
+    rounds: int = MOST_ROUNDS,
 ) -> HapResult:
     """Return the best program and ratios for all devices of a cluster.
 
@@ -53,6 +54,8 @@ def search(
         memory_fraction: how much of a device's memory may be filled.
         zero: 1 if copies of a parameter share its optimizer states, 0 if not.
         blocks_once: whether equal blocks are searched once, which changes no result.
+        rounds: so often at most program and ratios are found anew from one start; with 1 from the first start alone,
+            at whose ratios, in proportion to speeds, one device stands for all.
 
     A problem of several segments is also planned as if it were one. Raises `PlanError` when no program fits.
     """
@@ -62,8 +65,8 @@ def search(
     for given in [problem, problem.in_one_segment()][: 1 if problem.num_segments == 1 else 2]:
         search = _Alternation(given, cluster, prices, rules or SynthesisRules(), memory_fraction, zero)
         starts = [start[: given.num_segments] for start in ratios] or list(search.starts())
-        for start in starts:
-            search.alternate(start, blocks_once)
+        for start in starts[:1] if rounds == 1 else starts:
+            search.alternate(start, blocks_once, rounds)
         found.append(search.result())
     return min(found, key=lambda result: result.seconds)
 
@@ -106,11 +109,11 @@ class _Alternation:
         if len(set(shares)) > 1 and not self.rules.waits_after_each_op:
             yield ((1 / count,) * count,) * self.problem.num_segments
 
-    def alternate(self, ratios: Ratios, blocks_once: bool) -> None:
+    def alternate(self, ratios: Ratios, blocks_once: bool, rounds: int) -> None:
         """Find program and ratios in turn, as long as that lowers the seconds."""
         limits = Limits.of(self.room, self.problem)
         least = float("inf")
-        for _ in range(MOST_ROUNDS):
+        for _ in range(rounds):
             if any(_are_near(ratios, other) for other in self.tried):
                 return
             self.tried.append(ratios)

@@ -52,7 +52,8 @@ def test_a_net_that_is_cut_in_other_ways_than_groups_would_choose_is_faster_than
     best = nearest(found)
     assert best.split
     assert found[best] < 0.95 * min(CONTIGUOUS.find(asked).values())
-    assert min(AUTO.find(asked).values()) == found[best]
+    assert min(without_program(AUTO.find(asked)).values()) == found[best]
+    assert min(AUTO.find(asked).values()) == min(found.values())
 
 
 def test_a_plan_is_priced_for_what_its_groups_split() -> None:
@@ -79,7 +80,7 @@ def test_the_program_is_a_plan_too_and_the_best_by_its_own_prices() -> None:
     (program,) = [plan for plan in found if plan.has_program]
     prediction = predict_by_costs(program, asked)
     assert prediction.seconds == found[program]
-    assert "by HAP's prices; times" in prediction.why
+    assert dict(prediction.devices[0].seconds)["compute"] > 0
     assert asked.captured is not None
     own = {plan: run_of(asked.captured.hap, plan, UNEQUAL).seconds for plan in found}
     assert min(own, key=lambda plan: own[plan]) == program

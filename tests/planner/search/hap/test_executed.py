@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.count.graph_problem import GraphProblem
-from hetu_fx.planner.search.hap.priced import expected, run_of
+from hetu_fx.planner.search.hap.priced import run_of
 from hetu_fx.planner.search.hap.prices import Collectives
-from hetu_fx.planner.simulate.simulate import simulated_seconds
+from hetu_fx.planner.search.hap.states import ChangeKind
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from tests.planner.search.hap.graphs import TWO_TO_ONE, convolutions, perceptron
-from tests.planner.search.nets import convolutions as captured_convolutions
+from hetu_fx.plans.program import OpRegion
+from tests.planner.search.hap.graphs import TWO_TO_ONE, convolutions, graph_problem, perceptron
 
 ROWS, GROUP = Plan.data_parallel((0, 1), (2, 1)), Plan.tensor_parallel((0, 1), (2, 1))
 
@@ -56,19 +57,42 @@ def test_each_device_holds_its_share_of_what_is_split_and_all_of_what_is_not() -
     assert group.on_device(1, shares) < group.on_device(0, shares) < alone.on_device(0, ((1.0,),))
 
 
+def test_regions_with_ratios_of_their_own_take_their_share_and_the_move_from_one_to_another() -> None:
+    def stage(*own: int) -> Plan:
+        regions = (OpRegion("second:*", "rows", own), OpRegion("*", "rows"))
+        return Plan((Pipeline((Stage((0, 1), (2, 1), program=regions),)),))
+
+    alike, apart = (run_of(perceptron(), plan, TWO_TO_ONE) for plan in (stage(), stage(1, 2)))
+    assert alike.ratios == ((2 / 3, 1 / 3),)
+    assert apart.ratios == ((2 / 3, 1 / 3), (1 / 3, 2 / 3))
+    moves = [each for each in apart.transfers if each.change is ChangeKind.SHIFT]
+    assert {move.follows for move in moves} == {(0, 1), (1, 0)}
+    assert [each for each in apart.transfers if each not in moves] == list(alike.transfers)
+    (cut,) = (step.form.cut_flops for step in apart.program.steps if "second.weight" in step.op.reads)
+    work = [sum(run.program.compute_seconds(run.speeds, run.ratios)) for run in (alike, apart)]
+    one, other = TWO_TO_ONE.devices
+    assert work[1] - work[0] == pytest.approx(cut / 3 / other.speed - cut / 3 / one.speed)
+
+
+class Turned(nn.Module):
+    """A product with a weight that is turned first, at once for two of its readers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = self.weight.t()
+        return (torch.relu(x @ turned) @ turned).pow(2).mean()
+
+
+def test_a_parameter_that_is_read_through_a_view_has_its_home_too() -> None:
+    problem = graph_problem(Turned, {"x": torch.randn(6, 8)})
+    run = run_of(problem, ROWS, TWO_TO_ONE)
+    assert [name for step in run.program.steps for name, _ in step.homes] == ["weight"]
+
+
 def test_a_plan_of_stages_is_no_program_of_all_devices() -> None:
     plan = Plan((Pipeline((Stage((0,)), Stage((1,)))),))
     with pytest.raises(PlanError, match=r"\[0\] > \[1\] is no program of all devices together; give rows"):
         run_of(perceptron(), plan, TWO_TO_ONE)
-
-
-def test_prices_are_in_proportion_to_what_a_simulation_makes_of_rows_by_the_same_shares() -> None:
-    captured: CapturedProgram = captured_convolutions(6)
-    costs = captured.costs(6, memory=False)
-    problem = captured.at(costs).hap
-    found = expected(problem, GROUP, costs, TWO_TO_ONE)
-    simulated = simulated_seconds(ROWS, costs, TWO_TO_ONE)
-    own = run_of(problem, GROUP, TWO_TO_ONE).seconds / run_of(problem, ROWS, TWO_TO_ONE).seconds
-    assert found.seconds == pytest.approx(simulated * own)
-    assert [device.rank for device in found.devices] == [0, 1]
-    assert "by HAP's prices; times" in found.why

@@ -1,0 +1,254 @@
+"""A step under a plan with a program, on paper: what `planner.simulate` does for other plans, for what a program runs.
+
+All devices do a stage (the ops between two exchanges of activations) at once, the slowest setting the pace: forward in
+order, backward in reverse, a third of the work and two. Parts are whole indices of what is cut. To a device's work come
+what running an op takes besides, and moves of the parameters that it computes with. Every turn of an exchange is a
+meeting of devices that compute.
+
+Parameters that lie whole live in parts by speed (zero 1): they are gathered as a step begins, in buckets, and gradients
+that come in summands are summed there, beside the backward, each bucket when all of its gradients are made. Those that
+are made whole on each device need no sum. With zero 0 every device keeps them and updates all of them, and sums go
+around twice. So a product that sends factors, like what all devices do alike, pays for its parameters too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean
+
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES
+from hetu_fx.planner.price.links import turn_traffic
+from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD, OP_SECONDS, WEIGHT_MOVES
+from hetu_fx.planner.price.step import TERMS
+from hetu_fx.planner.price.step_end import TURN_MOVES, optimizer_seconds
+from hetu_fx.planner.search.hap.assemble import HapResult
+from hetu_fx.planner.search.hap.prices import PricedCollective, rounded
+from hetu_fx.planner.search.hap.program import HapStep, LayoutChange
+from hetu_fx.planner.search.hap.states import SHARED, ChangeKind, Layout, LayoutKind
+from hetu_fx.planner.simulate.events import play
+from hetu_fx.planner.simulate.jobs import Jobs, Task
+from hetu_fx.planner.values.line import Line
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.planner.values.shared import turn_seconds
+from hetu_fx.planner.values.tensor_program import Tensor
+from hetu_fx.plans.prediction import DeviceCost, Prediction
+
+Seconds = dict[int, float]
+"""By device."""
+
+_TURNS = {ChangeKind.ALL_REDUCE: 2}
+
+
+def played(
+    run: HapResult, tensors: Mapping[str, Tensor], costs: ProgramCosts, cluster: Cluster, *, zero: int
+) -> Prediction:
+    """Return what a step of a program that runs takes, and the seconds and bytes of each device by term.
+
+    Args:
+        run: what runs, on its devices, at its ratios.
+        tensors: of its problem, by name.
+        costs: of the program, as other plans are priced by: ops do their part of that work, which is more than HAP
+            counts where gradients pass without any.
+        cluster: of these devices, at least.
+        zero: whether parameters that lie whole live in parts (1), or on every device (0).
+    """
+    return _Step(run, tensors, costs, cluster, zero).prediction()
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """Ops between two exchanges of activations.
+
+    Attributes:
+        work: seconds of each device, forward and backward.
+        before, after: exchanges before its forward, and after its backward.
+        sums: bytes of parameters that it is the first to read, whose gradients are summed.
+    """
+
+    work: Seconds
+    before: tuple[PricedCollective, ...]
+    after: tuple[PricedCollective, ...]
+    sums: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    run: HapResult
+    tensors: Mapping[str, Tensor]
+    costs: ProgramCosts
+    cluster: Cluster
+    zero: int
+
+    def prediction(self) -> Prediction:
+        """Play the step."""
+        jobs = Jobs(self.cluster)
+        after = self._started(jobs)
+        stages = list(self._stages())
+        for stage in stages:
+            after = self._exchanged(jobs, stage.before, after)
+            after = [jobs.do(self._work(stage, 1 / FORWARD_AND_BACKWARD), "forward", after)]
+        waits, ready = list[int](), 0.0
+        for stage in reversed(stages):
+            after = [jobs.do(self._work(stage, 1 - 1 / FORWARD_AND_BACKWARD), "backward", after)]
+            ready += stage.sums
+            if ready > BUCKET_BYTES or (ready and stage is stages[0]):
+                waits.append(jobs.do(self._travel("gradients", ready), "gradients", after))
+                ready = 0.0
+            after = self._exchanged(jobs, stage.after, after)
+        for rank, seconds in self._updates.items():
+            jobs.do(jobs.compute("optimizer", {rank: seconds}), "optimizer", [*after, *waits])
+        seconds = max(times.end for times in play([job.activity for job in jobs.all]))
+        return Prediction(seconds, tuple(self._devices(stages, seconds)), why=self.run.why)
+
+    @property
+    def _ranks(self) -> tuple[int, ...]:
+        return self.run.ranks
+
+    def _started(self, jobs: Jobs) -> list[int]:
+        """Add gathers of parameters and what a step takes on hosts; return the jobs that devices wait for."""
+        size = self._whole_bytes if self.zero else 0.0
+        parts = max(1, math.ceil(size / BUCKET_BYTES))
+        gathers = [jobs.do(self._travel("gather", size / parts), "gather", []) for _ in range(parts if size else 0)]
+        hosts = {rank: self.cluster.device(rank).step_now for rank in self._ranks}
+        started = [jobs.do(jobs.compute("host", {r: s}), "host", gathers) for r, s in hosts.items() if s]
+        return started or gathers
+
+    def _exchanged(self, jobs: Jobs, transfers: Iterable[PricedCollective], after: list[int]) -> list[int]:
+        """Add exchanges of activations, one after another."""
+        for transfer in transfers:
+            turns = _TURNS.get(transfer.change, 1)
+            lost = min(turns * self.cluster.meeting_seconds(self._ranks), transfer.seconds(self.run.ratios))
+            line = Line(lost, transfer.seconds(self.run.ratios) - lost)
+            traffic = turn_traffic(self._ranks, transfer.bytes, turns, self.cluster)
+            task = jobs.transfer("communication", line, () if _moves_a_part(transfer) else traffic, self._ranks)
+            after = [jobs.do(task, str(transfer), after)]
+        return after
+
+    def _work(self, stage: _Stage, part: float) -> Task:
+        slowest = max(stage.work.values())
+        uses = {("compute", rank): own / slowest for rank, own in stage.work.items() if own} if slowest else {}
+        return Task("work", self._ranks, part * slowest, uses)
+
+    def _travel(self, kind: str, num_bytes: float) -> Task:
+        """Return the way of parameters to those that compute, or of gradients back, in buckets."""
+        turns = 1 if self.zero else 2
+        seconds = turns * turn_seconds(num_bytes, self._ranks, self.cluster)
+        copies = num_bytes * TURN_MOVES * self.cluster.copy_seconds(self._ranks)
+        fixed = turns * turn_seconds(0.0, self._ranks, self.cluster)
+        traffic = turn_traffic(self._ranks, num_bytes, turns, self.cluster)
+        return Jobs(self.cluster).transfer(kind, Line(fixed, seconds - fixed + copies), traffic, self._ranks)
+
+    def _stages(self) -> Iterator[_Stage]:
+        pieces: list[list[HapStep]] = []
+        for step in self.run.program.steps:
+            if not pieces or step.ends_stage or step.gathered:
+                pieces.append([])
+            pieces[-1].append(step)
+        for steps in pieces:
+            changes = (change for step in steps for change in step.changes if _is_exchanged(change))
+            moved = [transfer for change in changes for transfer in change.transfers]
+            before = tuple(transfer for transfer in moved if not transfer.is_backward)
+            after = tuple(transfer for transfer in moved if transfer.is_backward)
+            sent = tuple(transfer for step in steps for transfer in step.gathered)
+            sums = sum(self.tensors[name].bytes for step in steps for name, _ in step.homes if name in self._summed)
+            yield _Stage(self._seconds(steps), before, (*sent, *after), sums)
+
+    def _seconds(self, steps: Sequence[HapStep]) -> Seconds:
+        """Return each device's seconds of some ops, with what comes to their work."""
+        found = dict.fromkeys(self._ranks, 0.0)
+        for step in steps:
+            for position, rank in enumerate(self._ranks):
+                found[rank] += self._of_op(step, position) + self._besides(step, position)
+        return found
+
+    def _of_op(self, step: HapStep, position: int) -> float:
+        form, speed = step.form, self.run.speeds[position]
+        share = 0.0
+        if form.cut is not None:
+            share = rounded(self.run.ratios[form.segment], form.units)[position] / form.units
+        return self._more_work * (form.cut_flops * share + form.whole_flops) / speed
+
+    @cached_property
+    def _more_work(self) -> float:
+        """Return how many times as much work the costs know as the ops of the program do."""
+        whole, steps = self.costs.whole, self.run.program.steps
+        per_byte = fmean(self.cluster.device(rank).flops_per_byte for rank in self._ranks)
+        counted = FORWARD_AND_BACKWARD * self.costs.rows * (whole.flops + whole.traffic_bytes * per_byte)
+        own = math.fsum(step.form.cut_flops + step.form.whole_flops for step in steps)
+        return max(1.0, counted / own) if own else 1.0
+
+    def _besides(self, step: HapStep, position: int) -> float:
+        """Return what running an op takes besides, and moves of parameters that nothing has read before."""
+        device = self.cluster.device(self._ranks[position])
+        known = device.op_now
+        of_one = OP_SECONDS * self.cluster.top_speed(device.kind) / device.speed if known is None else known
+        ops = self.costs.whole.num_ops / len(self.run.program.steps)
+        moved = sum(self._held(name, position) for name, _ in step.homes)
+        return FORWARD_AND_BACKWARD * ops * of_one + moved * WEIGHT_MOVES * device.flops_per_byte / device.speed
+
+    @cached_property
+    def _homes(self) -> Mapping[str, Layout]:
+        return {name: home for step in self.run.program.steps for name, home in step.homes}
+
+    @cached_property
+    def _whole(self) -> frozenset[str]:
+        """Return the parameters that devices compute with whole."""
+        changes = (change for step in self.run.program.steps for change in step.changes if change.is_parameter)
+        brought = {change.tensor for change in changes if change.target.kind is not LayoutKind.SPLIT}
+        return frozenset(brought | {name for name, home in self._homes.items() if home.kind is not LayoutKind.SPLIT})
+
+    @cached_property
+    def _summed(self) -> frozenset[str]:
+        """Return those whose gradients come in summands."""
+        changes = (change for step in self.run.program.steps for change in step.changes if change.is_parameter)
+        return frozenset(change.tensor for change in changes if change.target == SHARED)
+
+    @property
+    def _whole_bytes(self) -> float:
+        return math.fsum(self.tensors[name].bytes for name in self._whole)
+
+    def _held(self, name: str, position: int) -> float:
+        """Return the bytes of a parameter that a device computes with."""
+        size, home = self.tensors[name].bytes, self._homes[name]
+        return size if name in self._whole else size * self.run.ratios[home.segment][position]
+
+    @cached_property
+    def _updates(self) -> Seconds:
+        """Return what each device's update takes."""
+        found: dict[int, float] = defaultdict(float)
+        for name in self._homes:
+            for position, rank in enumerate(self._ranks):
+                is_spread = name in self._whole and self.zero
+                share = self.run.speeds[position] / sum(self.run.speeds) if is_spread else 1.0
+                found[rank] += optimizer_seconds(self._held(name, position) * share, self.cluster.device(rank))
+        return dict(found)
+
+    def _devices(self, stages: Sequence[_Stage], seconds: float) -> Iterator[DeviceCost]:
+        sums = sum(stage.sums for stage in stages)
+        exchanges = math.fsum(
+            transfer.seconds(self.run.ratios) for stage in stages for transfer in (*stage.before, *stage.after)
+        )
+        sync = self._travel("gradients", sums).alone_seconds if sums else 0.0
+        gather = self._travel("gather", self._whole_bytes).alone_seconds if self.zero and self._whole else 0.0
+        for position, rank in enumerate(self._ranks):
+            host, work = self.cluster.device(rank).step_now, math.fsum(stage.work[rank] for stage in stages)
+            busy = (host, work, exchanges, 0.0)
+            ends = (sync, gather, self._updates.get(rank, 0.0))
+            idle = max(0.0, seconds - math.fsum((*busy, *ends)))
+            held = (("held", math.ceil(self.run.held.on_device(position, self.run.ratios))),)
+            yield DeviceCost(rank, tuple(zip(TERMS, (*busy, idle, *ends), strict=True)), held)
+
+
+def _is_exchanged(change: LayoutChange) -> bool:
+    """Tell whether devices wait for a change where it stands: of activations, and of parameters cut anew."""
+    return not change.is_parameter or change.target.kind is LayoutKind.SPLIT
+
+
+def _moves_a_part(transfer: PricedCollective) -> bool:
+    """Tell whether a transfer sends less than goes around for all of a tensor."""
+    return transfer.change in (ChangeKind.SHIFT, ChangeKind.ALL_TO_ALL)

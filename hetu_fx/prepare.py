@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hetu_fx.base.device_types import group_backends, type_of
 from hetu_fx.base.forked import settle_after_fork
 from hetu_fx.base.frameworks import launchers, torch_optimizer
 from hetu_fx.base.progress import telling
@@ -187,7 +188,7 @@ def join_world() -> None:
         )
     with opening_connections():
         store = launcher_store()
-        backend = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
+        backend = group_backends()
         if store is None:
             dist.init_process_group(backend)
         else:
@@ -236,6 +237,13 @@ def _check_model(model: nn.Module) -> None:
             f"the model's parameters are on {len(devices)} devices {sorted(map(str, devices))}; move it to one "
             f"device per process, such as model.to('cuda')"
         )
+    kind = type_of(next(iter(devices)))
+    for name, parameter in model.named_parameters():
+        if parameter.dtype in kind.no_dtypes:
+            raise StateError(
+                f"parameter {name!r} is {parameter.dtype}, in which devices of type {kind.name!r} cannot compute; cast "
+                f"the model on all ranks, such as by model.float()"
+            )
 
 
 def _costs_and_seed(

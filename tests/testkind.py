@@ -11,7 +11,6 @@ A tensor goes from one device to the other by its DLPack record, where only the 
 from __future__ import annotations
 
 import ctypes
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -22,7 +21,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from hetu_fx.base.device_types import DeviceType, Memory, register
+
 NAME = "testkind"
+LACKS = frozenset({"aten.topk.default"})
 MEMORY_BYTES = 1 << 30
 
 _HOST, _OTHER = 1, 12  # DLPack's numbers of the host, and of PrivateUse1 (kDLExtDev)
@@ -72,8 +74,13 @@ def install() -> torch.device:
     for name, kernel in _OVERRIDEABLE.items():
         own.impl(name, kernel, "PrivateUse1")
     _kept.extend((every_op, own))
+    register(DeviceType(name=NAME, count=lambda: 1, chip=lambda _: NAME, memory=_memory, lacks=LACKS))
     torch.Tensor.__deepcopy__ = _deepcopy  # type: ignore[method-assign]
     return torch.device(NAME, 0)
+
+
+def _memory(device: torch.device) -> Memory:
+    return Memory(str(device), MEMORY_BYTES, MEMORY_BYTES, 0)
 
 
 _kept: list[Any] = []  # what would undo the registration as it goes

@@ -229,7 +229,8 @@ class GroupTable:
     def staged(self, device: torch.device) -> bool:
         """Tell whether tensors of `device` travel through host memory (no native backend, or gloo)."""
         if device not in self._staged:
-            self._staged[device] = device.type != "cpu" and not self.transport.is_native(self.base, device)
+            travels = self.size > 1 and device.type != "cpu"
+            self._staged[device] = travels and not self.transport.is_native(self.base, device)
         return self._staged[device]
 
     def _create(self, ranks: tuple[int, ...]) -> Group:

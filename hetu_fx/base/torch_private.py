@@ -35,7 +35,9 @@ from torch.distributed.distributed_c10d import _get_default_group, _new_process_
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
 from torch.utils import _pytree as pytree  # nested values: what arguments and results of ops are
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every op that runs
+from torch.utils._python_dispatch import _disable_current_modes
 
 tree_flatten = pytree.tree_flatten
 tree_flatten_with_path = pytree.tree_flatten_with_path
@@ -134,6 +136,12 @@ def is_written(argument: Any) -> bool:
 def written_names(op: Any) -> list[str]:
     """Return the names of the arguments that an op writes to, by its schema."""
     return [argument.name for argument in schema(op).arguments if is_written(argument)]
+
+
+@cache
+def argument_names(op: Any) -> frozenset[str]:
+    """Return what the arguments of an op are called."""
+    return frozenset(argument.name for argument in schema(op).arguments)
 
 
 def has_schema(target: Any) -> bool:
@@ -284,3 +292,15 @@ def is_member_of(group: ProcessGroup) -> bool:
 def forget_group_count() -> None:
     """Count groups from 0 again: torch names them by their number, which must be that of the other ranks."""
     _world.group_count = 0
+
+
+def untraced() -> AbstractContextManager[Any]:
+    """Compute with values inside, although a trace is under way."""
+    made: AbstractContextManager[Any] = _disable_current_modes()
+    return made
+
+
+@cache
+def makes_tensors(function: Any) -> bool:
+    """Tell whether a function makes tensors of nothing, on the device that it is told or else on the default one."""
+    return function in _device_constructors()

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hetu_fx.base.device_types import type_of
 from hetu_fx.cluster.devices import Collective, Device
 from hetu_fx.comm_ops.wire.collectives import gather_padded, gather_parts, reduce_padded, reduce_parts, sum_over
 from hetu_fx.comm_ops.wire.consensus import of_all
@@ -235,7 +236,6 @@ def _seconds(run: Run, num_bytes: int, ranks: Sequence[int], table: GroupTable, 
     for _ in range(_ROUNDS + 1):
         start = time.perf_counter()
         run(parts, ranks, table)
-        if parts[0].is_cuda:
-            torch.cuda.synchronize(parts[0].device)
+        type_of(parts[0].device).synchronize(parts[0].device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])

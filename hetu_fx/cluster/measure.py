@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hetu_fx.base.device_types import type_of
 from hetu_fx.cluster.compute import Products, matmul_flops_per_second, memory_bytes_per_second, op_seconds
 from hetu_fx.cluster.devices import Device
 from hetu_fx.cluster.host import memory_limits, node_name, step_seconds
@@ -213,9 +214,7 @@ def _with_meetings(
 
 def _kind(device: str) -> str:
     place = torch.device(device)
-    if place.type == "cuda":
-        return torch.cuda.get_device_name(place).lower().replace(" ", "-")
-    return place.type
+    return type_of(place).chip(place)
 
 
 def settled(raw: Sequence[tuple[Device, Limits]]) -> tuple[Device, ...]:

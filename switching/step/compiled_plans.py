@@ -38,6 +38,7 @@ from hetu_fx.transforms.lowering.recompute import Recompute
 from hetu_fx.transforms.passes import run_pass
 from hetu_fx.transforms.rewrites.counter_rng import draws_by_token
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph
+from hetu_fx.transforms.specialize.place import Place
 from hetu_fx.transforms.specialize.specialize import Specialize
 
 NODE_BYTES = 2_700
@@ -179,6 +180,7 @@ class GraphCompute(Compute):
         deduced = _read(program, data)
         device = run_pass(Specialize(self.table.rank), deduced)
         if device is not None:
+            device = run_pass(Place(self.device), device)
             device = run_pass(ChooseAlgorithms(Lowering(self.table.topology)), device)
             device = run_pass(Recompute(deduced.annotated), device)
         return StagePlan(
@@ -207,7 +209,7 @@ class GraphCompute(Compute):
     def _constants(self, deduced: DeducedGraph, layout: StageLayout) -> dict[str, Tensor]:
         annotations = _leaf_annotations(deduced, layout, LeafKind.CONSTANT)
         values = deduced.annotated.graph.constants
-        return {name: local_part(values[name], at, self.table.rank) for name, at in annotations.items()}
+        return {name: local_part(values[name], at, self.table.rank).to(self.device) for name, at in annotations.items()}
 
 
 _deduced: WeakValueDictionary[tuple[int, bytes], DeducedGraph] = WeakValueDictionary()

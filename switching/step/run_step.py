@@ -13,6 +13,7 @@ from torch import Tensor
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import BatchError, StateError
 from hetu_fx.graph import meta
+from hetu_fx.graph.capture import ambient_autocasts
 from hetu_fx.graph.graph import OBSERVED
 from hetu_fx.plans.schedule import actions, forwards
 from hetu_fx.program.program import Program
@@ -232,7 +233,6 @@ def _run_again(run: Callable[..., StageOutcome], scale: float, table: GroupTable
 def _without_autocast() -> Iterator[None]:
     """Run a graph as it is: the casts of an ambient autocast were written into it when it was captured."""
     with ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+        for kind, _ in ambient_autocasts():
+            stack.enter_context(torch.autocast(kind, enabled=False))
         yield

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from hetu_fx.annotations.local import local_part
+from hetu_fx.base.device_types import type_of
 from hetu_fx.base.progress import Tell, nobody
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.ops.table import COMM_OPS
@@ -307,5 +308,5 @@ def seconds_of(shard: BlockShard, inputs: Sequence[torch.Tensor]) -> float:
 
 
 def _wait(inputs: Sequence[torch.Tensor]) -> None:
-    for device in {tensor.device for tensor in inputs if tensor.is_cuda}:
-        torch.cuda.synchronize(device)
+    for device in {tensor.device for tensor in inputs}:
+        type_of(device).synchronize(device)

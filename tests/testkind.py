@@ -168,6 +168,11 @@ def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Te
     return target
 
 
+def _as_strided(x: Tensor, size: list[int], stride: list[int], offset: int | None = None) -> Tensor:
+    """Count from the start of the memory, of which a stand-in on the host has only the tensor's own part."""
+    return aten.alias(x).as_strided_(size, stride, x.storage_offset() if offset is None else offset)
+
+
 def _resize(x: Tensor, size: list[int], *, memory_format: Any = None) -> Tensor:
     needed = torch.Size(size).numel()
     if needed * x.itemsize > x.untyped_storage().nbytes():
@@ -193,5 +198,6 @@ _OVERRIDEABLE: Mapping[str, Callable[..., Any]] = {
 }
 _OTHERWISE: Mapping[Any, Callable[..., Any]] = {
     aten._copy_from.default: _copy_from,
+    aten.as_strided.default: _as_strided,
     aten.resize_.default: _resize,
 }

@@ -41,7 +41,7 @@ class Exchange:
 
     ranks: tuple[int, ...] = ()
     works: list[Any] = field(default_factory=list)
-    finish: Callable[[], None] | None = None
+    finish: Callable[[], object] | None = None
 
     @property
     def has_arrived(self) -> bool:
@@ -155,8 +155,9 @@ def sum_all(buffer: Tensor, ranks: Sequence[int]) -> Exchange:
     if len(ranks) == 1:
         return Exchange()
     table = active()
-    work = table.transport.all_reduce(buffer, table.group(tuple(ranks)), is_async=True)
-    return Exchange(tuple(ranks), [work])
+    wire = buffer.cpu() if table.staged(buffer.device) else buffer
+    work = table.transport.all_reduce(wire, table.group(tuple(ranks)), is_async=True)
+    return Exchange(tuple(ranks), [work], None if wire is buffer else lambda: buffer.copy_(wire))
 
 
 def reduce_world(value: Tensor, world: int, op: dist.ReduceOp.RedOpType, what: str) -> Tensor:

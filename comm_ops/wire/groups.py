@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from hetu_fx.base.device_types import type_of
 from hetu_fx.base.per_rank import PerRank
 from hetu_fx.base.torch_private import store_of_world
 from hetu_fx.comm_ops.plans.cost import Topology
@@ -230,7 +231,8 @@ class GroupTable:
         """Tell whether tensors of `device` travel through host memory (no native backend, or gloo)."""
         if device not in self._staged:
             travels = self.size > 1 and device.type != "cpu"
-            self._staged[device] = travels and not self.transport.is_native(self.base, device)
+            is_direct = travels and type_of(device).is_direct and self.transport.is_native(self.base, device)
+            self._staged[device] = travels and not is_direct
         return self._staged[device]
 
     def _create(self, ranks: tuple[int, ...]) -> Group:

@@ -304,3 +304,19 @@ def untraced() -> AbstractContextManager[Any]:
 def makes_tensors(function: Any) -> bool:
     """Tell whether a function makes tensors of nothing, on the device that it is told or else on the default one."""
     return function in _device_constructors()
+
+
+@contextmanager
+def carrying_over(key: str, value: object) -> Iterator[None]:
+    """Have a value in this thread, and in those in which autograd runs a backward that is called inside."""
+    before = carried_over(key)
+    torch._C._stash_obj_in_tls(key, value)
+    try:
+        yield
+    finally:
+        torch._C._stash_obj_in_tls(key, before)
+
+
+def carried_over(key: str) -> Any:
+    """Return the value of this name that this thread has; None if it has none."""
+    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None

@@ -1,7 +1,8 @@
 """Choose the example that a model is traced with: sizes that differ, a batch of more than one row.
 
 Values never matter to the trace, so the example is made of zeros; only sizes and dtypes are the user's, and devices
-where it is not traced on the host. The batch dim is dim 0 of every tensor whose size there is that of the first tensor with a dim.
+where it is not traced on the host. The batch dim is dim 0 of every tensor whose size there is that of the first tensor
+with a dim.
 """
 
 from __future__ import annotations

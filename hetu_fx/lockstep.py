@@ -164,6 +164,16 @@ def _unwritten_is_nan() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
+def moved(model: nn.Module, device: torch.device) -> nn.Module:
+    """Move a model's own tensors to a device; what is tied stays so, as `Module.to` alone does not do on every type."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return model.to(device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
 def _trained(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
@@ -195,7 +205,7 @@ class _Run:
 
     def train(self, table: GroupTable) -> _OfRank:
         """Train as the rank of this table; collective."""
-        model = copy.deepcopy(self.model).to(self._device(table.rank))
+        model = moved(copy.deepcopy(self.model), self._device(table.rank))
         optimizer = self.how.make_optimizer(_trained(model))
         runtime = self._runtime(model, optimizer, table)
         made = _OfRank([], [], {}, {})

@@ -11,6 +11,11 @@ A tensor goes from one device to the other by its DLPack record, where only the 
 from __future__ import annotations
 
 import ctypes
+import functools
+import multiprocessing
+import os
+import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -22,10 +27,13 @@ from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from hetu_fx.base.device_types import DeviceType, Memory, register
+from tests.spawned import forked
 
 NAME = "testkind"
+PLACE = torch.device("privateuseone", 0)  # which is called so only once `install` has run
 LACKS = frozenset({"aten.topk.default"})
 MEMORY_BYTES = 1 << 30
+SECONDS = 240  # that a test may take
 
 _HOST, _OTHER = 1, 12  # DLPack's numbers of the host, and of PrivateUse1 (kDLExtDev)
 _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -65,6 +73,47 @@ class _Module:
         return [torch.bfloat16, torch.float16]
 
 
+class _Inside(threading.local):
+    process = False  # whether this process was made for a test on the kind
+
+
+_inside = _Inside()
+
+
+def on_testkind(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test in a process of its own, in which the kind is known; what it raises fails here."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        if _inside.process:
+            test(*args, **kwargs)
+            return
+        receiver, sender = multiprocessing.Pipe(duplex=False)
+        process = forked(_alone, run, args, kwargs, sender)
+        sender.close()
+        try:
+            assert receiver.poll(SECONDS), f"{test.__name__} said nothing for {SECONDS} s"
+            told = receiver.recv()
+        finally:
+            process.kill()
+            process.join()
+        assert told is None, told
+
+    return run
+
+
+def _alone(test: Callable[..., None], args: Any, kwargs: Any, sender: Any) -> None:
+    torch.set_num_threads(1)
+    _inside.process = True
+    install()
+    try:
+        test(*args, **kwargs)
+        sender.send(None)
+    except BaseException:
+        sender.send(traceback.format_exc())
+    os._exit(0)  # autograd's thread for the kind may hold python objects
+
+
 @cache
 def install() -> torch.device:
     """Make the kind known to torch in this process, once; return its one device."""
@@ -76,7 +125,7 @@ def install() -> torch.device:
     _kept.extend((every_op, own))
     register(DeviceType(name=NAME, count=lambda: 1, chip=lambda _: NAME, memory=_memory, lacks=LACKS))
     torch.Tensor.__deepcopy__ = _deepcopy  # type: ignore[method-assign]
-    return torch.device(NAME, 0)
+    return PLACE
 
 
 def _memory(device: torch.device) -> Memory:
@@ -113,7 +162,12 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     if op in _OTHERWISE:
         return _OTHERWISE[op](*args, **kwargs)
     given = _Given(op)
-    made = op(*pytree.tree_map(given.on_host, args), **pytree.tree_map(given.on_host, kwargs))
+    results = {argument.name for argument in op._schema.arguments if argument.is_out} & kwargs.keys()
+    named = {
+        name: pytree.tree_map(given.room_for if name in results else given.on_host, value)
+        for name, value in kwargs.items()
+    }
+    made = op(*pytree.tree_map(given.on_host, args), **named)
     return pytree.tree_map_only(Tensor, given.back, made)
 
 
@@ -133,11 +187,15 @@ class _Given:
             return value
         if value.device.type != NAME:
             return self._alien(value)
-        # What an op may have to make larger first must be memory that can grow.
-        grows = value.numel() == 0 and value.dim() == 1
-        stand_in = torch.empty(0, dtype=value.dtype) if grows else _as_of(_HOST, value)
-        self.stand_ins[id(stand_in)] = stand_in, value
         self.of_memory[value.untyped_storage().data_ptr()] = value
+        return self._stands_in(_as_of(_HOST, value), value)
+
+    def room_for(self, result: Tensor) -> Tensor:
+        """Return room for a result that can grow, as the host's kernel may make it another size."""
+        return self._stands_in(torch.empty(0, dtype=result.dtype), result)
+
+    def _stands_in(self, stand_in: Tensor, value: Tensor) -> Tensor:
+        self.stand_ins[id(stand_in)] = stand_in, value
         return stand_in
 
     def _alien(self, value: Tensor) -> Tensor:
@@ -159,6 +217,8 @@ class _Given:
     def _argument(stand_in: Tensor, value: Tensor) -> Tensor:
         if stand_in.shape != value.shape:
             value.data = _as_of(_OTHER, stand_in)
+        elif stand_in.data_ptr() != value.data_ptr():
+            _as_of(_HOST, value).copy_(stand_in)
         return value
 
 

@@ -77,7 +77,8 @@ def _captured(program: _Program, tensors: Mapping[str, torch.Tensor], training: 
         return _Traced(*_export(program, tensors)).graph(program, training)
     if all(kind != device.type for kind, _ in program.autocasts):
         program.on_host = OnHost()
-        with contextlib.suppress(CaptureError), state_at(program.model, stand_in_device):
+        attributes = program.on_host.instead_of_attributes(program.model)
+        with contextlib.suppress(CaptureError), attributes, state_at(program.model, stand_in_device):
             traced = _Traced(*_export(program, tensors))
             if not casts(traced.exported.graph_module):
                 return traced.graph(program, training)

@@ -85,6 +85,19 @@ class OnHost(TorchFunctionMode):
             args = tuple(_named(item) if isinstance(item, str) or type(item) is int else item for item in args)
         return args[0] if _moves_to_a_type(function) else function(*args, **kwargs)
 
+    @contextmanager
+    def instead_of_attributes(self, model: nn.Module) -> Iterator[None]:
+        """Let plain tensors that modules have as attributes be copies on the host inside: a trace names them so."""
+        owned = [(space, name, held) for space in map(vars, model.modules()) for name, held in space.items()]
+        moved = [one for one in owned if isinstance(one[2], Tensor) and is_elsewhere(one[2].device)]
+        for space, name, held in moved:
+            space[name] = self._copy(held)
+        try:
+            yield
+        finally:
+            for space, name, held in moved:
+                space[name] = held
+
     def _here(self, value: Any) -> Any:
         if isinstance(value, torch.device):
             return stand_in_device(value)

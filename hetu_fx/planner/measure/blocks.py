@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from hetu_fx.annotations.local import local_part
-from hetu_fx.base.device_types import type_of
+from hetu_fx.base.device_types import HOST, type_of
 from hetu_fx.base.progress import Tell, nobody
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.ops.table import COMM_OPS

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hetu_fx.base.device_types import group_backends, type_of
+from hetu_fx.base.device_types import DeviceType, type_of
 from hetu_fx.base.forked import settle_after_fork
 from hetu_fx.base.frameworks import launchers, torch_optimizer
 from hetu_fx.base.progress import telling
@@ -188,7 +188,7 @@ def join_world() -> None:
         )
     with opening_connections():
         store = launcher_store()
-        backend = group_backends()
+        backend = DeviceType.group_backends()
         if store is None:
             dist.init_process_group(backend)
         else:

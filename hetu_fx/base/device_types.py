@@ -3,7 +3,7 @@
 A type is what `torch.device(...).type` says: it names the part of torch that drives a device ("cuda", "cpu"). It is not
 what a cluster file calls a kind ("nvidia-h100"), which is the name of a chip that this part drives.
 
-A package adds a type by an entry point of the group `hetu_fx.kinds`, which loads a `DeviceType`, and a script by
+A package adds a type by an entry point of the group `hetu_fx.kinds`, which loads a `DeviceType`, and a script by its
 `register`.
 """
 
@@ -82,6 +82,21 @@ class DeviceType:
     product_side: int = 256
     large_elements: int = 1 << 20
 
+    def register(self) -> None:
+        """Make the type known.
+
+        Raises:
+            EnvironmentProblem: another one has its name.
+        """
+        if _types.setdefault(self.name, self) is not self:
+            raise EnvironmentProblem(f"device type {self.name!r} is known already; register each once")
+
+    @staticmethod
+    def group_backends() -> str:
+        """Return what torch.distributed is to be initialised with, for the host and all else that is there."""
+        own = [f"{one.name}:{one.process_groups}" for one in computing() if one.is_direct]
+        return ",".join([*own, "cpu:gloo"]) if own else CPU.process_groups
+
     def __post_init__(self) -> None:
         if isinstance(self.lacks, str):
             raise EnvironmentProblem(f"device type {self.name!r}: 'lacks' must be a set of names, not {self.lacks!r}")
@@ -127,16 +142,6 @@ _types = {one.name: one for one in (CPU, CUDA)}
 _has_looked = [False]
 
 
-def register(kind: DeviceType) -> None:
-    """Make a type of devices known.
-
-    Raises:
-        EnvironmentProblem: another one has its name.
-    """
-    if _types.setdefault(kind.name, kind) is not kind:
-        raise EnvironmentProblem(f"device type {kind.name!r} is known already; register each once")
-
-
 def device_types() -> tuple[DeviceType, ...]:
     """Return all that are known, the host's first.
 
@@ -146,7 +151,7 @@ def device_types() -> tuple[DeviceType, ...]:
     if not _has_looked[0]:
         _has_looked[0] = True
         for point in metadata.entry_points(group=GROUP):
-            register(_loaded(point))
+            _loaded(point).register()
     return tuple(_types.values())
 
 
@@ -170,7 +175,7 @@ def type_of(device: torch.device) -> DeviceType:
     if device.type not in known:
         raise EnvironmentProblem(
             f"devices of type {device.type!r} are not known, only {sorted(known)}; add a DeviceType by an entry point "
-            f"of the group {GROUP!r}, or by hetu_fx.base.device_types.register"
+            f"of the group {GROUP!r}, or by hetu_fx.DeviceType(...).register()"
         )
     return known[device.type]
 
@@ -183,9 +188,3 @@ def is_elsewhere(device: torch.device) -> bool:
 def computing() -> tuple[DeviceType, ...]:
     """Return the types of which this process sees devices, besides the host's."""
     return tuple(one for one in device_types() if one.name != HOST.type and one.count() > 0)
-
-
-def group_backends() -> str:
-    """Return what torch.distributed is to be initialised with, for the host and all else that is there."""
-    own = [f"{one.name}:{one.process_groups}" for one in computing() if one.is_direct]
-    return ",".join([*own, "cpu:gloo"]) if own else CPU.process_groups

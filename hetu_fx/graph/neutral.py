@@ -78,12 +78,12 @@ class OnHost(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        args, kwargs = tree_map(self._here, (args, dict(kwargs or {})))
-        if makes_tensors(function) or kwargs.get("device") is not None:
-            kwargs["device"] = _named(kwargs.get("device"))
+        args, named = tree_map(self._here, (args, dict(kwargs or {})))
+        if makes_tensors(function) or named.get("device") is not None:
+            named["device"] = _named(named.get("device"))
         if function is Tensor.to:
             args = tuple(_named(item) if isinstance(item, str) or type(item) is int else item for item in args)
-        return args[0] if _moves_to_a_type(function) else function(*args, **kwargs)
+        return args[0] if _moves_to_a_type(function) else function(*args, **named)
 
     @contextmanager
     def instead_of_attributes(self, model: nn.Module) -> Iterator[None]:

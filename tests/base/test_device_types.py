@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetu_fx.base.device_types import CPU, CUDA, DeviceType, device_types, group_backends, register, type_of
+from hetu_fx.base.device_types import CPU, CUDA, DeviceType, device_types, type_of
 from hetu_fx.errors import EnvironmentProblem
-from tests.testkind import NAME, on_testkind
+from tests.kinds.testkind import NAME, on_testkind
 
 
 def test_the_host_stands_first_and_cuda_is_known_without_one() -> None:
@@ -25,9 +25,9 @@ def test_a_type_that_nobody_has_told_of_is_refused_with_the_way_out() -> None:
 
 
 def test_a_second_record_of_a_name_is_refused() -> None:
-    register(CPU)
+    CPU.register()
     with pytest.raises(EnvironmentProblem, match="'cpu' is known already"):
-        register(DeviceType(name="cpu", count=lambda: 1, chip=str))
+        DeviceType(name="cpu", count=lambda: 1, chip=str).register()
 
 
 def test_ops_are_given_as_a_set_of_names() -> None:
@@ -37,7 +37,7 @@ def test_ops_are_given_as_a_set_of_names() -> None:
 
 @on_testkind
 def test_a_type_without_a_backend_of_its_own_meets_over_the_host_s() -> None:
-    assert group_backends() == "gloo"
+    assert DeviceType.group_backends() == "gloo"
     assert type_of(torch.device(NAME)).chip(torch.device(NAME)) == NAME
 
 

@@ -22,7 +22,6 @@ import torch.distributed as dist
 import hetu_fx
 from hetu_fx.errors import HetuFxError
 from hetu_fx.lockstep import moved as to_device
-from tests import testkind
 from tests.end_to_end.cells import (
     DEFAULT_TOLERANCE,
     LOSS_FNS,
@@ -34,6 +33,7 @@ from tests.end_to_end.cells import (
     make_batch,
     make_model,
 )
+from tests.kinds import testkind
 
 
 def own_rows(batch: dict[str, torch.Tensor], rank: int, world: int) -> dict[str, torch.Tensor]:

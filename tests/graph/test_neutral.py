@@ -15,8 +15,8 @@ from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.lockstep import moved
 from hetu_fx.program.captures import Programs
+from tests.kinds.testkind import NAME, PLACE, on_testkind
 from tests.model_zoo import SAMPLES
-from tests.testkind import NAME, PLACE, on_testkind
 
 
 class Looks(nn.Module):

@@ -11,7 +11,7 @@ from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph
 from hetu_fx.graph.placed import place_ops, placed_copy
 from hetu_fx.transforms.rewrites.op_overrides import OpOverrides, Override
-from tests.testkind import PLACE, calls, on_testkind
+from tests.kinds.testkind import PLACE, calls, on_testkind
 
 TOPK, SOFTMAX = "aten.topk.default", "aten.softmax.int"
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from hetu_fx.base.device_types import DeviceType, Memory, register
+from hetu_fx.base.device_types import DeviceType, Memory
 from tests.spawned import forked
 
 NAME = "testkind"
@@ -123,7 +123,7 @@ def install() -> torch.device:
     for name, kernel in _OVERRIDEABLE.items():
         own.impl(name, kernel, "PrivateUse1")
     _kept.extend((every_op, own))
-    register(DeviceType(name=NAME, count=lambda: 1, chip=lambda _: NAME, memory=_memory, lacks=LACKS))
+    DeviceType(name=NAME, count=lambda: 1, chip=lambda _: NAME, memory=_memory, lacks=LACKS).register()
     torch.Tensor.__deepcopy__ = _deepcopy  # type: ignore[method-assign]
     return PLACE
 

@@ -13,7 +13,7 @@ from hetu_fx.errors import HetuFxError
 from tests.end_to_end.cells import COVERING, PLANS, PROCESSES, REFUSED, Cell, in_double
 from tests.end_to_end.parity_lockstep import check_trained, trained
 from tests.end_to_end.parity_processes import SECONDS_IN_ALL, check_outcome, outcomes_of
-from tests.testkind import NAME, on_testkind
+from tests.kinds.testkind import NAME, on_testkind
 
 MODELS = tuple(dict.fromkeys(cell.model for cell in COVERING))
 IN_PROCESSES = (

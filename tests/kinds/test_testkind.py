@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.testkind import PLACE, on_testkind
+from tests.kinds.testkind import PLACE, on_testkind
 
 
 @on_testkind

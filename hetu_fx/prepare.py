@@ -20,7 +20,7 @@ from hetu_fx.base.frameworks import launchers, torch_optimizer
 from hetu_fx.base.progress import telling
 from hetu_fx.base.torch_private import get_default_group
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.comm_ops.wire.consensus import LocalFacts, agree, by_first, together
+from hetu_fx.comm_ops.wire.consensus import LocalFacts, agree, by_first, of_all, together
 from hetu_fx.comm_ops.wire.groups import GroupTable, using, watched_group
 from hetu_fx.comm_ops.wire.rendezvous import launcher_store
 from hetu_fx.comm_ops.wire.shutdown import opening_connections, remember
@@ -80,6 +80,7 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
     _warn_if_alone(table)
     _check_group(table)
     execution, program, example, plans, cluster = together(table, lambda: _found(wanted))
+    table.know_types(of_all(table, next(wanted.model.parameters()).device.type))
     with using(table):
         rows = agree(table, example).rows
         rows_of_all = max(1, rows[0] if wanted.settings.shared else sum(rows))

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hetu_fx.base.device_types import type_of
+from hetu_fx.base.device_types import HOST, type_of
 from hetu_fx.base.per_rank import PerRank
 from hetu_fx.base.torch_private import store_of_world
 from hetu_fx.comm_ops.plans.cost import Topology
@@ -120,7 +120,8 @@ class GroupTable:
         self._groups: dict[tuple[int, ...], Group] = {}
         self.creations: list[GroupCreation] = []
         self._beside: dict[str, GroupTable] = {}
-        self._staged: dict[torch.device, bool] = {}
+        self._natives: dict[torch.device, bool] = {}
+        self._types: tuple[str, ...] | None = None
 
     def _bind(self, base: ProcessGroup, name: str | None) -> None:
         self._base, self._path = base, path_over(base)
@@ -143,6 +144,7 @@ class GroupTable:
             base = self._whole(own) if is_whole else self.base
             self._beside[name] = self._named(own, base)
             self._beside[name].creations = self.creations
+            self._beside[name]._types = self._types
             self._beside[name].pauses_work = False
         return self._beside[name]
 
@@ -227,13 +229,42 @@ class GroupTable:
         """Return the positions in `ranks` in the order in which their process group counts them."""
         return sorted(range(len(ranks)), key=lambda position: self._globals[ranks[position]])
 
-    def staged(self, device: torch.device) -> bool:
-        """Tell whether tensors of `device` travel through host memory (no native backend, or gloo)."""
-        if device not in self._staged:
-            travels = self.size > 1 and device.type != "cpu"
-            is_direct = travels and type_of(device).is_direct and self.transport.is_native(self.base, device)
-            self._staged[device] = travels and not is_direct
-        return self._staged[device]
+    def know_types(self, types: Sequence[str]) -> None:
+        """Take in the type of the device that each rank computes on, by rank; the same on all ranks.
+
+        Until then ranks are taken to be alike.
+        """
+        self._types = tuple(types)
+        for table in self._beside.values():
+            table.know_types(types)
+
+    def staged(self, device: torch.device, ranks: Sequence[int] | None = None) -> bool:
+        """Tell whether tensors of `device` travel through host memory between some ranks (None: all).
+
+        They do where these compute on devices of several types, or of one that no backend of the group sends from.
+        """
+        if device.type == HOST.type or self.size == 1:
+            return False
+        if not self.is_native(device) or not type_of(device).is_direct:
+            return True
+        return any(found != device.type for found in self._types_of(ranks))
+
+    def cuts(self, peer: int) -> bool:
+        """Tell whether both ends cut what goes to and from another rank, as one of them may have to stage it."""
+        ends = {torch.device(name) for name in self._types_of((self.rank, peer))}
+        return len(ends) > 1 or any(not type_of(end).is_direct for end in ends)
+
+    def is_native(self, device: torch.device) -> bool:
+        """Tell whether a backend of the groups sends tensors of a device from where they are."""
+        if device not in self._natives:
+            self._natives[device] = self.transport.is_native(self.base, device)
+        return self._natives[device]
+
+    def _types_of(self, ranks: Sequence[int] | None) -> tuple[str, ...]:
+        """Return the types of some ranks' devices (None: of all), nothing where they are not known."""
+        if self._types is None:
+            return ()
+        return self._types if ranks is None else tuple(self._types[rank] for rank in ranks)
 
     def _create(self, ranks: tuple[int, ...]) -> Group:
         base = self.base

@@ -59,6 +59,7 @@ class DeviceType:
         set_random_state: sets it.
         process_groups: torch.distributed's backend for groups of such devices.
         is_direct: messages leave from where a tensor is; else they are staged through the host.
+        pins_host: host memory can be pinned for it, from and to which copies are faster, and run beside the host.
         autocast_key: the dispatch key of the casts that torch.autocast makes for the type; None: it makes none.
         no_dtypes: what the type cannot compute in.
         lacks: names of ops that it does not have, such as aten.topk.default: they run on the host.
@@ -76,6 +77,7 @@ class DeviceType:
     set_random_state: Callable[[Tensor], None] = lambda _: None
     process_groups: str = "gloo"
     is_direct: bool = False
+    pins_host: bool = False
     autocast_key: str | None = None
     no_dtypes: Collection[torch.dtype] = field(default_factory=frozenset)
     lacks: Collection[str] = field(default_factory=frozenset)
@@ -134,6 +136,7 @@ CUDA = DeviceType(
     set_random_state=torch.cuda.set_rng_state,
     process_groups="nccl",
     is_direct=True,
+    pins_host=True,
     autocast_key="AutocastCUDA",
     product_side=4096,
     large_elements=1 << 26,

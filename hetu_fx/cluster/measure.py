@@ -178,7 +178,8 @@ def measure_here(
     Links are those of `measure_links`.
     """
     table = table or GroupTable()
-    of_all(table, None)  # all start together, so that what shares a core shows
+    types = of_all(table, torch.device(device).type)  # all start together, so that what shares a core shows
+    table.know_types(types)
     speed = matmul_flops_per_second(device, seconds)
     limits = memory_limits(device)
     least = min(size for _, size in limits)

@@ -90,7 +90,7 @@ def segments(buffer: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 def _start_gather(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable) -> Exchange:
     """Fill `parts`, one of each of `ranks` and this rank's own among them, with what those have. Collective."""
     group = table.group(ranks)
-    if parts[0].device.type != "cpu" and all(part.numel() for part in parts):
+    if table.is_native(parts[0].device) and all(part.numel() for part in parts):
         ordered = [parts[i] for i in table.order(ranks)]
         work = table.transport.all_gather(ordered, parts[table.position(ranks)], group, is_async=True)
         return Exchange(tuple(ranks), [work])
@@ -172,7 +172,7 @@ def sum_over(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:
     wire = to_wire(x, ranks, table)
     others = len(ranks) - 1
     with guarded("all-reduce", ranks, table):
-        if wire.device.type == "cpu" and (others == 1 or others * wire.nbytes <= _DIRECT_BYTES):
+        if not table.is_native(wire.device) and (others == 1 or others * wire.nbytes <= _DIRECT_BYTES):
             result = torch.empty_like(wire, memory_format=torch.contiguous_format)
             _start_sum(dict.fromkeys(ranks, wire), result, ranks, table, Tag.SUMMANDS).end()
         else:
@@ -201,7 +201,7 @@ def reduce_parts(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTabl
     wires = [to_wire(part, ranks, table) for part in parts]
     result = torch.empty_like(wires[here], memory_format=torch.contiguous_format)
     with guarded("reduce-scatter", ranks, table):
-        if result.device.type == "cpu":
+        if not table.is_native(result.device):
             _start_sum(dict(zip(ranks, wires, strict=True)), result, ranks, table, Tag.SUMMANDS).end()
         else:
             table.transport.reduce_scatter(result, [wires[i] for i in table.order(ranks)], table.group(ranks))

@@ -175,12 +175,23 @@ class _GraphStep(StepFrame):
             orders = [actions(schedule, stage, stages, len(micro_batches)) for stage in range(stages)]
             feeds, timer = self._shared_feeds(collector.leaves), self.outcome.timer
             run = partial(self.stage.engine.run, orders, micro_batches, feeds, train=True, timer=timer)
-            self.outcome = run(root=self.root, before_last_backward=collector.listen)
+            self.outcome = run(root=self.root, before_last_backward=self._listening(collector))
             rerun = partial(_run_again, run, self._scale, self.table)
         if self.program.in_float16:
             collector.run_again = rerun
         collector.ran()
         return self._joined()
+
+    def _listening(self, collector: Collector) -> Callable[[], None] | None:
+        """Return what lets gradients travel beside the last backward; None where they may not.
+
+        A device that sends by itself carries out its calls one after another, of whatever groups: gradients that wait
+        for a stage before this one would keep from it the cotangents that it waits for.
+        """
+        device = self.device
+        assert device is not None, "it runs a stage"
+        may_wait = device.num_stages > 1 and self.table.is_native(self.variant.device)
+        return None if may_wait else collector.listen
 
     def _collector(self, compute: Mapping[str, Tensor]) -> Collector:
         """Make the compute tensors leaves of this step's autograd graph."""

@@ -15,6 +15,7 @@ import functools
 import multiprocessing
 import os
 import threading
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -40,6 +41,8 @@ _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 
 aten = torch.ops.aten
+copied_bytes_per_second: float | None = None
+"""How fast copies from and to the host are; None: as fast as memory is."""
 calls: Counter[str] = Counter()
 """How often each op has run here."""
 
@@ -224,6 +227,8 @@ class _Given:
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     here, there = (_as_of(_HOST, x) if x.device.type == NAME else x for x in (source, target))
+    if copied_bytes_per_second is not None:
+        time.sleep(source.nbytes / copied_bytes_per_second)
     there.copy_(here)
     return target
 

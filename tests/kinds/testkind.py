@@ -126,15 +126,21 @@ def install() -> torch.device:
     for name, kernel in _OVERRIDEABLE.items():
         own.impl(name, kernel, "PrivateUse1")
     _kept.extend((every_op, own))
-    DeviceType(name=NAME, count=lambda: 1, chip=lambda _: NAME, memory=_memory, lacks=LACKS).register()
+    RECORD.register()
     torch.Tensor.__deepcopy__ = _deepcopy  # type: ignore[method-assign]
     return PLACE
+
+
+def is_direct() -> None:
+    """Let messages leave from where tensors of the kind are, in this process from now on; as threads can send them."""
+    object.__setattr__(RECORD, "is_direct", True)
 
 
 def _memory(device: torch.device) -> Memory:
     return Memory(str(device), MEMORY_BYTES, MEMORY_BYTES, 0)
 
 
+RECORD = DeviceType(name=NAME, count=lambda: 1, chip=lambda _: NAME, memory=_memory, lacks=LACKS)
 _kept: list[Any] = []  # what would undo the registration as it goes
 
 

@@ -8,13 +8,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from hetu_fx.comm_ops.plans.algorithm import parse_algorithm
 from hetu_fx.comm_ops.wire import staging
 from hetu_fx.comm_ops.wire.collectives import gather_parts, reduce_parts, sum_all, sum_over
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.p2p import Tag, post
 from hetu_fx.comm_ops.wire.staging import StagedArrival, StagedMessage
 from hetu_fx.comm_ops.wire.threads.run import run_in_threads
+from hetu_fx.comm_ops.wire.threads.transport import ThreadTransport
+from hetu_fx.comm_ops.wire.two_level import all_gather_by, all_reduce_by, reduce_scatter_by
+from tests.kinds import testkind
 from tests.kinds.testkind import NAME, PLACE, on_testkind
 
 HOST = torch.device("cpu")
@@ -138,3 +143,69 @@ def test_a_message_of_the_host_is_sent_from_its_own_memory() -> None:
     value = torch.arange(6.0)
     message = StagedMessage.of(value)
     assert next(message.leaving()).data_ptr() == value.data_ptr()
+
+
+TYPES = [NAME, NAME, NAME, "cpu", "cpu"]
+BY_TYPE = parse_algorithm("nodes 0,0,0,1,1 from 0")
+RANKS = tuple(range(len(TYPES)))
+
+
+def parts_of(rank: int, device: torch.device) -> list[Tensor]:
+    return [numbers(rank + other, device, 3 + other) for other in RANKS]
+
+
+Collective = Callable[[GroupTable, torch.device], list[Tensor]]
+COMPOSED: dict[str, tuple[Collective, Collective]] = {
+    "all_reduce": (
+        lambda table, device: [all_reduce_by(numbers(table.rank, device), RANKS, BY_TYPE, table)],
+        lambda table, device: [sum_over(numbers(table.rank, device), RANKS, table)],
+    ),
+    "all_gather": (
+        lambda table, device: all_gather_by(numbers(table.rank, device), [[7]] * 5, RANKS, BY_TYPE, table),
+        lambda table, device: gather_parts(numbers(table.rank, device), [[7]] * 5, RANKS, table),
+    ),
+    "reduce_scatter": (
+        lambda table, device: [reduce_scatter_by(parts_of(table.rank, device), RANKS, BY_TYPE, table)],
+        lambda table, device: [reduce_parts(parts_of(table.rank, device), RANKS, table)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+@on_testkind
+def test_a_group_of_several_types_meets_inside_each_and_across(name: str) -> None:
+    """Inside, from where tensors are; across, through the host."""
+    testkind.is_direct()
+    composed, flat = COMPOSED[name]
+    seen: list[tuple[tuple[int, ...], str]] = []
+    meet = ThreadTransport._meet
+
+    def noted(self: ThreadTransport, group: Any, call: Any, brings: Any, *rest: Any) -> Any:
+        tensors = [leaf for leaf in pytree.tree_leaves(brings) if isinstance(leaf, Tensor)]
+        seen.append((group.ranks, tensors[0].device.type))
+        return meet(self, group, call, brings, *rest)
+
+    ThreadTransport._meet = noted  # type: ignore[method-assign]
+    found = run_on(TYPES, lambda table, device: [one.cpu() for one in composed(table, device)])
+    direct = {ranks for ranks, device in seen if device == NAME}
+    assert direct == {(0, 1, 2)}
+    assert all(len({TYPES[rank] for rank in ranks}) > 1 for ranks, device in seen if ranks not in ((0, 1, 2), (3, 4)))
+    expected = run_on(["cpu"] * 5, lambda table, device: flat(table, device))
+    assert all(all(map(torch.equal, *pair)) for pair in zip(found, expected, strict=True))
+
+
+@on_testkind
+def test_ranks_of_one_type_send_from_where_they_are_and_others_through_the_host_in_one_call() -> None:
+    testkind.is_direct()
+
+    def swap(table: GroupTable, device: torch.device) -> list[float]:
+        others = [rank for rank in range(3) if rank != table.rank]
+        rooms = [torch.zeros(7, dtype=torch.float64, device=device) for _ in others]
+        arriving = [(rank, room, Tag.SLICES) for rank, room in zip(others, rooms, strict=True)]
+        leaving = [(rank, numbers(table.rank, device), Tag.SLICES) for rank in others]
+        post(arriving, leaving, table).wait()
+        return [float(room.sum()) for room in rooms]
+
+    sums = [float(numbers(rank, HOST).sum()) for rank in range(3)]
+    found = run_on([NAME, "cpu", NAME], swap)
+    assert found == [[sums[1], sums[2]], [sums[0], sums[2]], [sums[0], sums[1]]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import hetu_fx
 from hetu_fx.base.device_types import CPU, CUDA, DeviceType, device_types, type_of
 from hetu_fx.errors import EnvironmentProblem
 from tests.kinds.testkind import NAME, on_testkind
@@ -73,3 +75,17 @@ print(found.name, found.chip(Npu))
 """
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert said in ran.stdout + ran.stderr
+
+
+# A table's row for a kernel that one type has, and what torch keeps private.
+KNOWS_A_TYPE = ("base/device_types.py", "base/torch_private.py", "rewrites/varlen_attention.py")
+ASKS_THE_TYPE = re.compile(r"torch\.cuda\.|\.is_cuda\b|== ?\"cuda\"|\(\"cpu\", \"cuda\"\)")
+
+
+def test_nothing_else_asks_whether_a_device_is_of_a_type() -> None:
+    root = Path(hetu_fx.__file__).resolve().parent
+    folders = (root, *(root.parent / name for name in ("comm_ops", "transforms", "switching", "integrations")))
+    files = [path for folder in folders for path in folder.rglob("*.py") if not str(path).endswith(KNOWS_A_TYPE)]
+    assert len(files) > 300
+    found = [str(path) for path in files if ASKS_THE_TYPE.search(path.read_text())]
+    assert not found

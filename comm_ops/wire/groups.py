@@ -251,8 +251,10 @@ class GroupTable:
 
     def cuts(self, peer: int) -> bool:
         """Tell whether both ends cut what goes to and from another rank, as one of them may have to stage it."""
-        ends = {torch.device(name) for name in self._types_of((self.rank, peer))}
-        return len(ends) > 1 or any(not type_of(end).is_direct for end in ends)
+        if self._types is None:
+            return False
+        own, other = self._types_of((self.rank, peer))
+        return own != other or not type_of(torch.device(own)).is_direct
 
     def is_native(self, device: torch.device) -> bool:
         """Tell whether a backend of the groups sends tensors of a device from where they are."""

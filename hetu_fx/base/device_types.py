@@ -174,13 +174,13 @@ def type_of(device: torch.device) -> DeviceType:
     Raises:
         EnvironmentProblem: there is none.
     """
-    known = {one.name: one for one in device_types()}
-    if device.type not in known:
+    found = _types.get(device.type) or next((one for one in device_types() if one.name == device.type), None)
+    if found is None:
         raise EnvironmentProblem(
-            f"devices of type {device.type!r} are not known, only {sorted(known)}; add a DeviceType by an entry point "
+            f"devices of type {device.type!r} are not known, only {sorted(_types)}; add a DeviceType by an entry point "
             f"of the group {GROUP!r}, or by hetu_fx.DeviceType(...).register()"
         )
-    return known[device.type]
+    return found
 
 
 def is_elsewhere(device: torch.device) -> bool:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hetu_fx.base.device_types import device_types
-from hetu_fx.base.torch_private import backend_of, get_default_group, new_named_group, timeout_of_backend
+from hetu_fx.base.torch_private import backend_of, get_default_group, is_gloo, new_named_group, timeout_of_backend
 from hetu_fx.comm_ops.wire.shutdown import opening_connections, remember
 
 
@@ -58,4 +58,4 @@ def has_native_backend(group: ProcessGroup, device: torch.device) -> bool:
         backend = backend_of(group, device)
     except RuntimeError:  # the group has no backend for this kind of device
         return False
-    return "gloo" not in type(backend).__name__.lower()
+    return not is_gloo(backend)

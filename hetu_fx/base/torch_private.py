@@ -260,6 +260,24 @@ def timeout_of_backend(backend: Any) -> timedelta:
     return timeout
 
 
+def is_gloo(backend: Any) -> bool:
+    """Tell whether a backend of a group sends from host memory, as gloo does."""
+    return "gloo" in type(backend).__name__.lower()
+
+
+@contextmanager
+def aborted_together(backend: Any) -> Iterator[None]:
+    """Let NCCL end several communicators in one call: one after another they wait for each other (pytorch 119797)."""
+    has_group_calls = hasattr(backend, "_group_start")
+    if has_group_calls:
+        backend._group_start()
+    try:
+        yield
+    finally:
+        if has_group_calls:
+            backend._group_end()
+
+
 def device_types(group: ProcessGroup) -> set[str]:
     """Return the kinds of devices that a group sends from."""
     return {device.type for device in group._device_types}

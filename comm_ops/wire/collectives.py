@@ -64,6 +64,18 @@ class Exchange:
             work.wait()
         self.works.clear()
 
+    def then(self, act: Callable[[], object]) -> Exchange:
+        """Return it with something to do once the result is there."""
+        finish = self.finish
+
+        def both() -> None:
+            if finish is not None:
+                finish()
+            act()
+
+        self.finish = both
+        return self
+
     def _finish(self) -> None:
         if self.finish is not None:
             self.finish()
@@ -134,7 +146,12 @@ def gather_segments(buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int]) 
 
     A buffer is one contiguous tensor, the segments of `ranks` end to end, `sizes[i]` entries for `ranks[i]`.
     """
-    return Exchange() if len(ranks) == 1 else _start_gather(segments(buffer, sizes), ranks, active())
+    if len(ranks) == 1:
+        return Exchange()
+    table = active()
+    wire = to_wire(buffer, ranks, table)
+    exchange = _start_gather(segments(wire, sizes), ranks, table)
+    return exchange if wire.device == buffer.device else exchange.then(lambda: buffer.copy_(wire))
 
 
 def sum_segments(buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], number: int = 0) -> Exchange:
@@ -145,9 +162,11 @@ def sum_segments(buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], num
     """
     if len(ranks) == 1:
         return Exchange()
-    parts, table = segments(buffer, sizes), active()
-    mine = parts[table.position(ranks)]
-    return _start_sum(dict(zip(ranks, parts, strict=True)), mine, ranks, table, Tag.BUCKETS + number)
+    table = active()
+    wire, here = to_wire(buffer, ranks, table), table.position(ranks)
+    parts, mine = segments(wire, sizes), segments(buffer, sizes)[here]
+    exchange = _start_sum(dict(zip(ranks, parts, strict=True)), parts[here], ranks, table, Tag.BUCKETS + number)
+    return exchange if wire.device == buffer.device else exchange.then(lambda: mine.copy_(parts[here]))
 
 
 def sum_all(buffer: Tensor, ranks: Sequence[int]) -> Exchange:
@@ -155,9 +174,9 @@ def sum_all(buffer: Tensor, ranks: Sequence[int]) -> Exchange:
     if len(ranks) == 1:
         return Exchange()
     table = active()
-    wire = buffer.cpu() if table.staged(buffer.device, ranks) else buffer
-    work = table.transport.all_reduce(wire, table.group(tuple(ranks)), is_async=True)
-    return Exchange(tuple(ranks), [work], None if wire is buffer else lambda: buffer.copy_(wire))
+    wire = to_wire(buffer, ranks, table)
+    exchange = Exchange(tuple(ranks), [table.transport.all_reduce(wire, table.group(tuple(ranks)), is_async=True)])
+    return exchange if wire.device == buffer.device else exchange.then(lambda: buffer.copy_(wire))
 
 
 def reduce_world(value: Tensor, world: int, op: dist.ReduceOp.RedOpType, what: str) -> Tensor:

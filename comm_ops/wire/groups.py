@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from time import perf_counter
 from typing import Protocol
@@ -46,11 +46,15 @@ class PausedByWaits(Protocol):
 
 @dataclass(slots=True)
 class _Present:
-    """What a rank uses now: the table that was activated, that of the world, and what its communication is to pause."""
+    """What a rank uses now: the table that was activated, that of the world, and what its communication is to pause.
+
+    And it knows the types of devices that ranks compute on, by their numbers in the world.
+    """
 
     active: GroupTable | None = None
     default: GroupTable | None = None
     working: PausedByWaits | None = None
+    types: dict[int, str] = field(default_factory=dict)
 
 
 # Of the process, not of the thread: torch runs the backward of a GPU's ops in a thread of its own.
@@ -121,7 +125,6 @@ class GroupTable:
         self.creations: list[GroupCreation] = []
         self._beside: dict[str, GroupTable] = {}
         self._natives: dict[torch.device, bool] = {}
-        self._types: tuple[str, ...] | None = None
 
     def _bind(self, base: ProcessGroup, name: str | None) -> None:
         self._base, self._path = base, path_over(base)
@@ -144,7 +147,6 @@ class GroupTable:
             base = self._whole(own) if is_whole else self.base
             self._beside[name] = self._named(own, base)
             self._beside[name].creations = self.creations
-            self._beside[name]._types = self._types
             self._beside[name].pauses_work = False
         return self._beside[name]
 
@@ -230,13 +232,11 @@ class GroupTable:
         return sorted(range(len(ranks)), key=lambda position: self._globals[ranks[position]])
 
     def know_types(self, types: Sequence[str]) -> None:
-        """Take in the type of the device that each rank computes on, by rank; the same on all ranks.
+        """Take in the type of the device that each rank computes on, by rank, for all tables; the same on all ranks.
 
         Until then ranks are taken to be alike.
         """
-        self._types = tuple(types)
-        for table in self._beside.values():
-            table.know_types(types)
+        _present().types.update({self.to_global(rank): name for rank, name in enumerate(types)})
 
     def staged(self, device: torch.device, ranks: Sequence[int] | None = None) -> bool:
         """Tell whether tensors of `device` travel through host memory between some ranks (None: all).
@@ -251,10 +251,8 @@ class GroupTable:
 
     def cuts(self, peer: int) -> bool:
         """Tell whether both ends cut what goes to and from another rank, as one of them may have to stage it."""
-        if self._types is None:
-            return False
-        own, other = self._types_of((self.rank, peer))
-        return own != other or not type_of(torch.device(own)).is_direct
+        ends = self._types_of((self.rank, peer))
+        return len(ends) > 1 and (ends[0] != ends[1] or not type_of(torch.device(ends[0])).is_direct)
 
     def is_native(self, device: torch.device) -> bool:
         """Tell whether a backend of the groups sends tensors of a device from where they are."""
@@ -263,10 +261,9 @@ class GroupTable:
         return self._natives[device]
 
     def _types_of(self, ranks: Sequence[int] | None) -> tuple[str, ...]:
-        """Return the types of some ranks' devices (None: of all), nothing where they are not known."""
-        if self._types is None:
-            return ()
-        return self._types if ranks is None else tuple(self._types[rank] for rank in ranks)
+        """Return the types of some ranks' devices (None: of all), as far as they are known."""
+        known = _present().types
+        return tuple(known[at] for at in map(self.to_global, ranks or range(self.size)) if at in known)
 
     def _create(self, ranks: tuple[int, ...]) -> Group:
         base = self.base

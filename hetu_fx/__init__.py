@@ -18,6 +18,7 @@ from hetu_fx.export.known_ops import know_ops_in_time
 
 if TYPE_CHECKING:
     from hetu_fx.api import auto_parallelize as auto_parallelize
+    from hetu_fx.base.device_types import DeviceType as DeviceType
     from hetu_fx.base.frameworks import Framework as Framework
     from hetu_fx.base.frameworks import Launcher as Launcher
     from hetu_fx.base.frameworks import WeightNames as WeightNames
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Batching": "hetu_fx.planner.dispatch.assignment",
     "Cluster": "hetu_fx.cluster.cluster",
+    "DeviceType": "hetu_fx.base.device_types",
     "Framework": "hetu_fx.base.frameworks",
     "Handle": "hetu_fx.handle",
     "HetuFxError": "hetu_fx.errors",

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hetu_fx.base.device_types import HOST
 from hetu_fx.base.progress import Tell, telling
 from hetu_fx.base.torch_private import tree_map_only
 from hetu_fx.cluster.cluster import Cluster
@@ -72,6 +73,7 @@ class Lockstep:
         lost_by_step: which devices are lost when each step begins, so that homes go near the plan of each, and what
             lost devices held comes from others; None: none is, and homes stay near the first plan.
         cluster: the links between the ranks, for which messages and homes are planned; None: all are alike.
+        devices: on which each rank computes, such as "cpu"; None: all on the host.
         loss_fn: makes the loss of a model that returns none.
         seed: of the random numbers that the model draws.
     """
@@ -82,6 +84,7 @@ class Lockstep:
     plan_of_step: Sequence[int] | None = None
     lost_by_step: Sequence[Collection[int]] | None = None
     cluster: Cluster | None = None
+    devices: Sequence[str] | None = None
     loss_fn: Callable[..., Any] | None = None
     seed: int = 0
 
@@ -110,9 +113,11 @@ class Lockstep:
         ranks = self.ranks or 1 + max(max(plan.devices) for plan in plans)
         if self.rows is not None and len(self.rows) != ranks:
             raise PlanError(f"rows are given for {len(self.rows)} ranks, but there are {ranks}; give one for each")
+        if self.devices is not None and len(self.devices) != ranks:
+            raise PlanError(f"devices are given for {len(self.devices)} ranks, but there are {ranks}; give each one")
         elsewhere = {str(p.device) for p in model.parameters() if p.device.type != "cpu"}
         if elsewhere:
-            raise StateError(f"the model is on {sorted(elsewhere)}, but all ranks run on the host; move it there")
+            raise StateError(f"the model is on {sorted(elsewhere)}, from where no rank takes it; move it to the host")
         execution = captured or self.capture(model, batches[0])
         with _unwritten_is_nan(), telling(f"training as {ranks} ranks") as tell:
             return _joined(run_in_threads(ranks, _Run(self, model, batches, plans, execution, tell).train))
@@ -159,6 +164,16 @@ def _unwritten_is_nan() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
+def moved(model: nn.Module, device: torch.device) -> nn.Module:
+    """Move a model's own tensors to a device; what is tied stays so, as `Module.to` alone does not do on every type."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return model.to(device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
 def _trained(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
@@ -190,7 +205,7 @@ class _Run:
 
     def train(self, table: GroupTable) -> _OfRank:
         """Train as the rank of this table; collective."""
-        model = copy.deepcopy(self.model)
+        model = moved(copy.deepcopy(self.model), self._device(table.rank))
         optimizer = self.how.make_optimizer(_trained(model))
         runtime = self._runtime(model, optimizer, table)
         made = _OfRank([], [], {}, {})
@@ -206,6 +221,7 @@ class _Run:
 
     def _runtime(self, model: nn.Module, optimizer: torch.optim.Optimizer, table: GroupTable) -> Runtime:
         settings = Settings(shared=self.how.rows is None, outputs="auto", seed=self.how.seed)
+        table.know_types([self._device(rank).type for rank in range(table.size)])
         with using(table):
             table.topology = self.how.cluster
             layouts = together(table, lambda: homes_for(self.plans, model, self.execution, self.how.cluster, table))
@@ -227,11 +243,14 @@ class _Run:
     def _own(self, rank: int, tensor: Tensor) -> Tensor:
         """Return what a rank passes of an input: its rows, or all of it."""
         if self.how.rows is None or not tensor.dim():
-            return tensor
+            return tensor.to(self._device(rank))
         if tensor.size(0) > sum(self.how.rows):
             raise PlanError(f"a batch has {tensor.size(0)} rows, but ranks bring {list(self.how.rows)}; give more rows")
         stop = sum(self.how.rows[: rank + 1])
-        return tensor[stop - self.how.rows[rank] : stop]
+        return tensor[stop - self.how.rows[rank] : stop].to(self._device(rank))
+
+    def _device(self, rank: int) -> torch.device:
+        return HOST if self.how.devices is None else torch.device(self.how.devices[rank])
 
 
 def _joined(ranks: Sequence[_OfRank]) -> Trained:

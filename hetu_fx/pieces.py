@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hetu_fx.annotations.local import index
+from hetu_fx.base.device_types import HOST
 from hetu_fx.errors import DivergedError
 from hetu_fx.switching.home.layout import HomeLayout
 
@@ -23,10 +24,10 @@ class Piece:
 
     @classmethod
     def of(cls, tensor: Any) -> Piece:
-        """Copy what this rank has of a tensor, a home tensor or a plain one."""
+        """Copy what this rank has of a tensor, a home tensor or a plain one, to the host."""
         if hasattr(tensor, "to_local"):
-            return cls(tensor.to_local().detach().clone(), tensor.home_layout)
-        return cls(tensor.detach().clone(), None)
+            return cls(tensor.to_local().detach().to(HOST, copy=True), tensor.home_layout)
+        return cls(tensor.detach().to(HOST, copy=True), None)
 
 
 Pieces = Mapping[str, Piece]

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hetu_fx.base.device_types import DeviceType, type_of
 from hetu_fx.base.forked import settle_after_fork
 from hetu_fx.base.frameworks import launchers, torch_optimizer
 from hetu_fx.base.progress import telling
 from hetu_fx.base.torch_private import get_default_group
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.comm_ops.wire.consensus import LocalFacts, agree, by_first, together
+from hetu_fx.comm_ops.wire.consensus import LocalFacts, agree, by_first, of_all, together
 from hetu_fx.comm_ops.wire.groups import GroupTable, using, watched_group
 from hetu_fx.comm_ops.wire.rendezvous import launcher_store
 from hetu_fx.comm_ops.wire.shutdown import opening_connections, remember
@@ -81,6 +82,7 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
     _warn_if_alone(table)
     _check_group(table)
     execution, program, example, plans, cluster = together(table, lambda: _found(wanted))
+    table.know_types(of_all(table, next(wanted.model.parameters()).device.type))
     with using(table):
         rows = agree(table, example).rows
         rows_of_all = max(1, rows[0] if wanted.settings.shared else sum(rows))
@@ -190,7 +192,7 @@ def join_world() -> None:
         )
     with opening_connections():
         store = launcher_store()
-        backend = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
+        backend = DeviceType.group_backends()
         if store is None:
             dist.init_process_group(backend)
         else:
@@ -239,6 +241,13 @@ def _check_model(model: nn.Module) -> None:
             f"the model's parameters are on {len(devices)} devices {sorted(map(str, devices))}; move it to one "
             f"device per process, such as model.to('cuda')"
         )
+    kind = type_of(next(iter(devices)))
+    for name, parameter in model.named_parameters():
+        if parameter.dtype in kind.no_dtypes:
+            raise StateError(
+                f"parameter {name!r} is {parameter.dtype}, in which devices of type {kind.name!r} cannot compute; cast "
+                f"the model on all ranks, such as by model.float()"
+            )
 
 
 def _costs_and_seed(

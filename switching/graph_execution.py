@@ -7,7 +7,8 @@ before it measures, for the same reasons (its artifact's warm-up).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.base.device_types import CPU, type_of
 from hetu_fx.base.torch_private import tree_leaves
 from hetu_fx.comm_ops.plans.cost import Topology
 from hetu_fx.comm_ops.wire.consensus import StepFacts
@@ -164,12 +166,24 @@ def rehearse(variant: GraphVariant, inputs: StepInputs, run: Run[GraphVariant]) 
     stand_in.homes = {name: _twin(home) for name, home in variant.homes.items()}
     stand_in.kept_back = KeptBack()
     buffers = ReadOnly(inputs.buffers.model, inputs.buffers.table)
-    devices = [variant.device] if variant.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
+    with _random_states_kept(variant.device):
         made = run(stand_in, replace(inputs, buffers=buffers, guess=Guess(), syncs_gradients=True))
         ends = list(_differentiable(tree_leaves(made.output) if made.loss is None else [made.loss]))
         if ends:
             torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+
+
+@contextmanager
+def _random_states_kept(device: torch.device) -> Iterator[None]:
+    """Give the host's generator and that of a device their states back."""
+    kinds = {kind.name: kind for kind in (CPU, type_of(device))}.values()
+    before = [(kind, kind.random_state()) for kind in kinds]
+    try:
+        yield
+    finally:
+        for kind, state in before:
+            if state is not None:
+                kind.set_random_state(state)
 
 
 def _twin(home: nn.Parameter) -> nn.Parameter:

@@ -23,6 +23,7 @@ from hetu_fx.transforms.rewrites.global_mean import BatchStatistics, GlobalMean
 from hetu_fx.transforms.rewrites.op_overrides import OpOverrides, Override
 from hetu_fx.transforms.rewrites.per_sequence import PerSequence
 from hetu_fx.transforms.show import show_stage
+from hetu_fx.transforms.specialize.place import Place
 from hetu_fx.transforms.specialize.specialize import Specialize
 
 Given = TypeVar("Given", contravariant=True)
@@ -67,6 +68,7 @@ PASSES: tuple[type[Pass[Any, Any]], ...] = (
     Annotate,  # -> AnnotatedGraph: here a plan comes in
     Deduce,  # -> DeducedGraph: the last that is equal on all ranks
     Specialize,  # -> DeviceGraph
+    Place,  # before recomputation, which counts ops
     ChooseAlgorithms,  # before recomputation, which moves communication about
     Recompute,
     WeightsLater,  # after recomputation, which finds weights by the ops that read them

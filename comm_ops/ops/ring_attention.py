@@ -18,7 +18,7 @@ from hetu_fx.comm_ops.ops.op import FusedOp
 from hetu_fx.comm_ops.ops.ring_attention_block import KeyValueBlock, Places, Ring, merge, work_dtype
 from hetu_fx.comm_ops.plans.choose_algorithm import always_flat
 from hetu_fx.comm_ops.plans.cost import ring_cost, there_and_back_cost
-from hetu_fx.comm_ops.wire.collectives import fresh, to_wire
+from hetu_fx.comm_ops.wire.collectives import fresh
 from hetu_fx.comm_ops.wire.groups import GroupTable, active, guarded
 from hetu_fx.comm_ops.wire.p2p import Tag, post
 from hetu_fx.errors import CommError
@@ -167,28 +167,20 @@ def _start_between(ranks: Sequence[int], table: GroupTable) -> Start:
     """Return what starts messages between `ranks`, whose positions they are in the ring; empty ones are left out."""
 
     def start(sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], None]:
-        leaving = [(ranks[peer], to_wire(x, table), Tag.RING + tag) for peer, tag, x in sends if x.numel()]
-        filled = [(peer, tag, x, _on_host(x, table)) for peer, tag, x in receives if x.numel()]
-        if not leaving and not filled:
+        leaving = [(ranks[peer], x.detach().contiguous(), Tag.RING + tag) for peer, tag, x in sends if x.numel()]
+        arriving = [(ranks[peer], x, Tag.RING + tag) for peer, tag, x in receives if x.numel()]
+        if not leaving and not arriving:
             return _nothing
-        arriving = [(ranks[peer], wire, Tag.RING + tag) for peer, tag, _, wire in filled]
         with guarded("ring attention", ranks, table):
             posted = post(arriving, leaving, table, table.group(ranks))
 
         def wait() -> None:
             with guarded("ring attention", ranks, table):
                 posted.wait()
-            for _, _, x, wire in filled:
-                if wire is not x:
-                    x.copy_(wire)
 
         return wait
 
     return start
-
-
-def _on_host(x: Tensor, table: GroupTable) -> Tensor:
-    return torch.empty_like(x, device="cpu") if table.staged(x.device) else x
 
 
 _GIVEN = "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? query_places, Tensor? key_places"

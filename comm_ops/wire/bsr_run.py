@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hetu_fx.annotations.local import read, write
+from hetu_fx.base.device_types import HOST
 from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, SliceTransfer, TensorMove
 from hetu_fx.comm_ops.wire.bsr_messages import Messages, Rooms, post
 from hetu_fx.comm_ops.wire.groups import GroupTable
@@ -121,15 +122,19 @@ def prepare(
     tensors: Sequence[Tensor | None],
     rooms: Rooms | None = None,
 ) -> Messages:
-    """Pack what this rank sends, and make room for what it gets, in `rooms` if given; talks to nobody."""
-    rank, rooms = table.rank, rooms or Rooms()
+    """Pack what this rank sends, and make room for what it gets, in `rooms` if given; talks to nobody.
+
+    In `rooms`, messages that are staged stand in host memory, where other processes may read them.
+    """
+    rank = table.rank
     senders: dict[int, list[SliceTransfer]] = {}
     for transfer in plan.incoming.get(rank, ()):
         if transfer.sender != rank:
             senders.setdefault(transfer.sender, []).append(transfer)
     receivers = plan.outgoing.get(rank, {})
     device = _device(plan, rank, examples)
-    host = torch.device("cpu") if table.staged(device) else device
+    host = HOST if rooms is not None and table.staged(device) else device
+    rooms = rooms or Rooms()
     arriving = rooms.arriving.take(_sizes(plan, senders, examples), host)
     leaving = rooms.leaving.take(_sizes(plan, receivers, examples), host)
     for peer, message in leaving.items():

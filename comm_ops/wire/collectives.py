@@ -41,7 +41,7 @@ class Exchange:
 
     ranks: tuple[int, ...] = ()
     works: list[Any] = field(default_factory=list)
-    finish: Callable[[], None] | None = None
+    finish: Callable[[], object] | None = None
 
     @property
     def has_arrived(self) -> bool:
@@ -64,16 +64,28 @@ class Exchange:
             work.wait()
         self.works.clear()
 
+    def then(self, act: Callable[[], object]) -> Exchange:
+        """Return it with something to do once the result is there."""
+        finish = self.finish
+
+        def both() -> None:
+            if finish is not None:
+                finish()
+            act()
+
+        self.finish = both
+        return self
+
     def _finish(self) -> None:
         if self.finish is not None:
             self.finish()
             self.finish = None
 
 
-def to_wire(x: Tensor, table: GroupTable) -> Tensor:
-    """Make `x` contiguous on the device that its messages leave from."""
+def to_wire(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:
+    """Make `x` contiguous on the device that its messages between `ranks` leave from."""
     x = x.detach().contiguous()
-    return x.cpu() if table.staged(x.device) else x
+    return x.cpu() if table.staged(x.device, ranks) else x
 
 
 def fresh(x: Tensor) -> Tensor:
@@ -90,7 +102,7 @@ def segments(buffer: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 def _start_gather(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable) -> Exchange:
     """Fill `parts`, one of each of `ranks` and this rank's own among them, with what those have. Collective."""
     group = table.group(ranks)
-    if parts[0].device.type != "cpu" and all(part.numel() for part in parts):
+    if table.is_native(parts[0].device) and all(part.numel() for part in parts):
         ordered = [parts[i] for i in table.order(ranks)]
         work = table.transport.all_gather(ordered, parts[table.position(ranks)], group, is_async=True)
         return Exchange(tuple(ranks), [work])
@@ -134,7 +146,12 @@ def gather_segments(buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int]) 
 
     A buffer is one contiguous tensor, the segments of `ranks` end to end, `sizes[i]` entries for `ranks[i]`.
     """
-    return Exchange() if len(ranks) == 1 else _start_gather(segments(buffer, sizes), ranks, active())
+    if len(ranks) == 1:
+        return Exchange()
+    table = active()
+    wire = to_wire(buffer, ranks, table)
+    exchange = _start_gather(segments(wire, sizes), ranks, table)
+    return exchange if wire.device == buffer.device else exchange.then(lambda: buffer.copy_(wire))
 
 
 def sum_segments(buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], number: int = 0) -> Exchange:
@@ -145,9 +162,11 @@ def sum_segments(buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], num
     """
     if len(ranks) == 1:
         return Exchange()
-    parts, table = segments(buffer, sizes), active()
-    mine = parts[table.position(ranks)]
-    return _start_sum(dict(zip(ranks, parts, strict=True)), mine, ranks, table, Tag.BUCKETS + number)
+    table = active()
+    wire, here = to_wire(buffer, ranks, table), table.position(ranks)
+    parts, mine = segments(wire, sizes), segments(buffer, sizes)[here]
+    exchange = _start_sum(dict(zip(ranks, parts, strict=True)), parts[here], ranks, table, Tag.BUCKETS + number)
+    return exchange if wire.device == buffer.device else exchange.then(lambda: mine.copy_(parts[here]))
 
 
 def sum_all(buffer: Tensor, ranks: Sequence[int]) -> Exchange:
@@ -155,8 +174,9 @@ def sum_all(buffer: Tensor, ranks: Sequence[int]) -> Exchange:
     if len(ranks) == 1:
         return Exchange()
     table = active()
-    work = table.transport.all_reduce(buffer, table.group(tuple(ranks)), is_async=True)
-    return Exchange(tuple(ranks), [work])
+    wire = to_wire(buffer, ranks, table)
+    exchange = Exchange(tuple(ranks), [table.transport.all_reduce(wire, table.group(tuple(ranks)), is_async=True)])
+    return exchange if wire.device == buffer.device else exchange.then(lambda: buffer.copy_(wire))
 
 
 def reduce_world(value: Tensor, world: int, op: dist.ReduceOp.RedOpType, what: str) -> Tensor:
@@ -168,10 +188,10 @@ def sum_over(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:
     """Return the sum of `x` over `ranks` as a new contiguous tensor, the same bits on all of them."""
     if len(ranks) == 1 or x.numel() == 0:
         return fresh(x)
-    wire = to_wire(x, table)
+    wire = to_wire(x, ranks, table)
     others = len(ranks) - 1
     with guarded("all-reduce", ranks, table):
-        if wire.device.type == "cpu" and (others == 1 or others * wire.nbytes <= _DIRECT_BYTES):
+        if not table.is_native(wire.device) and (others == 1 or others * wire.nbytes <= _DIRECT_BYTES):
             result = torch.empty_like(wire, memory_format=torch.contiguous_format)
             _start_sum(dict.fromkeys(ranks, wire), result, ranks, table, Tag.SUMMANDS).end()
         else:
@@ -186,7 +206,7 @@ def gather_parts(x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int
     parts = [x if i == here else x.new_empty(list(shape)) for i, shape in enumerate(shapes)]
     if len(ranks) == 1 or all(part.numel() == 0 for part in parts):
         return parts
-    wires = [to_wire(part, table) for part in parts]
+    wires = [to_wire(part, ranks, table) for part in parts]
     with guarded("all-gather", ranks, table):
         _start_gather(wires, ranks, table).end()
     return [wire.to(x.device) for wire in wires]
@@ -197,10 +217,10 @@ def reduce_parts(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTabl
     here = table.position(ranks)
     if len(ranks) == 1 or all(part.numel() == 0 for part in parts):
         return fresh(parts[here])
-    wires = [to_wire(part, table) for part in parts]
+    wires = [to_wire(part, ranks, table) for part in parts]
     result = torch.empty_like(wires[here], memory_format=torch.contiguous_format)
     with guarded("reduce-scatter", ranks, table):
-        if result.device.type == "cpu":
+        if not table.is_native(result.device):
             _start_sum(dict(zip(ranks, wires, strict=True)), result, ranks, table, Tag.SUMMANDS).end()
         else:
             table.transport.reduce_scatter(result, [wires[i] for i in table.order(ranks)], table.group(ranks))
@@ -214,7 +234,7 @@ def exchange_parts(
     here = table.position(ranks)
     if len(ranks) == 1:
         return [parts[here]]
-    wires = [to_wire(part, table) for part in parts]
+    wires = [to_wire(part, ranks, table) for part in parts]
     arriving = [wires[here] if i == here else wires[here].new_empty(list(shape)) for i, shape in enumerate(shapes)]
     receives = [(r, x, Tag.EXCHANGE) for r, x in zip(ranks, arriving, strict=True) if r != table.rank and x.numel()]
     # Every rank starts with the one after it, so that no rank is sent to by all at once.
@@ -231,7 +251,7 @@ def gather_padded(x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[in
     largest = max(numels)
     if len(ranks) == 1 or largest == 0:
         return gather_parts(x, shapes, ranks, table)
-    wire = _padded(to_wire(x, table), largest)
+    wire = _padded(to_wire(x, ranks, table), largest)
     with guarded("all-gather", ranks, table):
         arrived = [torch.empty_like(wire) for _ in ranks]
         table.transport.all_gather(arrived, wire, table.group(ranks))
@@ -245,7 +265,7 @@ def reduce_padded(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTab
     largest = max(part.numel() for part in parts)
     if len(ranks) == 1 or largest == 0:
         return reduce_parts(parts, ranks, table)
-    wires = [_padded(to_wire(parts[i], table), largest) for i in table.order(ranks)]
+    wires = [_padded(to_wire(parts[i], ranks, table), largest) for i in table.order(ranks)]
     with guarded("reduce-scatter", ranks, table):
         result = torch.empty_like(wires[0])
         table.transport.reduce_scatter(result, wires, table.group(ranks))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from time import perf_counter
 from typing import Protocol
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from hetu_fx.base.device_types import HOST, type_of
 from hetu_fx.base.per_rank import PerRank
 from hetu_fx.base.torch_private import store_of_world
 from hetu_fx.comm_ops.plans.cost import Topology
@@ -45,11 +46,15 @@ class PausedByWaits(Protocol):
 
 @dataclass(slots=True)
 class _Present:
-    """What a rank uses now: the table that was activated, that of the world, and what its communication is to pause."""
+    """What a rank uses now: the table that was activated, that of the world, and what its communication is to pause.
+
+    And it knows the types of devices that ranks compute on, by their numbers in the world.
+    """
 
     active: GroupTable | None = None
     default: GroupTable | None = None
     working: PausedByWaits | None = None
+    types: dict[int, str] = field(default_factory=dict)
 
 
 # Of the process, not of the thread: torch runs the backward of a GPU's ops in a thread of its own.
@@ -119,7 +124,7 @@ class GroupTable:
         self._groups: dict[tuple[int, ...], Group] = {}
         self.creations: list[GroupCreation] = []
         self._beside: dict[str, GroupTable] = {}
-        self._staged: dict[torch.device, bool] = {}
+        self._natives: dict[torch.device, bool] = {}
 
     def _bind(self, base: ProcessGroup, name: str | None) -> None:
         self._base, self._path = base, path_over(base)
@@ -226,11 +231,39 @@ class GroupTable:
         """Return the positions in `ranks` in the order in which their process group counts them."""
         return sorted(range(len(ranks)), key=lambda position: self._globals[ranks[position]])
 
-    def staged(self, device: torch.device) -> bool:
-        """Tell whether tensors of `device` travel through host memory (no native backend, or gloo)."""
-        if device not in self._staged:
-            self._staged[device] = device.type != "cpu" and not self.transport.is_native(self.base, device)
-        return self._staged[device]
+    def know_types(self, types: Sequence[str]) -> None:
+        """Take in the type of the device that each rank computes on, by rank, for all tables; the same on all ranks.
+
+        Until then ranks are taken to be alike.
+        """
+        _present().types.update({self.to_global(rank): name for rank, name in enumerate(types)})
+
+    def staged(self, device: torch.device, ranks: Sequence[int] | None = None) -> bool:
+        """Tell whether tensors of `device` travel through host memory between some ranks (None: all).
+
+        They do where these compute on devices of several types, or of one that no backend of the group sends from.
+        """
+        if device.type == HOST.type or self.size == 1:
+            return False
+        if not self.is_native(device) or not type_of(device).is_direct:
+            return True
+        return any(found != device.type for found in self._types_of(ranks))
+
+    def cuts(self, peer: int) -> bool:
+        """Tell whether both ends cut what goes to and from another rank, as one of them may have to stage it."""
+        ends = self._types_of((self.rank, peer))
+        return len(ends) > 1 and (ends[0] != ends[1] or not type_of(torch.device(ends[0])).is_direct)
+
+    def is_native(self, device: torch.device) -> bool:
+        """Tell whether a backend of the groups sends tensors of a device from where they are."""
+        if device not in self._natives:
+            self._natives[device] = self.transport.is_native(self.base, device)
+        return self._natives[device]
+
+    def _types_of(self, ranks: Sequence[int] | None) -> tuple[str, ...]:
+        """Return the types of some ranks' devices (None: of all), as far as they are known."""
+        known = _present().types
+        return tuple(known[at] for at in map(self.to_global, ranks or range(self.size)) if at in known)
 
     def _create(self, ranks: tuple[int, ...]) -> Group:
         base = self.base

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 from torch import Tensor
 
 from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.comm_ops.wire.staging import StagedArrival, StagedMessage
 from hetu_fx.comm_ops.wire.transport import Group, Work
 
 Message = tuple[int, Tensor, int]
@@ -59,7 +60,45 @@ class Posted:
 def post(receives: Sequence[Message], sends: Sequence[Message], table: GroupTable, group: Group = None) -> Posted:
     """Start messages in `group` (None: that of all ranks); all receives before any send, each kind in the given order.
 
-    What a rank sends and what it waits for next belong in one call.
+    What a rank sends and what it waits for next belong in one call. Each goes the way that its two ends have: from
+    where it is, all of those in one group call, or through the host (`staging`).
     """
-    arrives, leaves = ([(table.to_global(peer), x, tag) for peer, x, tag in messages] for messages in (receives, sends))
-    return Posted(*table.transport.post(arrives, leaves, group or table.base))
+    way = _Ways(table, table.base if group is None else group)
+    direct, staged = zip(*(way.parted(messages) for messages in (receives, sends)), strict=True)
+    arriving = [way.receive(*message) for message in staged[0]]
+    arrives, leaves = way.post(*direct) if any(direct) or not any(staged) else ((), ())
+    leaving = [work for message in staged[1] for work in way.send(*message)]
+    return Posted((*arrives, *arriving), (*leaves, *leaving))
+
+
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """Posts the messages of one call."""
+
+    table: GroupTable
+    group: Group
+
+    def parted(self, messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
+        """Return those that go from where they are, and those that go through the host, in chunks at both ends."""
+        found: tuple[list[Message], list[Message]] = ([], [])
+        for peer, x, tag in messages:
+            found[self.table.staged(x.device, (self.table.rank, peer)) or self.table.cuts(peer)].append((peer, x, tag))
+        return found
+
+    def post(self, receives: Sequence[Message], sends: Sequence[Message]) -> tuple[Sequence[Work], Sequence[Work]]:
+        """Start messages from where they are."""
+        arrives, leaves = (
+            [(self.table.to_global(peer), x, tag) for peer, x, tag in messages] for messages in (receives, sends)
+        )
+        return self.table.transport.post(arrives, leaves, self.group)
+
+    def receive(self, peer: int, x: Tensor, tag: int) -> Work:
+        """Start to receive chunks."""
+        message = StagedMessage.of(x)
+        arriving, _ = self.post([(peer, chunk, tag) for chunk in message.arriving()], ())
+        return StagedArrival(message, arriving)
+
+    def send(self, peer: int, x: Tensor, tag: int) -> Iterator[Work]:
+        """Start to send chunks, each as soon as it is on the host."""
+        for chunk in StagedMessage.of(x).leaving():
+            yield from self.post((), [(peer, chunk, tag)])[1]

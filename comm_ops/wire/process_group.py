@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hetu_fx.base.torch_private import backend_of, get_default_group, new_named_group, timeout_of_backend
+from hetu_fx.base.device_types import device_types
+from hetu_fx.base.torch_private import backend_of, get_default_group, is_gloo, new_named_group, timeout_of_backend
 from hetu_fx.comm_ops.wire.shutdown import opening_connections, remember
 
 
@@ -43,9 +44,9 @@ def timeout_of(group: ProcessGroup | None) -> timedelta:
     """Return the bound of a group's waits: of the first of its backends that has one, else torch's own."""
     if group is None:
         return timedelta(minutes=30)
-    for device in ("cpu", "cuda"):
+    for kind in device_types():
         try:
-            return timeout_of_backend(backend_of(group, torch.device(device)))
+            return timeout_of_backend(backend_of(group, torch.device(kind.name)))
         except RuntimeError:  # the group has no backend for this kind of device
             continue
     return timedelta(minutes=30)
@@ -57,4 +58,4 @@ def has_native_backend(group: ProcessGroup, device: torch.device) -> bool:
         backend = backend_of(group, device)
     except RuntimeError:  # the group has no backend for this kind of device
         return False
-    return "gloo" not in type(backend).__name__.lower()
+    return not is_gloo(backend)

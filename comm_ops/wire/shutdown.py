@@ -7,7 +7,8 @@ threads. destroy_process_group frees only those that nobody else holds, and grou
 
 Gloo cannot be aborted: a message with a peer that lives but does not come, or is stopped, waits for its time-out, and
 destroying its group waits for it (pytorch issue 130345, seen in torch 2.13). But a connection that is shut down fails
-all that waits for it, here and at the other end. So the sockets that groups open are remembered.
+all that waits for it, here and at the other end. So the sockets that groups open are remembered. A backend that sends
+from devices (NCCL) is aborted.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hetu_fx.base.torch_private import forget_group_count
+from hetu_fx.base.device_types import device_types
+from hetu_fx.base.torch_private import aborted_together, backend_of, forget_group_count, is_gloo
 
 
 class HoldsGroups(Protocol):
@@ -90,6 +93,7 @@ _FOLDER = "/proc/self/fd"
 _lock = threading.Lock()
 _known: set[str] = set()
 _ours: WeakSet[ProcessGroup] = WeakSet()  # groups all of whose connections are known
+_aborted: WeakSet[ProcessGroup] = WeakSet()  # groups whose devices' messages were ended
 _before: list[set[str]] = []  # what was open when each recording under way began
 
 
@@ -119,14 +123,35 @@ def can_sever(group: ProcessGroup) -> bool:
 
 
 def sever() -> int:
-    """Shut down the connections of all groups of this process, from any thread; returns how many.
+    """Shut down the connections of all groups of this process, from any thread; returns how many. Devices' are aborted.
 
     Nothing can be communicated any more until the process has left its groups and joined others.
     """
     with _lock:
         found = {name: fd for name, fd in _sockets().items() if name in _known or any(name not in b for b in _before)}
         _known.clear()
+    _abort_devices()
     return sum(_shut_down(fd) for fd in found.values())
+
+
+def _abort_devices() -> None:
+    """End what waits on devices, in groups that were not ended so before."""
+    with _lock:
+        backends = [backend for group in _ours if group not in _aborted for backend in _of_devices(group)]
+        _aborted.update(_ours)
+    if backends:
+        with aborted_together(backends[0]):
+            for backend in backends:
+                backend.abort()
+
+
+def _of_devices(group: ProcessGroup) -> Iterator[Any]:
+    """List the backends by which a group sends from devices."""
+    for kind in device_types():
+        with suppress(RuntimeError):  # it has none for this type
+            backend = backend_of(group, torch.device(kind.name))
+            if not is_gloo(backend):
+                yield backend
 
 
 def _sockets() -> dict[str, int]:

@@ -40,6 +40,8 @@ def reduce_small(
     size = size or table.size
     if size == 1:
         return value
+    if table.staged(value.device):
+        return value.copy_(reduce_small(value.cpu(), op, table, what, size))
     with guarded(what, range(size), table):
         group = table.group(range(size))
         if value.device.type != "cpu":

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from hetu_fx.align.call import Call
+from hetu_fx.base.device_types import HOST
 from hetu_fx.base.torch_private import OpOverload, tree_leaves, tree_map
 from hetu_fx.errors import AlignError
 from hetu_fx.graph import meta
 from hetu_fx.graph.bind import Batch, input_tensors
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph, LeafKind
+from hetu_fx.graph.placed import place_ops
 from hetu_fx.transforms.rewrites.counter_rng import Randomness
 
 SEED = 0
@@ -33,7 +35,9 @@ def graph_to_align(model: nn.Module, batch: Batch) -> Graph:
     graph = capture(model, batch, training=model.training)
     if graph.loss is None:
         raise AlignError("the model returns no loss (a tensor without dims: first, or as 'loss'); let it make one")
-    return Randomness()(graph)
+    drawn = Randomness()(graph)
+    place_ops(drawn.graph, next((parameter.device for parameter in model.parameters()), HOST))
+    return drawn
 
 
 def values_of_leaves(graph: Graph, model: nn.Module, batch: Batch) -> dict[fx.Node, Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from hetu_fx.align.call import Call
+from hetu_fx.base.device_types import CPU, CUDA
 from hetu_fx.base.documents import nearest
 from hetu_fx.errors import AlignError
 
@@ -58,8 +59,7 @@ WAYS: Mapping[str, Way] = {
     "inductor": Way("inductor", backend="inductor"),
     "aot_eager": Way("aot_eager", backend="aot_eager"),
     **{name: Way(name, dtype=dtype) for name, dtype in DTYPES.items()},
-    "cpu": Way("cpu", device="cpu"),
-    "cuda": Way("cuda", device="cuda"),
+    **{kind.name: Way(kind.name, device=kind.name) for kind in (CPU, CUDA)},
 }
 
 

@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
+from hetu_fx.base.torch_private import carried_over, carrying_over
+
 T = TypeVar("T")
 Belongings = dict[Any, Any]
 """What a rank has of everything that ranks have one of."""
 
 _here = threading.local()  # its `belongings` are those of the rank that this thread works for; a process has none
+_KEY = "hetu_fx belongings"
 
 
 class PerRank(Generic[T]):
@@ -22,7 +25,7 @@ class PerRank(Generic[T]):
 
     def __call__(self) -> T:
         """Return that of the rank that this thread works for."""
-        belongings: Belongings | None = getattr(_here, "belongings", None)
+        belongings = _belongings()
         if belongings is None:
             return self._of_process
         if self not in belongings:
@@ -31,9 +34,15 @@ class PerRank(Generic[T]):
         return found
 
 
+def _belongings() -> Belongings | None:
+    """Return what the rank has that this thread works for, or that has called a backward which this thread runs."""
+    found: Belongings | None = getattr(_here, "belongings", None)
+    return carried_over(_KEY) if found is None else found
+
+
 def is_one_of_many() -> bool:
     """Tell whether this thread works for one of several ranks of this process."""
-    return getattr(_here, "belongings", None) is not None
+    return _belongings() is not None
 
 
 @contextmanager
@@ -42,6 +51,7 @@ def working_for(belongings: Belongings) -> Iterator[None]:
     before = getattr(_here, "belongings", None)
     _here.belongings = belongings
     try:
-        yield
+        with carrying_over(_KEY, belongings):
+            yield
     finally:
         _here.belongings = before

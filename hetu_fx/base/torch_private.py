@@ -35,7 +35,9 @@ from torch.distributed.distributed_c10d import _get_default_group, _new_process_
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
 from torch.utils import _pytree as pytree  # nested values: what arguments and results of ops are
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every op that runs
+from torch.utils._python_dispatch import _disable_current_modes
 
 tree_flatten = pytree.tree_flatten
 tree_flatten_with_path = pytree.tree_flatten_with_path
@@ -134,6 +136,12 @@ def is_written(argument: Any) -> bool:
 def written_names(op: Any) -> list[str]:
     """Return the names of the arguments that an op writes to, by its schema."""
     return [argument.name for argument in schema(op).arguments if is_written(argument)]
+
+
+@cache
+def argument_names(op: Any) -> frozenset[str]:
+    """Return what the arguments of an op are called."""
+    return frozenset(argument.name for argument in schema(op).arguments)
 
 
 def has_schema(target: Any) -> bool:
@@ -252,6 +260,24 @@ def timeout_of_backend(backend: Any) -> timedelta:
     return timeout
 
 
+def is_gloo(backend: Any) -> bool:
+    """Tell whether a backend of a group sends from host memory, as gloo does."""
+    return "gloo" in type(backend).__name__.lower()
+
+
+@contextmanager
+def aborted_together(backend: Any) -> Iterator[None]:
+    """Let NCCL end several communicators in one call: one after another they wait for each other (pytorch 119797)."""
+    has_group_calls = hasattr(backend, "_group_start")
+    if has_group_calls:
+        backend._group_start()
+    try:
+        yield
+    finally:
+        if has_group_calls:
+            backend._group_end()
+
+
 def device_types(group: ProcessGroup) -> set[str]:
     """Return the kinds of devices that a group sends from."""
     return {device.type for device in group._device_types}
@@ -284,3 +310,31 @@ def is_member_of(group: ProcessGroup) -> bool:
 def forget_group_count() -> None:
     """Count groups from 0 again: torch names them by their number, which must be that of the other ranks."""
     _world.group_count = 0
+
+
+def untraced() -> AbstractContextManager[Any]:
+    """Compute with values inside, although a trace is under way."""
+    made: AbstractContextManager[Any] = _disable_current_modes()
+    return made
+
+
+@cache
+def makes_tensors(function: Any) -> bool:
+    """Tell whether a function makes tensors of nothing, on the device that it is told or else on the default one."""
+    return function in _device_constructors()
+
+
+@contextmanager
+def carrying_over(key: str, value: object) -> Iterator[None]:
+    """Have a value in this thread, and in those in which autograd runs a backward that is called inside."""
+    before = carried_over(key)
+    torch._C._stash_obj_in_tls(key, value)
+    try:
+        yield
+    finally:
+        torch._C._stash_obj_in_tls(key, before)
+
+
+def carried_over(key: str) -> Any:
+    """Return the value of this name that this thread has; None if it has none."""
+    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None

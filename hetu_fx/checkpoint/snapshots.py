@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from hetu_fx.base.device_types import device_types
 from hetu_fx.checkpoint import joining
 from hetu_fx.checkpoint.checkpoint import load_model, tensors_of
 from hetu_fx.checkpoint.folders import latest
@@ -201,14 +202,15 @@ def _described(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _random_states() -> dict[str, str]:
-    """Return torch's generators' states as text, by device."""
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state()
+    """Return torch's generators' states as text, by type of device."""
+    found = {kind.name: kind.random_state() for kind in device_types()}
+    states = {name: state for name, state in found.items() if state is not None}
     return {device: base64.b64encode(state.numpy().tobytes()).decode() for device, state in states.items()}
 
 
 def _set_random_states(states: Mapping[str, str]) -> None:
+    known = {kind.name: kind for kind in device_types()}
     for device, text in states.items():
         state = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-        torch.set_rng_state(state) if device == "cpu" else torch.cuda.set_rng_state(state)
+        if device in known:  # a rank may go on with another type of devices
+            known[device].set_random_state(state)

@@ -46,8 +46,10 @@ def _version(package: str) -> str:
 def _devices() -> list[str]:
     import torch
 
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return ["cpu", *(f"cuda:{index} ({name})" for index, name in enumerate(names))]
+    from hetu_fx.base.device_types import computing
+
+    found = [(kind, torch.device(kind.name, index)) for kind in computing() for index in range(kind.count())]
+    return ["cpu", *(f"{device} ({kind.chip(device)})" for kind, device in found)]
 
 
 def _backends() -> list[str]:

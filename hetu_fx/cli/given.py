@@ -53,8 +53,11 @@ def _script(text: str, file: Path) -> ModuleType:
 
 
 def local_device(name: str) -> str:
-    """Return the device of this process: of several GPUs that of its local rank."""
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if name == "cuda" else name
+    """Return the device of this process, of a type: of several that of its local rank."""
+    from hetu_fx.base.device_types import HOST, device_types
+
+    is_type = name != HOST.type and name in {kind.name for kind in device_types()}
+    return f"{name}:{os.environ.get('LOCAL_RANK', '0')}" if is_type else name
 
 
 def check_folder(option: str, path: Path, error: type[HetuFxError]) -> None:

@@ -80,20 +80,25 @@ def _version(package: str) -> str:
 
 
 def _collectives() -> Finding:
-    import torch
     import torch.distributed as dist
+
+    from hetu_fx.base.device_types import computing
 
     if not (dist.is_available() and dist.is_gloo_available()):
         return judged("collectives", "this torch has no gloo", wrong="install torch from pytorch.org or PyPI")
-    if torch.cuda.is_available() and not dist.is_nccl_available():
-        return judged("collectives", "gloo, no nccl: GPUs meet through the host", doubtful="install torch's CUDA build")
+    for kind in computing():
+        if kind.is_direct and not dist.is_backend_available(kind.process_groups):
+            told = f"gloo, no {kind.process_groups}: {kind.name} devices meet through the host"
+            return judged("collectives", told, doubtful=f"install a torch that has {kind.process_groups}")
     return judged("collectives", "gloo and nccl" if dist.is_nccl_available() else "gloo")
 
 
 def _devices() -> Finding:
     import torch
 
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    from hetu_fx.base.device_types import computing
+
+    names = [kind.chip(torch.device(kind.name, index)) for kind in computing() for index in range(kind.count())]
     if not names and Path("/dev/nvidia0").exists():
         way = "install torch's CUDA build, and a driver that fits it; see CUDA_VISIBLE_DEVICES"
         return judged("devices", "there is an NVIDIA device, but torch sees none", doubtful=way)

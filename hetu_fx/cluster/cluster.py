@@ -18,7 +18,7 @@ from hetu_fx.cluster.devices import COLLECTIVE, DEVICE, LINKS, ClusterLinks, Col
 from hetu_fx.cluster.paces import PACE, Pace, pace_between
 from hetu_fx.cluster.show import cluster_text, level_links
 from hetu_fx.cluster.timed import seen_turn, timed_by_group
-from hetu_fx.cluster.topology import CLUSTER, LEVEL, NICS, NODE, Hierarchy, Level, Nics, Place, ports_of
+from hetu_fx.cluster.topology import CLUSTER, LEVEL, NICS, NODE, TYPE, Hierarchy, Level, Nics, Place, ports_of
 from hetu_fx.comm_ops.plans.cost import End
 from hetu_fx.errors import ClusterError
 
@@ -124,6 +124,9 @@ class Cluster(Document):
             seconds: how long the compute of all ranks is measured, at the same time, after a warm-up.
             device: where this rank computes, such as "cpu" or "cuda:0".
 
+        Where devices of several types stand on one node, a level "type" says what links those of one type there, as
+        theirs and others' messages go different ways.
+
         Every rank multiplies matrices at once, so that what shares a core shows as slow. A quota shows when
         `seconds` covers several of its periods. Speeds within 5 % of each other are taken as equal. Then links are
         timed, and for up to a second what it costs devices to meet between pieces of compute.
@@ -131,7 +134,11 @@ class Cluster(Document):
         from hetu_fx.cluster.measure import measure_here  # with torch, which plans need not have
 
         devices, links = measure_here(table, seconds=seconds, device=device)
-        return cls(devices, Link(*links["intra"]), Link(*links["inter"]))
+        intra, inter = Link(*links["intra"]), Link(*links["inter"])
+        if "types" not in links:
+            return cls(devices, intra, inter)
+        named = ((TYPE, intra), (NODE, Link(*links["types"])), (CLUSTER, inter))
+        return cls(devices, intra, inter, levels=tuple(_level(name, link) for name, link in named))
 
     @property
     def ranks(self) -> tuple[int, ...]:

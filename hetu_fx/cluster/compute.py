@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-_SIDE = {"cpu": 256, "cuda": 4096}  # of the matrices: about a millisecond of work
+from hetu_fx.base.device_types import type_of
 
 
 class Products:
@@ -21,7 +21,7 @@ class Products:
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
-        self._side = _SIDE[self.device.type]
+        self._side = type_of(self.device).product_side
         self._a = torch.ones(self._side, self._side, device=self.device)
         self._b, self._out = torch.ones_like(self._a), torch.empty_like(self._a)
 
@@ -37,8 +37,7 @@ class Products:
 
     def finish(self) -> None:
         """Wait until they are done."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        type_of(self.device).synchronize(self.device)
 
 
 def matmul_flops_per_second(device: str, seconds: float) -> float:
@@ -51,8 +50,6 @@ def matmul_flops_per_second(device: str, seconds: float) -> float:
     return products.flops / _seconds_of(lambda: products.start(1), products.device, seconds)
 
 
-_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # of a tensor: more than what caches hold of it
-
 _MOVERS: tuple[tuple[Callable[[Tensor, Tensor], Tensor], int], ...] = (
     (lambda x, y: x + y, 3),
     (lambda x, _: torch.nn.functional.gelu(x), 2),
@@ -64,7 +61,7 @@ _MOVERS: tuple[tuple[Callable[[Tensor, Tensor], Tensor], int], ...] = (
 def memory_bytes_per_second(device: str, seconds: float) -> float:
     """Return the bytes per second that ops move over a window of wall time, after a warm-up."""
     place = torch.device(device)
-    x, y = (torch.randn(_ELEMENTS[place.type] >> 8, 1 << 8, device=place) for _ in range(2))
+    x, y = (torch.randn(type_of(place).large_elements >> 8, 1 << 8, device=place) for _ in range(2))
 
     def move() -> None:
         for op, _ in _MOVERS:
@@ -106,10 +103,10 @@ def _seconds_of(work: Callable[[], None], device: torch.device, seconds: float) 
 
 
 def _repeat(work: Callable[[], None], device: torch.device, seconds: float) -> tuple[int, float]:
+    synchronize = type_of(device).synchronize
     count, start = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - start) < seconds or count == 0:
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         count += 1
     return count, elapsed

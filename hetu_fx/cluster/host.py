@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from hetu_fx.base.cgroups import memory_left_within, memory_limits_within, read
+from hetu_fx.base.device_types import type_of
 
 
 def node_name() -> str:
@@ -24,11 +25,11 @@ def node_name() -> str:
 def memory_limits(device: str, root: Path = Path("/")) -> tuple[tuple[str, int], ...]:
     """Return every limit on this rank's memory as (name of what is limited, bytes)."""
     place = torch.device(device)
-    if place.type == "cuda":
-        properties = torch.cuda.get_device_properties(place)
-        return ((f"cuda {getattr(properties, 'uuid', place)}", int(properties.total_memory)),)
-    mounts, own = read(root / "proc/self/mounts"), read(root / "proc/self/cgroup")
-    return (("machine", _machine_bytes(root)), *memory_limits_within(mounts, own))
+    if (memory := type_of(place).memory) is not None:
+        own = memory(place)
+        return ((own.name, own.total_bytes),)
+    mounts, groups = read(root / "proc/self/mounts"), read(root / "proc/self/cgroup")
+    return (("machine", _machine_bytes(root)), *memory_limits_within(mounts, groups))
 
 
 def memory_left(device: torch.device, root: Path = Path("/")) -> tuple[tuple[str, int], ...]:
@@ -36,23 +37,21 @@ def memory_left(device: torch.device, root: Path = Path("/")) -> tuple[tuple[str
 
     Names tell ranks that share a limit: those of host memory have the node's name.
     """
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        name = getattr(torch.cuda.get_device_properties(device), "uuid", device)
-        return ((f"cuda {name}", int(free) + cached),)
-    mounts, own = read(root / "proc/self/mounts"), read(root / "proc/self/cgroup")
-    found = (("machine", _machine_bytes(root, "MemAvailable")), *memory_left_within(mounts, own))
+    if (memory := type_of(device).memory) is not None:
+        own = memory(device)
+        return ((own.name, own.free_bytes),)
+    mounts, groups = read(root / "proc/self/mounts"), read(root / "proc/self/cgroup")
+    found = (("machine", _machine_bytes(root, "MemAvailable")), *memory_left_within(mounts, groups))
     return tuple((f"{name} of node {node_name()}", size) for name, size in found)
 
 
 def peak_bytes(device: torch.device, root: Path = Path("/")) -> int:
-    """Return the most memory that this process has had so far: what torch had of a GPU, else all of its own.
+    """Return the most memory that this process has had so far: what torch had of a device's own, else all.
 
     The latter has Python, libraries and data in it; 0 where the system does not tell.
     """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if (memory := type_of(device).memory) is not None:
+        return memory(device).peak_bytes
     return _kilobytes(root / "proc/self/status", "VmHWM")
 
 

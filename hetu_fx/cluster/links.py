@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from hetu_fx.base.device_types import type_of
 from hetu_fx.cluster.devices import Collective, Device
 from hetu_fx.comm_ops.wire.collectives import gather_padded, gather_parts, reduce_padded, reduce_parts, sum_over
 from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.comm_ops.wire.p2p import Message, Tag, post
 
 if TYPE_CHECKING:
     from hetu_fx.cluster.cluster import Cluster
@@ -41,24 +42,49 @@ Timed = Mapping[Pair, tuple[float, float]]
 
 
 def measure_links(
-    table: GroupTable, nodes: Sequence[str], speeds: Sequence[float], device: str
+    table: GroupTable, nodes: Sequence[str], types: Sequence[str], speeds: Sequence[float], device: str
 ) -> tuple[dict[str, tuple[float, float]], dict[int, float]]:
     """Return (bytes per second, latency seconds) inside a node and between nodes, and limits of ranks; collective.
 
     Links stand under "intra" and "inter"; where no two ranks stand on one node, or all do, the other's numbers stand
-    for both. Limits are the bytes per second of those ranks that reach clearly less than the link inside nodes.
+    for both. Where devices of several types stand on one node, "intra" is what links those of one type there, and
+    "types" what links the types, whose messages go another way. Limits are the bytes per second of those ranks that
+    reach clearly less than the link "intra".
     """
+    units = units_of(nodes, types)
     timed: dict[Pair, tuple[float, float]] = {}
-    for pairs in neighbours(nodes, speeds):
+    for pairs in neighbours(units, speeds):
         timed |= _time_pairs(table, pairs, device)
-    across: dict[Pair, tuple[float, float]] = {}
-    for pair in inter_pairs(nodes, speeds):
-        across |= _time_pairs(table, [pair], device)
-    reached = settled_limits(timed, nodes, speeds)
-    found = {name: link for name, link in (("intra", _fastest(timed, reached)), ("inter", _slowest(across))) if link}
-    known = found.get("intra") or found.get("inter") or _LONE_LINK
-    links = {"intra": found.get("intra", known), "inter": found.get("inter", known)}
+    between = _time_in_turn(table, pairs_of_types(nodes, types, speeds), device)
+    across = _time_in_turn(table, inter_pairs(nodes, speeds), device)
+    reached = settled_limits(timed, units, speeds)
+    seen = {"intra": _fastest(timed, reached), "types": _slowest(between), "inter": _slowest(across)}
+    found = {name: link for name, link in seen.items() if link}
+    known = next(iter(found.values()), _LONE_LINK)
+    links = {"intra": known, "inter": known} | found
     return links, {rank: most for rank, most in reached.items() if most < _CLEARLY * links["intra"][0]}
+
+
+def units_of(nodes: Sequence[str], types: Sequence[str]) -> list[str]:
+    """Return the node of each rank, or, where some node has devices of several types, which of them on which node."""
+    mixed = len(set(zip(nodes, types, strict=True))) > len(set(nodes))
+    return [f"{node} {kind}" if mixed else node for node, kind in zip(nodes, types, strict=True)]
+
+
+def pairs_of_types(nodes: Sequence[str], types: Sequence[str], speeds: Sequence[float]) -> list[Pair]:
+    """Return the fastest ranks of neighbouring types on each node."""
+    firsts: dict[tuple[str, str], int] = {}
+    for ranks in _fastest_first(nodes, speeds):
+        for rank in ranks:
+            firsts.setdefault((nodes[rank], types[rank]), rank)
+    return [(a, b) for a, b in itertools.pairwise(firsts.values()) if nodes[a] == nodes[b]]
+
+
+def _time_in_turn(table: GroupTable, pairs: Sequence[Pair], device: str) -> dict[Pair, tuple[float, float]]:
+    timed: dict[Pair, tuple[float, float]] = {}
+    for pair in pairs:
+        timed |= _time_pairs(table, [pair], device)
+    return timed
 
 
 def neighbours(nodes: Sequence[str], speeds: Sequence[float]) -> tuple[list[Pair], list[Pair]]:
@@ -120,23 +146,18 @@ def _time_pair(table: GroupTable, pair: Pair, device: str) -> tuple[float, float
 
 def _ping_pong(table: GroupTable, pair: Pair, device: str, num_bytes: int, rounds: int) -> list[float]:
     """Return the one-way seconds of messages, after one round of warm-up."""
-    group = table.group(tuple(range(table.size)))
-    message = torch.zeros(num_bytes, dtype=torch.uint8, device=message_device(group, device))
+    place = torch.device(device)
     leads = table.rank == pair[0]
-    partner = table.to_global(pair[1] if leads else pair[0])
-    steps = (dist.send, dist.recv) if leads else (dist.recv, dist.send)
+    messages = [(pair[1] if leads else pair[0], torch.zeros(num_bytes, dtype=torch.uint8, device=place), Tag.SLICES)]
+    ways: tuple[tuple[Sequence[Message], Sequence[Message]], ...] = ((messages, ()), ((), messages))
     times = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
-        for step in steps:
-            step(message, partner, group=group)
+        for receives, sends in reversed(ways) if leads else ways:
+            post(receives, sends, table).wait()
+        type_of(place).synchronize(place)
         times.append((time.perf_counter() - start) / 2)
     return times[1:]
-
-
-def message_device(group: dist.ProcessGroup, device: str) -> str:
-    """Return where messages of a group have to be: on the device for NCCL, else in host memory."""
-    return device if dist.get_backend(group) == "nccl" else "cpu"
 
 
 SIZES = (1 << 14, 1 << 18, 1 << 22)
@@ -235,7 +256,6 @@ def _seconds(run: Run, num_bytes: int, ranks: Sequence[int], table: GroupTable, 
     for _ in range(_ROUNDS + 1):
         start = time.perf_counter()
         run(parts, ranks, table)
-        if parts[0].is_cuda:
-            torch.cuda.synchronize(parts[0].device)
+        type_of(parts[0].device).synchronize(parts[0].device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])

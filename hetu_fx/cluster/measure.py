@@ -17,14 +17,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from hetu_fx.base.device_types import HOST, type_of
 from hetu_fx.cluster.compute import Products, matmul_flops_per_second, memory_bytes_per_second, op_seconds
 from hetu_fx.cluster.devices import Device
 from hetu_fx.cluster.host import memory_limits, node_name, step_seconds
-from hetu_fx.cluster.links import measure_links, message_device
+from hetu_fx.cluster.links import measure_links
+from hetu_fx.cluster.topology import TYPE
 from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.comm_ops.wire.p2p import Tag, post
 
 _PIECE_SECONDS = 0.01  # of compute between two meetings, on every device: as long as the usual period of a quota
 _ROUNDS = 5  # meetings of a sample
@@ -111,9 +113,9 @@ class _Meeting:
 
     def __init__(self, table: GroupTable, pair: Pair, products: Products, count: int, device: str) -> None:
         self._products, self._count = products, count
-        self._group = table.group(tuple(range(table.size)))
-        self._partner = table.to_global(pair[0] if table.rank == pair[1] else pair[1])
-        place = message_device(self._group, device)
+        self._table, self._partner = table, pair[0] if table.rank == pair[1] else pair[1]
+        place = torch.device(device)
+        place = HOST if table.staged(place, pair) else place
         self._sent = torch.zeros(2, dtype=torch.float64, device=place)  # float64: both ranks take the same decisions
         self._received = torch.zeros_like(self._sent)
 
@@ -155,10 +157,8 @@ class _Meeting:
         """Exchange a small message with the partner. One in host memory waits for the device, as a sum would."""
         if self._sent.device.type == "cpu":
             self._products.finish()
-        ends = ((dist.isend, self._sent), (dist.irecv, self._received))
-        operations = [dist.P2POp(end, tensor, self._partner, self._group) for end, tensor in ends]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+        arriving, leaving = ([(self._partner, tensor, Tag.SLICES)] for tensor in (self._received, self._sent))
+        post(arriving, leaving, self._table).wait()
 
 
 TOLERANCE = 0.05
@@ -177,7 +177,8 @@ def measure_here(
     Links are those of `measure_links`.
     """
     table = table or GroupTable()
-    of_all(table, None)  # all start together, so that what shares a core shows
+    types = of_all(table, torch.device(device).type)  # all start together, so that what shares a core shows
+    table.know_types(types)
     speed = matmul_flops_per_second(device, seconds)
     limits = memory_limits(device)
     least = min(size for _, size in limits)
@@ -193,8 +194,11 @@ def measure_here(
         op_seconds=op_seconds(device, seconds / 2),
     )
     found = settled(of_all(table, (own, limits)))
-    links, most = measure_links(table, [d.node for d in found], [d.flops_per_second for d in found], device)
+    nodes, speeds = [d.node for d in found], [d.flops_per_second for d in found]
+    links, most = measure_links(table, nodes, types, speeds, device)
     found = tuple(replace(d, bytes_per_second=most.get(rank)) for rank, d in enumerate(found))
+    if "types" in links:
+        found = tuple(replace(d, place={TYPE: kind}) for d, kind in zip(found, types, strict=True))
     return _with_meetings(found, links, table, device), links
 
 
@@ -204,18 +208,24 @@ def _with_meetings(
     """Return the devices with what meetings cost."""
     nodes, speeds = [d.node for d in found], [d.flops_per_second for d in found]
     rounds = meeting_rounds(nodes, speeds)
-    names = {pair: "intra" if nodes[pair[0]] == nodes[pair[1]] else "inter" for pairs in rounds for pair in pairs}
+    names = {pair: _link_between(found, pair) for pairs in rounds for pair in pairs}
     latencies = {pair: links[name][1] for pair, name in names.items()}
     measured = _measure_meetings(table, rounds, speeds, latencies, device)
     meetings = settled_seconds([(d.kind, d.node, d.flops_per_second) for d in found], measured)
     return tuple(replace(d, meeting_seconds=lost) for d, lost in zip(found, meetings, strict=True))
 
 
+def _link_between(devices: Sequence[Device], pair: Pair) -> str:
+    """Return the name of the link between two ranks, as `measure_links` calls it."""
+    one, other = (devices[rank] for rank in pair)
+    if one.node != other.node:
+        return "inter"
+    return "intra" if one.place == other.place else "types"
+
+
 def _kind(device: str) -> str:
     place = torch.device(device)
-    if place.type == "cuda":
-        return torch.cuda.get_device_name(place).lower().replace(" ", "-")
-    return place.type
+    return type_of(place).chip(place)
 
 
 def settled(raw: Sequence[tuple[Device, Limits]]) -> tuple[Device, ...]:

@@ -20,6 +20,8 @@ from hetu_fx.comm_ops.plans.cost import End
 from hetu_fx.errors import ClusterError
 
 NODE, RAIL, CLUSTER, DEVICE_UNIT, PORT = "node", "rail", "cluster", "device", "port"
+TYPE = "type"
+"""The level of devices of one type on a node, where a node has several: what drives them, as torch calls it."""
 OUT_OF, INTO = "out of", "into"
 _NAMED = (NODE, RAIL, CLUSTER)
 """Levels whose units no device's place names: they follow from its node and its port."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,7 +36,10 @@ LEAF_KINDS = {
 
 @dataclass(frozen=True)
 class Assembly:
-    """An exported program and what is needed to make a Graph of it."""
+    """An exported program and what is needed to make a Graph of it.
+
+    `copies` are constants that the trace has read as copies, with the tensors themselves, by the number of the copy.
+    """
 
     model: nn.Module
     exported: ExportedProgram
@@ -45,6 +48,7 @@ class Assembly:
     output_tree: Tree
     has_loss_fn: bool
     observed: Tree | None = None
+    copies: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def graph(self, training: bool, notes: tuple[str, ...]) -> Graph:
         """Make the Graph.
@@ -146,6 +150,7 @@ class Assembly:
 
     def _constants(self, leaves: tuple[Leaf, ...]) -> dict[str, torch.Tensor]:
         values = {_fqn(name): value for name, value in self.exported.constants.items()}
+        values = {name: self.copies.get(id(value), (value, value))[1] for name, value in values.items()}
         return {leaf.name: values[leaf.name] for leaf in leaves if leaf.kind is LeafKind.CONSTANT}
 
     def _notes(self) -> Iterator[str]:

@@ -9,12 +9,14 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
+from hetu_fx.base.device_types import device_types, is_elsewhere
 from hetu_fx.base.torch_private import without_fake_tensor_cache
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph.assemble import Assembly
@@ -24,6 +26,8 @@ from hetu_fx.graph.containers import Tree, flatten, unflatten
 from hetu_fx.graph.example import Example, make_example
 from hetu_fx.graph.graph import OBSERVED, Graph
 from hetu_fx.graph.lengths import open_lengths
+from hetu_fx.graph.neutral import PARAMETERS, OnHost, device_of, stand_in_device, state_at
+from hetu_fx.graph.regions import casts
 
 Autocasts = tuple[tuple[str, torch.dtype], ...]
 """The kinds of devices for which torch.autocast is on, and what it casts to."""
@@ -42,11 +46,13 @@ def capture(
     loss_fn: LossFn | None = None,
     training: bool = True,
     around: Around = _nothing_more,
+    device: torch.device | None = None,
 ) -> Graph:
     """Capture the forward of `model` on batches like `batch` as a graph.
 
     Under torch.autocast, the casts that it makes are written into the graph. The model, the batch and the
-    random state are not changed.
+    random state are not changed. The graph is the same wherever the model is (`graph.neutral`): it says "host" for the
+    device that runs it. Where casts look at the device, or the model cannot be traced on the host, it says that device.
 
     Args:
         model: any module; its parameters may be on the meta device.
@@ -55,6 +61,7 @@ def capture(
         training: capture the model in training or in evaluation mode.
         around: entered each time that the forward is traced; gives a mapping, of which the tensors that it has when the
             forward has run are further outputs.
+        device: where the model is, if what stands for its parameters now is not there; None: where it is.
 
     Raises:
         CaptureError: the model cannot be captured; names the line and the way out.
@@ -62,17 +69,45 @@ def capture(
     input_tree, tensors = flatten_batch(batch)
     program = _Program(model, input_tree, tuple(tensors), loss_fn, around)
     with in_mode(model, training), _surroundings():
-        exported, example, notes = _export(program, model, tensors)
-    assembly = Assembly(
-        model=model,
-        exported=exported,
-        example=example,
-        input_tree=input_tree,
-        output_tree=program.output.tree(),
-        observed=program.output.more,
-        has_loss_fn=loss_fn is not None,
-    )
-    return assembly.graph(training, notes)
+        return _captured(program, tensors, training, device or device_of(model, tensors))
+
+
+def _captured(program: _Program, tensors: Mapping[str, torch.Tensor], training: bool, device: torch.device) -> Graph:
+    if not is_elsewhere(device):
+        return _Traced(*_export(program, tensors)).graph(program, training)
+    if all(kind != device.type for kind, _ in program.autocasts):
+        program.on_host = OnHost()
+        attributes = program.on_host.instead_of_attributes(program.model)
+        with contextlib.suppress(CaptureError), attributes, state_at(program.model, stand_in_device):
+            traced = _Traced(*_export(program, tensors))
+            if not casts(traced.exported.graph_module):
+                return traced.graph(program, training)
+        program.on_host = None
+    with state_at(program.model, lambda _: device, PARAMETERS):
+        return _Traced(*_export(program, tensors)).graph(program, training)
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """What torch.export has made."""
+
+    exported: ExportedProgram
+    example: Example
+    notes: tuple[str, ...]
+
+    def graph(self, program: _Program, training: bool) -> Graph:
+        """Make the graph of it."""
+        assembly = Assembly(
+            model=program.model,
+            exported=self.exported,
+            example=self.example,
+            input_tree=program.input_tree,
+            output_tree=program.output.tree(),
+            observed=program.output.more,
+            has_loss_fn=program.loss_fn is not None,
+            copies={} if program.on_host is None else program.on_host.copies,
+        )
+        return assembly.graph(training, self.notes)
 
 
 def _call(function: LossFn, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -109,6 +144,7 @@ class _Program(nn.Module):
         # Not as a submodule: what a loss module holds is a constant of the program, no state of the model.
         self.loss_fn = None if loss_fn is None else functools.partial(_call, loss_fn)
         self.autocasts = ambient_autocasts()
+        self.on_host: OnHost | None = None
         self.output = _OutputStructure()
         self.around = around
         self.batch_inputs: tuple[str, ...] = ()
@@ -120,8 +156,11 @@ class _Program(nn.Module):
         with contextlib.ExitStack() as stack:
             stack.enter_context(NoStrayParameters())
             stack.enter_context(no_backward_is_lost())
-            for device_type, dtype in self.autocasts:
-                stack.enter_context(torch.autocast(device_type, dtype=dtype))
+            if self.on_host is not None:  # where the model is, no ambient autocast casts anything
+                stack.enter_context(self.on_host)
+            else:
+                for device_type, dtype in self.autocasts:
+                    stack.enter_context(torch.autocast(device_type, dtype=dtype))
             more = stack.enter_context(self.around())
             output = self.model(*args, **kwargs)
             tree, values = flatten(output)
@@ -144,7 +183,7 @@ class _Program(nn.Module):
 
 def ambient_autocasts() -> Autocasts:
     """Return the kinds of devices for which torch.autocast is on, and the dtype that it casts to."""
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    kinds = [kind.name for kind in device_types() if torch.is_autocast_enabled(kind.name)]
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
@@ -194,14 +233,13 @@ def _say_nothing(record: logging.LogRecord) -> bool:
     return False
 
 
-def _export(
-    program: _Program, model: nn.Module, tensors: Mapping[str, torch.Tensor]
-) -> tuple[ExportedProgram, Example, tuple[str, ...]]:
+def _export(program: _Program, tensors: Mapping[str, torch.Tensor]) -> tuple[ExportedProgram, Example, tuple[str, ...]]:
     """Export with all sizes dynamic, or else with the batch alone, or else with a static batch, or all sizes static.
 
     What fixes a batch most often is `len(x)`: the second attempt leaves it open, at a cost for every other call of it.
     """
-    example = make_example(tensors, model, keep_batch=False)
+    model, on_host = program.model, program.on_host is not None
+    example = make_example(tensors, model, keep_batch=False, on_host=on_host)
     try:
         return _export_once(program, example, batch=True, rest=True), example, ()
     except CaptureError:
@@ -212,7 +250,7 @@ def _export(
         with contextlib.suppress(Exception), open_lengths():
             exported = _export_once(program, example, batch=True, rest=rest)
             return exported, example, () if rest else (_fixed("every size but the batch", first_error),)
-    kept = make_example(tensors, model, keep_batch=True)
+    kept = make_example(tensors, model, keep_batch=True, on_host=on_host)
     for rest in (True, False):
         with contextlib.suppress(Exception):
             exported = _export_once(program, kept, batch=False, rest=rest)

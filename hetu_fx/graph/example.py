@@ -1,7 +1,8 @@
 """Choose the example that a model is traced with: sizes that differ, a batch of more than one row.
 
-Values never matter to the trace, so the example is made of zeros; only sizes, dtypes and devices are the
-user's. The batch dim is dim 0 of every tensor whose size there is that of the first tensor with a dim.
+Values never matter to the trace, so the example is made of zeros; only sizes and dtypes are the user's, and devices
+where it is not traced on the host. The batch dim is dim 0 of every tensor whose size there is that of the first tensor
+with a dim.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch.export import Dim
+
+from hetu_fx.graph.neutral import stand_in_device
 
 IMAGE_DIMS = 4
 
@@ -42,12 +45,15 @@ class Example:
         return dims
 
 
-def make_example(tensors: Mapping[str, torch.Tensor], model: torch.nn.Module, *, keep_batch: bool) -> Example:
+def make_example(
+    tensors: Mapping[str, torch.Tensor], model: torch.nn.Module, *, keep_batch: bool, on_host: bool = False
+) -> Example:
     """Make the inputs to trace `model` with.
 
     Args:
         tensors: the user's example tensors by name.
         keep_batch: keep the example's batch size; else it may grow, to differ from 1 and all other sizes.
+        on_host: make them on the host, wherever the user's are.
     """
     batch = next((tensor.size(0) for tensor in tensors.values() if tensor.dim()), None)
     of_batch = tuple(name for name, tensor in tensors.items() if tensor.dim() and tensor.size(0) == batch)
@@ -58,7 +64,7 @@ def make_example(tensors: Mapping[str, torch.Tensor], model: torch.nn.Module, *,
         name: torch.zeros(
             (rows, *tensor.shape[1:]) if name in of_batch else tensor.shape,
             dtype=tensor.dtype,
-            device=on_meta or tensor.device,
+            device=on_meta or (stand_in_device(tensor.device) if on_host else tensor.device),
         )
         for name, tensor in tensors.items()
     }

@@ -2,7 +2,8 @@
 
 Keys used: "val" (the example value: FakeTensor, SymInt, number or tuple of them), "stack_trace" (the user's
 call stack as text), "module_stack" (tuple of (FQN, class name) of the modules around the call, outermost
-first) and "grad_enabled" (False inside a no-grad region; only until detach nodes say the same).
+first), "grad_enabled" (False inside a no-grad region; only until detach nodes say the same) and "on_host" (True where
+an op is to run on the host, whatever device runs the graph).
 """
 
 from __future__ import annotations
@@ -176,6 +177,16 @@ def grad_enabled(node: fx.Node) -> bool:
     return bool(node.meta.get("grad_enabled", True))
 
 
+def run_on_host(node: fx.Node) -> None:
+    """Let an op run on the host, whatever device runs the graph."""
+    node.meta["on_host"] = True
+
+
+def runs_on_host(node: fx.Node) -> bool:
+    """Tell whether an op is to run on the host, whatever device runs the graph."""
+    return bool(node.meta.get("on_host", False))
+
+
 def set_grad_enabled(node: fx.Node, enabled: bool) -> None:
     """Record whether the node was traced with gradients enabled."""
     node.meta["grad_enabled"] = enabled
@@ -188,7 +199,7 @@ def forget_grad_enabled(node: fx.Node) -> None:
 
 def copy_meta(source: fx.Node, target: fx.Node, *, with_value: bool = False) -> None:
     """Give `target` the source line, modules and region of `source`, and its example value if asked."""
-    for key in ("stack_trace", "module_stack", "nn_module_stack", "grad_enabled"):
+    for key in ("stack_trace", "module_stack", "nn_module_stack", "grad_enabled", "on_host"):
         if key in source.meta:
             target.meta[key] = source.meta[key]
     if with_value and "val" in source.meta:

@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from hetu_fx.base.device_types import device_types
 from hetu_fx.base.torch_private import HigherOrderOperator, OpOverload, dispatch_has_kernel, dispatch_name
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
 from hetu_fx.graph.capture_failure import WAY_OUT
 
 aten = torch.ops.aten
-
-AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS"}
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,16 @@ def inline_regions(module: fx.GraphModule) -> fx.Graph:
     result = _emit(fresh, module, copies, RegionModes())
     fresh.output(tuple(result))
     return fresh
+
+
+def casts(module: fx.GraphModule) -> bool:
+    """Tell whether torch.autocast is on anywhere in an exported graph."""
+    for node in module.graph.nodes:
+        named = isinstance(node.target, HigherOrderOperator) and dispatch_name(node.target)
+        if named == "wrap_with_autocast" and node.args[2]:
+            return True
+    parts = (child for child in module.children() if isinstance(child, fx.GraphModule))
+    return any(casts(part) for part in parts)
 
 
 def _emit(fresh: fx.Graph, module: fx.GraphModule, arguments: Iterable[Any], modes: RegionModes) -> list[Any]:
@@ -117,7 +126,7 @@ def _write_casts(node: fx.Node, device_type: str, low: torch.dtype) -> None:
 
 
 def _has_autocast_kernel(target: Any, device_type: str) -> bool:
-    key = AUTOCAST_KEYS.get(device_type)
+    key = next((one.autocast_key for one in device_types() if one.name == device_type), None)
     if key is None or not isinstance(target, OpOverload):
         return False
     return dispatch_has_kernel(dispatch_name(target), key)

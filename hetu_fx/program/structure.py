@@ -65,8 +65,9 @@ class Structure:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Return a short hash of the facts, hooks left out: what they do is seen in the graph."""
-        lines = (f"{what}: {value}" for what, value in self.facts.items() if "hooks of" not in what)
+        """Return a short hash of the facts, without hooks and devices: what either does is seen in the graph."""
+        told = (what for what in self.facts if "hooks of" not in what and not what.startswith("device of "))
+        lines = (f"{what}: {self.facts[what]}" for what in told)
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
     def _facts(self) -> Iterator[tuple[str, str]]:
@@ -119,7 +120,8 @@ def _tensor_facts(prefix: str, slots: Mapping[str, Tensor | None], first: dict[i
             yield repr(name), f"the same as {known!r}"
             continue
         kind = str(tensor.dtype).removeprefix("torch.")
-        yield repr(name), f"{kind}{list(tensor.shape)} on {tensor.device.type}"
+        yield repr(name), f"{kind}{list(tensor.shape)}"
+        yield f"device of {name!r}", tensor.device.type
         if isinstance(tensor, nn.Parameter):
             yield f"requires_grad of {name!r}", str(tensor.requires_grad)
 

@@ -18,6 +18,7 @@ from hetu_fx.errors import CaptureError
 from hetu_fx.graph.bind import Batch, as_call
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph
+from hetu_fx.graph.neutral import stand_in_device
 from hetu_fx.program.access import Access, put
 from hetu_fx.program.contents import PLAIN
 from hetu_fx.program.hooks import check_hooks, hooks_must_change
@@ -110,6 +111,7 @@ class Tracer:
     def _trace_once(self, batch: Batch, training: bool) -> _Traced:
         loss_fn = self._loss_fn_for(batch, training)
         watch = Watch(self.model, loss_fn)
+        device = next((home.device for home in self.model.parameters()), None)
         frozen = frozenset(n for n, p in self.model.named_parameters() if not p.requires_grad)
         # Also before parameters are home tensors: export leaves weak references to what it traces, and a tensor that
         # has some cannot be swapped for its home tensor.
@@ -119,7 +121,8 @@ class Tracer:
             hooks_must_change(self.model),
             self._without_what_is_lost(watch),
         ):
-            graph = capture(self.model, batch, loss_fn=loss_fn, training=training, around=partial(self._around, watch))
+            around = partial(self._around, watch)
+            graph = capture(self.model, batch, loss_fn=loss_fn, training=training, around=around, device=device)
         return _Traced(graph, frozen, watch, self.overrides)
 
     @contextmanager
@@ -176,14 +179,14 @@ def _called_as_its_own(model: nn.Module, replaced: Forward | None) -> Iterator[N
 def _plain_parameters(model: nn.Module) -> Iterator[None]:
     """Put uninitialised whole parameters in the model's places: enough to capture it, never computed with.
 
-    Their memory is not touched, so the operating system does not back it.
+    On the host, where their memory is not touched, so that the operating system does not back it.
     """
     slots = _named_slots(model)
     homes = dict(model.named_parameters())
     try:
         for name, places in slots.items():
             home = homes[name]
-            empty = torch.empty(tuple(home.shape), dtype=home.dtype, device=home.device)
+            empty = torch.empty(tuple(home.shape), dtype=home.dtype, device=stand_in_device(home.device))
             plain = nn.Parameter(empty, requires_grad=home.requires_grad)
             for module, key in places:
                 parameter_slots(module)[key] = plain

@@ -13,6 +13,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
+import hetu_fx
 from hetu_fx.errors import EnvironmentProblem
 
 T = TypeVar("T")
@@ -76,7 +77,7 @@ class Processes(ParallelStrategy):
             assert self.cluster_environment is not None
             os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
             os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
-            backend = "cuda:nccl,cpu:gloo" if self.root_device.type == "cuda" else "gloo"
+            backend = "gloo" if self.root_device.type == "cpu" else hetu_fx.DeviceType.group_backends()
             dist.init_process_group(backend, timeout=self._timeout, rank=self.global_rank, world_size=self.world_size)
 
     def barrier(self, name: str | None = None) -> None:

@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from hetu_fx.base.device_types import HOST
 from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
 from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES, BUCKETS_AT_ONCE
 from hetu_fx.comm_ops.plans.slices import finest_slices
@@ -220,19 +221,22 @@ class BucketRun:
 
     def meet(self, device: torch.device) -> None:
         """Make the process groups of the messages; collective over the ranks of each, in the order of all buckets."""
-        on_host = device.type == "cpu" or self.table.staged(device)
         for message in self.messages:
+            on_host = self._place(message, device) == HOST
             message.meet(self.table, self.dtype.itemsize, on_host=on_host)
 
     @torch.no_grad()
     def start(self, tensors: Mapping[str, Tensor | None], device: torch.device) -> UnderWay:
         """Pack this rank's tensors and start the messages. Raises StateError for a missing or misfit tensor."""
         values = {name: self._value(name, tensors.get(name)) for name in self.sources}
-        host = torch.device("cpu") if self.messages and self.table.staged(device) else device
-        empty = torch.empty(0, dtype=self.dtype, device=host)
-        buffers = [message.pack(values, empty) for message in self.messages]
+        empties = {at: torch.empty(0, dtype=self.dtype, device=at) for at in (device, HOST)}
+        buffers = [message.pack(values, empties[self._place(message, device)]) for message in self.messages]
         starts = [message.start(buffer) for message, buffer in zip(self.messages, buffers, strict=True)]
         return UnderWay(self, values, buffers, starts, device)
+
+    def _place(self, message: MessageRun, device: torch.device) -> torch.device:
+        """Return where the buffer of a message stands."""
+        return HOST if self.table.staged(device, message.lane.ranks) else device
 
     def _value(self, name: str, tensor: Tensor | None) -> Tensor | None:
         place = self.sources[name]

@@ -39,6 +39,7 @@ from hetu_fx.transforms.lowering.weights_later import WeightsLater
 from hetu_fx.transforms.passes import run_pass
 from hetu_fx.transforms.rewrites.counter_rng import draws_by_token
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph
+from hetu_fx.transforms.specialize.place import Place
 from hetu_fx.transforms.specialize.specialize import Specialize
 
 NODE_BYTES = 2_700
@@ -180,6 +181,7 @@ class GraphCompute(Compute):
         deduced = _read(program, data)
         device = run_pass(Specialize(self.table.rank), deduced)
         if device is not None:
+            device = run_pass(Place(self.device), device)
             device = run_pass(ChooseAlgorithms(Lowering(self.table.topology)), device)
             device = run_pass(Recompute(deduced.annotated), device)
             if self.backend is None:  # compiled graphs make all gradients at once
@@ -210,7 +212,7 @@ class GraphCompute(Compute):
     def _constants(self, deduced: DeducedGraph, layout: StageLayout) -> dict[str, Tensor]:
         annotations = _leaf_annotations(deduced, layout, LeafKind.CONSTANT)
         values = deduced.annotated.graph.constants
-        return {name: local_part(values[name], at, self.table.rank) for name, at in annotations.items()}
+        return {name: local_part(values[name], at, self.table.rank).to(self.device) for name, at in annotations.items()}
 
 
 _deduced: WeakValueDictionary[tuple[int, bytes], DeducedGraph] = WeakValueDictionary()

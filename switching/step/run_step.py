@@ -13,6 +13,7 @@ from torch import Tensor
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import BatchError, StateError
 from hetu_fx.graph import meta
+from hetu_fx.graph.capture import ambient_autocasts
 from hetu_fx.graph.graph import OBSERVED
 from hetu_fx.plans.schedule import actions, forwards
 from hetu_fx.program.program import Program
@@ -174,12 +175,23 @@ class _GraphStep(StepFrame):
             orders = [actions(schedule, stage, stages, len(micro_batches)) for stage in range(stages)]
             feeds, timer = self._shared_feeds(collector.leaves), self.outcome.timer
             run = partial(self.stage.engine.run, orders, micro_batches, feeds, train=True, timer=timer)
-            self.outcome = run(root=self.root, before_last_gradients=collector.listen)
+            self.outcome = run(root=self.root, before_last_gradients=self._listening(collector))
             rerun = partial(_run_again, run, self._scale, self.table)
         if self.program.in_float16:
             collector.run_again = rerun
         collector.ran()
         return self._joined()
+
+    def _listening(self, collector: Collector) -> Callable[[], None] | None:
+        """Return what lets gradients travel beside the last backward; None where they may not.
+
+        A device that sends by itself carries out its calls one after another, of whatever groups: gradients that wait
+        for a stage before this one would keep from it the cotangents that it waits for.
+        """
+        device = self.device
+        assert device is not None, "it runs a stage"
+        may_wait = device.num_stages > 1 and self.table.is_native(self.variant.device)
+        return None if may_wait else collector.listen
 
     def _collector(self, compute: Mapping[str, Tensor]) -> Collector:
         """Make the compute tensors leaves of this step's autograd graph."""
@@ -232,7 +244,6 @@ def _run_again(run: Callable[..., StageOutcome], scale: float, table: GroupTable
 def _without_autocast() -> Iterator[None]:
     """Run a graph as it is: the casts of an ambient autocast were written into it when it was captured."""
     with ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+        for kind, _ in ambient_autocasts():
+            stack.enter_context(torch.autocast(kind, enabled=False))
         yield

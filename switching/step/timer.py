@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hetu_fx.base.device_types import type_of
 from hetu_fx.comm_ops.wire.groups import set_working
 
 
@@ -37,10 +38,10 @@ class HostClock:
 
 
 class StreamClock:
-    """The clock of a device that has a stream of work."""
+    """The clock of a device that has a stream of work; `events` is the module that makes them."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._module = device, torch.get_device_module(device)
+    def __init__(self, device: torch.device, events: Any) -> None:
+        self._device, self._module = device, events
 
     def now(self) -> Any:
         """Put an event on the stream that the work is on."""
@@ -57,7 +58,8 @@ class StreamClock:
 
 def clock_of(device: torch.device) -> Clock:
     """Return the clock by which work on a device is timed."""
-    return HostClock() if device.type == "cpu" else StreamClock(device)
+    events = type_of(device).events
+    return HostClock() if events is None else StreamClock(device, events())
 
 
 class ComputeTimer:

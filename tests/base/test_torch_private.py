@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,6 +115,13 @@ class OwnTensor(torch.Tensor):
     """A tensor of another type, which torch marks if it is made a parameter."""
 
 
+def as_described(name: str) -> SimpleNamespace:
+    """Return what has the methods of a class that this build of torch may lack, by torch's own description of it."""
+    text = Path(torch.__file__).with_name("_C").joinpath("_distributed_c10d.pyi").read_text()
+    (kind,) = (one for one in ast.walk(ast.parse(text)) if isinstance(one, ast.ClassDef) and one.name == name)
+    return SimpleNamespace(**{one.name: one for one in kind.body if isinstance(one, ast.FunctionDef)})
+
+
 def examples() -> Mapping[str, Any]:
     """Return something that has each private attribute of objects."""
     add = torch.ops.aten.add.Tensor
@@ -137,6 +146,8 @@ def examples() -> Mapping[str, Any]:
         "_set_replacement": ShapeEnv,
         "_underlying_non_prefix_store": torch._C._distributed_c10d.PrefixStore,
         "_get_backend": group,
+        "_group_start": as_described("ProcessGroupNCCL"),
+        "_group_end": as_described("ProcessGroupNCCL"),
         "_device_types": group,
         "_timeout": torch._C._distributed_c10d.Backend.Options,
         "_is_param": nn.Parameter(torch.zeros(2).as_subclass(OwnTensor)),

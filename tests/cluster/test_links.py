@@ -12,8 +12,10 @@ from hetu_fx.cluster.links import (
     groups_to_time,
     inter_pairs,
     neighbours,
+    pairs_of_types,
     settled_limits,
     timed_collective,
+    units_of,
 )
 from hetu_fx.comm_ops.plans.cost import cheapest_ring_cost
 from tests.spawned import results_of
@@ -104,3 +106,14 @@ def test_every_rank_is_told_the_same_of_every_collective_and_group(tmp_path: Pat
     expected = [(name, where, ranks) for where, ranks in (("intra", 2), ("inter", 3)) for name in COLLECTIVES]
     assert [(c.name, c.where, c.num_ranks) for c in found[0]] == expected
     assert all(c.bytes_per_second > 0 and c.latency_seconds > 0 for c in found[0])
+
+
+def test_devices_of_several_types_on_a_node_are_units_of_their_own() -> None:
+    assert units_of("aab", ["cpu", "cpu", "cuda"]) == ["a", "a", "b"]
+    assert units_of("aab", ["cpu", "cuda", "cuda"]) == ["a cpu", "a cuda", "b cuda"]
+
+
+def test_the_fastest_of_neighbouring_types_tell_the_link_between_types() -> None:
+    types = ["cpu", "cpu", "cuda", "cuda", "cpu"]
+    assert pairs_of_types("aaaab", types, [1.0, 2.0, 8.0, 9.0, 1.0]) == [(3, 1)]
+    assert pairs_of_types("aabb", ["cpu"] * 4, [1.0] * 4) == []

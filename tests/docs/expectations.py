@@ -37,7 +37,7 @@ EXPECTATIONS = (
         "integrations/test_launchers.py::test_torchrun_trains_like_one_process",
         "integrations/test_launchers.py::test_accelerate_launch_trains_like_one_process"),
     _of("a run on CPUs is a faithful rehearsal, and one process by mistake is told",
-        "end_to_end/test_parity_cuda.py::test_training_on_gpu_and_cpu_together_equals_one_device",
+        "kinds/test_parity_cuda.py::test_training_on_gpu_and_cpu_together_equals_one_device",
         "cli/test_doctor.py::test_a_launch_that_lacks_something_or_started_one_process_is_told"),
     _of("the loss is that of a single process",
         "end_to_end/test_parity.py::test_training_under_a_plan_equals_one_device"),

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 import hetu_fx
 from hetu_fx.errors import HetuFxError
+from hetu_fx.lockstep import moved as to_device
 from tests.end_to_end.cells import (
     DEFAULT_TOLERANCE,
     LOSS_FNS,
@@ -32,6 +33,7 @@ from tests.end_to_end.cells import (
     make_batch,
     make_model,
 )
+from tests.kinds import testkind
 from tests.ranks.remembered import remembered_captures
 
 
@@ -42,10 +44,15 @@ def own_rows(batch: dict[str, torch.Tensor], rank: int, world: int) -> dict[str,
     return {name: tensor[cuts[rank] : cuts[rank + 1]] for name, tensor in batch.items()}
 
 
+def place_of(device: str) -> str:
+    """Return a device of a rank; makes the tests' own type of devices known where it is of that."""
+    return str(testkind.install()) if device == testkind.NAME else device
+
+
 def run_cell(cell: Cell, group: dist.ProcessGroup | None, rank: int, device: str = "cpu") -> dict[str, Any]:
     """Train the reference and the parallel model side by side; return the worst differences by step."""
     reference = make_model(cell.model)
-    model = copy.deepcopy(reference).to(device)
+    model = to_device(copy.deepcopy(reference), torch.device(device))
     loss_fn = LOSS_FNS.get(cell.model)
     first = moved(make_batch(cell.model, STEPS[0], 0), device)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, model)]
@@ -116,12 +123,12 @@ def main(rank: int, folder: Path, devices: Sequence[str]) -> None:
         timeout=timedelta(seconds=60),
     )
     groups = {n: dist.new_group(list(range(n))) for n in range(2, world + 1)}
-    results = {}
+    results, device = {}, place_of(devices[rank])
     for entry in json.loads((folder / "cells.json").read_text()):
         cell = Cell(*entry)
         if rank < cell.ranks:
             with remembered_captures():
-                results[cell.name] = attempt(cell, groups.get(cell.ranks), rank, devices[rank])
+                results[cell.name] = attempt(cell, groups.get(cell.ranks), rank, device)
         (folder / f"rank_{rank}.json").write_text(json.dumps(results))
     os._exit(0)
 

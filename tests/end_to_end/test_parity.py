@@ -8,29 +8,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from functools import cache, partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
-import torch
 
 from hetu_fx.errors import HetuFxError
-from hetu_fx.lockstep import Lockstep, Trained, train_alone
-from hetu_fx.switching.graph_execution import GraphExecution
 from tests.end_to_end.cells import (
     ALL_CELLS,
     COVERING,
-    LOSS_FNS,
-    PLANS,
     PROCESSES,
     REFUSED,
-    STEPS,
     Cell,
-    check_equal,
-    make_batch,
-    make_model,
 )
+from tests.end_to_end.parity_lockstep import check_trained, trained
 from tests.end_to_end.parity_processes import SECONDS_IN_ALL, check_outcome, outcomes_of, write_table
 
 IS_FULL = os.environ.get("HETU_FX_PARITY") == "full"
@@ -46,36 +36,7 @@ def test_training_as_all_ranks_of_one_process_equals_one_device(cell: Cell) -> N
         with pytest.raises(HetuFxError, match=reason):
             trained(cell)
         return
-    check_equal(cell.name, alone(cell.model), trained(cell), cell.model)
-
-
-def trained(cell: Cell) -> Trained:
-    """Train under the cell's plan; ranks bring half of the rows, half of the rest and so on, the last often none."""
-    most = max(step.rows for step in STEPS)
-    cuts = [most - most // 2**rank for rank in range(cell.ranks)] + [most]
-    rows = [stop - start for start, stop in pairwise(cuts)]
-    how = Lockstep(
-        partial(torch.optim.AdamW, lr=1e-2),
-        ranks=cell.ranks,
-        rows=rows if cell.data == "per_rank" else None,
-        loss_fn=LOSS_FNS.get(cell.model),
-    )
-    return how.train(make_model(cell.model), batches(cell.model), PLANS[cell.plan], captured(cell.model))
-
-
-def batches(model: str) -> list[dict[str, torch.Tensor]]:
-    return [make_batch(model, step, number) for number, step in enumerate(STEPS)]
-
-
-@cache
-def alone(model: str) -> Trained:
-    how = Lockstep(partial(torch.optim.AdamW, lr=1e-2), loss_fn=LOSS_FNS.get(model))
-    return train_alone(make_model(model), batches(model), how)
-
-
-@cache
-def captured(model: str) -> GraphExecution:
-    return Lockstep(loss_fn=LOSS_FNS.get(model)).capture(make_model(model), batches(model)[0])
+    check_trained(cell, trained(cell))
 
 
 @pytest.fixture(scope="module")

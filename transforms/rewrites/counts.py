@@ -10,16 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx
 
+from hetu_fx.base.device_types import HOST
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument, is_random
 from hetu_fx.graph.edit import Rewrite, add_leaf, add_output, insert
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
+from hetu_fx.graph.placed import placed_copy
 
 aten = torch.ops.aten
 
@@ -139,7 +142,7 @@ class Prologue:
     Attributes:
         inputs: names of the inputs it reads.
         constants: values of the constants it reads.
-        compute: takes inputs, then constants, and returns the counts.
+        compute: takes the device, inputs there, then constants, and returns the counts.
     """
 
     inputs: tuple[str, ...]
@@ -148,8 +151,10 @@ class Prologue:
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> tuple[float, ...]:
         """Return the counts of the rows in `inputs`, in the order of the graph's COUNT leaves."""
+        values = [inputs[name] for name in self.inputs]
+        device = values[0].device if values else HOST
         with torch.no_grad():
-            counts = self.compute(*(inputs[name] for name in self.inputs), *self.constants)
+            counts = self.compute(device, *values, *(constant.to(device) for constant in self.constants))
         return tuple(float(count) for count in counts)
 
 
@@ -165,10 +170,13 @@ def extract_prologue(graph: Graph) -> Prologue:
     kinds = [leaf.kind for leaf in used]
     assert set(kinds) <= {LeafKind.INPUT, LeafKind.CONSTANT}, "counts are computed from inputs and constants"
     order = sorted(range(len(used)), key=lambda index: kinds[index] is LeafKind.CONSTANT)
-    module = fx.GraphModule(torch.nn.Module(), part.graph)
 
-    def compute(*values: Tensor) -> tuple[Tensor, ...]:
+    @cache
+    def module_at(device: torch.device) -> fx.GraphModule:
+        return fx.GraphModule(torch.nn.Module(), placed_copy(part.graph, device))
+
+    def compute(device: torch.device, *values: Tensor) -> tuple[Tensor, ...]:
         placed = dict(zip(order, values, strict=True))
-        return tuple(module(*(placed[index] for index in range(len(used)))))
+        return tuple(module_at(device)(*(placed[index] for index in range(len(used)))))
 
     return Prologue(inputs, constants, compute)

@@ -78,12 +78,12 @@ OpOverrides.form = record(
 
 @dataclass(frozen=True)
 class Override:
-    """Run some ops in a wider dtype, or on the host, and bring their results back.
+    """Run some ops in a wider dtype, and bring their results back, or on the host.
 
     Requires: a captured graph; after all that writes ops anew, so that those it runs are found.
     Ensures: an op that is up-cast reads tensors of real numbers in the next wider dtype, as it is told to make them,
-        and its results have the dtypes of before. One that runs on the host reads tensors there, makes there what it
-        makes, and its results are on the devices of before. Ops that are not named stay as they are.
+        and its results have the dtypes of before. One that is to run on the host is marked so, and stays as it is until
+        the graph is put on a device. Ops that are not named stay as they are.
 
         %y = softmax(%x, -1)     ->     %wide = to(%x, float32); %made = softmax(%wide, -1); %y = to(%made, bfloat16)
     """
@@ -120,31 +120,29 @@ class _OverrideRewrite(Rewrite):
             _bring_back(node, results)
 
 
-Result = tuple[fx.Node, torch.dtype, torch.device]
+Result = tuple[fx.Node, torch.dtype]
 
 
 def _results(node: fx.Node) -> list[Result]:
-    """Return the nodes of an op's tensors (itself, or the parts of its tuple) with their dtypes and devices."""
+    """Return the nodes of an op's tensors (itself, or the parts of its tuple) with their dtypes."""
     nodes = [node] if meta.is_tensor(node) else [user for user in node.users if meta.is_tensor(user)]
-    return [(one, meta.dtype(one), meta.value(one).device) for one in nodes]
+    return [(one, meta.dtype(one)) for one in nodes]
 
 
 def _bring_back(node: fx.Node, results: list[Result]) -> None:
-    """Let users of the results have them in the dtypes and on the devices of before."""
+    """Let users of the results have them in the dtypes of before."""
     meta.infer(node)
-    for result, dtype, device in results:
+    for result, dtype in results:
         if result is not node:
             meta.infer(result)
-        if (meta.dtype(result), meta.value(result).device) != (dtype, device):
-            _insert_back(result, dtype, device)
+        if meta.dtype(result) != dtype:
+            _insert_back(result, dtype)
 
 
-def _insert_back(result: fx.Node, dtype: torch.dtype, device: torch.device) -> None:
+def _insert_back(result: fx.Node, dtype: torch.dtype) -> None:
     users = list(result.users)
-    is_there = meta.value(result).device == device
     with result.graph.inserting_after(result):
-        target, args = (aten.to.dtype, (dtype,)) if is_there else (aten.to.device, (device, dtype))
-        back = result.graph.call_function(target, (result, *args))
+        back = result.graph.call_function(aten.to.dtype, (result, dtype))
     meta.copy_meta(result, back)
     meta.infer(back)
     for user in users:
@@ -174,23 +172,10 @@ def _up_cast(node: fx.Node) -> bool:
     return True
 
 
-HOST = torch.device("cpu")
-
-
 def _on_host(node: fx.Node) -> bool:
-    """Let an op read and make tensors on the host; tell whether it does not do so already."""
-    if all(device == HOST for _, _, device in _results(node)):
-        return False
-
-    def moved(argument: Any) -> Any:
-        if isinstance(argument, torch.device):
-            return HOST
-        if not isinstance(argument, fx.Node) or not meta.is_tensor(argument) or meta.value(argument).device == HOST:
-            return argument
-        return insert(node, aten.to.device, argument, HOST, meta.dtype(argument))
-
-    node.args, node.kwargs = tree_map(moved, node.args), tree_map(moved, dict(node.kwargs))
-    return True
+    """Let whatever device runs the graph run an op on the host (`graph.placed`); here nothing changes."""
+    meta.run_on_host(node)
+    return False
 
 
 MANNERS: Mapping[str, Callable[[fx.Node], bool]] = {UP_CAST: _up_cast, ON_HOST: _on_host}

@@ -88,8 +88,8 @@ class ThreadTransport:
         return Members(name, tuple(members))
 
     def is_native(self, group: Members, device: torch.device) -> bool:
-        """Say yes: all is in one process."""
-        return True
+        """Say yes for all but the host, from which messages go as over gloo."""
+        return device.type != "cpu"
 
     def device(self, group: Members) -> torch.device:
         """Return the host."""
@@ -106,7 +106,7 @@ class ThreadTransport:
         self, parts: list[Tensor], x: Tensor, group: Members, *, is_async: bool = False
     ) -> MeetingWork | None:
         """Copy each one's to all."""
-        return self._meet(group, Call("all_gather", _form(x)), (parts, x), _all_gather, is_async)
+        return self._meet(group, Call("all_gather", _form(x, parts)), (parts, x), _all_gather, is_async)
 
     def broadcast(self, x: Tensor, source: int, group: Members) -> MeetingWork | None:
         """Copy one's to the others."""
@@ -115,7 +115,8 @@ class ThreadTransport:
 
     def reduce_scatter(self, result: Tensor, parts: list[Tensor], group: Members) -> None:
         """Sum what is for each, in the order of the ranks."""
-        self._meet(group, Call("reduce_scatter", _form(result)), (result, parts), _reduce_scatter, False)
+        call = Call("reduce_scatter", _form(result, parts))
+        self._meet(group, call, (result, parts), _reduce_scatter, False)
 
     def from_one(self, values: list[Any], source: int, group: Members) -> None:
         """Give everybody a copy of his own."""
@@ -147,8 +148,10 @@ class ThreadTransport:
         return None
 
 
-def _form(x: Tensor) -> str:
-    return f"{x.numel()} of {x.dtype}"
+def _form(x: Tensor, parts: Sequence[Tensor] = ()) -> str:
+    """Tell what must be the same on all: of a device's tensors what each gives or gets, as NCCL takes unequal ones."""
+    size = [part.numel() for part in parts] if parts and x.device.type != "cpu" else x.numel()
+    return f"{size} of {x.dtype}"
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from hetu_fx.annotations.local import local_part
+from hetu_fx.base.device_types import HOST, type_of
 from hetu_fx.base.progress import Tell, nobody
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.ops.table import COMM_OPS
@@ -44,6 +45,7 @@ from hetu_fx.transforms.lowering.checkpoint import Checkpoint
 from hetu_fx.transforms.lowering.lower import lower
 from hetu_fx.transforms.passes import run_pass
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph, GraphSlot, SlotKind
+from hetu_fx.transforms.specialize.place import Place
 from hetu_fx.transforms.specialize.specialize import Specialize
 
 _STAGES = 3  # what stands before the block, the block, what stands after it
@@ -130,8 +132,8 @@ def _symbol_hints(program: Program) -> Mapping[Any, int]:
     return {symbol: hint for symbol, hint in found.items() if symbol != program.graph.batch_symbol}
 
 
-def shard_of(program: Program, block: int, degree: int) -> BlockShard:
-    """Return what the first device of a group of `degree` runs of a block.
+def shard_of(program: Program, block: int, degree: int, place: torch.device = HOST) -> BlockShard:
+    """Return what the first device of a group of `degree` runs of a block, on `place`.
 
     Raises:
         PlanError, DeductionError: the block cannot be a stage, or not be cut so.
@@ -143,6 +145,7 @@ def shard_of(program: Program, block: int, degree: int) -> BlockShard:
     deduced = deduce_program(program, plan, wants_values=False)
     device = run_pass(Specialize(groups[1][0]), deduced)
     assert device is not None, "the plan has the rank"
+    device = run_pass(Place(place), device)
     _leave_communication_out(device.graph)
     table = GroupTable.dry(device.rank, _STAGES * degree)
     return BlockShard(program, deduced, device, table, lower(run_pass(Checkpoint(), device), None))
@@ -271,7 +274,7 @@ class _Measurement:
         share = self._measuring.seconds / total
         for degree in self._degrees:
             for block, count in self._blocks:
-                shard = shard_of(self._program, block, degree)
+                shard = shard_of(self._program, block, degree, self._place)
                 for length in lengths:
                     tell(f"block {block} on {degree} x {length} tokens", done, total)
                     yield BlockSample(degree, length, *_timed(shard, length, self._place, share), count)
@@ -307,5 +310,5 @@ def seconds_of(shard: BlockShard, inputs: Sequence[torch.Tensor]) -> float:
 
 
 def _wait(inputs: Sequence[torch.Tensor]) -> None:
-    for device in {tensor.device for tensor in inputs if tensor.is_cuda}:
-        torch.cuda.synchronize(device)
+    for device in {tensor.device for tensor in inputs}:
+        type_of(device).synchronize(device)

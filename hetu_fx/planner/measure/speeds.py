@@ -55,7 +55,7 @@ class OwnBlocks:
         """
         check_measurable(costs, program.program, place)
         rows = max(1, min(MOST_ROWS, costs.rows // world_size))
-        shards = [(shard_of(program.program, block, 1), count) for block, count in distinct_blocks(costs)]
+        shards = [(shard_of(program.program, block, 1, place), count) for block, count in distinct_blocks(costs)]
         ready = tuple((shard, shard.inputs(program.length or 1, place, rows=rows), count) for shard, count in shards)
         return cls(costs, ready, rows)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from hetu_fx.comm_ops.wire.shutdown import opening_connections, sever
+from hetu_fx.comm_ops.wire.shutdown import opening_connections, remember, sever
 
 
 @pytest.fixture
@@ -52,3 +53,41 @@ def test_what_listens_goes_on() -> None:
         assert sever() == 0
         with socket.create_connection(server.getsockname(), timeout=30):
             server.accept()[0].close()
+
+
+class FakeNccl:
+    """What torch.distributed asks of NCCL's backend when it is ended."""
+
+    def __init__(self, told: list[str]) -> None:
+        self.told = told
+
+    def _group_start(self) -> None:
+        self.told.append("start")
+
+    def _group_end(self) -> None:
+        self.told.append("end")
+
+    def abort(self) -> None:
+        self.told.append("abort")
+
+
+class FakeGloo(FakeNccl):
+    pass
+
+
+class FakeGroup:
+    def __init__(self, told: list[str]) -> None:
+        self.backends = {"cuda": FakeNccl(told), "cpu": FakeGloo(told)}
+
+    def _get_backend(self, device: Any) -> FakeNccl:
+        return self.backends[device.type]
+
+
+def test_backends_of_devices_are_aborted_once_in_one_call_and_gloo_is_not() -> None:
+    told: list[str] = []
+    groups: list[Any] = [FakeGroup(told), FakeGroup(told)]
+    for group in groups:
+        remember(group)
+    sever()
+    sever()
+    assert told == ["start", "abort", "abort", "end"]

@@ -21,7 +21,7 @@ largest, which is what searches look ahead by; what its schedule takes says `pri
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain, pairwise
@@ -39,13 +39,6 @@ from hetu_fx.plans.plan import Pipeline, Stage
 from hetu_fx.plans.schedule import Phase
 
 FORWARD_AND_BACKWARD = 3  # a product's backward is two products, one for each operand
-PARTS: Mapping[Phase, float] = {
-    Phase.FORWARD: 1 / FORWARD_AND_BACKWARD,
-    Phase.BACKWARD: 1 - 1 / FORWARD_AND_BACKWARD,
-    Phase.INPUT_GRADIENT: (1 - 1 / FORWARD_AND_BACKWARD) / 2,
-    Phase.WEIGHT_GRADIENT: (1 - 1 / FORWARD_AND_BACKWARD) / 2,
-}
-"""What phases have of a micro-batch's compute, as if all were products with weights."""
 OP_SECONDS = 1.5e-5  # what running an op takes besides its work, on the fastest device of a kind that nobody measured
 WEIGHT_MOVES = 6  # forward and backward read a parameter; its gradient is written, and added to that of earlier rows
 
@@ -74,6 +67,17 @@ def _compute_line(device: Device, share: float, parts: PartCosts, cluster: Clust
     weights = parts.parameter_bytes_at(share) * WEIGHT_MOVES * device.flops_per_byte / device.speed
     pace, rest = cluster.pace(device.kind, share)
     return Line(rest * (FORWARD_AND_BACKWARD * overhead + weights), pace * FORWARD_AND_BACKWARD * work / device.speed)
+
+
+def later_lines(stage: Stage, parts: Sequence[PartCosts], cluster: Cluster) -> tuple[Line, ...]:
+    """Return what of (1) the gradients of weights take that may be made later: as much as the products' forward."""
+    triples = zip(stage.devices, stage.work_shares, parts, strict=True)
+    return tuple(_later_line(cluster.device(rank), share, part, cluster) for rank, share, part in triples)
+
+
+def _later_line(device: Device, share: float, parts: PartCosts, cluster: Cluster) -> Line:
+    pace, _ = cluster.pace(device.kind, share)
+    return Line(0.0, pace * parts.weight_flops_at(share) / device.speed)
 
 
 def tensor_parallel_lines(stage: Stage, parts: PartCosts, cluster: Cluster) -> tuple[Line, Line]:
@@ -188,8 +192,8 @@ class StageCosts:
 
     `by_device` are the costs of its part of the program for each device, which differ in a grid alone; `rounds` is what
     the devices send each other; `host` is what each device's host takes before its first micro-batch; `again` is what
-    `compute` has of forwards that are done once more in the backward, of each device; `repeated_parts` are those of its
-    parameters of which several devices hold the same one.
+    `compute` has of forwards that are done once more in the backward, of each device, `later` what it has of gradients
+    of weights that may wait; `repeated_parts` are those of its parameters of which several devices hold the same one.
     """
 
     stage: Stage
@@ -202,6 +206,7 @@ class StageCosts:
     to_next: Line
     to_previous: Line
     again: tuple[Line, ...]
+    later: tuple[Line, ...]
     repeated_parts: int = 1
 
     @property
@@ -231,9 +236,8 @@ class StageCosts:
 
     def compute_of(self, phase: Phase, rows: int) -> tuple[float, ...]:
         """Return the seconds that each device computes in a phase of a micro-batch of so many rows."""
-        pairs = [(line(rows), again(rows)) for line, again in zip(self.compute, self.again, strict=True)]
-        once_more = phase.direction == -1
-        return tuple([PARTS[phase] * (whole - again) + once_more * again for whole, again in pairs])
+        lines = zip(self.compute, self.again, self.later, strict=True)
+        return tuple([_part_of(phase, whole(rows), again(rows), later(rows)) for whole, again, later in lines])
 
     @property
     def seconds(self) -> Line:
@@ -251,6 +255,20 @@ class StageCosts:
     def parameter_bytes(self, index: int) -> float:
         """Return the parameter bytes that the stage's index-th device holds."""
         return self.by_device[index].parameter_bytes_at(self.share(index))
+
+
+def _part_of(phase: Phase, whole: float, again: float, later: float) -> float:
+    """Return what a phase has of the seconds that a device computes, of which some are forwards once more."""
+    forward = (whole - again) / FORWARD_AND_BACKWARD
+    match phase:
+        case Phase.FORWARD:
+            return forward
+        case Phase.BACKWARD:
+            return whole - forward
+        case Phase.INPUT_GRADIENT:
+            return whole - forward - later
+        case Phase.WEIGHT_GRADIENT:
+            return later
 
 
 def pipeline_seconds(lines: Sequence[Line], rows: int, micro_batches: int) -> float:
@@ -304,4 +322,5 @@ def _stage_costs(
     rounds = tuple(rounds_of(stage, group.stage(stops[index], stops[index + 1]), parts, group.repeated_parts))
     sent = *round_lines(rounds, cluster), *hand_overs
     host = tuple(cluster.device(rank).step_now for rank in stage.devices)
-    return StageCosts(stage, parts, rounds, host, compute, *sent, again, group.repeated_parts)
+    later = later_lines(stage, parts, cluster)
+    return StageCosts(stage, parts, rounds, host, compute, *sent, again, later, group.repeated_parts)

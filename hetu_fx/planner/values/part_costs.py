@@ -150,6 +150,11 @@ class PartCosts:
         """Return the FLOPs per row of a device that has `share` of what is cut."""
         return self.flops - self.split_flops * (1 - share)
 
+    def weight_flops_at(self, share: float) -> float:
+        """Return the FLOPs per row, in products with weights, of a device that has `share` of what is cut."""
+        attention = self.attention_flops - self.split_attention_flops * (1 - share)
+        return max(0.0, self.flops_at(share) - attention)
+
     def traffic_bytes_at(self, share: float) -> float:
         """Return the bytes moved per row by a device that has `share` of what is cut."""
         return self.traffic_bytes - self.split_traffic_bytes * (1 - share)

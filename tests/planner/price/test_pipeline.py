@@ -11,10 +11,12 @@ from hetu_fx.plans.schedule import Phase
 def stage(seconds: float, again: float = 0.0, host: float = 0.0) -> StageCosts:
     """Return a stage of so many seconds per row, a third of it forward, `again` of it forward once more.
 
+    All of its work is products with weights.
     `host` is what a step takes on its host.
     """
     nothing = Line()
-    lines = (Line(0.0, seconds),), nothing, nothing, nothing, nothing, (Line(0.0, again),)
+    later = Line(0.0, (seconds - again) / 3)
+    lines = (Line(0.0, seconds),), nothing, nothing, nothing, nothing, (Line(0.0, again),), (later,)
     return StageCosts(Stage((0,)), (PartCosts(),), (), (host,), *lines)
 
 

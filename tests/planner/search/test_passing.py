@@ -17,7 +17,9 @@ def played(work: list[Line], edges: list[Line], rows: int, count: int, schedule:
     """Return the seconds of a schedule that is played, of stages that hand over beside their work."""
     nothing, around = Line(), [*edges, Line()]
     stages = [
-        StageCosts(Stage((0,)), (PartCosts(),), (), (0.0,), (own,), nothing, nothing, there, back, (nothing,))
+        StageCosts(
+            Stage((0,)), (PartCosts(),), (), (0.0,), (own,), nothing, nothing, there, back, (nothing,), (nothing,)
+        )
         for own, there, back in zip(work, around, [Line(), *edges], strict=True)
     ]
     return finish(stages, rows, count, schedule, beside=(1,) * len(edges)).seconds

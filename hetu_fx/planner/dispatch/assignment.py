@@ -12,7 +12,7 @@ each device has to compute for an assignment, so that its rate can be told.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -22,7 +22,7 @@ from hetu_fx.planner.dispatch.strategy import Scheme, TimeFit, fit_times
 from hetu_fx.planner.price.stage import stage_costs
 from hetu_fx.planner.price.step import PricedStep
 from hetu_fx.planner.values.line import Line
-from hetu_fx.planner.values.program import ProgramCosts, costs_at
+from hetu_fx.planner.values.program import ProgramCosts, weights_at
 from hetu_fx.plans.plan import Pipeline, Plan
 
 Rows = tuple[tuple[int, ...], ...]
@@ -193,22 +193,34 @@ def device_seconds(
 ) -> dict[int, float]:
     """Return the compute seconds, by rank, that an assignment is expected to take on healthy devices.
 
+    Every step asks, so that stages are priced for lengths that are known, and others added up of these.
+
     Args:
         assignment: which micro-batch of which pipeline has which sequences.
         plan: that it is for.
         by_length: what a row costs, at three lengths at least.
         cluster: the devices.
     """
-    written = plan.with_blocks(next(iter(by_length.values())).num_blocks)
+    some = next(iter(by_length.values()))
+    written = plan.with_blocks(some.num_blocks)
     seconds: dict[int, float] = defaultdict(float)
     for pipeline, micro_batches in zip(written.pipelines, assignment.pipelines, strict=True):
-        for micro in micro_batches:
-            for run, count in Counter(micro.runs).items():
-                for device, line in _compute_lines(pipeline, costs_at(by_length, run), cluster):
-                    seconds[device] += line.slope * count
-            for device, line in _compute_lines(pipeline, costs_at(by_length, micro.width), cluster):
-                seconds[device] += line.fixed
+        runs = Counter(run for micro in micro_batches for run in micro.runs)
+        for length, count in _rows_of_known(by_length, runs).items():
+            for device, line in _compute_lines(pipeline, by_length[length], cluster):
+                seconds[device] += line.slope * count
+        for device, line in _compute_lines(pipeline, some, cluster) if micro_batches else ():
+            seconds[device] += line.fixed * len(micro_batches)  # whatever the length is
     return dict(seconds)
+
+
+def _rows_of_known(known: Collection[int], runs: Mapping[int, int]) -> dict[int, float]:
+    """Return how many rows of each known length take as long as rows of others do, which are counted by length."""
+    found: dict[int, float] = defaultdict(float)
+    for run, count in runs.items():
+        for length, weight in weights_at(known, run).items():
+            found[length] += weight * count
+    return found
 
 
 def _compute_lines(pipeline: Pipeline, costs: ProgramCosts, cluster: Cluster) -> Iterator[tuple[int, Line]]:

@@ -9,7 +9,7 @@ tokens, which leaves out the square.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from operator import add
@@ -323,16 +323,27 @@ _MOVED = ("reduced_bytes", "returned_bytes", "gathered_bytes", "ring_bytes", "he
 
 def costs_at(by_length: Mapping[int, ProgramCosts], length: int) -> ProgramCosts:
     """Return the costs for rows of `length` tokens. Raises `ProfileError` if none are known for any length."""
-    if not by_length:
-        raise ProfileError("the profile does not say what length of rows it is for; give tokens_per_row")
     if length in by_length:
         return by_length[length]
-    known = sorted(by_length)
+    weights = weights_at(by_length, length)
+    return _combined([by_length[one] for one in weights], [*weights.values()])
+
+
+def weights_at(known: Collection[int], length: int) -> dict[int, float]:
+    """Return how what is known of some lengths adds up to what rows of another take, by the length.
+
+    Raises `ProfileError` if none are known.
+    """
+    if not known:
+        raise ProfileError("the profile does not say what length of rows it is for; give tokens_per_row")
+    if length in known:
+        return {length: 1.0}
     if len(known) < ENOUGH:
         nearest = min(known, key=lambda one: (abs(one - length), one))
-        return _combined([by_length[nearest]], [length / nearest])
-    chosen = [known[0], known[len(known) // 2], known[-1]]
-    return _combined([by_length[one] for one in chosen], [_weight(one, chosen, length) for one in chosen])
+        return {nearest: length / nearest}
+    first, *_, last = lengths = sorted(known)
+    chosen = (first, lengths[len(lengths) // 2], last)
+    return {one: _weight(one, chosen, length) for one in chosen}
 
 
 def _weight(one: int, nodes: Sequence[int], at: int) -> float:

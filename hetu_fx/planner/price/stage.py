@@ -69,7 +69,7 @@ def _compute_line(device: Device, share: float, parts: PartCosts, cluster: Clust
     return Line(rest * (FORWARD_AND_BACKWARD * overhead + weights), pace * FORWARD_AND_BACKWARD * work / device.speed)
 
 
-def later_lines(stage: Stage, parts: Sequence[PartCosts], cluster: Cluster) -> tuple[Line, ...]:
+def _later_lines(stage: Stage, parts: Sequence[PartCosts], cluster: Cluster) -> tuple[Line, ...]:
     """Return what of (1) the gradients of weights take that may be made later: as much as the products' forward."""
     triples = zip(stage.devices, stage.work_shares, parts, strict=True)
     return tuple(_later_line(cluster.device(rank), share, part, cluster) for rank, share, part in triples)
@@ -322,5 +322,5 @@ def _stage_costs(
     rounds = tuple(rounds_of(stage, group.stage(stops[index], stops[index + 1]), parts, group.repeated_parts))
     sent = *round_lines(rounds, cluster), *hand_overs
     host = tuple(cluster.device(rank).step_now for rank in stage.devices)
-    later = later_lines(stage, parts, cluster)
+    later = _later_lines(stage, parts, cluster)
     return StageCosts(stage, parts, rounds, host, compute, *sent, again, later, group.repeated_parts)

@@ -33,7 +33,7 @@ BAR_SECONDS = 5.0  # GPT-2 of width 768 on 8 devices, at 2 and at 12 layers
 
 def main() -> int:
     """Measure and judge."""
-    options = parser("planning_hap", "Seconds and quality of the HAP search.").parse_args()
+    options = parser("searches.hap", "Seconds and quality of the HAP search.").parse_args()
     rows = [row for name, problem in models(options.quick) for row in measure(name, problem, options.quick)]
     bars = [
         Bar(f"seconds for {row['model']} on 8 devices", float(str(row["seconds"])), BAR_SECONDS, False)
@@ -41,7 +41,7 @@ def main() -> int:
         if "gpt2-768" in str(row["model"]) and row["devices"] == 8
     ]
     bars += [Bar("least of the plan's step over the program's", least_loss(rows), 1 - 1e-6, True)]
-    return finish("planning_hap", bars, rows)
+    return finish("searches.hap", bars, rows)
 
 
 def least_loss(rows: list[Row]) -> float:

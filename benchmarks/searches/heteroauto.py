@@ -31,7 +31,7 @@ MEMORY = (1.0, 0.3, 0.12)  # of what the chips have
 def main() -> int:
     """Measure and judge."""
     quick = (
-        parser("planning_heteroauto", "Seconds, exactness and superlinear speed-up of HeteroAuto.").parse_args().quick
+        parser("searches.heteroauto", "Seconds, exactness and superlinear speed-up of HeteroAuto.").parse_args().quick
     )
     timed = [timed_row(chips, share) for chips in ((1024,) if quick else (128, 1024)) for share in MEMORY]
     exact = [exact_row(seed) for seed in range(4 if quick else 24)]
@@ -46,7 +46,7 @@ def main() -> int:
         Bar("speed-up ratio of a mixed cluster", by_name[case_of("nothing")], 1.05, at_least=True),
         *(Bar(f"speed-up ratio without {cause}", by_name[case_of(cause)], 1.0, at_least=False) for cause in CAUSES),
     ]
-    return finish("planning_heteroauto", bars, [*ratios, *exact, *timed])
+    return finish("searches.heteroauto", bars, [*ratios, *exact, *timed])
 
 
 def timed_row(chips: int, share: float) -> Row:

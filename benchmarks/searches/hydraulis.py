@@ -44,7 +44,7 @@ class Case:
 def main() -> int:
     """Measure and judge."""
     options = parser(
-        "planning_hydraulis", "Seconds and quality of dispatching and packing unequal lengths."
+        "searches.hydraulis", "Seconds and quality of dispatching and packing unequal lengths."
     ).parse_args()
     rows = [row for case in cases(2 if options.quick else 8) for row in measure(case)]
     barred = [row for row in rows if row["case"] == BARRED]
@@ -54,7 +54,7 @@ def main() -> int:
         Bar(f"seconds, {BARRED} (median of the batches)", seconds, SECONDS_BAR, at_least=False),
         Bar(f"dispatch over its bound, {BARRED} (median)", ratio, DISPATCH_BAR, at_least=False),
     ]
-    return finish("planning_hydraulis", bars, rows)
+    return finish("searches.hydraulis", bars, rows)
 
 
 def cases(repetitions: int) -> Iterator[Case]:

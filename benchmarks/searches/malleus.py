@@ -26,7 +26,7 @@ BARS = {(64, 3): 2.0, (1024, 3): 60.0, (1024, 16): 60.0}  # seconds
 
 def main() -> int:
     """Measure and judge."""
-    options = parser("planning_malleus", "Seconds of the Malleus search for 8 to 1,024 devices.").parse_args()
+    options = parser("searches.malleus", "Seconds of the Malleus search for 8 to 1,024 devices.").parse_args()
     rows = [measure(devices, count) for devices, count in cases(options.quick)]
     known = {(row["devices"], row["stragglers"]): row["seconds"] for row in rows}
     bars = [
@@ -34,7 +34,7 @@ def main() -> int:
         for (devices, count), bar in BARS.items()
         if (devices, count) in known
     ]
-    return finish("planning_malleus", bars, rows)
+    return finish("searches.malleus", bars, rows)
 
 
 def cases(quick: bool) -> Iterator[tuple[int, int]]:

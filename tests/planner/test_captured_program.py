@@ -1,8 +1,14 @@
+from dataclasses import replace
+
 import pytest
 
+from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.captured_program import PlannedProgram
+from hetu_fx.planner.count.count import program_costs
+from hetu_fx.planner.values.options import Choice
 from tests.planner.search.nets import convolutions
+from tests.transforms.plans import zoo_program
 
 
 def planned() -> PlannedProgram:
@@ -37,3 +43,12 @@ def test_hap_sees_the_rows_of_the_costs() -> None:
 def test_a_dim_that_is_not_there_is_refused() -> None:
     with pytest.raises(PlanError, match=r"wants dim 7 of 'head\.0\.weight' split"):
         planned().costs_of((("head.0.weight", 7),))
+
+
+def test_what_a_job_gains_nothing_by_is_not_proposed() -> None:
+    program = zoo_program("llama")
+    made = PlannedProgram(program, program_costs(program, rows=32))
+    cluster, choice = Cluster.on_paper([1e9, 1e9]), Choice.of(forbid=("data_parallel", "tensor_parallel", "context"))
+    assert made.plan(cluster, "auto", choice=choice).schedule == "zero-bubble"
+    compiled = replace(made, forbidden=("zero_bubble",))
+    assert compiled.plan(cluster, "auto", choice=choice).schedule == "1f1b"

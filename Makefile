@@ -42,8 +42,8 @@ $(VENV)/.installed: pyproject.toml
 	@for d in $(LINKED); do ln -sfn ../$$d hetu_fx/$$d; done   # for mypy, which does not see the mapping
 	@touch $@
 
-# Files stay whole, so that what their tests share is made once. Ranks wait for each other for half of their time: so two
-# files of distributed tests run at a time, if there are two cores.
+# Files stay whole, so that what their tests share is made once. Ranks and launchers wait for each other: one file of
+# distributed tests keeps one core and a quarter busy, so two run at a time where there are two cores.
 # Status 5 of pytest (no test selected) is a failure too: a suite that vanished is not a pass. Only the
 # tests that need a CUDA device may be none.
 test: setup

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 import pytest
 
+import hetu_fx
 from hetu_fx.base.imports import import_after
 
 
@@ -45,3 +47,13 @@ def test_a_library_that_is_not_there_stays_missing(library: str) -> None:
     with pytest.raises(ModuleNotFoundError, match="no_such_library"):
         __import__("no_such_library")
     assert "a_client" not in sys.modules
+
+
+@pytest.mark.parametrize("looked_for", [True, False])
+def test_garbage_is_looked_for_as_it_was_before_a_name_was_imported(looked_for: bool) -> None:
+    (gc.enable if looked_for else gc.disable)()
+    try:
+        assert hetu_fx.Plan
+        assert gc.isenabled() is looked_for
+    finally:
+        gc.enable()

@@ -127,10 +127,9 @@ def entries(planned: PlannedProgram, cluster: Cluster) -> dict[str, Entry]:
     programs = {plan: seconds for plan, seconds in found.items() if plan.has_program}
     near = {plan: seconds for plan, seconds in found.items() if not plan.has_program}
     plans = {PROGRAM: _least(programs)}
-    sends = {plan: _sends(plan) for plan in programs}
-    if any(sends.values()):
-        other = SUMMED if sends[plans[PROGRAM]] else SENT
-        plans[other] = _least({plan: programs[plan] for plan in programs if sends[plan] != sends[plans[PROGRAM]]})
+    sends = _sends(plans[PROGRAM])
+    if others := {plan: seconds for plan, seconds in programs.items() if _sends(plan) != sends}:
+        plans[SUMMED if sends else SENT] = _least(others)
     plans[AUTO] = planned.plan(cluster, "auto", choice=Choice.of(forbid="program"))
     plans[ROWS] = by_speed(cluster)
     if near:

@@ -17,7 +17,7 @@ from typing import Any
 import hetu_fx
 from benchmarks.kit.contest import adamw, loss_of, run_rounds
 from benchmarks.kit.fleet import in_fleet, measured_cluster, run_workers, say, set_speeds, write_result
-from benchmarks.kit.report import Bar, Row, median_ratio
+from benchmarks.kit.report import Bar, Row, median_ratio, table
 from benchmarks.programs.cases import Race, races
 from benchmarks.programs.priced import by_speed, run_seconds
 from hetu_fx.cluster.cluster import Cluster
@@ -60,7 +60,7 @@ def measured(race: Race, *, quick: bool, link_megabits: int | None) -> list[Row]
     given = ["--race", race.name, *["--quick"] * quick]
     found = run_workers("programs", given, spec, timeout_seconds=TIME_LIMIT_SECONDS, limit="cgroups")
     rows: list[Row] = found["rows"]
-    print(found["cluster"], file=sys.stderr)
+    print(f"{found['cluster']}\n{table(rows)}", file=sys.stderr, flush=True)
     return rows
 
 
@@ -90,21 +90,21 @@ def work(result: Path, name: str, *, quick: bool) -> int:
     race = next(race for race in races(quick=False) if race.name == name)
     subject, equal = race.subject, _equal(race.speeds)
     with in_fleet():
-        table = GroupTable()
+        ranks = GroupTable()
         program = CapturedProgram.of(Programs(subject.make(), None), subject.example)
-        costs = from_first(table, program.costs(memory=False))
+        costs = from_first(ranks, program.costs(memory=False))
         set_speeds(race.speeds)
         small = {key: value[:PROFILE_ROWS] for key, value in subject.example.items()}
-        cluster = measured_cluster(table, costs, subject.make, small, seconds=MEASURE_SECONDS, rounds=PROFILE_ROUNDS)
+        cluster = measured_cluster(ranks, costs, subject.make, small, seconds=MEASURE_SECONDS, rounds=PROFILE_ROUNDS)
         groups = [TimedGroup(where, ranks) for where, ranks in cluster.groups.items()]
-        cluster = replace(cluster, collectives=time_collectives(table, groups))
+        cluster = replace(cluster, collectives=time_collectives(ranks, groups))
         say(str(cluster))
         set_speeds(equal)
-        entered = by_first(table, lambda: entries(program.at(costs), cluster))
+        entered = by_first(ranks, lambda: entries(program.at(costs), cluster))
         steps = {who: Training(race, entry.plan, cluster) for who, entry in entered.items()}
         set_speeds(race.speeds)
         seconds = run_rounds(steps, rounds=QUICK_ROUNDS if quick else ROUNDS)
-        phases = of_all(table, {who: step.medians() for who, step in steps.items()})
+        phases = of_all(ranks, {who: step.medians() for who, step in steps.items()})
         rows = [_row(race, who, entry, seconds) | _slowest(who, phases) for who, entry in entered.items()]
         write_result(result, {"rows": rows, "cluster": str(cluster)})
     return 0
@@ -127,10 +127,9 @@ def entries(planned: PlannedProgram, cluster: Cluster) -> dict[str, Entry]:
     programs = {plan: seconds for plan, seconds in found.items() if plan.has_program}
     near = {plan: seconds for plan, seconds in found.items() if not plan.has_program}
     plans = {PROGRAM: _least(programs)}
-    sends = {plan: _sends(plan) for plan in programs}
-    if any(sends.values()):
-        other = SUMMED if sends[plans[PROGRAM]] else SENT
-        plans[other] = _least({plan: programs[plan] for plan in programs if sends[plan] != sends[plans[PROGRAM]]})
+    sends = _sends(plans[PROGRAM])
+    if others := {plan: seconds for plan, seconds in programs.items() if _sends(plan) != sends}:
+        plans[SUMMED if sends else SENT] = _least(others)
     plans[AUTO] = planned.plan(cluster, "auto", choice=Choice.of(forbid="program"))
     plans[ROWS] = by_speed(cluster)
     if near:

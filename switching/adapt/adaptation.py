@@ -19,7 +19,9 @@ from hetu_fx.planner.price.stage import stage_costs
 from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan, micro_batch_rows
+from hetu_fx.plans.prediction import Prediction
 from hetu_fx.switching.adapt.health import HealthTracker
+from hetu_fx.switching.adapt.of_programs import at_speeds, compute_seconds
 from hetu_fx.switching.adapt.own_times import Probe, Standby
 from hetu_fx.switching.adapt.replanning import Asked, Conditions, Made, Planner, Replanning, nearest_known
 from hetu_fx.switching.runtime import Runtime
@@ -147,6 +149,8 @@ class Adaptation:
         if report.work is not None:
             return report.work(cluster)
         plan = self.runtime.variants[report.variant].plan.with_blocks(self.costs.num_blocks)
+        if plan.has_program:
+            return compute_seconds(plan, sum(report.rows) / self.costs.rows)
         work: dict[int, float] = {}
         for pipeline, count in zip(plan.pipelines, report.rows, strict=True):
             micro_batches = [rows for rows in micro_batch_rows(count, pipeline.micro_batches) if rows]
@@ -169,9 +173,14 @@ class Adaptation:
         self.plans.clear()  # what there were was made for other speeds
         for variant in self.runtime.variants.values():
             if variant.plan.predicted is not None:
-                variant.expect(expect(variant.plan, self.costs, self.cluster), variant.planned_rates)
+                variant.expect(self._predicted(variant.plan, variant.plan.predicted, cluster), variant.planned_rates)
         conditions = Conditions.of({}, self.runtime.variants.drained)
         self.replanning.ask(Asked(conditions, CALIBRATED, self.runtime.step, LEAST_GAIN), self.cluster)
+
+    def _predicted(self, plan: Plan, before: Prediction, cluster: Cluster) -> Prediction:
+        """Return what a step is expected to take at the devices' speeds now, which were those of `cluster`."""
+        now = self._known_cluster()
+        return at_speeds(before, cluster, now) if plan.has_program else expect(plan, self.costs, now)
 
     def adapt(self, rates: Mapping[int, float]) -> None:
         """Go by new rates: the policy weighs the variants there are by them at once, and one made for them later."""

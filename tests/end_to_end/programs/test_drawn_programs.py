@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from benchmarks.kit.nets import BertMoe
+from benchmarks.kit.nets import Autoencoder, BertMoe
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
 from hetu_fx.lockstep import Lockstep, train_alone
@@ -112,13 +112,14 @@ def test_a_drawn_program_trains_what_one_device_trains_or_is_refused(
 
 @dataclass(frozen=True)
 class Found:
-    """A model, its batch and the devices that a program is searched for."""
+    """A model, its batch and the devices that a program is searched for, and whether that sends factors."""
 
     make: Callable[[], nn.Module]
     batch: dict[str, torch.Tensor]
     speeds: tuple[float, ...]
     link: Link
     loss_fn: Any = None
+    sends: bool = False
 
 
 def experts() -> nn.Module:
@@ -138,7 +139,14 @@ FOUND = {
         lambda: make_model("gpt2"), make_batch("gpt2", Step("", 8, 11), 0), FOUR, Link(1e9, 1e-6)
     ),
     "a decoder on slow links": Found(
-        lambda: make_model("llama"), make_batch("llama", Step("", 6, 11), 0), THREE, Link(1e7, 1e-4)
+        lambda: make_model("llama"), make_batch("llama", Step("", 6, 11), 0), THREE, Link(1e7, 1e-4), sends=True
+    ),
+    "a product between rows": Found(
+        lambda: Autoencoder(8, 256),
+        {"x": torch.linspace(-1, 1, 6 * 3 * 32 * 32, dtype=torch.float64).view(6, 3, 32, 32)},
+        THREE,
+        Link(1e6, 1e-5),
+        sends=True,
     ),
     "few rows of wide layers": Found(
         lambda: make_model("mlp"), make_batch("mlp", Step("", 3, 1), 0), THREE, Link(1e9, 1e-7), LOSS_FNS["mlp"]
@@ -151,8 +159,9 @@ def test_a_program_that_is_found_trains_what_one_device_trains(name: str) -> Non
     case = FOUND[name]
     model = case.make().double()
     problem = problem_of(program_of(model, case.batch, case.loss_fn).analysed)
-    found = search(sayable(problem), Cluster.on_paper(case.speeds, intra=case.link))
-    check(model, [case.batch], Plan((Pipeline((stage_of(problem, found),)),)), case.loss_fn)
+    stage = stage_of(problem, search(sayable(problem), Cluster.on_paper(case.speeds, intra=case.link)))
+    assert any(region.factors for region in stage.program) == case.sends
+    check(model, [case.batch], Plan((Pipeline((stage,)),)), case.loss_fn)
 
 
 @pytest.mark.parametrize(

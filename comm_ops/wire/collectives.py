@@ -82,7 +82,7 @@ class Exchange:
             self.finish = None
 
 
-def to_wire(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:
+def _to_wire(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:
     """Make `x` contiguous on the device that its messages between `ranks` leave from."""
     x = x.detach().contiguous()
     return x.cpu() if table.staged(x.device, ranks) else x
@@ -149,7 +149,7 @@ def gather_segments(buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int]) 
     if len(ranks) == 1:
         return Exchange()
     table = active()
-    wire = to_wire(buffer, ranks, table)
+    wire = _to_wire(buffer, ranks, table)
     exchange = _start_gather(segments(wire, sizes), ranks, table)
     return exchange if wire.device == buffer.device else exchange.then(lambda: buffer.copy_(wire))
 
@@ -163,7 +163,7 @@ def sum_segments(buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], num
     if len(ranks) == 1:
         return Exchange()
     table = active()
-    wire, here = to_wire(buffer, ranks, table), table.position(ranks)
+    wire, here = _to_wire(buffer, ranks, table), table.position(ranks)
     parts, mine = segments(wire, sizes), segments(buffer, sizes)[here]
     exchange = _start_sum(dict(zip(ranks, parts, strict=True)), parts[here], ranks, table, Tag.BUCKETS + number)
     return exchange if wire.device == buffer.device else exchange.then(lambda: mine.copy_(parts[here]))
@@ -174,7 +174,7 @@ def sum_all(buffer: Tensor, ranks: Sequence[int]) -> Exchange:
     if len(ranks) == 1:
         return Exchange()
     table = active()
-    wire = to_wire(buffer, ranks, table)
+    wire = _to_wire(buffer, ranks, table)
     exchange = Exchange(tuple(ranks), [table.transport.all_reduce(wire, table.group(tuple(ranks)), is_async=True)])
     return exchange if wire.device == buffer.device else exchange.then(lambda: buffer.copy_(wire))
 
@@ -188,7 +188,7 @@ def sum_over(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:
     """Return the sum of `x` over `ranks` as a new contiguous tensor, the same bits on all of them."""
     if len(ranks) == 1 or x.numel() == 0:
         return fresh(x)
-    wire = to_wire(x, ranks, table)
+    wire = _to_wire(x, ranks, table)
     others = len(ranks) - 1
     with guarded("all-reduce", ranks, table):
         if not table.is_native(wire.device) and (others == 1 or others * wire.nbytes <= _DIRECT_BYTES):
@@ -206,7 +206,7 @@ def gather_parts(x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int
     parts = [x if i == here else x.new_empty(list(shape)) for i, shape in enumerate(shapes)]
     if len(ranks) == 1 or all(part.numel() == 0 for part in parts):
         return parts
-    wires = [to_wire(part, ranks, table) for part in parts]
+    wires = [_to_wire(part, ranks, table) for part in parts]
     with guarded("all-gather", ranks, table):
         _start_gather(wires, ranks, table).end()
     return [wire.to(x.device) for wire in wires]
@@ -217,7 +217,7 @@ def reduce_parts(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTabl
     here = table.position(ranks)
     if len(ranks) == 1 or all(part.numel() == 0 for part in parts):
         return fresh(parts[here])
-    wires = [to_wire(part, ranks, table) for part in parts]
+    wires = [_to_wire(part, ranks, table) for part in parts]
     result = torch.empty_like(wires[here], memory_format=torch.contiguous_format)
     with guarded("reduce-scatter", ranks, table):
         if not table.is_native(result.device):
@@ -234,7 +234,7 @@ def exchange_parts(
     here = table.position(ranks)
     if len(ranks) == 1:
         return [parts[here]]
-    wires = [to_wire(part, ranks, table) for part in parts]
+    wires = [_to_wire(part, ranks, table) for part in parts]
     arriving = [wires[here] if i == here else wires[here].new_empty(list(shape)) for i, shape in enumerate(shapes)]
     receives = [(r, x, Tag.EXCHANGE) for r, x in zip(ranks, arriving, strict=True) if r != table.rank and x.numel()]
     # Every rank starts with the one after it, so that no rank is sent to by all at once.
@@ -251,7 +251,7 @@ def gather_padded(x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[in
     largest = max(numels)
     if len(ranks) == 1 or largest == 0:
         return gather_parts(x, shapes, ranks, table)
-    wire = _padded(to_wire(x, ranks, table), largest)
+    wire = _padded(_to_wire(x, ranks, table), largest)
     with guarded("all-gather", ranks, table):
         arrived = [torch.empty_like(wire) for _ in ranks]
         table.transport.all_gather(arrived, wire, table.group(ranks))
@@ -265,7 +265,7 @@ def reduce_padded(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTab
     largest = max(part.numel() for part in parts)
     if len(ranks) == 1 or largest == 0:
         return reduce_parts(parts, ranks, table)
-    wires = [_padded(to_wire(parts[i], ranks, table), largest) for i in table.order(ranks)]
+    wires = [_padded(_to_wire(parts[i], ranks, table), largest) for i in table.order(ranks)]
     with guarded("reduce-scatter", ranks, table):
         result = torch.empty_like(wires[0])
         table.transport.reduce_scatter(result, wires, table.group(ranks))

@@ -1,0 +1,1 @@
+"""Messages between devices of unlike types. `python -m benchmarks.transport` runs it."""

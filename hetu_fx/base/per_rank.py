@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
-from hetu_fx.base.torch_private import carried_over, carrying_over
-
 T = TypeVar("T")
 Belongings = dict[Any, Any]
 """What a rank has of everything that ranks have one of."""
 
 _here = threading.local()  # its `belongings` are those of the rank that this thread works for; a process has none
 _KEY = "hetu_fx belongings"
+_carried: list[Callable[[str], Belongings | None]] = []  # how threads of autograd tell; empty until ranks are threads
 
 
 class PerRank(Generic[T]):
@@ -37,7 +36,7 @@ class PerRank(Generic[T]):
 def _belongings() -> Belongings | None:
     """Return what the rank has that this thread works for, or that has called a backward which this thread runs."""
     found: Belongings | None = getattr(_here, "belongings", None)
-    return carried_over(_KEY) if found is None else found
+    return _carried[0](_KEY) if found is None and _carried else found
 
 
 def is_one_of_many() -> bool:
@@ -48,6 +47,9 @@ def is_one_of_many() -> bool:
 @contextmanager
 def working_for(belongings: Belongings) -> Iterator[None]:
     """Work, in this thread, for the rank that has these."""
+    from hetu_fx.base.torch_private import carried_over, carrying_over  # which commands need not have
+
+    _carried[:] = [carried_over]
     before = getattr(_here, "belongings", None)
     _here.belongings = belongings
     try:

@@ -178,6 +178,7 @@ HELD = {
             "reshard",
             "ring_attention",
             "traces",
+            "transport",
         )
     },
     "python -m benchmarks.straggler": BENCHMARK,

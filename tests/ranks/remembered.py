@@ -8,10 +8,12 @@ If it reads what was read then, down to the values, the model has that program; 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Hashable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 from unittest import mock
 
@@ -25,9 +27,11 @@ from hetu_fx.graph.example import make_example
 from hetu_fx.graph.graph import Graph
 from hetu_fx.program import tracer
 from hetu_fx.program.batch import form_of
+from hetu_fx.program.contents import PLAIN, frozen
 from hetu_fx.program.program import Program
 from hetu_fx.program.structure import Structure
 from hetu_fx.program.tracer import Tracer
+from hetu_fx.program.watched import _is_config
 
 trace_once = Tracer._trace_once
 
@@ -38,7 +42,7 @@ class Known:
 
     source: Graph
     program: Program
-    read: Mapping[str, str]
+    read: Set[tuple[str, Any]]
 
 
 _known: dict[Any, Known] = {}
@@ -63,9 +67,9 @@ def remembered(it: Tracer, batch: Batch, training: bool) -> Any:
 def key_of(it: Tracer, batch: Batch, training: bool) -> Any:
     """Return what models that are captured alike have in common, besides what their forwards read; None: not known."""
     facts = Structure(it.model).facts
-    if it.replaced is not None or it.observers.names or any("hooks of" in what for what in facts):
-        return None
     given = GivenBatch.of(batch)
+    if it.replaced is not None or it.observers.names or given.objects or any("hooks of" in what for what in facts):
+        return None
     sizes = tuple((name, tuple(tensor.shape)) for name, tensor in given.tensors.items())
     return *facts.items(), sizes, form_of(given, training), it.loss_fn, repr(it.overrides), Tensor.float
 
@@ -74,15 +78,39 @@ def played(it: Tracer, batch: Batch, training: bool, known: Known) -> Any:
     """Return a trace of the model that has the program of another one; None if the two have read other things."""
     with mock.patch.object(tracer, "capture", partial(play, known.source)):
         found = trace_once(it, batch, training)
-    if found.watch.changed or not known.read.items() <= read_by(found).items():
+    if found.watch.changed or not known.read <= read_by(found):
         return None
     vars(found)["program"] = copy.copy(known.program)  # a model has one for each of its captures
     return found
 
 
-def read_by(traced: Any) -> Mapping[str, str]:
-    """Return what a forward has read."""
-    return traced.watch.reads([]).facts
+def read_by(traced: Any) -> Set[tuple[str, Any]]:
+    """Return what a forward has read: of what, and the values."""
+    reads = traced.watch.reads([])
+    return {(read.label, content(read.value)) for read in (*reads._entries, *reads._others)}
+
+
+def content(value: Any) -> Any:
+    """Return what is equal for values for which one graph holds."""
+    value = frozen(value)
+    match value:
+        case dict():
+            return tuple((key, content(item)) for key, item in value.items())
+        case list() | tuple() | deque():
+            return type(value), *map(content, value)
+        case set() | frozenset():
+            return frozenset(map(content, value))
+        case FunctionType():  # what is in its closure has been read too
+            return value.__code__, content(value.__defaults__), content(value.__kwdefaults__)
+        case MethodType():
+            return content(value.__func__), content(value.__self__)
+        case Tensor():
+            return value.dtype, str(value.device), repr(value.tolist())
+        case _ if isinstance(value, PLAIN):
+            return type(value), repr(value)
+        case _ if isinstance(value, nn.Module) or _is_config(value):  # so have their attributes
+            return type(value)
+    return value if isinstance(value, Hashable) else id(value)
 
 
 def play(graph: Graph, model: nn.Module, batch: Batch, *, loss_fn: Any, training: bool, around: Any) -> Graph:

@@ -56,6 +56,40 @@ def test_equal_models_are_captured_once(programs: Any) -> None:
     assert one.current.graph is other.current.graph
 
 
+class Called(nn.Module):
+    """Calls a function that it was given, on a tensor that it has."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], number: float = 1.0) -> None:
+        super().__init__()
+        self.layer, self.function, self.numbers = nn.Linear(4, 4), function, torch.full((4,), number)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.layer(x) * self.numbers)
+
+
+def scaled(by: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.mean() * by
+
+
+@pytest.mark.parametrize(
+    "unlike",
+    [
+        Called(lambda x: x.sum()),
+        Called(lambda x: x.prod()),
+        Called(scaled(2.0)),
+        Called(scaled(3.0)),
+        Called(scaled(2.0), 3.0),
+        Called(torch.sum),
+        Called(torch.mean),
+    ],
+)
+def test_functions_and_tensors_that_it_reads_count_too(programs: Any, unlike: nn.Module) -> None:
+    for number, like in enumerate((Called(lambda x: x.mean()), Called(scaled(4.0)), Called(scaled(2.0), 2.0)), 1):
+        assert programs(like)[1] == number
+    assert programs(unlike)[1] == 4
+    assert programs(unlike)[1] == 4, "now it is known"
+
+
 @pytest.mark.parametrize("unlike", [Net(3.0), Net(2.0, nn.Sigmoid), Net(2.0).double(), Net(2.0).requires_grad_(False)])
 def test_a_model_that_is_not_equal_is_captured(programs: Any, unlike: nn.Module) -> None:
     one, _ = programs(Net(2.0))

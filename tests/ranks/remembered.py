@@ -71,7 +71,8 @@ def key_of(it: Tracer, batch: Batch, training: bool) -> Any:
     if it.replaced is not None or it.observers.names or given.objects or any("hooks of" in what for what in facts):
         return None
     sizes = tuple((name, tuple(tensor.shape)) for name, tensor in given.tensors.items())
-    return *facts.items(), sizes, form_of(given, training), it.loss_fn, repr(it.overrides), Tensor.float
+    device = next((parameter.device for parameter in it.model.parameters()), None)
+    return *facts.items(), device, sizes, form_of(given, training), it.loss_fn, repr(it.overrides), Tensor.float
 
 
 def played(it: Tracer, batch: Batch, training: bool, known: Known) -> Any:
@@ -113,8 +114,10 @@ def content(value: Any) -> Any:
     return value if isinstance(value, Hashable) else id(value)
 
 
-def play(graph: Graph, model: nn.Module, batch: Batch, *, loss_fn: Any, training: bool, around: Any) -> Graph:
-    """Run the forward on an example, as a capture does, and give the graph that there is."""
+def play(
+    graph: Graph, model: nn.Module, batch: Batch, *, loss_fn: Any, training: bool, around: Any, device: Any
+) -> Graph:
+    """Run the forward on an example, as a capture does, and give the graph that there is, of a model on that device."""
     tree, tensors = flatten_batch(batch)
     example = make_example(tensors, model, keep_batch=False)
     args, kwargs = as_call(unflatten(tree, example.tensors))

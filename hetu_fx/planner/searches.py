@@ -3,9 +3,9 @@
 The homogeneous search is always asked, so that no answer is worse than its plan by the cost of all searches: after that
 by classes, which leaves it what is near the best of these. Where devices differ (in kind, rate or memory) those for
 unlike devices are asked too, that for kinds together with that by classes, which ask for the same regions; where a few
-do, and what was found leaves much to gain, programs are asked for op by op; where the
-sequences of a batch differ and one search plans by length, its plans are the answer. The one cost says whose plan is
-best.
+do, programs are asked for op by op, if the model has no repeated blocks, or they are allowed and what was found leaves
+much to gain; where the sequences of a batch differ and one search plans by length, its plans are the answer. The one
+cost says whose plan is best.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _ROOM = 1.1  # what is so much slower than any plan must be may be mended op by 
 
 def _may_gain_by_a_program(problem: Problem) -> bool:
     """Tell whether there are a few unlike devices, and what was found is far from what they could do together."""
-    if not _is_up_to(_SMALL, problem) or not _devices_differ(problem) or "program" in problem.options.off:
+    if not problem.options.programs or not _is_up_to(_SMALL, problem) or not _devices_differ(problem):
         return False
     return problem.priced.least_seconds > _ROOM * bound_seconds(problem.costs, problem.cluster)
 
@@ -130,7 +130,7 @@ AUTO = auto(
         SearchRule(CONTIGUOUS, partial(_is_up_to, _SMALL)),
         SearchRule(MALLEUS, partial(some_straggle, or_up_to=_FEW)),
         SearchRule(HAP, _has_no_blocks_for_few),
-        SearchRule(PROGRAMS, lambda problem: bool(problem.costs.num_blocks) and _may_gain_by_a_program(problem)),
+        SearchRule(PROGRAMS, lambda problem: problem.costs.num_blocks > 0 and _may_gain_by_a_program(problem)),
     ),
 )
 

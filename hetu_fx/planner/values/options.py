@@ -54,7 +54,7 @@ FEATURES: Mapping[str, Feature] = {
         "tensor parallel groups that share the sequence too", lambda plan: plan.sequence_parallel, "sequence_parallel"
     ),
     "experts": Feature("experts, rather than their width, spread over groups", lambda plan: bool(plan.split)),
-    "program": Feature("a program of the group, op by op", lambda plan: plan.has_program),
+    "program": Feature("a program of the group, op by op", lambda plan: plan.has_program, "programs"),
     "recompute": Feature(
         "blocks whose forward is done again in backward",
         lambda plan: plan.recomputes,
@@ -130,8 +130,10 @@ class PlanOptions:
     into micro-batches: give micro_batches=(1,)). sequence_parallel lets tensor parallel groups share the sequence where
     that is predicted to be faster or memory asks for it (True), only where memory asks for it (None, as what gloo takes
     for it is not priced yet), or never. With recompute, stages recompute as few of their blocks as they must to fit
-    memory. name and max_length are put on the plan. forbidden are names of `FEATURES` that no option switches; seconds,
-    after which a search gives its best so far, take no part in what the best plan is.
+    memory. Programs are looked for where a model has no repeated blocks (None, as what they take in others is not
+    measured yet), in any model (True), or never. name and max_length are put on the plan. forbidden are names of
+    `FEATURES` that no option switches; seconds, after which a search gives its best so far, take no part in what the
+    best plan is.
     """
 
     micro_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
@@ -143,6 +145,7 @@ class PlanOptions:
     sequence_parallel: bool | None = None
     context_parallel: bool = True
     recompute: bool = True
+    programs: bool | None = None
     name: str | None = None
     max_length: int | None = None
     forbidden: tuple[str, ...] = ()

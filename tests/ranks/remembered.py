@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from hetu_fx.base.device_types import is_elsewhere
 from hetu_fx.graph.bind import Batch, GivenBatch, as_call, flatten_batch
 from hetu_fx.graph.capture import in_mode
 from hetu_fx.graph.containers import unflatten
@@ -71,8 +72,9 @@ def key_of(it: Tracer, batch: Batch, training: bool) -> Any:
     if it.replaced is not None or it.observers.names or given.objects or any("hooks of" in what for what in facts):
         return None
     sizes = tuple((name, tuple(tensor.shape)) for name, tensor in given.tensors.items())
-    device = next((parameter.device for parameter in it.model.parameters()), None)
-    return *facts.items(), device, sizes, form_of(given, training), it.loss_fn, repr(it.overrides), Tensor.float
+    if any(is_elsewhere(parameter.device) for parameter in it.model.parameters()):
+        return None
+    return *facts.items(), sizes, form_of(given, training), it.loss_fn, repr(it.overrides), Tensor.float
 
 
 def played(it: Tracer, batch: Batch, training: bool, known: Known) -> Any:
@@ -117,7 +119,7 @@ def content(value: Any) -> Any:
 def play(
     graph: Graph, model: nn.Module, batch: Batch, *, loss_fn: Any, training: bool, around: Any, device: Any
 ) -> Graph:
-    """Run the forward on an example, as a capture does, and give the graph that there is, of a model on that device."""
+    """Run the forward on an example, as a capture does, and give the graph that there is."""
     tree, tensors = flatten_batch(batch)
     example = make_example(tensors, model, keep_batch=False)
     args, kwargs = as_call(unflatten(tree, example.tensors))

@@ -168,6 +168,7 @@ HELD = {
     **{
         f"python -m benchmarks.{name}": BENCHMARK
         for name in (
+            "equal",
             "gradient_sync",
             "homes",
             "mixed_length",

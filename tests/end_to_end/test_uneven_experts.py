@@ -63,10 +63,10 @@ def test_a_mixture_is_planned_for_three_unequal_devices_with_experts_by_speed_an
     program = program_of(mixture(**WIDER), batch)
     planned = PlannedProgram(program, program_costs(program))
     cluster = Cluster.on_paper([2e10, 1e10, 1e10], intra=Link(4e8, 1e-6))
-    whole = planned.plan(cluster, "whole experts", choice=Choice.of(forbid="program"))
+    whole = planned.plan(cluster, "whole experts", choice=Choice.of(forbid=("program", "pipeline")))
     assert whole.split == program.expert_splits[0]
     assert [stage.ratios for *_, stage in whole.stages] == [(2, 1, 1)]
-    by_width = planned.plan(cluster, "their width", choice=Choice.of(allow="program"))
+    by_width = planned.plan(cluster, "their width", choice=Choice.of(allow="program", forbid="pipeline"))
     (stage,) = (stage for *_, stage in by_width.stages)
     splits = {region.split for region in stage.program if "experts:" in region.ops and region.is_cut}
     assert "model.layers.*.mlp.experts.down_proj:2" in splits

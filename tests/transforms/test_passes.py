@@ -24,6 +24,7 @@ from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.lowering.checkpoint import Checkpoint
 from hetu_fx.transforms.lowering.choose_algorithms import ChooseAlgorithms
 from hetu_fx.transforms.lowering.recompute import Recompute
+from hetu_fx.transforms.lowering.weights_later import WeightsLater
 from hetu_fx.transforms.passes import DUMP_VARIABLE, PASSES, REWRITES, Pass, run_pass
 from hetu_fx.transforms.rewrites.all_rows import AllRows
 from hetu_fx.transforms.rewrites.counter_rng import Randomness
@@ -31,6 +32,7 @@ from hetu_fx.transforms.rewrites.global_mean import BatchStatistics, GlobalMean
 from hetu_fx.transforms.rewrites.op_overrides import OpOverrides, Override
 from hetu_fx.transforms.rewrites.per_sequence import PerSequence
 from hetu_fx.transforms.show import show_stage
+from hetu_fx.transforms.specialize.place import Place
 from hetu_fx.transforms.specialize.specialize import Specialize
 
 Golden = Callable[[str, str], None]
@@ -114,8 +116,10 @@ def chain() -> Iterator[tuple[Pass[Any, Any], Any]]:
         lambda: Annotate(PLAN),
         lambda: Deduce(),
         lambda: Specialize(1),
+        lambda: Place(torch.device("cuda", 0)),
         lambda: ChooseAlgorithms(Lowering(LINKS)),
         lambda: Recompute(made[2]),
+        lambda: WeightsLater("zero-bubble"),
         lambda: Checkpoint(),
     ):
         yield make(), made[-1]

@@ -30,7 +30,13 @@ def run_of(problem: GraphProblem, plan: Plan, cluster: Cluster, *, collectives: 
     Raises `PlanError` for a plan of stages or of grids, which is no program of all devices, and what the passes raise
     for one that they refuse.
     """
-    axis, shares = _axis(plan, _deduced(problem, plan, cluster))
+    return _run_of(problem, plan, _deduced(problem, plan, cluster), cluster, collectives)
+
+
+def _run_of(
+    problem: GraphProblem, plan: Plan, deduced: DeducedGraph, cluster: Cluster, collectives: Collectives | None = None
+) -> HapResult:
+    axis, shares = _axis(plan, deduced)
     cluster = cluster.without([rank for rank in cluster.ranks if rank not in plan.devices])
     devices = [cluster.device(rank) for rank in plan.devices]
     program = problem.program.at(fmean(device.flops_per_byte for device in devices))
@@ -60,8 +66,9 @@ def expected(problem: GraphProblem, plan: Plan, costs: ProgramCosts, cluster: Cl
 
     `costs` are those of the program. Raises as `run_of` does, and where no graph of a device can be made.
     """
-    Specialize(plan.devices[0])(_deduced(problem, plan, cluster))
-    run = run_of(problem, plan, cluster)
+    deduced = _deduced(problem, plan, cluster)
+    Specialize(plan.devices[0])(deduced)
+    run = _run_of(problem, plan, deduced, cluster)
     return played(run, problem.program.by_name, costs, cluster, zero=plan.zero)
 
 

@@ -29,7 +29,7 @@ from hetu_fx.base.words import bytes_text, ranks_text
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.bound import bound_seconds
-from hetu_fx.planner.price.step import memory_problems, predict
+from hetu_fx.planner.price.step import PricedStep, memory_problems
 from hetu_fx.planner.search.problem import (
     WORTH,
     Candidates,
@@ -167,7 +167,7 @@ def _without_bubbles(found: Mapping[Plan, float], problem: Problem) -> dict[Plan
     """
     near = sorted((plan for plan in found if _has_bubbles(plan)), key=lambda plan: (found[plan], plan.summary()))
     twins = (replace(plan, schedule="zero-bubble") for plan in near[:MOST_TWINS])
-    fitting = (plan for plan in problem.options.allowed(twins) if not _lacks_memory(plan, problem))
+    fitting = (plan for plan in problem.options.allowed(twins) if _fits(plan, problem))
     return {plan: seconds_by_costs(plan, problem) for plan in fitting}
 
 
@@ -176,9 +176,8 @@ def _has_bubbles(plan: Plan) -> bool:
     return is_cut and plan.schedule == "1f1b" and not plan.has_program
 
 
-def _lacks_memory(plan: Plan, problem: Problem) -> bool:
-    prediction = predict(plan, problem.costs_of(plan), problem.cluster)
-    return bool(memory_problems(prediction, problem.cluster, problem.options.memory_fraction))
+def _fits(plan: Plan, problem: Problem) -> bool:
+    return PricedStep(plan, problem.costs_of(plan), problem.cluster).fits(problem.options.memory_fraction)
 
 
 def predicted(plan: Plan, problem: Problem) -> Plan:

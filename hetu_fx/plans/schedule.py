@@ -41,6 +41,11 @@ PHASES: Mapping[Schedule, tuple[Phase, ...]] = {
 """What is done of each micro-batch, in order."""
 
 
+def cuts_backwards(schedule: Schedule) -> bool:
+    """Tell whether the gradients of weights have a phase of their own."""
+    return Phase.WEIGHT_GRADIENT in PHASES[schedule]
+
+
 @dataclass(frozen=True, slots=True)
 class Action:
     """A phase of one micro-batch on one stage; on paper that may hold several chunks of the model."""

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from hetu_fx.base.torch_private import version
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.plans.plan import Pipeline, Plan, Schedule
+from hetu_fx.plans.plan import Pipeline, Plan
+from hetu_fx.plans.schedule import cuts_backwards
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
 from hetu_fx.switching.home.ops import HomeTensor
 
@@ -28,7 +29,7 @@ def compute_layout(plan: Plan) -> Plan:
     """
     several = any(pipeline.micro_batches > 1 for pipeline in plan.pipelines)
     pipelines = tuple(Pipeline(p.stages, micro_batches=2 if several else 1) for p in plan.pipelines)
-    schedule: Schedule = "zero-bubble" if plan.schedule == "zero-bubble" else "1f1b"
+    schedule = plan.schedule if cuts_backwards(plan.schedule) else "1f1b"
     return replace(plan, pipelines=pipelines, schedule=schedule, zero=1, name=None, max_length=None, predicted=None)
 
 

@@ -11,6 +11,7 @@ from torch import fx
 
 from hetu_fx.graph.calls import operand
 from hetu_fx.plans.plan import Schedule
+from hetu_fx.plans.schedule import cuts_backwards
 from hetu_fx.transforms.lowering.later_products import LATER_PRODUCTS, later_product
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph, GraphSlot, SlotKind
 
@@ -36,7 +37,7 @@ class WeightsLater:
     name: ClassVar[str] = "weights_later"
 
     def __call__(self, device: DeviceGraph) -> DeviceGraph:
-        found = tuple(_products(device)) if self.schedule == "zero-bubble" else ()
+        found = tuple(_products(device)) if cuts_backwards(self.schedule) else ()
         if not found:
             return device
         slot = GraphSlot(SlotKind.LATER, "later")  # as engines feed it

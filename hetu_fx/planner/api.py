@@ -222,4 +222,6 @@ def simulate(
     program = CapturedProgram.of(Programs(model, loss_fn), batch)
     read = plan if isinstance(plan, Plan) else Plan.read(plan)
     devices = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
+    if read.has_program and schedule is None:
+        return program.at(program.costs(memory=False)).simulate(read, devices)
     return simulate_step(read, program.costs(), devices, schedule=schedule)

@@ -13,8 +13,10 @@ from hetu_fx.graph.bind import Batch
 from hetu_fx.planner.count.count import program_costs
 from hetu_fx.planner.count.graph_problem import GraphProblem, problem_of
 from hetu_fx.planner.make_plan import PlanOptions, make_plan
-from hetu_fx.planner.search.hap.priced import expected
+from hetu_fx.planner.search.hap.played import PlayedStep
+from hetu_fx.planner.search.hap.priced import played_step
 from hetu_fx.planner.searches import DEFAULT
+from hetu_fx.planner.simulate.simulation import Simulation
 from hetu_fx.planner.values.options import ANY, Choice
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
@@ -122,7 +124,14 @@ class PlannedProgram:
 
         Raises `PlanError` or `DeductionError` for one that the passes refuse.
         """
-        return expected(self.hap, plan, self.costs, cluster)
+        return self._step(plan, cluster).prediction()
+
+    def simulate(self, plan: Plan, cluster: Cluster) -> Simulation:
+        """Return a step under a plan with a program, with its timeline. Raises as `expect` does."""
+        return self._step(plan, cluster).simulation()
+
+    def _step(self, plan: Plan, cluster: Cluster) -> PlayedStep:
+        return played_step(self.hap, plan, self.costs, cluster)
 
     def costs_of(self, split: Split, widest: int = 1) -> ProgramCosts:
         """Return what a step costs where groups, of up to `widest` devices, split these dims first.

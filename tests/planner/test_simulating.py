@@ -11,6 +11,7 @@ from torch import nn
 import hetu_fx
 from hetu_fx.errors import ClusterError
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.plans.program import OpRegion
 from tests.planner.examples import paper
 
 PLAN = Plan((Pipeline((Stage((0,)), Stage((1,))), micro_batches=4),))
@@ -52,3 +53,11 @@ def test_plan_and_cluster_may_be_files_and_the_schedule_another(tmp_path: Path) 
 def test_a_cluster_without_a_device_of_the_plan_is_refused() -> None:
     with pytest.raises(ClusterError, match="no device of rank 1"):
         hetu_fx.simulate(Tower(), BATCH, PLAN, paper(2))
+
+
+def test_a_plan_with_a_program_is_simulated_op_by_op() -> None:
+    program = (OpRegion("*", "rows"),)
+    plan = Plan((Pipeline((Stage((0, 1), (2, 1), program=program),)),))
+    step = hetu_fx.simulate(Tower(), BATCH, plan, paper(2, 1))
+    rows = hetu_fx.simulate(Tower(), BATCH, Plan.data_parallel((0, 1), (2, 1)), paper(2, 1))
+    assert step.seconds == pytest.approx(rows.seconds, rel=0.2)

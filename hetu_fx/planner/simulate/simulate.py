@@ -18,6 +18,7 @@ from functools import cached_property
 from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.plans.cost import BUCKETS_AT_ONCE
+from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.links import Resource, turn_traffic
 from hetu_fx.planner.price.placement import shards_of, tied_holders
 from hetu_fx.planner.price.step import predict, row_sum_seconds
@@ -84,6 +85,11 @@ class _StepJobs:
         self, plan: Plan, costs: ProgramCosts, cluster: Cluster, schedule: PaperSchedule, fold: Fold | None = None
     ) -> None:
         """Without a fold every pipeline is simulated, and memory too."""
+        if plan.has_program:
+            raise PlanError(
+                "the plan has a program, which is simulated op by op, for which the model is needed, not its costs or "
+                "its profile alone; use hetu_fx.simulate(model, batch, plan, cluster), without another schedule"
+            )
         self.plan, self.cluster, self.schedule, self.fold = plan, cluster, schedule, fold
         self.costs = costs.under(plan)
         self.jobs = Jobs(cluster)

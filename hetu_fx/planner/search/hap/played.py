@@ -31,33 +31,19 @@ from hetu_fx.planner.search.hap.prices import PricedCollective, rounded
 from hetu_fx.planner.search.hap.program import HapStep, LayoutChange
 from hetu_fx.planner.search.hap.states import SHARED, ChangeKind, Layout, LayoutKind
 from hetu_fx.planner.simulate.events import play
-from hetu_fx.planner.simulate.jobs import Jobs, Task
+from hetu_fx.planner.simulate.jobs import Job, Jobs, Task
+from hetu_fx.planner.simulate.simulation import Simulation, simulation
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.shared import turn_seconds
 from hetu_fx.planner.values.tensor_program import Tensor
 from hetu_fx.plans.prediction import DeviceCost, Prediction
+from hetu_fx.plans.schedule import Phase
 
 Seconds = dict[int, float]
 """By device."""
 
 _TURNS = {ChangeKind.ALL_REDUCE: 2}
-
-
-def played(
-    run: HapResult, tensors: Mapping[str, Tensor], costs: ProgramCosts, cluster: Cluster, *, zero: int
-) -> Prediction:
-    """Return what a step of a program that runs takes, and the seconds and bytes of each device by term.
-
-    Args:
-        run: what runs, on its devices, at its ratios.
-        tensors: of its problem, by name.
-        costs: of the program, as other plans are priced by: ops do their part of that work, which is more than HAP
-            counts where gradients pass without any.
-        cluster: of these devices, at least.
-        zero: whether parameters that lie whole live in parts (1), or on every device (0).
-    """
-    return _Step(run, tensors, costs, cluster, zero).prediction()
 
 
 @dataclass(frozen=True)
@@ -77,7 +63,18 @@ class _Stage:
 
 
 @dataclass(frozen=True, eq=False)
-class _Step:
+class PlayedStep:
+    """A step of a program that runs.
+
+    Attributes:
+        run: what runs, on its devices, at its ratios.
+        tensors: of its problem, by name.
+        costs: of the program, as other plans are priced by: ops do their part of that work, which is more than HAP
+            counts where gradients pass without any.
+        cluster: of these devices, at least.
+        zero: whether parameters that lie whole live in parts (1), or on every device (0).
+    """
+
     run: HapResult
     tensors: Mapping[str, Tensor]
     costs: ProgramCosts
@@ -85,25 +82,48 @@ class _Step:
     zero: int
 
     def prediction(self) -> Prediction:
-        """Play the step."""
+        """Return what the step takes, and the seconds and bytes of each device by term."""
+        seconds = max(times.end for times in play([job.activity for job in self._jobs]))
+        return Prediction(seconds, tuple(self._devices(seconds)), why=self.run.why)
+
+    def simulation(self) -> Simulation:
+        """Return the step with its timeline.
+
+        Memory is what devices hold all the time: what an op holds while it runs is not known of programs.
+        """
+        times = play([job.activity for job in self._jobs])
+        held = {rank: self._held_bytes(position) for position, rank in enumerate(self._ranks)}
+        return simulation("simulated step of a program", self._jobs, times, held, [self._ranks], self.cluster)
+
+    @cached_property
+    def _jobs(self) -> Sequence[Job]:
         jobs = Jobs(self.cluster)
-        after = self._started(jobs)
-        stages = list(self._stages())
-        for stage in stages:
+        after = self._forward(jobs, self._started(jobs))
+        done = self._backward(jobs, after)
+        for rank, seconds in self._updates.items():
+            jobs.do(jobs.compute("optimizer", {rank: seconds}), "optimizer", done)
+        return jobs.all
+
+    def _forward(self, jobs: Jobs, after: list[int]) -> list[int]:
+        """Add the forward of all stages after these jobs; return what comes after it waits for."""
+        for number, stage in enumerate(self._stages):
             after = self._exchanged(jobs, stage.before, after)
-            after = [jobs.do(self._work(stage, 1 / FORWARD_AND_BACKWARD), "forward", after)]
+            work = self._work(stage, Phase.FORWARD, 1 / FORWARD_AND_BACKWARD)
+            after = [jobs.do(work, f"forward {number}", after)]
+        return after
+
+    def _backward(self, jobs: Jobs, after: list[int]) -> list[int]:
+        """Add the backward of all stages, and the sums of gradients beside it; return what updates wait for."""
         waits, ready = list[int](), 0.0
-        for stage in reversed(stages):
-            after = [jobs.do(self._work(stage, 1 - 1 / FORWARD_AND_BACKWARD), "backward", after)]
+        for number, stage in reversed(list(enumerate(self._stages))):
+            work = self._work(stage, Phase.BACKWARD, 1 - 1 / FORWARD_AND_BACKWARD)
+            after = [jobs.do(work, f"backward {number}", after)]
             ready += stage.sums
-            if ready > BUCKET_BYTES or (ready and stage is stages[0]):
-                waits.append(jobs.do(self._travel("gradients", ready), "gradients", after))
+            if ready > BUCKET_BYTES or (ready and not number):
+                waits.append(jobs.do(self._travel("gradients", ready), f"gradients {number}", after))
                 ready = 0.0
             after = self._exchanged(jobs, stage.after, after)
-        for rank, seconds in self._updates.items():
-            jobs.do(jobs.compute("optimizer", {rank: seconds}), "optimizer", [*after, *waits])
-        seconds = max(times.end for times in play([job.activity for job in jobs.all]))
-        return Prediction(seconds, tuple(self._devices(stages, seconds)), why=self.run.why)
+        return [*after, *waits]
 
     @property
     def _ranks(self) -> tuple[int, ...]:
@@ -129,10 +149,10 @@ class _Step:
             after = [jobs.do(task, str(transfer), after)]
         return after
 
-    def _work(self, stage: _Stage, part: float) -> Task:
+    def _work(self, stage: _Stage, phase: Phase, part: float) -> Task:
         slowest = max(stage.work.values())
         uses = {("compute", rank): own / slowest for rank, own in stage.work.items() if own} if slowest else {}
-        return Task("work", self._ranks, part * slowest, uses)
+        return Task(phase, self._ranks, part * slowest, uses)
 
     def _travel(self, kind: str, num_bytes: float) -> Task:
         """Return the way of parameters to those that compute, or of gradients back, in buckets."""
@@ -143,7 +163,12 @@ class _Step:
         traffic = turn_traffic(self._ranks, num_bytes, turns, self.cluster)
         return Jobs(self.cluster).transfer(kind, Line(fixed, seconds - fixed + copies), traffic, self._ranks)
 
-    def _stages(self) -> Iterator[_Stage]:
+    @cached_property
+    def _stages(self) -> tuple[_Stage, ...]:
+        return tuple(self._cut())
+
+    def _cut(self) -> Iterator[_Stage]:
+        """Yield the stages of the program."""
         pieces: list[list[HapStep]] = []
         for step in self.run.program.steps:
             if not pieces or step.ends_stage or step.gathered:
@@ -228,19 +253,22 @@ class _Step:
                 found[rank] += optimizer_seconds(self._held(name, position) * share, self.cluster.device(rank))
         return dict(found)
 
-    def _devices(self, stages: Sequence[_Stage], seconds: float) -> Iterator[DeviceCost]:
-        sums = sum(stage.sums for stage in stages)
+    def _held_bytes(self, position: int) -> int:
+        return math.ceil(self.run.held.on_device(position, self.run.ratios))
+
+    def _devices(self, seconds: float) -> Iterator[DeviceCost]:
+        sums = sum(stage.sums for stage in self._stages)
         exchanges = math.fsum(
-            transfer.seconds(self.run.ratios) for stage in stages for transfer in (*stage.before, *stage.after)
+            transfer.seconds(self.run.ratios) for stage in self._stages for transfer in (*stage.before, *stage.after)
         )
         sync = self._travel("gradients", sums).alone_seconds if sums else 0.0
         gather = self._travel("gather", self._whole_bytes).alone_seconds if self.zero and self._whole else 0.0
         for position, rank in enumerate(self._ranks):
-            host, work = self.cluster.device(rank).step_now, math.fsum(stage.work[rank] for stage in stages)
+            host, work = self.cluster.device(rank).step_now, math.fsum(stage.work[rank] for stage in self._stages)
             busy = (host, work, exchanges, 0.0)
             ends = (sync, gather, self._updates.get(rank, 0.0))
             idle = max(0.0, seconds - math.fsum((*busy, *ends)))
-            held = (("held", math.ceil(self.run.held.on_device(position, self.run.ratios))),)
+            held = (("held", self._held_bytes(position)),)
             yield DeviceCost(rank, tuple(zip(TERMS, (*busy, idle, *ends), strict=True)), held)
 
 

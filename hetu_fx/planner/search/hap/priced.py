@@ -10,12 +10,11 @@ from hetu_fx.errors import PlanError
 from hetu_fx.planner.count.graph_problem import GraphProblem
 from hetu_fx.planner.search.hap.assemble import HapResult
 from hetu_fx.planner.search.hap.executed import executed
-from hetu_fx.planner.search.hap.played import played
+from hetu_fx.planner.search.hap.played import PlayedStep
 from hetu_fx.planner.search.hap.prices import Collectives, RatioPrices
 from hetu_fx.planner.search.hap.search import bytes_of
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
-from hetu_fx.plans.prediction import Prediction
 from hetu_fx.transforms.layouts.annotate import Annotate
 from hetu_fx.transforms.layouts.axis import AxisDeduction
 from hetu_fx.transforms.layouts.deduce import Deduce
@@ -61,15 +60,15 @@ def _deduced(problem: GraphProblem, plan: Plan, cluster: Cluster) -> DeducedGrap
     return Deduce(cluster)(Annotate(plan, wants_values=False)(problem.analysed))
 
 
-def expected(problem: GraphProblem, plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Prediction:
-    """Return what a step under a plan with a program is expected to take, as other plans are by a simulation.
+def played_step(problem: GraphProblem, plan: Plan, costs: ProgramCosts, cluster: Cluster) -> PlayedStep:
+    """Return a step under a plan with a program, on paper, which others are simulated for.
 
     `costs` are those of the program. Raises as `run_of` does, and where no graph of a device can be made.
     """
     deduced = _deduced(problem, plan, cluster)
     Specialize(plan.devices[0])(deduced)
     run = _run_of(problem, plan, deduced, cluster)
-    return played(run, problem.program.by_name, costs, cluster, zero=plan.zero)
+    return PlayedStep(run, problem.program.by_name, costs, cluster, plan.zero)
 
 
 def _axis(plan: Plan, deduced: DeducedGraph) -> tuple[AxisDeduction, tuple[tuple[int, ...], ...]]:

@@ -9,6 +9,7 @@ import pytest
 
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES
+from hetu_fx.errors import PlanError
 from hetu_fx.planner.captured_program import PlannedProgram
 from hetu_fx.planner.simulate.simulate import simulated_seconds
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
@@ -68,3 +69,20 @@ def test_parameters_that_every_device_keeps_are_not_gathered_but_all_updated() -
     assert spread["gather"] > kept["gather"] == 0.0
     assert kept["optimizer"] == pytest.approx(3 * spread["optimizer"])
     assert kept["gradient_sync"] == spread["gradient_sync"] == 0.0
+
+
+def test_a_simulation_of_a_program_is_what_it_is_expected_to_take_with_every_job_in_it() -> None:
+    asked, given = planned(), cluster()
+    plan = program(OpRegion("head*", "head.0.weight:0"), ROWS)
+    step = asked.simulate(plan, given)
+    assert step.seconds == pytest.approx(asked.expect(plan, given).seconds)
+    kinds = {event.kind for event in step.timeline.events}
+    assert kinds == {"host", "gather", "forward", "communication", "backward", "gradients", "optimizer"}
+    assert 0 < step.bubbles[0] < 1
+    assert all(step.peak_bytes.values())
+
+
+def test_costs_alone_do_not_simulate_a_program() -> None:
+    asked = planned()
+    with pytest.raises(PlanError, match="op by op, for which the model is needed"):
+        simulated_seconds(program(ROWS), asked.costs, cluster())

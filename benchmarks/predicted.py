@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -24,6 +24,7 @@ from benchmarks.kit.contest import slowest, timed
 from benchmarks.kit.fleet import (
     Training,
     in_fleet,
+    measured_devices,
     run_workers,
     say,
     set_speeds,
@@ -39,7 +40,6 @@ from benchmarks.straggler import WORLD as STRAGGLER_WORLD
 from benchmarks.unequal import SIZE as UNEQUAL_SIZE
 from benchmarks.unequal import SPEEDS as UNEQUAL_SPEEDS
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.cluster.links import groups_to_time, time_collectives
 from hetu_fx.comm_ops.wire.consensus import by_first, from_first, of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.demo.data import Text, library_pieces, make_model
@@ -157,8 +157,7 @@ def work(result: Path, name: str, *, quick: bool) -> int:
         costs = from_first(table, program.costs(memory=False))
         blocks = OwnBlocks.of(program, costs, torch.device("cpu"), table.size)
         set_speeds(setting.now)
-        probed = Cluster.measure(table, seconds=MEASURE_SECONDS)
-        probed = replace(probed, collectives=time_collectives(table, groups_to_time(probed)))
+        probed = measured_devices(table, seconds=MEASURE_SECONDS)
         measured = measured_on(blocks, probed, table)
         say(f"by products of matrices\n{probed}\non blocks\n{measured}")
         set_speeds(setting.equal)

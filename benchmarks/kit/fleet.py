@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from benchmarks.kit.contest import adamw, barrier, loss_of, slowest, timed, train_step
 from benchmarks.kit.report import parser
 from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.cluster.links import groups_to_time, time_collectives
 from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.emulate.emulate import EmulateSpec, change_speed, current_speeds, run
@@ -125,8 +126,14 @@ def measured_cluster(
     table: GroupTable, costs: ProgramCosts, make: MakeModel, small: Batch, *, seconds: float, rounds: int
 ) -> Cluster:
     """Measure the devices for so long, and their speed by so many rounds of the model itself; collective."""
-    cluster, own = Cluster.measure(table, seconds=seconds), OwnSpeeds(costs, make, small)
+    cluster, own = measured_devices(table, seconds=seconds), OwnSpeeds(costs, make, small)
     return own.cluster(cluster, own.seconds(rounds))
+
+
+def measured_devices(table: GroupTable, *, seconds: float) -> Cluster:
+    """Measure the devices for so long, and collectives as `hetu-fx measure` does; collective."""
+    cluster = Cluster.measure(table, seconds=seconds)
+    return replace(cluster, collectives=time_collectives(table, groups_to_time(cluster)))
 
 
 class Alone:

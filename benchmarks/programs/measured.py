@@ -21,7 +21,6 @@ from benchmarks.kit.report import Bar, Row, median_ratio, table
 from benchmarks.programs.cases import Race, races
 from benchmarks.programs.priced import by_speed, run_seconds
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.cluster.links import TimedGroup, time_collectives
 from hetu_fx.comm_ops.wire.consensus import by_first, from_first, of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.emulate.emulate import EmulateSpec
@@ -96,8 +95,6 @@ def work(result: Path, name: str, *, quick: bool) -> int:
         set_speeds(race.speeds)
         small = {key: value[:PROFILE_ROWS] for key, value in subject.example.items()}
         cluster = measured_cluster(ranks, costs, subject.make, small, seconds=MEASURE_SECONDS, rounds=PROFILE_ROUNDS)
-        groups = [TimedGroup(where, ranks) for where, ranks in cluster.groups.items()]
-        cluster = replace(cluster, collectives=time_collectives(ranks, groups))
         say(str(cluster))
         set_speeds(equal)
         entered = by_first(ranks, lambda: entries(program.at(costs), cluster))

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from hetu_fx.base.device_types import type_of
 from hetu_fx.base.frameworks import torch_optimizer
 from hetu_fx.comm_ops.wire.consensus import StepFacts
 from hetu_fx.switching.step.timer import Clock, clock_of
@@ -86,8 +87,7 @@ class Standby:
         self._seconds = self.probe.seconds(min(PROBE_SECONDS, PROBE_SHARE * self._step_seconds))
 
 
-_WIDTHS = {"cpu": 128}
-_WIDTH = 1024  # of other devices: a product that is long beside its start
+_PART = 2  # of the side of a product that takes about a millisecond: still long beside its start
 _AT_ONCE = 4
 
 
@@ -102,8 +102,8 @@ class Probe:
     def seconds(self, budget_seconds: float) -> float:
         """Return the seconds of one product, as measured for so long; four products at least."""
         if self._operand is None:
-            width = _WIDTHS.get(self._device.type, _WIDTH)
-            self._operand = torch.ones(width, width, device=self._device)
+            side = type_of(self._device).product_side // _PART
+            self._operand = torch.ones(side, side, device=self._device)
         start, elapsed, count = self._clock.now(), 0.0, 0
         while count == 0 or elapsed < budget_seconds:
             for _ in range(_AT_ONCE):

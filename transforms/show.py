@@ -154,7 +154,7 @@ def _module_lines(name: str, module: fx.GraphModule) -> Iterator[str]:
             case _:
                 yield f"  {node.name} = {_call_text(node)}"
     for child, inner in module.named_children():
-        for body in inner.children():
+        for body in [inner] if isinstance(inner, fx.GraphModule) else inner.children():
             if isinstance(body, fx.GraphModule):
                 yield from _module_lines(child, body)
 

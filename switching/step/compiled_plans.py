@@ -31,6 +31,7 @@ from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.layouts.serialize import deserialize, serialize
 from hetu_fx.transforms.layouts.states import Summed
+from hetu_fx.transforms.lowering.block_modules import BlockModules
 from hetu_fx.transforms.lowering.checkpoint import Checkpoint
 from hetu_fx.transforms.lowering.choose_algorithms import ChooseAlgorithms
 from hetu_fx.transforms.lowering.lower import lower
@@ -189,7 +190,7 @@ class GraphCompute(Compute):
         return StagePlan(
             deduced=deduced,
             device=device,
-            engine=None if device is None else self._engine(device),
+            engine=None if device is None else self._engine(device, deduced.annotated.graph.block_paths),
             bridge=self._bridge(deduced),
             buffers={} if device is None else _leaf_annotations(deduced, device.layout, LeafKind.BUFFER),
             updates=_update_annotations(deduced),
@@ -205,9 +206,12 @@ class GraphCompute(Compute):
     def _bridge(self, deduced: DeducedGraph) -> Bridge:
         return self.bridge_between(_bridge_entries(deduced, self.homes))
 
-    def _engine(self, device: DeviceGraph) -> Engine:
+    def _engine(self, device: DeviceGraph, paths: tuple[str, ...]) -> Engine:
         p2p = StageP2P(device.layout.index, device.handovers_in, device.handovers_out, self.table, self.device)
-        return Engine(device, lower(run_pass(Checkpoint(), device), self.backend), p2p)
+        module = run_pass(Checkpoint(), device)
+        if self.backend is not None:
+            module = run_pass(BlockModules(paths), module)
+        return Engine(device, lower(module, self.backend), p2p)
 
     def _constants(self, deduced: DeducedGraph, layout: StageLayout) -> dict[str, Tensor]:
         annotations = _leaf_annotations(deduced, layout, LeafKind.CONSTANT)

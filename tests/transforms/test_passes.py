@@ -21,6 +21,7 @@ from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.transforms.layouts.analysed_graph import Analyse
 from hetu_fx.transforms.layouts.annotate import Annotate
 from hetu_fx.transforms.layouts.deduce import Deduce
+from hetu_fx.transforms.lowering.block_modules import BlockModules
 from hetu_fx.transforms.lowering.checkpoint import Checkpoint
 from hetu_fx.transforms.lowering.choose_algorithms import ChooseAlgorithms
 from hetu_fx.transforms.lowering.recompute import Recompute
@@ -121,6 +122,7 @@ def chain() -> Iterator[tuple[Pass[Any, Any], Any]]:
         lambda: Recompute(made[2]),
         lambda: WeightsLater("zero-bubble"),
         lambda: Checkpoint(),
+        lambda: BlockModules(graph.block_paths),
     ):
         yield make(), made[-1]
         made.append(make()(made[-1]))

@@ -23,7 +23,7 @@ class CheckpointedRun(nn.Module):
 
     def __init__(self, body: fx.GraphModule, ops: RecomputedOps) -> None:
         super().__init__()
-        self.body = body
+        self.body, self.ops = body, ops
         self._options: dict[str, Any] = {} if ops == "all" else {"context_fn": contexts_of(ops)}
 
     def forward(self, *inputs: Any) -> Any:

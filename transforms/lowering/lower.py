@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from torch import fx
+from torch import fx, nn
 
 from hetu_fx.base.torch_private import aot_autograd, is_boxed
 from hetu_fx.errors import EnvironmentProblem
+from hetu_fx.transforms.lowering.block_modules import BlockModule
 
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 Backend = str | Compiler | None
@@ -34,14 +36,44 @@ def lower(module: fx.GraphModule, backend: Backend) -> Callable[..., Any]:
             runs both halves eagerly; "inductor" compiles with torch.compile; a callable compiles each half, given
             its GraphModule and example inputs.
     """
+    check_backend(backend)
     if backend is None:
         return module.forward
+    pieces = {name: child for name, child in module.named_children() if isinstance(child, BlockModule)}
+    if not pieces:
+        return _compiled(module, backend)
+    for name, piece in pieces.items():
+        setattr(module, name, _Shared(piece, backend))
+    return module.forward
+
+
+class _Shared(nn.Module):
+    """A block's module, compiled once for all who have it."""
+
+    def __init__(self, piece: BlockModule, backend: str | Compiler) -> None:
+        super().__init__()
+        self._piece = piece  # whoever has it keeps it, for others to find
+        self._run = _once(piece, backend)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self._run(*inputs)
+
+
+_made: WeakKeyDictionary[BlockModule, dict[str | Compiler, Callable[..., Any]]] = WeakKeyDictionary()
+
+
+def _once(piece: BlockModule, backend: str | Compiler) -> Callable[..., Any]:
+    made = _made.setdefault(piece, {})
+    if backend not in made:
+        made[backend] = _compiled(piece, backend)
+    return made[backend]
+
+
+def _compiled(module: fx.GraphModule, backend: str | Compiler) -> Callable[..., Any]:
     if backend == "inductor":
         return torch.compile(module, backend="inductor", dynamic=True)
-    if backend == "aot_eager":
+    if isinstance(backend, str):
         return _aot(module, lambda graph_module, _: graph_module.forward)
-    check_backend(backend)
-    assert callable(backend)
     return _aot(module, backend)
 
 

@@ -31,7 +31,7 @@ DIGITS = 53  # of a float64's mantissa
 CHUNK = 1 << 16  # elements hashed at a time on a cpu, so that the rounds stay in its cache
 CUT_FIELDS = 5
 
-SIGNATURE = "Tensor state, int site, int row_dim, SymInt row_length, SymInt[] cut"
+SIGNATURE = "Tensor state, SymInt site, int row_dim, SymInt row_length, SymInt[] cut"
 
 
 def cut_of(dim: int, start: Size, part: Size, whole: Size, inner: int) -> list[Size]:

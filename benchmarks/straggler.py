@@ -7,7 +7,8 @@ total speed: the adapting model's step of the first phase, over the share of the
 a device really is, is told by a plain model that every device trains for itself between the steps, all at once: a quota
 gives time and not speed, cores that share a processor are faster when neighbours are throttled, and the machine itself
 is not always equally fast. A rate is judged by what was injected: by the share of time that was withheld from a device
-in the very stretches of compute that the runtime timed, which no contestant is told.
+in the very stretches of compute that the runtime timed, which no contestant is told. What a wrong rate costs is
+what the plan that was made by it takes more, by simulation, than that which would have been made by what was injected.
 """
 
 from __future__ import annotations
@@ -28,8 +29,12 @@ from benchmarks.kit.fleet import Alone, in_fleet, run_workers, say, set_speeds, 
 from benchmarks.kit.models import Size, batch, llama, num_parameters
 from benchmarks.kit.report import Bar, Row, finish
 from benchmarks.kit.throttle import ThrottleClock
-from hetu_fx.comm_ops.wire.consensus import of_all
+from hetu_fx.comm_ops.wire.consensus import by_first, of_all
 from hetu_fx.emulate.emulate import EmulateSpec
+from hetu_fx.planner.captured_program import CapturedProgram
+from hetu_fx.planner.make_plan import make_plan
+from hetu_fx.planner.simulate.simulate import simulated_seconds
+from hetu_fx.program.captures import Programs
 from hetu_fx.switching.adapt.health import HealthTracker
 
 SPEED = 0.5  # any two devices fit one core, so that none is slow for standing beside another
@@ -42,7 +47,7 @@ TRACE: Mapping[str, Mapping[int, float]] = {
     "worse": {2: 4.0, 1: 3.0},
     "recovered": {},
 }
-OPTIMUM_BAR, RATE_BAR, SWITCH_BAR, GAP_BAR, PREDICTED_BAR = 0.9, 0.03, 3, 1.5, 0.1
+OPTIMUM_BAR, RATE_BAR, SWITCH_BAR, GAP_BAR, PREDICTED_BAR, LOST_BAR = 0.9, 0.03, 3, 1.5, 0.1, 1.05
 ALONE_SECONDS, ALONE_ROWS = 0.25, 12  # about what slow devices have in a step: throttled ones lose more at fewer
 STEADY_STEPS, FIRST_STEPS = HealthTracker().lasting + 3, HealthTracker().settling
 NOTICED = 1.5  # a rate that is wrong by less is about right
@@ -103,6 +108,7 @@ def judge(result: Mapping[str, Any]) -> int:
         Bar("least gain over dropping", min(row["over dropping"] for row in slow), 1.0, at_least=True),
         Bar("predicted off by, most", max(map(off_by, rows)), PREDICTED_BAR, at_least=False),
         Bar("worst error of a rate", max(errors), RATE_BAR, at_least=False),
+        Bar("most that a wrong rate costs", max(phase["lost"] for phase in result["phases"].values()), LOST_BAR, False),
         Bar("steps from plan to switch, most", max(w["after"] for w in changes), SWITCH_BAR, at_least=False),
         Bar("longest step beside planning / before it", max(map(gap, changes)), GAP_BAR, at_least=False),
     ]
@@ -130,6 +136,7 @@ def phase_row(name: str, phases: Mapping[str, Any]) -> Row:
         "by a plain model": rates_text(dict(enumerate(relative(name, slowness)))),
         "injected": rates_text(dict(enumerate(throttled_rates(name, phases)))),
         "found": rates_text(watched["rates"]),
+        "lost by what was found": phases[name]["lost"],
         "variant": watched["variant"],
         "homes moved in s": " ".join(f"{seconds:.2g}" for _, seconds in watched["homes"]),
     }
@@ -198,6 +205,9 @@ class Contest:
         self.dropping: nn.Module | None = None
         self.rates: Mapping[int, float] = {}
         self.first: list[float] = []
+        self.healthy: Sequence[float] = ()
+        self.cluster = self.adapting.hetu._runtime.table.topology
+        self.costs = CapturedProgram.of(Programs(llama(SIZE), None), self.whole).costs(memory=False)
 
     def _model(self, plan: Any) -> tuple[nn.Module, Step]:
         import hetu_fx
@@ -223,7 +233,16 @@ class Contest:
         self.first = self.first or seconds
         slowness = [now / first for now, first in zip(seconds, self.first, strict=True)]
         say(f"{name}: {slowness}")
-        return {"watched": asdict(watched), "seconds": times, "slowness": slowness}
+        lost = by_first(self.adapting.hetu._runtime.table, lambda: self._lost(name, watched.throttled))
+        return {"watched": asdict(watched), "seconds": times, "slowness": slowness, "lost": lost}
+
+    def _lost(self, name: str, throttled: Sequence[float]) -> float:
+        """Return the simulated step of the plan that runs over that of the best, at the rates that were injected."""
+        self.healthy = self.healthy or throttled
+        rates = relative(name, [now / first for now, first in zip(throttled, self.healthy, strict=True)])
+        cluster = self.cluster.with_rates({rank: max(1.0, rate) for rank, rate in enumerate(rates)})
+        runs, best = self.adapting.hetu.plan, make_plan(self.costs, cluster)
+        return simulated_seconds(runs, self.costs, cluster) / simulated_seconds(best, self.costs, cluster)
 
     def _start_others(self) -> None:
         from hetu_fx.plans.plan import Plan

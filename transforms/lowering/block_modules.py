@@ -9,7 +9,7 @@ a block are there when its backward is done, not at the end of the whole one.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, ClassVar
@@ -29,7 +29,14 @@ _known: WeakValueDictionary[Hashable, BlockModule] = WeakValueDictionary()
 
 
 class BlockModule(fx.GraphModule):
-    """Some ops of a device's graph: a function of what they read, parameters among it, that others share."""
+    """Some ops of a device's graph: a function of what they read, parameters among it, that others share.
+
+    `compiled` is what it was compiled to, by what compiles.
+    """
+
+    def __init__(self, root: nn.Module, graph: fx.Graph) -> None:
+        super().__init__(root, graph)
+        self.compiled: dict[Hashable, Callable[..., Any]] = {}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
@@ -53,20 +52,13 @@ class _Shared(nn.Module):
     def __init__(self, piece: BlockModule, backend: str | Compiler) -> None:
         super().__init__()
         self._piece = piece  # whoever has it keeps it, for others to find
-        self._run = _once(piece, backend)
+        if backend not in piece.compiled:
+            piece.compiled[backend] = _compiled(piece, backend)
+        self._run = piece.compiled[backend]
 
     def forward(self, *inputs: Any) -> Any:
+        """Run it."""
         return self._run(*inputs)
-
-
-_made: WeakKeyDictionary[BlockModule, dict[str | Compiler, Callable[..., Any]]] = WeakKeyDictionary()
-
-
-def _once(piece: BlockModule, backend: str | Compiler) -> Callable[..., Any]:
-    made = _made.setdefault(piece, {})
-    if backend not in made:
-        made[backend] = _compiled(piece, backend)
-    return made[backend]
 
 
 def _compiled(module: fx.GraphModule, backend: str | Compiler) -> Callable[..., Any]:

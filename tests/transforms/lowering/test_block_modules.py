@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -129,3 +131,14 @@ def test_what_is_alike_is_compiled_once_also_for_another_plan() -> None:
 def test_a_model_without_blocks_stays_whole() -> None:
     made = Cut(Tower())
     assert made.cut is made.whole
+
+
+def test_what_nobody_has_any_more_is_given_back_with_what_it_was_compiled_to() -> None:
+    made = Cut(Tower(8, 8, 7).double())
+    kept = [weakref.ref(child) for child in made.blocks]
+    made.gradients(lower(made.cut, "aot_eager"), torch.randn(4, WIDTH).double())
+    assert [module() for module in kept].count(None) == 0 < len(kept)
+    del made
+    torch.compiler.reset()
+    gc.collect()
+    assert [module() for module in kept].count(None) == len(kept)

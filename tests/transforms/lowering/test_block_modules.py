@@ -117,6 +117,12 @@ def test_blocks_of_other_ops_are_other_modules() -> None:
     assert calls(Cut(model)) == ["piece_0", "piece_1", "piece_2", "piece_1", "piece_3"]
 
 
+def test_blocks_whose_ops_have_other_arguments_are_other_modules() -> None:
+    model = Tower(8, 8, 8, p=0.4)
+    model.blocks[1].dropout.p = 0.3
+    assert calls(Cut(model)) == ["piece_0", "piece_1", "piece_2", "piece_1", "piece_3"]
+
+
 def test_what_is_recomputed_is_alike_where_its_ops_are() -> None:
     assert calls(Cut(Tower(8, 8, 8, 8), recompute=2)) == ["piece_0", *["piece_1"] * 2, *["piece_2"] * 2, "piece_3"]
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hetu_fx.base.device_types import type_of
 from hetu_fx.cluster.devices import Collective, Device
+from hetu_fx.cluster.timed import SIZES
 from hetu_fx.comm_ops.wire.collectives import gather_padded, gather_parts, reduce_padded, reduce_parts, sum_over
 from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
@@ -160,9 +161,6 @@ def _ping_pong(table: GroupTable, pair: Pair, device: str, num_bytes: int, round
     return times[1:]
 
 
-SIZES = (1 << 14, 1 << 18, 1 << 22)
-"""Bytes of the whole tensor: the smallest tells the latency, it and the largest the bandwidth."""
-
 _ROUNDS = 5
 
 Run = Callable[[Sequence[Tensor], Sequence[int], GroupTable], object]
@@ -239,9 +237,13 @@ def time_collectives(table: GroupTable, groups: Sequence[TimedGroup], device: st
 
 
 def timed_collective(name: str, group: TimedGroup, seconds: Sequence[float]) -> Collective:
-    """Return the collective that takes so many seconds for each of the sizes; the first is its latency."""
-    bandwidth = (SIZES[-1] - SIZES[0]) / max(seconds[-1] - seconds[0], 1e-9)
-    shown = [float(f"{value:.3g}") for value in seconds]
+    """Return the collective that takes so many seconds for each of the sizes; the first is its latency.
+
+    What is larger takes no less: where a smaller one has waited longer, for a quota perhaps, that is noise.
+    """
+    least = [min(seconds[number:]) for number in range(len(seconds))]
+    bandwidth = (SIZES[-1] - SIZES[0]) / max(least[-1] - least[0], 1e-9)
+    shown = [float(f"{value:.3g}") for value in least]
     line = float(f"{bandwidth:.3g}"), shown[0]
     sizes = dict(zip(SIZES, shown, strict=True))
     return Collective(name, group.where, len(group.ranks), *line, group.kind, group.num_nodes, sizes)

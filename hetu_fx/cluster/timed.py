@@ -11,6 +11,9 @@ from hetu_fx.cluster.devices import Collective, Device
 Group = tuple[str, int, int]
 """(kind, ranks, nodes) of a group of alike devices; without a kind, of one that is not."""
 
+SIZES = (1 << 14, 1 << 18, 1 << 22)
+"""Bytes of the whole tensor: the smallest tells the latency, it and the largest the bandwidth."""
+
 _TURNS = {
     "all_gather": ("all_gather", 1),
     "grouped_all_gather": ("all_gather", 1),

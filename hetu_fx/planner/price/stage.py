@@ -28,6 +28,7 @@ from itertools import chain, pairwise
 from operator import add
 
 from hetu_fx.cluster.cluster import Cluster, Device
+from hetu_fx.cluster.timed import SIZES
 from hetu_fx.comm_ops.plans.cost import cheapest_ring_cost
 from hetu_fx.planner.price.links import hand_over_line, loads_of, turn_traffic
 from hetu_fx.planner.price.placement import stops_of
@@ -110,9 +111,16 @@ def _side_by_side(
 
 
 def _round_line(one: Rounds, count: int, num_bytes: float, cluster: Cluster) -> Line:
-    """Return the seconds of one direction."""
-    empty, full = (cheapest_ring_cost(size, one.ranks, cluster) for size in (0.0, num_bytes))
-    return Line(count * one.kind * turn_seconds(0.0, one.ranks, cluster), one.kind * (full - empty))
+    """Return the seconds of one direction.
+
+    Rows of a micro-batch go round together: where messages were timed, by what the longest of them take, not by what
+    one as short as a row does, most of which is latency.
+    """
+    is_timed = cluster.turn_seconds(num_bytes, one.ranks) is not None
+    size = max(num_bytes, SIZES[-1]) if is_timed else num_bytes
+    empty, full = (cheapest_ring_cost(each, one.ranks, cluster) for each in (0.0, size))
+    slope = one.kind * (full - empty) * num_bytes / size if size else 0.0
+    return Line(count * one.kind * turn_seconds(0.0, one.ranks, cluster), slope)
 
 
 SUM, GATHER = 2, 1

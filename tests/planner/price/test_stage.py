@@ -4,6 +4,8 @@ import pytest
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.cluster.devices import FLOPS_PER_BYTE
+from hetu_fx.cluster.links import TimedGroup, timed_collective
+from hetu_fx.cluster.timed import SIZES
 from hetu_fx.planner.price.stage import WEIGHT_MOVES, compute_lines, tensor_parallel_lines
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.part_costs import PartCosts
@@ -62,3 +64,13 @@ def test_each_turn_of_a_group_costs_what_its_latest_device_loses_to_meet() -> No
     gathers, _ = tensor_parallel_lines(Stage((0, 1), context=2), parts, late)
     assert gathers.fixed == pytest.approx(2 * 5e-3 + 2 * FAST_LINK.latency_seconds)
     assert tensor_parallel_lines(Stage((1,)), parts, late) == (Line(), Line())
+
+
+def test_rows_go_round_together_so_that_what_one_of_them_would_wait_does_not_count_for_each() -> None:
+    timed = timed_collective("all_reduce", TimedGroup("intra", (0, 1)), [4e-3, 8e-3, 16e-3])
+    cluster = replace(paper(1, 1), collectives=(timed,))
+    row = SIZES[0] / 4
+    forward, _ = tensor_parallel_lines(Stage((0, 1)), PartCosts(reduced_bytes=row, num_reductions=1), cluster)
+    rows = SIZES[-1] / row
+    assert forward.fixed + rows * forward.slope == pytest.approx(16e-3, rel=1e-2)
+    assert forward.fixed == pytest.approx(4e-3, rel=1e-2)

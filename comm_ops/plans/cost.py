@@ -43,8 +43,11 @@ class Topology(Protocol):
     def tiers(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Numbers of the switches, nodes, racks that `ranks` stand on, from inside out, as far as these differ."""
 
-    def turn_seconds(self, num_bytes: float, ranks: Sequence[int]) -> float | None:
-        """Seconds that a turn of `num_bytes` in all around the ring of `ranks` was seen to take; None: nobody knows."""
+    def turn_seconds(self, num_bytes: float, ranks: Sequence[int], *, of_sum: bool = False) -> float | None:
+        """Seconds that a turn of `num_bytes` in all around the ring of `ranks` was seen to take; None: nobody knows.
+
+        `of_sum`: one of the two of an all-reduce.
+        """
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class EqualLinks:
         numbers: dict[int, int] = {}
         return (tuple(numbers.setdefault(self.node_of(rank), len(numbers)) for rank in ranks),)
 
-    def turn_seconds(self, num_bytes: float, ranks: Sequence[int]) -> float | None:
+    def turn_seconds(self, num_bytes: float, ranks: Sequence[int], *, of_sum: bool = False) -> float | None:
         """Nobody has timed anything."""
         return None
 
@@ -186,9 +189,12 @@ def two_level_all_reduce_cost(num_bytes: float, ranks: Sequence[int], topology: 
     return 2 * two_level_ring_cost(num_bytes, ranks, topology)
 
 
-def cheapest_ring_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
-    """Price an all-gather or reduce-scatter as it was timed among such ranks, else in its algorithm on the links."""
-    if (seen := topology.turn_seconds(num_bytes, ranks)) is not None:
+def cheapest_ring_cost(num_bytes: float, ranks: Sequence[int], topology: Topology, *, of_sum: bool = False) -> float:
+    """Price an all-gather or reduce-scatter as it was timed among such ranks, else in its algorithm on the links.
+
+    `of_sum`: one of the two turns of an all-reduce.
+    """
+    if (seen := topology.turn_seconds(num_bytes, ranks, of_sum=of_sum)) is not None:
         return seen
     flat = ring_cost(num_bytes, ranks, topology)
     if not cheapest_tiers(ranks, topology):
@@ -198,7 +204,7 @@ def cheapest_ring_cost(num_bytes: float, ranks: Sequence[int], topology: Topolog
 
 def cheapest_all_reduce_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
     """Price an all-reduce in the algorithm that it takes on the links: two turns."""
-    return 2 * cheapest_ring_cost(num_bytes, ranks, topology)
+    return 2 * cheapest_ring_cost(num_bytes, ranks, topology, of_sum=True)
 
 
 def padded_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:

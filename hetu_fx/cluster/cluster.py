@@ -204,11 +204,14 @@ class Cluster(Document):
         """Return what ranks are sorted by to stand beside those that they reach best."""
         return self._hierarchy.order(rank)
 
-    def turn_seconds(self, num_bytes: float, ranks: Sequence[int]) -> float | None:
-        """Return what a turn around a ring was seen to take such a group; None where nobody has timed one."""
+    def turn_seconds(self, num_bytes: float, ranks: Sequence[int], *, of_sum: bool = False) -> float | None:
+        """Return what a turn around a ring was seen to take such a group; None where nobody has timed one.
+
+        `of_sum`: one of the two of an all-reduce.
+        """
         if not self.collectives:
             return None
-        return seen_turn(self._timed, num_bytes, ranks, self)
+        return seen_turn(self._timed, num_bytes, ranks, self, of_sum=of_sum)
 
     def bytes_per_second(self, a: int, b: int) -> float:
         """Return the bandwidth between two ranks."""

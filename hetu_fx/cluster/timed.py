@@ -57,16 +57,27 @@ def _group_of(ranks: Sequence[int], cluster: _Cluster) -> Group:
 
 
 def seen_turn(
-    timed: Mapping[Group, Sequence[Collective]], num_bytes: float, ranks: Sequence[int], cluster: _Cluster
+    timed: Mapping[Group, Sequence[Collective]],
+    num_bytes: float,
+    ranks: Sequence[int],
+    cluster: _Cluster,
+    *,
+    of_sum: bool = False,
 ) -> float | None:
-    """Return the mean seconds of a turn, of gathers, reduce-scatters and half all-reduces; None without any.
+    """Return the seconds of a turn, the mean of gathers and reduce-scatters, or `of_sum`: half an all-reduce.
+
+    Of what was timed of another sort alone, that; None where nothing was.
 
     Each is done in the faster of the ways that were timed, as the runtime does it: list forms of gloo that pad take
     four times as long as messages.
     """
     kind, size, nodes = _group_of(ranks, cluster)
     known = timed.get((kind, size, nodes)) or timed.get(("", size, nodes))
-    return fmean(_least(known, num_bytes).values()) if known else None
+    if not known:
+        return None
+    least = _least(known, num_bytes)
+    wanted = [seconds for done, seconds in least.items() if (done == "all_reduce") is of_sum]
+    return fmean(wanted or least.values())
 
 
 def _least(timed: Sequence[Collective], num_bytes: float) -> Mapping[str, float]:

@@ -30,3 +30,9 @@ def test_an_all_reduce_is_two_turns() -> None:
 def test_of_padded_and_grouped_the_faster_counts() -> None:
     found = cluster(timed("reduce_scatter", 0.4), timed("grouped_reduce_scatter", 0.1), timed("all_gather", 0.3))
     assert found.turn_seconds(SIZE, (0, 1, 2)) == pytest.approx(0.2)
+
+
+def test_sums_take_what_sums_were_seen_to_and_others_what_others_were() -> None:
+    found = cluster(timed("all_reduce", 1.0), timed("all_gather", 0.2), timed("reduce_scatter", 0.4))
+    assert found.turn_seconds(SIZE, (0, 1, 2), of_sum=True) == pytest.approx(0.5)
+    assert found.turn_seconds(SIZE, (0, 1, 2)) == pytest.approx(0.3)

@@ -116,11 +116,12 @@ def _round_line(one: Rounds, count: int, num_bytes: float, cluster: Cluster) -> 
     Rows of a micro-batch go round together: where messages were timed, by what the longest of them take, not by what
     one as short as a row does, most of which is latency.
     """
-    is_timed = cluster.turn_seconds(num_bytes, one.ranks) is not None
+    turns, of_sum = one.kind, one.kind == SUM
+    is_timed = cluster.turn_seconds(num_bytes, one.ranks, of_sum=of_sum) is not None
     size = max(num_bytes, SIZES[-1]) if is_timed else num_bytes
-    empty, full = (cheapest_ring_cost(each, one.ranks, cluster) for each in (0.0, size))
-    slope = one.kind * (full - empty) * num_bytes / size if size else 0.0
-    return Line(count * one.kind * turn_seconds(0.0, one.ranks, cluster), slope)
+    empty, full = (cheapest_ring_cost(each, one.ranks, cluster, of_sum=of_sum) for each in (0.0, size))
+    slope = turns * (full - empty) * num_bytes / size if size else 0.0
+    return Line(count * turns * turn_seconds(0.0, one.ranks, cluster, of_sum=of_sum), slope)
 
 
 SUM, GATHER = 2, 1

@@ -15,12 +15,13 @@ from hetu_fx.comm_ops.plans.cost import cheapest_ring_cost
 from hetu_fx.errors import PlanError, ProfileError
 
 
-def turn_seconds(num_bytes: float, ranks: Sequence[int], cluster: Cluster) -> float:
+def turn_seconds(num_bytes: float, ranks: Sequence[int], cluster: Cluster, *, of_sum: bool = False) -> float:
     """Return the seconds of one turn of `num_bytes` in all: a gather or a reduce-scatter; an all-reduce is two.
 
+    `of_sum`: one of these two.
     Each turn is a meeting besides, as it waits anew for all. 0 for one device.
     """
-    return cheapest_ring_cost(num_bytes, ranks, cluster) + cluster.meeting_seconds(ranks)
+    return cheapest_ring_cost(num_bytes, ranks, cluster, of_sum=of_sum) + cluster.meeting_seconds(ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class RowSums:
         """Return what they take among one device of each replica: two turns, each of which is a meeting."""
         if len(ranks) < 2 or not self:
             return 0.0
-        return self.count * 2 * turn_seconds(self.bytes / self.count, ranks, cluster)
+        return self.count * 2 * turn_seconds(self.bytes / self.count, ranks, cluster, of_sum=True)
 
 
 NO_ROW_SUMS = RowSums()

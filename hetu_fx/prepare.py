@@ -88,6 +88,8 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
         rows_of_all = max(1, rows[0] if wanted.settings.shared else sum(rows))
         costs, seed = by_first(table, lambda: _costs_and_seed(wanted, program, rows_of_all))
         table.topology = cluster
+        if cluster is not None and set(cluster.ranks) == set(range(table.size)):
+            table.know_ways(cluster.ways, cluster.nodes)
         planned = program.at(costs)
         planner: Planner = planned.plan
         if plans is None:

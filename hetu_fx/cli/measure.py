@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from hetu_fx.base.progress import telling
 from hetu_fx.cli.given import function_named, local_device
 from hetu_fx.cli.plan import print_table
+from hetu_fx.cluster.ways import HEADER as WAYS_HEADER
+from hetu_fx.cluster.ways import rows_of as rows_of_ways
 
 if TYPE_CHECKING:
     from hetu_fx.cluster.cluster import Cluster
@@ -61,10 +63,13 @@ def add_measure(parser: argparse.ArgumentParser) -> None:
 
 def call_measure(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx measure`; collective over the processes of the job, of which the first writes."""
+    import torch
     import torch.distributed as dist
 
     from hetu_fx.cluster.cluster import Cluster
     from hetu_fx.cluster.links import groups_to_time, time_collectives
+    from hetu_fx.cluster.timed_ways import measure_ways
+    from hetu_fx.comm_ops.wire.consensus import of_all
     from hetu_fx.comm_ops.wire.groups import GroupTable
     from hetu_fx.prepare import join_world
 
@@ -75,11 +80,14 @@ def call_measure(options: argparse.Namespace, rest: Sequence[str]) -> int:
     with telling("measuring devices and links"):
         cluster = Cluster.measure(table, device=device)
         cluster = replace(cluster, collectives=time_collectives(table, groups_to_time(cluster), device))
+        types = of_all(table, torch.device(device).type)
+        cluster = replace(cluster, ways=measure_ways(table, cluster.nodes, types, device, all_ways=True))
     if rank == 0:
         cluster.write(options.cluster)
         if not options.json:
             print(cluster, flush=True)
             _show_collectives(cluster)
+            _show_ways(cluster)
     profile = None if make is None else _profile(make, cluster, device, options.seconds)
     if rank == 0:
         _tell_profile(options, cluster, profile)
@@ -118,6 +126,11 @@ def _show_collectives(cluster: Cluster) -> None:
     ]
     if rows:
         print_table(_COLLECTIVES_HEADER, rows)
+
+
+def _show_ways(cluster: Cluster) -> None:
+    if cluster.ways:
+        print_table(WAYS_HEADER, rows_of_ways(cluster.ways))
 
 
 def rows_of(profile: Profile) -> list[list[str]]:

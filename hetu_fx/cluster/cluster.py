@@ -19,7 +19,9 @@ from hetu_fx.cluster.paces import PACE, Pace, pace_between
 from hetu_fx.cluster.show import cluster_text, level_links
 from hetu_fx.cluster.timed import seen_turn, timed_by_group
 from hetu_fx.cluster.topology import CLUSTER, LEVEL, NICS, NODE, TYPE, Hierarchy, Level, Nics, Place, ports_of
+from hetu_fx.cluster.ways import WAY, check_ways
 from hetu_fx.comm_ops.plans.cost import End
+from hetu_fx.comm_ops.plans.ways import Way
 from hetu_fx.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -35,7 +37,8 @@ class Cluster(Document):
     """The `devices` in order of rank, and the links inside a node (`intra`) and between nodes (`inter`).
 
     `collectives` are those that were timed, if any; what else is communicated is priced by the links. `paces` are those
-    of kinds on which a model's blocks were timed.
+    of kinds on which a model's blocks were timed. `ways` are those that messages between types of devices were timed
+    on; of several between the same ends the quickest is taken.
 
     Where there is more to say than inside and between nodes, `levels` say it, from inside out; `intra` is then that of
     the node and `inter` that of the level above. `nics` are the network ports of each node.
@@ -46,6 +49,7 @@ class Cluster(Document):
     inter: Link
     collectives: tuple[Collective, ...] = ()
     paces: tuple[Pace, ...] = ()
+    ways: tuple[Way, ...] = ()
     levels: tuple[Level, ...] = ()
     nics: Nics | None = None
     _by_rank: Mapping[int, Device] = field(init=False, repr=False, compare=False)
@@ -70,6 +74,7 @@ class Cluster(Document):
         by_speed = sorted(self.devices, key=lambda device: device.speed)
         object.__setattr__(self, "_top_speeds", {device.kind: device.speed for device in by_speed})
         object.__setattr__(self, "_paces", _paces_by_kind(self.paces))
+        check_ways(self.ways)
         self._set_hierarchy()
         object.__setattr__(self, "_timed", timed_by_group(self.collectives, self.groups, self.node_of))
 
@@ -125,7 +130,8 @@ class Cluster(Document):
             device: where this rank computes, such as "cpu" or "cuda:0".
 
         Where devices of several types stand on one node, a level "type" says what links those of one type there, as
-        theirs and others' messages go different ways.
+        theirs and others' messages go different ways. Where messages of one type could leave from where they are or go
+        through the host, both are timed, and the quicker way is taken from then on, first by what is measured here.
 
         Every rank multiplies matrices at once, so that what shares a core shows as slow. A quota shows when
         `seconds` covers several of its periods. Speeds within 5 % of each other are taken as equal. Then links are
@@ -133,12 +139,17 @@ class Cluster(Document):
         """
         from hetu_fx.cluster.measure import measure_here  # with torch, which plans need not have
 
-        devices, links = measure_here(table, seconds=seconds, device=device)
+        devices, links, ways = measure_here(table, seconds=seconds, device=device)
         intra, inter = Link(*links["intra"]), Link(*links["inter"])
         if "types" not in links:
-            return cls(devices, intra, inter)
+            return cls(devices, intra, inter, ways=ways)
         named = ((TYPE, intra), (NODE, Link(*links["types"])), (CLUSTER, inter))
-        return cls(devices, intra, inter, levels=tuple(_level(name, link) for name, link in named))
+        return cls(devices, intra, inter, ways=ways, levels=tuple(_level(name, link) for name, link in named))
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Return the node of each device, in order of rank."""
+        return tuple(device.node for device in self.devices)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -317,7 +328,7 @@ Cluster.form = record(
     _cluster,
     ClusterError,
     like=Cluster,
-    order="devices links levels nics collectives paces",
+    order="devices links levels nics collectives paces ways",
     format=FORMAT,
     devices=Key(many(DEVICE.values)),
     links=Key(LINKS, default=None),
@@ -325,4 +336,5 @@ Cluster.form = record(
     nics=Key(NICS),
     collectives=Key(many(COLLECTIVE.values)),
     paces=Key(many(PACE.values)),
+    ways=Key(many(WAY.values)),
 )

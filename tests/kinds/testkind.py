@@ -131,6 +131,11 @@ def install() -> torch.device:
     return PLACE
 
 
+def on_host(x: Tensor) -> Tensor:
+    """Return the same memory as a tensor of the host."""
+    return _as_of(_HOST, x.detach()) if x.device.type == NAME else x
+
+
 def is_direct() -> None:
     """Let messages leave from where tensors of the kind are, in this process from now on; as threads can send them."""
     object.__setattr__(RECORD, "is_direct", True)

@@ -37,8 +37,8 @@ TENSOR_BYTES = 16 << 20
 PRICE_BAR = 1.1
 TYPES = (testkind.NAME, testkind.NAME, "cpu", "cpu")
 RANKS = tuple(range(len(TYPES)))
-LINK_BITS_PER_SECOND = 100e6  # so slow that what the emulated devices do with a quota of processor time counts little
-COPIES = {"copy as fast as the wire": 12.5e6, "copy four times as fast": 50e6}  # bytes per second
+LINK_BITS_PER_SECOND = 200e6  # so slow that what the emulated devices do with a quota of processor time counts little
+COPIES = {"copy as fast as the wire": 25e6, "copy four times as fast": 100e6}  # bytes per second
 Run = Callable[[Tensor, Algorithm, GroupTable], object]
 
 

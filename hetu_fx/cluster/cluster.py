@@ -16,6 +16,7 @@ from hetu_fx.base.json_values import many
 from hetu_fx.base.records import Document, Key, record
 from hetu_fx.cluster.devices import COLLECTIVE, DEVICE, LINKS, ClusterLinks, Collective, Device, Link, OutsideLink
 from hetu_fx.cluster.paces import PACE, Pace, pace_between
+from hetu_fx.cluster.precisions import PRECISION, Precision, by_kind, fastest_in_common, quickened
 from hetu_fx.cluster.show import cluster_text, level_links
 from hetu_fx.cluster.timed import seen_turn, timed_by_group
 from hetu_fx.cluster.topology import CLUSTER, LEVEL, NICS, NODE, TYPE, Hierarchy, Level, Nics, Place, ports_of
@@ -38,7 +39,7 @@ class Cluster(Document):
 
     `collectives` are those that were timed, if any; what else is communicated is priced by the links. `paces` are those
     of kinds on which a model's blocks were timed. `ways` are those that messages between types of devices were timed
-    on; of several between the same ends the quickest is taken.
+    on; of several between the same ends the quickest is taken. `precisions` are the low dtypes that kinds compute in.
 
     Where there is more to say than inside and between nodes, `levels` say it, from inside out; `intra` is then that of
     the node and `inter` that of the level above. `nics` are the network ports of each node.
@@ -50,12 +51,14 @@ class Cluster(Document):
     collectives: tuple[Collective, ...] = ()
     paces: tuple[Pace, ...] = ()
     ways: tuple[Way, ...] = ()
+    precisions: tuple[Precision, ...] = ()
     levels: tuple[Level, ...] = ()
     nics: Nics | None = None
     _by_rank: Mapping[int, Device] = field(init=False, repr=False, compare=False)
     _nodes: Mapping[str, int] = field(init=False, repr=False, compare=False)
     _top_speeds: Mapping[str, float] = field(init=False, repr=False, compare=False)
     _paces: Mapping[str, tuple[Pace, ...]] = field(init=False, repr=False, compare=False)
+    _precisions: Mapping[tuple[str, str], float] = field(init=False, repr=False, compare=False)
     _hierarchy: Hierarchy = field(init=False, repr=False, compare=False)
     _timed: Mapping[tuple[str, int, int], list[Collective]] = field(init=False, repr=False, compare=False)
 
@@ -75,6 +78,7 @@ class Cluster(Document):
         object.__setattr__(self, "_top_speeds", {device.kind: device.speed for device in by_speed})
         object.__setattr__(self, "_paces", _paces_by_kind(self.paces))
         check_ways(self.ways)
+        object.__setattr__(self, "_precisions", by_kind(self.precisions))
         self._set_hierarchy()
         object.__setattr__(self, "_timed", timed_by_group(self.collectives, self.groups, self.node_of))
 
@@ -170,6 +174,21 @@ class Cluster(Document):
         """Return what a kind's (work, rest) take over what is counted, with `share` of what a group splits."""
         known = self._paces.get(kind)
         return pace_between(known, 1 / share if share else 1.0) if known else (1.0, 1.0)
+
+    def computing(self, rank: int, dtype: str | None) -> Device:
+        """Return a device as fast as it is in a dtype (None: float32; nor faster in one that nobody has timed)."""
+        device = self.device(rank)
+        return device if dtype is None else quickened(device, self._precisions.get((device.kind, dtype), 1.0))
+
+    def dtype_of(self, ranks: Iterable[int], dtypes: Sequence[str]) -> str | None:
+        """Return in which of some dtypes a group of devices, which compute in one, is fastest; None: in float32."""
+        kinds = sorted({self.device(rank).kind for rank in ranks})
+        return fastest_in_common(kinds, dtypes, self._precisions)
+
+    def in_dtypes(self, dtypes: Sequence[str]) -> Cluster:
+        """Return the cluster with every device as fast as it is in the best of some dtypes, or float32."""
+        devices = (self.computing(rank, self.dtype_of([rank], dtypes)) for rank in self.ranks)
+        return replace(self, devices=tuple(devices))
 
     def node_of(self, rank: int) -> int:
         """Return the number of a rank's node, counted in order of rank."""
@@ -328,7 +347,7 @@ Cluster.form = record(
     _cluster,
     ClusterError,
     like=Cluster,
-    order="devices links levels nics collectives paces ways",
+    order="devices links levels nics collectives paces ways precisions",
     format=FORMAT,
     devices=Key(many(DEVICE.values)),
     links=Key(LINKS, default=None),
@@ -337,4 +356,5 @@ Cluster.form = record(
     collectives=Key(many(COLLECTIVE.values)),
     paces=Key(many(PACE.values)),
     ways=Key(many(WAY.values)),
+    precisions=Key(many(PRECISION.values)),
 )

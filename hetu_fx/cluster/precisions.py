@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from hetu_fx.base.checks import check_positive
-from hetu_fx.base.low_dtypes import check_low_dtype
+from hetu_fx.base.documents import nearest
+from hetu_fx.base.low_dtypes import LOW_DTYPES
 from hetu_fx.base.records import record
 from hetu_fx.cluster.devices import Device
 from hetu_fx.errors import ClusterError
@@ -26,7 +27,8 @@ class Precision:
 
     def __post_init__(self) -> None:
         where = f"precision of {self.kind!r}"
-        check_low_dtype(ClusterError, where, self.dtype)
+        if self.dtype not in LOW_DTYPES:
+            raise ClusterError(f"{where} has dtype {self.dtype!r}{nearest(self.dtype, LOW_DTYPES)}")
         check_positive(ClusterError, where, speedup=self.speedup)
 
 

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from hetu_fx.base.json_values import many
-from hetu_fx.base.low_dtypes import check_low_dtype
+from hetu_fx.base.low_dtypes import STAGE_DTYPES
 from hetu_fx.base.records import Key, record
 from hetu_fx.errors import PlanError
 from hetu_fx.plans.program import OpRegion, check_program
@@ -66,7 +66,7 @@ class Stage:
             raise PlanError(f"{self._called} has recompute {self.recompute}; give 0 or more")
         check_recomputed_ops(self.recompute_ops, self.recompute, self._called)
         if self.dtype is not None:
-            check_low_dtype(PlanError, self._called, self.dtype)
+            self._check_dtype(self.dtype)
         self._check_program()
         if self.blocks is not None:
             self.check_recompute(self.blocks)
@@ -84,6 +84,13 @@ class Stage:
                 f"{self._called} has context_ratios {list(self.context_ratios)}, but its context is {self.context}; "
                 f"give them as 'ratios' where all devices share the sequence (only tensor parallel groups that share "
                 f"it, with a context between 1 and the number of devices, have both)"
+            )
+
+    def _check_dtype(self, dtype: str) -> None:
+        if dtype not in STAGE_DTYPES:
+            raise PlanError(
+                f"{self._called} has dtype {dtype!r}; give {' or '.join(map(repr, STAGE_DTYPES))}, or leave it out "
+                f"(float16 needs a loss that is scaled: use torch.autocast and a GradScaler)"
             )
 
     def _check_program(self) -> None:

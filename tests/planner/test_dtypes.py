@@ -26,7 +26,6 @@ PRECISIONS = (
     Precision("plain", "float16", 1.5),
 )
 BF16 = PlanOptions(bfloat16=True)
-BOTH = PlanOptions(bfloat16=True, float16=True)
 
 
 def cluster(*precisions: Precision, kinds: tuple[str, ...] = KINDS) -> Cluster:
@@ -53,7 +52,6 @@ def test_products_take_less_in_a_dtype_and_what_moves_memory_takes_the_same() ->
     products = 3 * (4 * BIG.blocks[0].flops + BIG.after.flops) * BIG.rows / 100e9
     assert taken(None) - taken("bfloat16") == pytest.approx(products * 3 / 4)
     assert taken("bfloat16") > as_quick, "whose memory is faster too"
-    assert taken(None) - taken("float16") == pytest.approx(products * 2 / 3)
 
 
 @pytest.mark.parametrize("search", ["auto", "heteroauto", "malleus"])
@@ -63,8 +61,6 @@ def test_each_kind_computes_in_what_is_fastest_there_and_work_follows(search: st
     assert dtypes(low) == {0: "bfloat16", 1: "bfloat16", 2: None, 3: None}
     assert seconds(low) < 0.75 * seconds(plain)
     assert seconds(low) == pytest.approx(simulated_seconds(low, BIG, cluster()), rel=0.05)
-    both = make_plan(BIG, cluster(), options=BOTH, search=search)
-    assert dtypes(both) == {0: "bfloat16", 1: "bfloat16", 2: "float16", 3: "float16"}
 
 
 def test_what_is_not_allowed_or_not_known_of_a_kind_is_not_planned() -> None:
@@ -111,6 +107,7 @@ def test_what_ranks_have_found_of_a_kind_is_their_median() -> None:
     assert rows_of(found) == [["a", "bfloat16", "3 x float32"], ["b", "float16", "1 x float32"]]
 
 
-def test_a_dtype_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(PlanError, match="has dtype 'int8'"):
-        Stage((0,), dtype="int8")
+def test_a_dtype_that_a_stage_cannot_have_is_refused() -> None:
+    for dtype in ("int8", "float16"):
+        with pytest.raises(PlanError, match=f"has dtype '{dtype}'; give 'bfloat16', or leave it out"):
+            Stage((0,), dtype=dtype)

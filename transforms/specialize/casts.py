@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, fx
 
 from hetu_fx.base.device_types import HOST, DeviceType
-from hetu_fx.base.low_dtypes import LOW_DTYPES
+from hetu_fx.base.low_dtypes import STAGE_DTYPES
 from hetu_fx.base.torch_private import detect_fake_mode, tree_leaves, tree_map, tree_map_only
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.regions import has_autocast_kernel
 from hetu_fx.transforms.layouts.annotated_graph import AnnotatedGraph
 
-DTYPES = {name: getattr(torch, name) for name in LOW_DTYPES}
+DTYPES = {name: getattr(torch, name) for name in STAGE_DTYPES}
 
 
 def cast_target(node: fx.Node, low: torch.dtype) -> torch.dtype | None:

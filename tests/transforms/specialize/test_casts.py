@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -179,7 +178,7 @@ class Normed(nn.Module):
 def test_unlike_dtypes_are_refused_where_replicas_sum_in_the_middle() -> None:
     torch.manual_seed(0)
     batch = {"x": torch.randn(8, 8), "labels": torch.randint(4, (8,))}
-    for dtypes, is_refused in (((LOW, None), True), ((LOW, LOW), False), ((LOW, "float16"), True)):
+    for dtypes, is_refused in (((LOW, None), True), ((LOW, LOW), False)):
         stages = (replace(ONE, devices=(rank,), dtype=dtype) for rank, dtype in enumerate(dtypes))
         plan = Plan(tuple(Pipeline((stage,)) for stage in stages))
         with (
@@ -189,11 +188,11 @@ def test_unlike_dtypes_are_refused_where_replicas_sum_in_the_middle() -> None:
 
 
 def test_a_dtype_that_a_type_of_devices_does_not_compute_in_is_refused() -> None:
-    none = DeviceType(name="none", count=lambda: 0, chip=str, no_dtypes={torch.float16})
-    with pytest.raises(PlanError, match="rank 3 has dtype 'float16', in which devices of type 'none' do not compute"):
-        check_computes(none, "float16", 3)
-    for kind, dtype in itertools.product((none, CPU), (LOW, None)):
-        check_computes(kind, dtype, 3)
+    none = DeviceType(name="none", count=lambda: 0, chip=str, no_dtypes={torch.bfloat16})
+    with pytest.raises(PlanError, match="rank 3 has dtype 'bfloat16', in which devices of type 'none' do not compute"):
+        check_computes(none, LOW, 3)
+    check_computes(none, None, 3)
+    check_computes(CPU, LOW, 3)
 
 
 def test_a_plan_file_keeps_the_dtype_of_its_stages() -> None:
@@ -203,5 +202,5 @@ def test_a_plan_file_keeps_the_dtype_of_its_stages() -> None:
     assert Plan.from_json(written) == plan
     assert "x2 bfloat16" in plan.summary()
     written["pipelines"][0]["stages"][1]["dtype"] = "bfloat"
-    with pytest.raises(PlanError, match=r"dtype 'bfloat' \(did you mean 'bfloat16'\?\)"):
+    with pytest.raises(PlanError, match="dtype 'bfloat'; give 'bfloat16'"):
         Plan.from_json(written)

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from hetu_fx.cluster.cluster import Cluster
 
 _LATENCY_ROUNDS = 20
-_BANDWIDTH_ROUNDS = 5  # so many that a device with a CPU quota has used up what it saved while it waited
-_BANDWIDTH_BYTES = 4 << 20  # of several chunks where it is staged, and more than a link lets through at once
+_BANDWIDTH_ROUNDS = 3  # so many that a device with a CPU quota has used up what it saved while it waited
+_BANDWIDTH_BYTES = 8 << 20  # of several chunks where it is staged, and far more than a link lets through at once
 _LONE_LINK = (1e10, 0.0)  # no link to measure: what a lone device's moves would cost in memory
 _CLEARLY = 0.8  # below so much of the link's bandwidth, a device's limit is its own
 

@@ -2,7 +2,7 @@
 
 Keys used: "val" (the example value: FakeTensor, SymInt, number or tuple of them), "stack_trace" (the user's
 call stack as text), "module_stack" (tuple of (FQN, class name) of the modules around the call, outermost
-first), "grad_enabled" (False inside a no-grad region; only until detach nodes say the same) "on_host" (True where
+first), "grad_enabled" (False inside a no-grad region; only until detach nodes say the same), "on_host" (True where
 an op is to run on the host, whatever device runs the graph) and "uncast" (True where the model turns autocast off).
 """
 

@@ -26,10 +26,11 @@ from hetu_fx.comm_ops.wire.rendezvous import launcher_store
 from hetu_fx.comm_ops.wire.shutdown import opening_connections, remember
 from hetu_fx.errors import EnvironmentProblem, PlanError, ProfileError, StateError
 from hetu_fx.graph.bind import as_call
-from hetu_fx.planner.captured_program import CapturedProgram
+from hetu_fx.planner.captured_program import CapturedProgram, PlannedProgram
 from hetu_fx.planner.count.optimizer_state import state_of
-from hetu_fx.planner.module_program import ModuleProgram
+from hetu_fx.planner.module_program import ModuleProgram, PlannedModule
 from hetu_fx.planner.simulate.simulate import expect
+from hetu_fx.planner.values.options import Choice
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.state import ParameterState
 from hetu_fx.plans.plan import Plan
@@ -93,7 +94,7 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
         if cluster is not None and set(cluster.ranks) == set(range(table.size)):
             table.know_ways(cluster.ways, cluster.nodes)
         planned = program.at(costs)
-        planner: Planner = planned.plan
+        planner = _planner_like(plans or (), planned)
         if plans is None:
             device = str(next(wanted.model.parameters()).device)
             with telling("measuring devices and links"):
@@ -110,6 +111,14 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
     if cluster is not None:
         adaptation.replanning.begin()
     return runtime, adaptation
+
+
+def _planner_like(plans: Sequence[Plan], planned: PlannedProgram | PlannedModule) -> Planner:
+    """Return what makes plans in the place of some that were given: it may compute in the low dtypes that they do."""
+    dtypes = {stage.dtype for plan in plans for *_, stage in plan.stages if stage.dtype is not None}
+    if not dtypes or isinstance(planned, PlannedModule):
+        return planned.plan
+    return partial(planned.plan, choice=Choice.of(allow=sorted(dtypes)))
 
 
 def make_runtime(

@@ -19,6 +19,7 @@ from hetu_fx.lockstep import Lockstep, Trained, train_alone
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.transforms.specialize.casts import check_computes
 from tests import model_zoo
+from tests.kinds.testkind import NAME, on_testkind
 
 LOW = "bfloat16"
 ROWS, LENGTH, WIDTH, WORDS = 4, 12, 32, 40
@@ -139,6 +140,16 @@ def test_devices_of_a_group_cast_alike(stage: Stage) -> None:
         alone(),
     )
     assert 1e-6 < distance(found, expected) < 2 * distance(expected, exact)
+
+
+@pytest.mark.parametrize("stages", [(Stage((0, 1), dtype=LOW),), (replace(FIRST, dtype=LOW), SECOND)])
+@on_testkind
+def test_devices_of_unlike_types_cast_alike(stages: tuple[Stage, ...]) -> None:
+    plan = Plan((Pipeline(stages),))
+    found, expected = (
+        Lockstep(devices=devices).train(made(), batches(), plan) for devices in ([f"{NAME}:0", "cpu"], None)
+    )
+    assert distance(found, expected) < 1e-6
 
 
 def test_regions_in_which_a_model_turns_autocast_off_stay_as_they_are() -> None:

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import hetu_fx.comm_ops
 import hetu_fx.planner
@@ -121,7 +122,8 @@ def _in_dtypes(problem: Problem, search: str, dtypes: Sequence[str]) -> tuple[Pl
     Which dtype is best for a kind of devices depends on nothing else in a plan, so the search goes through the cluster
     as fast as it is in these. What unlike kinds in one stage have in common may be slower, which the price says then.
     """
-    options = replace(problem.options, **dict.fromkeys(dtypes, False))
+    off: dict[str, Any] = dict.fromkeys(dtypes, False)
+    options = replace(problem.options, **off)
     quick = replace(problem, cluster=problem.cluster.in_dtypes(dtypes), options=options)
     return tuple(_with_dtypes(plan, problem, dtypes) for plan in make_plans(quick, search))
 

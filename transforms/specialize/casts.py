@@ -31,8 +31,8 @@ def cast_target(node: fx.Node, low: torch.dtype) -> torch.dtype | None:
         return None
     if _made(node, args, kwargs, low) == low:
         return low
-    lowered = tree_map_only(Tensor, lambda x: x.to(low) if is_castable(x) else x, (args, kwargs))
-    return torch.float32 if _made(node, *lowered, low) == torch.float32 else None
+    args, kwargs = tree_map_only(Tensor, lambda x: x.to(low) if is_castable(x) else x, (args, kwargs))
+    return torch.float32 if _made(node, args, kwargs, low) == torch.float32 else None
 
 
 def is_castable(value: Any) -> bool:

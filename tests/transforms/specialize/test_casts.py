@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 
 from hetu_fx.base.device_types import CPU, DeviceType
 from hetu_fx.errors import PlanError
-from hetu_fx.lockstep import Lockstep, Trained, train_alone
+from hetu_fx.lockstep import SGD, Lockstep, Step, Trained
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.transforms.specialize.casts import check_computes
 from tests import model_zoo
@@ -28,24 +27,26 @@ ROWS, LENGTH, WIDTH, WORDS = 4, 12, 32, 40
 class Block(nn.Module):
     """Attention and a feed-forward part, each beside the residual."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, attends: bool) -> None:
         super().__init__()
+        self.attends = attends
         self.norm, self.fused, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.fused(self.norm(x)).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
-        met = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        met = F.scaled_dot_product_attention(query, key, value, is_causal=True) if self.attends else query * key + value
         x = x + self.out(met.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(x)))
 
 
 class Chain(nn.Module):
-    """Blocks between an embedding and a loss; parts named in `low`, "first" and "last" besides, are under autocast."""
+    """Blocks between an embedding and a loss; those in `low`, and the head if "last" is in it, are under autocast."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, attends: bool) -> None:
         super().__init__()
-        self.embed, self.blocks = nn.Embedding(WORDS, WIDTH), nn.ModuleList(Block() for _ in range(4))
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block(attends=attends) for _ in range(4))
         self.head, self.low = nn.Linear(WIDTH, WORDS), frozenset[Any]()
 
     def part(self, name: Any) -> Any:
@@ -60,9 +61,9 @@ class Chain(nn.Module):
             return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
 
 
-def made() -> Chain:
+def made(*, attends: bool = True) -> Chain:
     torch.manual_seed(0)
-    return Chain()
+    return Chain(attends=attends)
 
 
 def batches() -> list[dict[str, Tensor]]:
@@ -71,10 +72,22 @@ def batches() -> list[dict[str, Tensor]]:
     return [{"ids": one[:, :-1], "labels": one[:, 1:].contiguous()} for one in drawn]
 
 
-def alone(*low: Any) -> Trained:
-    model = made()
-    model.low = frozenset(low)
-    return train_alone(model, batches(), Lockstep())
+def alone(*parts: tuple[int, Sequence[Any]], attends: bool = True) -> Trained:
+    """Train on one device, so many rows at a time, with these parts of the model under autocast."""
+    model, steps = made(attends=attends), []
+    optimizer = SGD(model.parameters())
+    for batch in batches():
+        first, total = 0, 0.0
+        for rows, low in parts:
+            model.low = frozenset(low)
+            loss = model(**{name: tensor[first : first + rows] for name, tensor in batch.items()})["loss"] * rows / ROWS
+            loss.backward()
+            first, total = first + rows, total + float(loss)
+        steps.append(Step(total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert first == ROWS
+    return Trained(steps, {})
 
 
 def numbers(trained: Trained) -> Tensor:
@@ -90,89 +103,66 @@ EVERYTHING = (0, 1, 2, 3, "last")
 FIRST, SECOND = Stage((0,), blocks=2), Stage((1,), blocks=2)
 ONE = Plan.single().pipelines[0].stages[0]
 
-PLANS: dict[str, tuple[Plan, Sequence[Any]]] = {
-    "one device": (Plan((Pipeline((replace(ONE, dtype=LOW),)),)), EVERYTHING),
-    "first stage": (Plan((Pipeline((replace(FIRST, dtype=LOW), SECOND)),)), (0, 1)),
-    "last stage": (Plan((Pipeline((FIRST, replace(SECOND, dtype=LOW))),)), (2, 3, "last")),
-    "micro-batches": (Plan((Pipeline((FIRST, replace(SECOND, dtype=LOW)), micro_batches=2),)), (2, 3, "last")),
-    "recomputed": (Plan((Pipeline((replace(FIRST, dtype=LOW, recompute=2), SECOND)),)), (0, 1)),
+Parts = tuple[tuple[int, Sequence[Any]], ...]
+PLANS: dict[str, tuple[Plan, Parts]] = {
+    "one device": (Plan((Pipeline((replace(ONE, dtype=LOW),)),)), ((4, EVERYTHING),)),
+    "first stage": (Plan((Pipeline((replace(FIRST, dtype=LOW), SECOND)),)), ((4, (0, 1)),)),
+    "last stage": (Plan((Pipeline((FIRST, replace(SECOND, dtype=LOW))),)), ((4, (2, 3, "last")),)),
+    "micro-batches": (
+        Plan((Pipeline((FIRST, replace(SECOND, dtype=LOW)), micro_batches=2),)),
+        ((2, (2, 3, "last")),) * 2,
+    ),
+    "recomputed": (Plan((Pipeline((replace(FIRST, dtype=LOW, recompute=2), SECOND)),)), ((4, (0, 1)),)),
     "zero bubble": (
         Plan((Pipeline((replace(FIRST, dtype=LOW), SECOND), micro_batches=2),), schedule="zero-bubble"),
-        (0, 1),
+        ((2, (0, 1)),) * 2,
+    ),
+    "replicas of unlike dtypes": (
+        Plan((Pipeline((replace(ONE, dtype=LOW),), share=3), Pipeline((replace(ONE, devices=(1,)),)))),
+        ((3, EVERYTHING), (1, ())),
     ),
 }
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_stage_with_a_dtype_computes_as_one_device_does_under_autocast(name: str) -> None:
-    """What is left is the order in which rows are summed: far less than what autocast changes."""
-    plan, low = PLANS[name]
-    found, expected, exact = Lockstep().train(made(), batches(), plan), alone(*low), alone()
+    """What is left is where a loss is divided by its rows: far less than what autocast changes."""
+    plan, parts = PLANS[name]
+    found, expected, exact = Lockstep().train(made(), batches(), plan), alone(*parts), alone((4, ()))
     assert distance(expected, exact) > 3e-4
     assert distance(found, expected) < 0.1 * distance(expected, exact)
     assert {gradient.dtype for step in found.steps for gradient in step.gradients.values()} == {torch.float32}
 
 
-def test_replicas_of_unlike_dtypes_sum_gradients_of_their_own_rows() -> None:
-    plan = Plan((Pipeline((replace(ONE, dtype=LOW),), share=3), Pipeline((replace(ONE, devices=(1,)),))))
-    found = Lockstep().train(made(), batches()[:1], plan)
-    low, exact = (train_alone(model, rows, Lockstep()) for model, rows in zip(*halves(), strict=True))
-    weights = {"low": 0.75, "exact": 0.25}
-    for name, gradient in found.steps[0].gradients.items():
-        pairs = weights["low"] * low.steps[0].gradients[name], weights["exact"] * exact.steps[0].gradients[name]
-        assert torch.allclose(gradient, sum(pairs), rtol=2e-3, atol=1e-5), name
-
-
-def halves() -> tuple[list[Chain], list[list[dict[str, Tensor]]]]:
-    """Return the model of each replica, and its rows."""
-    low, exact = made(), made()
-    low.low = frozenset(EVERYTHING)
-    (batch, _), cuts = batches(), (slice(0, 3), slice(3, 4))
-    return [low, exact], [[{name: tensor[cut] for name, tensor in batch.items()}] for cut in cuts]
-
-
 @pytest.mark.parametrize("stage", [Stage((0, 1), dtype=LOW), Stage((0, 1), (2, 2), context=2, dtype=LOW)])
 def test_devices_of_a_group_cast_alike(stage: Stage) -> None:
     """What they sum is rounded, as on one device under autocast what is summed whole is rounded once."""
-    found, expected, exact = (
-        Lockstep().train(made(), batches(), Plan((Pipeline((stage,)),))),
-        alone(*EVERYTHING),
-        alone(),
-    )
+    plan = Plan((Pipeline((stage,)),))
+    found, expected, exact = Lockstep().train(made(), batches(), plan), alone((4, EVERYTHING)), alone((4, ()))
     assert 1e-6 < distance(found, expected) < 2 * distance(expected, exact)
 
 
 @pytest.mark.parametrize("stages", [(Stage((0, 1), dtype=LOW),), (replace(FIRST, dtype=LOW), SECOND)])
 @on_testkind
 def test_devices_of_unlike_types_cast_alike(stages: tuple[Stage, ...]) -> None:
-    plan = Plan((Pipeline(stages),))
+    """Without attention, for which the types have unlike kernels."""
+    plan, model = Plan((Pipeline(stages),)), made(attends=False)
     found, expected = (
-        Lockstep(devices=devices).train(made(), batches(), plan) for devices in ([f"{NAME}:0", "cpu"], None)
+        Lockstep(devices=devices).train(model, batches(), plan) for devices in ([f"{NAME}:0", "cpu"], None)
     )
     assert distance(found, expected) < 1e-6
 
 
 def test_regions_in_which_a_model_turns_autocast_off_stay_as_they_are() -> None:
     """A Llama works out its rotary tables so."""
-    model, (batch,) = model_zoo.llama().float(), [model_zoo.example("llama")]
-    plain = Lockstep(seed=1)
-
-    class Cast(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, **batch: Tensor) -> Any:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                return self.inner(**batch)
-
-    batch = {name: value.float() if value.is_floating_point() else value for name, value in batch.items()}
-    found = plain.train(model, [batch], PLANS["one device"][0])
-    expected = train_alone(Cast(copy.deepcopy(model)), [batch], plain)
-    exact = train_alone(model, [batch], plain)
-    changed = abs(expected.steps[0].loss - exact.steps[0].loss)
+    model, plain = model_zoo.llama().float(), Lockstep(seed=1)
+    batch = model_zoo.causal_batch(4, LENGTH)
+    found = plain.train(model, [batch], PLANS["one device"][0]).steps[0].loss
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = float(model(**batch).loss)
+    changed = abs(expected - float(model(**batch).loss))
     assert changed > 0
-    assert abs(found.steps[0].loss - expected.steps[0].loss) < 0.1 * changed
+    assert abs(found - expected) < 0.1 * changed
 
 
 class Normed(nn.Module):

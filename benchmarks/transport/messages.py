@@ -104,5 +104,5 @@ def _paced(bytes_per_second: float, act: Callable[[], None]) -> None:
 
 def _whole(act: Callable[[], None]) -> None:
     """Do something with messages in one chunk."""
-    with mock.patch.object(staging, "CHUNK_BYTES", MESSAGE_BYTES):
+    with mock.patch.multiple(staging, CHUNK_BYTES=MESSAGE_BYTES, LEAST_CHUNK_BYTES=MESSAGE_BYTES):
         act()

@@ -140,6 +140,13 @@ def test_a_chunk_is_copied_from_the_device_when_it_is_asked_for() -> None:
     assert (first.tolist(), next(leaving).tolist()) == ([0] * 4, [7] * 4)
 
 
+@pytest.mark.parametrize(
+    ("size", "chunks"), [(0, 1), (1 << 10, 1), (1 << 18, 1), (1 << 20, 4), (1 << 22, 16), (1 << 24, 16), (1 << 26, 64)]
+)
+def test_small_messages_have_small_chunks_and_large_ones_many(size: int, chunks: int) -> None:
+    assert len(StagedMessage.of(torch.empty(size, dtype=torch.uint8)).arriving()) == chunks
+
+
 def test_a_message_of_the_host_is_sent_from_its_own_memory() -> None:
     value = torch.arange(6.0)
     message = StagedMessage.of(value)

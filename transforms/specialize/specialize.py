@@ -305,10 +305,15 @@ class _Builder:
         """Return the local value of an output; other sums over the batch than those in buffers are made later."""
         state = self.batch.states.get(node, WHOLE)
         if kind is not ResultKind.BUFFER_UPDATE or not isinstance(state, Summed):
-            value = self.values[node]
-            return value if self.low is None else self._cast(node, value, meta.dtype(node))
+            return self._as_the_model_has_it(node, self.values[node])
         states = tuple(self.deduced.states(node, at) for at in self._replicas)
-        return self._edge([Need(node, state) for state in (*self._states(node), WHOLE)], states)
+        whole = self._edge([Need(node, state) for state in (*self._states(node), WHOLE)], states)
+        return self._as_the_model_has_it(node, whole)
+
+    def _as_the_model_has_it(self, node: fx.Node, value: fx.Node) -> fx.Node:
+        """Return what leaves the stage in the dtype that it has without a dtype of the stage."""
+        is_low = self.low is not None and is_castable(meta.value(node))
+        return self._cast(node, value, meta.dtype(node)) if is_low else value
 
     def _source(self, node: fx.Node) -> StageLayout:
         pipeline = self.layout.pipeline

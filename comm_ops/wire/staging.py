@@ -81,4 +81,5 @@ def _chunks(flat: Tensor) -> Sequence[Tensor]:
     if not flat.numel():
         return (flat,)
     size = min(CHUNK_BYTES, max(LEAST_CHUNK_BYTES, flat.nbytes // CHUNKS))
-    return flat.split(size // flat.itemsize)
+    chunks: Sequence[Tensor] = flat.split(size // flat.itemsize)
+    return chunks

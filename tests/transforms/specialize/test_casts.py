@@ -82,7 +82,7 @@ def alone(*parts: tuple[int, Sequence[Any]], attends: bool = True) -> Trained:
             model.low = frozenset(low)
             loss = model(**{name: tensor[first : first + rows] for name, tensor in batch.items()})["loss"] * rows / ROWS
             loss.backward()
-            first, total = first + rows, total + float(loss)
+            first, total = first + rows, total + float(loss.detach())
         steps.append(Step(total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}))
         optimizer.step()
         optimizer.zero_grad()

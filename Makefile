@@ -54,6 +54,7 @@ test: setup
 
 parity: setup
 	@HETU_FX_PARITY=full $(PYTEST) tests/end_to_end -m "distributed and not gpu" --timeout 3600
+	@HETU_FX_PARITY=full $(PYTEST) tests/kinds/test_parity_kinds.py -k all_ranks_of_one_process --timeout 3600
 
 lint: setup
 	@$(BIN)/ruff check .

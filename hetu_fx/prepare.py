@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hetu_fx.base.device_types import DeviceType, type_of
+from hetu_fx.base.device_types import HOST, DeviceType, type_of
 from hetu_fx.base.forked import settle_after_fork
 from hetu_fx.base.frameworks import launchers, torch_optimizer
 from hetu_fx.base.progress import telling
@@ -26,10 +26,11 @@ from hetu_fx.comm_ops.wire.rendezvous import launcher_store
 from hetu_fx.comm_ops.wire.shutdown import opening_connections, remember
 from hetu_fx.errors import EnvironmentProblem, PlanError, ProfileError, StateError
 from hetu_fx.graph.bind import as_call
-from hetu_fx.planner.captured_program import CapturedProgram
+from hetu_fx.planner.captured_program import CapturedProgram, PlannedProgram
 from hetu_fx.planner.count.optimizer_state import state_of
-from hetu_fx.planner.module_program import ModuleProgram
+from hetu_fx.planner.module_program import ModuleProgram, PlannedModule
 from hetu_fx.planner.simulate.simulate import expect
+from hetu_fx.planner.values.options import Choice
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.state import ParameterState
 from hetu_fx.plans.plan import Plan
@@ -81,15 +82,19 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
     table = GroupTable(watched_group(wanted.process_group, wanted.settings.wait_seconds))
     _warn_if_alone(table)
     _check_group(table)
-    execution, program, example, plans, cluster = together(table, lambda: _found(wanted))
-    table.know_types(of_all(table, next(wanted.model.parameters()).device.type))
+    types = of_all(table, _type_of(wanted.model))
+    table.know_types(types)
+    is_mixed = len(set(types)) > 1
+    execution, program, example, plans, cluster = together(table, lambda: _found(wanted, is_mixed=is_mixed))
     with using(table):
         rows = agree(table, example).rows
         rows_of_all = max(1, rows[0] if wanted.settings.shared else sum(rows))
         costs, seed = by_first(table, lambda: _costs_and_seed(wanted, program, rows_of_all))
         table.topology = cluster
+        if cluster is not None and set(cluster.ranks) == set(range(table.size)):
+            table.know_ways(cluster.ways, cluster.nodes)
         planned = program.at(costs)
-        planner: Planner = planned.plan
+        planner = _planner_like(plans or (), planned)
         if plans is None:
             device = str(next(wanted.model.parameters()).device)
             with telling("measuring devices and links"):
@@ -106,6 +111,14 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
     if cluster is not None:
         adaptation.replanning.begin()
     return runtime, adaptation
+
+
+def _planner_like(plans: Sequence[Plan], planned: PlannedProgram | PlannedModule) -> Planner:
+    """Return what makes plans in the place of some that were given: it may compute in the low dtypes that they do."""
+    dtypes = {stage.dtype for plan in plans for *_, stage in plan.stages if stage.dtype is not None}
+    if not dtypes or isinstance(planned, PlannedModule):
+        return planned.plan
+    return partial(planned.plan, choice=Choice.of(allow=sorted(dtypes)))
 
 
 def make_runtime(
@@ -128,15 +141,20 @@ def make_runtime(
     return runtime
 
 
+def _type_of(model: nn.Module) -> str:
+    """Return the type of the device that a model is on."""
+    return next((parameter.device for parameter in model.parameters()), HOST).type
+
+
 def _found(
-    wanted: Preparation,
+    wanted: Preparation, *, is_mixed: bool
 ) -> tuple[Execution[Any], CapturedProgram | ModuleProgram, LocalFacts, Sequence[Plan] | None, Cluster | None]:
     """Find out what takes no other rank: how the model is to run, what planning knows of it, facts of the example.
 
     Then the plans that were given, None where one is to be made, and the cluster, None where none was given.
     """
     _check_model(wanted.model)
-    execution, program = _execution_of(wanted)
+    execution, program = _execution_of(wanted, is_mixed=is_mixed)
     batch, cluster = wanted.batch, wanted.cluster
     args, kwargs = as_call(batch)
     example = execution.read(args, kwargs, True, shared=wanted.settings.shared).facts
@@ -144,11 +162,15 @@ def _found(
     return execution, program, example, None if wanted.plan == "auto" else _given_plans(wanted.plan), given
 
 
-def _execution_of(wanted: Preparation) -> tuple[Execution[Any], CapturedProgram | ModuleProgram]:
-    """Return the way in which the model is to run, and what planning knows of it."""
+def _execution_of(wanted: Preparation, *, is_mixed: bool) -> tuple[Execution[Any], CapturedProgram | ModuleProgram]:
+    """Return the way in which the model is to run, and what planning knows of it.
+
+    Where ranks compute on several types of devices (`is_mixed`), they have the casts of one.
+    """
     match wanted.capture:
         case "graph":
-            programs = Programs(wanted.model, wanted.loss_fn, given_overrides(wanted.align))
+            overrides = given_overrides(wanted.align)
+            programs = Programs(wanted.model, wanted.loss_fn, overrides, casts_on_host=is_mixed)
             execution = GraphExecution(programs, wanted.batch, wanted.backend)
             forbidden = () if wanted.backend is None else _WITHOUT_GAIN_COMPILED
             return execution, CapturedProgram.of(programs, wanted.batch, forbidden=forbidden)

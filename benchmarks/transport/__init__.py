@@ -1,1 +1,1 @@
-"""Messages between devices of unlike types. `python -m benchmarks.transport` runs it."""
+"""Messages and collectives of devices of unlike types. `python -m benchmarks.transport` runs it."""

@@ -1,125 +1,64 @@
-"""Messages between devices of unlike types, which go through the host: seconds against the slower of copy and wire.
+"""What devices of unlike types send each other, on two emulated nodes with a slow link between them.
 
-Two ranks stand on two emulated nodes with a slow link; one or both compute on the tests' own type of devices, whose
-copies from and to the host are paced. In chunks, copies and wire overlap; whole, they come one after another.
+Messages are held against the slower of copy and wire (`messages`), collectives against their price (`composed`).
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from benchmarks.kit.contest import run_rounds
 from benchmarks.kit.fleet import in_fleet, run_workers, worker_parser, write_result
 from benchmarks.kit.report import Bar, Row, finish
-from hetu_fx.comm_ops.wire import staging
-from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.comm_ops.wire.p2p import Tag, post
+from benchmarks.transport import composed, messages
 from hetu_fx.emulate.emulate import EmulateSpec
-from tests.kinds import testkind
 
-LINK_BITS_PER_SECOND, MESSAGE_BYTES = 400e6, 16 << 20
-SHARE_BAR = 0.8
-CASES = {
-    "device to host": (testkind.NAME, "cpu"),
-    "host to device": ("cpu", testkind.NAME),
-    "device to device": (testkind.NAME, testkind.NAME),
+
+@dataclass(frozen=True)
+class Part:
+    """One part: the speeds of its ranks, the link, what each of them does in so many rounds, and how that is judged."""
+
+    speeds: tuple[float, ...]
+    link_bits_per_second: float
+    work: Callable[[int], Any]
+    judge: Callable[[Sequence[Any]], tuple[list[Bar], list[Row]]]
+
+
+PARTS = {
+    "messages": Part((0.7, 0.7), messages.LINK_BITS_PER_SECOND, messages.work, messages.judge),
+    "composed": Part((0.45,) * 4, composed.LINK_BITS_PER_SECOND, composed.work, composed.judge),
 }
-COPIES = {"copy as fast as the wire": 1.0, "copy four times as fast": 4.0}  # against the wire as it was measured
-WIRE, COPY, STAGED, WHOLE = "wire alone", "copy alone", "staged", "staged, whole"
 
 
 def main() -> int:
     """Run under the emulator and judge."""
-    options = worker_parser("transport", __doc__ or "").parse_args()
-    rounds = 3 if options.quick else 7
+    made = worker_parser("transport", __doc__ or "")
+    made.add_argument("--part", choices=PARTS, action="append", help="only this one; all")
+    options = made.parse_args()
+    names = options.part or list(PARTS)
     if options.worker is not None:
-        return work(options.worker, rounds)
-    spec = EmulateSpec(speeds=(0.7, 0.7), num_nodes=2, link_bits_per_second=LINK_BITS_PER_SECOND)
-    found = run_workers("transport", ["--quick"] * options.quick, spec, timeout_seconds=600)
-    rows = [row(line) for line in found]
-    bars = [
-        Bar(f"slower of copy and wire over staged, {line['what']}, {line['copies']}", share(line), SHARE_BAR, True)
-        for line in found
-    ]
-    return finish("transport", bars, rows, message_bytes=MESSAGE_BYTES, link_bits_per_second=LINK_BITS_PER_SECOND)
+        return work(PARTS[names[0]], options.worker, 3 if options.quick else 7)
+    bars, rows = [], []
+    for name in names:
+        part, arguments = PARTS[name], ["--part", name, *["--quick"] * options.quick]
+        spec = EmulateSpec(speeds=part.speeds, num_nodes=2, link_bits_per_second=part.link_bits_per_second)
+        more = part.judge(run_workers("transport", arguments, spec, timeout_seconds=600))
+        bars, rows = bars + more[0], rows + more[1]
+    sizes = {"message_bytes": messages.MESSAGE_BYTES, "tensor_bytes": composed.TENSOR_BYTES}
+    return finish("transport", bars, rows, **sizes)
 
 
-def share(line: Any) -> float:
-    """Return the seconds of the slower of copy and wire over those of the staged message."""
-    slower = max(statistics.median(line["seconds"][who]) for who in (WIRE, COPY))
-    return slower / statistics.median(line["seconds"][STAGED])
-
-
-def row(line: Any) -> Row:
-    """Make a line of the table."""
-    milliseconds = {f"{who}, ms": statistics.median(times) * 1e3 for who, times in line["seconds"].items()}
-    return {"what": line["what"], "copies": line["copies"], **milliseconds}
-
-
-def work(result: Path, rounds: int) -> int:
-    """Be one rank: time every case, and let rank 0 write a list of {what, copies, seconds by contestant}."""
+def work(part: Part, result: Path, rounds: int) -> int:
+    """Be one rank."""
     torch.set_num_threads(1)
-    device, found = testkind.install(), []
     with in_fleet():
-        on_host = torch.ones(MESSAGE_BYTES, dtype=torch.uint8)
-        wire = run_rounds({WIRE: partial(_wire, on_host)}, rounds=rounds, warm_up=1)[WIRE]
-        for what, types in CASES.items():
-            table = GroupTable(name=what)
-            table.know_types(types)
-            value = on_host.to(device) if types[table.rank] == testkind.NAME else on_host
-            for copies, factor in COPIES.items():
-                pace = factor * MESSAGE_BYTES / statistics.median(wire)
-                ways = {
-                    WIRE: partial(_wire, on_host),
-                    COPY: partial(_paced, pace, partial(_copy, value)),
-                    STAGED: partial(_paced, pace, partial(_message, table, value)),
-                    WHOLE: partial(_paced, pace, partial(_whole, partial(_message, table, value))),
-                }
-                seconds = run_rounds(ways, rounds=rounds, warm_up=1)
-                found.append({"what": what, "copies": copies, "seconds": seconds})
-        write_result(result, found)
+        write_result(result, part.work(rounds))
     return 0
-
-
-def _wire(value: Tensor) -> None:
-    """Send from rank 0 to rank 1 as gloo does by itself."""
-    if dist.get_rank() == 0:
-        dist.send(value, 1)
-    else:
-        dist.recv(value, 0)
-
-
-def _message(table: GroupTable, value: Tensor) -> None:
-    """Send from rank 0 to rank 1."""
-    message = [(1 - table.rank, value, Tag.SLICES)]
-    arriving, leaving = ((), message) if table.rank == 0 else (message, ())
-    post(arriving, leaving, table).wait()
-
-
-def _copy(value: Tensor) -> None:
-    value.cpu()
-
-
-def _paced(bytes_per_second: float, act: Callable[[], None]) -> None:
-    """Do something with copies at this pace."""
-    with mock.patch.object(testkind, "copied_bytes_per_second", bytes_per_second):
-        act()
-
-
-def _whole(act: Callable[[], None]) -> None:
-    """Do something with messages in one chunk."""
-    with mock.patch.object(staging, "CHUNK_BYTES", MESSAGE_BYTES):
-        act()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,9 @@ and for buckets (25 MB in all, milliseconds on 2 ranks / 4 ranks, even sizes):
                   list-form reduce_scatter 26 / 53
 gloo's all_gather also refuses unequal parts, which broadcasts take without padding. Sums are made in the order of the
 ranks, so that they have the same bits whatever the layout.
+
+Between devices that cannot send to each other, what is waited for at once goes by messages too, as these are staged in
+chunks that overlap: a tensor that is copied whole takes as long as both copies and the wire.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hetu_fx.annotations.states import even_sizes
 from hetu_fx.comm_ops.wire.groups import GroupTable, active, guarded
 from hetu_fx.comm_ops.wire.p2p import Tag, post
 from hetu_fx.comm_ops.wire.small_sums import reduce_small
@@ -115,7 +119,13 @@ def _start_gather(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTab
 
 
 def _start_sum(
-    outgoing: Mapping[int, Tensor], result: Tensor, ranks: Sequence[int], table: GroupTable, tag: int
+    outgoing: Mapping[int, Tensor],
+    result: Tensor,
+    ranks: Sequence[int],
+    table: GroupTable,
+    tag: int,
+    *,
+    is_staged: bool = False,
 ) -> Exchange:
     """Send `outgoing[rank]` to every other rank, and sum this rank's own with those that come, by rank. Collective.
 
@@ -127,7 +137,7 @@ def _start_sum(
     # Every rank starts with the one after it, so that no rank is sent to by all at once.
     turned = [*ranks[here + 1 :], *ranks[:here]]
     sends = [(rank, outgoing[rank], tag) for rank in turned if outgoing[rank].numel()]
-    posted = post(receives, sends, table, table.group(ranks))
+    posted = post(receives, sends, table, table.group(ranks), is_staged=is_staged)
     return Exchange(tuple(ranks), [posted], lambda: _sum_into(result, list(summands.values())))
 
 
@@ -188,6 +198,8 @@ def sum_over(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:
     """Return the sum of `x` over `ranks` as a new contiguous tensor, the same bits on all of them."""
     if len(ranks) == 1 or x.numel() == 0:
         return fresh(x)
+    if table.meets_on_host(x.device, ranks):
+        return _staged_sum(x.detach().contiguous(), ranks, table)
     wire = _to_wire(x, ranks, table)
     others = len(ranks) - 1
     with guarded("all-reduce", ranks, table):
@@ -200,16 +212,39 @@ def sum_over(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:
     return result.to(x.device)
 
 
+def _staged_sum(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:
+    """Do what `sum_over` does by messages that are staged: of many ranks, each sums a part of what is large."""
+    others = len(ranks) - 1
+    if others > 1 and others * x.nbytes > _DIRECT_BYTES:
+        sizes = even_sizes(x.numel(), len(ranks))
+        mine = reduce_parts(x.view(-1).split(sizes), ranks, table)
+        return torch.cat(gather_parts(mine, [[size] for size in sizes], ranks, table)).view(x.shape)
+    result = torch.empty_like(x)
+    with guarded("all-reduce", ranks, table):
+        _start_sum(dict.fromkeys(ranks, x), result, ranks, table, Tag.SUMMANDS, is_staged=True).end()
+    return result
+
+
+def _start_staged_gather(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable) -> Exchange:
+    """Do what `_start_gather` does by messages that are staged."""
+    here = table.position(ranks)
+    receives = [(r, x, Tag.EXCHANGE) for r, x in zip(ranks, parts, strict=True) if r != table.rank and x.numel()]
+    turned = [*ranks[here + 1 :], *ranks[:here]] if parts[here].numel() else []
+    sends = [(rank, parts[here], Tag.EXCHANGE) for rank in turned]
+    return Exchange(tuple(ranks), [post(receives, sends, table, table.group(ranks), is_staged=True)])
+
+
 def gather_parts(x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], table: GroupTable) -> list[Tensor]:
     """Return the tensors of all `ranks`, of shape `shapes[i]`, in their order; this rank's is `x` itself."""
     here = table.position(ranks)
     parts = [x if i == here else x.new_empty(list(shape)) for i, shape in enumerate(shapes)]
     if len(ranks) == 1 or all(part.numel() == 0 for part in parts):
         return parts
-    wires = [_to_wire(part, ranks, table) for part in parts]
+    wires = [part.detach().contiguous() for part in parts]
+    start = _start_staged_gather if table.meets_on_host(x.device, ranks) else _start_gather
     with guarded("all-gather", ranks, table):
-        _start_gather(wires, ranks, table).end()
-    return [wire.to(x.device) for wire in wires]
+        start(wires, ranks, table).end()
+    return wires
 
 
 def reduce_parts(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable) -> Tensor:
@@ -217,14 +252,15 @@ def reduce_parts(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTabl
     here = table.position(ranks)
     if len(ranks) == 1 or all(part.numel() == 0 for part in parts):
         return fresh(parts[here])
-    wires = [_to_wire(part, ranks, table) for part in parts]
+    wires, is_staged = [part.detach().contiguous() for part in parts], table.meets_on_host(parts[here].device, ranks)
     result = torch.empty_like(wires[here], memory_format=torch.contiguous_format)
     with guarded("reduce-scatter", ranks, table):
-        if not table.is_native(result.device):
-            _start_sum(dict(zip(ranks, wires, strict=True)), result, ranks, table, Tag.SUMMANDS).end()
+        if is_staged or not table.is_native(result.device):
+            outgoing = dict(zip(ranks, wires, strict=True))
+            _start_sum(outgoing, result, ranks, table, Tag.SUMMANDS, is_staged=is_staged).end()
         else:
             table.transport.reduce_scatter(result, [wires[i] for i in table.order(ranks)], table.group(ranks))
-    return result.to(parts[here].device)
+    return result
 
 
 def exchange_parts(
@@ -234,15 +270,15 @@ def exchange_parts(
     here = table.position(ranks)
     if len(ranks) == 1:
         return [parts[here]]
-    wires = [_to_wire(part, ranks, table) for part in parts]
+    wires, is_staged = [part.detach().contiguous() for part in parts], table.meets_on_host(parts[here].device, ranks)
     arriving = [wires[here] if i == here else wires[here].new_empty(list(shape)) for i, shape in enumerate(shapes)]
     receives = [(r, x, Tag.EXCHANGE) for r, x in zip(ranks, arriving, strict=True) if r != table.rank and x.numel()]
     # Every rank starts with the one after it, so that no rank is sent to by all at once.
     turned = [*range(here + 1, len(ranks)), *range(here)]
     sends = [(ranks[i], wires[i], Tag.EXCHANGE) for i in turned if wires[i].numel()]
     with guarded("exchange", ranks, table):
-        Exchange(tuple(ranks), [post(receives, sends, table, table.group(ranks))]).end()
-    return [x.to(parts[here].device) for x in arriving]
+        Exchange(tuple(ranks), [post(receives, sends, table, table.group(ranks), is_staged=is_staged)]).end()
+    return arriving
 
 
 def gather_padded(x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], table: GroupTable) -> list[Tensor]:

@@ -6,7 +6,7 @@ Communication ops name ranks by value; when they run they look up the runtime's 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,6 +22,7 @@ from hetu_fx.base.device_types import HOST, type_of
 from hetu_fx.base.per_rank import PerRank
 from hetu_fx.base.torch_private import store_of_world
 from hetu_fx.comm_ops.plans.cost import Topology
+from hetu_fx.comm_ops.plans.ways import PLACES, STAGED, Ends, Way, quickest
 from hetu_fx.comm_ops.wire.common_path import CommonPath, join_path, path_over, watch_path
 from hetu_fx.comm_ops.wire.process_group import (
     GroupCreation,
@@ -48,13 +49,16 @@ class PausedByWaits(Protocol):
 class _Present:
     """What a rank uses now: the table that was activated, that of the world, and what its communication is to pause.
 
-    And it knows the types of devices that ranks compute on, by their numbers in the world.
+    And it knows the types of devices that ranks compute on and the nodes that they stand on, by their numbers in the
+    world, and between which ends messages go through the host that could leave from where they are.
     """
 
     active: GroupTable | None = None
     default: GroupTable | None = None
     working: PausedByWaits | None = None
     types: dict[int, str] = field(default_factory=dict)
+    nodes: dict[int, str] = field(default_factory=dict)
+    detours: frozenset[Ends] = frozenset()
 
 
 # Of the process, not of the thread: torch runs the backward of a GPU's ops in a thread of its own.
@@ -234,20 +238,38 @@ class GroupTable:
     def know_types(self, types: Sequence[str]) -> None:
         """Take in the type of the device that each rank computes on, by rank, for all tables; the same on all ranks.
 
-        Until then ranks are taken to be alike.
+        Until then ranks are taken to be alike. What was known of their ways is forgotten.
         """
-        _present().types.update({self.to_global(rank): name for rank, name in enumerate(types)})
+        present = _present()
+        present.types.update({self.to_global(rank): name for rank, name in enumerate(types)})
+        present.detours = frozenset()
+
+    def know_ways(self, ways: Iterable[Way], nodes: Sequence[str]) -> None:
+        """Take in how fast messages go each way, and each rank's node, for all tables; the same on all ranks.
+
+        Where messages can leave from where they are, and go through the host quicker, that is their way from now on.
+        """
+        present = _present()
+        present.nodes.update({self.to_global(rank): node for rank, node in enumerate(nodes)})
+        present.detours = frozenset(ends for ends, way in quickest(ways).items() if way.way == STAGED)
 
     def staged(self, device: torch.device, ranks: Sequence[int] | None = None) -> bool:
         """Tell whether tensors of `device` travel through host memory between some ranks (None: all).
 
-        They do where these compute on devices of several types, or of one that no backend of the group sends from.
+        They do where these compute on devices of several types, or of one that no backend of the group sends from, or
+        where they are quicker so (`know_ways`).
         """
         if device.type == HOST.type or self.size == 1:
             return False
         if not self.is_native(device) or not type_of(device).is_direct:
             return True
-        return any(found != device.type for found in self._types_of(ranks))
+        if any(found != device.type for found in self._types_of(ranks)):
+            return True
+        return ((device.type, device.type), self._where(ranks)) in _present().detours
+
+    def meets_on_host(self, device: torch.device, ranks: Sequence[int]) -> bool:
+        """Tell whether some ranks, this one with `device`, stage what they send each other; alike on all of them."""
+        return self.staged(device, ranks) or len(set(self._types_of(ranks))) > 1
 
     def cuts(self, peer: int) -> bool:
         """Tell whether both ends cut what goes to and from another rank, as one of them may have to stage it."""
@@ -264,6 +286,12 @@ class GroupTable:
         """Return the types of some ranks' devices (None: of all), as far as they are known."""
         known = _present().types
         return tuple(known[at] for at in map(self.to_global, ranks or range(self.size)) if at in known)
+
+    def _where(self, ranks: Sequence[int] | None) -> str:
+        """Tell whether some ranks (None: all) stand on one node, as far as is known."""
+        known = _present().nodes
+        nodes = {known.get(at) for at in map(self.to_global, ranks or range(self.size))}
+        return PLACES[len(nodes) > 1]
 
     def _create(self, ranks: tuple[int, ...]) -> Group:
         base = self.base

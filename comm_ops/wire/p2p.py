@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import groupby
 
 from torch import Tensor
 
@@ -57,17 +58,25 @@ class Posted:
         self.leave()
 
 
-def post(receives: Sequence[Message], sends: Sequence[Message], table: GroupTable, group: Group = None) -> Posted:
+def post(
+    receives: Sequence[Message],
+    sends: Sequence[Message],
+    table: GroupTable,
+    group: Group = None,
+    *,
+    is_staged: bool = False,
+) -> Posted:
     """Start messages in `group` (None: that of all ranks); all receives before any send, each kind in the given order.
 
     What a rank sends and what it waits for next belong in one call. Each goes the way that its two ends have: from
-    where it is, all of those in one group call, or through the host (`staging`).
+    where it is, all of those in one group call, or through the host (`staging`); all of them where `is_staged`, which
+    both ends say alike. What goes to several ranks, one after the other, is brought to the host once.
     """
-    way = _Ways(table, table.base if group is None else group)
+    way = _Ways(table, table.base if group is None else group, is_staged)
     direct, staged = zip(*(way.parted(messages) for messages in (receives, sends)), strict=True)
     arriving = [way.receive(*message) for message in staged[0]]
     arrives, leaves = way.post(*direct) if any(direct) or not any(staged) else ((), ())
-    leaving = [work for message in staged[1] for work in way.send(*message)]
+    leaving = [work for _, same in groupby(staged[1], lambda one: id(one[1])) for work in way.send(list(same))]
     return Posted((*arrives, *arriving), (*leaves, *leaving))
 
 
@@ -77,12 +86,14 @@ class _Ways:
 
     table: GroupTable
     group: Group
+    is_staged: bool
 
     def parted(self, messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
         """Return those that go from where they are, and those that go through the host, in chunks at both ends."""
         found: tuple[list[Message], list[Message]] = ([], [])
         for peer, x, tag in messages:
-            found[self.table.staged(x.device, (self.table.rank, peer)) or self.table.cuts(peer)].append((peer, x, tag))
+            ends = (self.table.rank, peer)
+            found[self.is_staged or self.table.staged(x.device, ends) or self.table.cuts(peer)].append((peer, x, tag))
         return found
 
     def post(self, receives: Sequence[Message], sends: Sequence[Message]) -> tuple[Sequence[Work], Sequence[Work]]:
@@ -98,7 +109,7 @@ class _Ways:
         arriving, _ = self.post([(peer, chunk, tag) for chunk in message.arriving()], ())
         return StagedArrival(message, arriving)
 
-    def send(self, peer: int, x: Tensor, tag: int) -> Iterator[Work]:
-        """Start to send chunks, each as soon as it is on the host."""
-        for chunk in StagedMessage.of(x).leaving():
-            yield from self.post((), [(peer, chunk, tag)])[1]
+    def send(self, messages: Sequence[Message]) -> Iterator[Work]:
+        """Start to send one tensor in chunks, each as soon as it is on the host."""
+        for chunk in StagedMessage.of(messages[0][1]).leaving():
+            yield from self.post((), [(peer, chunk, tag) for peer, _, tag in messages])[1]

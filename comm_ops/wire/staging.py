@@ -16,8 +16,12 @@ from torch import Tensor
 from hetu_fx.base.device_types import HOST, type_of
 from hetu_fx.comm_ops.wire.transport import Work
 
-CHUNK_BYTES = 1 << 20
-"""Of a staged message; its first and last chunk overlap with nothing, and each costs a message."""
+CHUNK_BYTES, LEAST_CHUNK_BYTES = 1 << 20, 1 << 18
+CHUNKS = 16
+"""Of a staged message; its first and last chunk overlap with nothing, and each costs a message.
+
+So a message is cut in CHUNKS, or fewer that are no smaller than the least, or more that are no larger than the most.
+"""
 
 
 @dataclass(frozen=True)
@@ -74,4 +78,8 @@ class StagedArrival:
 
 
 def _chunks(flat: Tensor) -> Sequence[Tensor]:
-    return flat.split(CHUNK_BYTES // flat.itemsize) if flat.numel() else (flat,)
+    if not flat.numel():
+        return (flat,)
+    size = min(CHUNK_BYTES, max(LEAST_CHUNK_BYTES, flat.nbytes // CHUNKS))
+    chunks: Sequence[Tensor] = flat.split(size // flat.itemsize)
+    return chunks

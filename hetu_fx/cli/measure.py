@@ -12,10 +12,18 @@ from typing import TYPE_CHECKING, Any
 from hetu_fx.base.progress import telling
 from hetu_fx.cli.given import function_named, local_device
 from hetu_fx.cli.plan import print_table
+from hetu_fx.cluster.precisions import HEADER as PRECISIONS_HEADER
+from hetu_fx.cluster.precisions import precisions_of
+from hetu_fx.cluster.precisions import rows_of as rows_of_precisions
+from hetu_fx.cluster.ways import HEADER as WAYS_HEADER
+from hetu_fx.cluster.ways import rows_of as rows_of_ways
 
 if TYPE_CHECKING:
     from hetu_fx.cluster.cluster import Cluster
     from hetu_fx.planner.values.profile_file import Profile
+
+PRECISION_SECONDS = 0.2
+"""How long products in each dtype are timed."""
 
 _COLLECTIVES_HEADER = ("collective", "where", "kind", "ranks", "MB/s", "latency us")
 _HEADER = ("kind", "degree", "a s^2", "b s", "c s", "R^2", "kept KB/token", "alpha")
@@ -61,10 +69,14 @@ def add_measure(parser: argparse.ArgumentParser) -> None:
 
 def call_measure(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx measure`; collective over the processes of the job, of which the first writes."""
+    import torch
     import torch.distributed as dist
 
     from hetu_fx.cluster.cluster import Cluster
+    from hetu_fx.cluster.compute import speedups
     from hetu_fx.cluster.links import groups_to_time, time_collectives
+    from hetu_fx.cluster.timed_ways import measure_ways
+    from hetu_fx.comm_ops.wire.consensus import of_all
     from hetu_fx.comm_ops.wire.groups import GroupTable
     from hetu_fx.prepare import join_world
 
@@ -75,11 +87,17 @@ def call_measure(options: argparse.Namespace, rest: Sequence[str]) -> int:
     with telling("measuring devices and links"):
         cluster = Cluster.measure(table, device=device)
         cluster = replace(cluster, collectives=time_collectives(table, groups_to_time(cluster), device))
+        types = of_all(table, torch.device(device).type)
+        cluster = replace(cluster, ways=measure_ways(table, cluster.nodes, types, device, all_ways=True))
+        found = of_all(table, speedups(device, PRECISION_SECONDS))
+        cluster = replace(cluster, precisions=precisions_of([one.kind for one in cluster.devices], found))
     if rank == 0:
         cluster.write(options.cluster)
         if not options.json:
             print(cluster, flush=True)
             _show_collectives(cluster)
+            _show_ways(cluster)
+            _show_precisions(cluster)
     profile = None if make is None else _profile(make, cluster, device, options.seconds)
     if rank == 0:
         _tell_profile(options, cluster, profile)
@@ -118,6 +136,16 @@ def _show_collectives(cluster: Cluster) -> None:
     ]
     if rows:
         print_table(_COLLECTIVES_HEADER, rows)
+
+
+def _show_ways(cluster: Cluster) -> None:
+    if cluster.ways:
+        print_table(WAYS_HEADER, rows_of_ways(cluster.ways))
+
+
+def _show_precisions(cluster: Cluster) -> None:
+    if cluster.precisions:
+        print_table(PRECISIONS_HEADER, rows_of_precisions(cluster.precisions))
 
 
 def rows_of(profile: Profile) -> list[list[str]]:

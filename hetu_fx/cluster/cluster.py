@@ -16,10 +16,13 @@ from hetu_fx.base.json_values import many
 from hetu_fx.base.records import Document, Key, record
 from hetu_fx.cluster.devices import COLLECTIVE, DEVICE, LINKS, ClusterLinks, Collective, Device, Link, OutsideLink
 from hetu_fx.cluster.paces import PACE, Pace, pace_between
+from hetu_fx.cluster.precisions import PRECISION, Precision, by_kind, fastest_in_common, quickened
 from hetu_fx.cluster.show import cluster_text, level_links
 from hetu_fx.cluster.timed import seen_turn, timed_by_group
 from hetu_fx.cluster.topology import CLUSTER, LEVEL, NICS, NODE, TYPE, Hierarchy, Level, Nics, Place, ports_of
+from hetu_fx.cluster.ways import WAY, check_ways
 from hetu_fx.comm_ops.plans.cost import End
+from hetu_fx.comm_ops.plans.ways import Way
 from hetu_fx.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -35,7 +38,8 @@ class Cluster(Document):
     """The `devices` in order of rank, and the links inside a node (`intra`) and between nodes (`inter`).
 
     `collectives` are those that were timed, if any; what else is communicated is priced by the links. `paces` are those
-    of kinds on which a model's blocks were timed.
+    of kinds on which a model's blocks were timed. `ways` are those that messages between types of devices were timed
+    on; of several between the same ends the quickest is taken. `precisions` are the low dtypes that kinds compute in.
 
     Where there is more to say than inside and between nodes, `levels` say it, from inside out; `intra` is then that of
     the node and `inter` that of the level above. `nics` are the network ports of each node.
@@ -46,12 +50,15 @@ class Cluster(Document):
     inter: Link
     collectives: tuple[Collective, ...] = ()
     paces: tuple[Pace, ...] = ()
+    ways: tuple[Way, ...] = ()
+    precisions: tuple[Precision, ...] = ()
     levels: tuple[Level, ...] = ()
     nics: Nics | None = None
     _by_rank: Mapping[int, Device] = field(init=False, repr=False, compare=False)
     _nodes: Mapping[str, int] = field(init=False, repr=False, compare=False)
     _top_speeds: Mapping[str, float] = field(init=False, repr=False, compare=False)
     _paces: Mapping[str, tuple[Pace, ...]] = field(init=False, repr=False, compare=False)
+    _precisions: Mapping[tuple[str, str], float] = field(init=False, repr=False, compare=False)
     _hierarchy: Hierarchy = field(init=False, repr=False, compare=False)
     _timed: Mapping[tuple[str, int, int], list[Collective]] = field(init=False, repr=False, compare=False)
 
@@ -70,6 +77,8 @@ class Cluster(Document):
         by_speed = sorted(self.devices, key=lambda device: device.speed)
         object.__setattr__(self, "_top_speeds", {device.kind: device.speed for device in by_speed})
         object.__setattr__(self, "_paces", _paces_by_kind(self.paces))
+        check_ways(self.ways)
+        object.__setattr__(self, "_precisions", by_kind(self.precisions))
         self._set_hierarchy()
         object.__setattr__(self, "_timed", timed_by_group(self.collectives, self.groups, self.node_of))
 
@@ -125,7 +134,8 @@ class Cluster(Document):
             device: where this rank computes, such as "cpu" or "cuda:0".
 
         Where devices of several types stand on one node, a level "type" says what links those of one type there, as
-        theirs and others' messages go different ways.
+        theirs and others' messages go different ways. Where messages of one type could leave from where they are or go
+        through the host, both are timed, and the quicker way is taken from then on, first by what is measured here.
 
         Every rank multiplies matrices at once, so that what shares a core shows as slow. A quota shows when
         `seconds` covers several of its periods. Speeds within 5 % of each other are taken as equal. Then links are
@@ -133,12 +143,17 @@ class Cluster(Document):
         """
         from hetu_fx.cluster.measure import measure_here  # with torch, which plans need not have
 
-        devices, links = measure_here(table, seconds=seconds, device=device)
+        devices, links, ways = measure_here(table, seconds=seconds, device=device)
         intra, inter = Link(*links["intra"]), Link(*links["inter"])
         if "types" not in links:
-            return cls(devices, intra, inter)
+            return cls(devices, intra, inter, ways=ways)
         named = ((TYPE, intra), (NODE, Link(*links["types"])), (CLUSTER, inter))
-        return cls(devices, intra, inter, levels=tuple(_level(name, link) for name, link in named))
+        return cls(devices, intra, inter, ways=ways, levels=tuple(_level(name, link) for name, link in named))
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Return the node of each device, in order of rank."""
+        return tuple(device.node for device in self.devices)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -159,6 +174,21 @@ class Cluster(Document):
         """Return what a kind's (work, rest) take over what is counted, with `share` of what a group splits."""
         known = self._paces.get(kind)
         return pace_between(known, 1 / share if share else 1.0) if known else (1.0, 1.0)
+
+    def computing(self, rank: int, dtype: str | None) -> Device:
+        """Return a device as fast as it is in a dtype (None: float32; nor faster in one that nobody has timed)."""
+        device = self.device(rank)
+        return device if dtype is None else quickened(device, self._precisions.get((device.kind, dtype), 1.0))
+
+    def dtype_of(self, ranks: Iterable[int], dtypes: Sequence[str]) -> str | None:
+        """Return in which of some dtypes a group of devices, which compute in one, is fastest; None: in float32."""
+        kinds = sorted({self.device(rank).kind for rank in ranks})
+        return fastest_in_common(kinds, dtypes, self._precisions)
+
+    def in_dtypes(self, dtypes: Sequence[str]) -> Cluster:
+        """Return the cluster with every device as fast as it is in the best of some dtypes, or float32."""
+        devices = (self.computing(rank, self.dtype_of([rank], dtypes)) for rank in self.ranks)
+        return replace(self, devices=tuple(devices))
 
     def node_of(self, rank: int) -> int:
         """Return the number of a rank's node, counted in order of rank."""
@@ -320,7 +350,7 @@ Cluster.form = record(
     _cluster,
     ClusterError,
     like=Cluster,
-    order="devices links levels nics collectives paces",
+    order="devices links levels nics collectives paces ways precisions",
     format=FORMAT,
     devices=Key(many(DEVICE.values)),
     links=Key(LINKS, default=None),
@@ -328,4 +358,6 @@ Cluster.form = record(
     nics=Key(NICS),
     collectives=Key(many(COLLECTIVE.values)),
     paces=Key(many(PACE.values)),
+    ways=Key(many(WAY.values)),
+    precisions=Key(many(PRECISION.values)),
 )

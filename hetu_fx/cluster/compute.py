@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 
 from hetu_fx.base.device_types import type_of
+from hetu_fx.base.low_dtypes import LOW_DTYPES
 
 
 class Products:
-    """Float32 matrix products on a device, all of one size."""
+    """Matrix products on a device, all of one size, in float32 if no other dtype is given."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, dtype: torch.dtype = torch.float32) -> None:
         self.device = torch.device(device)
         self._side = type_of(self.device).product_side
-        self._a = torch.ones(self._side, self._side, device=self.device)
+        self._a = torch.ones(self._side, self._side, device=self.device, dtype=dtype)
         self._b, self._out = torch.ones_like(self._a), torch.empty_like(self._a)
 
     @property
@@ -48,6 +49,20 @@ def matmul_flops_per_second(device: str, seconds: float) -> float:
     """
     products = Products(device)
     return products.flops / _seconds_of(lambda: products.start(1), products.device, seconds)
+
+
+def speedups(device: str, seconds: float) -> dict[str, float]:
+    """Return for the low dtypes that a device computes in how much faster its products are, each timed so long."""
+    kind = type_of(torch.device(device))
+    known = {name: dtype for name in LOW_DTYPES if (dtype := getattr(torch, name)) not in kind.no_dtypes}
+    taken = {name: _product_seconds(device, dtype, seconds) for name, dtype in known.items()}
+    exact = _product_seconds(device, torch.float32, seconds)
+    return {name: float(f"{exact / own:.3g}") for name, own in taken.items()}
+
+
+def _product_seconds(device: str, dtype: torch.dtype, seconds: float) -> float:
+    products = Products(device, dtype)
+    return _seconds_of(lambda: products.start(1), products.device, seconds)
 
 
 _MOVERS: tuple[tuple[Callable[[Tensor, Tensor], Tensor], int], ...] = (

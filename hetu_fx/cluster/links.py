@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from hetu_fx.cluster.cluster import Cluster
 
 _LATENCY_ROUNDS = 20
-_BANDWIDTH_ROUNDS = 16  # so many that a device with a CPU quota has used up what it saved while it waited
-_BANDWIDTH_BYTES = 1 << 20
+_BANDWIDTH_ROUNDS = 3  # so many that a device with a CPU quota has used up what it saved while it waited
+_BANDWIDTH_BYTES = 8 << 20  # of several chunks where it is staged, and far more than a link lets through at once
 _LONE_LINK = (1e10, 0.0)  # no link to measure: what a lone device's moves would cost in memory
 _CLEARLY = 0.8  # below so much of the link's bandwidth, a device's limit is its own
 
@@ -55,7 +55,7 @@ def measure_links(
     units = units_of(nodes, types)
     timed: dict[Pair, tuple[float, float]] = {}
     for pairs in neighbours(units, speeds):
-        timed |= _time_pairs(table, pairs, device)
+        timed |= time_pairs(table, pairs, device)
     between = _time_in_turn(table, pairs_of_types(nodes, types, speeds), device)
     across = _time_in_turn(table, inter_pairs(nodes, speeds), device)
     reached = settled_limits(timed, units, speeds)
@@ -84,7 +84,7 @@ def pairs_of_types(nodes: Sequence[str], types: Sequence[str], speeds: Sequence[
 def _time_in_turn(table: GroupTable, pairs: Sequence[Pair], device: str) -> dict[Pair, tuple[float, float]]:
     timed: dict[Pair, tuple[float, float]] = {}
     for pair in pairs:
-        timed |= _time_pairs(table, [pair], device)
+        timed |= time_pairs(table, [pair], device)
     return timed
 
 
@@ -131,21 +131,26 @@ def _fastest_first(nodes: Sequence[str], speeds: Sequence[float]) -> list[list[i
     return [sorted(ranks, key=lambda rank: -speeds[rank]) for ranks in members]
 
 
-def _time_pairs(table: GroupTable, pairs: Sequence[Pair], device: str) -> dict[Pair, tuple[float, float]]:
-    """Return (bytes per second, latency seconds) of pairs that send at the same time; the others wait. Collective."""
+def time_pairs(
+    table: GroupTable, pairs: Sequence[Pair], device: str, *, is_staged: bool = False
+) -> dict[Pair, tuple[float, float]]:
+    """Return (bytes per second, latency seconds) of pairs that send at the same time; the others wait. Collective.
+
+    Messages go the way that a pair has, or through the host where `is_staged`.
+    """
     own = next((pair for pair in pairs if table.rank in pair), None)
-    values = of_all(table, None if own is None else _time_pair(table, own, device))
+    values = of_all(table, None if own is None else _time_pair(table, own, device, is_staged))
     return {pair: timed for pair in pairs if (timed := values[pair[0]]) is not None}
 
 
-def _time_pair(table: GroupTable, pair: Pair, device: str) -> tuple[float, float]:
+def _time_pair(table: GroupTable, pair: Pair, device: str, is_staged: bool) -> tuple[float, float]:
     """Return (bytes per second, latency seconds) between this rank and another one."""
-    wait = statistics.median(_ping_pong(table, pair, device, 1, _LATENCY_ROUNDS))
-    whole = statistics.fmean(_ping_pong(table, pair, device, _BANDWIDTH_BYTES, _BANDWIDTH_ROUNDS))
+    wait = statistics.median(_ping_pong(table, pair, device, 1, _LATENCY_ROUNDS, is_staged))
+    whole = statistics.fmean(_ping_pong(table, pair, device, _BANDWIDTH_BYTES, _BANDWIDTH_ROUNDS, is_staged))
     return float(f"{_BANDWIDTH_BYTES / max(whole - wait, 1e-9):.3g}"), float(f"{wait:.3g}")
 
 
-def _ping_pong(table: GroupTable, pair: Pair, device: str, num_bytes: int, rounds: int) -> list[float]:
+def _ping_pong(table: GroupTable, pair: Pair, device: str, num_bytes: int, rounds: int, is_staged: bool) -> list[float]:
     """Return the one-way seconds of messages, after one round of warm-up."""
     place = torch.device(device)
     leads = table.rank == pair[0]
@@ -155,7 +160,7 @@ def _ping_pong(table: GroupTable, pair: Pair, device: str, num_bytes: int, round
     for _ in range(rounds + 1):
         start = time.perf_counter()
         for receives, sends in reversed(ways) if leads else ways:
-            post(receives, sends, table).wait()
+            post(receives, sends, table, is_staged=is_staged).wait()
         type_of(place).synchronize(place)
         times.append((time.perf_counter() - start) / 2)
     return times[1:]

@@ -23,7 +23,9 @@ from hetu_fx.cluster.compute import Products, matmul_flops_per_second, memory_by
 from hetu_fx.cluster.devices import Device
 from hetu_fx.cluster.host import memory_limits, node_name, step_seconds
 from hetu_fx.cluster.links import measure_links
+from hetu_fx.cluster.timed_ways import measure_ways
 from hetu_fx.cluster.topology import TYPE
+from hetu_fx.comm_ops.plans.ways import Way
 from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.p2p import Tag, post
@@ -171,10 +173,10 @@ Limits = tuple[tuple[str, int], ...]
 
 def measure_here(
     table: GroupTable | None, *, seconds: float, device: str
-) -> tuple[tuple[Device, ...], Mapping[str, tuple[float, float]]]:
-    """Return what each rank's device was seen to do, and the links, the same on every rank; collective.
+) -> tuple[tuple[Device, ...], Mapping[str, tuple[float, float]], tuple[Way, ...]]:
+    """Return what each rank's device was seen to do, the links, and ways to choose among; collective, alike on all.
 
-    Links are those of `measure_links`.
+    Links are those of `measure_links`, ways those of `measure_ways`.
     """
     table = table or GroupTable()
     types = of_all(table, torch.device(device).type)  # all start together, so that what shares a core shows
@@ -195,11 +197,13 @@ def measure_here(
     )
     found = settled(of_all(table, (own, limits)))
     nodes, speeds = [d.node for d in found], [d.flops_per_second for d in found]
+    ways = measure_ways(table, nodes, types, device)
+    table.know_ways(ways, nodes)
     links, most = measure_links(table, nodes, types, speeds, device)
     found = tuple(replace(d, bytes_per_second=most.get(rank)) for rank, d in enumerate(found))
     if "types" in links:
         found = tuple(replace(d, place={TYPE: kind}) for d, kind in zip(found, types, strict=True))
-    return _with_meetings(found, links, table, device), links
+    return _with_meetings(found, links, table, device), links, ways
 
 
 def _with_meetings(

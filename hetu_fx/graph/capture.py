@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
-from hetu_fx.base.device_types import device_types, is_elsewhere
+from hetu_fx.base.device_types import HOST, device_types, is_elsewhere
 from hetu_fx.base.torch_private import without_fake_tensor_cache
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph.assemble import Assembly
@@ -47,6 +47,7 @@ def capture(
     training: bool = True,
     around: Around = _nothing_more,
     device: torch.device | None = None,
+    casts_on_host: bool = False,
 ) -> Graph:
     """Capture the forward of `model` on batches like `batch` as a graph.
 
@@ -62,6 +63,7 @@ def capture(
         around: entered each time that the forward is traced; gives a mapping, of which the tensors that it has when the
             forward has run are further outputs.
         device: where the model is, if what stands for its parameters now is not there; None: where it is.
+        casts_on_host: torch.autocast casts what it casts on the host, wherever the model is.
 
     Raises:
         CaptureError: the model cannot be captured; names the line and the way out.
@@ -69,20 +71,27 @@ def capture(
     input_tree, tensors = flatten_batch(batch)
     program = _Program(model, input_tree, tuple(tensors), loss_fn, around)
     with in_mode(model, training), _surroundings():
-        return _captured(program, tensors, training, device or device_of(model, tensors))
+        return _captured(program, tensors, training, device or device_of(model, tensors), casts_on_host)
 
 
-def _captured(program: _Program, tensors: Mapping[str, torch.Tensor], training: bool, device: torch.device) -> Graph:
+def _captured(
+    program: _Program,
+    tensors: Mapping[str, torch.Tensor],
+    training: bool,
+    device: torch.device,
+    casts_on_host: bool,
+) -> Graph:
     if not is_elsewhere(device):
         return _Traced(*_export(program, tensors)).graph(program, training)
-    if all(kind != device.type for kind, _ in program.autocasts):
+    if casts_on_host or all(kind != device.type for kind, _ in program.autocasts):
         program.on_host = OnHost()
+        program.autocasts_traced = program.autocasts if casts_on_host else ()
         attributes = program.on_host.instead_of_attributes(program.model)
         with contextlib.suppress(CaptureError), attributes, state_at(program.model, stand_in_device):
             traced = _Traced(*_export(program, tensors))
-            if not casts(traced.exported.graph_module):
+            if casts_on_host or not casts(traced.exported.graph_module):
                 return traced.graph(program, training)
-        program.on_host = None
+        program.on_host, program.autocasts_traced = None, program.autocasts
     with state_at(program.model, lambda _: device, PARAMETERS):
         return _Traced(*_export(program, tensors)).graph(program, training)
 
@@ -143,7 +152,7 @@ class _Program(nn.Module):
         self.names = names
         # Not as a submodule: what a loss module holds is a constant of the program, no state of the model.
         self.loss_fn = None if loss_fn is None else functools.partial(_call, loss_fn)
-        self.autocasts = ambient_autocasts()
+        self.autocasts = self.autocasts_traced = ambient_autocasts()
         self.on_host: OnHost | None = None
         self.output = _OutputStructure()
         self.around = around
@@ -156,11 +165,10 @@ class _Program(nn.Module):
         with contextlib.ExitStack() as stack:
             stack.enter_context(NoStrayParameters())
             stack.enter_context(no_backward_is_lost())
-            if self.on_host is not None:  # where the model is, no ambient autocast casts anything
+            if self.on_host is not None:
                 stack.enter_context(self.on_host)
-            else:
-                for device_type, dtype in self.autocasts:
-                    stack.enter_context(torch.autocast(device_type, dtype=dtype))
+            for device_type, dtype in self.autocasts_traced:
+                stack.enter_context(torch.autocast(device_type, dtype=dtype))
             more = stack.enter_context(self.around())
             output = self.model(*args, **kwargs)
             tree, values = flatten(output)
@@ -195,6 +203,13 @@ def casting(autocasts: Autocasts) -> Iterator[None]:
             stack.enter_context(torch.autocast(kind, enabled=False))
         for kind, dtype in autocasts:
             stack.enter_context(torch.autocast(kind, dtype=dtype))
+        yield
+
+
+@contextlib.contextmanager
+def casting_on_host(device: torch.device) -> Iterator[None]:
+    """Let the autocast that is on for a device's type be on for the host inside, and no other."""
+    with casting(tuple((HOST.type, dtype) for kind, dtype in ambient_autocasts() if kind == device.type)):
         yield
 
 

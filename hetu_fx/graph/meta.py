@@ -2,8 +2,8 @@
 
 Keys used: "val" (the example value: FakeTensor, SymInt, number or tuple of them), "stack_trace" (the user's
 call stack as text), "module_stack" (tuple of (FQN, class name) of the modules around the call, outermost
-first), "grad_enabled" (False inside a no-grad region; only until detach nodes say the same) and "on_host" (True where
-an op is to run on the host, whatever device runs the graph).
+first), "grad_enabled" (False inside a no-grad region; only until detach nodes say the same), "on_host" (True where
+an op is to run on the host, whatever device runs the graph) and "uncast" (True where the model turns autocast off).
 """
 
 from __future__ import annotations
@@ -187,6 +187,16 @@ def runs_on_host(node: fx.Node) -> bool:
     return bool(node.meta.get("on_host", False))
 
 
+def forbid_casts(node: fx.Node) -> None:
+    """Record that the model has turned torch.autocast off around the node."""
+    node.meta["uncast"] = True
+
+
+def forbids_casts(node: fx.Node) -> bool:
+    """Tell whether the model has turned torch.autocast off around the node."""
+    return bool(node.meta.get("uncast", False))
+
+
 def set_grad_enabled(node: fx.Node, enabled: bool) -> None:
     """Record whether the node was traced with gradients enabled."""
     node.meta["grad_enabled"] = enabled
@@ -199,7 +209,7 @@ def forget_grad_enabled(node: fx.Node) -> None:
 
 def copy_meta(source: fx.Node, target: fx.Node, *, with_value: bool = False) -> None:
     """Give `target` the source line, modules and region of `source`, and its example value if asked."""
-    for key in ("stack_trace", "module_stack", "nn_module_stack", "grad_enabled", "on_host"):
+    for key in ("stack_trace", "module_stack", "nn_module_stack", "grad_enabled", "on_host", "uncast"):
         if key in source.meta:
             target.meta[key] = source.meta[key]
     if with_value and "val" in source.meta:

@@ -4,7 +4,8 @@ What looks at the device while it is traced (masks, kernels, casts, a script's o
 then says "host" wherever it names a device; `transforms.specialize.place` puts there the device that runs it.
 
 Casts are the one thing in which the host cannot stand for another device: torch.autocast casts other ops on each type.
-A model that is under one is traced where it is.
+A model that is under one is traced where it is, unless ranks compute on several types: then all of them cast what the
+host casts, whatever they compute on, so that they have one graph (`casting_on_host`).
 """
 
 from __future__ import annotations

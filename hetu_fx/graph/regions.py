@@ -26,16 +26,17 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class RegionModes:
-    """What the surrounding regions say: gradients enabled, and the autocast dtype by device type."""
+    """What the surrounding regions say: gradients enabled, the autocast dtype by device type, or that there be none."""
 
     grad_enabled: bool = True
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    forbids_casts: bool = False
 
     def entering_autocast(self, device_type: str, dtype: torch.dtype | None, enabled: bool) -> RegionModes:
         """Return what holds inside an autocast context."""
         kept = tuple(item for item in self.autocast if item[0] != device_type)
         inside = ((device_type, dtype or torch.get_autocast_dtype(device_type)),) if enabled else ()
-        return replace(self, autocast=kept + inside)
+        return replace(self, autocast=kept + inside, forbids_casts=not enabled)
 
 
 def inline_regions(module: fx.GraphModule) -> fx.Graph:
@@ -107,6 +108,8 @@ def _emit_region(fresh: fx.Graph, node: fx.Node, values: dict[fx.Node, Any], mod
 def _emit_op(fresh: fx.Graph, node: fx.Node, values: dict[fx.Node, Any], modes: RegionModes) -> fx.Node:
     copy = fresh.node_copy(node, values.__getitem__)
     meta.set_grad_enabled(copy, modes.grad_enabled)
+    if modes.forbids_casts:
+        meta.forbid_casts(copy)
     for device_type, dtype in modes.autocast:
         _write_casts(copy, device_type, dtype)
     return copy
@@ -114,7 +117,7 @@ def _emit_op(fresh: fx.Graph, node: fx.Node, values: dict[fx.Node, Any], modes: 
 
 def _write_casts(node: fx.Node, device_type: str, low: torch.dtype) -> None:
     """Cast the operands of an op that has an autocast kernel: to the low dtype if its result is, else up."""
-    if not _has_autocast_kernel(node.target, device_type) or not meta.has_value(node):
+    if not has_autocast_kernel(node.target, device_type) or not meta.has_value(node):
         return
     examples = meta.value(node)
     first = examples if isinstance(examples, torch.Tensor) else examples[0]
@@ -125,7 +128,8 @@ def _write_casts(node: fx.Node, device_type: str, low: torch.dtype) -> None:
     node.kwargs = fx.node.map_arg(node.kwargs, lambda arg: _cast(arg, node, target))
 
 
-def _has_autocast_kernel(target: Any, device_type: str) -> bool:
+def has_autocast_kernel(target: Any, device_type: str) -> bool:
+    """Tell whether torch.autocast casts the operands of an op on a type of devices."""
     key = next((one.autocast_key for one in device_types() if one.name == device_type), None)
     if key is None or not isinstance(target, OpOverload):
         return False

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import hetu_fx.comm_ops
 import hetu_fx.planner
@@ -104,6 +105,8 @@ def make_plans(problem: Problem, search: str = DEFAULT) -> tuple[Plan, ...]:
     lacking = chosen.lacks(problem)
     if lacking:
         raise PlanError(f"search {search!r} cannot be used here: {lacking}")
+    if dtypes := problem.options.dtypes:
+        return _in_dtypes(problem, search, dtypes)
     problem = replace(problem, time_limit=TimeLimit(problem.options.seconds))
     found = _allowed(chosen.find(problem), problem) or _allowed(chosen.find(problem.thinner), problem)
     if not found:
@@ -111,6 +114,32 @@ def make_plans(problem: Problem, search: str = DEFAULT) -> tuple[Plan, ...]:
     found = _moved(found, problem)
     lengths = sorted({plan.max_length for plan in found}, key=lambda length: (length is None, length))
     return tuple(_best(chosen, problem, _of_length(found, length)) for length in lengths)
+
+
+def _in_dtypes(problem: Problem, search: str, dtypes: Sequence[str]) -> tuple[Plan, ...]:
+    """Return the best plans where stages may compute in low dtypes.
+
+    Which dtype is best for a kind of devices depends on nothing else in a plan, so the search goes through the cluster
+    as fast as it is in these. What unlike kinds in one stage have in common may be slower, which the price says then.
+    """
+    off: dict[str, Any] = dict.fromkeys(dtypes, False)
+    options = replace(problem.options, **off)
+    quick = replace(problem, cluster=problem.cluster.in_dtypes(dtypes), options=options)
+    return tuple(_with_dtypes(plan, problem, dtypes) for plan in make_plans(quick, search))
+
+
+def _with_dtypes(plan: Plan, problem: Problem, dtypes: Sequence[str]) -> Plan:
+    """Return a plan with the dtype of each stage, priced so."""
+    cluster, pipelines = problem.cluster, []
+    for pipeline in plan.pipelines:
+        stages = (replace(stage, dtype=cluster.dtype_of(stage.devices, dtypes)) for stage in pipeline.stages)
+        pipelines.append(replace(pipeline, stages=tuple(stages)))
+    made = predicted(replace(plan, pipelines=tuple(pipelines), predicted=None), problem)
+    if made.predicted is None or plan.predicted is None:
+        return made
+    kept = ("runner_up", "runner_up_seconds", "bound_seconds")
+    found = {name: getattr(plan.predicted, name) for name in kept}
+    return replace(made, predicted=replace(made.predicted, **found))
 
 
 def _allowed(found: Candidates, problem: Problem) -> Candidates:

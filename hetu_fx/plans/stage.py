@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from hetu_fx.base.json_values import many
+from hetu_fx.base.low_dtypes import STAGE_DTYPES
 from hetu_fx.base.records import Key, record
 from hetu_fx.errors import PlanError
 from hetu_fx.plans.program import OpRegion, check_program
@@ -33,6 +34,8 @@ class Stage:
     groups by `context_ratios`, which only a grid has. `recompute` is how many of its blocks, the first ones, keep only
     what enters them, and compute the rest again in backward (Chen et al., Training Deep Nets with Sublinear Memory
     Cost); of these blocks `recompute_ops` are computed again, and what the others make is kept too. A stage with a
+    `dtype` computes in it what torch.autocast computes in it on the host, and what it hands on has the dtype that the
+    model gives it; parameters stay as they are. A stage with a
     `program` cuts each op on what that says, instead of what tensor parallel groups choose for all ops together.
     """
 
@@ -43,6 +46,7 @@ class Stage:
     recompute: int = 0
     context_ratios: tuple[int, ...] = ()
     recompute_ops: RecomputedOps = "all"
+    dtype: str | None = None
     program: tuple[OpRegion, ...] = ()
 
     def __post_init__(self) -> None:
@@ -61,6 +65,8 @@ class Stage:
         if self.recompute < 0:
             raise PlanError(f"{self._called} has recompute {self.recompute}; give 0 or more")
         check_recomputed_ops(self.recompute_ops, self.recompute, self._called)
+        if self.dtype is not None:
+            self._check_dtype(self.dtype)
         self._check_program()
         if self.blocks is not None:
             self.check_recompute(self.blocks)
@@ -78,6 +84,13 @@ class Stage:
                 f"{self._called} has context_ratios {list(self.context_ratios)}, but its context is {self.context}; "
                 f"give them as 'ratios' where all devices share the sequence (only tensor parallel groups that share "
                 f"it, with a context between 1 and the number of devices, have both)"
+            )
+
+    def _check_dtype(self, dtype: str) -> None:
+        if dtype not in STAGE_DTYPES:
+            raise PlanError(
+                f"{self._called} has dtype {dtype!r}; give {' or '.join(map(repr, STAGE_DTYPES))}, or leave it out "
+                f"(float16 needs a loss that is scaled: use torch.autocast and a GradScaler)"
             )
 
     def _check_program(self) -> None:
@@ -115,6 +128,11 @@ class Stage:
         if not self.recompute:
             return ""
         return f"recompute {self.recompute}" + (f" {self.recompute_ops}" if self.recompute_ops != "all" else "")
+
+    @property
+    def manner_text(self) -> str:
+        """Return what is recomputed, and the dtype it computes in: `recompute 5, bfloat16`; empty for neither."""
+        return ", ".join(filter(None, [self.recompute_text, self.dtype]))
 
     def check_recompute(self, blocks: int) -> None:
         """Raise `PlanError` where fewer blocks than are to be recomputed come to this stage."""
@@ -186,7 +204,7 @@ class Stage:
         ratios = "" if _is_even(self.ratios) else f" {ratios_text(self.ratios)}"
         blocks = "" if self.blocks is None else f"x{self.blocks}"
         program = f" program of {len(self.program)}" if self.program else ""
-        return f"[{devices}{ratios}{self._context_text}{program}]{blocks} {self.recompute_text}".rstrip()
+        return f"[{devices}{ratios}{self._context_text}{program}]{blocks} {self.manner_text}".rstrip()
 
     @property
     def _context_text(self) -> str:
@@ -224,7 +242,7 @@ def check_devices(devices: tuple[int, ...], what: str) -> None:
 STAGE = record(
     Stage,
     PlanError,
-    order="devices ratios context context_ratios blocks recompute recompute_ops program",
+    order="devices ratios context context_ratios blocks recompute recompute_ops dtype program",
     later=LATER,
     ratios=Key(omit=_is_even),
     context_ratios=Key(omit=_is_even),

@@ -72,9 +72,9 @@ def _context(stage: Stage) -> str:
 
 
 def blocks_text(stage: Stage) -> str:
-    """Return how many blocks a stage has, and recomputes: `12, recompute 5`."""
+    """Return how many blocks a stage has, and recomputes, and in which dtype: `12, recompute 5`."""
     blocks = "even" if stage.blocks is None else str(stage.blocks)
-    return ", ".join(filter(None, [blocks, stage.recompute_text]))
+    return ", ".join(filter(None, [blocks, stage.manner_text]))
 
 
 def limit_text(pipeline: Pipeline) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from time import perf_counter
 from types import MethodType
@@ -15,7 +16,7 @@ from torch import nn
 from hetu_fx.base.progress import telling
 from hetu_fx.errors import BatchError, CaptureError, StateError
 from hetu_fx.graph.bind import Batch, GivenBatch, as_call, input_tensors
-from hetu_fx.graph.capture import ambient_autocasts, casting, in_mode
+from hetu_fx.graph.capture import ambient_autocasts, casting, casting_on_host, in_mode
 from hetu_fx.graph.graph import Graph
 from hetu_fx.program.batch import batch_of, form_of
 from hetu_fx.program.captured import Captured, CaptureEvent, Match, Sizes, sizes_of
@@ -34,7 +35,8 @@ class Programs:
     """Finds or captures the program for a batch, for the model as it is now.
 
     `forward` is the model's own forward; batches are brought to its keyword form where its signature allows.
-    `overrides` say how its ops are run.
+    `overrides` say how its ops are run. With `casts_on_host`, which jobs have whose ranks compute on several types of
+    devices, torch.autocast casts what it casts on the host, wherever the model is.
 
     Attributes:
         structure: of the model when a program was last asked for.
@@ -45,10 +47,15 @@ class Programs:
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: Callable[..., Any] | None, overrides: OpOverrides = AS_IT_STANDS
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        overrides: OpOverrides = AS_IT_STANDS,
+        *,
+        casts_on_host: bool = False,
     ) -> None:
         self.model, self.loss_fn = model, loss_fn
-        self.tracer = Tracer(model, loss_fn, overrides)
+        self.tracer = Tracer(model, loss_fn, overrides, casts_on_host=casts_on_host)
         self.become(model.__dict__.get("forward"))
         self.structure = Structure(model)
         self.observers = self.tracer.observers
@@ -105,6 +112,15 @@ class Programs:
         if self.model.training is not training:
             with in_mode(self.model, training):
                 return self.match(given, training)
+        with self._casts():
+            return self._match(given, training)
+
+    def _casts(self) -> AbstractContextManager[None]:
+        """Turn the autocast that is on into that of the host, where that casts."""
+        parameter = next(self.model.parameters(), None) if self.tracer.casts_on_host else None
+        return nullcontext() if parameter is None else casting_on_host(parameter.device)
+
+    def _match(self, given: GivenBatch, training: bool) -> Match:
         check_global_hooks()
         self._look()
         form = self._form(given, training)

@@ -53,6 +53,7 @@ class Tracer:
         model: the user's.
         loss_fn: what makes the loss, if the model does not.
         overrides: how ops are run in its programs.
+        casts_on_host: torch.autocast casts what it casts on the host, wherever the model is.
 
     Attributes:
         replaced: what somebody has put in the place of the forward of the model's class, if anybody has.
@@ -60,9 +61,15 @@ class Tracer:
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: Callable[..., Any] | None, overrides: OpOverrides = AS_IT_STANDS
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        overrides: OpOverrides = AS_IT_STANDS,
+        *,
+        casts_on_host: bool = False,
     ) -> None:
         self.model, self.loss_fn, self.overrides = model, loss_fn, overrides
+        self.casts_on_host = casts_on_host
         self.replaced: Forward | None = None
         self.observers = Observers(model)
         self._lost: dict[tuple[int, str], tuple[Access, Any]] = {}
@@ -122,7 +129,15 @@ class Tracer:
             self._without_what_is_lost(watch),
         ):
             around = partial(self._around, watch)
-            graph = capture(self.model, batch, loss_fn=loss_fn, training=training, around=around, device=device)
+            graph = capture(
+                self.model,
+                batch,
+                loss_fn=loss_fn,
+                training=training,
+                around=around,
+                device=device,
+                casts_on_host=self.casts_on_host,
+            )
         return _Traced(graph, frozen, watch, self.overrides)
 
     @contextmanager

@@ -144,6 +144,11 @@ class EagerExecution:
                     f"pipelines[{index}] of the plan is {pipeline}, but capture='eager' runs the module as it is; "
                     f"leave 'recompute' out, and call torch.utils.checkpoint in the module's own forward"
                 )
+            if any(stage.dtype for stage in pipeline.stages):
+                raise PlanError(
+                    f"pipelines[{index}] of the plan is {pipeline}, but capture='eager' runs the module as it is; "
+                    f"leave 'dtype' out, and use torch.autocast around the module"
+                )
         check_takes_any_row(plan)
         plan.check(num_blocks=0, world_size=world_size)
         if len(plan.pipelines) > 1:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.local import local_part
+from hetu_fx.base.device_types import type_of
 from hetu_fx.comm_ops.resolve.lowering import Lowering
 from hetu_fx.comm_ops.wire.consensus import by_first, together
 from hetu_fx.comm_ops.wire.groups import GroupTable
@@ -39,6 +40,7 @@ from hetu_fx.transforms.lowering.recompute import Recompute
 from hetu_fx.transforms.lowering.weights_later import WeightsLater
 from hetu_fx.transforms.passes import run_pass
 from hetu_fx.transforms.rewrites.counter_rng import draws_by_token
+from hetu_fx.transforms.specialize.casts import check_computes
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph
 from hetu_fx.transforms.specialize.place import Place
 from hetu_fx.transforms.specialize.specialize import Specialize
@@ -182,6 +184,9 @@ class GraphCompute(Compute):
         deduced = _read(program, data)
         device = run_pass(Specialize(self.table.rank), deduced)
         if device is not None:
+            pipeline, index = device.layout.key
+            dtype = self.plan.pipelines[pipeline].stages[index].dtype
+            check_computes(type_of(self.device), dtype, self.table.rank)
             device = run_pass(Place(self.device), device)
             device = run_pass(ChooseAlgorithms(Lowering(self.table.topology)), device)
             device = run_pass(Recompute(deduced.annotated), device)

@@ -39,7 +39,10 @@ def test_devices_and_blocks_are_measured_and_planned_from_the_files(capsys: pyte
     shown = capsys.readouterr()
     assert "GFLOP/s" in shown.out
     assert "kept KB/token" in shown.out
-    assert [device.source for device in Cluster.read("cluster.json").devices] == ["measured"]
+    assert "x float32" in shown.out
+    cluster = Cluster.read("cluster.json")
+    assert [device.source for device in cluster.devices] == ["measured"]
+    assert [(one.kind, one.dtype) for one in cluster.precisions] == [("cpu", "bfloat16"), ("cpu", "float16")]
     assert [time.source for time in Profile.read("profile.json").times] == ["measured", "measured"]
     assert main(["plan", "--cluster", "cluster.json", "--profile", "profile.json"]) == 0
     assert "predicted step" in capsys.readouterr().out

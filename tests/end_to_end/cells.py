@@ -214,7 +214,10 @@ RECOMPUTING = [plan for plan in PLANS if "recompute" in plan]
 
 # Combinations that are refused by name, with a word of the reason.
 REFUSED: Mapping[tuple[str, str], str] = {
-    **{("conv", plan): "sum over the whole batch" for plan in ("PP2", "PP2 x TP2", "PP2 + PP1", "TP2>TP1 + 1")},
+    **{
+        ("conv", plan): "sum over the whole batch"
+        for plan in ("PP2", "PP2 x TP2", "PP2 + PP1", "TP2>TP1 + 1", "PP2 zero bubble")
+    },
     **{(model, plan): "no dim that its" for model in ("mlp", "conv") for plan in SHARING},
     **{(model, plan): "recomputes 1 blocks, but holds 0" for model in ("mlp", "conv") for plan in RECOMPUTING},
     **{("mixtral", plan): "cannot share the sequence" for plan in SHARING if "CP" in plan},

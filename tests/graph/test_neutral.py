@@ -152,6 +152,28 @@ def test_an_autocast_of_the_host_casts_nothing_of_a_model_elsewhere() -> None:
     assert text_of(graph) == text_of(capture(model, {"x": x}))
 
 
+def in_order(model: nn.Module, batch: dict[str, Tensor], kind: str, **changes: bool) -> tuple[str, list[str]]:
+    """Return the name of the program under an autocast of this type, and the text of its graph."""
+    programs = Programs(model, None, **changes)
+    with casting_on(kind):
+        program = programs.first(batch, True)
+    return programs.name(program), text_of(program.graph)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "looks"])
+@on_testkind
+def test_where_ranks_compute_on_several_types_an_autocast_casts_on_all_what_it_casts_on_the_host(name: str) -> None:
+    torch.manual_seed(0)
+    model = Looks() if name == "looks" else SAMPLES[name].model()
+    batch = {"x": torch.randn(7, 6)} if name == "looks" else SAMPLES[name].batch(7, 13)
+    there = {key: value.to(PLACE) for key, value in batch.items()}
+    plain = in_order(model, batch, "cpu")
+    assert any("bfloat16" in line for line in plain[1])
+    assert in_order(on_place(model), there, NAME, casts_on_host=True) == plain
+    assert in_order(copy.deepcopy(model), batch, "cpu", casts_on_host=True) == plain
+    assert in_order(on_place(model), there, "cpu", casts_on_host=True)[0] != plain[0], "which casts nothing there"
+
+
 class Casts(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.cluster.timed_ways import measure_ways
 from hetu_fx.cluster.topology import TYPE
+from hetu_fx.comm_ops.wire.groups import GroupTable
 from tests.kinds import testkind
 from tests.spawned import results_of
 
@@ -22,7 +25,8 @@ def measured(rank: int, folder: Path, types: list[str], results: Any) -> None:
     testkind.install()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=len(types))
     cluster = Cluster.measure(seconds=0.1, device=types[rank])
-    results.put((rank, cluster.to_json()))
+    ways = measure_ways(GroupTable(), cluster.nodes, types, types[rank], all_ways=True)
+    results.put((rank, replace(cluster, ways=ways).to_json()))
     dist.barrier()
 
 
@@ -36,3 +40,7 @@ def test_a_node_of_two_types_has_a_level_between_a_device_and_its_node(tmp_path:
     assert [device.kind for device in cluster.devices] == types
     assert cluster.tiers((0, 1, 2))[0] == (0, 1, 1)
     assert cluster.devices[0].memory_bytes == testkind.MEMORY_BYTES
+    assert [(way.way, way.types, way.where) for way in cluster.ways] == [
+        ("staged", ("cpu", testkind.NAME), "intra"),
+        ("direct", ("cpu", "cpu"), "intra"),
+    ]

@@ -1,21 +1,25 @@
 """Devices of unlike types train one model: rank 0 on the tests' own type, the others on the host, against one device.
 
 All plans run as all ranks of one process, and one cell for each way in which ranks meet as processes over gloo.
+`make parity` (HETU_FX_PARITY=full) runs every model under every plan as all ranks of one process.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 
 from hetu_fx.errors import HetuFxError
-from tests.end_to_end.cells import COVERING, PLANS, PROCESSES, REFUSED, Cell, in_double
+from tests.end_to_end.cells import ALL_CELLS, COVERING, PLANS, PROCESSES, REFUSED, Cell, in_double
 from tests.end_to_end.parity_lockstep import check_trained, trained
 from tests.end_to_end.parity_processes import SECONDS_IN_ALL, check_outcome, outcomes_of
 from tests.kinds.testkind import NAME, on_testkind
 
-MODELS = tuple(dict.fromkeys(cell.model for cell in COVERING))
+IS_FULL = os.environ.get("HETU_FX_PARITY") == "full"
+IN_LOCKSTEP = dict.fromkeys(ALL_CELLS if IS_FULL else (*COVERING, *PROCESSES))
+MODELS = tuple(dict.fromkeys(cell.model for cell in IN_LOCKSTEP))
 IN_PROCESSES = (
     *(Cell("llama", plan) for plan in ("1 device", "DP 3:1", "TP2 3:1", "PP2 x TP2", "CP2 3:1 ring")),
     *(Cell("gpt2", plan) for plan in ("TP2>TP1 + 1", "TP2 + TP1")),
@@ -31,7 +35,7 @@ IN_PROCESSES = (
 @on_testkind
 def test_training_as_all_ranks_of_one_process_on_two_types_equals_one_device(model: str) -> None:
     in_double()
-    for cell in dict.fromkeys(cell for cell in (*COVERING, *PROCESSES) if cell.model == model):
+    for cell in (cell for cell in IN_LOCKSTEP if cell.model == model):
         devices = [f"{NAME}:0", *("cpu" for _ in range(1, cell.ranks))]
         reason = REFUSED.get((cell.model, cell.plan))
         if reason is None:

@@ -123,12 +123,18 @@ def install() -> torch.device:
     _setup_privateuseone_for_python_backend(NAME, _Module())
     every_op, own = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     every_op.fallback(_run, "PrivateUse1")
+    every_op.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # it casts nothing
     for name, kernel in _OVERRIDEABLE.items():
         own.impl(name, kernel, "PrivateUse1")
     _kept.extend((every_op, own))
     RECORD.register()
     torch.Tensor.__deepcopy__ = _deepcopy  # type: ignore[method-assign]
     return PLACE
+
+
+def on_host(x: Tensor) -> Tensor:
+    """Return the same memory as a tensor of the host."""
+    return _as_of(_HOST, x.detach()) if x.device.type == NAME else x
 
 
 def is_direct() -> None:

@@ -117,7 +117,15 @@ def content(value: Any) -> Any:
 
 
 def play(
-    graph: Graph, model: nn.Module, batch: Batch, *, loss_fn: Any, training: bool, around: Any, device: Any
+    graph: Graph,
+    model: nn.Module,
+    batch: Batch,
+    *,
+    loss_fn: Any,
+    training: bool,
+    around: Any,
+    device: Any,
+    casts_on_host: bool,
 ) -> Graph:
     """Run the forward on an example, as a capture does, and give the graph that there is."""
     tree, tensors = flatten_batch(batch)

@@ -24,6 +24,7 @@ from hetu_fx.transforms.layouts.annotated_graph import TENSOR, StageLayout, is_s
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.layouts.states import WHOLE, Need, SplitOn, States, Summed
 from hetu_fx.transforms.rewrites.random_ops import cut_of
+from hetu_fx.transforms.specialize.casts import DTYPES, cast_target, check_casts, is_castable
 from hetu_fx.transforms.specialize.device_graph import (
     DeviceGraph,
     GraphResult,
@@ -43,7 +44,8 @@ class Specialize:
 
     Requires: a deduced graph.
     Ensures: the device's graph holds only its stage's ops, with local sizes, and a hetu:: node wherever a value's state
-        differs from what its reader needs; sums over the stage's devices are made where the summands appear.
+        differs from what its reader needs; sums over the stage's devices are made where the summands appear. In a stage
+        with a dtype, what torch.autocast would cast is cast, and what leaves the stage has the model's dtype.
 
         %linear = linear(%x, %w)            %linear = linear(%x, %w_part)
         %add = add(%residual, %linear)  ->  %all_reduce = hetu.all_reduce(%linear, [0, 1], 'duplicate')
@@ -55,6 +57,7 @@ class Specialize:
 
     def __call__(self, deduced: DeducedGraph) -> DeviceGraph | None:
         layout = next((at for at in deduced.annotated.layouts if self.rank in at.devices), None)
+        check_casts(deduced.annotated, talks=deduced.talks_across_replicas)
         return None if layout is None else _Builder(deduced, layout, self.rank).build()
 
 
@@ -70,6 +73,9 @@ class _Builder:
         self.slots: list[GraphSlot] = []
         self.values: dict[fx.Node, fx.Node] = {}
         self.edges: dict[tuple[Need, ...], fx.Node] = {}
+        pipeline, index = layout.key
+        self.low = DTYPES.get(deduced.annotated.plan.pipelines[pipeline].stages[index].dtype or "")
+        self.casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
         self.differentiable: set[fx.Node] = set()
         states = tuple(deduction.states for deduction in self.inside)
         self.sizes = LocalSizes(self.annotated.factors, layout, self.places, states, self.values, self._emit)
@@ -229,7 +235,20 @@ class _Builder:
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
         columns = zip(*(deduction.needs(node) for deduction in (*self.inside, self.batch)), strict=True)
-        return [self._edge(needs, self._alike(node, i)) for i, needs in enumerate(columns)]
+        operands = [self._edge(needs, self._alike(node, i)) for i, needs in enumerate(columns)]
+        target = None if self.low is None else cast_target(node, self.low)
+        if target is None:
+            return operands
+        sources = [need.node for need in self.inside[0].needs(node)]
+        return [self._cast(*pair, target) for pair in zip(sources, operands, strict=True)]
+
+    def _cast(self, source: fx.Node, value: fx.Node, target: torch.dtype) -> fx.Node:
+        """Return a local value in another dtype, cast once; `source` is what it is of."""
+        if not is_castable(meta.value(source)):
+            return value
+        if (value, target) not in self.casts:
+            self.casts[value, target] = self._emit(source, torch.ops.aten.to.dtype, value, target)
+        return self.casts[value, target]
 
     def _alike(self, node: fx.Node, position: int) -> tuple[States, ...]:
         """Return the states in which the replicas' ops take this operand; each by its own deductions."""
@@ -286,9 +305,15 @@ class _Builder:
         """Return the local value of an output; other sums over the batch than those in buffers are made later."""
         state = self.batch.states.get(node, WHOLE)
         if kind is not ResultKind.BUFFER_UPDATE or not isinstance(state, Summed):
-            return self.values[node]
+            return self._as_the_model_has_it(node, self.values[node])
         states = tuple(self.deduced.states(node, at) for at in self._replicas)
-        return self._edge([Need(node, state) for state in (*self._states(node), WHOLE)], states)
+        whole = self._edge([Need(node, state) for state in (*self._states(node), WHOLE)], states)
+        return self._as_the_model_has_it(node, whole)
+
+    def _as_the_model_has_it(self, node: fx.Node, value: fx.Node) -> fx.Node:
+        """Return what leaves the stage in the dtype that it has without a dtype of the stage."""
+        is_low = self.low is not None and is_castable(meta.value(node))
+        return self._cast(node, value, meta.dtype(node)) if is_low else value
 
     def _source(self, node: fx.Node) -> StageLayout:
         pipeline = self.layout.pipeline

@@ -27,7 +27,7 @@ def shape(pipeline: Pipeline, rows: int, cluster: Cluster) -> Hashable:
 def _but_for_devices(stage: Stage) -> Hashable:
     count = len(stage.devices)
     shares = stage.ratios, stage.context, stage.context_ratios
-    return count, *shares, stage.blocks, stage.recompute, stage.recompute_ops
+    return count, *shares, stage.blocks, stage.recompute, stage.recompute_ops, stage.dtype
 
 
 def _together(pipeline: Pipeline, cluster: Cluster) -> Hashable:

@@ -3,6 +3,7 @@
 Stage s of a pipeline takes l_s(x) = a_s + b_s x seconds for forward and backward of a micro-batch of x rows:
 
     compute        3 x flops / speed + 3 x traffic / memory's speed + 3 x what ops take besides,         (1)
+                   the speed being that of products in the stage's dtype,
                    and the parameters moved WEIGHT_MOVES times, whatever the rows are;
                    at the pace of the kind, where blocks were timed on it;
                    a third of that once more for blocks that are recomputed
@@ -57,12 +58,14 @@ def compute_lines(stage: Stage, parts: PartCosts, cluster: Cluster) -> tuple[Lin
 def device_lines(stage: Stage, parts: Sequence[PartCosts], cluster: Cluster) -> tuple[Line, ...]:
     """Return (1) of each device of a stage, of the part that each has."""
     triples = zip(stage.devices, stage.work_shares, parts, strict=True)
-    return tuple(_compute_line(cluster.device(rank), share, part, cluster) for rank, share, part in triples)
+    return tuple(
+        _compute_line(cluster.computing(rank, stage.dtype), share, part, cluster) for rank, share, part in triples
+    )
 
 
 def _compute_line(device: Device, share: float, parts: PartCosts, cluster: Cluster) -> Line:
     known = device.op_now
-    of_one = OP_SECONDS * cluster.top_speed(device.kind) / device.speed if known is None else known
+    of_one = OP_SECONDS * _behind(device, cluster) if known is None else known
     overhead = parts.num_ops * of_one
     work = parts.flops_at(share) + parts.traffic_bytes_at(share) * device.flops_per_byte
     weights = parts.parameter_bytes_at(share) * WEIGHT_MOVES * device.flops_per_byte / device.speed
@@ -70,10 +73,17 @@ def _compute_line(device: Device, share: float, parts: PartCosts, cluster: Clust
     return Line(rest * (FORWARD_AND_BACKWARD * overhead + weights), pace * FORWARD_AND_BACKWARD * work / device.speed)
 
 
+def _behind(device: Device, cluster: Cluster) -> float:
+    """Return how many times as long a device takes as the fastest of its kind, whatever dtypes they compute in."""
+    return cluster.top_speed(device.kind) / cluster.device(device.rank).speed
+
+
 def _later_lines(stage: Stage, parts: Sequence[PartCosts], cluster: Cluster) -> tuple[Line, ...]:
     """Return what of (1) the gradients of weights take that may be made later: as much as the products' forward."""
     triples = zip(stage.devices, stage.work_shares, parts, strict=True)
-    return tuple(_later_line(cluster.device(rank), share, part, cluster) for rank, share, part in triples)
+    return tuple(
+        _later_line(cluster.computing(rank, stage.dtype), share, part, cluster) for rank, share, part in triples
+    )
 
 
 def _later_line(device: Device, share: float, parts: PartCosts, cluster: Cluster) -> Line:

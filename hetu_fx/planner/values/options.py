@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from hetu_fx.base.checks import check_positive
 from hetu_fx.base.documents import nearest
+from hetu_fx.base.low_dtypes import STAGE_DTYPES
 from hetu_fx.errors import PlanError
 from hetu_fx.plans.plan import Plan, Schedule
 
@@ -25,6 +27,10 @@ class Feature:
     told: str
     is_used: Callable[[Plan], bool]
     option: str = ""
+
+
+def _computes_in(dtype: str, plan: Plan) -> bool:
+    return any(stage.dtype == dtype for *_, stage in plan.stages)
 
 
 def _is_uneven(plan: Plan) -> bool:
@@ -65,6 +71,10 @@ FEATURES: Mapping[str, Feature] = {
         "optimizer states whole on each replica",
         lambda plan: plan.zero == 0 and (len(plan.pipelines) > 1 or plan.has_program),
     ),
+    **{
+        dtype: Feature(f"stages that compute in {dtype}, where that is faster", partial(_computes_in, dtype), dtype)
+        for dtype in STAGE_DTYPES
+    },
     "zero_bubble": Feature(
         "gradients of weights made where a stage would wait", lambda plan: plan.schedule == "zero-bubble"
     ),
@@ -131,7 +141,8 @@ class PlanOptions:
     that is predicted to be faster or memory asks for it (True), only where memory asks for it (None, as what gloo takes
     for it is not priced yet), or never. With recompute, stages recompute as few of their blocks as they must to fit
     memory. Programs are looked for where a model has no repeated blocks (None, as what they take in others is not
-    measured yet), in any model (True), or never. name and max_length are put on the plan. forbidden are names of
+    measured yet), in any model (True), or never. With bfloat16, stages compute in it where the cluster says that
+    it is faster, which changes numbers. name and max_length are put on the plan. forbidden are names of
     `FEATURES` that no option switches; seconds, after which a search gives its best so far, take no part in what the
     best plan is.
     """
@@ -146,6 +157,7 @@ class PlanOptions:
     context_parallel: bool = True
     recompute: bool = True
     programs: bool | None = None
+    bfloat16: bool = False
     name: str | None = None
     max_length: int | None = None
     forbidden: tuple[str, ...] = ()
@@ -186,6 +198,11 @@ class PlanOptions:
             forbidden=tuple(sorted(unswitched - set(choice.allow))),
             seconds=choice.seconds,
         )
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Return the low dtypes that stages may compute in."""
+        return tuple(dtype for dtype in STAGE_DTYPES if getattr(self, dtype))
 
     @property
     def off(self) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hetu_fx.comm_ops.plans.algorithm import parse_algorithm
+from hetu_fx.comm_ops.plans.ways import STAGED, Way
 from hetu_fx.comm_ops.wire import staging
 from hetu_fx.comm_ops.wire.collectives import gather_parts, reduce_parts, sum_all, sum_over
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
@@ -139,6 +140,13 @@ def test_a_chunk_is_copied_from_the_device_when_it_is_asked_for() -> None:
     assert (first.tolist(), next(leaving).tolist()) == ([0] * 4, [7] * 4)
 
 
+@pytest.mark.parametrize(
+    ("size", "chunks"), [(0, 1), (1 << 10, 1), (1 << 18, 1), (1 << 20, 4), (1 << 22, 16), (1 << 24, 16), (1 << 26, 64)]
+)
+def test_small_messages_have_small_chunks_and_large_ones_many(size: int, chunks: int) -> None:
+    assert len(StagedMessage.of(torch.empty(size, dtype=torch.uint8)).arriving()) == chunks
+
+
 def test_a_message_of_the_host_is_sent_from_its_own_memory() -> None:
     value = torch.arange(6.0)
     message = StagedMessage.of(value)
@@ -192,6 +200,57 @@ def test_a_group_of_several_types_meets_inside_each_and_across(name: str) -> Non
     assert all(len({TYPES[rank] for rank in ranks}) > 1 for ranks, device in seen if ranks not in ((0, 1, 2), (3, 4)))
     expected = run_on(["cpu"] * 5, lambda table, device: flat(table, device))
     assert all(all(map(torch.equal, *pair)) for pair in zip(found, expected, strict=True))
+
+
+@on_testkind
+def test_what_is_known_to_be_quicker_over_the_host_goes_there_and_arrives() -> None:
+    testkind.is_direct()
+    seen: set[str] = set()
+    post_of = ThreadTransport.post
+
+    def noted(self: ThreadTransport, receives: Any, sends: Any, group: Any) -> Any:
+        seen.update(x.device.type for _, x, _ in (*receives, *sends))
+        return post_of(self, receives, sends, group)
+
+    def meet(table: GroupTable, device: torch.device) -> list[Tensor]:
+        detours = [Way(STAGED, (NAME, NAME), "inter", 1e9)]
+        table.know_ways(detours, ["a", "b"])
+        peer, room = 1 - table.rank, torch.zeros(7, dtype=torch.float64, device=device)
+        post([(peer, room, Tag.SLICES)], [(peer, numbers(table.rank, device), Tag.SLICES)], table).wait()
+        return [room.cpu(), sum_over(numbers(table.rank, device), (0, 1), table).cpu()]
+
+    ThreadTransport.post = noted  # type: ignore[method-assign]
+    found = run_on([NAME, NAME], meet)
+    assert seen == {"cpu"}
+    total = numbers(0, HOST) + numbers(1, HOST)
+    assert [[one.tolist() for one in both] for both in found] == [
+        [numbers(1 - rank, HOST).tolist(), total.tolist()] for rank in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize("size", [9, 300_000])
+@on_testkind
+def test_a_sum_over_several_types_has_the_same_bits_however_large(size: int) -> None:
+    """Large ones are summed part by part."""
+
+    def meet(table: GroupTable, device: torch.device) -> Tensor:
+        return sum_over(numbers(table.rank, device, size), (0, 1, 2), table).cpu()
+
+    found = run_on([NAME, "cpu", NAME], meet)
+    expected = sum(numbers(rank, HOST, size) for rank in range(3))
+    assert all(torch.equal(one, expected) for one in found)
+
+
+@on_testkind
+def test_what_goes_to_several_ranks_is_brought_to_the_host_once() -> None:
+    def meet(table: GroupTable, device: torch.device) -> int:
+        own = numbers(table.rank, device)
+        before = testkind.calls["aten::_copy_from"]
+        gather_parts(own, [[7]] * 4, (0, 1, 2, 3), table)
+        return testkind.calls["aten::_copy_from"] - before
+
+    copies = run_on([NAME, "cpu", "cpu", "cpu"], meet)[0]
+    assert copies == 1 + 3, "to the host, and from it one of each other rank"
 
 
 @on_testkind

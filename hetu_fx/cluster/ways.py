@@ -1,0 +1,60 @@
+"""Ways of messages, as a cluster file and tables for people have them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hetu_fx.base.checks import check_not_negative, check_positive
+from hetu_fx.base.json_values import TEXT, many
+from hetu_fx.base.records import Key, record
+from hetu_fx.comm_ops.plans.ways import PLACES, WAYS, Way, quickest, stood_twice
+from hetu_fx.errors import ClusterError
+
+HEADER = ("types", "where", "way", "MB/s", "latency us", "")
+
+
+def _way(types: Sequence[str], **parts: Any) -> Way:
+    """Return the way that a file tells of."""
+    if len(types) != 2:
+        raise ClusterError(f"a way goes between two types of devices, not {list(types)}; give the type at each end")
+    one, other = sorted(types)
+    return Way(types=(one, other), **parts)
+
+
+WAY = record(
+    _way,
+    ClusterError,
+    like=Way,
+    order="way types where bytes_per_second latency_seconds",
+    types=Key(many(TEXT)),
+    latency_seconds=Key(written="always"),
+)
+
+
+def check_ways(ways: Sequence[Way]) -> None:
+    """Raise `ClusterError` for ways that cannot be, or stand twice."""
+    for way in ways:
+        what = f"way between {' and '.join(way.types)}"
+        if way.way not in WAYS or way.where not in PLACES:
+            raise ClusterError(f"{what}: it goes {way.way!r} {way.where!r}; give one of {WAYS}, and one of {PLACES}")
+        check_positive(ClusterError, what, bytes_per_second=way.bytes_per_second)
+        check_not_negative(ClusterError, what, latency_seconds=way.latency_seconds)
+    if twice := stood_twice(ways):
+        raise ClusterError(f"ways {twice} stand twice; give each once")
+
+
+def rows_of(ways: Sequence[Way]) -> list[list[str]]:
+    """Return the cells of the table of ways, those first whose ends come first."""
+    taken = quickest(ways).values()
+    return [
+        [
+            " - ".join(way.types),
+            way.where,
+            way.way,
+            f"{way.bytes_per_second / 1e6:.4g}",
+            f"{way.latency_seconds * 1e6:.3g}",
+            "taken" if way in taken else "",
+        ]
+        for way in sorted(ways, key=lambda one: (one.types, one.where, one.way))
+    ]

@@ -155,8 +155,12 @@ class Reduction:
         while len(self._under_way) < len(self._open):
             self._start_next()
 
-    def finish(self) -> dict[str, Tensor]:
-        """Start what is left, wait for all, and give the gradients of the home pieces by name."""
+    def finish(self, last: Mapping[str, Tensor | None] | None = None) -> dict[str, Tensor]:
+        """Start what is left, wait for all, and give the gradients of the home pieces by name.
+
+        `last` are those that have not been handed in.
+        """
+        self._ready.update(last or {})
         self.start()
         results: dict[str, Tensor] = {}
         for handle in self._under_way:

@@ -188,9 +188,8 @@ class Collector:
             return {}
         self.kept.withdraw(self.homes)
         used = {*self._handed_on, *left, *self.kept.local}
-        for name in {**left, **self.kept.local}:
-            self._reduction.ready(name, self.kept.take(name, left.get(name)))
-        home = self._reduction.finish()
+        kept = {name: self.kept.take(name, left.get(name)) for name in list(self.kept.local)}
+        home = self._reduction.finish({**left, **kept})
         if sums_first:
             self._multiply(list(home.values()))
         if home:

@@ -76,13 +76,14 @@ class Bridge:
         """Names of the parameters of each reduce bucket, in order."""
         return tuple(bucket.names for bucket in self.plan.reduces)
 
-    def gather(self, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gather(self, pieces: Mapping[str, Tensor], into: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Turn this rank's home pieces into its compute parameters (names that it reads only).
 
-        Casts to the entries' dtypes. A result shares memory with its piece where they coincide. Raises
-        StateError where a piece is missing, CommError where a peer is.
+        Casts to the entries' dtypes. A result shares memory with its piece where they coincide. Others are written to
+        the tensors of an earlier call, `into`, if these are given; what is moved is always new. Raises StateError
+        where a piece is missing, CommError where a peer is.
         """
-        return self._run(self._gathers, pieces)
+        return self._run(self._gathers, pieces, into)
 
     def reduce(self, grads: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         """Turn this rank's gradients of compute parameters into gradients of its home pieces, for all names.
@@ -107,18 +108,25 @@ class Bridge:
         """Start one reduce bucket, whose gradients are ready; all ranks start all buckets in order."""
         return self._start(self._reduces[number], grads)
 
-    def _start(self, run: BucketRun, tensors: Mapping[str, Tensor | None]) -> UnderWay:
+    def _start(
+        self, run: BucketRun, tensors: Mapping[str, Tensor | None], into: Mapping[str, Tensor] | None = None
+    ) -> UnderWay:
         given = next((tensor for tensor in tensors.values() if tensor is not None), None)
         if given is not None:
             self._device = given.device  # remembered for buckets of which this rank has nothing
         with using(self.table):
-            return run.start(tensors, self._device)
+            return run.start(tensors, self._device, into)
 
-    def _run(self, runs: Sequence[BucketRun], tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    def _run(
+        self,
+        runs: Sequence[BucketRun],
+        tensors: Mapping[str, Tensor | None],
+        into: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
         under_way: deque[UnderWay] = deque()
         results: dict[str, Tensor] = {}
         for run in runs:
-            under_way.append(self._start(run, tensors))
+            under_way.append(self._start(run, tensors, into))
             if len(under_way) == BUCKETS_AT_ONCE:
                 results |= under_way.popleft().wait()
         for handle in under_way:
@@ -230,13 +238,18 @@ class BucketRun:
             message.meet(self.table, self.dtype.itemsize, on_host=on_host)
 
     @torch.no_grad()
-    def start(self, tensors: Mapping[str, Tensor | None], device: torch.device) -> UnderWay:
-        """Pack this rank's tensors and start the messages. Raises StateError for a missing or misfit tensor."""
+    def start(
+        self, tensors: Mapping[str, Tensor | None], device: torch.device, into: Mapping[str, Tensor] | None = None
+    ) -> UnderWay:
+        """Pack this rank's tensors and start the messages, whose results are written to `into`, by name, if given.
+
+        Raises StateError for a missing or misfit tensor.
+        """
         values = {name: self._value(name, tensors.get(name)) for name in self.sources}
         empties = {at: torch.empty(0, dtype=self.dtype, device=at) for at in (device, HOST)}
         buffers = [message.pack(values, empties[self._place(message, device)]) for message in self.messages]
         starts = [message.start(buffer) for message, buffer in zip(self.messages, buffers, strict=True)]
-        return UnderWay(self, values, buffers, starts, device)
+        return UnderWay(self, values, buffers, starts, Arrivals(self.targets, self.dtype, device, into))
 
     def _place(self, message: MessageRun, device: torch.device) -> torch.device:
         """Return where the buffer of a message stands."""
@@ -291,12 +304,12 @@ class UnderWay:
     values: dict[str, Tensor | None]
     buffers: list[Tensor]
     exchanges: list[Exchange]
-    device: torch.device
+    arrivals: Arrivals
 
     @torch.no_grad()
     def wait(self) -> dict[str, Tensor]:
         """Wait for the bucket's messages and give its tensors by name. Call once, in bucket order."""
-        arrivals = Arrivals(self.run.targets, self.run.dtype, self.device)
+        arrivals = self.arrivals
         self.run.take_own(self.values, arrivals)
         for message, buffer, exchange in zip(self.run.messages, self.buffers, self.exchanges, strict=True):
             exchange.wait()

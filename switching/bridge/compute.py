@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,12 +39,14 @@ class Compute:
 
     Attributes:
         last_use: number of the last run that used it; the same on all ranks.
+        readers: what holds copies for a backward that may come yet.
         sizes: the bytes that copies and graphs take on the rank where they take most, once ranks have agreed on them.
     """
 
     def __init__(self, table: GroupTable, homes: Mapping[str, nn.Parameter]) -> None:
         self.table, self.homes = table, homes
         self.last_use = 0
+        self.readers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.sizes: tuple[int, int] | None = None
         self._sized_for: Bridge | None = None
         self._gathered: tuple[tuple[Bridge, tuple[int, ...]] | None, dict[str, Tensor]] = (None, {})
@@ -60,12 +63,24 @@ class Compute:
         pieces = self._pieces()
         state = bridge, _versions(pieces)
         if self._gathered[0] != state:
+            into = self._rewritable(bridge, pieces)
             self._gathered = (None, {})  # before the new copies are made, so that there are never two of each
             with torch.inference_mode(False), torch.no_grad():  # a step that trains may read these copies, too
-                self._gathered = (state, bridge.gather(pieces))
+                self._gathered = (state, bridge.gather(pieces, into))
             if self._sized_for is not bridge:
                 self._sized_for, self.sizes = bridge, None
         return dict(self._gathered[1])
+
+    def _rewritable(self, bridge: Bridge, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the copies that new ones may be written to: of the same bridge, and of no step that awaits a backward.
+
+        As on one device, a backward that comes after that finds that its parameters have been written to.
+        """
+        before, copies = self._gathered
+        if before is None or before[0] is not bridge or self.readers:
+            return {}
+        own = {piece.untyped_storage().data_ptr() for piece in pieces.values()}
+        return {name: copy for name, copy in copies.items() if copy.untyped_storage().data_ptr() not in own}
 
     @property
     def entries(self) -> tuple[BridgeEntry, ...]:

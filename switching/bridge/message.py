@@ -13,7 +13,17 @@ from hetu_fx.base.torch_private import foreach_copy, unflatten_dense_tensors
 from hetu_fx.comm_ops.plans.routes import RouteKind
 from hetu_fx.comm_ops.resolve.lowering import Lowering
 from hetu_fx.comm_ops.wire.collectives import Exchange, gather_segments, segments, sum_all, sum_segments
-from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.comm_ops.wire.groups import GroupTable, active
+from hetu_fx.comm_ops.wire.peer_memory import (
+    LEAST_BYTES,
+    Act,
+    Peers,
+    gather_segments_here,
+    peers_of,
+    start_here,
+    sum_all_here,
+    sum_segments_here,
+)
 from hetu_fx.comm_ops.wire.two_level import (
     gather_segments_in_levels,
     start_in_levels,
@@ -54,6 +64,13 @@ _LEVELS = {
     RouteKind.SUM: sum_all_in_levels,
     RouteKind.SCATTER: sum_segments_in_levels,
     RouteKind.GATHER: gather_segments_in_levels,
+}
+
+# And how they go where ranks read each other's memory.
+_READING: Mapping[RouteKind, Act] = {
+    RouteKind.SUM: sum_all_here,
+    RouteKind.SCATTER: sum_segments_here,
+    RouteKind.GATHER: gather_segments_here,
 }
 
 
@@ -115,17 +132,28 @@ class MessageRun:
 
     def meet(self, table: GroupTable, itemsize: int, *, on_host: bool) -> None:
         """Make the message's process group, if it is not there yet; collective over its ranks."""
-        if len(self.lane.ranks) > 1 and not self._in_levels(sum(self.sizes) * itemsize, on_host=on_host):
+        num_bytes = sum(self.sizes) * itemsize
+        if len(self.lane.ranks) > 1 and not self._in_levels(num_bytes, on_host=on_host):
             table.group(self.lane.ranks)
+            self._peers(num_bytes, table, on_host=on_host)
 
     def _in_levels(self, num_bytes: int, *, on_host: bool) -> bool:
         """Tell whether the message goes in two levels; NCCL finds its own way between nodes."""
         return on_host and self.algorithm.in_two_levels(num_bytes)
 
+    def _peers(self, num_bytes: int, table: GroupTable, *, on_host: bool) -> Peers | None:
+        """Return the ranks' processes if they read each other's memory; collective when it is first asked of them."""
+        is_worth_it = on_host and num_bytes >= LEAST_BYTES and len(self.lane.ranks) > 1
+        return peers_of(table, self.lane.ranks) if is_worth_it else None
+
     def start(self, buffer: Tensor) -> Exchange:
-        """Start the message, in two levels where its form says so."""
-        if self._in_levels(buffer.nbytes, on_host=buffer.device.type == "cpu"):
+        """Start the message: in two levels where its form says so, by reading where ranks can, else by sending."""
+        on_host, table = buffer.device.type == "cpu", active()
+        if self._in_levels(buffer.nbytes, on_host=on_host):
             return start_in_levels(_LEVELS[self.lane.kind], buffer, self.sizes, self.lane.ranks, self.algorithm)
+        if peers := self._peers(buffer.nbytes, table, on_host=on_host):
+            act = _READING[self.lane.kind]
+            return start_here(act, buffer, self.sizes, self.lane.ranks, self.tag, table, peers)
         match self.lane.kind:
             case RouteKind.SUM:
                 return sum_all(buffer, self.lane.ranks)
@@ -159,14 +187,22 @@ def _slots(start: int, parts: Iterable[ParameterBox], places: Mapping[str, Local
 
 
 class Arrivals:
-    """The results of a bucket, allocated when their first part arrives."""
+    """The results of a bucket, allocated when their first part arrives, or written `into` tensors that are there."""
 
-    def __init__(self, places: Mapping[str, LocalPart], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        places: Mapping[str, LocalPart],
+        dtype: torch.dtype,
+        device: torch.device,
+        into: Mapping[str, Tensor] | None = None,
+    ) -> None:
         self.places, self.dtype, self.device = places, dtype, device
         self.tensors: dict[str, Tensor] = {}
+        self._into = into or {}
 
     def make(self, name: str) -> Tensor:
         """Return the result of a name, uninitialised at first."""
         if name not in self.tensors:
-            self.tensors[name] = torch.empty(self.places[name].local_shape, dtype=self.dtype, device=self.device)
+            shape, given = self.places[name].local_shape, self._into.get(name)
+            self.tensors[name] = torch.empty(shape, dtype=self.dtype, device=self.device) if given is None else given
         return self.tensors[name]

@@ -73,6 +73,8 @@ class Collector:
         self.run_again: RunAgain | None = None
         self.kept.settle()
         self.kept.begun.add(self)
+        self._readers = variant.compute.readers
+        self._readers.add(self)
 
     def _begun(self) -> Reduction | None:
         return Reduction(self.bridge, self._trained_here) if self._syncs else None
@@ -160,6 +162,8 @@ class Collector:
         """
         self.timer.stop()
         self.kept.begun.discard(self)
+        if not goes_on:
+            self._readers.discard(self)
         if self.bridge.is_outdated:
             self.refuse(
                 "the parameters' home has changed between this step's forward and its backward; change it between "

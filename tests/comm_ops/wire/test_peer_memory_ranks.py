@@ -1,0 +1,117 @@
+"""Ranks that read each other's memory get what messages bring, bit for bit; who cannot read, sends."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetu_fx.comm_ops.wire import peer_memory
+from hetu_fx.comm_ops.wire.collectives import gather_segments, segments, sum_segments
+from hetu_fx.comm_ops.wire.groups import GroupTable, using
+from hetu_fx.comm_ops.wire.peer_memory import (
+    Act,
+    Peers,
+    gather_segments_here,
+    peers_of,
+    start_here,
+    sum_all_here,
+    sum_segments_here,
+)
+from hetu_fx.errors import CommError
+
+WORLD = 3
+RANKS = 2, 0, 1  # not in the order of the group
+SIZES = 1000, 0, 513
+DTYPES = torch.float32, torch.bfloat16, torch.float64
+
+
+def value(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(sum(SIZES), generator=generator, dtype=torch.float64).to(dtype)
+
+
+def read(act: Act, buffer: torch.Tensor, number: int = 0) -> torch.Tensor:
+    """Do an exchange by reading, in chunks of a few elements."""
+    table = GroupTable(name=f"readers {number}")
+    peers = peers_of(table, RANKS)
+    assert peers is not None
+    with using(table):
+        start_here(act, buffer, SIZES, RANKS, number, table, peers).wait()
+    return buffer
+
+
+def check_sums_have_the_bits_of_those_that_are_sent(rank: int, world: int, folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peer_memory, "CHUNK_BYTES", 200)
+        for number, dtype in enumerate(DTYPES):
+            here = RANKS.index(rank)
+            sent, table = value(rank, dtype), GroupTable(name=f"senders {dtype}")
+            with using(table):
+                sum_segments(sent, SIZES, RANKS).wait()
+            found = read(sum_segments_here, value(rank, dtype), 10 + number)
+            assert torch.equal(segments(found, SIZES)[here], segments(sent, SIZES)[here])
+
+
+def check_a_sum_of_all_is_the_same_everywhere(rank: int, world: int, folder: Path) -> None:
+    for number, dtype in enumerate(DTYPES):
+        found = read(sum_all_here, value(rank, dtype), 20 + number)
+        expected = value(0, dtype) + value(1, dtype) + value(2, dtype)
+        assert torch.equal(found, expected)
+
+
+def check_segments_are_gathered(rank: int, world: int, folder: Path) -> None:
+    sent, table = value(rank, torch.float32), GroupTable(name="gathers")
+    with using(table):
+        gather_segments(sent, SIZES, RANKS).wait()
+    assert torch.equal(read(gather_segments_here, value(rank, torch.float32), 30), sent)
+
+
+def check_exchanges_may_be_under_way_together(rank: int, world: int, folder: Path) -> None:
+    table = GroupTable(name="together")
+    peers = peers_of(table, RANKS)
+    assert peers is not None
+    buffers = [value(rank, torch.float64) for _ in range(3)]
+    with using(table):
+        started = [start_here(sum_all_here, b, SIZES, RANKS, i, table, peers) for i, b in enumerate(buffers)]
+        for exchange in started:
+            exchange.wait()
+    assert all(torch.equal(buffer, buffers[0]) for buffer in buffers)
+
+
+def check_ranks_of_other_networks_are_not_read(rank: int, world: int, folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peer_memory, "_network", lambda: min(rank, 1))
+        table = GroupTable(name="networks")
+        assert peers_of(table, (0, 1, 2)) is None
+        if rank > 0:
+            assert peers_of(table, (1, 2)) is not None
+
+
+def check_where_one_may_not_read_nobody_does(rank: int, world: int, folder: Path) -> None:
+    def forbidden(process: int, address: int, place: int, size: int) -> None:
+        raise PermissionError(1, "not permitted")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(peer_memory, "_copy", forbidden)
+        assert peers_of(GroupTable(name="forbidden"), (0, 1, 2)) is None
+
+
+def check_a_process_that_has_gone_is_named(rank: int, world: int, folder: Path) -> None:
+    table = GroupTable(name="gone")
+    gone = Peers(dict.fromkeys(range(WORLD), 2**22 + os.getpid()))
+    buffer = torch.zeros(10)
+    with using(table), pytest.raises(CommError, match="memory of rank"):
+        start_here(gather_segments_here, buffer, (4, 4, 2), (0, 1, 2), 40, table, gone).wait()
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", [name for name in globals() if name.startswith("check_")])
+def test_on_three_ranks(name: str, gloo_checks: Any) -> None:
+    failures = [report for report in gloo_checks(__file__, WORLD)[name] if report]
+    assert not failures, "\n".join(failures)

@@ -49,6 +49,7 @@ class StepFacts:
         longest: longest sequence in the batch.
         counts: sums over ranks, in the order of the program's count leaves.
         compute_seconds: of each rank's last step, communication left out; 0 if unknown.
+        host_seconds: that each rank's host has spent in its last step, without the model's own ops and without waiting.
         leaving: the ranks that ask to be drained before the step.
         ending: the ranks that were told to end, and ask for a checkpoint before the step.
         has_plan: a rank has made the plan that it was to make in the background, or has failed to.
@@ -65,6 +66,7 @@ class StepFacts:
     longest: int = _fact(_largest)
     counts: tuple[float, ...] = ()
     compute_seconds: tuple[float, ...] = _fact(tuple)
+    host_seconds: tuple[float, ...] = _fact(tuple)
     leaving: tuple[int, ...] = _fact(_ranks_that_do)
     ending: tuple[int, ...] = _fact(_ranks_that_do)
     has_plan: bool = _fact(any)

@@ -80,11 +80,13 @@ class GroupTable:
     `process_group` if None). `listener` is told (what, start, end) of every communication. `topology` has the
     links between its ranks, if they are known: set it alike on all ranks.
 
-    `creations` lists the groups created so far, also those of tables beside this one.
+    `creations` lists the groups created so far, also those of tables beside this one. `waited_seconds` adds up what it
+    has waited for others.
     """
 
     listener: Callable[[str, float, float], None] | None = None
     topology: Topology | None = None
+    waited_seconds = 0.0
     pauses_work = True  # its messages are waited for by the thread that computes
     transport: Transport = ProcessTransport()
     _path: CommonPath | None = None
@@ -183,6 +185,7 @@ class GroupTable:
     def waiting(self, what: str) -> Iterator[None]:
         """Pause what counts this rank's own work, and tell the listener if there is one."""
         start, working = perf_counter(), _present().working if self.pauses_work else None
+        before = self.waited_seconds  # of waits inside this one, too
         if working is not None:
             working.pause()
         try:
@@ -191,7 +194,9 @@ class GroupTable:
         finally:
             if working is not None:
                 working.resume()
-            self._tell(what, start, perf_counter())
+            end = perf_counter()
+            self.waited_seconds = before + end - start
+            self._tell(what, start, end)
 
     def _tell(self, what: str, start: float, end: float) -> None:
         if self.listener is not None:

@@ -62,12 +62,18 @@ class StepBackward:
             gradients: of the pieces.
             nodes: of the user's graph, which take what is returned.
         """
+        with self.collector.host.counted():
+            return self._run(gradients, nodes)
+
+    def _run(self, gradients: Sequence[Tensor | None], nodes: Sequence[Any]) -> tuple[Tensor | None, ...]:
         self._check(gradients)
         self.collector.begin(nodes)
         keeps = keeps_graph()
         pairs = [(p, g) for p, g in zip(self.pieces, gradients, strict=True) if g is not None and p.requires_grad]
         if pairs:
+            start = self.collector.host.now()
             torch.autograd.backward([p for p, _ in pairs], [g for _, g in pairs], retain_graph=keeps)
+            self.collector.host.leave_out(start)
         self.is_over = not keeps or self.collector.ran_ahead
         home = self.collector.finish(goes_on=not self.is_over)
         if self.is_over:

@@ -63,6 +63,7 @@ class Collector:
         used: UsedAnywhere | None = None,
     ) -> None:
         self.bridge, self.homes, self.kept, self.timer = bridge, variant.homes, variant.kept_back, inputs.timer
+        self.host = inputs.host
         self.trained = tuple(name for name in self.homes if name in variant.trained)
         self.leaves = {name: t.detach().requires_grad_(name in variant.trained) for name, t in compute.items()}
         trained_here = self.leaves.keys() & variant.trained

@@ -149,18 +149,19 @@ class Reduction:
         self._ready: dict[str, Tensor | None] = {}
         self._open = [set(names) & set(expected) for names in bridge.reduce_buckets]
         self._bucket_of = {name: i for i, names in enumerate(bridge.reduce_buckets) for name in names}
-        self._under_way: list[UnderWay] = []
+        self._under_way: deque[UnderWay] = deque()
+        self._started = 0
 
     def ready(self, name: str, grad: Tensor | None) -> None:
         """Hand in a gradient of this step, once per parameter; it is final and belongs to the bridge now."""
         self._ready[name] = grad
         self._open[self._bucket_of[name]].discard(name)
-        while len(self._under_way) < len(self._open) and not self._open[len(self._under_way)]:
+        while self._started < len(self._open) and not self._open[self._started]:
             self._start_next()
 
     def start(self) -> None:
         """Start what is left, with zeros for gradients that never came."""
-        while len(self._under_way) < len(self._open):
+        while self._started < len(self._open):
             self._start_next()
 
     def finish(self, last: Mapping[str, Tensor | None] | None = None) -> dict[str, Tensor]:
@@ -171,12 +172,12 @@ class Reduction:
         self._ready.update(last or {})
         self.start()
         results: dict[str, Tensor] = {}
-        for handle in self._under_way:
-            results |= handle.wait()
+        while self._under_way:  # a bucket's buffers go before the next one's results are made
+            results |= self._under_way.popleft().wait()
         return results
 
     def _start_next(self) -> None:
-        number = len(self._under_way)
+        number, self._started = self._started, self._started + 1
         names = self._bridge.reduce_buckets[number]
         self._under_way.append(self._bridge.reduce_start(number, {name: self._ready.pop(name, None) for name in names}))
 
@@ -220,6 +221,7 @@ class BucketRun:
         still = [name for name in bucket.names if name not in bucket.moved]
         self.kept = {name for name in still if name not in told and own[name].stays(rank)}
         self.copied = [(n, *cuts) for n in still if n not in self.kept for cuts in self._own(n, own[n], rank)]
+        self.needed_later = {*self.kept, *(name for name, *_ in self.copied), *self.moved}
 
     def _own(self, name: str, move: TensorMove, rank: int) -> list[tuple[Cuts, Cuts]]:
         """List what this rank takes from itself: (cuts of the source, cuts of the target)."""
@@ -249,6 +251,7 @@ class BucketRun:
         empties = {at: torch.empty(0, dtype=self.dtype, device=at) for at in (device, HOST)}
         buffers = [message.pack(values, empties[self._place(message, device)]) for message in self.messages]
         starts = [message.start(buffer) for message, buffer in zip(self.messages, buffers, strict=True)]
+        values = {name: value for name, value in values.items() if name in self.needed_later}  # the others are packed
         return UnderWay(self, values, buffers, starts, Arrivals(self.targets, self.dtype, device, into))
 
     def _place(self, message: MessageRun, device: torch.device) -> torch.device:

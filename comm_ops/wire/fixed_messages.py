@@ -18,6 +18,8 @@ from torch import Tensor
 from hetu_fx.annotations.local import read, write
 from hetu_fx.annotations.region import Intervals, length
 from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, SliceTransfer
+from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
+from hetu_fx.comm_ops.wire.p2p import Tag, post
 from hetu_fx.comm_ops.wire.packing import local_dims, packed_bytes, view_packed
 from hetu_fx.errors import CommError
 
@@ -47,7 +49,7 @@ class _Result:
 
 
 class FixedMessages:
-    """One rank's side of one round of a plan between ranks of which none sends to itself.
+    """One rank's side of one round of a plan.
 
     Args:
         plan: the round; no dim of its moves is symbolic.
@@ -56,25 +58,28 @@ class FixedMessages:
         device: where tensors and messages stand.
 
     Raises:
-        CommError: a rank sends to itself, or a size is not known.
+        CommError: a size is not known.
     """
 
     def __init__(self, plan: BsrPlan, rank: int, dtypes: Sequence[torch.dtype], device: torch.device) -> None:
         self._plan, self._rank, self._dtypes, self._device = plan, rank, tuple(dtypes), device
         self._check()
-        incoming = plan.incoming.get(rank, ())
+        incoming, leaving = plan.incoming.get(rank, ()), plan.outgoing.get(rank, {})
         senders = sorted({transfer.sender for transfer in incoming})
-        leaving = plan.outgoing.get(rank, {})
         self._leaving = {peer: self._slices(leaving[peer], sends=True) for peer in sorted(leaving)}
-        self._arriving = {
-            sender: self._slices([t for t in incoming if t.sender == sender], sends=False) for sender in senders
-        }
+        into = {sender: self._slices([t for t in incoming if t.sender == sender], sends=False) for sender in senders}
+        self._arriving = {sender: slices for sender, slices in into.items() if sender != rank}
+        own = self._slices([t for t in incoming if t.sender == rank], sends=True)
+        self._own = dict(zip(into.get(rank, ()), own, strict=True))
         self._results = [self._result(number) for number in range(len(plan.moves))]
-        parts = {sender: iter(slices) for sender, slices in self._arriving.items()}
+        self._stay = [number for number, move in enumerate(plan.moves) if move.stays(rank)]
+        parts = {sender: iter(slices) for sender, slices in into.items()}
         # In the order of the plan, in which summands are added.
-        self._puts = [(transfer.sender, next(parts[transfer.sender])) for transfer in incoming]
+        puts = [(transfer.sender, next(parts[transfer.sender])) for transfer in incoming]
+        self._puts = [(sender, part) for sender, part in puts if part.move not in self._stay]
         counts = Counter(part.move for _, part in self._puts)
-        self._whole = {p.move for _, p in self._puts if counts[p.move] == 1 and p.where is None and not p.adds}
+        whole = {p.move for _, p in self._puts if counts[p.move] == 1 and p.where is None and not p.adds}
+        self._given = whole.union(self._stay)
 
     def leaving(self, pieces: Sequence[Tensor | None]) -> dict[int, Tensor]:
         """Return this rank's messages by receiver; they may be the pieces themselves."""
@@ -84,26 +89,45 @@ class FixedMessages:
         """Make room for the messages to this rank, by sender."""
         return {sender: self._room(slices) for sender, slices in self._arriving.items()}
 
-    def results(self, messages: Mapping[int, Tensor]) -> list[Tensor | None]:
-        """Return what this rank holds of each move, from the messages by sender, whose memory it may share."""
+    def results(self, messages: Mapping[int, Tensor], pieces: Sequence[Tensor | None] = ()) -> list[Tensor | None]:
+        """Return what this rank holds of each move, from the messages by sender and its own pieces.
+
+        It may share their memory; where this rank's part stays as it is, it is the piece itself.
+        """
         made: list[Tensor | None] = [None] * len(self._results)
+        for number in self._stay:
+            made[number] = pieces[number]
         for number, result in enumerate(self._results):
-            if result is not None and number not in self._whole:
+            if result is not None and number not in self._given:
                 fill = torch.zeros if result.starts_at_zero else torch.empty
                 made[number] = fill(result.shape, dtype=self._dtypes[number], device=self._device)
         for sender, part in self._puts:
-            message = messages[sender]
-            value = message if len(self._arriving[sender]) == 1 else part.of(message)
-            room = made[part.move]
+            value, room = self._value(sender, part, messages, pieces), made[part.move]
             if room is None:
                 made[part.move] = value
             else:
                 write(room, part.where or (), value, adds=part.adds)
         return made
 
+    def run(self, table: GroupTable, pieces: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Send and receive at once; return the results. Raises CommError where a peer is dead or late."""
+        room, leaving = self.room(), self.leaving(pieces)
+        peers = sorted({*room, *leaving})
+        if peers:
+            with guarded("batched send-receive", [self._rank, *peers], table):
+                receives, sends = ([(peer, x, Tag.SLICES) for peer, x in by.items()] for by in (room, leaving))
+                post(receives, sends, table).wait()
+        return self.results(room, pieces)
+
+    def _value(
+        self, sender: int, part: _Slice, messages: Mapping[int, Tensor], pieces: Sequence[Tensor | None]
+    ) -> Tensor:
+        if sender == self._rank:
+            return _cut(self._own[part], pieces)
+        message = messages[sender]
+        return message if len(self._arriving[sender]) == 1 else part.of(message)
+
     def _check(self) -> None:
-        if any(transfer.sender == transfer.receiver for transfer in self._plan.transfers):
-            raise CommError(f"a rank sends to itself in {self._plan.messages}; keep what stays out of the plan")
         if any(size is None for move in self._plan.moves for size in move.shape):
             raise CommError(f"sizes are not all known: {[move.shape for move in self._plan.moves]}")
 

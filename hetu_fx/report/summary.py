@@ -112,8 +112,9 @@ def _summary(name: str, entries: Sequence[tuple[Entry, bool]]) -> VariantSummary
     seconds = [(entry["seconds"], switched) for entry, switched in entries]
     stayed, switched = ([s for s, changed in seconds[1:] if changed is kind] for kind in (False, True))
     host = [max(entry["host_seconds"]) for entry, _ in entries[1:] if entry.get("host_seconds")]  # older logs lack it
-    medians = [median(found) if found else None for found in (stayed, switched, host)]
-    return VariantSummary(name, len(entries), seconds[0][0], *medians, entries[-1][0]["predicted_seconds"])
+    own, after_switches, hosts = (median(found) if found else None for found in (stayed, switched, host))
+    predicted = entries[-1][0]["predicted_seconds"]
+    return VariantSummary(name, len(entries), seconds[0][0], own, after_switches, hosts, predicted)
 
 
 def summary_text(log: Sequence[Entry]) -> str:

@@ -17,18 +17,18 @@ from hetu_fx.errors import CommError
 from tests.oracles.annotation_samples import random_annotation
 
 CPU = torch.device("cpu")
-SENDERS, RECEIVERS = range(4), range(4, 8)
+APART, TOGETHER = (range(4), range(4, 8)), (range(6), range(2, 8))
 DTYPES = [torch.float64, torch.int16, torch.complex64]
 
 
-def random_plan(random: Random) -> tuple[BsrPlan, list[Tensor], list[torch.dtype]]:
+def random_plan(random: Random, senders: range, receivers: range) -> tuple[BsrPlan, list[Tensor], list[torch.dtype]]:
     """Draw moves of one to three tensors from some ranks to others, and the whole tensors."""
     moves: list[TensorMove] = []
     wholes: list[Tensor] = []
     dtypes = [random.choice(DTYPES) for _ in range(random.randint(1, 3))]
     for dtype in dtypes:
         shape = tuple(random.choice([4, 6, 12]) for _ in range(random.randint(1, 3)))
-        source, target = (random_annotation(random, ranks, shape) for ranks in (SENDERS, RECEIVERS))
+        source, target = (random_annotation(random, ranks, shape) for ranks in (senders, receivers))
         moves.append(TensorMove(source, target, shape, dtype.itemsize))
         wholes.append(torch.randint(-99, 99, shape, generator=torch.Generator().manual_seed(len(wholes))).to(dtype))
     return plan_moves(moves), wholes, dtypes
@@ -39,20 +39,21 @@ def parts_of(plan: BsrPlan, rank: int, wholes: list[Tensor]) -> list[Tensor | No
     return [local_part(x, move.source, rank).clone() if move.source.holds(rank) else None for move, x in pairs]
 
 
+@pytest.mark.parametrize("ranks", [APART, TOGETHER])
 @pytest.mark.parametrize("seed", range(60))
-def test_they_bring_what_packed_messages_bring(seed: int) -> None:
-    plan, wholes, dtypes = random_plan(Random(seed))
+def test_they_bring_what_packed_messages_bring(seed: int, ranks: tuple[range, range]) -> None:
+    plan, wholes, dtypes = random_plan(Random(seed), *ranks)
     like = [torch.empty(0, dtype=dtype) for dtype in dtypes]
     before = {rank: parts_of(plan, rank, wholes) for rank in range(8)}
-    sent = {rank: FixedMessages(plan, rank, dtypes, CPU).leaving(before[rank]) for rank in SENDERS}
-    for rank in RECEIVERS:
-        messages = FixedMessages(plan, rank, dtypes, CPU)
+    all_messages = {rank: FixedMessages(plan, rank, dtypes, CPU) for rank in range(8)}
+    sent = {rank: messages.leaving(before[rank]) for rank, messages in all_messages.items()}
+    for rank, messages in all_messages.items():
         room = messages.room()
         for sender, message in room.items():
             message.view(-1).copy_(sent[sender][rank].view(-1))
         packed = {sender: pack(plan, sender, rank, before[sender], like) for sender in room}
-        expected = unpack(plan, rank, [None] * len(like), like, packed)
-        for made, told in zip(messages.results(room), expected, strict=True):
+        expected = unpack(plan, rank, before[rank], like, packed)
+        for made, told in zip(messages.results(room, before[rank]), expected, strict=True):
             assert (made is None) == (told is None)
             assert made is None or told is None or torch.equal(made, told)
 
@@ -77,10 +78,12 @@ def test_several_that_arrive_whole_are_views_of_one_message() -> None:
         assert made.untyped_storage().data_ptr() == room[0].untyped_storage().data_ptr()
 
 
-def test_a_rank_that_keeps_a_part_is_refused() -> None:
+def test_what_stays_is_the_piece_itself() -> None:
     plan = plan_moves([TensorMove(Annotation.on((0,)), Annotation.on((0, 1), Duplicate(2)), (4,), 4)])
-    with pytest.raises(CommError, match="a rank sends to itself"):
-        FixedMessages(plan, 1, [torch.float32], CPU)
+    piece = torch.randn(4)
+    messages = FixedMessages(plan, 0, [torch.float32], CPU)
+    assert messages.results({}, [piece])[0] is piece
+    assert list(messages.leaving([piece])) == [1]
 
 
 def test_a_size_that_is_not_known_is_refused() -> None:

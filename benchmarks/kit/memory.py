@@ -40,7 +40,7 @@ class _Change:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What was recorded: changes in order, and from when to when each mark lasted (nanoseconds)."""
+    """What was recorded: changes in order, and from when to when each mark in the step lasted (nanoseconds)."""
 
     changes: Sequence[_Change]
     marks: Mapping[str, tuple[int, int]]
@@ -53,8 +53,10 @@ class Recorded:
         events = list(_walk(record.profiler.kineto_results.experimental_event_tree()))
         memory = [event for event in events if event.tag.name == "Allocation"]
         changes = [_Change(e.start_time_ns, e.extra_fields.ptr, e.extra_fields.alloc_size) for e in memory]
-        marks = {e.name: (e.start_time_ns, e.end_time_ns) for e in events if e.tag.name == "TorchOp"}
-        return cls(sorted(changes, key=lambda change: change.when), marks)
+        marks = [(e.name, (e.start_time_ns, e.end_time_ns)) for e in events if e.tag.name == "TorchOp"]
+        start, end = dict(marks)[STEP]
+        within = {name: (first, last) for name, (first, last) in marks if start <= first and last <= end}
+        return cls(sorted(changes, key=lambda change: change.when), within)
 
     @property
     def peak_bytes(self) -> int:

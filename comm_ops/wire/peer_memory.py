@@ -94,6 +94,14 @@ def peers_of(table: GroupTable, ranks: Sequence[int]) -> Peers | None:
     return known[key]
 
 
+def peers_worth_reading(num_bytes: int, ranks: Sequence[int], table: GroupTable, *, on_host: bool) -> Peers | None:
+    """Return the ranks' processes if they can read each other's memory, and so many bytes are worth it.
+
+    The first call for some ranks that are worth it is collective over them.
+    """
+    return peers_of(table, ranks) if on_host and num_bytes >= LEAST_BYTES and len(ranks) > 1 else None
+
+
 def _tried(table: GroupTable, ranks: tuple[int, ...]) -> Peers | None:
     """Read a word that nobody can guess from every rank."""
     word = bytearray(os.urandom(_WORD_BYTES))
@@ -206,17 +214,75 @@ def gather_segments_here(reading: _Reading, addresses: Addresses, sizes: Sequenc
 def sum_segments_here(reading: _Reading, addresses: Addresses, sizes: Sequence[int], peers: Peers) -> None:
     """Do what `collectives.sum_segments` does."""
     here = reading.table.position(reading.ranks)
-    own, offset = segments(reading.buffer, sizes)[here], _offsets(sizes)[here]
+    own, offset = segments(reading.buffer, sizes)[here], _offsets(sizes)[here] * reading.buffer.itemsize
+    _sum_into(own, own, addresses, offset, reading.table.rank, peers)
+
+
+def _sum_into(result: Tensor, own: Tensor, addresses: Addresses, offset: int, here: int, peers: Peers) -> None:
+    """Sum this rank's flat tensor with those of the others, `offset` bytes into their buffers, in the order of ranks.
+
+    `result` may be this rank's own.
+    """
     most = max(1, CHUNK_BYTES // own.itemsize // len(addresses))
     rooms = {rank: own.new_empty(min(most, own.numel())) for rank in addresses}
     for start in range(0, own.numel(), most):
-        mine, place = own[start : start + most], (offset + start) * own.itemsize
+        mine, place = own[start : start + most], offset + start * own.itemsize
         parts = {rank: room[: mine.numel()] for rank, room in rooms.items()}
         for rank, part in parts.items():
             peers.read(rank, addresses[rank] + place, part)
-        parts[reading.table.rank] = mine
-        sum_into(mine, [parts[rank] for rank in sorted(parts)])
+        parts[here] = mine
+        into = mine if result is own else result[start : start + most]
+        sum_into(into, [parts[rank] for rank in sorted(parts)])
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:
     return [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
+
+
+def sum_read(x: Tensor, ranks: Sequence[int], table: GroupTable, peers: Peers) -> Tensor:
+    """Do what `collectives.sum_over` does: every rank reads all of the others' tensors, which stay as they are."""
+    own = x.detach().contiguous()
+    result = torch.empty_like(own)
+
+    def act(reading: _Reading, addresses: Addresses) -> None:
+        _sum_into(result.view(-1), own.view(-1), addresses, 0, table.rank, peers)
+
+    _read_now(act, own, ranks, table, "all-reduce")
+    return result
+
+
+def gather_read(
+    x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], table: GroupTable, peers: Peers
+) -> list[Tensor]:
+    """Do what `collectives.gather_parts` does."""
+    own = x.detach().contiguous()
+    parts = [own if r == table.rank else own.new_empty(list(s)) for r, s in zip(ranks, shapes, strict=True)]
+
+    def act(reading: _Reading, addresses: Addresses) -> None:
+        for rank, part in zip(ranks, parts, strict=True):
+            if rank != table.rank and part.numel():
+                peers.read(rank, addresses[rank], part)
+
+    _read_now(act, own, ranks, table, "all-gather")
+    return parts
+
+
+def reduce_read(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable, peers: Peers) -> Tensor:
+    """Do what `collectives.reduce_parts` does."""
+    here, sizes = table.position(ranks), [part.numel() for part in parts]
+    buffer = torch.cat([part.detach().reshape(-1) for part in parts])
+    own, offset = segments(buffer, sizes)[here], _offsets(sizes)[here] * buffer.itemsize
+    result = torch.empty_like(parts[here], memory_format=torch.contiguous_format)
+
+    def act(reading: _Reading, addresses: Addresses) -> None:
+        _sum_into(result.view(-1), own, addresses, offset, table.rank, peers)
+
+    _read_now(act, buffer, ranks, table, "reduce-scatter")
+    return result
+
+
+def _read_now(
+    act: Callable[[_Reading, Addresses], None], own: Tensor, ranks: Sequence[int], table: GroupTable, what: str
+) -> None:
+    with guarded(what, ranks, table):
+        _Reading(act, own, ranks, Tag.PEERS_NOW, table).wait()

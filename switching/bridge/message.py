@@ -15,11 +15,9 @@ from hetu_fx.comm_ops.resolve.lowering import Lowering
 from hetu_fx.comm_ops.wire.collectives import Exchange, gather_segments, segments, sum_all, sum_segments
 from hetu_fx.comm_ops.wire.groups import GroupTable, active
 from hetu_fx.comm_ops.wire.peer_memory import (
-    LEAST_BYTES,
     Act,
-    Peers,
     gather_segments_here,
-    peers_of,
+    peers_worth_reading,
     start_here,
     sum_all_here,
     sum_segments_here,
@@ -135,23 +133,18 @@ class MessageRun:
         num_bytes = sum(self.sizes) * itemsize
         if len(self.lane.ranks) > 1 and not self._in_levels(num_bytes, on_host=on_host):
             table.group(self.lane.ranks)
-            self._peers(num_bytes, table, on_host=on_host)
+            peers_worth_reading(num_bytes, self.lane.ranks, table, on_host=on_host)
 
     def _in_levels(self, num_bytes: int, *, on_host: bool) -> bool:
         """Tell whether the message goes in two levels; NCCL finds its own way between nodes."""
         return on_host and self.algorithm.in_two_levels(num_bytes)
-
-    def _peers(self, num_bytes: int, table: GroupTable, *, on_host: bool) -> Peers | None:
-        """Return the ranks' processes if they read each other's memory; collective when it is first asked of them."""
-        is_worth_it = on_host and num_bytes >= LEAST_BYTES and len(self.lane.ranks) > 1
-        return peers_of(table, self.lane.ranks) if is_worth_it else None
 
     def start(self, buffer: Tensor) -> Exchange:
         """Start the message: in two levels where its form says so, by reading where ranks can, else by sending."""
         on_host, table = buffer.device.type == "cpu", active()
         if self._in_levels(buffer.nbytes, on_host=on_host):
             return start_in_levels(_LEVELS[self.lane.kind], buffer, self.sizes, self.lane.ranks, self.algorithm)
-        if peers := self._peers(buffer.nbytes, table, on_host=on_host):
+        if peers := peers_worth_reading(buffer.nbytes, self.lane.ranks, table, on_host=on_host):
             act = _READING[self.lane.kind]
             return start_here(act, buffer, self.sizes, self.lane.ranks, self.tag, table, peers)
         match self.lane.kind:

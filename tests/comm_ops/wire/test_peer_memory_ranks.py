@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from hetu_fx.comm_ops.plans.algorithm import FLAT
 from hetu_fx.comm_ops.wire import peer_memory
-from hetu_fx.comm_ops.wire.collectives import gather_segments, segments, sum_segments
+from hetu_fx.comm_ops.wire.collectives import gather_segments, reduce_parts, segments, sum_over, sum_segments
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.peer_memory import (
     Act,
@@ -21,6 +22,7 @@ from hetu_fx.comm_ops.wire.peer_memory import (
     sum_all_here,
     sum_segments_here,
 )
+from hetu_fx.comm_ops.wire.two_level import all_gather_by, all_reduce_by, reduce_scatter_by
 from hetu_fx.errors import CommError
 
 WORLD = 3
@@ -68,6 +70,36 @@ def check_segments_are_gathered(rank: int, world: int, folder: Path) -> None:
     with using(table):
         gather_segments(sent, SIZES, RANKS).wait()
     assert torch.equal(read(gather_segments_here, value(rank, torch.float32), 30), sent)
+
+
+def check_a_collective_of_an_op_reads_from_so_many_bytes_on(rank: int, world: int, folder: Path) -> None:
+    table, ranks, read, by = GroupTable(name="ops"), (0, 1, 2), [], Peers.read
+
+    def noted(self: Peers, rank: int, address: int, room: torch.Tensor) -> None:
+        read.append(rank)
+        by(self, rank, address, room)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peer_memory, "LEAST_BYTES", 4000)
+        patch.setattr(Peers, "read", noted)
+        for size in (999, 1000):
+            x = value(rank, torch.float32)[:size].view(-1, 1)
+            before = x.clone()
+            assert torch.equal(all_reduce_by(x, ranks, FLAT, table), sum_over(x, ranks, table))
+            parts = x.split([size - 9, 0, 9])
+            assert torch.equal(reduce_scatter_by(parts, ranks, FLAT, table), reduce_parts(parts, ranks, table))
+            assert torch.equal(x, before)
+            assert bool(read) == (size == 1000)
+
+
+def check_a_gather_of_uneven_parts_reads_them(rank: int, world: int, folder: Path) -> None:
+    table, ranks, shapes = GroupTable(name="uneven"), (0, 1, 2), [[5, 7], [0, 7], [1, 7]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peer_memory, "LEAST_BYTES", 0)
+        x = torch.full(shapes[rank], float(rank))
+        gathered = all_gather_by(x, shapes, ranks, FLAT, table)
+        for sender, (part, shape) in enumerate(zip(gathered, shapes, strict=True)):
+            assert torch.equal(part, torch.full(shape, float(sender)))
 
 
 def check_exchanges_may_be_under_way_together(rank: int, world: int, folder: Path) -> None:

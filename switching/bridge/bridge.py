@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -75,6 +75,11 @@ class Bridge:
     def reduce_buckets(self) -> tuple[tuple[str, ...], ...]:
         """Names of the parameters of each reduce bucket, in order."""
         return tuple(bucket.names for bucket in self.plan.reduces)
+
+    @cached_property
+    def early(self) -> frozenset[str]:
+        """Names of the parameters whose gradients may travel before the last one of this rank is there."""
+        return frozenset(name for names in self.reduce_buckets[:-1] for name in names)
 
     def gather(self, pieces: Mapping[str, Tensor], into: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Turn this rank's home pieces into its compute parameters (names that it reads only).
@@ -164,12 +169,14 @@ class Reduction:
         while self._started < len(self._open):
             self._start_next()
 
-    def finish(self, last: Mapping[str, Tensor | None] | None = None) -> dict[str, Tensor]:
+    def finish(self, last: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Start what is left, wait for all, and give the gradients of the home pieces by name.
 
-        `last` are those that have not been handed in.
+        `last` are those that have not been handed in; it is emptied, so that each is let go once it is packed.
         """
-        self._ready.update(last or {})
+        if last is not None:
+            self._ready.update(last)
+            last.clear()
         self.start()
         results: dict[str, Tensor] = {}
         while self._under_way:  # a bucket's buffers go before the next one's results are made

@@ -125,9 +125,8 @@ class Collector:
             assert collector is not None, "the boundary keeps the collector until backward has run"
             collector._arrived(name, leaf)
 
-        for name, leaf in self.leaves.items():
-            if leaf.requires_grad:
-                leaf.register_post_accumulate_grad_hook(partial(arrived, name))
+        for name in self._trained_here & self.bridge.early:
+            self.leaves[name].register_post_accumulate_grad_hook(partial(arrived, name))
 
     def ran(self) -> None:
         """Hand on all that is left once a backward has run ahead.
@@ -193,8 +192,11 @@ class Collector:
             return {}
         self.kept.withdraw(self.homes)
         used = {*self._handed_on, *left, *self.kept.local}
-        kept = {name: self.kept.take(name, left.get(name)) for name in list(self.kept.local)}
-        home = self._reduction.finish({**left, **kept})
+        for name in list(self.kept.local):
+            kept = self.kept.take(name, left.get(name))
+            if kept is not None:
+                left[name] = kept
+        home = self._reduction.finish(left)
         if sums_first:
             self._multiply(list(home.values()))
         if home:

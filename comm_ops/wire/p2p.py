@@ -28,8 +28,6 @@ class Tag(IntEnum):
     EXCHANGE = 0x4558  # parts of a tensor that is cut anew
     SUMMANDS = 0x5752  # of a sum that is waited for at once
     BUCKETS = 0x425200  # summands of a bucket of the bridge
-    PEERS_NOW = 0x5045  # where a tensor stands, for those that read it at once
-    PEERS = 0x504500  # where a bucket stands
     RING = 0x5247_0000  # keys, values and their gradients
 
 

@@ -1,4 +1,4 @@
-"""Collectives of ranks that can read each other's memory: only where it stands is sent, and that it has been read.
+"""Collectives of ranks that can read each other's memory: nothing is sent.
 
 A message over a loopback connection is copied twice by the system, piece by piece, by threads that wait for each other.
 Linux also copies from one process to another in one go (`process_vm_readv`, known as cross-memory attach from MPI
@@ -6,19 +6,23 @@ libraries and UCX) where the reader might trace the other: same user, same names
 it. Whether ranks can is found by trying, once per group of them; those of other network namespaces count as of another
 machine. Measured on two processes of one core each, 12.4 MB of float32, milliseconds: all-reduce 12.6 by gloo, 1.7 so.
 
-Every exchange is a few rounds in which each rank tells each other one number. In between ranks read and sum, each its
-own segment, in the order of the ranks: sums have the same bits as those of `collectives`. All of it is done in `wait`.
+Every rank has a board, on which it writes where its buffer stands, and how far it is; the others look there. In between
+ranks read and sum, each its own segment, in the order of the ranks: sums have the same bits as those of `collectives`.
+All of it is done in `wait`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
+from time import perf_counter, sleep
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,23 +32,64 @@ from torch import Tensor
 from hetu_fx.annotations.states import even_sizes
 from hetu_fx.comm_ops.wire.collectives import Exchange, segments, sum_into
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
-from hetu_fx.comm_ops.wire.p2p import Posted, Tag, post
+from hetu_fx.errors import CommError
 
-LEAST_BYTES = 1 << 18
-"""Smaller messages are sent: two rounds of numbers take as long."""
+LEAST_BYTES = 1 << 16
+"""Smaller messages are sent."""
 
 CHUNK_BYTES = 1 << 20
 """What is summed is read in chunks that stay in a core's cache."""
+
+BOARD_SLOTS = 1 << 12
+"""So many exchanges may be under way together."""
+
+SPIN_SECONDS, MOST_SLEEP_SECONDS = 2e-4, 1e-3
+"""For how long a rank that waits looks again and again, and the most that it then sleeps in between."""
 
 _WORD_BYTES = 32
 _NETWORK = Path("/proc/self/ns/net")
 
 
+class Board:
+    """Where a rank says how far it is in each exchange under way, for others to look at.
+
+    Of each slot it has a stamp, which only grows, a number, and a word that tells that both belong together.
+    """
+
+    def __init__(self) -> None:
+        self._words = (ctypes.c_int64 * (3 * BOARD_SLOTS))()
+        _boards.append(self)  # for ever: others may look late
+        self.address = ctypes.addressof(self._words)
+
+    def write(self, slot: int, stamp: int, number: int) -> None:
+        """Say something new."""
+        self._words[3 * slot + 1] = number
+        self._words[3 * slot + 2] = stamp ^ number
+        self._words[3 * slot] = stamp
+
+    def stamp(self, slot: int) -> int:
+        """Return what was said last."""
+        return self._words[3 * slot]
+
+
+_boards: list[Board] = []
+
+
 @dataclass(frozen=True)
 class Peers:
-    """Ranks whose memory this one can read, and its own: the ids of their processes."""
+    """Ranks whose memory this one can read, and its own, with the ids of their processes and their boards.
+
+    Attributes:
+        processes: by rank.
+        boards: their addresses, by rank.
+        own: this rank's board.
+        counts: of the exchanges that have begun, by slot; the same on all ranks.
+    """
 
     processes: Mapping[int, int]
+    boards: Mapping[int, int] = field(default_factory=dict)
+    own: Board = field(default_factory=Board)
+    counts: Counter[int] = field(default_factory=Counter)
 
     def read(self, rank: int, address: int, room: Tensor) -> None:
         """Copy bytes of a rank's memory into a dense tensor. Raises RuntimeError where that process has gone."""
@@ -52,6 +97,16 @@ class Peers:
             _copy(self.processes[rank], address, room.data_ptr(), room.nbytes)
         except OSError as error:
             raise RuntimeError(f"the memory of rank {rank} cannot be read: {error.strerror}") from error
+
+    def look(self, rank: int, slot: int) -> tuple[int, int]:
+        """Return the stamp and the number that a rank has written; (0, 0) while it writes.
+
+        Raises ProcessLookupError where that process has gone.
+        """
+        found = (ctypes.c_int64 * 3)()
+        _copy(self.processes[rank], self.boards[rank] + 24 * slot, ctypes.addressof(found), 24)
+        stamp, number, check = found
+        return (stamp, number) if check == stamp ^ number else (0, 0)
 
 
 def _copy(process: int, address: int, place: int, size: int) -> None:
@@ -106,12 +161,13 @@ def _tried(table: GroupTable, ranks: tuple[int, ...]) -> Peers | None:
     """Read a word that nobody can guess from every rank."""
     word = bytearray(os.urandom(_WORD_BYTES))
     place = ctypes.addressof(ctypes.c_char.from_buffer(word))
-    told = _told(table, ranks, (os.getpid(), place, bytes(word), _network()))
-    able = all(network == _network() and _word_at(process, at) == found for process, at, found, network in told)
+    board, order = Board(), sorted(ranks, key=table.to_global)
+    told = _told(table, ranks, (os.getpid(), board.address, place, bytes(word), _network()))
+    able = all(network == _network() and _word_at(process, at) == found for process, _, at, found, network in told)
     if not all(_told(table, ranks, able)):
         return None
-    order = sorted(ranks, key=table.to_global)
-    return Peers({rank: process for rank, (process, *_) in zip(order, told, strict=True)})
+    processes, boards, *_ = zip(*told, strict=True)
+    return Peers(dict(zip(order, processes, strict=True)), dict(zip(order, boards, strict=True)), board)
 
 
 def _told(table: GroupTable, ranks: tuple[int, ...], value: Any) -> list[Any]:
@@ -140,6 +196,14 @@ Addresses = Mapping[int, int]
 """Of the other ranks' buffers."""
 
 
+class _Phase(IntEnum):
+    """How far a rank is in an exchange."""
+
+    STANDS = 1  # its buffer stands where it says
+    SUMMED = 2  # what it sums is there
+    READ = 3  # it reads nothing any more
+
+
 class _Reading:
     """An exchange under way: `wait` does it, once all have said where their buffers are."""
 
@@ -148,38 +212,59 @@ class _Reading:
         act: Callable[[_Reading, Addresses], None],
         buffer: Tensor,
         ranks: Sequence[int],
-        tag: int,
+        slot: int,
         table: GroupTable,
+        peers: Peers,
     ) -> None:
-        self.buffer, self.ranks, self.table = buffer, ranks, table
-        self._tag, self._act = tag, act
+        self.buffer, self.ranks, self.table, self.peers = buffer, ranks, table, peers
+        self._act, self._slot = act, slot
         self._others = [rank for rank in ranks if rank != table.rank]
-        self._first = self._say(buffer.data_ptr())
+        peers.counts[slot] += 1
+        self._stamp = peers.counts[slot] * len(_Phase)
+        self._say(_Phase.STANDS)
 
     def wait(self) -> None:
         """Read what the others have, and stay until they have read this rank's."""
-        self._act(self, self._hear(self._first))
-        self.meet()
+        self._act(self, self._all_are(_Phase.STANDS))
+        self._say(_Phase.READ)
+        self._all_are(_Phase.READ)
 
     def is_completed(self) -> bool:
         """Tell whether `wait` would not block: nobody knows."""
         return False
 
     def meet(self) -> None:
-        """Wait until all others are here."""
-        self._hear(self._say(0))
+        """Say that this rank has its sum, and wait until all others have theirs."""
+        self._say(_Phase.SUMMED)
+        self._all_are(_Phase.SUMMED)
 
-    def _say(self, number: int) -> tuple[Posted, list[Tensor]]:
-        rooms = [torch.zeros(1, dtype=torch.int64) for _ in self._others]
-        word = torch.tensor([number])
-        receives = [(rank, room, self._tag) for rank, room in zip(self._others, rooms, strict=True)]
-        sends = [(rank, word, self._tag) for rank in self._others]
-        return post(receives, sends, self.table, self.table.group(self.ranks)), rooms
+    def _say(self, phase: _Phase) -> None:
+        self.peers.own.write(self._slot, self._stamp + phase, self.buffer.data_ptr())
 
-    def _hear(self, said: tuple[Posted, list[Tensor]]) -> Addresses:
-        posted, rooms = said
-        posted.wait()
-        return {rank: int(room) for rank, room in zip(self._others, rooms, strict=True)}
+    def _all_are(self, phase: _Phase) -> Addresses:
+        """Wait until all others are so far; return where their buffers are."""
+        return {rank: self._is(rank, phase) for rank in self._others}
+
+    def _is(self, rank: int, phase: _Phase) -> int:
+        start, seconds = perf_counter(), self.table.timeout.total_seconds()
+        while True:
+            try:
+                stamp, address = self.peers.look(rank, self._slot)
+            except ProcessLookupError as error:
+                if phase is _Phase.READ:
+                    return 0  # who is gone reads nothing
+                raise RuntimeError(f"the process of rank {rank} has gone") from error
+            if stamp >= self._stamp + phase:
+                return address
+            waited = perf_counter() - start
+            if waited < SPIN_SECONDS:
+                os.sched_yield()
+                continue
+            if self.table.path is not None:
+                self.table.path.check()
+            if waited > seconds:
+                raise RuntimeError(f"rank {rank} has not come within {seconds:g} s")
+            sleep(min(waited / 8, MOST_SLEEP_SECONDS))
 
 
 Act = Callable[..., None]
@@ -192,8 +277,12 @@ def start_here(
 
     Exchanges of different numbers may be under way together; all ranks wait for theirs in one order.
     """
+    if number >= BOARD_SLOTS - 1:
+        raise CommError(
+            f"exchange {number} of ranks {list(ranks)} is one of more than {BOARD_SLOTS - 1}; use fewer buckets"
+        )
     acting = partial(act, sizes=sizes, peers=peers)
-    return Exchange(tuple(ranks), [_Reading(acting, buffer, ranks, Tag.PEERS + number, table)])
+    return Exchange(tuple(ranks), [_Reading(acting, buffer, ranks, 1 + number, table, peers)])
 
 
 def sum_all_here(reading: _Reading, addresses: Addresses, sizes: Sequence[int], peers: Peers) -> None:
@@ -247,7 +336,7 @@ def sum_read(x: Tensor, ranks: Sequence[int], table: GroupTable, peers: Peers) -
     def act(reading: _Reading, addresses: Addresses) -> None:
         _sum_into(result.view(-1), own.view(-1), addresses, 0, table.rank, peers)
 
-    _read_now(act, own, ranks, table, "all-reduce")
+    _read_now(act, own, ranks, table, peers, "all-reduce")
     return result
 
 
@@ -263,7 +352,7 @@ def gather_read(
             if rank != table.rank and part.numel():
                 peers.read(rank, addresses[rank], part)
 
-    _read_now(act, own, ranks, table, "all-gather")
+    _read_now(act, own, ranks, table, peers, "all-gather")
     return parts
 
 
@@ -277,12 +366,17 @@ def reduce_read(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable
     def act(reading: _Reading, addresses: Addresses) -> None:
         _sum_into(result.view(-1), own, addresses, offset, table.rank, peers)
 
-    _read_now(act, buffer, ranks, table, "reduce-scatter")
+    _read_now(act, buffer, ranks, table, peers, "reduce-scatter")
     return result
 
 
 def _read_now(
-    act: Callable[[_Reading, Addresses], None], own: Tensor, ranks: Sequence[int], table: GroupTable, what: str
+    act: Callable[[_Reading, Addresses], None],
+    own: Tensor,
+    ranks: Sequence[int],
+    table: GroupTable,
+    peers: Peers,
+    what: str,
 ) -> None:
     with guarded(what, ranks, table):
-        _Reading(act, own, ranks, Tag.PEERS_NOW, table).wait()
+        _Reading(act, own, ranks, 0, table, peers).wait()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -135,10 +138,36 @@ def check_where_one_may_not_read_nobody_does(rank: int, world: int, folder: Path
 
 def check_a_process_that_has_gone_is_named(rank: int, world: int, folder: Path) -> None:
     table = GroupTable(name="gone")
-    gone = Peers(dict.fromkeys(range(WORLD), 2**22 + os.getpid()))
-    buffer = torch.zeros(10)
-    with using(table), pytest.raises(CommError, match="memory of rank"):
-        start_here(gather_segments_here, buffer, (4, 4, 2), (0, 1, 2), 40, table, gone).wait()
+    peers = peers_of(table, (0, 1, 2))
+    assert peers is not None
+    gone = replace(peers, processes=dict.fromkeys(range(WORLD), 2**22 + os.getpid()))
+    with using(table), pytest.raises(CommError, match=r"process of rank \d has gone"):
+        start_here(gather_segments_here, torch.zeros(10), (4, 4, 2), (0, 1, 2), 40, table, gone).wait()
+
+
+def check_who_ends_after_the_last_exchange_is_not_missed(rank: int, world: int, folder: Path) -> None:
+    by = Peers.look
+
+    def gone_once_read(self: Peers, other: int, slot: int) -> tuple[int, int]:
+        if self.own.stamp(slot) % 3 == 0:  # this rank has read all
+            raise ProcessLookupError(3, "no such process")
+        return by(self, other, slot)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Peers, "look", gone_once_read)
+        read(gather_segments_here, value(rank, torch.float32), 50)
+
+
+def check_a_rank_that_comes_late_is_waited_for_within_bounds(rank: int, world: int, folder: Path) -> None:
+    table = GroupTable(name="late", timeout=timedelta(seconds=0.3))
+    peers = peers_of(table, RANKS)
+    assert peers is not None
+    with using(table):
+        sleep(0.05 if rank == 1 else 0.0)
+        start_here(sum_all_here, value(rank, torch.float64), SIZES, RANKS, 0, table, peers).wait()
+        if rank != 1:  # which does not come again
+            with pytest.raises(CommError, match="has not come within"):
+                start_here(sum_all_here, value(rank, torch.float64), SIZES, RANKS, 1, table, peers).wait()
 
 
 @pytest.mark.distributed

@@ -34,7 +34,7 @@ from hetu_fx.comm_ops.wire.collectives import Exchange, segments, sum_into
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
 from hetu_fx.errors import CommError
 
-LEAST_BYTES = 1 << 16
+LEAST_BYTES = 1 << 14
 """Smaller messages are sent."""
 
 CHUNK_BYTES = 1 << 20

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hetu_fx.base.device_types import HOST, type_of
@@ -29,9 +30,22 @@ from hetu_fx.comm_ops.wire.process_group import (
     world_group,
 )
 from hetu_fx.comm_ops.wire.shutdown import can_sever, release_at_exit
-from hetu_fx.comm_ops.wire.transport import Group, ProcessTransport, Transport
+from hetu_fx.comm_ops.wire.transport import Group, ProcessTransport, Transport, Work
 from hetu_fx.comm_ops.wire.waits import waiting
 from hetu_fx.errors import CommError
+
+
+class Mailbox(Protocol):
+    """Carries messages between ranks that can read each other's memory; see `peer_mail`."""
+
+    def takes(self, peer: int, x: Tensor) -> bool:
+        """Tell whether a message to or from another rank goes so."""
+
+    def send(self, peer: int, x: Tensor) -> Work:
+        """Start to send."""
+
+    def receive(self, peer: int, room: Tensor) -> Work:
+        """Start to receive."""
 
 
 class PausedByWaits(Protocol):
@@ -81,11 +95,12 @@ class GroupTable:
     links between its ranks, if they are known: set it alike on all ranks.
 
     `creations` lists the groups created so far, also those of tables beside this one. `waited_seconds` adds up what it
-    has waited for others.
+    has waited for others. `mail` carries what stages hand over, where it can.
     """
 
     listener: Callable[[str, float, float], None] | None = None
     topology: Topology | None = None
+    mail: Mailbox | None = None
     waited_seconds = 0.0
     pauses_work = True  # its messages are waited for by the thread that computes
     transport: Transport = ProcessTransport()

@@ -56,8 +56,8 @@ class Board:
     Of each slot it has a stamp, which only grows, a number, and a word that tells that both belong together.
     """
 
-    def __init__(self) -> None:
-        self._words = (ctypes.c_int64 * (3 * BOARD_SLOTS))()
+    def __init__(self, num_slots: int = BOARD_SLOTS) -> None:
+        self._words = (ctypes.c_int64 * (3 * num_slots))()
         _boards.append(self)  # for ever: others may look late
         self.address = ctypes.addressof(self._words)
 
@@ -107,6 +107,31 @@ class Peers:
         _copy(self.processes[rank], self.boards[rank] + 24 * slot, ctypes.addressof(found), 24)
         stamp, number, check = found
         return (stamp, number) if check == stamp ^ number else (0, 0)
+
+    def wait_for(self, rank: int, slot: int, stamp: int, table: GroupTable, *, may_be_gone: bool = False) -> int:
+        """Wait until a rank has written this stamp, or a later one; return the number with it.
+
+        Raises RuntimeError where it has gone, unless it may be (then the number is 0), or has not come in time.
+        """
+        start, seconds = perf_counter(), table.timeout.total_seconds()
+        while True:
+            try:
+                found, number = self.look(rank, slot)
+            except ProcessLookupError as error:
+                if may_be_gone:
+                    return 0
+                raise RuntimeError(f"the process of rank {rank} has gone") from error
+            if found >= stamp:
+                return number
+            waited = perf_counter() - start
+            if waited < SPIN_SECONDS:
+                os.sched_yield()
+                continue
+            if table.path is not None:
+                table.path.check()
+            if waited > seconds:
+                raise RuntimeError(f"rank {rank} has not come within {seconds:g} s")
+            sleep(min(waited / 8, MOST_SLEEP_SECONDS))
 
 
 def _copy(process: int, address: int, place: int, size: int) -> None:
@@ -158,16 +183,29 @@ def peers_worth_reading(num_bytes: int, ranks: Sequence[int], table: GroupTable,
 
 
 def _tried(table: GroupTable, ranks: tuple[int, ...]) -> Peers | None:
-    """Read a word that nobody can guess from every rank."""
+    """Return the processes of ranks all of which can read each other."""
+    peers = mutual_peers(table, ranks)
+    return peers if all(_told(table, ranks, len(peers.processes) == len(ranks))) else None
+
+
+def mutual_peers(table: GroupTable, ranks: tuple[int, ...], num_slots: int = BOARD_SLOTS) -> Peers:
+    """Return those of some ranks, this one among them, that it can read and that can read it; collective over them.
+
+    A word that nobody can guess is read from each.
+    """
     word = bytearray(os.urandom(_WORD_BYTES))
     place = ctypes.addressof(ctypes.c_char.from_buffer(word))
-    board, order = Board(), sorted(ranks, key=table.to_global)
+    board, order = Board(num_slots), sorted(ranks, key=table.to_global)
     told = _told(table, ranks, (os.getpid(), board.address, place, bytes(word), _network()))
-    able = all(network == _network() and _word_at(process, at) == found for process, _, at, found, network in told)
-    if not all(_told(table, ranks, able)):
-        return None
-    processes, boards, *_ = zip(*told, strict=True)
-    return Peers(dict(zip(order, processes, strict=True)), dict(zip(order, boards, strict=True)), board)
+    seen = {
+        rank
+        for rank, (process, _, at, found, network) in zip(order, told, strict=True)
+        if network == _network() and _word_at(process, at) == found
+    }
+    readers = {rank for rank, others in zip(order, _told(table, ranks, seen), strict=True) if table.rank in others}
+    known = {rank: one for rank, one in zip(order, told, strict=True) if rank in seen & readers}
+    processes, boards = ({rank: one[part] for rank, one in known.items()} for part in (0, 1))
+    return Peers(processes, boards, board)
 
 
 def _told(table: GroupTable, ranks: tuple[int, ...], value: Any) -> list[Any]:
@@ -246,25 +284,8 @@ class _Reading:
         return {rank: self._is(rank, phase) for rank in self._others}
 
     def _is(self, rank: int, phase: _Phase) -> int:
-        start, seconds = perf_counter(), self.table.timeout.total_seconds()
-        while True:
-            try:
-                stamp, address = self.peers.look(rank, self._slot)
-            except ProcessLookupError as error:
-                if phase is _Phase.READ:
-                    return 0  # who is gone reads nothing
-                raise RuntimeError(f"the process of rank {rank} has gone") from error
-            if stamp >= self._stamp + phase:
-                return address
-            waited = perf_counter() - start
-            if waited < SPIN_SECONDS:
-                os.sched_yield()
-                continue
-            if self.table.path is not None:
-                self.table.path.check()
-            if waited > seconds:
-                raise RuntimeError(f"rank {rank} has not come within {seconds:g} s")
-            sleep(min(waited / 8, MOST_SLEEP_SECONDS))
+        wanted, gone = self._stamp + phase, phase is _Phase.READ  # who is gone reads nothing
+        return self.peers.wait_for(rank, self._slot, wanted, self.table, may_be_gone=gone)
 
 
 Act = Callable[..., None]

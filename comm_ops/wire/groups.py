@@ -175,7 +175,7 @@ class GroupTable:
 
     def release(self) -> None:
         """Let the groups go; the table can communicate no longer."""
-        self._groups, self._base, self._path = {}, None, None
+        self._groups, self._base, self._path, self.mail = {}, None, None, None
 
     @property
     def is_of_processes(self) -> bool:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from hetu_fx import errors
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded, using
+from hetu_fx.comm_ops.wire.peer_memory import gather_read, peers_of
 from hetu_fx.comm_ops.wire.small_sums import reduce_small
 from hetu_fx.errors import BatchError, HetuFxError, OtherRankError
 
@@ -287,9 +288,12 @@ def _padded(numbers: Sequence[float], length: int) -> list[float]:
 
 
 def _exchange(table: GroupTable, row: Sequence[float]) -> list[list[float]]:
+    what, ranks = "agreement on the step", range(table.size)
     mine = torch.tensor(row, dtype=torch.float64, device=table.transport.device(table.base))
+    if mine.is_cpu and (peers := peers_of(table, ranks)):
+        return [x.tolist() for x in gather_read(mine, [mine.shape] * table.size, ranks, table, peers, what)]
     everyone = mine.new_empty(table.size, len(row))
-    with using(table), guarded("agreement on the step", range(table.size)):
+    with using(table), guarded(what, ranks):
         table.transport.all_gather(list(everyone.unbind()), mine, table.base)
     told: list[list[float]] = everyone.tolist()
     return told

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hetu_fx.comm_ops.wire import peer_memory
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.comm_ops.wire.peer_memory import Peers, mutual_peers
+from hetu_fx.comm_ops.wire.peer_memory import Peers, Told, mutual_peers
 from hetu_fx.errors import CommError
 
 RING = 64
@@ -46,7 +46,7 @@ class Mail:
         number = self.sent[peer]
         if number > RING:
             self.wait_until_taken(peer, number - RING)
-        self.peers.own.write(_slot(peer, number), number, x.data_ptr())
+        self.peers.own.write(_slot(peer, number), Told(number, x.data_ptr(), x.nbytes))
         return _Sent(self, peer, number, x)
 
     def receive(self, peer: int, room: Tensor) -> _Received:
@@ -82,7 +82,7 @@ class _Sent:
 
     def is_completed(self) -> bool:
         """Tell whether it has been taken."""
-        return self.mail.peers.look(self.peer, self.mail.receipt(self.mail.table.rank))[0] >= self.number
+        return self.mail.peers.look(self.peer, self.mail.receipt(self.mail.table.rank)).stamp >= self.number
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +97,15 @@ class _Received:
     def wait(self) -> None:
         """Wait until it stands there, and take it."""
         mail, slot = self.mail, _slot(self.mail.table.rank, self.number)
-        address = mail.peers.wait_for(self.peer, slot, self.number, mail.table)
-        mail.peers.read(self.peer, address, self.room)
-        mail.peers.own.write(mail.receipt(self.peer), self.number, 0)
+        told = mail.peers.wait_for(self.peer, slot, self.number, mail.table)
+        if told.kind != self.room.nbytes:
+            raise CommError(f"rank {self.peer} hands over {told.kind} bytes where {self.room.nbytes} are expected")
+        mail.peers.read(self.peer, told.address, self.room)
+        mail.peers.own.write(mail.receipt(self.peer), Told(self.number))
 
     def is_completed(self) -> bool:
         """Tell whether it stands there."""
-        return self.mail.peers.look(self.peer, _slot(self.mail.table.rank, self.number))[0] >= self.number
+        return self.mail.peers.look(self.peer, _slot(self.mail.table.rank, self.number)).stamp >= self.number
 
 
 def open_mail(table: GroupTable) -> None:

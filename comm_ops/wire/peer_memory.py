@@ -24,8 +24,9 @@ from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 from time import perf_counter, sleep
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from torch import Tensor
 from hetu_fx.annotations.states import even_sizes
 from hetu_fx.comm_ops.wire.collectives import Exchange, segments, sum_into
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
+from hetu_fx.comm_ops.wire.small_sums import refuse_unlike
 from hetu_fx.errors import CommError
 
 LEAST_BYTES = 1 << 14
@@ -44,33 +46,50 @@ CHUNK_BYTES = 1 << 20
 BOARD_SLOTS = 1 << 12
 """So many exchanges may be under way together."""
 
-SPIN_SECONDS, MOST_SLEEP_SECONDS = 2e-4, 1e-3
-"""For how long a rank that waits looks again and again, and the most that it then sleeps in between."""
+SPIN_SECONDS, SLEEP_SHARE, MOST_SLEEP_SECONDS = 2e-4, 0.02, 1e-3
+"""For how long a rank that waits looks again and again; it then sleeps a share of the time so far, up to a bound."""
 
 _WORD_BYTES = 32
 _NETWORK = Path("/proc/self/ns/net")
 
 
+class Told(NamedTuple):
+    """What a rank says: a stamp, an address, and a number of what stands there and what for."""
+
+    stamp: int
+    address: int = 0
+    kind: int = 0
+
+    @property
+    def check(self) -> int:
+        """Return a word that belongs to the others."""
+        return self.stamp ^ self.address ^ self.kind
+
+
+_WORDS = len(Told._fields) + 1  # of a slot
+
+
 class Board:
     """Where a rank says how far it is in each exchange under way, for others to look at.
 
-    Of each slot it has a stamp, which only grows, a number, and a word that tells that both belong together.
+    Of each slot it has a stamp, which only grows, where a buffer stands, what for, and a word that tells that all of
+    these belong together.
     """
 
     def __init__(self, num_slots: int = BOARD_SLOTS) -> None:
-        self._words = (ctypes.c_int64 * (3 * num_slots))()
+        self._words: Any = (ctypes.c_int64 * (_WORDS * num_slots))()
         _boards.append(self)  # for ever: others may look late
         self.address = ctypes.addressof(self._words)
 
-    def write(self, slot: int, stamp: int, number: int) -> None:
-        """Say something new."""
-        self._words[3 * slot + 1] = number
-        self._words[3 * slot + 2] = stamp ^ number
-        self._words[3 * slot] = stamp
+    def write(self, slot: int, told: Told) -> None:
+        """Say something new; the stamp last."""
+        first, (stamp, *others) = _WORDS * slot, (*told, told.check)
+        self._words[first + 1 : first + _WORDS] = others
+        self._words[first] = stamp
 
     def stamp(self, slot: int) -> int:
-        """Return what was said last."""
-        return self._words[3 * slot]
+        """Return the stamp of what was said last."""
+        return int(self._words[_WORDS * slot])
 
 
 _boards: list[Board] = []
@@ -99,31 +118,30 @@ class Peers:
         except OSError as error:
             raise RuntimeError(f"the memory of rank {rank} cannot be read: {error.strerror}") from error
 
-    def look(self, rank: int, slot: int) -> tuple[int, int]:
-        """Return the stamp and the number that a rank has written; (0, 0) while it writes.
+    def look(self, rank: int, slot: int) -> Told:
+        """Return what a rank has said; nothing yet while it writes. Raises ProcessLookupError where it has gone."""
+        found = (ctypes.c_int64 * _WORDS)()
+        size = ctypes.sizeof(found)
+        _copy(self.processes[rank], self.boards[rank] + size * slot, ctypes.addressof(found), size)
+        *words, check = found
+        told = Told(*words)
+        return told if check == told.check else Told(0)
 
-        Raises ProcessLookupError where that process has gone.
-        """
-        found = (ctypes.c_int64 * 3)()
-        _copy(self.processes[rank], self.boards[rank] + 24 * slot, ctypes.addressof(found), 24)
-        stamp, number, check = found
-        return (stamp, number) if check == stamp ^ number else (0, 0)
+    def wait_for(self, rank: int, slot: int, stamp: int, table: GroupTable, *, may_be_gone: bool = False) -> Told:
+        """Wait until a rank has written this stamp, or a later one; return what it has said with it.
 
-    def wait_for(self, rank: int, slot: int, stamp: int, table: GroupTable, *, may_be_gone: bool = False) -> int:
-        """Wait until a rank has written this stamp, or a later one; return the number with it.
-
-        Raises RuntimeError where it has gone, unless it may be (then the number is 0), or has not come in time.
+        Raises RuntimeError where it has gone, unless it may be, or has not come in time.
         """
         start, seconds = perf_counter(), table.timeout.total_seconds()
         while True:
             try:
-                found, number = self.look(rank, slot)
+                told = self.look(rank, slot)
             except ProcessLookupError as error:
                 if may_be_gone:
-                    return 0
+                    return Told(stamp)
                 raise RuntimeError(f"the process of rank {rank} has gone") from error
-            if found >= stamp:
-                return number
+            if told.stamp >= stamp:
+                return told
             waited = perf_counter() - start
             if waited < SPIN_SECONDS:
                 os.sched_yield()
@@ -132,7 +150,7 @@ class Peers:
                 table.path.check()
             if waited > seconds:
                 raise RuntimeError(f"rank {rank} has not come within {seconds:g} s")
-            sleep(min(waited / 8, MOST_SLEEP_SECONDS))
+            sleep(min(waited * SLEEP_SHARE, MOST_SLEEP_SECONDS))
 
 
 def _copy(process: int, address: int, place: int, size: int) -> None:
@@ -244,7 +262,17 @@ class _Phase(IntEnum):
 
 
 class _Reading:
-    """An exchange under way: `wait` does it, once all have said where their buffers are."""
+    """An exchange under way: `wait` does it, once all have said where their buffers are.
+
+    Args:
+        act: reads, given where the others' are.
+        buffer: this rank's.
+        ranks: all.
+        slot: of the board.
+        peers: the ranks' processes.
+        table: the ranks.
+        what: it is, the same on all: its kind, sizes and dtype.
+    """
 
     def __init__(
         self,
@@ -252,19 +280,26 @@ class _Reading:
         buffer: Tensor,
         ranks: Sequence[int],
         slot: int,
-        table: GroupTable,
         peers: Peers,
+        table: GroupTable,
+        what: str,
     ) -> None:
         self.buffer, self.ranks, self.table, self.peers = buffer, ranks, table, peers
-        self._act, self._slot = act, slot
+        self._act, self._slot, self._what, self._kind = act, slot, what, crc32(what.encode())
         self._others = [rank for rank in ranks if rank != table.rank]
         peers.counts[slot] += 1
         self._stamp = peers.counts[slot] * len(_Phase)
         self._say(_Phase.STANDS)
 
     def wait(self) -> None:
-        """Read what the others have, and stay until they have read this rank's."""
-        self._act(self, self._all_are(_Phase.STANDS))
+        """Read what the others have, and stay until they have read this rank's.
+
+        Raises DivergedError where another rank has come with something else.
+        """
+        told = self._all_are(_Phase.STANDS)
+        if any(other.kind != self._kind for other in told.values()):
+            refuse_unlike(self.table, self._what)
+        self._act(self, {rank: other.address for rank, other in told.items()})
         self._say(_Phase.READ)
         self._all_are(_Phase.READ)
 
@@ -278,15 +313,13 @@ class _Reading:
         self._all_are(_Phase.SUMMED)
 
     def _say(self, phase: _Phase) -> None:
-        self.peers.own.write(self._slot, self._stamp + phase, self.buffer.data_ptr())
+        self.peers.own.write(self._slot, Told(self._stamp + phase, self.buffer.data_ptr(), self._kind))
 
-    def _all_are(self, phase: _Phase) -> Addresses:
-        """Wait until all others are so far; return where their buffers are."""
-        return {rank: self._is(rank, phase) for rank in self._others}
-
-    def _is(self, rank: int, phase: _Phase) -> int:
-        wanted, gone = self._stamp + phase, phase is _Phase.READ  # who is gone reads nothing
-        return self.peers.wait_for(rank, self._slot, wanted, self.table, may_be_gone=gone)
+    def _all_are(self, phase: _Phase) -> dict[int, Told]:
+        """Wait until all others are so far; return what they have said. Who is gone reads nothing."""
+        stamp, gone = self._stamp + phase, phase is _Phase.READ
+        waiting = partial(self.peers.wait_for, slot=self._slot, stamp=stamp, table=self.table, may_be_gone=gone)
+        return {rank: waiting(rank) for rank in self._others}
 
 
 Act = Callable[..., None]
@@ -303,8 +336,9 @@ def start_here(
         raise CommError(
             f"exchange {number} of ranks {list(ranks)} is one of more than {BOARD_SLOTS - 1}; use fewer buckets"
         )
+    what = f"{act.__name__} of {list(sizes)} {buffer.dtype}"
     acting = partial(act, sizes=sizes, peers=peers)
-    return Exchange(tuple(ranks), [_Reading(acting, buffer, ranks, 1 + number, table, peers)])
+    return Exchange(tuple(ranks), [_Reading(acting, buffer, ranks, 1 + number, peers, table, what)])
 
 
 def sum_all_here(reading: _Reading, addresses: Addresses, sizes: Sequence[int], peers: Peers) -> None:
@@ -358,7 +392,7 @@ def sum_read(x: Tensor, ranks: Sequence[int], table: GroupTable, peers: Peers) -
     def act(reading: _Reading, addresses: Addresses) -> None:
         _sum_into(result.view(-1), own.view(-1), addresses, 0, table.rank, peers)
 
-    _read_now(act, own, ranks, table, peers, "all-reduce")
+    _read_now(act, own, ranks, peers, table, "all-reduce", list(own.shape))
     return result
 
 
@@ -379,7 +413,7 @@ def gather_read(
             if rank != table.rank and part.numel():
                 peers.read(rank, addresses[rank], part)
 
-    _read_now(act, own, ranks, table, peers, what)
+    _read_now(act, own, ranks, peers, table, what, [list(shape) for shape in shapes])
     return parts
 
 
@@ -393,7 +427,7 @@ def reduce_read(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable
     def act(reading: _Reading, addresses: Addresses) -> None:
         _sum_into(result.view(-1), own, addresses, offset, table.rank, peers)
 
-    _read_now(act, buffer, ranks, table, peers, "reduce-scatter")
+    _read_now(act, buffer, ranks, peers, table, "reduce-scatter", sizes)
     return result
 
 
@@ -401,9 +435,10 @@ def _read_now(
     act: Callable[[_Reading, Addresses], None],
     own: Tensor,
     ranks: Sequence[int],
-    table: GroupTable,
     peers: Peers,
+    table: GroupTable,
     what: str,
+    sizes: object,
 ) -> None:
     with guarded(what, ranks, table):
-        _Reading(act, own, ranks, 0, table, peers).wait()
+        _Reading(act, own, ranks, 0, peers, table, f"{what} of {sizes} {own.dtype}").wait()

@@ -96,6 +96,16 @@ def check_ranks_of_other_networks_send(rank: int, world: int, folder: Path) -> N
     ]
 
 
+def check_a_message_of_another_size_is_refused(rank: int, world: int, folder: Path) -> None:
+    table = opened("size")
+    if rank == 0:
+        post((), [(1, torch.zeros(5000), Tag.STAGES)], table)
+    if rank == 1:
+        with pytest.raises(CommError, match="20000 bytes where 24000"):
+            post([(0, torch.zeros(6000), Tag.STAGES)], (), table).arrive()
+    torch.distributed.barrier()  # or what is sent might be gone
+
+
 def check_strided_messages_are_refused(rank: int, world: int, folder: Path) -> None:
     table = opened("strided")
     if rank == 0:

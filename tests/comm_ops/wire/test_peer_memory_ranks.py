@@ -19,6 +19,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.peer_memory import (
     Act,
     Peers,
+    Told,
     gather_segments_here,
     peers_of,
     start_here,
@@ -26,7 +27,7 @@ from hetu_fx.comm_ops.wire.peer_memory import (
     sum_segments_here,
 )
 from hetu_fx.comm_ops.wire.two_level import all_gather_by, all_reduce_by, reduce_scatter_by
-from hetu_fx.errors import CommError
+from hetu_fx.errors import CommError, DivergedError
 
 WORLD = 3
 RANKS = 2, 0, 1  # not in the order of the group
@@ -148,7 +149,7 @@ def check_a_process_that_has_gone_is_named(rank: int, world: int, folder: Path) 
 def check_who_ends_after_the_last_exchange_is_not_missed(rank: int, world: int, folder: Path) -> None:
     by = Peers.look
 
-    def gone_once_read(self: Peers, other: int, slot: int) -> tuple[int, int]:
+    def gone_once_read(self: Peers, other: int, slot: int) -> Told:
         if self.own.stamp(slot) % 3 == 0:  # this rank has read all
             raise ProcessLookupError(3, "no such process")
         return by(self, other, slot)
@@ -156,6 +157,15 @@ def check_who_ends_after_the_last_exchange_is_not_missed(rank: int, world: int, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Peers, "look", gone_once_read)
         read(gather_segments_here, value(rank, torch.float32), 50)
+
+
+def check_unlike_calls_are_refused(rank: int, world: int, folder: Path) -> None:
+    table = GroupTable(name="unlike")
+    peers = peers_of(table, RANKS)
+    assert peers is not None
+    sizes = SIZES if rank == 1 else (*SIZES[1:], SIZES[0])
+    with using(table), pytest.raises(DivergedError, match=f"rank {rank} asks for gather_segments_here"):
+        start_here(gather_segments_here, value(rank, torch.float32), sizes, RANKS, 60, table, peers).wait()
 
 
 def check_a_rank_that_comes_late_is_waited_for_within_bounds(rank: int, world: int, folder: Path) -> None:

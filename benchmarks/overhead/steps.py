@@ -36,8 +36,8 @@ Seconds = dict[str, list[float]]
 ONE = Size(width=256, layers=4, rows=8, tokens=128)
 SMALL = Size(width=256, layers=4, rows=1, tokens=32)
 TWO = Size(width=256, layers=4, rows=16, tokens=128)
-EAGER_BAR = 1.03
-DDP_BAR = 1.0
+EAGER_BAR = 1.005
+DDP_BAR = 0.99
 GUARDS_BAR = 0.2
 GUARDED_BLOCKS = 125  # of four modules each
 

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from hetu_fx import errors
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded, using
-from hetu_fx.comm_ops.wire.peer_memory import gather_read, peers_of
+from hetu_fx.comm_ops.wire.peers.exchanges import gather_read
+from hetu_fx.comm_ops.wire.peers.memory import peers_of
 from hetu_fx.comm_ops.wire.small_sums import reduce_small
 from hetu_fx.errors import BatchError, HetuFxError, OtherRankError
 

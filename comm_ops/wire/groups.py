@@ -36,7 +36,7 @@ from hetu_fx.errors import CommError
 
 
 class Mailbox(Protocol):
-    """Carries messages between ranks that can read each other's memory; see `peer_mail`."""
+    """Carries messages between ranks that can read each other's memory; see `peers.mail`."""
 
     def takes(self, peer: int, x: Tensor) -> bool:
         """Tell whether a message to or from another rank goes so."""

@@ -7,7 +7,7 @@ unequal numbers of ranks, those of a smaller node stand in several lanes; an all
 smallest node has ranks. The first and second level of an all-gather copy bits; sums are made per node first.
 
 `..._by` runs a collective by the algorithm that its op carries: the one place where flat, padded and two-level part,
-and where ranks read each other's memory instead of sending (`peer_memory`).
+and where ranks read each other's memory instead of sending (`peers`).
 `start_in_levels` runs one beside what else a rank does. A level can only start when the one before has arrived, and a
 rank in its backward cannot wait for that: its peers may need what it has yet to work out. So a thread takes the
 levels, exchange by exchange in the order in which all ranks start them. Its messages are in groups of its own
@@ -34,7 +34,8 @@ from hetu_fx.comm_ops.wire.collectives import (
     sum_over,
 )
 from hetu_fx.comm_ops.wire.groups import GroupTable, active
-from hetu_fx.comm_ops.wire.peer_memory import Peers, gather_read, peers_worth_reading, reduce_read, sum_read
+from hetu_fx.comm_ops.wire.peers.exchanges import gather_read, reduce_read, sum_read
+from hetu_fx.comm_ops.wire.peers.memory import Peers, peers_worth_reading
 from hetu_fx.comm_ops.wire.serial_threads import InTurn
 
 Levels = tuple[tuple[int, ...], ...]

@@ -14,14 +14,14 @@ from hetu_fx.comm_ops.plans.routes import RouteKind
 from hetu_fx.comm_ops.resolve.lowering import Lowering
 from hetu_fx.comm_ops.wire.collectives import Exchange, gather_segments, segments, sum_all, sum_segments
 from hetu_fx.comm_ops.wire.groups import GroupTable, active
-from hetu_fx.comm_ops.wire.peer_memory import (
+from hetu_fx.comm_ops.wire.peers.exchanges import (
     Act,
     gather_segments_here,
-    peers_worth_reading,
     start_here,
     sum_all_here,
     sum_segments_here,
 )
+from hetu_fx.comm_ops.wire.peers.memory import peers_worth_reading
 from hetu_fx.comm_ops.wire.two_level import (
     gather_segments_in_levels,
     start_in_levels,

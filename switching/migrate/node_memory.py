@@ -30,7 +30,7 @@ from torch import Tensor
 from hetu_fx.comm_ops.wire.bsr_messages import Messages, Room
 from hetu_fx.comm_ops.wire.consensus import any_of, of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.comm_ops.wire.peer_memory import system_call
+from hetu_fx.comm_ops.wire.peers.memory import system_call
 from hetu_fx.errors import StateError
 from hetu_fx.switching.migrate.byte_runs import Extents, Read, ends_of, next_extents
 

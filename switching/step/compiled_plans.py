@@ -17,7 +17,7 @@ from hetu_fx.annotations.local import local_part
 from hetu_fx.comm_ops.resolve.lowering import Lowering
 from hetu_fx.comm_ops.wire.consensus import by_first, together
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.comm_ops.wire.peer_mail import open_mail
+from hetu_fx.comm_ops.wire.peers.mail import open_mail
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import LeafKind, OutputKind
 from hetu_fx.plans.plan import Plan

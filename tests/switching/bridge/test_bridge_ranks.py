@@ -17,8 +17,8 @@ from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, P
 from hetu_fx.annotations.annotation import State as AxisState
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.comm_ops.resolve.lowering import Lowering
-from hetu_fx.comm_ops.wire import peer_memory
 from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.comm_ops.wire.peers import memory
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry, Reduction
 from hetu_fx.switching.home.layout import home_layout
 from hetu_fx.switching.home.placement import make_home_layouts
@@ -208,7 +208,7 @@ def check_random_annotations(rank: int, world: int, folder: Path) -> None:
 
 def check_ranks_that_read_each_others_memory_bring_the_same(rank: int, world: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peer_memory, "LEAST_BYTES", 0)
+        patch.setattr(memory, "LEAST_BYTES", 0)
         for check in (
             check_values_reach_their_readers,
             check_sums_of_gradients_reach_home,

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from hetu_fx.comm_ops.wire import peer_memory
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.comm_ops.wire.peer_memory import Peers, Told, mutual_peers
+from hetu_fx.comm_ops.wire.peers import memory
+from hetu_fx.comm_ops.wire.peers.memory import Peers, Told, mutual_peers
 from hetu_fx.errors import CommError
 
 RING = 64
@@ -36,7 +36,7 @@ class Mail:
     def takes(self, peer: int, x: Tensor) -> bool:
         """Tell whether a message to or from another rank goes so; both ends say the same."""
         is_near = peer in self.peers.processes and not self.table.cuts(peer)
-        return is_near and x.is_cpu and x.nbytes >= peer_memory.LEAST_BYTES
+        return is_near and x.is_cpu and x.nbytes >= memory.LEAST_BYTES
 
     def send(self, peer: int, x: Tensor) -> _Sent:
         """Let a rank take a tensor, which stays as it is until that is waited for."""

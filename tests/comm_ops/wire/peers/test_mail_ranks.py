@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from hetu_fx.comm_ops.wire import peer_mail, peer_memory
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.p2p import Message, Tag, post
-from hetu_fx.comm_ops.wire.peer_mail import open_mail
+from hetu_fx.comm_ops.wire.peers import mail, memory
+from hetu_fx.comm_ops.wire.peers.mail import open_mail
 from hetu_fx.errors import CommError
 
 WORLD = 3
@@ -45,7 +45,7 @@ def check_messages_of_all_sizes_arrive_in_order(rank: int, world: int, folder: P
 
 def check_more_messages_than_a_ring_holds_are_taken_one_by_one(rank: int, world: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peer_mail, "RING", 3)
+        patch.setattr(mail, "RING", 3)
         table = opened("ring")
         if rank == 0:
             posted = [post((), [(1, torch.full((5000,), float(i)), Tag.STAGES)], table) for i in range(10)]
@@ -87,7 +87,7 @@ def check_other_messages_are_sent(rank: int, world: int, folder: Path) -> None:
 
 def check_ranks_of_other_networks_send(rank: int, world: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peer_memory, "_network", lambda: min(rank, 1))
+        patch.setattr(memory, "_network", lambda: min(rank, 1))
         table = opened("networks")
     x = torch.empty(5000)
     assert table.mail is not None

@@ -13,19 +13,17 @@ import pytest
 import torch
 
 from hetu_fx.comm_ops.plans.algorithm import FLAT
-from hetu_fx.comm_ops.wire import peer_memory
 from hetu_fx.comm_ops.wire.collectives import gather_segments, reduce_parts, segments, sum_over, sum_segments
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
-from hetu_fx.comm_ops.wire.peer_memory import (
+from hetu_fx.comm_ops.wire.peers import exchanges, memory
+from hetu_fx.comm_ops.wire.peers.exchanges import (
     Act,
-    Peers,
-    Told,
     gather_segments_here,
-    peers_of,
     start_here,
     sum_all_here,
     sum_segments_here,
 )
+from hetu_fx.comm_ops.wire.peers.memory import Peers, Told, peers_of
 from hetu_fx.comm_ops.wire.two_level import all_gather_by, all_reduce_by, reduce_scatter_by
 from hetu_fx.errors import CommError, DivergedError
 
@@ -52,7 +50,7 @@ def read(act: Act, buffer: torch.Tensor, number: int = 0) -> torch.Tensor:
 
 def check_sums_have_the_bits_of_those_that_are_sent(rank: int, world: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peer_memory, "CHUNK_BYTES", 200)
+        patch.setattr(exchanges, "CHUNK_BYTES", 200)
         for number, dtype in enumerate(DTYPES):
             here = RANKS.index(rank)
             sent, table = value(rank, dtype), GroupTable(name=f"senders {dtype}")
@@ -84,7 +82,7 @@ def check_a_collective_of_an_op_reads_from_so_many_bytes_on(rank: int, world: in
         by(self, rank, address, room)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peer_memory, "LEAST_BYTES", 4000)
+        patch.setattr(memory, "LEAST_BYTES", 4000)
         patch.setattr(Peers, "read", noted)
         for size in (999, 1000):
             x = value(rank, torch.float32)[:size].view(-1, 1)
@@ -99,7 +97,7 @@ def check_a_collective_of_an_op_reads_from_so_many_bytes_on(rank: int, world: in
 def check_a_gather_of_uneven_parts_reads_them(rank: int, world: int, folder: Path) -> None:
     table, ranks, shapes = GroupTable(name="uneven"), (0, 1, 2), [[5, 7], [0, 7], [1, 7]]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peer_memory, "LEAST_BYTES", 0)
+        patch.setattr(memory, "LEAST_BYTES", 0)
         x = torch.full(shapes[rank], float(rank))
         gathered = all_gather_by(x, shapes, ranks, FLAT, table)
         for sender, (part, shape) in enumerate(zip(gathered, shapes, strict=True)):
@@ -120,7 +118,7 @@ def check_exchanges_may_be_under_way_together(rank: int, world: int, folder: Pat
 
 def check_ranks_of_other_networks_are_not_read(rank: int, world: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peer_memory, "_network", lambda: min(rank, 1))
+        patch.setattr(memory, "_network", lambda: min(rank, 1))
         table = GroupTable(name="networks")
         assert peers_of(table, (0, 1, 2)) is None
         if rank > 0:
@@ -133,7 +131,7 @@ def check_where_one_may_not_read_nobody_does(rank: int, world: int, folder: Path
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(peer_memory, "_copy", forbidden)
+            patch.setattr(memory, "_copy", forbidden)
         assert peers_of(GroupTable(name="forbidden"), (0, 1, 2)) is None
 
 

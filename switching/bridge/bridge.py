@@ -256,10 +256,10 @@ class BucketRun:
         """
         values = {name: self._value(name, tensors.get(name)) for name in self.sources}
         empties = {at: torch.empty(0, dtype=self.dtype, device=at) for at in (device, HOST)}
-        buffers = [message.pack(values, empties[self._place(message, device)]) for message in self.messages]
-        starts = [message.start(buffer) for message, buffer in zip(self.messages, buffers, strict=True)]
+        arrivals = Arrivals(self.targets, self.dtype, device, into)
+        begun = [message.begin(values, empties[self._place(message, device)], arrivals) for message in self.messages]
         values = {name: value for name, value in values.items() if name in self.needed_later}  # the others are packed
-        return UnderWay(self, values, buffers, starts, Arrivals(self.targets, self.dtype, device, into))
+        return UnderWay(self, values, begun, arrivals)
 
     def _place(self, message: MessageRun, device: torch.device) -> torch.device:
         """Return where the buffer of a message stands."""
@@ -312,8 +312,7 @@ class UnderWay:
 
     run: BucketRun
     values: dict[str, Tensor | None]
-    buffers: list[Tensor]
-    exchanges: list[Exchange]
+    begun: list[tuple[Tensor | None, Exchange]]
     arrivals: Arrivals
 
     @torch.no_grad()
@@ -321,9 +320,10 @@ class UnderWay:
         """Wait for the bucket's messages and give its tensors by name. Call once, in bucket order."""
         arrivals = self.arrivals
         self.run.take_own(self.values, arrivals)
-        for message, buffer, exchange in zip(self.run.messages, self.buffers, self.exchanges, strict=True):
+        for message, (buffer, exchange) in zip(self.run.messages, self.begun, strict=True):
             exchange.wait()
-            message.unpack(buffer, arrivals)
+            if buffer is not None:
+                message.unpack(buffer, arrivals)
         self.run.move(self.values, arrivals)
         # A held but empty part arrives from nobody; gradients have a result of every name.
         wanted = [n for n, place in self.run.targets.items() if place.held or not self.run.required]

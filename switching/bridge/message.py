@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from hetu_fx.annotations.region import Box
+from hetu_fx.base.device_types import HOST
 from hetu_fx.base.torch_private import foreach_copy, unflatten_dense_tensors
 from hetu_fx.comm_ops.plans.routes import RouteKind
 from hetu_fx.comm_ops.resolve.lowering import Lowering
@@ -16,6 +18,7 @@ from hetu_fx.comm_ops.wire.collectives import Exchange, gather_segments, segment
 from hetu_fx.comm_ops.wire.groups import GroupTable, active
 from hetu_fx.comm_ops.wire.peers.exchanges import (
     Act,
+    gather_pieces_here,
     gather_segments_here,
     start_here,
     sum_all_here,
@@ -103,6 +106,8 @@ class MessageRun:
         starts = [sum(map(len, message.segments[:i])) for i in every]
         self.packed = [s for i in packed for s in _slots(starts[i], message.segments[i], sources)]
         self.unpacked = [s for i in unpacked for s in _slots(starts[i], message.segments[i], targets)]
+        # Who has each of the parts that arrive; of no meaning for sums.
+        self.givers = [self.lane.ranks[i % len(self.lane.ranks)] for i in unpacked for _ in message.segments[i]]
         # Only their shapes are read.
         self.templates = [
             torch.empty([stop - start for start, stop in part.box.bounds], device="meta")
@@ -139,6 +144,36 @@ class MessageRun:
         """Tell whether the message goes in two levels; NCCL finds its own way between nodes."""
         return on_host and self.algorithm.in_two_levels(num_bytes)
 
+    def begin(
+        self, values: Mapping[str, Tensor | None], empty: Tensor, arrivals: Arrivals
+    ) -> tuple[Tensor | None, Exchange]:
+        """Start the message; return its buffer, of the kind of `empty`, for `unpack`.
+
+        None: what arrives is put where it belongs, from where the others have it.
+        """
+        if self.lane.kind is RouteKind.GATHER and (found := self._taken(values, empty, arrivals)):
+            return None, found
+        buffer = self.pack(values, empty)
+        return buffer, self.start(buffer)
+
+    def _taken(self, values: Mapping[str, Tensor | None], empty: Tensor, arrivals: Arrivals) -> Exchange | None:
+        """Start to take the others' pieces where ranks can read them; None where they cannot."""
+        table, ranks, num_bytes = active(), self.lane.ranks, sum(self.sizes) * empty.itemsize
+        stands = empty.is_cpu and arrivals.device == HOST
+        on_host = stands and not any(table.cuts(rank) for rank in ranks if rank != table.rank)
+        if self._in_levels(num_bytes, on_host=on_host):
+            return None
+        peers = peers_worth_reading(num_bytes, ranks, table, on_host=on_host)
+        if peers is None:
+            return None
+        pieces = [self._piece(slot, values.get(slot.name), empty) for slot in self.packed]
+        targets = [narrowed(arrivals.make(slot.name), slot.cuts) for slot in self.unpacked]
+        rooms = [x if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype) for x in targets]
+        by_rank = {rank: [x for x, giver in zip(rooms, self.givers, strict=True) if giver == rank] for rank in ranks}
+        exchange = gather_pieces_here(pieces, by_rank, self.sizes, ranks, self.tag, table, peers)
+        strided = [(x, room) for x, room in zip(targets, rooms, strict=True) if room is not x]
+        return exchange.then(partial(_fill, strided)) if strided else exchange
+
     def start(self, buffer: Tensor) -> Exchange:
         """Start the message: in two levels where its form says so, by reading where ranks can, else by sending."""
         on_host, table = buffer.device.type == "cpu", active()
@@ -170,6 +205,11 @@ class MessageRun:
                 targets.append(narrowed(arrivals.make(slot.name), slot.cuts))
         if sources:
             foreach_copy(targets, sources)
+
+
+def _fill(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy to each first tensor its second."""
+    foreach_copy([target for target, _ in pairs], [source for _, source in pairs])
 
 
 def _slots(start: int, parts: Iterable[ParameterBox], places: Mapping[str, LocalPart]) -> list[PackedBox]:

@@ -109,13 +109,53 @@ def start_here(
 
     Exchanges of different numbers may be under way together; all ranks wait for theirs in one order.
     """
+    what = f"{act.__name__} of {list(sizes)} {buffer.dtype}"
+    acting = partial(act, sizes=sizes, peers=peers)
+    return Exchange(tuple(ranks), [_Reading(acting, buffer, ranks, _slot_of(number, ranks), peers, table, what)])
+
+
+def _slot_of(number: int, ranks: Sequence[int]) -> int:
+    """Return the slot of an exchange that is waited for later; the first is of those that are waited for at once."""
     if number >= BOARD_SLOTS - 1:
         raise CommError(
             f"exchange {number} of ranks {list(ranks)} is one of more than {BOARD_SLOTS - 1}; use fewer buckets"
         )
-    what = f"{act.__name__} of {list(sizes)} {buffer.dtype}"
-    acting = partial(act, sizes=sizes, peers=peers)
-    return Exchange(tuple(ranks), [_Reading(acting, buffer, ranks, 1 + number, peers, table, what)])
+    return 1 + number
+
+
+def gather_pieces_here(
+    pieces: Sequence[Tensor],
+    rooms: Mapping[int, Sequence[Tensor]],
+    sizes: Sequence[int],
+    ranks: Sequence[int],
+    number: int,
+    table: GroupTable,
+    peers: Peers,
+) -> Exchange:
+    """Start to take every other rank's pieces from where each stands, without a buffer. Collective over `ranks`.
+
+    Args:
+        pieces: of this rank, dense, `sizes` of its rank in all.
+        rooms: for those of the others, dense, in their order.
+        sizes: elements by rank.
+        ranks: all.
+        number: see `start_here`.
+        table: the ranks.
+        peers: their processes.
+    """
+    places = torch.tensor([piece.data_ptr() for piece in pieces], dtype=torch.int64)
+
+    def act(reading: _Reading, addresses: Addresses) -> None:
+        assert len(pieces) == len(places)  # they stand where they are until all have read them
+        for rank, of_rank in rooms.items():
+            if of_rank:
+                there = torch.empty(len(of_rank), dtype=torch.int64)
+                peers.read(rank, addresses[rank], there)
+                peers.read_all(rank, there.tolist(), of_rank)
+
+    dtypes = {str(x.dtype) for x in (*pieces, *(room for of_rank in rooms.values() for room in of_rank))}
+    what = f"gather_pieces_here of {list(sizes)} {sorted(dtypes)}"
+    return Exchange(tuple(ranks), [_Reading(act, places, ranks, _slot_of(number, ranks), peers, table, what)])
 
 
 def sum_all_here(reading: _Reading, addresses: Addresses, sizes: Sequence[int], peers: Peers) -> None:

@@ -35,6 +35,7 @@ BOARD_SLOTS = 1 << 12
 SPIN_SECONDS, SLEEP_SHARE, MOST_SLEEP_SECONDS = 2e-4, 0.02, 1e-3
 """For how long a rank that waits looks again and again; it then sleeps a share of the time so far, up to a bound."""
 
+_MOST_EXTENTS = 1024  # IOV_MAX of Linux
 _WORD_BYTES = 32
 _NETWORK = Path("/proc/self/ns/net")
 
@@ -104,6 +105,18 @@ class Peers:
         except OSError as error:
             raise RuntimeError(f"the memory of rank {rank} cannot be read: {error.strerror}") from error
 
+    def read_all(self, rank: int, addresses: Sequence[int], rooms: Sequence[Tensor]) -> None:
+        """Copy several pieces of a rank's memory into dense tensors. Raises RuntimeError as `read` does."""
+        pairs = list(zip(addresses, rooms, strict=True))
+        for first in range(0, len(pairs), _MOST_EXTENTS):
+            batch = pairs[first : first + _MOST_EXTENTS]
+            done = _copied_at_once(self.processes[rank], batch)
+            for address, room in batch:  # the system may stop early; whoever has gone is named here
+                left = min(room.nbytes, max(0, room.nbytes - done))
+                if left:
+                    self.read(rank, address, room)
+                done = max(0, done - room.nbytes)
+
     def look(self, rank: int, slot: int) -> Told:
         """Return what a rank has said; nothing yet while it writes. Raises ProcessLookupError where it has gone."""
         found = (ctypes.c_int64 * _WORDS)()
@@ -149,6 +162,16 @@ def _copy(process: int, address: int, place: int, size: int) -> None:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number) if count else "nothing was read")
         address, place, size = address + count, place + count, size - count
+
+
+def _copied_at_once(process: int, pieces: Sequence[tuple[int, Tensor]]) -> int:
+    """Copy pieces of a process's memory in one call; return how many bytes that has brought."""
+    there, here = (_Extent * len(pieces))(), (_Extent * len(pieces))()
+    for number, (address, room) in enumerate(pieces):
+        there[number].first, here[number].first = address, room.data_ptr()
+        there[number].size = here[number].size = room.nbytes
+    count = ctypes.c_ulong(len(pieces))
+    return max(0, int(system_call()(process, here, count, there, count, ctypes.c_ulong(0))))
 
 
 class _Extent(ctypes.Structure):

@@ -18,6 +18,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.peers import exchanges, memory
 from hetu_fx.comm_ops.wire.peers.exchanges import (
     Act,
+    gather_pieces_here,
     gather_segments_here,
     start_here,
     sum_all_here,
@@ -155,6 +156,24 @@ def check_who_ends_after_the_last_exchange_is_not_missed(rank: int, world: int, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Peers, "look", gone_once_read)
         read(gather_segments_here, value(rank, torch.float32), 50)
+
+
+def check_pieces_are_taken_from_where_they_stand(rank: int, world: int, folder: Path) -> None:
+    table, numels = GroupTable(name="pieces"), {2: (3, 100), 0: (), 1: (7,)}
+    peers, by = peers_of(table, RANKS), memory._copied_at_once
+    assert peers is not None
+    for number, most in enumerate((None, 0, 20)):  # bytes after which the system is said to stop
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(memory, "_MOST_EXTENTS", 1 + number)
+            if most is not None:
+                patch.setattr(memory, "_copied_at_once", lambda *what, most=most: min(most, by(*what)))
+            pieces = [torch.full((numel,), rank + i / 8) for i, numel in enumerate(numels[rank])]
+            rooms = {other: [torch.empty(n) for n in numels[other]] for other in RANKS if other != rank}
+            sizes = [sum(numels[other]) for other in RANKS]
+            gather_pieces_here(pieces, rooms, sizes, RANKS, 70 + number, table, peers).wait()
+        for other, found in rooms.items():
+            for i, room in enumerate(found):
+                assert torch.equal(room, torch.full_like(room, other + i / 8))
 
 
 def check_unlike_calls_are_refused(rank: int, world: int, folder: Path) -> None:

@@ -81,6 +81,14 @@ class Bridge:
         """Names of the parameters whose gradients may travel before the last one of this rank is there."""
         return frozenset(name for names in self.reduce_buckets[:-1] for name in names)
 
+    def shares(self, pieces: Mapping[str, Tensor]) -> bool:
+        """Tell whether what `gather` returns is these pieces, where they stand: nothing moves."""
+        return self._gathers_nothing and all(pieces[e.name].dtype is e.dtype for e in self.plan.entries)
+
+    @cached_property
+    def _gathers_nothing(self) -> bool:
+        return not any(run.messages or run.moved or run.copied for run in self._gathers)
+
     def gather(self, pieces: Mapping[str, Tensor], into: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Turn this rank's home pieces into its compute parameters (names that it reads only).
 

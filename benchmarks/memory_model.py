@@ -1,11 +1,7 @@
 """The planner's memory model against the real peak of every process.
 
-Measured is what torch's own allocator has handed out and not got back, to the byte: its profiler reports every
-allocation of the process, from before the model is made, and the most during one training step counts. What gloo's
-threads free it does not see: where they happen to be the last to let go of a message, that seems to be held for ever.
-So a case is measured `TIMES` times over, and the least counts. Resident memory would not do: the C library keeps freed
-memory, Python and libraries take more than these models, and pages that nobody has touched do not count. Predicted is
-what the planner knows before anything runs.
+Measured is what torch's own allocator has handed out and not got back (`kit.memory`), from before the model is made;
+the most during one training step counts, the least of `TIMES`. Predicted is what the planner knows before it runs.
 """
 
 from __future__ import annotations
@@ -15,17 +11,15 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.kit.contest import train_step
 from benchmarks.kit.fleet import in_fleet, run_workers, say, worker_parser, write_result
+from benchmarks.kit.memory import Recorded, measured_step, recording
 from benchmarks.kit.models import Size, batch, gpt2, llama
 from benchmarks.kit.report import Bar, Row, finish
 from hetu_fx.emulate.emulate import EmulateSpec
@@ -38,7 +32,6 @@ from hetu_fx.program.captures import Programs
 RANKS = 4
 BLOCKS = 4
 TIMES = 3
-STEP = "the step that is measured"
 BAR = 0.10
 
 
@@ -151,7 +144,7 @@ def measured_peak(make: Callable[[], nn.Module], whole: dict[str, Tensor], plan:
     import hetu_fx
 
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with recording() as record:
         plain = make()
         optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
         model = hetu_fx.auto_parallelize(plain, whole, plan=plan, optimizer=optimizer, data="global")
@@ -159,21 +152,9 @@ def measured_peak(make: Callable[[], nn.Module], whole: dict[str, Tensor], plan:
         step()
         step()
         gc.collect()
-        with record_function(STEP):
+        with measured_step():
             step()
-    return most_allocated(recorded)
-
-
-def most_allocated(recorded: profile) -> int:
-    """Return the most bytes that were out at once after the mark."""
-    assert recorded.profiler is not None
-    assert recorded.profiler.kineto_results is not None
-    events = recorded.profiler.kineto_results.events()
-    start = next(event.start_ns() for event in events if event.name() == STEP)
-    memory: list[Any] = [event for event in events if event.name() == "[memory]"]
-    changes: list[tuple[int, int]] = sorted((event.start_ns(), event.nbytes()) for event in memory)
-    out = accumulate(size for _, size in changes)
-    return max(total for (when, _), total in zip(changes, out, strict=True) if when >= start)
+    return Recorded.of(record).peak_bytes
 
 
 if __name__ == "__main__":

@@ -60,7 +60,8 @@ class Handle:
     def stats(self) -> dict[str, Any]:
         """Return what the last step did, and what this process has paid once so far.
 
-        `variant`, `rows` per pipeline and this process's `compute_seconds` are those of the last step. `groups` lists
+        `variant`, `rows` per pipeline and this process's `compute_seconds` are those of the last step, as are its
+        `host_seconds`: in our calls, without the model's own ops and without waiting for others. `groups` lists
         the process groups created so far, and the seconds that each took; `first_use` has the `FirstUse` by variant,
         `planning` the `PlanningStats` of sequences of mixed lengths (None where they cannot run), `replanned` a
         `Replanned` for each plan that was taken over since. `graphs` has a `GraphEvent` each time that graphs were
@@ -77,6 +78,7 @@ class Handle:
             "variant": report.variant,
             "rows": report.rows,
             "compute_seconds": report.timer.seconds,
+            "host_seconds": self._runtime.host.seconds,
             "steps": self._runtime.step,
             "switches": self._runtime.switches,
             "groups": tuple(self._runtime.table.creations),

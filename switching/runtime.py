@@ -47,7 +47,7 @@ from hetu_fx.switching.step.loss import Guess, SeenLoss
 from hetu_fx.switching.step.policy import BatchFacts
 from hetu_fx.switching.step.report import LastStep, StepTimes
 from hetu_fx.switching.step.rows import RowPlan, check_rows, plan_rows
-from hetu_fx.switching.step.timer import ComputeTimer, clock_of
+from hetu_fx.switching.step.timer import ComputeTimer, HostTime, clock_of
 from hetu_fx.switching.step.variant import Variant
 from hetu_fx.switching.variants import Variants
 from hetu_fx.switching.whole import WholeModule
@@ -100,6 +100,7 @@ class Runtime:
         self._stand_by: Callable[[], None] = _rest
         self._groups_seen = len(table.creations)
         self.clock = clock_of(next(model.parameters()).device)
+        self.host = HostTime(lambda: table.waited_seconds)
 
     def add_variant(
         self, plan: Plan, name: str, planned_rates: Mapping[int, float] | None = None, deduced: bytes | None = None
@@ -206,7 +207,8 @@ class Runtime:
             )
         note("model(...)", is_step=True)
         self.times.begin(perf_counter())
-        with using(self.table):
+        self.report.host_seconds, self.host.seconds = self.host.seconds, 0.0
+        with using(self.table), self.host.counted():
             batch, facts = self._agree(args, kwargs)
             self.shared.forget()
             for watcher in self._watchers:
@@ -242,6 +244,7 @@ class Runtime:
             batch = self.execution.read(args, kwargs, self.model.training, shared=self.settings.shared)
             timer = self.report.timer
             told = {"compute_seconds": timer.seconds / timer.share, **self.writes.told}
+            told["host_seconds"] = self.report.host_seconds
             for watcher in self._watchers:
                 told.update(watcher.tell())
             changed = self.members.look(self.execution.structure)
@@ -300,7 +303,7 @@ class Runtime:
         self.step += self._trains
         if self._trains:
             self.whole.drop()
-        made, timer, built = [], ComputeTimer(self.clock), len(self.idle.events)
+        made, timer, built = [], ComputeTimer(self.clock, self.host), len(self.idle.events)
         for part in division.parts:
             self._become(part.variant)
             inputs = replace(self._inputs(division.counts, part.rows), timer=timer)
@@ -331,7 +334,8 @@ class Runtime:
             outputs=self.settings.outputs,
             syncs_gradients=self._syncs_gradients,
             guess=self.guess,
-            timer=ComputeTimer(self.clock),
+            timer=ComputeTimer(self.clock, self.host),
+            host=self.host,
             stand_by=self._stand_by,
             tell=self.execution.observers.tell,
         )

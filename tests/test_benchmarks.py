@@ -9,18 +9,28 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
-FILE = Path(__file__).parents[1] / "benchmarks" / "kit" / "report.py"
+KIT = Path(__file__).parents[1] / "benchmarks" / "kit"
 
 
 @pytest.fixture(scope="module")
 def report() -> ModuleType:
-    """Load the file under its own name: the benchmarks are no part of what is installed."""
-    spec = importlib.util.spec_from_file_location("benchmarks_report", FILE)
+    return loaded("report")
+
+
+@pytest.fixture(scope="module")
+def memory() -> ModuleType:
+    return loaded("memory")
+
+
+def loaded(name: str) -> ModuleType:
+    """Load a file under a name of its own: the benchmarks are no part of what is installed."""
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", KIT / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["benchmarks_report"] = module
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -52,3 +62,43 @@ def test_a_table_has_a_column_per_key(report: ModuleType) -> None:
 
 def test_ratios_are_taken_within_a_round(report: ModuleType) -> None:
     assert report.median_ratio([2.0, 20.0, 3.0], [1.0, 10.0, 1.0]) == 2.0
+
+
+def test_what_is_out_at_the_peak_of_a_step_adds_up(memory: ModuleType) -> None:
+    kept, step = torch.ones(25), memory.STEP
+    place = kept.untyped_storage().data_ptr()
+    events = [
+        (1, 1, 900),
+        (2, 1, -900),
+        (3, place, 100),
+        (4, 2, 40),
+        (11, 3, 30),
+        (12, 3, -30),
+        (13, 4, 20),
+        (21, 5, 60),
+    ]
+    changes = [memory._Change(when, place, size) for when, place, size in [*events, (22, 5, -60), (30, 4, -20)]]
+    marks = {step: (10, 40), "forward": (10, 19), "backward": (20, 29)}
+    recorded = memory.Recorded(changes, marks)
+    assert recorded.peak_bytes == 220
+    found = recorded.at_peak({"kept": [kept]}, ("forward", "backward"))
+    told = {what: size for what, size in found.items() if size}
+    assert told == {"kept": 100, "other, from before": 40, "other, from forward": 20, "other, from backward": 60}
+    assert sum(found.values()) == recorded.peak_bytes
+
+
+def test_memory_that_another_thread_gives_back_is_told(memory: ModuleType) -> None:
+    changes = [memory._Change(1, 1, 100), memory._Change(5, 1, 100)]  # handed out again: it was given back in between
+    recorded = memory.Recorded(changes, {memory.STEP: (4, 6)})
+    assert recorded.at_peak({}, ())["given back by other threads"] == 100
+
+
+def test_a_record_of_torchs_allocator_is_read(memory: ModuleType) -> None:
+    with memory.recording() as record:
+        before = torch.ones(1000)
+        with memory.measured_step():
+            made = before * 2
+            del made
+    recorded = memory.Recorded.of(record)
+    assert 8000 <= recorded.peak_bytes < 9000
+    assert recorded.at_peak({"before": [before]}, ())["before"] == 4000

@@ -9,19 +9,18 @@ in halves.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.profiler import record_function
 
 import hetu_fx
-from benchmarks.kit.contest import Step, adamw, run_rounds, train_step
-from benchmarks.kit.fleet import in_fleet, run_workers, worker_parser, write_result
+from benchmarks.equal.contest import Against, Contest, Job, kept_by, marked_step
+from benchmarks.kit.contest import adamw
 from benchmarks.kit.models import Size, batch, llama
-from benchmarks.kit.report import Bar, Row, finish, median_ratio
-from hetu_fx.emulate.emulate import EmulateSpec
 from hetu_fx.plans.plan import Pipeline, Plan, Schedule, Stage
 
 SIZE = Size(width=256, layers=4, rows=16, tokens=128)
@@ -32,61 +31,21 @@ TORCH_BAR = 0.95
 WORLD = 2
 
 
-def main() -> int:
-    """Run the contest and judge it."""
-    options = worker_parser("equal", "Schedules of two stages beside torch.distributed.pipelining.").parse_args()
-    if options.worker is not None:
-        return work(options.worker, rounds=5 if options.quick else 15)
-    spec = EmulateSpec(speeds=(1.0,) * WORLD)
-    given = ["--quick"] * options.quick
-    found = run_workers("equal", given, spec, timeout_seconds=900, limit="affinity")
-    bars = [
-        Bar(f"{count} micro-batches: best of ours over torch", best(seconds), TORCH_BAR, at_least=False)
-        for count, seconds in found.items()
-    ]
-    return finish("equal", bars, [row for count, seconds in found.items() for row in rows_of(count, seconds)])
+def contest(count: int) -> Contest:
+    """Make the contest of so many micro-batches."""
+    whole = batch(SIZE.rows, SIZE.tokens)
+    ours = {name: partial(our_job, whole, schedule, count) for name, schedule in OURS.items()}
+    return Contest({TORCH: partial(torch_job, whole, count), **ours}, [Against(tuple(OURS), TORCH, TORCH_BAR)])
 
 
-def best(seconds: Mapping[str, list[float]]) -> float:
-    """Return the time of the best of our schedules over torch's."""
-    return min(median_ratio(seconds[name], seconds[TORCH]) for name in OURS)
-
-
-def rows_of(count: str, seconds: Mapping[str, list[float]]) -> list[Row]:
-    """Make the lines of one number of micro-batches."""
-    return [
-        {
-            "micro-batches": count,
-            "who": name,
-            "seconds a step": sorted(own)[len(own) // 2],
-            "over torch": median_ratio(own, seconds[TORCH]),
-        }
-        for name, own in seconds.items()
-    ]
-
-
-def work(result: Path, *, rounds: int) -> int:
-    """Be one stage."""
-    with in_fleet():
-        whole = batch(SIZE.rows, SIZE.tokens)
-        found = {str(count): run_rounds(contestants(whole, count), rounds=rounds) for count in MICRO_BATCHES}
-        write_result(result, found)
-    return 0
-
-
-def contestants(whole: Mapping[str, Tensor], count: int) -> dict[str, Step]:
-    """Make all steps of so many micro-batches."""
-    ours = {name: our_step(whole, schedule, count) for name, schedule in OURS.items()}
-    return ours | {TORCH: torch_step(whole, count)}
-
-
-def our_step(whole: Mapping[str, Tensor], schedule: Schedule, count: int) -> Step:
-    """Make our step under a schedule."""
-    model, rank = llama(SIZE), dist.get_rank()
-    optimizer = adamw(model)
+def our_job(whole: Mapping[str, Tensor], schedule: Schedule, count: int) -> Job:
+    """Train by hetu_fx under a schedule; its backward runs in forward."""
+    plain, rank = llama(SIZE), dist.get_rank()
+    optimizer = adamw(plain)
     own = {name: value.chunk(WORLD)[rank] for name, value in whole.items()}
     plan = Plan((Pipeline((Stage((0,)), Stage((1,))), micro_batches=count),), schedule=schedule)
-    return train_step(hetu_fx.auto_parallelize(model, own, plan=plan, optimizer=optimizer), optimizer, own)
+    model = hetu_fx.auto_parallelize(plain, own, plan=plan, optimizer=optimizer)
+    return Job(marked_step(model, optimizer, own), partial(kept_by, model, optimizer))
 
 
 class Half(nn.Module):
@@ -115,8 +74,8 @@ def next_tokens_loss(scores: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(scores[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-def torch_step(whole: Mapping[str, Tensor], count: int) -> Step:
-    """Make the step of torch.distributed.pipelining."""
+def torch_job(whole: Mapping[str, Tensor], count: int) -> Job:
+    """Train by torch.distributed.pipelining; its backward runs with its forward, too."""
     rank = dist.get_rank()
     half = Half(llama(SIZE), rank)
     optimizer = adamw(half)
@@ -127,7 +86,11 @@ def torch_step(whole: Mapping[str, Tensor], count: int) -> Step:
 
     def step() -> None:
         optimizer.zero_grad()
-        schedule.step(*given, **target)
-        optimizer.step()
+        with record_function("forward"):
+            schedule.step(*given, **target)
+        with record_function("backward"):
+            pass
+        with record_function("optimizer"):
+            optimizer.step()
 
-    return step
+    return Job(step, partial(kept_by, half, optimizer))

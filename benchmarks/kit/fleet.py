@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -60,16 +61,28 @@ def run_workers(name: str, arguments: Sequence[str], spec: EmulateSpec, **how: A
 
 @contextmanager
 def in_fleet() -> Iterator[None]:
-    """Be one rank meanwhile."""
-    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    """Be one rank meanwhile; one that is alone has no process group."""
+    if world_here() > 1:
+        dist.init_process_group("gloo", timeout=timedelta(minutes=10))
     yield
     barrier()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def rank_here() -> int:
+    """Return the number of this process among those that were started."""
+    return int(os.environ["RANK"])
+
+
+def world_here() -> int:
+    """Return how many processes were started."""
+    return int(os.environ["WORLD_SIZE"])
 
 
 def write_result(path: Path, value: object) -> None:
     """Give a value to the process that started the workers: rank 0's."""
-    if dist.get_rank() == 0:
+    if rank_here() == 0:
         path.write_text(json.dumps(value))
 
 

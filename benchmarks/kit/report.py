@@ -32,6 +32,8 @@ class Bar:
 
 
 Row = Mapping[str, object]
+Part = tuple[Sequence[Bar], Sequence[Row]]
+"""What a part of a benchmark has found."""
 
 
 def parser(name: str, purpose: str) -> argparse.ArgumentParser:

@@ -17,7 +17,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from time import perf_counter
 from types import FrameType, TracebackType
 
@@ -169,6 +169,7 @@ def _library_folders() -> tuple[str, ...]:
     return (os.path.dirname(torch.__file__), sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"])
 
 
+@lru_cache(maxsize=4096)  # every step looks at the files on its stack
 def _is_below(file: str, folders: tuple[str, ...]) -> bool:
     installed = "site-packages" if "dist-packages" not in file else "dist-packages"
     return any(

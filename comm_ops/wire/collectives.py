@@ -138,10 +138,10 @@ def _start_sum(
     turned = [*ranks[here + 1 :], *ranks[:here]]
     sends = [(rank, outgoing[rank], tag) for rank in turned if outgoing[rank].numel()]
     posted = post(receives, sends, table, table.group(ranks), is_staged=is_staged)
-    return Exchange(tuple(ranks), [posted], lambda: _sum_into(result, list(summands.values())))
+    return Exchange(tuple(ranks), [posted], lambda: sum_into(result, list(summands.values())))
 
 
-def _sum_into(result: Tensor, summands: Sequence[Tensor]) -> None:
+def sum_into(result: Tensor, summands: Sequence[Tensor]) -> None:
     """Sum in order; where `result` is one of the summands, the first one is written to."""
     first, second, *rest = summands
     total = torch.add(first, second, out=first if any(result is summand for summand in summands) else result)

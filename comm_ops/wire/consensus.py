@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from hetu_fx import errors
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded, using
+from hetu_fx.comm_ops.wire.peers.exchanges import gather_read
+from hetu_fx.comm_ops.wire.peers.memory import peers_of
 from hetu_fx.comm_ops.wire.small_sums import reduce_small
 from hetu_fx.errors import BatchError, HetuFxError, OtherRankError
 
@@ -49,6 +51,7 @@ class StepFacts:
         longest: longest sequence in the batch.
         counts: sums over ranks, in the order of the program's count leaves.
         compute_seconds: of each rank's last step, communication left out; 0 if unknown.
+        host_seconds: that each rank's host has spent in its last step, without the model's own ops and without waiting.
         leaving: the ranks that ask to be drained before the step.
         ending: the ranks that were told to end, and ask for a checkpoint before the step.
         has_plan: a rank has made the plan that it was to make in the background, or has failed to.
@@ -65,6 +68,7 @@ class StepFacts:
     longest: int = _fact(_largest)
     counts: tuple[float, ...] = ()
     compute_seconds: tuple[float, ...] = _fact(tuple)
+    host_seconds: tuple[float, ...] = _fact(tuple)
     leaving: tuple[int, ...] = _fact(_ranks_that_do)
     ending: tuple[int, ...] = _fact(_ranks_that_do)
     has_plan: bool = _fact(any)
@@ -285,9 +289,12 @@ def _padded(numbers: Sequence[float], length: int) -> list[float]:
 
 
 def _exchange(table: GroupTable, row: Sequence[float]) -> list[list[float]]:
+    what, ranks = "agreement on the step", range(table.size)
     mine = torch.tensor(row, dtype=torch.float64, device=table.transport.device(table.base))
+    if mine.is_cpu and (peers := peers_of(table, ranks)):
+        return [x.tolist() for x in gather_read(mine, [mine.shape] * table.size, ranks, table, peers, what)]
     everyone = mine.new_empty(table.size, len(row))
-    with using(table), guarded("agreement on the step", range(table.size)):
+    with using(table), guarded(what, ranks):
         table.transport.all_gather(list(everyone.unbind()), mine, table.base)
     told: list[list[float]] = everyone.tolist()
     return told

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hetu_fx.base.device_types import HOST, type_of
@@ -30,9 +31,22 @@ from hetu_fx.comm_ops.wire.process_group import (
     world_group,
 )
 from hetu_fx.comm_ops.wire.shutdown import can_sever, release_at_exit
-from hetu_fx.comm_ops.wire.transport import Group, ProcessTransport, Transport
+from hetu_fx.comm_ops.wire.transport import Group, ProcessTransport, Transport, Work
 from hetu_fx.comm_ops.wire.waits import waiting
 from hetu_fx.errors import CommError
+
+
+class Mailbox(Protocol):
+    """Carries messages between ranks that can read each other's memory; see `peers.mail`."""
+
+    def takes(self, peer: int, x: Tensor) -> bool:
+        """Tell whether a message to or from another rank goes so."""
+
+    def send(self, peer: int, x: Tensor) -> Work:
+        """Start to send."""
+
+    def receive(self, peer: int, room: Tensor) -> Work:
+        """Start to receive."""
 
 
 class PausedByWaits(Protocol):
@@ -84,11 +98,14 @@ class GroupTable:
     `process_group` if None). `listener` is told (what, start, end) of every communication. `topology` has the
     links between its ranks, if they are known: set it alike on all ranks.
 
-    `creations` lists the groups created so far, also those of tables beside this one.
+    `creations` lists the groups created so far, also those of tables beside this one. `waited_seconds` adds up what it
+    has waited for others. `mail` carries what stages hand over, where it can.
     """
 
     listener: Callable[[str, float, float], None] | None = None
     topology: Topology | None = None
+    mail: Mailbox | None = None
+    waited_seconds = 0.0
     pauses_work = True  # its messages are waited for by the thread that computes
     transport: Transport = ProcessTransport()
     _path: CommonPath | None = None
@@ -162,7 +179,7 @@ class GroupTable:
 
     def release(self) -> None:
         """Let the groups go; the table can communicate no longer."""
-        self._groups, self._base, self._path = {}, None, None
+        self._groups, self._base, self._path, self.mail = {}, None, None, None
 
     @property
     def is_of_processes(self) -> bool:
@@ -187,6 +204,7 @@ class GroupTable:
     def waiting(self, what: str) -> Iterator[None]:
         """Pause what counts this rank's own work, and tell the listener if there is one."""
         start, working = perf_counter(), _present().working if self.pauses_work else None
+        before = self.waited_seconds  # of waits inside this one, too
         if working is not None:
             working.pause()
         try:
@@ -195,7 +213,9 @@ class GroupTable:
         finally:
             if working is not None:
                 working.resume()
-            self._tell(what, start, perf_counter())
+            end = perf_counter()
+            self.waited_seconds = before + end - start
+            self._tell(what, start, end)
 
     def _tell(self, what: str, start: float, end: float) -> None:
         if self.listener is not None:

@@ -9,7 +9,7 @@ from itertools import groupby
 
 from torch import Tensor
 
-from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.comm_ops.wire.groups import GroupTable, Mailbox
 from hetu_fx.comm_ops.wire.staging import StagedArrival, StagedMessage
 from hetu_fx.comm_ops.wire.transport import Group, Work
 
@@ -70,8 +70,30 @@ def post(
 
     What a rank sends and what it waits for next belong in one call. Each goes the way that its two ends have: from
     where it is, all of those in one group call, or through the host (`staging`); all of them where `is_staged`, which
-    both ends say alike. What goes to several ranks, one after the other, is brought to the host once.
+    both ends say alike; what stages hand over, by `table.mail` where it can. What goes to several ranks, one after the
+    other, is brought to the host once.
     """
+    if table.mail is None:
+        return _posted(receives, sends, table, group, is_staged=is_staged)
+    taken, receives = _parted(receives, table.mail)
+    given, sends = _parted(sends, table.mail)
+    arriving = [table.mail.receive(peer, x) for peer, x, _ in taken]
+    leaving = [table.mail.send(peer, x) for peer, x, _ in given]
+    others = _posted(receives, sends, table, group, is_staged=is_staged) if receives or sends else Posted(())
+    return Posted((*arriving, *others.arriving), (*leaving, *others.leaving))
+
+
+def _parted(messages: Sequence[Message], mail: Mailbox) -> tuple[list[Message], list[Message]]:
+    """Return what stages hand over where the other end can read it, and all else."""
+    found: tuple[list[Message], list[Message]] = ([], [])
+    for peer, x, tag in messages:
+        found[tag != Tag.STAGES or not mail.takes(peer, x)].append((peer, x, tag))
+    return found
+
+
+def _posted(
+    receives: Sequence[Message], sends: Sequence[Message], table: GroupTable, group: Group, *, is_staged: bool
+) -> Posted:
     way = _Ways(table, table.base if group is None else group, is_staged)
     direct, staged = zip(*(way.parted(messages) for messages in (receives, sends)), strict=True)
     arriving = [way.receive(*message) for message in staged[0]]

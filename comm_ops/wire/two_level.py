@@ -6,7 +6,8 @@ across first, a reduce-scatter inside first. Across, ranks meet in lanes of one 
 unequal numbers of ranks, those of a smaller node stand in several lanes; an all-reduce uses as many lanes as the
 smallest node has ranks. The first and second level of an all-gather copy bits; sums are made per node first.
 
-`..._by` runs a collective by the algorithm that its op carries: the one place where flat, padded and two-level part.
+`..._by` runs a collective by the algorithm that its op carries: the one place where flat, padded and two-level part,
+and where ranks read each other's memory instead of sending (`peers`).
 `start_in_levels` runs one beside what else a rank does. A level can only start when the one before has arrived, and a
 rank in its backward cannot wait for that: its peers may need what it has yet to work out. So a thread takes the
 levels, exchange by exchange in the order in which all ranks start them. Its messages are in groups of its own
@@ -33,6 +34,8 @@ from hetu_fx.comm_ops.wire.collectives import (
     sum_over,
 )
 from hetu_fx.comm_ops.wire.groups import GroupTable, active
+from hetu_fx.comm_ops.wire.peers.exchanges import gather_read, reduce_read, sum_read
+from hetu_fx.comm_ops.wire.peers.memory import Peers, peers_worth_reading
 from hetu_fx.comm_ops.wire.serial_threads import InTurn
 
 Levels = tuple[tuple[int, ...], ...]
@@ -143,7 +146,14 @@ def all_reduce_by(x: Tensor, ranks: Sequence[int], algorithm: Algorithm, table: 
     """Return the sum of `x` over `ranks` as a new contiguous tensor, the same bits on all of them."""
     if algorithm.in_two_levels(x.nbytes):
         return _sum_in_levels(x, ranks, algorithm.tiers, table)
-    return sum_over(x, ranks, table)
+    peers = _readers(x, x.nbytes, ranks, table)
+    return sum_over(x, ranks, table) if peers is None else sum_read(x, ranks, table, peers)
+
+
+def _readers(x: Tensor, num_bytes: int, ranks: Sequence[int], table: GroupTable) -> Peers | None:
+    """Return the ranks' processes where all have their tensors on the host, as all know, and read them there."""
+    on_host = x.is_cpu and not any(table.cuts(rank) for rank in ranks if rank != table.rank)
+    return peers_worth_reading(num_bytes, ranks, table, on_host=on_host)
 
 
 def all_gather_by(
@@ -153,6 +163,8 @@ def all_gather_by(
     num_bytes = sum(torch.Size(shape).numel() for shape in shapes) * x.element_size()
     if algorithm.in_two_levels(num_bytes):
         return _gather_in_levels(x, shapes, ranks, algorithm.tiers, table)
+    if peers := _readers(x, num_bytes, ranks, table):
+        return gather_read(x, shapes, ranks, table, peers)
     gather = gather_padded if algorithm.pads(num_bytes) else gather_parts
     return gather(x, shapes, ranks, table)
 
@@ -162,6 +174,8 @@ def reduce_scatter_by(parts: Sequence[Tensor], ranks: Sequence[int], algorithm: 
     num_bytes = sum(part.nbytes for part in parts)
     if algorithm.in_two_levels(num_bytes):
         return _reduce_in_levels(parts, ranks, algorithm.tiers, table)
+    if peers := _readers(parts[0], num_bytes, ranks, table):
+        return reduce_read(parts, ranks, table, peers)
     reduce = reduce_padded if algorithm.pads(num_bytes) else reduce_parts
     return reduce(parts, ranks, table)
 

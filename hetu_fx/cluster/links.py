@@ -23,10 +23,11 @@ from torch import Tensor
 from hetu_fx.base.device_types import type_of
 from hetu_fx.cluster.devices import Collective, Device
 from hetu_fx.cluster.timed import SIZES
-from hetu_fx.comm_ops.wire.collectives import gather_padded, gather_parts, reduce_padded, reduce_parts, sum_over
+from hetu_fx.comm_ops.plans.algorithm import FLAT, Algorithm
 from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.p2p import Message, Tag, post
+from hetu_fx.comm_ops.wire.two_level import all_gather_by, all_reduce_by, reduce_scatter_by
 
 if TYPE_CHECKING:
     from hetu_fx.cluster.cluster import Cluster
@@ -167,30 +168,39 @@ def _ping_pong(table: GroupTable, pair: Pair, device: str, num_bytes: int, round
 
 
 _ROUNDS = 5
+_PADDED = Algorithm(padded_below=1 << 62)
 
 Run = Callable[[Sequence[Tensor], Sequence[int], GroupTable], object]
 
 
 def _all_reduce(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable) -> object:
-    return sum_over(torch.cat(list(parts)), ranks, table)
+    return all_reduce_by(torch.cat(list(parts)), ranks, FLAT, table)
 
 
 def _all_gather(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable) -> object:
-    return gather_padded(parts[table.position(ranks)], [part.shape for part in parts], ranks, table)
+    return all_gather_by(parts[table.position(ranks)], [part.shape for part in parts], ranks, _PADDED, table)
 
 
 def _grouped_all_gather(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable) -> object:
-    return gather_parts(parts[table.position(ranks)], [part.shape for part in parts], ranks, table)
+    return all_gather_by(parts[table.position(ranks)], [part.shape for part in parts], ranks, FLAT, table)
+
+
+def _reduce_scatter(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable) -> object:
+    return reduce_scatter_by(parts, ranks, _PADDED, table)
+
+
+def _grouped_reduce_scatter(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable) -> object:
+    return reduce_scatter_by(parts, ranks, FLAT, table)
 
 
 COLLECTIVES: Mapping[str, Run] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
-    "reduce_scatter": reduce_padded,
+    "reduce_scatter": _reduce_scatter,
     "grouped_all_gather": _grouped_all_gather,
-    "grouped_reduce_scatter": reduce_parts,
+    "grouped_reduce_scatter": _grouped_reduce_scatter,
 }
-"""What is timed; without `grouped`, uneven parts are padded to the largest."""
+"""What is timed, as ops run it; without `grouped`, uneven parts are padded to the largest where they are sent."""
 
 
 @dataclass(frozen=True, slots=True)

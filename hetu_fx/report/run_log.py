@@ -100,12 +100,13 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What is known of a batch once it is over; `compute_seconds` is empty if the processes have not met since."""
+    """What is known of a batch once it is over; seconds by process are empty if these have not met since."""
 
     longest: int
     seconds: float
     compute_seconds: tuple[float, ...] = ()
     loss: float | None = None
+    host_seconds: tuple[float, ...] = ()
 
 
 def entries(before: State, after: State, batch: Batch | None) -> Iterator[Entry]:
@@ -166,6 +167,7 @@ def _batch_entry(before: State, after: State, batch: Batch) -> Entry:
     planned = after.planned
     predicted = after.variants[after.variant].predicted_seconds if planned is None else planned.seconds
     times: dict[str, Any] = {"predicted_seconds": predicted or None, "compute_seconds": list(batch.compute_seconds)}
+    times["host_seconds"] = list(batch.host_seconds)
     if planned is not None:
         times |= {"planning_seconds": planned.planning_seconds, "waited_seconds": planned.waited_seconds}
     return {"event": "step", "step": after.step, **ran, **times}
@@ -208,7 +210,7 @@ class RunLog(AbstractContextManager["RunLog"]):
     def close(self) -> None:
         """Tell of the last batch, and of nothing more."""
         if self._runtime.unwatch(self):
-            self._catch_up((), self._before.peak_bytes)
+            self._catch_up(StepFacts(), self._before.peak_bytes)
             for sink in self._sinks:
                 sink.close()
 
@@ -221,16 +223,17 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     def observe(self, facts: StepFacts) -> None:
         """Tell of the batch before, which ends as another one begins."""
-        self._catch_up(facts.compute_seconds, grown(self._before.peak_bytes, facts.peak_bytes))
+        self._catch_up(facts, grown(self._before.peak_bytes, facts.peak_bytes))
         self._begun = time.perf_counter(), facts.longest
 
-    def _catch_up(self, compute_seconds: tuple[float, ...], peaks: tuple[int, ...]) -> None:
+    def _catch_up(self, facts: StepFacts, peaks: tuple[int, ...]) -> None:
         if not self._sinks:
             return
         batch = None
         if self._begun is not None:
             start, longest = self._begun
-            batch = Batch(longest, time.perf_counter() - start, compute_seconds, self._runtime.report.loss.number)
+            seconds, loss = time.perf_counter() - start, self._runtime.report.loss.number
+            batch = Batch(longest, seconds, facts.compute_seconds, loss, facts.host_seconds)
         after = replace(self._state(), peak_bytes=peaks)
         for entry in entries(self._before, after, batch):
             self._tell(entry)

@@ -88,7 +88,8 @@ def _scalars(entry: Entry) -> Iterator[tuple[str, float]]:
             yield "loss", entry["loss"]
         if entry["predicted_seconds"] is not None:
             yield "predicted_seconds", entry["predicted_seconds"]
-        yield from ((f"compute_seconds/{rank}", seconds) for rank, seconds in enumerate(entry["compute_seconds"]))
+        for what in ("compute_seconds", "host_seconds"):
+            yield from ((f"{what}/{rank}", seconds) for rank, seconds in enumerate(entry[what]))
     elif entry["event"] == "health":
         yield from ((f"rate/{device}", rate) for device, rate in entry["rates"].items())
 

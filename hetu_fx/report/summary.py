@@ -15,7 +15,16 @@ from hetu_fx.report.run_log import Entry
 
 PALETTE = ("#4c9be8", "#e8b84c", "#2f6f4f", "#c77dba", "#8c6d46", "#7d7d7d")
 CHANGES = ("plan", "cluster", "health", "switch", "built", "evicted", "moved", "arrived")
-HEADER = ("variant", "steps", "first s", "median s", "after a switch s", "predicted s", "measured / predicted")
+HEADER = (
+    "variant",
+    "steps",
+    "first s",
+    "median s",
+    "after a switch s",
+    "host s",
+    "predicted s",
+    "measured / predicted",
+)
 
 
 def entry_text(entry: Entry) -> str:
@@ -72,6 +81,7 @@ class VariantSummary:
         first_seconds: of its first step, which makes its graphs, and is in no median.
         seconds: of the others that came after a step of the same variant; None where there are none.
         switched_seconds: of the others that came after one of another variant; None where there are none.
+        host_seconds: of the process whose host took longest, besides the model's own ops; None where nobody has told.
         predicted_seconds: as the last step tells it; None where nobody has.
     """
 
@@ -80,6 +90,7 @@ class VariantSummary:
     first_seconds: float
     seconds: float | None
     switched_seconds: float | None
+    host_seconds: float | None
     predicted_seconds: float | None
 
 
@@ -100,8 +111,10 @@ def steps_of(log: Sequence[Entry]) -> list[Entry]:
 def _summary(name: str, entries: Sequence[tuple[Entry, bool]]) -> VariantSummary:
     seconds = [(entry["seconds"], switched) for entry, switched in entries]
     stayed, switched = ([s for s, changed in seconds[1:] if changed is kind] for kind in (False, True))
-    medians = median(stayed) if stayed else None, median(switched) if switched else None
-    return VariantSummary(name, len(entries), seconds[0][0], *medians, entries[-1][0]["predicted_seconds"])
+    host = [max(entry["host_seconds"]) for entry, _ in entries[1:] if entry.get("host_seconds")]  # older logs lack it
+    own, after_switches, hosts = (median(found) if found else None for found in (stayed, switched, host))
+    predicted = entries[-1][0]["predicted_seconds"]
+    return VariantSummary(name, len(entries), seconds[0][0], own, after_switches, hosts, predicted)
 
 
 def summary_text(log: Sequence[Entry]) -> str:
@@ -115,7 +128,8 @@ def variant_row(summary: VariantSummary) -> list[str]:
     """Return the cells of a variant's row under `HEADER`."""
     measured = summary.seconds or summary.switched_seconds
     ratio = measured / summary.predicted_seconds if measured and summary.predicted_seconds else None
-    numbers = (summary.first_seconds, summary.seconds, summary.switched_seconds, summary.predicted_seconds, ratio)
+    measured_seconds = summary.first_seconds, summary.seconds, summary.switched_seconds, summary.host_seconds
+    numbers = (*measured_seconds, summary.predicted_seconds, ratio)
     return [summary.name, str(summary.steps), *("" if number is None else f"{number:.3g}" for number in numbers)]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -76,13 +76,27 @@ class Bridge:
         """Names of the parameters of each reduce bucket, in order."""
         return tuple(bucket.names for bucket in self.plan.reduces)
 
-    def gather(self, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    @cached_property
+    def early(self) -> frozenset[str]:
+        """Names of the parameters whose gradients may travel before the last one of this rank is there."""
+        return frozenset(name for names in self.reduce_buckets[:-1] for name in names)
+
+    def shares(self, pieces: Mapping[str, Tensor]) -> bool:
+        """Tell whether what `gather` returns is these pieces, where they stand: nothing moves."""
+        return self._gathers_nothing and all(pieces[e.name].dtype is e.dtype for e in self.plan.entries)
+
+    @cached_property
+    def _gathers_nothing(self) -> bool:
+        return not any(run.messages or run.moved or run.copied for run in self._gathers)
+
+    def gather(self, pieces: Mapping[str, Tensor], into: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Turn this rank's home pieces into its compute parameters (names that it reads only).
 
-        Casts to the entries' dtypes. A result shares memory with its piece where they coincide. Raises
-        StateError where a piece is missing, CommError where a peer is.
+        Casts to the entries' dtypes. A result shares memory with its piece where they coincide. Others are written to
+        the tensors of an earlier call, `into`, if these are given; what is moved is always new. Raises StateError
+        where a piece is missing, CommError where a peer is.
         """
-        return self._run(self._gathers, pieces)
+        return self._run(self._gathers, pieces, into)
 
     def reduce(self, grads: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         """Turn this rank's gradients of compute parameters into gradients of its home pieces, for all names.
@@ -107,18 +121,25 @@ class Bridge:
         """Start one reduce bucket, whose gradients are ready; all ranks start all buckets in order."""
         return self._start(self._reduces[number], grads)
 
-    def _start(self, run: BucketRun, tensors: Mapping[str, Tensor | None]) -> UnderWay:
+    def _start(
+        self, run: BucketRun, tensors: Mapping[str, Tensor | None], into: Mapping[str, Tensor] | None = None
+    ) -> UnderWay:
         given = next((tensor for tensor in tensors.values() if tensor is not None), None)
         if given is not None:
             self._device = given.device  # remembered for buckets of which this rank has nothing
         with using(self.table):
-            return run.start(tensors, self._device)
+            return run.start(tensors, self._device, into)
 
-    def _run(self, runs: Sequence[BucketRun], tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    def _run(
+        self,
+        runs: Sequence[BucketRun],
+        tensors: Mapping[str, Tensor | None],
+        into: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
         under_way: deque[UnderWay] = deque()
         results: dict[str, Tensor] = {}
         for run in runs:
-            under_way.append(self._start(run, tensors))
+            under_way.append(self._start(run, tensors, into))
             if len(under_way) == BUCKETS_AT_ONCE:
                 results |= under_way.popleft().wait()
         for handle in under_way:
@@ -141,30 +162,37 @@ class Reduction:
         self._ready: dict[str, Tensor | None] = {}
         self._open = [set(names) & set(expected) for names in bridge.reduce_buckets]
         self._bucket_of = {name: i for i, names in enumerate(bridge.reduce_buckets) for name in names}
-        self._under_way: list[UnderWay] = []
+        self._under_way: deque[UnderWay] = deque()
+        self._started = 0
 
     def ready(self, name: str, grad: Tensor | None) -> None:
         """Hand in a gradient of this step, once per parameter; it is final and belongs to the bridge now."""
         self._ready[name] = grad
         self._open[self._bucket_of[name]].discard(name)
-        while len(self._under_way) < len(self._open) and not self._open[len(self._under_way)]:
+        while self._started < len(self._open) and not self._open[self._started]:
             self._start_next()
 
     def start(self) -> None:
         """Start what is left, with zeros for gradients that never came."""
-        while len(self._under_way) < len(self._open):
+        while self._started < len(self._open):
             self._start_next()
 
-    def finish(self) -> dict[str, Tensor]:
-        """Start what is left, wait for all, and give the gradients of the home pieces by name."""
+    def finish(self, last: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Start what is left, wait for all, and give the gradients of the home pieces by name.
+
+        `last` are those that have not been handed in; it is emptied, so that each is let go once it is packed.
+        """
+        if last is not None:
+            self._ready.update(last)
+            last.clear()
         self.start()
         results: dict[str, Tensor] = {}
-        for handle in self._under_way:
-            results |= handle.wait()
+        while self._under_way:  # a bucket's buffers go before the next one's results are made
+            results |= self._under_way.popleft().wait()
         return results
 
     def _start_next(self) -> None:
-        number = len(self._under_way)
+        number, self._started = self._started, self._started + 1
         names = self._bridge.reduce_buckets[number]
         self._under_way.append(self._bridge.reduce_start(number, {name: self._ready.pop(name, None) for name in names}))
 
@@ -208,6 +236,7 @@ class BucketRun:
         still = [name for name in bucket.names if name not in bucket.moved]
         self.kept = {name for name in still if name not in told and own[name].stays(rank)}
         self.copied = [(n, *cuts) for n in still if n not in self.kept for cuts in self._own(n, own[n], rank)]
+        self.needed_later = {*self.kept, *(name for name, *_ in self.copied), *self.moved}
 
     def _own(self, name: str, move: TensorMove, rank: int) -> list[tuple[Cuts, Cuts]]:
         """List what this rank takes from itself: (cuts of the source, cuts of the target)."""
@@ -226,13 +255,19 @@ class BucketRun:
             message.meet(self.table, self.dtype.itemsize, on_host=on_host)
 
     @torch.no_grad()
-    def start(self, tensors: Mapping[str, Tensor | None], device: torch.device) -> UnderWay:
-        """Pack this rank's tensors and start the messages. Raises StateError for a missing or misfit tensor."""
+    def start(
+        self, tensors: Mapping[str, Tensor | None], device: torch.device, into: Mapping[str, Tensor] | None = None
+    ) -> UnderWay:
+        """Pack this rank's tensors and start the messages, whose results are written to `into`, by name, if given.
+
+        Raises StateError for a missing or misfit tensor.
+        """
         values = {name: self._value(name, tensors.get(name)) for name in self.sources}
         empties = {at: torch.empty(0, dtype=self.dtype, device=at) for at in (device, HOST)}
-        buffers = [message.pack(values, empties[self._place(message, device)]) for message in self.messages]
-        starts = [message.start(buffer) for message, buffer in zip(self.messages, buffers, strict=True)]
-        return UnderWay(self, values, buffers, starts, device)
+        arrivals = Arrivals(self.targets, self.dtype, device, into)
+        begun = [message.begin(values, empties[self._place(message, device)], arrivals) for message in self.messages]
+        values = {name: value for name, value in values.items() if name in self.needed_later}  # the others are packed
+        return UnderWay(self, values, begun, arrivals)
 
     def _place(self, message: MessageRun, device: torch.device) -> torch.device:
         """Return where the buffer of a message stands."""
@@ -285,18 +320,18 @@ class UnderWay:
 
     run: BucketRun
     values: dict[str, Tensor | None]
-    buffers: list[Tensor]
-    exchanges: list[Exchange]
-    device: torch.device
+    begun: list[tuple[Tensor | None, Exchange]]
+    arrivals: Arrivals
 
     @torch.no_grad()
     def wait(self) -> dict[str, Tensor]:
         """Wait for the bucket's messages and give its tensors by name. Call once, in bucket order."""
-        arrivals = Arrivals(self.run.targets, self.run.dtype, self.device)
+        arrivals = self.arrivals
         self.run.take_own(self.values, arrivals)
-        for message, buffer, exchange in zip(self.run.messages, self.buffers, self.exchanges, strict=True):
+        for message, (buffer, exchange) in zip(self.run.messages, self.begun, strict=True):
             exchange.wait()
-            message.unpack(buffer, arrivals)
+            if buffer is not None:
+                message.unpack(buffer, arrivals)
         self.run.move(self.values, arrivals)
         # A held but empty part arrives from nobody; gradients have a result of every name.
         wanted = [n for n, place in self.run.targets.items() if place.held or not self.run.required]

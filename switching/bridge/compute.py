@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,15 +39,18 @@ class Compute:
 
     Attributes:
         last_use: number of the last run that used it; the same on all ranks.
+        readers: what holds copies for a backward that may come yet.
         sizes: the bytes that copies and graphs take on the rank where they take most, once ranks have agreed on them.
     """
 
     def __init__(self, table: GroupTable, homes: Mapping[str, nn.Parameter]) -> None:
         self.table, self.homes = table, homes
         self.last_use = 0
+        self.readers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.sizes: tuple[int, int] | None = None
         self._sized_for: Bridge | None = None
         self._gathered: tuple[tuple[Bridge, tuple[int, ...]] | None, dict[str, Tensor]] = (None, {})
+        self._held: list[Tensor] = []  # so that no other tensor gets the id of one of them
         self._bridges: dict[tuple[BridgeEntry, ...], Bridge] = {}
         self._in_use: weakref.WeakSet[Bridge] = weakref.WeakSet()  # a step may hold one that is kept no more
 
@@ -58,14 +62,26 @@ class Compute:
     def gather(self, bridge: Bridge) -> dict[str, Tensor]:
         """Return this rank's compute parameters; collective unless home has not changed since the last call."""
         pieces = self._pieces()
-        state = bridge, _versions(pieces)
+        state = bridge, _state(bridge, pieces)
         if self._gathered[0] != state:
+            into, self._held = self._rewritable(bridge, pieces), list(pieces.values())
             self._gathered = (None, {})  # before the new copies are made, so that there are never two of each
             with torch.inference_mode(False), torch.no_grad():  # a step that trains may read these copies, too
-                self._gathered = (state, bridge.gather(pieces))
+                self._gathered = (state, bridge.gather(pieces, into))
             if self._sized_for is not bridge:
                 self._sized_for, self.sizes = bridge, None
         return dict(self._gathered[1])
+
+    def _rewritable(self, bridge: Bridge, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the copies that new ones may be written to: of the same bridge, and of no step that awaits a backward.
+
+        As on one device, a backward that comes after that finds that its parameters have been written to.
+        """
+        before, copies = self._gathered
+        if before is None or before[0] is not bridge or self.readers:
+            return {}
+        own = {piece.untyped_storage().data_ptr() for piece in pieces.values()}
+        return {name: copy for name, copy in copies.items() if copy.untyped_storage().data_ptr() not in own}
 
     @property
     def entries(self) -> tuple[BridgeEntry, ...]:
@@ -97,7 +113,7 @@ class Compute:
     def has_stale_copies(self) -> bool:
         """Tell whether copies are kept that the next gather would replace; the same on all ranks."""
         state = self._gathered[0]
-        return state is not None and state[1] != _versions(self._pieces())
+        return state is not None and state[1] != _state(state[0], self._pieces())
 
     @property
     def has_graphs(self) -> bool:
@@ -121,7 +137,7 @@ class Compute:
 
     def drop_copies(self) -> None:
         """Forget the copies of the parameters; the next run gathers them again."""
-        self._gathered = (None, {})
+        self._gathered, self._held = (None, {}), []
 
     def drop(self) -> None:
         """Forget everything; the next run makes it again. Steps whose backward is to come keep what they need."""
@@ -140,8 +156,10 @@ def bytes_besides(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> int:
     return sum(size for place, size in sizes.items() if place not in known)
 
 
-def _versions(pieces: Mapping[str, Tensor]) -> tuple[int, ...]:
-    return tuple(version(piece) for piece in pieces.values())
+def _state(bridge: Bridge, pieces: Mapping[str, Tensor]) -> tuple[int, ...]:
+    """Return numbers that change when a gather brings something else: with every write, unless it shares the pieces."""
+    tell = id if bridge.shares(pieces) else version
+    return tuple(map(tell, pieces.values()))
 
 
 def _local_of(home: nn.Parameter) -> Tensor:

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from hetu_fx.annotations.region import Box
+from hetu_fx.base.device_types import HOST
 from hetu_fx.base.torch_private import foreach_copy, unflatten_dense_tensors
 from hetu_fx.comm_ops.plans.routes import RouteKind
 from hetu_fx.comm_ops.resolve.lowering import Lowering
 from hetu_fx.comm_ops.wire.collectives import Exchange, gather_segments, segments, sum_all, sum_segments
-from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.comm_ops.wire.groups import GroupTable, active
+from hetu_fx.comm_ops.wire.peers.exchanges import (
+    Act,
+    gather_pieces_here,
+    gather_segments_here,
+    start_here,
+    sum_all_here,
+    sum_segments_here,
+)
+from hetu_fx.comm_ops.wire.peers.memory import peers_worth_reading
 from hetu_fx.comm_ops.wire.two_level import (
     gather_segments_in_levels,
     start_in_levels,
@@ -56,6 +67,13 @@ _LEVELS = {
     RouteKind.GATHER: gather_segments_in_levels,
 }
 
+# And how they go where ranks read each other's memory.
+_READING: Mapping[RouteKind, Act] = {
+    RouteKind.SUM: sum_all_here,
+    RouteKind.SCATTER: sum_segments_here,
+    RouteKind.GATHER: gather_segments_here,
+}
+
 
 class MessageRun:
     """One rank's side of one message.
@@ -88,6 +106,8 @@ class MessageRun:
         starts = [sum(map(len, message.segments[:i])) for i in every]
         self.packed = [s for i in packed for s in _slots(starts[i], message.segments[i], sources)]
         self.unpacked = [s for i in unpacked for s in _slots(starts[i], message.segments[i], targets)]
+        # Who has each of the parts that arrive; of no meaning for sums.
+        self.givers = [self.lane.ranks[i % len(self.lane.ranks)] for i in unpacked for _ in message.segments[i]]
         # Only their shapes are read.
         self.templates = [
             torch.empty([stop - start for start, stop in part.box.bounds], device="meta")
@@ -115,17 +135,53 @@ class MessageRun:
 
     def meet(self, table: GroupTable, itemsize: int, *, on_host: bool) -> None:
         """Make the message's process group, if it is not there yet; collective over its ranks."""
-        if len(self.lane.ranks) > 1 and not self._in_levels(sum(self.sizes) * itemsize, on_host=on_host):
+        num_bytes = sum(self.sizes) * itemsize
+        if len(self.lane.ranks) > 1 and not self._in_levels(num_bytes, on_host=on_host):
             table.group(self.lane.ranks)
+            peers_worth_reading(num_bytes, self.lane.ranks, table, on_host=on_host)
 
     def _in_levels(self, num_bytes: int, *, on_host: bool) -> bool:
         """Tell whether the message goes in two levels; NCCL finds its own way between nodes."""
         return on_host and self.algorithm.in_two_levels(num_bytes)
 
+    def begin(
+        self, values: Mapping[str, Tensor | None], empty: Tensor, arrivals: Arrivals
+    ) -> tuple[Tensor | None, Exchange]:
+        """Start the message; return its buffer, of the kind of `empty`, for `unpack`.
+
+        None: what arrives is put where it belongs, from where the others have it.
+        """
+        if self.lane.kind is RouteKind.GATHER and (found := self._taken(values, empty, arrivals)):
+            return None, found
+        buffer = self.pack(values, empty)
+        return buffer, self.start(buffer)
+
+    def _taken(self, values: Mapping[str, Tensor | None], empty: Tensor, arrivals: Arrivals) -> Exchange | None:
+        """Start to take the others' pieces where ranks can read them; None where they cannot."""
+        table, ranks, num_bytes = active(), self.lane.ranks, sum(self.sizes) * empty.itemsize
+        stands = empty.is_cpu and arrivals.device == HOST
+        on_host = stands and not any(table.cuts(rank) for rank in ranks if rank != table.rank)
+        if self._in_levels(num_bytes, on_host=on_host):
+            return None
+        peers = peers_worth_reading(num_bytes, ranks, table, on_host=on_host)
+        if peers is None:
+            return None
+        pieces = [self._piece(slot, values.get(slot.name), empty) for slot in self.packed]
+        targets = [narrowed(arrivals.make(slot.name), slot.cuts) for slot in self.unpacked]
+        rooms = [x if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype) for x in targets]
+        by_rank = {rank: [x for x, giver in zip(rooms, self.givers, strict=True) if giver == rank] for rank in ranks}
+        exchange = gather_pieces_here(pieces, by_rank, self.sizes, ranks, self.tag, table, peers)
+        strided = [(x, room) for x, room in zip(targets, rooms, strict=True) if room is not x]
+        return exchange.then(partial(_fill, strided)) if strided else exchange
+
     def start(self, buffer: Tensor) -> Exchange:
-        """Start the message, in two levels where its form says so."""
-        if self._in_levels(buffer.nbytes, on_host=buffer.device.type == "cpu"):
+        """Start the message: in two levels where its form says so, by reading where ranks can, else by sending."""
+        on_host, table = buffer.device.type == "cpu", active()
+        if self._in_levels(buffer.nbytes, on_host=on_host):
             return start_in_levels(_LEVELS[self.lane.kind], buffer, self.sizes, self.lane.ranks, self.algorithm)
+        if peers := peers_worth_reading(buffer.nbytes, self.lane.ranks, table, on_host=on_host):
+            act = _READING[self.lane.kind]
+            return start_here(act, buffer, self.sizes, self.lane.ranks, self.tag, table, peers)
         match self.lane.kind:
             case RouteKind.SUM:
                 return sum_all(buffer, self.lane.ranks)
@@ -151,6 +207,11 @@ class MessageRun:
             foreach_copy(targets, sources)
 
 
+def _fill(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy to each first tensor its second."""
+    foreach_copy([target for target, _ in pairs], [source for _, source in pairs])
+
+
 def _slots(start: int, parts: Iterable[ParameterBox], places: Mapping[str, LocalPart]) -> list[PackedBox]:
     return [
         PackedBox(part.name, start + number, part.numel, cuts_of(places[part.name], part.box))
@@ -159,14 +220,22 @@ def _slots(start: int, parts: Iterable[ParameterBox], places: Mapping[str, Local
 
 
 class Arrivals:
-    """The results of a bucket, allocated when their first part arrives."""
+    """The results of a bucket, allocated when their first part arrives, or written `into` tensors that are there."""
 
-    def __init__(self, places: Mapping[str, LocalPart], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        places: Mapping[str, LocalPart],
+        dtype: torch.dtype,
+        device: torch.device,
+        into: Mapping[str, Tensor] | None = None,
+    ) -> None:
         self.places, self.dtype, self.device = places, dtype, device
         self.tensors: dict[str, Tensor] = {}
+        self._into = into or {}
 
     def make(self, name: str) -> Tensor:
         """Return the result of a name, uninitialised at first."""
         if name not in self.tensors:
-            self.tensors[name] = torch.empty(self.places[name].local_shape, dtype=self.dtype, device=self.device)
+            shape, given = self.places[name].local_shape, self._into.get(name)
+            self.tensors[name] = torch.empty(shape, dtype=self.dtype, device=self.device) if given is None else given
         return self.tensors[name]

@@ -37,6 +37,7 @@ from hetu_fx.switching.home.tensor import (
     counting_writes,
     cut_like,
     gather_whole,
+    wrap,
 )
 
 __all__ = ["HomeLayout", "HomeTensor", "PendingNorm", "WholeView", "gather_whole", "home_layout"]
@@ -268,5 +269,5 @@ def layout_of(home: nn.Parameter) -> Any:
 
 
 def as_home(pieces: Mapping[str, torch.Tensor], homes: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Wrap pieces of gradients in the layouts of their parameters."""
-    return {name: HomeTensor(piece, layout_of(homes[name])) for name, piece in pieces.items()}
+    """Wrap pieces of gradients, which fit, in the layouts of their parameters."""
+    return {name: wrap(piece, layout_of(homes[name])) for name, piece in pieces.items()}

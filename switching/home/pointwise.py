@@ -6,6 +6,7 @@ List kernels are what optimizers spend their time in.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from hetu_fx.switching.home.piece_copies import note_copy
 from hetu_fx.switching.home.tensor import Handler, HomeTensor, cut_like, gather_whole, mark_written, same_layout, wrap
 
 aten = torch.ops.aten
+_local, _layout = attrgetter("local"), attrgetter("home_layout")
 # The wrapper of a single in-place op is counted by torch, its piece is not.
 _count_write = increment_version
 
@@ -227,7 +229,7 @@ def _run_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def cut(value: Any) -> Any:
         if not _is_list(value):
             return value
-        return [t.local for t in value] if common else list(map(_cut_item, value, layouts))
+        return list(map(_local, value)) if common else list(map(_cut_item, value, layouts))
 
     results = func(*map(cut, args), **{name: cut(value) for name, value in kwargs.items()})
     mark_written([t for name in written & lists.keys() for t in lists[name] if type(t) is HomeTensor])
@@ -241,16 +243,18 @@ def _common_layouts(lists: dict[str, Any]) -> Sequence[HomeLayout | None] | None
 
     Asked first because it is cheap: a step makes ten such calls over all parameters.
     """
-    found = [[tensor.home_layout for tensor in tensors] for tensors in lists.values() if _all_home(tensors)]
+    found = [list(map(_layout, tensors)) for tensors in lists.values() if _all_home(tensors)]
     return found[0] if len(found) == len(lists) and all(other == found[0] for other in found) else None
 
 
 def _all_home(tensors: Sequence[Any]) -> bool:
-    return all(type(tensor) is HomeTensor for tensor in tensors)
+    return set(map(type, tensors)) == {HomeTensor}
 
 
 def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in value)
+    if not isinstance(value, (list, tuple)) or not value:
+        return False
+    return isinstance(value[0], torch.Tensor) or any(isinstance(item, torch.Tensor) for item in value)
 
 
 def _layout_at(position: int, lists: dict[str, Any], written: set[str]) -> HomeLayout | None:

@@ -19,9 +19,7 @@ import ctypes
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
@@ -32,6 +30,7 @@ from torch import Tensor
 from hetu_fx.comm_ops.wire.bsr_messages import Messages, Room
 from hetu_fx.comm_ops.wire.consensus import any_of, of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.comm_ops.wire.peers.memory import system_call
 from hetu_fx.errors import StateError
 from hetu_fx.switching.migrate.byte_runs import Extents, Read, ends_of, next_extents
 
@@ -94,19 +93,11 @@ def copy(process: int, taken: Extents, placed: Extents, read_once: ReadOnce | No
 def _read_once(process: int, taken: Extents, placed: Extents) -> int:
     """Copy some bytes, at least one; tells how many."""
     sides = [(ctypes.c_void_p(side.ctypes.data), ctypes.c_ulong(len(side))) for side in (placed, taken)]
-    count = int(_system_call()(process, *sides[0], *sides[1], ctypes.c_ulong(0)))
+    count = int(system_call()(process, *sides[0], *sides[1], ctypes.c_ulong(0)))
     if count <= 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number) if count else "nothing was read")
     return count
-
-
-@cache
-def _system_call() -> Any:
-    """Find the system's call. Raises AttributeError where it has none."""
-    call = ctypes.CDLL(None, use_errno=True).process_vm_readv
-    call.restype = ctypes.c_ssize_t
-    return call
 
 
 _found: WeakKeyDictionary[GroupTable, PeerMemory | None] = WeakKeyDictionary()

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hetu_fx.base.torch_private import keeps_graph
+from hetu_fx.base.torch_private import gradient_hooks, is_accumulated, keeps_graph
 from hetu_fx.switching.step.gradients import Collector
 from hetu_fx.switching.step.loss import applied
 
@@ -62,18 +62,25 @@ class StepBackward:
             gradients: of the pieces.
             nodes: of the user's graph, which take what is returned.
         """
+        with self.collector.host.counted():
+            return self._run(gradients, nodes)
+
+    def _run(self, gradients: Sequence[Tensor | None], nodes: Sequence[Any]) -> tuple[Tensor | None, ...]:
         self._check(gradients)
         self.collector.begin(nodes)
         keeps = keeps_graph()
         pairs = [(p, g) for p, g in zip(self.pieces, gradients, strict=True) if g is not None and p.requires_grad]
         if pairs:
+            start = self.collector.host.now()
             torch.autograd.backward([p for p, _ in pairs], [g for _, g in pairs], retain_graph=keeps)
+            self.collector.host.leave_out(start)
         self.is_over = not keeps or self.collector.ran_ahead
         home = self.collector.finish(goes_on=not self.is_over)
         if self.is_over:
             self.pieces = [piece.detach() for piece in self.pieces]
         found = [self._of_input(name, tied) for name, tied in self.inputs.items()]
-        return (*(home.get(name) for name in self.collector.trained), *found)
+        named = zip(self.collector.trained, nodes, strict=False)
+        return (*(_put(self.collector.homes[name], home.get(name), node) for name, node in named), *found)
 
     def _check(self, gradients: Sequence[Tensor | None]) -> None:
         if torch.is_grad_enabled():
@@ -101,6 +108,17 @@ class StepBackward:
         gradient, leaf.grad = leaf.grad, None
         gradient = torch.zeros_like(leaf) if gradient is None else gradient * self.collector.correction()
         return tied.bring_back(gradient)
+
+
+def _put(parameter: nn.Parameter, gradient: Tensor | None, node: Any) -> Tensor | None:
+    """Put a parameter's first gradient where autograd would by `node`; return what is left for autograd to do.
+
+    It would make an alias of each first, which takes a home tensor as long as all else that is done for it.
+    """
+    if gradient is None or parameter.grad is not None or any(gradient_hooks(parameter)) or not is_accumulated(node):
+        return gradient
+    parameter.grad = gradient
+    return None
 
 
 class _Boundary(torch.autograd.Function):

@@ -60,6 +60,21 @@ class _Flight:
     loss: Tensor | None
 
 
+class _Arguments:
+    """What a stage's graph is called with in one step: what all micro-batches share is put in its place once."""
+
+    def __init__(self, slots: Sequence[tuple[SlotKind, str]], shared: Feeds) -> None:
+        self._shared = [shared.get(slot) for slot in slots]
+        self._own = [(place, slot) for place, slot in enumerate(slots) if slot not in shared]
+
+    def of(self, *feeds: Feeds) -> list[Any]:
+        """Return the arguments for one micro-batch; `feeds` have the rest."""
+        arguments = self._shared.copy()
+        for place, slot in self._own:
+            arguments[place] = next(known[slot] for known in feeds if slot in known)
+        return arguments
+
+
 class Engine:
     """Runs the stage graph of one rank."""
 
@@ -98,6 +113,7 @@ class Engine:
             for order in orders
         )
         self.p2p.start(todos)
+        arguments = _Arguments(self._slots, shared)
         todo = todos[self.device.layout.index]
         last = max((i for i, action in enumerate(todo) if action.phase is not Phase.FORWARD), default=None)
         for number, action in enumerate(todo):
@@ -106,7 +122,7 @@ class Engine:
                 before_last_gradients()
             match action.phase:
                 case Phase.FORWARD:
-                    flights[action.micro_batch] = self._forward(micro, shared, outcome, train)
+                    flights[action.micro_batch] = self._forward(micro, arguments, outcome, train)
                 case Phase.WEIGHT_GRADIENT:
                     self._make_weights(later.pop(action.micro_batch), outcome)
                 case Phase.INPUT_GRADIENT | Phase.BACKWARD:
@@ -116,14 +132,14 @@ class Engine:
 
     def forward(self, micro: MicroBatchFeeds, shared: Feeds, outcome: StageOutcome) -> None:
         """Run one micro-batch of a pipeline of one stage under ordinary autograd, which the outcome stays part of."""
-        own = {_LATER: None}
-        self._collect(self._call(self._arguments(own, micro.feeds, shared), outcome), outcome, detaches=False)
+        arguments = _Arguments(self._slots, shared).of({_LATER: None}, micro.feeds)
+        self._collect(self._call(arguments, outcome), outcome, detaches=False)
 
-    def _forward(self, micro: MicroBatchFeeds, shared: Feeds, outcome: StageOutcome, train: bool) -> _Flight:
+    def _forward(self, micro: MicroBatchFeeds, arguments: _Arguments, outcome: StageOutcome, train: bool) -> _Flight:
         received, later = self._receive(micro, train), LaterProducts()
         own: Feeds = {_LATER: later} | {(SlotKind.RECEIVED, name): value for name, value in received.items()}
         with torch.set_grad_enabled(train):
-            results = self._call(self._arguments(own, micro.feeds, shared), outcome)
+            results = self._call(arguments.of(own, micro.feeds), outcome)
         flight = _Flight(received, later, *self._collect(results, outcome, detaches=True))
         self.p2p.send(flight.sent, micro.bindings)
         return flight
@@ -170,9 +186,6 @@ class Engine:
         self.p2p.go_on()
         with outcome.timer:
             later.make()
-
-    def _arguments(self, *feeds: Feeds) -> list[Any]:
-        return [next(known[slot] for known in feeds if slot in known) for slot in self._slots]
 
     def _call(self, arguments: list[Any], outcome: StageOutcome) -> tuple[Any, ...]:
         with outcome.timer:

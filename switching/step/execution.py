@@ -25,7 +25,7 @@ from hetu_fx.switching.bridge.compute import Compute
 from hetu_fx.switching.home.parameters import Buffers
 from hetu_fx.switching.step.loss import Guess
 from hetu_fx.switching.step.rows import RowPlan
-from hetu_fx.switching.step.timer import ComputeTimer
+from hetu_fx.switching.step.timer import ComputeTimer, HostTime
 from hetu_fx.switching.step.variant import Variant
 
 V = TypeVar("V", bound=Variant)
@@ -61,6 +61,7 @@ class StepInputs:
         syncs_gradients: gradients go home in this step; otherwise they are kept for a later one.
         guess: what the gradient of the loss will be.
         timer: to run while this rank computes, in backward too.
+        host: to count this rank's own calls, in backward too.
         stand_by: what a rank without work does while the others compute.
         tell: takes what observed submodules have made, by their names.
     """
@@ -75,6 +76,7 @@ class StepInputs:
     syncs_gradients: bool
     guess: Guess
     timer: ComputeTimer
+    host: HostTime
     stand_by: Callable[[], None]
     tell: Callable[[dict[str, Any]], None]
 

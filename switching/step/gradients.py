@@ -63,6 +63,7 @@ class Collector:
         used: UsedAnywhere | None = None,
     ) -> None:
         self.bridge, self.homes, self.kept, self.timer = bridge, variant.homes, variant.kept_back, inputs.timer
+        self.host = inputs.host
         self.trained = tuple(name for name in self.homes if name in variant.trained)
         self.leaves = {name: t.detach().requires_grad_(name in variant.trained) for name, t in compute.items()}
         trained_here = self.leaves.keys() & variant.trained
@@ -73,6 +74,8 @@ class Collector:
         self.run_again: RunAgain | None = None
         self.kept.settle()
         self.kept.begun.add(self)
+        self._readers = variant.compute.readers
+        self._readers.add(self)
 
     def _begun(self) -> Reduction | None:
         return Reduction(self.bridge, self._trained_here) if self._syncs else None
@@ -122,9 +125,8 @@ class Collector:
             assert collector is not None, "the boundary keeps the collector until backward has run"
             collector._arrived(name, leaf)
 
-        for name, leaf in self.leaves.items():
-            if leaf.requires_grad:
-                leaf.register_post_accumulate_grad_hook(partial(arrived, name))
+        for name in self._trained_here & self.bridge.early:
+            self.leaves[name].register_post_accumulate_grad_hook(partial(arrived, name))
 
     def ran(self) -> None:
         """Hand on all that is left once a backward has run ahead.
@@ -160,6 +162,8 @@ class Collector:
         """
         self.timer.stop()
         self.kept.begun.discard(self)
+        if not goes_on:
+            self._readers.discard(self)
         if self.bridge.is_outdated:
             self.refuse(
                 "the parameters' home has changed between this step's forward and its backward; change it between "
@@ -188,9 +192,11 @@ class Collector:
             return {}
         self.kept.withdraw(self.homes)
         used = {*self._handed_on, *left, *self.kept.local}
-        for name in {**left, **self.kept.local}:
-            self._reduction.ready(name, self.kept.take(name, left.get(name)))
-        home = self._reduction.finish()
+        for name in list(self.kept.local):
+            kept = self.kept.take(name, left.get(name))
+            if kept is not None:
+                left[name] = kept
+        home = self._reduction.finish(left)
         if sums_first:
             self._multiply(list(home.values()))
         if home:

@@ -75,7 +75,10 @@ class StepTimes:
 
 @dataclass
 class LastStep:
-    """What the last step did: for `model.hetu.stats`; `planned` and `work` if sequences had lengths of their own."""
+    """What the last step did: for `model.hetu.stats`; `planned` and `work` if sequences had lengths of their own.
+
+    `host_seconds` are known once the next batch begins: backward is in them.
+    """
 
     variant: str = ""
     rows: tuple[int, ...] = ()
@@ -83,3 +86,4 @@ class LastStep:
     planned: Planned | None = None
     work: Work | None = None
     loss: SeenLoss = field(default_factory=SeenLoss)
+    host_seconds: float = 0.0

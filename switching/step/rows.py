@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, Partial, Sharding, Split
+from hetu_fx.base.device_types import HOST
 from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, TensorMove, plan_moves
 from hetu_fx.comm_ops.wire.bsr_run import run_moves
+from hetu_fx.comm_ops.wire.fixed_messages import FixedMessages
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import BatchError
 from hetu_fx.plans.plan import Plan, split_rows
@@ -74,7 +76,7 @@ def _intervals(start: int, sizes: tuple[int, ...]) -> tuple[range, ...]:
     return tuple(range(stop - size, stop) for stop, size in zip(stops, sizes, strict=True))
 
 
-Layout = tuple[tuple[int, ...], int]  # shape and bytes of one element
+Layout = tuple[tuple[int, ...], torch.dtype]  # the shape of all rows
 
 
 def rows_for_pipeline(
@@ -87,9 +89,9 @@ def rows_for_pipeline(
     if shared:
         place = plan.place(table.rank)
         return {} if place is None else cut_rows(tensors, rows.pipelines[place[0]])
-    layouts = tuple(((rows.total, *tensor.shape[1:]), tensor.element_size()) for tensor in tensors.values())
-    moves = _row_moves(rows, plan, layouts)
-    moved = run_moves(moves, list(tensors.values()), table)
+    layouts = tuple(((rows.total, *tensor.shape[1:]), tensor.dtype) for tensor in tensors.values())
+    device = next((tensor.device for tensor in tensors.values()), HOST)
+    moved = _row_messages(rows, plan, layouts, table.rank, device).run(table, list(tensors.values()))
     return {name: tensor for name, tensor in zip(tensors, moved, strict=True) if tensor is not None}
 
 
@@ -99,12 +101,15 @@ def cut_rows(tensors: Mapping[str, Tensor], interval: range) -> dict[str, Tensor
 
 
 @lru_cache(maxsize=256)
-def _row_moves(rows: RowPlan, plan: Plan, layouts: tuple[Layout, ...]) -> BsrPlan:
-    """Return the plan that moves per-row tensors from the ranks that bring them; each of a pipeline's has its rows."""
+def _row_messages(
+    rows: RowPlan, plan: Plan, layouts: tuple[Layout, ...], rank: int, device: torch.device
+) -> FixedMessages:
+    """Return what moves per-row tensors from the ranks that bring them; each of a pipeline's has its rows."""
     groups = [pipeline.devices for pipeline in plan.pipelines]
     source = at_ranks(rows, 0, shared=False)
     target = at_pipelines(groups, [Sharding((Duplicate(len(group)),)) for group in groups], 0, rows)
-    return plan_moves([TensorMove(source, target, shape, itemsize) for shape, itemsize in layouts])
+    moves = plan_moves([TensorMove(source, target, shape, dtype.itemsize) for shape, dtype in layouts])
+    return FixedMessages(moves, rank, [dtype for _, dtype in layouts], device)
 
 
 def at_pipelines(

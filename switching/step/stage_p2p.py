@@ -13,23 +13,22 @@ between the nodes and passes it on inside its own (H2's slice-send then gather),
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import sympy
 import torch
 from torch import Tensor
 
 from hetu_fx.annotations.annotation import cotangent
 from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, TensorMove, plan_on_links
-from hetu_fx.comm_ops.wire.bsr_run import exchange, prepare, unpack
+from hetu_fx.comm_ops.wire.bsr_run import exchange, unpack
+from hetu_fx.comm_ops.wire.fixed_messages import FixedMessages
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
 from hetu_fx.comm_ops.wire.p2p import Message, Posted, Tag, post
 from hetu_fx.plans.schedule import Action, Order, Phase, departures, takings
 from hetu_fx.program.program import Bindings, evaluate
 from hetu_fx.transforms.specialize.device_graph import Handover
-
-Shapes = tuple[tuple[int, ...], ...]
 
 
 class StageP2P:
@@ -51,25 +50,26 @@ class StageP2P:
         self._values_out = _channels(handovers_out, table, device, back=False)
         self._cotangents_in = _channels(handovers_out, table, device, back=True)
         self._cotangents_out = _channels(handovers_in, table, device, back=True)
+        self._orders: tuple[Order, ...] = ()
         self.start(((),) * (stage + 1))
 
     def start(self, orders: tuple[Order, ...]) -> None:
         """Begin a step in which the stages of the pipeline run these actions, each in its order."""
-        self._order, self._departures = orders[self._stage], departures(orders, self._stage)
-        self._takings = takings(orders, self._stage)
+        if orders != self._orders:
+            self._orders, self._order = orders, orders[self._stage]
+            self._departures, self._takings = departures(orders, self._stage), takings(orders, self._stage)
         self._calls = 0
         self._ready: list[_Leaving] = []
-        self._in_flight: list[tuple[int, list[int], Posted]] = []
+        self._in_flight: list[_InFlight] = []
 
     def receive(self, bindings: Bindings) -> dict[str, Tensor]:
         """Begin a forward: return this rank's pieces of the values from earlier stages, by name."""
-        return {handover.value.name: piece for handover, piece in self._swap(self._values_in, bindings)}
+        return dict(self._swap(self._values_in, bindings))
 
     def receive_back(self, bindings: Bindings) -> dict[str, Tensor]:
         """Begin a backward: return the cotangents of what it has sent by name, the sum where several stages read it."""
         total: dict[str, Tensor] = {}
-        for handover, piece in self._swap(self._cotangents_in, bindings):
-            name = handover.value.name
+        for name, piece in self._swap(self._cotangents_in, bindings):
             total[name] = total[name] + piece if name in total else piece
         return total
 
@@ -87,22 +87,13 @@ class StageP2P:
 
     def finish(self) -> None:
         """End a step: send what is left, and wait until everything has been taken."""
-        self._post(())
-        self._let_go(len(self._order))
-
-    def _let_go(self, number: int) -> None:
-        """Forget what has been taken by the time that the arrivals of an action, by number, are there."""
-        for taken, peers, posted in self._in_flight:
-            if taken <= number:
-                with self._guarded(peers):
-                    posted.leave()
-        self._in_flight = [one for one in self._in_flight if one[0] > number]
+        self._post((), ends=True)
 
     def _pack(self, channels: Sequence[Channel], values: Mapping[str, Tensor], bindings: Bindings) -> None:
         action = self._order[self._calls - 1]
         for channel in channels:
             key = action, channel.receiver
-            messages = channel.pack(values, bindings)
+            messages = channel.leaving(values, bindings)
             self._ready.append(_Leaving(self._departures[key], self._taken(action, channel), messages))
 
     def _taken(self, action: Action, channel: Channel) -> int:
@@ -111,29 +102,44 @@ class StageP2P:
         does_answer = any(other.sender == channel.receiver and other.handovers for other in answers)
         return self._takings[action, channel.receiver] if does_answer else len(self._order)
 
-    def _swap(self, channels: Sequence[Channel], bindings: Bindings) -> Iterator[tuple[Handover, Tensor]]:
-        rooms = [channel.room(bindings) for channel in channels]
+    def _swap(self, channels: Sequence[Channel], bindings: Bindings) -> Iterator[tuple[str, Tensor]]:
+        messages = [channel.messages(bindings) for channel in channels]
+        rooms = [message.direct.room() for message in messages]
         self._post(rooms)
-        for channel, room in zip(channels, rooms, strict=True):
-            yield from zip(channel.handovers, channel.unpack(room, bindings), strict=True)
+        for channel, message, room in zip(channels, messages, rooms, strict=True):
+            yield from zip(channel.names, message.pieces(room), strict=True)
 
-    def _post(self, rooms: Sequence[Mapping[int, Tensor]]) -> None:
-        """Make the next call, and wait until all is there that arrives with it."""
+    def _post(self, rooms: Sequence[Mapping[int, Tensor]], *, ends: bool = False) -> None:
+        """Make the next call, wait until all is there that arrives with it, and forget what is known to be taken.
+
+        Args:
+            rooms: for what arrives, by channel and sender.
+            ends: it is the last call, after which all has been taken.
+        """
         number = self._calls
+        self._calls += 1
         leaving = [one for one in self._ready if one.call <= number]
         self._ready = [one for one in self._ready if one.call > number]
-        self._calls += 1
         receives, sends = _messages(rooms), _messages([one.messages for one in leaving])
-        if receives or sends:
-            peers = sorted({peer for peer, _, _ in (*receives, *sends)})
-            with self._guarded(peers):
+        known = len(self._order) if ends else number
+        taken = max((one.taken for one in leaving), default=number)
+        peers = {peer for peer, _, _ in (*receives, *sends)}
+        over = peers.union(*(one.peers for one in self._in_flight if one.taken <= known))
+        if not over:
+            return
+        with guarded("hand-over between stages", [self._table.rank, *sorted(over)], self._table):
+            if peers:
                 posted = post(receives, sends, self._table)
-                self._in_flight.append((max((one.taken for one in leaving), default=number), peers, posted))
+                self._in_flight.append(_InFlight(taken, peers, posted))
                 posted.arrive()
-        self._let_go(number)
+            self._forget(known)
 
-    def _guarded(self, peers: Sequence[int]) -> AbstractContextManager[None]:
-        return guarded("hand-over between stages", [self._table.rank, *peers], self._table)
+    def _forget(self, number: int) -> None:
+        """Let go what has been taken by the time that the arrivals of an action, by number, are there."""
+        for one in self._in_flight:
+            if one.taken <= number:
+                one.posted.leave()
+        self._in_flight = [one for one in self._in_flight if one.taken > number]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,44 +151,71 @@ class _Leaving:
     messages: Mapping[int, Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """Messages under way, whom they are from or for, and the action at whose start they are known to be taken."""
+
+    taken: int
+    peers: set[int]
+    posted: Posted
+
+
+@dataclass(frozen=True)
+class ChannelMessages:
+    """What goes through a channel in micro-batches of one size: found out once for each.
+
+    `relay` passes on what came from another node, among the ranks of the later stage; None: nothing does.
+    """
+
+    direct: FixedMessages
+    relay: BsrPlan | None
+    table: GroupTable
+    like: Sequence[Tensor]
+
+    def pieces(self, arrived: Mapping[int, Tensor]) -> list[Tensor]:
+        """Return this rank's pieces of the values, from the messages by sender."""
+        pieces = self.direct.results(arrived)
+        if self.relay is not None:
+            # Only ranks of this stage meet here, and all of them do.
+            relayed = exchange(self.relay, self.table, self.like, pieces)
+            pieces = unpack(self.relay, self.table.rank, pieces, self.like, relayed)
+        return [piece for piece in pieces if piece is not None]
+
+
 class Channel:
     """What goes from one stage to another: values forward, or their cotangents `back`; both ends have one."""
 
     def __init__(self, handovers: Sequence[Handover], table: GroupTable, device: torch.device, *, back: bool) -> None:
         self.handovers = tuple(h for h in handovers if h.value.differentiable) if back else tuple(handovers)
+        self.names = [handover.value.name for handover in self.handovers]
         ends = handovers[0].source[1], handovers[0].target[1]
         self.sender, self.receiver = reversed(ends) if back else ends
         self._table, self._device, self._back = table, device, back
-        self._like = [torch.empty(0, dtype=handover.value.dtype, device=device) for handover in self.handovers]
-        self._nothing = [None] * len(self.handovers)
-        self._plan_of = lru_cache(maxsize=512)(self._make_plan)
+        self._symbols = sorted(_symbols_of(self.handovers), key=str)
+        self._messages_of = lru_cache(maxsize=512)(self._make)
 
-    def pack(self, values: Mapping[str, Tensor], bindings: Bindings) -> Mapping[int, Tensor]:
-        """Return the messages with this rank's pieces of the values, by receiver."""
-        pieces = [values[handover.value.name].detach() for handover in self.handovers]
-        return prepare(self._plan(bindings), self._table, pieces, pieces).leaving
+    def leaving(self, values: Mapping[str, Tensor], bindings: Bindings) -> Mapping[int, Tensor]:
+        """Return the messages with this rank's pieces of the values, by receiver; they may share their memory."""
+        return self.messages(bindings).direct.leaving([values[name].detach() for name in self.names])
 
-    def room(self, bindings: Bindings) -> Mapping[int, Tensor]:
-        """Return room for the messages to this rank, by sender."""
-        return prepare(self._plan(bindings), self._table, self._like, self._nothing).arriving
+    def messages(self, bindings: Bindings) -> ChannelMessages:
+        """Return what goes through in a micro-batch of these sizes."""
+        return self._messages_of(*[bindings[symbol] for symbol in self._symbols])
 
-    def unpack(self, messages: Mapping[int, Tensor], bindings: Bindings) -> list[Tensor]:
-        """Return this rank's pieces of the values, from the messages by sender."""
-        plan, rank = self._plan(bindings), self._table.rank
-        here = {sender: message.to(self._device) for sender, message in messages.items()}
-        pieces = unpack(plan, rank, self._nothing, self._like, here)
-        if plan.relay is not None:
-            # Only ranks of this stage meet here, and all of them do.
-            relayed = exchange(plan.relay, self._table, self._like, pieces)
-            pieces = unpack(plan.relay, rank, pieces, self._like, relayed)
-        return [piece for piece in pieces if piece is not None]
+    def _make(self, *sizes: int) -> ChannelMessages:
+        bindings = dict(zip(self._symbols, sizes, strict=True))
+        moves = [_move(h, evaluate(h.value.shape, bindings), self._back) for h in self.handovers]
+        plan, rank = plan_on_links(moves, self._table.topology), self._table.rank
+        dtypes = [handover.value.dtype for handover in self.handovers]
+        like = [torch.empty(0, dtype=dtype, device=self._device) for dtype in dtypes]
+        direct = FixedMessages(replace(plan, relay=None), rank, dtypes, self._device)
+        return ChannelMessages(direct, plan.relay, self._table, like)
 
-    def _plan(self, bindings: Bindings) -> BsrPlan:
-        return self._plan_of(tuple(evaluate(handover.value.shape, bindings) for handover in self.handovers))
 
-    def _make_plan(self, shapes: Shapes) -> BsrPlan:
-        moves = [_move(handover, shape, self._back) for handover, shape in zip(self.handovers, shapes, strict=True)]
-        return plan_on_links(moves, self._table.topology)
+def _symbols_of(handovers: Sequence[Handover]) -> set[sympy.Symbol]:
+    """Return what the shapes depend on."""
+    sizes = [size for handover in handovers for size in handover.value.shape]
+    return {symbol for size in sizes if isinstance(size, sympy.Expr) for symbol in size.free_symbols}
 
 
 def _channels(

@@ -5,6 +5,8 @@ A GPU works on while its host is ahead, so that its time is told by events on it
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Protocol
@@ -62,17 +64,54 @@ def clock_of(device: torch.device) -> Clock:
     return HostClock() if events is None else StreamClock(device, events())
 
 
+class HostTime:
+    """What the host spends in the calls of steps besides the model's own ops, and besides waiting for other ranks.
+
+    It is what a device that works beside its host may be kept waiting by. What is done in the hooks of a backward,
+    where gradients are handed on, counts as the model's.
+
+    Args:
+        waited: tells for how many seconds this rank has waited for others so far.
+    """
+
+    def __init__(self, waited: Callable[[], float]) -> None:
+        self._waited, self.seconds = waited, 0.0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count what is inside."""
+        start = self.now()
+        try:
+            yield
+        finally:
+            self.seconds += self.now() - start
+
+    def leave_out(self, start: float) -> None:
+        """Leave out what was done since a moment."""
+        self.seconds -= self.now() - start
+
+    def now(self) -> float:
+        """Return the moment, on a clock that stands while this rank waits."""
+        return perf_counter() - self._waited()
+
+
 class ComputeTimer:
     """Adds up the time between the first start and the last stop of each stretch, less what communication pauses.
 
     Parts of a step may be backward at once: what is started twice goes on until it is stopped twice.
 
+    As a context manager it counts ops of the model alone, which are left out of the host's own time.
+
+    Args:
+        clock: of the device.
+        host: the host's own time.
+
     Attributes:
         share: of the work that a step is known to have, the part that this rank has not been spared.
     """
 
-    def __init__(self, clock: Clock | None = None) -> None:
-        self._clock = clock or HostClock()
+    def __init__(self, clock: Clock | None = None, host: HostTime | None = None) -> None:
+        self._clock, self._host, self._entered = clock or HostClock(), host, 0.0
         self._counted, self._spans = 0.0, list[tuple[Any, Any]]()
         self._since: Any = None
         self._starts = self._pauses = 0
@@ -117,9 +156,13 @@ class ComputeTimer:
 
     def __enter__(self) -> ComputeTimer:
         self.start()
+        if self._host is not None:
+            self._entered = self._host.now()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._host is not None:
+            self._host.leave_out(self._entered)
         self.stop()

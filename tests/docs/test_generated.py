@@ -44,8 +44,10 @@ def test_everything_that_is_named_is_there() -> None:
 
 def _is_there(shown: str) -> bool:
     kind, colon, name = shown.partition(": ")
+    if colon and kind == "script":
+        return name in scripts()
     if colon:
-        return name in scripts() if kind == "script" else (ROOT / "benchmarks" / f"{name}.py").is_file()
+        return any((ROOT / "benchmarks" / file).is_file() for file in (f"{name}.py", f"{name}/__main__.py"))
     file, _, function = shown.partition("::")
     path = ROOT / "tests" / file
     return path.is_file() and re.search(rf"^def {function}\(", path.read_text(), re.MULTILINE) is not None

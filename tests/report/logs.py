@@ -54,5 +54,6 @@ def _step(number: int, name: str, plan: Plan, devices: int) -> Entry:
     seconds = plan.predicted.seconds * (1.2 + 0.1 * math.sin(number) + 10 * (number == 1))
     computed = [dict(device.seconds)["compute"] * 1.1 for device in plan.predicted.devices]
     times = {"seconds": seconds, "predicted_seconds": plan.predicted.seconds, "compute_seconds": computed}
+    times |= {"host_seconds": [0.001 * (rank + 1) for rank in range(devices)]}
     what = {"event": "step", "step": number, "variant": name, "longest": 64, "rows": [4] * len(plan.pipelines)}
     return {**what, **times, "loss": 5.0 / math.sqrt(number) + 0.1 * math.sin(7 * number)}

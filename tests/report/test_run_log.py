@@ -43,7 +43,7 @@ def events(found: list[Entry]) -> list[str]:
 
 
 def test_a_step_is_told_beside_what_was_predicted() -> None:
-    (entry,) = entries(state(3, "short"), state(4, "short"), Batch(128, 2.0, (0.5, 0.25), 3.5))
+    (entry,) = entries(state(3, "short"), state(4, "short"), Batch(128, 2.0, (0.5, 0.25), 3.5, (0.002, 0.001)))
     assert entry == {
         "event": "step",
         "step": 4,
@@ -54,6 +54,7 @@ def test_a_step_is_told_beside_what_was_predicted() -> None:
         "loss": 3.5,
         "predicted_seconds": 1.5,
         "compute_seconds": [0.5, 0.25],
+        "host_seconds": [0.002, 0.001],
     }
 
 
@@ -340,3 +341,14 @@ def test_a_policy_of_ones_own_chooses_the_variant(model: Any) -> None:
             train(model, 12)
     finally:
         model.hetu.policy = usual
+
+
+def test_a_summary_tells_the_host_that_takes_longest_and_reads_logs_without() -> None:
+    step = {"event": "step", "variant": "a", "seconds": 1.0, "predicted_seconds": None}
+    told: list[Any] = [
+        {**step, "host_seconds": [0.5, 0.5]},
+        *({**step, "host_seconds": [0.001, 0.002]} for _ in range(2)),
+    ]
+    start = {"event": "start"}
+    assert summaries([start, *told])[0].host_seconds == 0.002
+    assert summaries([start, step, step])[0].host_seconds is None

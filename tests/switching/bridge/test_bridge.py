@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,6 +12,8 @@ from hetu_fx.comm_ops.plans.routes import RouteKind
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import AnnotationError, StateError
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry, plan_bridge
+from hetu_fx.switching.bridge.compute import Compute
+from hetu_fx.switching.home.ops import HomeTensor, home_layout
 
 COPIES = Annotation.on((0, 1, 2), Duplicate(3))
 SUMMANDS = Annotation.on((0, 1, 2), Partial(3))
@@ -90,3 +94,31 @@ def test_alone_everything_is_shared_and_misfits_are_refused() -> None:
         bridge.gather({})
     with pytest.raises(StateError, match=r"in shape \(8, 6\), got \(6, 8\)"):
         bridge.gather({"w": piece.t()})
+
+
+def test_what_is_shared_is_gathered_once_and_again_only_when_a_piece_is_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone, gathered, by = Annotation.on((0,)), [], Bridge.gather
+
+    def counted(self: Bridge, *given: Any) -> Any:
+        gathered.append(given)
+        return by(self, *given)
+
+    monkeypatch.setattr(Bridge, "gather", counted)
+    layout = home_layout(alone, (8, 6), 0, 1)
+    home: Any = torch.nn.Parameter(HomeTensor(torch.randn(8, 6), layout))
+    bridge, compute = Bridge([entry("w", alone, alone, alone)], GroupTable()), Compute(GroupTable(), {"w": home})
+    first = compute.gather(bridge)["w"]
+    with torch.no_grad():
+        home.add_(1.0)
+    assert torch.equal(compute.gather(bridge)["w"], home.to_local())
+    assert (len(gathered), first.data_ptr()) == (1, home.to_local().data_ptr())
+    home.data = torch.zeros(8, 6)
+    assert torch.equal(compute.gather(bridge)["w"], torch.zeros(8, 6))
+    home.data = home.data.double()
+    assert compute.gather(bridge)["w"].dtype is torch.float32
+    with torch.no_grad():
+        home.add_(1.0)
+    assert torch.equal(compute.gather(bridge)["w"], torch.ones(8, 6))
+    assert len(gathered) == 4

@@ -18,6 +18,7 @@ from hetu_fx.annotations.annotation import State as AxisState
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.comm_ops.resolve.lowering import Lowering
 from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.comm_ops.wire.peers import memory
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry, Reduction
 from hetu_fx.switching.home.layout import home_layout
 from hetu_fx.switching.home.placement import make_home_layouts
@@ -203,6 +204,35 @@ def check_random_annotations(rank: int, world: int, folder: Path) -> None:
         assert set(values) == ({"w"} if rank in read else set())
         if rank in read:
             assert np.array_equal(values["w"].numpy(), read[rank]), (case, home, compute)
+
+
+def check_ranks_that_read_each_others_memory_bring_the_same(rank: int, world: int, folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "LEAST_BYTES", 0)
+        for check in (
+            check_values_reach_their_readers,
+            check_sums_of_gradients_reach_home,
+            check_unused_parameters_get_zeros,
+            check_gradients_may_come_one_by_one,
+            check_random_annotations,
+        ):
+            check(rank, world, folder)
+
+
+def check_copies_are_written_where_the_last_ones_stand(rank: int, world: int, folder: Path) -> None:
+    for title, bridge in bridges(GroupTable()):
+        entries = bridge.plan.entries
+        pieces = {e.name: cut(e.home, e.name, value(e.name, 1), rank) for e in entries}
+        copies = bridge.gather(pieces)
+        known = {name: copy.data_ptr() for name, copy in copies.items()}
+        again = bridge.gather({name: piece + 1 for name, piece in pieces.items()}, copies)
+        for e in entries:
+            if e.compute.holds(rank):
+                assert torch.equal(again[e.name], cut(e.compute, e.name, value(e.name, 1) + 1, rank)), (title, e)
+        shared = {piece.data_ptr() for piece in pieces.values()}
+        moved = {name for run in bridge.plan.gathers for name in run.moved}
+        kept = {name: place for name, place in known.items() if place not in shared and name not in moved}
+        assert {name: again[name].data_ptr() for name in kept} == kept, title
 
 
 def check_two_levels_meet_inside_nodes_and_in_lanes_and_where_the_price_says_so(

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from hetu_fx.comm_ops.wire import groups
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.switching.step import timer as module
-from hetu_fx.switching.step.timer import ComputeTimer
+from hetu_fx.switching.step.timer import ComputeTimer, HostTime
 
 
 class Clock:
@@ -30,6 +31,26 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def table() -> Iterator[GroupTable]:
     with using(GroupTable.dry(0, 2)) as table:
         yield table
+
+
+def test_the_hosts_own_time_is_without_the_models_ops_and_without_waiting(
+    clock: Clock, table: GroupTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(groups, "perf_counter", clock)
+    host = HostTime(lambda: table.waited_seconds)
+    timer = ComputeTimer(host=host)
+    with host.counted():
+        clock.now += 1
+        with timer:
+            clock.now += 10
+            with table.waiting("all-reduce inside the model"):
+                clock.now += 100
+        with table.waiting("all-reduce"):
+            clock.now += 1000
+            with table.waiting("group creation"):
+                clock.now += 10000
+        clock.now += 2
+    assert host.seconds == 3
 
 
 def test_waiting_for_others_is_left_out(clock: Clock, table: GroupTable) -> None:

@@ -1,4 +1,4 @@
-"""What hetu_fx costs where there is nothing to gain: one process against eager, two equal ones against DDP, guards.
+"""Steps where there is nothing to gain: one process against eager, two equal ones against DDP, guards.
 
 Every process has one thread and a core of its own. DDP keeps all optimizer states on every process, as zero 0 does;
 zero 1, the default, keeps half of them, and gathers the parameters at the start of a step for it.
@@ -8,54 +8,44 @@ Before each step, guards tell whether the model is still what was captured: `mil
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import os
 import statistics
-import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import timedelta
-from pathlib import Path
 from time import perf_counter
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.kit.contest import Step, adamw, run_rounds, train_step
+from benchmarks.kit.fleet import rank_here, run_workers, world_here
 from benchmarks.kit.models import Size, batch, llama
-from benchmarks.kit.report import Bar, Row, finish, median_ratio, parser
+from benchmarks.kit.report import Bar, Part, Row, median_ratio
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.emulate.emulate import EmulateSpec, Output, run
-from hetu_fx.errors import HetuFxError
+from hetu_fx.emulate.emulate import EmulateSpec, Output
 from hetu_fx.graph.bind import GivenBatch
 from hetu_fx.program.captures import Programs
 from hetu_fx.switching.home.layout import home_layout
 from hetu_fx.switching.home.parameters import move_home
 
+Seconds = dict[str, list[float]]
+"""Of each round, by contestant."""
+
 ONE = Size(width=256, layers=4, rows=8, tokens=128)
 SMALL = Size(width=256, layers=4, rows=1, tokens=32)
 TWO = Size(width=256, layers=4, rows=16, tokens=128)
-EAGER_BAR = 1.03
-DDP_BAR = 1.0
+EAGER_BAR = 1.005
+DDP_BAR = 0.99
 GUARDS_BAR = 0.2
 GUARDED_BLOCKS = 125  # of four modules each
 
 
-def main() -> int:
-    """Run both contests and judge them."""
-    made = parser("overhead", "One process against eager, two equal processes against DDP.")
-    made.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    options = made.parse_args()
-    if options.worker is not None:
-        return work(options.worker, rounds=8 if options.quick else 30)
-    one = {str(size): contest(1, size, quick=options.quick) for size in (ONE, SMALL)}
-    two = contest(2, TWO, quick=options.quick)
+def measured(*, quick: bool) -> Part:
+    """Run both contests."""
+    one = {str(size): contest(1, size, quick=quick) for size in (ONE, SMALL)}
+    two = contest(2, TWO, quick=quick)
     modules, guards = guard_milliseconds()
     bars = [
         Bar(f"guards: milliseconds a step, {modules} modules", guards, GUARDS_BAR, at_least=False),
@@ -65,7 +55,7 @@ def main() -> int:
     ]
     rows = [row for size, seconds in one.items() for row in table_rows(f"1 process, {size}", seconds, "eager")]
     rows.append({"setting": f"guards of {modules} modules", "who": "hetu_fx", "milliseconds a step": guards})
-    return finish("overhead", bars, rows + table_rows(f"2 processes, {TWO}", two, "DDP"))
+    return bars, rows + table_rows(f"2 processes, {TWO}", two, "DDP")
 
 
 def guard_milliseconds(rounds: int = 5, calls: int = 200) -> tuple[int, float]:
@@ -89,31 +79,23 @@ def guard_milliseconds(rounds: int = 5, calls: int = 200) -> tuple[int, float]:
     return len(list(model.modules())), min(medians) * 1e3
 
 
-def contest(num_ranks: int, size: Size, *, quick: bool) -> dict[str, list[float]]:
+def contest(num_ranks: int, size: Size, *, quick: bool) -> Seconds:
     """Run a contest in processes of its own, one core each; give the seconds per round."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        result.write_text(json.dumps([size.width, size.layers, size.rows, size.tokens]))
-        command = [sys.executable, "-m", "benchmarks.overhead", "--worker", str(result)]
-        status = run(
-            EmulateSpec(speeds=(1.0,) * num_ranks),
-            command + ["--quick"] * quick,
-            output=Output(prefix=num_ranks > 1),
-            timeout_seconds=900,
-            limit="affinity",
-        )
-        if status != 0:
-            raise HetuFxError(f"a contest of {num_ranks} processes ended with status {status}; see above")
-        seconds: dict[str, list[float]] = json.loads(result.read_text())
-        return seconds
+    spec = EmulateSpec(speeds=(1.0,) * num_ranks)
+    sizes = ["--size", *map(str, (size.width, size.layers, size.rows, size.tokens))]
+    given = ["--part", "steps", *sizes, *["--quick"] * quick]
+    found: Seconds = run_workers(
+        "overhead", given, spec, output=Output(prefix=num_ranks > 1), timeout_seconds=900, limit="affinity"
+    )
+    return found
 
 
-def ratio(seconds: dict[str, list[float]], other: str, ours: str = "hetu_fx") -> float:
+def ratio(seconds: Seconds, other: str, ours: str = "hetu_fx") -> float:
     """Give our time over theirs."""
     return median_ratio(seconds[ours], seconds[other])
 
 
-def table_rows(setting: str, seconds: dict[str, list[float]], other: str) -> list[Row]:
+def table_rows(setting: str, seconds: Seconds, other: str) -> list[Row]:
     """Make the lines of one contest."""
     return [
         {
@@ -126,19 +108,9 @@ def table_rows(setting: str, seconds: dict[str, list[float]], other: str) -> lis
     ]
 
 
-def work(result: Path, *, rounds: int) -> int:
-    """Be one process of a contest; the file holds the size first and the seconds afterwards."""
-    size = Size(*json.loads(result.read_text()))
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if world > 1:
-        dist.init_process_group("gloo", timeout=timedelta(minutes=10))
-    seconds = run_rounds(contestants(size, rank, world), rounds=rounds, warm_up=3)
-    if rank == 0:
-        result.write_text(json.dumps(seconds))
-    if world > 1:
-        dist.barrier()
-        dist.destroy_process_group()
-    return 0
+def work(size: Size, *, quick: bool) -> Seconds:
+    """Be one process of a contest; give its seconds."""
+    return run_rounds(contestants(size, rank_here(), world_here()), rounds=8 if quick else 30, warm_up=3)
 
 
 def contestants(size: Size, rank: int, world: int) -> dict[str, Step]:
@@ -163,7 +135,3 @@ def our_step(size: Size, own: Mapping[str, Tensor], world: int, zero: int = 1) -
     optimizer = adamw(model)
     plan = replace(hetu_fx.Plan.data_parallel(range(world)), zero=zero)
     return train_step(hetu_fx.auto_parallelize(model, own, plan=plan, optimizer=optimizer), optimizer, own)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

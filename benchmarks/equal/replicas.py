@@ -1,0 +1,83 @@
+"""Two equal processes with rows of their own: DDP and FSDP2 beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import hetu_fx
+from benchmarks.equal.contest import Against, Contest, Job, Maker, kept_by, marked_step
+from benchmarks.kit.contest import adamw
+from benchmarks.kit.models import Size, batch, gpt2, llama
+
+SIZES = Size(width=256, layers=4, rows=16, tokens=128), Size(width=128, layers=2, rows=16, tokens=64)
+DDP, FSDP2, ZERO_0, ZERO_1 = "DDP", "FSDP2", "hetu_fx, zero 0", "hetu_fx, zero 1"
+DDP_BAR, FSDP2_BAR = 0.99, 0.80
+ZERO_0_MEMORY_BAR, ZERO_1_MEMORY_BAR = 1.00, 0.85
+
+Make = Callable[[], nn.Module]
+Rows = Mapping[str, Tensor]
+
+
+def contest(size: Size) -> Contest:
+    """Make the contest of a Llama of a size."""
+    make, own = partial(llama, size), own_rows(batch(size.rows, size.tokens))
+    bars = [Against((ZERO_0,), DDP, DDP_BAR), Against((ZERO_1,), FSDP2, FSDP2_BAR)]
+    made = {**contestants(make, own), FSDP2: partial(fsdp2, make, own)}
+    return Contest(made, bars)
+
+
+def memory_contest(*, quick: bool) -> Contest:
+    """Make the contest in memory of a GPT-2, of 124 M parameters unless it is to be quick."""
+    make = partial(gpt2, 256, 4) if quick else partial(gpt2, 768, 12)
+    own = own_rows(batch(8, 128, vocabulary=50257))
+    bars = [
+        Against((ZERO_0,), DDP, DDP_BAR, ZERO_0_MEMORY_BAR),
+        Against((ZERO_1,), DDP, DDP_BAR, ZERO_1_MEMORY_BAR),
+    ]
+    return Contest(contestants(make, own), bars)
+
+
+def own_rows(whole: Rows) -> Rows:
+    """Return this rank's rows."""
+    return {name: value.chunk(dist.get_world_size())[dist.get_rank()] for name, value in whole.items()}
+
+
+def contestants(make: Make, own: Rows) -> dict[str, Maker]:
+    """Make DDP and ours."""
+    ours = {name: partial(our_job, make, own, zero) for name, zero in ((ZERO_0, 0), (ZERO_1, 1))}
+    return {DDP: partial(ddp, make, own), **ours}
+
+
+def ddp(make: Make, own: Rows) -> Job:
+    """Train by DistributedDataParallel."""
+    model = DistributedDataParallel(make())
+    optimizer = adamw(model)
+    return Job(marked_step(model, optimizer, own), partial(kept_by, model, optimizer))
+
+
+def fsdp2(make: Make, own: Rows) -> Job:
+    """Train a Llama by fully_shard, block by block."""
+    model = make()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = adamw(model)
+    return Job(marked_step(model, optimizer, own), partial(kept_by, model, optimizer))
+
+
+def our_job(make: Make, own: Rows, zero: int) -> Job:
+    """Train by hetu_fx."""
+    plain = make()
+    optimizer = adamw(plain)
+    plan = replace(hetu_fx.Plan.data_parallel(range(dist.get_world_size())), zero=zero)
+    model = hetu_fx.auto_parallelize(plain, dict(own), plan=plan, optimizer=optimizer)
+    return Job(marked_step(model, optimizer, own), partial(kept_by, model, optimizer))

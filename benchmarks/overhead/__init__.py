@@ -1,0 +1,1 @@
+"""What hetu_fx costs where there is nothing to gain."""

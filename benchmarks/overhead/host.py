@@ -1,0 +1,135 @@
+"""The host's work for a step and for a micro-batch, besides the model's own ops: a model of next to no work tells it.
+
+A GPU is kept waiting where its host takes longer to say what to do than the GPU to do it. The model's blocks are so
+small that a step is nothing but the host's work; that of the plain model, for the same micro-batches one after another,
+is taken off. Between stages, only the time is counted in which the thread that drives the model runs: not what it
+waits for the other stage.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+import hetu_fx
+from benchmarks.kit.contest import Step, barrier, loss_of
+from benchmarks.kit.fleet import rank_here, run_workers, world_here
+from benchmarks.kit.nets import Mlp
+from benchmarks.kit.report import Bar, Part, Row
+from hetu_fx.comm_ops.wire.consensus import of_all
+from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.emulate.emulate import EmulateSpec, Output
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
+
+BLOCKS, WIDTH = 12, 8
+FEW, MANY = 1, 9  # micro-batches
+STEP_BAR, MICRO_BATCH_BAR = 1.0, 0.3
+ROWS = 2 * MANY  # so that all are alike
+
+Milliseconds = dict[str, float]
+"""Medians of one process, by who and how many micro-batches."""
+
+
+def measured(*, quick: bool) -> Part:
+    """Run one process, and two that are stages."""
+    one, two = (fleet(count, quick=quick) for count in (1, 2))
+    bars = [
+        bar("one process: host milliseconds a step", step_cost(one[0]), STEP_BAR),
+        bar("one process: host milliseconds a micro-batch", micro_batch_cost(one[0]), MICRO_BATCH_BAR),
+        bar("two stages: host milliseconds a step", max(map(step_cost, two)), STEP_BAR),
+        bar("two stages: host milliseconds a micro-batch", max(map(micro_batch_cost, two)), MICRO_BATCH_BAR),
+    ]
+    return bars, [row_of(f"{len(f)} process", rank, told) for f in (one, two) for rank, told in enumerate(f)]
+
+
+def bar(name: str, value: float, most: float) -> Bar:
+    """Make a bar from above."""
+    return Bar(f"{name} besides the model's own ops", value, most, at_least=False)
+
+
+def micro_batch_cost(told: Mapping[str, float]) -> float:
+    """Return what one more micro-batch takes, less what it takes the plain model."""
+    ours, plain = ((told[f"{who} {MANY}"] - told[f"{who} {FEW}"]) / (MANY - FEW) for who in ("hetu_fx", "plain"))
+    return ours - plain
+
+
+def step_cost(told: Mapping[str, float]) -> float:
+    """Return what a step takes besides its micro-batches."""
+    return told[f"hetu_fx {FEW}"] - told[f"plain {FEW}"] - FEW * micro_batch_cost(told)
+
+
+def row_of(setting: str, rank: int, told: Mapping[str, float]) -> Row:
+    """Make the line of one process."""
+    costs = {"a step, ms": step_cost(told), "a micro-batch, ms": micro_batch_cost(told)}
+    return {"setting": setting, "rank": rank, **costs, **told}
+
+
+def fleet(num_ranks: int, *, quick: bool) -> Sequence[Milliseconds]:
+    """Run so many stages, a core each; give what each has found."""
+    spec, given = EmulateSpec(speeds=(1.0,) * num_ranks), ["--part", "host", *["--quick"] * quick]
+    output = Output(prefix=num_ranks > 1)
+    found: list[Milliseconds] = run_workers(
+        "overhead", given, spec, output=output, timeout_seconds=300, limit="affinity"
+    )
+    return found
+
+
+def work(*, quick: bool) -> Sequence[Milliseconds]:
+    """Be one process; give what all have found."""
+    steps = {f"hetu_fx {count}": our_step(count) for count in (FEW, MANY)}
+    steps |= {f"plain {count}": plain_step(count) for count in (FEW, MANY)}
+    return of_all(GroupTable(), medians(steps, rounds=20 if quick else 100))
+
+
+def medians(steps: Mapping[str, Step], *, rounds: int, warm_up: int = 10) -> Milliseconds:
+    """Run the steps in turns; give the medians of this thread's milliseconds."""
+    for step in steps.values():
+        for _ in range(warm_up):
+            step()
+    spent: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            barrier()
+            spent[name].append(thread_seconds(step) * 1e3)
+    return {name: statistics.median(values) for name, values in spent.items()}
+
+
+def thread_seconds(step: Step) -> float:
+    """Return the processor time of this thread in a step."""
+    start = time.thread_time()
+    step()
+    return time.thread_time() - start
+
+
+def inputs() -> Tensor:
+    """Make the whole batch."""
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def our_step(count: int) -> Step:
+    """Make our step of so many micro-batches; every process is a stage."""
+    model, world = Mlp(WIDTH, BLOCKS).train(), world_here()
+    plan = Plan((Pipeline(tuple(Stage((rank,)) for rank in range(world)), micro_batches=count),))
+    own = {"x": inputs().chunk(world)[rank_here()]}
+    return gradients_of(hetu_fx.auto_parallelize(model, own, plan=plan), model.zero_grad, [own])
+
+
+def plain_step(count: int) -> Step:
+    """Make the step of the plain model of one stage, which every process has for itself."""
+    model = Mlp(WIDTH, BLOCKS // world_here()).train()
+    return gradients_of(model, model.zero_grad, [{"x": part} for part in inputs().chunk(count)])
+
+
+def gradients_of(model: torch.nn.Module, clear: Callable[[], None], batches: Sequence[Mapping[str, Tensor]]) -> Step:
+    """Make the gradients of a model anew, batch by batch."""
+
+    def step() -> None:
+        clear()
+        for batch in batches:
+            loss_of(model, batch).backward()
+
+    return step

@@ -1,0 +1,1 @@
+"""What ranks of one machine do that can read each other's memory."""

@@ -1,0 +1,261 @@
+"""Collectives of ranks that read each other's memory: each says where its tensor stands, and nothing is sent.
+
+In between ranks read and sum, each its own segment, in the order of the ranks: sums have the same bits as those of
+`collectives`. All of it is done in `wait`. Measured on two processes of one core each, milliseconds by messages and so:
+the sum of a bucket of 12.4 MB 6.4 and 2.3, an all-reduce of 2 MB in an op 2.6 and 0.4, of 64 KB 0.23 and 0.12.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
+from functools import partial
+from itertools import accumulate
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from hetu_fx.annotations.states import even_sizes
+from hetu_fx.comm_ops.wire.collectives import Exchange, segments, sum_into
+from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
+from hetu_fx.comm_ops.wire.peers.memory import BOARD_SLOTS, Peers, Told
+from hetu_fx.comm_ops.wire.small_sums import refuse_unlike
+from hetu_fx.errors import CommError
+
+CHUNK_BYTES = 1 << 20
+"""What is summed is read in chunks that stay in a core's cache."""
+
+Addresses = Mapping[int, int]
+"""Of the other ranks' buffers."""
+
+
+class _Phase(IntEnum):
+    """How far a rank is in an exchange."""
+
+    STANDS = 1  # its buffer stands where it says
+    SUMMED = 2  # what it sums is there
+    READ = 3  # it reads nothing any more
+
+
+class _Reading:
+    """An exchange under way: `wait` does it, once all have said where their buffers are.
+
+    Args:
+        act: reads, given where the others' are.
+        buffer: this rank's.
+        ranks: all.
+        slot: of the board.
+        peers: the ranks' processes.
+        table: the ranks.
+        what: it is, the same on all: its kind, sizes and dtype.
+    """
+
+    def __init__(
+        self,
+        act: Callable[[_Reading, Addresses], None],
+        buffer: Tensor,
+        ranks: Sequence[int],
+        slot: int,
+        peers: Peers,
+        table: GroupTable,
+        what: str,
+    ) -> None:
+        self.buffer, self.ranks, self.table, self.peers = buffer, ranks, table, peers
+        self._act, self._slot, self._what, self._kind = act, slot, what, crc32(what.encode())
+        self._others = [rank for rank in ranks if rank != table.rank]
+        peers.counts[slot] += 1
+        self._stamp = peers.counts[slot] * len(_Phase)
+        self._say(_Phase.STANDS)
+
+    def wait(self) -> None:
+        """Read what the others have, and stay until they have read this rank's.
+
+        Raises DivergedError where another rank has come with something else.
+        """
+        told = self._all_are(_Phase.STANDS)
+        if any(other.kind != self._kind for other in told.values()):
+            refuse_unlike(self.table, self._what)
+        self._act(self, {rank: other.address for rank, other in told.items()})
+        self._say(_Phase.READ)
+        self._all_are(_Phase.READ)
+
+    def is_completed(self) -> bool:
+        """Tell whether `wait` would not block: nobody knows."""
+        return False
+
+    def meet(self) -> None:
+        """Say that this rank has its sum, and wait until all others have theirs."""
+        self._say(_Phase.SUMMED)
+        self._all_are(_Phase.SUMMED)
+
+    def _say(self, phase: _Phase) -> None:
+        self.peers.own.write(self._slot, Told(self._stamp + phase, self.buffer.data_ptr(), self._kind))
+
+    def _all_are(self, phase: _Phase) -> dict[int, Told]:
+        """Wait until all others are so far; return what they have said. Who is gone reads nothing."""
+        stamp, gone = self._stamp + phase, phase is _Phase.READ
+        waiting = partial(self.peers.wait_for, slot=self._slot, stamp=stamp, table=self.table, may_be_gone=gone)
+        return {rank: waiting(rank) for rank in self._others}
+
+
+Act = Callable[..., None]
+
+
+def start_here(
+    act: Act, buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], number: int, table: GroupTable, peers: Peers
+) -> Exchange:
+    """Start one of the exchanges below, of a flat buffer of `segments`. Collective over `ranks`.
+
+    Exchanges of different numbers may be under way together; all ranks wait for theirs in one order.
+    """
+    what = f"{act.__name__} of {list(sizes)} {buffer.dtype}"
+    acting = partial(act, sizes=sizes, peers=peers)
+    return Exchange(tuple(ranks), [_Reading(acting, buffer, ranks, _slot_of(number, ranks), peers, table, what)])
+
+
+def _slot_of(number: int, ranks: Sequence[int]) -> int:
+    """Return the slot of an exchange that is waited for later; the first is of those that are waited for at once."""
+    if number >= BOARD_SLOTS - 1:
+        raise CommError(
+            f"exchange {number} of ranks {list(ranks)} is one of more than {BOARD_SLOTS - 1}; use fewer buckets"
+        )
+    return 1 + number
+
+
+def gather_pieces_here(
+    pieces: Sequence[Tensor],
+    rooms: Mapping[int, Sequence[Tensor]],
+    sizes: Sequence[int],
+    ranks: Sequence[int],
+    number: int,
+    table: GroupTable,
+    peers: Peers,
+) -> Exchange:
+    """Start to take every other rank's pieces from where each stands, without a buffer. Collective over `ranks`.
+
+    Args:
+        pieces: of this rank, dense, `sizes` of its rank in all.
+        rooms: for those of the others, dense, in their order.
+        sizes: elements by rank.
+        ranks: all.
+        number: see `start_here`.
+        table: the ranks.
+        peers: their processes.
+    """
+    places = torch.tensor([piece.data_ptr() for piece in pieces], dtype=torch.int64)
+
+    def act(reading: _Reading, addresses: Addresses) -> None:
+        assert len(pieces) == len(places)  # they stand where they are until all have read them
+        for rank, of_rank in rooms.items():
+            if of_rank:
+                there = torch.empty(len(of_rank), dtype=torch.int64)
+                peers.read(rank, addresses[rank], there)
+                peers.read_all(rank, there.tolist(), of_rank)
+
+    dtypes = {str(x.dtype) for x in (*pieces, *(room for of_rank in rooms.values() for room in of_rank))}
+    what = f"gather_pieces_here of {list(sizes)} {sorted(dtypes)}"
+    return Exchange(tuple(ranks), [_Reading(act, places, ranks, _slot_of(number, ranks), peers, table, what)])
+
+
+def sum_all_here(reading: _Reading, addresses: Addresses, sizes: Sequence[int], peers: Peers) -> None:
+    """Do what `collectives.sum_all` does: each rank sums a part, and reads the others' sums."""
+    parts = even_sizes(sum(sizes), len(reading.ranks))
+    sum_segments_here(reading, addresses, parts, peers)
+    reading.meet()
+    gather_segments_here(reading, addresses, parts, peers)
+
+
+def gather_segments_here(reading: _Reading, addresses: Addresses, sizes: Sequence[int], peers: Peers) -> None:
+    """Do what `collectives.gather_segments` does."""
+    for rank, part, offset in zip(reading.ranks, segments(reading.buffer, sizes), _offsets(sizes), strict=True):
+        if rank != reading.table.rank:
+            peers.read(rank, addresses[rank] + offset * part.itemsize, part)
+
+
+def sum_segments_here(reading: _Reading, addresses: Addresses, sizes: Sequence[int], peers: Peers) -> None:
+    """Do what `collectives.sum_segments` does."""
+    here = reading.table.position(reading.ranks)
+    own, offset = segments(reading.buffer, sizes)[here], _offsets(sizes)[here] * reading.buffer.itemsize
+    _sum_into(own, own, addresses, offset, reading.table.rank, peers)
+
+
+def _sum_into(result: Tensor, own: Tensor, addresses: Addresses, offset: int, here: int, peers: Peers) -> None:
+    """Sum this rank's flat tensor with those of the others, `offset` bytes into their buffers, in the order of ranks.
+
+    `result` may be this rank's own.
+    """
+    most = max(1, CHUNK_BYTES // own.itemsize // len(addresses))
+    rooms = {rank: own.new_empty(min(most, own.numel())) for rank in addresses}
+    for start in range(0, own.numel(), most):
+        mine, place = own[start : start + most], offset + start * own.itemsize
+        parts = {rank: room[: mine.numel()] for rank, room in rooms.items()}
+        for rank, part in parts.items():
+            peers.read(rank, addresses[rank] + place, part)
+        parts[here] = mine
+        into = mine if result is own else result[start : start + most]
+        sum_into(into, [parts[rank] for rank in sorted(parts)])
+
+
+def _offsets(sizes: Sequence[int]) -> list[int]:
+    return [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
+
+
+def sum_read(x: Tensor, ranks: Sequence[int], table: GroupTable, peers: Peers) -> Tensor:
+    """Do what `collectives.sum_over` does: every rank reads all of the others' tensors, which stay as they are."""
+    own = x.detach().contiguous()
+    result = torch.empty_like(own)
+
+    def act(reading: _Reading, addresses: Addresses) -> None:
+        _sum_into(result.view(-1), own.view(-1), addresses, 0, table.rank, peers)
+
+    _read_now(act, own, ranks, peers, table, "all-reduce", list(own.shape))
+    return result
+
+
+def gather_read(
+    x: Tensor,
+    shapes: Sequence[Sequence[int]],
+    ranks: Sequence[int],
+    table: GroupTable,
+    peers: Peers,
+    what: str = "all-gather",
+) -> list[Tensor]:
+    """Do what `collectives.gather_parts` does; `what` it is, for messages."""
+    own = x.detach().contiguous()
+    parts = [own if r == table.rank else own.new_empty(list(s)) for r, s in zip(ranks, shapes, strict=True)]
+
+    def act(reading: _Reading, addresses: Addresses) -> None:
+        for rank, part in zip(ranks, parts, strict=True):
+            if rank != table.rank and part.numel():
+                peers.read(rank, addresses[rank], part)
+
+    _read_now(act, own, ranks, peers, table, what, [list(shape) for shape in shapes])
+    return parts
+
+
+def reduce_read(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable, peers: Peers) -> Tensor:
+    """Do what `collectives.reduce_parts` does."""
+    here, sizes = table.position(ranks), [part.numel() for part in parts]
+    buffer = torch.cat([part.detach().reshape(-1) for part in parts])
+    own, offset = segments(buffer, sizes)[here], _offsets(sizes)[here] * buffer.itemsize
+    result = torch.empty_like(parts[here], memory_format=torch.contiguous_format)
+
+    def act(reading: _Reading, addresses: Addresses) -> None:
+        _sum_into(result.view(-1), own, addresses, offset, table.rank, peers)
+
+    _read_now(act, buffer, ranks, peers, table, "reduce-scatter", sizes)
+    return result
+
+
+def _read_now(
+    act: Callable[[_Reading, Addresses], None],
+    own: Tensor,
+    ranks: Sequence[int],
+    peers: Peers,
+    table: GroupTable,
+    what: str,
+    sizes: object,
+) -> None:
+    with guarded(what, ranks, table):
+        _Reading(act, own, ranks, 0, peers, table, f"{what} of {sizes} {own.dtype}").wait()

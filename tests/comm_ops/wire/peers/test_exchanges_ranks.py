@@ -1,0 +1,205 @@
+"""Ranks that read each other's memory get what messages bring, bit for bit; who cannot read, sends."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import pytest
+import torch
+
+from hetu_fx.comm_ops.plans.algorithm import FLAT
+from hetu_fx.comm_ops.wire.collectives import gather_segments, reduce_parts, segments, sum_over, sum_segments
+from hetu_fx.comm_ops.wire.groups import GroupTable, using
+from hetu_fx.comm_ops.wire.peers import exchanges, memory
+from hetu_fx.comm_ops.wire.peers.exchanges import (
+    Act,
+    gather_pieces_here,
+    gather_segments_here,
+    start_here,
+    sum_all_here,
+    sum_segments_here,
+)
+from hetu_fx.comm_ops.wire.peers.memory import Peers, Told, peers_of
+from hetu_fx.comm_ops.wire.two_level import all_gather_by, all_reduce_by, reduce_scatter_by
+from hetu_fx.errors import CommError, DivergedError
+
+WORLD = 3
+RANKS = 2, 0, 1  # not in the order of the group
+SIZES = 1000, 0, 513
+DTYPES = torch.float32, torch.bfloat16, torch.float64
+
+
+def value(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(sum(SIZES), generator=generator, dtype=torch.float64).to(dtype)
+
+
+def read(act: Act, buffer: torch.Tensor, number: int = 0) -> torch.Tensor:
+    """Do an exchange by reading, in chunks of a few elements."""
+    table = GroupTable(name=f"readers {number}")
+    peers = peers_of(table, RANKS)
+    assert peers is not None
+    with using(table):
+        start_here(act, buffer, SIZES, RANKS, number, table, peers).wait()
+    return buffer
+
+
+def check_sums_have_the_bits_of_those_that_are_sent(rank: int, world: int, folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchanges, "CHUNK_BYTES", 200)
+        for number, dtype in enumerate(DTYPES):
+            here = RANKS.index(rank)
+            sent, table = value(rank, dtype), GroupTable(name=f"senders {dtype}")
+            with using(table):
+                sum_segments(sent, SIZES, RANKS).wait()
+            found = read(sum_segments_here, value(rank, dtype), 10 + number)
+            assert torch.equal(segments(found, SIZES)[here], segments(sent, SIZES)[here])
+
+
+def check_a_sum_of_all_is_the_same_everywhere(rank: int, world: int, folder: Path) -> None:
+    for number, dtype in enumerate(DTYPES):
+        found = read(sum_all_here, value(rank, dtype), 20 + number)
+        expected = value(0, dtype) + value(1, dtype) + value(2, dtype)
+        assert torch.equal(found, expected)
+
+
+def check_segments_are_gathered(rank: int, world: int, folder: Path) -> None:
+    sent, table = value(rank, torch.float32), GroupTable(name="gathers")
+    with using(table):
+        gather_segments(sent, SIZES, RANKS).wait()
+    assert torch.equal(read(gather_segments_here, value(rank, torch.float32), 30), sent)
+
+
+def check_a_collective_of_an_op_reads_from_so_many_bytes_on(rank: int, world: int, folder: Path) -> None:
+    table, ranks, read, by = GroupTable(name="ops"), (0, 1, 2), [], Peers.read
+
+    def noted(self: Peers, rank: int, address: int, room: torch.Tensor) -> None:
+        read.append(rank)
+        by(self, rank, address, room)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "LEAST_BYTES", 4000)
+        patch.setattr(Peers, "read", noted)
+        for size in (999, 1000):
+            x = value(rank, torch.float32)[:size].view(-1, 1)
+            before = x.clone()
+            assert torch.equal(all_reduce_by(x, ranks, FLAT, table), sum_over(x, ranks, table))
+            parts = x.split([size - 9, 0, 9])
+            assert torch.equal(reduce_scatter_by(parts, ranks, FLAT, table), reduce_parts(parts, ranks, table))
+            assert torch.equal(x, before)
+            assert bool(read) == (size == 1000)
+
+
+def check_a_gather_of_uneven_parts_reads_them(rank: int, world: int, folder: Path) -> None:
+    table, ranks, shapes = GroupTable(name="uneven"), (0, 1, 2), [[5, 7], [0, 7], [1, 7]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "LEAST_BYTES", 0)
+        x = torch.full(shapes[rank], float(rank))
+        gathered = all_gather_by(x, shapes, ranks, FLAT, table)
+        for sender, (part, shape) in enumerate(zip(gathered, shapes, strict=True)):
+            assert torch.equal(part, torch.full(shape, float(sender)))
+
+
+def check_exchanges_may_be_under_way_together(rank: int, world: int, folder: Path) -> None:
+    table = GroupTable(name="together")
+    peers = peers_of(table, RANKS)
+    assert peers is not None
+    buffers = [value(rank, torch.float64) for _ in range(3)]
+    with using(table):
+        started = [start_here(sum_all_here, b, SIZES, RANKS, i, table, peers) for i, b in enumerate(buffers)]
+        for exchange in started:
+            exchange.wait()
+    assert all(torch.equal(buffer, buffers[0]) for buffer in buffers)
+
+
+def check_ranks_of_other_networks_are_not_read(rank: int, world: int, folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "_network", lambda: min(rank, 1))
+        table = GroupTable(name="networks")
+        assert peers_of(table, (0, 1, 2)) is None
+        if rank > 0:
+            assert peers_of(table, (1, 2)) is not None
+
+
+def check_where_one_may_not_read_nobody_does(rank: int, world: int, folder: Path) -> None:
+    def forbidden(process: int, address: int, place: int, size: int) -> None:
+        raise PermissionError(1, "not permitted")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(memory, "_copy", forbidden)
+        assert peers_of(GroupTable(name="forbidden"), (0, 1, 2)) is None
+
+
+def check_a_process_that_has_gone_is_named(rank: int, world: int, folder: Path) -> None:
+    table = GroupTable(name="gone")
+    peers = peers_of(table, (0, 1, 2))
+    assert peers is not None
+    gone = replace(peers, processes=dict.fromkeys(range(WORLD), 2**22 + os.getpid()))
+    with using(table), pytest.raises(CommError, match=r"process of rank \d has gone"):
+        start_here(gather_segments_here, torch.zeros(10), (4, 4, 2), (0, 1, 2), 40, table, gone).wait()
+
+
+def check_who_ends_after_the_last_exchange_is_not_missed(rank: int, world: int, folder: Path) -> None:
+    by = Peers.look
+
+    def gone_once_read(self: Peers, other: int, slot: int) -> Told:
+        if self.own.stamp(slot) % 3 == 0:  # this rank has read all
+            raise ProcessLookupError(3, "no such process")
+        return by(self, other, slot)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Peers, "look", gone_once_read)
+        read(gather_segments_here, value(rank, torch.float32), 50)
+
+
+def check_pieces_are_taken_from_where_they_stand(rank: int, world: int, folder: Path) -> None:
+    table, numels = GroupTable(name="pieces"), {2: (3, 100), 0: (), 1: (7,)}
+    peers, by = peers_of(table, RANKS), memory._copied_at_once
+    assert peers is not None
+    for number, most in enumerate((None, 0, 20)):  # bytes after which the system is said to stop
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(memory, "_MOST_EXTENTS", 1 + number)
+            if most is not None:
+                patch.setattr(memory, "_copied_at_once", lambda *what, most=most: min(most, by(*what)))
+            pieces = [torch.full((numel,), rank + i / 8) for i, numel in enumerate(numels[rank])]
+            rooms = {other: [torch.empty(n) for n in numels[other]] for other in RANKS if other != rank}
+            sizes = [sum(numels[other]) for other in RANKS]
+            gather_pieces_here(pieces, rooms, sizes, RANKS, 70 + number, table, peers).wait()
+        for other, found in rooms.items():
+            for i, room in enumerate(found):
+                assert torch.equal(room, torch.full_like(room, other + i / 8))
+
+
+def check_unlike_calls_are_refused(rank: int, world: int, folder: Path) -> None:
+    table = GroupTable(name="unlike")
+    peers = peers_of(table, RANKS)
+    assert peers is not None
+    sizes = SIZES if rank == 1 else (*SIZES[1:], SIZES[0])
+    with using(table), pytest.raises(DivergedError, match=f"rank {rank} asks for gather_segments_here"):
+        start_here(gather_segments_here, value(rank, torch.float32), sizes, RANKS, 60, table, peers).wait()
+
+
+def check_a_rank_that_comes_late_is_waited_for_within_bounds(rank: int, world: int, folder: Path) -> None:
+    table = GroupTable(name="late", timeout=timedelta(seconds=0.3))
+    peers = peers_of(table, RANKS)
+    assert peers is not None
+    with using(table):
+        sleep(0.05 if rank == 1 else 0.0)
+        start_here(sum_all_here, value(rank, torch.float64), SIZES, RANKS, 0, table, peers).wait()
+        if rank != 1:  # which does not come again
+            with pytest.raises(CommError, match="has not come within"):
+                start_here(sum_all_here, value(rank, torch.float64), SIZES, RANKS, 1, table, peers).wait()
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", [name for name in globals() if name.startswith("check_")])
+def test_on_three_ranks(name: str, gloo_checks: Any) -> None:
+    failures = [report for report in gloo_checks(__file__, WORLD)[name] if report]
+    assert not failures, "\n".join(failures)

@@ -305,6 +305,8 @@ class GroupTable:
     def _types_of(self, ranks: Sequence[int] | None) -> tuple[str, ...]:
         """Return the types of some ranks' devices (None: of all), as far as they are known."""
         known = _present().types
+        if not known:
+            return ()
         return tuple(known[at] for at in map(self.to_global, ranks or range(self.size)) if at in known)
 
     def _where(self, ranks: Sequence[int] | None) -> str:

@@ -15,7 +15,8 @@ def test_collectives_that_were_timed_count_and_the_others_follow_from_the_links(
     found = Collectives.of_cluster(cluster(Collective("grouped_all_gather", "intra", 2, 5e8, 1e-3)))
     assert found.grouped_all_gather is not None
     assert found.grouped_all_gather(1e6) == pytest.approx(1e-3 + 1e6 / 5e8)
-    assert found.all_reduce == Collectives.of_cluster(cluster()).all_reduce
+    assert found.shift == Collectives.of_cluster(cluster()).shift
+    assert found.all_reduce(1e6) == pytest.approx(2 * found.grouped_all_gather(1e6))
 
 
 def test_collectives_of_other_devices_than_all_do_not_count() -> None:

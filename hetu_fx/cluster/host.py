@@ -67,8 +67,8 @@ def _kilobytes(file: Path, which: str) -> int:
     return 0
 
 
-STEP_OPS = 5000
-"""Small ops that take what a step takes besides: 20 ms of a core (`benchmarks.simulator`; steps of an idle rank)."""
+STEP_OPS = 2500
+"""Small ops that take what a step takes besides: 5 to 11 ms of a core for decoders of 2 to 12 blocks."""
 
 
 def step_seconds(num_ops: int = STEP_OPS) -> float:

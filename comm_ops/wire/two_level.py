@@ -152,7 +152,8 @@ def all_reduce_by(x: Tensor, ranks: Sequence[int], algorithm: Algorithm, table: 
 
 def _readers(x: Tensor, num_bytes: int, ranks: Sequence[int], table: GroupTable) -> Peers | None:
     """Return the ranks' processes where all have their tensors on the host, as all know, and read them there."""
-    on_host = x.is_cpu and not any(table.cuts(rank) for rank in ranks if rank != table.rank)
+    is_there = x.is_cpu and max(ranks) < table.size  # else it is refused where it is sent
+    on_host = is_there and not any(table.cuts(rank) for rank in ranks if rank != table.rank)
     return peers_worth_reading(num_bytes, ranks, table, on_host=on_host)
 
 

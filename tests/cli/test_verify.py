@@ -155,7 +155,7 @@ def test_a_wrong_sum_differs_and_copies_that_differ_are_told(
     def sum_twice(result: torch.Tensor, summands: list[torch.Tensor]) -> None:
         result.copy_(sum(summands[1:], 2 * summands[0]))
 
-    monkeypatch.setattr(collectives, "_sum_into", sum_twice)
+    monkeypatch.setattr(collectives, "sum_into", sum_twice)
     assert main(["verify", f"{script}:without_dropout", "--ranks=3", "--steps=1", "--plan=tensor"]) == 1
     assert "tensor: differs" in capsys.readouterr().out
 

@@ -53,7 +53,7 @@ class Told(NamedTuple):
         return self.stamp ^ self.address ^ self.kind
 
 
-_WORDS = len(Told._fields) + 1  # of a slot
+_WORDS = len(Told(0)) + 1  # of a slot
 
 
 class Board:

@@ -158,7 +158,7 @@ def check_gradients_travel_while_a_pipeline_still_runs(rank: int, world: int, fo
         patch.setattr(Collector, "ran", lambda self: [before_the_end.append(len(started)), ran(self)][1])
         Twins("mlp", PIPES, group).step(batch_of("mlp", 9), (3, 3, 3))
     assert len(before_the_end) == 1
-    assert before_the_end[0] > 0
+    assert rank == 0 or before_the_end[0] > 0, "the first stage's gradients are the last; no other rank's are"
 
 
 class Shared(nn.Module):

@@ -23,6 +23,9 @@ from hetu_fx.comm_ops.wire.peers.memory import BOARD_SLOTS, Peers, Told
 from hetu_fx.comm_ops.wire.small_sums import refuse_unlike
 from hetu_fx.errors import CommError
 
+AT_ONCE = 32
+"""So many exchanges of one number may be under way: a step's parts under several variants, for example."""
+
 CHUNK_BYTES = 1 << 20
 """What is summed is read in chunks that stay in a core's cache."""
 
@@ -45,7 +48,7 @@ class _Reading:
         act: reads, given where the others' are.
         buffer: this rank's.
         ranks: all.
-        slot: of the board.
+        number: of it; those of one number begin in one order on all ranks, and so they end.
         peers: the ranks' processes.
         table: the ranks.
         what: it is, the same on all: its kind, sizes and dtype.
@@ -56,16 +59,22 @@ class _Reading:
         act: Callable[[_Reading, Addresses], None],
         buffer: Tensor,
         ranks: Sequence[int],
-        slot: int,
+        number: int,
         peers: Peers,
         table: GroupTable,
         what: str,
     ) -> None:
         self.buffer, self.ranks, self.table, self.peers = buffer, ranks, table, peers
-        self._act, self._slot, self._what, self._kind = act, slot, what, crc32(what.encode())
+        self._act, self._what, self._kind = act, what, crc32(what.encode())
         self._others = [rank for rank in ranks if rank != table.rank]
-        peers.counts[slot] += 1
-        self._stamp = peers.counts[slot] * len(_Phase)
+        peers.counts[number] += 1
+        count = peers.counts[number]
+        self._slot, self._stamp = _slot_of(number, count, ranks), count * len(_Phase)
+        if self._slot in peers.under_way:
+            raise CommError(
+                f"more than {AT_ONCE} exchanges {number} of ranks {list(ranks)} are under way; end one before the next"
+            )
+        peers.under_way[self._slot] = self
         self._say(_Phase.STANDS)
 
     def wait(self) -> None:
@@ -79,6 +88,7 @@ class _Reading:
         self._act(self, {rank: other.address for rank, other in told.items()})
         self._say(_Phase.READ)
         self._all_are(_Phase.READ)
+        self.peers.under_way.pop(self._slot, None)
 
     def is_completed(self) -> bool:
         """Tell whether `wait` would not block: nobody knows."""
@@ -111,16 +121,15 @@ def start_here(
     """
     what = f"{act.__name__} of {list(sizes)} {buffer.dtype}"
     acting = partial(act, sizes=sizes, peers=peers)
-    return Exchange(tuple(ranks), [_Reading(acting, buffer, ranks, _slot_of(number, ranks), peers, table, what)])
+    return Exchange(tuple(ranks), [_Reading(acting, buffer, ranks, 1 + number, peers, table, what)])
 
 
-def _slot_of(number: int, ranks: Sequence[int]) -> int:
-    """Return the slot of an exchange that is waited for later; the first is of those that are waited for at once."""
-    if number >= BOARD_SLOTS - 1:
-        raise CommError(
-            f"exchange {number} of ranks {list(ranks)} is one of more than {BOARD_SLOTS - 1}; use fewer buckets"
-        )
-    return 1 + number
+def _slot_of(number: int, count: int, ranks: Sequence[int]) -> int:
+    """Return the slot of an exchange, the count-th of its number; 0 is the number of those waited for at once."""
+    most = BOARD_SLOTS // AT_ONCE - 1
+    if number > most:
+        raise CommError(f"exchange {number - 1} of ranks {list(ranks)} is one of more than {most}; use fewer buckets")
+    return number * AT_ONCE + count % AT_ONCE
 
 
 def gather_pieces_here(
@@ -155,7 +164,7 @@ def gather_pieces_here(
 
     dtypes = {str(x.dtype) for x in (*pieces, *(room for of_rank in rooms.values() for room in of_rank))}
     what = f"gather_pieces_here of {list(sizes)} {sorted(dtypes)}"
-    return Exchange(tuple(ranks), [_Reading(act, places, ranks, _slot_of(number, ranks), peers, table, what)])
+    return Exchange(tuple(ranks), [_Reading(act, places, ranks, 1 + number, peers, table, what)])
 
 
 def sum_all_here(reading: _Reading, addresses: Addresses, sizes: Sequence[int], peers: Peers) -> None:

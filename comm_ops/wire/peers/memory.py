@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import Tensor
 
@@ -29,8 +29,8 @@ from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
 LEAST_BYTES = 1 << 14
 """Smaller messages are sent."""
 
-BOARD_SLOTS = 1 << 12
-"""So many exchanges may be under way together."""
+BOARD_SLOTS = 1 << 16
+"""Of a board: 2 MB."""
 
 SPIN_SECONDS, SLEEP_SHARE, MOST_SLEEP_SECONDS = 2e-4, 0.02, 1e-3
 """For how long a rank that waits looks again and again; it then sleeps a share of the time so far, up to a bound."""
@@ -90,13 +90,15 @@ class Peers:
         processes: by rank.
         boards: their addresses, by rank.
         own: this rank's board.
-        counts: of the exchanges that have begun, by slot; the same on all ranks.
+        counts: of the exchanges that have begun, by number; the same on all ranks.
+        under_way: those of this rank that have not ended, by slot; whoever drops one lets its slot go.
     """
 
     processes: Mapping[int, int]
     boards: Mapping[int, int] = field(default_factory=dict)
     own: Board = field(default_factory=Board)
     counts: Counter[int] = field(default_factory=Counter)
+    under_way: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)
 
     def read(self, rank: int, address: int, room: Tensor) -> None:
         """Copy bytes of a rank's memory into a dense tensor. Raises RuntimeError where that process has gone."""

@@ -61,6 +61,34 @@ def check_sums_have_the_bits_of_those_that_are_sent(rank: int, world: int, folde
             assert torch.equal(segments(found, SIZES)[here], segments(sent, SIZES)[here])
 
 
+def check_exchanges_of_one_number_may_be_under_way_together(rank: int, world: int, folder: Path) -> None:
+    table = GroupTable(name="together")
+    peers = peers_of(table, RANKS)
+    assert peers is not None
+    buffers = [value(rank, torch.float64) * factor for factor in (1, 2, 3)]
+    with using(table):
+        begun = [start_here(sum_all_here, buffer, SIZES, RANKS, 5, table, peers) for buffer in buffers]
+        for exchange in begun:
+            exchange.wait()
+    expected = value(0, torch.float64) + value(1, torch.float64) + value(2, torch.float64)
+    for factor, buffer in zip((1, 2, 3), buffers, strict=True):
+        torch.testing.assert_close(buffer, factor * expected, rtol=1e-12, atol=1e-12)
+
+
+def check_too_many_of_one_number_are_refused_until_some_have_ended(rank: int, world: int, folder: Path) -> None:
+    table = GroupTable(name="many")
+    peers = peers_of(table, RANKS)
+    assert peers is not None
+    with using(table):
+        begun = [
+            start_here(sum_all_here, value(rank, torch.float64), SIZES, RANKS, 0, table, peers)
+            for _ in range(exchanges.AT_ONCE)
+        ]
+        with pytest.raises(CommError, match=r"more than 32 exchanges 1 .* end one before the next"):
+            start_here(sum_all_here, value(rank, torch.float64), SIZES, RANKS, 0, table, peers)
+    del begun
+
+
 def check_a_sum_of_all_is_the_same_everywhere(rank: int, world: int, folder: Path) -> None:
     for number, dtype in enumerate(DTYPES):
         found = read(sum_all_here, value(rank, dtype), 20 + number)

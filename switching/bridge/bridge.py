@@ -164,6 +164,7 @@ class Reduction:
         self._bucket_of = {name: i for i, names in enumerate(bridge.reduce_buckets) for name in names}
         self._under_way: deque[UnderWay] = deque()
         self._started = 0
+        self._results: dict[str, Tensor] = {}
 
     def ready(self, name: str, grad: Tensor | None) -> None:
         """Hand in a gradient of this step, once per parameter; it is final and belongs to the bridge now."""
@@ -185,11 +186,15 @@ class Reduction:
         if last is not None:
             self._ready.update(last)
             last.clear()
-        self.start()
-        results: dict[str, Tensor] = {}
-        while self._under_way:  # a bucket's buffers go before the next one's results are made
-            results |= self._under_way.popleft().wait()
+        self.settle()
+        results, self._results = self._results, {}
         return results
+
+    def settle(self) -> None:
+        """Start what is left, and wait for all; `finish` gives what that brings, if it is still wanted."""
+        self.start()
+        while self._under_way:  # a bucket's buffers go before the next one's results are made
+            self._results |= self._under_way.popleft().wait()
 
     def _start_next(self) -> None:
         number, self._started = self._started, self._started + 1

@@ -80,10 +80,10 @@ class KeptBack:
         return bool(self.begun)
 
     def settle(self) -> None:
-        """Wait for the messages of a step whose loss was never asked for its gradient, and drop what they bring."""
+        """Wait for the messages of a step whose loss has not been asked for its gradient, which it may be yet."""
         left, self.under_way = self.under_way, None
         if left is not None:
-            left.finish()
+            left.settle()
 
     def add(self, bridge: Bridge, gradients: Mapping[str, Tensor | None], homes: Mapping[str, nn.Parameter]) -> None:
         """Add a step's gradients of `homes`; they lie as `bridge` says."""

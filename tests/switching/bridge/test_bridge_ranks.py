@@ -178,6 +178,18 @@ def check_gradients_may_come_one_by_one(rank: int, world: int, folder: Path) -> 
             assert torch.equal(found[e.name], expected), (title, e)
 
 
+def check_what_was_waited_for_early_is_still_given(rank: int, world: int, folder: Path) -> None:
+    for title, bridge in bridges(GroupTable()):
+        reduction = Reduction(bridge, SHAPES)
+        given = gradients(bridge, rank)
+        for name in SHAPES:
+            reduction.ready(name, given.get(name))
+        reduction.settle()
+        found = reduction.finish()
+        for e in bridge.plan.entries:
+            assert torch.equal(found[e.name], expected_sum(e.gradient, e.name, e.home, rank)), (title, e)
+
+
 def check_values_are_cast_on_the_way(rank: int, world: int, folder: Path) -> None:
     for title, bridge in bridges(GroupTable(), torch.bfloat16):
         pieces = {e.name: cut(e.home, e.name, value(e.name, 1), rank).float() for e in bridge.plan.entries}

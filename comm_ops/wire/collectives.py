@@ -200,8 +200,7 @@ def sum_over(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:
         return fresh(x)
     if table.meets_on_host(x.device, ranks):
         return _staged_sum(x.detach().contiguous(), ranks, table)
-    wire = _to_wire(x, ranks, table)
-    others = len(ranks) - 1
+    wire, others = x.detach().contiguous(), len(ranks) - 1
     with guarded("all-reduce", ranks, table):
         if not table.is_native(wire.device) and (others == 1 or others * wire.nbytes <= _DIRECT_BYTES):
             result = torch.empty_like(wire, memory_format=torch.contiguous_format)
@@ -209,7 +208,7 @@ def sum_over(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:
         else:
             result = wire.clone() if wire.data_ptr() == x.data_ptr() else wire
             table.transport.all_reduce(result, table.group(ranks))
-    return result.to(x.device)
+    return result
 
 
 def _staged_sum(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:

@@ -114,8 +114,7 @@ class Peers:
             batch = pairs[first : first + _MOST_EXTENTS]
             done = _copied_at_once(self.processes[rank], batch)
             for address, room in batch:  # the system may stop early; whoever has gone is named here
-                left = min(room.nbytes, max(0, room.nbytes - done))
-                if left:
+                if done < room.nbytes:
                     self.read(rank, address, room)
                 done = max(0, done - room.nbytes)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from hetu_fx.base.checks import standing_twice
 
 DIRECT, STAGED = "direct", "staged"
 WAYS = (DIRECT, STAGED)
@@ -55,4 +56,4 @@ def quickest(ways: Iterable[Way]) -> Mapping[Ends, Way]:
 
 def stood_twice(ways: Sequence[Way]) -> list[tuple[str, Ends]]:
     """Return what ways are told of twice."""
-    return [key for key, count in Counter((one.way, one.ends) for one in ways).items() if count > 1]
+    return standing_twice((one.way, one.ends) for one in ways)

@@ -1,10 +1,12 @@
-"""Numbers that people and files give: checks, each with what to give instead, and sizes in bytes."""
+"""What people and files give: checks of numbers and keys, each with what to give instead, and sizes in bytes."""
 
 from __future__ import annotations
 
 import math
 import re
-from typing import Literal, get_args
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from typing import Literal, TypeVar, get_args
 
 from hetu_fx.base.documents import nearest
 from hetu_fx.errors import HetuFxError
@@ -13,6 +15,13 @@ Source = Literal["measured", "given", "estimate"]
 """Where a figure comes from: a measurement, whoever wrote it down, or public figures and counts."""
 
 SOURCES: tuple[str, ...] = get_args(Source)
+
+K = TypeVar("K", bound=Hashable)
+
+
+def standing_twice(keys: Iterable[K]) -> list[K]:
+    """Return the keys that stand more than once, in the order in which they stand first."""
+    return [key for key, count in Counter(keys).items() if count > 1]
 
 
 def check_positive(error: type[HetuFxError], where: str, **values: float) -> None:

@@ -6,12 +6,12 @@ for devices that are not there. It needs no process group and no torch unless it
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from hetu_fx.base.checks import standing_twice
 from hetu_fx.base.json_values import many
 from hetu_fx.base.records import Document, Key, record
 from hetu_fx.cluster.devices import COLLECTIVE, DEVICE, LINKS, ClusterLinks, Collective, Device, Link, OutsideLink
@@ -67,7 +67,7 @@ class Cluster(Document):
         if not self.devices:
             raise ClusterError("a cluster has no devices; give at least one")
         ranks = [device.rank for device in self.devices]
-        twice = sorted(rank for rank, count in Counter(ranks).items() if count > 1)
+        twice = sorted(standing_twice(ranks))
         if twice:
             raise ClusterError(f"ranks {twice} stand twice in a cluster of ranks {ranks}; give each once")
         # Asked for every link, and for every stage, of a thousand devices.
@@ -321,7 +321,7 @@ class Cluster(Document):
 
 def _paces_by_kind(paces: Sequence[Pace]) -> dict[str, tuple[Pace, ...]]:
     """Return the paces of each kind, by size of group; raises `ClusterError` where one stands twice."""
-    twice = [key for key, count in Counter((pace.kind, pace.tensor_parallel) for pace in paces).items() if count > 1]
+    twice = standing_twice((pace.kind, pace.tensor_parallel) for pace in paces)
     if twice:
         raise ClusterError(f"paces of (kind, tensor_parallel) {twice} stand twice; give each once")
     ordered = sorted(paces, key=lambda pace: pace.tensor_parallel)

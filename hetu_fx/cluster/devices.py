@@ -12,9 +12,9 @@ from hetu_fx.base.checks import Source, check_not_negative, check_positive, chec
 from hetu_fx.base.json_values import INTEGER, NUMBER, TEXT, named_texts, numbered
 from hetu_fx.base.records import Key, record
 from hetu_fx.cluster.chips import find_chip, unknown_chip
+from hetu_fx.comm_ops.plans.ways import PLACES
 from hetu_fx.errors import ClusterError
 
-WHERE = ("intra", "inter")
 FLOPS_PER_BYTE = 5.0
 """Matrix-product FLOPs in the time that moving a byte of memory takes, as measured on a CPU core."""
 
@@ -174,8 +174,8 @@ class Collective:
 
     def __post_init__(self) -> None:
         what = f"collective {self.name!r}"
-        if self.where not in WHERE:
-            raise ClusterError(f"{what} is timed {self.where!r}; give one of {', '.join(WHERE)}")
+        if self.where not in PLACES:
+            raise ClusterError(f"{what} is timed {self.where!r}; give one of {', '.join(PLACES)}")
         check_positive(ClusterError, what, bytes_per_second=self.bytes_per_second, num_ranks=self.num_ranks)
         check_not_negative(ClusterError, what, latency_seconds=self.latency_seconds, num_nodes=self.num_nodes)
         check_not_negative(ClusterError, what, **{f"sizes[{size}]": seconds for size, seconds in self.sizes.items()})

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from hetu_fx.base.checks import check_positive
+from hetu_fx.base.checks import check_positive, standing_twice
 from hetu_fx.base.documents import nearest
 from hetu_fx.base.low_dtypes import LOW_DTYPES
 from hetu_fx.base.records import record
@@ -37,8 +36,7 @@ PRECISION = record(Precision, ClusterError)
 
 def by_kind(precisions: Sequence[Precision]) -> dict[tuple[str, str], float]:
     """Return speedups by (kind, dtype); raises `ClusterError` where one stands twice."""
-    counts = Counter((one.kind, one.dtype) for one in precisions)
-    if twice := [key for key, count in counts.items() if count > 1]:
+    if twice := standing_twice((one.kind, one.dtype) for one in precisions):
         raise ClusterError(f"precisions of (kind, dtype) {twice} stand twice; give each once")
     return {(one.kind, one.dtype): one.speedup for one in precisions}
 

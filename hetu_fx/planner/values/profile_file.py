@@ -7,12 +7,11 @@ cluster files are (`hetu_fx.profile/1`). Every figure says where it comes from.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hetu_fx.base.checks import Source, check_not_negative, check_positive, check_source
+from hetu_fx.base.checks import Source, check_not_negative, check_positive, check_source, standing_twice
 from hetu_fx.base.json_values import many, numbered
 from hetu_fx.base.records import REQUIRED, Document, Key, record, repeated
 from hetu_fx.errors import ProfileError
@@ -164,7 +163,7 @@ class Profile(Document):
 
 
 def _check_once(what: str, keys: Sequence[Hashable]) -> None:
-    twice = sorted(str(key) for key, count in Counter(keys).items() if count > 1)
+    twice = sorted(map(str, standing_twice(keys)))
     if twice:
         raise ProfileError(f"{what}: {', '.join(twice)} stand twice; give each once")
 

@@ -38,6 +38,11 @@ class Affine:
         """Whether no element is below zero, whatever the sizes."""
         return self.constant >= 0 and min(self.slopes, default=0) >= 0
 
+    @property
+    def is_never_positive(self) -> bool:
+        """Whether no element is above zero, whatever the sizes."""
+        return self.constant <= 0 and max(self.slopes, default=0) <= 0
+
     def plus(self, other: Affine, times: int = 1) -> Affine:
         """Return self + times * other, with the dims of the two aligned from the right."""
         pairs = itertools.zip_longest(reversed(self.slopes), reversed(other.slopes), fillvalue=0)
@@ -54,7 +59,9 @@ class AtMostZero:
     @property
     def always(self) -> bool | None:
         """The truth of all elements, if it is the same for every position and size."""
-        return self.bound.constant <= 0 if self.bound.is_constant else None
+        if self.bound.is_never_positive:
+            return True
+        return False if self.bound.plus(Affine(-1)).is_never_negative else None
 
 
 Positional = Affine | AtMostZero

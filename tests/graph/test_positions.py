@@ -114,6 +114,10 @@ def test_an_index_that_may_be_negative_is_not_followed() -> None:
 def test_true_and_false_are_opposites() -> None:
     assert TRUE.always is True
     assert FALSE.always is False
+    assert AtMostZero(Affine(0, (-1, 0))).always is True  # as for places that count from 0 and are at least 0
+    assert AtMostZero(Affine(1, (0, 2))).always is False
+    assert AtMostZero(Affine(0, (-1, 1))).always is None
+    assert AtMostZero(Affine(1, (-1,))).always is None
     assert CAUSAL.always is None
 
 

@@ -243,8 +243,18 @@ def _largest_remainder(total: int, ratios: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass
 class _Tally:
+    """What splitting a class brings.
+
+    Attributes:
+        flops: that are spread.
+        communicated: elements that are sent for it.
+        splits_weights: some product has it in what comes of parameters alone: they are spread, too. A sequence of fixed
+            length is in a parameter that is added, and in activations: products would be given whole weights.
+    """
+
     flops: float = 0.0
     communicated: float = 0.0
+    splits_weights: bool = False
 
     @property
     def score(self) -> float:
@@ -261,7 +271,8 @@ def tensor_classes(
     tallies = _tally(graph, factors, flow)
     eligible = [c for c in tallies if _is_eligible(c, factors)]
     rivals = _rivals(graph, factors)
-    ranked = sorted((c for c in eligible if tallies[c].flops > 0), key=lambda c: (-tallies[c].score, c.id))
+    spreading = [c for c in eligible if tallies[c].flops > 0 and tallies[c].splits_weights]
+    ranked = sorted(spreading, key=lambda c: (-tallies[c].score, c.id))
     chosen: list[FactorClass] = []
     for candidate in (*wanted, *ranked):
         if rivals[candidate].isdisjoint(chosen):
@@ -328,6 +339,8 @@ def _tally_op(
             tally.communicated += sum(map(meta.numel, having))
             continue
         tally.flops += flops
+        weights = (o for o in op.operands if not flow.through_inputs(o.node))
+        tally.splits_weights |= flops > 0 and any(factor in weight.classes for weight in weights)
         if factor in op.sharded and factor.size:
             split = [o.node for o in op.operands if factor in o.classes and flow.is_mixed(o.node)]
             tally.communicated += sum(_PER_ROW * meta.numel(value) / factor.size for value in split)

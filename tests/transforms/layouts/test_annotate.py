@@ -49,6 +49,14 @@ def test_a_transformer_is_split_as_megatron_does(llama: Program) -> None:
     assert places(llama, classes) == expected | {("model.embed_tokens.weight", 0), ("lm_head.weight", 0)}
 
 
+def test_a_sequence_of_fixed_length_is_not_split_for_weights_that_would_stay_whole() -> None:
+    vit = zoo_program("vit")  # the positions that are learned have the sequence's dim
+    classes = tensor_classes(vit.graph, vit.factors, vit.flow)
+    dims = {name: dim for name, dim in places(vit, classes) if "attention" in name and name.endswith("weight")}
+    assert set(dims.values()) == {0, 1}
+    assert not any("position" in name for name, _ in places(vit, classes))
+
+
 def test_heads_are_cut_whole_and_the_feed_forward_by_single_columns(llama: Program) -> None:
     layout = annotated(llama, Plan.tensor_parallel((0, 1), (2, 1))).layouts[0]
     assert sorted(layout.tensor.sizes.values()) == [(2, 1), (2, 1), (65, 32), (65, 32), (75, 37), (75, 37)]

@@ -154,9 +154,8 @@ def _stacks() -> dict[int, Stack]:
 @cache
 def _our_folders() -> tuple[str, ...]:
     """Return where this package's code lies: its packages may lie beside each other."""
-    named = [name for name, module in sys.modules.items() if name == _OURS or hasattr(module, "__path__")]
-    own = [name for name in named if name.split(".")[0] == _OURS and name.count(".") < 2]
-    return tuple(folder for name in own for folder in sys.modules[name].__path__)
+    own = [name for name in list(sys.modules) if name.split(".")[0] == _OURS and name.count(".") < 2]
+    return tuple(folder for name in own for folder in getattr(sys.modules[name], "__path__", ()))
 
 
 @cache

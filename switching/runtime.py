@@ -20,7 +20,7 @@ from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.base.torch_private import transform_level
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.calls import note
-from hetu_fx.comm_ops.wire.consensus import LocalFacts, StepFacts, agree, by_first
+from hetu_fx.comm_ops.wire.consensus import Count, LocalFacts, StepFacts, agree, by_first
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import StateError
 from hetu_fx.plans.plan import Plan
@@ -242,8 +242,7 @@ class Runtime:
         local: LocalFacts | Exception
         try:
             batch = self.execution.read(args, kwargs, self.model.training, shared=self.settings.shared)
-            timer = self.report.timer
-            told = {"compute_seconds": timer.seconds / timer.share, **self.writes.told}
+            told = {"compute_seconds": self._compute_seconds(), **self.writes.told}
             told["host_seconds"] = self.report.host_seconds
             for watcher in self._watchers:
                 told.update(watcher.tell())
@@ -262,6 +261,11 @@ class Runtime:
         if changed:
             self._take_in()
         return batch, facts
+
+    def _compute_seconds(self) -> float:
+        """Return what the last step computed for; 0, for unknown, where only this host would wait to know it."""
+        timer = self.report.timer
+        return timer.seconds / timer.share if self.table.size > 1 or timer.is_known else 0.0
 
     def _take_in(self) -> None:
         """Take in what the script has made of the model's parameters and buffers; collective."""
@@ -323,7 +327,7 @@ class Runtime:
     def _trains(self) -> bool:
         return self.model.training and torch.is_grad_enabled()
 
-    def _inputs(self, counts: tuple[float, ...], rows: RowPlan) -> StepInputs:
+    def _inputs(self, counts: tuple[Count, ...], rows: RowPlan) -> StepInputs:
         return StepInputs(
             counts=counts,
             rows=rows,

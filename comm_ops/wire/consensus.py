@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hetu_fx import errors
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded, using
@@ -23,6 +24,8 @@ from hetu_fx.errors import BatchError, HetuFxError, OtherRankError
 
 T = TypeVar("T")
 Numbers = Sequence[float]
+Count = float | Tensor
+"""A number of rows or tokens; a tensor without dims where the host has not waited for its device to tell."""
 
 
 def _counts(numbers: Numbers) -> tuple[int, ...]:
@@ -66,7 +69,7 @@ class StepFacts:
 
     rows: tuple[int, ...] = _fact(_counts)
     longest: int = _fact(_largest)
-    counts: tuple[float, ...] = ()
+    counts: tuple[Count, ...] = ()
     compute_seconds: tuple[float, ...] = _fact(tuple)
     host_seconds: tuple[float, ...] = _fact(tuple)
     leaving: tuple[int, ...] = _fact(_ranks_that_do)
@@ -133,7 +136,7 @@ class LocalFacts:
     sizes: tuple[int, ...] = ()
     size_names: tuple[str, ...] = ()
     longest: int = 0
-    counts: tuple[float, ...] = ()
+    counts: tuple[Count, ...] = ()
     values: tuple[float, ...] = ()
     value_names: tuple[str, ...] = ()
     told: Mapping[str, float] = field(default_factory=dict)
@@ -170,7 +173,7 @@ def agree(table: GroupTable, facts: LocalFacts | Exception) -> StepFacts:
     return _with_sizes(agreed, gathered, len(facts.sizes))
 
 
-def _combined(ranks: Sequence[Numbers], counts: tuple[float, ...]) -> StepFacts:
+def _combined(ranks: Sequence[Numbers], counts: tuple[Count, ...]) -> StepFacts:
     columns = zip(_COMBINE.items(), zip(*ranks, strict=True), strict=True)
     return StepFacts(counts=counts, **{name: combine(column) for (name, combine), column in columns})
 
@@ -284,7 +287,7 @@ def _encode(facts: LocalFacts | Exception) -> list[float]:
     return [0.0, float(same), *facts.numbers, *(number for given, most in lists for number in _padded(given, most))]
 
 
-def _padded(numbers: Sequence[float], length: int) -> list[float]:
+def _padded(numbers: Sequence[Count], length: int) -> list[float]:
     return [*map(float, numbers), *[0.0] * (length - len(numbers))]
 
 

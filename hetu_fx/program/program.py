@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -36,7 +36,7 @@ from hetu_fx.transforms.layouts.work_shares import (
     work_shares,
 )
 from hetu_fx.transforms.passes import rewrites_with, run_pass, run_rewrites
-from hetu_fx.transforms.rewrites.counts import extract_prologue
+from hetu_fx.transforms.rewrites.counts import Prologue, extract_prologue
 from hetu_fx.transforms.rewrites.op_overrides import OpOverrides
 from hetu_fx.transforms.specialize.device_graph import LogicalShape
 
@@ -86,7 +86,7 @@ class Program:
         return tuple(leaf.name for leaf in self.graph.leaves_of(LeafKind.COUNT))
 
     @cached_property
-    def prologue(self) -> Callable[[Mapping[str, Tensor]], tuple[float, ...]]:
+    def prologue(self) -> Prologue:
         """Return a function from the inputs of some rows to their counts, in the order of `counts`."""
         return extract_prologue(self.graph)
 

@@ -73,12 +73,15 @@ class Standby:
         return told
 
     def observe(self, facts: StepFacts, working: Collection[int]) -> dict[int, float]:
-        """Take in all ranks' probes; return the slowness of those without work. Runs one of the first probes."""
+        """Take in all ranks' probes; return the slowness of those without work. Runs one of the first probes.
+
+        A device that is alone is never without work, and runs none.
+        """
         now = perf_counter()
         self._step_seconds, self._begun = now - self._begun, now
         probes = dict(enumerate(facts.probe_seconds))
         self.baselines.take(probes)
-        if not self.baselines.is_known(self.rank):
+        if len(probes) > 1 and not self.baselines.is_known(self.rank):
             self.run()
         return self.baselines.slowness(probes, working)
 

@@ -119,7 +119,12 @@ class HomesFollow:
         self._changes = 0
 
     def tell(self) -> dict[str, float]:
-        """Say what this rank's last update took; 0 if it has made none since the last facts."""
+        """Say what this rank's last update took; 0 if it has made none since the last facts.
+
+        Alone it does not ask, for which it would wait for its device: there is nowhere to move to.
+        """
+        if self.runtime.table.size == 1:
+            return {}
         self._times.listen_to(self.rehoming.optimizers)
         return {"update_seconds": self._times.taken()}
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetu_fx.comm_ops.wire.consensus import LocalFacts
+from hetu_fx.comm_ops.wire.consensus import Count, LocalFacts
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import BatchError
 from hetu_fx.graph.bind import GivenBatch
@@ -139,8 +139,7 @@ def _told(needing: Mapping[str, Tensor]) -> str:
     return f", gradients of {sorted(needing)}" if needing else ""
 
 
-def _counts(program: Program, tensors: Mapping[str, Tensor], rows: int) -> tuple[float, ...]:
+def _counts(program: Program, tensors: Mapping[str, Tensor], rows: int) -> tuple[Count, ...]:
     if not program.counts or rows == 0:
         return (0.0,) * len(program.counts)
-    with torch.no_grad():
-        return program.prologue(tensors)
+    return program.prologue.counted(tensors)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.plans.cost import Topology
-from hetu_fx.comm_ops.wire.consensus import LocalFacts, StepFacts
+from hetu_fx.comm_ops.wire.consensus import Count, LocalFacts, StepFacts
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.assignment import Planned
@@ -66,7 +66,7 @@ class StepInputs:
         tell: takes what observed submodules have made, by their names.
     """
 
-    counts: tuple[float, ...]
+    counts: tuple[Count, ...]
     rows: RowPlan
     step: int
     seed: int
@@ -129,7 +129,7 @@ class Division(Generic[V]):
     """
 
     parts: tuple[VariantPart[V], ...]
-    counts: tuple[float, ...]
+    counts: tuple[Count, ...]
     output: Callable[[Tensor], Any] | None = None
     planned: Planned | None = None
     work: Work | None = None

@@ -133,7 +133,7 @@ class _GraphStep(StepFrame):
             feeds[SlotKind.BUFFER, name] = part.clone() if name in self.stage.updates else part
         feeds.update({(SlotKind.CONSTANT, name): value for name, value in self.stage.constants.items()})
         for name, dtype, count in zip(self.program.counts, self.stage.count_dtypes, self.inputs.counts, strict=True):
-            feeds[SlotKind.COUNT, name] = torch.tensor(count, dtype=dtype)
+            feeds[SlotKind.COUNT, name] = torch.as_tensor(count, dtype=dtype)
         return feeds
 
     def _evaluate(self, micro_batches: list[MicroBatchFeeds], compute: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -26,6 +26,9 @@ class Clock(Protocol):
     def seconds(self, start: Any, end: Any) -> float:
         """Return the time between two moments, once the device has come to the second."""
 
+    def is_past(self, moment: Any) -> bool:
+        """Tell whether the device has come to a moment."""
+
 
 class HostClock:
     """The clock of a device that does what it is given at once."""
@@ -37,6 +40,10 @@ class HostClock:
     def seconds(self, start: float, end: float) -> float:
         """Return the difference."""
         return end - start
+
+    def is_past(self, moment: float) -> bool:
+        """Tell that it has: what has been marked is over."""
+        return True
 
 
 class StreamClock:
@@ -56,6 +63,11 @@ class StreamClock:
         end.synchronize()
         milliseconds: float = start.elapsed_time(end)
         return milliseconds / 1e3
+
+    def is_past(self, moment: Any) -> bool:
+        """Ask the event."""
+        past: bool = moment.query()
+        return past
 
 
 def clock_of(device: torch.device) -> Clock:
@@ -123,6 +135,11 @@ class ComputeTimer:
         self._counted += sum(self._clock.seconds(*span) for span in self._spans)
         self._spans.clear()
         return self._counted
+
+    @property
+    def is_known(self) -> bool:
+        """Whether `seconds` is there without waiting for the device."""
+        return all(self._clock.is_past(end) for _, end in self._spans)
 
     def start(self) -> None:
         """Start counting; nothing but to be stopped once more if it counts."""

@@ -151,11 +151,14 @@ class Prologue:
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> tuple[float, ...]:
         """Return the counts of the rows in `inputs`, in the order of the graph's COUNT leaves."""
+        return tuple(map(float, self.counted(inputs)))
+
+    def counted(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Return the counts as tensors without dims on the device of the inputs, which the host has not waited for."""
         values = [inputs[name] for name in self.inputs]
         device = values[0].device if values else HOST
         with torch.no_grad():
-            counts = self.compute(device, *values, *(constant.to(device) for constant in self.constants))
-        return tuple(float(count) for count in counts)
+            return self.compute(device, *values, *(constant.to(device) for constant in self.constants))
 
 
 def extract_prologue(graph: Graph) -> Prologue:

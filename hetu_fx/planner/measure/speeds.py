@@ -72,7 +72,7 @@ class OwnBlocks:
         """Return what all blocks of the model take forward and backward, on the average over so many seconds."""
         start, passes = time.perf_counter(), list[float]()
         while not passes or time.perf_counter() - start < seconds:
-            passes.append(sum(count * seconds_of(shard, inputs) for shard, inputs, count in self.blocks))
+            passes.append(sum(seconds_of(shard, inputs, count) for shard, inputs, count in self.blocks))
         return fmean(passes)
 
 

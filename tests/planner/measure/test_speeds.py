@@ -35,9 +35,9 @@ def blocks_of(model: nn.Module, batch: dict[str, torch.Tensor], world_size: int 
 def take(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Let every run of a block take so many seconds."""
 
-    def run(shard: BlockShard, inputs: Sequence[torch.Tensor]) -> float:
+    def run(shard: BlockShard, inputs: Sequence[torch.Tensor], times: int) -> float:
         shard.backward(shard.forward(inputs))
-        return seconds
+        return times * seconds
 
     monkeypatch.setattr(hetu_fx.planner.measure.speeds, "seconds_of", run)
 

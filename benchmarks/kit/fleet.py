@@ -143,10 +143,10 @@ def measured_cluster(
     return own.cluster(cluster, own.seconds(rounds))
 
 
-def measured_devices(table: GroupTable, *, seconds: float) -> Cluster:
+def measured_devices(table: GroupTable, *, seconds: float, device: str = "cpu") -> Cluster:
     """Measure the devices for so long, and collectives as `hetu-fx measure` does; collective."""
-    cluster = Cluster.measure(table, seconds=seconds)
-    return replace(cluster, collectives=time_collectives(table, groups_to_time(cluster)))
+    cluster = Cluster.measure(table, seconds=seconds, device=device)
+    return replace(cluster, collectives=time_collectives(table, groups_to_time(cluster), device))
 
 
 class Alone:

@@ -49,7 +49,7 @@ def check_outcome(cell: Cell, outcome: dict[str, Any]) -> None:
         return
     assert "failed" not in outcome, outcome["failed"]
     assert "refused" not in outcome, outcome["trace"]
-    assert outcome["wrong"] == {}
+    assert outcome["wrong"] == {}, outcome["wrong"]
 
 
 def write_table(found: Mapping[str, dict[str, Any]]) -> None:

@@ -1,0 +1,119 @@
+"""Ranks of unlike types train one model: predicted beside measured step times.
+
+Rank 0 is on a GPU if there is one, and three ranks are on the host, a core each; without a GPU, all four are on the
+host. Devices, messages and collectives are measured as `hetu-fx measure` does, and devices on the model's own blocks,
+again before each step. A plan that is made for such devices leaves out those that are too slow to help; so plans in
+which all four have work stand beside it: rows by shares, a tensor parallel group, and a pipeline.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.kit.contest import adamw, train_step
+from benchmarks.kit.fleet import (
+    Training,
+    in_fleet,
+    measured_devices,
+    rank_here,
+    run_workers,
+    say,
+    worker_parser,
+    write_result,
+)
+from benchmarks.kit.models import Size, batch, llama
+from benchmarks.kit.report import Bar, Row, finish
+from benchmarks.predicted import CHECK_SECONDS, MEASURE_SECONDS, measured_steps, row
+from hetu_fx.comm_ops.wire.consensus import by_first, from_first
+from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.emulate.emulate import EmulateSpec
+from hetu_fx.planner.captured_program import CapturedProgram
+from hetu_fx.planner.make_plan import make_plan
+from hetu_fx.planner.measure.speeds import OwnBlocks, measured_on
+from hetu_fx.plans.plan import Plan
+from hetu_fx.plans.stage import Pipeline, Stage
+from hetu_fx.program.captures import Programs
+
+BAR = 0.15
+"""How far off a prediction may be."""
+
+SIZE = Size(width=256, layers=8, rows=16, tokens=128)
+WORLD = 4
+CORES = 0.45  # of each rank, where there are fewer cores than ranks
+ROUNDS, QUICK_ROUNDS = 9, 4
+ALL_AT_WORK: Mapping[str, Plan] = {
+    "rows 13:1:1:1": Plan.data_parallel(range(WORLD), (13, 1, 1, 1)),
+    "tensor parallel": Plan.tensor_parallel(range(WORLD)),
+    "pipeline": Plan(
+        (Pipeline((Stage((0,), blocks=5), *(Stage((rank,), blocks=1) for rank in (1, 2, 3))), micro_batches=4),)
+    ),
+}
+TIME_LIMIT_SECONDS = 900
+
+
+def main() -> int:
+    """Run the plans on four ranks, and judge; or be one of them."""
+    made = worker_parser("unlike", "One rank on a GPU and three on the host: predicted beside measured step times.")
+    options = made.parse_args()
+    if options.worker is not None:
+        return work(options.worker, quick=options.quick)
+    has_cores = len(os.sched_getaffinity(0)) > WORLD
+    spec = EmulateSpec(speeds=((1.0,) if has_cores else (CORES,)) * WORLD)
+    limit = "affinity" if has_cores else "cgroups"
+    given = ["--quick"] * options.quick
+    rows = run_workers("unlike", given, spec, timeout_seconds=TIME_LIMIT_SECONDS, limit=limit)["rows"]
+    bars = [
+        Bar(f"{r['setting']}, predicted off by", abs(r["predicted / measured"] - 1), BAR, at_least=False) for r in rows
+    ]
+    return finish("unlike", bars, rows)
+
+
+def device_here() -> torch.device:
+    """Return where this rank computes."""
+    return torch.device("cuda:0" if rank_here() == 0 and torch.cuda.is_available() else "cpu")
+
+
+def work(result: Path, *, quick: bool) -> int:
+    """Be one rank."""
+    with in_fleet():
+        table, device = GroupTable(), device_here()
+        whole = {name: value.to(device) for name, value in batch(SIZE.rows, SIZE.tokens).items()}
+        program = CapturedProgram.of(Programs(llama(SIZE).to(device), None), whole)
+        costs = from_first(table, program.costs(memory=False))
+        blocks = OwnBlocks.of(program, costs, device, table.size)
+        probed = measured_devices(table, seconds=MEASURE_SECONDS, device=str(device))
+        measured = measured_on(blocks, probed, table)
+        say(f"by products of matrices\n{probed}\non blocks\n{measured}")
+        chosen = by_first(table, lambda: make_plan(costs, measured))
+        rows: list[Row] = []
+        for name, plan in {"chosen": chosen, **ALL_AT_WORK}.items():
+            made = training(plan, whole, device)
+            check = partial(measured_on, blocks, probed, table, CHECK_SECONDS)
+            seconds, speeds = measured_steps(made, check, QUICK_ROUNDS if quick else ROUNDS)
+            rows.append(row(name, plan, costs, probed, probed.with_speeds(speeds), seconds))
+            say(str(rows[-1]))
+        write_result(result, {"rows": rows})
+    return 0
+
+
+def training(plan: Plan, whole: Mapping[str, torch.Tensor], device: torch.device) -> Training:
+    """Make the parallel model, and warm it up; collective."""
+    import hetu_fx
+
+    plain = llama(SIZE).to(device)
+    optimizer = adamw(plain)
+    model = hetu_fx.auto_parallelize(plain, dict(whole), plan=plan, optimizer=optimizer, data="global")
+    step = train_step(model, optimizer, whole)
+    for _ in range(3):
+        step()
+    return Training(model, optimizer, step)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -47,7 +47,7 @@ TRACE: Mapping[str, Mapping[int, float]] = {
     "worse": {2: 4.0, 1: 3.0},
     "recovered": {},
 }
-OPTIMUM_BAR, RATE_BAR, SWITCH_BAR, GAP_BAR, PREDICTED_BAR, LOST_BAR = 0.9, 0.03, 3, 1.5, 0.1, 1.05
+OPTIMUM_BAR, RATE_BAR, SWITCH_BAR, GAP_BAR, PREDICTED_BAR, LOST_BAR = 0.95, 0.03, 3, 1.5, 0.1, 1.05
 ALONE_SECONDS, ALONE_ROWS = 0.25, 12  # about what slow devices have in a step: throttled ones lose more at fewer
 STEADY_STEPS, FIRST_STEPS = HealthTracker().lasting + 3, HealthTracker().settling
 NOTICED = 1.5  # a rate that is wrong by less is about right

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import hetu_fx
 from benchmarks.kit.contest import adamw
@@ -62,7 +63,7 @@ class Took:
     """What a batch took on this rank, and what ran.
 
     Seconds in its own ops, on the processor, as expected, of the device with most to compute, as expected, of planning,
-    and of waiting for a plan.
+    and of waiting for a plan; and its own seconds over those that were expected of this rank.
     """
 
     computing: float
@@ -72,6 +73,7 @@ class Took:
     planning: float = 0.0
     waited: float = 0.0
     variant: str = ""
+    slowness: float = 0.0
 
 
 class Trained:
@@ -120,12 +122,15 @@ class Series:
         optimizer.zero_grad()
         model(**batch).loss.backward()
         optimizer.step()
+        computing, expected = hetu.stats["compute_seconds"], self._trained.to_compute()
+        own = expected.get(dist.get_rank(), 0.0)
         return Took(
-            hetu.stats["compute_seconds"],
+            computing,
             time.process_time() - start,
             stats.predicted_seconds,
-            max(self._trained.to_compute().values()),
+            max(expected.values()),
             stats.seconds - before[0],
             stats.waited_seconds - before[1],
             hetu.current,
+            computing / own if own else 1.0,
         )

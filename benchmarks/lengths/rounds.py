@@ -12,6 +12,8 @@ from benchmarks.kit.contest import slowest, timed
 from benchmarks.kit.fleet import say
 from benchmarks.kit.report import median_ratio
 from benchmarks.lengths.contest import Texts, Took
+from hetu_fx.comm_ops.wire.consensus import of_all
+from hetu_fx.comm_ops.wire.groups import GroupTable
 
 Train = Callable[[], Took]
 Columns = Mapping[str, list[Any]]
@@ -22,7 +24,7 @@ SHARES = ("computing", "on_processor")  # of a round's time
 class Round(NamedTuple):
     """A batch of so many tokens: seconds until the last rank was done, and what it took on this one.
 
-    `took.computing` is that of the rank that computed longest.
+    `took.computing` is that of the rank that computed longest, `took.slowness` the mean of all.
     """
 
     tokens: int
@@ -46,7 +48,8 @@ class Rounds:
         """Time a contestant's next batch, which has these texts; collective."""
         took: list[Took] = []
         seconds = slowest(timed(lambda: took.append(train())))
-        longest = replace(took[0], computing=slowest(took[0].computing))
+        slowness = statistics.fmean(of_all(GroupTable(), took[0].slowness))
+        longest = replace(took[0], computing=slowest(took[0].computing), slowness=slowness)
         found = Round(sum(map(len, texts)), seconds, longest)
         self.of.setdefault(who, []).append(found)
         self.say(f"{who}: {found}")
@@ -104,6 +107,7 @@ def terms(one: Columns) -> dict[str, float]:
     return {
         "compute s predicted": expected,
         "compute s": measured,
+        "all ranks' over expected": statistics.mean(one["slowness"]),
         "rest s predicted": predicted - expected,
         "rest s": seconds - measured,
     }

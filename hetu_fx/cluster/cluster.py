@@ -18,7 +18,7 @@ from hetu_fx.cluster.devices import COLLECTIVE, DEVICE, LINKS, ClusterLinks, Col
 from hetu_fx.cluster.paces import PACE, Pace, pace_between
 from hetu_fx.cluster.precisions import PRECISION, Precision, by_kind, fastest_in_common, quickened
 from hetu_fx.cluster.show import cluster_text, level_links
-from hetu_fx.cluster.timed import seen_turn, timed_by_group
+from hetu_fx.cluster.timed import met_seconds, seen_turn, timed_by_group
 from hetu_fx.cluster.topology import CLUSTER, LEVEL, NICS, NODE, TYPE, Hierarchy, Level, Nics, Place, ports_of
 from hetu_fx.cluster.ways import WAY, check_ways
 from hetu_fx.comm_ops.plans.cost import End
@@ -253,7 +253,7 @@ class Cluster(Document):
 
     def meeting_seconds(self, ranks: Sequence[int]) -> float:
         """Return what devices lose, besides messages, when they meet between pieces of compute; 0 for one device."""
-        return max(map(self._meetings.__getitem__, ranks)) if len(ranks) > 1 else 0.0
+        return met_seconds([self._meetings[rank] for rank in ranks]) if len(ranks) > 1 else 0.0
 
     @cached_property
     def _meetings(self) -> dict[int, float]:

@@ -5,7 +5,8 @@ Devices without work keep being measured, so that one that has become healthy ag
 Every device runs a small probe before the first steps, and those that a plan leaves out run it in every step while
 the others compute. Its seconds over those of the first ones are the device's slowness; they travel with the facts of
 the next step. Malleus measures suspended devices so. How long a probe may take is given (a tenth of a second at most,
-and a quarter of a step), not how much it does: a device whose speed is a share of time looks fast in a moment.
+and a quarter of what the last step computed for, wherever that was longest), not how much it does: a device whose speed
+is a share of time looks fast in a moment. What a script does between steps does not count.
 
 Seconds that a rank's optimizers take for a step: how many passes over what it owns that is, no model knows.
 """
@@ -15,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ class Standby:
     def __init__(self, rank: int, probe: Probe, count: int) -> None:
         self.rank, self.probe, self.baselines = rank, probe, Baselines(count)
         self._seconds = 0.0
-        self._step_seconds, self._begun = 0.0, perf_counter()
+        self._longest_seconds = 0.0
 
     def told_seconds(self) -> float:
         """Return what this rank's last probe took, once; 0 if it has run none since."""
@@ -77,8 +77,7 @@ class Standby:
 
         A device that is alone is never without work, and runs none.
         """
-        now = perf_counter()
-        self._step_seconds, self._begun = now - self._begun, now
+        self._longest_seconds = max(facts.compute_seconds, default=0.0)
         probes = dict(enumerate(facts.probe_seconds))
         self.baselines.take(probes)
         if len(probes) > 1 and not self.baselines.is_known(self.rank):
@@ -87,7 +86,7 @@ class Standby:
 
     def run(self) -> None:
         """Measure how fast this device is now."""
-        self._seconds = self.probe.seconds(min(PROBE_SECONDS, PROBE_SHARE * self._step_seconds))
+        self._seconds = self.probe.seconds(min(PROBE_SECONDS, PROBE_SHARE * self._longest_seconds))
 
 
 _PART = 2  # of the side of a product that takes about a millisecond: still long beside its start

@@ -102,6 +102,13 @@ def test_devices_lose_to_a_meeting_what_the_latest_loses_now() -> None:
     assert cluster.with_rates({0: 4.0}).meeting_seconds((0, 1)) == 4e-3
 
 
+def test_of_more_devices_that_come_at_any_moment_the_last_comes_later() -> None:
+    cluster = Cluster.on_paper([1e9] * 5, meeting_seconds=[1e-3] * 4 + [0.0])
+    assert cluster.meeting_seconds((0, 1, 2, 3)) == pytest.approx(1.8e-3)
+    assert cluster.meeting_seconds((0, 1, 2, 4)) == cluster.meeting_seconds((0, 1, 2)) == pytest.approx(1.5e-3)
+    assert Cluster.on_paper([1e9] * 1000, meeting_seconds=[1e-3] * 1000).meeting_seconds(range(1000)) < 3e-3
+
+
 def test_what_a_meeting_costs_is_kept_in_the_file_and_need_not_be_there() -> None:
     given = DOCUMENT["devices"][0] | {"meeting_seconds": 0.002}
     cluster = Cluster.from_json(DOCUMENT | {"devices": [given]})

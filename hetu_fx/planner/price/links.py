@@ -183,9 +183,9 @@ def _planned(ends: _Ends) -> HandOver:
 
 
 def _line(messages: Traffic, cluster: Cluster) -> Line:
-    ends = [rank for sender, receiver, _ in messages for rank in (sender, receiver)]
     empty = messages_cost(((sender, receiver, 0.0) for sender, receiver, _ in messages), cluster)
-    return Line(empty + cluster.meeting_seconds(ends), max(loads_of(messages, cluster).values()))
+    met = max(cluster.meeting_seconds((sender, receiver)) for sender, receiver, _ in messages)
+    return Line(empty + met, max(loads_of(messages, cluster).values()))
 
 
 def hand_over(stage: Stage, other: Stage, num_bytes: float, cluster: Cluster) -> HandOver:

@@ -19,8 +19,8 @@ class Told:
         return self.next
 
 
-def facts(*probes: float) -> StepFacts:
-    return StepFacts((1,) * len(probes), 0, (), (0.0,) * len(probes), probe_seconds=probes)
+def facts(*probes: float, computed: float = 0.0) -> StepFacts:
+    return StepFacts((1,) * len(probes), 0, (), (0.0, computed), probe_seconds=probes)
 
 
 def test_slowness_is_told_against_the_median_of_the_first_probes() -> None:
@@ -59,10 +59,10 @@ def test_a_rank_runs_its_first_probes_by_itself_and_later_ones_when_it_stands_by
     assert standby.observe(facts(5.0, 0.0), working=[1]) == {0: 5.0}
 
 
-def test_a_probe_takes_a_share_of_a_step_at_most() -> None:
+def test_a_probe_takes_a_share_of_what_was_computed_longest_at_most() -> None:
     probe = Told()
-    standby = Standby(0, probe, 1)  # type: ignore[arg-type]
+    standby = Standby(0, probe, 0)  # type: ignore[arg-type]
     for seconds in (0.2, 100.0):
-        standby._step_seconds = seconds
+        standby.observe(facts(1.0, 1.0, computed=seconds), working=[0, 1])
         standby.run()
     assert probe.budgets == [0.2 * PROBE_SHARE, PROBE_SECONDS]

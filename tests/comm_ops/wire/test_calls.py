@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from types import ModuleType
 
 import pytest
 import torch
@@ -50,3 +52,18 @@ def test_an_errors_place_is_the_users_line_that_it_passed_last() -> None:
         torch.ones(2) @ torch.ones(3)
     assert place_of(caught.value).startswith("test_calls.py:")
     assert place_of(None) == ""
+
+
+class ImportsLate(ModuleType):
+    """A module that imports another one when it is asked for what it does not have, as large packages do."""
+
+    def __getattr__(self, name: str) -> object:
+        sys.modules.setdefault(f"late_{len(sys.modules)}", ModuleType("late"))
+        raise AttributeError(name)
+
+
+def test_packages_that_import_their_parts_late_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "imports_late", ImportsLate("imports_late"))
+    before = set(sys.modules)
+    assert calls._our_folders.__wrapped__() == calls._our_folders()
+    assert set(sys.modules) == before

@@ -59,6 +59,13 @@ def test_a_rank_runs_its_first_probes_by_itself_and_later_ones_when_it_stands_by
     assert standby.observe(facts(5.0, 0.0), working=[1]) == {0: 5.0}
 
 
+def test_a_device_that_is_alone_runs_no_probe() -> None:
+    probe = Told()
+    standby = Standby(0, probe, 2)  # type: ignore[arg-type]
+    standby.observe(facts(0.0), working=[0])
+    assert probe.budgets == []
+
+
 def test_a_probe_takes_a_share_of_what_was_computed_longest_at_most() -> None:
     probe = Told()
     standby = Standby(0, probe, 0)  # type: ignore[arg-type]

@@ -31,8 +31,15 @@ def test_a_gain_is_predicted_only_where_both_are() -> None:
 
 
 def test_a_round_is_the_longest_compute_and_a_rest_as_expected_and_as_measured() -> None:
-    found = terms(columns([4.0, 6.0], predicted=[3.0, 5.0], to_compute=[2.0, 4.0], computing=[3.0, 3.0]))
-    assert found == {"compute s predicted": 3.0, "compute s": 3.0, "rest s predicted": 1.0, "rest s": 2.0}
+    taken = {"computing": [3.0, 3.0], "slowness": [1.0, 1.5]}
+    found = terms(columns([4.0, 6.0], predicted=[3.0, 5.0], to_compute=[2.0, 4.0], **taken))
+    assert found == {
+        "compute s predicted": 3.0,
+        "compute s": 3.0,
+        "all ranks' over expected": 1.25,
+        "rest s predicted": 1.0,
+        "rest s": 2.0,
+    }
     assert terms(columns([4.0])) == {}
 
 

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
 
 from benchmarks.kit.contest import Step, loss_of, run_rounds
-from benchmarks.kit.models import num_parameters
+from benchmarks.kit.models import batch, num_parameters
 from benchmarks.kit.report import Bar, Row, finish, median_ratio, parser, table
 
 OURS = {"eager": "hetu_fx", "torch.compile": "hetu_fx, compiled"}
@@ -36,6 +36,7 @@ ROUNDS, QUICK_ROUNDS = 20, 5
 STEPS = 4
 """Of a turn, on a GPU."""
 WARM_UP = 3
+VOCABULARY = 32000
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ _SMALL_VIT = {"width": 192, "layers": 4, "rows": 4, "side": 64}
 def llama(width: int, layers: int, rows: int, tokens: int) -> Setting:
     """Describe a Llama in bf16: 0.9 billion parameters at width 2048 and 16 layers."""
     config = LlamaConfig(
-        vocab_size=32000,
+        vocab_size=VOCABULARY,
         hidden_size=width,
         intermediate_size=width * 8 // 3 // 64 * 64,
         num_hidden_layers=layers,
@@ -103,10 +104,9 @@ def llama(width: int, layers: int, rows: int, tokens: int) -> Setting:
         max_position_embeddings=tokens,
         use_cache=False,
     )
-    ids = torch.randint(0, config.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(0))
     return Setting(
         lambda: LlamaForCausalLM(config).to(torch.bfloat16),
-        lambda: {"input_ids": ids, "labels": ids.clone()},
+        lambda: batch(rows, tokens, vocabulary=VOCABULARY),
         rows * tokens,
         autocast=False,
     )
@@ -146,10 +146,12 @@ def measured(
     seconds = {who: [one / count for one in values] for who, values in taken.items()}
     kernels = {who: kernels_of(one.step, device) for who, one in contestants.items()}
     bars = [bar for other in others for bar in bars_of(name, other, contestants, seconds, kernels)]
+    with torch.device("meta"):
+        parameters = num_parameters(setting.model())
     rows = [
         {
             "model": name,
-            "million parameters": num_parameters(setting.model()) / 1e6,
+            "million parameters": parameters / 1e6,
             "who": who,
             "milliseconds a step": statistics.median(seconds[who]) * 1e3,
             "tokens a second": setting.tokens / statistics.median(seconds[who]),
@@ -160,8 +162,6 @@ def measured(
         for who, one in contestants.items()
     ]
     print(table(rows), *bars, sep="\n", file=sys.stderr, flush=True)  # compiling takes minutes: what is known is known
-    del contestants, turns
-    gc.collect()
     return bars, rows
 
 
@@ -211,7 +211,7 @@ def step_of(who: str, setting: Setting, device: torch.device) -> Step:
 
     torch.manual_seed(0)
     model: Any = setting.model().to(device).train()
-    batch = {name: value.to(device) for name, value in setting.batch().items()}
+    given = {name: value.to(device) for name, value in setting.batch().items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def precision() -> AbstractContextManager[Any]:
@@ -220,14 +220,14 @@ def step_of(who: str, setting: Setting, device: torch.device) -> Step:
     if who in OURS.values():
         backend = "inductor" if who == OURS["torch.compile"] else None
         with precision():
-            hetu_fx.auto_parallelize(model, batch, optimizer=optimizer, compile=backend)
+            hetu_fx.auto_parallelize(model, given, optimizer=optimizer, compile=backend)
     elif who == "torch.compile":
         model = torch.compile(model)
 
     def step() -> None:
         optimizer.zero_grad()
         with precision():
-            loss = loss_of(model, batch)
+            loss = loss_of(model, given)
         loss.backward()
         optimizer.step()
 

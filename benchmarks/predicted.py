@@ -152,25 +152,59 @@ def work(result: Path, name: str, *, quick: bool) -> int:
     """Be one rank of a setting."""
     setting = SETTINGS[name]
     with in_fleet():
-        table, whole = GroupTable(), setting.batch()
-        program = CapturedProgram.of(Programs(setting.model(), None), whole)
-        costs = from_first(table, program.costs(memory=False))
-        blocks = OwnBlocks.of(program, costs, torch.device("cpu"), table.size)
+        whole = setting.batch()
+        load = Workload.of(setting.model(), whole, torch.device("cpu"))
         set_speeds(setting.now)
-        probed = measured_devices(table, seconds=MEASURE_SECONDS)
-        measured = measured_on(blocks, probed, table)
-        say(f"by products of matrices\n{probed}\non blocks\n{measured}")
+        seen = load.measured()
         set_speeds(setting.equal)
         rows: list[Row] = []
-        for plan in by_first(table, lambda: plans_for(costs, measured)):
+        for plan in by_first(load.table, lambda: plans_for(load.costs, seen.on_blocks)):
             set_speeds(setting.now)
             made = training(plan, setting.model, whole, equal=setting.equal, speeds=setting.now)
-            check = partial(measured_on, blocks, probed, table, CHECK_SECONDS)
-            seconds, speeds = measured_steps(made, check, QUICK_ROUNDS if quick else ROUNDS)
-            rows.append(row(name, plan, costs, probed, probed.with_speeds(speeds), seconds))
-            say(str(rows[-1]))
+            rows.append(seen.row(name, plan, made, quick=quick))
         write_result(result, {"rows": rows})
     return 0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model's costs, and its blocks ready to run on this rank's device."""
+
+    table: GroupTable
+    device: torch.device
+    costs: ProgramCosts
+    blocks: OwnBlocks
+
+    @classmethod
+    def of(cls, model: nn.Module, whole: Mapping[str, torch.Tensor], device: torch.device) -> Workload:
+        """Capture a model for a batch; both are on the device. Collective."""
+        table, program = GroupTable(), CapturedProgram.of(Programs(model, None), whole)
+        costs = from_first(table, program.costs(memory=False))
+        return cls(table, device, costs, OwnBlocks.of(program, costs, device, table.size))
+
+    def measured(self) -> Seen:
+        """Measure the devices as they are now; collective."""
+        probed = measured_devices(self.table, seconds=MEASURE_SECONDS, device=str(self.device))
+        seen = Seen(self, probed, measured_on(self.blocks, probed, self.table))
+        say(f"by products of matrices\n{seen.by_products}\non blocks\n{seen.on_blocks}")
+        return seen
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The devices as they were measured: by products of matrices, and on the model's own blocks."""
+
+    load: Workload
+    by_products: Cluster
+    on_blocks: Cluster
+
+    def row(self, setting: str, plan: Plan, made: Training, *, quick: bool) -> Row:
+        """Time steps, and tell what they were predicted to take; collective."""
+        check = partial(measured_on, self.load.blocks, self.by_products, self.load.table, CHECK_SECONDS)
+        seconds, speeds = measured_steps(made, check, QUICK_ROUNDS if quick else ROUNDS)
+        found = row(setting, plan, self.load.costs, self.by_products, self.by_products.with_speeds(speeds), seconds)
+        say(str(found))
+        return found
 
 
 def plans_for(costs: ProgramCosts, cluster: Cluster) -> list[Plan]:

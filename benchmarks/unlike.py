@@ -11,34 +11,19 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks.kit.contest import adamw, train_step
-from benchmarks.kit.fleet import (
-    Training,
-    in_fleet,
-    measured_devices,
-    rank_here,
-    run_workers,
-    say,
-    worker_parser,
-    write_result,
-)
+from benchmarks.kit.fleet import in_fleet, parallel, rank_here, run_workers, worker_parser, write_result
 from benchmarks.kit.models import Size, batch, llama
 from benchmarks.kit.report import Bar, Row, finish
-from benchmarks.predicted import CHECK_SECONDS, MEASURE_SECONDS, measured_steps, row
-from hetu_fx.comm_ops.wire.consensus import by_first, from_first
-from hetu_fx.comm_ops.wire.groups import GroupTable
+from benchmarks.predicted import Workload
+from hetu_fx.comm_ops.wire.consensus import by_first
 from hetu_fx.emulate.emulate import EmulateSpec
-from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.make_plan import make_plan
-from hetu_fx.planner.measure.speeds import OwnBlocks, measured_on
 from hetu_fx.plans.plan import Plan
 from hetu_fx.plans.stage import Pipeline, Stage
-from hetu_fx.program.captures import Programs
 
 BAR = 0.15
 """How far off a prediction may be."""
@@ -46,7 +31,7 @@ BAR = 0.15
 SIZE = Size(width=256, layers=8, rows=16, tokens=128)
 WORLD = 4
 CORES = 0.45  # of each rank, where there are fewer cores than ranks
-ROUNDS, QUICK_ROUNDS = 9, 4
+WARM_UP = 3
 ALL_AT_WORK: Mapping[str, Plan] = {
     "rows 13:1:1:1": Plan.data_parallel(range(WORLD), (13, 1, 1, 1)),
     "tensor parallel": Plan.tensor_parallel(range(WORLD)),
@@ -82,37 +67,19 @@ def device_here() -> torch.device:
 def work(result: Path, *, quick: bool) -> int:
     """Be one rank."""
     with in_fleet():
-        table, device = GroupTable(), device_here()
+        device = device_here()
         whole = {name: value.to(device) for name, value in batch(SIZE.rows, SIZE.tokens).items()}
-        program = CapturedProgram.of(Programs(llama(SIZE).to(device), None), whole)
-        costs = from_first(table, program.costs(memory=False))
-        blocks = OwnBlocks.of(program, costs, device, table.size)
-        probed = measured_devices(table, seconds=MEASURE_SECONDS, device=str(device))
-        measured = measured_on(blocks, probed, table)
-        say(f"by products of matrices\n{probed}\non blocks\n{measured}")
-        chosen = by_first(table, lambda: make_plan(costs, measured))
+        load = Workload.of(llama(SIZE).to(device), whole, device)
+        seen = load.measured()
+        chosen = by_first(load.table, lambda: make_plan(load.costs, seen.on_blocks))
         rows: list[Row] = []
         for name, plan in {"chosen": chosen, **ALL_AT_WORK}.items():
-            made = training(plan, whole, device)
-            check = partial(measured_on, blocks, probed, table, CHECK_SECONDS)
-            seconds, speeds = measured_steps(made, check, QUICK_ROUNDS if quick else ROUNDS)
-            rows.append(row(name, plan, costs, probed, probed.with_speeds(speeds), seconds))
-            say(str(rows[-1]))
+            made = parallel(plan, llama(SIZE).to(device), whole)
+            for _ in range(WARM_UP):
+                made.step()
+            rows.append(seen.row(name, plan, made, quick=quick))
         write_result(result, {"rows": rows})
     return 0
-
-
-def training(plan: Plan, whole: Mapping[str, torch.Tensor], device: torch.device) -> Training:
-    """Make the parallel model, and warm it up; collective."""
-    import hetu_fx
-
-    plain = llama(SIZE).to(device)
-    optimizer = adamw(plain)
-    model = hetu_fx.auto_parallelize(plain, dict(whole), plan=plan, optimizer=optimizer, data="global")
-    step = train_step(model, optimizer, whole)
-    for _ in range(3):
-        step()
-    return Training(model, optimizer, step)
 
 
 if __name__ == "__main__":

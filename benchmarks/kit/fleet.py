@@ -188,19 +188,23 @@ class Training:
     step: Callable[[], None]
 
 
-def training(plan: Plan, make: MakeModel, whole: Batch, *, equal: Sequence[float], speeds: Sequence[float]) -> Training:
-    """Make the model while devices have `equal` speeds, and warm it up at `speeds`; collective."""
+def parallel(plan: Plan, plain: nn.Module, whole: Batch) -> Training:
+    """Make a model, which is where this rank computes, parallel; collective."""
     import hetu_fx
 
-    set_speeds(equal)
-    plain = make()
     optimizer = adamw(plain)
     model = hetu_fx.auto_parallelize(plain, dict(whole), plan=plan, optimizer=optimizer, data="global")
-    step = train_step(model, optimizer, whole)
-    step()
+    return Training(model, optimizer, train_step(model, optimizer, whole))
+
+
+def training(plan: Plan, make: MakeModel, whole: Batch, *, equal: Sequence[float], speeds: Sequence[float]) -> Training:
+    """Make the model while devices have `equal` speeds, and warm it up at `speeds`; collective."""
+    set_speeds(equal)
+    made = parallel(plan, make(), whole)
+    made.step()
     set_speeds(speeds)
-    step()
-    return Training(model, optimizer, step)
+    made.step()
+    return made
 
 
 def measured_seconds(

@@ -11,6 +11,7 @@ from torch import nn
 
 import hetu_fx
 from tests.house import trees
+from tests.switching.clocks import Ahead
 
 OWNERS = {"hetu_fx.switching.runtime", "hetu_fx.switching.variants"}
 NAMES = {"runtime", "_runtime"}
@@ -58,23 +59,6 @@ def test_writing_is_found(source: str) -> None:
 def test_only_its_own_module_writes_to_a_runtime() -> None:
     found = {name: written(tree) for name, tree in trees().items() if name not in OWNERS}
     assert {name: targets for name, targets in found.items() if targets} == {}
-
-
-class Ahead:
-    """The clock of a device whose host is ahead of it: it comes to a moment only where it is waited for."""
-
-    def __init__(self) -> None:
-        self.waits = 0
-
-    def now(self) -> int:
-        return 0
-
-    def seconds(self, start: int, end: int) -> float:
-        self.waits += 1
-        return 1.0
-
-    def is_past(self, moment: int) -> bool:
-        return False
 
 
 def test_one_device_alone_is_not_waited_for_at_the_start_of_a_step() -> None:

@@ -10,6 +10,7 @@ from hetu_fx.comm_ops.wire import groups
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.switching.step import timer as module
 from hetu_fx.switching.step.timer import ComputeTimer, HostTime
+from tests.switching.clocks import Ahead
 
 
 class Clock:
@@ -113,26 +114,8 @@ def test_a_span_that_fails_is_counted_too(clock: Clock, table: GroupTable) -> No
     assert timer.seconds == 1
 
 
-class Events:
-    """The clock of a device that has come to none of its moments until it is told to."""
-
-    def __init__(self) -> None:
-        self.moments, self.waits, self.has_come = 0, 0, False
-
-    def now(self) -> int:
-        self.moments += 1
-        return self.moments
-
-    def seconds(self, start: int, end: int) -> float:
-        self.waits += 1
-        return float(end - start)
-
-    def is_past(self, moment: int) -> bool:
-        return self.has_come
-
-
 def test_whether_the_time_is_known_is_told_without_waiting_for_the_device(table: GroupTable) -> None:
-    events = Events()
+    events = Ahead()
     timer = ComputeTimer(events)
     assert timer.is_known
     with timer:

@@ -24,12 +24,11 @@ from hetu_fx.planner.count.optimizer_state import Asked, state_of
 from hetu_fx.planner.measure.blocks import Measuring, joined, with_times
 from hetu_fx.planner.measure.speeds import SECONDS, OwnBlocks, measured_on
 from hetu_fx.planner.searches import DEFAULT
-from hetu_fx.planner.simulate.schedules import PaperSchedule
 from hetu_fx.planner.simulate.simulate import simulate as simulate_step
 from hetu_fx.planner.simulate.simulation import Simulation
 from hetu_fx.planner.values.options import Choice
 from hetu_fx.planner.values.profile_file import Profile
-from hetu_fx.plans.plan import Plan
+from hetu_fx.plans.plan import Plan, Schedule
 from hetu_fx.program.captures import Programs
 from hetu_fx.program.program import Program
 
@@ -198,7 +197,7 @@ def simulate(
     plan: Plan | str | Path,
     cluster: Cluster | str | Path,
     *,
-    schedule: PaperSchedule | None = None,
+    schedule: Schedule | None = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
 ) -> Simulation:
     """Return what a training step would be: seconds, bubbles, bytes per link, memory over time, and a timeline of it.
@@ -211,8 +210,7 @@ def simulate(
         batch: an example of the whole batch of a step, of all devices together; its values are not read.
         plan: a plan, or the path of a plan file.
         cluster: the devices, with the rates at which they work now, or the path of a cluster file.
-        schedule: in place of the plan's, also one that only a simulation can run
-            (`hetu_fx.planner.simulate.schedules`).
+        schedule: in place of the plan's; interleaved in two chunks per stage.
         loss_fn: as for `auto_parallelize`.
 
     Raises:
@@ -225,4 +223,5 @@ def simulate(
     devices = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
     if read.has_program and schedule is None:
         return program.at(program.costs(memory=False)).simulate(read, devices)
-    return simulate_step(read, program.costs(), devices, schedule=schedule)
+    asked = read if schedule is None else replace(read, schedule=schedule, chunks=0)
+    return simulate_step(asked, program.costs(), devices)

@@ -28,7 +28,7 @@ def diff(before: Plan, after: Plan) -> str:
 
 
 def _facts(plan: Plan) -> dict[str, str]:
-    facts = {"name": str(plan.name), "schedule": plan.schedule, "zero": str(plan.zero)}
+    facts = {"name": str(plan.name), "schedule": plan.schedule_text, "zero": str(plan.zero)}
     facts |= {"max_length": str(plan.max_length), "split": str(dict(plan.split))}
     facts["sequence_parallel"] = str(plan.sequence_parallel)
     if len(plan.devices) > FEW_DEVICES:

@@ -39,7 +39,7 @@ def _title(plan: Plan) -> Iterator[str]:
     length = "" if plan.max_length is None else f", sequences of at most {plan.max_length}"
     name = "plan" if plan.name is None else f"plan {plan.name!r}"
     step = "" if plan.predicted is None else f": predicted step {seconds_text(plan.predicted.seconds)}"
-    yield f"{name}{step}; schedule {plan.schedule}, zero {plan.zero}{length}"
+    yield f"{name}{step}; schedule {plan.schedule_text}, zero {plan.zero}{length}"
     yield from left_out_text(plan)
 
 

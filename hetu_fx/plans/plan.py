@@ -38,9 +38,9 @@ __all__ = [
 
 FORMAT = "hetu_fx.plan/1"
 
-Schedule = Literal["1f1b", "gpipe", "zero-bubble"]
+Schedule = Literal["1f1b", "gpipe", "zero-bubble", "interleaved"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
-_ON_PAPER = ("interleaved",)  # hetu_fx.planner.simulate.schedules has them; a plan cannot
+_CHUNKS = {"interleaved": 2}  # where nothing is said of them; under other schedules a stage is one piece
 Attention = Literal["auto", "gathered", "ring", "heads"]
 ATTENTIONS: tuple[str, ...] = get_args(Attention)
 
@@ -50,13 +50,15 @@ class Plan(Document):
     """Pipelines side by side (`pipelines`), and how they run.
 
     `name` is that of its variant; None: it gets one. `schedule` orders forwards and backwards of the micro-batches;
-    `zero` 1 spreads optimizer states over the replicas, 0 keeps them whole on each. A plan with `max_length` is a
-    variant for batches whose longest sequence is at most that. `predicted` is what the planner expected; it takes no
-    part in equality. Shares are kept without common factor. `split` names what tensor parallel groups split before what
-    they would choose: pairs of a pattern of parameter names and a dim, such as ("*.experts.*", 0) for expert
-    parallelism. With `sequence_parallel` they also share the sequence between them, in whatever cannot split what they
-    split otherwise (Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, section 4.2.2).
-    `attention` says how context parallel stages attend: to keys and values that are gathered, or that go round in a
+    under "interleaved" the blocks of every stage are dealt out in `chunks` (left out: 2; under others there is 1),
+    round by round over the stages of its pipeline, through which micro-batches thus go several times. `zero` 1 spreads
+    optimizer states over the replicas, 0 keeps them whole on each. A plan with `max_length` is a variant for batches
+    whose longest sequence is at most that. `predicted` is what the planner expected; it takes no part in equality.
+    Shares are kept without common factor. `split` names what tensor parallel groups split before what they would
+    choose: pairs of a pattern of parameter names and a dim, such as ("*.experts.*", 0) for expert parallelism. With
+    `sequence_parallel` they also share the sequence between them, in whatever cannot split what they split otherwise
+    (Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, section 4.2.2). `attention` says
+    how context parallel stages attend: to keys and values that are gathered, or that go round in a
     ring (Liu et al., Ring Attention with Blockwise Transformers) wherever they can; "auto" is by cost.
     """
 
@@ -69,6 +71,7 @@ class Plan(Document):
     split: tuple[tuple[str, int], ...] = ()
     sequence_parallel: bool = False
     attention: Attention = "auto"
+    chunks: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pipelines", tuple(self.pipelines))
@@ -78,8 +81,7 @@ class Plan(Document):
         pairs = zip(self.pipelines, shares, strict=True)
         object.__setattr__(self, "pipelines", tuple(replace(p, share=share) for p, share in pairs))
         check_devices(self.devices, "a plan")
-        if self.schedule not in SCHEDULES:
-            raise PlanError(_no_schedule(self.schedule))
+        self._check_schedule()
         if self.zero not in (0, 1):
             raise PlanError(f"zero is {self.zero}; give 0 (states whole on each replica) or 1 (spread over them)")
         object.__setattr__(self, "split", tuple((pattern, dim) for pattern, dim in self.split))
@@ -108,6 +110,16 @@ class Plan(Document):
             raise PlanError(
                 f"the plan's max_length is {self.max_length}, but its pipelines take sequences of up to {max(limits)}; "
                 f"give a max_length of at most that"
+            )
+
+    def _check_schedule(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise PlanError(f"unknown schedule {self.schedule!r}{nearest(self.schedule, SCHEDULES)}")
+        object.__setattr__(self, "chunks", self.chunks or _CHUNKS.get(self.schedule, 1))
+        if (self.chunks > 1) != (self.schedule in _CHUNKS) or self.chunks < 1:
+            raise PlanError(
+                f"the plan has chunks {self.chunks} and schedule {self.schedule!r}; give 2 or more chunks under "
+                f"'interleaved', and none under others"
             )
 
     def _check_program(self) -> None:
@@ -180,13 +192,25 @@ class Plan(Document):
             )
         for index, pipeline in enumerate(self.pipelines):
             try:
-                pipeline.blocks(num_blocks)
+                pipeline.dealt(self.chunks, num_blocks).blocks(num_blocks)
             except PlanError as problem:
                 raise PlanError(f"plan{self._called}, pipelines[{index}]: {problem}") from None
 
     def with_blocks(self, num_blocks: int) -> Plan:
         """Return the same plan with every stage's number of blocks written out."""
         return replace(self, pipelines=tuple(_written_out(p, num_blocks) for p in self.pipelines))
+
+    def parts(self, num_blocks: int) -> tuple[Pipeline, ...]:
+        """Return the pipelines as their micro-batches go through them: of as many stages as there are chunks of them.
+
+        Raises `PlanError` for a stage of fewer blocks than chunks.
+        """
+        return tuple(pipeline.dealt(self.chunks, num_blocks) for pipeline in self.pipelines)
+
+    @property
+    def schedule_text(self) -> str:
+        """Return the schedule, with its chunks where there are several: `interleaved in 2 chunks`."""
+        return self.schedule if self.chunks == 1 else f"{self.schedule} in {self.chunks} chunks"
 
     @property
     def _called(self) -> str:
@@ -200,7 +224,7 @@ class Plan(Document):
         length = "any" if self.max_length is None else f"at most {self.max_length}"
         shared = ", sequence parallel" if self.sequence_parallel else ""
         shared += "" if self.attention == "auto" else f", {self.attention} attention"
-        title = f"plan{self._called}: schedule {self.schedule}, zero {self.zero}, sequence length {length}{shared}"
+        title = f"plan{self._called}: schedule {self.schedule_text}, zero {self.zero}, sequence length {length}{shared}"
         return "\n".join([f"{title}\n{plan_table(self)}", *program_text(self)])
 
     def explain(self, devices: Iterable[int] = ()) -> str:
@@ -217,12 +241,6 @@ class Plan(Document):
     def _repr_html_(self) -> str:
         """Return what notebooks show: who has which share of the work, as a table with bars."""
         return alone(plan_html(self))
-
-
-def _no_schedule(name: str) -> str:
-    if name in _ON_PAPER:
-        return f"schedule {name!r} can be simulated, but not run; use {' or '.join(map(repr, SCHEDULES))}"
-    return f"unknown schedule {name!r}{nearest(name, SCHEDULES)}"
 
 
 def split_rows(total: int, plan: Plan) -> tuple[tuple[int, ...], ...]:
@@ -258,11 +276,12 @@ def _written_out(pipeline: Pipeline, num_blocks: int) -> Pipeline:
 Plan.form = record(
     Plan,
     PlanError,
-    order="name pipelines schedule zero max_length split sequence_parallel attention predicted",
+    order="name pipelines schedule chunks zero max_length split sequence_parallel attention predicted",
     format=FORMAT,
     later=LATER,
     pipelines=Key(many(PIPELINE.values)),
     schedule=Key(written="always"),
+    chunks=Key(omit=lambda chunks: chunks == 1),
     zero=Key(written="always"),
     split=Key(PAIRS),
     predicted=Key(PREDICTION),

@@ -6,14 +6,14 @@ Pure data: each pipeline has its own number of stages and micro-batches; pipelin
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate, chain
 
-from hetu_fx.plans.plan import Schedule
+from hetu_fx.plans.plan import Schedule, micro_batch_rows
 
 
 class Phase(StrEnum):
@@ -30,6 +30,7 @@ class Phase(StrEnum):
         return _DIRECTIONS[self]
 
 
+_TICKS = {Phase.FORWARD: 1, Phase.BACKWARD: 2, Phase.INPUT_GRADIENT: 1, Phase.WEIGHT_GRADIENT: 1}
 _DIRECTIONS = {Phase.FORWARD: 1, Phase.BACKWARD: -1, Phase.INPUT_GRADIENT: -1, Phase.WEIGHT_GRADIENT: 0}
 
 
@@ -37,6 +38,7 @@ PHASES: Mapping[Schedule, tuple[Phase, ...]] = {
     "1f1b": (Phase.FORWARD, Phase.BACKWARD),
     "gpipe": (Phase.FORWARD, Phase.BACKWARD),
     "zero-bubble": (Phase.FORWARD, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT),
+    "interleaved": (Phase.FORWARD, Phase.BACKWARD),
 }
 """What is done of each micro-batch, in order."""
 
@@ -48,7 +50,10 @@ def cuts_backwards(schedule: Schedule) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """A phase of one micro-batch on one stage; on paper that may hold several chunks of the model."""
+    """A phase of one micro-batch on one stage, in one of the chunks of the model that the stage holds.
+
+    Of p stages, chunk c of stage s is part c p + s of the pipeline: every part hands on to the next one.
+    """
 
     phase: Phase
     micro_batch: int
@@ -59,17 +64,47 @@ Order = tuple[Action, ...]
 """The actions of one stage, as it runs them."""
 
 
-def actions(schedule: Schedule, stage: int, num_stages: int, num_micro_batches: int) -> Order:
+def actions(schedule: Schedule, stage: int, num_stages: int, num_micro_batches: int, chunks: int = 1) -> Order:
     """Return the actions of a stage in order.
 
     1F1B: min(n, S - s - 1) warm-up forwards, then forward-backward pairs, then the remaining backwards.
     GPipe: all forwards, then all backwards in the same order.
     Zero bubble: 1F1B with its backwards cut; weights' gradients wait until there is nothing else to do (`_cut`).
+    Interleaved: 1F1B over several chunks per stage (`_interleaved`).
     """
+    if chunks > 1:
+        return _interleaved(stage, num_stages, num_micro_batches, chunks)
     warm_up = num_micro_batches if schedule == "gpipe" else min(num_micro_batches, num_stages - stage - 1)
     backwards = [Action(Phase.BACKWARD, m) for m in range(num_micro_batches)]
     order = one_each(forwards(num_micro_batches), backwards, warm_up)
     return tuple(_cut(order, stage)) if schedule == "zero-bubble" else order
+
+
+def orders_of(schedule: Schedule, num_stages: int, num_micro_batches: int, chunks: int = 1) -> tuple[Order, ...]:
+    """Return the actions of every stage of a pipeline."""
+    stages = range(num_stages)
+    return tuple(actions(schedule, stage, num_stages, num_micro_batches, chunks) for stage in stages)
+
+
+def _interleaved(stage: int, num_stages: int, num_micro_batches: int, chunks: int) -> Order:
+    """Return the actions of 1F1B over chunks (Narayanan et al., Megatron-LM, SC 2021, section 2.2).
+
+    Backwards go through the chunks the other way. A stage warms up with the forwards of a round through all chunks but
+    the last, and two for each stage behind it: from then on one forward, one backward.
+    """
+    order = forwards(num_micro_batches, num_stages, chunks)
+    backwards = [Action(Phase.BACKWARD, action.micro_batch, chunks - 1 - action.chunk) for action in order]
+    warm_up = 2 * (num_stages - stage - 1) + (chunks - 1) * max(_rounds(num_micro_batches, num_stages))
+    return one_each(order, backwards, min(len(order), warm_up))
+
+
+def _rounds(num_micro_batches: int, num_stages: int) -> tuple[int, ...]:
+    """Return how many micro-batches go through one chunk after another together: as many as there are stages, or more.
+
+    So Megatron's where their number is a multiple of that of the stages. In a round of fewer a stage would wait for
+    what another can only make after it, but for one that is alone.
+    """
+    return micro_batch_rows(num_micro_batches, max(1, num_micro_batches // num_stages))
 
 
 def _cut(order: Order, stage: int) -> Iterator[Action]:
@@ -95,55 +130,100 @@ def one_each(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: i
     return (*forwards[:warm_up], *chain.from_iterable(pairs), *backwards[len(forwards) - warm_up :])
 
 
-def forwards(num_micro_batches: int) -> Order:
-    """Return the actions of an evaluation: forwards only."""
-    return tuple(Action(Phase.FORWARD, m) for m in range(num_micro_batches))
+def forwards(num_micro_batches: int, num_stages: int = 1, chunks: int = 1) -> Order:
+    """Return the actions of an evaluation, the same on every stage: forwards only, chunk by chunk in each round."""
+    if chunks == 1:
+        return tuple(Action(Phase.FORWARD, m) for m in range(num_micro_batches))
+    sizes = _rounds(num_micro_batches, num_stages)
+    rounds = [range(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
+    return tuple(Action(Phase.FORWARD, m, chunk) for own in rounds for chunk in range(chunks) for m in own)
 
 
 @lru_cache(maxsize=512)
 def departures(stages: tuple[Order, ...], stage: int) -> Mapping[tuple[Action, int], int]:
-    """Return for each action of a stage, and each stage that it may make something for, when that leaves.
+    """Return for each action of a stage, and each part that it may make something for, when that leaves.
 
     It leaves in one call with what an action of its own stage waits for: the number of that action, or how many there
-    are for a call after the last. On a clock on which every action takes one tick, that is the last call that is made
-    no later than the receiver's, or else the first one. So nobody waits for ever where a rank's calls are carried out
-    one after another, each only when all its messages have been called for at their other ends (NCCL, with messages
-    larger than its buffers), whichever stages hand something to which: were a call the first on the clock that is never
-    reached, the one before it would wait for another that is earlier on the clock and was never reached.
+    are for a call after the last. On a clock on which a backward takes two ticks, as it about does, and all else one,
+    that is the last call that is made no later than the receiver's, or else the first one. So nobody waits for ever
+    where a rank's calls are carried out one after another, each only when all its messages have been called for at
+    their other ends (NCCL, with messages larger than its buffers), whichever parts hand something to which: were a call
+    the first on the clock that is never reached, the one before it would wait for another that is earlier on the clock
+    and was never reached. Nor does what leaves a stage for another overtake what that waits for before, if in each call
+    what is wanted first goes first (`arrivals`).
     """
-    called, places = _calls(stages)
+    called, _ = _calls(stages)
     found = {}
-    for number, action in enumerate(stages[stage]):
-        for other in _towards(action.phase.direction, stage, len(stages)):
-            wanted = called[other][places[other][action]]
-            found[action, other] = max(number + 1, bisect_right(called[stage], wanted) - 1)
+    wanted = arrivals(stages, stage)
+    made = {action: number for number, action in enumerate(stages[stage])}
+    for (action, other), place in wanted.items():
+        at = called[other % len(stages)][place]
+        found[action, other] = max(made[action] + 1, bisect_right(called[stage], at) - 1)
     return found
 
 
 @lru_cache(maxsize=512)
-def takings(stages: tuple[Order, ...], stage: int) -> Mapping[tuple[Action, int], int]:
-    """Return for each action of a stage, and each stage that it may make something for, when that is known to be taken.
+def arrivals(stages: tuple[Order, ...], stage: int) -> Mapping[tuple[Action, int], int]:
+    """Return for each action of a stage, and each part that it may make something for, which action waits for that.
 
-    It is where something arrives that the receiver has made after it took it: the number of the stage's own action
-    that waits for the first such thing, or how many actions there are where nothing comes back.
+    By number, among those of the part's stage. What the stage has for its own parts goes nowhere.
+    """
+    _, places = _calls(stages)
+    pairs = ((action, other) for action in stages[stage] for other in _towards(action, stage, stages))
+    return {(action, other): places[other % len(stages)][_of_part(action, other, stages)] for action, other in pairs}
+
+
+@lru_cache(maxsize=512)
+def takings(stages: tuple[Order, ...], stage: int) -> Mapping[tuple[Action, int], int]:
+    """Return for each action of a stage, and each part that it may make something for, when that is known to be taken.
+
+    It is where something arrives in the same chunk that the receiver has made after it took it: the number of the
+    stage's own action that waits for the first such thing, or how many actions there are where nothing comes back.
     """
     found = {}
-    numbered = list(enumerate(stages[stage]))
-    for direction in (1, -1):
-        own = [(number, action) for number, action in numbered if action.phase.direction == direction]
-        answers = [(number, action) for number, action in numbered if action.phase.direction == -direction]
-        for other in _towards(direction, stage, len(stages)):
-            at = {action: number for number, action in enumerate(stages[other])}
-            made = [at[action] for _, action in answers]
-            for _, action in own:
-                first = bisect_left(made, at[action])
-                found[action, other] = answers[first][0] if first < len(answers) else len(stages[stage])
+    answers = _answers(stages, stage)
+    for (action, other), place in arrivals(stages, stage).items():
+        numbers, made = answers[action.chunk, -action.phase.direction, other]
+        first = bisect_left(made, place)
+        found[action, other] = numbers[first] if first < len(numbers) else len(stages[stage])
     return found
 
 
-def _towards(direction: int, stage: int, num_stages: int) -> range:
-    """Return the stages that something may go to."""
-    return {1: range(stage + 1, num_stages), -1: range(stage), 0: range(0)}[direction]
+def _answers(stages: tuple[Order, ...], stage: int) -> Mapping[tuple[int, int, int], tuple[list[int], list[int]]]:
+    """Return what a stage's actions wait for, by (chunk, direction, other part): their numbers, and the makers'."""
+    _, places = _calls(stages)
+    found: dict[tuple[int, int, int], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+    for number, action in enumerate(stages[stage]):
+        for other in _others(-action.phase.direction, action, stage, stages):
+            numbers, made = found[action.chunk, action.phase.direction, other]
+            numbers.append(number)
+            made.append(places[other % len(stages)][_of_part(action, other, stages)])
+    return found
+
+
+def _towards(action: Action, stage: int, stages: Sequence[Order]) -> Iterator[int]:
+    """Yield the parts of other stages that something may go to."""
+    return _others(action.phase.direction, action, stage, stages)
+
+
+def _others(direction: int, action: Action, stage: int, stages: Sequence[Order]) -> Iterator[int]:
+    """Yield the parts of other stages that stand before that of an action (-1), or after it (1)."""
+    part, num_stages = _part(action, stage, stages), len(stages)
+    found = {1: range(part + 1, _num_parts(stages)), -1: range(part), 0: range(0)}[direction]
+    return (other for other in found if other % num_stages != stage)
+
+
+def _part(action: Action, stage: int, stages: Sequence[Order]) -> int:
+    return action.chunk * len(stages) + stage
+
+
+def _of_part(action: Action, part: int, stages: Sequence[Order]) -> Action:
+    """Return the same of another part."""
+    return Action(action.phase, action.micro_batch, part // len(stages))
+
+
+def _num_parts(stages: Sequence[Order]) -> int:
+    return len(stages) * (1 + max((action.chunk for action in stages[0]), default=0))
 
 
 @lru_cache(maxsize=64)
@@ -155,22 +235,27 @@ def _calls(stages: tuple[Order, ...]) -> tuple[list[list[int]], list[dict[Action
 
 def _called(order: Order, started: Mapping[Action, int]) -> list[int]:
     """Return when the call before each action is made, and that after the last."""
-    return [0, *(started[action] + 1 for action in order)]
+    return [0, *(started[action] + _TICKS[action.phase] for action in order)]
 
 
 def _ticks(stages: Sequence[Order]) -> list[dict[Action, int]]:
-    """Return when each action of each stage starts, if each takes one tick and waits for that of the one before it."""
+    """Return when each action of each stage starts, if each takes its ticks and waits for that of the part before it."""
     ticks: list[dict[Action, int]] = [{} for _ in stages]
     free, left = [0] * len(stages), sum(map(len, stages))
+    num_parts = _num_parts(stages)
     while left:
         for stage, (order, own) in enumerate(zip(stages, ticks, strict=True)):
             for action in order[len(own) :]:
-                before = stage - action.phase.direction
-                others = ticks[before] if 0 <= before < len(stages) and before != stage else {action: -1}
-                if action not in others:
+                part = _part(action, stage, stages)
+                before = part - action.phase.direction
+                came: int | None = 0
+                if before != part and 0 <= before < num_parts:
+                    other = ticks[before % len(stages)].get(_of_part(action, before, stages))
+                    came = None if other is None else other + _TICKS[action.phase]
+                if came is None:
                     break
-                own[action] = max(1 + others[action], free[stage])
-                free[stage] = own[action] + 1
+                own[action] = max(came, free[stage])
+                free[stage] = own[action] + _TICKS[action.phase]
         before_sweep, left = left, sum(map(len, stages)) - sum(map(len, ticks))
         assert left < before_sweep, "an order in which stages wait for each other"
     return ticks

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hetu_fx.base.json_values import many
@@ -133,6 +134,14 @@ class Stage:
     def manner_text(self) -> str:
         """Return what is recomputed, and the dtype it computes in: `recompute 5, bfloat16`; empty for neither."""
         return ", ".join(filter(None, [self.recompute_text, self.dtype]))
+
+    def chunks(self, count: int, blocks: int) -> Iterator[Stage]:
+        """Yield the stage in chunks of its blocks, as even as possible; those that come first recompute."""
+        left = self.recompute
+        for chunk in range(count):
+            own = blocks // count + (chunk < blocks % count)
+            yield replace(self.recomputing(min(left, own), self.recompute_ops), blocks=own if blocks else None)
+            left -= min(left, own)
 
     def check_recompute(self, blocks: int) -> None:
         """Raise `PlanError` where fewer blocks than are to be recomputed come to this stage."""
@@ -299,6 +308,20 @@ class Pipeline:
                 f"repeated blocks; make them add up, or leave 'blocks' out"
             )
         return given
+
+    def dealt(self, chunks: int, num_blocks: int) -> Pipeline:
+        """Return the pipeline with every stage's blocks dealt out in chunks, round by round over the stages.
+
+        Of p stages part k is chunk k // p of stage k % p. A stage that is alone stays whole.
+        Raises `PlanError` for a stage of fewer blocks than chunks.
+        """
+        if chunks == 1 or len(self.stages) == 1:
+            return self
+        given = self.blocks(num_blocks)
+        if num_blocks and min(given) < chunks:
+            raise PlanError(f"{self} has {list(given)} blocks, fewer than {chunks} chunks per stage; use fewer chunks")
+        dealt = [stage.chunks(chunks, blocks) for stage, blocks in zip(self.stages, given, strict=True)]
+        return replace(self, stages=tuple(stage for column in zip(*dealt, strict=True) for stage in column))
 
     def _even_blocks(self, num_blocks: int) -> tuple[int, ...]:
         if 0 < num_blocks < len(self.stages):

@@ -185,7 +185,7 @@ def test_only_blocks_that_a_stage_gets_are_recomputed() -> None:
     ("changes", "message"),
     [
         ({"pipeline": []}, r"plan: unknown key 'pipeline' \(did you mean 'pipelines'\?\)"),
-        ({"zzz": 1}, r"unknown key 'zzz' \(known: attention, format, max_length, name, "),
+        ({"zzz": 1}, r"unknown key 'zzz' \(known: attention, chunks, format, max_length, name, "),
         (
             {"format": "hetu_fx.plan/2"},
             r"format is 'hetu_fx.plan/2', but this version reads 'hetu_fx.plan/1'",
@@ -371,3 +371,66 @@ def test_a_pipeline_may_take_short_sequences_only() -> None:
         Plan((replace(pipelines[0], max_length=256), plan.pipelines[1]), max_length=4096)
     with pytest.raises(PlanError, match="has max_length 0; give 1 or more"):
         replace(pipelines[0], max_length=0)
+
+
+TWO_STAGES = Plan((Pipeline((Stage((0, 1), blocks=5), Stage((2,), blocks=3)), micro_batches=4),))
+
+
+def interleaved(chunks: int = 2, **changes: Any) -> Plan:
+    return replace(TWO_STAGES, schedule="interleaved", chunks=chunks, **changes)
+
+
+def test_blocks_are_dealt_out_round_by_round_over_the_stages() -> None:
+    alone = Pipeline((Stage((3,)),))
+    first, second = interleaved(pipelines=(*TWO_STAGES.pipelines, alone)).parts(8)
+    assert [(stage.devices, stage.blocks) for stage in first.stages] == [((0, 1), 3), ((2,), 2), ((0, 1), 2), ((2,), 1)]
+    assert first.micro_batches == 4
+    assert second == alone
+    assert TWO_STAGES.parts(8) == TWO_STAGES.pipelines
+
+
+def test_the_first_blocks_of_a_stage_are_recomputed_whichever_chunk_they_are_in() -> None:
+    stages = Stage((0,), recompute=3, recompute_ops="pointwise"), Stage((1,))
+    found = Pipeline(stages).dealt(2, 8)
+    assert [(s.recompute, s.recompute_ops) for s in found.stages] == [
+        (2, "pointwise"),
+        (0, "all"),
+        (1, "pointwise"),
+        (0, "all"),
+    ]
+
+
+def test_a_model_without_blocks_is_dealt_out_too() -> None:
+    assert [stage.blocks for stage in Pipeline((Stage((0,)), Stage((1,)))).dealt(2, 0).stages] == [None] * 4
+
+
+def test_a_plan_with_chunks_reads_and_writes_and_tells_them() -> None:
+    text = DESIGN_FILE.replace("1f1b", "interleaved")
+    assert of_file(text).chunks == 2
+    assert of_file(text, chunks=3).to_json()["chunks"] == 3
+    assert "chunks" not in design_plan().to_json()
+    assert "schedule interleaved in 3 chunks" in str(interleaved(3))
+    assert "schedule: 1f1b -> interleaved in 2 chunks" in diff(TWO_STAGES, interleaved())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"chunks": 2},
+            "chunks 2 and schedule '1f1b'; give 2 or more chunks under 'interleaved', and none under others",
+        ),
+        ({"schedule": "interleaved", "chunks": 1}, "chunks 1 and schedule 'interleaved'"),
+        ({"schedule": "interleaved", "chunks": -2}, "chunks -2"),
+    ],
+)
+def test_chunks_go_with_their_schedule(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        of_file(DESIGN_FILE, **changes)
+
+
+def test_a_stage_of_fewer_blocks_than_chunks_is_refused() -> None:
+    with pytest.raises(
+        PlanError, match=r"pipelines\[0\]: .* has \[5, 3\] blocks, fewer than 4 chunks per stage; use few"
+    ):
+        interleaved(4).check(num_blocks=8, world_size=3)

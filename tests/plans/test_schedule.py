@@ -1,26 +1,44 @@
 import itertools
+from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetu_fx.planner.simulate.events import Activity, play
 from hetu_fx.planner.values.device_memory import in_flight
 from hetu_fx.plans.plan import Schedule
-from hetu_fx.plans.schedule import PHASES, Action, Phase, actions, forwards, takings
+from hetu_fx.plans.schedule import (
+    PHASES,
+    Action,
+    Order,
+    Phase,
+    actions,
+    arrivals,
+    departures,
+    forwards,
+    orders_of,
+    takings,
+)
 
-SCHEDULES = st.sampled_from(["1f1b", "gpipe", "zero-bubble"])
+WHOLE: list[Schedule] = ["1f1b", "gpipe", "zero-bubble"]
+SCHEDULES = st.sampled_from(WHOLE)
+CHUNKED = st.sampled_from([*((schedule, 1) for schedule in WHOLE), ("interleaved", 2), ("interleaved", 3)])
+Chunked = tuple[Schedule, int]
 
 
-@given(SCHEDULES, st.integers(1, 6), st.integers(0, 8), st.data())
-def test_every_micro_batch_goes_through_the_phases_once(
-    schedule: Schedule, num_stages: int, micro_batches: int, data: st.DataObject
+@given(CHUNKED, st.integers(1, 6), st.integers(0, 8), st.data())
+def test_every_chunk_of_every_micro_batch_goes_through_the_phases_once(
+    chunked: Chunked, num_stages: int, micro_batches: int, data: st.DataObject
 ) -> None:
-    stage = data.draw(st.integers(0, num_stages - 1))
-    order = actions(schedule, stage, num_stages, micro_batches)
-    for number in range(micro_batches):
-        assert tuple(a.phase for a in order if a.micro_batch == number) == PHASES[schedule]
-    for phase in PHASES[schedule]:
-        assert [a.micro_batch for a in order if a.phase is phase] == list(range(micro_batches))
+    (schedule, chunks), stage = chunked, data.draw(st.integers(0, num_stages - 1))
+    order = actions(schedule, stage, num_stages, micro_batches, chunks)
+    assert len(order) == micro_batches * chunks * len(PHASES[schedule])
+    for number, chunk in itertools.product(range(micro_batches), range(chunks)):
+        own = [a.phase for a in order if (a.micro_batch, a.chunk) == (number, chunk)]
+        assert tuple(own) == PHASES[schedule]
+    for phase, chunk in itertools.product(PHASES[schedule], range(chunks)):
+        assert [a.micro_batch for a in order if (a.phase, a.chunk) == (phase, chunk)] == list(range(micro_batches))
 
 
 @given(st.integers(1, 6), st.integers(1, 12))
@@ -33,51 +51,153 @@ def test_zero_bubble_is_one_forward_one_backward_but_for_weights(num_stages: int
         assert without_weights("zero-bubble", stage) == without_weights("1f1b", stage)
 
 
+def most_kept(order: Order, schedule: Schedule) -> int:
+    """Return how many chunks of micro-batches are between their first phase and their last, at most."""
+    kept = most = 0
+    for action in order:
+        kept += {Phase.FORWARD: 1, PHASES[schedule][-1]: -1}.get(action.phase, 0)
+        most = max(most, kept)
+    return most
+
+
 @given(SCHEDULES, st.integers(1, 6), st.integers(1, 8), st.data())
 def test_the_memory_model_counts_what_the_schedule_keeps(
     schedule: Schedule, num_stages: int, micro_batches: int, data: st.DataObject
 ) -> None:
     stage = data.draw(st.integers(0, num_stages - 1))
-    kept = most = 0
-    for action in actions(schedule, stage, num_stages, micro_batches):
-        kept += {Phase.FORWARD: 1, PHASES[schedule][-1]: -1}.get(action.phase, 0)
-        most = max(most, kept)
-    assert most == in_flight(schedule, stage, num_stages, micro_batches)
+    order = actions(schedule, stage, num_stages, micro_batches)
+    assert most_kept(order, schedule) == in_flight(schedule, stage, num_stages, micro_batches)
 
 
-def run_on_paper(schedule: Schedule, num_stages: int, micro_batches: int) -> tuple[int, int]:
+@given(st.integers(2, 6), st.integers(2, 4), st.integers(1, 4))
+def test_chunks_warm_up_as_in_megatron(num_stages: int, chunks: int, rounds: int) -> None:
+    # schedules.py of Megatron-LM: (p - rank - 1) * 2 + (chunks - 1) * p forwards come before the first pair
+    micro_batches = rounds * num_stages
+    for stage, order in enumerate(orders_of("interleaved", num_stages, micro_batches, chunks)):
+        warm_up = min(micro_batches * chunks, 2 * (num_stages - stage - 1) + (chunks - 1) * num_stages)
+        first = min(warm_up + 1, micro_batches * chunks)
+        assert [a.phase for a in order].index(Phase.BACKWARD) == first
+        assert most_kept(order, "interleaved") == first
+        turns = [(a.micro_batch // num_stages, a.chunk) for a in order if a.phase is Phase.FORWARD]
+        assert turns == sorted(turns)
+        turns = [(a.micro_batch // num_stages, -a.chunk) for a in order if a.phase is Phase.BACKWARD]
+        assert turns == sorted(turns)
+
+
+@pytest.mark.parametrize(("micro_batches", "sizes"), [(3, [3]), (4, [4]), (7, [7]), (9, [5, 4]), (14, [5, 5, 4])])
+def test_rounds_have_as_many_micro_batches_as_there_are_stages_or_more(micro_batches: int, sizes: list[int]) -> None:
+    runs = [
+        (chunk, len(list(run))) for chunk, run in itertools.groupby(forwards(micro_batches, 4, 2), lambda a: a.chunk)
+    ]
+    assert runs == [(chunk, size) for size in sizes for chunk in range(2)]
+
+
+Done = set[tuple[int, Phase, int]]
+"""What is done: (part of the pipeline, phase, micro-batch)."""
+
+
+def run_on_paper(schedule: Schedule, num_stages: int, micro_batches: int, chunks: int = 1) -> tuple[int, int]:
     """Run all stages side by side, each action when its neighbour's value is there; one action takes one tick.
 
     Returns (actions left over when nobody can go on, ticks).
     """
-    queues = [list(actions(schedule, stage, num_stages, micro_batches)) for stage in range(num_stages)]
-    done: set[tuple[int, Phase, int]] = set()
+    queues = [list(order) for order in orders_of(schedule, num_stages, micro_batches, chunks)]
+    done: Done = set()
     for tick in itertools.count():
-        fresh = [(s, q[0]) for s, q in enumerate(queues) if q and is_ready(s, q[0], num_stages, done)]
+        parts = [(s, q[0].chunk * num_stages + s, q[0]) for s, q in enumerate(queues) if q]
+        fresh = [one for one in parts if is_ready(*one[1:], num_stages * chunks, done)]
         if not fresh:
             return sum(map(len, queues)), tick
-        for stage, action in fresh:
+        for stage, part, action in fresh:
             queues[stage].pop(0)
-            done.add((stage, action.phase, action.micro_batch))
+            done.add((part, action.phase, action.micro_batch))
     raise AssertionError
 
 
-def is_ready(stage: int, action: Action, num_stages: int, done: set[tuple[int, Phase, int]]) -> bool:
-    """A forward waits for the earlier stage's, a backward for the later stage's and for its own forward.
+def is_ready(part: int, action: Action, num_parts: int, done: Done) -> bool:
+    """A forward waits for the earlier part's, a backward for the later part's and for its own forward.
 
     The gradients of weights wait for those of their own inputs.
     """
     if action.phase is Phase.FORWARD:
-        return stage == 0 or (stage - 1, Phase.FORWARD, action.micro_batch) in done
+        return part == 0 or (part - 1, Phase.FORWARD, action.micro_batch) in done
     if action.phase is Phase.WEIGHT_GRADIENT:
-        return (stage, Phase.INPUT_GRADIENT, action.micro_batch) in done
-    own = (stage, Phase.FORWARD, action.micro_batch) in done
-    return own and (stage == num_stages - 1 or (stage + 1, action.phase, action.micro_batch) in done)
+        return (part, Phase.INPUT_GRADIENT, action.micro_batch) in done
+    own = (part, Phase.FORWARD, action.micro_batch) in done
+    return own and (part == num_parts - 1 or (part + 1, action.phase, action.micro_batch) in done)
 
 
-@given(SCHEDULES, st.integers(1, 6), st.integers(0, 9))
-def test_no_stage_waits_for_ever(schedule: Schedule, num_stages: int, micro_batches: int) -> None:
-    assert run_on_paper(schedule, num_stages, micro_batches)[0] == 0
+@given(CHUNKED, st.integers(1, 6), st.integers(0, 14))
+def test_no_stage_waits_for_ever(chunked: Chunked, num_stages: int, micro_batches: int) -> None:
+    schedule, chunks = chunked
+    assert run_on_paper(schedule, num_stages, micro_batches, chunks)[0] == 0
+
+
+@given(CHUNKED, st.integers(1, 5), st.integers(1, 12))
+def test_what_leaves_first_is_waited_for_first(chunked: Chunked, num_stages: int, micro_batches: int) -> None:
+    schedule, chunks = chunked
+    orders = orders_of(schedule, num_stages, micro_batches, chunks)
+    for stage in range(num_stages):
+        leaves, wanted = departures(orders, stage), arrivals(orders, stage)
+        assert leaves.keys() == wanted.keys()
+        for other in range(num_stages):
+            pairs = sorted((call, wanted[key]) for key, call in leaves.items() if key[1] % num_stages == other)
+            assert [place for _, place in pairs] == sorted(place for _, place in pairs)
+
+
+SECONDS = {Phase.FORWARD: 1.0, Phase.BACKWARD: 2.0, Phase.INPUT_GRADIENT: 1.0, Phase.WEIGHT_GRADIENT: 1.0}
+
+
+def seconds_of(schedule: Schedule, num_stages: int, micro_batches: int, chunks: int = 1) -> float:
+    """Play a schedule whose forwards take a second per stage, backwards two; nothing is sent."""
+    rows = orders_of(schedule, num_stages, micro_batches, chunks)
+    numbers = {one: i for i, one in enumerate((s, action) for s, row in enumerate(rows) for action in row)}
+
+    def needs(stage: int, action: Action) -> list[int]:
+        part = action.chunk * num_stages + stage
+        other = part - 1 if action.phase is Phase.FORWARD else part + 1
+        if action.phase is Phase.WEIGHT_GRADIENT:
+            return [numbers[stage, Action(Phase.INPUT_GRADIENT, action.micro_batch, action.chunk)]]
+        if other == num_stages * chunks:
+            return [numbers[stage, Action(Phase.FORWARD, action.micro_batch, action.chunk)]]
+        chunk, owner = divmod(other, num_stages)
+        return [numbers[owner, Action(action.phase, action.micro_batch, chunk)]] if other >= 0 else []
+
+    activities = []
+    for stage, row in enumerate(rows):
+        for index, action in enumerate(row):
+            before = [numbers[stage, row[index - 1]]] if index else []
+            uses = {("compute", stage): 1.0}
+            activities.append(Activity(SECONDS[action.phase] / chunks, uses, (*before, *needs(stage, action))))
+    return max(times.end for times in play(activities))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 1), (4, 4), (4, 9), (8, 16)])
+def test_equal_stages_take_m_plus_p_minus_1_times_their_time(
+    schedule: Schedule, stages: int, micro_batches: int
+) -> None:
+    assert seconds_of(schedule, stages, micro_batches) == (micro_batches + stages - 1) * 3
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (2, 8), (4, 4), (4, 16), (8, 16)])
+def test_chunks_divide_the_bubble(chunks: int, stages: int, micro_batches: int) -> None:
+    # Narayanan et al. (2021), section 2.2.2: the bubble is (p - 1) / (v m) of the ideal time
+    expected = micro_batches * 3 * (1 + (stages - 1) / (chunks * micro_batches))
+    assert seconds_of("interleaved", stages, micro_batches, chunks) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (3, 4), (4, 4), (4, 16), (8, 8)])
+def test_weight_gradients_fill_the_bubble(stages: int, micro_batches: int) -> None:
+    # Qi et al. (2024), table 1: the bubble of ZB-H1 is (p - 1)(T_F + T_B - T_W)
+    assert seconds_of("zero-bubble", stages, micro_batches) == micro_batches * 3 + (stages - 1)
+
+
+@given(st.integers(1, 6), st.integers(1, 12))
+def test_zero_bubble_keeps_no_more_micro_batches_than_1f1b_does_at_most(stages: int, micro_batches: int) -> None:
+    for order in orders_of("zero-bubble", stages, micro_batches):
+        assert most_kept(order, "zero-bubble") <= min(stages, micro_batches)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -119,6 +239,22 @@ def test_a_stage_holds_messages_of_the_micro_batches_in_flight_and_one_more(sche
                 spans = [(made[a], taken[a, other]) for a in orders[stage] if a.phase is phase]
                 held = max(sum(start <= now < stop for start, stop in spans) for now in range(len(orders[stage])))
                 assert held <= min(count, (count if schedule == "gpipe" else stages - stage) + 1)
+
+
+@given(st.integers(2, 5), st.integers(2, 3), st.integers(1, 6))
+def test_with_chunks_messages_are_held_for_what_is_in_flight_and_a_round_more(
+    num_stages: int, chunks: int, rounds: int
+) -> None:
+    orders = orders_of("interleaved", num_stages, rounds * num_stages, chunks)
+    for stage, order in enumerate(orders):
+        made = {action: number for number, action in enumerate(order)}
+        spans: dict[int, list[tuple[int, int]]] = {}
+        for (action, other), taken in takings(orders, stage).items():
+            if abs(other - action.chunk * num_stages - stage) == 1:
+                spans.setdefault(action.phase.direction, []).append((made[action], taken))
+        for own in spans.values():
+            held = Counter(now for start, stop in own for now in range(start, stop))
+            assert max(held.values()) <= most_kept(order, "interleaved") + chunks * num_stages
 
 
 def test_messages_of_an_evaluation_are_held_to_its_end() -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.links import HandOver, Traffic, hand_over, turn_traffic
 from hetu_fx.planner.price.placement import stops_of
 from hetu_fx.planner.price.stage import StageCosts, compute_lines, stage_costs
-from hetu_fx.planner.simulate.schedules import PaperSchedule, num_chunks
 from hetu_fx.planner.values.footprint import StageFootprint
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.plans.plan import Pipeline, Stage
+from hetu_fx.plans.plan import Pipeline
 from hetu_fx.plans.schedule import Phase
 
 
@@ -34,9 +32,9 @@ class PipelineLane:
     cluster: Cluster
 
     @classmethod
-    def of(cls, pipeline: Pipeline, schedule: PaperSchedule, program: ProgramCosts, cluster: Cluster) -> PipelineLane:
-        """Return a pipeline in the chunks of a schedule. Raises `PlanError` where it does not fit the program."""
-        parts = _dealt(pipeline, num_chunks(schedule), program.num_blocks)
+    def of(cls, pipeline: Pipeline, chunks: int, program: ProgramCosts, cluster: Cluster) -> PipelineLane:
+        """Return a pipeline in chunks. Raises `PlanError` where it does not fit the program."""
+        parts = pipeline.dealt(chunks, program.num_blocks)
         stops = stops_of(parts, program.num_blocks)
         return cls(pipeline, parts, stops, stage_costs(parts, program, cluster), program, cluster)
 
@@ -44,6 +42,11 @@ class PipelineLane:
     def num_stages(self) -> int:
         """Return the number of stages, p."""
         return len(self.pipeline.stages)
+
+    @property
+    def chunks(self) -> int:
+        """Return how many chunks of the model each stage holds."""
+        return len(self.parts.stages) // self.num_stages
 
     def compute(self, part: int, work: Phase, rows: int) -> dict[int, float]:
         """Return the seconds that each device of a part computes."""
@@ -94,24 +97,3 @@ class PipelineLane:
         weights = [max(line.slope for line in lines) for lines in ranges]
         total = sum(weights)
         return tuple(weight / total if total else 1 / len(weights) for weight in weights)
-
-
-def _dealt(pipeline: Pipeline, chunks: int, num_blocks: int) -> Pipeline:
-    """Return the pipeline with every stage's blocks dealt out in chunks, round by round over the stages."""
-    if chunks == 1:
-        return pipeline
-    given = pipeline.blocks(num_blocks)
-    if min(given) < chunks:
-        raise PlanError(f"{pipeline} has {list(given)} blocks, fewer than {chunks} chunks per stage; use fewer chunks")
-    dealt = [_chunks(stage, blocks, chunks) for stage, blocks in zip(pipeline.stages, given, strict=True)]
-    return replace(pipeline, stages=tuple(stage for column in zip(*dealt, strict=True) for stage in column))
-
-
-def _chunks(stage: Stage, blocks: int, chunks: int) -> Iterator[Stage]:
-    """Yield the chunks of a stage; those that come first recompute."""
-    size, more = divmod(blocks, chunks)
-    left = stage.recompute
-    for chunk in range(chunks):
-        count = size + (chunk < more)
-        yield replace(stage.recomputing(min(left, count), stage.recompute_ops), blocks=count)
-        left -= min(left, count)

@@ -17,10 +17,10 @@ from hetu_fx.planner.price.ways import Bucket
 from hetu_fx.planner.simulate.fold import Folding, unfolded
 from hetu_fx.planner.simulate.jobs import Jobs, Task
 from hetu_fx.planner.simulate.pipeline import PipelineLane
-from hetu_fx.planner.simulate.schedules import PaperSchedule, table
 from hetu_fx.planner.values.footprint import highest_at
 from hetu_fx.planner.values.line import Line
-from hetu_fx.plans.schedule import Action, Phase, departures
+from hetu_fx.plans.plan import Schedule
+from hetu_fx.plans.schedule import Action, Phase, departures, orders_of
 
 _COMPLETES = (Phase.BACKWARD, Phase.WEIGHT_GRADIENT)
 
@@ -62,15 +62,15 @@ class PipelineJobs:
     sent: Held = field(default_factory=dict)
     _done: dict[_Done, int] = field(default_factory=dict)
 
-    def run(self, schedule: PaperSchedule) -> None:
+    def run(self, schedule: Schedule) -> None:
         """Add everything."""
         stages = range(self.lane.num_stages)
         for stage in stages:
             devices = self.lane.pipeline.stages[stage].devices
             self.last[stage] = tuple(sorted({job for rank in devices for job in self.ready.get(rank, ())}))
-        self._rows = table(schedule, self.lane.num_stages, len(self.rows))
+        self._rows = orders_of(schedule, self.lane.num_stages, len(self.rows), self.lane.chunks)
         self._ended: list[list[int]] = [[] for _ in stages]  # the last job of every entry of a stage
-        self._leaves = [self._departures(schedule, stage) for stage in stages]
+        self._leaves = [departures(self._rows, stage) for stage in stages]
         while any(len(ended) < len(row) for ended, row in zip(self._ended, self._rows, strict=True)):
             before = sum(map(len, self._ended))
             for stage in stages:
@@ -88,11 +88,6 @@ class PipelineJobs:
         row, number = self._rows[stage], len(self._ended[stage])
         return row[number] if number < len(row) else None
 
-    def _departures(self, schedule: PaperSchedule, stage: int) -> Mapping[tuple[Action, int], int]:
-        """Return when what a stage's entries make for each other one leaves; schedules on paper send it at once."""
-        is_run = isinstance(schedule, str)
-        return departures(self._rows, stage) if is_run else {}
-
     def _part(self, stage: int, entry: Action) -> int:
         return entry.chunk * self.lane.num_stages + stage
 
@@ -101,16 +96,17 @@ class PipelineJobs:
         needed = self._input(stage, entry)
         if needed is None:
             return True
-        return needed in self._done and len(self._ended[self._stage(needed)]) >= self._calls(needed, stage)
+        calls = self._calls(needed, self._part(stage, entry))
+        return needed in self._done and len(self._ended[self._stage(needed)]) >= calls
 
     def _stage(self, done: _Done) -> int:
         return done[2] % self.lane.num_stages
 
-    def _calls(self, needed: _Done, stage: int) -> int:
-        """Return after how many entries of its stage something leaves for another stage."""
+    def _calls(self, needed: _Done, target: int) -> int:
+        """Return after how many entries of its stage something leaves for another part."""
         phase, micro_batch, part = needed
         action = Action(phase, micro_batch, part // self.lane.num_stages)
-        return self._leaves[self._stage(needed)].get((action, stage), 0)
+        return self._leaves[self._stage(needed)].get((action, target), 0)
 
     def _input(self, stage: int, entry: Action) -> _Done | None:
         """Return what an entry's input comes from; None where it needs no other."""
@@ -171,7 +167,7 @@ class PipelineJobs:
 
     @property
     def _has_chunks(self) -> bool:
-        return len(self.lane.costs) > self.lane.num_stages
+        return self.lane.chunks > 1
 
     def _arrived(self, stage: int, entry: Action, part: int, rows: int) -> tuple[int, ...]:
         """Return what an entry waits for; adds the messages that bring its input, if any do."""
@@ -179,7 +175,7 @@ class PipelineJobs:
         if needed is None:
             return own
         *_, source = needed
-        made, calls = self._done[needed], self._calls(needed, stage)
+        made, calls = self._done[needed], self._calls(needed, part)
         if source == part:
             return (*own, made)
         leaves = self._ended[self._stage(needed)][calls - 1] if calls else made

@@ -29,7 +29,6 @@ from hetu_fx.planner.simulate.fold import Fold
 from hetu_fx.planner.simulate.jobs import Jobs, Task
 from hetu_fx.planner.simulate.pipeline import PipelineLane
 from hetu_fx.planner.simulate.pipeline_jobs import Held, PipelineJobs
-from hetu_fx.planner.simulate.schedules import PaperSchedule
 from hetu_fx.planner.simulate.simulation import Simulation, simulation
 from hetu_fx.planner.values.device_memory import HeldShard
 from hetu_fx.planner.values.line import Line
@@ -38,19 +37,18 @@ from hetu_fx.plans.plan import Plan, pipeline_rows, split_rows
 from hetu_fx.plans.prediction import Prediction
 
 
-def simulate(plan: Plan, costs: ProgramCosts, cluster: Cluster, *, schedule: PaperSchedule | None = None) -> Simulation:
+def simulate(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Simulation:
     """Return what one step would be.
 
     Args:
         plan: of the step.
         costs: of the program.
         cluster: the devices, with the rates at which they work now.
-        schedule: instead of the plan's, one of those that only a simulation can run, perhaps.
 
     Raises:
-        PlanError: a plan that does not fit the program, or a schedule that does not fit the plan.
+        PlanError: a plan that does not fit the program.
     """
-    return _StepJobs(plan, costs, cluster, schedule or plan.schedule).simulation()
+    return _StepJobs(plan, costs, cluster).simulation()
 
 
 def simulated_seconds(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> float:
@@ -59,7 +57,7 @@ def simulated_seconds(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> floa
     Raises `PlanError` for a plan that does not fit the program.
     """
     fold = Fold.of(plan, pipeline_rows(costs.rows, plan), cluster)
-    return _StepJobs(plan, costs, cluster, plan.schedule, fold).seconds()
+    return _StepJobs(plan, costs, cluster, fold).seconds()
 
 
 def expect(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Prediction:
@@ -81,22 +79,20 @@ def num_jobs(plan: Plan) -> int:
 class _StepJobs:
     """The jobs of a step."""
 
-    def __init__(
-        self, plan: Plan, costs: ProgramCosts, cluster: Cluster, schedule: PaperSchedule, fold: Fold | None = None
-    ) -> None:
+    def __init__(self, plan: Plan, costs: ProgramCosts, cluster: Cluster, fold: Fold | None = None) -> None:
         """Without a fold every pipeline is simulated, and memory too."""
         if plan.has_program:
             raise PlanError(
                 "the plan has a program, which is simulated op by op, for which the model is needed, not its costs or "
                 "its profile alone; use hetu_fx.simulate(model, batch, plan, cluster), without another schedule"
             )
-        self.plan, self.cluster, self.schedule, self.fold = plan, cluster, schedule, fold
+        self.plan, self.cluster, self.fold = plan, cluster, fold
         self.costs = costs.under(plan)
         self.jobs = Jobs(cluster)
         count = len(plan.pipelines)
         self.like = fold.like if fold else tuple(range(count))
         self.lanes = {
-            i: PipelineLane.of(plan.pipelines[i], schedule, self.costs, cluster) for i in dict.fromkeys(self.like)
+            i: PipelineLane.of(plan.pipelines[i], plan.chunks, self.costs, cluster) for i in dict.fromkeys(self.like)
         }
         self.buckets = buckets(costs, [lane.stops for lane in self.lanes.values()])
 
@@ -130,7 +126,7 @@ class _StepJobs:
             made = PipelineJobs(self.jobs, lane, place, own, self.buckets, gathered, tells_memory=self.fold is None)
             if self.fold is not None:
                 made.folded = self.fold.of_pipeline(number)
-            made.run(self.schedule)
+            made.run(self.plan.schedule)
             pipelines.append(made)
         self._end(pipelines, gathered)
 

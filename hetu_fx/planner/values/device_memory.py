@@ -50,8 +50,8 @@ TERMS = ("parameters", "copies", "optimizer", "gradients", "activations", "messa
 
 def in_flight(schedule: Schedule, stage: int, num_stages: int, micro_batches: int) -> int:
     """Return how many micro-batches a stage keeps activations of, f in (3)."""
-    most = {"1f1b": num_stages - stage, "gpipe": micro_batches, "zero-bubble": num_stages}
-    return min(micro_batches, most[schedule])
+    most = {"gpipe": micro_batches, "zero-bubble": num_stages}
+    return min(micro_batches, most.get(schedule, num_stages - stage))
 
 
 def fixed_bytes(parameters: float, *, zero: int, num_replicas: int, state: ParameterState = UNSAID) -> Terms:

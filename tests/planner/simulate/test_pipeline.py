@@ -2,7 +2,6 @@ import pytest
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.simulate.pipeline import PipelineLane
-from hetu_fx.planner.simulate.schedules import Interleaved, PaperSchedule
 from hetu_fx.planner.values.line import Line
 from hetu_fx.plans.plan import Pipeline, Stage
 from hetu_fx.plans.schedule import Phase
@@ -11,24 +10,24 @@ from tests.planner.examples import paper, transformer
 PIPELINE = Pipeline((Stage((0,), blocks=5), Stage((1, 2), blocks=3)))
 
 
-def lane(schedule: PaperSchedule) -> PipelineLane:
-    return PipelineLane.of(PIPELINE, schedule, transformer(layers=8), paper(4, 2, 1))
+def lane(chunks: int = 1) -> PipelineLane:
+    return PipelineLane.of(PIPELINE, chunks, transformer(layers=8), paper(4, 2, 1))
 
 
 def test_chunks_deal_blocks_out_round_by_round() -> None:
-    found = lane(Interleaved(2))
+    found = lane(2)
     assert [stage.devices for stage in found.parts.stages] == [(0,), (1, 2), (0,), (1, 2)]
     assert found.stops == (0, 3, 5, 7, 8)
-    assert found.num_stages == 2
+    assert (found.num_stages, found.chunks) == (2, 2)
 
 
 def test_more_chunks_than_blocks_are_refused() -> None:
     with pytest.raises(PlanError, match=r"has \[5, 3\] blocks, fewer than 4 chunks per stage"):
-        lane(Interleaved(4))
+        lane(4)
 
 
 def test_both_halves_of_a_backward_take_as_long_as_the_whole() -> None:
-    found = lane("1f1b")
+    found = lane()
     seconds = {work: found.compute(1, work, 2) for work in Phase}
     halves = seconds[Phase.INPUT_GRADIENT][1] + seconds[Phase.WEIGHT_GRADIENT][1]
     assert halves == pytest.approx(seconds[Phase.BACKWARD][1])
@@ -38,6 +37,6 @@ def test_both_halves_of_a_backward_take_as_long_as_the_whole() -> None:
 
 
 def test_work_falls_on_blocks_in_proportion() -> None:
-    weights = lane("1f1b").weights(1, [(7, 8), (5, 7)])
+    weights = lane().weights(1, [(7, 8), (5, 7)])
     assert sum(weights) == pytest.approx(1)
-    assert lane("1f1b").weights(0, [(4, 5), (3, 4)])[0] == pytest.approx(0.5)
+    assert lane().weights(0, [(4, 5), (3, 4)])[0] == pytest.approx(0.5)

@@ -95,7 +95,15 @@ def _check(folder: Path, weights: bool, onnx: bool) -> None:
 def _export_variant(
     runtime: Runtime, variant: GraphVariant, program: Program, aside: Path, weights: bool
 ) -> dict[str, Any] | None:
-    """Write this rank's graph of a variant; returns what the manifest says of it. Collective."""
+    """Write this rank's graph of a variant; returns what the manifest says of it. Collective.
+
+    Raises ExportError for a plan under which a rank has several graphs.
+    """
+    if variant.plan.chunks > 1:
+        raise ExportError(
+            f"variant {variant.name!r} holds each stage in {variant.plan.chunks} chunks, so that a rank has several "
+            f"graphs, of which an export has one; export under another schedule than 'interleaved'"
+        )
     stage = variant.stage(program, False)  # makes its graph
     parts = parts_of(runtime, stage.deduced) if weights else {}
     folder = aside / "variants" / variant.name

@@ -239,7 +239,7 @@ def _called(order: Order, started: Mapping[Action, int]) -> list[int]:
 
 
 def _ticks(stages: Sequence[Order]) -> list[dict[Action, int]]:
-    """Return when each action of each stage starts, if each takes its ticks and waits for that of the part before it."""
+    """Return when each action of each stage starts, if it waits for that of the part before its own."""
     ticks: list[dict[Action, int]] = [{} for _ in stages]
     free, left = [0] * len(stages), sum(map(len, stages))
     num_parts = _num_parts(stages)

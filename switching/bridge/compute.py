@@ -26,11 +26,11 @@ def compute_layout(plan: Plan) -> Plan:
     """Return the plan without what its graphs do not depend on; plans with equal ones have the same graphs.
 
     Graphs differ between one micro-batch in all pipelines and several in any, but not by how many they are; and between
-    schedules that cut backwards in two and others.
+    schedules that cut backwards in two, or stages in chunks, and others.
     """
     several = any(pipeline.micro_batches > 1 for pipeline in plan.pipelines)
     pipelines = tuple(Pipeline(p.stages, micro_batches=2 if several else 1) for p in plan.pipelines)
-    schedule = plan.schedule if cuts_backwards(plan.schedule) else "1f1b"
+    schedule = plan.schedule if cuts_backwards(plan.schedule) or plan.chunks > 1 else "1f1b"
     return replace(plan, pipelines=pipelines, schedule=schedule, zero=1, name=None, max_length=None, predicted=None)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -25,10 +25,10 @@ from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import Program, deduce_program
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
 from hetu_fx.switching.bridge.compute import Compute, bytes_besides
-from hetu_fx.switching.step.engine import Engine
-from hetu_fx.switching.step.stage_p2p import StageP2P
+from hetu_fx.switching.step.engine import Chunk, Engine
+from hetu_fx.switching.step.stage_p2p import Ends, StageP2P
 from hetu_fx.switching.step.variant import Variant
-from hetu_fx.transforms.layouts.annotated_graph import StageLayout
+from hetu_fx.transforms.layouts.annotated_graph import AnnotatedGraph, StageLayout
 from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.layouts.serialize import deserialize, serialize
@@ -59,8 +59,8 @@ class StagePlan:
 
     Attributes:
         deduced: the program with the plan on it; the same on all ranks.
-        device: this rank's graph; None if the plan leaves the rank out.
-        engine: runs it.
+        devices: this rank's graphs: one, or one for each chunk of its stage; none if the plan leaves the rank out.
+        engine: runs them.
         bridge: between home and compute parameters; every rank has one.
         buffers: where each buffer that this rank reads lies.
         updates: where each buffer that is updated lies, over all ranks.
@@ -68,12 +68,17 @@ class StagePlan:
     """
 
     deduced: DeducedGraph
-    device: DeviceGraph | None
+    devices: tuple[DeviceGraph, ...]
     engine: Engine | None
     bridge: Bridge
     buffers: Mapping[str, Annotation]
     updates: Mapping[str, Annotation]
     constants: Mapping[str, Tensor]
+
+    @property
+    def device(self) -> DeviceGraph | None:
+        """Return this rank's graph, the first of several; None if the plan leaves the rank out."""
+        return self.devices[0] if self.devices else None
 
     @property
     def random_states(self) -> tuple[str, ...]:
@@ -91,8 +96,8 @@ class StagePlan:
     def num_bytes(self) -> int:
         """Return what it takes: its nodes, and constants that are no views of the captured graph's."""
         graph = self.deduced.annotated.graph
-        nodes = (graph if self.device is None else self.device).graph.nodes
-        return NODE_BYTES * len(nodes) + bytes_besides(self.constants.values(), graph.constants.values())
+        count = sum(len(one.graph.nodes) for one in self.devices or (graph,))
+        return NODE_BYTES * count + bytes_besides(self.constants.values(), graph.constants.values())
 
     @property
     def talks_in_step(self) -> bool:
@@ -185,25 +190,30 @@ class GraphCompute(Compute):
 
     def _make(self, program: Program, data: bytes) -> StagePlan:
         deduced = _read(program, data)
-        device = run_pass(Specialize(self.table.rank), deduced)
-        if device is not None:
-            pipeline, index = device.layout.key
-            dtype = self.plan.pipelines[pipeline].stages[index].dtype
-            check_computes(type_of(self.device), dtype, self.table.rank)
-            device = run_pass(Place(self.device), device)
-            device = run_pass(ChooseAlgorithms(Lowering(self.table.topology)), device)
-            device = run_pass(Recompute(deduced.annotated), device)
-            if self.backend is None:  # compiled graphs make all gradients at once
-                device = run_pass(WeightsLater(self.plan.schedule), device)
+        layouts = deduced.annotated.layouts_of(self.table.rank)
+        devices = tuple(self._device(deduced, chunk) for chunk in range(max(1, len(layouts))))
+        made = tuple(device for device in devices if device is not None)
         return StagePlan(
             deduced=deduced,
-            device=device,
-            engine=None if device is None else self._engine(device, deduced.annotated.graph.block_paths),
+            devices=made,
+            engine=self._engine(made, deduced.annotated) if made else None,
             bridge=self._bridge(deduced),
-            buffers={} if device is None else _leaf_annotations(deduced, device.layout, LeafKind.BUFFER),
+            buffers=_leaf_annotations(deduced, layouts, LeafKind.BUFFER),
             updates=_update_annotations(deduced),
-            constants={} if device is None else self._constants(deduced, device.layout),
+            constants=self._constants(deduced, layouts),
         )
+
+    def _device(self, deduced: DeducedGraph, chunk: int) -> DeviceGraph | None:
+        """Return the graph of a chunk of this rank's stage; None if the plan leaves the rank out."""
+        device = run_pass(Specialize(self.table.rank, chunk), deduced)
+        if device is None:
+            return None
+        check_computes(type_of(self.device), deduced.annotated.stage(device.layout).dtype, self.table.rank)
+        device = run_pass(Place(self.device), device)
+        device = run_pass(ChooseAlgorithms(Lowering(self.table.topology)), device)
+        device = run_pass(Recompute(deduced.annotated), device)
+        # compiled graphs make all gradients at once
+        return run_pass(WeightsLater(self.plan.schedule), device) if self.backend is None else device
 
     def _deduce(self, program: Program, key: StageKey) -> bytes:
         wants_values, splits = key
@@ -214,15 +224,20 @@ class GraphCompute(Compute):
     def _bridge(self, deduced: DeducedGraph) -> Bridge:
         return self.bridge_between(_bridge_entries(deduced, self.homes))
 
-    def _engine(self, device: DeviceGraph, paths: tuple[str, ...]) -> Engine:
-        p2p = StageP2P(device.layout.index, device.handovers_in, device.handovers_out, self.table, self.device)
+    def _engine(self, devices: Sequence[DeviceGraph], annotated: AnnotatedGraph) -> Engine:
+        ends = [Ends(device.handovers_in, device.handovers_out) for device in devices]
+        p2p = StageP2P(devices[0].layout.index, ends, self.table, self.device)
+        chunks = [Chunk(device, self._lowered(device, annotated.graph.block_paths)) for device in devices]
+        return Engine(chunks, p2p)
+
+    def _lowered(self, device: DeviceGraph, paths: tuple[str, ...]) -> Callable[..., Any]:
         module = run_pass(Checkpoint(), device)
         if self.backend is not None:
             module = run_pass(BlockModules(paths), module)
-        return Engine(device, lower(module, self.backend), p2p)
+        return lower(module, self.backend)
 
-    def _constants(self, deduced: DeducedGraph, layout: StageLayout) -> dict[str, Tensor]:
-        annotations = _leaf_annotations(deduced, layout, LeafKind.CONSTANT)
+    def _constants(self, deduced: DeducedGraph, layouts: Sequence[StageLayout]) -> dict[str, Tensor]:
+        annotations = _leaf_annotations(deduced, layouts, LeafKind.CONSTANT)
         values = deduced.annotated.graph.constants
         return {name: local_part(values[name], at, self.table.rank).to(self.device) for name, at in annotations.items()}
 
@@ -255,9 +270,11 @@ def _bridge_entries(deduced: DeducedGraph, homes: Mapping[str, nn.Parameter]) ->
     return entries
 
 
-def _leaf_annotations(deduced: DeducedGraph, layout: StageLayout, kind: LeafKind) -> dict[str, Annotation]:
-    leaves = (leaf for leaf in deduced.annotated.graph.leaves_of(kind) if layout in deduced.readers(leaf))
-    return {leaf.name: deduced.value_annotation(leaf.node, layout) for leaf in leaves}
+def _leaf_annotations(deduced: DeducedGraph, layouts: Sequence[StageLayout], kind: LeafKind) -> dict[str, Annotation]:
+    """Return where the leaves lie that a rank of these layouts reads."""
+    leaves = deduced.annotated.graph.leaves_of(kind)
+    pairs = ((leaf, layout) for leaf in leaves for layout in layouts if layout in deduced.readers(leaf))
+    return {leaf.name: deduced.value_annotation(leaf.node, layout) for leaf, layout in pairs}
 
 
 def _update_annotations(deduced: DeducedGraph) -> dict[str, Annotation]:

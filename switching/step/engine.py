@@ -1,7 +1,7 @@
-"""Run one stage's graph over the micro-batches of a step, in the order that the schedule says.
+"""Run one stage's graphs over the micro-batches of a step, in the order that the schedule says.
 
-The engine holds no state between steps. It knows one rank's stage: what it is fed with, what it hands on, and that
-cotangents come back the other way.
+The engine holds no state between steps. It knows one rank's stage, whole or in chunks that have a graph each: what it
+is fed with, what it hands on, and that cotangents come back the other way.
 """
 
 from __future__ import annotations
@@ -75,12 +75,23 @@ class _Arguments:
         return arguments
 
 
-class Engine:
-    """Runs the stage graph of one rank."""
+@dataclass(frozen=True)
+class Chunk:
+    """A chunk of a stage, or all of it: its graph, and what runs that."""
 
-    def __init__(self, device: DeviceGraph, module: Callable[..., Any], p2p: StageP2P) -> None:
-        self.device, self.module, self.p2p = device, module, p2p
-        self._slots = [(slot.kind, slot.name) for slot in device.slots]
+    device: DeviceGraph
+    module: Callable[..., Any]
+
+    def arguments(self, shared: Feeds) -> _Arguments:
+        """Return the arguments of a step, but for those of micro-batches."""
+        return _Arguments([(slot.kind, slot.name) for slot in self.device.slots], shared)
+
+
+class Engine:
+    """Runs the stage graphs of one rank, one for each of its chunks."""
+
+    def __init__(self, chunks: Sequence[Chunk], p2p: StageP2P) -> None:
+        self.chunks, self.p2p = chunks, p2p
 
     def run(
         self,
@@ -107,50 +118,55 @@ class Engine:
             root: the gradient of the loss that backwards begin with.
             before_last_gradients: called once, before the last action that makes gradients.
         """
-        outcome, flights, later = StageOutcome(timer=timer), dict[int, _Flight](), dict[int, LaterProducts]()
+        outcome, flights = StageOutcome(timer=timer), dict[tuple[int, int], _Flight]()
+        later = dict[tuple[int, int], LaterProducts]()
         todos = tuple(
             tuple(action for action in order if micro_batches[action.micro_batch].rows or not skips_empty)
             for order in orders
         )
         self.p2p.start(todos)
-        arguments = _Arguments(self._slots, shared)
-        todo = todos[self.device.layout.index]
+        arguments = [chunk.arguments(shared) for chunk in self.chunks]
+        todo = todos[self.p2p.stage]
         last = max((i for i, action in enumerate(todo) if action.phase is not Phase.FORWARD), default=None)
         for number, action in enumerate(todo):
-            micro = micro_batches[action.micro_batch]
+            micro, chunk = micro_batches[action.micro_batch], self.chunks[action.chunk]
+            key = action.chunk, action.micro_batch
             if number == last and before_last_gradients is not None:
                 before_last_gradients()
             match action.phase:
                 case Phase.FORWARD:
-                    flights[action.micro_batch] = self._forward(micro, arguments, outcome, train)
+                    flights[key] = self._forward(chunk, micro, arguments[action.chunk], outcome, train)
                 case Phase.WEIGHT_GRADIENT:
-                    self._make_weights(later.pop(action.micro_batch), outcome)
+                    self._make_weights(later.pop(key), outcome)
                 case Phase.INPUT_GRADIENT | Phase.BACKWARD:
-                    later[action.micro_batch] = self._backward(micro, flights.pop(action.micro_batch), outcome, root)
+                    later[key] = self._backward(micro, flights.pop(key), outcome, root)
         self.p2p.finish()
         return outcome
 
     def forward(self, micro: MicroBatchFeeds, shared: Feeds, outcome: StageOutcome) -> None:
         """Run one micro-batch of a pipeline of one stage under ordinary autograd, which the outcome stays part of."""
-        arguments = _Arguments(self._slots, shared).of({_LATER: None}, micro.feeds)
-        self._collect(self._call(arguments, outcome), outcome, detaches=False)
+        (chunk,) = self.chunks
+        arguments = chunk.arguments(shared).of({_LATER: None}, micro.feeds)
+        self._collect(chunk, self._call(chunk, arguments, outcome), outcome, detaches=False)
 
-    def _forward(self, micro: MicroBatchFeeds, arguments: _Arguments, outcome: StageOutcome, train: bool) -> _Flight:
-        received, later = self._receive(micro, train), LaterProducts()
+    def _forward(
+        self, chunk: Chunk, micro: MicroBatchFeeds, arguments: _Arguments, outcome: StageOutcome, train: bool
+    ) -> _Flight:
+        received, later = self._receive(chunk, micro, train), LaterProducts()
         own: Feeds = {_LATER: later} | {(SlotKind.RECEIVED, name): value for name, value in received.items()}
         with torch.set_grad_enabled(train):
-            results = self._call(arguments.of(own, micro.feeds), outcome)
-        flight = _Flight(received, later, *self._collect(results, outcome, detaches=True))
+            results = self._call(chunk, arguments.of(own, micro.feeds), outcome)
+        flight = _Flight(received, later, *self._collect(chunk, results, outcome, detaches=True))
         self.p2p.send(flight.sent, micro.bindings)
         return flight
 
     def _collect(
-        self, results: Sequence[Tensor], outcome: StageOutcome, *, detaches: bool
+        self, chunk: Chunk, results: Sequence[Tensor], outcome: StageOutcome, *, detaches: bool
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         """Add what a micro-batch has made to the outcome; return what is to be sent, by name, and its loss."""
         sent: dict[str, Tensor] = {}
         loss: Tensor | None = None
-        for result, value in zip(self.device.results, results, strict=True):
+        for result, value in zip(chunk.device.results, results, strict=True):
             kept = value.detach() if detaches else value
             match result.kind:
                 case ResultKind.SENT:
@@ -163,9 +179,9 @@ class Engine:
                     outcome.updates[result.name] = value.detach()
         return sent, loss
 
-    def _receive(self, micro: MicroBatchFeeds, train: bool) -> dict[str, Tensor]:
+    def _receive(self, chunk: Chunk, micro: MicroBatchFeeds, train: bool) -> dict[str, Tensor]:
         received = self.p2p.receive(micro.bindings)
-        for handover in self.device.handovers_in:
+        for handover in chunk.device.handovers_in:
             received[handover.value.name].requires_grad_(train and handover.value.differentiable)
         return received
 
@@ -187,9 +203,9 @@ class Engine:
         with outcome.timer:
             later.make()
 
-    def _call(self, arguments: list[Any], outcome: StageOutcome) -> tuple[Any, ...]:
+    def _call(self, chunk: Chunk, arguments: list[Any], outcome: StageOutcome) -> tuple[Any, ...]:
         with outcome.timer:
-            return tuple(self.module(*arguments))
+            return tuple(chunk.module(*arguments))
 
 
 def _gradient(received: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from hetu_fx.errors import BatchError, StateError
 from hetu_fx.graph import meta
 from hetu_fx.graph.capture import ambient_autocasts
 from hetu_fx.graph.graph import OBSERVED
-from hetu_fx.plans.schedule import actions, forwards
+from hetu_fx.plans.schedule import Order, forwards, orders_of
 from hetu_fx.program.program import Program
 from hetu_fx.switching.step.assigned_rows import AssignedRows
 from hetu_fx.switching.step.batches import MicroBatchRows, ReadBatch
@@ -139,7 +139,7 @@ class _GraphStep(StepFrame):
     def _evaluate(self, micro_batches: list[MicroBatchFeeds], compute: Mapping[str, Tensor]) -> dict[str, Tensor]:
         engine = self.stage.engine
         if engine is not None and self.device is not None:
-            orders, skips = [forwards(len(micro_batches))] * self.device.num_stages, not self.stage.talks_in_step
+            orders, skips = self._orders(len(micro_batches), train=False), not self.stage.talks_in_step
             feeds, timer = self._shared_feeds(compute), self.outcome.timer
             self.outcome = engine.run(orders, micro_batches, feeds, train=False, timer=timer, skips_empty=skips)
         return self._joined()
@@ -171,8 +171,7 @@ class _GraphStep(StepFrame):
         collector = self._collector(compute)
         rerun: RunAgain = _rest
         if self.stage.engine is not None and self.device is not None:
-            schedule, stages = self.variant.plan.schedule, self.device.num_stages
-            orders = [actions(schedule, stage, stages, len(micro_batches)) for stage in range(stages)]
+            orders = self._orders(len(micro_batches), train=True)
             feeds, timer = self._shared_feeds(collector.leaves), self.outcome.timer
             run = partial(self.stage.engine.run, orders, micro_batches, feeds, train=True, timer=timer)
             self.outcome = run(root=self.root, before_last_gradients=self._listening(collector))
@@ -181,6 +180,15 @@ class _GraphStep(StepFrame):
             collector.run_again = rerun
         collector.ran()
         return self._joined()
+
+    def _orders(self, num_micro_batches: int, *, train: bool) -> Sequence[Order]:
+        """Return what the stages of this rank's pipeline do of so many micro-batches."""
+        assert self.device is not None, "it runs a stage"
+        chunks = len(self.stage.devices)
+        stages = self.device.num_stages // chunks
+        if not train:
+            return [forwards(num_micro_batches, stages, chunks)] * stages
+        return orders_of(self.variant.plan.schedule, stages, num_micro_batches, chunks)
 
     def _listening(self, collector: Collector) -> Callable[[], None] | None:
         """Return what lets gradients travel beside the last backward; None where they may not.

@@ -8,6 +8,9 @@ it, so that a stage holds those of the micro-batches that it has in flight, and 
 
 Where the later stage stands on another node and several of its ranks want the same, each gets a share over the link
 between the nodes and passes it on inside its own (H2's slice-send then gather), if that is cheaper on the links.
+
+A stage may hold several chunks of the model, each a part of the pipeline (`plans.schedule.Action`): what they have for
+each other stays where it is.
 """
 
 from __future__ import annotations
@@ -26,60 +29,61 @@ from hetu_fx.comm_ops.wire.bsr_run import exchange, unpack
 from hetu_fx.comm_ops.wire.fixed_messages import FixedMessages
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
 from hetu_fx.comm_ops.wire.p2p import Message, Posted, Tag, post
-from hetu_fx.plans.schedule import Action, Order, Phase, departures, takings
+from hetu_fx.plans.schedule import Action, Order, Phase, arrivals, departures, takings
 from hetu_fx.program.program import Bindings, evaluate
 from hetu_fx.transforms.specialize.device_graph import Handover
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What a part of a pipeline takes from earlier parts, and what it hands to later ones."""
+
+    handovers_in: Sequence[Handover]
+    handovers_out: Sequence[Handover]
 
 
 class StageP2P:
     """All that one rank's stage sends and receives, as it runs its actions one after another.
 
-    `device` is where this rank computes; the other ends may do so on one of another kind.
+    `chunks` are the ends of each chunk that the stage holds. `device` is where this rank computes; the other ends may
+    do so on one of another kind.
     """
 
-    def __init__(
-        self,
-        stage: int,
-        handovers_in: Sequence[Handover],
-        handovers_out: Sequence[Handover],
-        table: GroupTable,
-        device: torch.device,
-    ) -> None:
-        self._stage, self._table = stage, table
-        self._values_in = _channels(handovers_in, table, device, back=False)
-        self._values_out = _channels(handovers_out, table, device, back=False)
-        self._cotangents_in = _channels(handovers_out, table, device, back=True)
-        self._cotangents_out = _channels(handovers_in, table, device, back=True)
+    def __init__(self, stage: int, chunks: Sequence[Ends], table: GroupTable, device: torch.device) -> None:
+        self.stage, self._table = stage, table
+        self._ways = [_Ways.of(ends, table, device) for ends in chunks]
         self._orders: tuple[Order, ...] = ()
         self.start(((),) * (stage + 1))
 
     def start(self, orders: tuple[Order, ...]) -> None:
         """Begin a step in which the stages of the pipeline run these actions, each in its order."""
         if orders != self._orders:
-            self._orders, self._order = orders, orders[self._stage]
-            self._departures, self._takings = departures(orders, self._stage), takings(orders, self._stage)
+            self._orders, self._order = orders, orders[self.stage]
+            self._departures, self._takings = departures(orders, self.stage), takings(orders, self.stage)
+            self._arrivals = arrivals(orders, self.stage)
         self._calls = 0
+        self._here: dict[tuple[int, int, int], Mapping[str, Tensor]] = {}
         self._ready: list[_Leaving] = []
         self._in_flight: list[_InFlight] = []
 
     def receive(self, bindings: Bindings) -> dict[str, Tensor]:
         """Begin a forward: return this rank's pieces of the values from earlier stages, by name."""
-        return dict(self._swap(self._values_in, bindings))
+        return dict(self._swap(self._next.values_in, bindings))
 
     def receive_back(self, bindings: Bindings) -> dict[str, Tensor]:
         """Begin a backward: return the cotangents of what it has sent by name, the sum where several stages read it."""
         total: dict[str, Tensor] = {}
-        for name, piece in self._swap(self._cotangents_in, bindings):
+        for name, piece in self._swap(self._next.cotangents_in, bindings):
             total[name] = total[name] + piece if name in total else piece
         return total
 
     def send(self, values: Mapping[str, Tensor], bindings: Bindings) -> None:
         """End a forward: this rank's pieces of what later stages read."""
-        self._pack(self._values_out, values, bindings)
+        self._pack(self._last.values_out, values, bindings)
 
     def send_back(self, cotangents: Mapping[str, Tensor], bindings: Bindings) -> None:
         """End a backward: this rank's pieces of the cotangents of what it has received."""
-        self._pack(self._cotangents_out, cotangents, bindings)
+        self._pack(self._last.cotangents_out, cotangents, bindings)
 
     def go_on(self) -> None:
         """Begin an action that needs nothing of other stages and makes nothing for them: send what leaves by then."""
@@ -89,20 +93,40 @@ class StageP2P:
         """End a step: send what is left, and wait until everything has been taken."""
         self._post((), ends=True)
 
+    @property
+    def _next(self) -> _Ways:
+        """Return the ways of the action that is about to begin."""
+        return self._ways[self._order[self._calls].chunk]
+
+    @property
+    def _last(self) -> _Ways:
+        """Return the ways of the action that has begun last."""
+        return self._ways[self._order[self._calls - 1].chunk]
+
     def _pack(self, channels: Sequence[Channel], values: Mapping[str, Tensor], bindings: Bindings) -> None:
         action = self._order[self._calls - 1]
         for channel in channels:
-            key = action, channel.receiver
-            messages = channel.leaving(values, bindings)
-            self._ready.append(_Leaving(self._departures[key], self._taken(action, channel), messages))
+            if self._stays(channel):
+                self._here[channel.key(action)] = {name: values[name].detach() for name in channel.names}
+                continue
+            key, messages = (action, channel.receiver), channel.leaving(values, bindings)
+            when = self._departures[key], self._arrivals[key], self._taken(action, channel)
+            self._ready.append(_Leaving(*when, messages))
+
+    def _stays(self, channel: Channel) -> bool:
+        """Tell whether both ends are chunks of this stage."""
+        return (channel.receiver - channel.sender) % len(self._orders) == 0
 
     def _taken(self, action: Action, channel: Channel) -> int:
         """Return the number of the own action before which something arrives that was made after this was taken."""
-        answers = self._cotangents_in if action.phase is Phase.FORWARD else self._values_in
+        answers = self._last.cotangents_in if action.phase is Phase.FORWARD else self._last.values_in
         does_answer = any(other.sender == channel.receiver and other.handovers for other in answers)
         return self._takings[action, channel.receiver] if does_answer else len(self._order)
 
     def _swap(self, channels: Sequence[Channel], bindings: Bindings) -> Iterator[tuple[str, Tensor]]:
+        for channel in filter(self._stays, channels):
+            yield from self._here.pop(channel.key(self._order[self._calls])).items()
+        channels = [channel for channel in channels if not self._stays(channel)]
         messages = [channel.messages(bindings) for channel in channels]
         rooms = [message.direct.room() for message in messages]
         self._post(rooms)
@@ -118,7 +142,7 @@ class StageP2P:
         """
         number = self._calls
         self._calls += 1
-        leaving = [one for one in self._ready if one.call <= number]
+        leaving = sorted((one for one in self._ready if one.call <= number), key=lambda one: one.wanted)
         self._ready = [one for one in self._ready if one.call > number]
         receives, sends = _messages(rooms), _messages([one.messages for one in leaving])
         known = len(self._order) if ends else number
@@ -142,11 +166,32 @@ class StageP2P:
         self._in_flight = [one for one in self._in_flight if one.taken > number]
 
 
+@dataclass(frozen=True)
+class _Ways:
+    """The channels of a chunk."""
+
+    values_in: Sequence[Channel]
+    values_out: Sequence[Channel]
+    cotangents_in: Sequence[Channel]
+    cotangents_out: Sequence[Channel]
+
+    @classmethod
+    def of(cls, ends: Ends, table: GroupTable, device: torch.device) -> _Ways:
+        inward, outward = ends.handovers_in, ends.handovers_out
+        given = (inward, False), (outward, False), (outward, True), (inward, True)
+        return cls(*(_channels(handovers, table, device, back=back) for handovers, back in given))
+
+
 @dataclass(frozen=True, slots=True)
 class _Leaving:
-    """Messages by receiver, the call that they leave with, and the action at whose start they are known to be taken."""
+    """Messages by receiver, the call that they leave with, and the action at whose start they are known to be taken.
+
+    `wanted` is the action of the other end that waits for them, by number: of those that leave with one call the first
+    goes first, as they are told apart by their order alone.
+    """
 
     call: int
+    wanted: int
     taken: int
     messages: Mapping[int, Tensor]
 
@@ -183,7 +228,7 @@ class ChannelMessages:
 
 
 class Channel:
-    """What goes from one stage to another: values forward, or their cotangents `back`; both ends have one."""
+    """What goes from one part to another: values forward, or their cotangents `back`; both ends have one."""
 
     def __init__(self, handovers: Sequence[Handover], table: GroupTable, device: torch.device, *, back: bool) -> None:
         self.handovers = tuple(h for h in handovers if h.value.differentiable) if back else tuple(handovers)
@@ -193,6 +238,10 @@ class Channel:
         self._table, self._device, self._back = table, device, back
         self._symbols = sorted(_symbols_of(self.handovers), key=str)
         self._messages_of = lru_cache(maxsize=512)(self._make)
+
+    def key(self, action: Action) -> tuple[int, int, int]:
+        """Return what tells apart what goes through, of all that do through any channel."""
+        return self.sender, self.receiver, action.micro_batch
 
     def leaving(self, values: Mapping[str, Tensor], bindings: Bindings) -> Mapping[int, Tensor]:
         """Return the messages with this rank's pieces of the values, by receiver; they may share their memory."""
@@ -221,8 +270,8 @@ def _symbols_of(handovers: Sequence[Handover]) -> set[sympy.Symbol]:
 def _channels(
     handovers: Sequence[Handover], table: GroupTable, device: torch.device, *, back: bool
 ) -> tuple[Channel, ...]:
-    """Return one channel for each pair of stages."""
-    pairs = sorted({(handover.source, handover.target) for handover in handovers})
+    """Return one channel for each pair of parts, in the order in which they make what goes through."""
+    pairs = sorted({(handover.source, handover.target) for handover in handovers}, reverse=back)
     return tuple(
         Channel([h for h in handovers if (h.source, h.target) == pair], table, device, back=back) for pair in pairs
     )

@@ -73,7 +73,7 @@ class Annotate:
         if finer is not None:
             factors, classes, wanted = finer.factors, finer.coarse, finer.coarse
         sequence = self._sequence(graph, factors, flow, classes, wanted)
-        pipelines = self.plan.pipelines
+        pipelines = self.plan.parts(graph.num_blocks)
         stage_of = tuple(self._stages(graph, flow, pipeline) for pipeline in pipelines)
         is_exchanged = self.plan.attention == "heads"
         exchanges = exchanged_classes(graph, factors) if is_exchanged else frozenset[FactorClass]()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 from torch import fx
@@ -18,7 +19,7 @@ from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.edit import needed_for
 from hetu_fx.graph.graph import Graph, OutputKind, OutputLeaf
-from hetu_fx.plans.plan import Plan
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.transforms.layouts.flow import Flow
 from hetu_fx.transforms.layouts.program_choices import Choices
 
@@ -58,7 +59,7 @@ ALONE = StageAxis(1, {})
 
 @dataclass(frozen=True, eq=False)
 class StageLayout:
-    """One pipeline stage: its devices, a grid of which the last axis varies fastest.
+    """One pipeline stage, or a chunk of it: its devices, a grid of which the last axis varies fastest.
 
     Along `context` they share the sequence, along `tensor` the classes that tensor parallel stages split, and along
     `fine` what stands inside of those, where there are more devices than a class has parts. An axis that the stage does
@@ -74,7 +75,7 @@ class StageLayout:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Return (pipeline, stage index)."""
+        """Return (pipeline, index): of the stage, or of the part of the pipeline that a chunk of it is."""
         return self.pipeline, self.index
 
     @property
@@ -113,7 +114,7 @@ class AnnotatedGraph:
             split throughout.
         fine: those that tensor-parallel stages of more devices than `classes` have parts split besides.
         choices: what the stage's program says of each op, if it has one.
-        stages: layouts by pipeline, then by stage.
+        stages: layouts by pipeline, then by stage; chunks of stages count as stages here (`Plan.parts`).
         stage_of: for each pipeline, the stage of every op that belongs to one.
     """
 
@@ -128,6 +129,19 @@ class AnnotatedGraph:
     stage_of: tuple[Mapping[fx.Node, int], ...]
     fine: frozenset[FactorClass] = frozenset()
     choices: Choices | None = None
+
+    @cached_property
+    def pipelines(self) -> tuple[Pipeline, ...]:
+        """Return the plan's pipelines, with chunks of stages as stages."""
+        return self.plan.parts(self.graph.num_blocks)
+
+    def stage(self, layout: StageLayout) -> Stage:
+        """Return what the plan says of a stage."""
+        return self.pipelines[layout.pipeline].stages[layout.index]
+
+    def layouts_of(self, rank: int) -> tuple[StageLayout, ...]:
+        """Return the layouts of a rank: its stage, or the chunks of it; none where the plan leaves it out."""
+        return tuple(layout for layout in self.layouts if rank in layout.devices)
 
     @property
     def layouts(self) -> tuple[StageLayout, ...]:

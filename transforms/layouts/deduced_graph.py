@@ -214,7 +214,9 @@ class DeducedGraph:
                 f"plan whose pipelines have one stage"
             )
         kind = "duplicate" if duplicated and trained else "partial"
-        return self.across(leaf.node, readers, "duplicate"), self.across(leaf.node, readers, kind, summed=True)
+        # Chunks of one stage read one copy, in whose gradient autograd adds up theirs.
+        holders = tuple({layout.devices: layout for layout in reversed(readers)}.values())[::-1]
+        return self.across(leaf.node, holders, "duplicate"), self.across(leaf.node, holders, kind, summed=True)
 
     def readers(self, leaf: Leaf) -> tuple[StageLayout, ...]:
         """Return the stages that read a leaf, pipeline after pipeline."""

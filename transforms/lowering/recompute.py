@@ -53,8 +53,7 @@ class Recompute:
         spans = [tuple(span) for block, span in groupby(nodes, key=blocks.__getitem__) if block in wanted]
         weights = _weights(device)
         runs = tuple(run for span in spans for run in _runs(span, talks, weights))
-        pipeline, index = device.layout.key
-        ops = self.annotated.plan.pipelines[pipeline].stages[index].recompute_ops
+        ops = self.annotated.stage(device.layout).recompute_ops
         return replace(device, recomputed=runs, recomputed_ops=ops)
 
 
@@ -64,7 +63,7 @@ def recomputed_blocks(annotated: AnnotatedGraph, key: tuple[int, int]) -> range:
     Backward comes to them last, when what the others have kept is free already.
     """
     pipeline, index = key
-    stages = annotated.plan.pipelines[pipeline]
+    stages = annotated.pipelines[pipeline]
     start = sum(stages.blocks(annotated.graph.num_blocks)[:index])
     return range(start, start + stages.stages[index].recompute)
 

@@ -82,9 +82,10 @@ class Handover:
 class DeviceGraph:
     """What one rank runs: its stage's graph with local shapes, and what it exchanges with other stages.
 
-    `differentiable` are the communications through which a gradient comes back. `recomputed` are runs of ops that stand
-    one after another in the graph: what a run makes for itself alone is not kept for backward, but made again, if it is
-    made by `recomputed_ops` (`plans.recomputed`).
+    A rank has one for each chunk of its stage; `num_stages` counts chunks as stages. `differentiable` are the
+    communications through which a gradient comes back. `recomputed` are runs of ops that stand one after another in the
+    graph: what a run makes for itself alone is not kept for backward, but made again, if it is made by `recomputed_ops`
+    (`plans.recomputed`).
     """
 
     rank: int

@@ -40,7 +40,7 @@ from hetu_fx.transforms.specialize.reshard import Reshards
 
 @dataclass(frozen=True)
 class Specialize:
-    """Make the graph of one rank, or None if the plan leaves the rank out.
+    """Make the graph of one rank, or of one of the chunks of its stage; None where the plan gives it no such.
 
     Requires: a deduced graph.
     Ensures: the device's graph holds only its stage's ops, with local sizes, and a hetu:: node wherever a value's state
@@ -53,12 +53,13 @@ class Specialize:
     """
 
     rank: int
+    chunk: int = 0
     name: ClassVar[str] = "specialize"
 
     def __call__(self, deduced: DeducedGraph) -> DeviceGraph | None:
-        layout = next((at for at in deduced.annotated.layouts if self.rank in at.devices), None)
+        layouts = deduced.annotated.layouts_of(self.rank)
         check_casts(deduced.annotated, talks=deduced.talks_across_replicas)
-        return None if layout is None else _Builder(deduced, layout, self.rank).build()
+        return _Builder(deduced, layouts[self.chunk], self.rank).build() if self.chunk < len(layouts) else None
 
 
 class _Builder:
@@ -73,8 +74,7 @@ class _Builder:
         self.slots: list[GraphSlot] = []
         self.values: dict[fx.Node, fx.Node] = {}
         self.edges: dict[tuple[Need, ...], fx.Node] = {}
-        pipeline, index = layout.key
-        self.low = DTYPES.get(deduced.annotated.plan.pipelines[pipeline].stages[index].dtype or "")
+        self.low = DTYPES.get(deduced.annotated.stage(layout).dtype or "")
         self.casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
         self.differentiable: set[fx.Node] = set()
         states = tuple(deduction.states for deduction in self.inside)

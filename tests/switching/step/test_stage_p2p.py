@@ -14,10 +14,10 @@ from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.p2p import Message, Posted
 from hetu_fx.plans.plan import Schedule
-from hetu_fx.plans.schedule import actions, forwards
+from hetu_fx.plans.schedule import Order, forwards, orders_of
 from hetu_fx.switching.step import stage_p2p
-from hetu_fx.switching.step.engine import Engine, MicroBatchFeeds
-from hetu_fx.switching.step.stage_p2p import StageP2P
+from hetu_fx.switching.step.engine import Chunk, Engine, MicroBatchFeeds
+from hetu_fx.switching.step.stage_p2p import Ends, StageP2P
 from hetu_fx.switching.step.timer import ComputeTimer
 from hetu_fx.transforms.layouts.annotated_graph import StageAxis, StageLayout
 from hetu_fx.transforms.specialize.device_graph import (
@@ -34,7 +34,7 @@ Call = tuple[tuple[str, int], ...]
 """One group call of a rank: messages "to" and "from" other ranks."""
 
 Pairs = Sequence[tuple[int, int]]
-"""Which stages hand something to which."""
+"""Which parts hand something to which; of p stages part k is a chunk of stage k % p."""
 
 
 class Recorder:
@@ -61,22 +61,22 @@ class OneRank(GroupTable):
         return False
 
 
-def handover(source: int, target: int) -> Handover:
-    value = Value(f"x{source}", (2,), torch.float64, True, Annotation.replicated([source]))
-    return Handover(value, (0, source), (0, target), Annotation.replicated([target]))
+def handover(source: int, target: int, num_stages: int) -> Handover:
+    held = [Annotation.replicated([part % num_stages]) for part in (source, target)]
+    return Handover(Value(f"x{source}", (2,), torch.float64, True, held[0]), (0, source), (0, target), held[1])
 
 
-def engine(stage: int, num_stages: int, pairs: Pairs) -> Engine:
-    """Make the engine of a stage, a rank of its own, that adds up what it gets and multiplies it."""
-    inward = tuple(handover(*pair) for pair in pairs if pair[1] == stage)
-    outward = tuple(handover(*pair) for pair in pairs if pair[0] == stage)
-    is_last = stage == num_stages - 1
+def chunk_of(part: int, num_stages: int, num_parts: int, pairs: Pairs) -> Chunk:
+    """Make a part of a pipeline that adds up what it gets and multiplies it."""
+    stage, is_last = part % num_stages, part == num_parts - 1
+    inward = tuple(handover(*pair, num_stages) for pair in pairs if pair[1] == part)
+    outward = tuple(handover(*pair, num_stages) for pair in pairs if pair[0] == part)
     slots = [GraphSlot(SlotKind.RECEIVED, h.value.name) for h in inward]
-    made = GraphResult(ResultKind.LOSS, "loss") if is_last else GraphResult(ResultKind.SENT, f"x{stage}")
+    made = GraphResult(ResultKind.LOSS, "loss") if is_last else GraphResult(ResultKind.SENT, f"x{part}")
     device = DeviceGraph(
         rank=stage,
-        layout=StageLayout(0, stage, (stage,), StageAxis(1, {}), StageAxis(1, {})),
-        num_stages=num_stages,
+        layout=StageLayout(0, part, (stage,), StageAxis(1, {}), StageAxis(1, {})),
+        num_stages=num_parts,
         graph=fx.Graph(),
         slots=tuple(slots),
         results=(made,),
@@ -90,22 +90,36 @@ def engine(stage: int, num_stages: int, pairs: Pairs) -> Engine:
         total = weight * sum(received, torch.ones(2, dtype=torch.float64))
         return (total.sum() if is_last else total,)
 
-    return Engine(device, module, StageP2P(stage, inward, outward, OneRank(stage), torch.device("cpu")))
+    return Chunk(device, module)
+
+
+def engine(stage: int, num_stages: int, chunks: int, pairs: Pairs) -> Engine:
+    """Make the engine of a stage, a rank of its own."""
+    parts = range(stage, num_stages * chunks, num_stages)
+    made = [chunk_of(part, num_stages, num_stages * chunks, pairs) for part in parts]
+    ends = [Ends(chunk.device.handovers_in, chunk.device.handovers_out) for chunk in made]
+    return Engine(made, StageP2P(stage, ends, OneRank(stage), torch.device("cpu")))
 
 
 def calls_of(
-    monkeypatch: pytest.MonkeyPatch, num_stages: int, micro_batches: int, pairs: Pairs, schedule: Schedule | None
+    monkeypatch: pytest.MonkeyPatch,
+    num_stages: int,
+    micro_batches: int,
+    pairs: Pairs,
+    schedule: Schedule | None,
+    chunks: int = 1,
 ) -> list[list[Call]]:
     """Run every stage alone and return its calls; without a schedule, forwards alone."""
     found = []
-    orders = [forwards(micro_batches)] * num_stages
+    orders: Sequence[Order] = [forwards(micro_batches, num_stages, chunks)] * num_stages
     if schedule:
-        orders = [actions(schedule, stage, num_stages, micro_batches) for stage in range(num_stages)]
+        orders = orders_of(schedule, num_stages, micro_batches, chunks)
     for stage in range(num_stages):
         recorder = Recorder()
         monkeypatch.setattr(stage_p2p, "post", recorder.post)
         feeds = [MicroBatchFeeds(2, {}, {})] * micro_batches
-        engine(stage, num_stages, pairs).run(orders, feeds, {}, train=schedule is not None, timer=ComputeTimer())
+        made = engine(stage, num_stages, chunks, pairs)
+        made.run(orders, feeds, {}, train=schedule is not None, timer=ComputeTimer())
         found.append(recorder.calls)
     return found
 
@@ -161,6 +175,18 @@ def test_no_schedule_leaves_a_stage_waiting(
     for num_stages, micro_batches in product((2, 3, 5), (1, 2, 3, 7)):
         calls = calls_of(monkeypatch, num_stages, micro_batches, pairs(num_stages), schedule)
         assert not left_waiting(calls), (num_stages, micro_batches)
+
+
+@pytest.mark.parametrize("pairs", [chain, from_the_first, from_the_middle])
+@pytest.mark.parametrize("schedule", ["interleaved", None])
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_chunks_leave_no_stage_waiting(
+    monkeypatch: pytest.MonkeyPatch, pairs: Callable[[int], Pairs], schedule: Schedule | None, chunks: int
+) -> None:
+    for num_stages, micro_batches in product((2, 3, 4), (1, 2, 3, 4, 8, 9)):
+        calls = calls_of(monkeypatch, num_stages, micro_batches, pairs(num_stages * chunks), schedule, chunks)
+        assert not left_waiting(calls), (num_stages, micro_batches)
+        assert all(("to", rank) not in call for rank, of_rank in enumerate(calls) for call in of_rank)
 
 
 def test_neighbours_that_both_send_first_would_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from hetu_fx.annotations.annotation import parse_annotation
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.plans.schedule import actions
-from hetu_fx.switching.step.stage_p2p import StageP2P
+from hetu_fx.switching.step.stage_p2p import Ends, StageP2P
 from hetu_fx.transforms.specialize.device_graph import Handover, Value
 
 LAYOUTS = [("[0,1] D(2)", "[2,3] D(2)"), ("[0,1] S(1, 2)", "[2,3] D(2)"), ("[0,1] D(2)", "[2,3] S(0, 1:3)")]
@@ -30,7 +30,8 @@ def hand_over(handover, value, rank, topology):
     table.topology = topology
     source, target = handover.value.annotation, handover.target_annotation
     sends, device = source.holds(rank), torch.device("cpu")
-    p2p = StageP2P(int(not sends), [] if sends else [handover], [handover] if sends else [], table, device)
+    ends = Ends([] if sends else [handover], [handover] if sends else [])
+    p2p = StageP2P(int(not sends), [ends], table, device)
     p2p.start(tuple(actions("1f1b", stage, 2, 1) for stage in range(2)))
     with using(table):
         if sends:

@@ -57,6 +57,12 @@ def check_equal(name: str, alone: Trained, made: Trained, model: str = "") -> No
     assert verdict.parameter_difference <= 10 * tolerance, verdict
 
 
+# So that a stage has blocks for several chunks, unevenly many.
+DEEPER: Mapping[str, dict[str, Any]] = {
+    **{model: {"num_hidden_layers": 5} for model in ("llama", "bert", "vit", "mixtral")},
+    "gpt2": {"n_layer": 5},
+}
+
 DTYPES = {"mixtral": torch.float32}
 
 
@@ -97,6 +103,14 @@ PLANS: Mapping[str, Plan] = {
             _one(Stage((3,)), rows=2, micro_batches=2),
         ),
         schedule="zero-bubble",
+    ),
+    "PP2 interleaved": Plan((_one(Stage((0,)), Stage((1,)), micro_batches=4),), schedule="interleaved"),
+    "TP2>TP1 + 1 interleaved, recompute": Plan(
+        (
+            _one(Stage((0, 1), (2, 1), recompute=2), Stage((2,)), rows=5, micro_batches=3),
+            _one(Stage((3,)), rows=2, micro_batches=2),
+        ),
+        schedule="interleaved",
     ),
     "CP2 3:1": Plan.context_parallel((0, 1), (3, 1)),
     "CP2 3:1 ring": replace(Plan.context_parallel((0, 1), (3, 1)), attention="ring"),
@@ -164,6 +178,11 @@ class Cell:
         return f"{self.model} / {self.plan} / {self.data}"
 
     @property
+    def sizes(self) -> Mapping[str, Any]:
+        """Return what its model has otherwise than those of other cells."""
+        return DEEPER.get(self.model, {}) if PLANS[self.plan].chunks > 1 else {}
+
+    @property
     def ranks(self) -> int:
         return max(PLANS[self.plan].devices) + 1
 
@@ -182,6 +201,7 @@ COVERING = (
     Cell("mlp", "TP2 2:1 sequence parallel"),
     Cell("gpt2", "PP2 zero bubble"),
     Cell("t5", "PP2 zero bubble"),
+    *(Cell(model, "PP2 interleaved") for model in ("mlp", "conv", "gpt2", "t5", "bert", "vit", "mixtral")),
     *(Cell("conv", plan) for plan in ("DP 3:1", "TP2 3:1", "TP2 + TP1", "PP2")),
     *(Cell("bert", plan) for plan in ("TP2 + TP1", "PP2 x TP2", "CP2 3:1", "CP2 3:1 x TP2 2:1")),
     *(Cell("vit", plan) for plan in ("TP2 3:1", "PP2 + PP1", "TP2 2:1 sequence parallel")),
@@ -204,6 +224,9 @@ PROCESSES = (
     *(Cell("conv", plan) for plan in ("TP2 + TP1", "PP2")),
     Cell("bert", "PP2 x TP2"),
     Cell("llama", "PP2 zero bubble"),
+    Cell("gpt2", "PP2 interleaved"),
+    Cell("t5", "PP2 interleaved"),
+    Cell("llama", "TP2>TP1 + 1 interleaved, recompute"),
     Cell("vit", "TP2 3:1"),
     Cell("t5", "TP2>TP1 + 1"),
     Cell("mixtral", "DP 3:1"),
@@ -218,8 +241,9 @@ REFUSED: Mapping[tuple[str, str], str] = {
         ("conv", plan): "sum over the whole batch"
         for plan in ("PP2", "PP2 x TP2", "PP2 + PP1", "TP2>TP1 + 1", "PP2 zero bubble")
     },
+    **{(model, "PP2 interleaved"): "would hold no operation" for model in ("mlp", "conv")},
     **{(model, plan): "no dim that its" for model in ("mlp", "conv") for plan in SHARING},
-    **{(model, plan): "recomputes 1 blocks, but holds 0" for model in ("mlp", "conv") for plan in RECOMPUTING},
+    **{(model, plan): "blocks, but holds 0" for model in ("mlp", "conv") for plan in RECOMPUTING},
     **{("mixtral", plan): "cannot share the sequence" for plan in SHARING if "CP" in plan},
     ("mixtral", "rows 2:1, program"): "which the op needs whole",
 }

@@ -7,10 +7,12 @@ from functools import cache, partial
 from itertools import pairwise
 
 import torch
+from torch import nn
 
 from hetu_fx.lockstep import Lockstep, Trained, train_alone
 from hetu_fx.switching.graph_execution import GraphExecution
 from tests.end_to_end.cells import (
+    DEEPER,
     LOSS_FNS,
     PLANS,
     STEPS,
@@ -33,7 +35,8 @@ def trained(cell: Cell, devices: Sequence[str] | None = None) -> Trained:
         loss_fn=LOSS_FNS.get(cell.model),
         devices=devices,
     )
-    return how.train(make_model(cell.model), batches(cell.model), PLANS[cell.plan], captured(cell.model))
+    model = make_model(cell.model, **cell.sizes)
+    return how.train(model, batches(cell.model), PLANS[cell.plan], captured(cell.model, bool(cell.sizes)))
 
 
 def batches(model: str) -> list[dict[str, torch.Tensor]]:
@@ -41,15 +44,19 @@ def batches(model: str) -> list[dict[str, torch.Tensor]]:
 
 
 @cache
-def alone(model: str) -> Trained:
+def alone(model: str, is_deeper: bool) -> Trained:
     how = Lockstep(partial(torch.optim.AdamW, lr=1e-2), loss_fn=LOSS_FNS.get(model))
-    return train_alone(make_model(model), batches(model), how)
+    return train_alone(_model(model, is_deeper), batches(model), how)
 
 
 @cache
-def captured(model: str) -> GraphExecution:
-    return Lockstep(loss_fn=LOSS_FNS.get(model)).capture(make_model(model), batches(model)[0])
+def captured(model: str, is_deeper: bool = False) -> GraphExecution:
+    return Lockstep(loss_fn=LOSS_FNS.get(model)).capture(_model(model, is_deeper), batches(model)[0])
+
+
+def _model(model: str, is_deeper: bool) -> nn.Module:
+    return make_model(model, **(DEEPER[model] if is_deeper else {}))
 
 
 def check_trained(cell: Cell, made: Trained) -> None:
-    check_equal(cell.name, alone(cell.model), made, cell.model)
+    check_equal(cell.name, alone(cell.model, bool(cell.sizes)), made, cell.model)

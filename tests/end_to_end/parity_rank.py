@@ -51,7 +51,7 @@ def place_of(device: str) -> str:
 
 def run_cell(cell: Cell, group: dist.ProcessGroup | None, rank: int, device: str = "cpu") -> dict[str, Any]:
     """Train the reference and the parallel model side by side; return the worst differences by step."""
-    reference = make_model(cell.model)
+    reference = make_model(cell.model, **cell.sizes)
     model = to_device(copy.deepcopy(reference), torch.device(device))
     loss_fn = LOSS_FNS.get(cell.model)
     first = moved(make_batch(cell.model, STEPS[0], 0), device)

@@ -1,0 +1,76 @@
+"""Stages in chunks on two gloo ranks, with what else scripts do: evaluate, accumulate, save and load, compile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetu_fx.errors import ExportError
+from hetu_fx.plans.plan import Plan, Stage
+from tests.end_to_end.cells import make_model
+from tests.end_to_end.twins import Twins, batch_of, loss_of, one, rows_of, same_tensors, wholes
+
+CHUNKS = Plan((one(Stage((0,)), Stage((1,)), micro_batches=4),), schedule="interleaved", name="chunks")
+WHOLE = Plan((one(Stage((0, 1), (2, 1))),), name="whole")
+deep = partial(make_model, n_layer=5)
+COUNTS = (4, 2)
+
+
+def check_an_evaluation_gives_each_rank_its_rows(rank: int, world: int, folder: Path) -> None:
+    twins = Twins("gpt2", CHUNKS, None, make=deep)
+    batch = batch_of("gpt2", 6)
+    with torch.no_grad():
+        found, expected = twins.model.eval()(**rows_of(batch, COUNTS)), twins.plain.eval()(**batch)
+    same_tensors({"logits": found.logits}, rows_of({"logits": expected.logits}, COUNTS), twins.tolerance)
+
+
+def check_steps_are_accumulated_and_plans_change(rank: int, world: int, folder: Path) -> None:
+    twins = Twins("gpt2", [CHUNKS, WHOLE], None, make=deep)
+    for seed, name in enumerate(("chunks", "whole", "chunks")):
+        twins.model.hetu.switch(name)
+        first, second = batch_of("gpt2", 6, seed=seed), batch_of("gpt2", 5, seed=9)
+        with twins.model.no_sync():
+            loss_of(twins.model(**rows_of(first, COUNTS))).backward()
+        loss_of(twins.plain(**first)).backward()
+        twins.step(second, (2, 3))
+
+
+def check_a_checkpoint_goes_on_under_another_plan(rank: int, world: int, folder: Path) -> None:
+    twins = Twins("gpt2", CHUNKS, None, make=deep)
+    twins.step(batch_of("gpt2", 6), COUNTS)
+    twins.model.hetu.save(folder / "chunks", optimizer=twins.optimizers[1])
+    for plan in (WHOLE, replace(CHUNKS, chunks=2, zero=0)):
+        other = Twins("gpt2", plan, None, make=deep)
+        other.model.hetu.load(folder / "chunks", optimizer=other.optimizers[1])
+        same_tensors(wholes(other.model), wholes(twins.model), 0.0)
+        other.plain, other.optimizers[0] = twins.plain, torch.optim.AdamW(twins.plain.parameters(), lr=0.0)
+        other.gradients(batch_of("gpt2", 6, seed=1), COUNTS)
+        twins.plain.zero_grad()
+
+
+def check_compiled_chunks_train_as_one_device(rank: int, world: int, folder: Path) -> None:
+    twins = Twins("gpt2", CHUNKS, None, make=deep, compile="aot_eager")
+    for seed in range(2):
+        twins.step(batch_of("gpt2", 6, seed=seed), COUNTS)
+
+
+def check_an_export_is_refused(rank: int, world: int, folder: Path) -> None:
+    twins = Twins("gpt2", CHUNKS, None, make=deep)
+    with pytest.raises(ExportError, match="variant 'chunks' holds each stage in 2 chunks"):
+        twins.model.hetu.export(folder / "export")
+
+
+CHECKS = [name for name in globals() if name.startswith("check_")]
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(330)
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_two_ranks(name: str, gloo_checks: Any) -> None:
+    failures = [report for report in gloo_checks(__file__, 2, 300)[name] if report]
+    assert not failures, "\n".join(failures)

@@ -93,8 +93,9 @@ def _homes(
     plan: Plan, tensors: Mapping[str, _Tensor], num_blocks: int, weights: Sequence[float]
 ) -> dict[str, Annotation]:
     """Return where tensors have their homes near a plan."""
-    stops = [stops_of(pipeline, num_blocks) for pipeline in plan.pipelines]
-    read = {name: _union(holders_of(one.block, plan, stops), one.is_split) for name, one in tensors.items()}
+    pipelines = plan.parts(num_blocks)
+    stops = [stops_of(pipeline, num_blocks) for pipeline in pipelines]
+    read = {name: _union(holders_of(one.block, pipelines, stops), one.is_split) for name, one in tensors.items()}
     return homes_near(plan, read, {name: one.shape for name, one in tensors.items()}, weights)
 
 
@@ -105,10 +106,11 @@ def _left(
 
     Raises `PlanError` for what was nowhere else.
     """
-    stops = [stops_of(pipeline, costs.num_blocks) for pipeline in plan.pipelines]
+    pipelines = plan.parts(costs.num_blocks)
+    stops = [stops_of(pipeline, costs.num_blocks) for pipeline in pipelines]
     found: dict[str, Annotation] = {}
     for name, one in tensors.items():
-        whole = [stage for stage in holders_of(one.block, plan, stops) if gone.isdisjoint(stage.devices)]
+        whole = [stage for stage in holders_of(one.block, pipelines, stops) if gone.isdisjoint(stage.devices)]
         if plan.zero or not whole:
             why = "states are spread over replicas (zero 1)" if plan.zero else f"block {one.block} was nowhere else"
             raise PlanError(

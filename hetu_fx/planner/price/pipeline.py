@@ -15,10 +15,19 @@ from itertools import zip_longest
 from hetu_fx.planner.price.stage import StageCosts
 from hetu_fx.planner.values.line import Line
 from hetu_fx.plans.plan import Schedule, micro_batch_rows
-from hetu_fx.plans.schedule import PHASES, Action, Phase, actions, departures
+from hetu_fx.plans.schedule import PHASES, actions, departures, orders_of
 
 Columns = tuple[tuple[float, ...], ...]
-"""Seconds by stage of each micro-batch's forward, then of each one's backward, and of what that leaves for later."""
+"""Seconds by stage of each micro-batch's forward, then of each one's backward, and of what that leaves for later.
+
+Here chunks of stages are stages of their own: part k of a pipeline is a chunk of stage k % p, of p stages.
+"""
+
+Entry = tuple[int, int, int]
+"""The part that an entry of a stage's schedule is of, its number in the part's column, and the part that it waits for.
+
+-1 where it waits for none.
+"""
 
 Seconds = Callable[[int], float]
 
@@ -51,13 +60,15 @@ def finish(
     micro_batches: int,
     schedule: Schedule,
     *,
+    chunks: int = 1,
     beside: Sequence[int] = (),
 ) -> Finish:
     """Return how `rows` rows end in up to `micro_batches` micro-batches, larger ones first.
 
     Args:
-        stages: of the pipeline.
+        stages: of the pipeline, with chunks of stages as stages.
         rows, micro_batches, schedule: of it.
+        chunks: how many of them each stage holds.
         beside: a stage goes on while what it hands over is under way, on links that as many pipelines share at once as
             this says of each edge between stages; left out: what is handed over counts with the work.
     """
@@ -71,7 +82,7 @@ def finish(
         _columns([_shared(stage.to_next, crowds[i]), _shared(stage.to_previous, crowds[i - 1])], sizes)
         for i, stage in enumerate(stages)
     )
-    return _played(begins, work, tuple(sent), schedule, overlaps)
+    return _played(begins, work, tuple(sent), schedule, chunks, overlaps)
 
 
 def _shared(line: Line, count: int) -> Seconds:
@@ -86,73 +97,86 @@ def _columns(phases: Sequence[Seconds], sizes: Sequence[int]) -> tuple[float, ..
 
 
 @lru_cache(maxsize=4096)
-def _played(begins: tuple[float, ...], work: Columns, sent: Columns, schedule: Schedule, overlaps: bool) -> Finish:
-    board = _Board(begins, work, sent, schedule, overlaps)
+def _played(
+    begins: tuple[float, ...], work: Columns, sent: Columns, schedule: Schedule, chunks: int, overlaps: bool
+) -> Finish:
+    board = _Board(begins, work, sent, schedule, chunks, overlaps)
     while board.left:
         before = board.left
-        for stage in range(len(work)):
+        for stage in range(len(board.free)):
             board.go_on(stage)
         assert board.left < before, "an order in which stages wait for each other"
-    return Finish(tuple(board.free), tuple(column[-1] for column in board.busy))
+    # Gradients of other chunks than the first are there before, but leave when the stage is done.
+    last = [column[-1] if part < len(board.free) else 0.0 for part, column in enumerate(board.busy)]
+    return Finish(tuple(board.free) * chunks, tuple(last))
 
 
 class _Board:
     """How far stages have come: when each is free, and when what its entries make has come to others."""
 
     def __init__(
-        self, begins: Sequence[float], work: Columns, sent: Columns, schedule: Schedule, overlaps: bool
+        self, begins: Sequence[float], work: Columns, sent: Columns, schedule: Schedule, chunks: int, overlaps: bool
     ) -> None:
-        self._count, self._last = len(sent[0]) // 2, len(work) - 1
+        count, num_stages = len(sent[0]) // 2, len(work) // chunks
         both = [list(map(sum, zip_longest(*pair, fillvalue=0.0))) for pair in zip(work, sent, strict=True)]
         self.busy: Sequence[Sequence[float]] = work if overlaps else both
         self._under_way = sent if overlaps else [[0.0] * len(column) for column in sent]
-        self._orders = [_numbered(schedule, stage, len(work), self._count) for stage in range(len(work))]
-        self._ended: list[list[float]] = [[] for _ in work]
+        self._orders = [_entries(schedule, stage, num_stages, count, chunks) for stage in range(num_stages)]
+        self._ended: list[list[float]] = [[] for _ in range(num_stages)]
         after = _leaves if overlaps else _done
-        self._after = [after(schedule, stage, len(work), self._count) for stage in range(len(work))]
-        self._places = [0] * len(work)
-        self.free, self.left = list(begins), sum(map(len, self._orders))
+        self._after = [after(schedule, part, num_stages, count, chunks) for part in range(len(work))]
+        self._places = [0] * num_stages
+        self.free, self.left = list(begins[:num_stages]), sum(map(len, self._orders))
 
     def go_on(self, stage: int) -> None:
         """Do the next entries of a stage, as long as what they need has come."""
-        order, busy, ended = self._orders[stage], self.busy[stage], self._ended[stage]
+        order, ended = self._orders[stage], self._ended[stage]
         free, place = self.free[stage], self._places[stage]
-        while place < len(order) and (came := self._came(stage, order[place])) is not None:
-            free = max(free, came) + busy[order[place]]
+        while place < len(order) and (came := self._came(order[place])) is not None:
+            part, entry, _ = order[place]
+            free = max(free, came) + self.busy[part][entry]
             ended.append(free)
             place += 1
         self.left -= place - self._places[stage]
         self.free[stage], self._places[stage] = free, place
 
-    def _came(self, stage: int, entry: int) -> float | None:
+    def _came(self, needed: Entry) -> float | None:
         """Return when what an entry needs of another stage has come; None if it has not."""
-        other = stage + (-1, 1, 0)[entry // self._count]
-        if other == stage or not 0 <= other <= self._last:
+        _, entry, other = needed
+        if other < 0:
             return 0.0
-        after, ended = self._after[other][entry], self._ended[other]
+        after, ended = self._after[other][entry], self._ended[other % len(self.free)]
         return ended[after - 1] + self._under_way[other][entry] if len(ended) >= after else None
 
 
 @lru_cache(maxsize=512)
-def _numbered(schedule: Schedule, stage: int, num_stages: int, count: int) -> tuple[int, ...]:
-    """Return the entries of a stage in order, numbered phase by phase."""
-    places = {phase: place for place, phase in enumerate(PHASES[schedule])}
-    return tuple([one.micro_batch + places[one.phase] * count for one in actions(schedule, stage, num_stages, count)])
+def _entries(schedule: Schedule, stage: int, num_stages: int, count: int, chunks: int) -> tuple[Entry, ...]:
+    """Return the entries of a stage in order."""
+    places = {phase: place * count for place, phase in enumerate(PHASES[schedule])}
+    found = []
+    for one in actions(schedule, stage, num_stages, count, chunks):
+        part = one.chunk * num_stages + stage
+        other = part - one.phase.direction
+        waits = other != part and 0 <= other < num_stages * chunks
+        found.append((part, one.micro_batch + places[one.phase], other if waits else -1))
+    return tuple(found)
 
 
 @lru_cache(maxsize=512)
-def _done(schedule: Schedule, stage: int, num_stages: int, count: int) -> tuple[int, ...]:
-    """Return how many entries of a stage are done when each is that makes something for others."""
-    places = {entry: place for place, entry in enumerate(_numbered(schedule, stage, num_stages, count), 1)}
+def _done(schedule: Schedule, part: int, num_stages: int, count: int, chunks: int) -> tuple[int, ...]:
+    """Return how many entries of a part's stage are done when each of the part is that makes something for others."""
+    numbered = enumerate(_entries(schedule, part % num_stages, num_stages, count, chunks), 1)
+    places = {entry: place for place, (own, entry, _) in numbered if own == part}
     return tuple([places[entry] for entry in range(2 * count)])
 
 
 @lru_cache(maxsize=512)
-def _leaves(schedule: Schedule, stage: int, num_stages: int, count: int) -> tuple[int, ...]:
-    """Return how many entries of a stage are done when what each has made leaves."""
-    orders = tuple([actions(schedule, one, num_stages, count) for one in range(num_stages)])
-    found, done = departures(orders, stage), _done(schedule, stage, num_stages, count)
-    forward = [found.get((Action(Phase.FORWARD, m), stage + 1), done[m]) for m in range(count)]
-    phase = PHASES[schedule][1]
-    backward = [found.get((Action(phase, m), stage - 1), done[count + m]) for m in range(count)]
-    return (*forward, *backward)
+def _leaves(schedule: Schedule, part: int, num_stages: int, count: int, chunks: int) -> tuple[int, ...]:
+    """Return how many entries of a part's stage are done when what each of the part has made leaves."""
+    chunk, stage = divmod(part, num_stages)
+    leave = departures(orders_of(schedule, num_stages, count, chunks), stage)
+    found = list(_done(schedule, part, num_stages, count, chunks))
+    for (action, other), call in leave.items():
+        if action.chunk == chunk and other == part + action.phase.direction:
+            found[action.micro_batch + (count if action.phase.direction < 0 else 0)] = call
+    return tuple(found)

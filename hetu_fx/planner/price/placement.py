@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from hetu_fx.base.once import once_beside
+from hetu_fx.planner.values.chunk_memory import chunk_instants, joined
 from hetu_fx.planner.values.device_memory import HeldShard, Terms, in_flight, instants, most_rows, peak
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.shared import Tied
 from hetu_fx.plans.plan import Pipeline, Plan, Stage, pipeline_rows
+from hetu_fx.plans.schedule import actions
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,8 @@ class BlockRange:
 class PlacedDevice:
     """A device of a plan: its pipeline and stage by number, what it is given, and where the states of that are kept.
 
-    It runs `micro_batches` of up to `rows` rows, of which it keeps `num_in_flight`.
+    It runs `micro_batches` of up to `rows` rows, of which it keeps `num_in_flight`. A device of a stage in chunks is
+    placed once for each of them, as if they were stages.
     """
 
     rank: int
@@ -129,12 +132,32 @@ def device_bytes(
 
     States are spread by `speeds`. Raises `PlanError` for a plan that does not fit the program.
     """
-    return {place.rank: place.peak(place.piece) for place in places_in(plan, costs, speeds, pipelines)}
+    places = _by_rank(places_in(plan, costs, speeds, pipelines))
+    return {rank: _peak(found, plan) for rank, found in places.items()}
+
+
+def _by_rank(places: Iterator[PlacedDevice]) -> dict[int, list[PlacedDevice]]:
+    found: dict[int, list[PlacedDevice]] = {}
+    for place in places:
+        found.setdefault(place.rank, []).append(place)
+    return found
+
+
+def _peak(chunks: Sequence[PlacedDevice], plan: Plan) -> Terms:
+    """Return what a device holds at its peak, by term."""
+    first = chunks[0]
+    if len(chunks) == 1:
+        return first.peak(first.piece)
+    stages, count = len(plan.pipelines[first.pipeline].stages), first.micro_batches
+    order = actions(plan.schedule, first.stage, stages, count, len(chunks))
+    shards = [place.piece.shard(place.homes) for place in chunks]
+    return peak(chunk_instants(shards, order, count), first.rows)
 
 
 def shards_of(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> dict[int, HeldShard]:
     """Return what every device of a plan is given to hold; states are spread by `speeds`."""
-    return {place.rank: place.piece.shard(place.homes) for place in places_in(plan, costs, speeds)}
+    places = _by_rank(places_in(plan, costs, speeds))
+    return {rank: joined([place.piece.shard(place.homes) for place in found]) for rank, found in places.items()}
 
 
 def places_in(
@@ -144,11 +167,12 @@ def places_in(
 
     States are spread by `speeds`.
     """
-    asked = costs.under(plan)
-    stops = [stops_of(pipeline, costs.num_blocks) for pipeline in plan.pipelines]
+    asked, dealt = costs.under(plan), plan.parts(costs.num_blocks)
+    stops = [stops_of(pipeline, costs.num_blocks) for pipeline in dealt]
     rows = pipeline_rows(costs.rows, plan)
-    readers, tied_speed = _readers(plan, stops, speeds), _tied_speed(plan, asked, stops, speeds)
-    for number, index, stage in plan.stages:
+    readers, tied_speed = _readers(dealt, stops, speeds), _tied_speed(dealt, asked, stops, speeds)
+    stages = ((i, j, stage) for i, pipeline in enumerate(dealt) for j, stage in enumerate(pipeline.stages))
+    for number, index, stage in stages:
         if pipelines is not None and number not in pipelines:
             continue
         start, stop = stops[number][index : index + 2]
@@ -156,7 +180,8 @@ def places_in(
         tied = tied_speed if asked.shared(start, stop) else holders.speed
         group = len(stage.context_groups)
         count = max(1, min(plan.pipelines[number].micro_batches, rows[number]))
-        kept = in_flight(plan.schedule, index, len(plan.pipelines[number].stages), count)
+        num_stages = len(plan.pipelines[number].stages)
+        kept = in_flight(plan.schedule, index % num_stages, num_stages, count)
         for position, rank in enumerate(stage.devices):
             share, own = stage.shares[position][1], speeds[rank]
             split = min(1.0, own / (holders.columns[position % group] if holders.columns else holders.speed * share))
@@ -192,33 +217,44 @@ class _Holders:
         return cls(whole, tuple(sum(speeds[rank] for ranks in column for rank in ranks) for column in columns))
 
 
-def _readers(plan: Plan, stops: Sequence[Sequence[int]], speeds: Mapping[int, float]) -> dict[int, _Holders]:
+def _readers(
+    pipelines: Sequence[Pipeline], stops: Sequence[Sequence[int]], speeds: Mapping[int, float]
+) -> dict[int, _Holders]:
     """Return for every block with which a stage begins those that hold it.
 
     A stage without blocks begins where the next one does, and counts as a holder of that block where it is the last.
     """
     found: dict[int, _Holders] = {}
     for block in {start for own in stops for start in own[:-1]}:
-        found[block] = _Holders.of(holders_of(block, plan, stops), speeds)
+        found[block] = _Holders.of(holders_of(block, pipelines, stops), speeds)
     return found
 
 
-def _tied_speed(plan: Plan, costs: ProgramCosts, stops: Sequence[Sequence[int]], speeds: Mapping[int, float]) -> float:
+def _tied_speed(
+    pipelines: Sequence[Pipeline],
+    costs: ProgramCosts,
+    stops: Sequence[Sequence[int]],
+    speeds: Mapping[int, float],
+) -> float:
     """Return the speed of all that read parameters which several stages of a pipeline read."""
-    pairs = ((stage, len(plan.pipelines[i].stages) == 1, stops[i][j : j + 2]) for i, j, stage in plan.stages)
+    pairs = (
+        (stage, len(pipeline.stages) == 1, blocks)
+        for pipeline, own in zip(pipelines, stops, strict=True)
+        for stage, blocks in zip(pipeline.stages, pairwise(own), strict=True)
+    )
     return _speed([stage for stage, is_alone, blocks in pairs if is_alone or costs.shared(*blocks)], speeds)
 
 
 def _speed(stages: Sequence[Stage], speeds: Mapping[int, float]) -> float:
-    return sum(speeds[rank] for stage in stages for rank in stage.devices)
+    return sum(speeds[rank] for rank in dict.fromkeys(rank for stage in stages for rank in stage.devices))
 
 
-def holders_of(block: int, plan: Plan, stops: Sequence[Sequence[int]]) -> list[Stage]:
+def holders_of(block: int, pipelines: Sequence[Pipeline], stops: Sequence[Sequence[int]]) -> list[Stage]:
     """Return the stage of each pipeline that holds a block; the last one for what stands after all.
 
     `stops` are those of `stops_of` of each pipeline.
     """
-    pairs = zip(plan.pipelines, stops, strict=True)
+    pairs = zip(pipelines, stops, strict=True)
     return [p.stages[min(bisect_right(own, block), len(p.stages)) - 1] for p, own in pairs]
 
 

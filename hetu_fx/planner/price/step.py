@@ -12,7 +12,7 @@ Communication is priced by the same functions as the comm ops that run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
@@ -45,6 +45,13 @@ class PricedDevice:
     rows: int
     micro_batches: int
 
+    @property
+    def work(self) -> Iterator[float]:
+        """Yield the seconds of its compute, of sums inside its stage, and of hand-overs."""
+        count = self.micro_batches if self.rows else 0
+        lines = self.costs.compute[self.position], self.costs.tensor_parallel, self.costs.hand_over
+        return (count * line.fixed + self.rows * line.slope for line in lines)
+
     def update_seconds(self, plan: Plan, cluster: Cluster) -> float:
         """Return the seconds of the update of what the device owns.
 
@@ -67,24 +74,30 @@ class PricedStep:
         self._runs = list(_runs(plan, costs, cluster, self.like))
         self.unlike = {like: self._runs[like] for like in self.like}
         self._ways = Ways(plan, costs.under(plan), cluster)
-        firsts = (place for run in self.unlike.values() for place in _places(*run))
-        self._update = max(place.update_seconds(plan, cluster) for place in firsts)
+        firsts = (places for run in self.unlike.values() for places in _places(*run))
+        self._update = max(self._update_of(places) for places in firsts)
 
     @property
     def _finishes(self) -> list[Finish]:
         """Return how the pipelines that differ end, one thing after the other."""
-        return [finish(stages, rows, p.micro_batches, self.plan.schedule) for p, rows, stages in self.unlike.values()]
+        return [self._finish(run) for run in self.unlike.values()]
+
+    def _finish(self, run: _Run, beside: Sequence[int] = ()) -> Finish:
+        pipeline, rows, stages = run
+        num_stages = len({stage.devices for stage in pipeline.stages})
+        chunks, count = len(stages) // num_stages, pipeline.micro_batches
+        return finish(stages, rows, count, self.plan.schedule, chunks=chunks, beside=beside)
 
     @cached_property
     def _overlapped(self) -> list[tuple[Pipeline, Finish]]:
         """Return how the pipelines that differ end if what stages hand over travels beside work."""
         crossing = Crossing.of([pipeline for pipeline, *_ in self._runs], self._cluster)
         found: dict[tuple[int, tuple[int, ...]], tuple[Pipeline, Finish]] = {}
-        for like, (pipeline, rows, stages) in zip(self.like, self._runs, strict=True):
+        for like, run in zip(self.like, self._runs, strict=True):
+            pipeline, *_ = run
             key = like, crossing.beside(pipeline)
             if key not in found:
-                ends = finish(stages, rows, pipeline.micro_batches, self.plan.schedule, beside=key[1])
-                found[key] = pipeline, ends
+                found[key] = pipeline, self._finish(run, key[1])
         return list(found.values())
 
     @cached_property
@@ -158,15 +171,20 @@ class PricedStep:
     def prediction(self) -> Prediction:
         """Return the predicted step, and every device's seconds and bytes by term."""
         step = max(finished.seconds for finished in self._finishes) + self.end_seconds + self._row_sums
-        places, held = [place for run in self._runs for place in _places(*run)], self._held()
-        devices = tuple(_device_cost(place, held[place.rank], self._ends_of(place), step) for place in places)
-        why = [_why(devices, step), *dict.fromkeys(filter(None, map(_repeated_text, places)))]
+        by_device, held = [places for run in self._runs for places in _places(*run)], self._held()
+        devices = tuple(_device_cost(own, held[own[0].rank], self._ends_of(own), step) for own in by_device)
+        told = (_repeated_text(place) for places in by_device for place in places)
+        why = [_why(devices, step), *dict.fromkeys(filter(None, told))]
         return Prediction(step, devices, why="\n".join(why))
 
-    def _ends_of(self, place: PricedDevice) -> tuple[float, float, float]:
+    def _ends_of(self, places: Places) -> tuple[float, float, float]:
         """Return (gradient sync, gather, optimizer) seconds of a device."""
-        sync, gather = (ends.by_device.get(place.rank, 0.0) for ends in (self._gradients, self._gather))
-        return sync, gather, place.update_seconds(self.plan, self._cluster)
+        sync, gather = (ends.by_device.get(places[0].rank, 0.0) for ends in (self._gradients, self._gather))
+        return sync, gather, self._update_of(places)
+
+    def _update_of(self, places: Places) -> float:
+        """Return the seconds of the update of what a device owns."""
+        return sum(place.update_seconds(self.plan, self._cluster) for place in places)
 
 
 def _done_down_to(finished: Finish, stage: int, blocks: tuple[int, int], start: int) -> float:
@@ -190,13 +208,16 @@ def row_sum_seconds(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> float:
 
 
 _Run = tuple[Pipeline, int, tuple[StageCosts, ...]]
-"""A pipeline, its rows, and what its stages cost, or those of one that is like it."""
+"""A pipeline, its rows, and what its stages cost, or those of one that is like it; chunks of stages count as stages."""
+
+Places = Sequence[PricedDevice]
+"""A device, once for each chunk that it holds."""
 
 
 def _runs(plan: Plan, costs: ProgramCosts, cluster: Cluster, like: Sequence[int]) -> Iterator[_Run]:
     """Yield all pipelines of a plan; what stages cost is worked out for the first of those that are alike."""
     known: dict[int, tuple[StageCosts, ...]] = {}
-    for first, pipeline, rows in zip(like, plan.pipelines, pipeline_rows(costs.rows, plan), strict=True):
+    for first, pipeline, rows in zip(like, plan.parts(costs.num_blocks), pipeline_rows(costs.rows, plan), strict=True):
         if first not in known:
             largest = math.ceil(rows / max(1, min(pipeline.micro_batches, rows)))
             known[first] = stage_costs(pipeline, costs.under(plan), cluster, max(1, largest))
@@ -209,22 +230,22 @@ def _latency(run: _Run) -> float:
     return sum(stage.seconds(rows // max(1, min(pipeline.micro_batches, rows))) for stage in stages)
 
 
-def _places(pipeline: Pipeline, rows: int, stages: Sequence[StageCosts]) -> Iterator[PricedDevice]:
-    """Yield every device of a pipeline."""
+def _places(pipeline: Pipeline, rows: int, stages: Sequence[StageCosts]) -> Iterable[Places]:
+    """Return every device of a pipeline."""
     count = max(1, min(pipeline.micro_batches, rows))
+    found: dict[int, list[PricedDevice]] = {}
     for stage, costs in zip(pipeline.stages, stages, strict=True):
         for position, rank in enumerate(stage.devices):
-            yield PricedDevice(rank, costs, position, rows, count)
+            found.setdefault(rank, []).append(PricedDevice(rank, costs, position, rows, count))
+    return found.values()
 
 
-def _device_cost(place: PricedDevice, held: Terms, ends: Sequence[float], step: float) -> DeviceCost:
-    count = place.micro_batches if place.rows else 0
-    costs = place.costs
-    lines = (costs.compute[place.position], costs.tensor_parallel, costs.hand_over)
-    work = [costs.host[place.position], *(count * line.fixed + place.rows * line.slope for line in lines)]
+def _device_cost(places: Places, held: Terms, ends: Sequence[float], step: float) -> DeviceCost:
+    first = places[0]
+    work = [first.costs.host[first.position], *map(math.fsum, zip(*(place.work for place in places), strict=True))]
     idle = max(0.0, step - math.fsum((*work, *ends)))
     seconds = tuple(zip(TERMS, (*work, idle, *ends), strict=True))
-    return DeviceCost(place.rank, seconds, held)
+    return DeviceCost(first.rank, seconds, held)
 
 
 def _why(devices: Sequence[DeviceCost], step: float) -> str:

@@ -223,7 +223,8 @@ class Ways:
     def __init__(self, plan: Plan, costs: ProgramCosts, cluster: Cluster) -> None:
         """`costs` are those under the plan. Raises `PlanError` where the plan does not fit so many blocks."""
         self._plan, self._costs, self._cluster = plan, costs, cluster
-        self._stops = [stops_of(pipeline, costs.num_blocks) for pipeline in plan.pipelines]
+        self._pipelines = plan.parts(costs.num_blocks)
+        self._stops = [stops_of(pipeline, costs.num_blocks) for pipeline in self._pipelines]
         self._kinds = list(dict.fromkeys(self._stops))
         self._buckets = buckets(costs, self._kinds)
 
@@ -294,7 +295,7 @@ class Ways:
     @once
     def _way(self, holders: Holders) -> Way:
         of_kind = dict(zip(self._kinds, holders, strict=True))
-        pairs = zip(self._plan.pipelines, self._stops, strict=True)
+        pairs = zip(self._pipelines, self._stops, strict=True)
         stages = [pipeline.stages[of_kind[stops]] for pipeline, stops in pairs]
         return Way(stages, self._costs, self._cluster, self._plan.zero)
 
@@ -304,14 +305,17 @@ class Ways:
 
     def _tied(self, direction: Direction) -> Iterator[tuple[Sequence[int], float]]:
         """Yield the devices and seconds of the way of each parameter that several stages of a pipeline read."""
-        for pipeline, stops in zip(self._plan.pipelines, self._stops, strict=True):
+        for pipeline, stops in zip(self._pipelines, self._stops, strict=True):
             for one, held in tied_holders(self._costs, stops):
                 stages = [pipeline.stages[part] for part in held]
                 ring = tuple(dict.fromkeys(stage.devices[0] for stage in stages))
+                if len(ring) == 1:  # chunks of one stage
+                    continue
                 line = ring_line(direction, one.bytes, ring, self._cluster, self._plan.zero)
                 traffic = turn_traffic(ring, one.bytes, 1 if self._plan.zero else 2, self._cluster)
                 busiest = max(loads_of(traffic, self._cluster).values(), default=0.0)
-                yield [r for stage in stages for r in stage.devices], line.fixed + max(line.slope, busiest)
+                readers = dict.fromkeys(r for stage in stages for r in stage.devices)
+                yield list(readers), line.fixed + max(line.slope, busiest)
 
 
 class _Free:

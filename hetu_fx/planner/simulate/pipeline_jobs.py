@@ -79,10 +79,18 @@ class PipelineJobs:
             if sum(map(len, self._ended)) == before:
                 stuck = [self._next(stage) for stage in stages]
                 raise StateError(f"{schedule} on {len(stuck)} stages stops at {[one for one in stuck if one]}")
+        self._leave_last()
         for stage in stages if self.tells_memory else ():
             devices = self.lane.pipeline.stages[stage].devices
             freed = {rank: -self.sent.get(rank, 0.0) for rank in devices}
             self.jobs.do(self.jobs.compute("finish", dict.fromkeys(devices, 0.0)), "finish", self.last[stage], freed)
+
+    def _leave_last(self) -> None:
+        """Let gradients of other chunks than the first leave when their stage is done, as in the runtime."""
+        for number, bucket in enumerate(self.buckets):
+            part = bucket.holders[self.number]
+            if self.rows and part >= self.lane.num_stages:
+                self.made[part, number] = self.last[part % self.lane.num_stages][0]
 
     def _next(self, stage: int) -> Action | None:
         row, number = self._rows[stage], len(self._ended[stage])
@@ -195,8 +203,8 @@ class PipelineJobs:
         return held
 
     def _borders(self, part: int, entry: Action) -> list[int]:
-        """Return the numbers of the buckets that an entry completes; none but in a part's last backward."""
-        if entry.phase not in _COMPLETES or entry.micro_batch + 1 < len(self.rows):
+        """Return the numbers of the buckets that an entry completes; none but in a stage's last backward."""
+        if entry.phase not in _COMPLETES or entry.micro_batch + 1 < len(self.rows) or entry.chunk:
             return []
         return [i for i, bucket in enumerate(self.buckets) if bucket.holders[self.number] == part]
 

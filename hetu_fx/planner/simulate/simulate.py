@@ -73,7 +73,9 @@ def num_jobs(plan: Plan) -> int:
     """Return about how many jobs a plan's simulation has if all of its pipelines were alike: what it costs."""
     longest = max(plan.pipelines, key=lambda pipeline: pipeline.micro_batches * len(pipeline.stages))
     kinds = len({(len(p.stages), p.micro_batches, p.share, len(p.devices)) for p in plan.pipelines})
-    return kinds * 2 * longest.micro_batches * sum(2 + (len(stage.devices) > 1) for stage in longest.stages)
+    return (
+        kinds * 2 * longest.micro_batches * plan.chunks * sum(2 + (len(stage.devices) > 1) for stage in longest.stages)
+    )
 
 
 class _StepJobs:
@@ -88,6 +90,7 @@ class _StepJobs:
             )
         self.plan, self.cluster, self.fold = plan, cluster, fold
         self.costs = costs.under(plan)
+        self._parts = plan.parts(self.costs.num_blocks)
         self.jobs = Jobs(cluster)
         count = len(plan.pipelines)
         self.like = fold.like if fold else tuple(range(count))
@@ -249,7 +252,7 @@ class _StepJobs:
         found = []
         for number, like in enumerate(self.like):
             lane, part = self.lanes[like], of_lane[like]
-            found.append(lane.parts.stages[part] if number == like else self.plan.pipelines[number].stages[part])
+            found.append(lane.parts.stages[part] if number == like else self._parts[number].stages[part])
         return Way(found, self.costs, self.cluster, self.plan.zero)
 
     @once

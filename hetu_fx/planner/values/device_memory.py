@@ -26,7 +26,7 @@ is held until something comes back: that of f + 1 micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES, BUCKETS_AT_ONCE
@@ -143,7 +143,7 @@ class Instant:
 
 
 @dataclass(frozen=True, slots=True)
-class _Moment:
+class Moment:
     """What is held at an instant beside what lasts: bytes by term, activations, and messages in bytes per row."""
 
     name: str
@@ -159,26 +159,36 @@ class _Moment:
 
 def instants(shard: HeldShard, num_in_flight: int, micro_batches: int) -> tuple[Instant, ...]:
     """Return what a device holds at (2) to (7)."""
+    return instants_of(shard, _moments(shard, num_in_flight, micro_batches))
+
+
+def instants_of(shard: HeldShard, moments: Iterable[Moment]) -> tuple[Instant, ...]:
+    """Return all that a device holds at some moments, by term."""
     lasting = {"parameters": shard.owned, "copies": shard.copied, "optimizer": shard.optimizer}
     found = []
-    for moment in _moments(shard, num_in_flight, micro_batches):
+    for moment in moments:
         held = {term: Line(lasting.get(term, 0.0) + moment.terms.get(term, 0.0)) for term in TERMS}
         held["messages"] += Line(slope=moment.messages)
         found.append(Instant(moment.name, held | {"activations": moment.activations}))
     return tuple(found)
 
 
-def _moments(shard: HeldShard, num_in_flight: int, micro_batches: int) -> Iterator[_Moment]:
+def _moments(shard: HeldShard, num_in_flight: int, micro_batches: int) -> Iterator[Moment]:
     """Yield (2) to (7)."""
-    travelling = min(shard.copied, BUCKETS_AT_ONCE * BUCKET_BYTES)
-    synced = {"gradients": shard.gradients, "messages": shard.messages}
-    yield _Moment("gather", {"copies": shard.copied, "messages": travelling})
-    yield _Moment("synchronisation", synced, messages=min(micro_batches, num_in_flight + 1) * shard.handed)
-    yield _Moment("update", {"gradients": shard.owned_gradients, "update": shard.update_bytes})
+    yield from at_ends(shard, min(micro_batches, num_in_flight + 1) * shard.handed)
     yield from _passing(shard, num_in_flight, micro_batches)
 
 
-def _passing(shard: HeldShard, num_in_flight: int, micro_batches: int) -> Iterator[_Moment]:
+def at_ends(shard: HeldShard, sent: float) -> Iterator[Moment]:
+    """Yield (2), (6) and (7), the moments before micro-batches and after them; `sent` is bytes per row of messages."""
+    travelling = min(shard.copied, BUCKETS_AT_ONCE * BUCKET_BYTES)
+    synced = {"gradients": shard.gradients, "messages": shard.messages}
+    yield Moment("gather", {"copies": shard.copied, "messages": travelling})
+    yield Moment("synchronisation", synced, messages=sent)
+    yield Moment("update", {"gradients": shard.owned_gradients, "update": shard.update_bytes})
+
+
+def _passing(shard: HeldShard, num_in_flight: int, micro_batches: int) -> Iterator[Moment]:
     """Yield (3), (4) and (5)."""
     print_, others = shard.footprint, num_in_flight - 1
     has_gradients = micro_batches > num_in_flight
@@ -186,13 +196,13 @@ def _passing(shard: HeldShard, num_in_flight: int, micro_batches: int) -> Iterat
     none: Mapping[str, float] = {}
     gradients = {"gradients": shard.gradients}
     for line in print_.forward:
-        yield _Moment("forward", gradients if has_gradients else none, _above(line, print_.kept, others), sent)
+        yield Moment("forward", gradients if has_gradients else none, _above(line, print_.kept, others), sent)
     for line in print_.backward:
-        yield _Moment("first backward", none, _above(line, print_.kept, others), sent)
+        yield Moment("first backward", none, _above(line, print_.kept, others), sent)
     if micro_batches > 1:
         left = others if has_gradients else others - 1
         for line in print_.later:
-            yield _Moment("later backward", gradients, _above(line, print_.kept, left), sent)
+            yield Moment("later backward", gradients, _above(line, print_.kept, left), sent)
 
 
 def _above(line: Line, kept: Line, times: int) -> Line:

@@ -167,6 +167,10 @@ PLANS = {
     "group": Plan.tensor_parallel((0, 1), (3, 1)),
     "1f1b": Plan((pipeline(0, 1, micro_batches=8),)),
     "gpipe": Plan((pipeline(0, 1, micro_batches=8),), schedule="gpipe"),
+    "interleaved": Plan((pipeline(0, 1, micro_batches=4),), schedule="interleaved"),
+    "interleaved beside one": Plan(
+        (pipeline(0, 1, micro_batches=4), Pipeline((Stage((2,)),))), schedule="interleaved", zero=0
+    ),
     "unequal": Plan((pipeline(0, 1, micro_batches=4, rows=3), Pipeline((Stage((2, 3)),)))),
     "sequence": replace(Plan.tensor_parallel((0, 1), (3, 1)), sequence_parallel=True),
     "ring": Plan.context_parallel((0, 1), (3, 1)),

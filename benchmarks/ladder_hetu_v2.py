@@ -94,7 +94,8 @@ def as_run(case: Case) -> Problem:
     slow = min(cluster.devices, key=lambda device: device.speed)
     speeds = {device.rank: MEASURED * slow.flops_per_second for device in cluster.devices if device.kind != slow.kind}
     costs = replace(profile.costs, state=STATE)
-    options = PlanOptions(zero=0 if case.name.startswith(ELASTIC) else 1).chosen(Choice.of(forbid=("zero_bubble",)))
+    as_theirs = Choice.of(forbid=("zero_bubble", "interleaved"))
+    options = PlanOptions(zero=0 if case.name.startswith(ELASTIC) else 1).chosen(as_theirs)
     return Problem(replace(profile, costs=costs), cluster.with_speeds(speeds), options)
 
 

@@ -64,7 +64,10 @@ ROOM = 4_000
 
 LEAST_FINALISTS = 8
 MOST_TWINS = 4
-"""So many finalists are tried under another schedule too."""
+"""So many finalists are tried under other schedules too."""
+
+CHUNKS = (2, 3, 4)
+"""In so many chunks their stages are dealt out."""
 
 __all__ = ["PlanOptions", "make_plan", "make_plans", "predicted"]
 
@@ -190,14 +193,22 @@ def _simulated(found: Mapping[Plan, float], problem: Problem) -> dict[Plan, floa
 
 
 def _without_bubbles(found: Mapping[Plan, float], problem: Problem) -> dict[Plan, float]:
-    """Return the best pipelines of these under a schedule in which gradients of weights fill the bubbles.
+    """Return the best pipelines of these under schedules of smaller bubbles: zero bubble, and 1F1B over chunks.
 
     The searches go through one schedule; what another is better by does not depend on much else.
     """
     near = sorted((plan for plan in found if _has_bubbles(plan)), key=lambda plan: (found[plan], plan.summary()))
-    twins = (replace(plan, schedule="zero-bubble") for plan in near[:MOST_TWINS])
+    twins = (twin for plan in near[:MOST_TWINS] for twin in _twins(plan, problem.costs.num_blocks))
     fitting = (plan for plan in problem.options.allowed(twins) if _fits(plan, problem))
     return {plan: seconds_by_costs(plan, problem) for plan in fitting}
+
+
+def _twins(plan: Plan, num_blocks: int) -> Iterator[Plan]:
+    """Yield a plan under the other schedules that it can run under."""
+    yield replace(plan, schedule="zero-bubble")
+    stages = (pipeline.blocks(num_blocks) for pipeline in plan.pipelines if len(pipeline.stages) > 1)
+    least = min(map(min, stages))
+    yield from (replace(plan, schedule="interleaved", chunks=count) for count in CHUNKS if count <= least)
 
 
 def _has_bubbles(plan: Plan) -> bool:

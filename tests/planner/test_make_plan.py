@@ -48,13 +48,15 @@ def test_finalists_that_take_many_jobs_leave_room_for_those_that_take_few(monkey
     assert len([plan for plan in taken if plan in found]) == planning.LEAST_FINALISTS + 1
 
 
-def test_the_best_pipelines_are_tried_with_gradients_of_weights_in_their_bubbles() -> None:
+def test_the_best_pipelines_are_tried_under_schedules_of_smaller_bubbles() -> None:
     asked, small = Problem(Profile(BIG), paper(100, 100)), Problem(Profile(BIG), paper(100, 100, memory_bytes=1))
     plan = Plan((Pipeline((Stage((0,)), Stage((1,))), micro_batches=4),)).with_blocks(BIG.num_blocks)
-    twin = replace(plan, schedule="zero-bubble")
+    twin, chunks = replace(plan, schedule="zero-bubble"), replace(plan, schedule="interleaved", chunks=2)
     taken = planning._simulated({plan: 1.0}, asked)
+    assert [*taken] == [plan, twin, chunks]  # of BIG, whose stages have two blocks each
     assert taken[twin] < taken[plan]
-    forbidding = replace(asked, options=PlanOptions(forbidden=("zero_bubble",)))
+    assert taken[chunks] < taken[plan]
+    forbidding = replace(asked, options=PlanOptions(forbidden=("zero_bubble", "interleaved")))
     assert [*planning._simulated({plan: 1.0}, forbidding)] == [plan]
     assert [*planning._simulated({plan: 1.0}, small)] == [plan]
 

@@ -49,9 +49,11 @@ class Finish:
         return self.ends[stage] - (1 - part) * self.last_gradients[stage]
 
 
-def scheduled_seconds(stages: Sequence[StageCosts], rows: int, micro_batches: int, schedule: Schedule) -> float:
+def scheduled_seconds(
+    stages: Sequence[StageCosts], rows: int, micro_batches: int, schedule: Schedule, chunks: int = 1
+) -> float:
     """Return the seconds of `rows` rows in up to `micro_batches` micro-batches, larger ones first."""
-    return finish(stages, rows, micro_batches, schedule).seconds
+    return finish(stages, rows, micro_batches, schedule, chunks=chunks).seconds
 
 
 def finish(

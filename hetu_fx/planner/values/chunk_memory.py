@@ -33,7 +33,7 @@ def joined(chunks: Sequence[HeldShard]) -> HeldShard:
 def chunk_instants(chunks: Sequence[HeldShard], order: Order, micro_batches: int) -> tuple[Instant, ...]:
     """Return what a device holds that runs an order of actions, of so many micro-batches of each chunk."""
     whole, passages = joined(chunks), _passages(order, len(chunks))
-    most = [max(one.kept[chunk] for one in passages) for chunk in range(len(chunks))]
+    most = [max(one.kept[chunk] + (one.chunk == chunk) for one in passages) for chunk in range(len(chunks))]
     sent = sum(min(micro_batches, count + 1) * one.handed for count, one in zip(most, chunks, strict=True))
     passing = (moment for one in passages for moment in _passing(one, chunks, sent))
     return instants_of(whole, (*at_ends(whole, sent), *passing))

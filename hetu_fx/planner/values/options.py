@@ -78,6 +78,9 @@ FEATURES: Mapping[str, Feature] = {
     "zero_bubble": Feature(
         "gradients of weights made where a stage would wait", lambda plan: plan.schedule == "zero-bubble"
     ),
+    "interleaved": Feature(
+        "stages in chunks, through which micro-batches go round by round", lambda plan: plan.chunks > 1
+    ),
     "uneven": Feature("unlike rows, shards or stages", _is_uneven),
 }
 """What users may allow and forbid, by name."""
@@ -181,6 +184,11 @@ class PlanOptions:
             raise PlanError(f"memory_fraction is {self.memory_fraction}; give a number above 0, up to 1")
         if self.zero not in (0, 1):
             raise PlanError(f"zero is {self.zero}; give 0 (states whole on each replica) or 1 (spread over them)")
+        if self.schedule == "interleaved":
+            raise PlanError(
+                "the schedule to search under is 'interleaved', but searches go through whole stages; leave it out "
+                "(the best pipelines are tried in chunks, too)"
+            )
         if self.seconds is not None:
             check_positive(PlanError, "search", seconds=self.seconds)
 

@@ -1,6 +1,6 @@
 import pytest
 
-from hetu_fx.planner.price.pipeline import scheduled_seconds
+from hetu_fx.planner.price.pipeline import finish, scheduled_seconds
 from hetu_fx.planner.price.stage import StageCosts
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.part_costs import PartCosts
@@ -25,6 +25,18 @@ def test_equal_stages_fill_drain_and_are_busy_in_between(schedule: str) -> None:
     assert scheduled_seconds([stage(3.0)] * 4, 8, 8, schedule) == pytest.approx(3 * (8 + 4 - 1))
     assert scheduled_seconds([stage(3.0)], 8, 3, schedule) == pytest.approx(3 * 8)
     assert scheduled_seconds([stage(3.0)] * 2, 0, 3, schedule) == 0.0
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_chunks_divide_what_stages_wait_while_they_fill_and_drain(chunks: int) -> None:
+    parts = [stage(12.0 / chunks)] * 4 * chunks
+    assert scheduled_seconds(parts, 8, 8, "interleaved", chunks) == pytest.approx(12 * (8 + 3 / chunks))
+
+
+def test_gradients_of_later_chunks_are_done_when_their_stage_is() -> None:
+    found = finish([stage(3.0)] * 4, 2, 2, "interleaved", chunks=2)
+    assert found.ends[:2] == found.ends[2:]
+    assert [found.done(part, 0.5) == found.ends[part] for part in range(4)] == [False, False, True, True]
 
 
 def test_larger_micro_batches_come_first_and_there_are_no_more_than_rows() -> None:

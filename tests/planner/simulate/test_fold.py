@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from hetu_fx.cluster.cluster import Link
@@ -45,6 +47,12 @@ def test_rows_or_speeds_or_neighbours_that_differ_keep_pipelines_apart(rows: tup
 @pytest.mark.parametrize("pipelines", [((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 1), (3, 2), (4, 5), (7, 6))])
 def test_one_for_all_takes_as_long_as_all(nodes: str, pipelines: tuple[tuple[int, ...], ...]) -> None:
     cluster, costs, plan = paper(*[1] * 8, nodes=nodes, inter=SLOW), transformer(rows=16), staged(*pipelines)
+    assert simulated_seconds(plan, costs, cluster) == pytest.approx(simulate(plan, costs, cluster).seconds, rel=1e-9)
+
+
+def test_one_for_all_takes_as_long_as_all_in_chunks() -> None:
+    cluster, costs = paper(*[1] * 8, nodes="aabbaabb", inter=SLOW), transformer(layers=6, rows=16)
+    plan = replace(staged((0, 1), (2, 3), (4, 5), (6, 7)), schedule="interleaved", chunks=3)
     assert simulated_seconds(plan, costs, cluster) == pytest.approx(simulate(plan, costs, cluster).seconds, rel=1e-9)
 
 

@@ -23,6 +23,7 @@ PLANS = {
     "zero": Plan.single(),
     "whole_states": replace(Plan.data_parallel([0, 1]), zero=0),
     "zero_bubble": replace(Plan.single(), schedule="zero-bubble"),
+    "interleaved": Plan((Pipeline((Stage((0,)), Stage((1,)))),), schedule="interleaved"),
     "bfloat16": Plan((Pipeline((Stage((0,), dtype="bfloat16"),)),)),
     "uneven": Plan.tensor_parallel([0, 1], [2, 1]),
 }

@@ -1,20 +1,20 @@
-"""Two equal processes as two stages: schedules of ours beside torch.distributed.pipelining's 1F1B.
+"""Two equal processes as two stages: schedules of ours beside torch.distributed.pipelining's, whole and in chunks.
 
 Every process has one thread and a core of its own. All train the same Llama by the same rows, in as many micro-batches,
 with the same optimizer. By the textbook a step of m micro-batches on p equal stages takes m + p - 1 times a
-micro-batch's under 1F1B, and m + (p - 1) / 3 under zero bubble (ZB-H1), as long as all of a backward's work can be cut
-in halves.
+micro-batch's under 1F1B, m + (p - 1) / v where stages are in v chunks (interleaved), and m + (p - 1) / 3 under zero
+bubble (ZB-H1), as long as all of a backward's work can be cut in halves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.profiler import record_function
 
 import hetu_fx
@@ -25,8 +25,10 @@ from hetu_fx.plans.plan import Pipeline, Plan, Schedule, Stage
 
 SIZE = Size(width=256, layers=4, rows=16, tokens=128)
 MICRO_BATCHES = 4, 8
-TORCH = "torch, 1F1B"
-OURS: Mapping[str, Schedule] = {"hetu_fx, 1F1B": "1f1b", "hetu_fx, zero bubble": "zero-bubble"}
+TORCH, TORCH_CHUNKS = "torch, 1F1B", "torch, interleaved 1F1B"
+WHOLE: Mapping[str, Schedule] = {"hetu_fx, 1F1B": "1f1b", "hetu_fx, zero bubble": "zero-bubble"}
+CHUNKS: Mapping[str, Schedule] = {"hetu_fx, interleaved": "interleaved"}
+OURS = {**WHOLE, **CHUNKS}
 TORCH_BAR = 0.95
 WORLD = 2
 
@@ -35,7 +37,9 @@ def contest(count: int) -> Contest:
     """Make the contest of so many micro-batches."""
     whole = batch(SIZE.rows, SIZE.tokens)
     ours = {name: partial(our_job, whole, schedule, count) for name, schedule in OURS.items()}
-    return Contest({TORCH: partial(torch_job, whole, count), **ours}, [Against(tuple(OURS), TORCH, TORCH_BAR)])
+    theirs = {TORCH: partial(torch_job, whole, count, 1), TORCH_CHUNKS: partial(torch_job, whole, count, 2)}
+    bars = [Against(tuple(WHOLE), TORCH, TORCH_BAR), Against(tuple(CHUNKS), TORCH_CHUNKS, TORCH_BAR)]
+    return Contest({**theirs, **ours}, bars)
 
 
 def our_job(whole: Mapping[str, Tensor], schedule: Schedule, count: int) -> Job:
@@ -48,16 +52,16 @@ def our_job(whole: Mapping[str, Tensor], schedule: Schedule, count: int) -> Job:
     return Job(marked_step(model, optimizer, own), partial(kept_by, model, optimizer))
 
 
-class Half(nn.Module):
-    """One of two stages of a Llama, as a user of torch.distributed.pipelining writes it."""
+class Part(nn.Module):
+    """One of several parts of a Llama, as a user of torch.distributed.pipelining writes it."""
 
-    def __init__(self, model: nn.Module, rank: int) -> None:
+    def __init__(self, model: nn.Module, number: int, count: int) -> None:
         super().__init__()
-        half = SIZE.layers // WORLD
-        self.layers = model.model.layers[rank * half : (rank + 1) * half]
+        size = SIZE.layers // count
+        self.layers = model.model.layers[number * size : (number + 1) * size]
         self.rotary = model.model.rotary_emb
-        self.embed = model.model.embed_tokens if rank == 0 else nn.Identity()
-        self.head = nn.Sequential(model.model.norm, model.lm_head) if rank == WORLD - 1 else nn.Identity()
+        self.embed = model.model.embed_tokens if number == 0 else nn.Identity()
+        self.head = nn.Sequential(model.model.norm, model.lm_head) if number == count - 1 else nn.Identity()
 
     def forward(self, given: Tensor) -> Tensor:
         """Return hidden states, or scores."""
@@ -74,13 +78,14 @@ def next_tokens_loss(scores: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(scores[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-def torch_job(whole: Mapping[str, Tensor], count: int) -> Job:
+def torch_job(whole: Mapping[str, Tensor], count: int, chunks: int) -> Job:
     """Train by torch.distributed.pipelining; its backward runs with its forward, too."""
-    rank = dist.get_rank()
-    half = Half(llama(SIZE), rank)
-    optimizer = adamw(half)
-    stage = PipelineStage(half, rank, WORLD, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, count, loss_fn=next_tokens_loss)
+    rank, parts = dist.get_rank(), WORLD * chunks
+    model = llama(SIZE)
+    held = nn.ModuleList(Part(model, number, parts) for number in range(rank, parts, WORLD))
+    optimizer = adamw(held)
+    stages = [PipelineStage(part, rank + i * WORLD, parts, torch.device("cpu")) for i, part in enumerate(held)]
+    schedule = _schedule(stages, count)
     given = (whole["input_ids"],) if rank == 0 else ()
     target = {"target": whole["labels"]} if rank == WORLD - 1 else {}
 
@@ -93,4 +98,10 @@ def torch_job(whole: Mapping[str, Tensor], count: int) -> Job:
         with record_function("optimizer"):
             optimizer.step()
 
-    return Job(step, partial(kept_by, half, optimizer))
+    return Job(step, partial(kept_by, held, optimizer))
+
+
+def _schedule(stages: Sequence[PipelineStage], count: int) -> Schedule1F1B | ScheduleInterleaved1F1B:
+    if len(stages) == 1:
+        return Schedule1F1B(stages[0], count, loss_fn=next_tokens_loss)
+    return ScheduleInterleaved1F1B([*stages], count, loss_fn=next_tokens_loss)

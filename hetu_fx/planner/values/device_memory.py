@@ -20,7 +20,7 @@ Passing, with m micro-batches of x rows, f of them in flight, K kept by one (`va
 to H more. 1F1B keeps f = min(m, p - s) micro-batches of m on stage s of p, GPipe all m, zero bubble
 min(m, p), of which those whose weights' gradients wait count as others do: they keep less (inputs of products, and
 gradients of results). What is sent to other stages
-is held until something comes back: that of f + 1 micro-batches.
+is held until something comes back: that of f + 1 micro-batches. What a stage in chunks keeps says `chunk_memory`.
 """
 
 from __future__ import annotations

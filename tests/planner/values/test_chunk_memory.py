@@ -23,9 +23,8 @@ def shard(kept: float, parameters: float = 100.0, handed: float = 0.0) -> HeldSh
 def test_the_first_stages_keep_most_as_in_megatron(stage: int) -> None:
     # two for each stage behind, a round through all chunks but the last, and the one that passes
     chunks, stages, count = 2, 4, 8
-    found = dict(
-        peak(chunk_instants([shard(10.0)] * chunks, actions("interleaved", stage, stages, count, 2), count), 1)
-    )
+    order = actions("interleaved", stage, stages, count, chunks)
+    found = dict(peak(chunk_instants([shard(10.0)] * chunks, order, count), 1))
     others = 2 * (stages - 1 - stage) + (chunks - 1) * stages
     assert found["activations"] == 10 * others + 11
 

@@ -66,6 +66,10 @@ PLANS = {
     "tensor parallel 2 x context 2, all blocks recomputed": again((0, 1, 2, 3), context=2),
     "2 stages, 1F1B": Plan((pipeline((0,), (1,), micro_batches=4),)),
     "2 stages, GPipe": Plan((pipeline((0,), (1,), micro_batches=4),), schedule="gpipe"),
+    "2 stages, interleaved": Plan((pipeline((0,), (1,), micro_batches=4),), schedule="interleaved"),
+    "2 stages x tensor parallel 2, interleaved": Plan(
+        (pipeline((0, 1), (2, 3), micro_batches=4),), schedule="interleaved"
+    ),
     "2 stages x tensor parallel 2": Plan((pipeline((0, 1), (2, 3), micro_batches=4),)),
     "2 replicas x 2 stages": Plan((pipeline((0,), (1,), micro_batches=2), pipeline((2,), (3,), micro_batches=2))),
     "unequal replicas": Plan((pipeline((0, 1), (2,), micro_batches=2, rows=3), pipeline((3,)))),

@@ -83,7 +83,9 @@ def draw_plan(cluster: Cluster, costs: ProgramCosts, rng: random.Random) -> Plan
     replicas = list(_equal(ranks[:count], costs, rng) if rng.random() < 0.7 else _unequal(ranks[:count], costs, rng))
     micro_batches = rng.choice((1, 2, 4, 8))
     pipelines = [_pipeline(groups, cluster, costs, micro_batches, rng) for groups in replicas]
-    return Plan(tuple(pipelines), schedule=rng.choice(SCHEDULES), zero=rng.choice((0, 1)))
+    least = min(stage.blocks or 0 for pipeline in pipelines for stage in pipeline.stages)
+    schedules = [schedule for schedule in SCHEDULES if schedule != "interleaved" or least > 1]
+    return Plan(tuple(pipelines), schedule=rng.choice(schedules), zero=rng.choice((0, 1)))
 
 
 Groups = Sequence[Sequence[int]]

@@ -23,6 +23,7 @@ from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.search.replica import ReplicaRules
 from hetu_fx.planner.searches import DEFAULT
 from hetu_fx.planner.simulate.simulate import num_jobs, simulated_seconds
+from hetu_fx.planner.values.options import Choice
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
@@ -59,6 +60,16 @@ def test_the_best_pipelines_are_tried_under_schedules_of_smaller_bubbles() -> No
     forbidding = replace(asked, options=PlanOptions(forbidden=("zero_bubble", "interleaved")))
     assert [*planning._simulated({plan: 1.0}, forbidding)] == [plan]
     assert [*planning._simulated({plan: 1.0}, small)] == [plan]
+
+
+@pytest.mark.parametrize(
+    ("layers", "found"), [(2, "1f1b"), (4, "interleaved in 2 chunks"), (8, "interleaved in 4 chunks")]
+)
+def test_stages_are_in_chunks_where_they_have_blocks_for_them(layers: int, found: str) -> None:
+    alone = ("data_parallel", "tensor_parallel", "context", "zero_bubble")
+    options = PlanOptions(micro_batches=(1, 4)).chosen(Choice.of(forbid=alone))
+    made = make_plan(transformer(layers, length=512, width=512), paper(100, 100), options=options)
+    assert made.schedule_text == found
 
 
 def seconds(plan: Plan) -> float:

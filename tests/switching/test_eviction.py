@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetu_fx.errors import StateError
-from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.plans.plan import Pipeline, Plan, Schedule, Stage
 from hetu_fx.switching.bridge.compute import compute_layout
 from hetu_fx.switching.eviction import Eviction, IdleLayout, evictions
 
@@ -50,6 +50,10 @@ def pair(*, rows: tuple[int, int] = (1, 1), micro_batches: int = 1, **options: o
     return Plan(tuple(pipelines), **options)  # type: ignore[arg-type]
 
 
+def staged(schedule: Schedule, chunks: int = 0) -> Plan:
+    return Plan((Pipeline((Stage((0,)), Stage((1,))), micro_batches=4),), schedule=schedule, chunks=chunks)
+
+
 def test_plans_have_one_compute_layout_if_they_differ_in_rows_names_and_lengths_alone() -> None:
     assert compute_layout(pair()) == compute_layout(pair(rows=(3, 1), name="other", max_length=9, zero=0))
     assert compute_layout(pair(micro_batches=2)) == compute_layout(pair(micro_batches=5, schedule="gpipe"))
@@ -64,5 +68,9 @@ def test_plans_of_other_stages_or_with_several_micro_batches_have_other_layouts(
         Plan((Pipeline((Stage((0,), recompute=0),)), Pipeline((Stage((2,)),)))),
         Plan.tensor_parallel((0, 1)),
         Plan.tensor_parallel((0, 1), (2, 1)),
+        staged("1f1b"),
+        staged("zero-bubble"),
+        staged("interleaved"),
+        staged("interleaved", chunks=3),
     ]
     assert len(set(map(compute_layout, plans))) == len(plans)

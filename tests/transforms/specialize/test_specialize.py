@@ -125,6 +125,20 @@ def test_a_rank_that_the_plan_leaves_out_has_no_graph(llama: Program) -> None:
     assert Specialize(1)(deduced(llama, Plan.single(0))) is None
 
 
+def test_a_rank_has_a_graph_for_each_chunk_of_its_stage() -> None:
+    # blocks of a decoder read what stands before them all, and what the encoder has made
+    made = deduced(zoo_program("t5"), Plan((pipeline((0,), (1,)),), schedule="interleaved"))
+    first, second, none = (Specialize(0, chunk)(made) for chunk in range(3))
+    assert first is not None
+    assert second is not None
+    assert none is None
+    assert [(part.layout.index, part.num_stages) for part in (first, second)] == [(0, 4), (2, 4)]
+    stays = [handover.value.name for handover in first.handovers_out if handover.target == (0, 2)]
+    came = {handover.value.name: handover.source for handover in second.handovers_in}
+    assert {came[name] for name in stays} == {(0, 0)}
+    assert set(came.values()) == {(0, 0), (0, 1)}
+
+
 @pytest.mark.parametrize("ratios", [(1, 1), (2, 1), (1, 9)])
 def test_the_devices_of_a_group_compute_the_model_together(ratios: tuple[int, int]) -> None:
     model, x = TwoLayers(), torch.randn(4, 6)

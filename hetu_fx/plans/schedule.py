@@ -152,13 +152,25 @@ def departures(stages: tuple[Order, ...], stage: int) -> Mapping[tuple[Action, i
     and was never reached. Nor does what leaves a stage for another overtake what that waits for before, if in each call
     what is wanted first goes first (`arrivals`).
     """
-    called, _ = _calls(stages)
-    found = {}
-    wanted = arrivals(stages, stage)
-    made = {action: number for number, action in enumerate(stages[stage])}
-    for (action, other), place in wanted.items():
+    (called, places), found = _calls(stages), {}
+    for (action, other), place in arrivals(stages, stage).items():
         at = called[other % len(stages)][place]
-        found[action, other] = max(made[action] + 1, bisect_right(called[stage], at) - 1)
+        found[action, other] = max(places[stage][action] + 1, bisect_right(called[stage], at) - 1)
+    return found
+
+
+@lru_cache(maxsize=512)
+def at_once(stages: tuple[Order, ...], stage: int) -> Mapping[tuple[Action, int], int]:
+    """Return when things leave (`departures`) where nobody waits for a receiver: as soon as they are made.
+
+    But what a stage waits for later does not overtake what it waits for before.
+    """
+    _, places = _calls(stages)
+    found, least = {}, [0] * len(stages)
+    made = ((place, places[stage][action], action, other) for (action, other), place in arrivals(stages, stage).items())
+    for _, number, action, other in sorted(made, key=lambda one: one[:2]):
+        call = max(number + 1, least[other % len(stages)])
+        found[action, other] = least[other % len(stages)] = call
     return found
 
 

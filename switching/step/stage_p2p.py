@@ -1,10 +1,11 @@
 """Values between the stages of a pipeline: forward to later stages, cotangents back.
 
-What an action has made leaves in one call with what a later action needs (`plans.schedule.departures`): NCCL carries
-out a rank's calls one after another, and in 1F1B neighbours have something for each other at the same time, so that
-each would wait in a call that only sends. Only what arrives is waited for: gloo's send ends when its receive is posted,
-which a busy neighbour does late. A message is kept until something has come back that the receiver made after it took
-it, so that a stage holds those of the micro-batches that it has in flight, and one more, of however many.
+What an action has made leaves in one call with what a later action needs: the next one (`plans.schedule.at_once`), but
+on a device that sends by itself maybe a later one (`plans.schedule.departures`). NCCL carries out a rank's calls one
+after another, and in 1F1B neighbours have something for each other at the same time, so that each would wait in a call
+that only sends. Only what arrives is waited for: gloo's send ends when its receive is posted, which a busy neighbour
+does late. A message is kept until something has come back that the receiver made after it took it, so that a stage
+holds those of the micro-batches that it has in flight, and one more, of however many.
 
 Where the later stage stands on another node and several of its ranks want the same, each gets a share over the link
 between the nodes and passes it on inside its own (H2's slice-send then gather), if that is cheaper on the links.
@@ -29,7 +30,7 @@ from hetu_fx.comm_ops.wire.bsr_run import exchange, unpack
 from hetu_fx.comm_ops.wire.fixed_messages import FixedMessages
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
 from hetu_fx.comm_ops.wire.p2p import Message, Posted, Tag, post
-from hetu_fx.plans.schedule import Action, Order, Phase, arrivals, departures, takings
+from hetu_fx.plans.schedule import Action, Order, Phase, arrivals, at_once, departures, takings
 from hetu_fx.program.program import Bindings, evaluate
 from hetu_fx.transforms.specialize.device_graph import Handover
 
@@ -51,6 +52,7 @@ class StageP2P:
 
     def __init__(self, stage: int, chunks: Sequence[Ends], table: GroupTable, device: torch.device) -> None:
         self.stage, self._table = stage, table
+        self._leave = departures if table.is_native(device) else at_once
         self._ways = [_Ways.of(ends, table, device) for ends in chunks]
         self._orders: tuple[Order, ...] = ()
         self.start(((),) * (stage + 1))
@@ -59,7 +61,7 @@ class StageP2P:
         """Begin a step in which the stages of the pipeline run these actions, each in its order."""
         if orders != self._orders:
             self._orders, self._order = orders, orders[self.stage]
-            self._departures, self._takings = departures(orders, self.stage), takings(orders, self.stage)
+            self._departures, self._takings = self._leave(orders, self.stage), takings(orders, self.stage)
             self._arrivals = arrivals(orders, self.stage)
         self._calls = 0
         self._here: dict[tuple[int, int, int], Mapping[str, Tensor]] = {}

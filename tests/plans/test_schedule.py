@@ -15,6 +15,7 @@ from hetu_fx.plans.schedule import (
     Phase,
     actions,
     arrivals,
+    at_once,
     departures,
     forwards,
     orders_of,
@@ -138,11 +139,26 @@ def test_what_leaves_first_is_waited_for_first(chunked: Chunked, num_stages: int
     schedule, chunks = chunked
     orders = orders_of(schedule, num_stages, micro_batches, chunks)
     for stage in range(num_stages):
-        leaves, wanted = departures(orders, stage), arrivals(orders, stage)
-        assert leaves.keys() == wanted.keys()
-        for other in range(num_stages):
-            pairs = sorted((call, wanted[key]) for key, call in leaves.items() if key[1] % num_stages == other)
-            assert [place for _, place in pairs] == sorted(place for _, place in pairs)
+        wanted = arrivals(orders, stage)
+        for leaves in (departures(orders, stage), at_once(orders, stage)):
+            assert leaves.keys() == wanted.keys()
+            for other in range(num_stages):
+                pairs = sorted((call, wanted[key]) for key, call in leaves.items() if key[1] % num_stages == other)
+                assert [place for _, place in pairs] == sorted(place for _, place in pairs)
+
+
+@given(CHUNKED, st.integers(2, 5), st.integers(1, 12))
+def test_what_need_not_wait_for_its_receiver_leaves_no_later(
+    chunked: Chunked, num_stages: int, micro_batches: int
+) -> None:
+    schedule, chunks = chunked
+    orders = orders_of(schedule, num_stages, micro_batches, chunks)
+    for stage, order in enumerate(orders):
+        soon, late = at_once(orders, stage), departures(orders, stage)
+        assert all(order.index(action) < soon[action, other] <= late[action, other] for action, other in late)
+        if schedule == "1f1b":
+            nearest = [(action, other) for action, other in late if abs(other - stage) == 1]
+            assert [soon[key] for key in nearest] == [late[key] for key in nearest]
 
 
 SECONDS = {Phase.FORWARD: 1.0, Phase.BACKWARD: 2.0, Phase.INPUT_GRADIENT: 1.0, Phase.WEIGHT_GRADIENT: 1.0}

@@ -48,6 +48,11 @@ class PipelineLane:
         """Return how many chunks of the model each stage holds."""
         return len(self.parts.stages) // self.num_stages
 
+    @property
+    def sends_itself(self) -> bool:
+        """Tell whether devices send by themselves, as far as kinds tell; a host does while it does something else."""
+        return any(self.cluster.device(rank).kind != "cpu" for rank in self.pipeline.devices)
+
     def compute(self, part: int, work: Phase, rows: int) -> dict[int, float]:
         """Return the seconds that each device of a part computes."""
         costs = self.costs[part]

@@ -1,9 +1,9 @@
 """The jobs of one pipeline: every device does its schedule's entries in order, each when its input has arrived.
 
-As in the runtime, what an entry has made leaves when its device begins a later one (`plans.schedule.departures`: as a
-rule the next), once its receiver waits for it, and travels beside whatever the sender does then; a slice that several
-devices of a node get from another is passed on inside. The backward that completes the gradients is cut where a bucket
-of them is ready.
+As in the runtime, what an entry has made leaves when its device begins a later one: as a rule the next, but where
+devices send by themselves what `plans.schedule.departures` says. It leaves once its receiver waits for it, and travels
+beside whatever the sender does then; a slice that several devices of a node get from another is passed on inside. The
+backward that completes the gradients is cut where a bucket of them is ready.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hetu_fx.planner.simulate.pipeline import PipelineLane
 from hetu_fx.planner.values.footprint import highest_at
 from hetu_fx.planner.values.line import Line
 from hetu_fx.plans.plan import Schedule
-from hetu_fx.plans.schedule import Action, Phase, departures, orders_of
+from hetu_fx.plans.schedule import Action, Phase, at_once, departures, orders_of
 
 _COMPLETES = (Phase.BACKWARD, Phase.WEIGHT_GRADIENT)
 
@@ -70,7 +70,8 @@ class PipelineJobs:
             self.last[stage] = tuple(sorted({job for rank in devices for job in self.ready.get(rank, ())}))
         self._rows = orders_of(schedule, self.lane.num_stages, len(self.rows), self.lane.chunks)
         self._ended: list[list[int]] = [[] for _ in stages]  # the last job of every entry of a stage
-        self._leaves = [departures(self._rows, stage) for stage in stages]
+        leave = departures if self.lane.sends_itself else at_once
+        self._leaves = [leave(self._rows, stage) for stage in stages]
         while any(len(ended) < len(row) for ended, row in zip(self._ended, self._rows, strict=True)):
             before = sum(map(len, self._ended))
             for stage in stages:

@@ -57,6 +57,9 @@ class OneRank(GroupTable):
     def __init__(self, rank: int) -> None:
         self.rank, self.topology = rank, None
 
+    def is_native(self, device: torch.device) -> bool:
+        return True
+
     def staged(self, device: torch.device) -> bool:
         return False
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from hetu_fx.errors import ExportError
-from hetu_fx.export.load import checked, read_manifest, stale_torch
+from hetu_fx.export.load import checked, chunks_of, read_manifest, stale_torch
 from hetu_fx.plans.plan import Plan
 
 _MOST_TOLD = 5
@@ -56,7 +56,8 @@ class Exported:
         for name, variant in self.manifest["variants"].items():
             yield f"  variant {name}: {variant['plan']['file']}"
             for rank, entry in variant["ranks"].items():
-                yield f"    rank {rank}: {entry['file']}  pipeline {entry['pipeline']}, stage {entry['stage']}"
+                for one in chunks_of(entry):
+                    yield f"    rank {rank}: {one['file']}  pipeline {one['pipeline']}, stage {one['stage']}"
         yield "  weights: " + ("beside the graphs" if self.manifest["weights"] else "inside the graphs")
         yield from (f"damaged: {reason}" for reason in self.damaged)
         yield from (f"stale: {reason}" for reason in self.stale)

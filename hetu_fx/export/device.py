@@ -80,10 +80,8 @@ def _numel(shape: Sequence[int | None]) -> int:
     return found
 
 
-def device_runnable(stage: StagePlan, model: nn.Module) -> Runnable:
-    """Return what a `.pt2` is made of, for what one rank runs."""
-    device = stage.device
-    assert device is not None, "this rank runs something"
+def device_runnable(stage: StagePlan, device: DeviceGraph, model: nn.Module) -> Runnable:
+    """Return what a `.pt2` is made of, for a graph that one rank runs."""
     places = tuple(
         _place(stage, device, slot, name, model) for slot, name in zip(device.slots, slots_of(device), strict=True)
     )
@@ -91,18 +89,17 @@ def device_runnable(stage: StagePlan, model: nn.Module) -> Runnable:
     results = tuple(
         Result(result.model_name if in_place else result.name, in_place)
         for result in results_of(device)
-        for in_place in [_fits(stage, result, updated)]
+        for in_place in [_fits(stage, device.rank, result, updated)]
     )
     names = tuple(place.name for place in places if isinstance(place, Argument))
     return Runnable(device.graph, places, results, Entries(dict, names, tuple(map(TensorSlot, names))))
 
 
-def _fits(stage: StagePlan, result: Named, buffers: Mapping[str, tuple[int, ...]]) -> bool:
+def _fits(stage: StagePlan, rank: int, result: Named, buffers: Mapping[str, tuple[int, ...]]) -> bool:
     """Tell whether a result is the new value of a buffer that lies here as the graph reads it."""
     if result.kind != ResultKind.BUFFER_UPDATE or result.model_name not in buffers:
         return False
-    assert stage.device is not None
-    at, rank = stage.updates[result.model_name], stage.device.rank
+    at = stage.updates[result.model_name]
     return at.holds(rank) and at == stage.buffers[result.model_name]
 
 

@@ -66,8 +66,10 @@ class ExportedRank:
         self.module.load_state_dict(parts, strict=False, assign=True)
 
 
-def load_exported(folder: str | Path, variant: str, rank: int) -> ExportedRank:
+def load_exported(folder: str | Path, variant: str, rank: int, chunk: int = 0) -> ExportedRank:
     """Load one rank's graph of an exported variant, with its weights; warns where the export is stale.
+
+    Under an interleaved plan a rank has a graph for each `chunk` of its stage.
 
     Raises:
         ExportError: the folder is no export, was written by another format, has no such graph, or is damaged.
@@ -75,15 +77,21 @@ def load_exported(folder: str | Path, variant: str, rank: int) -> ExportedRank:
     folder = Path(folder)
     manifest = read_manifest(folder)
     try:
-        entry = manifest["variants"][variant]["ranks"][str(rank)]
-    except KeyError as error:
+        entry = chunks_of(manifest["variants"][variant]["ranks"][str(rank)])[chunk]
+    except (KeyError, IndexError) as error:
         known = {name: sorted(v["ranks"]) for name, v in manifest["variants"].items()}
-        raise ExportError(f"{folder} has no graph of variant {variant!r} for rank {rank}; it has {known}") from error
+        asked = f"{variant!r} for rank {rank}" + f", chunk {chunk}" * (chunk > 0)
+        raise ExportError(f"{folder} has no graph of variant {asked}; it has {known}") from error
     module = _module(folder, manifest, entry)
     loaded = ExportedRank(rank, module, tuple(entry["slots"]), tuple(entry["results"]))
     if manifest["weights"]:
         loaded.load_weights(_Beside(folder, manifest["weights"]))
     return loaded
+
+
+def chunks_of(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return what a manifest says of each graph of a rank."""
+    return [entry, *entry.get("chunks", [])]
 
 
 def load_single(folder: str | Path, mode: str) -> nn.Module:

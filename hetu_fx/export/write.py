@@ -95,15 +95,7 @@ def _check(folder: Path, weights: bool, onnx: bool) -> None:
 def _export_variant(
     runtime: Runtime, variant: GraphVariant, program: Program, aside: Path, weights: bool
 ) -> dict[str, Any] | None:
-    """Write this rank's graph of a variant; returns what the manifest says of it. Collective.
-
-    Raises ExportError for a plan under which a rank has several graphs.
-    """
-    if variant.plan.chunks > 1:
-        raise ExportError(
-            f"variant {variant.name!r} holds each stage in {variant.plan.chunks} chunks, so that a rank has several "
-            f"graphs, of which an export has one; export under another schedule than 'interleaved'"
-        )
+    """Write this rank's graph of a variant; returns what the manifest says of it. Collective."""
     stage = variant.stage(program, False)  # makes its graph
     parts = parts_of(runtime, stage.deduced) if weights else {}
     folder = aside / "variants" / variant.name
@@ -111,15 +103,23 @@ def _export_variant(
 
 
 def _write(runtime: Runtime, stage: StagePlan, parts: Mapping[str, Tensor], folder: Path) -> dict[str, Any] | None:
-    device = stage.device
-    if device is None:
+    """Write this rank's graph, or those of all chunks of its stage, of which the first has the others beside it."""
+    if not stage.devices:
         return None
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"rank{device.rank}.pt2"
+    names = [f"rank{device.rank}" + f".chunk{i}" * (i > 0) for i, device in enumerate(stage.devices)]
+    pairs = zip(stage.devices, names, strict=True)
+    first, *others = [_write_graph(runtime, stage, one, parts, folder / f"{name}.pt2") for one, name in pairs]
+    return first | ({"chunks": others} if others else {})
+
+
+def _write_graph(
+    runtime: Runtime, stage: StagePlan, device: DeviceGraph, parts: Mapping[str, Tensor], path: Path
+) -> dict[str, Any]:
     buffers = {name: runtime.buffers.read(name, at) for name, at in stage.buffers.items()}
     held = {name: _own(value) for name, value in {**stage.constants, **buffers}.items()}
     with using(GroupTable.dry(device.rank, runtime.table.size)):
-        runnable = device_runnable(stage, runtime.model)
+        runnable = device_runnable(stage, device, runtime.model)
         exported = export_runnable(runnable, {**parts, **held}, f"the graph of rank {device.rank}")
     torch.export.save(exported, path)
     path.with_suffix(".txt").write_text(f"{device.graph}\n")

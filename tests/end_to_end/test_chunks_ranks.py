@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hetu_fx.errors import ExportError
+from hetu_fx.export.load import load_exported
 from hetu_fx.plans.plan import Plan, Stage
 from tests.end_to_end.cells import make_model
 from tests.end_to_end.twins import Twins, batch_of, loss_of, one, rows_of, same_tensors, wholes
@@ -59,10 +60,18 @@ def check_compiled_chunks_train_as_one_device(rank: int, world: int, folder: Pat
         twins.step(batch_of("gpt2", 6, seed=seed), COUNTS)
 
 
-def check_an_export_is_refused(rank: int, world: int, folder: Path) -> None:
-    twins = Twins("gpt2", CHUNKS, None, make=deep)
-    with pytest.raises(ExportError, match="variant 'chunks' holds each stage in 2 chunks"):
-        twins.model.hetu.export(folder / "export")
+def check_exported_chunks_hand_on_to_each_other(rank: int, world: int, folder: Path) -> None:
+    twins, batch = Twins("gpt2", CHUNKS, None, make=deep), batch_of("gpt2", 4)
+    twins.model(**rows_of(batch, (2, 2)))
+    twins.model.hetu.export(folder / "export")
+    count = (batch["labels"][:, 1:] != -100).sum()
+    values = {**batch, "count_0": count}
+    for part in range(4):
+        graph = load_exported(folder / "export", "chunks", part % 2, part // 2)
+        values |= graph(**{name: values[name] for name in graph.needs})
+    torch.testing.assert_close(values["loss"], loss_of(twins.plain(**batch)))
+    with pytest.raises(ExportError, match="no graph of variant 'chunks' for rank 0, chunk 2"):
+        load_exported(folder / "export", "chunks", 0, 2)
 
 
 CHECKS = [name for name in globals() if name.startswith("check_")]

@@ -76,7 +76,7 @@ def actions(schedule: Schedule, stage: int, num_stages: int, num_micro_batches: 
         return _interleaved(stage, num_stages, num_micro_batches, chunks)
     warm_up = num_micro_batches if schedule == "gpipe" else min(num_micro_batches, num_stages - stage - 1)
     backwards = [Action(Phase.BACKWARD, m) for m in range(num_micro_batches)]
-    order = one_each(forwards(num_micro_batches), backwards, warm_up)
+    order = _one_each(forwards(num_micro_batches), backwards, warm_up)
     return tuple(_cut(order, stage)) if schedule == "zero-bubble" else order
 
 
@@ -95,7 +95,7 @@ def _interleaved(stage: int, num_stages: int, num_micro_batches: int, chunks: in
     order = forwards(num_micro_batches, num_stages, chunks)
     backwards = [Action(Phase.BACKWARD, action.micro_batch, chunks - 1 - action.chunk) for action in order]
     warm_up = 2 * (num_stages - stage - 1) + (chunks - 1) * max(_rounds(num_micro_batches, num_stages))
-    return one_each(order, backwards, min(len(order), warm_up))
+    return _one_each(order, backwards, min(len(order), warm_up))
 
 
 def _rounds(num_micro_batches: int, num_stages: int) -> tuple[int, ...]:
@@ -124,7 +124,7 @@ def _cut(order: Order, stage: int) -> Iterator[Action]:
     yield from (Action(Phase.WEIGHT_GRADIENT, micro_batch) for micro_batch in waiting)
 
 
-def one_each(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> tuple[Action, ...]:
+def _one_each(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> tuple[Action, ...]:
     """Return the first forwards, then one backward after each of the others, then the remaining backwards."""
     pairs = zip(forwards[warm_up:], backwards, strict=False)
     return (*forwards[:warm_up], *chain.from_iterable(pairs), *backwards[len(forwards) - warm_up :])

@@ -75,13 +75,13 @@ class StagePlan:
     updates: Mapping[str, Annotation]
     constants: Mapping[str, Tensor]
 
-    @property
+    @cached_property
     def random_states(self) -> tuple[str, ...]:
         """Return the names of the random state leaves."""
         graph = self.deduced.annotated.graph
         return tuple(leaf.name for leaf in graph.leaves_of(LeafKind.RANDOM_STATE))
 
-    @property
+    @cached_property
     def count_dtypes(self) -> tuple[torch.dtype, ...]:
         """Return the dtypes of the count leaves."""
         graph = self.deduced.annotated.graph
@@ -104,7 +104,7 @@ class StagePlan:
         """Tell whether random numbers are told apart by tokens, counted over rows that are as long as each other."""
         return draws_by_token(self.deduced.annotated.graph)
 
-    @property
+    @cached_property
     def contributes_loss(self) -> bool:
         """Tell whether this rank's local loss counts: one rank per pipeline, one in all if each has the whole loss."""
         loss = self.deduced.annotated.graph.loss

@@ -18,7 +18,6 @@ from hetu_fx.base.device_types import type_of
 from hetu_fx.comm_ops.resolve.lowering import Lowering
 from hetu_fx.comm_ops.wire.consensus import by_first, together
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.comm_ops.wire.peers.mail import open_mail
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import LeafKind, OutputKind
 from hetu_fx.plans.plan import Plan
@@ -157,8 +156,6 @@ class GraphCompute(Compute):
             known = None if any(key) else self._deduced.pop(program, None)
             # By one rank for all: ways are weighed by sizes of the example batch, which ranks have of their own.
             deduced = by_first(self.table, lambda: known or self._deduce(program, key))
-            if any(len(pipeline.stages) > 1 for pipeline in self.plan.pipelines):
-                open_mail(self.table)
             stages[key] = together(self.table, lambda: self._make(program, deduced))
         self.sizes = None
         return stages[key]

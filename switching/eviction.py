@@ -92,6 +92,9 @@ class IdleMemory:
         """Evict what is too much of what variants keep that do not run; collective."""
         at_work = variants[running].compute
         names = {variant.compute: name for name, variant in variants.items() if variant.compute is not at_work}
+        if not names:
+            self.num_bytes = 0
+            return
         computes = {name: compute for compute, name in names.items()}
         for compute in computes.values():
             if compute.has_stale_copies:

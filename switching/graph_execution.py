@@ -93,7 +93,7 @@ class GraphExecution:
         """Return where the plan's stages read each parameter."""
         program = self.program if self.programs.holds(self.program) else self.programs.current
         assert program is not None, "a batch has been read"
-        deduced = deduce_program(program, plan, wants_values=program.graph.loss is None)
+        deduced = deduce_program(program, plan, wants_values=not program.loss_name)
         return {leaf.name: deduced.parameter_annotations(leaf)[0] for leaf in deduced.parameters()}
 
     def deduced(self, plan: Plan, topology: Topology | None) -> bytes | None:
@@ -116,10 +116,11 @@ class GraphExecution:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, *, shared: bool
     ) -> Reading[GraphVariant]:
         """Read the arguments of a call, and capture the model if they have a form not seen yet."""
-        sequences = sequences_of(batch_of(self.programs.signature, args, kwargs))
+        given = batch_of(self.programs.signature, args, kwargs)
+        sequences = sequences_of(given)
         if sequences is not None:
             return self.sequences.read(sequences, training, shared=shared)
-        batch = read_batch(args, kwargs, self.programs, training, shared=shared)
+        batch = read_batch(given, self.programs, training, shared=shared)
         return RowReading(batch.facts, batch, self.fillings)
 
 
@@ -132,9 +133,9 @@ class RowReading(Reading[GraphVariant]):
 
     def filled(self, facts: StepFacts, outputs: str) -> RowReading:
         """Return it filled up to the longest rows of all ranks."""
-        graph = self.batch.program.graph
-        wanted = wants_values(outputs, has_loss=graph.loss is not None, training=graph.training)
-        wanted = wanted or graph.observed is not None
+        program = self.batch.program
+        wanted = wants_values(outputs, has_loss=bool(program.loss_name), training=program.graph.training)
+        wanted = wanted or program.graph.observed is not None
         return replace(self, batch=self.fillings.filled(self.batch, facts, wants_values=wanted))
 
     def build(self, variant: GraphVariant, inputs: StepInputs) -> None:

@@ -91,7 +91,7 @@ class Variants(Mapping[str, Variant]):
     @property
     def usable(self) -> dict[str, Variant]:
         """Return the variants that use no drained device, by name."""
-        return {name: variant for name, variant in self.items() if self.drained.isdisjoint(variant.plan.devices)}
+        return {name: one for name, one in self._by_name.items() if self.drained.isdisjoint(one.facts.devices)}
 
     def able(self) -> list[Variant]:
         """Return the variants that may run sequences."""

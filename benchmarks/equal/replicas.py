@@ -19,6 +19,7 @@ from benchmarks.kit.models import Size, batch, gpt2, llama
 
 SIZES = Size(width=256, layers=4, rows=16, tokens=128), Size(width=128, layers=2, rows=16, tokens=64)
 DDP, FSDP2, ZERO_0, ZERO_1 = "DDP", "FSDP2", "hetu_fx, zero 0", "hetu_fx, zero 1"
+APART = "each for itself"  # what a step would take if communication took nothing
 DDP_BAR, FSDP2_BAR = 0.99, 0.80
 ZERO_0_MEMORY_BAR, ZERO_1_MEMORY_BAR = 1.00, 0.85
 
@@ -30,7 +31,7 @@ def contest(size: Size) -> Contest:
     """Make the contest of a Llama of a size."""
     make, own = partial(llama, size), own_rows(batch(size.rows, size.tokens))
     bars = [Against((ZERO_0,), DDP, DDP_BAR), Against((ZERO_1,), FSDP2, FSDP2_BAR)]
-    made = {**contestants(make, own), FSDP2: partial(fsdp2, make, own)}
+    made = {**contestants(make, own), FSDP2: partial(fsdp2, make, own), APART: partial(apart, make, own)}
     return Contest(made, bars)
 
 
@@ -54,6 +55,13 @@ def contestants(make: Make, own: Rows) -> dict[str, Maker]:
     """Make DDP and ours."""
     ours = {name: partial(our_job, make, own, zero) for name, zero in ((ZERO_0, 0), (ZERO_1, 1))}
     return {DDP: partial(ddp, make, own), **ours}
+
+
+def apart(make: Make, own: Rows) -> Job:
+    """Train on this rank's rows alone, with the plain model."""
+    model = make()
+    optimizer = adamw(model)
+    return Job(marked_step(model, optimizer, own), partial(kept_by, model, optimizer))
 
 
 def ddp(make: Make, own: Rows) -> Job:

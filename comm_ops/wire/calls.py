@@ -52,9 +52,11 @@ last = LastCall()
 
 def note(name: str, *, is_step: bool = False) -> None:
     """Remember a call in which ranks will wait for each other; `is_step`: it is counted, in the thread of the user."""
-    line = next((line for line in _stack(sys._getframe(1)) if not line.is_inner), None)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_inner(frame.f_code.co_filename, frame.f_code.co_name):
+        frame = frame.f_back
     last.name, last.at = name, perf_counter()
-    last.place = None if line is None else (line.file, line.number)
+    last.place = None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
     if is_step:
         last.steps += 1
         last.thread = threading.get_ident()
@@ -94,18 +96,12 @@ class Line:
     @property
     def is_ours(self) -> bool:
         """Whether it is in a call of this package, or in one of torch's in which its callers wait."""
-        is_below = _is_below(self.file, _our_folders()) and not _is_below(self.file, _starters_folders())
-        return is_below or self.function == _ENGINE
+        return _is_ours(self.file, self.function)
 
     @property
     def is_inner(self) -> bool:
         """Whether it is of a library below the user's code, or of ours."""
-        return (
-            self.is_ours
-            or _is_below(self.file, _starters_folders())
-            or self.file.startswith("<frozen")
-            or _is_below(self.file, _library_folders())
-        )
+        return _is_inner(self.file, self.function)
 
     @property
     def is_of_script(self) -> bool:
@@ -168,7 +164,18 @@ def _library_folders() -> tuple[str, ...]:
     return (os.path.dirname(torch.__file__), sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"])
 
 
-@lru_cache(maxsize=4096)  # every step looks at the files on its stack
+@lru_cache(maxsize=4096)  # every step looks at the functions on its stack
+def _is_inner(file: str, function: str) -> bool:
+    outside = not _is_ours(file, function) and not file.startswith("<frozen")
+    return not outside or _is_below(file, _starters_folders()) or _is_below(file, _library_folders())
+
+
+def _is_ours(file: str, function: str) -> bool:
+    is_below = _is_below(file, _our_folders()) and not _is_below(file, _starters_folders())
+    return is_below or function == _ENGINE
+
+
+@lru_cache(maxsize=4096)
 def _is_below(file: str, folders: tuple[str, ...]) -> bool:
     installed = "site-packages" if "dist-packages" not in file else "dist-packages"
     return any(

@@ -161,7 +161,7 @@ def agree(table: GroupTable, facts: LocalFacts | Exception) -> StepFacts:
     if table.size == 1:
         if isinstance(facts, Exception):
             raise facts
-        return replace(_combined([facts.numbers], facts.counts), sizes_of=(facts.sizes,))
+        return _combined([facts.numbers], facts.counts, sizes_of=(facts.sizes,))
     facts = _fitting(facts)
     gathered = _exchange(table, _encode(facts))
     if any(row[_ERROR] for row in gathered):
@@ -173,9 +173,9 @@ def agree(table: GroupTable, facts: LocalFacts | Exception) -> StepFacts:
     return _with_sizes(agreed, gathered, len(facts.sizes))
 
 
-def _combined(ranks: Sequence[Numbers], counts: tuple[Count, ...]) -> StepFacts:
+def _combined(ranks: Sequence[Numbers], counts: tuple[Count, ...], **others: Any) -> StepFacts:
     columns = zip(_COMBINE.items(), zip(*ranks, strict=True), strict=True)
-    return StepFacts(counts=counts, **{name: combine(column) for (name, combine), column in columns})
+    return StepFacts(counts=counts, **{name: combine(column) for (name, combine), column in columns}, **others)
 
 
 def _with_sizes(agreed: StepFacts, gathered: Sequence[Numbers], count: int) -> StepFacts:

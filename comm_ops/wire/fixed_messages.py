@@ -110,12 +110,12 @@ class FixedMessages:
         return made
 
     def run(self, table: GroupTable, pieces: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Send and receive at once; return the results. Raises CommError where a peer is dead or late."""
+        """Send and receive rows at once; return the results. Raises CommError where a peer is dead or late."""
         room, leaving = self.room(), self.leaving(pieces)
         peers = sorted({*room, *leaving})
         if peers:
             with guarded("batched send-receive", [self._rank, *peers], table):
-                receives, sends = ([(peer, x, Tag.SLICES) for peer, x in by.items()] for by in (room, leaving))
+                receives, sends = ([(peer, x, Tag.ROWS) for peer, x in by.items()] for by in (room, leaving))
                 post(receives, sends, table).wait()
         return self.results(room, pieces)
 

@@ -25,11 +25,16 @@ class Tag(IntEnum):
 
     SLICES = 0x4253  # batched send-receive
     STAGES = 0x4846  # from one stage of a pipeline to another
+    ROWS = 0x524F  # of a batch, on the way to the pipelines that take them
     SNAPSHOTS = 0x534E  # copies of state in the memory of others
     EXCHANGE = 0x4558  # parts of a tensor that is cut anew
     SUMMANDS = 0x5752  # of a sum that is waited for at once
     BUCKETS = 0x425200  # summands of a bucket of the bridge
     RING = 0x5247_0000  # keys, values and their gradients
+
+
+NEAR = frozenset({Tag.STAGES, Tag.ROWS})
+"""Purposes whose messages go by `table.mail` where it can: those of a step, in one order at both ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +75,8 @@ def post(
 
     What a rank sends and what it waits for next belong in one call. Each goes the way that its two ends have: from
     where it is, all of those in one group call, or through the host (`staging`); all of them where `is_staged`, which
-    both ends say alike; what stages hand over, by `table.mail` where it can. What goes to several ranks, one after the
-    other, is brought to the host once.
+    both ends say alike; what a step hands over (`NEAR`), by `table.mail` where it can. What goes to several ranks, one
+    after the other, is brought to the host once.
     """
     if table.mail is None:
         return _posted(receives, sends, table, group, is_staged=is_staged)
@@ -84,10 +89,10 @@ def post(
 
 
 def _parted(messages: Sequence[Message], mail: Mailbox) -> tuple[list[Message], list[Message]]:
-    """Return what stages hand over where the other end can read it, and all else."""
+    """Return what a step hands over where the other end can read it, and all else."""
     found: tuple[list[Message], list[Message]] = ([], [])
     for peer, x, tag in messages:
-        found[tag != Tag.STAGES or not mail.takes(peer, x)].append((peer, x, tag))
+        found[tag not in NEAR or not mail.takes(peer, x)].append((peer, x, tag))
     return found
 
 

@@ -7,7 +7,7 @@ installed torch lacks, and that nothing else in the product uses any.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache, partial
@@ -159,20 +159,19 @@ def rename(node: fx.Node, name: str) -> None:
     node._rename(name)
 
 
-def is_accumulated(node: Any) -> bool:
-    """Tell whether the backward under way adds to the gradient of a leaf, by the node that does it.
+def are_accumulated(nodes: Sequence[Any]) -> list[bool]:
+    """Tell whether the backward under way adds to the gradients of leaves, by the nodes that do it.
 
-    It does not where torch.autograd.grad returns it (which is what torch's error is about), nor beside `inputs=`.
+    It does not where torch.autograd.grad returns them (which is what torch's error is about), nor beside `inputs=`.
     """
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return list(map(torch._C._will_engine_execute_node, nodes))
     except RuntimeError:
-        return False
+        return [False] * len(nodes)
 
 
-def gradient_hooks(tensor: Tensor) -> tuple[Any, Any]:
-    """Return what holds a leaf's hooks: those on its gradient, and those for once that has accumulated."""
-    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+gradient_hooks: Callable[[Tensor], tuple[Any, Any]] = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Returns what holds a leaf's hooks: those on its gradient, and those for once that has accumulated."""
 
 
 def set_gradient_hooks(tensor: Tensor, hooks: tuple[Any, Any]) -> None:

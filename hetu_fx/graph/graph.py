@@ -145,7 +145,7 @@ class Graph:
 
     def rebuild(self, values: Mapping[str, Any]) -> Any:
         """Build the user's output container from output values by name; what is left out becomes None."""
-        has_others = any(leaf.name in values for leaf, _ in self.outputs_of(OutputKind.VALUE))
+        has_others = any(leaf.name in values for leaf in self.outputs if leaf.kind is OutputKind.VALUE)
         return unflatten(self.output_tree if has_others else loss_alone(self.output_tree), values)
 
     @property

@@ -154,12 +154,17 @@ class Program:
 
     def longest(self, tensors: Mapping[str, Tensor]) -> int:
         """Return the largest size of a batch that the graph leaves open, rows aside: the sequence length."""
-        longest = 0
-        for leaf in self.inputs:
-            for dim, size in enumerate(meta.shape(leaf.node)):
-                if meta.is_symbolic(size) and meta.expression(size) != self.graph.batch_symbol:
-                    longest = max(longest, int(tensors[leaf.name].shape[dim]))
-        return longest
+        return max((int(tensors[name].shape[dim]) for name, dim in self._open_dims), default=0)
+
+    @cached_property
+    def _open_dims(self) -> tuple[tuple[str, int], ...]:
+        """Return the dims, rows aside, whose sizes the graph leaves open, as (input, dim)."""
+        return tuple(
+            (leaf.name, dim)
+            for leaf in self.inputs
+            for dim, size in enumerate(meta.shape(leaf.node))
+            if meta.is_symbolic(size) and meta.expression(size) != self.graph.batch_symbol
+        )
 
     @cached_property
     def in_float16(self) -> bool:

@@ -66,12 +66,17 @@ class Bridge:
         """Whether any gradient of this rank travels, or arrives."""
         return any(run.messages or run.moved for run in self._reduces)
 
+    @cached_property
+    def reduce_bucket_of(self) -> Mapping[str, int]:
+        """The number of each parameter's reduce bucket."""
+        return {name: number for number, names in enumerate(self.reduce_buckets) for name in names}
+
     @property
     def names(self) -> frozenset[str]:
         """The parameters that it brings."""
         return frozenset(entry.name for entry in self.plan.entries)
 
-    @property
+    @cached_property
     def reduce_buckets(self) -> tuple[tuple[str, ...], ...]:
         """Names of the parameters of each reduce bucket, in order."""
         return tuple(bucket.names for bucket in self.plan.reduces)
@@ -117,16 +122,18 @@ class Bridge:
                     run.meet(self._device)
             self._has_met = True
 
-    def reduce_start(self, number: int, grads: Mapping[str, Tensor | None]) -> UnderWay:
+    def reduce_start(self, number: int, grads: Mapping[str, Tensor | None]) -> Handle:
         """Start one reduce bucket, whose gradients are ready; all ranks start all buckets in order."""
         return self._start(self._reduces[number], grads)
 
     def _start(
         self, run: BucketRun, tensors: Mapping[str, Tensor | None], into: Mapping[str, Tensor] | None = None
-    ) -> UnderWay:
+    ) -> Handle:
         given = next((tensor for tensor in tensors.values() if tensor is not None), None)
         if given is not None:
             self._device = given.device  # remembered for buckets of which this rank has nothing
+        if run.stays:
+            return run.at_home(tensors, self._device)
         with using(self.table):
             return run.start(tensors, self._device, into)
 
@@ -136,7 +143,7 @@ class Bridge:
         tensors: Mapping[str, Tensor | None],
         into: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
-        under_way: deque[UnderWay] = deque()
+        under_way: deque[Handle] = deque()
         results: dict[str, Tensor] = {}
         for run in runs:
             under_way.append(self._start(run, tensors, into))
@@ -160,22 +167,26 @@ class Reduction:
         bridge.meet()
         self._bridge = bridge
         self._ready: dict[str, Tensor | None] = {}
-        self._open = [set(names) & set(expected) for names in bridge.reduce_buckets]
-        self._bucket_of = {name: i for i, names in enumerate(bridge.reduce_buckets) for name in names}
-        self._under_way: deque[UnderWay] = deque()
+        self._expected = expected
+        self._under_way: deque[Handle] = deque()
         self._started = 0
         self._results: dict[str, Tensor] = {}
 
     def ready(self, name: str, grad: Tensor | None) -> None:
         """Hand in a gradient of this step, once per parameter; it is final and belongs to the bridge now."""
         self._ready[name] = grad
-        self._open[self._bucket_of[name]].discard(name)
+        self._open[self._bridge.reduce_bucket_of[name]].discard(name)
         while self._started < len(self._open) and not self._open[self._started]:
             self._start_next()
 
+    @cached_property
+    def _open(self) -> list[set[str]]:
+        """Return what is awaited for each bucket."""
+        return [set(names).intersection(self._expected) for names in self._bridge.reduce_buckets]
+
     def start(self) -> None:
         """Start what is left, with zeros for gradients that never came."""
-        while self._started < len(self._open):
+        while self._started < len(self._bridge.reduce_buckets):
             self._start_next()
 
     def finish(self, last: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -241,7 +252,10 @@ class BucketRun:
         still = [name for name in bucket.names if name not in bucket.moved]
         self.kept = {name for name in still if name not in told and own[name].stays(rank)}
         self.copied = [(n, *cuts) for n in still if n not in self.kept for cuts in self._own(n, own[n], rank)]
+        # A held but empty part arrives from nobody; gradients have a result of every name.
+        self.wanted = dict.fromkeys(n for n, place in self.targets.items() if place.held or not required)
         self.needed_later = {*self.kept, *(name for name, *_ in self.copied), *self.moved}
+        self.stays = not self.messages and self.kept == set(bucket.names)
 
     def _own(self, name: str, move: TensorMove, rank: int) -> list[tuple[Cuts, Cuts]]:
         """List what this rank takes from itself: (cuts of the source, cuts of the target)."""
@@ -258,6 +272,15 @@ class BucketRun:
         for message in self.messages:
             on_host = self._place(message, device) == HOST
             message.meet(self.table, self.dtype.itemsize, on_host=on_host)
+
+    def at_home(self, tensors: Mapping[str, Tensor | None], device: torch.device) -> AtHome:
+        """Return the tensors of a bucket that `stays`: all are where they are wanted."""
+        values = {name: self._value(name, tensors.get(name)) for name in self.sources}
+        missing = [name for name, value in values.items() if value is None]
+        if missing:
+            arrivals = Arrivals(self.targets, self.dtype, device)
+            values.update((name, arrivals.make(name).zero_()) for name in missing)
+        return AtHome({name: value for name, value in values.items() if name in self.wanted and value is not None})
 
     @torch.no_grad()
     def start(
@@ -320,6 +343,17 @@ class BucketRun:
 
 
 @dataclass(slots=True)
+class AtHome:
+    """A bucket of which nothing travels."""
+
+    tensors: dict[str, Tensor]
+
+    def wait(self) -> dict[str, Tensor]:
+        """Give its tensors by name."""
+        return self.tensors
+
+
+@dataclass(slots=True)
 class UnderWay:
     """A bucket under way; `wait` ends it."""
 
@@ -338,6 +372,8 @@ class UnderWay:
             if buffer is not None:
                 message.unpack(buffer, arrivals)
         self.run.move(self.values, arrivals)
-        # A held but empty part arrives from nobody; gradients have a result of every name.
-        wanted = [n for n, place in self.run.targets.items() if place.held or not self.run.required]
-        return {name: arrivals.make(name) for name in wanted}
+        return {name: arrivals.make(name) for name in self.run.wanted}
+
+
+Handle = AtHome | UnderWay
+"""A bucket that was started."""

@@ -86,7 +86,7 @@ class EagerVariant(Variant):
 
         A module may leave out parts of itself in some steps.
         """
-        trained = [name for name in self.homes if name in self.trained]
+        trained = list(self.trained)
         flags = any_of(self.table, [name in names for name in trained])
         return tuple(name for name, is_used in zip(trained, flags, strict=True) if is_used)
 

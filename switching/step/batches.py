@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +11,8 @@ from torch import Tensor
 from hetu_fx.comm_ops.wire.consensus import Count, LocalFacts
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import BatchError
-from hetu_fx.graph.bind import GivenBatch
+from hetu_fx.graph.bind import Batch, GivenBatch
 from hetu_fx.plans.plan import Plan
-from hetu_fx.program.batch import batch_of
 from hetu_fx.program.captures import Programs
 from hetu_fx.program.program import Bindings, Program
 from hetu_fx.switching.step.rows import RowPlan, cut_rows, rows_for_pipeline
@@ -77,16 +75,14 @@ class ReadBatch:
         return MicroBatchRows(tensors, len(interval), interval.start, bindings)
 
 
-def read_batch(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], programs: Programs, training: bool, *, shared: bool
-) -> ReadBatch:
-    """Read the arguments of a call of the model; `shared`: every rank passes the same.
+def read_batch(batch: Batch, programs: Programs, training: bool, *, shared: bool) -> ReadBatch:
+    """Read the batch of a call of the model; `shared`: every rank passes the same.
 
     Raises:
-        BatchError: they do not fit the model's forward or the captured program, or are objects that no graph takes.
+        BatchError: it does not fit the captured program, or has objects that no graph takes.
         CaptureError: the program cannot be captured.
     """
-    given = GivenBatch.of(batch_of(programs.signature, args, kwargs))
+    given = GivenBatch.of(batch)
     given.check_no_objects()
     match = programs.match(given, training)
     program, tensors = match.program, match.tensors

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetu_fx.base.torch_private import gradient_hooks, is_accumulated, keeps_graph
+from hetu_fx.base.torch_private import are_accumulated, gradient_hooks, keeps_graph
 from hetu_fx.switching.step.gradients import Collector
 from hetu_fx.switching.step.loss import applied
 
@@ -79,8 +79,9 @@ class StepBackward:
         if self.is_over:
             self.pieces = [piece.detach() for piece in self.pieces]
         found = [self._of_input(name, tied) for name, tied in self.inputs.items()]
-        named = zip(self.collector.trained, nodes, strict=False)
-        return (*(_put(self.collector.homes[name], home.get(name), node) for name, node in named), *found)
+        parameters = [self.collector.homes[name] for name in self.collector.trained]
+        left = _put(parameters, list(map(home.get, self.collector.trained)), nodes[: len(parameters)])
+        return (*left, *found)
 
     def _check(self, gradients: Sequence[Tensor | None]) -> None:
         if torch.is_grad_enabled():
@@ -110,15 +111,18 @@ class StepBackward:
         return tied.bring_back(gradient)
 
 
-def _put(parameter: nn.Parameter, gradient: Tensor | None, node: Any) -> Tensor | None:
-    """Put a parameter's first gradient where autograd would by `node`; return what is left for autograd to do.
+def _put(
+    parameters: Sequence[nn.Parameter], gradients: list[Tensor | None], nodes: Sequence[Any]
+) -> list[Tensor | None]:
+    """Put parameters' first gradients where autograd would by `nodes`; return what is left for autograd to do.
 
     It would make an alias of each first, which takes a home tensor as long as all else that is done for it.
     """
-    if gradient is None or parameter.grad is not None or any(gradient_hooks(parameter)) or not is_accumulated(node):
-        return gradient
-    parameter.grad = gradient
-    return None
+    hooks, accumulated = map(gradient_hooks, parameters), are_accumulated(nodes)
+    for number, (parameter, hooked, is_added) in enumerate(zip(parameters, hooks, accumulated, strict=True)):
+        if is_added and gradients[number] is not None and not any(hooked) and parameter.grad is None:
+            parameter.grad, gradients[number] = gradients[number], None
+    return gradients
 
 
 class _Boundary(torch.autograd.Function):

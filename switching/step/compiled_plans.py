@@ -18,7 +18,6 @@ from hetu_fx.base.device_types import type_of
 from hetu_fx.comm_ops.resolve.lowering import Lowering
 from hetu_fx.comm_ops.wire.consensus import by_first, together
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.comm_ops.wire.peers.mail import open_mail
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import LeafKind, OutputKind
 from hetu_fx.plans.plan import Plan
@@ -80,13 +79,13 @@ class StagePlan:
         """Return this rank's graph, the first of several; None if the plan leaves the rank out."""
         return self.devices[0] if self.devices else None
 
-    @property
+    @cached_property
     def random_states(self) -> tuple[str, ...]:
         """Return the names of the random state leaves."""
         graph = self.deduced.annotated.graph
         return tuple(leaf.name for leaf in graph.leaves_of(LeafKind.RANDOM_STATE))
 
-    @property
+    @cached_property
     def count_dtypes(self) -> tuple[torch.dtype, ...]:
         """Return the dtypes of the count leaves."""
         graph = self.deduced.annotated.graph
@@ -109,7 +108,7 @@ class StagePlan:
         """Tell whether random numbers are told apart by tokens, counted over rows that are as long as each other."""
         return draws_by_token(self.deduced.annotated.graph)
 
-    @property
+    @cached_property
     def contributes_loss(self) -> bool:
         """Tell whether this rank's local loss counts: one rank per pipeline, one in all if each has the whole loss."""
         loss = self.deduced.annotated.graph.loss
@@ -162,8 +161,6 @@ class GraphCompute(Compute):
             known = None if any(key) else self._deduced.pop(program, None)
             # By one rank for all: ways are weighed by sizes of the example batch, which ranks have of their own.
             deduced = by_first(self.table, lambda: known or self._deduce(program, key))
-            if any(len(pipeline.stages) > 1 for pipeline in self.plan.pipelines):
-                open_mail(self.table)
             stages[key] = together(self.table, lambda: self._make(program, deduced))
         self.sizes = None
         return stages[key]

@@ -186,8 +186,10 @@ class StepFrame:
 
     def _check_inputs(self) -> None:
         """Refuse inputs whose gradient would not come out whole."""
+        if not self.needing:
+            return
         alone = all(len(pipeline.devices) == 1 for pipeline in self.variant.plan.pipelines)
-        if self.needing and (self.runs_ahead or not alone):
+        if self.runs_ahead or not alone:
             raise StateError(
                 f"input {sorted(self.needing)} needs a gradient, which a plan gives whose pipelines are one device "
                 f"each, in one micro-batch (such as Plan.data_parallel); this is {self.variant.plan}. Detach it, use "

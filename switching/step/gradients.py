@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from hetu_fx.base.torch_private import foreach_mul, gradient_hooks, is_accumulated
+from hetu_fx.base.torch_private import are_accumulated, foreach_mul, gradient_hooks
 from hetu_fx.comm_ops.wire.consensus import any_of
 from hetu_fx.errors import StateError
 from hetu_fx.switching.bridge.bridge import Bridge, Reduction
@@ -64,7 +64,7 @@ class Collector:
     ) -> None:
         self.bridge, self.homes, self.kept, self.timer = bridge, variant.homes, variant.kept_back, inputs.timer
         self.host = inputs.host
-        self.trained = tuple(name for name in self.homes if name in variant.trained)
+        self.trained = variant.trained
         self.leaves = {name: t.detach().requires_grad_(name in variant.trained) for name, t in compute.items()}
         trained_here = self.leaves.keys() & variant.trained
         self._syncs, self._trained_here = inputs.syncs_gradients, trained_here
@@ -108,7 +108,7 @@ class Collector:
     def _adds_up(self, nodes: Sequence[Any]) -> bool:
         """Tell whether nothing happens to gradients but that they are added to those before."""
         hooked = any(any(gradient_hooks(self.homes[name])) for name in self.trained)
-        return not hooked and all(map(is_accumulated, nodes[: len(self.trained)]))
+        return not hooked and all(are_accumulated(nodes[: len(self.trained)]))
 
     def listen(self) -> None:
         """Hand each gradient on as it arrives, from now on, if it may travel: before the backward that completes them.
@@ -191,7 +191,7 @@ class Collector:
             self.kept.add(self.bridge, left, {name: self.homes[name] for name in self._used(left)})
             return {}
         self.kept.withdraw(self.homes)
-        used = {*self._handed_on, *left, *self.kept.local}
+        used = {*self._handed_on, *left, *self.kept.local} if self._used_anywhere else ()
         for name in list(self.kept.local):
             kept = self.kept.take(name, left.get(name))
             if kept is not None:
@@ -199,9 +199,9 @@ class Collector:
         home = self._reduction.finish(left)
         if sums_first:
             self._multiply(list(home.values()))
-        if home:
-            home = {name: home[name] for name in self._used(used) if name in home}
-        return as_home(home, self.homes)
+        if not home:
+            return {}
+        return as_home({name: home[name] for name in self._used(used) if name in home}, self.homes)
 
     def _used(self, here: Collection[str]) -> Collection[str]:
         """Return what some rank has used, of which this one has used what is `here`; collective if ranks may differ."""

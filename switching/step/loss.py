@@ -113,7 +113,7 @@ class GlobalLoss(torch.autograd.Function):
         note("loss.backward()")
         guessed = ctx.gradient.begin(gradient)
         ctx.timer.start()
-        return (guessed * ctx.scale).to(ctx.dtype), None, None, None, None
+        return (guessed if ctx.scale == 1.0 else guessed * ctx.scale).to(ctx.dtype), None, None, None, None
 
 
 class PendingLoss(Pending):
@@ -169,8 +169,10 @@ def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
 
 def _summed(total: Tensor, table: GroupTable, *, waits: bool) -> Tensor:
     """Sum in place over all ranks; unless it `waits`, what a rank's host would have to wait for stays pending."""
+    if table.size == 1:
+        return total
     exchange = _started_sum(total, table)
-    if waits or table.size == 1 or not total.is_cpu:
+    if waits or not total.is_cpu:
         exchange.wait()
         return total
     loss = make_subclass(PendingLoss, total)

@@ -84,9 +84,9 @@ def rows_for_pipeline(
 ) -> dict[str, Tensor]:
     """Return this rank's pipeline's rows of every per-row tensor; nothing for a rank outside the plan.
 
-    Collective, unless `shared`: then every rank has all rows already.
+    Collective, unless `shared`: then every rank has all rows already, as one alone has.
     """
-    if shared:
+    if shared or table.size == 1:
         place = plan.place(table.rank)
         return {} if place is None else cut_rows(tensors, rows.pipelines[place[0]])
     layouts = tuple(((rows.total, *tensor.shape[1:]), tensor.dtype) for tensor in tensors.values())

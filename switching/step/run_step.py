@@ -42,9 +42,11 @@ def stage_of(variant: GraphVariant, batch: StepBatch, inputs: StepInputs) -> Sta
 
 
 def _wants_values(batch: StepBatch, inputs: StepInputs) -> bool:
-    graph = batch.program.graph
-    wanted = inputs.wants_values(has_loss=graph.loss is not None, training=graph.training)
-    return wanted or graph.observed is not None
+    return _asks_for_values(batch, inputs) or batch.program.graph.observed is not None
+
+
+def _asks_for_values(batch: StepBatch, inputs: StepInputs) -> bool:
+    return inputs.wants_values(has_loss=bool(batch.program.loss_name), training=batch.program.graph.training)
 
 
 class _GraphStep(StepFrame):
@@ -99,7 +101,7 @@ class _GraphStep(StepFrame):
         if graph.observed is None:
             return made
         self.inputs.tell(graph.of_observed({name: value.detach() for name, value in made.items()}))
-        wanted = self.inputs.wants_values(has_loss=graph.loss is not None, training=graph.training)
+        wanted = _asks_for_values(self.batch, self.inputs)
         return {name: value for name, value in made.items() if wanted and not name.startswith(OBSERVED)}
 
     def _micro_batches(self) -> list[MicroBatchFeeds]:
@@ -121,8 +123,9 @@ class _GraphStep(StepFrame):
     def _micro_batch(self, cut: MicroBatchRows) -> MicroBatchFeeds:
         rows = self.leaves_of(cut.tensors)
         feeds: dict[tuple[SlotKind, str], Any] = {(SlotKind.INPUT, n): t for n, t in rows.items()}
-        state = torch.tensor([self.inputs.seed, self.inputs.step, cut.first_row], dtype=torch.int64)
-        feeds.update({(SlotKind.RANDOM_STATE, name): state for name in self.stage.random_states})
+        if self.stage.random_states:
+            state = torch.tensor([self.inputs.seed, self.inputs.step, cut.first_row], dtype=torch.int64)
+            feeds.update({(SlotKind.RANDOM_STATE, name): state for name in self.stage.random_states})
         return MicroBatchFeeds(cut.rows, feeds, cut.bindings)
 
     def _shared_feeds(self, compute: Mapping[str, Tensor]) -> Feeds:

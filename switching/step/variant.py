@@ -141,19 +141,21 @@ class KeptBack:
 class Variant:
     """A plan made ready to run; what more it takes is in the subclass of each way of running.
 
-    `compute` is what runs under the plan's compute layout; variants of the same layout share it.
+    `compute` is what runs under the plan's compute layout; variants of the same layout share it. `facts` are what a
+    policy is told of it.
     """
 
     def __init__(self, name: str, plan: Plan, compute: Compute, planned_rates: Mapping[int, float]) -> None:
-        self.name, self.plan, self.planned_rates = name, plan, planned_rates
+        self.name = name
+        self._go_by(plan, planned_rates)
         self.compute, self.table, self.homes = compute, compute.table, compute.homes
         self.look_at_homes()
         self.kept_back = KeptBack()
         self.first_use = FirstUse()
 
     def look_at_homes(self) -> None:
-        """Take in which parameters are trained."""
-        self.trained = frozenset(n for n, home in self.homes.items() if home.requires_grad)
+        """Take in which parameters are trained, in order."""
+        self.trained = dict.fromkeys(n for n, home in self.homes.items() if home.requires_grad).keys()
 
     @property
     def device(self) -> torch.device:
@@ -165,22 +167,20 @@ class Variant:
         """Return what the planner expected of a step; 0 if the plan was given by hand."""
         return self.plan.predicted.seconds if self.plan.predicted else 0.0
 
-    @property
-    def facts(self) -> VariantFacts:
-        """Return what a policy is told of it."""
-        limits = (self.plan.max_length, *(pipeline.max_length for pipeline in self.plan.pipelines))
-        return VariantFacts(
+    def _go_by(self, plan: Plan, planned_rates: Mapping[int, float]) -> None:
+        self.plan, self.planned_rates = plan, planned_rates
+        limits = (plan.max_length, *(pipeline.max_length for pipeline in plan.pipelines))
+        self.facts = VariantFacts(
             name=self.name,
             max_length=min((limit for limit in limits if limit is not None), default=None),
             predicted_seconds=self.predicted_seconds,
-            devices=self.plan.devices,
-            planned_rates=self.planned_rates,
+            devices=plan.devices,
+            planned_rates=planned_rates,
         )
 
     def expect(self, predicted: Prediction | None, planned_rates: Mapping[int, float]) -> None:
         """Take over what the planner expects of the plan at other rates of the devices."""
-        self.plan = replace(self.plan, predicted=predicted)
-        self.planned_rates = dict(planned_rates)
+        self._go_by(replace(self.plan, predicted=predicted), dict(planned_rates))
 
     def flush(self) -> None:
         """Bring gradients that were kept back home into `.grad`; collective if there are any."""

@@ -180,6 +180,6 @@ def extract_prologue(graph: Graph) -> Prologue:
 
     def compute(device: torch.device, *values: Tensor) -> tuple[Tensor, ...]:
         placed = dict(zip(order, values, strict=True))
-        return tuple(module_at(device)(*(placed[index] for index in range(len(used)))))
+        return tuple(module_at(device).forward(*(placed[index] for index in range(len(used)))))
 
     return Prologue(inputs, constants, compute)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hetu_fx.errors import BatchError
+from hetu_fx.program.batch import batch_of
 from hetu_fx.program.captures import Programs
 from hetu_fx.switching.step.batches import ReadBatch, read_batch
 from tests.model_zoo import SAMPLES
@@ -21,7 +22,7 @@ def programs() -> Programs:
 
 
 def read(programs: Programs, *args: Any, **kwargs: Any) -> ReadBatch:
-    return read_batch(args, kwargs, programs, training=True, shared=False)
+    return read_batch(batch_of(programs.signature, args, kwargs), programs, training=True, shared=False)
 
 
 def test_facts_are_rows_lengths_sizes_and_counts(programs: Programs) -> None:

@@ -25,7 +25,7 @@ from tests.model_zoo import bert, causal_batch, llama, mixtral
 
 def read(model: nn.Module, **options: Any) -> ReadBatch:
     batch = {**causal_batch(3, 7), **options}
-    return read_batch((), batch, Programs(model, None), training=True, shared=False)
+    return read_batch(batch, Programs(model, None), training=True, shared=False)
 
 
 def agreed(batch: ReadBatch, size: int, *, differ: bool = True) -> StepFacts:
@@ -71,7 +71,7 @@ def test_unequal_sizes_are_refused_on_every_rank_where_the_graph_fixes_them() ->
             return torch.stack([x[:, at].tanh() for at in range(x.shape[1])]).mean()
 
     model = Steps()
-    batch = read_batch((torch.randn(3, 7),), {}, Programs(model, None), training=True, shared=False)
+    batch = read_batch({"x": torch.randn(3, 7)}, Programs(model, None), training=True, shared=False)
     for size in (7, 10):
         with pytest.raises(
             BatchError, match="dim 1 of input 'x' is not the same on all ranks, but the model's forward fixes it"

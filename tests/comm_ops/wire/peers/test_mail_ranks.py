@@ -15,7 +15,7 @@ from hetu_fx.comm_ops.wire.peers.mail import open_mail
 from hetu_fx.errors import CommError
 
 WORLD = 3
-SIZES = (5000, 3, 1, 20000)  # of which small ones are sent
+SIZES = (5000, 3, 1, 20000, 0)
 
 
 def opened(name: str) -> GroupTable:
@@ -72,6 +72,21 @@ def check_what_is_sent_is_read_when_it_is_taken(rank: int, world: int, folder: P
         room = torch.empty(5000)
         post([(0, room, Tag.STAGES)], (), table).arrive()
         assert room.eq(1.0).all()
+
+
+def check_rows_and_hand_overs_take_their_turns(rank: int, world: int, folder: Path) -> None:
+    table = opened("turns")
+    assert table.mail is not None
+    to, source, tags = (rank + 1) % world, (rank - 1) % world, (Tag.ROWS, Tag.STAGES, Tag.ROWS)
+    rooms = [torch.empty(SIZES[number]) for number in range(len(tags))]
+    posted = [
+        post([(source, room, tag)], [(to, value(rank, number), tag)], table)
+        for number, (room, tag) in enumerate(zip(rooms, tags, strict=True))
+    ]
+    for one in posted:
+        one.wait()
+    assert all(torch.equal(room, value(source, number)) for number, room in enumerate(rooms))
+    assert table.mail.sent[to] == table.mail.taken[source] == len(tags)  # type: ignore[attr-defined]
 
 
 def check_other_messages_are_sent(rank: int, world: int, folder: Path) -> None:

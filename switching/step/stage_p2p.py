@@ -51,8 +51,7 @@ class StageP2P:
     """
 
     def __init__(self, stage: int, chunks: Sequence[Ends], table: GroupTable, device: torch.device) -> None:
-        self.stage, self._table = stage, table
-        self._leave = departures if table.is_native(device) else at_once
+        self.stage, self._table, self._device = stage, table, device
         self._ways = [_Ways.of(ends, table, device) for ends in chunks]
         self._orders: tuple[Order, ...] = ()
         self.start(((),) * (stage + 1))
@@ -61,7 +60,9 @@ class StageP2P:
         """Begin a step in which the stages of the pipeline run these actions, each in its order."""
         if orders != self._orders:
             self._orders, self._order = orders, orders[self.stage]
-            self._departures, self._takings = self._leave(orders, self.stage), takings(orders, self.stage)
+            waits = len(orders) > 1 and self._table.is_native(self._device)
+            self._departures = (departures if waits else at_once)(orders, self.stage)
+            self._takings = takings(orders, self.stage)
             self._arrivals = arrivals(orders, self.stage)
         self._calls = 0
         self._here: dict[tuple[int, int, int], Mapping[str, Tensor]] = {}

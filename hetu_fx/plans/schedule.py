@@ -80,6 +80,7 @@ def actions(schedule: Schedule, stage: int, num_stages: int, num_micro_batches: 
     return tuple(_cut(order, stage)) if schedule == "zero-bubble" else order
 
 
+@lru_cache(maxsize=512)
 def orders_of(schedule: Schedule, num_stages: int, num_micro_batches: int, chunks: int = 1) -> tuple[Order, ...]:
     """Return the actions of every stage of a pipeline."""
     stages = range(num_stages)

@@ -66,8 +66,8 @@ LEAST_FINALISTS = 8
 MOST_TWINS = 4
 """So many finalists are tried under other schedules too."""
 
-CHUNKS = (2, 3, 4)
-"""In so many chunks their stages are dealt out."""
+MOST_CHUNKS = 4
+"""Their stages are dealt out in 2 chunks, and in so many or as many as they have blocks for."""
 
 __all__ = ["PlanOptions", "make_plan", "make_plans", "predicted"]
 
@@ -181,7 +181,7 @@ def _simulated(found: Mapping[Plan, float], problem: Problem) -> dict[Plan, floa
     Those that are near the best, as far as they can be simulated in the time that there is, which is counted in jobs,
     so that the answer depends on nothing else. Some are left for plans that take few of them.
     """
-    taken, left = dict[Plan, float](), MOST_JOBS * max(1, len(problem.cluster.devices) // JOBS_DEVICES)
+    taken, left = dict[Plan, float](), _most_jobs(problem)
     for plan in sorted(found, key=lambda plan: (found[plan], plan.summary())):
         if len(taken) >= LEAST_FINALISTS and found[plan] > WORTH * min(taken.values()):
             break
@@ -199,16 +199,27 @@ def _without_bubbles(found: Mapping[Plan, float], problem: Problem) -> dict[Plan
     """
     near = sorted((plan for plan in found if _has_bubbles(plan)), key=lambda plan: (found[plan], plan.summary()))
     twins = (twin for plan in near[:MOST_TWINS] for twin in _twins(plan, problem.costs.num_blocks))
-    fitting = (plan for plan in problem.options.allowed(twins) if _fits(plan, problem))
-    return {plan: seconds_by_costs(plan, problem) for plan in fitting}
+    taken, left = dict[Plan, float](), _most_jobs(problem)
+    for plan in problem.options.allowed(twins):
+        if num_jobs(plan) <= left and _fits(plan, problem):
+            taken[plan] = seconds_by_costs(plan, problem)
+            left -= num_jobs(plan)
+    return taken
+
+
+def _most_jobs(problem: Problem) -> int:
+    """Return how many jobs may be simulated of finalists, and again of what they are under other schedules."""
+    return MOST_JOBS * max(1, len(problem.cluster.devices) // JOBS_DEVICES)
 
 
 def _twins(plan: Plan, num_blocks: int) -> Iterator[Plan]:
     """Yield a plan under the other schedules that it can run under."""
     yield replace(plan, schedule="zero-bubble")
     stages = (pipeline.blocks(num_blocks) for pipeline in plan.pipelines if len(pipeline.stages) > 1)
-    least = min(map(min, stages))
-    yield from (replace(plan, schedule="interleaved", chunks=count) for count in CHUNKS if count <= least)
+    most = min(MOST_CHUNKS, *map(min, stages))
+    yield from (
+        replace(plan, schedule="interleaved", chunks=count) for count in sorted({2, most}) if 2 <= count <= most
+    )
 
 
 def _has_bubbles(plan: Plan) -> bool:

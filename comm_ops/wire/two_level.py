@@ -100,7 +100,9 @@ def _reduce_in_levels(parts: Sequence[Tensor], ranks: Sequence[int], tiers: Tier
     inside = _inside(levels, table.rank)
     flats = {rank: part.detach().reshape(-1) for rank, part in zip(ranks, parts, strict=True)}
     brought = [_brought(levels, place, len(inside)) for place in range(len(inside))]
-    summed = _reduce_flat([torch.cat([flats[owner] for owner in owners]) for owners in brought], inside, table)
+    sizes = [sum(flats[owner].numel() for owner in owners) for owners in brought]
+    together = torch.cat([flats[owner] for owners in brought for owner in owners])
+    summed = _reduce_flat(segments(together, sizes), inside, table)
     owners = brought[inside.index(table.rank)]
     sums = dict(zip(owners, summed.split([flats[owner].numel() for owner in owners]), strict=True))
     mine = summed.new_empty(0)

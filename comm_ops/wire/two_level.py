@@ -6,8 +6,8 @@ across first, a reduce-scatter inside first. Across, ranks meet in lanes of one 
 unequal numbers of ranks, those of a smaller node stand in several lanes; an all-reduce uses as many lanes as the
 smallest node has ranks. The first and second level of an all-gather copy bits; sums are made per node first.
 
-`..._by` runs a collective by the algorithm that its op carries: the one place where flat, padded and two-level part,
-and where ranks read each other's memory instead of sending (`peers`).
+`..._by` runs a collective by the algorithm that its op carries: the one place where flat, padded and two-level part.
+Where ranks can, they read each other's memory instead of sending (`peers`): of one node as a rule, inside of it too.
 `start_in_levels` runs one beside what else a rank does. A level can only start when the one before has arrived, and a
 rank in its backward cannot wait for that: its peers may need what it has yet to work out. So a thread takes the
 levels, exchange by exchange in the order in which all ranks start them. Its messages are in groups of its own
@@ -44,18 +44,19 @@ Tiers = Sequence[Sequence[int]]
 
 
 def _sum_across(x: Tensor, ranks: Sequence[int], tiers: Tiers, table: GroupTable) -> Tensor:
-    return _sum_in_levels(x, ranks, tiers, table) if tiers else sum_over(x, ranks, table)
+    return _sum_in_levels(x, ranks, tiers, table) if tiers else _sum_flat(x, ranks, table)
 
 
 def _gather_across(
     x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], tiers: Tiers, table: GroupTable
 ) -> list[Tensor]:
-    gathered = _gather_in_levels(x, shapes, ranks, tiers, table) if tiers else gather_parts(x, shapes, ranks, table)
-    return list(gathered)
+    if tiers:
+        return _gather_in_levels(x, shapes, ranks, tiers, table)
+    return _gather_flat(x, shapes, ranks, table)
 
 
 def _reduce_across(parts: Sequence[Tensor], ranks: Sequence[int], tiers: Tiers, table: GroupTable) -> Tensor:
-    return _reduce_in_levels(parts, ranks, tiers, table) if tiers else reduce_parts(parts, ranks, table)
+    return _reduce_in_levels(parts, ranks, tiers, table) if tiers else _reduce_flat(parts, ranks, table)
 
 
 def _sum_in_levels(x: Tensor, ranks: Sequence[int], tiers: Tiers, table: GroupTable) -> Tensor:
@@ -64,11 +65,11 @@ def _sum_in_levels(x: Tensor, ranks: Sequence[int], tiers: Tiers, table: GroupTa
     inside = _inside(levels, table.rank)
     place, count = inside.index(table.rank), min(map(len, levels))
     sizes = [*even_sizes(x.numel(), count), *([0] * (len(inside) - count))]
-    mine = reduce_parts(x.detach().reshape(-1).split(sizes), inside, table)
+    mine = _reduce_flat(x.detach().reshape(-1).split(sizes), inside, table)
     if place < count:
         lane = lanes(levels)[place]
         mine = _sum_across(mine, lane, tiers_of(tiers[1:], ranks, lane), table)
-    return torch.cat(gather_parts(mine, [[size] for size in sizes], inside, table)).view(x.shape)
+    return torch.cat(_gather_flat(mine, [[size] for size in sizes], inside, table)).view(x.shape)
 
 
 def _gather_in_levels(
@@ -86,7 +87,7 @@ def _gather_in_levels(
         arrived += _gather_across(mine, carried, members, outer, table)
     brought = [_brought(levels, place, len(inside)) for place in range(len(inside))]
     sizes = [[sum(numels[owner] for owner in owners)] for owners in brought]
-    flats = gather_parts(torch.cat(arrived), sizes, inside, table)
+    flats = _gather_flat(torch.cat(arrived), sizes, inside, table)
     found: dict[int, Tensor] = {}
     for flat, owners in zip(flats, brought, strict=True):
         found |= zip(owners, flat.split([numels[owner] for owner in owners]), strict=True)
@@ -99,7 +100,9 @@ def _reduce_in_levels(parts: Sequence[Tensor], ranks: Sequence[int], tiers: Tier
     inside = _inside(levels, table.rank)
     flats = {rank: part.detach().reshape(-1) for rank, part in zip(ranks, parts, strict=True)}
     brought = [_brought(levels, place, len(inside)) for place in range(len(inside))]
-    summed = reduce_parts([torch.cat([flats[owner] for owner in owners]) for owners in brought], inside, table)
+    sizes = [sum(flats[owner].numel() for owner in owners) for owners in brought]
+    together = torch.cat([flats[owner] for owners in brought for owner in owners])
+    summed = _reduce_flat(segments(together, sizes), inside, table)
     owners = brought[inside.index(table.rank)]
     sums = dict(zip(owners, summed.split([flats[owner].numel() for owner in owners]), strict=True))
     mine = summed.new_empty(0)
@@ -146,8 +149,30 @@ def all_reduce_by(x: Tensor, ranks: Sequence[int], algorithm: Algorithm, table: 
     """Return the sum of `x` over `ranks` as a new contiguous tensor, the same bits on all of them."""
     if algorithm.in_two_levels(x.nbytes):
         return _sum_in_levels(x, ranks, algorithm.tiers, table)
+    return _sum_flat(x, ranks, table)
+
+
+def _sum_flat(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:
     peers = _readers(x, x.nbytes, ranks, table)
     return sum_over(x, ranks, table) if peers is None else sum_read(x, ranks, table, peers)
+
+
+def _gather_flat(
+    x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], table: GroupTable, *, pads: bool = False
+) -> list[Tensor]:
+    if peers := _readers(x, _bytes_of(x, shapes), ranks, table):
+        return gather_read(x, shapes, ranks, table, peers)
+    return (gather_padded if pads else gather_parts)(x, shapes, ranks, table)
+
+
+def _bytes_of(x: Tensor, shapes: Sequence[Sequence[int]]) -> int:
+    return sum(torch.Size(shape).numel() for shape in shapes) * x.element_size()
+
+
+def _reduce_flat(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable, *, pads: bool = False) -> Tensor:
+    if peers := _readers(parts[0], sum(part.nbytes for part in parts), ranks, table):
+        return reduce_read(parts, ranks, table, peers)
+    return (reduce_padded if pads else reduce_parts)(parts, ranks, table)
 
 
 def _readers(x: Tensor, num_bytes: int, ranks: Sequence[int], table: GroupTable) -> Peers | None:
@@ -161,13 +186,10 @@ def all_gather_by(
     x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], algorithm: Algorithm, table: GroupTable
 ) -> list[Tensor]:
     """Return the tensors of all `ranks`, of shape `shapes[i]`, in their order."""
-    num_bytes = sum(torch.Size(shape).numel() for shape in shapes) * x.element_size()
+    num_bytes = _bytes_of(x, shapes)
     if algorithm.in_two_levels(num_bytes):
         return _gather_in_levels(x, shapes, ranks, algorithm.tiers, table)
-    if peers := _readers(x, num_bytes, ranks, table):
-        return gather_read(x, shapes, ranks, table, peers)
-    gather = gather_padded if algorithm.pads(num_bytes) else gather_parts
-    return gather(x, shapes, ranks, table)
+    return _gather_flat(x, shapes, ranks, table, pads=algorithm.pads(num_bytes))
 
 
 def reduce_scatter_by(parts: Sequence[Tensor], ranks: Sequence[int], algorithm: Algorithm, table: GroupTable) -> Tensor:
@@ -175,10 +197,7 @@ def reduce_scatter_by(parts: Sequence[Tensor], ranks: Sequence[int], algorithm: 
     num_bytes = sum(part.nbytes for part in parts)
     if algorithm.in_two_levels(num_bytes):
         return _reduce_in_levels(parts, ranks, algorithm.tiers, table)
-    if peers := _readers(parts[0], num_bytes, ranks, table):
-        return reduce_read(parts, ranks, table, peers)
-    reduce = reduce_padded if algorithm.pads(num_bytes) else reduce_parts
-    return reduce(parts, ranks, table)
+    return _reduce_flat(parts, ranks, table, pads=algorithm.pads(num_bytes))
 
 
 # Each takes the buffer, the sizes of its segments, the ranks, their tiers and a table, and works in place.

@@ -246,7 +246,7 @@ def gather_read(
 def reduce_read(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable, peers: Peers) -> Tensor:
     """Do what `collectives.reduce_parts` does."""
     here, sizes = table.position(ranks), [part.numel() for part in parts]
-    buffer = torch.cat([part.detach().reshape(-1) for part in parts])
+    buffer = _end_to_end(parts)
     own, offset = segments(buffer, sizes)[here], _offsets(sizes)[here] * buffer.itemsize
     result = torch.empty_like(parts[here], memory_format=torch.contiguous_format)
 
@@ -255,6 +255,16 @@ def reduce_read(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable
 
     _read_now(act, buffer, ranks, peers, table, "reduce-scatter", sizes)
     return result
+
+
+def _end_to_end(parts: Sequence[Tensor]) -> Tensor:
+    """Return parts as one flat tensor: where they stand, if they do so end to end, else copied."""
+    first, places = parts[0], {part.untyped_storage().data_ptr() for part in parts}
+    starts = accumulate((part.numel() for part in parts), initial=first.storage_offset())
+    pairs = zip(parts, starts, strict=False)
+    if len(places) == 1 and all(part.is_contiguous() and part.storage_offset() == start for part, start in pairs):
+        return first.detach().as_strided((sum(part.numel() for part in parts),), (1,))
+    return torch.cat([part.detach().reshape(-1) for part in parts])
 
 
 def _read_now(

@@ -119,6 +119,8 @@ def check_a_collective_of_an_op_reads_from_so_many_bytes_on(rank: int, world: in
             assert torch.equal(all_reduce_by(x, ranks, FLAT, table), sum_over(x, ranks, table))
             parts = x.split([size - 9, 0, 9])
             assert torch.equal(reduce_scatter_by(parts, ranks, FLAT, table), reduce_parts(parts, ranks, table))
+            apart = [part.clone() for part in parts]
+            assert torch.equal(reduce_scatter_by(apart, ranks, FLAT, table), reduce_parts(parts, ranks, table))
             assert torch.equal(x, before)
             assert bool(read) == (size == 1000)
 

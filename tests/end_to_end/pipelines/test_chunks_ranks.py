@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from hetu_fx import prepare
 from hetu_fx.errors import ExportError
 from hetu_fx.export.load import load_exported
 from hetu_fx.plans.plan import Plan, Stage
@@ -52,6 +53,16 @@ def check_a_checkpoint_goes_on_under_another_plan(rank: int, world: int, folder:
         other.plain, other.optimizers[0] = twins.plain, torch.optim.AdamW(twins.plain.parameters(), lr=0.0)
         other.gradients(batch_of("gpt2", 6, seed=1), COUNTS)
         twins.plain.zero_grad()
+
+
+def check_hand_overs_by_messages_of_gloo(rank: int, world: int, folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "open_mail", lambda table: None)
+        for schedule in (CHUNKS, replace(CHUNKS, pipelines=(one(Stage((1,)), Stage((0,)), micro_batches=7),))):
+            twins = Twins("gpt2", schedule, None, make=deep)
+            assert twins.model.hetu._runtime.table.mail is None
+            for seed in range(2):
+                twins.step(batch_of("gpt2", 8, seed=seed), (5, 3))
 
 
 def check_compiled_chunks_train_as_one_device(rank: int, world: int, folder: Path) -> None:

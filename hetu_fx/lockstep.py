@@ -222,6 +222,7 @@ class _Run:
     def _runtime(self, model: nn.Module, optimizer: torch.optim.Optimizer, table: GroupTable) -> Runtime:
         settings = Settings(shared=self.how.rows is None, outputs="auto", seed=self.how.seed)
         table.know_types([self._device(rank).type for rank in range(table.size)])
+        table.connect(self._device(table.rank))
         with using(table):
             table.topology = self.how.cluster
             layouts = together(table, lambda: homes_for(self.plans, model, self.execution, self.how.cluster, table))

@@ -83,8 +83,10 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
     table = GroupTable(watched_group(wanted.process_group, wanted.settings.wait_seconds))
     _warn_if_alone(table)
     _check_group(table)
-    types = of_all(table, _type_of(wanted.model))
+    own = _device_of(wanted.model)
+    types = of_all(table, own.type)
     table.know_types(types)
+    table.connect(own)
     open_mail(table)
     is_mixed = len(set(types)) > 1
     execution, program, example, plans, cluster = together(table, lambda: _found(wanted, is_mixed=is_mixed))
@@ -143,9 +145,9 @@ def make_runtime(
     return runtime
 
 
-def _type_of(model: nn.Module) -> str:
-    """Return the type of the device that a model is on."""
-    return next((parameter.device for parameter in model.parameters()), HOST).type
+def _device_of(model: nn.Module) -> torch.device:
+    """Return the device that a model is on."""
+    return next((parameter.device for parameter in model.parameters()), HOST)
 
 
 def _found(

@@ -273,15 +273,36 @@ class GroupTable:
         present.nodes.update({self.to_global(rank): node for rank, node in enumerate(nodes)})
         present.detours = frozenset(ends for ends, way in quickest(ways).items() if way.way == STAGED)
 
+    def connect(self, device: torch.device) -> None:
+        """Let the ranks of this one's type connect the group in which messages leave from `device`; collective.
+
+        Two stages that had something for each other first would wait for all others (`Transport.connects_late`).
+        """
+        kin = self._kin()
+        if len(kin) > 1 and self._is_direct(device) and self.transport.connects_late(device):
+            with guarded("connection of devices of a type", kin, self):
+                self.transport.all_reduce(torch.zeros(1, device=device), self.group(kin))
+
+    @property
+    def direct(self) -> Group:
+        """The group in which messages between ranks of this one's type leave from their devices; see `connect`."""
+        return self.group(self._kin())
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether its ranks compute on devices of several types, as far as is known."""
+        return len(set(self._types_of(None))) > 1
+
     def staged(self, device: torch.device, ranks: Sequence[int] | None = None) -> bool:
         """Tell whether tensors of `device` travel through host memory between some ranks (None: all).
 
         They do where these compute on devices of several types, or of one that no backend of the group sends from, or
-        where they are quicker so (`know_ways`).
+        where they are quicker so (`know_ways`). So do those of threads aside in jobs of several types, as nothing there
+        is connected.
         """
         if device.type == HOST.type or self.size == 1:
             return False
-        if not self.is_native(device) or not type_of(device).is_direct:
+        if not self._is_direct(device) or (self.is_mixed and not self.pauses_work):
             return True
         if any(found != device.type for found in self._types_of(ranks)):
             return True
@@ -301,6 +322,14 @@ class GroupTable:
         if device not in self._natives:
             self._natives[device] = self.transport.is_native(self.base, device)
         return self._natives[device]
+
+    def _is_direct(self, device: torch.device) -> bool:
+        return self.is_native(device) and type_of(device).is_direct
+
+    def _kin(self) -> tuple[int, ...]:
+        """Return the ranks that compute on devices of this one's type."""
+        types = self._types_of(None)
+        return tuple(rank for rank in range(self.size) if not types or types[rank] == types[self.rank])
 
     def _types_of(self, ranks: Sequence[int] | None) -> tuple[str, ...]:
         """Return the types of some ranks' devices (None: of all), as far as they are known."""

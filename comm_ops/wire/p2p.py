@@ -124,11 +124,21 @@ class _Ways:
         return found
 
     def post(self, receives: Sequence[Message], sends: Sequence[Message]) -> tuple[Sequence[Work], Sequence[Work]]:
-        """Start messages from where they are."""
+        """Start messages from where they are: on devices, in the group of those of one type, if there are several."""
+        if not self.table.is_mixed:
+            return self._post(receives, sends, self.group)
+        (here, there), (own, theirs) = map(_by_place, (receives, sends))
+        on_host = self._post(here, own, self.group)
+        on_device = self._post(there, theirs, self.table.direct) if there or theirs else ((), ())
+        return (*on_host[0], *on_device[0]), (*on_host[1], *on_device[1])
+
+    def _post(
+        self, receives: Sequence[Message], sends: Sequence[Message], group: Group
+    ) -> tuple[Sequence[Work], Sequence[Work]]:
         arrives, leaves = (
             [(self.table.to_global(peer), x, tag) for peer, x, tag in messages] for messages in (receives, sends)
         )
-        return self.table.transport.post(arrives, leaves, self.group)
+        return self.table.transport.post(arrives, leaves, group)
 
     def receive(self, peer: int, x: Tensor, tag: int) -> Work:
         """Start to receive chunks."""
@@ -140,3 +150,11 @@ class _Ways:
         """Start to send one tensor in chunks, each as soon as it is on the host."""
         for chunk in StagedMessage.of(messages[0][1]).leaving():
             yield from self.post((), [(peer, chunk, tag) for peer, _, tag in messages])[1]
+
+
+def _by_place(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
+    """Return messages on the host, and those on devices."""
+    found: tuple[list[Message], list[Message]] = ([], [])
+    for message in messages:
+        found[not message[1].is_cpu].append(message)
+    return found

@@ -43,6 +43,9 @@ class Transport(Protocol):
     def is_native(self, group: Group, device: torch.device) -> bool:
         """Tell whether a group sends tensors of a device from where they are."""
 
+    def connects_late(self, device: torch.device) -> bool:
+        """Tell whether groups are connected by the first calls of their members, for which each waits for all."""
+
     def device(self, group: Group) -> torch.device:
         """Return a device that a group can send from."""
 
@@ -82,6 +85,10 @@ class ProcessTransport:
     def is_native(self, group: Group, device: torch.device) -> bool:
         """Ask the group's backends."""
         return has_native_backend(group, device)
+
+    def connects_late(self, device: torch.device) -> bool:
+        """Say yes but for the host: NCCL does."""
+        return device.type != "cpu"
 
     def device(self, group: Group) -> torch.device:
         """Return the host where it can send from there, as small messages stand there."""

@@ -133,9 +133,23 @@ def is_written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def written_names(op: Any) -> list[str]:
+@cache
+def written_names(op: Any) -> tuple[str, ...]:
     """Return the names of the arguments that an op writes to, by its schema."""
-    return [argument.name for argument in schema(op).arguments if is_written(argument)]
+    return tuple(argument.name for argument in schema(op).arguments if is_written(argument))
+
+
+@cache
+def names_in_order(op: Any) -> tuple[str, ...]:
+    """Return what the arguments of an op are called, in order."""
+    return tuple(argument.name for argument in schema(op).arguments)
+
+
+@cache
+def lists_of_tensors(op: Any) -> tuple[str, ...]:
+    """Return the names of the arguments of an op that are lists of tensors, in order."""
+    arguments = ((argument.name, str(argument.type)) for argument in schema(op).arguments)
+    return tuple(name for name, kind in arguments if kind.startswith("List[") and "Tensor" in kind)
 
 
 @cache

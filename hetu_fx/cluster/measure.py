@@ -181,6 +181,7 @@ def measure_here(
     table = table or GroupTable()
     types = of_all(table, torch.device(device).type)  # all start together, so that what shares a core shows
     table.know_types(types)
+    table.connect(torch.device(device))
     speed = matmul_flops_per_second(device, seconds)
     limits = memory_limits(device)
     least = min(size for _, size in limits)

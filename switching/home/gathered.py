@@ -10,6 +10,7 @@ from hetu_fx.base.torch_private import (
     disabled_torch_function,
     is_parameter,
     make_subclass,
+    names_in_order,
     schema,
     tree_leaves,
     tree_map,
@@ -150,7 +151,7 @@ def _give_back(func: Any, result: Any, first: HomeTensor, owners: dict[int, tupl
 
 def named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of an op by the names in its schema."""
-    return {arg.name: value for arg, value in zip(schema(func).arguments, args, strict=False)} | kwargs
+    return dict(zip(names_in_order(func), args, strict=False)) | kwargs
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

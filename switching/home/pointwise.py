@@ -5,14 +5,21 @@ List kernels are what optimizers spend their time in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hetu_fx.base.torch_private import increment_version, overload_name, schema, written_names
+from hetu_fx.base.torch_private import (
+    increment_version,
+    lists_of_tensors,
+    names_in_order,
+    overload_name,
+    schema,
+    written_names,
+)
 from hetu_fx.comm_ops.wire.collectives import reduce_world
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.gathered import named, run_whole
@@ -221,18 +228,14 @@ def _run_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     A position whose written tensor is plain runs whole: its home operands are gathered.
     """
-    lists = {name: value for name, value in named(func, args, kwargs).items() if _is_list(value)}
-    written = set(written_names(func))
+    given, written = named(func, args, kwargs), written_names(func)
+    lists = {name: given[name] for name in lists_of_tensors(func) if given.get(name)}
     common = _common_layouts(lists)
     layouts = common or [_layout_at(i, lists, written) for i in range(len(args[0]))]
-
-    def cut(value: Any) -> Any:
-        if not _is_list(value):
-            return value
-        return list(map(_local, value)) if common else list(map(_cut_item, value, layouts))
-
-    results = func(*map(cut, args), **{name: cut(value) for name, value in kwargs.items()})
-    mark_written([t for name in written & lists.keys() for t in lists[name] if type(t) is HomeTensor])
+    cuts = {name: list(map(_local, t) if common else map(_cut_item, t, layouts)) for name, t in lists.items()}
+    pieces = [cuts.get(name, value) for name, value in zip(names_in_order(func), args, strict=False)]
+    results = func(*pieces, **{name: cuts.get(name, value) for name, value in kwargs.items()})
+    mark_written([t for name in written if name in lists for t in lists[name] if type(t) is HomeTensor])
     if results is None:
         return None
     return [r if layout is None else wrap(r, layout) for r, layout in zip(results, layouts, strict=True)]
@@ -251,13 +254,7 @@ def _all_home(tensors: Sequence[Any]) -> bool:
     return set(map(type, tensors)) == {HomeTensor}
 
 
-def _is_list(value: Any) -> bool:
-    if not isinstance(value, (list, tuple)) or not value:
-        return False
-    return isinstance(value[0], torch.Tensor) or any(isinstance(item, torch.Tensor) for item in value)
-
-
-def _layout_at(position: int, lists: dict[str, Any], written: set[str]) -> HomeLayout | None:
+def _layout_at(position: int, lists: dict[str, Any], written: Collection[str]) -> HomeLayout | None:
     """Give the layout that a position runs in (None: whole), by what is written there."""
     layout = None
     plain_written = False

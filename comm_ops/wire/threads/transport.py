@@ -87,6 +87,10 @@ class ThreadTransport:
         """Return the group; nobody has to meet for it."""
         return Members(name, tuple(members))
 
+    def connects_late(self, device: torch.device) -> bool:
+        """Say no: nothing has to be connected."""
+        return False
+
     def is_native(self, group: Members, device: torch.device) -> bool:
         """Say yes for all but the host, from which messages go as over gloo."""
         return device.type != "cpu"

@@ -3,6 +3,7 @@
 NCCL's calls are carried out on the device, by each rank one after another in the order of posting. A group call of
 sends and receives is over when all of them have met their other end in a call that the peer is in; a collective, when
 all members are in it. Messages have no tags: between two ranks of a communicator they meet in the order of posting.
+A communicator is made by the first call of each of its members in it, which waits for those of all others.
 Gathers and scatters of unequal parts are a group call of broadcasts or reductions, which torch makes of them.
 """
 
@@ -57,7 +58,7 @@ class _Stream:
     """What a rank's device has yet to do: the call that it is in, and which of its messages have not met."""
 
     def __init__(self, rank: int, calls: Sequence[Posted]) -> None:
-        self.rank, self._calls, self._at = rank, calls, -1
+        self.rank, self._calls, self._at, self.seen = rank, calls, -1, set[str]()
         self.advance()
 
     @property
@@ -67,6 +68,7 @@ class _Stream:
     def advance(self) -> None:
         self._at += 1
         self.waiting = [] if self.call is None else list(self.call.messages)
+        self.seen |= set() if self.call is None else {self.call.communicator}
 
     def first(self, communicator: str, way: tuple[int, bool]) -> Sent | None:
         """Return its next message of a way, if it is in a call of the communicator."""
@@ -92,7 +94,7 @@ def hang_of(programs: Programs) -> str:
 
 def _step(stream: _Stream, streams: Mapping[int, _Stream]) -> tuple[str, bool]:
     call = stream.call
-    if call is None:
+    if call is None or any(call.communicator not in streams[member].seen for member in call.members):
         return "", False
     return _meet(call, streams) if call.collective else _exchange(stream, call, streams)
 
@@ -135,6 +137,9 @@ class RecordingTransport(ThreadTransport):
     posted: dict[int, list[Posted]] = {}  # noqa: RUF012 (of all, each run has its own)
 
     def is_native(self, group: Members, device: torch.device) -> bool:
+        return True
+
+    def connects_late(self, device: torch.device) -> bool:
         return True
 
     def post(self, receives: Any, sends: Any, group: Members) -> Any:

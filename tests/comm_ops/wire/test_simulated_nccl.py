@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from hetu_fx.comm_ops.wire import p2p
 from hetu_fx.comm_ops.wire.groups import GroupTable
@@ -60,6 +61,10 @@ HANGS = {
         ]
         for rank in range(3)
     },
+    "two of three whose first call is a message between them": {
+        **{rank: [Posted("world", (0, 1, 2), messages=(one,))] for rank, one in ((0, send(1)), (1, receive(0)))},
+        2: [],
+    },
     "two communicators, each with one half of an exchange": {
         0: [group_call(send(1), within="one"), group_call(receive(1), within="two")],
         1: [group_call(send(0), within="two"), group_call(receive(0), within="one")],
@@ -74,6 +79,13 @@ ENDS = {
     "collectives and messages in one order": {
         0: [collective("all_reduce"), group_call(send(1)), collective("broadcast")],
         1: [collective("all_reduce"), group_call(receive(0)), collective("broadcast")],
+    },
+    "two of three, once all have met": {
+        rank: [
+            collective("all_reduce", members=(0, 1, 2)),
+            *(Posted("world", (0, 1, 2), messages=one) for one in after),
+        ]
+        for rank, after in ((0, [(send(1),)]), (1, [(receive(0),)]), (2, []))
     },
     "a circle of three in one call each": {
         rank: [Posted("world", (0, 1, 2), messages=(send((rank + 1) % 3), receive((rank - 1) % 3)))]
@@ -142,6 +154,26 @@ def test_stages_that_post_messages_one_by_one_are_found(
     monkeypatch.setattr("hetu_fx.switching.step.stage_p2p.post", one_by_one)
     trained(Cell("llama", plan))
     assert hang_of(posted).startswith("NCCL hangs")
+
+
+def two_of_three(table: GroupTable) -> None:
+    """Send a first message between two ranks, while the third has nothing to say."""
+    table.connect(torch.device("cpu"))
+    sends = [(1, torch.zeros(8), p2p.Tag.STAGES)] if table.rank == 0 else []
+    receives = [(0, torch.zeros(8), p2p.Tag.STAGES)] if table.rank == 1 else []
+    p2p.post(receives, sends, table).wait()
+
+
+def test_a_first_message_waits_for_nobody_once_all_have_connected(
+    posted: dict[int, list[Posted]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.run_in_threads(3, two_of_three)
+    assert len(posted) == 3
+    assert hang_of(posted) == ""
+    posted.clear()
+    monkeypatch.setattr(GroupTable, "connect", lambda *_: None)
+    run.run_in_threads(3, two_of_three)
+    assert hang_of({2: [], **posted}).startswith("NCCL hangs:\nrank 0: sends to rank 1")
 
 
 def test_the_forms_of_messages_are_compared_with_their_tags() -> None:

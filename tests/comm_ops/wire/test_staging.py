@@ -89,6 +89,31 @@ def test_what_is_staged_follows_from_the_types_of_a_group_and_both_ends_cut_alik
 
 
 @on_testkind
+def test_devices_of_one_type_among_others_talk_in_a_group_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL would wait for ranks on the host to join a group of all."""
+    testkind.is_direct()
+    monkeypatch.setattr(ThreadTransport, "is_native", lambda *_: True)
+    members, right = [], ThreadTransport.post
+
+    def noted(self: ThreadTransport, receives: Any, sends: Any, group: Any) -> Any:
+        members.extend((x.device.type, group.ranks) for _, x, _ in (*receives, *sends))
+        return right(self, receives, sends, group)
+
+    def swap(table: GroupTable, device: torch.device) -> Tensor:
+        (source, to), room = (
+            ((table.rank + step) % 3 for step in (-1, 1)),
+            torch.zeros(7, dtype=torch.float64).to(device),
+        )
+        post([(source, room, Tag.SLICES)], [(to, numbers(table.rank, device), Tag.SLICES)], table).wait()
+        return room.cpu()
+
+    monkeypatch.setattr(ThreadTransport, "post", noted)
+    found = run_on([NAME, NAME, "cpu"], swap)
+    assert all(torch.equal(room, numbers((rank - 1) % 3, HOST)) for rank, room in enumerate(found))
+    assert set(members) == {(NAME, (0, 1)), ("cpu", (0, 1, 2))}
+
+
+@on_testkind
 def test_ranks_that_nobody_has_told_of_are_taken_to_be_alike() -> None:
     def ask(table: GroupTable) -> tuple[bool, bool]:
         return table.staged(HOST), table.cuts(1 - table.rank)

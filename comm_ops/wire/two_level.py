@@ -146,11 +146,11 @@ def all_reduce_by(x: Tensor, ranks: Sequence[int], algorithm: Algorithm, table: 
     """Return the sum of `x` over `ranks` as a new contiguous tensor, the same bits on all of them."""
     if algorithm.in_two_levels(x.nbytes):
         return _sum_in_levels(x, ranks, algorithm.tiers, table)
-    peers = _readers(x, x.nbytes, ranks, table)
+    peers = readers(x, x.nbytes, ranks, table)
     return sum_over(x, ranks, table) if peers is None else sum_read(x, ranks, table, peers)
 
 
-def _readers(x: Tensor, num_bytes: int, ranks: Sequence[int], table: GroupTable) -> Peers | None:
+def readers(x: Tensor, num_bytes: int, ranks: Sequence[int], table: GroupTable) -> Peers | None:
     """Return the ranks' processes where all have their tensors on the host, as all know, and read them there."""
     is_there = x.is_cpu and max(ranks) < table.size  # else it is refused where it is sent
     on_host = is_there and not any(table.cuts(rank) for rank in ranks if rank != table.rank)
@@ -164,7 +164,7 @@ def all_gather_by(
     num_bytes = sum(torch.Size(shape).numel() for shape in shapes) * x.element_size()
     if algorithm.in_two_levels(num_bytes):
         return _gather_in_levels(x, shapes, ranks, algorithm.tiers, table)
-    if peers := _readers(x, num_bytes, ranks, table):
+    if peers := readers(x, num_bytes, ranks, table):
         return gather_read(x, shapes, ranks, table, peers)
     gather = gather_padded if algorithm.pads(num_bytes) else gather_parts
     return gather(x, shapes, ranks, table)
@@ -175,7 +175,7 @@ def reduce_scatter_by(parts: Sequence[Tensor], ranks: Sequence[int], algorithm: 
     num_bytes = sum(part.nbytes for part in parts)
     if algorithm.in_two_levels(num_bytes):
         return _reduce_in_levels(parts, ranks, algorithm.tiers, table)
-    if peers := _readers(parts[0], num_bytes, ranks, table):
+    if peers := readers(parts[0], num_bytes, ranks, table):
         return reduce_read(parts, ranks, table, peers)
     reduce = reduce_padded if algorithm.pads(num_bytes) else reduce_parts
     return reduce(parts, ranks, table)
@@ -191,14 +191,20 @@ def start_in_levels(
     run: OnBuffer, buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], algorithm: Algorithm
 ) -> Exchange:
     """Start an exchange of host memory in two levels. Collective over `ranks`."""
-    table = active()
+    return in_thread(lambda beside: run(buffer, sizes, ranks, algorithm.tiers, beside), ranks, algorithm, active())
+
+
+def in_thread(
+    act: Callable[[GroupTable], object], ranks: Sequence[int], algorithm: Algorithm, table: GroupTable
+) -> Exchange:
+    """Do something in two levels after what was started so before, in a thread, given the table for it."""
     beside = table.beside("levels")
     for group in _groups_in_levels(ranks, algorithm.tiers, table.rank):
         beside.group(group)  # created here, as threads must not create groups side by side
 
     def work() -> None:
         with torch.no_grad():
-            run(buffer, sizes, ranks, algorithm.tiers, beside)
+            act(beside)
 
     turn = _turns.setdefault(table, InTurn()).start(work)
     return Exchange(tuple(ranks), [turn])

@@ -7,15 +7,16 @@ one: its summands are made in slices, of which one travels while the next is mad
 where the result was scattered, gradients are gathered in slices. (Wang et al., Overlap Communication with Dependent
 Computation via Decomposition in Large Deep Learning Models, ASPLOS 2023; Megatron-LM's `tp_comm_overlap`.)
 
-`sizes` are the parts in which dim `dim` of the rows is cut by rank; none where it is not. Rows are cut in up to `slices`,
-of `least` rows or more each, as the run has them: all ranks of a group know all rows, so that they cut alike.
+`sizes` are the parts in which dim `dim` of the rows is cut by rank; none where it is not. `slices` says in how many
+slices so many rows are cut (`plans.overlap`): all ranks of a group know all rows, so that they cut alike. Rows are
+multiplied in the dtype of the weights; their gradients are summed in their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from math import prod
 from typing import Any
 
@@ -28,7 +29,7 @@ from hetu_fx.comm_ops.ops.product_from_factors import PRODUCTS_BY_NAME
 from hetu_fx.comm_ops.plans.algorithm import Algorithm, parse_algorithm
 from hetu_fx.comm_ops.plans.choose_algorithm import always_flat
 from hetu_fx.comm_ops.plans.cost import ring_cost
-from hetu_fx.comm_ops.plans.overlap import num_slices
+from hetu_fx.comm_ops.plans.overlap import Slices, parse_slices
 from hetu_fx.comm_ops.wire.groups import GroupTable, active
 from hetu_fx.comm_ops.wire.started import Started, start_gather, start_reduce, start_sum
 from hetu_fx.comm_ops.wire.two_level import all_gather_by, all_reduce_by, reduce_scatter_by
@@ -51,13 +52,12 @@ class _Group:
     dim: int
     sizes: Sequence[int]
     algorithm: Algorithm
-    slices: int
-    least: int
+    slices: Slices
 
     @classmethod
-    def of(cls, ranks: Sequence[int], dim: int, sizes: Sequence[int], form: str, slices: int, least: int) -> _Group:
+    def of(cls, ranks: Sequence[int], dim: int, sizes: Sequence[int], form: str, slices: str = "") -> _Group:
         """Return it as ops are told it."""
-        return cls(active(), ranks, dim, sizes, parse_algorithm(form), slices, least)
+        return cls(active(), ranks, dim, sizes, parse_algorithm(form), parse_slices(slices))
 
     @property
     def here(self) -> int:
@@ -69,11 +69,15 @@ class _Group:
         """Where every rank's part begins among all rows."""
         return list(accumulate(self.sizes, initial=0))[:-1]
 
+    def count(self, rows: int) -> int:
+        """Return in how many slices all rows are cut."""
+        return self.slices.count(rows) if len(self.ranks) > 1 else 1
+
     def cut(self, like: Tensor) -> list[Bounds]:
         """Return the slices of rows that are like `like` but for their size in the dim that is cut."""
         shape = like.shape[:-1]
         around = prod(shape[: self.dim]) * prod(shape[self.dim + 1 :])
-        count = num_slices(around * sum(self.sizes), self.slices, self.least)
+        count = self.count(around * sum(self.sizes))
         cuts = [even_sizes(size, count) for size in self.sizes]
         return [[(sum(sizes[:number]), sizes[number]) for sizes in cuts] for number in range(count)]
 
@@ -88,9 +92,10 @@ def _resized(x: Tensor, dim: int, size: int) -> list[int]:
 def _gathered_products(
     x: Tensor, weights: list[Tensor], biases: list[Tensor], product: str, *layout: Any
 ) -> list[Tensor]:
-    products, group = _products(product, weights, biases), _Group.of(*layout)
+    products, group, rows = _products(product, weights, biases), _Group.of(*layout), x.to(weights[0].dtype)
     if not group.sizes:
-        return products(x)
+        return products(x) if rows is x else [*products(rows), rows]
+    x = rows
     slices = group.cut(x)
     if len(slices) > 1:
         return _gathered_in_slices(x, products, group, slices)
@@ -101,7 +106,7 @@ def _gathered_products(
 
 def _products(name: str, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Products:
     act = PRODUCTS_BY_NAME[name].call
-    pairs = list(zip(weights, biases or [None] * len(weights), strict=True))
+    pairs = list(zip_longest(weights, biases))
     return lambda rows: [act(rows, weight, bias) for weight, bias in pairs]
 
 
@@ -147,10 +152,10 @@ class _Room:
 def _fake_gathered_products(
     x: Tensor, weights: list[Tensor], biases: list[Tensor], product: str, *layout: Any
 ) -> list[Tensor]:
-    products, (_, dim, sizes, *_) = _products(product, weights, biases), layout
-    if not sizes:
+    products, (_, dim, sizes, *_), dtype = _products(product, weights, biases), layout, weights[0].dtype
+    if not sizes and x.dtype == dtype:
         return products(x)
-    whole = x.new_empty(_resized(x, dim, sum(sizes)))
+    whole = x.new_empty(_resized(x, dim, sum(sizes)) if sizes else x.shape, dtype=dtype)
     return [*products(whole), whole]
 
 
@@ -163,13 +168,14 @@ def _gathered_products_backward(
     rows: Tensor,
     weights: list[Tensor],
     product: str,
+    dtype: torch.dtype,
     of_rows: bool,
     of_weights: list[bool],
     of_biases: list[bool],
     *layout: Any,
 ) -> list[Tensor]:
     """Return the gradients that are wanted; that of the rows travels while the others are made."""
-    started = _start_back(_of_rows(gradients, weights, product), _Group.of(*layout, 1, 1)) if of_rows else None
+    started = _start_back(_of_rows(gradients, weights, product).to(dtype), _Group.of(*layout)) if of_rows else None
     found = _of_ends(gradients, rows, weights, product, of_weights, of_biases)
     return found if started is None else [started.wait(), *found]
 
@@ -211,6 +217,7 @@ def _fake_gathered_products_backward(
     rows: Tensor,
     weights: list[Tensor],
     product: str,
+    dtype: torch.dtype,
     of_rows: bool,
     of_weights: list[bool],
     of_biases: list[bool],
@@ -222,7 +229,7 @@ def _fake_gathered_products_backward(
     if not of_rows:
         return found
     shape = _resized(rows, dim, sizes[active().position(ranks)]) if sizes else list(rows.shape)
-    return [rows.new_empty(shape), *found]
+    return [rows.new_empty(shape, dtype=dtype), *found]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,9 +238,10 @@ class GatheredProducts(FusedOp):
 
     def _keep(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         x, weights, _, *ctx.layout = inputs
-        ctx.set_materialize_grads(False)  # nobody asks for that of the gathered rows
+        ctx.dtype = x.dtype
+        ctx.set_materialize_grads(False)  # nobody asks for that of the rows that it keeps
         ctx.shapes = [made.shape for made in output[: len(weights)]]
-        ctx.save_for_backward(output[-1] if ctx.layout[3] else x, *weights)
+        ctx.save_for_backward(x if len(output) == len(weights) else output[-1], *weights)
 
     def _backward(self, ctx: Any, *results: Any) -> tuple[Any, ...]:
         (gradients,), (rows, *weights) = results, ctx.saved_tensors
@@ -243,10 +251,10 @@ class GatheredProducts(FusedOp):
         pairs = zip(gradients, ctx.shapes, strict=False)
         given = [rows.new_zeros(shape) if gradient is None else gradient for gradient, shape in pairs]
         if torch.is_grad_enabled():
-            found = _differentiable(given, gradients[len(given) :], rows, weights, ctx.layout, wanted)
+            found = _differentiable(given, gradients[len(given) :], rows, weights, ctx.dtype, ctx.layout, wanted)
         else:
             back = torch.ops.hetu.gathered_products_backward
-            found = back(given, rows, weights, product, *wanted, ranks, dim, sizes, form)
+            found = back(given, rows, weights, product, ctx.dtype, *wanted, ranks, dim, sizes, form)
         return (*_in_place(found, wanted), *([] if argument == [] else None for argument in ctx.layout))
 
 
@@ -255,6 +263,7 @@ def _differentiable(
     of_whole: Sequence[Tensor | None],
     rows: Tensor,
     weights: Sequence[Tensor],
+    dtype: torch.dtype,
     layout: Sequence[Any],
     wanted: Wanted,
 ) -> list[Tensor]:
@@ -264,7 +273,7 @@ def _differentiable(
     found = _of_ends(gradients, rows, weights, product, of_weights, of_biases)
     if not of_rows:
         return found
-    total = sum((one for one in of_whole if one is not None), _of_rows(gradients, weights, product))
+    total = sum((one for one in of_whole if one is not None), _of_rows(gradients, weights, product)).to(dtype)
     if not sizes:
         return [call("all_reduce", total, ranks, "duplicate", form), *found]
     return [call("reduce_scatter", total, ranks, dim, sizes, 1, 1, form), *found]
@@ -294,7 +303,7 @@ def _summed_product(
     if group.sizes:
         return _scattered(x, lambda rows: act(rows, weight, bias), group)
     rows = x.flatten(0, -2)
-    count = num_slices(len(rows), group.slices, group.least)
+    count = group.count(len(rows))
     if count == 1:
         return all_reduce_by(act(x, weight, bias), group.ranks, group.algorithm, group.table)
     under_way = [
@@ -360,11 +369,11 @@ def _no_second_derivative(*_: object) -> tuple[Tensor | None, ...]:
 
 
 _LAYOUT = "int[] ranks, int dim, SymInt[] sizes, str form"
-_SLICES = "int slices, int least"
+_SLICES = "str slices"
 
 GATHERED_PRODUCTS = GatheredProducts(
     name="gathered_products",
-    summary="Products of rows, which may be gathered from `ranks` beside them; gives the gathered rows too.",
+    summary="Products of rows, which may be gathered from `ranks` beside them; gives what it keeps of them too.",
     schema=f"(Tensor x, Tensor[] weights, Tensor[] biases, str product, {_LAYOUT}, {_SLICES}) -> Tensor[]",
     eager=_gathered_products,
     fake=_fake_gathered_products,
@@ -378,8 +387,8 @@ GATHERED_PRODUCTS = GatheredProducts(
 GATHERED_PRODUCTS_BACKWARD = FusedOp(
     name="gathered_products_backward",
     summary="Gives the gradients that are wanted of rows, weights and biases; that of the rows is summed beside them.",
-    schema=f"(Tensor[] gradients, Tensor rows, Tensor[] weights, str product, bool of_rows, bool[] of_weights, "
-    f"bool[] of_biases, {_LAYOUT}) -> Tensor[]",
+    schema="(Tensor[] gradients, Tensor rows, Tensor[] weights, str product, ScalarType dtype, "
+    f"bool of_rows, bool[] of_weights, bool[] of_biases, {_LAYOUT}) -> Tensor[]",
     eager=_gathered_products_backward,
     fake=_fake_gathered_products_backward,
     cost=ring_cost,

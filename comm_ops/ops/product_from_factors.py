@@ -32,6 +32,7 @@ class Product(NamedTuple):
         turned: gives the weight by which `linear` does that, of the weight.
         of_weight: gives that of the weight, of x and of that of y, both with all rows in one dim, and of the weight.
         add_of_weight: adds that to a total, given x and the gradient of y.
+        out: which dim of the weight y has.
         x, weight, bias: where the op has them among its arguments; `bias` is None for an op without.
     """
 
@@ -40,6 +41,7 @@ class Product(NamedTuple):
     turned: Callable[[Tensor], Tensor] | None
     of_weight: Callable[[Tensor, Tensor, Tensor], Tensor]
     add_of_weight: Callable[[Tensor, Tensor, Tensor], Tensor]
+    out: int
     x: int
     weight: int
     bias: int | None
@@ -85,11 +87,11 @@ PRODUCTS: dict[OpOverload[..., Any], Product] = {
         torch.t,
         lambda x, gradient, weight: gradient.t() @ x,
         lambda total, x, gradient: total.addmm_(gradient.t(), x),
-        *(0, 1, 2),
+        *(0, 0, 1, 2),
     ),
-    aten.addmm.default: Product(_mm, _of_rows, _as_it_is, _of_columns, _add_of_columns, 1, 2, 0),
-    aten.mm.default: Product(_mm, _of_rows, _as_it_is, _of_columns, _add_of_columns, 0, 1, None),
-    aten.embedding.default: Product(_look_up, None, None, _of_table, _add_of_table, 1, 0, None),
+    aten.addmm.default: Product(_mm, _of_rows, _as_it_is, _of_columns, _add_of_columns, 1, 1, 2, 0),
+    aten.mm.default: Product(_mm, _of_rows, _as_it_is, _of_columns, _add_of_columns, 1, 0, 1, None),
+    aten.embedding.default: Product(_look_up, None, None, _of_table, _add_of_table, 1, 1, 0, None),
 }
 """The products whose weight's gradient can be made from factors, by the op."""
 

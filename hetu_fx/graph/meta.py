@@ -216,6 +216,18 @@ def copy_meta(source: fx.Node, target: fx.Node, *, with_value: bool = False) -> 
         target.meta["val"] = source.meta["val"]
 
 
+def keep_num_dims(source: fx.Node, target: fx.Node) -> None:
+    """Let `target`, which has no example value, know how many dims the tensor has that `source` is."""
+    if is_tensor(source):
+        target.meta["num_dims"] = len(shape(source))
+
+
+def num_dims(node: fx.Node) -> int | None:
+    """Return how many dims a node of a device's graph has; None where it does not know."""
+    known: int | None = node.meta.get("num_dims")
+    return known
+
+
 def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
     """Return the mode that the graph's example values belong to."""
     examples = [node.meta["val"] for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]

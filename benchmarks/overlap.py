@@ -30,8 +30,9 @@ from hetu_fx.switching.step import compiled_plans
 from hetu_fx.transforms.lowering.overlap import Overlap
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph
 
-SIZE = Size(width=1024, layers=2, rows=4, tokens=128)
+SIZE = Size(width=1024, layers=2, rows=16, tokens=128)
 WITHOUT, BACKWARD, SLICES = "one after the other", "backward beside", "and slices"
+SPEEDS = (0.95, 0.95)
 ROUNDS, QUICK_ROUNDS = 15, 5
 MEASURE_SECONDS = 1.0
 NO_LINK = 0
@@ -50,7 +51,7 @@ def main() -> int:
     bars, rows = [], []
     for link in BARS if options.link_megabits is None else [options.link_megabits]:
         given = ["--link-megabits", str(link), *["--quick"] * options.quick]
-        told = run_workers("overlap", given, _spec(link), timeout_seconds=900, limit="affinity")
+        told = run_workers("overlap", given, _spec(link), timeout_seconds=900, limit="cgroups")
         bars += told["bars"]
         rows += told["rows"]
     return finish("overlap", [Bar(**bar) for bar in bars], rows)
@@ -58,8 +59,8 @@ def main() -> int:
 
 def _spec(link: int) -> EmulateSpec:
     if link == NO_LINK:
-        return EmulateSpec(speeds=(1.0, 1.0))
-    return EmulateSpec(speeds=(1.0, 1.0), num_nodes=2, link_bits_per_second=link * 10**6)
+        return EmulateSpec(speeds=SPEEDS)
+    return EmulateSpec(speeds=SPEEDS, num_nodes=2, link_bits_per_second=link * 10**6)
 
 
 def work(result: Path, link: int, *, quick: bool) -> int:

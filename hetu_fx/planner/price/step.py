@@ -22,6 +22,7 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.alike import alike
 from hetu_fx.planner.price.crossing import Crossing, add_crossing
 from hetu_fx.planner.price.links import Resource
+from hetu_fx.planner.price.beside import overlapped
 from hetu_fx.planner.price.pipeline import Finish, finish
 from hetu_fx.planner.price.placement import device_bytes, stops_of
 from hetu_fx.planner.price.stage import StageCosts, stage_costs
@@ -199,7 +200,8 @@ def _runs(plan: Plan, costs: ProgramCosts, cluster: Cluster, like: Sequence[int]
     for first, pipeline, rows in zip(like, plan.pipelines, pipeline_rows(costs.rows, plan), strict=True):
         if first not in known:
             largest = math.ceil(rows / max(1, min(pipeline.micro_batches, rows)))
-            known[first] = stage_costs(pipeline, costs.under(plan), cluster, max(1, largest))
+            found = stage_costs(pipeline, costs.under(plan), cluster, max(1, largest))
+            known[first] = tuple(overlapped(one, max(1, largest), plan.schedule, cluster) for one in found)
         yield pipeline, rows, known[first]
 
 

@@ -1,8 +1,8 @@
 """Seconds of sums that travel beside the products before and after them (`transforms.lowering.overlap`).
 
-In the forward the products whose results are summed are made in slices, where that pays: of both the longer one is seen,
-and a slice of the other. In the backward the gradient of what products read is summed while those of their weights are
-made, which take as long as the products did:
+In the forward the products whose results are summed are made in slices, where that pays: of both the longer one is
+seen, and a slice of the other. In the backward the gradient of what products read is summed while those of their
+weights are made, which take as long as the products did:
 
     sums          m (T(n) - T(1)) less, of m sums, T(n) being what one and its product take in n slices    (5)
     returns       of each max(s - p, h) instead of s, h being what of s the processor takes that computes  (6)

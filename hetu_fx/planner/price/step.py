@@ -20,9 +20,9 @@ from itertools import pairwise
 from hetu_fx.base.words import bytes_text
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.alike import alike
+from hetu_fx.planner.price.beside import overlapped
 from hetu_fx.planner.price.crossing import Crossing, add_crossing
 from hetu_fx.planner.price.links import Resource
-from hetu_fx.planner.price.beside import overlapped
 from hetu_fx.planner.price.pipeline import Finish, finish
 from hetu_fx.planner.price.placement import device_bytes, stops_of
 from hetu_fx.planner.price.stage import StageCosts, stage_costs

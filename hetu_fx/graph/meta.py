@@ -209,7 +209,7 @@ def forget_grad_enabled(node: fx.Node) -> None:
 
 def copy_meta(source: fx.Node, target: fx.Node, *, with_value: bool = False) -> None:
     """Give `target` the source line, modules and region of `source`, and its example value if asked."""
-    for key in ("stack_trace", "module_stack", "nn_module_stack", "grad_enabled", "on_host", "uncast"):
+    for key in ("stack_trace", "module_stack", "nn_module_stack", "grad_enabled", "on_host", "uncast", "num_dims"):
         if key in source.meta:
             target.meta[key] = source.meta[key]
     if with_value and "val" in source.meta:

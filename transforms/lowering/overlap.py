@@ -138,7 +138,7 @@ class _Joining:
 
     def _summed(self, sent: fx.Node, turns: int, cotangent: Any, layout: tuple[Any, ...]) -> None:
         product = operand(sent)
-        given = given_of(product)
+        given = _given(product)
         if given is None or len(product.users) > 1 or product in self._runs:
             return
         name = str(product.target)
@@ -186,17 +186,25 @@ _JOINED: Mapping[Any, Callable[[_Joining, fx.Node], None]] = {
 
 
 def _products_of(sent: fx.Node) -> tuple[fx.Node, list[fx.Node], list[Given]]:
-    """Return rows, or what they are cast to, all products that read them, and what those are given.
+    """Return rows, or what they are cast to, all products that read them in order, and what those are given.
 
     Nothing is given where others read them too, or unlike products.
     """
     rows, *others = sent.users
     if others or rows.target not in CASTS or rows.kwargs or len(rows.args) != 2:
         rows = sent
-    readers = list(rows.users)
-    given = [found for reader in readers if (found := given_of(reader)) is not None and found[0] is rows]
+    readers = sorted(rows.users)
+    given = [found for reader in readers if (found := _given(reader)) is not None and found[0] is rows]
     alike = len({reader.target for reader in readers}) == 1 and all(rows not in found[1:] for found in given)
-    return rows, sorted(readers), given if alike and len(given) == len(readers) else []
+    return rows, readers, given if alike and len(given) == len(readers) else []
+
+
+def _given(node: fx.Node) -> Given | None:
+    """Return what a product of rows with a matrix is given; None for any other op."""
+    given = given_of(node)
+    if given is None or meta.num_dims(given[1]) != 2 or (meta.num_dims(given[0]) or 0) < 2:
+        return None
+    return given
 
 
 def _is_of_rows(sent: fx.Node) -> bool:

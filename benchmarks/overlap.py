@@ -30,13 +30,13 @@ from hetu_fx.switching.step import compiled_plans
 from hetu_fx.transforms.lowering.overlap import Overlap
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph
 
-SIZE = Size(width=1024, layers=2, rows=16, tokens=128)
+SIZE = Size(width=1024, layers=1, rows=16, tokens=128)
 WITHOUT, BACKWARD, SLICES = "one after the other", "backward beside", "and slices"
 SPEEDS = (0.95, 0.95)
 ROUNDS, QUICK_ROUNDS = 15, 5
 MEASURE_SECONDS = 1.0
 NO_LINK = 0
-BARS = {400: 0.95, 1200: 0.90, 4000: 1.03, NO_LINK: 1.03}
+BARS = {400: 0.90, 1200: 0.97, NO_LINK: 1.03}
 """Of links in Mbit/s, what a step with slices may take over one without."""
 MEMORY_BAR = 1.02
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from hetu_fx.cluster.chips import find_chip
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.plans.cost import cheapest_ring_cost
@@ -23,6 +21,9 @@ milliseconds): product 14.1; sum 3.6 over 4 Gbit/s, all of it the processor's; b
 
 HOST_BYTES_PER_SECOND = 1.1e9
 """What such a processor sends and receives, in all."""
+
+FLOAT32_BYTES, LOW_BYTES = 4, 2
+"""Of an entry, in float32 and in the dtypes that a stage may compute in instead."""
 
 SUM, PART = 2, 1
 """Turns around the ring of a sum that all have, and of rows that are gathered or scattered."""
@@ -45,7 +46,7 @@ class Slicing:
 
         A row that travels has `width` entries, and goes `turns` times around the ring.
         """
-        row_bytes = width * getattr(torch, self.stage.dtype or "float32").itemsize
+        row_bytes = width * (FLOAT32_BYTES if self.stage.dtype is None else LOW_BYTES)
         return best_slices(lambda rows: self.beside(rows, ranks, turns, 2 * weight_entries, row_bytes))
 
     def beside(self, rows: int, ranks: Sequence[int], turns: int, flops_per_row: float, bytes_per_row: float) -> Beside:

@@ -18,7 +18,7 @@ from hetu_fx.lockstep import Lockstep, train_alone
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 
 WIDTH = 12
-SLOW = Cluster.on_paper([1e7] * 5, nodes=tuple("abcde"), intra=Link(1e6), inter=Link(1e6))
+SLOW = Cluster.on_paper([1e6] * 5, nodes=tuple("abcde"), intra=Link(1e5), inter=Link(1e5))
 """On whose links a sum takes about as long as the product before it."""
 
 

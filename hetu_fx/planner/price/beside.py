@@ -4,8 +4,8 @@ In the forward the products whose results are summed are made in slices, where t
 seen, and a slice of the other. In the backward the gradient of what products read is summed while those of their
 weights are made, which take as long as the products did:
 
-    sums          m (T(n) - T(1)) less, of m sums, T(n) being what one and its product take in n slices    (5)
-    returns       of each max(s - p, h) instead of s, h being what of s the processor takes that computes  (6)
+    sums          m (T(n) - T(1)) less, of m sums, T(n) being what one and its product take in n slices   (2a)
+    returns       of each max(s - p, h) instead of s, h being what of s the processor takes that computes (2b)
 
 For the rows of a micro-batch; of one of fewer rows in proportion. Not where the schedule makes gradients of weights
 later, nor in the forward of blocks that are recomputed, whose products stand in runs of their own. Searches look ahead

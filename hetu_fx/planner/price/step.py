@@ -4,8 +4,9 @@ A step gathers parameters (`price.ways`), has the sums over rows in its middle, 
 slowest pipeline (`price.pipeline`), sums gradients (`price.ways`), and updates. Each takes what its slowest device
 takes.  (5)
 
-Nothing is overlapped but what devices do beside each other: what `planner.simulate` plays may hide some of it. Searches
-compare plans by what the step takes if gradients, and what stages hand over, travel beside work on links of their own.
+Nothing is overlapped but what devices do beside each other, and sums beside products (`price.beside`): what
+`planner.simulate` plays may hide some of it, though it plays sums after products. Searches compare plans by what the
+step takes if gradients, and what stages hand over, travel beside work on links of their own.
 Communication is priced by the same functions as the comm ops that run.
 """
 

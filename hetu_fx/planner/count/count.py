@@ -250,8 +250,8 @@ class _Profile:
             part.add("num_summed", 1)
 
     def _add_products_beside(self, node: fx.Node, reader: _Part) -> None:
-        """Count the products that read a value whose cotangent is summed, if no others do."""
-        users = [user for user in node.users if user in self._mixed]
+        """Count the products that read a value whose cotangent is summed, if no other op makes summands of that."""
+        users = [user for user in node.users if user in self._mixed and self.shares.shares_work(user)]
         if users and all(multiplies_weights(user, self.shares.factors, self._flow) for user in users):
             reader.add("beside_flops", sum(map(self._flops, users)) / self.example_rows)
             reader.add("beside_bytes", self._held_bytes(node) / self.example_rows)

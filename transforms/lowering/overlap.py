@@ -57,7 +57,7 @@ class _Slices:
     def __init__(self, device: DeviceGraph, annotated: AnnotatedGraph, cluster: Cluster | None) -> None:
         pipeline, index = device.layout.key
         stage = annotated.plan.pipelines[pipeline].stages[index]
-        self._slicing = None if cluster is None else Slicing(cluster, stage)
+        self._slicing, self._devices = None if cluster is None else Slicing(cluster, stage), set(stage.devices)
         leaves = {leaf.name: leaf for leaf in annotated.graph.leaves_of(LeafKind.PARAMETER)}
         slots = zip(device.graph.find_nodes(op="placeholder"), device.slots, strict=True)
         self._leaves = {node: leaves[slot.name] for node, slot in slots if slot.kind is SlotKind.PARAMETER}
@@ -65,11 +65,12 @@ class _Slices:
     def of(self, ranks: Sequence[int], turns: int, weights: Sequence[fx.Node], dim: int) -> str:
         """Return the slices of products with some weights, of which rows as wide as their `dim` travel.
 
-        By the parameters' whole shapes, which all ranks know alike; in one slice where the weights are none.
+        By the parameters' whole shapes, which all ranks know alike; in one slice where the weights are none, and where
+        replicas meet.
         """
         found = [self._leaves.get(uncast(weight)) for weight in weights]
         known = [leaf for leaf in found if leaf is not None]
-        if self._slicing is None or len(known) < len(found):
+        if self._slicing is None or len(known) < len(found) or not self._devices.issuperset(ranks):
             return ""
         return str(self._slicing.best(ranks, turns, sum(map(_entries, known)), meta.hints(known[0].node)[dim]))
 

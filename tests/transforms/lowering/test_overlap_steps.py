@@ -61,6 +61,7 @@ PLANS = {
     "stages": STAGES,
     "gradients of weights wait": replace(STAGES, schedule="zero-bubble"),
     "a block is recomputed": AGAIN,
+    "but for its products": Plan((Pipeline((Stage((0, 1), (2, 1), recompute=1, recompute_ops="attention"),)),)),
     "and the sequence is shared": replace(AGAIN, sequence_parallel=True),
 }
 

@@ -99,3 +99,16 @@ def _started(plan: Plan, *, sliced: bool) -> set[str]:
     if not plan.sequence_parallel:
         return {"start_sum"}
     return {"start_reduce", "start_gather"} if sliced else {"start_reduce"}
+
+
+def test_rows_are_cast_for_their_products_and_gradients_summed_as_they_were(calls: Counter[str]) -> None:
+    torch.manual_seed(3)
+    model, given = Blocks(), [{"x": batch(6, 32)["x"].float()}]
+    low = Plan((Pipeline((Stage((0, 1), (2, 1), dtype="bfloat16"),)),))
+    how = Lockstep(cluster=None)
+    (alone,), (made,) = train_alone(model, given, how).steps, how.train(model, given, low).steps
+    assert calls["start_sum"] == 2
+    assert made.loss == pytest.approx(alone.loss, rel=1e-2)
+    for name, gradient in alone.gradients.items():
+        assert made.gradients[name].dtype == torch.float32
+        torch.testing.assert_close(made.gradients[name], gradient, rtol=0.1, atol=0.02 * float(gradient.abs().max()))

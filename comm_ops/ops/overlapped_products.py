@@ -310,8 +310,8 @@ def _summed_product(
         start_sum(act(part, weight, bias), group.ranks, group.algorithm, group.table)
         for part in rows.split(list(even_sizes(len(rows), count)))
     ]
-    first, *others = [started.wait() for started in under_way]
-    return torch.cat([first, *others]).unflatten(0, x.shape[:-1])
+    summed: Tensor = torch.cat([started.wait() for started in under_way]).unflatten(0, x.shape[:-1])
+    return summed
 
 
 def _scattered(x: Tensor, act: Callable[[Tensor], Tensor], group: _Group) -> Tensor:

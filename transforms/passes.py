@@ -16,6 +16,7 @@ from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.lowering.block_modules import BlockModules
 from hetu_fx.transforms.lowering.checkpoint import Checkpoint
 from hetu_fx.transforms.lowering.choose_algorithms import ChooseAlgorithms
+from hetu_fx.transforms.lowering.overlap import Overlap
 from hetu_fx.transforms.lowering.recompute import Recompute
 from hetu_fx.transforms.lowering.weights_later import WeightsLater
 from hetu_fx.transforms.rewrites.all_rows import AllRows
@@ -73,6 +74,7 @@ PASSES: tuple[type[Pass[Any, Any]], ...] = (
     ChooseAlgorithms,  # before recomputation, which moves communication about
     Recompute,
     WeightsLater,  # after recomputation, which finds weights by the ops that read them
+    Overlap,  # after both, which look for products
     Checkpoint,  # -> GraphModule, which is run as it is or compiled
     BlockModules,  # of those that are compiled
 )

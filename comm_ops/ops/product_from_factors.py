@@ -29,15 +29,19 @@ class Product(NamedTuple):
     Attributes:
         call: gives y of x, the weight and the bias (or None).
         of_input: gives the gradient of x, of that of y and the weight; None where x is what is looked up.
+        turned: gives the weight by which `linear` does that, of the weight.
         of_weight: gives that of the weight, of x and of that of y, both with all rows in one dim, and of the weight.
         add_of_weight: adds that to a total, given x and the gradient of y.
+        out: which dim of the weight y has.
         x, weight, bias: where the op has them among its arguments; `bias` is None for an op without.
     """
 
     call: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     of_input: Callable[[Tensor, Tensor], Tensor] | None
+    turned: Callable[[Tensor], Tensor] | None
     of_weight: Callable[[Tensor, Tensor, Tensor], Tensor]
     add_of_weight: Callable[[Tensor, Tensor, Tensor], Tensor]
+    out: int
     x: int
     weight: int
     bias: int | None
@@ -49,6 +53,10 @@ def _mm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _of_rows(gradient: Tensor, weight: Tensor) -> Tensor:
     return gradient @ weight.t()
+
+
+def _as_it_is(weight: Tensor) -> Tensor:
+    return weight
 
 
 def _of_columns(x: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
@@ -76,37 +84,40 @@ PRODUCTS: dict[OpOverload[..., Any], Product] = {
     aten.linear.default: Product(
         torch.nn.functional.linear,
         lambda gradient, weight: gradient @ weight,
+        torch.t,
         lambda x, gradient, weight: gradient.t() @ x,
         lambda total, x, gradient: total.addmm_(gradient.t(), x),
-        *(0, 1, 2),
+        *(0, 0, 1, 2),
     ),
-    aten.addmm.default: Product(_mm, _of_rows, _of_columns, _add_of_columns, 1, 2, 0),
-    aten.mm.default: Product(_mm, _of_rows, _of_columns, _add_of_columns, 0, 1, None),
-    aten.embedding.default: Product(_look_up, None, _of_table, _add_of_table, 1, 0, None),
+    aten.addmm.default: Product(_mm, _of_rows, _as_it_is, _of_columns, _add_of_columns, 1, 1, 2, 0),
+    aten.mm.default: Product(_mm, _of_rows, _as_it_is, _of_columns, _add_of_columns, 1, 0, 1, None),
+    aten.embedding.default: Product(_look_up, None, None, _of_table, _add_of_table, 1, 1, 0, None),
 }
 """The products whose weight's gradient can be made from factors, by the op."""
 
-_BY_NAME = {str(op): product for op, product in PRODUCTS.items()}
+PRODUCTS_BY_NAME = {str(op): product for op, product in PRODUCTS.items()}
+"""The same, by the op's name."""
+
 _GIVEN = "Tensor x, Tensor weight, Tensor? bias"
 _LAYOUT = "str product, int[] ranks, int dim, SymInt[] sizes, SymInt outer, SymInt inner"
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, product: str, *cut: Any) -> Tensor:
-    return _BY_NAME[product].call(x, weight, bias)
+    return PRODUCTS_BY_NAME[product].call(x, weight, bias)
 
 
 def _backward(
     inputs: tuple[Any, ...], results: tuple[Tensor, ...], gradients: tuple[Tensor, ...]
 ) -> tuple[Tensor | None, ...]:
     of_input, of_weight, of_bias = torch.ops.hetu.product_from_factors_backward(*gradients, *inputs)
-    product = _BY_NAME[inputs[3]]
+    product = PRODUCTS_BY_NAME[inputs[3]]
     return of_input if product.of_input else None, of_weight, None if inputs[2] is None else of_bias
 
 
 def _eager_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, product: str, *cut: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    made = _BY_NAME[product]
+    made = PRODUCTS_BY_NAME[product]
     all_x, all_y = (call("all_gather", part.contiguous(), *cut, "duplicate") for part in (x, gradient))
     rows = all_y.flatten(0, -2)
     of_weight = made.of_weight(all_x.flatten(0, -2) if made.of_input else all_x.flatten(), rows, weight)
@@ -118,7 +129,7 @@ def _fake_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, product: str, *cut: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     none = weight.new_empty(0)
-    of_input = x.new_empty(x.shape) if _BY_NAME[product].of_input else none
+    of_input = x.new_empty(x.shape) if PRODUCTS_BY_NAME[product].of_input else none
     return of_input, weight.new_empty(weight.shape), none if bias is None else bias.new_empty(bias.shape)
 
 

@@ -22,6 +22,7 @@ from hetu_fx.annotations.annotation import Annotation, cotangent
 from hetu_fx.annotations.states import Partial
 from hetu_fx.comm_ops.ops.batched_send_receive import BATCHED_SEND_RECEIVE
 from hetu_fx.comm_ops.ops.op import CommOp, FusedOp, call
+from hetu_fx.comm_ops.ops.overlapped_products import GATHERED_PRODUCTS, GATHERED_PRODUCTS_BACKWARD, SUMMED_PRODUCT
 from hetu_fx.comm_ops.ops.product_from_factors import PRODUCT_FROM_FACTORS, PRODUCT_FROM_FACTORS_BACKWARD
 from hetu_fx.comm_ops.ops.ring_attention import RING_ATTENTION, RING_ATTENTION_BACKWARD
 from hetu_fx.comm_ops.plans.algorithm import parse_algorithm
@@ -378,6 +379,14 @@ COMM_OPS: Mapping[str, CommOp] = {
     **{record.name: record.register() for record in _MOVING},
     BATCHED_SEND_RECEIVE.name: BATCHED_SEND_RECEIVE,
 }
-_FUSED = RING_ATTENTION, RING_ATTENTION_BACKWARD, PRODUCT_FROM_FACTORS, PRODUCT_FROM_FACTORS_BACKWARD
+_FUSED = (
+    RING_ATTENTION,
+    RING_ATTENTION_BACKWARD,
+    PRODUCT_FROM_FACTORS,
+    PRODUCT_FROM_FACTORS_BACKWARD,
+    GATHERED_PRODUCTS,
+    GATHERED_PRODUCTS_BACKWARD,
+    SUMMED_PRODUCT,
+)
 FUSED_OPS: Mapping[str, FusedOp] = {record.name: record for record in _FUSED}
 OPS: Mapping[str, CommOp | FusedOp] = {**COMM_OPS, **FUSED_OPS}

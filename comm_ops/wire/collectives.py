@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,8 @@ from hetu_fx.comm_ops.wire.small_sums import reduce_small
 
 # Above this many bytes to send, more than two ranks do better with a ring than everybody to everybody.
 _DIRECT_BYTES = 1 << 20
+
+Made = TypeVar("Made")
 
 
 @dataclass(slots=True)
@@ -84,6 +86,19 @@ class Exchange:
         if self.finish is not None:
             self.finish()
             self.finish = None
+
+
+@dataclass(slots=True)
+class UnderWay(Generic[Made]):
+    """What a collective makes, and the collective, if it is not over."""
+
+    made: Made
+    exchange: Exchange = field(default_factory=Exchange)
+
+    def end(self) -> Made:
+        """Wait for it; for a caller that guards it."""
+        self.exchange.end()
+        return self.made
 
 
 def _to_wire(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:
@@ -198,30 +213,35 @@ def sum_over(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:
     """Return the sum of `x` over `ranks` as a new contiguous tensor, the same bits on all of them."""
     if len(ranks) == 1 or x.numel() == 0:
         return fresh(x)
-    if table.meets_on_host(x.device, ranks):
-        return _staged_sum(x.detach().contiguous(), ranks, table)
+    with guarded("all-reduce", ranks, table):
+        return begin_sum(x, ranks, table, is_async=False).end()
+
+
+def begin_sum(x: Tensor, ranks: Sequence[int], table: GroupTable, *, is_async: bool = True) -> UnderWay[Tensor]:
+    """Start what `sum_over` does; `x` may be written to where nobody else has it. The caller guards it.
+
+    Large summands of many ranks that are staged are summed at once.
+    """
+    if len(ranks) == 1 or x.numel() == 0:
+        return UnderWay(fresh(x))
     wire, others = x.detach().contiguous(), len(ranks) - 1
-    with guarded("all-reduce", ranks, table):
-        if not table.is_native(wire.device) and (others == 1 or others * wire.nbytes <= _DIRECT_BYTES):
-            result = torch.empty_like(wire, memory_format=torch.contiguous_format)
-            _start_sum(dict.fromkeys(ranks, wire), result, ranks, table, Tag.SUMMANDS).end()
-        else:
-            result = wire.clone() if wire.data_ptr() == x.data_ptr() else wire
-            table.transport.all_reduce(result, table.group(ranks))
-    return result
+    is_large, is_staged = others > 1 and others * wire.nbytes > _DIRECT_BYTES, table.meets_on_host(x.device, ranks)
+    if is_staged and is_large:
+        return UnderWay(_sum_by_parts(wire, ranks, table))
+    if is_staged or not (is_large or table.is_native(wire.device)):
+        result = torch.empty_like(wire, memory_format=torch.contiguous_format)
+        outgoing = dict.fromkeys(ranks, wire)
+        return UnderWay(result, _start_sum(outgoing, result, ranks, table, Tag.SUMMANDS, is_staged=is_staged))
+    result = wire.clone() if wire.data_ptr() == x.data_ptr() else wire
+    work = table.transport.all_reduce(result, table.group(ranks), is_async=is_async)
+    return UnderWay(result, Exchange(tuple(ranks), [] if work is None else [work]))
 
 
-def _staged_sum(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:
-    """Do what `sum_over` does by messages that are staged: of many ranks, each sums a part of what is large."""
-    others = len(ranks) - 1
-    if others > 1 and others * x.nbytes > _DIRECT_BYTES:
-        sizes = even_sizes(x.numel(), len(ranks))
-        mine = reduce_parts(x.view(-1).split(sizes), ranks, table)
-        return torch.cat(gather_parts(mine, [[size] for size in sizes], ranks, table)).view(x.shape)
-    result = torch.empty_like(x)
-    with guarded("all-reduce", ranks, table):
-        _start_sum(dict.fromkeys(ranks, x), result, ranks, table, Tag.SUMMANDS, is_staged=True).end()
-    return result
+def _sum_by_parts(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:
+    """Let each of the ranks sum a part."""
+    sizes = even_sizes(x.numel(), len(ranks))
+    mine = reduce_parts(x.view(-1).split(sizes), ranks, table)
+    return torch.cat(gather_parts(mine, [[size] for size in sizes], ranks, table)).view(x.shape)
 
 
 def _start_staged_gather(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable) -> Exchange:
@@ -235,31 +255,49 @@ def _start_staged_gather(parts: Sequence[Tensor], ranks: Sequence[int], table: G
 
 def gather_parts(x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], table: GroupTable) -> list[Tensor]:
     """Return the tensors of all `ranks`, of shape `shapes[i]`, in their order; this rank's is `x` itself."""
+    if len(ranks) == 1:
+        return [x]
+    with guarded("all-gather", ranks, table):
+        return begin_gather(x, shapes, ranks, table).end()
+
+
+def begin_gather(
+    x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], table: GroupTable
+) -> UnderWay[list[Tensor]]:
+    """Start what `gather_parts` does. The caller guards it."""
     here = table.position(ranks)
     parts = [x if i == here else x.new_empty(list(shape)) for i, shape in enumerate(shapes)]
     if len(ranks) == 1 or all(part.numel() == 0 for part in parts):
-        return parts
+        return UnderWay(parts)
     wires = [part.detach().contiguous() for part in parts]
     start = _start_staged_gather if table.meets_on_host(x.device, ranks) else _start_gather
-    with guarded("all-gather", ranks, table):
-        start(wires, ranks, table).end()
-    return wires
+    return UnderWay(wires, start(wires, ranks, table))
 
 
 def reduce_parts(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable) -> Tensor:
     """Return the sum over `ranks` of this rank's part as a new tensor; `parts[i]` goes to `ranks[i]`."""
+    if len(ranks) == 1:
+        return fresh(parts[0])
+    with guarded("reduce-scatter", ranks, table):
+        return begin_reduce(parts, ranks, table, is_async=False).end()
+
+
+def begin_reduce(
+    parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable, *, is_async: bool = True
+) -> UnderWay[Tensor]:
+    """Start what `reduce_parts` does. The caller guards it."""
     here = table.position(ranks)
     if len(ranks) == 1 or all(part.numel() == 0 for part in parts):
-        return fresh(parts[here])
+        return UnderWay(fresh(parts[here]))
     wires, is_staged = [part.detach().contiguous() for part in parts], table.meets_on_host(parts[here].device, ranks)
     result = torch.empty_like(wires[here], memory_format=torch.contiguous_format)
-    with guarded("reduce-scatter", ranks, table):
-        if is_staged or not table.is_native(result.device):
-            outgoing = dict(zip(ranks, wires, strict=True))
-            _start_sum(outgoing, result, ranks, table, Tag.SUMMANDS, is_staged=is_staged).end()
-        else:
-            table.transport.reduce_scatter(result, [wires[i] for i in table.order(ranks)], table.group(ranks))
-    return result
+    if is_staged or not table.is_native(result.device):
+        outgoing = dict(zip(ranks, wires, strict=True))
+        return UnderWay(result, _start_sum(outgoing, result, ranks, table, Tag.SUMMANDS, is_staged=is_staged))
+    work = table.transport.reduce_scatter(
+        result, [wires[i] for i in table.order(ranks)], table.group(ranks), is_async=is_async
+    )
+    return UnderWay(result, Exchange(tuple(ranks), [] if work is None else [work], wires.clear))
 
 
 def exchange_parts(

@@ -60,7 +60,9 @@ class Transport(Protocol):
     def broadcast(self, x: Tensor, source: int, group: Group) -> Work | None:
         """Start to fill `x` with what the rank `source` has there."""
 
-    def reduce_scatter(self, result: Tensor, parts: list[Tensor], group: Group) -> None:
+    def reduce_scatter(
+        self, result: Tensor, parts: list[Tensor], group: Group, *, is_async: bool = False
+    ) -> Work | None:
         """Sum over the members what each has for this one; `parts` in the order of the group, all of one size."""
 
     def from_one(self, values: list[Any], source: int, group: Group) -> None:
@@ -112,9 +114,12 @@ class ProcessTransport:
         work: Work | None = dist.broadcast(x, src=source, group=group, async_op=True)
         return work
 
-    def reduce_scatter(self, result: Tensor, parts: list[Tensor], group: Group) -> None:
+    def reduce_scatter(
+        self, result: Tensor, parts: list[Tensor], group: Group, *, is_async: bool = False
+    ) -> Work | None:
         """Sum and scatter."""
-        dist.reduce_scatter(result, parts, group=group)
+        work: Work | None = dist.reduce_scatter(result, parts, group=group, async_op=is_async)
+        return work
 
     def from_one(self, values: list[Any], source: int, group: Group) -> None:
         """Broadcast pickles."""

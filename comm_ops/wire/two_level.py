@@ -153,14 +153,14 @@ def all_reduce_by(x: Tensor, ranks: Sequence[int], algorithm: Algorithm, table: 
 
 
 def _sum_flat(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:
-    peers = _readers(x, x.nbytes, ranks, table)
+    peers = readers(x, x.nbytes, ranks, table)
     return sum_over(x, ranks, table) if peers is None else sum_read(x, ranks, table, peers)
 
 
 def _gather_flat(
     x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], table: GroupTable, *, pads: bool = False
 ) -> list[Tensor]:
-    if peers := _readers(x, _bytes_of(x, shapes), ranks, table):
+    if peers := readers(x, _bytes_of(x, shapes), ranks, table):
         return gather_read(x, shapes, ranks, table, peers)
     return (gather_padded if pads else gather_parts)(x, shapes, ranks, table)
 
@@ -170,12 +170,12 @@ def _bytes_of(x: Tensor, shapes: Sequence[Sequence[int]]) -> int:
 
 
 def _reduce_flat(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable, *, pads: bool = False) -> Tensor:
-    if peers := _readers(parts[0], sum(part.nbytes for part in parts), ranks, table):
+    if peers := readers(parts[0], sum(part.nbytes for part in parts), ranks, table):
         return reduce_read(parts, ranks, table, peers)
     return (reduce_padded if pads else reduce_parts)(parts, ranks, table)
 
 
-def _readers(x: Tensor, num_bytes: int, ranks: Sequence[int], table: GroupTable) -> Peers | None:
+def readers(x: Tensor, num_bytes: int, ranks: Sequence[int], table: GroupTable) -> Peers | None:
     """Return the ranks' processes where all have their tensors on the host, as all know, and read them there."""
     is_there = x.is_cpu and max(ranks) < table.size  # else it is refused where it is sent
     on_host = is_there and not any(table.cuts(rank) for rank in ranks if rank != table.rank)
@@ -210,14 +210,20 @@ def start_in_levels(
     run: OnBuffer, buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], algorithm: Algorithm
 ) -> Exchange:
     """Start an exchange of host memory in two levels. Collective over `ranks`."""
-    table = active()
+    return in_thread(lambda beside: run(buffer, sizes, ranks, algorithm.tiers, beside), ranks, algorithm, active())
+
+
+def in_thread(
+    act: Callable[[GroupTable], object], ranks: Sequence[int], algorithm: Algorithm, table: GroupTable
+) -> Exchange:
+    """Do something in two levels after what was started so before, in a thread, given the table for it."""
     beside = table.beside("levels")
     for group in _groups_in_levels(ranks, algorithm.tiers, table.rank):
         beside.group(group)  # created here, as threads must not create groups side by side
 
     def work() -> None:
         with torch.no_grad():
-            run(buffer, sizes, ranks, algorithm.tiers, beside)
+            act(beside)
 
     turn = _turns.setdefault(table, InTurn()).start(work)
     return Exchange(tuple(ranks), [turn])

@@ -209,11 +209,23 @@ def forget_grad_enabled(node: fx.Node) -> None:
 
 def copy_meta(source: fx.Node, target: fx.Node, *, with_value: bool = False) -> None:
     """Give `target` the source line, modules and region of `source`, and its example value if asked."""
-    for key in ("stack_trace", "module_stack", "nn_module_stack", "grad_enabled", "on_host", "uncast"):
+    for key in ("stack_trace", "module_stack", "nn_module_stack", "grad_enabled", "on_host", "uncast", "num_dims"):
         if key in source.meta:
             target.meta[key] = source.meta[key]
     if with_value and "val" in source.meta:
         target.meta["val"] = source.meta["val"]
+
+
+def keep_num_dims(source: fx.Node, target: fx.Node) -> None:
+    """Let `target`, which has no example value, know how many dims the tensor has that `source` is."""
+    if is_tensor(source):
+        target.meta["num_dims"] = len(shape(source))
+
+
+def num_dims(node: fx.Node) -> int | None:
+    """Return how many dims a node of a device's graph has; None where it does not know."""
+    known: int | None = node.meta.get("num_dims")
+    return known
 
 
 def _fake_mode(graph: fx.Graph) -> FakeTensorMode:

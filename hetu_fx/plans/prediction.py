@@ -42,8 +42,9 @@ class Prediction:
     """A plan's predicted step: seconds, terms per device, why it was chosen, and the next best plan.
 
     `bound_seconds` stands where a search gave its best so far as its time was over: no plan takes less than that.
-    `formula_seconds` is what the step would take if nothing overlapped, which is what the devices' terms add up to;
-    None where `seconds` are that. `left_out` are the devices of the cluster that the plan does not use.
+    `formula_seconds` is what the step would take if nothing overlapped but sums and the products beside them, which is
+    what the devices' terms add up to; None where `seconds` are that. `left_out` are the devices of the cluster that
+    the plan does not use.
     """
 
     seconds: float

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.local import local_part
 from hetu_fx.base.device_types import type_of
+from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.resolve.lowering import Lowering
 from hetu_fx.comm_ops.wire.consensus import by_first, together
 from hetu_fx.comm_ops.wire.groups import GroupTable
@@ -36,6 +37,7 @@ from hetu_fx.transforms.lowering.block_modules import BlockModules
 from hetu_fx.transforms.lowering.checkpoint import Checkpoint
 from hetu_fx.transforms.lowering.choose_algorithms import ChooseAlgorithms
 from hetu_fx.transforms.lowering.lower import lower
+from hetu_fx.transforms.lowering.overlap import Overlap
 from hetu_fx.transforms.lowering.recompute import Recompute
 from hetu_fx.transforms.lowering.weights_later import WeightsLater
 from hetu_fx.transforms.passes import run_pass
@@ -209,8 +211,10 @@ class GraphCompute(Compute):
         device = run_pass(Place(self.device), device)
         device = run_pass(ChooseAlgorithms(Lowering(self.table.topology)), device)
         device = run_pass(Recompute(deduced.annotated), device)
-        # compiled graphs make all gradients at once
-        return run_pass(WeightsLater(self.plan.schedule), device) if self.backend is None else device
+        if self.backend is None:  # compiled graphs make all gradients at once
+            device = run_pass(WeightsLater(self.plan.schedule), device)
+        cluster = self.table.topology if isinstance(self.table.topology, Cluster) else None
+        return run_pass(Overlap(deduced.annotated, cluster), device)
 
     def _deduce(self, program: Program, key: StageKey) -> bytes:
         wants_values, splits = key

@@ -173,6 +173,7 @@ HELD = {
             "homes",
             "mixed_length",
             "mutants",
+            "overlap",
             "planning",
             "planted",
             "programs",

@@ -17,13 +17,14 @@ from torch.nn import functional as F
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.comm_ops.resolve.lowering import Lowering
 from hetu_fx.graph.capture import capture
-from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.plans.plan import Pipeline, Plan, Schedule, Stage
 from hetu_fx.transforms.layouts.analysed_graph import Analyse
 from hetu_fx.transforms.layouts.annotate import Annotate
 from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.lowering.block_modules import BlockModules
 from hetu_fx.transforms.lowering.checkpoint import Checkpoint
 from hetu_fx.transforms.lowering.choose_algorithms import ChooseAlgorithms
+from hetu_fx.transforms.lowering.overlap import Overlap
 from hetu_fx.transforms.lowering.recompute import Recompute
 from hetu_fx.transforms.lowering.weights_later import WeightsLater
 from hetu_fx.transforms.passes import DUMP_VARIABLE, PASSES, REWRITES, Pass, run_pass
@@ -103,10 +104,12 @@ class Blocks(nn.Module):
 # Two nodes share the first block, which is computed again; another device has the second.
 FIRST, SECOND = Stage((0, 1, 2, 3), (3, 1, 2, 2), blocks=1, recompute=1), Stage((4,), blocks=1)
 PLAN = Plan((Pipeline((FIRST, SECOND), micro_batches=2),))
+GROUP = Plan((Pipeline((Stage((0, 1, 2, 3), (3, 1, 2, 2)),)),))
+"""Nothing is computed again, and no gradients of weights wait."""
 LINKS = Cluster.on_paper([1e9] * 5, nodes=("a", "a", "b", "b", "b"), intra=Link(1e9), inter=Link(1e7))
 
 
-def chain() -> Iterator[tuple[Pass[Any, Any], Any]]:
+def chain(plan: Plan = PLAN, schedule: Schedule = "zero-bubble") -> Iterator[tuple[Pass[Any, Any], Any]]:
     """Yield the passes after the rewrites with what each is given, on rank 1 of a model of two blocks."""
     graph: Any = capture(Blocks(), (torch.randn(4, 6),), training=True)
     for rewrite in REWRITES:
@@ -114,13 +117,14 @@ def chain() -> Iterator[tuple[Pass[Any, Any], Any]]:
     made: list[Any] = [graph]
     for make in (
         lambda: Analyse(frozenset({"blocks.0.up.weight"})),
-        lambda: Annotate(PLAN),
+        lambda: Annotate(plan),
         lambda: Deduce(),
         lambda: Specialize(1),
         lambda: Place(torch.device("cuda", 0)),
         lambda: ChooseAlgorithms(Lowering(LINKS)),
         lambda: Recompute(made[2]),
-        lambda: WeightsLater("zero-bubble"),
+        lambda: WeightsLater(schedule),
+        lambda: Overlap(made[2], LINKS.with_speeds(dict.fromkeys(LINKS.ranks, 1e6))),  # products take as long as sums
         lambda: Checkpoint(),
         lambda: BlockModules(graph.block_paths),
     ):
@@ -155,7 +159,8 @@ def test_rewrites_make_the_golden_text(
 
 @pytest.mark.parametrize("name", [known.name for known in PASSES[len(REWRITES) :]])
 def test_passes_after_the_rewrites_make_the_golden_text(golden: Golden, name: str) -> None:
-    graph_pass, given = next(pair for pair in chain() if pair[0].name == name)
+    passes = chain(GROUP, "1f1b") if name == Overlap.name else chain()
+    graph_pass, given = next(pair for pair in passes if pair[0].name == name)
     golden(name, before_and_after(graph_pass, given))
 
 

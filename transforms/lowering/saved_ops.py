@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from hetu_fx.comm_ops.ops.overlapped_products import GATHERED_PRODUCTS
 from hetu_fx.plans.recomputed import RecomputedOps
 from hetu_fx.transforms.rewrites import sequence_ops  # noqa: F401 - registers hetu::sequence_attention_forward
 
@@ -20,7 +21,7 @@ def _ops(*names: str) -> frozenset[Any]:
     return frozenset(getattr(torch.ops.aten, name).default for name in names)
 
 
-_OF_WEIGHTS = _ops("mm", "addmm", "_scaled_mm", "convolution")
+_OF_WEIGHTS = _ops("mm", "addmm", "_scaled_mm", "convolution") | {GATHERED_PRODUCTS.overload}
 """Products of two matrices: no op on a batch of them is one."""
 
 _OF_ACTIVATIONS = _ops(

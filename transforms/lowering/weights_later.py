@@ -9,18 +9,11 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from hetu_fx.graph.calls import operand
 from hetu_fx.plans.plan import Schedule
 from hetu_fx.plans.schedule import cuts_backwards
-from hetu_fx.transforms.lowering.later_products import LATER_PRODUCTS, later_product
+from hetu_fx.transforms.lowering.later_products import later_product
+from hetu_fx.transforms.lowering.product_calls import Given, given_of, uncast
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph, GraphSlot, SlotKind
-
-aten = torch.ops.aten
-
-Given = tuple[fx.Node, fx.Node, fx.Node | None]
-"""Rows, a weight and maybe a bias."""
-
-_CASTS = frozenset({aten.to.dtype, aten._to_copy.default})
 
 
 @dataclass(frozen=True)
@@ -55,22 +48,11 @@ def _products(device: DeviceGraph) -> Iterator[tuple[fx.Node, Given]]:
     leaves = zip(device.graph.find_nodes(op="placeholder"), device.slots, strict=True)
     weights = {node for node, slot in leaves if slot.kind is SlotKind.PARAMETER}
     for node in device.graph.nodes:
-        if node.op != "call_function" or str(node.target) not in LATER_PRODUCTS or node.kwargs:
-            continue
-        given = _given(node)
-        if given is not None and all(one is None or _leaf(one) in weights for one in given[1:]):
+        given = given_of(node)
+        if given is not None and all(one is None or _has_its_own(one, weights) for one in given[1:]):
             yield node, given
 
 
-def _given(node: fx.Node) -> Given | None:
-    """Return the rows, weight and bias that an op is given; None where it takes more."""
-    product, count = LATER_PRODUCTS[str(node.target)], len(node.args)
-    if not {product.x, product.weight, product.bias}.issuperset(range(count)):
-        return None
-    bias = node.args[product.bias] if product.bias is not None and product.bias < count else None
-    return operand(node, product.x), operand(node, product.weight), bias if isinstance(bias, fx.Node) else None
-
-
-def _leaf(node: fx.Node) -> fx.Node:
-    """Return what a node is a cast of, or the node."""
-    return operand(node) if node.target in _CASTS else node
+def _has_its_own(end: fx.Node, weights: set[fx.Node]) -> bool:
+    """Tell whether the gradient of an end is a parameter's, or nobody's: of a bias that another device adds."""
+    return uncast(end) in weights or end.target is torch.ops.aten.zeros_like.default

@@ -119,6 +119,7 @@ class _Builder:
 
     def _traced(self, source: fx.Node, target: fx.Node) -> fx.Node:
         meta.copy_meta(source, target)
+        meta.keep_num_dims(source, target)
         return target
 
     def _op(self, node: fx.Node) -> fx.Node:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hetu_fx.annotations.states import even_sizes
-from hetu_fx.comm_ops.wire.collectives import Exchange, segments, sum_into
+from hetu_fx.comm_ops.wire.collectives import Exchange, UnderWay, segments, sum_into
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
 from hetu_fx.comm_ops.wire.peers.memory import BOARD_SLOTS, Peers, Told
 from hetu_fx.comm_ops.wire.small_sums import refuse_unlike
@@ -212,14 +212,19 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
 
 def sum_read(x: Tensor, ranks: Sequence[int], table: GroupTable, peers: Peers) -> Tensor:
     """Do what `collectives.sum_over` does: every rank reads all of the others' tensors, which stay as they are."""
+    with guarded("all-reduce", ranks, table):
+        return begin_sum_read(x, ranks, table, peers).end()
+
+
+def begin_sum_read(x: Tensor, ranks: Sequence[int], table: GroupTable, peers: Peers) -> UnderWay[Tensor]:
+    """Begin what `sum_read` does. The caller guards it, as those below."""
     own = x.detach().contiguous()
     result = torch.empty_like(own)
 
     def act(reading: _Reading, addresses: Addresses) -> None:
         _sum_into(result.view(-1), own.view(-1), addresses, 0, table.rank, peers)
 
-    _read_now(act, own, ranks, peers, table, "all-reduce", list(own.shape))
-    return result
+    return UnderWay(result, _begun(act, own, ranks, peers, table, "all-reduce", list(own.shape)))
 
 
 def gather_read(
@@ -231,6 +236,19 @@ def gather_read(
     what: str = "all-gather",
 ) -> list[Tensor]:
     """Do what `collectives.gather_parts` does; `what` it is, for messages."""
+    with guarded(what, ranks, table):
+        return begin_gather_read(x, shapes, ranks, table, peers, what).end()
+
+
+def begin_gather_read(
+    x: Tensor,
+    shapes: Sequence[Sequence[int]],
+    ranks: Sequence[int],
+    table: GroupTable,
+    peers: Peers,
+    what: str = "all-gather",
+) -> UnderWay[list[Tensor]]:
+    """Begin what `gather_read` does."""
     own = x.detach().contiguous()
     parts = [own if r == table.rank else own.new_empty(list(s)) for r, s in zip(ranks, shapes, strict=True)]
 
@@ -239,12 +257,19 @@ def gather_read(
             if rank != table.rank and part.numel():
                 peers.read(rank, addresses[rank], part)
 
-    _read_now(act, own, ranks, peers, table, what, [list(shape) for shape in shapes])
-    return parts
+    return UnderWay(parts, _begun(act, own, ranks, peers, table, what, [list(shape) for shape in shapes]))
 
 
 def reduce_read(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable, peers: Peers) -> Tensor:
     """Do what `collectives.reduce_parts` does."""
+    with guarded("reduce-scatter", ranks, table):
+        return begin_reduce_read(parts, ranks, table, peers).end()
+
+
+def begin_reduce_read(
+    parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable, peers: Peers
+) -> UnderWay[Tensor]:
+    """Begin what `reduce_read` does."""
     here, sizes = table.position(ranks), [part.numel() for part in parts]
     buffer = _end_to_end(parts)
     own, offset = segments(buffer, sizes)[here], _offsets(sizes)[here] * buffer.itemsize
@@ -253,8 +278,7 @@ def reduce_read(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable
     def act(reading: _Reading, addresses: Addresses) -> None:
         _sum_into(result.view(-1), own, addresses, offset, table.rank, peers)
 
-    _read_now(act, buffer, ranks, peers, table, "reduce-scatter", sizes)
-    return result
+    return UnderWay(result, _begun(act, buffer, ranks, peers, table, "reduce-scatter", sizes))
 
 
 def _end_to_end(parts: Sequence[Tensor]) -> Tensor:
@@ -267,7 +291,7 @@ def _end_to_end(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([part.detach().reshape(-1) for part in parts])
 
 
-def _read_now(
+def _begun(
     act: Callable[[_Reading, Addresses], None],
     own: Tensor,
     ranks: Sequence[int],
@@ -275,6 +299,5 @@ def _read_now(
     table: GroupTable,
     what: str,
     sizes: object,
-) -> None:
-    with guarded(what, ranks, table):
-        _Reading(act, own, ranks, 0, peers, table, f"{what} of {sizes} {own.dtype}").wait()
+) -> Exchange:
+    return Exchange(tuple(ranks), [_Reading(act, own, ranks, 0, peers, table, f"{what} of {sizes} {own.dtype}")])

@@ -117,10 +117,12 @@ class ThreadTransport:
         call = Call("broadcast", f"{_form(x)} from rank {source}")
         return self._meet(group, call, x, partial(_broadcast, source), True)
 
-    def reduce_scatter(self, result: Tensor, parts: list[Tensor], group: Members) -> None:
+    def reduce_scatter(
+        self, result: Tensor, parts: list[Tensor], group: Members, *, is_async: bool = False
+    ) -> MeetingWork | None:
         """Sum what is for each, in the order of the ranks."""
         call = Call("reduce_scatter", _form(result, parts))
-        self._meet(group, call, (result, parts), _reduce_scatter, False)
+        return self._meet(group, call, (result, parts), _reduce_scatter, is_async)
 
     def from_one(self, values: list[Any], source: int, group: Members) -> None:
         """Give everybody a copy of his own."""

@@ -178,8 +178,7 @@ class _Part:
 
     def costs(self) -> PartCosts:
         """Return the totals as costs."""
-        names = ("num_reductions", "num_returns", "num_gathers", "num_ops", "num_head_exchanges", "num_exchanges")
-        counts = {name: int(self.totals[name]) for name in names}
+        counts = {name: int(total) for name, total in self.totals.items() if name.startswith("num_")}
         return PartCosts(**{**self.totals, **counts})  # type: ignore[arg-type]
 
 
@@ -235,11 +234,28 @@ class _Profile:
         if self.shares.sums(node):
             part.add("reduced_bytes", self._held_bytes(node) / self.example_rows)
             part.add("num_reductions", 1)
+            self._add_product_with_sum(node, part)
         if self.shares.returns(node):
             # what reads a value gives its cotangent back
             reader = self.parts[min(map(self.part_of, self._mixed & node.users.keys()), default=0)]
             reader.add("returned_bytes", self._held_bytes(node) / self.example_rows)
             reader.add("num_returns", 1)
+            self._add_products_beside(node, reader)
+
+    def _add_product_with_sum(self, node: fx.Node, part: _Part) -> None:
+        """Count a product whose result is summed."""
+        if multiplies_weights(node, self.shares.factors, self._flow):
+            part.add("summed_flops", self._flops(node) / self.example_rows)
+            part.add("summed_bytes", self._held_bytes(node) / self.example_rows)
+            part.add("num_summed", 1)
+
+    def _add_products_beside(self, node: fx.Node, reader: _Part) -> None:
+        """Count the products that read a value whose cotangent is summed, if no other op makes summands of that."""
+        users = [user for user in node.users if user in self._mixed and self.shares.shares_work(user)]
+        if users and all(multiplies_weights(user, self.shares.factors, self._flow) for user in users):
+            reader.add("beside_flops", sum(map(self._flops, users)) / self.example_rows)
+            reader.add("beside_bytes", self._held_bytes(node) / self.example_rows)
+            reader.add("num_beside", 1)
 
     def _flops(self, node: fx.Node) -> int:
         """Return torch's count; for an op that torch has no formula for, what its rule says of products."""

@@ -4,8 +4,9 @@ A step gathers parameters (`price.ways`), has the sums over rows in its middle, 
 slowest pipeline (`price.pipeline`), sums gradients (`price.ways`), and updates. Each takes what its slowest device
 takes.  (5)
 
-Nothing is overlapped but what devices do beside each other: what `planner.simulate` plays may hide some of it. Searches
-compare plans by what the step takes if gradients, and what stages hand over, travel beside work on links of their own.
+Nothing is overlapped but what devices do beside each other, and sums beside products (`price.beside`): what
+`planner.simulate` plays may hide some of it, though it plays sums after products. Searches compare plans by what the
+step takes if gradients, and what stages hand over, travel beside work on links of their own.
 Communication is priced by the same functions as the comm ops that run.
 """
 
@@ -20,6 +21,7 @@ from itertools import pairwise
 from hetu_fx.base.words import bytes_text
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.alike import alike
+from hetu_fx.planner.price.beside import overlapped
 from hetu_fx.planner.price.crossing import Crossing, add_crossing
 from hetu_fx.planner.price.links import Resource
 from hetu_fx.planner.price.pipeline import Finish, finish
@@ -220,7 +222,8 @@ def _runs(plan: Plan, costs: ProgramCosts, cluster: Cluster, like: Sequence[int]
     for first, pipeline, rows in zip(like, plan.parts(costs.num_blocks), pipeline_rows(costs.rows, plan), strict=True):
         if first not in known:
             largest = math.ceil(rows / max(1, min(pipeline.micro_batches, rows)))
-            known[first] = stage_costs(pipeline, costs.under(plan), cluster, max(1, largest))
+            found = stage_costs(pipeline, costs.under(plan), cluster, max(1, largest))
+            known[first] = tuple(overlapped(one, max(1, largest), plan.schedule, cluster) for one in found)
         yield pipeline, rows, known[first]
 
 

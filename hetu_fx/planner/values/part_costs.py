@@ -31,6 +31,9 @@ class PartCosts:
     `attention_flops` are those of products of activations with each other.
     `repeated_parameter_bytes` are those of parameters of which several devices of a group hold the same part,
     `late_parameter_bytes` those of them of whose gradients each of these makes a summand.
+    `summed_flops` are those of products with weights whose results are all-reduced: `summed_bytes` of `reduced_bytes`,
+    in num_summed messages. `beside_flops` are those of products with weights that read what alone of them is
+    all-reduced in the backward: `beside_bytes` of `returned_bytes`, in num_beside messages.
     """
 
     flops: float = 0.0
@@ -59,6 +62,12 @@ class PartCosts:
     num_exchanges: int = 0
     repeated_parameter_bytes: float = 0.0
     late_parameter_bytes: float = 0.0
+    summed_flops: float = 0.0
+    summed_bytes: float = 0.0
+    num_summed: int = 0
+    beside_flops: float = 0.0
+    beside_bytes: float = 0.0
+    num_beside: int = 0
 
     def __post_init__(self) -> None:
         for name in ("flops", "attention_flops", "traffic_bytes", "activation_bytes", "parameter_bytes"):

@@ -318,7 +318,10 @@ ENOUGH = 3
 
 _WHOLE = ("flops", "attention_flops", "traffic_bytes", "activation_bytes")
 _SHARED = ("traffic_bytes", "activation_bytes")
-_MOVED = ("reduced_bytes", "returned_bytes", "gathered_bytes", "ring_bytes", "heads_bytes", "exchanged_bytes")
+_MOVED = (
+    *("reduced_bytes", "returned_bytes", "gathered_bytes", "ring_bytes", "heads_bytes", "exchanged_bytes"),
+    *("summed_flops", "summed_bytes", "beside_flops", "beside_bytes"),
+)
 
 
 def costs_at(by_length: Mapping[int, ProgramCosts], length: int) -> ProgramCosts:

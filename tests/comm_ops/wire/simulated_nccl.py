@@ -153,8 +153,9 @@ class RecordingTransport(ThreadTransport):
         call = Call("all_gather", _forms(parts))
         return self._meet(group, call, (parts, x), transport._all_gather, is_async)
 
-    def reduce_scatter(self, result: Tensor, parts: list[Tensor], group: Members) -> None:
-        self._meet(group, Call("reduce_scatter", _forms(parts)), (result, parts), transport._reduce_scatter, False)
+    def reduce_scatter(self, result: Tensor, parts: list[Tensor], group: Members, *, is_async: bool = False) -> Any:
+        call = Call("reduce_scatter", _forms(parts))
+        return self._meet(group, call, (result, parts), transport._reduce_scatter, is_async)
 
     def _meet(self, group: Members, call: Any, brings: Any, act: Any, is_async: bool) -> Any:
         if call.name != "objects":  # which go over gloo

@@ -78,6 +78,17 @@ def test_a_cut_divides_products_parameters_and_inner_values() -> None:
     assert block.sequence_activation_bytes == 0  # its only sequence is the rows
 
 
+def test_products_before_sums_and_those_beside_which_cotangents_are_summed_are_counted() -> None:
+    block = program_costs(analysed(stack())).blocks[1]
+    product = 2 * 8 * 6
+    assert (block.num_summed, block.summed_bytes, block.summed_flops) == (1, block.reduced_bytes, product)
+    assert (block.num_beside, block.beside_bytes, block.beside_flops) == (1, block.returned_bytes, product)
+    _, graph = captured("llama")
+    block = program_costs(analysed(graph)).blocks[0]
+    assert (block.num_summed, block.num_beside) == (block.num_reductions, block.num_returns)
+    assert block.summed_flops + block.beside_flops == block.flops - block.attention_flops
+
+
 def test_a_group_that_shares_the_sequence_holds_part_of_norms_and_residuals() -> None:
     _, graph = captured("llama")
     costs = program_costs(analysed(graph))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -69,3 +70,20 @@ def test_a_compiler_gets_the_forward_and_the_backward_once_for_all_sizes(device:
 def test_an_unknown_compiler_is_refused_with_what_there_is(device: DeviceGraph) -> None:
     with pytest.raises(EnvironmentProblem, match=r"compile='fast' is not known; use None, 'aot_eager', 'inductor'"):
         lower(Checkpoint()(device), "fast")
+
+
+def test_a_compiled_backward_has_the_sum_of_gradients_beside_those_of_weights() -> None:
+    graph, compiler = fx.Graph(), Recorder()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    given = x, [weight], [], "aten.linear.default", [0], 0, [], "", ""
+    made = graph.call_function(torch.ops.hetu.gathered_products.default, given)
+    graph.output((graph.call_function(operator.getitem, (made, 0)),))
+    function = lower(fx.GraphModule(nn.Module(), graph), compiler)
+    leaves = [torch.randn(shape, requires_grad=True) for shape in ((4, 6), (5, 6))]
+    (y,) = function(*leaves)
+    y.sum().backward()
+    _, backward = (module.graph for module in compiler.graphs)
+    found = [node.target for node in backward.nodes if node.op == "call_function"]
+    assert torch.ops.hetu.gathered_products_backward.default in found
+    torch.testing.assert_close(leaves[0].grad, leaves[1].sum(0).expand(4, 6))
+    torch.testing.assert_close(leaves[1].grad, leaves[0].sum(0).expand(5, 6))

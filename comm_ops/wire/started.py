@@ -1,0 +1,102 @@
+"""Collectives that are started now and waited for later, each by the algorithm that its op carries.
+
+They travel in between where messages do. Padded ones, and those in two levels of a device's memory, are over when they
+are started; ranks that read each other's memory do so in the wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from hetu_fx.comm_ops.plans.algorithm import Algorithm
+from hetu_fx.comm_ops.wire.collectives import UnderWay, begin_gather, begin_reduce, begin_sum
+from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
+from hetu_fx.comm_ops.wire.peers.exchanges import begin_gather_read, begin_reduce_read, begin_sum_read
+from hetu_fx.comm_ops.wire.two_level import all_gather_by, all_reduce_by, in_thread, readers, reduce_scatter_by
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, slots=True)
+class Started(Generic[Made]):
+    """A collective of some ranks under way: what it was given must stay as it is until it is waited for, once."""
+
+    what: str
+    ranks: Sequence[int]
+    table: GroupTable
+    end: Callable[[], Made]
+
+    def wait(self) -> Made:
+        """Return what it makes, or raise CommError after the group's timeout."""
+        with guarded(self.what, self.ranks, self.table):
+            return self.end()
+
+
+def start_sum(x: Tensor, ranks: Sequence[int], algorithm: Algorithm, table: GroupTable) -> Started[Tensor]:
+    """Start what `all_reduce_by` does; collective over `ranks`."""
+    what = "all-reduce"
+    with guarded(what, ranks, table):
+        if algorithm.in_two_levels(x.nbytes):
+            end = _in_levels(lambda at: all_reduce_by(x, ranks, algorithm, at), x, ranks, algorithm, table)
+        elif peers := readers(x, x.nbytes, ranks, table):
+            end = begin_sum_read(x, ranks, table, peers).end
+        else:
+            end = begin_sum(x, ranks, table).end
+    return Started(what, ranks, table, end)
+
+
+def start_reduce(
+    parts: Sequence[Tensor], ranks: Sequence[int], algorithm: Algorithm, table: GroupTable
+) -> Started[Tensor]:
+    """Start what `reduce_scatter_by` does; collective over `ranks`."""
+    what, num_bytes = "reduce-scatter", sum(part.nbytes for part in parts)
+    with guarded(what, ranks, table):
+        if algorithm.in_two_levels(num_bytes):
+            end = _in_levels(
+                lambda at: reduce_scatter_by(parts, ranks, algorithm, at), parts[0], ranks, algorithm, table
+            )
+        elif peers := readers(parts[0], num_bytes, ranks, table):
+            end = begin_reduce_read(parts, ranks, table, peers).end
+        elif algorithm.pads(num_bytes):
+            end = UnderWay(reduce_scatter_by(parts, ranks, algorithm, table)).end
+        else:
+            end = begin_reduce(parts, ranks, table).end
+    return Started(what, ranks, table, end)
+
+
+def start_gather(
+    x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], algorithm: Algorithm, table: GroupTable
+) -> Started[list[Tensor]]:
+    """Start what `all_gather_by` does; collective over `ranks`."""
+    what, num_bytes = "all-gather", sum(torch.Size(shape).numel() for shape in shapes) * x.element_size()
+    with guarded(what, ranks, table):
+        if algorithm.in_two_levels(num_bytes):
+            end = _in_levels(lambda at: all_gather_by(x, shapes, ranks, algorithm, at), x, ranks, algorithm, table)
+        elif peers := readers(x, num_bytes, ranks, table):
+            end = begin_gather_read(x, shapes, ranks, table, peers).end
+        elif algorithm.pads(num_bytes):
+            end = UnderWay(all_gather_by(x, shapes, ranks, algorithm, table)).end
+        else:
+            end = begin_gather(x, shapes, ranks, table).end
+    return Started(what, ranks, table, end)
+
+
+def _in_levels(
+    act: Callable[[GroupTable], Made], x: Tensor, ranks: Sequence[int], algorithm: Algorithm, table: GroupTable
+) -> Callable[[], Made]:
+    """Do it beside what else the rank does; at once on a device, whose own queue goes on meanwhile."""
+    if not x.is_cpu:
+        return UnderWay(act(table)).end
+    made: list[Made] = []
+    exchange = in_thread(lambda beside: made.append(act(beside)), ranks, algorithm, table)
+
+    def end() -> Made:
+        exchange.end()
+        return made[0]
+
+    return end

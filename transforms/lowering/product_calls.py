@@ -1,0 +1,32 @@
+"""The products with a weight in a device's graph: what they are given."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from hetu_fx.comm_ops.ops.product_from_factors import PRODUCTS_BY_NAME
+from hetu_fx.graph.calls import operand
+
+aten = torch.ops.aten
+
+CASTS = frozenset({aten.to.dtype, aten._to_copy.default})
+
+Given = tuple[fx.Node, fx.Node, fx.Node | None]
+"""Rows, a weight and maybe a bias."""
+
+
+def given_of(node: fx.Node) -> Given | None:
+    """Return the rows, weight and bias that a product takes; None where it takes more, and for any other op."""
+    product, count = PRODUCTS_BY_NAME.get(str(node.target)), len(node.args)
+    if product is None or product.of_input is None or node.op != "call_function" or node.kwargs:
+        return None
+    if not {product.x, product.weight, product.bias}.issuperset(range(count)):
+        return None
+    bias = node.args[product.bias] if product.bias is not None and product.bias < count else None
+    return operand(node, product.x), operand(node, product.weight), bias if isinstance(bias, fx.Node) else None
+
+
+def uncast(node: fx.Node) -> fx.Node:
+    """Return what a node is a cast of, or the node."""
+    return operand(node) if node.target in CASTS else node

@@ -36,7 +36,7 @@ class BlockModule(fx.GraphModule):
 
     def __init__(self, root: nn.Module, graph: fx.Graph) -> None:
         super().__init__(root, graph)
-        self.compiled: dict[Hashable, Callable[..., Any]] = {}
+        self.compiled: dict[Hashable, Any] = {}
 
 
 @dataclass(frozen=True)

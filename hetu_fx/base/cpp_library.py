@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -58,8 +58,8 @@ def one_library() -> Iterator[None]:
 class _Kernel:
     """A kernel that is not there yet: its code under a name of its own, and where it is to be put."""
 
-    def __init__(self, argument_types: Sequence[str], code: str) -> None:
-        content = "\n".join((_compiler(), torch.__version__, _settings(), *argument_types, code))
+    def __init__(self, argument_types: Sequence[str], code: str, command: str) -> None:
+        content = "\n".join((_compiler(), torch.__version__, command, *argument_types, code))
         self.name = f"kernel_{hashlib.sha256(content.encode()).hexdigest()[:32]}"
         self._types, self._code = argument_types, code
 
@@ -103,6 +103,11 @@ class _Waiting:
         self._kernels: dict[str, _Kernel] = {}
         self._places: list[tuple[MutableMapping[str, Any], str, _Kernel]] = []
 
+    @cached_property
+    def command(self) -> str:
+        """Return how the compiler is called."""
+        return _command()
+
     @contextmanager
     def instead_of(self, kind: Any) -> Iterator[None]:
         """Take what a class is asked to compile in this thread."""
@@ -111,7 +116,7 @@ class _Waiting:
         def cpp_pybinding(self: Any, argtypes: list[str], source_code: str) -> Any:
             if threading.get_ident() != waiting._thread:
                 return stock_kernel(self, argtypes, source_code)
-            kernel = _Kernel(argtypes, source_code)
+            kernel = _Kernel(argtypes, source_code, waiting.command)
             return waiting._kernels.setdefault(kernel.name, kernel)
 
         def wait(self: Any, scope: dict[str, Any]) -> None:
@@ -180,11 +185,15 @@ def _compiler() -> str:
     return made.stdout
 
 
-def _settings() -> str:
-    """Return what tells inductor's settings, flags of the compiler among them, from others."""
-    from torch._inductor import config
+def _command() -> str:
+    """Return how inductor calls the compiler for a kernel: its settings are in there."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-    return str(config.get_hash())
+    flags = CppPythonBindingsCodeCache.cpp_compile_command_flags
+    options = CppTorchDeviceOptions(vec_isa=pick_vec_isa(), device_type="cpu", **flags)
+    return str(CppBuilder(name="o", sources="i", BuildOption=options).get_command_line())
 
 
 @contextmanager

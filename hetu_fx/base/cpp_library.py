@@ -13,12 +13,11 @@ import os
 import re
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import torch
@@ -30,6 +29,7 @@ _FIRST = ("torch/csrc/inductor/cpp_prefix.h", "Python.h", "sstream", "cstdlib", 
 _INCLUDE = re.compile(r"^\s*#include\s*[<\"]([^>\"]+)[>\"]\s*$", re.MULTILINE)
 _FLAG = re.compile(r"-m([a-z0-9.-]+)")
 _this_thread = threading.local()
+_changing = threading.Lock()  # what is put in the place of inductor's functions is there for all threads
 
 
 @contextmanager
@@ -45,6 +45,7 @@ def one_library() -> Iterator[None]:
         return
     waiting = _Waiting(threading.get_ident())
     with ExitStack() as stack:
+        stack.enter_context(_changing)
         stack.enter_context(waiting.instead_of(async_compile.AsyncCompile))
         stack.enter_context(_without_probes(cpu_vec_isa.VecISA))
         _this_thread.waits = True

@@ -1,8 +1,8 @@
 """What we use of torch's compilers: graphs whose inputs are known are handed to them without Dynamo.
 
 Dynamo finds out what a Python function does; of our graphs that is known. Without it, a graph that was compiled before
-is ready in hundredths of a second (what was made is found by content, in inductor's own cache), and calls have no guards
-but ours. Built on private parts of torch: `hetu_fx.base.torch_private` says how these are held.
+is ready in hundredths of a second (what was made is found by content, in inductor's own cache), and nothing is asked at
+each call but what we ask. Built on private parts of torch: `hetu_fx.base.torch_private` says how these are held.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 
 from hetu_fx.base.torch_private import FakeTensorMode, new_size
@@ -23,8 +24,8 @@ from hetu_fx.base.torch_private import FakeTensorMode, new_size
 Compiled = Callable[..., Any]
 DATA_DEPENDENT = (
     GuardOnDataDependentSymNode,
-    torch._subclasses.fake_tensor.DataDependentOutputException,
-    torch._subclasses.fake_tensor.DynamicOutputShapeException,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
 )
 """What tracing raises where a size depends on values; Dynamo runs such an op between two graphs."""
 
@@ -39,8 +40,7 @@ class Symbols:
 
     def size(self, example: int) -> torch.SymInt:
         """Return an open size of at least 2: 0 and 1 are what graphs differ by."""
-        made: torch.SymInt = new_size(self._mode, next(self._names), example)
-        return made
+        return cast(torch.SymInt, new_size(self._mode, next(self._names), example))
 
     def number(self, example: int) -> torch.SymInt:
         """Return an open number, whatever it is."""
@@ -48,8 +48,7 @@ class Symbols:
         symbol = self._environment.create_symbol(
             example, source, DimDynamic.DYNAMIC, positive=None, do_not_specialize_zero_one=True
         )
-        made: torch.SymInt = self._environment.create_symintnode(symbol, hint=example, source=source)
-        return made
+        return cast(torch.SymInt, self._environment.create_symintnode(symbol, hint=example, source=source))
 
     def tensor(self, sizes: Sequence[Any], strides: Sequence[Any], requires_grad: bool, **options: Any) -> Tensor:
         """Return a tensor without numbers."""
@@ -79,7 +78,8 @@ class Symbols:
 def kept_under(tag: str) -> Iterator[None]:
     """Keep what is compiled inside apart from what torch compiles elsewhere, for this and later processes."""
     key = f"{torch.compiler.config.cache_key_tag} {tag}".strip()
-    with torch.compiler.config.patch(cache_key_tag=key):
+    patch: Any = torch.compiler.config.patch  # type: ignore[attr-defined]
+    with patch(cache_key_tag=key):
         yield
 
 
@@ -87,8 +87,7 @@ def by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
     """Compile a graph, which is taken over, and its backward."""
     from torch._inductor.compile_fx import compile_fx  # seconds, where nothing is compiled
 
-    made: Compiled = compile_fx(module, list(inputs))
-    return made
+    return cast(Compiled, compile_fx(module, list(inputs)))
 
 
 def aot_autograd(**compilers: Any) -> Callable[[fx.GraphModule, Sequence[Any]], Compiled]:
@@ -107,7 +106,7 @@ def recomputed(graph: fx.Graph, body: fx.Node, inputs: Sequence[fx.Node]) -> fx.
 
 
 def keep_only(body: fx.GraphModule, contexts: Callable[[], Any], name: str) -> None:
-    """Let contexts of torch.utils.checkpoint say what of a body that is run again is kept; its name tells from others."""
+    """Let contexts of torch.utils.checkpoint say what of a body that is run again is kept; by name, as caches see it."""
     contexts = functools.partial(contexts)
     contexts.cache_hash = name  # type: ignore[attr-defined]
     body.meta["_checkpoint_context_fn"] = contexts

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from hetu_fx.base.torch_compile import DATA_DEPENDENT, Symbols
 from hetu_fx.transforms.lowering.block_modules import BlockModule
-from hetu_fx.transforms.lowering.compiled import Compiled
+from hetu_fx.transforms.lowering.compiled import Compiled, compiling
 from hetu_fx.transforms.lowering.forms import Like, is_number
 
 Together = Callable[[], AbstractContextManager[None]]
@@ -58,7 +58,7 @@ class CompiledAhead:
 
     def _prepare(self, inputs: Sequence[Any]) -> None:
         calls = list(_calls(self._module, inputs, self._fixed))  # all, as each says what is open
-        with self._together():
+        with compiling, self._together():
             for piece, likes in calls:
                 piece.compiled.prepared(likes, piece.open_dims)
 

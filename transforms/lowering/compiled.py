@@ -22,7 +22,8 @@ Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 MOST_KNOWN = 1_000
 """How many different inputs are remembered with what takes them; lengths of sequences make many."""
 
-_compiling = threading.RLock()  # where ranks are threads, what is alike is compiled once
+compiling = threading.RLock()
+"""Where ranks are threads, one compiles at a time, and finds what another has compiled."""
 
 
 class Compiled:
@@ -51,7 +52,7 @@ class Compiled:
     def prepared(self, likes: Sequence[Any], open_dims: Sequence[OpenDims]) -> _Variant:
         """Return what it was compiled to for inputs like these; compile it if there is nothing."""
         forms = tuple(form_of(like, dims) for like, dims in zip(likes, open_dims, strict=True))
-        with _compiling:
+        with compiling:
             variants = self._variants.setdefault((_surroundings(), *forms), [])
             found = next((variant for variant in variants if variant.takes(likes)), None)
             if found is None:
@@ -97,9 +98,7 @@ class _Variant:
         return self.run(*(inputs[i].shape[d] for i, d in self.sizes), *(inputs[i] for i in self.given))
 
 
-def _variant(
-    module: fx.GraphModule, compiler: Compiler, likes: Sequence[Any], forms: Sequence[Hashable]
-) -> _Variant:
+def _variant(module: fx.GraphModule, compiler: Compiler, likes: Sequence[Any], forms: Sequence[Hashable]) -> _Variant:
     symbols, traced = Symbols(), dict[int, Any]()
     for i, (like, form) in enumerate(zip(likes, forms, strict=True)):
         if isinstance(form, TensorForm):

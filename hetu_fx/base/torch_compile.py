@@ -106,7 +106,7 @@ def recomputed(graph: fx.Graph, body: fx.Node, inputs: Sequence[fx.Node]) -> fx.
 
 
 def keep_only(body: fx.GraphModule, contexts: Callable[[], Any], name: str) -> None:
-    """Let contexts of torch.utils.checkpoint say what of a body that is run again is kept; by name, as caches see it."""
+    """Let contexts of torch.utils.checkpoint say what of a body that is run again is kept; caches see the name."""
     contexts = functools.partial(contexts)
     contexts.cache_hash = name  # type: ignore[attr-defined]
     body.meta["_checkpoint_context_fn"] = contexts

@@ -16,18 +16,11 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from hetu_fx.base.torch_private import FakeTensorMode, new_size
 
 Compiled = Callable[..., Any]
-DATA_DEPENDENT = (
-    GuardOnDataDependentSymNode,
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
-"""What tracing raises where a size depends on values; Dynamo runs such an op between two graphs."""
 
 
 class Symbols:

@@ -10,10 +10,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from hetu_fx.base.torch_compile import DATA_DEPENDENT, Symbols
+from hetu_fx.base.torch_compile import Symbols
 from hetu_fx.transforms.lowering.block_modules import BlockModule
 from hetu_fx.transforms.lowering.compiled import Compiled, compiling
-from hetu_fx.transforms.lowering.forms import Like, is_number
+from hetu_fx.transforms.lowering.forms import Like, is_number, is_told_by_values
 
 Together = Callable[[], AbstractContextManager[None]]
 """Around what is compiled together; nothing of it may run before the end."""
@@ -39,32 +39,38 @@ class Piece(nn.Module):
 
 
 class CompiledAhead:
-    """A module whose pieces are all compiled at its first call, and for the first call without gradients.
+    """A module whose pieces are all compiled at the first call of its kind.
 
-    Which sizes are open follows from the module's inputs: what is computed of open sizes is open. What a later call
-    needs besides is compiled when a piece meets it.
+    Which sizes are open follows from the module's inputs: what is computed of open sizes is open. Calls with gradients
+    and without are of two kinds, and so are sizes of 0 and 1 and larger ones, which compiled graphs differ by. What a
+    later call needs besides is compiled when a piece meets it.
     """
 
     def __init__(self, module: fx.GraphModule, fixed: Sequence[bool], together: Together) -> None:
         self._module, self._fixed, self._together = module, fixed, together
-        self._prepared: set[bool] = set()
+        self._open = tuple(i for i, is_fixed in enumerate(fixed) if not is_fixed)
+        self._prepared: set[Hashable] = set()
 
     def __call__(self, *inputs: Any) -> Any:
         """Run it."""
-        if torch.is_grad_enabled() not in self._prepared:
+        opened = (inputs[i] for i in self._open)
+        small = (tuple(size < 2 for size in given.shape) for given in opened if isinstance(given, Tensor))
+        kind = torch.is_grad_enabled(), *small
+        if kind not in self._prepared:
             self._prepare(inputs)
-            self._prepared.add(torch.is_grad_enabled())
+            self._prepared.add(kind)
         return self._module.forward(*inputs)
 
     def _prepare(self, inputs: Sequence[Any]) -> None:
         calls = list(_calls(self._module, inputs, self._fixed))  # all, as each says what is open
         with compiling, self._together():
             for piece, likes in calls:
-                piece.compiled.prepared(likes, piece.open_dims)
+                if not any(map(is_told_by_values, likes)):
+                    piece.compiled.prepared(likes, piece.open_dims)
 
 
 def _calls(module: fx.GraphModule, inputs: Sequence[Any], fixed: Sequence[bool]) -> Iterator[tuple[Piece, list[Any]]]:
-    """Yield every call of a piece, with what its inputs are like; ends where sizes depend on values."""
+    """Yield every call of a piece, with what its inputs are like."""
     symbols, given = Symbols(), zip(inputs, fixed, strict=True)
     values, known = dict[fx.Node, Any](), dict[Hashable, Any]()
     for node in module.graph.nodes:
@@ -76,11 +82,9 @@ def _calls(module: fx.GraphModule, inputs: Sequence[Any], fixed: Sequence[bool])
             piece, arguments = cast(Piece, module.get_submodule(str(node.target))), fx.map_arg(node.args, values.get)
             likes = [Like.of(argument) for argument in arguments]
             key = (piece, *zip(likes, map(_text, arguments), strict=True))
-            try:
-                values[node] = known[key] if key in known else symbols.run(piece.block, arguments)
-            except DATA_DEPENDENT:
-                return
-            known[key] = values[node]
+            if key not in known:
+                known[key] = symbols.run(piece.block, arguments)
+            values[node] = known[key]
             piece.note(arguments)
             yield piece, likes
 

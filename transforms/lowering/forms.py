@@ -14,6 +14,8 @@ from hetu_fx.graph import meta
 
 OpenDims = Collection[int]
 """Dims of an input that may have any size; other sizes stay as they are."""
+ALL_DIMS: OpenDims = range(64)
+"""Of any tensor: torch has no more."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,11 @@ def _strides(sizes: Sequence[Any], order: Sequence[int], expanded: Collection[in
 def is_number(given: Any) -> bool:
     """Tell whether an input is a number that may be any other: a size, or what tells ops that draw from each other."""
     return type(given) is int or isinstance(given, torch.SymInt)
+
+
+def is_told_by_values(like: Any) -> bool:
+    """Tell whether it is, or has, a size that only the values of a batch tell."""
+    return meta.DATA_DEPENDENT in (like.sizes if isinstance(like, Like) else (like,))
 
 
 def form_of(like: Any, open_dims: OpenDims) -> Hashable:

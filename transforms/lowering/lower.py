@@ -9,12 +9,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import fx
 
 from hetu_fx.base.cpp_library import one_library
-from hetu_fx.base.torch_compile import DATA_DEPENDENT, aot_autograd, by_inductor, kept_under
+from hetu_fx.base.torch_compile import aot_autograd, by_inductor, kept_under
 from hetu_fx.base.torch_private import is_boxed
 from hetu_fx.comm_ops import ops
 from hetu_fx.errors import EnvironmentProblem
@@ -22,13 +21,11 @@ from hetu_fx.transforms import rewrites
 from hetu_fx.transforms.lowering.ahead import CompiledAhead, Piece
 from hetu_fx.transforms.lowering.block_modules import BlockModule
 from hetu_fx.transforms.lowering.compiled import Compiled, Compiler
+from hetu_fx.transforms.lowering.forms import ALL_DIMS
 
 PairCompiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 """What makes a function of a forward or a backward, and of example inputs."""
 Backend = str | PairCompiler | None
-
-MOST_DIMS = 64
-"""What torch has of them at most."""
 
 
 def check_backend(backend: Backend) -> None:
@@ -67,20 +64,14 @@ def lower(module: fx.GraphModule, backend: Backend, fixed: Sequence[bool] = ()) 
 
 def _whole(compiled: Compiled, fixed: Sequence[bool]) -> Callable[..., Any]:
     """Return what runs a module that is one piece."""
-    open_dims = [() if is_fixed else range(MOST_DIMS) for is_fixed in fixed]
+    open_dims = [() if is_fixed else ALL_DIMS for is_fixed in fixed]
     return lambda *inputs: compiled(inputs, open_dims)
 
 
 def _compiler(backend: str | PairCompiler) -> Compiler:
-    made: Compiler = _inductor if backend == "inductor" else _aot(_as_it_is if isinstance(backend, str) else backend)
-
-    def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        try:
-            return made(graph, inputs)
-        except DATA_DEPENDENT:  # Dynamo runs what depends on values between two graphs
-            return torch.compile(graph, backend=made, dynamic=True)
-
-    return compile_graph
+    if backend == "inductor":
+        return _inductor
+    return _aot(_as_it_is if isinstance(backend, str) else backend)
 
 
 def _inductor(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

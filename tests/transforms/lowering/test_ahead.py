@@ -62,13 +62,23 @@ def test_what_runs_without_gradients_first_is_compiled_together_too() -> None:
     assert log.events == ["begin", *["compiled"] * 3, "end", *["ran"] * 4]
 
 
+def test_sizes_are_open_although_they_are_one_at_first() -> None:
+    log, made, foreseen = Log(), Cut(Tower(8, 8)), ["begin", *["compiled"] * 3, "end"]
+    function = ahead(made, log)
+    for rows, before in ((1, foreseen), (4, foreseen), (7, []), (1, [])):
+        log.events.clear()
+        made.gradients(function, torch.randn(rows, WIDTH))
+        assert log.events == [*before, *["ran"] * 4]
+
+
 def test_a_piece_that_meets_other_inputs_than_foreseen_is_compiled_then() -> None:
     log, made = Log(), Cut(Tower(8, 8))
     function = ahead(made, log)
     made.gradients(function, torch.randn(4, WIDTH))
     log.events.clear()
-    made.gradients(function, torch.randn(1, WIDTH))
-    assert log.events == ["compiled", "ran", "compiled", "ran", "ran", "compiled", "ran"]
+    made.parameters = {name: value.requires_grad_(name != "head.bias") for name, value in made.parameters.items()}
+    function(*(made.parameters.get(slot.name, torch.randn(4, WIDTH)) for slot in made.device.slots))
+    assert log.events == [*["ran"] * 3, "compiled", "ran"]
 
 
 def test_what_draws_is_compiled_once_whatever_tells_it_apart() -> None:

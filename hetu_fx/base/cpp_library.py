@@ -162,7 +162,7 @@ def _link(library: Path, path: Path) -> None:
     """Let a path lead to a library, whoever else does so at the same time."""
     new = path.with_suffix(f".{os.getpid()}")
     new.unlink(missing_ok=True)
-    os.link(library, new)
+    new.symlink_to(library)
     new.replace(path)
 
 

@@ -40,7 +40,7 @@ class Compiled:
 
     def __call__(self, inputs: Sequence[Any], open_dims: Sequence[OpenDims]) -> Any:
         """Run it. `open_dims` of each input are those that may have other sizes in other calls."""
-        key = (_surroundings(), *map(exactly, inputs))
+        key = (_surroundings(), *exactly(inputs))
         call = self._calls.get(key)
         if call is None:
             call = self._call(key, inputs, open_dims)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,17 +120,17 @@ def _surroundings() -> Hashable:
     return torch.is_grad_enabled(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
 
 
-def _graph(module: fx.GraphModule, num_sizes: int, constants: dict[int, Any]) -> fx.GraphModule:
+def _graph(module: fx.GraphModule, num_sizes: int, constants: Mapping[int, Any]) -> fx.GraphModule:
     """Return a graph as compilers want it: open sizes are its first inputs, which backwards find there."""
     graph, root = fx.Graph(), nn.Module()
     for number in range(num_sizes):
         graph.placeholder(f"size_{number}")
-    values: dict[fx.Node, Any] = {}
-    inputs = iter(range(len(module.graph.nodes)))
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    values: dict[fx.Node, Any] = {inputs[i]: constant for i, constant in constants.items()}
     for node in module.graph.nodes:
-        if node.op == "placeholder" and (i := next(inputs)) in constants:
-            values[node] = constants[i]
-        elif node.op == "call_module" and isinstance(run := module.get_submodule(str(node.target)), CheckpointedRun):
+        if node in values:
+            continue
+        if node.op == "call_module" and isinstance(run := module.get_submodule(str(node.target)), CheckpointedRun):
             root.add_module(str(node.target), _body(run))
             body = graph.get_attr(str(node.target))
             values[node] = recomputed(graph, body, fx.map_arg(node.args, values.__getitem__))
@@ -139,7 +140,7 @@ def _graph(module: fx.GraphModule, num_sizes: int, constants: dict[int, Any]) ->
 
 
 def _body(run: CheckpointedRun) -> fx.GraphModule:
-    body = fx.GraphModule(nn.Module(), run.body.graph)
+    body = fx.GraphModule(nn.Module(), copy.deepcopy(run.body.graph))
     if run.ops != "all":
         keep_only(body, contexts_of(run.ops), _name(run.ops))
     return body

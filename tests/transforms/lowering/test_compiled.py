@@ -104,6 +104,17 @@ def test_without_gradients_there_is_no_backward() -> None:
     assert len(recorder.graphs) == 3
 
 
+def test_inference_mode_is_taken_before_and_after_training() -> None:
+    function, x, weight = lower(module_of(2, product), "aot_eager"), torch.randn(4, 6), torch.randn(5, 6)
+    for rows in (4, 3):
+        with torch.inference_mode():
+            (found,) = function(x[:rows].clone(), weight.clone())
+        torch.testing.assert_close(found, torch.tanh(x[:rows] @ weight.t()))
+        with torch.no_grad():
+            torch.testing.assert_close(function(x[:rows], weight)[0], torch.tanh(x[:rows] @ weight.t()))
+        check(function, x[:rows].double(), weight.double())
+
+
 def test_numbers_are_inputs_and_other_constants_part_of_the_graph() -> None:
     def moved(graph: fx.Graph, x: fx.Node, shift: fx.Node, scale: fx.Node) -> Sequence[Any]:
         return [graph.call_function(aten.mul.Tensor, (graph.call_function(aten.add.Tensor, (x, shift)), scale)), shift]

@@ -12,10 +12,10 @@ from typing import Any
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import fx
 
+from hetu_fx import comm_ops
 from hetu_fx.base.cpp_library import one_library
 from hetu_fx.base.torch_compile import aot_autograd, by_inductor, kept_under
 from hetu_fx.base.torch_private import is_boxed
-from hetu_fx.comm_ops import ops
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.transforms import rewrites
 from hetu_fx.transforms.lowering.ahead import CompiledAhead, Piece
@@ -82,8 +82,8 @@ def _inductor(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any
 @cache
 def _tag() -> str:
     """Return what tells our ops from others of their names: graphs that were compiled have parts of theirs inside."""
-    folders = [Path(str(package.__file__)).parent for package in (ops, rewrites)]
-    sources = [path.read_bytes() for folder in folders for path in sorted(folder.glob("*.py"))]
+    folders = [Path(str(package.__file__)).parent for package in (comm_ops, rewrites)]
+    sources = [path.read_bytes() for folder in folders for path in sorted(folder.rglob("*.py"))]
     return f"hetu_fx {hashlib.sha256(b''.join(sources)).hexdigest()}"
 
 

@@ -67,20 +67,15 @@ class Symbols:
         return functools.partial(self._environment.evaluate_guards_expression, text)
 
 
-@contextmanager
-def kept_under(tag: str) -> Iterator[None]:
-    """Keep what is compiled inside apart from what torch compiles elsewhere, for this and later processes."""
-    key = f"{torch.compiler.config.cache_key_tag} {tag}".strip()
-    patch: Any = torch.compiler.config.patch  # type: ignore[attr-defined]
-    with patch(cache_key_tag=key):
-        yield
-
-
-def by_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
-    """Compile a graph, which is taken over, and its backward."""
+def by_inductor(module: fx.GraphModule, inputs: Sequence[Any], tag: str = "") -> Compiled:
+    """Compile a graph, which is taken over, and its backward, at once: kept apart from those of other tags."""
     from torch._inductor.compile_fx import compile_fx  # seconds, where nothing is compiled
 
-    return cast(Compiled, compile_fx(module, list(inputs)))
+    config: Any = torch.compiler.config
+    key = f"{config.cache_key_tag} {tag}".strip()
+    at_once: Any = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
+    with at_once, config.patch(cache_key_tag=key):
+        return cast(Compiled, compile_fx(module, list(inputs)))
 
 
 def aot_autograd(**compilers: Any) -> Callable[[fx.GraphModule, Sequence[Any]], Compiled]:

@@ -14,7 +14,7 @@ from torch import fx
 
 from hetu_fx import comm_ops
 from hetu_fx.base.cpp_library import one_library
-from hetu_fx.base.torch_compile import aot_autograd, by_inductor, kept_under
+from hetu_fx.base.torch_compile import aot_autograd, by_inductor
 from hetu_fx.base.torch_private import is_boxed
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.transforms import rewrites
@@ -75,8 +75,8 @@ def _compiler(backend: str | PairCompiler) -> Compiler:
 
 
 def _inductor(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    with one_library(), kept_under(_tag()):
-        return by_inductor(graph, inputs)
+    with one_library():
+        return by_inductor(graph, inputs, _tag())
 
 
 @cache

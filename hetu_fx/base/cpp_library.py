@@ -28,6 +28,8 @@ _FIRST = ("torch/csrc/inductor/cpp_prefix.h", "Python.h", "sstream", "cstdlib", 
 """Headers that inductor's kernels and their bindings begin with."""
 _INCLUDE = re.compile(r"^\s*#include\s*[<\"]([^>\"]+)[>\"]\s*$", re.MULTILINE)
 _FLAG = re.compile(r"-m([a-z0-9.-]+)")
+NATIVE = ("-march=native", "-mcpu=native")
+"""How compilers are told to use all that this processor has; some know the second alone."""
 _this_thread = threading.local()
 _changing = threading.Lock()  # what is put in the place of inductor's functions is there for all threads
 
@@ -179,11 +181,12 @@ def _compiler() -> str:
     """Return what the C++ compiler says of itself and of this processor: the macros that it defines."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
-    command = [get_cpp_compiler(), "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
-    made = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    if made.returncode:
-        raise EnvironmentProblem(f"{' '.join(command)} failed: {made.stderr.strip()}; choose a C++ compiler by CXX")
-    return made.stdout
+    for native in NATIVE:
+        command = [get_cpp_compiler(), native, "-dM", "-E", "-x", "c++", os.devnull]
+        made = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        if made.returncode == 0:
+            return made.stdout
+    raise EnvironmentProblem(f"{' '.join(command)} failed: {made.stderr.strip()}; choose a C++ compiler by CXX")
 
 
 def _command() -> str:
@@ -201,8 +204,8 @@ def _command() -> str:
 def _without_probes(kind: Any) -> Iterator[None]:
     """Ask the compiler for its macros where inductor compiles six programs, to see which vector instructions work.
 
-    With -march=native, a macro is there where both the compiler and the processor know an extension; so the answers are
-    the same. They take 6 s less, and where programs have been compiled before, 1 s.
+    Told to use all, it has a macro where both it and the processor know an extension; so the answers are the same. They
+    take 6 s less, and where programs have been compiled before, 1 s.
     """
     stock = kind.check_build
 

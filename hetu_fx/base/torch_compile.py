@@ -8,6 +8,7 @@ each call but what we ask. Built on private parts of torch: `hetu_fx.base.torch_
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -29,7 +30,7 @@ class Symbols:
     def __init__(self) -> None:
         self._environment = ShapeEnv()
         self._mode = FakeTensorMode(shape_env=self._environment, allow_non_fake_inputs=True)
-        self._names = (f"open_{number}" for number in range(1_000_000))
+        self._names = (f"open_{number}" for number in itertools.count())
 
     def size(self, example: int) -> torch.SymInt:
         """Return an open size of at least 2: 0 and 1 are what graphs differ by."""

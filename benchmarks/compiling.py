@@ -2,7 +2,7 @@
 
 A Llama of 12 blocks, by inductor. Each run is a process of its own; a cold one has an empty folder for temporary files,
 in which inductor keeps all that it makes. What is judged is the first step, forward and backward, compiling included;
-what comes before it (imports, capture, plan) is shown, and so is torch.compile of the whole model.
+what comes before it (imports, capture, plan) is shown.
 """
 
 from __future__ import annotations
@@ -22,27 +22,24 @@ from typing import Any
 from benchmarks.kit.report import Bar, finish, parser
 
 COLD_BAR, WARM_BAR = 15.0, 3.0
-WHO = ("hetu_fx", "torch.compile")
 PARTS = {
     "trace": ("aot_collect_metadata", "aot_trace_joint_graph", "_recursive_joint_graph_passes"),
-    "dynamo": ("bytecode_tracing", "build_guards"),
     "inductor": ("GraphLowering.run", "GraphLowering.codegen", "_recursive_post_grad_passes"),
     "C++": ("compile_file",),
 }
-"""What torch counts seconds of, by what is shown; parts that lie in others (probes in inductor's) count in both."""
+"""What torch counts seconds of, by what is shown."""
 
 
 def main() -> int:
     """Measure and judge, or be one of the processes that are measured."""
     made = parser("compiling", "Seconds until a compiled model is ready, cold and warm.")
     made.add_argument("--layers", type=int, default=12, help="how many blocks the model has")
-    made.add_argument("--as", dest="who", choices=WHO, help=argparse.SUPPRESS)
+    made.add_argument("--measured", action="store_true", help=argparse.SUPPRESS)
     options = made.parse_args()
-    if options.who:
-        print(json.dumps(measured(options.who, options.layers)))
+    if options.measured:
+        print(json.dumps(measured(options.layers)))
         return 0
-    rounds = 1 if options.quick else 3
-    rows = [row for who in (WHO[:1] if options.quick else WHO) for row in runs(who, options.layers, rounds)]
+    rows = runs(options.layers, 1 if options.quick else 3)
     bars = [
         Bar(f"seconds of a first step, {rows[place]['run']}", first(rows[place]), bar, at_least=False)
         for place, bar in enumerate((COLD_BAR, WARM_BAR))
@@ -55,14 +52,14 @@ def first(row: Mapping[str, Any]) -> float:
     return float(row["first step"])
 
 
-def runs(who: str, layers: int, rounds: int) -> list[dict[str, Any]]:
-    """Measure processes with nothing kept and with all kept; give the medians. The comparison runs once."""
+def runs(layers: int, rounds: int) -> list[dict[str, Any]]:
+    """Measure processes with nothing kept, and with all kept, in turn; give the medians."""
     kept: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
-    for _ in range(rounds if who == WHO[0] else 1):
+    for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
             for seconds in kept.values():
-                seconds.append(process(who, layers, Path(folder)))
-    return [{"who": who, "run": run, **medians(seconds)} for run, seconds in kept.items()]
+                seconds.append(process(layers, Path(folder)))
+    return [{"run": run, **medians(seconds)} for run, seconds in kept.items()]
 
 
 def medians(seconds: list[dict[str, float]]) -> dict[str, float]:
@@ -70,9 +67,9 @@ def medians(seconds: list[dict[str, float]]) -> dict[str, float]:
     return {part: statistics.median(one[part] for one in seconds) for part in seconds[0]}
 
 
-def process(who: str, layers: int, folder: Path) -> dict[str, float]:
+def process(layers: int, folder: Path) -> dict[str, float]:
     """Run a process that keeps what it compiles in a folder; give its seconds."""
-    command = [sys.executable, "-m", "benchmarks.compiling", "--as", who, "--layers", str(layers)]
+    command = [sys.executable, "-m", "benchmarks.compiling", "--measured", "--layers", str(layers)]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TORCHINDUCTOR_")}
     environment |= {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
     made = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
@@ -82,7 +79,7 @@ def process(who: str, layers: int, folder: Path) -> dict[str, float]:
     return found
 
 
-def measured(who: str, layers: int) -> dict[str, float]:
+def measured(layers: int) -> dict[str, float]:
     """Train a model for some steps in this process, on one core; give the seconds of each part."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     start = time.perf_counter()
@@ -94,7 +91,10 @@ def measured(who: str, layers: int) -> dict[str, float]:
     size = Size(width=256, layers=layers, rows=10, tokens=120)
     model, given = llama(size), batch(size.rows, size.tokens)
     made = time.perf_counter()
-    model = compiled(who, model, given)
+    import hetu_fx
+    from hetu_fx.plans.plan import Plan
+
+    model = hetu_fx.auto_parallelize(model, given, plan=Plan.single(), compile="inductor")
     ready = time.perf_counter()
 
     def step() -> None:
@@ -107,18 +107,6 @@ def measured(who: str, layers: int) -> dict[str, float]:
         **parts(),
         "later step": statistics.median(seconds_of(step) for _ in range(7)),
     }
-
-
-def compiled(who: str, model: Any, given: Mapping[str, Any]) -> Any:
-    """Return a model that is compiled when it runs."""
-    import torch
-
-    if who == "torch.compile":
-        return torch.compile(model, dynamic=True)
-    import hetu_fx
-    from hetu_fx.plans.plan import Plan
-
-    return hetu_fx.auto_parallelize(model, given, plan=Plan.single(), compile="inductor")
 
 
 def seconds_of(work: Callable[[], None]) -> float:

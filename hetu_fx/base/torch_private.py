@@ -1,8 +1,9 @@
 """All that we use of torch without its promise to keep it: a new version of torch is this one file's work.
 
-Here stand the names of modules, functions and attributes that begin with an underscore, each with what it is for.
-Below torch.ops these are names of ops, and count as public. `tests/base/test_torch_private.py` says which names an
-installed torch lacks, and that nothing else in the product uses any.
+What there is for its compilers is in `torch_compile` and `cpp_library`. Here stand the names of modules, functions and
+attributes that begin with an underscore, each with what it is for. Below torch.ops these are names of ops, and count as
+public. `tests/base/test_torch_private.py` says which names an installed torch lacks, and that nothing else in the
+product uses any.
 """
 
 from __future__ import annotations
@@ -220,13 +221,6 @@ def types_of_list_kernels() -> list[list[type[Tensor]]]:
 def is_boxed(compiled: Any) -> bool:
     """Tell whether a compiled function takes its arguments as one list already."""
     return bool(getattr(compiled, "_boxed_call", False))
-
-
-def aot_autograd(**compilers: Any) -> Any:
-    """Make a backend of torch.compile of what compiles forwards and backwards of joint graphs."""
-    from torch._dynamo.backends.common import aot_autograd  # seconds, where nothing is compiled
-
-    return aot_autograd(**compilers)
 
 
 def without_fake_tensor_cache() -> AbstractContextManager[None]:

@@ -43,7 +43,7 @@ from hetu_fx.transforms.lowering.weights_later import WeightsLater
 from hetu_fx.transforms.passes import run_pass
 from hetu_fx.transforms.rewrites.counter_rng import draws_by_token
 from hetu_fx.transforms.specialize.casts import check_computes
-from hetu_fx.transforms.specialize.device_graph import DeviceGraph
+from hetu_fx.transforms.specialize.device_graph import FIXED_SIZES, DeviceGraph
 from hetu_fx.transforms.specialize.place import Place
 from hetu_fx.transforms.specialize.specialize import Specialize
 
@@ -235,7 +235,8 @@ class GraphCompute(Compute):
         module = run_pass(Checkpoint(), device)
         if self.backend is not None:
             module = run_pass(BlockModules(paths), module)
-        return lower(module, self.backend)
+        fixed = [slot.kind in FIXED_SIZES for slot in device.slots]
+        return lower(module, self.backend, fixed)
 
     def _constants(self, deduced: DeducedGraph, layouts: Sequence[StageLayout]) -> dict[str, Tensor]:
         annotations = _leaf_annotations(deduced, layouts, LeafKind.CONSTANT)

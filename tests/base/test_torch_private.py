@@ -1,4 +1,4 @@
-"""Torch's private names stand in one module: the installed torch has all of them, and nothing else uses any."""
+"""Torch's private names stand in three modules: the installed torch has all of them, and nothing else uses any."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch import fx, nn
+from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.optim import optimizer
 
 from tests.house import trees
 
 HOME = "hetu_fx.base.torch_private"
+HOMES = (HOME, "hetu_fx.base.torch_compile", "hetu_fx.base.cpp_library")  # the others: of torch's compilers
 PUBLIC = {"_actions", "_current_frames", "_exit", "_getframe", "_make", "_replace"}
 # Documented of sys, os and named tuples; `_actions` is what argparse's completers read, for want of another way.
 ASKED_BY_TEXT = ("getattr", "hasattr", "setattr", "delattr", "object", "attrgetter", "methodcaller")
@@ -150,15 +152,23 @@ def examples() -> Mapping[str, Any]:
         "_group_end": as_described("ProcessGroupNCCL"),
         "_device_types": group,
         "_timeout": torch._C._distributed_c10d.Backend.Options,
+        "_load_library_inner": CppPythonBindingsCodeCache,
         "_is_param": nn.Parameter(torch.zeros(2).as_subclass(OwnTensor)),
     }
 
 
-IN_THE_MODULE = sorted({name for name, _ in private_of_torch(trees()[HOME])})
-OF_OBJECTS = sorted({name for owner, name, _ in private_of_objects(trees()[HOME]) if owner not in ("torch", "Tensor")})
+IN_THE_MODULES = sorted({name for home in HOMES for name, _ in private_of_torch(trees()[home])})
+OF_OBJECTS = sorted(
+    {
+        name
+        for home in HOMES
+        for owner, name, _ in private_of_objects(trees()[home])
+        if owner not in ("torch", "Tensor") and name not in defined(trees()[home])
+    }
+)
 
 
-@pytest.mark.parametrize("name", IN_THE_MODULE)
+@pytest.mark.parametrize("name", IN_THE_MODULES)
 def test_the_installed_torch_has(name: str) -> None:
     assert resolves(name), f"torch {torch.__version__} has no {name}: {HOME} needs another way"
 
@@ -192,7 +202,7 @@ def test_no_other_module_uses_private_names_of_torch() -> None:
     found = {
         f"{module}:{line}: {name}"
         for module, tree in trees().items()
-        if module != HOME
+        if module not in HOMES
         for name, line in private_of_torch(tree)
     }
     assert not found, f"these belong into {HOME}:\n" + "\n".join(sorted(found))
@@ -203,7 +213,7 @@ def test_private_attributes_are_used_where_they_are_defined() -> None:
     found = [
         f"{module}:{line}: {name}"
         for module, tree in trees().items()
-        if module != HOME
+        if module not in HOMES
         for owner, name, line in private_of_objects(tree)
         if name not in PUBLIC | (everywhere if owner in ("self", "cls") else defined(tree))
     ]

@@ -168,6 +168,7 @@ HELD = {
     **{
         f"python -m benchmarks.{name}": BENCHMARK
         for name in (
+            "compiling",
             "equal",
             "gradient_sync",
             "homes",

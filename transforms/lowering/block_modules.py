@@ -9,7 +9,7 @@ a block are there when its backward is done, not at the end of the whole one.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, ClassVar
@@ -36,7 +36,7 @@ class BlockModule(fx.GraphModule):
 
     def __init__(self, root: nn.Module, graph: fx.Graph) -> None:
         super().__init__(root, graph)
-        self.compiled: dict[Hashable, Callable[..., Any]] = {}
+        self.compiled: dict[Hashable, Any] = {}
 
 
 @dataclass(frozen=True)

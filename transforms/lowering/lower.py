@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from torch import fx, nn
+from torch import fx
 
-from hetu_fx.base.torch_private import aot_autograd, is_boxed
+from hetu_fx import comm_ops
+from hetu_fx.base.cpp_library import one_library
+from hetu_fx.base.torch_compile import aot_autograd, by_inductor
+from hetu_fx.base.torch_private import is_boxed
 from hetu_fx.errors import EnvironmentProblem
+from hetu_fx.transforms import rewrites
+from hetu_fx.transforms.lowering.ahead import CompiledAhead, Piece
 from hetu_fx.transforms.lowering.block_modules import BlockModule
+from hetu_fx.transforms.lowering.compiled import Compiled, Compiler
+from hetu_fx.transforms.lowering.forms import ALL_DIMS
 
-Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
-Backend = str | Compiler | None
+PairCompiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+"""What makes a function of a forward or a backward, and of example inputs."""
+Backend = str | PairCompiler | None
 
 
 def check_backend(backend: Backend) -> None:
@@ -26,50 +37,61 @@ def check_backend(backend: Backend) -> None:
         )
 
 
-def lower(module: fx.GraphModule, backend: Backend) -> Callable[..., Any]:
+def lower(module: fx.GraphModule, backend: Backend, fixed: Sequence[bool] = ()) -> Callable[..., Any]:
     """Return a function that runs a device's module as it is, or by functorch's joint graph and a compiler.
 
     Args:
-        module: made by `Checkpoint`.
+        module: made by `Checkpoint`, and by `BlockModules` if it is compiled.
         backend: None runs the graph eagerly; "aot_eager" partitions the joint graph by min-cut rematerialisation and
-            runs both halves eagerly; "inductor" compiles with torch.compile; a callable compiles each half, given
-            its GraphModule and example inputs.
+            runs both halves eagerly; "inductor" compiles both; a callable compiles each half, given its GraphModule
+            and example inputs.
+        fixed: which inputs have the same sizes in every step, as parameters have; none, if it does not say.
     """
     check_backend(backend)
     if backend is None:
         return module.forward
-    pieces = {name: child for name, child in module.named_children() if isinstance(child, BlockModule)}
-    if not pieces:
-        return _compiled(module, backend)
-    for name, piece in pieces.items():
-        setattr(module, name, _Shared(piece, backend))
+    compiler, together = _compiler(backend), one_library if backend == "inductor" else nullcontext
+    is_fixed = tuple(fixed) or (False,) * sum(node.op == "placeholder" for node in module.graph.nodes)
+    blocks = {name: child for name, child in module.named_children() if isinstance(child, BlockModule)}
+    if not blocks:
+        return _whole(Compiled(module, compiler), is_fixed)
+    for block in blocks.values():
+        if backend not in block.compiled:
+            block.compiled[backend] = Compiled(block, compiler)
+    pieces = {name: Piece(block, block.compiled[backend]) for name, block in blocks.items()}
+    return CompiledAhead(fx.GraphModule(pieces, module.graph), is_fixed, together)
+
+
+def _whole(compiled: Compiled, fixed: Sequence[bool]) -> Callable[..., Any]:
+    """Return what runs a module that is one piece."""
+    open_dims = [() if is_fixed else ALL_DIMS for is_fixed in fixed]
+    return lambda *inputs: compiled(inputs, open_dims)
+
+
+def _compiler(backend: str | PairCompiler) -> Compiler:
+    if backend == "inductor":
+        return _inductor
+    return _aot(_as_it_is if isinstance(backend, str) else backend)
+
+
+def _inductor(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    with one_library():
+        return by_inductor(graph, inputs, _tag())
+
+
+@cache
+def _tag() -> str:
+    """Return what tells our ops from others of their names: graphs that were compiled have parts of theirs inside."""
+    folders = [Path(str(package.__file__)).parent for package in (comm_ops, rewrites)]
+    sources = [path.read_bytes() for folder in folders for path in sorted(folder.rglob("*.py"))]
+    return f"hetu_fx {hashlib.sha256(b''.join(sources)).hexdigest()}"
+
+
+def _as_it_is(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
     return module.forward
 
 
-class _Shared(nn.Module):
-    """A block's module, compiled once for all who have it."""
-
-    def __init__(self, piece: BlockModule, backend: str | Compiler) -> None:
-        super().__init__()
-        self._piece = piece  # whoever has it keeps it, for others to find
-        if backend not in piece.compiled:
-            piece.compiled[backend] = _compiled(piece, backend)
-        self._run = piece.compiled[backend]
-
-    def forward(self, *inputs: Any) -> Any:
-        """Run it."""
-        return self._run(*inputs)
-
-
-def _compiled(module: fx.GraphModule, backend: str | Compiler) -> Callable[..., Any]:
-    if backend == "inductor":
-        return torch.compile(module, backend="inductor", dynamic=True)
-    if isinstance(backend, str):
-        return _aot(module, lambda graph_module, _: graph_module.forward)
-    return _aot(module, backend)
-
-
-def _boxed(compiler: Compiler) -> Compiler:
+def _boxed(compiler: PairCompiler) -> PairCompiler:
     """Let compiled functions take their arguments as one list, which they may empty to free memory early."""
 
     def compile_boxed(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
@@ -80,14 +102,13 @@ def _boxed(compiler: Compiler) -> Compiler:
     return compile_boxed
 
 
-def _aot(module: fx.GraphModule, compiler: Compiler) -> Callable[..., Any]:
-    """Compile by functorch's joint graph, anew where sizes of 1, grad mode or leaves that want gradients change.
+def _aot(compiler: PairCompiler) -> Compiler:
+    """Compile by functorch's joint graph.
 
     What the partition recomputes in backward is never communication: it keeps the results of ops that it does not know.
     """
-    backend = aot_autograd(
+    return lambda graph, inputs: aot_autograd(
         fw_compiler=_boxed(compiler),
         bw_compiler=_boxed(compiler),
         partition_fn=min_cut_rematerialization_partition,
-    )
-    return torch.compile(module, backend=backend, dynamic=True)
+    )(graph, inputs)

@@ -29,6 +29,10 @@ class SlotKind(StrEnum):
     LATER = "later"
 
 
+FIXED_SIZES = (SlotKind.PARAMETER, SlotKind.BUFFER, SlotKind.CONSTANT)
+"""Placeholders whose values have the same sizes in every step."""
+
+
 class ResultKind(StrEnum):
     """What a result of a device graph is for."""
 

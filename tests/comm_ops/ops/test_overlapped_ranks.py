@@ -53,7 +53,7 @@ def traced(sizes: list[int]) -> Any:
     first, second = (graph.call_function(lambda made, at: made[at], (pair, at)) for at in (0, 1))
     inner = graph.call_function(torch.ops.aten.mul.Tensor, (first, second))
     given = inner, down, None, layout[0], "duplicate", *layout[1:]
-    graph.output(graph.call_function(torch.ops.hetu.summed_product.default, given))
+    graph.output((graph.call_function(torch.ops.hetu.summed_product.default, given),))
     return fx.GraphModule(nn.Module(), graph)
 
 
@@ -77,7 +77,8 @@ def made(rank: int, sizes: list[int]) -> Any:
 
 def gradients_of(function: Any, *given: Any) -> Any:
     leaves = [one.clone().requires_grad_() for one in given]
-    function(*leaves).sin().sum().backward()
+    (made,) = function(*leaves)
+    made.sin().sum().backward()
     return [leaf.grad.numpy() for leaf in leaves]
 
 
@@ -88,7 +89,7 @@ def test_gradients_are_those_of_one_device(tmp_path: Path) -> None:
 
     found = results_of(work, len(RANKS), str(tmp_path / "store"), seconds=200)
     linear = torch.nn.functional.linear
-    alone = gradients_of(lambda x, gate, up, down: linear(linear(x, gate) * linear(x, up), down), *whole())
+    alone = gradients_of(lambda x, gate, up, down: (linear(linear(x, gate) * linear(x, up), down),), *whole())
     of_x, *of_ends = (torch.from_numpy(one) for one in alone)
     for rank in RANKS:
         assert len(found[rank]) == 6

@@ -1,0 +1,39 @@
+"""Graphs compiled by inductor train as one device on two gloo ranks, what they communicate included."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetu_fx.plans.plan import Plan, Stage
+from tests.end_to_end.cells import make_model
+from tests.end_to_end.twins import Twins, batch_of, one
+
+WORLD = 2
+PLANS = {
+    "tensor parallel 3:1": Plan((one(Stage((0, 1), ratios=(3, 1))),)),
+    "sequence parallel": Plan((one(Stage((0, 1))),), sequence_parallel=True),
+    "interleaved": Plan((one(Stage((0,)), Stage((1,)), micro_batches=2),), schedule="interleaved"),
+}
+
+
+def check_compiled_graphs_train_as_one_device(rank: int, world: int, folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / f"rank {rank}"))
+        for name, plan in PLANS.items():
+            twins = Twins("gpt2", plan, None, make=partial(make_model, n_layer=4), compile="inductor")
+            for seed in range(2):
+                twins.step(batch_of("gpt2", 4, seed=seed), (3, 1))
+            assert twins.model.hetu.stats["steps"] == 2, name
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiles C++")
+def test_on_two_ranks(gloo_checks: Any) -> None:
+    found = gloo_checks(__file__, WORLD, 240)[check_compiled_graphs_train_as_one_device.__name__]
+    assert found == [None] * WORLD, found

@@ -14,21 +14,15 @@ from tests.end_to_end.cells import make_model
 from tests.end_to_end.twins import Twins, batch_of, one
 
 WORLD = 2
-PLANS = {
-    "tensor parallel 3:1": Plan((one(Stage((0, 1), ratios=(3, 1))),)),
-    "sequence parallel": Plan((one(Stage((0, 1))),), sequence_parallel=True),
-    "interleaved": Plan((one(Stage((0,)), Stage((1,)), micro_batches=2),), schedule="interleaved"),
-}
+PLAN = Plan((one(Stage((0, 1), ratios=(3, 1))),), sequence_parallel=True)
 
 
 def check_compiled_graphs_train_as_one_device(rank: int, world: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / f"rank {rank}"))
-        for name, plan in PLANS.items():
-            twins = Twins("gpt2", plan, None, make=partial(make_model, n_layer=4), compile="inductor")
-            for seed in range(2):
-                twins.step(batch_of("gpt2", 4, seed=seed), (3, 1))
-            assert twins.model.hetu.stats["steps"] == 2, name
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / f"rank_{rank}"))
+        twins = Twins("gpt2", PLAN, None, make=partial(make_model, n_layer=2), compile="inductor")
+        for seed in range(2):
+            twins.step(batch_of("gpt2", 4, seed=seed), (3, 1))
 
 
 @pytest.mark.distributed

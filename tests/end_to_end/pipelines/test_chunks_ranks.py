@@ -46,23 +46,21 @@ def check_a_checkpoint_goes_on_under_another_plan(rank: int, world: int, folder:
     twins = Twins("gpt2", CHUNKS, None, make=deep)
     twins.step(batch_of("gpt2", 6), COUNTS)
     twins.model.hetu.save(folder / "chunks", optimizer=twins.optimizers[1])
-    for plan in (WHOLE, replace(CHUNKS, chunks=2, zero=0)):
-        other = Twins("gpt2", plan, None, make=deep)
-        other.model.hetu.load(folder / "chunks", optimizer=other.optimizers[1])
-        same_tensors(wholes(other.model), wholes(twins.model), 0.0)
-        other.plain, other.optimizers[0] = twins.plain, torch.optim.AdamW(twins.plain.parameters(), lr=0.0)
-        other.gradients(batch_of("gpt2", 6, seed=1), COUNTS)
-        twins.plain.zero_grad()
+    other = Twins("gpt2", WHOLE, None, make=deep)
+    other.model.hetu.load(folder / "chunks", optimizer=other.optimizers[1])
+    same_tensors(wholes(other.model), wholes(twins.model), 0.0)
+    other.plain, other.optimizers[0] = twins.plain, torch.optim.AdamW(twins.plain.parameters(), lr=0.0)
+    other.gradients(batch_of("gpt2", 6, seed=1), COUNTS)
 
 
 def check_hand_overs_by_messages_of_gloo(rank: int, world: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare, "open_mail", lambda table: None)
-        for schedule in (CHUNKS, replace(CHUNKS, pipelines=(one(Stage((1,)), Stage((0,)), micro_batches=7),))):
-            twins = Twins("gpt2", schedule, None, make=deep)
-            assert twins.model.hetu._runtime.table.mail is None
-            for seed in range(2):
-                twins.step(batch_of("gpt2", 8, seed=seed), (5, 3))
+        turned = replace(CHUNKS, pipelines=(one(Stage((1,)), Stage((0,)), micro_batches=7),))
+        twins = Twins("gpt2", turned, None, make=deep)
+        assert twins.model.hetu._runtime.table.mail is None
+        for seed in range(2):
+            twins.step(batch_of("gpt2", 8, seed=seed), (5, 3))
 
 
 def check_compiled_chunks_train_as_one_device(rank: int, world: int, folder: Path) -> None:

@@ -30,6 +30,10 @@ def settings(*, quick: bool) -> Mapping[str, Settings]:
         "replicas": {f"data parallel, {size}": partial(replicas.contest, size) for size in replicas.SIZES},
         "shards": {f"tensor parallel, {size}": partial(shards.contest, size) for size in replicas.SIZES},
         "pipelines": {f"{n} micro-batches": partial(pipelines.contest, n) for n in pipelines.MICRO_BATCHES},
+        "compiled": {
+            f"data parallel, {replicas.SIZES[0]}": partial(replicas.compiled_contest, replicas.SIZES[0]),
+            f"tensor parallel, {replicas.SIZES[0]}": partial(shards.compiled_contest, replicas.SIZES[0]),
+        },
         MEMORY: {"GPT-2": partial(replicas.memory_contest, quick=quick)},
     }
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,7 +22,8 @@ from benchmarks.kit.models import Size, batch, gpt2, llama
 SIZES = Size(width=256, layers=4, rows=16, tokens=128), Size(width=128, layers=2, rows=16, tokens=64)
 DDP, FSDP2, ZERO_0, ZERO_1 = "DDP", "FSDP2", "hetu_fx, zero 0", "hetu_fx, zero 1"
 APART = "each for itself"  # what a step would take if communication took nothing
-DDP_BAR, FSDP2_BAR = 0.99, 0.80
+COMPILED = "DDP, compiled"
+DDP_BAR, FSDP2_BAR, COMPILED_BAR = 0.99, 0.80, 1.00
 ZERO_0_MEMORY_BAR, ZERO_1_MEMORY_BAR = 1.00, 0.85
 
 Make = Callable[[], nn.Module]
@@ -33,6 +36,14 @@ def contest(size: Size) -> Contest:
     bars = [Against((ZERO_0,), DDP, DDP_BAR), Against((ZERO_1,), FSDP2, FSDP2_BAR)]
     made = {**contestants(make, own), FSDP2: partial(fsdp2, make, own), APART: partial(apart, make, own)}
     return Contest(made, bars)
+
+
+def compiled_contest(size: Size) -> Contest:
+    """Make the contest of a Llama of a size, all compiled by inductor."""
+    make, own = partial(llama, size), own_rows(batch(size.rows, size.tokens))
+    ours = {name: partial(our_job, make, own, zero, "inductor") for name, zero in ((ZERO_0, 0), (ZERO_1, 1))}
+    made = {COMPILED: partial(ddp, make, own, compiles=True), **ours}
+    return Contest(made, [Against((name,), COMPILED, COMPILED_BAR) for name in ours])
 
 
 def memory_contest(*, quick: bool) -> Contest:
@@ -64,11 +75,12 @@ def apart(make: Make, own: Rows) -> Job:
     return Job(marked_step(model, optimizer, own), partial(kept_by, model, optimizer))
 
 
-def ddp(make: Make, own: Rows) -> Job:
+def ddp(make: Make, own: Rows, *, compiles: bool = False) -> Job:
     """Train by DistributedDataParallel."""
     model = DistributedDataParallel(make())
     optimizer = adamw(model)
-    return Job(marked_step(model, optimizer, own), partial(kept_by, model, optimizer))
+    run: Any = torch.compile(model) if compiles else model
+    return Job(marked_step(run, optimizer, own), partial(kept_by, model, optimizer))
 
 
 def fsdp2(make: Make, own: Rows) -> Job:
@@ -82,10 +94,10 @@ def fsdp2(make: Make, own: Rows) -> Job:
     return Job(marked_step(model, optimizer, own), partial(kept_by, model, optimizer))
 
 
-def our_job(make: Make, own: Rows, zero: int) -> Job:
+def our_job(make: Make, own: Rows, zero: int, backend: str | None = None) -> Job:
     """Train by hetu_fx."""
     plain = make()
     optimizer = adamw(plain)
     plan = replace(hetu_fx.Plan.data_parallel(range(dist.get_world_size())), zero=zero)
-    model = hetu_fx.auto_parallelize(plain, dict(own), plan=plan, optimizer=optimizer)
+    model = hetu_fx.auto_parallelize(plain, dict(own), plan=plan, optimizer=optimizer, compile=backend)
     return Job(marked_step(model, optimizer, own), partial(kept_by, model, optimizer))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from benchmarks.equal.replicas import Rows
 from benchmarks.kit.contest import adamw
 from benchmarks.kit.models import Size, batch, llama
 
-THEIRS, OURS = "DTensor", "hetu_fx"
+THEIRS, COMPILED, OURS = "DTensor", "DTensor, compiled", "hetu_fx"
 TIME_BAR = 0.75
 STYLES = {
     **{f"self_attn.{name}_proj": ColwiseParallel for name in ("q", "k", "v")},
@@ -35,14 +36,22 @@ def contest(size: Size) -> Contest:
     return Contest(made, [Against((OURS,), THEIRS, TIME_BAR)])
 
 
-def dtensor_job(size: Size, rows: Rows) -> Job:
+def compiled_contest(size: Size) -> Contest:
+    """Make the same contest, compiled by inductor."""
+    rows = batch(size.rows, size.tokens)
+    made = {COMPILED: partial(dtensor_job, size, rows, compiles=True), OURS: partial(our_job, size, rows, "inductor")}
+    return Contest(made, [Against((OURS,), COMPILED, TIME_BAR)])
+
+
+def dtensor_job(size: Size, rows: Rows, *, compiles: bool = False) -> Job:
     """Train by parallelize_module."""
     model: nn.Module = llama(size)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.model.layers:
         parallelize_module(layer, mesh, {name: style() for name, style in STYLES.items()})
     optimizer = adamw_by_kind(model)
-    return Job(marked_step(model, optimizer, rows), partial(kept_by, model, optimizer))
+    run: Any = torch.compile(model) if compiles else model
+    return Job(marked_step(run, optimizer, rows), partial(kept_by, model, optimizer))
 
 
 def adamw_by_kind(model: nn.Module) -> torch.optim.Optimizer:
@@ -51,10 +60,10 @@ def adamw_by_kind(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": of_kind} for of_kind in of_kinds], lr=1e-3, foreach=True)
 
 
-def our_job(size: Size, rows: Rows) -> Job:
+def our_job(size: Size, rows: Rows, backend: str | None = None) -> Job:
     """Train by hetu_fx."""
     plain = llama(size)
     optimizer = adamw(plain)
     plan = hetu_fx.Plan.tensor_parallel(range(dist.get_world_size()))
-    model = hetu_fx.auto_parallelize(plain, dict(rows), plan=plan, optimizer=optimizer, data="global")
+    model = hetu_fx.auto_parallelize(plain, dict(rows), plan=plan, optimizer=optimizer, data="global", compile=backend)
     return Job(marked_step(model, optimizer, rows), partial(kept_by, model, optimizer))

@@ -95,7 +95,6 @@ def op_seconds(device: str, seconds: float) -> float:
     Two ops of the backward stand against one of the forward, as with products.
     """
     place = torch.device(device)
-    x = torch.ones(16, device=place, requires_grad=True)
 
     def chain() -> None:
         y = x
@@ -104,7 +103,9 @@ def op_seconds(device: str, seconds: float) -> float:
         y.sum().backward()
         x.grad = None
 
-    return _seconds_of(chain, place, seconds) / _OPS / 3
+    with torch.inference_mode(False), torch.enable_grad():  # whatever surrounds the call
+        x = torch.ones(16, device=place, requires_grad=True)
+        return _seconds_of(chain, place, seconds) / _OPS / 3
 
 
 def _seconds_of(work: Callable[[], None], device: torch.device, seconds: float) -> float:

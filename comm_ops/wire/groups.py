@@ -71,6 +71,7 @@ class _Present:
     default: GroupTable | None = None
     working: PausedByWaits | None = None
     types: dict[int, str] = field(default_factory=dict)
+    num_told: int = 0  # how often types were told
     nodes: dict[int, str] = field(default_factory=dict)
     detours: frozenset[Ends] = frozenset()
 
@@ -146,6 +147,7 @@ class GroupTable:
         self.creations: list[GroupCreation] = []
         self._beside: dict[str, GroupTable] = {}
         self._natives: dict[torch.device, bool] = {}
+        self._known_kin: tuple[int, tuple[int, ...]] | None = None
 
     def _bind(self, base: ProcessGroup, name: str | None) -> None:
         self._base, self._path = base, path_over(base)
@@ -262,6 +264,7 @@ class GroupTable:
         """
         present = _present()
         present.types.update({self.to_global(rank): name for rank, name in enumerate(types)})
+        present.num_told += 1
         present.detours = frozenset()
 
     def know_ways(self, ways: Iterable[Way], nodes: Sequence[str]) -> None:
@@ -291,7 +294,7 @@ class GroupTable:
     @property
     def is_mixed(self) -> bool:
         """Whether its ranks compute on devices of several types, as far as is known."""
-        return len(set(self._types_of(None))) > 1
+        return len(self._kin()) < self.size
 
     def staged(self, device: torch.device, ranks: Sequence[int] | None = None) -> bool:
         """Tell whether tensors of `device` travel through host memory between some ranks (None: all).
@@ -328,8 +331,12 @@ class GroupTable:
 
     def _kin(self) -> tuple[int, ...]:
         """Return the ranks that compute on devices of this one's type."""
-        types = self._types_of(None)
-        return tuple(rank for rank in range(self.size) if not types or types[rank] == types[self.rank])
+        present = _present()
+        if self._known_kin is None or self._known_kin[0] != present.num_told:  # asked at each message
+            types = self._types_of(None)
+            kin = tuple(rank for rank in range(self.size) if not types or types[rank] == types[self.rank])
+            self._known_kin = present.num_told, kin
+        return self._known_kin[1]
 
     def _types_of(self, ranks: Sequence[int] | None) -> tuple[str, ...]:
         """Return the types of some ranks' devices (None: of all), as far as they are known."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import groupby
@@ -90,9 +90,16 @@ def post(
 
 def _parted(messages: Sequence[Message], mail: Mailbox) -> tuple[list[Message], list[Message]]:
     """Return what a step hands over where the other end can read it, and all else."""
+    return _divided(messages, lambda peer, x, tag: tag not in NEAR or not mail.takes(peer, x))
+
+
+def _divided(
+    messages: Sequence[Message], is_other: Callable[[int, Tensor, int], bool]
+) -> tuple[list[Message], list[Message]]:
+    """Return messages in their order, and apart from them the others."""
     found: tuple[list[Message], list[Message]] = ([], [])
-    for peer, x, tag in messages:
-        found[tag not in NEAR or not mail.takes(peer, x)].append((peer, x, tag))
+    for message in messages:
+        found[is_other(*message)].append(message)
     return found
 
 
@@ -117,17 +124,16 @@ class _Ways:
 
     def parted(self, messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
         """Return those that go from where they are, and those that go through the host, in chunks at both ends."""
-        found: tuple[list[Message], list[Message]] = ([], [])
-        for peer, x, tag in messages:
-            ends = (self.table.rank, peer)
-            found[self.is_staged or self.table.staged(x.device, ends) or self.table.cuts(peer)].append((peer, x, tag))
-        return found
+        return _divided(messages, self._goes_through_host)
+
+    def _goes_through_host(self, peer: int, x: Tensor, tag: int) -> bool:
+        return self.is_staged or self.table.staged(x.device, (self.table.rank, peer)) or self.table.cuts(peer)
 
     def post(self, receives: Sequence[Message], sends: Sequence[Message]) -> tuple[Sequence[Work], Sequence[Work]]:
         """Start messages from where they are: on devices, in the group of those of one type, if there are several."""
         if not self.table.is_mixed:
             return self._post(receives, sends, self.group)
-        (here, there), (own, theirs) = map(_by_place, (receives, sends))
+        (here, there), (own, theirs) = (_divided(one, lambda _, x, __: not x.is_cpu) for one in (receives, sends))
         on_host = self._post(here, own, self.group)
         on_device = self._post(there, theirs, self.table.direct) if there or theirs else ((), ())
         return (*on_host[0], *on_device[0]), (*on_host[1], *on_device[1])
@@ -150,11 +156,3 @@ class _Ways:
         """Start to send one tensor in chunks, each as soon as it is on the host."""
         for chunk in StagedMessage.of(messages[0][1]).leaving():
             yield from self.post((), [(peer, chunk, tag) for peer, _, tag in messages])[1]
-
-
-def _by_place(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-    """Return messages on the host, and those on devices."""
-    found: tuple[list[Message], list[Message]] = ([], [])
-    for message in messages:
-        found[not message[1].is_cpu].append(message)
-    return found

@@ -10,14 +10,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from hetu_fx.comm_ops.plans.algorithm import Algorithm
 from hetu_fx.comm_ops.wire.collectives import UnderWay, begin_gather, begin_reduce, begin_sum
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
 from hetu_fx.comm_ops.wire.peers.exchanges import begin_gather_read, begin_reduce_read, begin_sum_read
-from hetu_fx.comm_ops.wire.two_level import all_gather_by, all_reduce_by, in_thread, readers, reduce_scatter_by
+from hetu_fx.comm_ops.wire.two_level import (
+    all_gather_by,
+    all_reduce_by,
+    bytes_of,
+    in_thread,
+    readers,
+    reduce_scatter_by,
+)
 
 Made = TypeVar("Made")
 
@@ -73,7 +79,7 @@ def start_gather(
     x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], algorithm: Algorithm, table: GroupTable
 ) -> Started[list[Tensor]]:
     """Start what `all_gather_by` does; collective over `ranks`."""
-    what, num_bytes = "all-gather", sum(torch.Size(shape).numel() for shape in shapes) * x.element_size()
+    what, num_bytes = "all-gather", bytes_of(x, shapes)
     with guarded(what, ranks, table):
         if algorithm.in_two_levels(num_bytes):
             end = _in_levels(lambda at: all_gather_by(x, shapes, ranks, algorithm, at), x, ranks, algorithm, table)

@@ -160,12 +160,13 @@ def _sum_flat(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:
 def _gather_flat(
     x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], table: GroupTable, *, pads: bool = False
 ) -> list[Tensor]:
-    if peers := readers(x, _bytes_of(x, shapes), ranks, table):
+    if peers := readers(x, bytes_of(x, shapes), ranks, table):
         return gather_read(x, shapes, ranks, table, peers)
     return (gather_padded if pads else gather_parts)(x, shapes, ranks, table)
 
 
-def _bytes_of(x: Tensor, shapes: Sequence[Sequence[int]]) -> int:
+def bytes_of(x: Tensor, shapes: Sequence[Sequence[int]]) -> int:
+    """Return the bytes of all that is gathered, of parts of these shapes."""
     return sum(torch.Size(shape).numel() for shape in shapes) * x.element_size()
 
 
@@ -186,7 +187,7 @@ def all_gather_by(
     x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], algorithm: Algorithm, table: GroupTable
 ) -> list[Tensor]:
     """Return the tensors of all `ranks`, of shape `shapes[i]`, in their order."""
-    num_bytes = _bytes_of(x, shapes)
+    num_bytes = bytes_of(x, shapes)
     if algorithm.in_two_levels(num_bytes):
         return _gather_in_levels(x, shapes, ranks, algorithm.tiers, table)
     return _gather_flat(x, shapes, ranks, table, pads=algorithm.pads(num_bytes))

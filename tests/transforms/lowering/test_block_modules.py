@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.transforms.lowering.block_modules import BlockModule, BlockModules
@@ -18,6 +18,7 @@ from hetu_fx.transforms.lowering.lower import Backend, lower
 from hetu_fx.transforms.lowering.recompute import Recompute
 from hetu_fx.transforms.specialize.device_graph import SlotKind
 from hetu_fx.transforms.specialize.specialize import Specialize
+from tests.transforms.lowering.recorder import Recorder
 from tests.transforms.plans import deduced, program_of
 
 WIDTH = 6
@@ -44,17 +45,6 @@ class Tower(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(torch.tanh(x)).pow(2).sum()
-
-
-class Recorder:
-    """A compiler that counts what it was given."""
-
-    def __init__(self) -> None:
-        self.graphs: list[fx.GraphModule] = []
-
-    def __call__(self, module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
-        self.graphs.append(module)
-        return module.forward
 
 
 class Cut:

@@ -11,19 +11,9 @@ from torch import Tensor, fx, nn
 
 from hetu_fx.transforms.lowering.compiled import MOST_KNOWN, Compiled
 from hetu_fx.transforms.lowering.lower import lower
+from tests.transforms.lowering.recorder import Recorder
 
 aten = torch.ops.aten
-
-
-class Recorder:
-    """A compiler that counts the forwards and backwards that it was given."""
-
-    def __init__(self) -> None:
-        self.graphs: list[fx.GraphModule] = []
-
-    def __call__(self, module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
-        self.graphs.append(module)
-        return module.forward
 
 
 def module_of(num_inputs: int, make: Callable[..., Sequence[Any]]) -> fx.GraphModule:

@@ -15,6 +15,7 @@ from hetu_fx.plans.plan import Plan
 from hetu_fx.transforms.lowering.checkpoint import Checkpoint
 from hetu_fx.transforms.lowering.lower import Backend, lower
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph
+from tests.transforms.lowering.recorder import Recorder
 from tests.transforms.plans import device_graph, program_of
 
 
@@ -30,17 +31,6 @@ class Layer(nn.Module):
 @pytest.fixture(scope="module")
 def device() -> DeviceGraph:
     return device_graph(program_of(Layer(), (torch.randn(4, 6),)), Plan.single(), 0, wants_values=True)
-
-
-class Recorder:
-    """A compiler that keeps what it was given."""
-
-    def __init__(self) -> None:
-        self.graphs: list[fx.GraphModule] = []
-
-    def __call__(self, module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
-        self.graphs.append(module)
-        return module.forward
 
 
 def gradient(function: Callable[..., Any], weight: Tensor, x: Tensor) -> Tensor:

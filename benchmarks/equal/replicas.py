@@ -41,7 +41,7 @@ def contest(size: Size) -> Contest:
 def compiled_contest(size: Size) -> Contest:
     """Make the contest of a Llama of a size, all compiled by inductor."""
     make, own = partial(llama, size), own_rows(batch(size.rows, size.tokens))
-    ours = {name: partial(our_job, make, own, zero, "inductor") for name, zero in ((ZERO_0, 0), (ZERO_1, 1))}
+    ours = ours_of(make, own, "inductor")
     made = {COMPILED: partial(ddp, make, own, compiles=True), **ours}
     return Contest(made, [Against((name,), COMPILED, COMPILED_BAR) for name in ours])
 
@@ -64,23 +64,29 @@ def own_rows(whole: Rows) -> Rows:
 
 def contestants(make: Make, own: Rows) -> dict[str, Maker]:
     """Make DDP and ours."""
-    ours = {name: partial(our_job, make, own, zero) for name, zero in ((ZERO_0, 0), (ZERO_1, 1))}
-    return {DDP: partial(ddp, make, own), **ours}
+    return {DDP: partial(ddp, make, own), **ours_of(make, own)}
+
+
+def ours_of(make: Make, own: Rows, backend: str | None = None) -> dict[str, Maker]:
+    """Make ours."""
+    return {name: partial(our_job, make, own, zero, backend) for name, zero in ((ZERO_0, 0), (ZERO_1, 1))}
 
 
 def apart(make: Make, own: Rows) -> Job:
     """Train on this rank's rows alone, with the plain model."""
-    model = make()
+    return job_of(make(), own)
+
+
+def job_of(model: nn.Module, own: Rows, run: Any = None) -> Job:
+    """Train a model that torch takes care of; `run` stands for it in steps."""
     optimizer = adamw(model)
-    return Job(marked_step(model, optimizer, own), partial(kept_by, model, optimizer))
+    return Job(marked_step(model if run is None else run, optimizer, own), partial(kept_by, model, optimizer))
 
 
 def ddp(make: Make, own: Rows, *, compiles: bool = False) -> Job:
     """Train by DistributedDataParallel."""
     model = DistributedDataParallel(make())
-    optimizer = adamw(model)
-    run: Any = torch.compile(model) if compiles else model
-    return Job(marked_step(run, optimizer, own), partial(kept_by, model, optimizer))
+    return job_of(model, own, torch.compile(model) if compiles else None)
 
 
 def fsdp2(make: Make, own: Rows) -> Job:
@@ -90,8 +96,7 @@ def fsdp2(make: Make, own: Rows) -> Job:
     for block in model.model.layers:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = adamw(model)
-    return Job(marked_step(model, optimizer, own), partial(kept_by, model, optimizer))
+    return job_of(model, own)
 
 
 def our_job(make: Make, own: Rows, zero: int, backend: str | None = None) -> Job:

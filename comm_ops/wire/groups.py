@@ -330,12 +330,12 @@ class GroupTable:
         return self.is_native(device) and type_of(device).is_direct
 
     def _kin(self) -> tuple[int, ...]:
-        """Return the ranks that compute on devices of this one's type."""
+        """Return the ranks that compute on devices of this one's type, as far as is known."""
         present = _present()
         if self._known_kin is None or self._known_kin[0] != present.num_told:  # asked at each message
-            types = self._types_of(None)
-            kin = tuple(rank for rank in range(self.size) if not types or types[rank] == types[self.rank])
-            self._known_kin = present.num_told, kin
+            own = present.types.get(self.to_global(self.rank))
+            alike = (rank for rank in range(self.size) if own in (None, present.types.get(self.to_global(rank), own)))
+            self._known_kin = present.num_told, tuple(alike)
         return self._known_kin[1]
 
     def _types_of(self, ranks: Sequence[int] | None) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import torch
 
 from hetu_fx.comm_ops.wire import groups
 from hetu_fx.comm_ops.wire.groups import GroupTable, activate, active, guarded, using
+from hetu_fx.comm_ops.wire.threads.run import run_in_threads
 from hetu_fx.errors import CommError
 
 
@@ -126,3 +127,12 @@ def test_host_tensors_are_not_staged():
 def test_a_dry_table_has_no_other_beside_it():
     with pytest.raises(CommError, match="cannot communicate"):
         GroupTable.dry(0, 2).beside("levels")
+
+
+def test_ranks_of_which_no_type_is_known_are_taken_to_be_alike():
+    def ask(table: GroupTable) -> list[bool]:
+        first, last = GroupTable.dry(0, 4), GroupTable.dry(3, 4)
+        GroupTable.dry(0, 2).know_types(["cpu", "cuda"])  # told among two of the four
+        return [first.is_mixed, last.is_mixed]
+
+    assert run_in_threads(1, ask) == [[True, False]]

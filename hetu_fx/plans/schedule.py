@@ -31,16 +31,26 @@ class Phase(StrEnum):
 
 
 _TICKS = {Phase.FORWARD: 1, Phase.BACKWARD: 2, Phase.INPUT_GRADIENT: 1, Phase.WEIGHT_GRADIENT: 1}
-_DIRECTIONS = {Phase.FORWARD: 1, Phase.BACKWARD: -1, Phase.INPUT_GRADIENT: -1, Phase.WEIGHT_GRADIENT: 0}
+FORWARD, BACKWARD = 1, -1
+_DIRECTIONS = {
+    Phase.FORWARD: FORWARD,
+    Phase.BACKWARD: BACKWARD,
+    Phase.INPUT_GRADIENT: BACKWARD,
+    Phase.WEIGHT_GRADIENT: 0,
+}
+"""To later parts of a pipeline, to earlier ones, or to none."""
 
 
 PHASES: Mapping[Schedule, tuple[Phase, ...]] = {
     "1f1b": (Phase.FORWARD, Phase.BACKWARD),
     "gpipe": (Phase.FORWARD, Phase.BACKWARD),
-    "zero-bubble": (Phase.FORWARD, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT),
+    "zero-bubble": (Phase.FORWARD, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT, Phase.BACKWARD),
     "interleaved": (Phase.FORWARD, Phase.BACKWARD),
 }
-"""What is done of each micro-batch, in order."""
+"""What may be done of a micro-batch, in order: all of it, but a backward whole or in its two halves."""
+
+Passage = tuple[int, int, int]
+"""What goes through a chunk: in which direction, which micro-batch, and the chunk."""
 
 
 def cuts_backwards(schedule: Schedule) -> bool:
@@ -59,6 +69,11 @@ class Action:
     micro_batch: int
     chunk: int = 0
 
+    @property
+    def passage(self) -> Passage:
+        """Return what goes through: the same of a backward that is cut and of one that is not."""
+        return self.phase.direction, self.micro_batch, self.chunk
+
 
 Order = tuple[Action, ...]
 """The actions of one stage, as it runs them."""
@@ -69,7 +84,7 @@ def actions(schedule: Schedule, stage: int, num_stages: int, num_micro_batches: 
 
     1F1B: min(n, S - s - 1) warm-up forwards, then forward-backward pairs, then the remaining backwards.
     GPipe: all forwards, then all backwards in the same order.
-    Zero bubble: 1F1B with its backwards cut; weights' gradients wait until there is nothing else to do (`_cut`).
+    Zero bubble: 1F1B with some of its backwards cut, whose weights' gradients wait for an idle moment (`_cut`).
     Interleaved: 1F1B over several chunks per stage (`_interleaved`).
     """
     if chunks > 1:
@@ -77,7 +92,7 @@ def actions(schedule: Schedule, stage: int, num_stages: int, num_micro_batches: 
     warm_up = num_micro_batches if schedule == "gpipe" else min(num_micro_batches, num_stages - stage - 1)
     backwards = [Action(Phase.BACKWARD, m) for m in range(num_micro_batches)]
     order = _one_each(forwards(num_micro_batches), backwards, warm_up)
-    return tuple(_cut(order, stage)) if schedule == "zero-bubble" else order
+    return tuple(_cut(order, stage, num_stages)) if schedule == "zero-bubble" else order
 
 
 @lru_cache(maxsize=512)
@@ -108,14 +123,19 @@ def _rounds(num_micro_batches: int, num_stages: int) -> tuple[int, ...]:
     return micro_batch_rows(num_micro_batches, max(1, num_micro_batches // num_stages))
 
 
-def _cut(order: Order, stage: int) -> Iterator[Action]:
+def _cut(order: Order, stage: int, num_stages: int) -> Iterator[Action]:
     """Yield the actions of ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2).
 
-    The weights' gradients of stage s come s micro-batches late, when 1F1B on stage 0 keeps as many.
+    The weights' gradients of stage s come s micro-batches late, when 1F1B on stage 0 keeps as many. Of p stages, each
+    but the first, for whose input nobody waits, cuts its first s backwards and its last p - 1: those bring the first
+    gradients to stage 0 sooner, and these what else would be waited for at the end. Were all cut, as in the paper,
+    equal stages would be done no sooner, but halves take longer than a whole, as the caches have lost by the second
+    what the first has read.
     """
+    wholes = range(stage, len(order) // 2 - (num_stages - 1) * bool(stage))
     waiting: deque[int] = deque()
     for action in order:
-        if action.phase is Phase.FORWARD:
+        if action.phase is Phase.FORWARD or action.micro_batch in wholes:
             yield action
             continue
         yield Action(Phase.INPUT_GRADIENT, action.micro_batch)
@@ -156,7 +176,7 @@ def departures(stages: tuple[Order, ...], stage: int) -> Mapping[tuple[Action, i
     (called, places), found = _calls(stages), {}
     for (action, other), place in arrivals(stages, stage).items():
         at = called[other % len(stages)][place]
-        found[action, other] = max(places[stage][action] + 1, bisect_right(called[stage], at) - 1)
+        found[action, other] = max(places[stage][action.passage] + 1, bisect_right(called[stage], at) - 1)
     return found
 
 
@@ -168,7 +188,8 @@ def at_once(stages: tuple[Order, ...], stage: int) -> Mapping[tuple[Action, int]
     """
     _, places = _calls(stages)
     found, least = {}, [0] * len(stages)
-    made = ((place, places[stage][action], action, other) for (action, other), place in arrivals(stages, stage).items())
+    wanted = arrivals(stages, stage).items()
+    made = ((place, places[stage][action.passage], action, other) for (action, other), place in wanted)
     for _, number, action, other in sorted(made, key=lambda one: one[:2]):
         call = max(number + 1, least[other % len(stages)])
         found[action, other] = least[other % len(stages)] = call
@@ -183,7 +204,7 @@ def arrivals(stages: tuple[Order, ...], stage: int) -> Mapping[tuple[Action, int
     """
     _, places = _calls(stages)
     pairs = ((action, other) for action in stages[stage] for other in _towards(action, stage, stages))
-    return {(action, other): places[other % len(stages)][_of_part(action, other, stages)] for action, other in pairs}
+    return {(action, other): places[other % len(stages)][_in_part(action, other, stages)] for action, other in pairs}
 
 
 @lru_cache(maxsize=512)
@@ -210,7 +231,7 @@ def _answers(stages: tuple[Order, ...], stage: int) -> Mapping[tuple[int, int, i
         for other in _others(-action.phase.direction, action, stage, stages):
             numbers, made = found[action.chunk, action.phase.direction, other]
             numbers.append(number)
-            made.append(places[other % len(stages)][_of_part(action, other, stages)])
+            made.append(places[other % len(stages)][_in_part(action, other, stages)])
     return found
 
 
@@ -230,9 +251,9 @@ def _part(action: Action, stage: int, stages: Sequence[Order]) -> int:
     return action.chunk * len(stages) + stage
 
 
-def _of_part(action: Action, part: int, stages: Sequence[Order]) -> Action:
-    """Return the same of another part."""
-    return Action(action.phase, action.micro_batch, part // len(stages))
+def _in_part(action: Action, part: int, stages: Sequence[Order]) -> Passage:
+    """Return how the same goes through another part."""
+    return action.phase.direction, action.micro_batch, part // len(stages)
 
 
 def _num_parts(stages: Sequence[Order]) -> int:
@@ -240,20 +261,15 @@ def _num_parts(stages: Sequence[Order]) -> int:
 
 
 @lru_cache(maxsize=64)
-def _calls(stages: tuple[Order, ...]) -> tuple[list[list[int]], list[dict[Action, int]]]:
-    """Return when the calls of each stage are made, and the number of each of its actions."""
-    called = [_called(order, started) for order, started in zip(stages, _ticks(stages), strict=True)]
-    return called, [{action: place for place, action in enumerate(order)} for order in stages]
+def _calls(stages: tuple[Order, ...]) -> tuple[list[list[int]], list[dict[Passage, int]]]:
+    """Return when the calls of each stage are made: before each action and after the last; and actions' numbers."""
+    called = [[0, *ended.values()] for ended in _ticks(stages)]
+    return called, [{action.passage: place for place, action in enumerate(order)} for order in stages]
 
 
-def _called(order: Order, started: Mapping[Action, int]) -> list[int]:
-    """Return when the call before each action is made, and that after the last."""
-    return [0, *(started[action] + _TICKS[action.phase] for action in order)]
-
-
-def _ticks(stages: Sequence[Order]) -> list[dict[Action, int]]:
-    """Return when each action of each stage starts, if it waits for that of the part before its own."""
-    ticks: list[dict[Action, int]] = [{} for _ in stages]
+def _ticks(stages: Sequence[Order]) -> list[dict[Passage, int]]:
+    """Return when each action of each stage has ended, in order, if it waits for that of the part before its own."""
+    ticks: list[dict[Passage, int]] = [{} for _ in stages]
     free, left = [0] * len(stages), sum(map(len, stages))
     num_parts = _num_parts(stages)
     while left:
@@ -261,14 +277,11 @@ def _ticks(stages: Sequence[Order]) -> list[dict[Action, int]]:
             for action in order[len(own) :]:
                 part = _part(action, stage, stages)
                 before = part - action.phase.direction
-                came: int | None = 0
-                if before != part and 0 <= before < num_parts:
-                    other = ticks[before % len(stages)].get(_of_part(action, before, stages))
-                    came = None if other is None else other + _TICKS[action.phase]
+                waits = before != part and 0 <= before < num_parts
+                came = ticks[before % len(stages)].get(_in_part(action, before, stages)) if waits else 0
                 if came is None:
                     break
-                own[action] = max(came, free[stage])
-                free[stage] = own[action] + _TICKS[action.phase]
+                own[action.passage] = free[stage] = max(came, free[stage]) + _TICKS[action.phase]
         before_sweep, left = left, sum(map(len, stages)) - sum(map(len, ticks))
         assert left < before_sweep, "an order in which stages wait for each other"
     return ticks

@@ -55,7 +55,7 @@ class _Flight:
     """A micro-batch between its forward and its backward."""
 
     received: dict[str, Tensor]
-    later: LaterProducts
+    later: LaterProducts | None
     sent: dict[str, Tensor]
     loss: Tensor | None
 
@@ -119,7 +119,7 @@ class Engine:
             before_last_gradients: called once, before the last action that makes gradients.
         """
         outcome, flights = StageOutcome(timer=timer), dict[tuple[int, int], _Flight]()
-        later = dict[tuple[int, int], LaterProducts]()
+        waiting = dict[tuple[int, int], LaterProducts]()
         todos = tuple(
             tuple(action for action in order if micro_batches[action.micro_batch].rows or not skips_empty)
             for order in orders
@@ -127,6 +127,7 @@ class Engine:
         self.p2p.start(todos)
         arguments = [chunk.arguments(shared) for chunk in self.chunks]
         todo = todos[self.p2p.stage]
+        cut = {(action.chunk, action.micro_batch) for action in todo if action.phase is Phase.WEIGHT_GRADIENT}
         last = max((i for i, action in enumerate(todo) if action.phase is not Phase.FORWARD), default=None)
         for number, action in enumerate(todo):
             micro, chunk = micro_batches[action.micro_batch], self.chunks[action.chunk]
@@ -135,11 +136,15 @@ class Engine:
                 before_last_gradients()
             match action.phase:
                 case Phase.FORWARD:
-                    flights[key] = self._forward(chunk, micro, arguments[action.chunk], outcome, train)
-                case Phase.WEIGHT_GRADIENT:
-                    self._make_weights(later.pop(key), outcome)
+                    later = LaterProducts() if key in cut else None
+                    flights[key] = self._forward(chunk, micro, arguments[action.chunk], later, outcome, train)
                 case Phase.INPUT_GRADIENT | Phase.BACKWARD:
-                    later[key] = self._backward(micro, flights.pop(key), outcome, root)
+                    flight = flights.pop(key)
+                    self._backward(micro, flight, outcome, root)
+                    if flight.later is not None:
+                        waiting[key] = flight.later
+                case Phase.WEIGHT_GRADIENT:
+                    self._make_weights(waiting.pop(key), outcome)
         self.p2p.finish()
         return outcome
 
@@ -150,9 +155,15 @@ class Engine:
         self._collect(chunk, self._call(chunk, arguments, outcome), outcome, detaches=False)
 
     def _forward(
-        self, chunk: Chunk, micro: MicroBatchFeeds, arguments: _Arguments, outcome: StageOutcome, train: bool
+        self,
+        chunk: Chunk,
+        micro: MicroBatchFeeds,
+        arguments: _Arguments,
+        later: LaterProducts | None,
+        outcome: StageOutcome,
+        train: bool,
     ) -> _Flight:
-        received, later = self._receive(chunk, micro, train), LaterProducts()
+        received = self._receive(chunk, micro, train)
         own: Feeds = {_LATER: later} | {(SlotKind.RECEIVED, name): value for name, value in received.items()}
         with torch.set_grad_enabled(train):
             results = self._call(chunk, arguments.of(own, micro.feeds), outcome)
@@ -185,8 +196,7 @@ class Engine:
             received[handover.value.name].requires_grad_(train and handover.value.differentiable)
         return received
 
-    def _backward(self, micro: MicroBatchFeeds, flight: _Flight, outcome: StageOutcome, root: float) -> LaterProducts:
-        """Run a backward; return what it leaves for later, if the graph is made so."""
+    def _backward(self, micro: MicroBatchFeeds, flight: _Flight, outcome: StageOutcome, root: float) -> None:
         cotangents = self.p2p.receive_back(micro.bindings)
         roots = [(flight.sent[name], grad) for name, grad in cotangents.items() if flight.sent[name].requires_grad]
         if flight.loss is not None and flight.loss.requires_grad:
@@ -196,7 +206,6 @@ class Engine:
                 torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
         gradients = {name: _gradient(x) for name, x in flight.received.items() if x.requires_grad}
         self.p2p.send_back(gradients, micro.bindings)
-        return flight.later
 
     def _make_weights(self, later: LaterProducts, outcome: StageOutcome) -> None:
         self.p2p.go_on()

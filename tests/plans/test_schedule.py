@@ -1,5 +1,6 @@
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,8 @@ from hetu_fx.planner.simulate.events import Activity, play
 from hetu_fx.planner.values.device_memory import in_flight
 from hetu_fx.plans.plan import Schedule
 from hetu_fx.plans.schedule import (
+    BACKWARD,
+    FORWARD,
     PHASES,
     Action,
     Order,
@@ -22,9 +25,12 @@ from hetu_fx.plans.schedule import (
     takings,
 )
 
-WHOLE: list[Schedule] = ["1f1b", "gpipe", "zero-bubble"]
-SCHEDULES = st.sampled_from(WHOLE)
-CHUNKED = st.sampled_from([*((schedule, 1) for schedule in WHOLE), ("interleaved", 2), ("interleaved", 3)])
+UNCHUNKED: list[Schedule] = ["1f1b", "gpipe", "zero-bubble"]
+SCHEDULES = st.sampled_from(UNCHUNKED)
+CHUNKED = st.sampled_from([*((schedule, 1) for schedule in UNCHUNKED), ("interleaved", 2), ("interleaved", 3)])
+WHOLE = [Phase.FORWARD, Phase.BACKWARD]
+HALVES = [Phase.FORWARD, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT]
+LAST = Phase.BACKWARD, Phase.WEIGHT_GRADIENT
 Chunked = tuple[Schedule, int]
 
 
@@ -34,12 +40,16 @@ def test_every_chunk_of_every_micro_batch_goes_through_the_phases_once(
 ) -> None:
     (schedule, chunks), stage = chunked, data.draw(st.integers(0, num_stages - 1))
     order = actions(schedule, stage, num_stages, micro_batches, chunks)
-    assert len(order) == micro_batches * chunks * len(PHASES[schedule])
     for number, chunk in itertools.product(range(micro_batches), range(chunks)):
         own = [a.phase for a in order if (a.micro_batch, a.chunk) == (number, chunk)]
-        assert tuple(own) == PHASES[schedule]
-    for phase, chunk in itertools.product(PHASES[schedule], range(chunks)):
-        assert [a.micro_batch for a in order if (a.phase, a.chunk) == (phase, chunk)] == list(range(micro_batches))
+        assert own in (WHOLE, HALVES)
+        assert set(own) <= set(PHASES[schedule])
+    for direction, chunk in itertools.product((1, -1), range(chunks)):
+        passing = [a.micro_batch for a in order if (a.phase.direction, a.chunk) == (direction, chunk)]
+        assert passing == list(range(micro_batches))
+    waited = [a.micro_batch for a in order if a.phase is Phase.WEIGHT_GRADIENT]
+    assert waited == sorted(waited)
+    assert len(set(order)) == len(order)
 
 
 @given(st.integers(1, 6), st.integers(1, 12))
@@ -52,11 +62,33 @@ def test_zero_bubble_is_one_forward_one_backward_but_for_weights(num_stages: int
         assert without_weights("zero-bubble", stage) == without_weights("1f1b", stage)
 
 
-def most_kept(order: Order, schedule: Schedule) -> int:
+@given(st.integers(1, 7), st.integers(1, 16))
+def test_zero_bubble_cuts_no_more_backwards_than_end_as_soon_as_if_all_were(stages: int, micro_batches: int) -> None:
+    def cut(order: Order) -> tuple[Action, ...]:
+        """Cut all: the weights' gradients of stage s come s micro-batches late (Qi et al., 2024)."""
+        found, waiting = list[Action](), list[Action]()
+        for action in order:
+            halves = {Phase.BACKWARD: HALVES[1:]}.get(action.phase, [action.phase])
+            now, *after = [Action(phase, action.micro_batch) for phase in halves]
+            found.append(now)
+            waiting += after
+            if len(waiting) > stage:
+                found.append(waiting.pop(0))
+        return (*found, *waiting)
+
+    orders, all_cut = orders_of("zero-bubble", stages, micro_batches), list[Order]()
+    for stage in range(stages):
+        all_cut.append(cut(actions("1f1b", stage, stages, micro_batches)))
+        num_cut = sum(action.phase is Phase.INPUT_GRADIENT for action in orders[stage])
+        assert num_cut == (min(micro_batches, stage + stages - 1) if stage else 0)
+    assert played(orders) == played(all_cut)
+
+
+def most_kept(order: Order) -> int:
     """Return how many chunks of micro-batches are between their first phase and their last, at most."""
     kept = most = 0
     for action in order:
-        kept += {Phase.FORWARD: 1, PHASES[schedule][-1]: -1}.get(action.phase, 0)
+        kept += (action.phase is Phase.FORWARD) - (action.phase in LAST)
         most = max(most, kept)
     return most
 
@@ -67,7 +99,7 @@ def test_the_memory_model_counts_what_the_schedule_keeps(
 ) -> None:
     stage = data.draw(st.integers(0, num_stages - 1))
     order = actions(schedule, stage, num_stages, micro_batches)
-    assert most_kept(order, schedule) == in_flight(schedule, stage, num_stages, micro_batches)
+    assert most_kept(order) == in_flight(schedule, stage, num_stages, micro_batches)
 
 
 @given(st.integers(2, 6), st.integers(2, 4), st.integers(1, 4))
@@ -78,7 +110,7 @@ def test_chunks_warm_up_as_in_megatron(num_stages: int, chunks: int, rounds: int
         warm_up = min(micro_batches * chunks, 2 * (num_stages - stage - 1) + (chunks - 1) * num_stages)
         first = min(warm_up + 1, micro_batches * chunks)
         assert [a.phase for a in order].index(Phase.BACKWARD) == first
-        assert most_kept(order, "interleaved") == first
+        assert most_kept(order) == first
         turns = [(a.micro_batch // num_stages, a.chunk) for a in order if a.phase is Phase.FORWARD]
         assert turns == sorted(turns)
         turns = [(a.micro_batch // num_stages, -a.chunk) for a in order if a.phase is Phase.BACKWARD]
@@ -93,8 +125,8 @@ def test_rounds_have_as_many_micro_batches_as_there_are_stages_or_more(micro_bat
     assert runs == [(chunk, size) for size in sizes for chunk in range(2)]
 
 
-Done = set[tuple[int, Phase, int]]
-"""What is done: (part of the pipeline, phase, micro-batch)."""
+Done = set[tuple[int, int, int]]
+"""What is done: (part of the pipeline, direction, micro-batch)."""
 
 
 def run_on_paper(schedule: Schedule, num_stages: int, micro_batches: int, chunks: int = 1) -> tuple[int, int]:
@@ -111,7 +143,7 @@ def run_on_paper(schedule: Schedule, num_stages: int, micro_batches: int, chunks
             return sum(map(len, queues)), tick
         for stage, part, action in fresh:
             queues[stage].pop(0)
-            done.add((part, action.phase, action.micro_batch))
+            done.add((part, action.phase.direction, action.micro_batch))
     raise AssertionError
 
 
@@ -121,11 +153,11 @@ def is_ready(part: int, action: Action, num_parts: int, done: Done) -> bool:
     The gradients of weights wait for those of their own inputs.
     """
     if action.phase is Phase.FORWARD:
-        return part == 0 or (part - 1, Phase.FORWARD, action.micro_batch) in done
+        return part == 0 or (part - 1, FORWARD, action.micro_batch) in done
     if action.phase is Phase.WEIGHT_GRADIENT:
-        return (part, Phase.INPUT_GRADIENT, action.micro_batch) in done
-    own = (part, Phase.FORWARD, action.micro_batch) in done
-    return own and (part == num_parts - 1 or (part + 1, action.phase, action.micro_batch) in done)
+        return (part, BACKWARD, action.micro_batch) in done
+    own = (part, FORWARD, action.micro_batch) in done
+    return own and (part == num_parts - 1 or (part + 1, BACKWARD, action.micro_batch) in done)
 
 
 @given(CHUNKED, st.integers(1, 6), st.integers(0, 14))
@@ -166,23 +198,28 @@ SECONDS = {Phase.FORWARD: 1.0, Phase.BACKWARD: 2.0, Phase.INPUT_GRADIENT: 1.0, P
 
 def seconds_of(schedule: Schedule, num_stages: int, micro_batches: int, chunks: int = 1) -> float:
     """Play a schedule whose forwards take a second per stage, backwards two; nothing is sent."""
-    rows = orders_of(schedule, num_stages, micro_batches, chunks)
-    numbers = {one: i for i, one in enumerate((s, action) for s, row in enumerate(rows) for action in row)}
+    return played(orders_of(schedule, num_stages, micro_batches, chunks), chunks)
+
+
+def played(rows: Sequence[Order], chunks: int = 1) -> float:
+    """Play what stages do in order; each action in a chunk takes its part of a stage's."""
+    num_stages = len(rows)
+    numbers = {(s, one.passage): i for i, (s, one) in enumerate((s, one) for s, row in enumerate(rows) for one in row)}
 
     def needs(stage: int, action: Action) -> list[int]:
         part = action.chunk * num_stages + stage
         other = part - 1 if action.phase is Phase.FORWARD else part + 1
         if action.phase is Phase.WEIGHT_GRADIENT:
-            return [numbers[stage, Action(Phase.INPUT_GRADIENT, action.micro_batch, action.chunk)]]
+            return [numbers[stage, (BACKWARD, action.micro_batch, action.chunk)]]
         if other == num_stages * chunks:
-            return [numbers[stage, Action(Phase.FORWARD, action.micro_batch, action.chunk)]]
+            return [numbers[stage, (FORWARD, action.micro_batch, action.chunk)]]
         chunk, owner = divmod(other, num_stages)
-        return [numbers[owner, Action(action.phase, action.micro_batch, chunk)]] if other >= 0 else []
+        return [numbers[owner, (action.phase.direction, action.micro_batch, chunk)]] if other >= 0 else []
 
     activities = []
     for stage, row in enumerate(rows):
         for index, action in enumerate(row):
-            before = [numbers[stage, row[index - 1]]] if index else []
+            before = [numbers[stage, row[index - 1].passage]] if index else []
             uses = {("compute", stage): 1.0}
             activities.append(Activity(SECONDS[action.phase] / chunks, uses, (*before, *needs(stage, action))))
     return max(times.end for times in play(activities))
@@ -213,7 +250,7 @@ def test_weight_gradients_fill_the_bubble(stages: int, micro_batches: int) -> No
 @given(st.integers(1, 6), st.integers(1, 12))
 def test_zero_bubble_keeps_no_more_micro_batches_than_1f1b_does_at_most(stages: int, micro_batches: int) -> None:
     for order in orders_of("zero-bubble", stages, micro_batches):
-        assert most_kept(order, "zero-bubble") <= min(stages, micro_batches)
+        assert most_kept(order) <= min(stages, micro_batches)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -249,10 +286,9 @@ def test_a_stage_holds_messages_of_the_micro_batches_in_flight_and_one_more(sche
     for stage in range(stages):
         made = {action: number for number, action in enumerate(orders[stage])}
         taken = takings(orders, stage)
-        neighbours = {phase: stage + phase.direction for phase in PHASES[schedule] if phase.direction}
-        for phase, other in neighbours.items():
-            if 0 <= other < stages:
-                spans = [(made[a], taken[a, other]) for a in orders[stage] if a.phase is phase]
+        for direction in (FORWARD, BACKWARD):
+            if 0 <= (other := stage + direction) < stages:
+                spans = [(made[a], taken[a, other]) for a in orders[stage] if a.phase.direction == direction]
                 held = max(sum(start <= now < stop for start, stop in spans) for now in range(len(orders[stage])))
                 assert held <= min(count, (count if schedule == "gpipe" else stages - stage) + 1)
 
@@ -270,7 +306,7 @@ def test_with_chunks_messages_are_held_for_what_is_in_flight_and_a_round_more(
                 spans.setdefault(action.phase.direction, []).append((made[action], taken))
         for own in spans.values():
             held = Counter(now for start, stop in own for now in range(start, stop))
-            assert max(held.values()) <= most_kept(order, "interleaved") + chunks * num_stages
+            assert max(held.values()) <= most_kept(order) + chunks * num_stages
 
 
 def test_messages_of_an_evaluation_are_held_to_its_end() -> None:

@@ -10,24 +10,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import zip_longest
+from operator import add
 
 from hetu_fx.planner.price.stage import StageCosts
 from hetu_fx.planner.values.line import Line
 from hetu_fx.plans.plan import Schedule, micro_batch_rows
-from hetu_fx.plans.schedule import PHASES, actions, departures, orders_of
+from hetu_fx.plans.schedule import BACKWARD, FORWARD, PHASES, actions, departures, orders_of
 
 Columns = tuple[tuple[float, ...], ...]
-"""Seconds by stage of each micro-batch's forward, then of each one's backward, and of what that leaves for later.
+"""Seconds by stage: of each micro-batch in one phase of the schedule (`PHASES`), then in the next.
 
-Here chunks of stages are stages of their own: part k of a pipeline is a chunk of stage k % p, of p stages.
+Or of what each one's forward hands over, then of what its backward does. Here chunks of stages are stages of their own:
+part k of a pipeline is a chunk of stage k % p, of p stages.
 """
 
-Entry = tuple[int, int, int]
-"""The part that an entry of a stage's schedule is of, its number in the part's column, and the part that it waits for.
+Entry = tuple[int, int, int, int]
+"""The part that an entry of a stage's schedule is of, and its number among what the part works.
 
--1 where it waits for none.
+Then its number among what the part and its neighbours hand over (-1: it is none of that), and the part that it waits
+for (-1: for none).
 """
+
+_HANDED = {FORWARD: 0, BACKWARD: 1}
+"""Forwards hand over first, then backwards, whole or in halves."""
 
 Seconds = Callable[[int], float]
 
@@ -109,8 +114,8 @@ def _played(
             board.go_on(stage)
         assert board.left < before, "an order in which stages wait for each other"
     # Gradients of other chunks than the first are there before, but leave when the stage is done.
-    last = [column[-1] if part < len(board.free) else 0.0 for part, column in enumerate(board.busy)]
-    return Finish(tuple(board.free) * chunks, tuple(last))
+    last = [board.seconds_of_last(stage) for stage in range(len(board.free))]
+    return Finish(tuple(board.free) * chunks, (*last, *(0.0,) * (len(work) - len(last))))
 
 
 class _Board:
@@ -120,8 +125,8 @@ class _Board:
         self, begins: Sequence[float], work: Columns, sent: Columns, schedule: Schedule, chunks: int, overlaps: bool
     ) -> None:
         count, num_stages = len(sent[0]) // 2, len(work) // chunks
-        both = [list(map(sum, zip_longest(*pair, fillvalue=0.0))) for pair in zip(work, sent, strict=True)]
-        self.busy: Sequence[Sequence[float]] = work if overlaps else both
+        both = [_together(*pair, schedule) for pair in zip(work, sent, strict=True)]
+        self._busy: Sequence[Sequence[float]] = work if overlaps else both
         self._under_way = sent if overlaps else [[0.0] * len(column) for column in sent]
         self._orders = [_entries(schedule, stage, num_stages, count, chunks) for stage in range(num_stages)]
         self._ended: list[list[float]] = [[] for _ in range(num_stages)]
@@ -135,20 +140,35 @@ class _Board:
         order, ended = self._orders[stage], self._ended[stage]
         free, place = self.free[stage], self._places[stage]
         while place < len(order) and (came := self._came(order[place])) is not None:
-            part, entry, _ = order[place]
-            free = max(free, came) + self.busy[part][entry]
+            part, entry, *_ = order[place]
+            free = max(free, came) + self._busy[part][entry]
             ended.append(free)
             place += 1
         self.left -= place - self._places[stage]
         self.free[stage], self._places[stage] = free, place
 
+    def seconds_of_last(self, stage: int) -> float:
+        """Return the seconds of a stage's last entry."""
+        part, entry, *_ = self._orders[stage][-1]
+        return self._busy[part][entry]
+
     def _came(self, needed: Entry) -> float | None:
         """Return when what an entry needs of another stage has come; None if it has not."""
-        _, entry, other = needed
+        *_, handed, other = needed
         if other < 0:
             return 0.0
-        after, ended = self._after[other][entry], self._ended[other % len(self.free)]
-        return ended[after - 1] + self._under_way[other][entry] if len(ended) >= after else None
+        after, ended = self._after[other][handed], self._ended[other % len(self.free)]
+        return ended[after - 1] + self._under_way[other][handed] if len(ended) >= after else None
+
+
+def _together(work: Sequence[float], sent: Sequence[float], schedule: Schedule) -> list[float]:
+    """Return the seconds of a part's phases, each with what it hands over."""
+    count, found = len(sent) // 2, list[float]()
+    for number, phase in enumerate(PHASES[schedule]):
+        own = work[number * count : (number + 1) * count]
+        handed = sent[_HANDED[phase.direction] * count :] if phase.direction else (0.0,) * count
+        found += map(add, own, handed)
+    return found
 
 
 @lru_cache(maxsize=512)
@@ -160,7 +180,8 @@ def _entries(schedule: Schedule, stage: int, num_stages: int, count: int, chunks
         part = one.chunk * num_stages + stage
         other = part - one.phase.direction
         waits = other != part and 0 <= other < num_stages * chunks
-        found.append((part, one.micro_batch + places[one.phase], other if waits else -1))
+        handed = one.micro_batch + _HANDED[one.phase.direction] * count if one.phase.direction else -1
+        found.append((part, one.micro_batch + places[one.phase], handed, other if waits else -1))
     return tuple(found)
 
 
@@ -168,8 +189,8 @@ def _entries(schedule: Schedule, stage: int, num_stages: int, count: int, chunks
 def _done(schedule: Schedule, part: int, num_stages: int, count: int, chunks: int) -> tuple[int, ...]:
     """Return how many entries of a part's stage are done when each of the part is that makes something for others."""
     numbered = enumerate(_entries(schedule, part % num_stages, num_stages, count, chunks), 1)
-    places = {entry: place for place, (own, entry, _) in numbered if own == part}
-    return tuple([places[entry] for entry in range(2 * count)])
+    places = {handed: place for place, (own, _, handed, _) in numbered if own == part}
+    return tuple([places[handed] for handed in range(2 * count)])
 
 
 @lru_cache(maxsize=512)
@@ -180,5 +201,5 @@ def _leaves(schedule: Schedule, part: int, num_stages: int, count: int, chunks: 
     found = list(_done(schedule, part, num_stages, count, chunks))
     for (action, other), call in leave.items():
         if action.chunk == chunk and other == part + action.phase.direction:
-            found[action.micro_batch + (count if action.phase.direction < 0 else 0)] = call
+            found[action.micro_batch + _HANDED[action.phase.direction] * count] = call
     return tuple(found)

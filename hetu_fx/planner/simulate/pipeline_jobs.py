@@ -20,15 +20,15 @@ from hetu_fx.planner.simulate.pipeline import PipelineLane
 from hetu_fx.planner.values.footprint import highest_at
 from hetu_fx.planner.values.line import Line
 from hetu_fx.plans.plan import Schedule
-from hetu_fx.plans.schedule import Action, Phase, at_once, departures, orders_of
+from hetu_fx.plans.schedule import BACKWARD, FORWARD, Action, Phase, at_once, departures, orders_of
 
 _COMPLETES = (Phase.BACKWARD, Phase.WEIGHT_GRADIENT)
 
 Held = dict[int, float]
 """Bytes by device."""
 
-_Done = tuple[Phase, int, int]
-"""A phase of a micro-batch of a part, by number."""
+_Done = tuple[int, int, int]
+"""In which direction a micro-batch has gone through a part, by number; 0: its weights' gradients are made."""
 
 
 @dataclass
@@ -71,7 +71,8 @@ class PipelineJobs:
         self._rows = orders_of(schedule, self.lane.num_stages, len(self.rows), self.lane.chunks)
         self._ended: list[list[int]] = [[] for _ in stages]  # the last job of every entry of a stage
         leave = departures if self.lane.sends_itself else at_once
-        self._leaves = [leave(self._rows, stage) for stage in stages]
+        calls = [leave(self._rows, stage).items() for stage in stages]
+        self._leaves = [{(one.passage, target): call for (one, target), call in made} for made in calls]
         while any(len(ended) < len(row) for ended, row in zip(self._ended, self._rows, strict=True)):
             before = sum(map(len, self._ended))
             for stage in stages:
@@ -113,9 +114,9 @@ class PipelineJobs:
 
     def _calls(self, needed: _Done, target: int) -> int:
         """Return after how many entries of its stage something leaves for another part."""
-        phase, micro_batch, part = needed
-        action = Action(phase, micro_batch, part // self.lane.num_stages)
-        return self._leaves[self._stage(needed)].get((action, target), 0)
+        direction, micro_batch, part = needed
+        passage = direction, micro_batch, part // self.lane.num_stages
+        return self._leaves[self._stage(needed)].get((passage, target), 0)
 
     def _input(self, stage: int, entry: Action) -> _Done | None:
         """Return what an entry's input comes from; None where it needs no other."""
@@ -124,13 +125,13 @@ class PipelineJobs:
             case Phase.FORWARD if part == 0:
                 return None
             case Phase.FORWARD:
-                return Phase.FORWARD, m, part - 1
+                return FORWARD, m, part - 1
             case Phase.WEIGHT_GRADIENT:
-                return Phase.INPUT_GRADIENT, m, part
-            case phase if part + 1 < len(self.lane.costs):
-                return phase, m, part + 1
+                return BACKWARD, m, part
+            case _ if part + 1 < len(self.lane.costs):
+                return BACKWARD, m, part + 1
             case _:
-                return Phase.FORWARD, m, part
+                return FORWARD, m, part
 
     def _do(self, stage: int, entry: Action) -> None:
         part, rows = self._part(stage, entry), self.rows[entry.micro_batch]
@@ -149,7 +150,7 @@ class PipelineJobs:
                 self.made[part, bucket] = job
         self.last[stage] = after
         self._ended[stage].append(after[0])
-        self._done[entry.phase, entry.micro_batch, part] = after[0]
+        self._done[entry.phase.direction, entry.micro_batch, part] = after[0]
 
     @once
     def _work(self, part: int, phase: Phase, rows: int) -> Task:

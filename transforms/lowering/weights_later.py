@@ -30,8 +30,7 @@ class WeightsLater:
     name: ClassVar[str] = "weights_later"
 
     def __call__(self, device: DeviceGraph) -> DeviceGraph:
-        cuts = cuts_backwards(self.schedule) and device.handovers_in  # nobody waits for what a first stage would have
-        found = tuple(_products(device)) if cuts else ()
+        found = tuple(_products(device)) if cuts_backwards(self.schedule) else ()
         if not found:
             return device
         slot = GraphSlot(SlotKind.LATER, "later")  # as engines feed it

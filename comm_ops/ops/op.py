@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hetu_fx.base.torch_private import OpOverload
 from hetu_fx.comm_ops.plans.choose_algorithm import ChooseAlgorithm
-from hetu_fx.comm_ops.plans.cost import Cost
+from hetu_fx.comm_ops.plans.cost import EQUAL_LINKS, Cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,10 @@ class OpRecord:
         """Return the registered op, as graphs call it."""
         found: OpOverload[..., Any] = getattr(torch.ops.hetu, self.name).default
         return found
+
+    def sends(self, args: Sequence[Any]) -> bool:
+        """Tell whether a call with these arguments communicates in forward; else that is left to its backward."""
+        return self.cost(1.0, (0, 1), EQUAL_LINKS) > 0
 
     def _keep(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         """Keep for the backward what it reads."""

@@ -236,6 +236,11 @@ def _fake_gathered_products_backward(
 class GatheredProducts(FusedOp):
     """The record of `gathered_products`; all rows are kept for the backward, and the weights."""
 
+    def sends(self, args: Sequence[Any]) -> bool:
+        """Tell whether rows are gathered; those that all have are not."""
+        _, _, sizes, *_ = args[self.tensors + 1 :]
+        return bool(sizes)
+
     def _keep(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         x, weights, _, *ctx.layout = inputs
         ctx.dtype = x.dtype

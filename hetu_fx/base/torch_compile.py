@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils.checkpoint import CheckpointPolicy
 
 from hetu_fx.base.torch_private import FakeTensorMode, new_size
 
@@ -66,6 +67,28 @@ class Symbols:
         if not text:
             return lambda values: True
         return functools.partial(self._environment.evaluate_guards_expression, text)
+
+
+LEAST_BUDGET = 1e-9
+"""What stands for a memory budget of 0, for which torch computes again also what is marked to be kept."""
+
+
+def memory_budget() -> float:
+    """Return how much of what backwards keep at most is kept, as torch is told to compile: 1 for all, 0 for inputs."""
+    return float(torch._functorch.config.activation_memory_budget)
+
+
+@contextmanager
+def budget_that_keeps(draws: bool) -> Iterator[None]:
+    """Let torch compile inside such that nothing that is marked (`keep`) or drawn is made twice."""
+    budget = 1.0 if draws else max(memory_budget(), LEAST_BUDGET)
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        yield
+
+
+def keep(node: fx.Node) -> None:
+    """Mark what an op makes in forward to be kept if backward reads it, and never to be made again."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def by_inductor(module: fx.GraphModule, inputs: Sequence[Any], tag: str = "") -> Compiled:

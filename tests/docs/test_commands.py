@@ -172,6 +172,7 @@ HELD = {
             "equal",
             "gradient_sync",
             "homes",
+            "kept",
             "mixed_length",
             "mutants",
             "overlap",

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from hetu_fx.base.torch_compile import Symbols, keep_only, recomputed
+from hetu_fx.base.torch_compile import Symbols, budget_that_keeps, keep, keep_only, memory_budget, recomputed
+from hetu_fx.graph.calls import draws
 from hetu_fx.plans.recomputed import RecomputedOps
 from hetu_fx.transforms.lowering.checkpoint import CheckpointedRun
 from hetu_fx.transforms.lowering.forms import Like, OpenDims, TensorForm, exactly, form_of, is_number
 from hetu_fx.transforms.lowering.saved_ops import SAVED, contexts_of
+from hetu_fx.transforms.lowering.traffic import sends
 
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 """What makes a function of a graph, which it may keep and change, and of inputs to trace it with."""
@@ -110,14 +112,15 @@ def _variant(module: fx.GraphModule, compiler: Compiler, likes: Sequence[Any], f
     numbers = tuple(i for i in traced if is_number(likes[i]))
     opened = [traced[i].shape[d] for i, d in sizes]
     graph = _graph(module, len(sizes), {i: like for i, like in enumerate(likes) if i not in traced})
-    with symbols.tracing():
+    with symbols.tracing(), budget_that_keeps(any(map(draws, graph.graph.nodes))):
         run = compiler(graph, [*opened, *traced.values()])
     return _Variant(run, sizes, tuple(traced), numbers, symbols.condition([*opened, *(traced[i] for i in numbers)]))
 
 
 def _surroundings() -> Hashable:
     """Return what else compiled graphs depend on; they run without autocast."""
-    return torch.is_grad_enabled(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return torch.is_grad_enabled(), torch.get_num_threads(), deterministic, memory_budget()
 
 
 def _graph(module: fx.GraphModule, num_sizes: int, constants: Mapping[int, Any]) -> fx.GraphModule:
@@ -136,6 +139,8 @@ def _graph(module: fx.GraphModule, num_sizes: int, constants: Mapping[int, Any])
             values[node] = recomputed(graph, body, fx.map_arg(node.args, values.__getitem__))
         else:
             values[node] = graph.node_copy(node, values.__getitem__)
+            if sends(node):
+                keep(values[node])
     return fx.GraphModule(root, graph)
 
 

@@ -29,8 +29,9 @@ class Overlap:
     Requires: a device graph, after recomputation and later weights, which look for products.
     Ensures: the gradients of weights are made while that of their rows is summed over the group; where rows are
         gathered first, and it pays by the prices of the cluster, the products are made in slices while others travel.
-        A product whose result is summed is made in slices where that pays. What is recomputed stays in its run: a
-        product there is not joined with what is sent, which is in none. Changes the graph in place.
+        A product whose result is summed is made in slices where that pays. A sum whose gradient is summed is one op.
+        What is recomputed stays in its run: a product there is not joined with what is sent, which is in none. Changes
+        the graph in place.
 
         %x_1 = hetu.identity(%x, [0, 1])        ->      %made = hetu.gathered_products(%x, [%w_1, %w_2], ...)
         %y = aten.linear(%x_1, %w_1)                    %y = getitem(%made, 0)
@@ -97,9 +98,10 @@ class _Joining:
         return replace(self._device, recomputed=tuple(map(tuple, runs)), differentiable=differentiable)
 
     def whole_rows(self, sent: fx.Node) -> None:
-        """Join products of rows that all have, whose gradient is summed."""
+        """Join products of rows that all have, whose gradient is summed; else let the sum that made them do so."""
         x, ranks, *form = sent.args
-        self._gathered(sent, x, (ranks, 0, [], *(form or [""])), lambda *_: "")
+        if not self._gathered(sent, x, (ranks, 0, [], *(form or [""])), lambda *_: ""):
+            self._summed_both_ways(sent)
 
     def gathered_rows(self, sent: fx.Node) -> None:
         """Join products of rows that are gathered, whose gradient is summed and scattered."""
@@ -109,14 +111,14 @@ class _Joining:
             layout = ranks, dim, sizes, *(form or [""])
             self._gathered(sent, x, layout, lambda weights, out: self._slices.of(group, PART, weights, 1 - out))
 
-    def _gathered(self, sent: fx.Node, x: Any, layout: tuple[Any, ...], slices: Callable[..., str]) -> None:
+    def _gathered(self, sent: fx.Node, x: Any, layout: tuple[Any, ...], slices: Callable[..., str]) -> bool:
         rows, readers, given = _products_of(sent)
         if not given or len({self._runs.get(node) for node in (sent, rows, *readers)}) > 1:
-            return
+            return False
         weights, biases = [weight for _, weight, _ in given], [bias for *_, bias in given if bias is not None]
         name, first = str(readers[0].target), readers[0]
         if len(biases) not in (0, len(given)) or not self._brings((*weights, *biases), first):
-            return
+            return False
         cut = slices(weights, PRODUCTS_BY_NAME[name].out)
         made = self._emit(first, GATHERED_PRODUCTS.overload, x, weights, biases, name, *layout, cut)
         for number, reader in enumerate(readers):
@@ -124,6 +126,17 @@ class _Joining:
         for node in dict.fromkeys((rows, sent)):
             self._erase(node)
         self._replaced[sent] = made
+        return True
+
+    def _summed_both_ways(self, sent: fx.Node) -> None:
+        """Join a sum that all have with what sums its gradient, which would copy it."""
+        total, ranks, *form = sent.args
+        if not isinstance(total, fx.Node) or total.target is not _SUM or len(total.users) > 1:
+            return
+        x, summed, cotangent, *known = total.args
+        if (summed, cotangent, known) == (ranks, "duplicate", form):
+            total.args = x, ranks, "partial", *form
+            self._become(sent, total)
 
     def summed(self, sent: fx.Node) -> None:
         """Join a product with the sum of its result, where slices pay."""
@@ -177,10 +190,12 @@ class _Joining:
         return True
 
 
+_SUM = COMM_OPS["all_reduce"].overload
+
 _JOINED: Mapping[Any, Callable[[_Joining, fx.Node], None]] = {
     COMM_OPS["identity"].overload: _Joining.whole_rows,
     COMM_OPS["all_gather"].overload: _Joining.gathered_rows,
-    COMM_OPS["all_reduce"].overload: _Joining.summed,
+    _SUM: _Joining.summed,
     COMM_OPS["reduce_scatter"].overload: _Joining.scattered,
 }
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import fx
 
 from hetu_fx.base.torch_private import short_name
+from hetu_fx.comm_ops.ops.op import OpRecord
 from hetu_fx.comm_ops.ops.table import OPS
-from hetu_fx.comm_ops.plans.cost import EQUAL_LINKS
 from hetu_fx.comm_ops.resolve.resolution import OpCall
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import overload
@@ -17,8 +18,7 @@ from hetu_fx.transforms.specialize.device_graph import DeviceGraph
 
 def communications(device: DeviceGraph) -> Iterator[fx.Node]:
     """Yield the nodes of a device graph that call communication ops, those that send nothing included."""
-    targets = {record.overload for record in OPS.values()}
-    return (node for node in device.graph.nodes if node.op == "call_function" and node.target in targets)
+    return (node for node in device.graph.nodes if node.op == "call_function" and node.target in _RECORDS)
 
 
 def comm_call(node: fx.Node) -> OpCall:
@@ -32,7 +32,8 @@ def comm_call(node: fx.Node) -> OpCall:
 
 def sends(node: fx.Node) -> bool:
     """Tell whether an op sends in forward: one that communicates and does not leave that to its adjoint."""
-    return node.target in _SENDING
+    record = _RECORDS.get(node.target)
+    return record is not None and record.sends(node.args)
 
 
-_SENDING = {record.overload for record in OPS.values() if record.cost(1.0, (0, 1), EQUAL_LINKS)}
+_RECORDS: Mapping[Any, OpRecord] = {record.overload: record for record in OPS.values()}

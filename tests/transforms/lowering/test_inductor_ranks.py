@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hetu_fx.plans.plan import Plan, Stage
 from tests.end_to_end.cells import make_model
@@ -25,9 +28,21 @@ def check_compiled_graphs_train_as_one_device(rank: int, world: int, folder: Pat
             twins.step(batch_of("gpt2", 4, seed=seed), (3, 1))
 
 
+def check_ranks_that_keep_more_and_less_train_as_one_device(rank: int, world: int, folder: Path) -> None:
+    for plan in (PLAN, replace(PLAN, sequence_parallel=False)):
+        with torch._functorch.config.patch(activation_memory_budget=float(rank)):
+            twins = Twins("llama", plan, None, compile="aot_eager")
+            for seed in range(2):
+                twins.step(batch_of("llama", 4, seed=seed), (3, 1))
+
+
+CHECKS = check_compiled_graphs_train_as_one_device, check_ranks_that_keep_more_and_less_train_as_one_device
+
+
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiles C++")
-def test_on_two_ranks(gloo_checks: Any) -> None:
-    found = gloo_checks(__file__, WORLD, 240)[check_compiled_graphs_train_as_one_device.__name__]
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_on_two_ranks(gloo_checks: Any, check: Callable[..., None]) -> None:
+    found = gloo_checks(__file__, WORLD, 240)[check.__name__]
     assert found == [None] * WORLD, found

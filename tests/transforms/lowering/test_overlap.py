@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from hetu_fx.cli.verdict import judge
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.comm_ops.plans.overlap import parse_slices
+from hetu_fx.lockstep import Lockstep, train_alone
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.transforms.lowering.overlap import Overlap
 from hetu_fx.transforms.lowering.slicing import SUM, Slicing
@@ -109,6 +111,47 @@ def test_biases_come_along_and_those_that_another_rank_adds() -> None:
         bias = node.args[2]
         assert isinstance(bias, fx.Node)
         assert (bias.op == "placeholder") == (rank == 0)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.RMSNorm(12), nn.Linear(12, 60), nn.Linear(60, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Headed(nn.Module):
+    """Its head is split, so that cotangents of rows come as summands all the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 12), nn.Linear(12, 64, bias=False)
+        self.blocks = nn.ModuleList([Residual(), Residual()])
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        rows = self.embed(x)
+        for block in self.blocks:
+            rows = block(rows)
+        return nn.functional.cross_entropy(self.head(rows).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("plan", [GROUP, AGAIN], ids=["kept", "computed again"])
+def test_a_sum_whose_gradient_is_summed_is_one_op(plan: Plan) -> None:
+    torch.manual_seed(0)
+    model = Headed().double()
+    batch = {"x": torch.randint(5, (3, 8)), "labels": torch.randint(64, (3, 8))}
+    program = program_of(model, batch)
+    before = device_graph(program, plan, 0)
+    assert names(before).count("identity") == 2
+    made = Overlap(deduced(program, plan).annotated)(before)
+    made.graph.lint()
+    assert "identity" not in names(made)
+    assert [node.args[2] for node in calls(made, "all_reduce")] == ["partial", "partial", "duplicate"]
+    how = Lockstep()
+    verdict = judge("plan", train_alone(model, [batch], how), how.train(model, [batch], plan), 1e-10, "")
+    assert verdict.verdict == "equal", verdict
 
 
 def test_slices_are_those_of_the_slowest_share() -> None:

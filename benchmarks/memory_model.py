@@ -84,10 +84,15 @@ QUICK = ("one device", "2 replicas", "2 stages x tensor parallel 2")
 
 def main() -> int:
     """Measure in processes, and judge."""
-    options = worker_parser("memory_model", "Predicted and measured peak memory of every process.").parse_args()
+    made = worker_parser("memory_model", "Predicted and measured peak memory of every process.")
+    made.add_argument("--models", nargs="+", choices=[*MODELS], help="of these alone (default: all)")
+    made.add_argument("--plans", help="of those alone that have this in their name (default: all)")
+    options = made.parse_args()
     if options.worker is not None:
-        return work(options.worker, quick=options.quick)
+        return work(options.worker, cases(options.quick, options.models, options.plans or ""))
     spec, arguments = EmulateSpec(speeds=(1.0,) * RANKS), ["--quick"] * options.quick
+    arguments += ["--models", *options.models] if options.models else []
+    arguments += ["--plans", options.plans] if options.plans else []
     return judge(run_workers("memory_model", arguments, spec, timeout_seconds=2400, limit="affinity"))
 
 
@@ -101,16 +106,17 @@ def judge(rows: list[dict[str, object]]) -> int:
     return finish("memory_model", bars, rows)
 
 
-def work(result: Path, *, quick: bool) -> int:
+def work(result: Path, asked: Mapping[str, Iterable[str]]) -> int:
     """Be one rank."""
     with in_fleet():
-        write_result(result, [line for model, plans in cases(quick).items() for line in lines_of(model, plans)])
+        write_result(result, [line for model, plans in asked.items() for line in lines_of(model, plans)])
     return 0
 
 
-def cases(quick: bool) -> Mapping[str, Iterable[str]]:
-    """Give the plans by model."""
-    return {"llama": QUICK} if quick else dict.fromkeys(MODELS, PLANS)
+def cases(quick: bool, models: Iterable[str] | None, named: str) -> Mapping[str, Iterable[str]]:
+    """Give the plans by model: some of them, where not all are asked for."""
+    plans = [plan for plan in (QUICK if quick else PLANS) if named in plan]
+    return dict.fromkeys(models or (("llama",) if quick else MODELS), plans)
 
 
 def lines_of(model: str, plans: Iterable[str]) -> list[Row]:

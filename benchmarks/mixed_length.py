@@ -67,7 +67,7 @@ SCALE = Scale(Size(width=256, layers=2, rows=1, tokens=4096), tokens=16384, held
 ROUNDS, QUICK_ROUNDS = 8, 3
 ABLATION_ROUNDS, QUICK_ABLATION_ROUNDS = 5, 2
 PADDED_PART = 4  # every 4th sequence of a batch is trained on padded, as that takes many times as long
-PROFILE_ROWS, PROFILE_TOKENS, PROFILE_ROUNDS = 2, 512, 3
+PROFILE_ROWS, PROFILE_TOKENS, PROFILE_ROUNDS = 2, 512, 9
 MEASURE_SECONDS = 1.0
 MIXED, HOTSPA, DDP = "mixed lengths", "HotSPa's mode", "DDP, length-grouped"
 SINGLE, WHOLE_ROWS = "Hydraulis' mode", "mixed lengths, packed by whole rows"

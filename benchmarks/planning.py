@@ -82,8 +82,10 @@ def main() -> int:
         "--devices", type=int, nargs="+", help="of regret: questions about so many devices (default: all)"
     )
     made.add_argument("--kinds", type=int, nargs="+", help="of regret: questions about so many kinds (default: all)")
+    made.add_argument("--gbits", type=int, nargs="+", help="of regret: questions about links of so many Gbit/s")
     options = made.parse_args()
-    parts = {**PARTS, "regret": partial(regret_part, devices=options.devices, kinds=options.kinds)}
+    asked = partial(regret_part, devices=options.devices, kinds=options.kinds, gbits=options.gbits)
+    parts = {**PARTS, "regret": asked}
     found = [parts[name](options.quick) for name in options.part or parts]
     bars, rows = ([one for part in found for one in part[side]] for side in (0, 1))
     return finish("planning", bars, rows)
@@ -122,13 +124,20 @@ def fidelity_part(quick: bool) -> Found:
     return fidelity_bars(found), list(map(asdict, furthest))
 
 
-def regret_part(quick: bool, devices: Sequence[int] | None = None, kinds: Sequence[int] | None = None) -> Found:
-    """Hold auto's choice against many others by simulation, for so many devices of so many kinds, or all there are."""
+def regret_part(
+    quick: bool,
+    devices: Sequence[int] | None = None,
+    kinds: Sequence[int] | None = None,
+    gbits: Sequence[int] | None = None,
+) -> Found:
+    """Hold auto's choice against many others by simulation, for so many devices, kinds and links, or all there are."""
     found = questions(QUICK_DEVICES if quick else MOST_DEVICES)
     asked = [
         told_regret(one)
         for one in found
-        if (not devices or one.devices in devices) and (not kinds or len(one.kinds) in kinds)
+        if (not devices or one.devices in devices)
+        and (not kinds or len(one.kinds) in kinds)
+        and (not gbits or one.gbits in gbits)
     ]
     worst = max(_number(row, "auto over the best") for row in asked)
     return [Bar("auto's plan over the best of many, simulated (slowest)", worst, REGRET_BAR, False)], asked

@@ -3,12 +3,16 @@
 Three equal emulated devices; CPU quotas slow one, two, one of them more, and give all back. Three contestants train in
 turns on them: a model that adapts by itself, told nothing; one that keeps the plan and the homes of the start; one from
 which slow devices are dropped, homes and all, the moment they become slow. The optimum of a phase is total work over
-total speed: the adapting model's step of the first phase, over the share of the devices' speeds that is left. How fast
-a device really is, is told by a plain model that every device trains for itself between the steps, all at once: a quota
-gives time and not speed, cores that share a processor are faster when neighbours are throttled, and the machine itself
-is not always equally fast. A rate is judged by what was injected: by the share of time that was withheld from a device
-in the very stretches of compute that the runtime timed, which no contestant is told. What a wrong rate costs is
-what the plan that was made by it takes more, by simulation, than that which would have been made by what was injected.
+total speed: the adapting model's step of the first phase, over the share of the devices' speeds that is left. What the
+best plan reaches of it, by simulation, stands beside: rows are whole, and gradients travel no faster.
+
+How fast a device really is, is told by a plain model that every device trains for itself between the steps, all at
+once, and of which no contestant is told. A quota gives time and not speed: when a process that may run for 1 ms in 8
+goes on, its caches are cold, and the same work takes 3 to 10 % more of a core than at half a core. Cores that share a
+processor are faster when neighbours are throttled, and the machine itself is not always equally fast. By that pace a
+rate is judged. The share of time that was withheld from a device, in the very stretches of compute that the runtime
+timed, stands beside. What a wrong rate costs is what the plan that runs takes more, by simulation at the devices'
+paces, than the one that would have been made by these.
 """
 
 from __future__ import annotations
@@ -68,6 +72,7 @@ class Watched:
         planned_beside: the seconds of steps during which a plan was being made.
         rates: as they were found.
         variant: what runs.
+        plan: of it.
         throttled: each device's seconds of compute over those on a core, in the steps that refine rates.
         homes: why parameters' homes have changed, and the seconds that it took.
         predicted: seconds of a step under the plan that runs at last.
@@ -81,6 +86,7 @@ class Watched:
     planned_beside: list[float] = field(default_factory=list)
     rates: dict[int, float] = field(default_factory=dict)
     variant: str = ""
+    plan: str = ""
     throttled: list[float] = field(default_factory=list)
     homes: list[tuple[str, float]] = field(default_factory=list)
     predicted: float = 0.0
@@ -134,10 +140,12 @@ def phase_row(name: str, phases: Mapping[str, Any]) -> Row:
         "planning s": watched["planning_seconds"],
         "longest step beside it s": max(watched["planned_beside"], default=0.0),
         "by a plain model": rates_text(dict(enumerate(relative(name, slowness)))),
-        "injected": rates_text(dict(enumerate(throttled_rates(name, phases)))),
+        "withheld": rates_text(dict(enumerate(throttled_rates(name, phases)))),
         "found": rates_text(watched["rates"]),
         "lost by what was found": phases[name]["lost"],
+        "best plan of optimum": phases[name]["reach"],
         "variant": watched["variant"],
+        "plan": watched["plan"],
         "homes moved in s": " ".join(f"{seconds:.2g}" for _, seconds in watched["homes"]),
     }
 
@@ -161,12 +169,12 @@ def quota_speeds(name: str) -> list[float]:
 
 def rate_errors(name: str, phases: Mapping[str, Any]) -> list[float]:
     """Return by how much each slow device's rate was missed."""
-    found, injected = phases[name]["watched"]["rates"], throttled_rates(name, phases)
-    return [abs(found.get(str(rank), 1.0) / injected[rank] - 1) for rank in TRACE[name]]
+    found, paces = phases[name]["watched"]["rates"], relative(name, phases[name]["slowness"])
+    return [abs(found.get(str(rank), 1.0) / paces[rank] - 1) for rank in TRACE[name]]
 
 
 def throttled_rates(name: str, phases: Mapping[str, Any]) -> list[float]:
-    """Return how much slower devices were made than in the first phase."""
+    """Return how much more of the time is withheld from devices than in the first phase."""
     pairs = zip(phases[name]["watched"]["throttled"], phases["normal"]["watched"]["throttled"], strict=True)
     return relative(name, [now / first for now, first in pairs])
 
@@ -205,8 +213,6 @@ class Contest:
         self.dropping: nn.Module | None = None
         self.rates: Mapping[int, float] = {}
         self.first: list[float] = []
-        self.healthy: Sequence[float] = ()
-        self.cluster = self.adapting.hetu._runtime.table.topology
         self.costs = CapturedProgram.of(Programs(llama(SIZE), None), self.whole).costs(memory=False)
 
     def _model(self, plan: Any) -> tuple[nn.Module, Step]:
@@ -233,16 +239,19 @@ class Contest:
         self.first = self.first or seconds
         slowness = [now / first for now, first in zip(seconds, self.first, strict=True)]
         say(f"{name}: {slowness}")
-        lost = by_first(self.adapting.hetu._runtime.table, lambda: self._lost(name, watched.throttled))
-        return {"watched": asdict(watched), "seconds": times, "slowness": slowness, "lost": lost}
+        lost, reach = by_first(self.adapting.hetu._runtime.table, lambda: self._simulated(relative(name, slowness)))
+        found = {"seconds": times, "slowness": slowness, "lost": lost, "reach": reach}
+        return {"watched": asdict(watched), **found}
 
-    def _lost(self, name: str, throttled: Sequence[float]) -> float:
-        """Return the simulated step of the plan that runs over that of the best, at the rates that were injected."""
-        self.healthy = self.healthy or throttled
-        rates = relative(name, [now / first for now, first in zip(throttled, self.healthy, strict=True)])
-        cluster = self.cluster.with_rates({rank: max(1.0, rate) for rank, rate in enumerate(rates)})
-        runs, best = self.adapting.hetu.plan, make_plan(self.costs, cluster)
-        return simulated_seconds(runs, self.costs, cluster) / simulated_seconds(best, self.costs, cluster)
+    def _simulated(self, paces: Sequence[float]) -> tuple[float, float]:
+        """Return the step of the plan that runs over that of the best, and what the best reaches of the optimum."""
+        rates = [max(1.0, pace) for pace in paces]
+        known = self.adapting.hetu._adaptation.cluster
+        now = known.with_rates(dict(enumerate(rates)))
+        best, healthy = make_plan(self.costs, now), make_plan(self.costs, known)
+        seconds = simulated_seconds(best, self.costs, now)
+        optimum = simulated_seconds(healthy, self.costs, known) * WORLD / sum(1 / rate for rate in rates)
+        return simulated_seconds(self.adapting.hetu.plan, self.costs, now) / seconds, optimum / seconds
 
     def _start_others(self) -> None:
         from hetu_fx.plans.plan import Plan
@@ -292,6 +301,7 @@ class Contest:
                 self.alone.run()
         watched.throttled = of_all(hetu._runtime.table, statistics.median(throttles[-STEADY_STEPS:]))
         watched.rates, watched.variant = dict(hetu.health), hetu.current
+        watched.plan = hetu.plan.summary()
         watched.predicted = hetu.plan.predicted.seconds
         for change in hetu.stats["replanned"][before:]:
             watched.planning_seconds = change.planning_seconds

@@ -21,7 +21,7 @@ SPEEDS = (60e12, 125e12, 312e12, 400e12)
 GBITS = (10, 100, 400)
 HOST_SECONDS = (0.0, 0.01, 0.05)
 UNITS = 8
-SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe")
+SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe", "zero-bubble", "interleaved")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ rank sees the same agreed facts and so asks for the same plan. Training goes on 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hetu_fx.cluster.cluster import Cluster
@@ -151,13 +152,7 @@ class Adaptation:
         plan = self.runtime.variants[report.variant].plan.with_blocks(self.costs.num_blocks)
         if plan.has_program:
             return compute_seconds(plan, sum(report.rows) / self.costs.rows)
-        work: dict[int, float] = {}
-        for pipeline, count in zip(plan.pipelines, report.rows, strict=True):
-            micro_batches = [rows for rows in micro_batch_rows(count, pipeline.micro_batches) if rows]
-            for stage in stage_costs(pipeline, self.costs, cluster):
-                for device, seconds in zip(stage.stage.devices, stage.compute, strict=True):
-                    work[device] = sum(seconds(rows) for rows in micro_batches)
-        return work
+        return expected_seconds(plan, self.costs, report.rows, cluster)
 
     def calibrate(self, cluster: Cluster, normals: Mapping[int, float]) -> None:
         """Correct the devices' speeds by the first steps, and ask for a plan, in case it is one worth changing to.
@@ -251,6 +246,19 @@ class Adaptation:
         if name not in self.runtime.variants:  # rates that differ in the fourth digit have one name, and one plan
             self.runtime.add_variant(plan, name, rates, made.deduced)
         return name
+
+
+def expected_seconds(
+    plan: Plan, costs: ProgramCosts, pipeline_rows: Sequence[int], cluster: Cluster
+) -> dict[int, float]:
+    """Return what each device is expected to compute for so many rows of each pipeline, in all chunks of its stage."""
+    work: dict[int, float] = defaultdict(float)
+    for pipeline, count in zip(plan.parts(costs.num_blocks), pipeline_rows, strict=True):
+        micro_batches = [rows for rows in micro_batch_rows(count, pipeline.micro_batches) if rows]
+        for stage in stage_costs(pipeline, costs, cluster):
+            for device, seconds in zip(stage.stage.devices, stage.compute, strict=True):
+                work[device] += sum(seconds(rows) for rows in micro_batches)
+    return work
 
 
 def _gains(plan: Plan, seconds: float, least_gain: float) -> bool:

@@ -1,5 +1,9 @@
 """Programs and clusters that the planner's tests share."""
 
+from dataclasses import replace
+from functools import reduce
+from operator import add
+
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
@@ -37,6 +41,12 @@ def transformer(
     after = PartCosts(head, activation_bytes=4 * length * vocabulary, parameter_bytes=table, num_ops=8)
     boundaries = (4.0 * length * width,) * (layers - 1)
     return ProgramCosts(rows, before, (block,) * layers, after, boundaries, units)
+
+
+def rising(costs: ProgramCosts) -> ProgramCosts:
+    """Return the costs with blocks of which each is as many times the first one as its number, from 1."""
+    blocks = tuple(reduce(add, [block] * number) for number, block in enumerate(costs.blocks, 1))
+    return replace(costs, blocks=blocks)
 
 
 def paper(*speeds: float, memory_bytes: int = 1 << 40, nodes: str = "", inter: Link | None = None) -> Cluster:

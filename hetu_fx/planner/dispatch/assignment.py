@@ -173,19 +173,30 @@ def candidate_of(name: str, plan: Plan, by_length: Mapping[int, ProgramCosts], c
     some = next(iter(by_length.values()))
     written = plan.with_blocks(some.num_blocks)
     schemes = tuple(
-        Scheme(len(pipeline.stages[0].devices), len(pipeline.stages), times_of(pipeline, by_length, cluster), held)
-        for pipeline, held in ((p, p.max_length or plan.max_length or ANY_LENGTH) for p in written.pipelines)
+        Scheme(len(own.stages[0].devices), len(own.stages), times_of(dealt, by_length, cluster), held, chunks=chunks)
+        for own, dealt in zip(written.pipelines, written.parts(some.num_blocks), strict=True)
+        for held, chunks in [(own.max_length or plan.max_length or ANY_LENGTH, len(dealt.stages) // len(own.stages))]
     )
     priced = PricedStep(written, some, cluster)
     return EligibleVariant(name, plan, schemes, priced.host_seconds + priced.end_seconds)
 
 
 def times_of(pipeline: Pipeline, by_length: Mapping[int, ProgramCosts], cluster: Cluster) -> TimeFit:
-    """Fit the seconds that the slowest stage takes for a row of each length; `fixed` is what a micro-batch costs."""
-    stages = {length: stage_costs(pipeline, costs, cluster) for length, costs in by_length.items()}
-    fit = fit_times([(length, max(s.seconds.slope for s in found)) for length, found in stages.items()]).fit
-    fixed = max(stage.seconds.fixed for found in stages.values() for stage in found)
+    """Fit the seconds that the slowest stage takes for a row of each length; `fixed` is what a micro-batch costs.
+
+    Chunks of a stage, which are stages of the pipeline, count together.
+    """
+    stages = {length: _stage_lines(pipeline, costs, cluster) for length, costs in by_length.items()}
+    fit = fit_times([(length, max(line.slope for line in found)) for length, found in stages.items()]).fit
+    fixed = max(line.fixed for found in stages.values() for line in found)
     return replace(fit, c=fit.c + fixed)
+
+
+def _stage_lines(pipeline: Pipeline, costs: ProgramCosts, cluster: Cluster) -> Collection[Line]:
+    found: dict[tuple[int, ...], Line] = defaultdict(Line)
+    for stage in stage_costs(pipeline, costs, cluster):
+        found[stage.stage.devices] += stage.seconds
+    return found.values()
 
 
 def device_seconds(
@@ -204,7 +215,7 @@ def device_seconds(
     some = next(iter(by_length.values()))
     written = plan.with_blocks(some.num_blocks)
     seconds: dict[int, float] = defaultdict(float)
-    for pipeline, micro_batches in zip(written.pipelines, assignment.pipelines, strict=True):
+    for pipeline, micro_batches in zip(written.parts(some.num_blocks), assignment.pipelines, strict=True):
         runs = Counter(run for micro in micro_batches for run in micro.runs)
         for length, count in _rows_of_known(by_length, runs).items():
             for device, line in _compute_lines(pipeline, by_length[length], cluster):

@@ -41,14 +41,14 @@ def _dispatch_bound(strategy: Strategy, batch: SequenceBatch, at_most: float) ->
     """Return seconds that no dispatch of the batch to the strategy's pipelines stays below, `at_most` being known."""
     schemes, lengths = Counter(strategy.pipelines), Counter(sorted(batch.lengths, reverse=True))
     seconds = np.stack([scheme.times.all_seconds(lengths) for scheme in schemes])
-    stages = np.array([[float(scheme.stages)] for scheme in schemes])
+    fill = np.array([[scheme.fill] for scheme in schemes])
     may = np.array(list(lengths)) <= np.array([[scheme.max_length] for scheme in schemes])
-    alone = np.where(may, stages * seconds, np.inf)
+    alone = np.where(may, (fill + 1) * seconds, np.inf)
     pipelines, sequences = (np.array(list(group.values()), dtype=np.float64) for group in (schemes, lengths))
     least = float(alone.min(axis=0).max())
     if least >= at_most:
         return at_most
-    relaxed = _Relaxed(seconds / at_most, stages - 1, alone <= at_most, pipelines, sequences)
+    relaxed = _Relaxed(seconds / at_most, fill, alone <= at_most, pipelines, sequences)
     return max(least, at_most * (relaxed.seconds() - _ROUNDING))
 
 

@@ -53,7 +53,7 @@ class Assigning:
         return cls(
             seconds=np.stack(seconds),
             may=tokens <= np.array([[scheme.max_length] for scheme in schemes]),
-            fill=np.array([scheme.stages - 1.0 for scheme in schemes]),
+            fill=np.array([scheme.fill for scheme in schemes]),
             room=np.full(len(schemes), np.inf),
             tokens=tokens,
         )

@@ -79,7 +79,7 @@ class Packing:
         """Return (term, seconds) of what `seconds` consists of."""
         rows, slowest = len(self.rows), max(self.row_seconds, default=0.0)
         work, fixed = math.fsum(self.row_seconds), self.scheme.times.c
-        fill = (self.scheme.stages - 1) * (slowest + fixed) if rows else 0.0
+        fill = self.scheme.fill * (slowest + fixed) if rows else 0.0
         return (
             ("sequences", work),
             ("micro-batches", rows * fixed),
@@ -179,7 +179,7 @@ class _Sweep:
         return None if found is None else [int(row) for row in found]
 
     def _exact(self, count: int) -> list[int] | None:
-        below = self.best.seconds / (self._scheme.stages - 1 + count) - self._scheme.times.c
+        below = self.best.seconds / (self._scheme.fill + count) - self._scheme.times.c
         return _ExactRows(self._scheme, self._lengths, count, below).search()
 
     def _take(self, count: int, row_of: list[int] | None) -> None:

@@ -16,7 +16,8 @@ seconds (1F1B), and never in less than what is asked of a pipeline before its se
 
     sum_s t_k(s) + (p - 1) max_s t_k(s)                                       (4)
 
-(1) to (4) are the cost model of Hydraulis (arXiv 2412.07894, SIGMOD 2026) as its planner states it. What a scheme is
+(1) to (4) are the cost model of Hydraulis (arXiv 2412.07894, SIGMOD 2026) as its planner states it. Where stages hold
+several chunks, through which micro-batches go round by round, (p - 1) is divided by their number. What a scheme is
 besides groups and stages (by how many parts tokens are shared, what is recomputed, on which devices) is in its seconds
 and in the rows that it holds.
 """
@@ -105,7 +106,7 @@ class Scheme:
     `filling_tokens` is the shortest row that keeps the devices busy; more and shorter micro-batches are not
     tried. `context` is by how many groups the tokens of a row are shared in each stage; `recomputes` tells whether
     blocks are computed again in the backward; `kinds` is how many devices of each kind a stage has (left out: there is
-    one kind).
+    one kind); `chunks` is in how many the blocks of a stage are dealt out.
     """
 
     tensor_parallel: int
@@ -116,9 +117,10 @@ class Scheme:
     context: int = field(default=1, kw_only=True)
     recomputes: bool = field(default=False, kw_only=True)
     kinds: tuple[int, ...] = field(default=(), kw_only=True)
+    chunks: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel", "stages", "max_length", "filling_tokens", "context"):
+        for name in ("tensor_parallel", "stages", "max_length", "filling_tokens", "context", "chunks"):
             if getattr(self, name) < 1:
                 raise PlanError(f"scheme {self} has {name} {getattr(self, name)}; give a whole number from 1")
         if self.kinds and sum(self.kinds) != self.group:
@@ -142,18 +144,24 @@ class Scheme:
         """Return how many devices of each kind a pipeline takes."""
         return tuple(count * self.stages for count in self.kinds or (self.group,))
 
+    @property
+    def fill(self) -> float:
+        """Return for how many of its slowest micro-batches a stage waits: p - 1 of (3) and (4)."""
+        return (self.stages - 1) / self.chunks
+
     def seconds(self, slowest: float, micro_batches: int) -> float:
         """Return (3), `slowest` being the largest sum of (1) over a micro-batch."""
-        return (slowest + self.times.c) * (self.stages - 1 + micro_batches)
+        return (slowest + self.times.c) * (self.fill + micro_batches)
 
     def done(self, times: Sequence[float]) -> float:
         """Return the seconds of a pipeline whose micro-batches take so many on each stage, one not like the other."""
-        return math.fsum(times) + (self.stages - 1) * max(times, default=0.0)
+        return math.fsum(times) + self.fill * max(times, default=0.0)
 
     def __str__(self) -> str:
         sizes = [f"tp {self.tensor_parallel}", *([f"cp {self.context}"] if self.context > 1 else [])]
         devices = [f"of {' + '.join(map(str, self.kinds))}"] if self.kinds else []
-        return f"<{', '.join([*sizes, f'pp {self.stages}', *devices, *['recomputed'] * self.recomputes])}>"
+        chunks = [f"in {self.chunks} chunks"] if self.chunks > 1 else []
+        return f"<{', '.join([*sizes, f'pp {self.stages}', *devices, *chunks, *['recomputed'] * self.recomputes])}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,5 +237,5 @@ def order_of(scheme: Scheme) -> tuple[float, ...]:
     """Return what the pipelines of a strategy are sorted by."""
     times = scheme.times
     sizes = (-scheme.max_length, -scheme.tensor_parallel, scheme.stages)
-    others = (scheme.filling_tokens, scheme.context, scheme.recomputes, *scheme.kinds)
+    others = (scheme.filling_tokens, scheme.context, scheme.chunks, scheme.recomputes, *scheme.kinds)
     return (*sizes, times.a, times.b, times.c, *others)

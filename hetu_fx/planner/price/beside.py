@@ -8,8 +8,8 @@ weights are made, which take as long as the products did:
     returns       of each max(s - p, h) instead of s, h being what of s the processor takes that computes (2b)
 
 For the rows of a micro-batch; of one of fewer rows in proportion. Not where the schedule makes gradients of weights
-later, nor in the forward of blocks that are recomputed, whose products stand in runs of their own. Searches look ahead
-without it, and so does what `planner.simulate` plays.
+later, nor in the forward of blocks that are recomputed, whose products stand in runs of their own. What
+`planner.simulate` plays has it too; searches look ahead without it.
 """
 
 from __future__ import annotations
@@ -41,6 +41,14 @@ def overlapped(costs: StageCosts, rows: int, schedule: Schedule, cluster: Cluste
         sums=_less(costs.sums, kept * parts.num_summed * forward, rows),
         returns=_less(costs.returns, parts.num_beside * backward, rows),
     )
+
+
+def seen_shares(costs: StageCosts, rows: int, schedule: Schedule, cluster: Cluster) -> tuple[float, float]:
+    """Return what share is seen of the seconds that bytes take: of sums in the forward, and in the backward."""
+    beside = overlapped(costs, rows, schedule, cluster)
+    pairs = ((beside.sums, costs.sums), (beside.returns, costs.returns))
+    forward, backward = (seen.slope / alone.slope if alone.slope else 1.0 for seen, alone in pairs)
+    return forward, backward
 
 
 def _one(costs: StageCosts, rows: int, count: int, flops: float, num_bytes: float, cluster: Cluster) -> Beside | None:

@@ -45,12 +45,14 @@ def least_blocks(count: int, fits: Callable[[int], bool], known: int = 0) -> int
 def fitted(plan: Plan, costs: ProgramCosts, cluster: Cluster, options: PlanOptions) -> PricedStep | None:
     """Return a plan with the recompute that fits memory in least time, priced; None where nothing fits.
 
-    Without `options.recompute` the plan is returned as it is, if it fits. Its blocks must be written out.
+    Without `options.recompute` the plan is returned as it is, if it fits, and so is one in chunks: searches have none.
+    Its blocks must be written out.
     """
-    bare = PricedStep(_recomputing(plan, {}) if options.recompute else plan, costs, cluster)
+    recomputes = options.recompute and plan.chunks == 1
+    bare = PricedStep(_recomputing(plan, {}) if recomputes else plan, costs, cluster)
     if bare.fits(options.memory_fraction):
         return bare
-    stages = _least_recompute(bare, costs, cluster, options.memory_fraction) if options.recompute else None
+    stages = _least_recompute(bare, costs, cluster, options.memory_fraction) if recomputes else None
     return None if stages is None else PricedStep(_recomputing(bare.plan, stages), costs, cluster)
 
 

@@ -5,8 +5,8 @@ slowest pipeline (`price.pipeline`), sums gradients (`price.ways`), and updates.
 takes.  (5)
 
 Nothing is overlapped but what devices do beside each other, and sums beside products (`price.beside`): what
-`planner.simulate` plays may hide some of it, though it plays sums after products. Searches compare plans by what the
-step takes if gradients, and what stages hand over, travel beside work on links of their own.
+`planner.simulate` plays may hide some of it. Searches compare plans by what the step takes if gradients, and what
+stages hand over, travel beside work on links of their own.
 Communication is priced by the same functions as the comm ops that run.
 """
 
@@ -31,7 +31,7 @@ from hetu_fx.planner.price.step_end import optimizer_seconds
 from hetu_fx.planner.price.ways import Bucket, Ends, Ways
 from hetu_fx.planner.values.device_memory import Terms
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.plans.plan import Pipeline, Plan, pipeline_rows
+from hetu_fx.plans.plan import Pipeline, Plan, micro_batch_rows, pipeline_rows
 from hetu_fx.plans.prediction import DeviceCost, Prediction
 
 TERMS = ("host", "compute", "tensor_parallel", "hand_over", "idle", "gradient_sync", "gather", "optimizer")
@@ -221,9 +221,9 @@ def _runs(plan: Plan, costs: ProgramCosts, cluster: Cluster, like: Sequence[int]
     known: dict[int, tuple[StageCosts, ...]] = {}
     for first, pipeline, rows in zip(like, plan.parts(costs.num_blocks), pipeline_rows(costs.rows, plan), strict=True):
         if first not in known:
-            largest = math.ceil(rows / max(1, min(pipeline.micro_batches, rows)))
-            found = stage_costs(pipeline, costs.under(plan), cluster, max(1, largest))
-            known[first] = tuple(overlapped(one, max(1, largest), plan.schedule, cluster) for one in found)
+            largest = max(1, micro_batch_rows(rows, pipeline.micro_batches)[0])
+            found = stage_costs(pipeline, costs.under(plan), cluster, largest)
+            known[first] = tuple(overlapped(one, largest, plan.schedule, cluster) for one in found)
         yield pipeline, rows, known[first]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.links import Resource, Traffic, loads_of
@@ -35,6 +35,10 @@ class Task:
         traffic = tuple((sender, receiver, share * size) for sender, receiver, size in self.traffic)
         latency = share * self.latency_seconds
         return Task(self.kind, self.devices, share * self.seconds, self.uses, latency, traffic)
+
+    def seen(self, share: float) -> Task:
+        """Return it with so much of its seconds and all of its bytes: the rest travels beside other work."""
+        return replace(self, seconds=share * self.seconds)
 
     @property
     def alone_seconds(self) -> float:

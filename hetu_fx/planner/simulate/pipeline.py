@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.planner.price.beside import seen_shares
 from hetu_fx.planner.price.links import HandOver, Traffic, hand_over, turn_traffic
 from hetu_fx.planner.price.placement import stops_of
 from hetu_fx.planner.price.stage import StageCosts, compute_lines, stage_costs
 from hetu_fx.planner.values.footprint import StageFootprint
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.plans.plan import Pipeline
+from hetu_fx.plans.plan import Pipeline, Plan, micro_batch_rows, pipeline_rows
 from hetu_fx.plans.schedule import Phase
 
 
@@ -21,7 +22,8 @@ from hetu_fx.plans.schedule import Phase
 class PipelineLane:
     """A pipeline whose stages' blocks are dealt out in chunks, and its costs.
 
-    Part k of `parts` is chunk k // p of stage k % p, of p stages; `stops` says where the blocks of each begin.
+    Part k of `parts` is chunk k // p of stage k % p, of p stages; `stops` says where the blocks of each begin, `seen`
+    what share products do not hide of what its sums take, forward and backward.
     """
 
     pipeline: Pipeline
@@ -30,13 +32,17 @@ class PipelineLane:
     costs: tuple[StageCosts, ...]
     program: ProgramCosts
     cluster: Cluster
+    seen: tuple[tuple[float, float], ...]
 
     @classmethod
-    def of(cls, pipeline: Pipeline, chunks: int, program: ProgramCosts, cluster: Cluster) -> PipelineLane:
-        """Return a pipeline in chunks. Raises `PlanError` where it does not fit the program."""
-        parts = pipeline.dealt(chunks, program.num_blocks)
-        stops = stops_of(parts, program.num_blocks)
-        return cls(pipeline, parts, stops, stage_costs(parts, program, cluster), program, cluster)
+    def of(cls, plan: Plan, number: int, program: ProgramCosts, cluster: Cluster) -> PipelineLane:
+        """Return a pipeline of a plan, by its number. Raises `PlanError` where it does not fit the program."""
+        pipeline = plan.pipelines[number]
+        parts = pipeline.dealt(plan.chunks, program.num_blocks)
+        costs = stage_costs(parts, program, cluster)
+        rows = max(1, micro_batch_rows(pipeline_rows(program.rows, plan)[number], pipeline.micro_batches)[0])
+        seen = tuple(seen_shares(one, rows, plan.schedule, cluster) for one in costs)
+        return cls(pipeline, parts, stops_of(parts, program.num_blocks), costs, program, cluster, seen)
 
     @property
     def num_stages(self) -> int:
@@ -79,6 +85,11 @@ class PipelineLane:
         sizes = [(one, one.forward if is_forward else one.backward) for one in found]
         traffic = (turn_traffic(one.ranks, size * rows, one.kind, self.cluster) for one, size in sizes)
         return tuple(itertools.chain.from_iterable(traffic))
+
+    def seen_share(self, part: int, work: Phase) -> float:
+        """Return what share of the seconds that their bytes take is not hidden beside products."""
+        forward, backward = self.seen[part]
+        return forward if work is Phase.FORWARD else backward
 
     def handed_bytes(self, part: int, rows: int) -> float:
         """Return the bytes that a part gets from the one before it for `rows` rows; none at the ends."""

@@ -161,8 +161,9 @@ class PipelineJobs:
         line = self.lane.reductions(part, phase, rows)
         if not (line.fixed or line.slope):
             return None
-        traffic = self.lane.reduction_traffic(part, phase, rows)
-        return self.jobs.transfer("communication", line, traffic, self.lane.parts.stages[part].devices, self.folded)
+        traffic, devices = self.lane.reduction_traffic(part, phase, rows), self.lane.parts.stages[part].devices
+        whole = self.jobs.transfer("communication", line, traffic, devices, self.folded)
+        return whole.seen(self.lane.seen_share(part, phase))
 
     @once
     def _messages(self, source: int, part: int, rows: int) -> tuple[Task, ...]:

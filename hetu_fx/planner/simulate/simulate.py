@@ -94,9 +94,7 @@ class _StepJobs:
         self.jobs = Jobs(cluster)
         count = len(plan.pipelines)
         self.like = fold.like if fold else tuple(range(count))
-        self.lanes = {
-            i: PipelineLane.of(plan.pipelines[i], plan.chunks, self.costs, cluster) for i in dict.fromkeys(self.like)
-        }
+        self.lanes = {i: PipelineLane.of(plan, i, self.costs, cluster) for i in dict.fromkeys(self.like)}
         self.buckets = buckets(costs, [lane.stops for lane in self.lanes.values()])
 
     @cached_property

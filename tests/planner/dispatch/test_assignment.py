@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hetu_fx.planner.dispatch.assignment import Assignment, PackedMicroBatch, device_seconds
+from hetu_fx.planner.dispatch.assignment import Assignment, PackedMicroBatch, candidate_of, device_seconds
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from tests.planner.examples import paper, transformer
+from tests.planner.examples import paper, rising, transformer
 
 BY_LENGTH = {length: transformer(rows=1, length=length) for length in (16, 32, 64)}
 CLUSTER = paper(8, 8, 8, 8)
@@ -47,3 +47,29 @@ def test_a_row_is_expected_to_take_what_one_of_its_length_was_counted_for() -> N
     assigned, counted = Assignment("one", ((), (row(48),), ()), 0.0), {48: transformer(rows=1, length=48)}
     expected = device_seconds(assigned, UNEQUAL, counted, CLUSTER)
     assert device_seconds(assigned, UNEQUAL, BY_LENGTH, CLUSTER) == pytest.approx(expected)
+
+
+RISING = {length: rising(transformer(rows=1, length=length)) for length in BY_LENGTH}
+WHOLE = Plan((Pipeline((Stage((0,)), Stage((1,)))), Pipeline((Stage((2,)),))))
+DEALT = Plan(WHOLE.pipelines, schedule="interleaved", chunks=2)
+
+
+def test_work_of_a_stage_in_chunks_is_that_of_the_blocks_which_it_holds() -> None:
+    """Of blocks of 1 to 4 units the first stage has the first and the third, not the first two."""
+    assigned = Assignment("one", ((row(32),), ()), 0.0)
+    whole, dealt = (device_seconds(assigned, plan, RISING, CLUSTER) for plan in (WHOLE, DEALT))
+    unit = (whole[1] - dealt[1]) / ((3 + 4) - (2 + 4))
+    assert dealt[0] - whole[0] == pytest.approx(unit)
+    assert whole[0] == pytest.approx((1 + 2) * unit, rel=0.1), "and what stands before all blocks"
+    assert sum(dealt.values()) == pytest.approx(sum(whole.values()))
+
+
+def test_pipelines_in_chunks_fill_in_less_time() -> None:
+    """The slower stage has blocks 2 and 4 of 1 to 4 units instead of 3 and 4, and the other waits half as long."""
+    whole, dealt = (candidate_of("one", plan, RISING, CLUSTER).schemes for plan in (WHOLE, DEALT))
+    assert [scheme.fill for scheme in whole] == [1, 0]
+    assert [scheme.fill for scheme in dealt] == [0.5, 0]
+    assert [scheme.devices for scheme in dealt] == [scheme.devices for scheme in whole] == [2, 1]
+    share = dealt[0].times.seconds(32) / whole[0].times.seconds(32)
+    assert share == pytest.approx((2 + 4) / (3 + 4), rel=0.05)
+    assert str(dealt[0]) == "<tp 1, pp 2, in 2 chunks>"

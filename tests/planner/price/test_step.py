@@ -352,3 +352,11 @@ def test_blocks_leave_stages_that_keep_more_micro_batches() -> None:
         blocks.append([stage.blocks for stage in replica.pipeline.stages])
         assert replica.most_micro_rows(8, 1, rules) >= 1
     assert blocks == [[6, 6], [4, 8]]
+
+
+def test_a_plan_in_chunks_fits_as_it_is_or_not_at_all() -> None:
+    dealt = replace(TWO_STAGES, schedule="interleaved", chunks=2)
+    found = fitted(dealt, COSTS, paper(1, 1, 1, 1), OPTIONS)
+    assert found is not None
+    assert found.plan == dealt
+    assert fitted(dealt, COSTS, paper(1, 1, 1, 1, memory_bytes=ROOMIER), OPTIONS) is None

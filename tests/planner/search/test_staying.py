@@ -58,6 +58,16 @@ def test_every_search_stays_with_few_steps_ahead_and_moves_with_many(search: str
     assert goes.predicted.seconds <= 1.001 * free.predicted.seconds < stays.predicted.seconds
 
 
+@pytest.mark.parametrize("search", ["malleus", "auto"])
+def test_a_job_in_chunks_stays_with_few_steps_ahead_as_whole_stages_hold_other_blocks(search: str) -> None:
+    dealt = replace(RUNNING, schedule="interleaved", chunks=2)
+    (stays,), (goes,) = (make_plans(replace(asked(steps), before=dealt), search) for steps in (1e-3, 1e9))
+    assert (stays.schedule, stays.chunks, stays.devices) == ("interleaved", 2, (0, 1))
+    assert stays.predicted is not None
+    assert goes.predicted is not None
+    assert goes.predicted.seconds < stays.predicted.seconds
+
+
 def test_a_plan_that_no_longer_fits_is_left() -> None:
     small = Cluster.on_paper([1e12] * 2, memory_bytes=[int(3 * COSTS.whole.parameter_bytes)] * 2, intra=Link(1e8))
     alone = Plan((Pipeline((Stage((0,), blocks=4),), micro_batches=16),))

@@ -210,3 +210,24 @@ def test_a_step_is_complete_causal_and_bounded(speeds: list[int], rounds: int, s
         assert sum(e.seconds for e in own) == pytest.approx(micro_batches * 2 * 3 / speeds[device])
     each = [2 * 3 / speed for speed in speeds]
     assert micro_batches * max(each) - 1e-6 <= work_seconds(step) <= micro_batches * sum(each) + 1e-6
+
+
+def test_sums_take_what_products_do_not_hide_and_all_their_bytes_travel() -> None:
+    """As the formula has it; recomputed blocks hide nothing in the forward, gradients made later nothing at all."""
+    sums = dict(reduced_bytes=1e4, num_reductions=1, returned_bytes=1e4, num_returns=1)
+    hidden = dict(summed_flops=2e6, summed_bytes=1e4, num_summed=1, beside_flops=1e6, beside_bytes=1e4, num_beside=1)
+    cluster = Cluster.on_paper([1e8] * 2, nodes=("a", "b"), intra=Link(1e6), inter=Link(1e6))
+
+    def told(schedule: Schedule = "1f1b", recompute: int = 0, **more: float) -> tuple[float, float, float]:
+        block = PartCosts(flops=4e6, split_flops=4e6, **sums, **more)  # type: ignore[arg-type]
+        costs = ProgramCosts(64, PartCosts(), (block,), PartCosts())
+        plan = Plan((Pipeline((Stage((0, 1), blocks=1, recompute=recompute),), micro_batches=2),), schedule=schedule)
+        step = simulate(plan, costs, cluster)
+        return step.seconds, predict(plan, costs, cluster).seconds, sum(step.sent_bytes.values())
+
+    (alone, _, sent), (beside, priced, still_sent) = told(), told(**hidden)
+    assert beside == pytest.approx(priced)
+    assert beside < 0.9 * alone
+    assert still_sent == pytest.approx(sent)
+    assert told(recompute=1, **hidden)[0] == pytest.approx(told(recompute=1, **hidden)[1])
+    assert told("zero-bubble", **hidden)[0] == pytest.approx(told("zero-bubble")[0])

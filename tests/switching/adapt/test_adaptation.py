@@ -13,13 +13,13 @@ import hetu_fx
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import StepFacts
 from hetu_fx.errors import PlanError
-from hetu_fx.plans.plan import Plan
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.prediction import Prediction
-from hetu_fx.switching.adapt.adaptation import CALIBRATED, Adaptation, calibrated
+from hetu_fx.switching.adapt.adaptation import CALIBRATED, Adaptation, calibrated, expected_seconds
 from hetu_fx.switching.adapt.health import HealthTracker
 from hetu_fx.switching.adapt.replanning import Conditions
 from hetu_fx.switching.step.report import LastStep
-from tests.planner.examples import paper
+from tests.planner.examples import paper, rising, transformer
 
 
 class Line(nn.Module):
@@ -95,6 +95,17 @@ def test_planners_are_asked_for_the_devices_as_they_are() -> None:
     adaptation.replanning.planner = planner
     adaptation.replan({0: 2.0})
     assert asked[0].device(0).rate == 2.0
+
+
+def test_a_stage_in_chunks_is_expected_to_compute_the_blocks_that_it_holds() -> None:
+    """Of blocks of 1 to 4 units the first stage has the first and the third: 4 as the other has 6, and not 3 and 7."""
+    costs, cluster = rising(transformer(rows=4)), paper(8, 8)
+    two = (Pipeline((Stage((0,)), Stage((1,))), micro_batches=2),)
+    whole = expected_seconds(Plan(two), costs, (4,), cluster)
+    dealt = expected_seconds(Plan(two, schedule="interleaved", chunks=2), costs, (4,), cluster)
+    unit = whole[1] - dealt[1]
+    assert dealt[0] - whole[0] == pytest.approx(unit)
+    assert whole[0] == pytest.approx(3 * unit, rel=0.1), "and what stands before all blocks"
 
 
 @pytest.mark.parametrize("name", ["", "..", "../out", "a\\b", "nul\0"])

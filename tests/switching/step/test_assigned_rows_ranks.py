@@ -21,6 +21,7 @@ from hetu_fx.planner.dispatch.assignment import Batching
 from hetu_fx.planner.dispatch.policies import HotSPa, Hydraulis
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from tests.model_zoo import VOCABULARY, llama
+from tests.planner.examples import paper
 
 WORLD = 4
 LENGTHS = (7, 3, 9, 4, 20, 1, 12, 5, 5)
@@ -49,6 +50,12 @@ UNEVEN = Plan(
 )
 REPLICAS = Plan(tuple(one(Stage((rank,))) for rank in range(WORLD)), name="DP4", max_length=24)
 LONG = Plan((one(Stage((0, 1)), Stage((2, 3))),), name="TP2 x PP2", max_length=32)
+CHUNKS = Plan(
+    (one(Stage((0, 1)), Stage((2,))), one(Stage((3,)), max_length=8)),
+    schedule="interleaved",
+    name="in chunks",
+    max_length=32,
+)
 PLANS = (TWO_AND_TWO, UNEVEN, REPLICAS, LONG)
 GROUPS = HotSPa((4, 24), ("DP4", "TP2 + PP2", "TP2 x PP2"), Batching.DISPATCHED)
 
@@ -212,6 +219,15 @@ def check_every_strategy(rank: int, world: int, folder: Path) -> None:
         pair.step(sequences(LENGTHS, seed))
         assert pair.model.hetu.stats["variant"] == plan.name
     pair.step(sequences(OTHERS))
+
+
+def check_stages_in_chunks(rank: int, world: int, folder: Path) -> None:
+    pair = Alone(functools.partial(llama, num_hidden_layers=5), (CHUNKS,))
+    for seed in range(2):
+        pair.step(sequences(LENGTHS, seed))
+    pair.step(sequences(OTHERS))
+    work = pair.model.hetu._runtime.report.work
+    assert sorted(rank for rank, seconds in work(paper(1, 1, 1, 1)).items() if seconds) == [0, 1, 2, 3]
 
 
 def check_a_model_that_is_told_not_to_pack(rank: int, world: int, folder: Path) -> None:

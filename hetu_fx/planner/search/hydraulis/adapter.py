@@ -56,7 +56,7 @@ def _devices(schemes: Sequence[Scheme], counts: Mapping[int, float], given: Sequ
 
     def seconds(scheme: Scheme) -> float:
         work = math.fsum(count * scheme.times.seconds(length) for length, count in counts.items())
-        return work / (most // scheme.devices) + (scheme.stages - 1) * scheme.times.seconds(longest)
+        return work / (most // scheme.devices) + scheme.fill * scheme.times.seconds(longest)
 
     holding = [scheme for scheme in schemes if scheme.max_length >= longest]
     best = min(holding, key=lambda scheme: (seconds(scheme), scheme.devices, scheme.stages), default=None)

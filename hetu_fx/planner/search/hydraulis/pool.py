@@ -184,7 +184,7 @@ class _Costs:
         self._work = np.stack([histogram.work(schemes[kind]) for kind, _ in pairs])
         self._longest = np.stack([histogram.longest_seconds(schemes[kind]) for kind, _ in pairs])
         self._pipelines = np.array([[float(count)] for _, count in pairs])
-        self._fill = np.array([[schemes[kind].stages - 1.0] for kind, _ in pairs])
+        self._fill = np.array([[schemes[kind].fill] for kind, _ in pairs])
         self._is_empty = histogram.is_empty
 
     def seconds(self, starts: Indices) -> Numbers:

@@ -9,9 +9,9 @@ A device that held [c, d) of the layers as slice q of t, and is to hold [a, b) a
 
     moved = (b - a) / s - |[a, b) and [c, d)| |[p/s, (p+1)/s) and [q/t, (q+1)/t)|                (2)
 
-layers' worth of parameters and optimizer states. Malleus fills places with groups of the straggler's node
-first and takes the best overlap (IoU) second, place by place; here (1) and then (2) are lowered by swaps
-between all groups of a kind until no swap helps.
+layers' worth of parameters and optimizer states; of a stage in chunks all that it held counts. Malleus fills places
+with groups of the straggler's node first and takes the best overlap (IoU) second, place by place; here (1) and then (2)
+are lowered by swaps between all groups of a kind until no swap helps.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
+from hetu_fx.planner.price.placement import stops_of
 from hetu_fx.planner.search.malleus.groups import Group, GroupKind
 from hetu_fx.planner.search.malleus.layers import Filled
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
@@ -54,21 +56,20 @@ class LayerSlice:
         return max(0, layers) * max(0.0, part)
 
 
-Holdings = Mapping[int, LayerSlice]
-"""What each device holds, by rank."""
+Holdings = Mapping[int, tuple[LayerSlice, ...]]
+"""What each device holds, by rank: a part, or one for each chunk of its stage."""
 
 
-def holdings(plan: Plan | None, num_layers: int) -> dict[int, LayerSlice]:
+def holdings(plan: Plan | None, num_layers: int) -> Holdings:
     """Return what each device holds under a plan (nothing without one); slices are taken as even."""
-    result: dict[int, LayerSlice] = {}
-    stages = itertools.count()
-    for pipeline in plan.pipelines if plan is not None else ():
-        start = 0
-        for stage, count in zip(pipeline.stages, pipeline.blocks(num_layers), strict=True):
-            number = next(stages)
+    result: dict[int, tuple[LayerSlice, ...]] = {}
+    numbers: dict[tuple[int, ...], int] = {}
+    for pipeline in plan.parts(num_layers) if plan is not None else ():
+        for stage, (start, stop) in zip(pipeline.stages, pairwise(stops_of(pipeline, num_layers)), strict=True):
+            number = numbers.setdefault(stage.devices, len(numbers))
             for position, rank in enumerate(stage.devices):
-                result[rank] = LayerSlice(start, start + count, position, len(stage.devices), number)
-            start += count
+                part = LayerSlice(start, stop, position, len(stage.devices), number)
+                result[rank] = (*result.get(rank, ()), part)
     return result
 
 
@@ -83,12 +84,12 @@ def regrouped(ranks: Sequence[int], rates: Mapping[int, float], held: Holdings) 
     places = {rank: place for place, rank in enumerate(ranks)}
     for rank in ranks:
         if rank in held:
-            by_stage.setdefault(held[rank].stage, set()).add(rates[rank])
+            by_stage.setdefault(held[rank][0].stage, set()).add(rates[rank])
 
     def key(rank: int) -> tuple[float, ...]:
         if rank not in held:
             return rates[rank], 2, places[rank]
-        part = held[rank]
+        part = held[rank][0]
         return rates[rank], int(len(by_stage[part.stage]) > 1), -part.size, part.stage, part.position
 
     return sorted(ranks, key=key)
@@ -115,7 +116,7 @@ def places_of(pipeline: int, filled: Filled) -> Iterator[WantedGroup]:
 def moved_layers(devices: Sequence[int], start: int, stop: int, held: Holdings) -> float:
     """Return (2) over the devices of a group, in order of their slices."""
     new = {rank: LayerSlice(start, stop, position, len(devices)) for position, rank in enumerate(devices)}
-    return math.fsum(part.layers - (part.shared(held[rank]) if rank in held else 0.0) for rank, part in new.items())
+    return math.fsum(part.layers - sum(map(part.shared, held.get(rank, ()))) for rank, part in new.items())
 
 
 def crossings(nodes_of_layers: Sequence[Counter[int]]) -> int:
@@ -158,7 +159,7 @@ def _node_by_node(places: Sequence[WantedGroup], groups: Sequence[Group], held: 
     """Fill places by their first layer with nodes by the layers that they held."""
     starts: dict[int, list[int]] = {}
     for group in groups:
-        starts.setdefault(group.node, []).extend(held[rank].start for rank in group.devices if rank in held)
+        starts.setdefault(group.node, []).extend(part.start for rank in group.devices for part in held.get(rank, ()))
     means = {node: math.fsum(layers) / max(1, len(layers)) for node, layers in starts.items()}
     left = sorted(groups, key=lambda group: (means[group.node], group.node, group.devices))
     chosen: dict[int, Group] = {}

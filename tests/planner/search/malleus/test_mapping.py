@@ -36,13 +36,24 @@ def pairs(nodes: str) -> list[Group]:
 
 def test_a_plan_says_what_each_device_holds() -> None:
     held = holdings(TWO_BY_TWO, 8)
-    assert held[3] == LayerSlice(4, 8, position=1, size=2, stage=1)
-    assert held[4] == LayerSlice(0, 4, position=0, size=2, stage=2)
+    assert held[3] == (LayerSlice(4, 8, position=1, size=2, stage=1),)
+    assert held[4] == (LayerSlice(0, 4, position=0, size=2, stage=2),)
     assert holdings(None, 8) == {}
 
 
+def test_a_device_whose_stage_is_in_chunks_holds_a_part_for_each() -> None:
+    dealt = Plan(
+        (Pipeline((Stage((0, 1), blocks=5), Stage((2,), blocks=3)), micro_batches=2),), schedule="interleaved", chunks=2
+    )
+    held = holdings(dealt, 8)
+    assert held[1] == (LayerSlice(0, 3, 1, 2, stage=0), LayerSlice(5, 7, 1, 2, stage=0))
+    assert held[2] == (LayerSlice(3, 5, 0, 1, stage=1), LayerSlice(7, 8, 0, 1, stage=1))
+    assert moved_layers((2,), 2, 8, held) == 6.0 - 2.0 - 1.0
+    assert moved_layers((0, 1), 0, 8, held) == 8.0 - 3.0 - 2.0
+
+
 def test_what_a_device_held_need_not_move() -> None:
-    held = {0: LayerSlice(0, 8, 0, 2)}
+    held = {0: (LayerSlice(0, 8, 0, 2),)}
     assert moved_layers((0,), 0, 8, held) == 4.0  # it had half of each layer
     assert moved_layers((0, 1), 4, 12, held) == 2.0 + 4.0
     assert moved_layers((1, 0), 0, 4, held) == 2.0 + 2.0  # the other halves

@@ -7,7 +7,7 @@ have one compute layout: a plan for devices that became slow often needs no new 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -64,13 +64,21 @@ class Compute:
         pieces = self._pieces()
         state = bridge, _state(bridge, pieces)
         if self._gathered[0] != state:
-            into, self._held = self._rewritable(bridge, pieces), list(pieces.values())
-            self._gathered = (None, {})  # before the new copies are made, so that there are never two of each
+            into = self._rewritable(bridge, pieces)
+            self.drop_copies()  # before the new ones are made, so that there are never two of each
+            self._held = list(pieces.values())
             with torch.inference_mode(False), torch.no_grad():  # a step that trains may read these copies, too
                 self._gathered = (state, bridge.gather(pieces, into))
             if self._sized_for is not bridge:
                 self._sized_for, self.sizes = bridge, None
         return dict(self._gathered[1])
+
+    def take_leaves(self, copies: Mapping[str, Tensor], trained: Collection[str]) -> dict[str, Tensor]:
+        """Return copies as leaves of a step's graph of autograd."""
+        return {name: copy.detach().requires_grad_(name in trained) for name, copy in copies.items()}
+
+    def give_back(self, leaves: dict[str, Tensor], copies: Mapping[str, Tensor], trained: Collection[str]) -> None:
+        """Let leaves go with their step, as code of the user's may have kept some, or hung hooks on them."""
 
     def _rewritable(self, bridge: Bridge, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the copies that new ones may be written to: of the same bridge, and of no step that awaits a backward.

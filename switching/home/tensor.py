@@ -197,8 +197,9 @@ _SET_DATA: Callable[[torch.Tensor, torch.Tensor], None] = torch.Tensor.data.__se
 
 def wrap(local: torch.Tensor, layout: HomeLayout, requires_grad: bool = False) -> HomeTensor:
     """Wrap a piece that is known to fit its layout."""
+    # Strides, offset and memory format are those of such a shape; by position, as names take longer than the rest.
     home: HomeTensor = make_wrapper_subclass(
-        HomeTensor, layout.shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
+        HomeTensor, layout.shape, None, None, None, local.dtype, torch.strided, local.device, False, requires_grad
     )
     home.local = local
     home.home_layout = layout

@@ -175,16 +175,22 @@ class Collector:
             for leaf in self.leaves.values():
                 leaf.grad = None
             self.run_again(self._loss_gradient.ran_again())
-        left = {name: leaf.grad for name, leaf in self.leaves.items() if leaf.grad is not None}
-        for leaf in self.leaves.values():
-            leaf.grad = None
-        home = self._brought_home(left)
+        home = self._brought_home(self._left())
         if goes_on:
             self._reduction = self._begun()
             self._handed_on.clear()
         elif not self._has_hooks:
             self._compute.give_back(self.leaves, self._copies, self.trained)
         return home
+
+    def _left(self) -> dict[str, Tensor]:
+        """Take the gradients that have not been handed on out of the leaves."""
+        left = {}
+        for name, leaf in self.leaves.items():
+            gradient = leaf.grad
+            if gradient is not None:
+                left[name], leaf.grad = gradient, None
+        return left
 
     def _brought_home(self, left: dict[str, Tensor]) -> dict[str, Tensor]:
         """Hand on the gradients that have not been yet, and wait for all; empty if they are kept back."""

@@ -37,7 +37,7 @@ def batch_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mappin
 
 
 def likeness_of(given: GivenBatch) -> tuple[Any, ...]:
-    """Return what is equal for batches of tensors alone that have one form, and one size: sooner there than the form."""
+    """Return what is equal for batches of tensors alone that have one form and one size; quicker than the form."""
     kinds = [(tensor.dtype, tensor.shape, tensor.device) for tensor in given.tensors.values()]
     return given.tree, kinds, ambient_autocasts(), torch.get_default_dtype()
 

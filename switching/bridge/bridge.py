@@ -256,6 +256,7 @@ class BucketRun:
         self.wanted = dict.fromkeys(n for n, place in self.targets.items() if place.held or not required)
         self.needed_later = {*self.kept, *(name for name, *_ in self.copied), *self.moved}
         self.stays = not self.messages and self.kept == set(bucket.names)
+        self._empty: tuple[torch.device, dict[str, Tensor]] | None = None
 
     def _own(self, name: str, move: TensorMove, rank: int) -> list[tuple[Cuts, Cuts]]:
         """List what this rank takes from itself: (cuts of the source, cuts of the target)."""
@@ -274,13 +275,31 @@ class BucketRun:
             message.meet(self.table, self.dtype.itemsize, on_host=on_host)
 
     def at_home(self, tensors: Mapping[str, Tensor | None], device: torch.device) -> AtHome:
-        """Return the tensors of a bucket that `stays`: all are where they are wanted."""
-        values = {name: self._value(name, tensors.get(name)) for name in self.sources}
+        """Return the tensors of a bucket that `stays`: all are where they are wanted.
+
+        Gradients are taken as they are: autograd gives them the shape and the dtype of the leaves that they are of.
+        """
+        values = {name: tensors.get(name) for name in self._held}
+        if self.required:
+            values = {name: self._value(name, value) for name, value in values.items()}
         missing = [name for name, value in values.items() if value is None]
         if missing:
             arrivals = Arrivals(self.targets, self.dtype, device)
             values.update((name, arrivals.make(name).zero_()) for name in missing)
-        return AtHome({name: value for name, value in values.items() if name in self.wanted and value is not None})
+        return AtHome(self._nothing(device) | {name: value for name, value in values.items() if value is not None})
+
+    @cached_property
+    def _held(self) -> list[str]:
+        """Return the names of what this rank holds a part of."""
+        return [name for name in self.wanted if self.sources[name].held]
+
+    def _nothing(self, device: torch.device) -> dict[str, Tensor]:
+        """Return the empty results of what it holds no part of, the same ones each time."""
+        if self._empty is None or self._empty[0] != device:
+            arrivals = Arrivals(self.targets, self.dtype, device)
+            names = (name for name in self.wanted if not self.sources[name].held)
+            self._empty = device, {name: arrivals.make(name) for name in names}
+        return self._empty[1]
 
     @torch.no_grad()
     def start(

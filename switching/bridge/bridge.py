@@ -184,19 +184,20 @@ class Reduction:
         """Return what is awaited for each bucket."""
         return [set(names).intersection(self._expected) for names in self._bridge.reduce_buckets]
 
-    def start(self) -> None:
-        """Start what is left, with zeros for gradients that never came."""
-        while self._started < len(self._bridge.reduce_buckets):
-            self._start_next()
-
-    def finish(self, last: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Start what is left, wait for all, and give the gradients of the home pieces by name.
+    def start(self, last: dict[str, Tensor] | None = None) -> None:
+        """Start what is left, with zeros for gradients that never came.
 
         `last` are those that have not been handed in; it is emptied, so that each is let go once it is packed.
         """
         if last is not None:
             self._ready.update(last)
             last.clear()
+        while self._started < len(self._bridge.reduce_buckets):
+            self._start_next()
+
+    def finish(self, last: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Start what is left, wait for all, and give the gradients of the home pieces by name; `last` as in `start`."""
+        self.start(last)
         self.settle()
         results, self._results = self._results, {}
         return results

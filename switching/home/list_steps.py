@@ -49,8 +49,12 @@ _stepping = PerRank(_Stepping)
 
 
 def begin_step(optimizer: Optimizer) -> None:
-    """Let an optimizer have pieces for its kernels, if it is a point-wise one."""
-    _stepping().is_pointwise = type(optimizer) in _POINTWISE
+    """Let an optimizer have pieces for its kernels, if it is a point-wise one.
+
+    Torch's fused kernels, of which there is one in a step, do not count in versions what they write.
+    """
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    _stepping().is_pointwise = type(optimizer) in _POINTWISE and not is_fused
 
 
 def end_step() -> None:

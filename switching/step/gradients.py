@@ -139,10 +139,13 @@ class Collector:
         if not self._may_travel:
             return
         assert self._reduction is not None
-        for name, leaf in self.leaves.items():
-            if leaf.grad is not None:
-                self._arrived(name, leaf)
-        self._reduction.start()
+        left = self._left()
+        self._handed_on.update(left)
+        if not self._sums_first:
+            self._multiply(list(left.values()))
+        for name in self.kept.local.keys() & left.keys():
+            left[name] = self.kept.local.pop(name).add_(left[name])
+        self._reduction.start(left)
         self.kept.under_way = self._reduction
 
     def _arrived(self, name: str, leaf: Tensor) -> None:

@@ -204,10 +204,6 @@ def test_counts_are_outputs_in_the_order_of_their_leaves() -> None:
 
 
 def test_counts_of_sizes_alone_are_told_from_those_of_values() -> None:
-    class Square(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.pow(2).mean()
-
     class Labelled(nn.Module):
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             return F.cross_entropy(x, labels)
@@ -215,6 +211,6 @@ def test_counts_of_sizes_alone_are_told_from_those_of_values() -> None:
     def prologue_of(model: nn.Module, **batch: torch.Tensor) -> Any:
         return extract_prologue(GlobalMean()(capture(model, batch)))
 
-    x = torch.randn(6, 3)
-    assert not prologue_of(Square(), x=x).reads_values
-    assert prologue_of(Labelled(), x=x, labels=torch.zeros(6, dtype=torch.long)).reads_values
+    squared = Head(lambda made, y: (made - y).pow(2).mean())
+    assert not prologue_of(squared, x=torch.randn(4, 6), y=torch.randn(4, 5)).reads_values
+    assert prologue_of(Labelled(), x=torch.randn(6, 3), labels=torch.zeros(6, dtype=torch.long)).reads_values

@@ -79,14 +79,13 @@ def step_cost(told: Mapping[str, float], how: str = "") -> float:
 
 def row_of(setting: str, rank: int, told: Mapping[str, float]) -> Row:
     """Make the line of one process."""
-    costs = {"a step, ms": step_cost(told), "a micro-batch, ms": micro_batch_cost(told)}
-    in_turns = {f"{what}{TURNS}": value for what, value in zip(costs, costs_of(told, TURNS), strict=True)}
-    return {"setting": setting, "rank": rank, **costs, **in_turns, **{n: v for n, v in told.items() if TURNS not in n}}
+    in_a_row = {name: milliseconds for name, milliseconds in told.items() if TURNS not in name}
+    return {"setting": setting, "rank": rank, **costs_of(told, ""), **costs_of(told, TURNS), **in_a_row}
 
 
-def costs_of(told: Mapping[str, float], how: str) -> tuple[float, float]:
-    """Return what a step and a micro-batch take."""
-    return step_cost(told, how), micro_batch_cost(told, how)
+def costs_of(told: Mapping[str, float], how: str) -> Milliseconds:
+    """Return what a step and a micro-batch take, by columns of the table."""
+    return {f"a step, ms{how}": step_cost(told, how), f"a micro-batch, ms{how}": micro_batch_cost(told, how)}
 
 
 def fleet(num_ranks: int, *, quick: bool) -> Sequence[Milliseconds]:

@@ -238,8 +238,9 @@ def give_list_kernels(others: Callable[[Lists], tuple[Lists, Callable[[], None]]
         found = None if torch.compiler.is_compiling() else others(lists)
         if found is None:
             return sort(lists, with_indices)  # type: ignore[no-any-return]
-        groups = _Groups(sort(found[0], with_indices))
+        groups = _Groups()
         groups.end = found[1]
+        groups.update(sort(found[0], with_indices))
         return groups
 
     kind._group_tensors_by_device_and_dtype = staticmethod(sort_others)

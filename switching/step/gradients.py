@@ -126,8 +126,9 @@ class Collector:
             assert collector is not None, "the boundary keeps the collector until backward has run"
             collector._arrived(name, leaf)
 
-        self._has_hooks = bool(self._trained_here & self.bridge.early)
-        for name in self._trained_here & self.bridge.early:
+        early = self._trained_here & self.bridge.early
+        self._has_hooks = bool(early)
+        for name in early:
             self.leaves[name].register_post_accumulate_grad_hook(partial(arrived, name))
 
     def ran(self) -> None:

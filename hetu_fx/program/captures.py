@@ -133,6 +133,7 @@ class Programs:
         form = self._form(given, training)
         found, sizes = self._known(form, given) or self._capture(form, given, training)
         match = Match(found.program, given.tensors, *sizes, f"{form} state {self.structure.digest}")
+        self._last.pop(training, None)
         if given.has_only_tensors:
             self._last[training] = LastMatch(likeness, found, self.structure, replace(match, tensors={}))
         return self._use(found, match, training)

@@ -256,7 +256,7 @@ class BucketRun:
         # A held but empty part arrives from nobody; gradients have a result of every name.
         self.wanted = dict.fromkeys(n for n, place in self.targets.items() if place.held or not required)
         self.needed_later = {*self.kept, *(name for name, *_ in self.copied), *self.moved}
-        self.stays = not self.messages and self.kept == set(bucket.names)
+        self.stays = not (self.messages or self.moved or self.copied)  # what is not kept is empty here
         self._empty: tuple[torch.device, dict[str, Tensor]] | None = None
 
     def _own(self, name: str, move: TensorMove, rank: int) -> list[tuple[Cuts, Cuts]]:
@@ -280,7 +280,7 @@ class BucketRun:
 
         Gradients are taken as they are: autograd gives them the shape and the dtype of the leaves that they are of.
         """
-        values = {name: tensors.get(name) for name in self._held}
+        values = {name: tensors.get(name) for name in self._stay}
         if self.required:
             values = {name: self._value(name, value) for name, value in values.items()}
         missing = [name for name, value in values.items() if value is None]
@@ -290,16 +290,15 @@ class BucketRun:
         return AtHome(self._nothing(device) | {name: value for name, value in values.items() if value is not None})
 
     @cached_property
-    def _held(self) -> list[str]:
-        """Return the names of what this rank holds a part of."""
-        return [name for name in self.wanted if self.sources[name].held]
+    def _stay(self) -> list[str]:
+        """Return the names of what this rank has before and after."""
+        return [name for name in self.wanted if name in self.kept]
 
     def _nothing(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the empty results of what it holds no part of, the same ones each time."""
+        """Return the empty results of what it does not have, the same ones each time."""
         if self._empty is None or self._empty[0] != device:
             arrivals = Arrivals(self.targets, self.dtype, device)
-            names = (name for name in self.wanted if not self.sources[name].held)
-            self._empty = device, {name: arrivals.make(name) for name in names}
+            self._empty = device, {name: arrivals.make(name) for name in self.wanted if name not in self.kept}
         return self._empty[1]
 
     @torch.no_grad()

@@ -66,7 +66,8 @@ class Compute:
     def gather(self, bridge: Bridge) -> dict[str, Tensor]:
         """Return this rank's compute parameters; collective unless home has not changed since the last call."""
         pieces = self._pieces()
-        if self._lasts_for is bridge and all(map(is_, pieces.values(), self._held)):
+        is_known = self._lasts_for is bridge and len(pieces) == len(self._held)
+        if is_known and all(map(is_, pieces.values(), self._held)):
             return dict(self._gathered[1])
         state = bridge, _state(bridge, pieces)
         if self._gathered[0] != state:

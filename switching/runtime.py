@@ -99,6 +99,7 @@ class Runtime:
         self._watchers: list[Watcher] = []
         self._stand_by: Callable[[], None] = _rest
         self._groups_seen = len(table.creations)
+        self._last_rows: tuple[Plan, tuple[int, ...], RowPlan] | None = None
         self.clock = clock_of(next(model.parameters()).device)
         self.host = HostTime(lambda: table.waited_seconds)
 
@@ -346,7 +347,10 @@ class Runtime:
 
     def _rows(self, plan: Plan, facts: StepFacts) -> RowPlan:
         check_rows(facts.rows, shared=self.settings.shared)
-        return plan_rows(plan, facts.rows, shared=self.settings.shared)
+        last = self._last_rows
+        if last is None or last[0] is not plan or last[1] != facts.rows:
+            self._last_rows = last = plan, facts.rows, plan_rows(plan, facts.rows, shared=self.settings.shared)
+        return last[2]
 
 
 def _say_nothing(found: Mapping[str, Any]) -> None:

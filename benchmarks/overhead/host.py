@@ -2,15 +2,25 @@
 
 A GPU is kept waiting where its host takes longer to say what to do than the GPU to do it. The model's blocks are so
 small that a step is nothing but the host's work; that of the plain model, for the same micro-batches one after another,
-is taken off. Between stages, only the time is counted in which the thread that drives the model runs: not what it
-waits for the other stage.
+is taken off.
+
+Each model runs some steps in a row before it is another one's turn, as a training loop runs one model: what counts is a
+host whose caches hold the code of that loop. Steps that take turns, so that each comes after tens of milliseconds of
+other models, are in the table too: there a step finds little of its code and data in the caches.
+
+Between stages, only the time is counted in which the thread that drives the model works: not what it waits for the
+other stage. It sleeps but for the first 0.2 ms of a wait, in which it looks again and again; what it spends on that,
+once it has looked in vain, is a column of its own.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -22,6 +32,7 @@ from benchmarks.kit.nets import Mlp
 from benchmarks.kit.report import Bar, Part, Row
 from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.comm_ops.wire.peers.memory import Peers, Told
 from hetu_fx.emulate.emulate import EmulateSpec, Output
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 
@@ -29,6 +40,9 @@ BLOCKS, WIDTH = 12, 8
 FEW, MANY = 1, 9  # micro-batches
 STEP_BAR, MICRO_BATCH_BAR = 1.0, 0.3
 ROWS = 2 * MANY  # so that all are alike
+IN_A_ROW = 20
+WARM_UP = 10
+TURNS = ", in turns"
 
 Milliseconds = dict[str, float]
 """Medians of one process, by who and how many micro-batches."""
@@ -51,21 +65,27 @@ def bar(name: str, value: float, most: float) -> Bar:
     return Bar(f"{name} besides the model's own ops", value, most, at_least=False)
 
 
-def micro_batch_cost(told: Mapping[str, float]) -> float:
+def micro_batch_cost(told: Mapping[str, float], how: str = "") -> float:
     """Return what one more micro-batch takes, less what it takes the plain model."""
-    ours, plain = ((told[f"{who} {MANY}"] - told[f"{who} {FEW}"]) / (MANY - FEW) for who in ("hetu_fx", "plain"))
+    pairs = ((told[f"{who} {MANY}{how}"], told[f"{who} {FEW}{how}"]) for who in ("hetu_fx", "plain"))
+    ours, plain = ((many - few) / (MANY - FEW) for many, few in pairs)
     return ours - plain
 
 
-def step_cost(told: Mapping[str, float]) -> float:
+def step_cost(told: Mapping[str, float], how: str = "") -> float:
     """Return what a step takes besides its micro-batches."""
-    return told[f"hetu_fx {FEW}"] - told[f"plain {FEW}"] - FEW * micro_batch_cost(told)
+    return told[f"hetu_fx {FEW}{how}"] - told[f"plain {FEW}{how}"] - FEW * micro_batch_cost(told, how)
 
 
 def row_of(setting: str, rank: int, told: Mapping[str, float]) -> Row:
     """Make the line of one process."""
-    costs = {"a step, ms": step_cost(told), "a micro-batch, ms": micro_batch_cost(told)}
-    return {"setting": setting, "rank": rank, **costs, **told}
+    in_a_row = {name: milliseconds for name, milliseconds in told.items() if TURNS not in name}
+    return {"setting": setting, "rank": rank, **costs_of(told, ""), **costs_of(told, TURNS), **in_a_row}
+
+
+def costs_of(told: Mapping[str, float], how: str) -> Milliseconds:
+    """Return what a step and a micro-batch take, by columns of the table."""
+    return {f"a step, ms{how}": step_cost(told, how), f"a micro-batch, ms{how}": micro_batch_cost(told, how)}
 
 
 def fleet(num_ranks: int, *, quick: bool) -> Sequence[Milliseconds]:
@@ -82,27 +102,58 @@ def work(*, quick: bool) -> Sequence[Milliseconds]:
     """Be one process; give what all have found."""
     steps = {f"hetu_fx {count}": our_step(count) for count in (FEW, MANY)}
     steps |= {f"plain {count}": plain_step(count) for count in (FEW, MANY)}
-    return of_all(GroupTable(), medians(steps, rounds=20 if quick else 100))
+    rounds = 20 if quick else 100
+    with waits_apart() as waits:
+        told = medians(steps, waits, rounds, in_a_row=1)
+        found = {f"{name}{TURNS}": milliseconds for name, milliseconds in told.items()}
+        return of_all(GroupTable(), medians(steps, waits, rounds // IN_A_ROW, in_a_row=IN_A_ROW) | found)
 
 
-def medians(steps: Mapping[str, Step], *, rounds: int, warm_up: int = 10) -> Milliseconds:
-    """Run the steps in turns; give the medians of this thread's milliseconds."""
-    for step in steps.values():
-        for _ in range(warm_up):
-            step()
+def medians(steps: Mapping[str, Step], waits: Waits, rounds: int, *, in_a_row: int) -> Milliseconds:
+    """Run the steps in turns, some in a row; give the medians of this thread's milliseconds, waits apart."""
     spent: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
+    waited: dict[str, list[float]] = {f"{name}, waits": [] for name in steps}
+    for number in range(1 + rounds):
         for name, step in steps.items():
             barrier()
-            spent[name].append(thread_seconds(step) * 1e3)
-    return {name: statistics.median(values) for name, values in spent.items()}
+            for _ in range(in_a_row if number else WARM_UP):
+                seconds, of_waits = thread_seconds(step, waits)
+                if number:
+                    spent[name].append((seconds - of_waits) * 1e3)
+                    waited[f"{name}, waits"].append(of_waits * 1e3)
+    return {name: statistics.median(values) for name, values in (spent | waited).items()}
 
 
-def thread_seconds(step: Step) -> float:
-    """Return the processor time of this thread in a step."""
-    start = time.thread_time()
+def thread_seconds(step: Step, waits: Waits) -> tuple[float, float]:
+    """Return the processor time of this thread in a step, and what of it are waits."""
+    waits.seconds, start = 0.0, time.thread_time()
     step()
-    return time.thread_time() - start
+    return time.thread_time() - start, waits.seconds
+
+
+@dataclass
+class Waits:
+    """The processor time that this thread has spent on looking for other ranks, once it has looked in vain."""
+
+    seconds: float = 0.0
+
+
+@contextmanager
+def waits_apart() -> Iterator[Waits]:
+    """Count them meanwhile."""
+    counted, wait_for = Waits(), Peers.wait_for
+
+    def waiting(peers: Peers, rank: int, slot: int, stamp: int, table: GroupTable, **how: bool) -> Told:
+        if peers.look(rank, slot).stamp >= stamp:
+            return wait_for(peers, rank, slot, stamp, table, **how)
+        start = time.thread_time()
+        try:
+            return wait_for(peers, rank, slot, stamp, table, **how)
+        finally:
+            counted.seconds += time.thread_time() - start
+
+    with mock.patch.object(Peers, "wait_for", waiting):
+        yield counted
 
 
 def inputs() -> Tensor:

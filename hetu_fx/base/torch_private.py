@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache, partial, wraps
 from operator import attrgetter
 from typing import Any, cast
 from unittest import mock
@@ -57,6 +57,7 @@ increment_version = torch._C._increment_version
 set_versions = torch._C._autograd._unsafe_set_version_counter
 
 # Kernels over lists of tensors, one call for all.
+Lists = Sequence[Sequence[Any]]
 foreach_copy = torch._foreach_copy_
 foreach_mul = torch._foreach_mul_
 unflatten_dense_tensors = torch._C._nn.unflatten_dense_tensors
@@ -216,6 +217,42 @@ def types_of_list_kernels() -> list[list[type[Tensor]]]:
 
     found = [getattr(module, "_foreach_supported_types", None) for module in (_foreach_utils, optimizer)]
     return [types for types in found if types is not None]
+
+
+def give_list_kernels(others: Callable[[Lists], tuple[Lists, Callable[[], None]] | None]) -> None:
+    """Let torch's optimizers give other tensors to their kernels over lists than they hold.
+
+    They sort all their lists by device and dtype once in a step, before the first kernel; nothing where they do not.
+
+    Args:
+        others: takes the lists of one step (parameters, gradients, states); returns what kernels are to be given, and
+            what to call once they have run. None: what there is.
+    """
+    kind: Any = torch.optim.Optimizer
+    sort = getattr(kind, "_group_tensors_by_device_and_dtype", None)
+    if sort is None:
+        return
+
+    @wraps(sort)
+    def sort_others(lists: Lists, with_indices: bool = False) -> dict[Any, Any]:
+        found = None if torch.compiler.is_compiling() else others(lists)
+        if found is None:
+            return sort(lists, with_indices)  # type: ignore[no-any-return]
+        groups = _Groups()
+        groups.end = found[1]
+        groups.update(sort(found[0], with_indices))
+        return groups
+
+    kind._group_tensors_by_device_and_dtype = staticmethod(sort_others)
+
+
+class _Groups(dict[Any, Any]):
+    """Lists by device and dtype, which an optimizer holds for as long as its kernels run, also where one fails."""
+
+    end: Callable[[], None]
+
+    def __del__(self) -> None:
+        self.end()
 
 
 def is_boxed(compiled: Any) -> bool:

@@ -55,6 +55,11 @@ class GivenBatch:
         """Return the types of what is neither a tensor, a plain value nor a container of them, by name."""
         return {leaf.name: leaf.type_name for leaf in self._others if isinstance(leaf, Opaque)}
 
+    @property
+    def has_only_tensors(self) -> bool:
+        """Tell whether it has no plain values, and no objects."""
+        return not self._others
+
     @cached_property
     def _others(self) -> tuple[TensorSlot | Constant | Opaque, ...]:
         return tuple(leaf for leaf in walk(self.tree) if not isinstance(leaf, TensorSlot))

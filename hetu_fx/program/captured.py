@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -72,6 +73,7 @@ class Match:
         rows: of the batch.
         bindings: what the symbols of the program's sizes stand for.
         signature: equal on ranks whose batches are alike, and whose models consist of the same.
+        notes: what readers have found out of it that holds for all batches of its form and sizes, by what it is.
     """
 
     program: Program
@@ -79,6 +81,30 @@ class Match:
     rows: int
     bindings: Bindings
     signature: str
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class LastMatch:
+    """A batch of tensors alone that was matched last in its mode.
+
+    Attributes:
+        likeness: of the batch.
+        captured: that runs it.
+        structure: of the model.
+        match: of both.
+    """
+
+    likeness: tuple[Any, ...]
+    captured: Captured
+    structure: Structure
+    match: Match
+
+    def of(self, likeness: tuple[Any, ...], structure: Structure, given: GivenBatch) -> Match | None:
+        """Return the match of a batch that is like it, if the model is still what it was."""
+        if structure is not self.structure or likeness != self.likeness or not self.captured.reads.hold():
+            return None
+        return replace(self.match, tensors=given.tensors)
 
 
 Sizes = tuple[int, Bindings]

@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import chain
 from time import perf_counter
 from types import MethodType
@@ -18,8 +19,8 @@ from hetu_fx.errors import BatchError, CaptureError, StateError
 from hetu_fx.graph.bind import Batch, GivenBatch, as_call, input_tensors
 from hetu_fx.graph.capture import ambient_autocasts, casting, casting_on_host, in_mode
 from hetu_fx.graph.graph import Graph
-from hetu_fx.program.batch import batch_of, form_of
-from hetu_fx.program.captured import Captured, CaptureEvent, Match, Sizes, sizes_of
+from hetu_fx.program.batch import batch_of, form_of, likeness_of
+from hetu_fx.program.captured import Captured, CaptureEvent, LastMatch, Match, Sizes, sizes_of
 from hetu_fx.program.hooks import check_global_hooks
 from hetu_fx.program.kept import KeptCaptures, Recurring
 from hetu_fx.program.program import AS_IT_STANDS, Program
@@ -61,6 +62,7 @@ class Programs:
         self.observers = self.tracer.observers
         self.current: Program | None = None
         self._latest: dict[bool, Captured] = {}
+        self._last: dict[bool, LastMatch] = {}
         self.events: list[CaptureEvent] = []
         self._structures = [self.structure]
         self._kept = KeptCaptures()
@@ -123,11 +125,23 @@ class Programs:
     def _match(self, given: GivenBatch, training: bool) -> Match:
         check_global_hooks()
         self._look()
+        likeness = likeness_of(given), self.observers.names
+        last = self._last.get(training)
+        known = None if last is None else last.of(likeness, self.structure, given)
+        if last is not None and known is not None:
+            return self._use(last.captured, known, training)
         form = self._form(given, training)
         found, sizes = self._known(form, given) or self._capture(form, given, training)
+        match = Match(found.program, given.tensors, *sizes, f"{form} state {self.structure.digest}")
+        self._last.pop(training, None)
+        if given.has_only_tensors:
+            self._last[training] = LastMatch(likeness, found, self.structure, replace(match, tensors={}))
+        return self._use(found, match, training)
+
+    def _use(self, found: Captured, match: Match, training: bool) -> Match:
         self._kept.use(found)
         self.current, self._latest[training] = found.program, found
-        return Match(found.program, given.tensors, *sizes, f"{form} state {self.structure.digest}")
+        return match
 
     def holds(self, program: Program) -> bool:
         """Tell whether a program that was found before is that of the model as it is now."""

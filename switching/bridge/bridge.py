@@ -184,19 +184,20 @@ class Reduction:
         """Return what is awaited for each bucket."""
         return [set(names).intersection(self._expected) for names in self._bridge.reduce_buckets]
 
-    def start(self) -> None:
-        """Start what is left, with zeros for gradients that never came."""
-        while self._started < len(self._bridge.reduce_buckets):
-            self._start_next()
-
-    def finish(self, last: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Start what is left, wait for all, and give the gradients of the home pieces by name.
+    def start(self, last: dict[str, Tensor] | None = None) -> None:
+        """Start what is left, with zeros for gradients that never came.
 
         `last` are those that have not been handed in; it is emptied, so that each is let go once it is packed.
         """
         if last is not None:
             self._ready.update(last)
             last.clear()
+        while self._started < len(self._bridge.reduce_buckets):
+            self._start_next()
+
+    def finish(self, last: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Start what is left, wait for all, and give the gradients of the home pieces by name; `last` as in `start`."""
+        self.start(last)
         self.settle()
         results, self._results = self._results, {}
         return results
@@ -255,7 +256,8 @@ class BucketRun:
         # A held but empty part arrives from nobody; gradients have a result of every name.
         self.wanted = dict.fromkeys(n for n, place in self.targets.items() if place.held or not required)
         self.needed_later = {*self.kept, *(name for name, *_ in self.copied), *self.moved}
-        self.stays = not self.messages and self.kept == set(bucket.names)
+        self.stays = not (self.messages or self.moved or self.copied)  # what is not kept is empty here
+        self._empty: tuple[torch.device, dict[str, Tensor]] | None = None
 
     def _own(self, name: str, move: TensorMove, rank: int) -> list[tuple[Cuts, Cuts]]:
         """List what this rank takes from itself: (cuts of the source, cuts of the target)."""
@@ -274,13 +276,30 @@ class BucketRun:
             message.meet(self.table, self.dtype.itemsize, on_host=on_host)
 
     def at_home(self, tensors: Mapping[str, Tensor | None], device: torch.device) -> AtHome:
-        """Return the tensors of a bucket that `stays`: all are where they are wanted."""
-        values = {name: self._value(name, tensors.get(name)) for name in self.sources}
+        """Return the tensors of a bucket that `stays`: all are where they are wanted.
+
+        Gradients are taken as they are: autograd gives them the shape and the dtype of the leaves that they are of.
+        """
+        values = {name: tensors.get(name) for name in self._stay}
+        if self.required:
+            values = {name: self._value(name, value) for name, value in values.items()}
         missing = [name for name, value in values.items() if value is None]
         if missing:
             arrivals = Arrivals(self.targets, self.dtype, device)
             values.update((name, arrivals.make(name).zero_()) for name in missing)
-        return AtHome({name: value for name, value in values.items() if name in self.wanted and value is not None})
+        return AtHome(self._nothing(device) | {name: value for name, value in values.items() if value is not None})
+
+    @cached_property
+    def _stay(self) -> list[str]:
+        """Return the names of what this rank has before and after."""
+        return [name for name in self.wanted if name in self.kept]
+
+    def _nothing(self, device: torch.device) -> dict[str, Tensor]:
+        """Return the empty results of what it does not have, the same ones each time."""
+        if self._empty is None or self._empty[0] != device:
+            arrivals = Arrivals(self.targets, self.dtype, device)
+            self._empty = device, {name: arrivals.make(name) for name in self.wanted if name not in self.kept}
+        return self._empty[1]
 
     @torch.no_grad()
     def start(

@@ -7,8 +7,9 @@ have one compute layout: a plan for devices that became slow often needs no new 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.plans.plan import Pipeline, Plan
 from hetu_fx.plans.schedule import cuts_backwards
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
-from hetu_fx.switching.home.ops import HomeTensor
+
+_local: Callable[[nn.Parameter], Tensor] = attrgetter("local")
+"""Returns this rank's piece of a home parameter."""
 
 
 def compute_layout(plan: Plan) -> Plan:
@@ -51,6 +54,7 @@ class Compute:
         self._sized_for: Bridge | None = None
         self._gathered: tuple[tuple[Bridge, tuple[int, ...]] | None, dict[str, Tensor]] = (None, {})
         self._held: list[Tensor] = []  # so that no other tensor gets the id of one of them
+        self._lasts_for: Bridge | None = None  # whose copies are the pieces that are held
         self._bridges: dict[tuple[BridgeEntry, ...], Bridge] = {}
         self._in_use: weakref.WeakSet[Bridge] = weakref.WeakSet()  # a step may hold one that is kept no more
 
@@ -62,15 +66,27 @@ class Compute:
     def gather(self, bridge: Bridge) -> dict[str, Tensor]:
         """Return this rank's compute parameters; collective unless home has not changed since the last call."""
         pieces = self._pieces()
+        is_known = self._lasts_for is bridge and len(pieces) == len(self._held)
+        if is_known and all(map(is_, pieces.values(), self._held)):
+            return dict(self._gathered[1])
         state = bridge, _state(bridge, pieces)
         if self._gathered[0] != state:
-            into, self._held = self._rewritable(bridge, pieces), list(pieces.values())
-            self._gathered = (None, {})  # before the new copies are made, so that there are never two of each
+            into = self._rewritable(bridge, pieces)
+            self.drop_copies()  # before the new ones are made, so that there are never two of each
+            self._held = list(pieces.values())
             with torch.inference_mode(False), torch.no_grad():  # a step that trains may read these copies, too
                 self._gathered = (state, bridge.gather(pieces, into))
+            self._lasts_for = bridge if bridge.shares(pieces) else None
             if self._sized_for is not bridge:
                 self._sized_for, self.sizes = bridge, None
         return dict(self._gathered[1])
+
+    def take_leaves(self, copies: Mapping[str, Tensor], trained: Collection[str]) -> dict[str, Tensor]:
+        """Return copies as leaves of a step's graph of autograd."""
+        return {name: copy.detach().requires_grad_(name in trained) for name, copy in copies.items()}
+
+    def give_back(self, leaves: dict[str, Tensor], copies: Mapping[str, Tensor], trained: Collection[str]) -> None:
+        """Let leaves go with their step, as code of the user's may have kept some, or hung hooks on them."""
 
     def _rewritable(self, bridge: Bridge, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the copies that new ones may be written to: of the same bridge, and of no step that awaits a backward.
@@ -137,7 +153,7 @@ class Compute:
 
     def drop_copies(self) -> None:
         """Forget the copies of the parameters; the next run gathers them again."""
-        self._gathered, self._held = (None, {}), []
+        self._gathered, self._held, self._lasts_for = (None, {}), [], None
 
     def drop(self) -> None:
         """Forget everything; the next run makes it again. Steps whose backward is to come keep what they need."""
@@ -146,7 +162,7 @@ class Compute:
         self._sized_for, self.sizes = None, None
 
     def _pieces(self) -> dict[str, Tensor]:
-        return {name: _local_of(home) for name, home in self.homes.items()}
+        return dict(zip(self.homes, map(_local, self.homes.values()), strict=True))
 
 
 def bytes_besides(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> int:
@@ -160,9 +176,3 @@ def _state(bridge: Bridge, pieces: Mapping[str, Tensor]) -> tuple[int, ...]:
     """Return numbers that change when a gather brings something else: with every write, unless it shares the pieces."""
     tell = id if bridge.shares(pieces) else version
     return tuple(map(tell, pieces.values()))
-
-
-def _local_of(home: nn.Parameter) -> Tensor:
-    """Return this rank's piece of a home parameter."""
-    assert isinstance(home, HomeTensor)
-    return home.local

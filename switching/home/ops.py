@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -262,6 +263,9 @@ FIND_HANDLER[:] = [_find_handler]
 _admit_to_foreach()
 
 
+_layout = attrgetter("home_layout")
+
+
 def layout_of(home: nn.Parameter) -> Any:
     """Return the layout of a home parameter (a HomeTensor that torch's type hints call a Parameter)."""
     assert isinstance(home, HomeTensor)
@@ -270,4 +274,5 @@ def layout_of(home: nn.Parameter) -> Any:
 
 def as_home(pieces: Mapping[str, torch.Tensor], homes: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
     """Wrap pieces of gradients, which fit, in the layouts of their parameters."""
-    return {name: wrap(piece, layout_of(homes[name])) for name, piece in pieces.items()}
+    wrapped = map(wrap, pieces.values(), map(_layout, map(homes.__getitem__, pieces)))
+    return dict(zip(pieces, wrapped, strict=True))

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from hetu_fx.switching.home import list_steps
 from hetu_fx.switching.home.journal import Rates, journal
 from hetu_fx.switching.home.parameters import cut_optimizer_state
 from hetu_fx.switching.home.tensor import HomeTensor
@@ -52,6 +53,7 @@ def _begin(optimizer: Optimizer, *_: object) -> None:
         optimizer.register_load_state_dict_post_hook(cut_optimizer_state)
         cut_optimizer_state(optimizer)
     journal().begin_step(rates_of(optimizer) if has_homes else None)
+    list_steps.begin_step(optimizer)
 
 
 def _parameters(optimizer: Optimizer) -> Iterable[Any]:
@@ -59,6 +61,7 @@ def _parameters(optimizer: Optimizer) -> Iterable[Any]:
 
 
 def _end(*_: object) -> None:
+    list_steps.end_step()
     journal().end_step()
 
 

@@ -8,6 +8,7 @@ cut again). Import it from `hetu_fx.switching.home.ops`, which fills the table.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import add, attrgetter, sub
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -190,13 +191,15 @@ class HomeTensor(AsksForWhole):
         raise StateError(f"rank {layout.rank} has no chunk at {offset} of {layout.annotation}")
 
 
+_local: Callable[[HomeTensor], torch.Tensor] = attrgetter("local")
 _SET_DATA: Callable[[torch.Tensor, torch.Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def wrap(local: torch.Tensor, layout: HomeLayout, requires_grad: bool = False) -> HomeTensor:
     """Wrap a piece that is known to fit its layout."""
+    # Strides, offset and memory format are those of such a shape; by position, as names take longer than the rest.
     home: HomeTensor = make_wrapper_subclass(
-        HomeTensor, layout.shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
+        HomeTensor, layout.shape, None, None, None, local.dtype, torch.strided, local.device, False, requires_grad
     )
     home.local = local
     home.home_layout = layout
@@ -231,6 +234,29 @@ def undisturbed(read: Callable[[], T]) -> T | None:
     before = _writes
     found = None if _writing else read()
     return found if before == _writes else None
+
+
+class PiecesWritten:
+    """Home tensors whose pieces kernels are given as plain tensors: from when this is made to its `end`."""
+
+    def __init__(self, lists: Sequence[Sequence[HomeTensor]]) -> None:
+        global _writes
+        _writes += 1
+        _writing.append(self)
+        self._homes = lists
+        self.pieces = [list(map(_local, homes)) for homes in lists]
+        self._before = [list(map(version, pieces)) for pieces in self.pieces]
+
+    def end(self) -> None:
+        """Count what was written to pieces in the versions of their home tensors, as any other write."""
+        _writing.remove(self)
+        for homes, pieces, before in zip(self._homes, self.pieces, self._before, strict=True):
+            counts = list(map(sub, map(version, pieces), before))
+            if len(set(counts)) == 1:  # as kernels write whole lists
+                for _ in range(counts[0]):
+                    increment_version(homes)
+            else:
+                set_versions(tuple(homes), tuple(map(add, map(version, homes), counts)))
 
 
 def awaited(like: HomeTensor, wait: Callable[[], None]) -> HomeTensor:

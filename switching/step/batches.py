@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import BatchError
 from hetu_fx.graph.bind import Batch, GivenBatch
 from hetu_fx.plans.plan import Plan
+from hetu_fx.program.captured import Match
 from hetu_fx.program.captures import Programs
 from hetu_fx.program.program import Bindings, Program
 from hetu_fx.switching.step.rows import RowPlan, cut_rows, rows_for_pipeline
@@ -85,11 +86,22 @@ def read_batch(batch: Batch, programs: Programs, training: bool, *, shared: bool
     given = GivenBatch.of(batch)
     given.check_no_objects()
     match = programs.match(given, training)
+    tensors, needing = match.tensors, needing_gradients(match.tensors, match.program.row_inputs)
+    facts: LocalFacts | None = match.notes.get("facts")
+    if facts is None or needing or facts.sizes_may_differ is shared:
+        facts = _facts(match, programs, needing, shared=shared)
+        if not needing and not facts.values:
+            match.notes["facts"] = facts
+    elif match.program.prologue.reads_values:
+        facts = replace(facts, counts=_counts(match.program, tensors, match.rows))
+    return ReadBatch(match.program, tensors, facts, match.bindings)
+
+
+def _facts(match: Match, programs: Programs, needing: Mapping[str, Tensor], *, shared: bool) -> LocalFacts:
     program, tensors = match.program, match.tensors
     sizes = sizes_besides_rows(tensors, program.row_inputs)
     values = {f"input {name!r}": float(tensor.detach()) for name, tensor in tensors.items() if tensor.dim() == 0}
-    needing = needing_gradients(tensors, program.row_inputs)
-    facts = LocalFacts(
+    return LocalFacts(
         rows=match.rows,
         signature=f"{match.signature}, graph {program.fingerprint}{_told(needing)}",
         sizes=tuple(sizes.values()),
@@ -101,7 +113,6 @@ def read_batch(batch: Batch, programs: Programs, training: bool, *, shared: bool
         value_names=tuple(values),
         state=lambda: programs.facts(program),
     )
-    return ReadBatch(program, tensors, facts, match.bindings)
 
 
 def needing_gradients(tensors: Mapping[str, Tensor], row_inputs: Collection[str]) -> dict[str, Tensor]:

@@ -120,8 +120,9 @@ def _put(
     """
     hooks, accumulated = map(gradient_hooks, parameters), are_accumulated(nodes)
     for number, (parameter, hooked, is_added) in enumerate(zip(parameters, hooks, accumulated, strict=True)):
-        if is_added and gradients[number] is not None and not any(hooked) and parameter.grad is None:
-            parameter.grad, gradients[number] = gradients[number], None
+        if is_added and gradients[number] is not None and not any(hooked) and parameter.is_leaf:
+            if parameter.grad is None:
+                parameter.grad, gradients[number] = gradients[number], None
     return gradients
 
 

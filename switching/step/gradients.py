@@ -65,17 +65,18 @@ class Collector:
         self.bridge, self.homes, self.kept, self.timer = bridge, variant.homes, variant.kept_back, inputs.timer
         self.host = inputs.host
         self.trained = variant.trained
-        self.leaves = {name: t.detach().requires_grad_(name in variant.trained) for name, t in compute.items()}
+        self._compute, self._copies = variant.compute, compute
+        self.leaves = variant.compute.take_leaves(compute, variant.trained)
         trained_here = self.leaves.keys() & variant.trained
         self._syncs, self._trained_here = inputs.syncs_gradients, trained_here
         self._reduction = self._begun()
         self.ran_ahead, self._loss_gradient, self._overlaps = ran_ahead, loss_gradient, overlaps
         self._used_anywhere, self._handed_on = used, set[str]()
         self.run_again: RunAgain | None = None
+        self._has_hooks = False
         self.kept.settle()
         self.kept.begun.add(self)
-        self._readers = variant.compute.readers
-        self._readers.add(self)
+        self._compute.readers.add(self)
 
     def _begun(self) -> Reduction | None:
         return Reduction(self.bridge, self._trained_here) if self._syncs else None
@@ -125,7 +126,9 @@ class Collector:
             assert collector is not None, "the boundary keeps the collector until backward has run"
             collector._arrived(name, leaf)
 
-        for name in self._trained_here & self.bridge.early:
+        early = self._trained_here & self.bridge.early
+        self._has_hooks = bool(early)
+        for name in early:
             self.leaves[name].register_post_accumulate_grad_hook(partial(arrived, name))
 
     def ran(self) -> None:
@@ -137,10 +140,13 @@ class Collector:
         if not self._may_travel:
             return
         assert self._reduction is not None
-        for name, leaf in self.leaves.items():
-            if leaf.grad is not None:
-                self._arrived(name, leaf)
-        self._reduction.start()
+        left = self._left()
+        self._handed_on.update(left)
+        if not self._sums_first:
+            self._multiply(list(left.values()))
+        for name in self.kept.local.keys() & left.keys():
+            left[name] = self.kept.local.pop(name).add_(left[name])
+        self._reduction.start(left)
         self.kept.under_way = self._reduction
 
     def _arrived(self, name: str, leaf: Tensor) -> None:
@@ -163,7 +169,7 @@ class Collector:
         self.timer.stop()
         self.kept.begun.discard(self)
         if not goes_on:
-            self._readers.discard(self)
+            self._compute.readers.discard(self)
         if self.bridge.is_outdated:
             self.refuse(
                 "the parameters' home has changed between this step's forward and its backward; change it between "
@@ -173,14 +179,22 @@ class Collector:
             for leaf in self.leaves.values():
                 leaf.grad = None
             self.run_again(self._loss_gradient.ran_again())
-        left = {name: leaf.grad for name, leaf in self.leaves.items() if leaf.grad is not None}
-        for leaf in self.leaves.values():
-            leaf.grad = None
-        home = self._brought_home(left)
+        home = self._brought_home(self._left())
         if goes_on:
             self._reduction = self._begun()
             self._handed_on.clear()
+        elif not self._has_hooks:
+            self._compute.give_back(self.leaves, self._copies, self.trained)
         return home
+
+    def _left(self) -> dict[str, Tensor]:
+        """Take the gradients that have not been handed on out of the leaves."""
+        left = {}
+        for name, leaf in self.leaves.items():
+            gradient = leaf.grad
+            if gradient is not None:
+                left[name], leaf.grad = gradient, None
+        return left
 
     def _brought_home(self, left: dict[str, Tensor]) -> dict[str, Tensor]:
         """Hand on the gradients that have not been yet, and wait for all; empty if they are kept back."""

@@ -96,8 +96,11 @@ def rows_for_pipeline(
 
 
 def cut_rows(tensors: Mapping[str, Tensor], interval: range) -> dict[str, Tensor]:
-    """Return the rows of an interval, as views."""
-    return {name: tensor[interval.start : interval.stop] for name, tensor in tensors.items()}
+    """Return the rows of an interval, as views; all of them as they are."""
+    return {
+        name: tensor if interval == range(tensor.shape[0]) else tensor[interval.start : interval.stop]
+        for name, tensor in tensors.items()
+    }
 
 
 @lru_cache(maxsize=256)

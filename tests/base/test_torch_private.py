@@ -144,6 +144,7 @@ def examples() -> Mapping[str, Any]:
         "_flat_weight_refs": nn.GRU(2, 2),
         "_flat_weights": nn.GRU(2, 2),
         "_foreach_supported_types": optimizer,
+        "_group_tensors_by_device_and_dtype": optimizer.Optimizer,
         "_boxed_call": make_boxed_func(print),
         "_set_replacement": ShapeEnv,
         "_underlying_non_prefix_store": torch._C._distributed_c10d.PrefixStore,

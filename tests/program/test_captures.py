@@ -122,6 +122,45 @@ def test_a_form_is_captured_once_for_each_mode(programs: tuple[Programs, list[bo
     assert captured == [True, False]
 
 
+def test_a_batch_like_the_last_one_keeps_its_form_until_the_model_or_what_surrounds_it_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    programs, batch = Programs(Summing(), None), {"x": torch.ones(2, 3)}
+    forms: list[str] = []
+    form = programs._form
+    monkeypatch.setattr(programs, "_form", lambda *args: [forms.append(form(*args)), forms[-1]][1])
+    first = programs.match(GivenBatch.of(batch), True)
+    again = programs.match(GivenBatch.of({"x": torch.zeros(2, 3)}), True)
+    assert (len(forms), again.program, again.signature) == (1, first.program, first.signature)
+    assert not again.tensors["x"].any()
+    programs.match(GivenBatch.of({"x": torch.ones(5, 3)}), True)
+    programs.match(GivenBatch.of({"x": torch.ones(5, 3, dtype=torch.float64)}), True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        programs.match(GivenBatch.of(batch), True)
+    programs.match(GivenBatch.of(batch), False)
+    assert len(forms) == 5
+    before = programs.match(GivenBatch.of(batch), True)
+    programs.model.layer.weight.requires_grad_(False)
+    assert programs.match(GivenBatch.of(batch), True).signature != before.signature
+
+
+def test_plain_values_are_told_apart_each_time() -> None:
+    programs, x = Programs(Summing(), None), torch.ones(2, 3)
+    found = [programs.match(GivenBatch.of({"x": x, "scale": scale}), True).signature for scale in (1, True, 1.0, 1)]
+    assert len(set(found)) == 3
+    assert found[0] == found[3]
+
+
+def test_what_was_matched_last_is_not_kept() -> None:
+    programs = Programs(Summing(), None)
+    x = torch.ones(2, 3)
+    programs.match(GivenBatch.of({"x": x}), True)
+    kept = weakref.ref(x)
+    del x
+    gc.collect()
+    assert kept() is None
+
+
 def test_asking_for_the_training_program_before_there_is_one_says_what_to_do() -> None:
     with pytest.raises(StateError, match="run a training batch first"):
         _ = Programs(Summing(), None).training

@@ -135,6 +135,9 @@ def _input_only_nodes(graph: Graph) -> set[fx.Node]:
     return found
 
 
+_SIZE = torch.ops.aten.sym_size.int
+
+
 @dataclass(frozen=True, eq=False)
 class Prologue:
     """Computes the local counts of some rows.
@@ -143,11 +146,13 @@ class Prologue:
         inputs: names of the inputs it reads.
         constants: values of the constants it reads.
         compute: takes the device, inputs there, then constants, and returns the counts.
+        reads_values: counts depend on the values of inputs, not only on their sizes.
     """
 
     inputs: tuple[str, ...]
     constants: tuple[Tensor, ...]
     compute: Callable[..., tuple[Tensor, ...]]
+    reads_values: bool = True
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> tuple[float, ...]:
         """Return the counts of the rows in `inputs`, in the order of the graph's COUNT leaves."""
@@ -182,4 +187,5 @@ def extract_prologue(graph: Graph) -> Prologue:
         placed = dict(zip(order, values, strict=True))
         return tuple(module_at(device).forward(*(placed[index] for index in range(len(used)))))
 
-    return Prologue(inputs, constants, compute)
+    users = {user for leaf in used if leaf.kind is LeafKind.INPUT for user in leaf.node.users}
+    return Prologue(inputs, constants, compute, reads_values=any(user.target is not _SIZE for user in users))

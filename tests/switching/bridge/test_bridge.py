@@ -96,6 +96,17 @@ def test_alone_everything_is_shared_and_misfits_are_refused() -> None:
         bridge.gather({"w": piece.t()})
 
 
+def test_gradients_that_stay_are_taken_as_they_are_and_those_of_others_are_empty() -> None:
+    here, there = Annotation.on((0,)), Annotation.on((1,))
+    entries = [entry("mine", here, here, here), entry("theirs", there, there, there)]
+    bridge, gradient = Bridge(entries, GroupTable.dry(0, 2)), torch.randn(8, 6)
+    first, again = (bridge.reduce({"mine": given}) for given in (gradient, None))
+    assert first["mine"] is gradient
+    assert torch.equal(again["mine"], torch.zeros(8, 6))
+    assert first["theirs"].shape == home_layout(there, (8, 6), 0, 2).local_shape
+    assert again["theirs"] is first["theirs"]
+
+
 def test_what_is_shared_is_gathered_once_and_again_only_when_a_piece_is_another_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

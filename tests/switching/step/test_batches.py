@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from hetu_fx.errors import BatchError
 from hetu_fx.program.batch import batch_of
@@ -35,6 +36,29 @@ def test_facts_are_rows_lengths_sizes_and_counts(programs: Programs) -> None:
         "dim 1 of input 'labels'": 9,
     }
     assert facts.counts == (3 * 8 - 4,)  # labels are shifted by one token
+
+
+def test_counts_are_those_of_each_batch(programs: Programs) -> None:
+    ids = torch.ones(3, 9, dtype=torch.long)
+    found = [read(programs, input_ids=ids, labels=torch.full((3, 9), label)).facts for label in (1, -100, 1)]
+    assert [facts.counts for facts in found] == [(3 * 8,), (0,), (3 * 8,)]
+    assert len({facts.signature for facts in found}) == 1
+
+
+def test_a_batch_like_the_last_one_is_read_as_any_other(programs: Programs) -> None:
+    first, again = (read(programs, **SAMPLES["llama"].batch(5, 9)) for _ in range(2))
+    assert (first.facts, first.bindings, first.program) == (again.facts, again.bindings, again.program)
+    shorter = read(programs, **SAMPLES["llama"].batch(5, 8))
+    assert (shorter.facts.longest, shorter.facts.sizes) == (8, (8, 8))
+    assert read(programs, **SAMPLES["llama"].batch(4, 9)).facts.rows == 4
+
+
+def test_an_input_that_needs_a_gradient_is_told_each_time() -> None:
+    programs = Programs(nn.Linear(3, 2), None)
+    for needs in (False, True, True, False):
+        batch = read(programs, torch.ones(2, 3, requires_grad=needs))
+        assert ("gradients of ['input']" in batch.facts.signature) is needs
+        assert list(batch.needing) == ["input"] * needs
 
 
 def test_a_tensor_of_no_dim_is_a_number_that_all_ranks_must_bring(programs: Programs) -> None:

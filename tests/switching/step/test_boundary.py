@@ -78,3 +78,13 @@ def test_hooks_of_parameters_see_each_gradient_once() -> None:
             model(x).pow(2).sum().backward()
     assert len(seen[1]) == 2
     assert seen[1] == pytest.approx(seen[0])
+
+
+def test_gradients_of_parameters_that_were_computed_go_on_to_those_that_they_are_computed_from() -> None:
+    plain, parallel, x = pair()
+    for model in (plain, parallel):
+        halves = {name: parameter * 0.5 for name, parameter in model.named_parameters()}
+        made: Tensor = torch.func.functional_call(model, halves, (x,))
+        made.pow(2).sum().backward()
+    for one, other in zip(parallel.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(one.grad), other.grad)

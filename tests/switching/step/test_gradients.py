@@ -30,12 +30,72 @@ def leaf_of(loss: torch.Tensor) -> torch.Tensor:
     raise AssertionError("no leaf")
 
 
-def test_parameters_of_a_step_go_with_its_loss() -> None:
+def plain_of(model: nn.Module) -> nn.Linear:
+    """Make a plain module of the same values."""
+    plain = nn.Linear(4, 3)
+    plain.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
+    return plain
+
+
+def test_leaves_of_a_step_that_is_over_are_those_of_the_next() -> None:
+    model, batch = parallel()
+    loss = model(*batch).loss
+    leaf = leaf_of(loss)
+    loss.backward()
+    again = model(*batch).loss
+    assert leaf_of(again) is leaf
+    assert leaf.grad is None
+
+
+def test_steps_at_once_have_leaves_of_their_own() -> None:
+    model, batch = parallel()
+    model(*batch).loss.backward()
+    model.zero_grad()
+    losses = [model(*batch).loss for _ in range(2)]
+    assert leaf_of(losses[0]) is not leaf_of(losses[1])
+    (losses[0] + 3 * losses[1]).backward()
+    plain = plain_of(model)
+    (4 * plain(*batch).pow(2).mean()).backward()
+    assert torch.allclose(model.weight.grad.full_tensor(), plain.weight.grad)
+
+
+def test_a_step_that_may_be_repeated_keeps_its_leaves() -> None:
+    model, batch = parallel()
+    loss = model(*batch).loss
+    loss.backward(retain_graph=True)
+    other = model(*batch).loss
+    assert leaf_of(other) is not leaf_of(loss)
+    loss.backward()
+    plain = plain_of(model)
+    (2 * plain(*batch).pow(2).mean()).backward()
+    assert torch.allclose(model.weight.grad.full_tensor(), plain.weight.grad)
+
+
+def test_other_parameters_of_before_and_frozen_ones_have_leaves_of_their_own() -> None:
+    model, batch = parallel()
+    loss = model(*batch).loss
+    leaf = leaf_of(loss)
+    loss.backward()
+    model.weight.data = torch.ones(3, 4)
+    loss = model(*batch).loss
+    assert leaf_of(loss) is not leaf
+    loss.backward()
+    model.bias.requires_grad_(False)
+    model.zero_grad()
+    model(*batch).loss.backward()
+    assert model.bias.grad is None
+    assert model.weight.grad is not None
+
+
+def test_leaves_go_with_the_copies_of_the_parameters_that_they_share_their_memory_with() -> None:
     model, batch = parallel()
     loss = model(*batch).loss
     leaf = weakref.ref(leaf_of(loss))
     loss.backward()
     del loss
+    assert leaf() is not None
+    runtime = model.hetu._runtime
+    runtime.variants[runtime.current].compute.drop_copies()
     assert leaf() is None
 
 

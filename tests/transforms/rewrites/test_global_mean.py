@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -200,3 +201,16 @@ def test_counts_are_outputs_in_the_order_of_their_leaves() -> None:
     names = [leaf.name for leaf, _ in graph.outputs_of(OutputKind.COUNT)]
     assert names == [leaf.name for leaf in graph.leaves_of(LeafKind.COUNT)]
     assert "count_rows" in names
+
+
+def test_counts_of_sizes_alone_are_told_from_those_of_values() -> None:
+    class Labelled(nn.Module):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(x, labels)
+
+    def prologue_of(model: nn.Module, **batch: torch.Tensor) -> Any:
+        return extract_prologue(GlobalMean()(capture(model, batch)))
+
+    squared = Head(lambda made, y: (made - y).pow(2).mean())
+    assert not prologue_of(squared, x=torch.randn(4, 6), y=torch.randn(4, 5)).reads_values
+    assert prologue_of(Labelled(), x=torch.randn(6, 3), labels=torch.zeros(6, dtype=torch.long)).reads_values

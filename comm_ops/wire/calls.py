@@ -1,23 +1,22 @@
 """What this process does, for a message to the others: its calls of a parallel model, and where it is now.
 
 Where it is stands on the stack of the thread that called: nothing is noted on the way into a call but its name, its
-place in the user's own code, and the time. Another thread's stack is read by `faulthandler`, in one go: its frames must
-not be walked one by one, as it may go on in between, and python 3.11 then gives frames that are freed already.
+place in the user's own code, and the time. Another thread's stack is read in one go (`_frames`).
 """
 
 from __future__ import annotations
 
-import faulthandler
 import linecache
 import os
-import re
 import sys
 import sysconfig
-import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import accumulate, chain, repeat
+from operator import call, methodcaller
 from time import perf_counter
 from types import FrameType, TracebackType
 
@@ -27,8 +26,7 @@ _OURS = "hetu_fx"
 _STARTERS = ("launch", "cli", "emulate", "demo")  # packages of ours that run scripts, further out
 _ENGINE = "_engine_run_backward"  # of torch.autograd.graph: its callers wait in it for a backward
 _SHOWN_CHARACTERS = 80
-_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
-_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_MOST_FRAMES = 1000
 
 
 @dataclass(slots=True)
@@ -76,7 +74,7 @@ class Whereabouts:
 def whereabouts() -> Whereabouts:
     """Tell where the thread is that calls parallel models; from any thread."""
     thread = last.thread or threading.main_thread().ident
-    return _whereabouts(_stacks().get(thread or 0, []))
+    return _whereabouts([_line(frame) for frame in _frames(thread)])
 
 
 def place_of(error: BaseException | None) -> str:
@@ -117,13 +115,6 @@ class Line:
 Stack = list[Line]  # the innermost first
 
 
-def _stack(frame: FrameType | None) -> Iterator[Line]:
-    """Yield the lines of this thread's own stack."""
-    while frame is not None:
-        yield Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        frame = frame.f_back
-
-
 def _trace(trace: TracebackType | None) -> Iterator[Line]:
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -131,20 +122,23 @@ def _trace(trace: TracebackType | None) -> Iterator[Line]:
         trace = trace.tb_next
 
 
-def _stacks() -> dict[int, Stack]:
-    """Return the stacks of all threads, of each the innermost hundred lines."""
-    with open(os.memfd_create("stacks"), "w+b") if sys.platform == "linux" else tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        text = file.read().decode(errors="replace")
-    stacks: dict[int, Stack] = {}
-    stack: Stack = []
-    for told in text.splitlines():
-        if thread := _THREAD.match(told):
-            stack = stacks[int(thread[1], 16)] = []
-        elif frame := _FRAME.match(told):
-            stack.append(Line(frame[1], int(frame[2]), frame[3]))
-    return stacks
+def _line(frame: FrameType) -> Line:
+    # No number where the frame stands before its first line.
+    return Line(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name)
+
+
+def _frames(thread: int | None) -> list[FrameType]:
+    """Return the frames of a thread, the innermost first; none where it has ended.
+
+    They are found inside one call of a function in C, during which no other thread runs: were they walked one by one,
+    the thread could go on in between, and python 3.11 would then give frames that are freed already. `faulthandler`
+    reads stacks in one go too, but of threads as well that a library in C++ is just beginning: it has ended processes.
+    """
+    innermost = map(methodcaller("get", thread), map(call, (sys._current_frames,)))
+    frames: list[FrameType] = []
+    with suppress(AttributeError):  # of the None that the outermost leads to
+        frames.extend(accumulate(chain(innermost, repeat("f_back", _MOST_FRAMES)), getattr))
+    return [frame for frame in frames if frame is not None]
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 from types import ModuleType
@@ -67,3 +68,33 @@ def test_packages_that_import_their_parts_late_are_not_asked(monkeypatch: pytest
     before = set(sys.modules)
     assert calls._our_folders.__wrapped__() == calls._our_folders()
     assert set(sys.modules) == before
+
+
+def test_a_stack_is_read_while_its_frames_come_and_go_and_a_library_begins_threads() -> None:
+    # With `faulthandler` in its place, this has ended the process within seconds on an idle machine.
+    library = ctypes.CDLL(None)
+    begin = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None)
+    over = threading.Event()
+
+    def begin_threads() -> None:
+        while not over.is_set():
+            thread = ctypes.c_ulong()
+            assert library.pthread_create(ctypes.byref(thread), None, begin, None) == 0
+            assert library.pthread_join(thread, None) == 0
+
+    def recurse(depth: int) -> int:
+        return recurse(depth - 1) if depth else sum(x for x in range(3))
+
+    def go_up_and_down() -> None:
+        while not over.is_set():
+            recurse(50)
+
+    threads = [threading.Thread(target=work) for work in (begin_threads, go_up_and_down)]
+    for thread in threads:
+        thread.start()
+    functions = {frame.f_code.co_name for _ in range(2000) for frame in calls._frames(threads[1].ident)}
+    over.set()
+    for thread in threads:
+        thread.join(60)
+    assert functions >= {"recurse", "go_up_and_down", "_bootstrap"}
+    assert calls._frames(threads[1].ident) == []

@@ -7,12 +7,12 @@ Names are imported when first used, so that tools which need no torch start fast
 
 from __future__ import annotations
 
-import gc
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hetu_fx.base.frameworks import offer
+from hetu_fx.base.garbage import without_collections
 from hetu_fx.base.imports import import_after
 from hetu_fx.export.known_ops import know_ops_in_time
 
@@ -92,13 +92,8 @@ def __getattr__(name: str) -> Any:
 
 def _imported(module: str) -> ModuleType:
     """Import a module without looking for garbage: there is none, and to import torch takes a sixth longer with it."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
+    with without_collections():
         return import_module(module)
-    finally:
-        if before:
-            gc.enable()
 
 
 def __dir__() -> list[str]:

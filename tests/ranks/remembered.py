@@ -28,7 +28,7 @@ from hetu_fx.graph.example import make_example
 from hetu_fx.graph.graph import Graph
 from hetu_fx.program import tracer
 from hetu_fx.program.batch import form_of
-from hetu_fx.program.contents import PLAIN, frozen
+from hetu_fx.program.contents import PLAIN, Memory, frozen
 from hetu_fx.program.program import Program
 from hetu_fx.program.structure import Structure
 from hetu_fx.program.tracer import Tracer
@@ -74,6 +74,8 @@ def key_of(it: Tracer, batch: Batch, training: bool) -> Any:
     sizes = tuple((name, tuple(tensor.shape)) for name, tensor in given.tensors.items())
     if any(is_elsewhere(parameter.device) for parameter in it.model.parameters()):
         return None
+    if any("forward" in vars(module) for module in it.model.modules()):  # what it reads comes on top
+        return None
     return *facts.items(), sizes, form_of(given, training), it.loss_fn, repr(it.overrides), Tensor.float
 
 
@@ -109,6 +111,8 @@ def content(value: Any) -> Any:
             return content(value.__func__), content(value.__self__)
         case Tensor():
             return value.dtype, str(value.device), repr(value.tolist())
+        case Memory():
+            return value
         case _ if isinstance(value, PLAIN):
             return type(value), repr(value)
         case _ if isinstance(value, nn.Module) or _is_config(value):  # so have their attributes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 from collections.abc import Callable
 from typing import Any
 
@@ -116,3 +117,26 @@ def test_buffers_stay_as_they_are(programs: Any) -> None:
     programs(model)
     assert int(model.norm.num_batches_tracked) == 0
     assert not model.norm.running_mean.any()
+
+
+class Scaled(nn.Module):
+    """Reads a number in an array, which may change in place."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.layer, self.array = nn.Linear(4, 4), array.array("d", [number])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) * self.array[0]).sum()
+
+
+def test_what_arrays_hold_counts(programs: Any) -> None:
+    assert [programs(Scaled(number))[1] for number in (2.0, 2.0, 3.0)] == [1, 1, 2]
+
+
+def test_a_model_of_which_a_submodule_has_another_forward_is_captured(programs: Any) -> None:
+    programs(Net(2.0))
+    model = Net(2.0)
+    before = model.norm.forward
+    model.norm.forward = lambda x: before(x) * 0.5
+    assert programs(model)[1] == 2

@@ -92,7 +92,10 @@ def test_a_stack_is_read_while_its_frames_come_and_go_and_a_library_begins_threa
     threads = [threading.Thread(target=work) for work in (begin_threads, go_up_and_down)]
     for thread in threads:
         thread.start()
-    functions = {frame.f_code.co_name for _ in range(2000) for frame in calls._frames(threads[1].ident)}
+    functions, looks = set[str](), 0
+    while looks < 2000 or (looks < 1_000_000 and "recurse" not in functions):
+        functions.update(frame.f_code.co_name for frame in calls._frames(threads[1].ident))
+        looks += 1
     over.set()
     for thread in threads:
         thread.join(60)

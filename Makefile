@@ -20,7 +20,8 @@ TORCH ?= torch>=2.11,<2.14
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
-PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q
+# Tests start hundreds of processes, which take half a second longer where compiled files may not be kept.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q
 LINKED := comm_ops transforms switching integrations
 
 .PHONY: setup test parity lint docs demo clean

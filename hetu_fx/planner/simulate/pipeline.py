@@ -14,7 +14,7 @@ from hetu_fx.planner.price.stage import StageCosts, compute_lines, stage_costs
 from hetu_fx.planner.values.footprint import StageFootprint
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.plans.plan import Pipeline, Plan, micro_batch_rows, pipeline_rows
+from hetu_fx.plans.plan import Pipeline, Plan
 from hetu_fx.plans.schedule import Phase
 
 
@@ -35,13 +35,15 @@ class PipelineLane:
     seen: tuple[tuple[float, float], ...]
 
     @classmethod
-    def of(cls, plan: Plan, number: int, program: ProgramCosts, cluster: Cluster) -> PipelineLane:
-        """Return a pipeline of a plan, by its number. Raises `PlanError` where it does not fit the program."""
+    def of(cls, plan: Plan, number: int, rows: int, program: ProgramCosts, cluster: Cluster) -> PipelineLane:
+        """Return a pipeline of a plan, by its number, whose largest micro-batch has so many rows.
+
+        Raises `PlanError` where it does not fit the program.
+        """
         pipeline = plan.pipelines[number]
         parts = pipeline.dealt(plan.chunks, program.num_blocks)
         costs = stage_costs(parts, program, cluster)
-        rows = max(1, micro_batch_rows(pipeline_rows(program.rows, plan)[number], pipeline.micro_batches)[0])
-        seen = tuple(seen_shares(one, rows, plan.schedule, cluster) for one in costs)
+        seen = tuple(seen_shares(one, max(1, rows), plan.schedule, cluster) for one in costs)
         return cls(pipeline, parts, stops_of(parts, program.num_blocks), costs, program, cluster, seen)
 
     @property

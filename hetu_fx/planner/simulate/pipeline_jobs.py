@@ -60,7 +60,7 @@ class PipelineJobs:
     made: dict[tuple[int, int], int] = field(default_factory=dict)
     last: dict[int, tuple[int, ...]] = field(default_factory=dict)
     sent: Held = field(default_factory=dict)
-    _done: dict[_Done, int] = field(default_factory=dict)
+    _done: dict[_Done, tuple[int, Action]] = field(default_factory=dict)  # the job that did it, and its entry
 
     def run(self, schedule: Schedule) -> None:
         """Add everything."""
@@ -71,8 +71,7 @@ class PipelineJobs:
         self._rows = orders_of(schedule, self.lane.num_stages, len(self.rows), self.lane.chunks)
         self._ended: list[list[int]] = [[] for _ in stages]  # the last job of every entry of a stage
         leave = departures if self.lane.sends_itself else at_once
-        calls = [leave(self._rows, stage).items() for stage in stages]
-        self._leaves = [{(one.passage, target): call for (one, target), call in made} for made in calls]
+        self._leaves = [leave(self._rows, stage) for stage in stages]
         while any(len(ended) < len(row) for ended, row in zip(self._ended, self._rows, strict=True)):
             before = sum(map(len, self._ended))
             for stage in stages:
@@ -106,17 +105,17 @@ class PipelineJobs:
         needed = self._input(stage, entry)
         if needed is None:
             return True
-        calls = self._calls(needed, self._part(stage, entry))
-        return needed in self._done and len(self._ended[self._stage(needed)]) >= calls
+        if needed not in self._done:
+            return False
+        return len(self._ended[self._stage(needed)]) >= self._calls(needed, self._part(stage, entry))
 
     def _stage(self, done: _Done) -> int:
         return done[2] % self.lane.num_stages
 
     def _calls(self, needed: _Done, target: int) -> int:
         """Return after how many entries of its stage something leaves for another part."""
-        direction, micro_batch, part = needed
-        passage = direction, micro_batch, part // self.lane.num_stages
-        return self._leaves[self._stage(needed)].get((passage, target), 0)
+        _, maker = self._done[needed]
+        return self._leaves[self._stage(needed)].get((maker, target), 0)
 
     def _input(self, stage: int, entry: Action) -> _Done | None:
         """Return what an entry's input comes from; None where it needs no other."""
@@ -150,7 +149,7 @@ class PipelineJobs:
                 self.made[part, bucket] = job
         self.last[stage] = after
         self._ended[stage].append(after[0])
-        self._done[entry.phase.direction, entry.micro_batch, part] = after[0]
+        self._done[entry.phase.direction, entry.micro_batch, part] = after[0], entry
 
     @once
     def _work(self, part: int, phase: Phase, rows: int) -> Task:
@@ -186,7 +185,7 @@ class PipelineJobs:
         if needed is None:
             return own
         *_, source = needed
-        made, calls = self._done[needed], self._calls(needed, part)
+        (made, _), calls = self._done[needed], self._calls(needed, part)
         if source == part:
             return (*own, made)
         leaves = self._ended[self._stage(needed)][calls - 1] if calls else made

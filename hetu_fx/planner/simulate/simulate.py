@@ -94,7 +94,10 @@ class _StepJobs:
         self.jobs = Jobs(cluster)
         count = len(plan.pipelines)
         self.like = fold.like if fold else tuple(range(count))
-        self.lanes = {i: PipelineLane.of(plan, i, self.costs, cluster) for i in dict.fromkeys(self.like)}
+        self._rows = split_rows(self.costs.rows, plan)
+        self.lanes = {
+            i: PipelineLane.of(plan, i, self._rows[i][0], self.costs, cluster) for i in dict.fromkeys(self.like)
+        }
         self.buckets = buckets(costs, [lane.stops for lane in self.lanes.values()])
 
     @cached_property
@@ -120,10 +123,9 @@ class _StepJobs:
 
     def _add(self) -> None:
         gathered = self._prepare(self._meet(self._gather()))
-        rows = split_rows(self.costs.rows, self.plan)
         pipelines = []
         for place, (number, lane) in enumerate(self.lanes.items()):
-            own = [count for count in rows[number] if count]
+            own = [count for count in self._rows[number] if count]
             made = PipelineJobs(self.jobs, lane, place, own, self.buckets, gathered, tells_memory=self.fold is None)
             if self.fold is not None:
                 made.folded = self.fold.of_pipeline(number)

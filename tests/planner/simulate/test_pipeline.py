@@ -3,7 +3,7 @@ import pytest
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.simulate.pipeline import PipelineLane
 from hetu_fx.planner.values.line import Line
-from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.plans.plan import Pipeline, Plan, Stage, split_rows
 from hetu_fx.plans.schedule import Phase
 from tests.planner.examples import paper, transformer
 
@@ -12,7 +12,8 @@ PIPELINE = Pipeline((Stage((0,), blocks=5), Stage((1, 2), blocks=3)))
 
 def lane(chunks: int = 1) -> PipelineLane:
     plan = Plan((PIPELINE,), schedule="interleaved" if chunks > 1 else "1f1b", chunks=chunks)
-    return PipelineLane.of(plan, 0, transformer(layers=8), paper(4, 2, 1))
+    costs = transformer(layers=8)
+    return PipelineLane.of(plan, 0, split_rows(costs.rows, plan)[0][0], costs, paper(4, 2, 1))
 
 
 def test_chunks_deal_blocks_out_round_by_round() -> None:

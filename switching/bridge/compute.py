@@ -7,9 +7,9 @@ have one compute layout: a plan for devices that became slow often needs no new 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import torch
@@ -20,9 +20,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.plans.plan import Pipeline, Plan
 from hetu_fx.plans.schedule import cuts_backwards
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
-
-_local: Callable[[nn.Parameter], Tensor] = attrgetter("local")
-"""Returns this rank's piece of a home parameter."""
+from hetu_fx.switching.home.tensor import local_of
 
 
 def compute_layout(plan: Plan) -> Plan:
@@ -162,7 +160,7 @@ class Compute:
         self._sized_for, self.sizes = None, None
 
     def _pieces(self) -> dict[str, Tensor]:
-        return dict(zip(self.homes, map(_local, self.homes.values()), strict=True))
+        return dict(zip(self.homes, map(local_of, self.homes.values()), strict=True))
 
 
 def bytes_besides(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> int:

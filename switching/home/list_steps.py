@@ -8,7 +8,6 @@ are given the pieces, once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from hetu_fx.base.per_rank import PerRank
 from hetu_fx.base.torch_private import Lists, give_list_kernels
-from hetu_fx.switching.home.tensor import HomeTensor, PiecesWritten
+from hetu_fx.switching.home.tensor import HomeTensor, PiecesWritten, home_layout_of
 
 _POINTWISE = frozenset(
     {
@@ -34,9 +33,6 @@ _POINTWISE = frozenset(
     }
 )
 """Adafactor and Muon look at whole parameters; what a subclass does is not known."""
-
-
-_layout = attrgetter("home_layout")
 
 
 class _Stepping:
@@ -75,7 +71,7 @@ def _on_pieces(lists: Lists) -> tuple[Lists, Callable[[], None]] | None:
     others = [tensors for tensors, here in zip(lists, are_homes, strict=True) if not here]
     if not homes or not all(map(_are_numbers, others)):
         return None
-    layout, *layouts = (list(map(_layout, tensors)) for tensors in homes)
+    layout, *layouts = (list(map(home_layout_of, tensors)) for tensors in homes)
     if any(one != layout for one in layouts):
         return None
     written = PiecesWritten(homes)

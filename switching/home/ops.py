@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -38,6 +37,7 @@ from hetu_fx.switching.home.tensor import (
     counting_writes,
     cut_like,
     gather_whole,
+    home_layout_of,
     wrap,
 )
 
@@ -263,9 +263,6 @@ FIND_HANDLER[:] = [_find_handler]
 _admit_to_foreach()
 
 
-_layout = attrgetter("home_layout")
-
-
 def layout_of(home: nn.Parameter) -> Any:
     """Return the layout of a home parameter (a HomeTensor that torch's type hints call a Parameter)."""
     assert isinstance(home, HomeTensor)
@@ -274,5 +271,5 @@ def layout_of(home: nn.Parameter) -> Any:
 
 def as_home(pieces: Mapping[str, torch.Tensor], homes: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
     """Wrap pieces of gradients, which fit, in the layouts of their parameters."""
-    wrapped = map(wrap, pieces.values(), map(_layout, map(homes.__getitem__, pieces)))
+    wrapped = map(wrap, pieces.values(), map(home_layout_of, map(homes.__getitem__, pieces)))
     return dict(zip(pieces, wrapped, strict=True))

@@ -191,7 +191,10 @@ class HomeTensor(AsksForWhole):
         raise StateError(f"rank {layout.rank} has no chunk at {offset} of {layout.annotation}")
 
 
-_local: Callable[[HomeTensor], torch.Tensor] = attrgetter("local")
+local_of: Callable[[Any], torch.Tensor] = attrgetter("local")
+"""Returns this rank's piece of a home tensor."""
+home_layout_of: Callable[[Any], HomeLayout] = attrgetter("home_layout")
+"""Returns the layout of a home tensor."""
 _SET_DATA: Callable[[torch.Tensor, torch.Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -244,7 +247,7 @@ class PiecesWritten:
         _writes += 1
         _writing.append(self)
         self._homes = lists
-        self.pieces = [list(map(_local, homes)) for homes in lists]
+        self.pieces = [list(map(local_of, homes)) for homes in lists]
         self._before = [list(map(version, pieces)) for pieces in self.pieces]
 
     def end(self) -> None:

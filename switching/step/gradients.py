@@ -7,7 +7,7 @@ complete it is handed to the bridge, whose buckets travel beside the rest of the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -144,8 +144,7 @@ class Collector:
         self._handed_on.update(left)
         if not self._sums_first:
             self._multiply(list(left.values()))
-        for name in self.kept.local.keys() & left.keys():
-            left[name] = self.kept.local.pop(name).add_(left[name])
+        self._join_kept(left, self.kept.local.keys() & left.keys())
         self._reduction.start(left)
         self.kept.under_way = self._reduction
 
@@ -206,16 +205,20 @@ class Collector:
             return {}
         self.kept.withdraw(self.homes)
         used = {*self._handed_on, *left, *self.kept.local} if self._used_anywhere else ()
-        for name in list(self.kept.local):
-            kept = self.kept.take(name, left.get(name))
-            if kept is not None:
-                left[name] = kept
+        self._join_kept(left, list(self.kept.local))
         home = self._reduction.finish(left)
         if sums_first:
             self._multiply(list(home.values()))
         if not home:
             return {}
         return as_home({name: home[name] for name in self._used(used) if name in home}, self.homes)
+
+    def _join_kept(self, left: dict[str, Tensor], names: Iterable[str]) -> None:
+        """Put what was kept of some gradients with what is left of them."""
+        for name in names:
+            joined = self.kept.take(name, left.get(name))
+            if joined is not None:
+                left[name] = joined
 
     def _used(self, here: Collection[str]) -> Collection[str]:
         """Return what some rank has used, of which this one has used what is `here`; collective if ranks may differ."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -26,6 +26,7 @@ from hetu_fx.transforms.lowering.saved_ops import SAVED
 from hetu_fx.transforms.lowering.traffic import communications, sends
 from tests.oracles.traffic import traffic_by_block
 from tests.transforms.cases import LENGTH, Case, batch_of
+from tests.transforms.lowering.recorder import Recorder
 from tests.transforms.plans import deduced, device_graph, feeder, program_of, talk, zoo_program
 
 ONE = Plan.single()
@@ -236,15 +237,8 @@ def test_what_is_kept_is_not_computed_again(name: str, request: pytest.FixtureRe
     assert found["attention"]["activations"] > found["none"]["activations"]
 
 
-class Partition:
-    """A compiler that keeps how many bytes its forward graph hands to the backward."""
-
-    def __init__(self) -> None:
-        self.graphs: list[fx.GraphModule] = []
-
-    def __call__(self, module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
-        self.graphs.append(module)
-        return module.forward
+class Partition(Recorder):
+    """A compiler that tells how many bytes its forward graph hands to the backward."""
 
     @property
     def saved_bytes(self) -> int:

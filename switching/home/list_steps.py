@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from hetu_fx.base.per_rank import PerRank
 from hetu_fx.base.torch_private import Lists, give_list_kernels
+from hetu_fx.switching.home.pointwise import are_numbers
 from hetu_fx.switching.home.tensor import HomeTensor, PiecesWritten, home_layout_of
 
 _POINTWISE = frozenset(
@@ -36,21 +37,26 @@ _POINTWISE = frozenset(
 
 
 class _Stepping:
-    """Whether a step is under way whose kernels may have pieces."""
+    """What is known of the step that is under way.
+
+    Attributes:
+        is_pointwise: its kernels may have pieces.
+        uncounted: how often they write without counting it in versions, as torch's fused kernels do once.
+    """
 
     is_pointwise = False
+    uncounted = 0
 
 
 _stepping = PerRank(_Stepping)
 
 
 def begin_step(optimizer: Optimizer) -> None:
-    """Let an optimizer have pieces for its kernels, if it is a point-wise one.
-
-    Torch's fused kernels, of which there is one in a step, do not count in versions what they write.
-    """
-    is_fused = any(group.get("fused") for group in optimizer.param_groups)
-    _stepping().is_pointwise = type(optimizer) in _POINTWISE and not is_fused
+    """Let an optimizer have pieces for its kernels, if it is a point-wise one."""
+    fused = {bool(group.get("fused")) for group in optimizer.param_groups}
+    stepping = _stepping()
+    stepping.is_pointwise = type(optimizer) in _POINTWISE and len(fused) == 1
+    stepping.uncounted = int(True in fused)
 
 
 def end_step() -> None:
@@ -69,18 +75,14 @@ def _on_pieces(lists: Lists) -> tuple[Lists, Callable[[], None]] | None:
     are_homes = [set(map(type, tensors)) == {HomeTensor} for tensors in lists]
     homes = [tensors for tensors, here in zip(lists, are_homes, strict=True) if here]
     others = [tensors for tensors, here in zip(lists, are_homes, strict=True) if not here]
-    if not homes or not all(map(_are_numbers, others)):
+    if not homes or not all(map(are_numbers, others)):
         return None
     layout, *layouts = (list(map(home_layout_of, tensors)) for tensors in homes)
     if any(one != layout for one in layouts):
         return None
-    written = PiecesWritten(homes)
+    written = PiecesWritten(homes, _stepping().uncounted)
     pieces = iter(written.pieces)
     return [next(pieces) if here else tensors for tensors, here in zip(lists, are_homes, strict=True)], written.end
-
-
-def _are_numbers(tensors: Sequence[object]) -> bool:
-    return all(type(tensor) is Tensor and not tensor.dim() for tensor in tensors)
 
 
 give_list_kernels(_on_pieces)

@@ -230,9 +230,7 @@ def _run_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     given, written = named(func, args, kwargs), written_names(func)
     lists = {name: given[name] for name in lists_of_tensors(func) if given.get(name)}
-    common = _common_layouts(lists)
-    layouts = common or [_layout_at(i, lists, written) for i in range(len(args[0]))]
-    cuts = {name: list(map(_local, t) if common else map(_cut_item, t, layouts)) for name, t in lists.items()}
+    layouts, cuts = _cut_alike(lists) or _cut_by_position(lists, written)
     pieces = [cuts.get(name, value) for name, value in zip(names_in_order(func), args, strict=False)]
     results = func(*pieces, **{name: cuts.get(name, value) for name, value in kwargs.items()})
     mark_written([t for name in written if name in lists for t in lists[name] if type(t) is HomeTensor])
@@ -241,13 +239,32 @@ def _run_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return [r if layout is None else wrap(r, layout) for r, layout in zip(results, layouts, strict=True)]
 
 
-def _common_layouts(lists: dict[str, Any]) -> Sequence[HomeLayout | None] | None:
-    """Give the layouts by position if all lists are of home tensors that agree in them, as in every optimizer.
+_Cut = tuple[Sequence[HomeLayout | None], dict[str, Sequence[torch.Tensor]]]
+"""The layouts that a list kernel runs in by position (None: whole), and its lists as that needs them."""
+
+
+def _cut_alike(lists: dict[str, Any]) -> _Cut | None:
+    """Cut lists of home tensors that agree in their layouts, besides lists of numbers, as in every optimizer.
 
     Asked first because it is cheap: a step makes ten such calls over all parameters.
     """
-    found = [list(map(_layout, tensors)) for tensors in lists.values() if _all_home(tensors)]
-    return found[0] if len(found) == len(lists) and all(other == found[0] for other in found) else None
+    homes = {name: tensors for name, tensors in lists.items() if _all_home(tensors)}
+    if not homes or not all(are_numbers(tensors) for name, tensors in lists.items() if name not in homes):
+        return None
+    first, *others = (list(map(_layout, tensors)) for tensors in homes.values())
+    if any(other != first for other in others):
+        return None
+    return first, {name: list(map(_local, t)) if name in homes else t for name, t in lists.items()}
+
+
+def _cut_by_position(lists: dict[str, Any], written: Collection[str]) -> _Cut:
+    layouts = [_layout_at(i, lists, written) for i in range(len(next(iter(lists.values()))))]
+    return layouts, {name: list(map(_cut_item, tensors, layouts)) for name, tensors in lists.items()}
+
+
+def are_numbers(tensors: Sequence[object]) -> bool:
+    """Tell whether a list has plain tensors of one element each, such as the steps that fused optimizers count."""
+    return all(type(tensor) is torch.Tensor and not tensor.dim() for tensor in tensors)
 
 
 def _all_home(tensors: Sequence[Any]) -> bool:

@@ -240,13 +240,18 @@ def undisturbed(read: Callable[[], T]) -> T | None:
 
 
 class PiecesWritten:
-    """Home tensors whose pieces kernels are given as plain tensors: from when this is made to its `end`."""
+    """Home tensors whose pieces kernels are given as plain tensors: from when this is made to its `end`.
 
-    def __init__(self, lists: Sequence[Sequence[HomeTensor]]) -> None:
+    Args:
+        lists: the home tensors.
+        uncounted: how often kernels write all of them without counting it in versions.
+    """
+
+    def __init__(self, lists: Sequence[Sequence[HomeTensor]], uncounted: int = 0) -> None:
         global _writes
         _writes += 1
         _writing.append(self)
-        self._homes = lists
+        self._homes, self._uncounted = lists, uncounted
         self.pieces = [list(map(local_of, homes)) for homes in lists]
         self._before = [list(map(version, pieces)) for pieces in self.pieces]
 
@@ -254,6 +259,8 @@ class PiecesWritten:
         """Count what was written to pieces in the versions of their home tensors, as any other write."""
         _writing.remove(self)
         for homes, pieces, before in zip(self._homes, self.pieces, self._before, strict=True):
+            for _ in range(self._uncounted):
+                increment_version(pieces)
             counts = list(map(sub, map(version, pieces), before))
             if len(set(counts)) == 1:  # as kernels write whole lists
                 for _ in range(counts[0]):

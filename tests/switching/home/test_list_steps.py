@@ -22,14 +22,18 @@ ALONE = home_layout(Annotation.on((0,)), (6, 4), 0, 1)
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adadelta": lambda p: torch.optim.Adadelta(p, foreach=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, foreach=True, weight_decay=0.1),
+    "adagrad, fused": lambda p: torch.optim.Adagrad(p, fused=True, weight_decay=0.1),
+    "adam, fused": lambda p: torch.optim.Adam(p, fused=True, amsgrad=True),
     "adam": lambda p: torch.optim.Adam(p, foreach=True, amsgrad=True),
     "adamax": lambda p: torch.optim.Adamax(p, foreach=True, maximize=True, weight_decay=0.1),
+    "adamw, fused": lambda p: torch.optim.AdamW(p, fused=True),
     "adamw": lambda p: torch.optim.AdamW(p, foreach=True),
     "asgd": lambda p: torch.optim.ASGD(p, foreach=True),
     "nadam": lambda p: torch.optim.NAdam(p, foreach=True),
     "radam": lambda p: torch.optim.RAdam(p, foreach=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, foreach=True, momentum=0.9, centered=True),
     "rprop": lambda p: torch.optim.Rprop(p, foreach=True),
+    "sgd, fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
 }
 
@@ -117,12 +121,25 @@ def test_kernels_of_another_optimizer_are_given_home_tensors(monkeypatch: pytest
     assert "aten._foreach_lerp_.Scalar" in seen
 
 
-def test_kernels_that_do_not_count_what_they_write_are_given_home_tensors() -> None:
+def test_what_kernels_write_without_counting_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = homes()
     optimizer = torch.optim.AdamW(parameters, fused=True)
     set_gradients(parameters, 0)
     optimizer.step()
     assert [(home._version, home.local._version) for home in parameters] == [(1, 1)] * 3  # type: ignore[attr-defined]
+
+
+def test_kernels_of_groups_of_which_some_are_fused_are_given_home_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused, others = homes(), homes()
+    optimizer = torch.optim.AdamW([{"params": fused, "fused": True}, {"params": others, "foreach": True}])
+    set_gradients([*fused, *others], 0)
+    optimizer.step()
+    set_gradients([*fused, *others], 1)
+    with list_kernels_of_homes(monkeypatch) as seen:
+        optimizer.step()
+    assert {"aten._fused_adamw_.default", "aten._foreach_lerp_.Scalar"} <= set(seen)
+    for one, other in zip(fused, others, strict=True):
+        torch.testing.assert_close(one.local, other.local)  # type: ignore[attr-defined]
 
 
 def test_what_is_whole_beside_home_tensors_is_cut() -> None:

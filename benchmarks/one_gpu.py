@@ -1,4 +1,4 @@
-"""One GPU: hetu_fx beside the model itself, eager and compiled; without a GPU, small models on the CPU.
+"""One GPU: hetu_fx beside the model itself, eager, compiled, and replayed; without a GPU, small models on the CPU.
 
 A Llama in bf16 and a vision transformer under autocast train with fused AdamW. All contestants stand in one process
 and take turns of a few steps, at the end of which the device is waited for: in between the host may run ahead, as in
@@ -26,8 +26,27 @@ from benchmarks.kit.contest import Step, loss_of, run_rounds
 from benchmarks.kit.models import batch, num_parameters
 from benchmarks.kit.report import Bar, Row, finish, median_ratio, parser, table
 
-OURS = {"eager": "hetu_fx", "torch.compile": "hetu_fx, compiled"}
-"""What is judged beside what."""
+
+@dataclass(frozen=True)
+class Pair:
+    """What is judged beside what.
+
+    Attributes:
+        other, ours: the contestants.
+        is_alike: both do the same kernels in the same way, so that launches and memory are to be the same.
+    """
+
+    other: str
+    ours: str
+    is_alike: bool = True
+
+
+PAIRS = (
+    Pair("eager", "hetu_fx"),
+    Pair("eager", "hetu_fx, CUDA graphs", is_alike=False),
+    Pair("torch.compile", "hetu_fx, compiled"),
+    Pair("torch.compile, CUDA graphs", "hetu_fx, compiled, CUDA graphs"),
+)
 
 SPEED_BAR = 1.0
 MEMORY_BAR = 1.02
@@ -35,7 +54,8 @@ ATTENTION = ("flash", "fmha", "sdpa", "attention")
 ROUNDS, QUICK_ROUNDS = 20, 5
 STEPS = 4
 """Of a turn, on a GPU."""
-WARM_UP = 3
+WARM_UP = 5
+"""Steps before anything is measured: CUDA graphs are recorded in the fourth."""
 VOCABULARY = 32000
 
 
@@ -57,6 +77,14 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Kernels:
+    """What a step starts on the device: how often each kernel, by name, and how long all of them run."""
+
+    counts: Counter[str]
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Contestant:
     """A step, and the bytes that it has at its peak."""
 
@@ -68,11 +96,15 @@ def main() -> int:
     """Run every setting and judge it."""
     made = parser("one_gpu", "Steps on one GPU beside eager and torch.compile: speed, memory, launches.")
     made.add_argument("--model", choices=["llama", "vit"], action="append", help="one of them (default: all)")
-    made.add_argument("--eager", action="store_true", help="nothing compiled")
+    others = list(dict.fromkeys(pair.other for pair in PAIRS))
+    made.add_argument("--beside", choices=others, action="append", help="one to be compared with (default: all)")
     options = made.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
     settings = settings_for(device, options.model or ["llama", "vit"])
-    found = [measured(name, settings[name], device, options.eager, quick=options.quick) for name in settings]
+    wanted = [pair for pair in PAIRS if pair.other in (options.beside or others)]
+    pairs = [pair for pair in wanted if on_gpu or "graphs" not in pair.ours]
+    found = [measured(name, settings[name], device, pairs, quick=options.quick) for name in settings]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
     return finish(
         "one_gpu", [bar for bars, _ in found for bar in bars], [r for _, rows in found for r in rows], gpu=name
@@ -134,18 +166,17 @@ def vision(width: int, layers: int, rows: int, side: int) -> Setting:
 
 
 def measured(
-    name: str, setting: Setting, device: torch.device, eager_only: bool, *, quick: bool
+    name: str, setting: Setting, device: torch.device, pairs: Sequence[Pair], *, quick: bool
 ) -> tuple[list[Bar], list[Row]]:
     """Run one setting's contest."""
-    others = ["eager"] if eager_only else list(OURS)
-    names = [who for other in others for who in (other, OURS[other])]
+    names = list(dict.fromkeys(who for pair in pairs for who in (pair.other, pair.ours)))
     contestants = {who: contestant(who, setting, device) for who in names}
     count = STEPS if device.type == "cuda" else 1
     turns = {who: turn(one.step, count, device) for who, one in contestants.items()}
     taken = run_rounds(turns, rounds=QUICK_ROUNDS if quick else ROUNDS, warm_up=1)
     seconds = {who: [one / count for one in values] for who, values in taken.items()}
     kernels = {who: kernels_of(one.step, device) for who, one in contestants.items()}
-    bars = [bar for other in others for bar in bars_of(name, other, contestants, seconds, kernels)]
+    bars = [bar for pair in pairs for bar in bars_of(name, pair, contestants, seconds, kernels)]
     with torch.device("meta"):
         parameters = num_parameters(setting.model())
     rows = [
@@ -156,7 +187,8 @@ def measured(
             "milliseconds a step": statistics.median(seconds[who]) * 1e3,
             "tokens a second": setting.tokens / statistics.median(seconds[who]),
             "peak MB": one.peak_bytes / 1e6,
-            "launches": kernels[who].total(),
+            "in kernels": kernels[who].seconds * 1e3,
+            "launches": kernels[who].counts.total(),
             "of attention": attention_of(kernels[who]).total(),
         }
         for who, one in contestants.items()
@@ -167,21 +199,23 @@ def measured(
 
 def bars_of(
     name: str,
-    other: str,
+    pair: Pair,
     contestants: Mapping[str, Contestant],
     seconds: Mapping[str, Sequence[float]],
-    kernels: Mapping[str, Counter[str]],
+    kernels: Mapping[str, Kernels],
 ) -> list[Bar]:
     """Judge one of ours beside the other."""
-    ours = OURS[other]
+    other, ours = pair.other, pair.ours
     bars = [
         Bar(f"{name}: {ours}, speed over {other}", median_ratio(seconds[other], seconds[ours]), SPEED_BAR, True),
     ]
+    if not pair.is_alike:
+        return bars
     if contestants[other].peak_bytes:
         memory = contestants[ours].peak_bytes / contestants[other].peak_bytes
         bars.append(Bar(f"{name}: {ours}, peak memory over {other}", memory, MEMORY_BAR, at_least=False))
-    if kernels[other]:
-        launches = kernels[ours].total() / kernels[other].total()
+    if kernels[other].counts:
+        launches = kernels[ours].counts.total() / kernels[other].counts.total()
         found, expected = attention_of(kernels[ours]), attention_of(kernels[other])
         unlike = ((found - expected) + (expected - found)).total()
         bars.append(Bar(f"{name}: {ours}, launches over {other}", launches, 1.0, at_least=False))
@@ -193,13 +227,16 @@ def contestant(who: str, setting: Setting, device: torch.device) -> Contestant:
     """Make one, and run it until its memory is what it will be."""
     gc.collect()
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     step = step_of(who, setting, device)
     for _ in range(WARM_UP):
         step()
     if device.type != "cuda":
         return Contestant(step, 0)
     torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    if "CUDA graphs" not in who:  # theirs is held ever since they were recorded
+        torch.cuda.reset_peak_memory_stats(device)
     step()
     torch.cuda.synchronize(device)
     return Contestant(step, torch.cuda.max_memory_allocated(device) - before)
@@ -217,12 +254,13 @@ def step_of(who: str, setting: Setting, device: torch.device) -> Step:
     def precision() -> AbstractContextManager[Any]:
         return torch.autocast(device.type, torch.bfloat16) if setting.autocast else nullcontext()
 
-    if who in OURS.values():
-        backend = "inductor" if who == OURS["torch.compile"] else None
+    is_compiled, replays = "compile" in who, "CUDA graphs" in who
+    if who.startswith("hetu_fx"):
+        backend = "inductor" if is_compiled else None
         with precision():
-            hetu_fx.auto_parallelize(model, given, optimizer=optimizer, compile=backend)
-    elif who == "torch.compile":
-        model = torch.compile(model)
+            hetu_fx.auto_parallelize(model, given, optimizer=optimizer, compile=backend, cuda_graphs=replays)
+    elif is_compiled:
+        model = torch.compile(model, mode="reduce-overhead" if replays else None)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -246,20 +284,21 @@ def turn(step: Step, count: int, device: torch.device) -> Step:
     return taken
 
 
-def kernels_of(step: Step, device: torch.device) -> Counter[str]:
-    """Count the kernels that a step starts, by name; none on the host."""
+def kernels_of(step: Step, device: torch.device) -> Kernels:
+    """Find the kernels that a step starts; none on the host."""
     if device.type != "cuda":
-        return Counter()
+        return Kernels(Counter(), 0.0)
     with profile(activities=[ProfilerActivity.CUDA]) as record:
         step()
         torch.cuda.synchronize(device)
-    names = (event.name for event in record.events() if event.device_type == torch.autograd.DeviceType.CUDA)
-    return Counter(name for name in names if not name.startswith(("Memcpy", "Memset")))
+    there = [event for event in record.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    counts = Counter(event.name for event in there if not event.name.startswith(("Memcpy", "Memset")))
+    return Kernels(counts, sum(event.device_time_total for event in there) * 1e-6)
 
 
-def attention_of(kernels: Counter[str]) -> Counter[str]:
+def attention_of(kernels: Kernels) -> Counter[str]:
     """Return the kernels of attention."""
-    found = {name: count for name, count in kernels.items() if any(word in name.lower() for word in ATTENTION)}
+    found = {name: count for name, count in kernels.counts.items() if any(word in name.lower() for word in ATTENTION)}
     return Counter(found)
 
 

@@ -44,6 +44,7 @@ def auto_parallelize(
     data: Literal["per_rank", "global"] = "per_rank",
     outputs: Literal["auto", "all", "loss"] = "auto",
     compile: Any = None,
+    cuda_graphs: bool = False,
     capture: Literal["graph", "eager"] = "graph",
     seed: int | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -72,6 +73,10 @@ def auto_parallelize(
             "global": every process passes the same whole batch.
         outputs: which outputs other than the loss come back: "auto" in evaluation only, "all", or "loss" never.
         compile: None runs device graphs eagerly; "aot_eager", "inductor", or a compiler of GraphModules.
+        cuda_graphs: record what a GPU computes in a step, from its fourth call with the same sizes on, and replay it:
+            the host then starts it by a call for the forward and one for the backward. For stages that neither
+            communicate nor draw random numbers amid their ops; others run as without it, and a warning says why. Takes
+            memory for one step's activations, and a copy of the gradients, for as long as the record is kept.
         capture: "graph" captures the model as a graph, from which every plan can be made. "eager" is for models that
             cannot be captured: the module itself runs on every device, data parallel with uneven shares. See below.
         seed: of dropout and other random ops; None takes process 0's torch seed.
@@ -122,7 +127,7 @@ def auto_parallelize(
         health=dict(health or {}),
     )
     preparation = Preparation(
-        model, batch, plan, cluster, optimizer, loss_fn, settings, process_group, capture, compile, align
+        model, batch, plan, cluster, optimizer, loss_fn, settings, process_group, capture, compile, align, cuda_graphs
     )
     handle = _make_parallel(preparation)
     if warm:

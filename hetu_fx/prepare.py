@@ -70,6 +70,7 @@ class Preparation:
     capture: str
     backend: Any
     align: OpOverrides | str | Path | None = None
+    cuda_graphs: bool = False
 
 
 def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
@@ -175,13 +176,18 @@ def _execution_of(wanted: Preparation, *, is_mixed: bool) -> tuple[Execution[Any
         case "graph":
             overrides = given_overrides(wanted.align)
             programs = Programs(wanted.model, wanted.loss_fn, overrides, casts_on_host=is_mixed)
-            execution = GraphExecution(programs, wanted.batch, wanted.backend)
+            execution = GraphExecution(programs, wanted.batch, wanted.backend, replays=wanted.cuda_graphs)
             forbidden = () if wanted.backend is None else _WITHOUT_GAIN_COMPILED
             return execution, CapturedProgram.of(programs, wanted.batch, forbidden=forbidden)
         case "eager" if wanted.backend is not None:
             raise StateError(
                 f"compile={wanted.backend!r} compiles captured graphs, and capture='eager' makes none; leave it out, "
                 f"and call .compile() on the model's parts that you want compiled"
+            )
+        case "eager" if wanted.cuda_graphs:
+            raise StateError(
+                "cuda_graphs=True is for captured graphs, and capture='eager' makes none; leave it out, and wrap parts "
+                "of the model in torch.cuda.make_graphed_callables"
             )
         case "eager" if wanted.align is not None:
             raise StateError(

@@ -50,6 +50,7 @@ class GraphExecution:
         programs: captures the model.
         example: a batch like those to come.
         backend: what compiles device graphs; None runs them eagerly.
+        replays: what a device computes is recorded and replayed, where it can be.
 
     Raises:
         CaptureError: the model cannot be captured.
@@ -57,9 +58,9 @@ class GraphExecution:
 
     variant = GraphVariant
 
-    def __init__(self, programs: Programs, example: Batch, backend: Any) -> None:
+    def __init__(self, programs: Programs, example: Batch, backend: Any, *, replays: bool = False) -> None:
         check_backend(backend)
-        self.programs, self.backend = programs, backend
+        self.programs, self.backend, self.replays = programs, backend, replays
         self.sequences = SequenceReader(programs)
         self.loss_fn, self.observers = programs.loss_fn, programs.observers
         self.fillings = Fillings(programs.model)
@@ -106,7 +107,7 @@ class GraphExecution:
         self, plan: Plan, table: GroupTable, homes: Mapping[str, nn.Parameter], deduced: bytes | None = None
     ) -> GraphCompute:
         """Return what makes the device graphs of the plan's layout."""
-        made = GraphCompute(table, homes, plan, self.backend)
+        made = GraphCompute(table, homes, plan, self.backend, replays=self.replays)
         name = self.programs.name(self.program).encode()
         if deduced is not None and deduced.startswith(name):  # else the model has changed since
             made.expect(self.program, deduced.removeprefix(name))

@@ -55,6 +55,8 @@ class DeviceType:
         memory: tells of a device's memory; None: it is the host's.
         synchronize: waits until a device has done what it was given.
         events: the module with `Event` and `current_stream`, by which its work is timed; None: by the host's clock.
+        graphs: the module with `CUDAGraph`, `graph` and `graph_pool_handle`, by which its work is recorded and
+            replayed; None: it cannot be.
         random_state: the state of the generator that its random ops draw from; None: the host's, or not used yet.
         set_random_state: sets it.
         process_groups: torch.distributed's backend for groups of such devices.
@@ -73,6 +75,7 @@ class DeviceType:
     memory: Callable[[torch.device], Memory] | None = None
     synchronize: Callable[[torch.device], None] = _nothing
     events: Callable[[], Any] | None = None
+    graphs: Callable[[], Any] | None = None
     random_state: Callable[[], Tensor | None] = lambda: None
     set_random_state: Callable[[Tensor], None] = lambda _: None
     process_groups: str = "gloo"
@@ -132,6 +135,7 @@ CUDA = DeviceType(
     memory=_cuda_memory,
     synchronize=torch.cuda.synchronize,
     events=lambda: torch.cuda,
+    graphs=lambda: torch.cuda,
     random_state=lambda: torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
     set_random_state=torch.cuda.set_rng_state,
     process_groups="nccl",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
+from operator import is_
 from types import MethodType
 from typing import Any
 
@@ -73,10 +75,10 @@ def same(value: Any, other: Any) -> bool:
             return (
                 isinstance(other, dict)
                 and value.keys() == other.keys()
-                and all(same(item, other[key]) for key, item in value.items())
+                and _are_same(value.values(), list(map(other.__getitem__, value)))
             )
         case list() | tuple() | deque():
-            return _kind(value) is _kind(other) and len(value) == len(other) and all(map(same, value, other))
+            return _kind(value) is _kind(other) and len(value) == len(other) and _are_same(value, other)
         case set() | frozenset():
             return isinstance(other, set | frozenset) and value == other
         case MethodType():  # each look-up makes another object
@@ -86,6 +88,11 @@ def same(value: Any, other: Any) -> bool:
         return repr(value) == repr(other)
     content = frozen(value)
     return isinstance(content, Memory) and content == frozen(other)
+
+
+def _are_same(values: Collection[Any], others: Collection[Any]) -> bool:
+    """Tell whether values are the same one by one; a config's thousand labels, asked at each step, are by identity."""
+    return all(map(is_, values, others)) or all(map(same, values, others))
 
 
 def _kind(value: Any) -> type | None:

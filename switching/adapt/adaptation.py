@@ -89,6 +89,7 @@ class Adaptation:
         self.replanning = Replanning(runtime.table, planner, runtime.variants)
         self._run_before: set[str] = set()
         self._ran = ""
+        self._expectation: tuple[object, Mapping[int, float]] = None, {}  # of what, which most steps have in common
         probe = Probe(next(runtime.model.parameters()).device)
         self.standby = Standby(runtime.table.rank, probe, self.tracker.window)
 
@@ -149,10 +150,16 @@ class Adaptation:
         """
         if report.work is not None:
             return report.work(cluster)
-        plan = self.runtime.variants[report.variant].plan.with_blocks(self.costs.num_blocks)
+        asked = self.runtime.variants[report.variant].plan, report.rows, cluster
+        if asked != self._expectation[0]:
+            self._expectation = asked, self._expected_of(*asked)
+        return self._expectation[1]
+
+    def _expected_of(self, given: Plan, rows: Sequence[int], cluster: Cluster) -> Mapping[int, float]:
+        plan = given.with_blocks(self.costs.num_blocks)
         if plan.has_program:
-            return compute_seconds(plan, sum(report.rows) / self.costs.rows)
-        return expected_seconds(plan, self.costs, report.rows, cluster)
+            return compute_seconds(plan, sum(rows) / self.costs.rows)
+        return expected_seconds(plan, self.costs, rows, cluster)
 
     def calibrate(self, cluster: Cluster, normals: Mapping[int, float]) -> None:
         """Correct the devices' speeds by the first steps, and ask for a plan, in case it is one worth changing to.

@@ -7,10 +7,9 @@ are given the pieces, once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from hetu_fx.base.per_rank import PerRank

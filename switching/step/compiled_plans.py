@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -40,11 +41,12 @@ from hetu_fx.transforms.lowering.choose_algorithms import ChooseAlgorithms
 from hetu_fx.transforms.lowering.lower import lower
 from hetu_fx.transforms.lowering.overlap import Overlap
 from hetu_fx.transforms.lowering.recompute import Recompute
+from hetu_fx.transforms.lowering.replay import Replayed, hindrance
 from hetu_fx.transforms.lowering.weights_later import WeightsLater
 from hetu_fx.transforms.passes import run_pass
 from hetu_fx.transforms.rewrites.counter_rng import draws_by_token
 from hetu_fx.transforms.specialize.casts import check_computes
-from hetu_fx.transforms.specialize.device_graph import FIXED_SIZES, DeviceGraph
+from hetu_fx.transforms.specialize.device_graph import FIXED_PLACES, FIXED_SIZES, DeviceGraph
 from hetu_fx.transforms.specialize.place import Place
 from hetu_fx.transforms.specialize.specialize import Specialize
 
@@ -139,9 +141,11 @@ class _Leaves:
 class GraphCompute(Compute):
     """The device graphs that have been made for a compute layout; all that has it is made from its first plan."""
 
-    def __init__(self, table: GroupTable, homes: Mapping[str, nn.Parameter], plan: Plan, backend: Any) -> None:
+    def __init__(
+        self, table: GroupTable, homes: Mapping[str, nn.Parameter], plan: Plan, backend: Any, *, replays: bool = False
+    ) -> None:
         super().__init__(table, homes)
-        self.plan, self.backend = plan, backend
+        self.plan, self.backend, self.replays = plan, backend, replays
         # What is made of a program goes with it, when it is no longer among those that are kept.
         self._stages: WeakKeyDictionary[Program, dict[StageKey, StagePlan]] = WeakKeyDictionary()
         self._deduced: WeakKeyDictionary[Program, bytes] = WeakKeyDictionary()
@@ -260,7 +264,8 @@ class GraphCompute(Compute):
     def _engine(self, devices: Sequence[DeviceGraph], annotated: AnnotatedGraph) -> Engine:
         ends = [Ends(device.handovers_in, device.handovers_out) for device in devices]
         p2p = StageP2P(devices[0].layout.index, ends, self.table, self.device)
-        chunks = [Chunk(device, self._lowered(device, annotated.graph.block_paths)) for device in devices]
+        paths = annotated.graph.block_paths
+        chunks = [Chunk(device, self._replayed(device, self._lowered(device, paths))) for device in devices]
         return Engine(chunks, p2p)
 
     def _lowered(self, device: DeviceGraph, paths: tuple[str, ...]) -> Callable[..., Any]:
@@ -269,6 +274,16 @@ class GraphCompute(Compute):
             module = run_pass(BlockModules(paths), module)
         fixed = [slot.kind in FIXED_SIZES for slot in device.slots]
         return lower(module, self.backend, fixed)
+
+    def _replayed(self, device: DeviceGraph, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what replays a graph's function, where that is wanted and can be."""
+        if not self.replays:
+            return run
+        why = hindrance(device, type_of(self.device))
+        if why is not None:
+            warnings.warn(f"cuda_graphs: rank {self.table.rank} runs without, as {why}", stacklevel=2)
+            return run
+        return Replayed(run, [slot.kind in FIXED_PLACES for slot in device.slots], self.device)
 
     def _constants(self, deduced: DeducedGraph, layouts: Sequence[StageLayout]) -> dict[str, Tensor]:
         annotations = _leaf_annotations(deduced, layouts, LeafKind.CONSTANT)

@@ -15,6 +15,7 @@ import hetu_fx
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.cluster.measure import matmul_flops_per_second
 from hetu_fx.comm_ops.ops.ring_attention_block import KeyValueBlock, attend, gradients, merge
+from hetu_fx.plans.plan import Pipeline, Stage
 from hetu_fx.switching.step.timer import ComputeTimer, clock_of
 from tests.model_zoo import SAMPLES
 
@@ -60,6 +61,32 @@ def test_a_compiled_graph_trains_the_same_on_a_gpu(backend: str) -> None:
     ours = copy.deepcopy(model)
     hetu_fx.auto_parallelize(ours, batch, compile=backend)
     torch.testing.assert_close(trained(ours, batch), trained(model, batch), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", [None, "inductor"])
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_a_step_that_is_replayed_trains_the_same(name: str, backend: str | None) -> None:
+    model, batch = model_of(name).eval(), batch_of(name)
+    ours = copy.deepcopy(model)
+    hetu_fx.auto_parallelize(ours, batch, compile=backend, cuda_graphs=True)
+    torch.testing.assert_close(trained(ours, batch, 8), trained(model, batch, 8), rtol=2e-3, atol=2e-4)
+    assert launches_of_host(ours, batch) < 40 < launches_of_host(model, batch)
+
+
+def launches_of_host(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
+    """Return how often the host starts something on the GPU in a forward and a backward."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as record:
+        model(**batch).loss.backward()
+    starts = "cudaLaunchKernel", "cudaGraphLaunch", "cuLaunchKernel"
+    return sum(event.name.startswith(starts) for event in record.events())
+
+
+def test_a_step_that_is_recomputed_is_replayed() -> None:
+    model, batch = model_of("llama").eval(), batch_of("llama")
+    ours = copy.deepcopy(model)
+    plan = hetu_fx.Plan((Pipeline((Stage((0,), recompute=1),)),))
+    hetu_fx.auto_parallelize(ours, batch, plan=plan, cuda_graphs=True)
+    torch.testing.assert_close(trained(ours, batch, 8), trained(model, batch, 8), rtol=2e-3, atol=2e-4)
 
 
 def test_autocast_is_obeyed_on_a_gpu() -> None:

@@ -17,14 +17,17 @@ import os
 import threading
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from functools import cache
+from itertools import count
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from hetu_fx.base.device_types import DeviceType, Memory
@@ -146,7 +149,56 @@ def _memory(device: torch.device) -> Memory:
     return Memory(str(device), MEMORY_BYTES, MEMORY_BYTES, 0)
 
 
-RECORD = DeviceType(name=NAME, count=lambda: 1, chip=lambda _: NAME, memory=_memory, lacks=LACKS)
+class _Graphs:
+    """Records of what is computed on the kind: ops in order, with the memory that they read and write."""
+
+    class CUDAGraph:
+        """What a record holds."""
+
+        def __init__(self) -> None:
+            self.steps: list[tuple[Any, Any, Any, Any]] = []
+
+        def replay(self) -> None:
+            """Run the ops again, on the same memory; views of it still are."""
+            replayed[NAME] += 1
+            for op, args, kwargs, made in self.steps:
+                again = op(*args, **kwargs)
+                for old, new in zip(pytree.tree_leaves(made), pytree.tree_leaves(again), strict=True):
+                    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+
+    class _Recording(TorchDispatchMode):
+        def __init__(self, graph: _Graphs.CUDAGraph) -> None:
+            super().__init__()
+            self.graph = graph
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = func(*args, **(kwargs or {}))
+            self.graph.steps.append((func, args, kwargs or {}, made))
+            return made
+
+    def __init__(self) -> None:
+        self.users: Mapping[int, WeakSet[_Graphs.CUDAGraph]] = defaultdict(WeakSet)
+        self.numbers = count()
+        self.newest: int | None = None
+
+    def graph(self, graph: _Graphs.CUDAGraph, pool: int) -> Any:
+        """Record what runs inside; a pool goes with the last record in it, as CUDA's do."""
+        if pool != self.newest and not self.users[pool]:
+            raise RuntimeError(f"pool {pool} is gone")
+        self.newest = None
+        self.users[pool].add(graph)
+        return self._Recording(graph)
+
+    def graph_pool_handle(self) -> int:
+        """Return what stands for memory of records."""
+        self.newest = next(self.numbers)
+        return self.newest
+
+
+replayed: Counter[str] = Counter()
+"""How often records have been replayed."""
+RECORD = DeviceType(name=NAME, graphs=cache(_Graphs), count=lambda: 1, chip=lambda _: NAME, memory=_memory, lacks=LACKS)
 _kept: list[Any] = []  # what would undo the registration as it goes
 
 
@@ -182,8 +234,17 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
         name: pytree.tree_map(given.room_for if name in results else given.on_host, value)
         for name, value in kwargs.items()
     }
-    made = op(*pytree.tree_map(given.on_host, args), **named)
+    positional = pytree.tree_map(given.on_host, args)
+    if results:
+        positional = map(_as_op_wants, positional, op._schema.arguments)
+    made = op(*positional, **named)
     return pytree.tree_map_only(Tensor, given.back, made)
+
+
+def _as_op_wants(value: Any, argument: Any) -> Any:
+    """Return a tensor of a number where an op with out= has one; other ops are called with numbers."""
+    is_number = isinstance(value, (int, float)) and isinstance(argument.type, torch.TensorType)
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None) if is_number else value
 
 
 class _Given:

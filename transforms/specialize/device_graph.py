@@ -31,6 +31,8 @@ class SlotKind(StrEnum):
 
 FIXED_SIZES = (SlotKind.PARAMETER, SlotKind.BUFFER, SlotKind.CONSTANT)
 """Placeholders whose values have the same sizes in every step."""
+FIXED_PLACES = (SlotKind.PARAMETER, SlotKind.CONSTANT)
+"""Those whose values may stand where they stood in the last step: no op writes to them, and they are large."""
 
 
 class ResultKind(StrEnum):

@@ -218,6 +218,8 @@ def bars_of(
         launches = kernels[ours].counts.total() / kernels[other].counts.total()
         found, expected = attention_of(kernels[ours]), attention_of(kernels[other])
         unlike = ((found - expected) + (expected - found)).total()
+        if unlike:
+            print(f"{name}: {ours} alone has {found - expected}, {other} alone {expected - found}", file=sys.stderr)
         bars.append(Bar(f"{name}: {ours}, launches over {other}", launches, 1.0, at_least=False))
         bars.append(Bar(f"{name}: {ours}, other kernels of attention than {other}", unlike, 0, at_least=False))
     return bars

@@ -19,6 +19,7 @@ from hetu_fx.base.torch_private import is_boxed
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.transforms import rewrites
 from hetu_fx.transforms.lowering.ahead import CompiledAhead, Piece
+from hetu_fx.transforms.lowering.bindings import by_bindings
 from hetu_fx.transforms.lowering.block_modules import BlockModule
 from hetu_fx.transforms.lowering.compiled import Compiled, Compiler
 from hetu_fx.transforms.lowering.forms import ALL_DIMS
@@ -49,7 +50,7 @@ def lower(module: fx.GraphModule, backend: Backend, fixed: Sequence[bool] = ()) 
     """
     check_backend(backend)
     if backend is None:
-        return module.forward
+        return by_bindings(module).forward
     compiler, together = _compiler(backend), one_library if backend == "inductor" else nullcontext
     is_fixed = tuple(fixed) or (False,) * sum(node.op == "placeholder" for node in module.graph.nodes)
     blocks = {name: child for name, child in module.named_children() if isinstance(child, BlockModule)}

@@ -25,6 +25,7 @@ from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.values.device_memory import fixed_bytes, in_flight
 from hetu_fx.planner.values.profile_file import BlockTime
 from hetu_fx.planner.values.program import ENOUGH, ProgramCosts
+from hetu_fx.plans.parts import PartedPipeline
 from hetu_fx.plans.plan import Pipeline, Stage
 
 _LIKE = 0.9  # devices are of one kind that have this share at least of its fastest one's speed, and of its memory
@@ -197,7 +198,7 @@ def _of_blocks(time: BlockTime, blocks: int) -> TimeFit:
 def _max_length(problem: Problem, pipeline: Pipeline, cluster: Cluster, time: BlockTime | None) -> int:
     """Return the most tokens of a row that all devices have memory for, in whole blocks where there are some."""
     known = problem.profile.by_length
-    priced = stage_costs(pipeline, known[max(known)], cluster)
+    priced = stage_costs(PartedPipeline.of(pipeline, problem.costs.num_blocks), known[max(known)], cluster)
     replicas = max(1, len(problem.cluster.devices) // len(cluster.devices))
     given = 0.0 if time is None else time.bytes_per_token * math.ceil(problem.costs.num_blocks / len(priced))
     rooms = [

@@ -3,13 +3,14 @@ from itertools import product
 
 import pytest
 
-from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.price.fitting import fitted, least_blocks
 from hetu_fx.planner.price.step import PricedStep, memory_problems, predict
 from hetu_fx.planner.search.builder import Builder
 from hetu_fx.planner.search.replica import ReplicaRules
+from hetu_fx.planner.simulate.simulate import simulated_seconds
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
@@ -159,3 +160,20 @@ def test_a_plan_in_chunks_recomputes_what_lets_it_fit_in_least_time(plan: Plan, 
     assert len(chosen) > 2
     least = paper(*(1.0,) * len(plan.devices), memory_bytes=min(needed.values()) - 1)
     assert fitted(plan, costs, least, options) is None
+
+
+def test_the_planner_finds_what_pipelines_in_chunks_recompute() -> None:
+    """In chunks a pipeline keeps more micro-batches, so that what it recomputes as a whole is not enough."""
+    costs = transformer(layers=16, rows=4, length=256, width=256, units=1)
+    memory, link = int(2.0 * costs.whole.parameter_bytes), Link(1e9, 1e-5)
+    cluster = paper(1, 1, 1, 1, memory_bytes=memory, nodes="abcd", inter=link)
+    plan = make_plan(costs, cluster)
+    assert plan.chunks > 1
+    assert plan.predicted is not None
+    assert not memory_problems(plan.predicted, cluster, OPTIONS.memory_fraction)
+    whole = fitted(replace(plan, schedule="1f1b", chunks=1), costs, cluster, OPTIONS)
+    assert whole is not None
+    assert simulated_seconds(whole.plan, costs, cluster) > 1.1 * plan.predicted.seconds
+    assert sum(recomputed(whole.plan)) < sum(recomputed(plan))
+    as_before = replace(plan, pipelines=whole.plan.pipelines)
+    assert memory_problems(predict(as_before, costs, cluster), cluster, OPTIONS.memory_fraction)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,9 +24,28 @@ os.environ.setdefault("HETU_FX_PROGRESS", "0")  # what is said on stderr depends
 
 SECONDS_IN_ALL = 420
 
+FOLDER = "TESTS_CAPTURES"  # of `ranks.stored`, which imports torch
+
 TESTS_OF_CAPTURES = ("graph", "program")
 
 gc.disable()  # until all is collected: what is imported stays
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let all processes of this run share what they capture (`ranks.stored`)."""
+    if FOLDER not in os.environ:
+        folder = tempfile.mkdtemp(prefix="captures")
+        os.environ[FOLDER] = folder
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import only files with distributed tests where only these are asked for: most have none."""
+    only_distributed = config.option.markexpr.startswith("distributed")
+    is_file_of_tests = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    if only_distributed and is_file_of_tests and "mark.distributed" not in collection_path.read_text():
+        return True
+    return None
 
 
 def pytest_collection_finish() -> None:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 
 from tests.ranks.checks import Outcome, run_checks
-from tests.spawned import keep_what_is_there
+from tests.spawned import CAPTURES, keep_what_is_there
 
 # Tests never depend on time: a loaded machine is no failure.
 settings.register_profile("untimed", deadline=None)
@@ -24,8 +24,6 @@ os.environ.setdefault("HETU_FX_PROGRESS", "0")  # what is said on stderr depends
 
 SECONDS_IN_ALL = 420
 
-FOLDER = "TESTS_CAPTURES"  # of `ranks.stored`, which imports torch
-
 TESTS_OF_CAPTURES = ("graph", "program")
 
 gc.disable()  # until all is collected: what is imported stays
@@ -33,9 +31,9 @@ gc.disable()  # until all is collected: what is imported stays
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let all processes of this run share what they capture (`ranks.stored`)."""
-    if FOLDER not in os.environ:
+    if CAPTURES not in os.environ:
         folder = tempfile.mkdtemp(prefix="captures")
-        os.environ[FOLDER] = folder
+        os.environ[CAPTURES] = folder
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 

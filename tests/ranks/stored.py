@@ -1,4 +1,4 @@
-"""Captures that all processes of one test run share, in a folder: ranks, workers of pytest and their servers.
+"""Captures that all processes of one test run share, in the folder that `CAPTURES` names: ranks, workers, servers.
 
 A capture takes a second, to read one a tenth of that. What a model must have in common with one that was captured is
 told as text, code by what it does and objects by their classes, so that it means the same in every process. What cannot
@@ -36,9 +36,7 @@ from hetu_fx.program.contents import PLAIN, Memory, frozen
 from hetu_fx.program.reads import ABSENT
 from hetu_fx.program.structure import type_name
 from hetu_fx.program.watched import _is_config
-
-FOLDER = "TESTS_CAPTURES"
-"""The variable that names the folder; without it nothing is shared."""
+from tests.spawned import CAPTURES
 
 WAIT_SECONDS, PAUSE_SECONDS = 60.0, 0.005
 
@@ -174,7 +172,7 @@ def shelf(key: Sequence[Any]) -> Iterator[Shelf]:
 
     One that captures is waited for, but not for ever.
     """
-    folder = os.environ.get(FOLDER)
+    folder = os.environ.get(CAPTURES)
     try:
         name = digest(told(tuple(key)).encode())
     except UntoldError:

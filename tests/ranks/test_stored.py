@@ -16,6 +16,7 @@ from hetu_fx.program import tracer
 from hetu_fx.program.captures import Programs
 from tests.end_to_end.cells import STEPS, make_batch, make_model
 from tests.ranks import remembered, stored
+from tests.spawned import CAPTURES
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., t
         return capture(*args, **kwargs)
 
     monkeypatch.setattr(tracer, "capture", counted)
-    monkeypatch.setenv(stored.FOLDER, str(tmp_path))
+    monkeypatch.setenv(CAPTURES, str(tmp_path))
 
     def of(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Programs, int]:
         monkeypatch.setattr(remembered, "_known", {})
@@ -106,7 +107,7 @@ def test_values_are_told_by_what_they_are() -> None:
 
 
 def test_one_that_captures_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(stored.FOLDER, str(tmp_path))
+    monkeypatch.setenv(CAPTURES, str(tmp_path))
     order: list[str] = []
 
     def come_later() -> None:
@@ -125,7 +126,7 @@ def test_one_that_captures_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_without_a_folder_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(stored.FOLDER, raising=False)
+    monkeypatch.delenv(CAPTURES, raising=False)
     with stored.shelf(("key",)) as shelf:
         assert shelf.read() is None
     with stored.shelf((functools.partial(times, 2.0),)) as shelf:

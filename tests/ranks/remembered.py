@@ -8,6 +8,7 @@ If it reads what was read then, down to the values, the model has that program; 
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Set
@@ -49,6 +50,7 @@ class Known:
 
 
 _known: dict[Any, Known] = {}
+_listening = threading.RLock()  # warnings are caught for all threads
 
 
 def remembered_captures() -> AbstractContextManager[Any]:
@@ -76,7 +78,7 @@ def shared(it: Tracer, batch: Batch, training: bool, shelf: stored.Shelf) -> Any
     known = shelf.read()
     if known is not None and (again := played(it, batch, training, known.source, known.read, told_by)):
         return again
-    with warnings.catch_warnings(record=True) as said:
+    with _listening, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         found = trace_once(it, batch, training)
     for one in said:

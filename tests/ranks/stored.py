@@ -134,7 +134,7 @@ class Shelf:
         """Return the capture that is there, if one is."""
         if self.path is None or not self.path.exists():
             return None
-        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        mode = FakeTensorMode(allow_non_fake_inputs=True, export=True, shape_env=ShapeEnv())  # as torch.export has it
         found: Any = GraphPickler.loads(self.path.read_bytes(), mode)
         graph = found["graph"].graph
         nodes = list(graph.nodes)

@@ -8,8 +8,6 @@ If it reads what was read then, down to the values, the model has that program; 
 from __future__ import annotations
 
 import copy
-import threading
-import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
@@ -50,7 +48,6 @@ class Known:
 
 
 _known: dict[Any, Known] = {}
-_listening = threading.RLock()  # warnings are caught for all threads
 
 
 def remembered_captures() -> AbstractContextManager[Any]:
@@ -78,13 +75,8 @@ def shared(it: Tracer, batch: Batch, training: bool, shelf: stored.Shelf) -> Any
     known = shelf.read()
     if known is not None and (again := played(it, batch, training, known.source, known.read, told_by)):
         return again
-    with _listening, warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        found = trace_once(it, batch, training)
-    for one in said:
-        warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
-    is_quiet = not any(issubclass(one.category, UserWarning) for one in said)  # what is said is said in each process
-    if known is None and is_quiet and not found.watch.changed and (read := told_by(found)) is not None:
+    found = trace_once(it, batch, training)
+    if known is None and not found.watch.changed and (read := told_by(found)) is not None:
         shelf.write(found.source, read)
     return found
 

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
+from functools import cache, cached_property, partial
 from operator import attrgetter
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, MethodType, ModuleType
@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._graph_pickler import GraphPickler, Options
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from hetu_fx.graph.containers import Opaque
+from hetu_fx.graph.containers import Opaque, Withheld
 from hetu_fx.graph.graph import Graph, Leaf
 from hetu_fx.program.contents import PLAIN, Memory, frozen
 from hetu_fx.program.reads import ABSENT
@@ -62,6 +62,16 @@ def told(value: Any) -> str:
             return f"function {of_code(value.__code__)} {told(value.__defaults__)} {told(value.__kwdefaults__)}"
         case MethodType():
             return f"method {told(value.__func__)} of {told(value.__self__)}"
+        case property():
+            return f"property {told((value.fget, value.fset))}"
+        case classmethod() | staticmethod():
+            return f"{type(value).__name__} {told(value.__func__)}"
+        case cached_property():
+            return f"cached {told(value.func)}"
+        case partial():
+            return f"partial {told((value.func, value.args, value.keywords))}"
+        case BuiltinFunctionType() if value.__self__ is None or isinstance(value.__self__, (ModuleType, type)):
+            return f"built in {told(value.__self__)} {value.__qualname__}"
         case Tensor():
             return f"{value.dtype} {value.device} {value.tolist()!r}"
         case Memory():
@@ -70,8 +80,8 @@ def told(value: Any) -> str:
             return of_class(value)
         case ModuleType():
             return f"module {value.__name__}"
-        case BuiltinFunctionType() | MethodDescriptorType() | OpOverload() | OpOverloadPacket() | enum.Enum():
-            return _without_address(value)
+        case MethodDescriptorType() | OpOverload() | OpOverloadPacket() | enum.Enum():
+            return repr(value)
         case _ if value is ABSENT:
             return "absent"
         case _ if isinstance(value, PLAIN):
@@ -79,13 +89,6 @@ def told(value: Any) -> str:
         case _ if isinstance(value, nn.Module) or _is_config(value):  # their attributes are read too
             return f"one of {of_class(type(value))}"
     raise UntoldError(f"{type(value)} {value!r}")
-
-
-def _without_address(value: Any) -> str:
-    text = repr(value)
-    if " at 0x" in text:
-        raise UntoldError(text)
-    return text
 
 
 @cache
@@ -200,6 +203,10 @@ def _is_known_everywhere(value: Any) -> bool:
     match value:
         case Opaque():
             return False
+        case Withheld():  # texts alone
+            return True
+        case enum.Enum():
+            return _is_known_everywhere(type(value))
         case type():
             with contextlib.suppress(AttributeError, KeyError):
                 return attrgetter(value.__qualname__)(sys.modules[value.__module__]) is value

@@ -44,15 +44,13 @@ $(VENV)/.installed: pyproject.toml
 	@touch $@
 
 # Files stay whole, so that what their tests share is made once. Ranks and launchers wait for each other: one file of
-# distributed tests keeps one core and a quarter busy, so two run at a time where there are two cores. What has been
-# captured is kept for all of them (tests/ranks/stored.py).
+# distributed tests keeps one core and a quarter busy, so two run at a time where there are two cores.
 # Status 5 of pytest (no test selected) is a failure too: a suite that vanished is not a pass. Only the
 # tests that need a CUDA device may be none.
 test: setup
-	@export TESTS_CAPTURES; TESTS_CAPTURES=$$(mktemp -d); trap 'rm -rf "$$TESTS_CAPTURES"' EXIT; \
-	$(PYTEST) -m "not distributed and not gpu" --timeout 300 -n auto --maxprocesses 4 --dist loadfile; \
-	$(PYTEST) -m "distributed and not gpu" --timeout 600 -n auto --maxprocesses 2 --dist loadfile; \
-	if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+	@$(PYTEST) -m "not distributed and not gpu" --timeout 300 -n auto --maxprocesses 4 --dist loadfile
+	@$(PYTEST) -m "distributed and not gpu" --timeout 600 -n auto --maxprocesses 2 --dist loadfile
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 	  $(PYTEST) -m gpu --timeout 600 || [ $$? = 5 ]; fi
 
 parity: setup

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 from tests.ranks.checks import Outcome, run_checks
-from tests.spawned import CAPTURES, keep_what_is_there
+from tests.spawned import keep_what_is_there
 
 # Tests never depend on time: a loaded machine is no failure.
 settings.register_profile("untimed", deadline=None)
@@ -28,14 +26,6 @@ TESTS_OF_CAPTURES = ("graph", "program")
 DISTRIBUTED = "mark.distributed"  # stands in all files that have such tests
 
 gc.disable()  # until all is collected: what is imported stays
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Let all processes of this run share what they capture (`ranks.stored`)."""
-    if CAPTURES not in os.environ:
-        folder = tempfile.mkdtemp(prefix="captures")
-        os.environ[CAPTURES] = folder
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

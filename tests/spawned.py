@@ -12,9 +12,6 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
-CAPTURES = "TESTS_CAPTURES"
-"""The variable that names the folder of what all processes of a run have captured (`ranks.stored`)."""
-
 NEW_OBJECTS = 50_000
 """How many it takes for garbage to be looked for: a capture makes a few hundred thousand, which stay for a while."""
 

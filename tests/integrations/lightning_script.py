@@ -26,9 +26,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 import hetu_fx
 from hetu_fx.integrations.lightning import HetuStrategy
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.ranks.remembered import remembered_captures
-
 ROWS, BATCH = 48, 8
 PLANS = {
     "data": hetu_fx.Plan.data_parallel([0, 1], [3, 1]),
@@ -245,8 +242,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     for plan, setting in itertools.product(plans, sys.argv[3:] or SETTINGS):
-        with remembered_captures():
-            made = getattr(Runs(folder, plan), setting)()
+        made = getattr(Runs(folder, plan), setting)()
         torch.save(made, folder / f"{plan}_{setting}_{os.environ.get('LOCAL_RANK', '0')}.pt")
     if torch.distributed.is_initialized():
         torch.distributed.barrier()  # where Lightning starts processes, the first does not wait for them

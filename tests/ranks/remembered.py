@@ -1,4 +1,4 @@
-"""Lets equal models be captured once: tests make the same small ones over and over, in many processes (`stored`).
+"""Lets equal models be captured once in a process: tests make the same small ones over and over.
 
 A capture takes a second, the forward of such a model a hundredth of one. Where a model of the same structure has been
 captured for a batch of the same sizes, the forward runs once as it is, watched for what it reads as it is in a capture.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Set
+from collections.abc import Hashable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +33,6 @@ from hetu_fx.program.program import Program
 from hetu_fx.program.structure import Structure
 from hetu_fx.program.tracer import Tracer
 from hetu_fx.program.watched import _is_config
-from tests.ranks import stored
 
 trace_once = Tracer._trace_once
 
@@ -51,33 +50,18 @@ _known: dict[Any, Known] = {}
 
 
 def remembered_captures() -> AbstractContextManager[Any]:
-    """Capture equal models once in this process, while this lasts, and once in all processes of a test run."""
+    """Capture equal models once in this process, while this lasts."""
     return mock.patch.object(Tracer, "_trace_once", remembered)
 
 
 def remembered(it: Tracer, batch: Batch, training: bool) -> Any:
     """Trace a model, unless one that is equal has been."""
     key = key_of(it, batch, training)
-    if key is None:
-        return trace_once(it, batch, training)
-    if key in _known and (again := played(it, batch, training, _known[key].source, _known[key].read, read_by)):
-        vars(again)["program"] = copy.copy(_known[key].program)  # a model has one for each of its captures
-        return again
-    with stored.shelf(key) as shelf:
-        found = shared(it, batch, training, shelf)
-    if not found.watch.changed:
-        _known[key] = Known(found.source, found.program, read_by(found))
-    return found
-
-
-def shared(it: Tracer, batch: Batch, training: bool, shelf: stored.Shelf) -> Any:
-    """Trace a model, unless another process has traced one that is equal."""
-    known = shelf.read()
-    if known is not None and (again := played(it, batch, training, known.source, known.read, told_by)):
+    if key in _known and (again := played(it, batch, training, _known[key])):
         return again
     found = trace_once(it, batch, training)
-    if known is None and not found.watch.changed and (read := told_by(found)) is not None:
-        shelf.write(found.source, read)
+    if key is not None and not found.watch.changed:
+        _known[key] = Known(found.source, found.program, read_by(found))
     return found
 
 
@@ -95,30 +79,20 @@ def key_of(it: Tracer, batch: Batch, training: bool) -> Any:
     return *facts.items(), sizes, form_of(given, training), it.loss_fn, repr(it.overrides), Tensor.float
 
 
-def played(
-    it: Tracer, batch: Batch, training: bool, source: Graph, read: Set[Any], reads: Callable[[Any], Set[Any] | None]
-) -> Any:
-    """Return a trace of the model that has the graph of another one; None if the two have read other things."""
-    with mock.patch.object(tracer, "capture", partial(play, source)):
+def played(it: Tracer, batch: Batch, training: bool, known: Known) -> Any:
+    """Return a trace of the model that has the program of another one; None if the two have read other things."""
+    with mock.patch.object(tracer, "capture", partial(play, known.source)):
         found = trace_once(it, batch, training)
-    if found.watch.changed or (mine := reads(found)) is None:
+    if found.watch.changed or not known.read <= read_by(found):
         return None
-    return found if read <= mine else None
+    vars(found)["program"] = copy.copy(known.program)  # a model has one for each of its captures
+    return found
 
 
 def read_by(traced: Any) -> Set[tuple[str, Any]]:
     """Return what a forward has read: of what, and the values."""
     reads = traced.watch.reads([])
     return {(read.label, content(read.value)) for read in (*reads._entries, *reads._others)}
-
-
-def told_by(traced: Any) -> Set[str] | None:
-    """Return the same as it means to other processes; None where it means nothing to them."""
-    reads = traced.watch.reads([])
-    try:
-        return frozenset(f"{read.label}: {stored.told(read.value)}" for read in (*reads._entries, *reads._others))
-    except stored.UntoldError:
-        return None
 
 
 def content(value: Any) -> Any:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from hetu_fx.program import tracer
 from hetu_fx.program.captures import Programs
-from tests.spawned import CAPTURES
 
 
 class Net(nn.Module):
@@ -41,7 +40,6 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Programs, i
 
     monkeypatch.setattr(tracer, "capture", counted)
     monkeypatch.setattr("tests.ranks.remembered._known", {})
-    monkeypatch.delenv(CAPTURES, raising=False)
 
     def of(model: nn.Module) -> tuple[Programs, int]:
         made = Programs(model, None)

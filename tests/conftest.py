@@ -23,8 +23,27 @@ os.environ.setdefault("HETU_FX_PROGRESS", "0")  # what is said on stderr depends
 SECONDS_IN_ALL = 420
 
 TESTS_OF_CAPTURES = ("graph", "program")
+DISTRIBUTED = "mark.distributed"  # stands in all files that have such tests
 
 gc.disable()  # until all is collected: what is imported stays
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import only files with distributed tests where only these are asked for: most have none."""
+    only_distributed = config.option.markexpr.startswith("distributed")
+    is_file_of_tests = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    if only_distributed and is_file_of_tests and DISTRIBUTED not in collection_path.read_text():
+        return True
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse a distributed test whose file would be ignored where only these are asked for."""
+    files = {item.path for item in items if item.get_closest_marker("distributed")}
+    hidden = sorted(str(path) for path in files if DISTRIBUTED not in path.read_text())
+    if hidden:
+        raise pytest.UsageError(f"{hidden} have distributed tests, but do not say {DISTRIBUTED!r}")
 
 
 def pytest_collection_finish() -> None:

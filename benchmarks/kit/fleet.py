@@ -129,7 +129,7 @@ class OwnSpeeds:
     def cluster(self, cluster: Cluster, seconds: Sequence[float]) -> Cluster:
         """Return the cluster with the speeds at which devices take the median of what each measured; collective."""
         rank, rows = dist.get_rank(), len(next(iter(self._small.values())))
-        (stage_cost,) = stage_costs(Plan.single(rank).pipelines[0], self._costs, cluster)
+        (stage_cost,) = stage_costs(Plan.single(rank).parts(self._costs.num_blocks)[0], self._costs, cluster)
         factor = stage_cost.slowest_compute(rows) / statistics.median(seconds)
         factors = of_all(GroupTable(), factor)
         return cluster.with_speeds({d.rank: d.flops_per_second * factors[d.rank] for d in cluster.devices})

@@ -30,7 +30,8 @@ from hetu_fx.base.words import bytes_text, ranks_text
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.bound import bound_seconds
-from hetu_fx.planner.price.step import PricedStep, memory_problems
+from hetu_fx.planner.price.fitting import fitted
+from hetu_fx.planner.price.step import memory_problems
 from hetu_fx.planner.search.problem import (
     WORTH,
     Candidates,
@@ -200,8 +201,9 @@ def _without_bubbles(found: Mapping[Plan, float], problem: Problem) -> dict[Plan
     near = sorted((plan for plan in found if _has_bubbles(plan)), key=lambda plan: (found[plan], plan.summary()))
     twins = (twin for plan in near[:MOST_TWINS] for twin in _twins(plan, problem.costs.num_blocks))
     taken, left = dict[Plan, float](), _most_jobs(problem)
-    for plan in problem.options.allowed(twins):
-        if num_jobs(plan) <= left and _fits(plan, problem):
+    for twin in problem.options.allowed(twins):
+        plan = _fitting(twin, problem) if num_jobs(twin) <= left else None
+        if plan is not None and plan not in taken:
             taken[plan] = seconds_by_costs(plan, problem)
             left -= num_jobs(plan)
     return taken
@@ -227,8 +229,11 @@ def _has_bubbles(plan: Plan) -> bool:
     return is_cut and plan.schedule == "1f1b" and not plan.has_program
 
 
-def _fits(plan: Plan, problem: Problem) -> bool:
-    return PricedStep(plan, problem.costs_of(plan), problem.cluster).fits(problem.options.memory_fraction)
+def _fitting(plan: Plan, problem: Problem) -> Plan | None:
+    """Return the plan with what it has to recompute under its own schedule; None where it does not fit even so."""
+    costs = problem.costs_of(plan)
+    found = fitted(plan.with_blocks(costs.num_blocks), costs, problem.cluster, problem.options)
+    return None if found is None else found.plan
 
 
 def predicted(plan: Plan, problem: Problem) -> Plan:

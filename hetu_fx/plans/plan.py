@@ -19,6 +19,7 @@ from hetu_fx.base.json_values import PAIRS, many
 from hetu_fx.base.markup import alone
 from hetu_fx.base.records import Document, Key, record
 from hetu_fx.errors import PlanError
+from hetu_fx.plans.parts import PartedPipeline
 from hetu_fx.plans.picture import plan_html
 from hetu_fx.plans.prediction import PREDICTION, Prediction
 from hetu_fx.plans.stage import LATER, PIPELINE, Pipeline, Stage, check_devices, reduced
@@ -192,7 +193,7 @@ class Plan(Document):
             )
         for index, pipeline in enumerate(self.pipelines):
             try:
-                pipeline.dealt(self.chunks, num_blocks).blocks(num_blocks)
+                PartedPipeline.of(pipeline, num_blocks, self.chunks)
             except PlanError as problem:
                 raise PlanError(f"plan{self._called}, pipelines[{index}]: {problem}") from None
 
@@ -200,12 +201,12 @@ class Plan(Document):
         """Return the same plan with every stage's number of blocks written out."""
         return replace(self, pipelines=tuple(_written_out(p, num_blocks) for p in self.pipelines))
 
-    def parts(self, num_blocks: int) -> tuple[Pipeline, ...]:
-        """Return the pipelines as their micro-batches go through them: of as many stages as there are chunks of them.
+    def parts(self, num_blocks: int) -> tuple[PartedPipeline, ...]:
+        """Return the pipelines with what their micro-batches go through: a part for each chunk of each stage.
 
-        Raises `PlanError` for a stage of fewer blocks than chunks.
+        Raises `PlanError` where blocks do not add up to `num_blocks`, and for a stage of fewer blocks than chunks.
         """
-        return tuple(pipeline.dealt(self.chunks, num_blocks) for pipeline in self.pipelines)
+        return tuple(PartedPipeline.of(pipeline, num_blocks, self.chunks) for pipeline in self.pipelines)
 
     @property
     def schedule_text(self) -> str:

@@ -13,6 +13,7 @@ from enum import StrEnum
 from functools import lru_cache
 from itertools import accumulate, chain
 
+from hetu_fx.plans.parts import Deal
 from hetu_fx.plans.plan import Schedule, micro_batch_rows
 
 
@@ -50,7 +51,10 @@ PHASES: Mapping[Schedule, tuple[Phase, ...]] = {
 """What may be done of a micro-batch, in order: all of it, but a backward whole or in its two halves."""
 
 Passage = tuple[int, int, int]
-"""What goes through a chunk: in which direction, which micro-batch, and the chunk."""
+"""What goes through a chunk of a stage: in which direction, which micro-batch, and the chunk."""
+
+Sending = tuple[Passage, int]
+"""What goes through a chunk of a stage, and another part of the pipeline that it may make something for."""
 
 
 def cuts_backwards(schedule: Schedule) -> bool:
@@ -62,7 +66,7 @@ def cuts_backwards(schedule: Schedule) -> bool:
 class Action:
     """A phase of one micro-batch on one stage, in one of the chunks of the model that the stage holds.
 
-    Of p stages, chunk c of stage s is part c p + s of the pipeline: every part hands on to the next one.
+    Every part of the pipeline hands on to the next one; which part the chunk is says `plans.parts.Deal`.
     """
 
     phase: Phase
@@ -161,8 +165,8 @@ def forwards(num_micro_batches: int, num_stages: int = 1, chunks: int = 1) -> Or
 
 
 @lru_cache(maxsize=512)
-def departures(stages: tuple[Order, ...], stage: int) -> Mapping[tuple[Action, int], int]:
-    """Return for each action of a stage, and each part that it may make something for, when that leaves.
+def departures(stages: tuple[Order, ...], stage: int) -> Mapping[Sending, int]:
+    """Return for all that goes through a stage, and each part that it may make something for, when that leaves.
 
     It leaves in one call with what an action of its own stage waits for: the number of that action, or how many there
     are for a call after the last. On a clock on which a backward takes two ticks, as it about does, and all else one,
@@ -173,91 +177,88 @@ def departures(stages: tuple[Order, ...], stage: int) -> Mapping[tuple[Action, i
     and was never reached. Nor does what leaves a stage for another overtake what that waits for before, if in each call
     what is wanted first goes first (`arrivals`).
     """
-    (called, places), found = _calls(stages), {}
-    for (action, other), place in arrivals(stages, stage).items():
-        at = called[other % len(stages)][place]
-        found[action, other] = max(places[stage][action.passage] + 1, bisect_right(called[stage], at) - 1)
+    deal, (called, places), found = deal_of(stages), _calls(stages), {}
+    for (passage, other), place in arrivals(stages, stage).items():
+        at = called[deal.stage(other)][place]
+        found[passage, other] = max(places[stage][passage] + 1, bisect_right(called[stage], at) - 1)
     return found
 
 
 @lru_cache(maxsize=512)
-def at_once(stages: tuple[Order, ...], stage: int) -> Mapping[tuple[Action, int], int]:
+def at_once(stages: tuple[Order, ...], stage: int) -> Mapping[Sending, int]:
     """Return when things leave (`departures`) where nobody waits for a receiver: as soon as they are made.
 
     But what a stage waits for later does not overtake what it waits for before.
     """
-    _, places = _calls(stages)
+    deal, (_, places) = deal_of(stages), _calls(stages)
     found, least = {}, [0] * len(stages)
     wanted = arrivals(stages, stage).items()
-    made = ((place, places[stage][action.passage], action, other) for (action, other), place in wanted)
-    for _, number, action, other in sorted(made, key=lambda one: one[:2]):
-        call = max(number + 1, least[other % len(stages)])
-        found[action, other] = least[other % len(stages)] = call
+    made = ((place, places[stage][passage], passage, other) for (passage, other), place in wanted)
+    for _, number, passage, other in sorted(made, key=lambda one: one[:2]):
+        call = max(number + 1, least[deal.stage(other)])
+        found[passage, other] = least[deal.stage(other)] = call
     return found
 
 
 @lru_cache(maxsize=512)
-def arrivals(stages: tuple[Order, ...], stage: int) -> Mapping[tuple[Action, int], int]:
-    """Return for each action of a stage, and each part that it may make something for, which action waits for that.
+def arrivals(stages: tuple[Order, ...], stage: int) -> Mapping[Sending, int]:
+    """Return for all that goes through a stage, and each part it may make something for, which action waits for that.
 
     By number, among those of the part's stage. What the stage has for its own parts goes nowhere.
     """
-    _, places = _calls(stages)
-    pairs = ((action, other) for action in stages[stage] for other in _towards(action, stage, stages))
-    return {(action, other): places[other % len(stages)][_in_part(action, other, stages)] for action, other in pairs}
+    deal, (_, places) = deal_of(stages), _calls(stages)
+    passages = (action.passage for action in stages[stage])
+    pairs = ((passage, other) for passage in passages for other in _others(passage[0], passage, stage, deal))
+    return {(passage, other): places[deal.stage(other)][_in_part(passage, other, deal)] for passage, other in pairs}
 
 
 @lru_cache(maxsize=512)
-def takings(stages: tuple[Order, ...], stage: int) -> Mapping[tuple[Action, int], int]:
-    """Return for each action of a stage, and each part that it may make something for, when that is known to be taken.
+def takings(stages: tuple[Order, ...], stage: int) -> Mapping[Sending, int]:
+    """Return for all that goes through a stage, and each part it may make something for, when that is known as taken.
 
     It is where something arrives in the same chunk that the receiver has made after it took it: the number of the
     stage's own action that waits for the first such thing, or how many actions there are where nothing comes back.
     """
     found = {}
     answers = _answers(stages, stage)
-    for (action, other), place in arrivals(stages, stage).items():
-        numbers, made = answers[action.chunk, -action.phase.direction, other]
+    for (passage, other), place in arrivals(stages, stage).items():
+        direction, _, chunk = passage
+        numbers, made = answers[chunk, -direction, other]
         first = bisect_left(made, place)
-        found[action, other] = numbers[first] if first < len(numbers) else len(stages[stage])
+        found[passage, other] = numbers[first] if first < len(numbers) else len(stages[stage])
     return found
 
 
 def _answers(stages: tuple[Order, ...], stage: int) -> Mapping[tuple[int, int, int], tuple[list[int], list[int]]]:
     """Return what a stage's actions wait for, by (chunk, direction, other part): their numbers, and the makers'."""
-    _, places = _calls(stages)
+    deal, (_, places) = deal_of(stages), _calls(stages)
     found: dict[tuple[int, int, int], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
     for number, action in enumerate(stages[stage]):
-        for other in _others(-action.phase.direction, action, stage, stages):
-            numbers, made = found[action.chunk, action.phase.direction, other]
+        direction, _, chunk = passage = action.passage
+        for other in _others(-direction, passage, stage, deal):
+            numbers, made = found[chunk, direction, other]
             numbers.append(number)
-            made.append(places[other % len(stages)][_in_part(action, other, stages)])
+            made.append(places[deal.stage(other)][_in_part(passage, other, deal)])
     return found
 
 
-def _towards(action: Action, stage: int, stages: Sequence[Order]) -> Iterator[int]:
-    """Yield the parts of other stages that something may go to."""
-    return _others(action.phase.direction, action, stage, stages)
+def _others(direction: int, passage: Passage, stage: int, deal: Deal) -> Iterator[int]:
+    """Yield the parts of other stages that stand before the one that something goes through (-1), or after it (1)."""
+    *_, chunk = passage
+    part = deal.part(stage, chunk)
+    found = {1: range(part + 1, deal.num_parts), -1: range(part), 0: range(0)}[direction]
+    return (other for other in found if deal.stage(other) != stage)
 
 
-def _others(direction: int, action: Action, stage: int, stages: Sequence[Order]) -> Iterator[int]:
-    """Yield the parts of other stages that stand before that of an action (-1), or after it (1)."""
-    part, num_stages = _part(action, stage, stages), len(stages)
-    found = {1: range(part + 1, _num_parts(stages)), -1: range(part), 0: range(0)}[direction]
-    return (other for other in found if other % num_stages != stage)
-
-
-def _part(action: Action, stage: int, stages: Sequence[Order]) -> int:
-    return action.chunk * len(stages) + stage
-
-
-def _in_part(action: Action, part: int, stages: Sequence[Order]) -> Passage:
+def _in_part(passage: Passage, part: int, deal: Deal) -> Passage:
     """Return how the same goes through another part."""
-    return action.phase.direction, action.micro_batch, part // len(stages)
+    direction, micro_batch, _ = passage
+    return direction, micro_batch, deal.chunk(part)
 
 
-def _num_parts(stages: Sequence[Order]) -> int:
-    return len(stages) * (1 + max((action.chunk for action in stages[0]), default=0))
+def deal_of(stages: Sequence[Order]) -> Deal:
+    """Return how parts are dealt out to stages that run these."""
+    return Deal(len(stages), 1 + max((action.chunk for action in stages[0]), default=0))
 
 
 @lru_cache(maxsize=64)
@@ -271,14 +272,14 @@ def _ticks(stages: Sequence[Order]) -> list[dict[Passage, int]]:
     """Return when each action of each stage has ended, in order, if it waits for that of the part before its own."""
     ticks: list[dict[Passage, int]] = [{} for _ in stages]
     free, left = [0] * len(stages), sum(map(len, stages))
-    num_parts = _num_parts(stages)
+    deal = deal_of(stages)
     while left:
         for stage, (order, own) in enumerate(zip(stages, ticks, strict=True)):
             for action in order[len(own) :]:
-                part = _part(action, stage, stages)
+                part = deal.part(stage, action.chunk)
                 before = part - action.phase.direction
-                waits = before != part and 0 <= before < num_parts
-                came = ticks[before % len(stages)].get(_in_part(action, before, stages)) if waits else 0
+                waits = before != part and 0 <= before < deal.num_parts
+                came = ticks[deal.stage(before)].get(_in_part(action.passage, before, deal)) if waits else 0
                 if came is None:
                     break
                 own[action.passage] = free[stage] = max(came, free[stage]) + _TICKS[action.phase]

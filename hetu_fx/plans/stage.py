@@ -136,12 +136,9 @@ class Stage:
         return ", ".join(filter(None, [self.recompute_text, self.dtype]))
 
     def chunks(self, count: int, blocks: int) -> Iterator[Stage]:
-        """Yield the stage in chunks of its blocks, as even as possible; those that come first recompute."""
-        left = self.recompute
-        for chunk in range(count):
-            own = blocks // count + (chunk < blocks % count)
-            yield replace(self.recomputing(min(left, own), self.recompute_ops), blocks=own if blocks else None)
-            left -= min(left, own)
+        """Yield the stage in chunks of its blocks (`chunk_sizes`)."""
+        for own, again in chunk_sizes(count, blocks, self.recompute):
+            yield replace(self.recomputing(again, self.recompute_ops), blocks=own)
 
     def check_recompute(self, blocks: int) -> None:
         """Raise `PlanError` where fewer blocks than are to be recomputed come to this stage."""
@@ -231,6 +228,15 @@ def ratios_text(ratios: tuple[int, ...]) -> str:
     return ":".join(map(str, ratios))
 
 
+def chunk_sizes(count: int, blocks: int, recompute: int) -> Iterator[tuple[int, int]]:
+    """Yield how many blocks each chunk of a stage has, as even as possible, and recomputes: first ones do."""
+    small, more = divmod(blocks, count)
+    for chunk in range(count):
+        own = small + (chunk < more)
+        yield own, min(recompute, own)
+        recompute -= min(recompute, own)
+
+
 def reduced(numbers: tuple[int, ...]) -> tuple[int, ...]:
     """Divide whole numbers by their greatest common divisor."""
     common = math.gcd(*numbers)
@@ -308,20 +314,6 @@ class Pipeline:
                 f"repeated blocks; make them add up, or leave 'blocks' out"
             )
         return given
-
-    def dealt(self, chunks: int, num_blocks: int) -> Pipeline:
-        """Return the pipeline with every stage's blocks dealt out in chunks, round by round over the stages.
-
-        Of p stages part k is chunk k // p of stage k % p. A stage that is alone stays whole.
-        Raises `PlanError` for a stage of fewer blocks than chunks.
-        """
-        if chunks == 1 or len(self.stages) == 1:
-            return self
-        given = self.blocks(num_blocks)
-        if num_blocks and min(given) < chunks:
-            raise PlanError(f"{self} has {list(given)} blocks, fewer than {chunks} chunks per stage; use fewer chunks")
-        dealt = [stage.chunks(chunks, blocks) for stage, blocks in zip(self.stages, given, strict=True)]
-        return replace(self, stages=tuple(stage for column in zip(*dealt, strict=True) for stage in column))
 
     def _even_blocks(self, num_blocks: int) -> tuple[int, ...]:
         if 0 < num_blocks < len(self.stages):

@@ -263,7 +263,9 @@ class GraphCompute(Compute):
 
     def _engine(self, devices: Sequence[DeviceGraph], annotated: AnnotatedGraph) -> Engine:
         ends = [Ends(device.handovers_in, device.handovers_out) for device in devices]
-        p2p = StageP2P(devices[0].layout.index, ends, self.table, self.device)
+        first = devices[0].layout
+        stage = annotated.pipelines[first.pipeline].deal.stage(first.index)
+        p2p = StageP2P(stage, ends, self.table, self.device)
         paths = annotated.graph.block_paths
         chunks = [Chunk(device, self._replayed(device, self._lowered(device, paths))) for device in devices]
         return Engine(chunks, p2p)

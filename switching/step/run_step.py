@@ -187,11 +187,10 @@ class _GraphStep(StepFrame):
     def _orders(self, num_micro_batches: int, *, train: bool) -> Sequence[Order]:
         """Return what the stages of this rank's pipeline do of so many micro-batches."""
         assert self.device is not None, "it runs a stage"
-        chunks = len(self.stage.devices)
-        stages = self.device.num_stages // chunks
+        deal = self.stage.deduced.annotated.pipelines[self.device.layout.pipeline].deal
         if not train:
-            return [forwards(num_micro_batches, stages, chunks)] * stages
-        return orders_of(self.variant.plan.schedule, stages, num_micro_batches, chunks)
+            return [forwards(num_micro_batches, deal.num_stages, deal.chunks)] * deal.num_stages
+        return orders_of(self.variant.plan.schedule, deal.num_stages, num_micro_batches, deal.chunks)
 
     def _listening(self, collector: Collector) -> Callable[[], None] | None:
         """Return what lets gradients travel beside the last backward; None where they may not.

@@ -30,7 +30,7 @@ from hetu_fx.comm_ops.wire.bsr_run import exchange, unpack
 from hetu_fx.comm_ops.wire.fixed_messages import FixedMessages
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
 from hetu_fx.comm_ops.wire.p2p import Message, Posted, Tag, post
-from hetu_fx.plans.schedule import Action, Order, Phase, arrivals, at_once, departures, takings
+from hetu_fx.plans.schedule import Action, Order, Phase, arrivals, at_once, deal_of, departures, takings
 from hetu_fx.program.program import Bindings, evaluate
 from hetu_fx.transforms.specialize.device_graph import Handover
 
@@ -60,6 +60,7 @@ class StageP2P:
         """Begin a step in which the stages of the pipeline run these actions, each in its order."""
         if orders != self._orders:
             self._orders, self._order = orders, orders[self.stage]
+            self._deal = deal_of(orders)
             waits = len(orders) > 1 and self._table.is_native(self._device)
             self._departures = (departures if waits else at_once)(orders, self.stage)
             self._takings = takings(orders, self.stage)
@@ -112,19 +113,19 @@ class StageP2P:
             if self._stays(channel):
                 self._here[channel.key(action)] = {name: values[name].detach() for name in channel.names}
                 continue
-            key, messages = (action, channel.receiver), channel.leaving(values, bindings)
+            key, messages = (action.passage, channel.receiver), channel.leaving(values, bindings)
             when = self._departures[key], self._arrivals[key], self._taken(action, channel)
             self._ready.append(_Leaving(*when, messages))
 
     def _stays(self, channel: Channel) -> bool:
         """Tell whether both ends are chunks of this stage."""
-        return (channel.receiver - channel.sender) % len(self._orders) == 0
+        return self._deal.stage(channel.receiver) == self._deal.stage(channel.sender)
 
     def _taken(self, action: Action, channel: Channel) -> int:
         """Return the number of the own action before which something arrives that was made after this was taken."""
         answers = self._last.cotangents_in if action.phase is Phase.FORWARD else self._last.values_in
         does_answer = any(other.sender == channel.receiver and other.handovers for other in answers)
-        return self._takings[action, channel.receiver] if does_answer else len(self._order)
+        return self._takings[action.passage, channel.receiver] if does_answer else len(self._order)
 
     def _swap(self, channels: Sequence[Channel], bindings: Bindings) -> Iterator[tuple[str, Tensor]]:
         for channel in filter(self._stays, channels):

@@ -119,10 +119,20 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 LAUNCH = (sys.executable, "-m", "hetu_fx.cli", "launch", "--nproc", "2", "--")
 
 
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Give the parameters after a run of one process that never ended before its time."""
+    folder = tmp_path_factory.mktemp("straight")
+    assert run(sys.executable, SCRIPT, str(folder), "6", "nobody", seconds=SECONDS)[0] == 0
+    return json.loads((folder / "rank_0.json").read_text())
+
+
 @pytest.mark.distributed
 @pytest.mark.timeout(4 * SECONDS)
 @pytest.mark.parametrize("launcher", ["torchrun", "launch"])
-def test_a_signal_to_one_rank_saves_on_all_and_the_job_goes_on_as_if_never_ended(tmp_path: Path, launcher: str) -> None:
+def test_a_signal_to_one_rank_saves_on_all_and_the_job_goes_on_as_if_never_ended(
+    tmp_path: Path, launcher: str, straight: dict[str, Any]
+) -> None:
     command = (*TORCHRUN, free_port()) if launcher == "torchrun" else LAUNCH
     status, said = run(*command, SCRIPT, str(tmp_path), "6", "rank", seconds=SECONDS)
     assert status == 0, said[-4000:]
@@ -130,13 +140,9 @@ def test_a_signal_to_one_rank_saves_on_all_and_the_job_goes_on_as_if_never_ended
     assert not list(tmp_path.glob("rank_*.json"))
     status, said = run(*command, SCRIPT, str(tmp_path), "6", "nobody", seconds=SECONDS)
     assert status == 0, said[-4000:]
-    straight = tmp_path / "straight"
-    straight.mkdir()
-    assert run(sys.executable, SCRIPT, str(straight), "6", "nobody", seconds=SECONDS)[0] == 0
-    wanted = json.loads((straight / "rank_0.json").read_text())
     for rank in range(2):
         found = json.loads((tmp_path / f"rank_{rank}.json").read_text())
-        for name, values in wanted.items():
+        for name, values in straight.items():
             torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(values), rtol=1e-10, atol=1e-12)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -117,9 +115,8 @@ def test_findings_are_summed_up() -> None:
 
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
-def test_two_processes_are_started_and_tell_of_clocks_speeds_and_links() -> None:
-    command = [sys.executable, "-m", "hetu_fx.cli", "doctor", "--json"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    told = {finding["what"]: finding["state"] for finding in json.loads(ended.stdout)["findings"]}
+def test_two_processes_are_started_and_tell_of_clocks_speeds_and_links(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", "--json"])
+    told = {finding["what"]: finding["state"] for finding in json.loads(capsys.readouterr().out)["findings"]}
     assert told["two processes"] == "fine"
     assert {"versions of all ranks", "clocks", "speeds", "links within a node"} <= told.keys()

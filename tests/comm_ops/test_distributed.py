@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.comm_ops import changes
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -31,11 +33,17 @@ def run_world(script: str, size: int, path: Path, seconds: float) -> list[tuple[
     return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
 
 
+def check_values_and_gradients_of_many_changes(rank, world, folder):
+    changes.check_all(rank)
+
+
 @pytest.mark.distributed
 @pytest.mark.timeout(180)
-def test_values_and_gradients_of_many_changes_on_four_ranks(tmp_path):
-    results = run_world("worker_changes.py", 4, tmp_path, 150)
-    assert [code for code, _ in results] == [0] * 4, "\n".join(output[-3000:] for _, output in results)
+def test_values_and_gradients_of_many_changes_on_four_ranks(gloo_checks):
+    failures = [
+        report for report in gloo_checks(__file__, 4, 150)["check_values_and_gradients_of_many_changes"] if report
+    ]
+    assert not failures, "\n".join(failures)
 
 
 @pytest.mark.distributed

@@ -158,7 +158,7 @@ def check_compiled_graphs_train_the_same(rank: int, world: int, folder: Path) ->
     """Sizes change between steps, down to one row; evaluation comes in between."""
     if (group := world_of(2)) is None:
         return
-    plans, shallow = [TP, Plan(dp(3, 1).pipelines, name="DP")], partial(make_model, n_layer=3)
+    plans, shallow = [TP, Plan(dp(3, 1).pipelines, name="DP")], partial(make_model, n_layer=2)
     twins = Twins("gpt2", plans, group, compile="aot_eager", make=shallow)
     for number, (name, rows, length) in enumerate([("TP", 1, 9), ("TP", 4, 11), ("DP", 7, 8)]):
         twins.model.hetu.switch(name)

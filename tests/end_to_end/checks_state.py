@@ -6,6 +6,7 @@ import copy
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -157,8 +158,9 @@ def check_an_export_runs_in_new_processes(rank: int, world: int, folder: Path) -
             {n: [_given(folder, n, i, g, count) for i, g in enumerate(all_)] for n, all_ in rows.items()},
             folder / "given.pt",
         )
-        assert run_exported(folder, "TP", 2) == pytest.approx([expected] * 2, rel=1e-6)
-        assert sum(run_exported(folder, "DP", 2)) == pytest.approx(expected, rel=1e-6)
+        losses = run_exported(folder, ("TP", "DP"), 2)
+        assert losses["TP"] == pytest.approx([expected] * 2, rel=1e-6)
+        assert sum(losses["DP"]) == pytest.approx(expected, rel=1e-6)
         single = torch.export.load(folder / "export" / "single" / "evaluation.pt2").module()
         assert float(single(**batch)["loss"]) == pytest.approx(expected, rel=1e-6)
         _changed_files_are_refused(folder / "export")
@@ -183,13 +185,15 @@ def _check_folder(export: Path) -> None:
     assert exports.check_exported(export).is_good
 
 
-def run_exported(folder: Path, variant: str, processes: int) -> list[float]:
-    """Run an exported variant in new processes; give the losses they print."""
+def run_exported(folder: Path, variants: Sequence[str], processes: int) -> dict[str, list[float]]:
+    """Run exported variants in new processes; give the loss that each rank prints for each."""
     script = Path(__file__).with_name("exported_rank.py")
-    command = [sys.executable, str(script), str(folder), variant, str(processes)]
-    workers = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(processes)]
+    command = [sys.executable, str(script), str(folder), str(processes)]
+    commands = ([*command, str(rank), *variants] for rank in range(processes))
+    workers = [subprocess.Popen(one, stdout=subprocess.PIPE, text=True) for one in commands]
     try:
-        return [float(worker.communicate(timeout=200)[0]) for worker in workers]
+        told = [json.loads(worker.communicate(timeout=200)[0]) for worker in workers]
+        return {variant: [of_rank[variant] for of_rank in told] for variant in variants}
     finally:
         for worker in workers:
             worker.kill()

@@ -1,6 +1,7 @@
 """Devices of unlike types train one model: rank 0 on the tests' own type, the others on the host, against one device.
 
-All plans run as all ranks of one process, and one cell for each way in which ranks meet as processes over gloo.
+All plans run as all ranks of one process, by one model, and each of the others under a few; one cell for each way in
+which ranks meet runs as processes over gloo. What a model makes of all plans is held on one type (`end_to_end`).
 `make parity` (HETU_FX_PARITY=full) runs every model under every plan as all ranks of one process.
 """
 
@@ -12,13 +13,29 @@ from typing import Any
 import pytest
 
 from hetu_fx.errors import HetuFxError
-from tests.end_to_end.cells import ALL_CELLS, COVERING, PLANS, PROCESSES, REFUSED, Cell, in_double
+from tests.end_to_end.cells import ALL_CELLS, PLANS, REFUSED, Cell, in_double
 from tests.end_to_end.parity_lockstep import check_trained, trained
 from tests.end_to_end.parity_processes import SECONDS_IN_ALL, check_outcome, outcomes_of
 from tests.kinds.testkind import NAME, on_testkind
 
 IS_FULL = os.environ.get("HETU_FX_PARITY") == "full"
-IN_LOCKSTEP = dict.fromkeys(ALL_CELLS if IS_FULL else (*COVERING, *PROCESSES))
+FEW = {
+    "gpt2": ("CP2 3:1 x TP2 2:1", "PP2 interleaved"),
+    "mlp": ("TP2>TP1 + 1",),
+    "conv": ("DP 3:1",),
+    "bert": ("CP2 3:1",),
+    "vit": ("TP2 3:1", "PP2 + PP1"),
+    "t5": ("PP2 interleaved",),
+    "mixtral": ("TP2", "PP2 + PP1"),
+}
+IN_LOCKSTEP = (
+    ALL_CELLS
+    if IS_FULL
+    else (
+        *(Cell("llama", plan) for plan in PLANS),
+        *(Cell(model, plan) for model, plans in FEW.items() for plan in plans),
+    )
+)
 MODELS = tuple(dict.fromkeys(cell.model for cell in IN_LOCKSTEP))
 IN_PROCESSES = (
     *(Cell("llama", plan) for plan in ("1 device", "DP 3:1", "TP2 3:1", "PP2 x TP2", "CP2 3:1 ring")),

@@ -7,6 +7,8 @@ from operator import add
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.parts import PartedPipeline
+from hetu_fx.plans.plan import Pipeline
 
 FAST_LINK = Link(1e10, 1e-6)
 
@@ -41,6 +43,11 @@ def transformer(
     after = PartCosts(head, activation_bytes=4 * length * vocabulary, parameter_bytes=table, num_ops=8)
     boundaries = (4.0 * length * width,) * (layers - 1)
     return ProgramCosts(rows, before, (block,) * layers, after, boundaries, units)
+
+
+def parted(pipeline: Pipeline, costs: ProgramCosts) -> PartedPipeline:
+    """Return the parts of a pipeline that runs the program, one for each stage."""
+    return PartedPipeline.of(pipeline, costs.num_blocks)
 
 
 def rising(costs: ProgramCosts) -> ProgramCosts:

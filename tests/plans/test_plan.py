@@ -380,30 +380,6 @@ def interleaved(chunks: int = 2, **changes: Any) -> Plan:
     return replace(TWO_STAGES, schedule="interleaved", chunks=chunks, **changes)
 
 
-def test_blocks_are_dealt_out_round_by_round_over_the_stages() -> None:
-    alone = Pipeline((Stage((3,)),))
-    first, second = interleaved(pipelines=(*TWO_STAGES.pipelines, alone)).parts(8)
-    assert [(stage.devices, stage.blocks) for stage in first.stages] == [((0, 1), 3), ((2,), 2), ((0, 1), 2), ((2,), 1)]
-    assert first.micro_batches == 4
-    assert second == alone
-    assert TWO_STAGES.parts(8) == TWO_STAGES.pipelines
-
-
-def test_the_first_blocks_of_a_stage_are_recomputed_whichever_chunk_they_are_in() -> None:
-    stages = Stage((0,), recompute=3, recompute_ops="pointwise"), Stage((1,))
-    found = Pipeline(stages).dealt(2, 8)
-    assert [(s.recompute, s.recompute_ops) for s in found.stages] == [
-        (2, "pointwise"),
-        (0, "all"),
-        (1, "pointwise"),
-        (0, "all"),
-    ]
-
-
-def test_a_model_without_blocks_is_dealt_out_too() -> None:
-    assert [stage.blocks for stage in Pipeline((Stage((0,)), Stage((1,)))).dealt(2, 0).stages] == [None] * 4
-
-
 def test_a_plan_with_chunks_reads_and_writes_and_tells_them() -> None:
     text = DESIGN_FILE.replace("1f1b", "interleaved")
     assert of_file(text).chunks == 2

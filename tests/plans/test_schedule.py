@@ -187,9 +187,10 @@ def test_what_need_not_wait_for_its_receiver_leaves_no_later(
     orders = orders_of(schedule, num_stages, micro_batches, chunks)
     for stage, order in enumerate(orders):
         soon, late = at_once(orders, stage), departures(orders, stage)
-        assert all(order.index(action) < soon[action, other] <= late[action, other] for action, other in late)
+        made = {action.passage: number for number, action in enumerate(order)}
+        assert all(made[passage] < soon[passage, other] <= late[passage, other] for passage, other in late)
         if schedule == "1f1b":
-            nearest = [(action, other) for action, other in late if abs(other - stage) == 1]
+            nearest = [(passage, other) for passage, other in late if abs(other - stage) == 1]
             assert [soon[key] for key in nearest] == [late[key] for key in nearest]
 
 
@@ -274,9 +275,9 @@ def test_an_evaluation_goes_forward_only() -> None:
 def test_what_was_sent_is_known_to_be_taken_when_something_comes_back_that_was_made_later() -> None:
     orders = tuple(actions("1f1b", stage, 3, 6) for stage in range(3))
     first, middle = takings(orders, 0), takings(orders, 1)
-    assert orders[0][first[Action(Phase.FORWARD, 3), 1]] == Action(Phase.BACKWARD, 2)
-    assert orders[1][middle[Action(Phase.BACKWARD, 1), 0]] == Action(Phase.FORWARD, 4)
-    assert middle[Action(Phase.BACKWARD, 5), 0] == len(orders[1])
+    assert orders[0][first[(FORWARD, 3, 0), 1]] == Action(Phase.BACKWARD, 2)
+    assert orders[1][middle[(BACKWARD, 1, 0), 0]] == Action(Phase.FORWARD, 4)
+    assert middle[(BACKWARD, 5, 0), 0] == len(orders[1])
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble"])
@@ -288,7 +289,7 @@ def test_a_stage_holds_messages_of_the_micro_batches_in_flight_and_one_more(sche
         taken = takings(orders, stage)
         for direction in (FORWARD, BACKWARD):
             if 0 <= (other := stage + direction) < stages:
-                spans = [(made[a], taken[a, other]) for a in orders[stage] if a.phase.direction == direction]
+                spans = [(made[a], taken[a.passage, other]) for a in orders[stage] if a.phase.direction == direction]
                 held = max(sum(start <= now < stop for start, stop in spans) for now in range(len(orders[stage])))
                 assert held <= min(count, (count if schedule == "gpipe" else stages - stage) + 1)
 
@@ -299,11 +300,12 @@ def test_with_chunks_messages_are_held_for_what_is_in_flight_and_a_round_more(
 ) -> None:
     orders = orders_of("interleaved", num_stages, rounds * num_stages, chunks)
     for stage, order in enumerate(orders):
-        made = {action: number for number, action in enumerate(order)}
+        made = {action.passage: number for number, action in enumerate(order)}
         spans: dict[int, list[tuple[int, int]]] = {}
-        for (action, other), taken in takings(orders, stage).items():
-            if abs(other - action.chunk * num_stages - stage) == 1:
-                spans.setdefault(action.phase.direction, []).append((made[action], taken))
+        for (passage, other), taken in takings(orders, stage).items():
+            direction, _, chunk = passage
+            if abs(other - chunk * num_stages - stage) == 1:
+                spans.setdefault(direction, []).append((made[passage], taken))
         for own in spans.values():
             held = Counter(now for start, stop in own for now in range(start, stop))
             assert max(held.values()) <= most_kept(order) + chunks * num_stages

@@ -24,7 +24,7 @@ from hetu_fx.deduction.factors.factors import FactorClass, FactorMap
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind
-from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.plans.plan import Plan, Stage
 from hetu_fx.transforms.layouts.analysed_graph import AnalysedGraph
 from hetu_fx.transforms.layouts.annotated_graph import ALONE, AnnotatedGraph, StageAxis, StageLayout, cut_stages
 from hetu_fx.transforms.layouts.exchange import exchanged_classes
@@ -74,13 +74,13 @@ class Annotate:
             factors, classes, wanted = finer.factors, finer.coarse, finer.coarse
         sequence = self._sequence(graph, factors, flow, classes, wanted)
         pipelines = self.plan.parts(graph.num_blocks)
-        stage_of = tuple(self._stages(graph, flow, pipeline) for pipeline in pipelines)
+        stage_of = tuple(cut_stages(graph, flow, pipeline.blocks) for pipeline in pipelines)
         is_exchanged = self.plan.attention == "heads"
         exchanges = exchanged_classes(graph, factors) if is_exchanged else frozenset[FactorClass]()
         layouts = tuple(
             tuple(
                 _layout(p, s, stage, classes, sequence, factors, finer, exchanges)
-                for s, stage in enumerate(pipeline.stages)
+                for s, stage in enumerate(pipeline.parts)
             )
             for p, pipeline in enumerate(pipelines)
         )
@@ -93,14 +93,14 @@ class Annotate:
     def _with_program(self, analysed: AnalysedGraph) -> AnnotatedGraph:
         """Put a plan on a graph whose one stage says op by op what is cut."""
         graph, factors, flow = analysed.graph, analysed.factors, analysed.flow
-        (pipeline,), nothing = self.plan.pipelines, frozenset[FactorClass]()
-        (stage,) = pipeline.stages
+        (pipeline,), nothing = self.plan.parts(graph.num_blocks), frozenset[FactorClass]()
+        (stage,) = pipeline.parts
         choices = program_choices(analysed, stage)
         classes = frozenset(choice.factor for choice in choices.values() if choice.factor is not None)
         parts, *others = ({c: shares(c, ratios) for c in _in_order(classes)} for ratios in segments(stage))
         axis = StageAxis(len(stage.devices), parts, tuple(others))
         layout = StageLayout(0, 0, stage.devices, ALONE, axis)
-        stages = (self._stages(graph, flow, pipeline),)
+        stages = (cut_stages(graph, flow, pipeline.blocks),)
         return AnnotatedGraph(
             graph, factors, flow, self.plan, self.wants_values, classes, nothing, ((layout,),), stages, choices=choices
         )
@@ -140,10 +140,6 @@ class Annotate:
                 f"products with parameters carry along; leave {asked} out"
             )
         return found
-
-    def _stages(self, graph: Graph, flow: Flow, pipeline: Pipeline) -> Mapping[fx.Node, int]:
-        blocks = pipeline.blocks(graph.num_blocks) if graph.num_blocks else (0,) * len(pipeline.stages)
-        return cut_stages(graph, flow, blocks)
 
 
 def _layout(

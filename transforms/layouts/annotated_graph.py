@@ -19,7 +19,8 @@ from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.edit import needed_for
 from hetu_fx.graph.graph import Graph, OutputKind, OutputLeaf
-from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.plans.parts import PartedPipeline
+from hetu_fx.plans.plan import Plan, Stage
 from hetu_fx.transforms.layouts.flow import Flow
 from hetu_fx.transforms.layouts.program_choices import Choices
 
@@ -131,13 +132,13 @@ class AnnotatedGraph:
     choices: Choices | None = None
 
     @cached_property
-    def pipelines(self) -> tuple[Pipeline, ...]:
-        """Return the plan's pipelines, with chunks of stages as stages."""
+    def pipelines(self) -> tuple[PartedPipeline, ...]:
+        """Return the plan's pipelines, with the parts that are stages here."""
         return self.plan.parts(self.graph.num_blocks)
 
     def stage(self, layout: StageLayout) -> Stage:
-        """Return what the plan says of a stage."""
-        return self.pipelines[layout.pipeline].stages[layout.index]
+        """Return what the plan says of a stage, or of a chunk of it."""
+        return self.pipelines[layout.pipeline].parts[layout.index]
 
     def layouts_of(self, rank: int) -> tuple[StageLayout, ...]:
         """Return the layouts of a rank: its stage, or the chunks of it; none where the plan leaves it out."""

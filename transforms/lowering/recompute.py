@@ -44,7 +44,8 @@ class Recompute:
     name: ClassVar[str] = "recompute"
 
     def __call__(self, device: DeviceGraph) -> DeviceGraph:
-        wanted = recomputed_blocks(self.annotated, device.layout.key)
+        pipeline, index = device.layout.key
+        wanted = self.annotated.pipelines[pipeline].recomputed(index)
         if not wanted:
             return device
         nodes = [node for node in device.graph.nodes if node.op == "call_function"]
@@ -55,17 +56,6 @@ class Recompute:
         runs = tuple(run for span in spans for run in _runs(span, talks, weights))
         ops = self.annotated.stage(device.layout).recompute_ops
         return replace(device, recomputed=runs, recomputed_ops=ops)
-
-
-def recomputed_blocks(annotated: AnnotatedGraph, key: tuple[int, int]) -> range:
-    """Return which of the model's blocks a stage recomputes: its first ones.
-
-    Backward comes to them last, when what the others have kept is free already.
-    """
-    pipeline, index = key
-    stages = annotated.pipelines[pipeline]
-    start = sum(stages.blocks(annotated.graph.num_blocks)[:index])
-    return range(start, start + stages.stages[index].recompute)
 
 
 def _blocks(nodes: Sequence[fx.Node], paths: Sequence[str], talks: frozenset[fx.Node]) -> dict[fx.Node, int | None]:

@@ -23,7 +23,8 @@ from hetu_fx.planner.price.stage import stage_costs
 from hetu_fx.planner.price.step import PricedStep
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.program import ProgramCosts, weights_at
-from hetu_fx.plans.plan import Pipeline, Plan
+from hetu_fx.plans.parts import PartedPipeline
+from hetu_fx.plans.plan import Plan
 
 Rows = tuple[tuple[int, ...], ...]
 
@@ -172,19 +173,24 @@ def candidate_of(name: str, plan: Plan, by_length: Mapping[int, ProgramCosts], c
     """
     some = next(iter(by_length.values()))
     written = plan.with_blocks(some.num_blocks)
-    schemes = tuple(
-        Scheme(len(own.stages[0].devices), len(own.stages), times_of(dealt, by_length, cluster), held, chunks=chunks)
-        for own, dealt in zip(written.pipelines, written.parts(some.num_blocks), strict=True)
-        for held, chunks in [(own.max_length or plan.max_length or ANY_LENGTH, len(dealt.stages) // len(own.stages))]
-    )
+    schemes = tuple(_scheme(one, plan.max_length, by_length, cluster) for one in written.parts(some.num_blocks))
     priced = PricedStep(written, some, cluster)
     return EligibleVariant(name, plan, schemes, priced.host_seconds + priced.end_seconds)
 
 
-def times_of(pipeline: Pipeline, by_length: Mapping[int, ProgramCosts], cluster: Cluster) -> TimeFit:
+def _scheme(
+    pipeline: PartedPipeline, max_length: int | None, by_length: Mapping[int, ProgramCosts], cluster: Cluster
+) -> Scheme:
+    own, deal = pipeline.pipeline, pipeline.deal
+    held = own.max_length or max_length or ANY_LENGTH
+    times = times_of(pipeline, by_length, cluster)
+    return Scheme(len(own.stages[0].devices), deal.num_stages, times, held, chunks=deal.chunks)
+
+
+def times_of(pipeline: PartedPipeline, by_length: Mapping[int, ProgramCosts], cluster: Cluster) -> TimeFit:
     """Fit the seconds that the slowest stage takes for a row of each length; `fixed` is what a micro-batch costs.
 
-    Chunks of a stage, which are stages of the pipeline, count together.
+    Parts of one stage count together.
     """
     stages = {length: _stage_lines(pipeline, costs, cluster) for length, costs in by_length.items()}
     fit = fit_times([(length, max(line.slope for line in found)) for length, found in stages.items()]).fit
@@ -192,11 +198,11 @@ def times_of(pipeline: Pipeline, by_length: Mapping[int, ProgramCosts], cluster:
     return replace(fit, c=fit.c + fixed)
 
 
-def _stage_lines(pipeline: Pipeline, costs: ProgramCosts, cluster: Cluster) -> Collection[Line]:
-    found: dict[tuple[int, ...], Line] = defaultdict(Line)
-    for stage in stage_costs(pipeline, costs, cluster):
-        found[stage.stage.devices] += stage.seconds
-    return found.values()
+def _stage_lines(pipeline: PartedPipeline, costs: ProgramCosts, cluster: Cluster) -> Sequence[Line]:
+    found = [Line()] * pipeline.deal.num_stages
+    for number, part in enumerate(stage_costs(pipeline, costs, cluster)):
+        found[pipeline.deal.stage(number)] += part.seconds
+    return found
 
 
 def device_seconds(
@@ -234,7 +240,7 @@ def _rows_of_known(known: Collection[int], runs: Mapping[int, int]) -> dict[int,
     return found
 
 
-def _compute_lines(pipeline: Pipeline, costs: ProgramCosts, cluster: Cluster) -> Iterator[tuple[int, Line]]:
+def _compute_lines(pipeline: PartedPipeline, costs: ProgramCosts, cluster: Cluster) -> Iterator[tuple[int, Line]]:
     for stage in stage_costs(pipeline, costs, cluster):
         yield from zip(stage.stage.devices, stage.compute, strict=True)
 

@@ -3,23 +3,25 @@
 A plan that does not fit memory recomputes. A block that is recomputed keeps what enters it, and takes its forward once
 more (Chen et al., Training Deep Nets with Sublinear Memory Cost, section 4). The more blocks a stage recomputes the
 less it holds, so that the fewest that fit are found by bisection: for all ops of a block, and for only some of them
-(`plans.recomputed`), which keeps more and takes less. Each stage has the ops with which it takes least time.
+(`plans.recomputed`), which keeps more and takes less. Each stage has the ops with which it takes least time. Of a
+stage in chunks the first blocks of the first chunk recompute first, and what its devices hold counts in all chunks.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.planner.price.placement import PlacedDevice, places_in
+from hetu_fx.planner.price.placement import PlacedDevice, by_rank, peak_of, places_in
 from hetu_fx.planner.price.stage import device_lines, forward_lines
 from hetu_fx.planner.price.step import PricedStep
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.plans.plan import Plan, Stage
+from hetu_fx.plans.plan import Plan, Schedule, Stage
 from hetu_fx.plans.recomputed import RecomputedOps
+from hetu_fx.plans.stage import chunk_sizes
 
 Place = tuple[int, int]
 """A stage, by the numbers of its pipeline and its own."""
@@ -45,14 +47,12 @@ def least_blocks(count: int, fits: Callable[[int], bool], known: int = 0) -> int
 def fitted(plan: Plan, costs: ProgramCosts, cluster: Cluster, options: PlanOptions) -> PricedStep | None:
     """Return a plan with the recompute that fits memory in least time, priced; None where nothing fits.
 
-    Without `options.recompute` the plan is returned as it is, if it fits, and so is one in chunks: searches have none.
-    Its blocks must be written out.
+    Without `options.recompute` the plan is returned as it is, if it fits. Its blocks must be written out.
     """
-    recomputes = options.recompute and plan.chunks == 1
-    bare = PricedStep(_recomputing(plan, {}) if recomputes else plan, costs, cluster)
+    bare = PricedStep(_recomputing(plan, {}) if options.recompute else plan, costs, cluster)
     if bare.fits(options.memory_fraction):
         return bare
-    stages = _least_recompute(bare, costs, cluster, options.memory_fraction) if recomputes else None
+    stages = _least_recompute(bare, costs, cluster, options.memory_fraction) if options.recompute else None
     return None if stages is None else PricedStep(_recomputing(bare.plan, stages), costs, cluster)
 
 
@@ -62,10 +62,10 @@ def _least_recompute(
     """Return each stage with what it has to recompute; None where a device does not fit with all."""
     plan, asked, least = bare.plan, costs.under(bare.plan), dict[Place, _Least]()
     speeds = {device.rank: device.speed for device in cluster.devices}
-    for place in places_in(plan, costs, speeds, bare.unlike):
-        key, limit = (place.pipeline, place.stage), int(cluster.device(place.rank).memory_bytes * fraction)
-        known = least.get(key) or _Least.nothing(place, plan, asked)
-        least[key] = known.fitting(place, limit, asked)
+    for rank, places in by_rank(places_in(plan, costs, speeds, bare.unlike)).items():
+        key, limit = (places[0].pipeline, places[0].stage), int(cluster.device(rank).memory_bytes * fraction)
+        known = least.get(key) or _Least.nothing(places, plan, asked)
+        least[key] = known.fitting(places, limit, asked)
         if not least[key].counts:
             return None
     found = {key: one.fastest(asked, cluster) for key, one in least.items()}
@@ -76,23 +76,26 @@ def _least_recompute(
 class _Least:
     """The least blocks of a stage to recompute for each kind of ops of them with which its devices fit.
 
-    `start` is its first block, `rows` those of a micro-batch.
+    `starts` are the first blocks of its parts, `rows` those of a micro-batch.
     """
 
     stage: Stage
-    start: int
+    starts: tuple[int, ...]
     rows: int
+    schedule: Schedule
     counts: Mapping[RecomputedOps, int]
 
     @classmethod
-    def nothing(cls, place: PlacedDevice, plan: Plan, costs: ProgramCosts) -> _Least:
+    def nothing(cls, places: Sequence[PlacedDevice], plan: Plan, costs: ProgramCosts) -> _Least:
         """Return what a stage needs before its devices are asked."""
-        stage = plan.pipelines[place.pipeline].stages[place.stage]
-        return cls(stage, place.piece.start, place.rows, dict.fromkeys(costs.recompute_choices, 0))
+        first = places[0]
+        stage = plan.pipelines[first.pipeline].stages[first.stage]
+        starts = tuple(place.piece.start for place in places)
+        return cls(stage, starts, first.rows, plan.schedule, dict.fromkeys(costs.recompute_choices, 0))
 
-    def fitting(self, place: PlacedDevice, limit: int, costs: ProgramCosts) -> _Least:
+    def fitting(self, places: Sequence[PlacedDevice], limit: int, costs: ProgramCosts) -> _Least:
         """Return what the stage needs for one more device to fit its memory."""
-        pairs = [(ops, _least(place, self.stage, ops, limit, costs)) for ops in self.counts]
+        pairs = [(ops, self._least(places, ops, limit, costs)) for ops in self.counts]
         return replace(self, counts={ops: max(self.counts[ops], n) for ops, n in pairs if n is not None})
 
     def fastest(self, costs: ProgramCosts, cluster: Cluster) -> Stage:
@@ -101,16 +104,33 @@ class _Least:
         return min(stages, key=lambda stage: self._seconds(stage, costs, cluster))
 
     def _seconds(self, stage: Stage, costs: ProgramCosts, cluster: Cluster) -> float:
-        repeated = [costs.again(stage, self.start, i) for i in range(len(stage.devices))]
-        return max(line(self.rows) for line in forward_lines(device_lines(stage, repeated, cluster)))
+        parts = zip(stage.chunks(len(self.starts), self._blocks), self.starts, strict=True)
+        return sum(self._part_seconds(*part, costs, cluster) for part in parts)
 
+    def _part_seconds(self, part: Stage, start: int, costs: ProgramCosts, cluster: Cluster) -> float:
+        repeated = [costs.again(part, start, i) for i in range(len(part.devices))]
+        return max(line(self.rows) for line in forward_lines(device_lines(part, repeated, cluster)))
 
-def _least(place: PlacedDevice, stage: Stage, ops: RecomputedOps, limit: int, costs: ProgramCosts) -> int | None:
-    def fits(blocks: int) -> bool:
-        own = costs.kept(stage, place.piece.start, blocks, ops)
-        return sum(count for _, count in place.peak(replace(place.piece, costs=own))) <= limit
+    def _least(self, places: Sequence[PlacedDevice], ops: RecomputedOps, limit: int, costs: ProgramCosts) -> int | None:
+        def fits(blocks: int) -> bool:
+            held = tuple(self._recomputing(places, blocks, ops, costs))
+            return sum(count for _, count in peak_of(held, self.schedule)) <= limit
 
-    return least_blocks(place.piece.stop - place.piece.start, fits)
+        return least_blocks(self._blocks, fits)
+
+    def _recomputing(
+        self, places: Sequence[PlacedDevice], blocks: int, ops: RecomputedOps, costs: ProgramCosts
+    ) -> Iterator[PlacedDevice]:
+        """Yield the places of a device with so many blocks of the stage recomputed."""
+        position = self.stage.devices.index(places[0].rank)
+        sizes = chunk_sizes(len(places), self._blocks, blocks)
+        for place, (_, again) in zip(places, sizes, strict=True):
+            own = costs.kept(self.stage, place.piece.start, again, ops, position)
+            yield replace(place, piece=replace(place.piece, costs=own))
+
+    @property
+    def _blocks(self) -> int:
+        return self.stage.blocks or 0
 
 
 def _recomputing(plan: Plan, stages: Mapping[Place, Stage]) -> Plan:

@@ -21,7 +21,7 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
 from hetu_fx.comm_ops.plans.cost import messages_cost
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.price.placement import holders_of, stops_of
+from hetu_fx.planner.price.placement import holders_of
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan, Stage
 from hetu_fx.switching.home.placement import homes_near
@@ -94,8 +94,7 @@ def _homes(
 ) -> dict[str, Annotation]:
     """Return where tensors have their homes near a plan."""
     pipelines = plan.parts(num_blocks)
-    stops = [stops_of(pipeline, num_blocks) for pipeline in pipelines]
-    read = {name: _union(holders_of(one.block, pipelines, stops), one.is_split) for name, one in tensors.items()}
+    read = {name: _union(holders_of(one.block, pipelines), one.is_split) for name, one in tensors.items()}
     return homes_near(plan, read, {name: one.shape for name, one in tensors.items()}, weights)
 
 
@@ -107,10 +106,9 @@ def _left(
     Raises `PlanError` for what was nowhere else.
     """
     pipelines = plan.parts(costs.num_blocks)
-    stops = [stops_of(pipeline, costs.num_blocks) for pipeline in pipelines]
     found: dict[str, Annotation] = {}
     for name, one in tensors.items():
-        whole = [stage for stage in holders_of(one.block, pipelines, stops) if gone.isdisjoint(stage.devices)]
+        whole = [stage for stage in holders_of(one.block, pipelines) if gone.isdisjoint(stage.devices)]
         if plan.zero or not whole:
             why = "states are spread over replicas (zero 1)" if plan.zero else f"block {one.block} was nowhere else"
             raise PlanError(

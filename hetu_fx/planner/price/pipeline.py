@@ -14,14 +14,15 @@ from operator import add
 
 from hetu_fx.planner.price.stage import StageCosts
 from hetu_fx.planner.values.line import Line
+from hetu_fx.plans.parts import Deal
 from hetu_fx.plans.plan import Schedule, micro_batch_rows
 from hetu_fx.plans.schedule import BACKWARD, FORWARD, PHASES, actions, departures, orders_of
 
 Columns = tuple[tuple[float, ...], ...]
 """Seconds by stage: of each micro-batch in one phase of the schedule (`PHASES`), then in the next.
 
-Or of what each one's forward hands over, then of what its backward does. Here chunks of stages are stages of their own:
-part k of a pipeline is a chunk of stage k % p, of p stages.
+Or of what each one's forward hands over, then of what its backward does. Here the stages are parts of a pipeline, of
+which a group of devices may hold several (`plans.parts.Deal`).
 """
 
 Entry = tuple[int, int, int, int]
@@ -39,7 +40,7 @@ Seconds = Callable[[int], float]
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How a pipeline's schedule ends: when each stage is done, and how long its last gradients took till then."""
+    """How a pipeline's schedule ends: when each part's stage is done, and how long its last gradients took."""
 
     ends: tuple[float, ...]
     last_gradients: tuple[float, ...]
@@ -49,16 +50,9 @@ class Finish:
         """Return when all stages are done."""
         return max(self.ends)
 
-    def done(self, stage: int, part: float) -> float:
-        """Return when a stage has made a part of what its last micro-batch adds to gradients at the end."""
-        return self.ends[stage] - (1 - part) * self.last_gradients[stage]
-
-
-def scheduled_seconds(
-    stages: Sequence[StageCosts], rows: int, micro_batches: int, schedule: Schedule, chunks: int = 1
-) -> float:
-    """Return the seconds of `rows` rows in up to `micro_batches` micro-batches, larger ones first."""
-    return finish(stages, rows, micro_batches, schedule, chunks=chunks).seconds
+    def done(self, part: int, share: float) -> float:
+        """Return when a part has made a share of what its last micro-batch adds to gradients at the end."""
+        return self.ends[part] - (1 - share) * self.last_gradients[part]
 
 
 def finish(
@@ -73,9 +67,9 @@ def finish(
     """Return how `rows` rows end in up to `micro_batches` micro-batches, larger ones first.
 
     Args:
-        stages: of the pipeline, with chunks of stages as stages.
+        stages: what the pipeline's parts cost.
         rows, micro_batches, schedule: of it.
-        chunks: how many of them each stage holds.
+        chunks: how many of the parts each stage holds.
         beside: a stage goes on while what it hands over is under way, on links that as many pipelines share at once as
             this says of each edge between stages; left out: what is handed over counts with the work.
     """
@@ -89,7 +83,7 @@ def finish(
         _columns([_shared(stage.to_next, crowds[i]), _shared(stage.to_previous, crowds[i - 1])], sizes)
         for i, stage in enumerate(stages)
     )
-    return _played(begins, work, tuple(sent), schedule, chunks, overlaps)
+    return _played(begins, work, tuple(sent), schedule, Deal.of(len(stages), chunks), overlaps)
 
 
 def _shared(line: Line, count: int) -> Seconds:
@@ -105,35 +99,36 @@ def _columns(phases: Sequence[Seconds], sizes: Sequence[int]) -> tuple[float, ..
 
 @lru_cache(maxsize=4096)
 def _played(
-    begins: tuple[float, ...], work: Columns, sent: Columns, schedule: Schedule, chunks: int, overlaps: bool
+    begins: tuple[float, ...], work: Columns, sent: Columns, schedule: Schedule, deal: Deal, overlaps: bool
 ) -> Finish:
-    board = _Board(begins, work, sent, schedule, chunks, overlaps)
+    board = _Board(begins, work, sent, schedule, deal, overlaps)
     while board.left:
         before = board.left
-        for stage in range(len(board.free)):
+        for stage in range(deal.num_stages):
             board.go_on(stage)
         assert board.left < before, "an order in which stages wait for each other"
+    places = [(deal.stage(part), deal.chunk(part)) for part in range(deal.num_parts)]
     # Gradients of other chunks than the first are there before, but leave when the stage is done.
-    last = [board.seconds_of_last(stage) for stage in range(len(board.free))]
-    return Finish(tuple(board.free) * chunks, (*last, *(0.0,) * (len(work) - len(last))))
+    last = tuple([0.0 if chunk else board.seconds_of_last(stage) for stage, chunk in places])
+    return Finish(tuple([board.free[stage] for stage, _ in places]), last)
 
 
 class _Board:
     """How far stages have come: when each is free, and when what its entries make has come to others."""
 
     def __init__(
-        self, begins: Sequence[float], work: Columns, sent: Columns, schedule: Schedule, chunks: int, overlaps: bool
+        self, begins: Sequence[float], work: Columns, sent: Columns, schedule: Schedule, deal: Deal, overlaps: bool
     ) -> None:
-        count, num_stages = len(sent[0]) // 2, len(work) // chunks
+        count, stages, self._deal = len(sent[0]) // 2, range(deal.num_stages), deal
         both = [_together(*pair, schedule) for pair in zip(work, sent, strict=True)]
         self._busy: Sequence[Sequence[float]] = work if overlaps else both
         self._under_way = sent if overlaps else [[0.0] * len(column) for column in sent]
-        self._orders = [_entries(schedule, stage, num_stages, count, chunks) for stage in range(num_stages)]
-        self._ended: list[list[float]] = [[] for _ in range(num_stages)]
+        self._orders = [_entries(schedule, stage, deal, count) for stage in stages]
+        self._ended: list[list[float]] = [[] for _ in stages]
         after = _leaves if overlaps else _done
-        self._after = [after(schedule, part, num_stages, count, chunks) for part in range(len(work))]
-        self._places = [0] * num_stages
-        self.free, self.left = list(begins[:num_stages]), sum(map(len, self._orders))
+        self._after = [after(schedule, part, deal, count) for part in range(deal.num_parts)]
+        self._places = [0] * deal.num_stages
+        self.free, self.left = [begins[deal.part(stage, 0)] for stage in stages], sum(map(len, self._orders))
 
     def go_on(self, stage: int) -> None:
         """Do the next entries of a stage, as long as what they need has come."""
@@ -157,7 +152,7 @@ class _Board:
         *_, handed, other = needed
         if other < 0:
             return 0.0
-        after, ended = self._after[other][handed], self._ended[other % len(self.free)]
+        after, ended = self._after[other][handed], self._ended[self._deal.stage(other)]
         return ended[after - 1] + self._under_way[other][handed] if len(ended) >= after else None
 
 
@@ -172,34 +167,33 @@ def _together(work: Sequence[float], sent: Sequence[float], schedule: Schedule) 
 
 
 @lru_cache(maxsize=512)
-def _entries(schedule: Schedule, stage: int, num_stages: int, count: int, chunks: int) -> tuple[Entry, ...]:
+def _entries(schedule: Schedule, stage: int, deal: Deal, count: int) -> tuple[Entry, ...]:
     """Return the entries of a stage in order."""
     places = {phase: place * count for place, phase in enumerate(PHASES[schedule])}
     found = []
-    for one in actions(schedule, stage, num_stages, count, chunks):
-        part = one.chunk * num_stages + stage
+    for one in actions(schedule, stage, deal.num_stages, count, deal.chunks):
+        part = deal.part(stage, one.chunk)
         other = part - one.phase.direction
-        waits = other != part and 0 <= other < num_stages * chunks
+        waits = other != part and 0 <= other < deal.num_parts
         handed = one.micro_batch + _HANDED[one.phase.direction] * count if one.phase.direction else -1
         found.append((part, one.micro_batch + places[one.phase], handed, other if waits else -1))
     return tuple(found)
 
 
 @lru_cache(maxsize=512)
-def _done(schedule: Schedule, part: int, num_stages: int, count: int, chunks: int) -> tuple[int, ...]:
+def _done(schedule: Schedule, part: int, deal: Deal, count: int) -> tuple[int, ...]:
     """Return how many entries of a part's stage are done when each of the part is that makes something for others."""
-    numbered = enumerate(_entries(schedule, part % num_stages, num_stages, count, chunks), 1)
+    numbered = enumerate(_entries(schedule, deal.stage(part), deal, count), 1)
     places = {handed: place for place, (own, _, handed, _) in numbered if own == part}
     return tuple([places[handed] for handed in range(2 * count)])
 
 
 @lru_cache(maxsize=512)
-def _leaves(schedule: Schedule, part: int, num_stages: int, count: int, chunks: int) -> tuple[int, ...]:
+def _leaves(schedule: Schedule, part: int, deal: Deal, count: int) -> tuple[int, ...]:
     """Return how many entries of a part's stage are done when what each of the part has made leaves."""
-    chunk, stage = divmod(part, num_stages)
-    leave = departures(orders_of(schedule, num_stages, count, chunks), stage)
-    found = list(_done(schedule, part, num_stages, count, chunks))
-    for (action, other), call in leave.items():
-        if action.chunk == chunk and other == part + action.phase.direction:
-            found[action.micro_batch + _HANDED[action.phase.direction] * count] = call
+    leave = departures(orders_of(schedule, deal.num_stages, count, deal.chunks), deal.stage(part))
+    found = list(_done(schedule, part, deal, count))
+    for ((direction, micro_batch, chunk), other), call in leave.items():
+        if chunk == deal.chunk(part) and other == part + direction:
+            found[micro_batch + _HANDED[direction] * count] = call
     return tuple(found)

@@ -9,15 +9,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 from hetu_fx.base.once import once_beside
 from hetu_fx.planner.values.chunk_memory import chunk_instants, joined
 from hetu_fx.planner.values.device_memory import HeldShard, Terms, in_flight, instants, most_rows, peak
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.shared import Tied
-from hetu_fx.plans.plan import Pipeline, Plan, Stage, pipeline_rows
-from hetu_fx.plans.schedule import actions
+from hetu_fx.plans.parts import Deal, PartedPipeline
+from hetu_fx.plans.plan import Plan, Schedule, Stage, pipeline_rows
+from hetu_fx.plans.schedule import orders_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,24 +105,26 @@ class BlockRange:
 
 @dataclass(frozen=True, slots=True)
 class PlacedDevice:
-    """A device of a plan: its pipeline and stage by number, what it is given, and where the states of that are kept.
+    """A device of a plan: its pipeline and part of it by number, what it is given, and where the states of that are.
 
-    It runs `micro_batches` of up to `rows` rows, of which it keeps `num_in_flight`. A device of a stage in chunks is
-    placed once for each of them, as if they were stages.
+    It runs `micro_batches` of up to `rows` rows, of which it keeps `num_in_flight` where its stage holds one part. A
+    device of a stage in chunks is placed once for each of them; `deal` says which parts these are.
     """
 
     rank: int
     pipeline: int
-    stage: int
+    part: int
+    deal: Deal
     piece: BlockRange
     homes: Homes
     rows: int
     micro_batches: int
     num_in_flight: int
 
-    def peak(self, piece: BlockRange) -> Terms:
-        """Return what it holds at its peak, by term, if it is given this."""
-        return piece.peak(self.rows, self.num_in_flight, self.micro_batches, self.homes)
+    @property
+    def stage(self) -> int:
+        """Return the number of its stage."""
+        return self.deal.stage(self.part)
 
 
 def device_bytes(
@@ -132,31 +134,31 @@ def device_bytes(
 
     States are spread by `speeds`. Raises `PlanError` for a plan that does not fit the program.
     """
-    places = _by_rank(places_in(plan, costs, speeds, pipelines))
-    return {rank: _peak(found, plan) for rank, found in places.items()}
+    places = by_rank(places_in(plan, costs, speeds, pipelines))
+    return {rank: peak_of(found, plan.schedule) for rank, found in places.items()}
 
 
-def _by_rank(places: Iterator[PlacedDevice]) -> dict[int, list[PlacedDevice]]:
+def by_rank(places: Iterator[PlacedDevice]) -> dict[int, list[PlacedDevice]]:
+    """Return the places of each device: one for each part that it holds."""
     found: dict[int, list[PlacedDevice]] = {}
     for place in places:
         found.setdefault(place.rank, []).append(place)
     return found
 
 
-def _peak(chunks: Sequence[PlacedDevice], plan: Plan) -> Terms:
-    """Return what a device holds at its peak, by term."""
-    first = chunks[0]
-    if len(chunks) == 1:
-        return first.peak(first.piece)
-    stages, count = len(plan.pipelines[first.pipeline].stages), first.micro_batches
-    order = actions(plan.schedule, first.stage, stages, count, len(chunks))
-    shards = [place.piece.shard(place.homes) for place in chunks]
-    return peak(chunk_instants(shards, order, count), first.rows)
+def peak_of(places: Sequence[PlacedDevice], schedule: Schedule) -> Terms:
+    """Return what a device holds at its peak, by term, in all of its places."""
+    first = places[0]
+    if len(places) == 1:
+        return first.piece.peak(first.rows, first.num_in_flight, first.micro_batches, first.homes)
+    order = orders_of(schedule, first.deal.num_stages, first.micro_batches, first.deal.chunks)[first.stage]
+    shards = [place.piece.shard(place.homes) for place in places]
+    return peak(chunk_instants(shards, order, first.micro_batches), first.rows)
 
 
 def shards_of(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> dict[int, HeldShard]:
     """Return what every device of a plan is given to hold; states are spread by `speeds`."""
-    places = _by_rank(places_in(plan, costs, speeds))
+    places = by_rank(places_in(plan, costs, speeds))
     return {rank: joined([place.piece.shard(place.homes) for place in found]) for rank, found in places.items()}
 
 
@@ -168,20 +170,16 @@ def places_in(
     States are spread by `speeds`.
     """
     asked, dealt = costs.under(plan), plan.parts(costs.num_blocks)
-    stops = [stops_of(pipeline, costs.num_blocks) for pipeline in dealt]
     rows = pipeline_rows(costs.rows, plan)
-    readers, tied_speed = _readers(dealt, stops, speeds), _tied_speed(dealt, asked, stops, speeds)
-    stages = ((i, j, stage) for i, pipeline in enumerate(dealt) for j, stage in enumerate(pipeline.stages))
-    for number, index, stage in stages:
-        if pipelines is not None and number not in pipelines:
-            continue
-        start, stop = stops[number][index : index + 2]
+    readers, tied_speed = _readers(dealt, speeds), _tied_speed(dealt, asked, speeds)
+    chosen = (pair for pair in enumerate(dealt) if pipelines is None or pair[0] in pipelines)
+    parts = ((i, pipeline.deal, *part) for i, pipeline in chosen for part in enumerate(_with_ranges(pipeline)))
+    for number, deal, index, (stage, (start, stop)) in parts:
         holders = readers[start]
         tied = tied_speed if asked.shared(start, stop) else holders.speed
         group = len(stage.context_groups)
         count = max(1, min(plan.pipelines[number].micro_batches, rows[number]))
-        num_stages = len(plan.pipelines[number].stages)
-        kept = in_flight(plan.schedule, index % num_stages, num_stages, count)
+        kept = in_flight(plan.schedule, deal.stage(index), deal.num_stages, count)
         for position, rank in enumerate(stage.devices):
             share, own = stage.shares[position][1], speeds[rank]
             split = min(1.0, own / (holders.columns[position % group] if holders.columns else holders.speed * share))
@@ -195,7 +193,7 @@ def places_in(
             )
             program = asked.kept_by(stage, start, position)
             held = BlockRange(program, start, stop, stage.work_shares[position], group)
-            yield PlacedDevice(rank, number, index, held, homes, -(-rows[number] // count), count, kept)
+            yield PlacedDevice(rank, number, index, deal, held, homes, -(-rows[number] // count), count, kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,54 +215,38 @@ class _Holders:
         return cls(whole, tuple(sum(speeds[rank] for ranks in column for rank in ranks) for column in columns))
 
 
-def _readers(
-    pipelines: Sequence[Pipeline], stops: Sequence[Sequence[int]], speeds: Mapping[int, float]
-) -> dict[int, _Holders]:
-    """Return for every block with which a stage begins those that hold it.
+def _with_ranges(pipeline: PartedPipeline) -> Iterator[tuple[Stage, tuple[int, int]]]:
+    return zip(pipeline.parts, pipeline.ranges, strict=True)
 
-    A stage without blocks begins where the next one does, and counts as a holder of that block where it is the last.
+
+def _readers(pipelines: Sequence[PartedPipeline], speeds: Mapping[int, float]) -> dict[int, _Holders]:
+    """Return for every block with which a part begins those that hold it.
+
+    A part without blocks begins where the next one does, and counts as a holder of that block where it is the last.
     """
     found: dict[int, _Holders] = {}
-    for block in {start for own in stops for start in own[:-1]}:
-        found[block] = _Holders.of(holders_of(block, pipelines, stops), speeds)
+    for block in {start for pipeline in pipelines for start in pipeline.stops[:-1]}:
+        found[block] = _Holders.of(holders_of(block, pipelines), speeds)
     return found
 
 
-def _tied_speed(
-    pipelines: Sequence[Pipeline],
-    costs: ProgramCosts,
-    stops: Sequence[Sequence[int]],
-    speeds: Mapping[int, float],
-) -> float:
-    """Return the speed of all that read parameters which several stages of a pipeline read."""
-    pairs = (
-        (stage, len(pipeline.stages) == 1, blocks)
-        for pipeline, own in zip(pipelines, stops, strict=True)
-        for stage, blocks in zip(pipeline.stages, pairwise(own), strict=True)
-    )
-    return _speed([stage for stage, is_alone, blocks in pairs if is_alone or costs.shared(*blocks)], speeds)
+def _tied_speed(pipelines: Sequence[PartedPipeline], costs: ProgramCosts, speeds: Mapping[int, float]) -> float:
+    """Return the speed of all that read parameters which several parts of a pipeline read."""
+    pairs = ((len(pipeline.parts) == 1, *one) for pipeline in pipelines for one in _with_ranges(pipeline))
+    return _speed([part for is_alone, part, blocks in pairs if is_alone or costs.shared(*blocks)], speeds)
 
 
 def _speed(stages: Sequence[Stage], speeds: Mapping[int, float]) -> float:
     return sum(speeds[rank] for rank in dict.fromkeys(rank for stage in stages for rank in stage.devices))
 
 
-def holders_of(block: int, pipelines: Sequence[Pipeline], stops: Sequence[Sequence[int]]) -> list[Stage]:
-    """Return the stage of each pipeline that holds a block; the last one for what stands after all.
-
-    `stops` are those of `stops_of` of each pipeline.
-    """
-    pairs = zip(pipelines, stops, strict=True)
-    return [p.stages[min(bisect_right(own, block), len(p.stages)) - 1] for p, own in pairs]
+def holders_of(block: int, pipelines: Sequence[PartedPipeline]) -> list[Stage]:
+    """Return the part of each pipeline that holds a block; the last one for what stands after all."""
+    return [one.parts[min(bisect_right(one.stops, block), len(one.parts)) - 1] for one in pipelines]
 
 
-def stops_of(pipeline: Pipeline, num_blocks: int) -> tuple[int, ...]:
-    """Return where each stage's blocks begin, and where the last one's end."""
-    return tuple(accumulate(pipeline.blocks(num_blocks), initial=0))
-
-
-def tied_holders(costs: ProgramCosts, stops: Sequence[int]) -> tuple[tuple[Tied, tuple[int, ...]], ...]:
-    """Return each parameter that several stages of a pipeline read, with their numbers; `stops` are of `stops_of`."""
-    parts = [costs.numbers(*pair) for pair in pairwise(stops)]
-    found = [(one, tuple(i for i, part in enumerate(parts) if one.within(*part))) for one in costs.tied]
+def tied_holders(costs: ProgramCosts, pipeline: PartedPipeline) -> tuple[tuple[Tied, tuple[Stage, ...]], ...]:
+    """Return each parameter that several parts of a pipeline read, with these."""
+    pairs = [(part, costs.numbers(*blocks)) for part, blocks in _with_ranges(pipeline)]
+    found = [(one, tuple(part for part, numbers in pairs if one.within(*numbers))) for one in costs.tied]
     return tuple((one, held) for one, held in found if len(held) > 1)

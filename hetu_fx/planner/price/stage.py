@@ -32,12 +32,12 @@ from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.cluster.timed import SIZES
 from hetu_fx.comm_ops.plans.cost import cheapest_ring_cost
 from hetu_fx.planner.price.links import hand_over_line, loads_of, turn_traffic
-from hetu_fx.planner.price.placement import stops_of
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.shared import turn_seconds
-from hetu_fx.plans.plan import Pipeline, Stage
+from hetu_fx.plans.parts import PartedPipeline
+from hetu_fx.plans.plan import Stage
 from hetu_fx.plans.schedule import Phase
 
 FORWARD_AND_BACKWARD = 3  # a product's backward is two products, one for each operand
@@ -299,22 +299,23 @@ def pipeline_seconds(lines: Sequence[Line], rows: int, micro_batches: int) -> fl
     return math.fsum(times) + (count - 1) * max(times)
 
 
-def stage_costs(pipeline: Pipeline, costs: ProgramCosts, cluster: Cluster, rows: int = 1) -> tuple[StageCosts, ...]:
-    """Return the costs of every stage of a pipeline whose blocks are written out.
+def stage_costs(
+    pipeline: PartedPipeline, costs: ProgramCosts, cluster: Cluster, rows: int = 1
+) -> tuple[StageCosts, ...]:
+    """Return the costs of every part of a pipeline.
 
     Hand-overs are sent in the way that is best for micro-batches of so many rows.
     """
-    stops = stops_of(pipeline, costs.num_blocks)
-    edges = _hand_overs(pipeline, stops, costs, cluster, rows)
+    edges = _hand_overs(pipeline, costs, cluster, rows)
     found = enumerate(pairwise([(Line(), Line()), *edges, (Line(), Line())]))
-    return tuple(_stage_costs(pipeline, i, stops, costs, cluster, (e[1][0], e[0][1])) for i, e in found)
+    return tuple(_part_costs(pipeline, i, costs, cluster, (e[1][0], e[0][1])) for i, e in found)
 
 
 def _hand_overs(
-    pipeline: Pipeline, stops: Sequence[int], costs: ProgramCosts, cluster: Cluster, rows: int
+    pipeline: PartedPipeline, costs: ProgramCosts, cluster: Cluster, rows: int
 ) -> Iterator[tuple[Line, Line]]:
-    """Yield the seconds of a hand-over between stages that follow each other: to the later one, and back."""
-    for (stage, other), block in zip(pairwise(pipeline.stages), stops[1:], strict=False):
+    """Yield the seconds of a hand-over between parts that follow each other: to the later one, and back."""
+    for (stage, other), block in zip(pairwise(pipeline.parts), pipeline.stops[1:], strict=False):
         size = costs.boundary(block)
         there, back = (
             hand_over_line(stage, other, size, cluster, rows),
@@ -323,15 +324,10 @@ def _hand_overs(
         yield there, back
 
 
-def _stage_costs(
-    pipeline: Pipeline,
-    index: int,
-    stops: Sequence[int],
-    costs: ProgramCosts,
-    cluster: Cluster,
-    hand_overs: tuple[Line, Line],
+def _part_costs(
+    pipeline: PartedPipeline, index: int, costs: ProgramCosts, cluster: Cluster, hand_overs: tuple[Line, Line]
 ) -> StageCosts:
-    stage = pipeline.stages[index]
+    stage, stops = pipeline.parts[index], pipeline.stops
     positions = range(len(stage.devices))
     parts = tuple(costs.on(stage, i).stage(stops[index], stops[index + 1]) for i in positions)
     repeated = [costs.again(stage, stops[index], i) for i in positions]

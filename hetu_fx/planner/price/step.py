@@ -25,13 +25,14 @@ from hetu_fx.planner.price.beside import overlapped
 from hetu_fx.planner.price.crossing import Crossing, add_crossing
 from hetu_fx.planner.price.links import Resource
 from hetu_fx.planner.price.pipeline import Finish, finish
-from hetu_fx.planner.price.placement import device_bytes, stops_of
+from hetu_fx.planner.price.placement import device_bytes
 from hetu_fx.planner.price.stage import StageCosts, stage_costs
 from hetu_fx.planner.price.step_end import optimizer_seconds
 from hetu_fx.planner.price.ways import Bucket, Ends, Ways
 from hetu_fx.planner.values.device_memory import Terms
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.plans.plan import Pipeline, Plan, micro_batch_rows, pipeline_rows
+from hetu_fx.plans.parts import PartedPipeline
+from hetu_fx.plans.plan import Plan, micro_batch_rows, pipeline_rows
 from hetu_fx.plans.prediction import DeviceCost, Prediction
 
 TERMS = ("host", "compute", "tensor_parallel", "hand_over", "idle", "gradient_sync", "gather", "optimizer")
@@ -86,15 +87,14 @@ class PricedStep:
 
     def _finish(self, run: _Run, beside: Sequence[int] = ()) -> Finish:
         pipeline, rows, stages = run
-        num_stages = len({stage.devices for stage in pipeline.stages})
-        chunks, count = len(stages) // num_stages, pipeline.micro_batches
+        count, chunks = pipeline.micro_batches, pipeline.deal.chunks
         return finish(stages, rows, count, self.plan.schedule, chunks=chunks, beside=beside)
 
     @cached_property
-    def _overlapped(self) -> list[tuple[Pipeline, Finish]]:
+    def _overlapped(self) -> list[tuple[PartedPipeline, Finish]]:
         """Return how the pipelines that differ end if what stages hand over travels beside work."""
         crossing = Crossing.of([pipeline for pipeline, *_ in self._runs], self._cluster)
-        found: dict[tuple[int, tuple[int, ...]], tuple[Pipeline, Finish]] = {}
+        found: dict[tuple[int, tuple[int, ...]], tuple[PartedPipeline, Finish]] = {}
         for like, run in zip(self.like, self._runs, strict=True):
             pipeline, *_ = run
             key = like, crossing.beside(pipeline)
@@ -107,9 +107,8 @@ class PricedStep:
         """Return for how long the link of a node is busy with all hand-overs, a micro-batch going through."""
         busy: dict[Resource, float] = {}
         for pipeline, rows, _ in self._runs:
-            stops = stops_of(pipeline, self._costs.num_blocks)
-            for (stage, other), block in zip(pairwise(pipeline.stages), stops[1:], strict=False):
-                for ends in ((stage, other), (other, stage)):
+            for (part, other), block in zip(pairwise(pipeline.parts), pipeline.stops[1:], strict=False):
+                for ends in ((part, other), (other, part)):
                     size = rows * self._costs.boundary(block)
                     add_crossing(busy, ends[0].devices[0], ends[1].devices[0], size, self._cluster)
         return max(busy.values()) + max(map(_latency, self.unlike.values())) if busy else 0.0
@@ -145,14 +144,13 @@ class PricedStep:
 
     @cached_property
     def _ready_by_kind(self) -> list[tuple[int, list[Callable[[int], float]]]]:
-        """Return for pipelines that differ the number of their kind, and when each stage has come down to a block."""
+        """Return for pipelines that differ the number of their kind, and when each part has come down to a block."""
         kinds = {stops: number for number, stops in enumerate(self._ways.kinds)}
         found: dict[tuple[int, Finish], list[Callable[[int], float]]] = {}
         for pipeline, finished in self._overlapped:
-            stops = stops_of(pipeline, self._costs.num_blocks)
-            key = kinds[stops], finished
+            key = kinds[pipeline.stops], finished
             if key not in found:
-                found[key] = [partial(_done_down_to, finished, i, pair) for i, pair in enumerate(pairwise(stops))]
+                found[key] = [partial(_done_down_to, finished, i, pair) for i, pair in enumerate(pipeline.ranges)]
         return [(kind, by_stage) for (kind, _), by_stage in found.items()]
 
     @property
@@ -189,10 +187,10 @@ class PricedStep:
         return sum(place.update_seconds(self.plan, self._cluster) for place in places)
 
 
-def _done_down_to(finished: Finish, stage: int, blocks: tuple[int, int], start: int) -> float:
-    """Return when a stage of these blocks has done the backward of those from `start` on."""
+def _done_down_to(finished: Finish, part: int, blocks: tuple[int, int], start: int) -> float:
+    """Return when a part of these blocks has done the backward of those from `start` on."""
     first, stop = blocks
-    return finished.done(stage, (stop - start) / (stop - first) if stop > first else 1.0)
+    return finished.done(part, (stop - start) / (stop - first) if stop > first else 1.0)
 
 
 def predict(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Prediction:
@@ -209,15 +207,15 @@ def row_sum_seconds(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> float:
     return costs.row_sums.seconds([pipeline.devices[0] for pipeline in plan.pipelines], cluster)
 
 
-_Run = tuple[Pipeline, int, tuple[StageCosts, ...]]
-"""A pipeline, its rows, and what its stages cost, or those of one that is like it; chunks of stages count as stages."""
+_Run = tuple[PartedPipeline, int, tuple[StageCosts, ...]]
+"""A pipeline, its rows, and what its parts cost, or those of one that is like it."""
 
 Places = Sequence[PricedDevice]
 """A device, once for each chunk that it holds."""
 
 
 def _runs(plan: Plan, costs: ProgramCosts, cluster: Cluster, like: Sequence[int]) -> Iterator[_Run]:
-    """Yield all pipelines of a plan; what stages cost is worked out for the first of those that are alike."""
+    """Yield all pipelines of a plan; what parts cost is worked out for the first of those that are alike."""
     known: dict[int, tuple[StageCosts, ...]] = {}
     for first, pipeline, rows in zip(like, plan.parts(costs.num_blocks), pipeline_rows(costs.rows, plan), strict=True):
         if first not in known:
@@ -233,12 +231,12 @@ def _latency(run: _Run) -> float:
     return sum(stage.seconds(rows // max(1, min(pipeline.micro_batches, rows))) for stage in stages)
 
 
-def _places(pipeline: Pipeline, rows: int, stages: Sequence[StageCosts]) -> Iterable[Places]:
+def _places(pipeline: PartedPipeline, rows: int, parts: Sequence[StageCosts]) -> Iterable[Places]:
     """Return every device of a pipeline."""
     count = max(1, min(pipeline.micro_batches, rows))
     found: dict[int, list[PricedDevice]] = {}
-    for stage, costs in zip(pipeline.stages, stages, strict=True):
-        for position, rank in enumerate(stage.devices):
+    for part, costs in zip(pipeline.parts, parts, strict=True):
+        for position, rank in enumerate(part.devices):
             found.setdefault(rank, []).append(PricedDevice(rank, costs, position, rows, count))
     return found.values()
 

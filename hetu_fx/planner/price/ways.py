@@ -22,7 +22,7 @@ from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES, BUCKETS_AT_ONCE
 from hetu_fx.planner.price.links import Resource, Traffic, loads_of, turn_traffic
-from hetu_fx.planner.price.placement import stops_of, tied_holders
+from hetu_fx.planner.price.placement import tied_holders
 from hetu_fx.planner.price.step_end import sync_seconds
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.program import ProgramCosts
@@ -34,7 +34,7 @@ Direction = Literal["gather", "gradients"]
 """From home, or home."""
 
 Holders = tuple[int, ...]
-"""For every pipeline the number of its stage that holds a block."""
+"""For every pipeline the number of its part that holds a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +224,7 @@ class Ways:
         """`costs` are those under the plan. Raises `PlanError` where the plan does not fit so many blocks."""
         self._plan, self._costs, self._cluster = plan, costs, cluster
         self._pipelines = plan.parts(costs.num_blocks)
-        self._stops = [stops_of(pipeline, costs.num_blocks) for pipeline in self._pipelines]
-        self._kinds = list(dict.fromkeys(self._stops))
+        self._kinds = list(dict.fromkeys(pipeline.stops for pipeline in self._pipelines))
         self._buckets = buckets(costs, self._kinds)
 
     def ends(self, direction: Direction) -> Ends:
@@ -274,7 +273,7 @@ class Ways:
 
     @property
     def kinds(self) -> list[tuple[int, ...]]:
-        """Return where the stages of each kind of pipelines begin, in the order of a bucket's holders."""
+        """Return where the parts of each kind of pipelines begin, in the order of a bucket's holders."""
         return self._kinds
 
     def _travelling(self, direction: Direction) -> list[Bucket]:
@@ -295,9 +294,8 @@ class Ways:
     @once
     def _way(self, holders: Holders) -> Way:
         of_kind = dict(zip(self._kinds, holders, strict=True))
-        pairs = zip(self._pipelines, self._stops, strict=True)
-        stages = [pipeline.stages[of_kind[stops]] for pipeline, stops in pairs]
-        return Way(stages, self._costs, self._cluster, self._plan.zero)
+        parts = [pipeline.parts[of_kind[pipeline.stops]] for pipeline in self._pipelines]
+        return Way(parts, self._costs, self._cluster, self._plan.zero)
 
     @once
     def _members(self, holders: Holders) -> list[int]:
@@ -305,16 +303,15 @@ class Ways:
 
     def _tied(self, direction: Direction) -> Iterator[tuple[Sequence[int], float]]:
         """Yield the devices and seconds of the way of each parameter that several stages of a pipeline read."""
-        for pipeline, stops in zip(self._pipelines, self._stops, strict=True):
-            for one, held in tied_holders(self._costs, stops):
-                stages = [pipeline.stages[part] for part in held]
-                ring = tuple(dict.fromkeys(stage.devices[0] for stage in stages))
+        for pipeline in self._pipelines:
+            for one, held in tied_holders(self._costs, pipeline):
+                ring = tuple(dict.fromkeys(part.devices[0] for part in held))
                 if len(ring) == 1:  # chunks of one stage
                     continue
                 line = ring_line(direction, one.bytes, ring, self._cluster, self._plan.zero)
                 traffic = turn_traffic(ring, one.bytes, 1 if self._plan.zero else 2, self._cluster)
                 busiest = max(loads_of(traffic, self._cluster).values(), default=0.0)
-                readers = dict.fromkeys(r for stage in stages for r in stage.devices)
+                readers = dict.fromkeys(rank for part in held for rank in part.devices)
                 yield list(readers), line.fixed + max(line.slope, busiest)
 
 

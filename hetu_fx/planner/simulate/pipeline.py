@@ -9,26 +9,23 @@ from dataclasses import dataclass
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.beside import seen_shares
 from hetu_fx.planner.price.links import HandOver, Traffic, hand_over, turn_traffic
-from hetu_fx.planner.price.placement import stops_of
 from hetu_fx.planner.price.stage import StageCosts, compute_lines, stage_costs
 from hetu_fx.planner.values.footprint import StageFootprint
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.plans.plan import Pipeline, Plan
+from hetu_fx.plans.parts import PartedPipeline
+from hetu_fx.plans.plan import Plan
 from hetu_fx.plans.schedule import Phase
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineLane:
-    """A pipeline whose stages' blocks are dealt out in chunks, and its costs.
+    """A pipeline, and what each of its parts costs.
 
-    Part k of `parts` is chunk k // p of stage k % p, of p stages; `stops` says where the blocks of each begin, `seen`
-    what share products do not hide of what its sums take, forward and backward.
+    `seen` says what share products do not hide of what a part's sums take, forward and backward.
     """
 
-    pipeline: Pipeline
-    parts: Pipeline
-    stops: tuple[int, ...]
+    pipeline: PartedPipeline
     costs: tuple[StageCosts, ...]
     program: ProgramCosts
     cluster: Cluster
@@ -40,26 +37,25 @@ class PipelineLane:
 
         Raises `PlanError` where it does not fit the program.
         """
-        pipeline = plan.pipelines[number]
-        parts = pipeline.dealt(plan.chunks, program.num_blocks)
-        costs = stage_costs(parts, program, cluster)
+        pipeline = PartedPipeline.of(plan.pipelines[number], program.num_blocks, plan.chunks)
+        costs = stage_costs(pipeline, program, cluster)
         seen = tuple(seen_shares(one, max(1, rows), plan.schedule, cluster) for one in costs)
-        return cls(pipeline, parts, stops_of(parts, program.num_blocks), costs, program, cluster, seen)
+        return cls(pipeline, costs, program, cluster, seen)
 
     @property
-    def num_stages(self) -> int:
-        """Return the number of stages, p."""
-        return len(self.pipeline.stages)
+    def devices(self) -> tuple[int, ...]:
+        """Return the ranks of all stages, in order."""
+        return self.pipeline.pipeline.devices
 
     @property
-    def chunks(self) -> int:
-        """Return how many chunks of the model each stage holds."""
-        return len(self.parts.stages) // self.num_stages
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of each stage."""
+        return tuple(stage.devices for stage in self.pipeline.pipeline.stages)
 
     @property
     def sends_itself(self) -> bool:
         """Tell whether devices send by themselves, as far as kinds tell; a host does while it does something else."""
-        return any(self.cluster.device(rank).kind != "cpu" for rank in self.pipeline.devices)
+        return any(self.cluster.device(rank).kind != "cpu" for rank in self.devices)
 
     def compute(self, part: int, work: Phase, rows: int) -> dict[int, float]:
         """Return the seconds that each device of a part computes."""
@@ -95,21 +91,22 @@ class PipelineLane:
 
     def handed_bytes(self, part: int, rows: int) -> float:
         """Return the bytes that a part gets from the one before it for `rows` rows; none at the ends."""
-        return self.program.boundary(self.stops[part]) * rows
+        return self.program.boundary(self.pipeline.stops[part]) * rows
 
     def hand_over(self, source: int, part: int, rows: int) -> HandOver:
         """Return how a part gets what its neighbour has made of `rows` rows."""
-        stages = self.parts.stages[source], self.parts.stages[part]
-        return hand_over(*stages, self.handed_bytes(max(source, part), rows), self.cluster)
+        ends = self.pipeline.parts[source], self.pipeline.parts[part]
+        return hand_over(*ends, self.handed_bytes(max(source, part), rows), self.cluster)
 
     def footprint(self, part: int, position: int) -> StageFootprint:
         """Return what a device of a part holds of micro-batches."""
-        program = self.program.kept_by(self.costs[part].stage, self.stops[part], position)
-        return program.footprint(self.stops[part], self.stops[part + 1], self.costs[part].share(position))
+        start, stop = self.pipeline.stops[part : part + 2]
+        program = self.program.kept_by(self.costs[part].stage, start, position)
+        return program.footprint(start, stop, self.costs[part].share(position))
 
     def weights(self, part: int, blocks: Sequence[tuple[int, int]]) -> tuple[float, ...]:
         """Return how a part's compute falls on ranges [start, stop) of its blocks, in proportion."""
-        stage = self.parts.stages[part]
+        stage = self.pipeline.parts[part]
         program = self.program.on(stage)
         ranges = [compute_lines(stage, program.stage(start, stop), self.cluster) for start, stop in blocks]
         weights = [max(line.slope for line in lines) for lines in ranges]

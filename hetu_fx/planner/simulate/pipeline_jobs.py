@@ -19,6 +19,7 @@ from hetu_fx.planner.simulate.jobs import Jobs, Task
 from hetu_fx.planner.simulate.pipeline import PipelineLane
 from hetu_fx.planner.values.footprint import highest_at
 from hetu_fx.planner.values.line import Line
+from hetu_fx.plans.parts import Deal
 from hetu_fx.plans.plan import Schedule
 from hetu_fx.plans.schedule import BACKWARD, FORWARD, Action, Phase, at_once, departures, orders_of
 
@@ -60,15 +61,14 @@ class PipelineJobs:
     made: dict[tuple[int, int], int] = field(default_factory=dict)
     last: dict[int, tuple[int, ...]] = field(default_factory=dict)
     sent: Held = field(default_factory=dict)
-    _done: dict[_Done, tuple[int, Action]] = field(default_factory=dict)  # the job that did it, and its entry
+    _done: dict[_Done, int] = field(default_factory=dict)  # the job that did it
 
     def run(self, schedule: Schedule) -> None:
         """Add everything."""
-        stages = range(self.lane.num_stages)
-        for stage in stages:
-            devices = self.lane.pipeline.stages[stage].devices
+        stages, deal = range(self._deal.num_stages), self._deal
+        for stage, devices in enumerate(self.lane.stages):
             self.last[stage] = tuple(sorted({job for rank in devices for job in self.ready.get(rank, ())}))
-        self._rows = orders_of(schedule, self.lane.num_stages, len(self.rows), self.lane.chunks)
+        self._rows = orders_of(schedule, deal.num_stages, len(self.rows), deal.chunks)
         self._ended: list[list[int]] = [[] for _ in stages]  # the last job of every entry of a stage
         leave = departures if self.lane.sends_itself else at_once
         self._leaves = [leave(self._rows, stage) for stage in stages]
@@ -81,8 +81,7 @@ class PipelineJobs:
                 stuck = [self._next(stage) for stage in stages]
                 raise StateError(f"{schedule} on {len(stuck)} stages stops at {[one for one in stuck if one]}")
         self._leave_last()
-        for stage in stages if self.tells_memory else ():
-            devices = self.lane.pipeline.stages[stage].devices
+        for stage, devices in enumerate(self.lane.stages) if self.tells_memory else ():
             freed = {rank: -self.sent.get(rank, 0.0) for rank in devices}
             self.jobs.do(self.jobs.compute("finish", dict.fromkeys(devices, 0.0)), "finish", self.last[stage], freed)
 
@@ -90,15 +89,16 @@ class PipelineJobs:
         """Let gradients of other chunks than the first leave when their stage is done, as in the runtime."""
         for number, bucket in enumerate(self.buckets):
             part = bucket.holders[self.number]
-            if self.rows and part >= self.lane.num_stages:
-                self.made[part, number] = self.last[part % self.lane.num_stages][0]
+            if self.rows and self._deal.chunk(part):
+                self.made[part, number] = self.last[self._deal.stage(part)][0]
+
+    @property
+    def _deal(self) -> Deal:
+        return self.lane.pipeline.deal
 
     def _next(self, stage: int) -> Action | None:
         row, number = self._rows[stage], len(self._ended[stage])
         return row[number] if number < len(row) else None
-
-    def _part(self, stage: int, entry: Action) -> int:
-        return entry.chunk * self.lane.num_stages + stage
 
     def _is_there(self, stage: int, entry: Action) -> bool:
         """Tell whether what an entry waits for has been added: what makes its input, and what that leaves after."""
@@ -107,19 +107,21 @@ class PipelineJobs:
             return True
         if needed not in self._done:
             return False
-        return len(self._ended[self._stage(needed)]) >= self._calls(needed, self._part(stage, entry))
+        return len(self._ended[self._stage(needed)]) >= self._calls(needed, self._deal.part(stage, entry.chunk))
 
     def _stage(self, done: _Done) -> int:
-        return done[2] % self.lane.num_stages
+        *_, part = done
+        return self._deal.stage(part)
 
     def _calls(self, needed: _Done, target: int) -> int:
         """Return after how many entries of its stage something leaves for another part."""
-        _, maker = self._done[needed]
-        return self._leaves[self._stage(needed)].get((maker, target), 0)
+        direction, micro_batch, part = needed
+        passage = direction, micro_batch, self._deal.chunk(part)
+        return self._leaves[self._stage(needed)].get((passage, target), 0)
 
     def _input(self, stage: int, entry: Action) -> _Done | None:
         """Return what an entry's input comes from; None where it needs no other."""
-        part, m = self._part(stage, entry), entry.micro_batch
+        part, m = self._deal.part(stage, entry.chunk), entry.micro_batch
         match entry.phase:
             case Phase.FORWARD if part == 0:
                 return None
@@ -127,17 +129,17 @@ class PipelineJobs:
                 return FORWARD, m, part - 1
             case Phase.WEIGHT_GRADIENT:
                 return BACKWARD, m, part
-            case _ if part + 1 < len(self.lane.costs):
+            case _ if part + 1 < self._deal.num_parts:
                 return BACKWARD, m, part + 1
             case _:
                 return FORWARD, m, part
 
     def _do(self, stage: int, entry: Action) -> None:
-        part, rows = self._part(stage, entry), self.rows[entry.micro_batch]
+        part, rows = self._deal.part(stage, entry.chunk), self.rows[entry.micro_batch]
         after = self._arrived(stage, entry, part, rows)
         work, sums = self._work(part, entry.phase, rows), self._sums(part, entry.phase, rows)
         start, end = self._memory(part, entry, rows) if self.tells_memory else (None, None)
-        name = f"{entry.phase} {entry.micro_batch}" + (f" of chunk {entry.chunk}" if self._has_chunks else "")
+        name = f"{entry.phase} {entry.micro_batch}" + (f" of chunk {entry.chunk}" if self._deal.chunks > 1 else "")
         pieces = self._pieces(part, self._borders(part, entry))
         for index, (bucket, weight) in enumerate(pieces):
             given, freed = (start if index == 0 else None), (end if index + 1 == len(pieces) else None)
@@ -149,7 +151,7 @@ class PipelineJobs:
                 self.made[part, bucket] = job
         self.last[stage] = after
         self._ended[stage].append(after[0])
-        self._done[entry.phase.direction, entry.micro_batch, part] = after[0], entry
+        self._done[entry.phase.direction, entry.micro_batch, part] = after[0]
 
     @once
     def _work(self, part: int, phase: Phase, rows: int) -> Task:
@@ -160,7 +162,7 @@ class PipelineJobs:
         line = self.lane.reductions(part, phase, rows)
         if not (line.fixed or line.slope):
             return None
-        traffic, devices = self.lane.reduction_traffic(part, phase, rows), self.lane.parts.stages[part].devices
+        traffic, devices = self.lane.reduction_traffic(part, phase, rows), self.lane.pipeline.parts[part].devices
         whole = self.jobs.transfer("communication", line, traffic, devices, self.folded)
         return whole.seen(self.lane.seen_share(part, phase))
 
@@ -175,17 +177,13 @@ class PipelineJobs:
             if line.fixed or line.slope
         )
 
-    @property
-    def _has_chunks(self) -> bool:
-        return self.lane.chunks > 1
-
     def _arrived(self, stage: int, entry: Action, part: int, rows: int) -> tuple[int, ...]:
         """Return what an entry waits for; adds the messages that bring its input, if any do."""
         needed, own = self._input(stage, entry), self.last[stage]
         if needed is None:
             return own
         *_, source = needed
-        (made, _), calls = self._done[needed], self._calls(needed, part)
+        made, calls = self._done[needed], self._calls(needed, part)
         if source == part:
             return (*own, made)
         leaves = self._ended[self._stage(needed)][calls - 1] if calls else made

@@ -33,6 +33,7 @@ from hetu_fx.planner.simulate.simulation import Simulation, simulation
 from hetu_fx.planner.values.device_memory import HeldShard
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.parts import Deal
 from hetu_fx.plans.plan import Plan, pipeline_rows, split_rows
 from hetu_fx.plans.prediction import Prediction
 
@@ -73,9 +74,8 @@ def num_jobs(plan: Plan) -> int:
     """Return about how many jobs a plan's simulation has if all of its pipelines were alike: what it costs."""
     longest = max(plan.pipelines, key=lambda pipeline: pipeline.micro_batches * len(pipeline.stages))
     kinds = len({(len(p.stages), p.micro_batches, p.share, len(p.devices)) for p in plan.pipelines})
-    return (
-        kinds * 2 * longest.micro_batches * plan.chunks * sum(2 + (len(stage.devices) > 1) for stage in longest.stages)
-    )
+    chunks = Deal.of_stages(len(longest.stages), plan.chunks).chunks
+    return kinds * 2 * longest.micro_batches * chunks * sum(2 + (len(stage.devices) > 1) for stage in longest.stages)
 
 
 class _StepJobs:
@@ -98,7 +98,7 @@ class _StepJobs:
         self.lanes = {
             i: PipelineLane.of(plan, i, self._rows[i][0], self.costs, cluster) for i in dict.fromkeys(self.like)
         }
-        self.buckets = buckets(costs, [lane.stops for lane in self.lanes.values()])
+        self.buckets = buckets(costs, [lane.pipeline.stops for lane in self.lanes.values()])
 
     @cached_property
     def shards(self) -> dict[int, HeldShard]:
@@ -144,7 +144,7 @@ class _StepJobs:
 
     def _prepare(self, gathered: dict[int, list[int]]) -> dict[int, list[int]]:
         """Add what a step takes on each host; return what devices wait for."""
-        ranks = [rank for lane in self.lanes.values() for rank in lane.pipeline.devices]
+        ranks = [rank for lane in self.lanes.values() for rank in lane.devices]
         hosts = {rank: self.cluster.device(rank).step_now for rank in ranks}
         prepared = {
             rank: [self.jobs.do(self.jobs.compute("host", {rank: seconds}), "host", gathered.get(rank, ()))]
@@ -174,7 +174,7 @@ class _StepJobs:
         waits: dict[int, list[int]] = {rank: list(jobs) for rank, jobs in gathered.items()}
         for pipeline in pipelines:
             for stage, jobs in pipeline.last.items():
-                for rank in pipeline.lane.pipeline.stages[stage].devices:
+                for rank in pipeline.lane.stages[stage]:
                     waits.setdefault(rank, []).extend(jobs)
         for number, bucket in enumerate(self.buckets):
             if not self._travels(bucket):
@@ -187,7 +187,7 @@ class _StepJobs:
         for job, ranks in self._tied("gradients", waits):
             for rank in ranks:
                 waits[rank].append(job)
-        idle_ranks = {rank for p in pipelines if not p.rows for rank in p.lane.pipeline.devices}
+        idle_ranks = {rank for p in pipelines if not p.rows for rank in p.lane.devices}
         for rank, seconds in self._updates():
             start, end = self._update_memory(rank, rank not in idle_ranks) if self.fold is None else (None, None)
             self.jobs.do(self.jobs.compute("optimizer", {rank: seconds}), "optimizer", waits.get(rank, ()), start, end)
@@ -196,11 +196,11 @@ class _StepJobs:
         """Yield the seconds of the update of what each device owns."""
         count = len(self.plan.pipelines)
         for lane in self.lanes.values():
-            for index, stage in enumerate(lane.pipeline.stages):
-                chunks = lane.costs[index :: lane.num_stages]
-                for position, rank in enumerate(stage.devices):
+            for index, devices in enumerate(lane.stages):
+                chunks = [lane.costs[part] for part in lane.pipeline.deal.held(index)]
+                for position, rank in enumerate(devices):
                     held = sum(chunk.parameter_bytes(position) for chunk in chunks)
-                    owned = held / (count * stage.context) if self.plan.zero else held
+                    owned = held / (count * chunks[0].stage.context) if self.plan.zero else held
                     yield rank, optimizer_seconds(owned, self.cluster.device(rank))
 
     def _tied(self, kind: Direction, waits: Mapping[int, Sequence[int]]) -> list[tuple[int, tuple[int, ...]]]:
@@ -210,10 +210,9 @@ class _StepJobs:
         """
         found = []
         for number, lane in self.lanes.items():
-            for one, held in tied_holders(self.costs, lane.stops):
-                stages = [lane.parts.stages[part] for part in held]
-                ring = tuple(dict.fromkeys(stage.devices[0] for stage in stages))
-                ranks = tuple(dict.fromkeys(rank for stage in stages for rank in stage.devices))
+            for one, held in tied_holders(self.costs, lane.pipeline):
+                ring = tuple(dict.fromkeys(part.devices[0] for part in held))
+                ranks = tuple(dict.fromkeys(rank for part in held for rank in part.devices))
                 if len(ring) > 1:
                     after = sorted({job for rank in ranks for job in waits.get(rank, ())})
                     task = self._tied_task(kind, one.bytes, ring, ranks, number)
@@ -252,14 +251,14 @@ class _StepJobs:
         found = []
         for number, like in enumerate(self.like):
             lane, part = self.lanes[like], of_lane[like]
-            found.append(lane.parts.stages[part] if number == like else self._parts[number].stages[part])
+            found.append((lane.pipeline if number == like else self._parts[number]).parts[part])
         return Way(found, self.costs, self.cluster, self.plan.zero)
 
     @once
     def _members(self, holders: Holders) -> list[int]:
         """Return the devices that hold a bucket, of pipelines that are simulated."""
         pairs = zip(self.lanes.values(), holders, strict=True)
-        return [rank for lane, part in pairs for rank in lane.parts.stages[part].devices]
+        return [rank for lane, part in pairs for rank in lane.pipeline.parts[part].devices]
 
     def _travel(self, kind: Direction, bucket: Bucket, after: Sequence[int]) -> int:
         """Add a bucket's way to or from home."""

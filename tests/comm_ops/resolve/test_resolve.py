@@ -8,7 +8,7 @@ from hetu_fx.annotations.annotation import cotangent, parse_annotation
 from hetu_fx.comm_ops.plans.cost import EqualLinks
 from hetu_fx.comm_ops.resolve.resolve import Refusal, RefusedError, resolve, resolve_edge
 from hetu_fx.errors import ResolveError
-from tests.comm_ops.worker_changes import EDGES
+from tests.comm_ops.changes import EDGES
 from tests.oracles.annotation_reference import shard, unshard
 from tests.oracles.resolution_reference import run, run_adjoint
 from tests.oracles.resolution_simulated import simulate

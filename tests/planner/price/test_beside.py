@@ -13,6 +13,7 @@ from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from tests.planner.examples import parted
 
 ROWS = 64
 SENT = PartCosts(
@@ -39,7 +40,7 @@ def cluster(speed: float, *, nodes: tuple[str, str] = ("a", "b")) -> Cluster:
 def priced(at: Cluster, part: PartCosts = SENT, stage: Stage = GROUP, schedule: str = "1f1b") -> tuple[StageCosts, ...]:
     """Return what a stage takes one thing after the other, and with what it hides."""
     costs = ProgramCosts(ROWS, PartCosts(), (part,), PartCosts())
-    (alone,) = stage_costs(Pipeline((stage,)), costs, at)
+    (alone,) = stage_costs(parted(Pipeline((stage,)), costs), costs, at)
     return alone, overlapped(alone, ROWS, schedule, at)  # type: ignore[arg-type]
 
 

@@ -1,10 +1,12 @@
+from collections.abc import Sequence
+
 import pytest
 
-from hetu_fx.planner.price.pipeline import finish, scheduled_seconds
+from hetu_fx.planner.price.pipeline import finish
 from hetu_fx.planner.price.stage import StageCosts
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.part_costs import PartCosts
-from hetu_fx.plans.plan import Stage
+from hetu_fx.plans.plan import Schedule, Stage
 from hetu_fx.plans.schedule import Phase
 
 
@@ -18,6 +20,12 @@ def stage(seconds: float, again: float = 0.0, host: float = 0.0) -> StageCosts:
     later = Line(0.0, (seconds - again) / 3)
     lines = (Line(0.0, seconds),), nothing, nothing, nothing, nothing, (Line(0.0, again),), (later,)
     return StageCosts(Stage((0,)), (PartCosts(),), (), (host,), *lines)
+
+
+def scheduled_seconds(
+    stages: Sequence[StageCosts], rows: int, micro_batches: int, schedule: Schedule, chunks: int = 1
+) -> float:
+    return finish(stages, rows, micro_batches, schedule, chunks=chunks).seconds
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from hetu_fx.planner.price.placement import BlockRange, Homes, device_bytes, shards_of, stops_of
+from hetu_fx.planner.price.placement import BlockRange, Homes, device_bytes, shards_of
 from hetu_fx.planner.values.shared import Tied
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from tests.planner.examples import transformer
@@ -97,7 +97,3 @@ def test_front_stages_of_1f1b_and_all_of_gpipe_hold_more_activations() -> None:
     all_at_once = device_bytes(Plan((pipeline,), schedule="gpipe"), COSTS, EQUAL)
     assert dict(once[0])["activations"] > dict(once[1])["activations"]
     assert dict(all_at_once[0])["activations"] >= 3 * dict(once[0])["activations"]
-
-
-def test_stages_begin_where_the_ones_before_them_end() -> None:
-    assert stops_of(Pipeline((Stage((0,), blocks=3), Stage((1,), blocks=1))), 4) == (0, 3, 4)

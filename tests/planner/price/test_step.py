@@ -6,20 +6,15 @@ import pytest
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.cluster.devices import FLOPS_PER_BYTE
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.make_plan import make_plan
-from hetu_fx.planner.price.fitting import fitted, least_blocks
 from hetu_fx.planner.price.links import hand_over_line
 from hetu_fx.planner.price.stage import GATHER, SUM, pipeline_seconds, stage_costs
 from hetu_fx.planner.price.step import TERMS, memory_problems, predict
 from hetu_fx.planner.price.step_end import TURN_MOVES, sync_seconds
-from hetu_fx.planner.search.builder import Builder
-from hetu_fx.planner.search.replica import ReplicaRules
 from hetu_fx.planner.values.line import Line
-from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from tests.planner.examples import FAST_LINK, paper, transformer
+from tests.planner.examples import FAST_LINK, paper, parted, transformer
 
 FOUR_BLOCKS = transformer(layers=4, rows=8)
 SLOW_LINK = Link(1e6, 1e-3)
@@ -47,7 +42,7 @@ def test_devices_that_share_the_sequence_cut_all_work_and_hold_all_parameters() 
     block = replace(transformer().blocks[0], gathered_bytes=1000.0, num_gathers=2)
     costs, cluster = ProgramCosts(16, PartCosts(), (block,), PartCosts()), paper(1, 1)
     stage = Stage((0, 1), (3, 1), 1, context=2)
-    (priced,) = stage_costs(Pipeline((stage,)), costs, cluster)
+    (priced,) = stage_costs(parted(Pipeline((stage,)), costs), costs, cluster)
     first, second = priced.compute
     assert first.slope == pytest.approx(3 * second.slope)
     assert priced.tensor_parallel.fixed == pytest.approx(2 * 2 * FAST_LINK.latency_seconds)
@@ -65,7 +60,7 @@ def test_a_grid_sums_in_its_tensor_groups_and_gathers_between_them() -> None:
     block = replace(transformer().blocks[0], gathered_bytes=1000.0, num_gathers=2)
     costs, cluster = ProgramCosts(16, PartCosts(), (block,), PartCosts()), paper(1, 1, 1, 1)
     stage = Stage((0, 1, 2, 3), (2, 1), 1, context=2, context_ratios=(3, 1))
-    (priced,) = stage_costs(Pipeline((stage,)), costs, cluster)
+    (priced,) = stage_costs(parted(Pipeline((stage,)), costs), costs, cluster)
     flops = [block.flops_at(tensor) * context for context, tensor in stage.shares]
     assert priced.compute[0].slope > priced.compute[1].slope > priced.compute[3].slope
     assert [line.slope for line in priced.compute] >= [3 * count / 1e9 for count in flops]
@@ -100,7 +95,7 @@ def test_blocks_that_are_recomputed_keep_little_and_cost_their_forward_once_more
 
 
 def test_stages_pay_for_what_they_send() -> None:
-    first, last = stage_costs(PIPELINE, transformer(), paper(1, 1))
+    first, last = stage_costs(parted(PIPELINE, transformer()), transformer(), paper(1, 1))
     assert first.to_previous == last.to_next == Line()
     assert first.to_next == last.to_previous
     assert first.to_next.slope == pytest.approx(4 * 64 * 64 / 1e10)
@@ -239,124 +234,3 @@ def test_stages_sync_inside_their_node_where_those_that_hold_the_same_stand_ther
     # the rings of both stages share the link between the nodes
     assert found[1] == pytest.approx((first + last) / 2 / across.inter.bytes_per_second, rel=0.01)
     assert predict(plan, FOUR_BLOCKS, within).seconds < predict(plan, FOUR_BLOCKS, across).seconds
-
-
-COSTS = transformer(layers=6, rows=8, length=256, width=256)
-OPTIONS = PlanOptions()
-TIGHT = int(2.0 * COSTS.whole.parameter_bytes)
-ROOMIER = int(2.5 * COSTS.whole.parameter_bytes)
-TWO_STAGES = Plan((Pipeline((Stage((0, 1), blocks=3), Stage((2, 3), blocks=3)), micro_batches=4),))
-
-
-def recomputed(plan: Plan) -> list[int]:
-    return [stage.recompute for *_, stage in plan.stages]
-
-
-def fits(plan: Plan, cluster: Cluster) -> bool:
-    return not memory_problems(predict(plan, COSTS, cluster), cluster, OPTIONS.memory_fraction)
-
-
-@pytest.mark.parametrize("least", range(7))
-def test_the_least_number_of_blocks_is_found_wherever_it_is(least: int) -> None:
-    assert least_blocks(6, lambda blocks: blocks >= least) == least
-
-
-@pytest.mark.parametrize("known", range(7))
-@pytest.mark.parametrize("least", range(7))
-def test_the_least_number_of_blocks_is_found_from_what_is_known_of_fewer(least: int, known: int) -> None:
-    asked: list[int] = []
-
-    def fits(blocks: int) -> bool:
-        asked.append(blocks)
-        return blocks >= least
-
-    assert least_blocks(6, fits, known) == max(least, known)
-    assert min(asked) >= known
-    assert least_blocks(6, lambda blocks: blocks >= least, 7) in (None, 7)
-
-
-def test_nothing_is_found_where_all_blocks_do_not_help() -> None:
-    assert least_blocks(6, lambda blocks: False) is None
-    assert least_blocks(0, lambda blocks: False) is None
-    assert least_blocks(6, lambda blocks: False, 3) is None
-
-
-def test_a_plan_that_fits_recomputes_nothing() -> None:
-    again = tuple(replace(stage, recompute=3) for stage in TWO_STAGES.pipelines[0].stages)
-    asked = replace(TWO_STAGES, pipelines=(replace(TWO_STAGES.pipelines[0], stages=again),))
-    found = fitted(asked, COSTS, paper(1, 1, 1, 1), OPTIONS)
-    assert found is not None
-    assert found.plan == TWO_STAGES
-
-
-def test_stages_recompute_as_few_blocks_as_fit() -> None:
-    cluster = paper(1, 1, 1, 1, memory_bytes=ROOMIER)
-    assert not fits(TWO_STAGES, cluster)
-    found = fitted(TWO_STAGES, COSTS, cluster, OPTIONS)
-    assert found is not None
-    plan, prediction = found.plan, found.prediction
-    assert fits(plan, cluster)
-    assert prediction.seconds == predict(plan, COSTS, cluster).seconds
-    assert prediction.seconds > predict(TWO_STAGES, COSTS, cluster).seconds
-    stages = plan.pipelines[0].stages
-    for index, stage in enumerate(stages):
-        if stage.recompute:
-            fewer = (*stages[:index], replace(stage, recompute=stage.recompute - 1), *stages[index + 1 :])
-            assert not fits(replace(plan, pipelines=(replace(plan.pipelines[0], stages=fewer),)), cluster)
-
-
-def test_the_front_of_a_pipeline_recomputes_more_than_its_end() -> None:
-    found = fitted(TWO_STAGES, COSTS, paper(1, 1, 1, 1, memory_bytes=ROOMIER), OPTIONS)
-    assert found is not None
-    front, end = recomputed(found.plan)
-    assert front > end
-
-
-def test_what_does_not_fit_with_all_blocks_recomputed_is_refused() -> None:
-    assert fitted(TWO_STAGES, COSTS, paper(1, 1, 1, 1, memory_bytes=TIGHT // 2), OPTIONS) is None
-    off = replace(OPTIONS, recompute=False)
-    assert fitted(TWO_STAGES, COSTS, paper(1, 1, 1, 1, memory_bytes=TIGHT), off) is None
-
-
-@pytest.mark.parametrize("search", ["auto", "homogeneous", "classes", "contiguous", "malleus", "heteroauto"])
-def test_searches_recompute_where_memory_allows_no_plan_without(search: str) -> None:
-    cluster = paper(2, 2, 1, 1, memory_bytes=TIGHT)
-    with pytest.raises(PlanError, match="no plan fits"):
-        make_plan(COSTS, cluster, options=PlanOptions(recompute=False), search=search)
-    plan = make_plan(COSTS, cluster, search=search)
-    assert any(recomputed(plan))
-    assert fits(plan, cluster)
-    assert "recompute" in plan.explain()
-
-
-@pytest.mark.parametrize("search", ["auto", "homogeneous", "classes", "contiguous", "malleus", "heteroauto"])
-def test_searches_recompute_nothing_where_memory_is_ample(search: str) -> None:
-    asked = make_plan(COSTS, paper(2, 2, 1, 1), search=search)
-    assert not any(recomputed(asked))
-    assert asked == make_plan(COSTS, paper(2, 2, 1, 1), options=PlanOptions(recompute=False), search=search)
-
-
-def test_a_plan_made_anew_for_a_slow_device_recomputes_too() -> None:
-    cluster = paper(2, 2, 2, 2, memory_bytes=TIGHT)
-    plans = [make_plan(COSTS, cluster.with_rates(rates)) for rates in ({}, {0: 3.0})]
-    assert all(any(recomputed(plan)) for plan in plans)
-    assert all(fits(plan, cluster) for plan in plans)
-
-
-def test_blocks_leave_stages_that_keep_more_micro_batches() -> None:
-    costs = replace(transformer(layers=12, rows=8, length=2048, width=64, vocabulary=8), after=PartCosts())
-    kept, blocks = costs.blocks[0].activation_bytes, []
-    for memory in (1 << 40, int(9 * kept)):
-        rules = ReplicaRules("1f1b", 1, (8,), dict.fromkeys(range(2), memory))
-        (replica,) = Builder(costs, paper(1, 1), rules, micro_rows=1).build(((0,), (1,)))
-        blocks.append([stage.blocks for stage in replica.pipeline.stages])
-        assert replica.most_micro_rows(8, 1, rules) >= 1
-    assert blocks == [[6, 6], [4, 8]]
-
-
-def test_a_plan_in_chunks_fits_as_it_is_or_not_at_all() -> None:
-    dealt = replace(TWO_STAGES, schedule="interleaved", chunks=2)
-    found = fitted(dealt, COSTS, paper(1, 1, 1, 1), OPTIONS)
-    assert found is not None
-    assert found.plan == dealt
-    assert fitted(dealt, COSTS, paper(1, 1, 1, 1, memory_bytes=ROOMIER), OPTIONS) is None

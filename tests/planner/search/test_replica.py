@@ -9,7 +9,7 @@ from hetu_fx.planner.search.estimates import Estimates
 from hetu_fx.planner.search.replica import Family
 from hetu_fx.planner.search.stage_estimates import ReplicaRules, stage_estimate
 from hetu_fx.plans.plan import Pipeline, Stage
-from tests.planner.examples import paper, transformer
+from tests.planner.examples import paper, parted, transformer
 
 COSTS = transformer(layers=4, units=4)
 CLUSTER = paper(100, 100, 50)
@@ -26,7 +26,7 @@ def test_of_devices_with_equal_shares_the_one_with_least_memory_stands_for_all()
 def test_seconds_are_those_of_the_cost_model_without_hand_overs() -> None:
     stage = Stage((0, 2), (3, 1), 4)
     found = stage_estimate(stage, 0, 4, COSTS, CLUSTER, MEMORY)
-    (priced,) = stage_costs(Pipeline((stage,)), COSTS, CLUSTER)
+    (priced,) = stage_costs(parted(Pipeline((stage,)), COSTS), COSTS, CLUSTER)
     assert found.seconds(3) == pytest.approx(priced.seconds(3), rel=1e-12)
     shares = zip((0, 2), (0.75, 0.25), strict=True)
     whole = COSTS.stage(0, 4)

@@ -18,9 +18,9 @@ def lane(chunks: int = 1) -> PipelineLane:
 
 def test_chunks_deal_blocks_out_round_by_round() -> None:
     found = lane(2)
-    assert [stage.devices for stage in found.parts.stages] == [(0,), (1, 2), (0,), (1, 2)]
-    assert found.stops == (0, 3, 5, 7, 8)
-    assert (found.num_stages, found.chunks) == (2, 2)
+    assert [costs.stage.devices for costs in found.costs] == [(0,), (1, 2), (0,), (1, 2)]
+    assert found.stages == ((0,), (1, 2))
+    assert found.devices == (0, 1, 2)
 
 
 def test_more_chunks_than_blocks_are_refused() -> None:

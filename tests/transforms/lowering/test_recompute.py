@@ -21,7 +21,7 @@ from hetu_fx.plans.recomputed import RecomputedOps
 from hetu_fx.program.program import Program
 from hetu_fx.transforms.lowering.checkpoint import Checkpoint
 from hetu_fx.transforms.lowering.lower import Backend, lower
-from hetu_fx.transforms.lowering.recompute import recomputed_blocks, segments_of
+from hetu_fx.transforms.lowering.recompute import segments_of
 from hetu_fx.transforms.lowering.saved_ops import SAVED
 from hetu_fx.transforms.lowering.traffic import communications, sends
 from tests.oracles.traffic import traffic_by_block
@@ -104,7 +104,8 @@ def test_a_reordered_graph_computes_the_model(name: str, plan: Plan, request: py
 def test_each_stage_recomputes_its_own_first_blocks(t5: Case) -> None:
     stages = (Stage((0,), blocks=1), Stage((1,), blocks=3, recompute=2))
     made = deduced(t5.program, Plan((Pipeline(stages), Pipeline((Stage((2,), recompute=4),)))))
-    assert [list(recomputed_blocks(made.annotated, key)) for key in ((0, 0), (0, 1), (1, 0))] == [
+    first, second = made.annotated.pipelines
+    assert [list(one.recomputed(part)) for one, part in ((first, 0), (first, 1), (second, 0))] == [
         [],
         [1, 2],
         [0, 1, 2, 3],

@@ -25,6 +25,7 @@ from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.values.device_memory import fixed_bytes, in_flight
 from hetu_fx.planner.values.profile_file import BlockTime
 from hetu_fx.planner.values.program import ENOUGH, ProgramCosts
+from hetu_fx.plans.parts import PartedPipeline
 from hetu_fx.plans.plan import Pipeline, Stage
 
 _LIKE = 0.9  # devices are of one kind that have this share at least of its fastest one's speed, and of its memory
@@ -174,12 +175,13 @@ def _scheme(problem: Problem, shape: SchemeShape) -> Scheme | None:
     )
 
 
-def _alone(problem: Problem, shape: SchemeShape) -> tuple[Pipeline, Cluster]:
+def _alone(problem: Problem, shape: SchemeShape) -> tuple[PartedPipeline, Cluster]:
     """Return a pipeline on devices like the cluster's, in one node, and a cluster of these."""
     of_kinds = map(_one_of, kinds_of(problem.cluster))
     alike = [one for one, count in zip(of_kinds, shape.counts, strict=True) for _ in range(count)] * shape.stages
     devices = tuple(replace(one, rank=rank, node="0") for rank, one in enumerate(alike))
-    return pipeline_of(shape, devices, problem), replace(problem.cluster, devices=devices)
+    pipeline = PartedPipeline.of(pipeline_of(shape, devices, problem), problem.costs.num_blocks)
+    return pipeline, replace(problem.cluster, devices=devices)
 
 
 def pipeline_of(shape: SchemeShape, devices: Sequence[Device], problem: Problem) -> Pipeline:
@@ -194,7 +196,7 @@ def _of_blocks(time: BlockTime, blocks: int) -> TimeFit:
     return TimeFit(time.a * blocks, time.b * blocks, time.c * blocks)
 
 
-def _max_length(problem: Problem, pipeline: Pipeline, cluster: Cluster, time: BlockTime | None) -> int:
+def _max_length(problem: Problem, pipeline: PartedPipeline, cluster: Cluster, time: BlockTime | None) -> int:
     """Return the most tokens of a row that all devices have memory for, in whole blocks where there are some."""
     known = problem.profile.by_length
     priced = stage_costs(pipeline, known[max(known)], cluster)

@@ -216,8 +216,8 @@ def _with_rows_shared(plan: Plan, problem: Problem) -> Plan:
     """Return the plan with rows shared so that its pipelines end together: Malleus' micro-batches have one size."""
     of_alike = cache(_seconds_by_rows)
     costs = [
-        of_alike(tuple([stage.seconds for stage in stage_costs(p, problem.costs, problem.cluster)]), p.micro_batches)
-        for p in plan.pipelines
+        of_alike(tuple([part.seconds for part in stage_costs(p, problem.costs, problem.cluster)]), p.micro_batches)
+        for p in plan.parts(problem.costs.num_blocks)
     ]
     rows = spread(problem.costs.rows, costs, low=(1,) * len(costs))
     assert rows is not None, "there are no more pipelines than rows"

@@ -21,12 +21,10 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from hetu_fx.planner.price.placement import stops_of
 from hetu_fx.planner.search.malleus.groups import Group, GroupKind
 from hetu_fx.planner.search.malleus.layers import Filled
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
@@ -65,11 +63,11 @@ def holdings(plan: Plan | None, num_layers: int) -> Holdings:
     result: dict[int, tuple[LayerSlice, ...]] = {}
     numbers: dict[tuple[int, ...], int] = {}
     for pipeline in plan.parts(num_layers) if plan is not None else ():
-        for stage, (start, stop) in zip(pipeline.stages, pairwise(stops_of(pipeline, num_layers)), strict=True):
-            number = numbers.setdefault(stage.devices, len(numbers))
-            for position, rank in enumerate(stage.devices):
-                part = LayerSlice(start, stop, position, len(stage.devices), number)
-                result[rank] = (*result.get(rank, ()), part)
+        for part, (start, stop) in zip(pipeline.parts, pipeline.ranges, strict=True):
+            number = numbers.setdefault(part.devices, len(numbers))
+            for position, rank in enumerate(part.devices):
+                held = LayerSlice(start, stop, position, len(part.devices), number)
+                result[rank] = (*result.get(rank, ()), held)
     return result
 
 

@@ -49,6 +49,25 @@ class Mailbox(Protocol):
         """Start to receive."""
 
 
+class Round(Protocol):
+    """Numbers that this rank has said, and those that it hears; see `peers.rounds`."""
+
+    heard: list[Sequence[float]]
+
+    def is_completed(self) -> bool:
+        """Tell whether `wait` would not block."""
+
+    def wait(self) -> None:
+        """Wait for all ranks' numbers, which are `heard` then."""
+
+
+class Rounds(Protocol):
+    """Brings a few numbers of each rank to all, between ranks of one machine; see `peers.rounds`."""
+
+    def say(self, numbers: Sequence[float], what: str) -> Round:
+        """Begin a round."""
+
+
 class PausedByWaits(Protocol):
     """What counts a rank's own work, and must know when it waits for others instead; pauses can be nested."""
 
@@ -100,12 +119,14 @@ class GroupTable:
     links between its ranks, if they are known: set it alike on all ranks.
 
     `creations` lists the groups created so far, also those of tables beside this one. `waited_seconds` adds up what it
-    has waited for others. `mail` carries what stages hand over, where it can.
+    has waited for others. `mail` carries what stages hand over, where it can, and `rounds` a few numbers of
+    each rank.
     """
 
     listener: Callable[[str, float, float], None] | None = None
     topology: Topology | None = None
     mail: Mailbox | None = None
+    rounds: Rounds | None = None
     waited_seconds = 0.0
     pauses_work = True  # its messages are waited for by the thread that computes
     transport: Transport = ProcessTransport()
@@ -181,7 +202,7 @@ class GroupTable:
 
     def release(self) -> None:
         """Let the groups go; the table can communicate no longer."""
-        self._groups, self._base, self._path, self.mail = {}, None, None, None
+        self._groups, self._base, self._path, self.mail, self.rounds = {}, None, None, None, None
 
     @property
     def is_of_processes(self) -> bool:

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hetu_fx.base.torch_private import make_subclass
 from hetu_fx.comm_ops.wire.calls import note
 from hetu_fx.comm_ops.wire.collectives import Exchange, sum_all
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
-from hetu_fx.comm_ops.wire.small_sums import MARKS, are_alike, packed, refuse_unlike
+from hetu_fx.comm_ops.wire.number_sums import start_marked_sum, start_sum_by_round
 from hetu_fx.errors import CommError
 from hetu_fx.switching.home.async_tensor import Pending
 from hetu_fx.switching.step.timer import ComputeTimer
@@ -50,7 +49,7 @@ class LossGradient:
         self, table: GroupTable, guess: Guess, ran_with: float | None = None, *, exact: bool = False, step: int = 0
     ) -> None:
         self.table, self.guess, self.exact = table, guess, exact
-        self._what = f"backward of the loss of step {step} of model {table.number}"
+        self.of_step = f"the loss of step {step} of model {table.number}"
         self._is_known = table.size == 1 and ran_with is None
         self._waits = exact and ran_with is None
         self._ran_with = guess.value if ran_with is None else ran_with
@@ -62,11 +61,11 @@ class LossGradient:
         """Start to average what comes in; return what backward is to run with."""
         if self._is_known:
             return gradient
-        told, _ = packed(gradient.detach().double() / self.table.size, dist.ReduceOp.SUM, self._what)
-        self._told, self._sum = told, _started_sum(told, self.table)
+        self._told = gradient.detach().double() / self.table.size
+        self._sum = start_marked_sum(self._told, self.table, f"backward of {self.of_step}")
         if self._waits:
             self._sum.wait()
-            self._ran_with = self._mean(told)
+            self._ran_with = self._told.item()
         return torch.full_like(gradient, self._ran_with)
 
     def correction(self) -> float:
@@ -74,14 +73,8 @@ class LossGradient:
         if self._told is not None:
             told, self._told = self._told, None
             self._sum.wait()
-            self._correct(self._mean(told))
+            self._correct(told.item())
         return self._correction
-
-    def _mean(self, told: Tensor) -> float:
-        *marks, mean = told[: MARKS + 1].tolist()
-        if not are_alike(marks, dist.ReduceOp.SUM, self.table.size):
-            refuse_unlike(self.table, self._what)
-        return float(mean)
 
     def ran_again(self) -> float:
         """Say that backward runs again, with the average; return that."""
@@ -105,7 +98,7 @@ class GlobalLoss(torch.autograd.Function):
         """Sum the contributions of all ranks, times `scale`."""
         ctx.gradient, ctx.scale, ctx.dtype, ctx.timer = gradient, scale, local.dtype, timer
         total = local.detach() * scale if contributes else torch.zeros_like(local)
-        return _summed(total, gradient.table, waits=not ctx.needs_input_grad[0])
+        return _summed(total, gradient.table, gradient.of_step, waits=not ctx.needs_input_grad[0])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -167,11 +160,11 @@ def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     return function.apply(*arguments)
 
 
-def _summed(total: Tensor, table: GroupTable, *, waits: bool) -> Tensor:
+def _summed(total: Tensor, table: GroupTable, what: str, *, waits: bool) -> Tensor:
     """Sum in place over all ranks; unless it `waits`, what a rank's host would have to wait for stays pending."""
     if table.size == 1:
         return total
-    exchange = _started_sum(total, table)
+    exchange = _started_sum(total, table, what)
     if waits or not total.is_cpu:
         exchange.wait()
         return total
@@ -180,6 +173,8 @@ def _summed(total: Tensor, table: GroupTable, *, waits: bool) -> Tensor:
     return loss
 
 
-def _started_sum(tensor: Tensor, table: GroupTable) -> Exchange:
+def _started_sum(total: Tensor, table: GroupTable, what: str) -> Exchange:
+    if (said := start_sum_by_round(total, table, what)) is not None:
+        return said
     with using(table):
-        return sum_all(tensor, range(table.size))
+        return sum_all(total, range(table.size))

@@ -14,17 +14,19 @@ from __future__ import annotations
 import ctypes
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from time import perf_counter, sleep
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import Tensor
 
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
+
+Found = TypeVar("Found")
 
 LEAST_BYTES = 1 << 14
 """Smaller messages are sent."""
@@ -132,25 +134,44 @@ class Peers:
 
         Raises RuntimeError where it has gone, unless it may be, or has not come in time.
         """
-        start, seconds = perf_counter(), table.timeout.total_seconds()
-        while True:
-            try:
-                told = self.look(rank, slot)
-            except ProcessLookupError as error:
-                if may_be_gone:
-                    return Told(stamp)
-                raise RuntimeError(f"the process of rank {rank} has gone") from error
-            if told.stamp >= stamp:
-                return told
-            waited = perf_counter() - start
-            if waited < SPIN_SECONDS:
-                os.sched_yield()
-                continue
-            if table.path is not None:
-                table.path.check()
-            if waited > seconds:
-                raise RuntimeError(f"rank {rank} has not come within {seconds:g} s")
-            sleep(min(waited * SLEEP_SHARE, MOST_SLEEP_SECONDS))
+        told = self._told(rank, slot, stamp, may_be_gone)
+        return told or until(lambda: self._told(rank, slot, stamp, may_be_gone), rank, table)
+
+    def lives(self, rank: int) -> bool:
+        """Tell whether a rank's process is there."""
+        try:
+            self.look(rank, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def _told(self, rank: int, slot: int, stamp: int, may_be_gone: bool) -> Told | None:
+        try:
+            told = self.look(rank, slot)
+        except ProcessLookupError as error:
+            if may_be_gone:
+                return Told(stamp)
+            raise RuntimeError(f"the process of rank {rank} has gone") from error
+        return told if told.stamp >= stamp else None
+
+
+def until(find: Callable[[], Found | None], rank: int, table: GroupTable) -> Found:
+    """Look for what a rank is to bring, again and again, and return it once it is there.
+
+    Raises RuntimeError where the rank has not come in time, DivergedError where it is elsewhere.
+    """
+    start, seconds = perf_counter(), table.timeout.total_seconds()
+    while (found := find()) is None:
+        waited = perf_counter() - start
+        if waited < SPIN_SECONDS:
+            os.sched_yield()
+            continue
+        if table.path is not None:
+            table.path.check()
+        if waited > seconds:
+            raise RuntimeError(f"rank {rank} has not come within {seconds:g} s")
+        sleep(min(waited * SLEEP_SHARE, MOST_SLEEP_SECONDS))
+    return found
 
 
 def _copy(process: int, address: int, place: int, size: int) -> None:
@@ -214,7 +235,7 @@ def peers_worth_reading(num_bytes: int, ranks: Sequence[int], table: GroupTable,
 def _tried(table: GroupTable, ranks: tuple[int, ...]) -> Peers | None:
     """Return the processes of ranks all of which can read each other."""
     peers = mutual_peers(table, ranks)
-    return peers if all(_told(table, ranks, len(peers.processes) == len(ranks))) else None
+    return peers if all(told_by_all(table, ranks, len(peers.processes) == len(ranks))) else None
 
 
 def mutual_peers(table: GroupTable, ranks: tuple[int, ...], num_slots: int = BOARD_SLOTS) -> Peers:
@@ -225,19 +246,20 @@ def mutual_peers(table: GroupTable, ranks: tuple[int, ...], num_slots: int = BOA
     word = bytearray(os.urandom(_WORD_BYTES))
     place = ctypes.addressof(ctypes.c_char.from_buffer(word))
     board, order = Board(num_slots), sorted(ranks, key=table.to_global)
-    told = _told(table, ranks, (os.getpid(), board.address, place, bytes(word), _network()))
+    told = told_by_all(table, ranks, (os.getpid(), board.address, place, bytes(word), _network()))
     seen = {
         rank
         for rank, (process, _, at, found, network) in zip(order, told, strict=True)
         if network == _network() and _word_at(process, at) == found
     }
-    readers = {rank for rank, others in zip(order, _told(table, ranks, seen), strict=True) if table.rank in others}
+    seen_by = zip(order, told_by_all(table, ranks, seen), strict=True)
+    readers = {rank for rank, others in seen_by if table.rank in others}
     known = {rank: one for rank, one in zip(order, told, strict=True) if rank in seen & readers}
     processes, boards = ({rank: one[part] for rank, one in known.items()} for part in (0, 1))
     return Peers(processes, boards, board)
 
 
-def _told(table: GroupTable, ranks: tuple[int, ...], value: Any) -> list[Any]:
+def told_by_all(table: GroupTable, ranks: tuple[int, ...], value: Any) -> list[Any]:
     """Return what all ranks say, in the order of their group."""
     values = [value] * len(ranks)
     with guarded("agreement on what memory can be read", ranks, table):

@@ -11,14 +11,15 @@ that may be written over.
 from __future__ import annotations
 
 import mmap
-import os
 import struct
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from zlib import crc32
 
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
 from hetu_fx.comm_ops.wire.peers.memory import Peers, peers_of, told_by_all, until
+from hetu_fx.comm_ops.wire.peers.shared import SharedMemory, mapped
 from hetu_fx.comm_ops.wire.small_sums import refuse_unlike
 from hetu_fx.errors import CommError
 
@@ -30,7 +31,6 @@ MOST_NUMBERS = 100
 
 _HEAD = struct.Struct("<QIIQ")  # the round, what it is for, how many numbers, and a word that belongs to all
 _SLOT_BYTES = 1024
-_WORD = os.urandom(32)
 
 Numbers = Sequence[float]
 
@@ -85,19 +85,14 @@ class Rounds:
         return all(rank == self._table.rank or self._read(rank, of.number) for rank in range(self._table.size))
 
     def _of(self, rank: int, of: Round) -> Numbers:
-        found = self._read(rank, of.number) or until(lambda: self._looked_for(rank, of.number), rank, self._table)
+        found = self._read(rank, of.number)
+        if found is None:
+            find = partial(self._peers.said_last, rank, partial(self._read, rank, of.number))
+            found = until(find, rank, self._table)
         kind, numbers = found
         if kind != of.kind:
             refuse_unlike(self._table, of.what)
         return numbers
-
-    def _looked_for(self, rank: int, number: int) -> tuple[int, Numbers] | None:
-        found = self._read(rank, number)
-        if found is None and not self._peers.lives(rank):
-            found = self._read(rank, number)  # the last that it has said
-            if found is None:
-                raise RuntimeError(f"the process of rank {rank} has gone")
-        return found
 
     def _read(self, rank: int, number: int) -> tuple[int, Numbers] | None:
         """Return what a rank has said in a round, and what for; None if it has not, or is about to."""
@@ -132,7 +127,7 @@ class Round:
 
 
 def _start_of(number: int) -> int:
-    return len(_WORD) + number % RING * _SLOT_BYTES
+    return number % RING * _SLOT_BYTES
 
 
 def _check(number: int, kind: int, body: bytes) -> int:
@@ -152,47 +147,19 @@ def open_rounds(table: GroupTable) -> None:
 
 def _shared(table: GroupTable, peers: Peers, ranks: tuple[int, ...]) -> Mapping[int, mmap.mmap] | None:
     """Return memory of each rank, as all have mapped it; None on all ranks where one could not. Collective."""
-    file, own = _made()
+    own = _made()
+    order, found = sorted(ranks, key=table.to_global), {} if own is None else {table.rank: own.memory}
+    for rank, place in zip(order, told_by_all(table, ranks, own and own.place), strict=True):
+        if rank != table.rank and place is not None and (memory := mapped(peers.processes[rank], place)) is not None:
+            found[rank] = memory
+    have_all = all(told_by_all(table, ranks, len(found) == len(ranks)))
+    if own is not None:
+        own.close()
+    return found if have_all else None
+
+
+def _made() -> SharedMemory | None:
     try:
-        order, memory = sorted(ranks, key=table.to_global), {table.rank: own}
-        for rank, (there, word) in zip(order, told_by_all(table, ranks, (file, _WORD)), strict=True):
-            if rank != table.rank:
-                memory[rank] = _opened(peers.processes[rank], there, word)
-        found = {rank: one for rank, one in memory.items() if one is not None}
-        return found if all(told_by_all(table, ranks, len(found) == len(ranks))) else None
-    finally:
-        if file is not None:
-            os.close(file)  # what is mapped stays
-
-
-_BYTES = len(_WORD) + RING * _SLOT_BYTES
-
-
-def _made() -> tuple[int | None, mmap.mmap | None]:
-    """Make memory that has a file, with a word at its start; None where there is none to be had."""
-    try:
-        file = os.memfd_create("hetu_fx_rounds")
-    except OSError:
-        return None, None
-    try:
-        os.posix_fallocate(file, 0, _BYTES)  # or the first write to a page that is not there ends the process
-        memory = mmap.mmap(file, _BYTES)
-    except OSError:
-        return file, None
-    memory[: len(_WORD)] = _WORD
-    return file, memory
-
-
-def _opened(process: int, file: int | None, word: bytes) -> mmap.mmap | None:
-    """Map another process's memory; None where that cannot be."""
-    try:
-        opened = os.open(f"/proc/{process}/fd/{file}", os.O_RDONLY)
+        return SharedMemory(RING * _SLOT_BYTES)
     except OSError:
         return None
-    try:
-        memory = mmap.mmap(opened, _BYTES, prot=mmap.PROT_READ)
-    except (OSError, ValueError):
-        return None
-    finally:
-        os.close(opened)
-    return memory if memory[: len(word)] == word else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from time import sleep
@@ -120,7 +121,7 @@ def check_what_a_process_has_said_is_heard_after_it_has_gone(rank: int, world: i
     first = table.say([float(rank)], "numbers")
     torch.distributed.barrier()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Peers, "lives", lambda peers, other: False)
+        patch.setattr(Peers, "_lives", lambda peers, other: False)
         first.wait()
         assert first.heard == [(float(other),) for other in range(world)]
         if rank == 0:
@@ -131,26 +132,26 @@ def check_what_a_process_has_said_is_heard_after_it_has_gone(rank: int, world: i
 def check_a_process_is_looked_for_by_its_number(rank: int, world: int, folder: Path) -> None:
     found = memory.peers_of(GroupTable(name="looked for"), (0, 1, 2))
     assert found is not None
-    gone = Peers(dict.fromkeys(range(WORLD), 2**22 + os.getpid()), found.boards)
-    assert found.lives((rank + 1) % world)
-    assert not gone.lives((rank + 1) % world)
+    gone, other = replace(found, processes=dict.fromkeys(range(WORLD), 2**22 + os.getpid())), (rank + 1) % world
+    assert found.said_last(other, lambda: None, "gone") is None  # it may say it yet
+    assert gone.said_last(other, lambda: None, "gone") == "gone"
+    assert gone.said_last(other, lambda: "said", "gone") == "said"
+    with pytest.raises(RuntimeError, match=f"process of rank {other} has gone"):
+        gone.said_last(other, lambda: None)
 
 
 def check_where_one_cannot_map_it_nobody_has_rounds(rank: int, world: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(rounds, "_opened", lambda *what: None)
+            patch.setattr(rounds, "mapped", lambda *what: None)
         open_rounds(table := GroupTable(name="unmapped"))
         assert table.rounds is None
 
 
 def check_where_one_has_no_memory_nobody_has_rounds(rank: int, world: int, folder: Path) -> None:
-    def full(*what: Any) -> None:
-        raise OSError(28, "no space")
-
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(rounds.os, "posix_fallocate", full)
+            patch.setattr(rounds, "_made", lambda: None)
         open_rounds(table := GroupTable(name="full"))
         assert table.rounds is None
 

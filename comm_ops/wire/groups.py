@@ -394,14 +394,16 @@ class _Waiting(AbstractContextManager[None]):
         table = self._table
         self._working = _present().working if table.pauses_work else None
         self._before = table.waited_seconds  # of waits inside this one, too
-        self._wait = Wait(self._what, table.path)
+        self._wait = Wait(self._what, perf_counter(), table.path)
         if self._working is not None:
             self._working.pause()
 
     def __exit__(self, *error: object) -> None:
-        table, start, end = self._table, self._wait.start, self._wait.end()
+        table, start = self._table, self._wait.start
+        self._wait.end()
         if self._working is not None:
             self._working.resume()
+        end = perf_counter()
         table.waited_seconds = self._before + end - start
         if table.listener is not None:
             table.listener(self._what, start, end)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from time import perf_counter
-
 
 class Wait:
     """A communication under way: what it is, since when (time.perf_counter), and among whom, if they are watched.
@@ -13,14 +11,13 @@ class Wait:
 
     __slots__ = ("among", "start", "what")
 
-    def __init__(self, what: str, among: object | None = None) -> None:
-        self.what, self.start, self.among = what, perf_counter(), among
+    def __init__(self, what: str, start: float, among: object | None = None) -> None:
+        self.what, self.start, self.among = what, start, among
         _waits.append(self)
 
-    def end(self) -> float:
-        """Say that it is over; return the moment."""
+    def end(self) -> None:
+        """Say that it is over."""
         _waits.remove(self)
-        return perf_counter()
 
 
 _waits: list[Wait] = []

@@ -165,6 +165,13 @@ def has_schema(target: Any) -> bool:
     return hasattr(target, "_schema")
 
 
+def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Do what torch.autograd.backward does, which compares the shapes of both in python first; the engine does, too."""
+    torch.autograd.graph._engine_run_backward(
+        tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
 def is_setup_context_defined(function: type[torch.autograd.Function]) -> bool:
     """Tell whether a function's forward is called without its context."""
     return bool(_is_setup_context_defined(function.setup_context))

@@ -118,7 +118,7 @@ class StageP2P:
 
     def _stays(self, channel: Channel) -> bool:
         """Tell whether both ends are chunks of this stage."""
-        return (channel.receiver - channel.sender) % len(self._orders) == 0
+        return len(self._ways) > 1 and (channel.receiver - channel.sender) % len(self._orders) == 0
 
     def _taken(self, action: Action, channel: Channel) -> int:
         """Return the number of the own action before which something arrives that was made after this was taken."""

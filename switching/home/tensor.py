@@ -202,7 +202,7 @@ def wrap(local: torch.Tensor, layout: HomeLayout, requires_grad: bool = False) -
     """Wrap a piece that is known to fit its layout."""
     # Strides, offset and memory format are those of such a shape; by position, as names take longer than the rest.
     home: HomeTensor = make_wrapper_subclass(
-        HomeTensor, layout.shape, None, None, None, local.dtype, torch.strided, local.device, False, requires_grad
+        HomeTensor, layout.size, None, None, None, local.dtype, torch.strided, local.device, False, requires_grad
     )
     home.local = local
     home.home_layout = layout

@@ -172,7 +172,7 @@ class Peers:
     def _lives(self, rank: int) -> bool:
         try:
             _copy(self.processes[rank], self.words[rank], ctypes.addressof(ctypes.c_char()), 1)
-        except ProcessLookupError:
+        except OSError:  # or another process has its number
             return False
         return True
 

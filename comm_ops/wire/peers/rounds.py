@@ -26,11 +26,11 @@ from hetu_fx.errors import CommError
 RING = 64
 """So many rounds stand at once; half as many may be begun and not heard."""
 
-MOST_NUMBERS = 100
+MOST_NUMBERS = 128
 """In a round, of each rank."""
 
 _HEAD = struct.Struct("<QIIQ")  # the round, what it is for, how many numbers, and a word that belongs to all
-_SLOT_BYTES = 1024
+_SLOT_BYTES = _HEAD.size + 8 * MOST_NUMBERS
 
 Numbers = Sequence[float]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetu_fx.comm_ops.wire import number_sums
+from hetu_fx.switching.step import number_sums
 from hetu_fx.comm_ops.wire.collectives import Exchange
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import DivergedError

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from hetu_fx.comm_ops.wire import number_sums
-from hetu_fx.comm_ops.wire.groups import GroupTable, using
-from hetu_fx.comm_ops.wire.number_sums import start_marked_sum
+from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.peers import memory, rounds
 from hetu_fx.comm_ops.wire.peers.memory import Peers
 from hetu_fx.comm_ops.wire.peers.rounds import MOST_NUMBERS, RING, Rounds, open_rounds
+from hetu_fx.comm_ops.wire.small_sums import reduce_small
 from hetu_fx.errors import CommError, DivergedError
 
 WORLD = 3
@@ -92,17 +92,17 @@ def check_other_counts_of_the_same_are_unlike(rank: int, world: int, folder: Pat
 def check_who_does_not_look_does_not_wait(rank: int, world: int, folder: Path) -> None:
     table = opened("look")
     if rank > 0:
-        torch.distributed.barrier()
+        dist.barrier()
     said = table.say([1.0], "numbers")
     if rank == 0:
         assert not said.is_completed()
-        torch.distributed.barrier()
+        dist.barrier()
     said.wait()
     assert said.is_completed()
 
 
 def check_too_many_numbers_are_refused(rank: int, world: int, folder: Path) -> None:
-    with pytest.raises(CommError, match="norms is of 101 numbers, more than the 100"):
+    with pytest.raises(CommError, match="norms is of 129 numbers, more than the 128"):
         opened("many").say([0.0] * (MOST_NUMBERS + 1), "norms")
 
 
@@ -111,7 +111,7 @@ def check_what_is_half_written_is_not_heard(rank: int, world: int, folder: Path)
         table = opened("torn")
         patch.setattr(rounds, "_check", lambda number, kind, body: rank)
         said = table.say([1.0], "numbers")
-        torch.distributed.barrier()
+        dist.barrier()
         patch.undo()
         assert not said.is_completed()
 
@@ -119,7 +119,7 @@ def check_what_is_half_written_is_not_heard(rank: int, world: int, folder: Path)
 def check_what_a_process_has_said_is_heard_after_it_has_gone(rank: int, world: int, folder: Path) -> None:
     table = opened("gone")
     first = table.say([float(rank)], "numbers")
-    torch.distributed.barrier()
+    dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Peers, "_lives", lambda peers, other: False)
         first.wait()
@@ -156,31 +156,30 @@ def check_where_one_has_no_memory_nobody_has_rounds(rank: int, world: int, folde
         assert table.rounds is None
 
 
-def check_numbers_are_summed_in_their_place(rank: int, world: int, folder: Path) -> None:
-    by_messages, by_rounds = GroupTable(name="messages"), GroupTable(name="rounds")
+def check_small_tensors_are_reduced_as_by_messages(rank: int, world: int, folder: Path) -> None:
+    by_messages, by_rounds = GroupTable(name="reduced messages"), GroupTable(name="reduced rounds")
     open_rounds(by_rounds)
-    for table in (by_messages, by_rounds):
-        for dtype in (torch.float32, torch.float64, torch.bfloat16):
-            number = torch.tensor(rank + 0.5, dtype=dtype)
-            with using(table):
-                start_marked_sum(number, table, "numbers").wait()
-            assert number == 4.5
+    sign = -1 if rank == 1 else 1
+    values = [
+        torch.full((3, 2), rank + 0.5, dtype=torch.bfloat16),
+        torch.tensor([sign * (2**62 // 3 - rank), sign * 7, 0]),
+        torch.tensor([rank > 0, False]),
+        torch.tensor(rank + 1j),
+        torch.arange(200.0) * sign,
+        torch.zeros(0),
+    ]
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN):
+        for value in values:
+            if value.is_complex() and op != dist.ReduceOp.SUM:
+                continue
+            found = [reduce_small(value.clone(), op, table, "values") for table in (by_messages, by_rounds)]
+            assert torch.equal(*found), (op, value, found)
 
 
-def check_unlike_sums_are_refused_however_they_go(rank: int, world: int, folder: Path) -> None:
-    by_messages, by_rounds = GroupTable(name="unlike messages"), GroupTable(name="unlike rounds")
-    open_rounds(by_rounds)
-    for table in (by_messages, by_rounds):
-        number, what = torch.tensor(1.0), "one" if rank == 1 else "other"
-        with using(table), pytest.raises(DivergedError, match=f"rank {rank} asks for {what}"):
-            start_marked_sum(number, table, what).wait()
-
-
-def check_ranks_on_devices_of_several_types_send(rank: int, world: int, folder: Path) -> None:
-    open_rounds(table := GroupTable(name="mixed"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GroupTable, "is_mixed", True)
-        assert number_sums.start_sum_by_round(torch.tensor(1.0), table, "numbers") is None
+def check_reductions_of_other_sizes_are_unlike(rank: int, world: int, folder: Path) -> None:
+    open_rounds(table := GroupTable(name="other sizes"))
+    with pytest.raises(DivergedError, match=f"rank {rank} asks for values"):
+        reduce_small(torch.zeros(100 + (rank == 1)), dist.ReduceOp.SUM, table, "values")
 
 
 @pytest.mark.distributed

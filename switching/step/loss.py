@@ -17,9 +17,9 @@ from hetu_fx.base.torch_private import make_subclass
 from hetu_fx.comm_ops.wire.calls import note
 from hetu_fx.comm_ops.wire.collectives import Exchange, sum_all
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
-from hetu_fx.switching.step.number_sums import start_marked_sum, start_sum_by_round
 from hetu_fx.errors import CommError
 from hetu_fx.switching.home.async_tensor import Pending
+from hetu_fx.switching.step.number_sums import start_marked_sum, start_sum_by_round
 from hetu_fx.switching.step.timer import ComputeTimer
 
 

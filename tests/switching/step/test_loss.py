@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetu_fx.switching.step import number_sums
 from hetu_fx.comm_ops.wire.collectives import Exchange
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import DivergedError
 from hetu_fx.switching.home.async_tensor import Pending
 from hetu_fx.switching.step import loss as step
+from hetu_fx.switching.step import number_sums
 from hetu_fx.switching.step.loss import GlobalLoss, Guess, LossGradient, SeenLoss, applied
 from hetu_fx.switching.step.timer import ComputeTimer
 

@@ -49,7 +49,7 @@ class LossGradient:
         self, table: GroupTable, guess: Guess, ran_with: float | None = None, *, exact: bool = False, step: int = 0
     ) -> None:
         self.table, self.guess, self.exact = table, guess, exact
-        self.of_step = f"the loss of step {step} of model {table.number}"
+        self._what = f"backward of the loss of step {step} of model {table.number}"
         self._is_known = table.size == 1 and ran_with is None
         self._waits = exact and ran_with is None
         self._ran_with = guess.value if ran_with is None else ran_with
@@ -62,7 +62,7 @@ class LossGradient:
         if self._is_known:
             return gradient
         self._told = gradient.detach().double() / self.table.size
-        self._sum = start_marked_sum(self._told, self.table, f"backward of {self.of_step}")
+        self._sum = start_marked_sum(self._told, self.table, self._what)
         if self._waits:
             self._sum.wait()
             self._ran_with = self._told.item()
@@ -98,7 +98,7 @@ class GlobalLoss(torch.autograd.Function):
         """Sum the contributions of all ranks, times `scale`."""
         ctx.gradient, ctx.scale, ctx.dtype, ctx.timer = gradient, scale, local.dtype, timer
         total = local.detach() * scale if contributes else torch.zeros_like(local)
-        return _summed(total, gradient.table, gradient.of_step, waits=not ctx.needs_input_grad[0])
+        return _summed(total, gradient.table, waits=not ctx.needs_input_grad[0])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -160,11 +160,11 @@ def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     return function.apply(*arguments)
 
 
-def _summed(total: Tensor, table: GroupTable, what: str, *, waits: bool) -> Tensor:
+def _summed(total: Tensor, table: GroupTable, *, waits: bool) -> Tensor:
     """Sum in place over all ranks; unless it `waits`, what a rank's host would have to wait for stays pending."""
     if table.size == 1:
         return total
-    exchange = _started_sum(total, table, what)
+    exchange = _started_sum(total, table)
     if waits or not total.is_cpu:
         exchange.wait()
         return total
@@ -173,8 +173,9 @@ def _summed(total: Tensor, table: GroupTable, what: str, *, waits: bool) -> Tens
     return loss
 
 
-def _started_sum(total: Tensor, table: GroupTable, what: str) -> Exchange:
-    if (said := start_sum_by_round(total, table, what)) is not None:
+def _started_sum(total: Tensor, table: GroupTable) -> Exchange:
+    said = start_sum_by_round(total, table, f"the loss of model {table.number}")
+    if said is not None:
         return said
     with using(table):
         return sum_all(total, range(table.size))

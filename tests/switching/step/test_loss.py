@@ -25,7 +25,7 @@ class Sums:
     def __init__(self, other: float) -> None:
         self.other, self.waited = other, 0
 
-    def start(self, tensor: Tensor, table: GroupTable, what: str) -> Exchange:
+    def start(self, tensor: Tensor, table: GroupTable, what: str = "") -> Exchange:
         def finish() -> None:
             self.waited += 1
             tensor.add_(self.other)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,13 @@ from hetu_fx.comm_ops.wire.groups import GroupTable, Rounds, guarded
 from hetu_fx.errors import DivergedError
 
 _WIDTH = 64
+_COMBINE: Mapping[Any, Callable[[Tensor], Tensor]] = {
+    dist.ReduceOp.SUM: lambda numbers: numbers.sum(0),
+    dist.ReduceOp.MAX: lambda numbers: numbers.amax(0),
+    dist.ReduceOp.MIN: lambda numbers: numbers.amin(0),
+}
+"""How the rows of all ranks become one."""
+
 MARKS = 2
 _DIGEST_BYTES = 2  # so that the sum of squares over thousands of ranks is exact
 
@@ -77,8 +85,7 @@ def _reduced_by_round(
     heard = torch.tensor(said.heard, dtype=torch.float64)
     if _is_whole(value):
         heard = heard.to(torch.int32).view(torch.int64)
-    combine = {dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.MAX: torch.amax, dist.ReduceOp.MIN: torch.amin}[op]
-    _flat(value).copy_(torch.cat([combine(heard, 0), rest]))
+    _flat(value).copy_(torch.cat([_COMBINE[op](heard), rest]))
     return value
 
 

@@ -7,7 +7,7 @@ cut again). Import it from `hetu_fx.switching.home.ops`, which fills the table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import add, attrgetter, sub
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -250,9 +250,20 @@ class PiecesWritten:
         self.pieces = [list(map(local_of, homes)) for homes in lists]
         self._before = [list(map(version, pieces)) for pieces in self.pieces]
 
-    def end(self) -> None:
-        """Count what was written to pieces in the versions of their home tensors, as any other write."""
+    def end(self, like: Mapping[int, int] | None = None) -> None:
+        """Count what was written to pieces in the versions of their home tensors, as any other write.
+
+        Args:
+            like: positions that kernels were not given, each with one that was written as these would have been.
+        """
         _writing.remove(self)
+        for pieces, before in zip(self.pieces, self._before, strict=True) if like else ():
+            by_count: dict[int, list[torch.Tensor]] = {}
+            for position, other in (like or {}).items():
+                by_count.setdefault(version(pieces[other]) - before[other], []).append(pieces[position])
+            for count, tensors in by_count.items():
+                for _ in range(count):
+                    increment_version(tensors)
         for homes, pieces, before in zip(self._homes, self.pieces, self._before, strict=True):
             counts = list(map(sub, map(version, pieces), before))
             if len(set(counts)) == 1:  # as kernels write whole lists

@@ -82,6 +82,8 @@ def _reduced_by_round(
         said.wait()
         if rest.numel():
             table.transport.all_reduce(rest, table.group(range(table.size)), op)
+    if not flat.numel():
+        return value
     heard = torch.tensor(said.heard, dtype=torch.float64)
     if _is_whole(value):
         heard = heard.to(torch.int32).view(torch.int64)

@@ -167,6 +167,7 @@ def check_small_tensors_are_reduced_as_by_messages(rank: int, world: int, folder
         torch.tensor(rank + 1j),
         torch.arange(200.0) * sign,
         torch.zeros(0),
+        torch.zeros(0, dtype=torch.int64),
     ]
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN):
         for value in values:

@@ -23,6 +23,7 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import LocalFacts, agree, by_first, of_all, together
 from hetu_fx.comm_ops.wire.groups import GroupTable, using, watched_group
 from hetu_fx.comm_ops.wire.peers.mail import open_mail
+from hetu_fx.comm_ops.wire.peers.rounds import open_rounds
 from hetu_fx.comm_ops.wire.rendezvous import launcher_store
 from hetu_fx.comm_ops.wire.shutdown import opening_connections, remember
 from hetu_fx.errors import EnvironmentProblem, PlanError, ProfileError, StateError
@@ -89,6 +90,7 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
     table.know_types(types)
     table.connect(own)
     open_mail(table)
+    open_rounds(table)
     is_mixed = len(set(types)) > 1
     execution, program, example, plans, cluster = together(table, lambda: _found(wanted, is_mixed=is_mixed))
     with using(table):

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import torch
@@ -32,7 +33,7 @@ from benchmarks.kit.nets import Mlp
 from benchmarks.kit.report import Bar, Part, Row
 from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.comm_ops.wire.peers.memory import Peers, Told
+from hetu_fx.comm_ops.wire.peers import memory, rounds
 from hetu_fx.emulate.emulate import EmulateSpec, Output
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 
@@ -141,18 +142,16 @@ class Waits:
 @contextmanager
 def waits_apart() -> Iterator[Waits]:
     """Count them meanwhile."""
-    counted, wait_for = Waits(), Peers.wait_for
+    counted, until = Waits(), memory.until
 
-    def waiting(peers: Peers, rank: int, slot: int, stamp: int, table: GroupTable, **how: bool) -> Told:
-        if peers.look(rank, slot).stamp >= stamp:
-            return wait_for(peers, rank, slot, stamp, table, **how)
+    def waiting(*what: Any) -> Any:
         start = time.thread_time()
         try:
-            return wait_for(peers, rank, slot, stamp, table, **how)
+            return until(*what)
         finally:
             counted.seconds += time.thread_time() - start
 
-    with mock.patch.object(Peers, "wait_for", waiting):
+    with mock.patch.object(memory, "until", waiting), mock.patch.object(rounds, "until", waiting):
         yield counted
 
 

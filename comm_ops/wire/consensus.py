@@ -17,8 +17,6 @@ from torch import Tensor
 
 from hetu_fx import errors
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded, using
-from hetu_fx.comm_ops.wire.peers.exchanges import gather_read
-from hetu_fx.comm_ops.wire.peers.memory import peers_of
 from hetu_fx.comm_ops.wire.small_sums import reduce_small
 from hetu_fx.errors import BatchError, HetuFxError, OtherRankError
 
@@ -291,11 +289,13 @@ def _padded(numbers: Sequence[Count], length: int) -> list[float]:
     return [*map(float, numbers), *[0.0] * (length - len(numbers))]
 
 
-def _exchange(table: GroupTable, row: Sequence[float]) -> list[list[float]]:
+def _exchange(table: GroupTable, row: Sequence[float]) -> Sequence[Numbers]:
     what, ranks = "agreement on the step", range(table.size)
+    if table.rounds is not None:
+        with guarded(what, ranks, table):
+            (of_step := table.rounds.say(row, what)).wait()
+        return of_step.heard
     mine = torch.tensor(row, dtype=torch.float64, device=table.transport.device(table.base))
-    if mine.is_cpu and (peers := peers_of(table, ranks)):
-        return [x.tolist() for x in gather_read(mine, [mine.shape] * table.size, ranks, table, peers, what)]
     everyone = mine.new_empty(table.size, len(row))
     with using(table), guarded(what, ranks):
         table.transport.all_gather(list(everyone.unbind()), mine, table.base)
@@ -334,7 +334,7 @@ def _joined(told: Sequence[_RankError]) -> str:
     return "; ".join(f"rank {error.rank}: {error.kind}: {error.text}" for error in told)
 
 
-def _check_equal(table: GroupTable, gathered: list[list[float]], facts: LocalFacts, rows: Sequence[int]) -> None:
+def _check_equal(table: GroupTable, gathered: Sequence[Numbers], facts: LocalFacts, rows: Sequence[int]) -> None:
     if len({row[_DIGEST] for row in gathered}) > 1:
         signatures, states = zip(*of_all(table, (facts.signature, dict(facts.state()))), strict=True)
         told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(signatures))

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from time import perf_counter
-from typing import Protocol
+from types import TracebackType
+from typing import NoReturn, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,7 +33,7 @@ from hetu_fx.comm_ops.wire.process_group import (
 )
 from hetu_fx.comm_ops.wire.shutdown import can_sever, release_at_exit
 from hetu_fx.comm_ops.wire.transport import Group, ProcessTransport, Transport, Work
-from hetu_fx.comm_ops.wire.waits import waiting
+from hetu_fx.comm_ops.wire.waits import Wait
 from hetu_fx.errors import CommError
 
 
@@ -47,6 +48,25 @@ class Mailbox(Protocol):
 
     def receive(self, peer: int, room: Tensor) -> Work:
         """Start to receive."""
+
+
+class Round(Protocol):
+    """Numbers that this rank has said, and those that it hears; see `peers.rounds`."""
+
+    heard: list[Sequence[float]]
+
+    def is_completed(self) -> bool:
+        """Tell whether `wait` would not block."""
+
+    def wait(self) -> None:
+        """Wait for all ranks' numbers, which are `heard` then."""
+
+
+class Rounds(Protocol):
+    """Brings a few numbers of each rank to all, between ranks of one machine; see `peers.rounds`."""
+
+    def say(self, numbers: Sequence[float], what: str) -> Round:
+        """Begin a round."""
 
 
 class PausedByWaits(Protocol):
@@ -100,12 +120,14 @@ class GroupTable:
     links between its ranks, if they are known: set it alike on all ranks.
 
     `creations` lists the groups created so far, also those of tables beside this one. `waited_seconds` adds up what it
-    has waited for others. `mail` carries what stages hand over, where it can.
+    has waited for others. `mail` carries what stages hand over, where it can, and `rounds` a few numbers of
+    each rank.
     """
 
     listener: Callable[[str, float, float], None] | None = None
     topology: Topology | None = None
     mail: Mailbox | None = None
+    rounds: Rounds | None = None
     waited_seconds = 0.0
     pauses_work = True  # its messages are waited for by the thread that computes
     transport: Transport = ProcessTransport()
@@ -148,6 +170,7 @@ class GroupTable:
         self._beside: dict[str, GroupTable] = {}
         self._natives: dict[torch.device, bool] = {}
         self._known_kin: tuple[int, tuple[int, ...]] | None = None
+        self._known_cuts: tuple[int, dict[int, bool]] = (-1, {})
 
     def _bind(self, base: ProcessGroup, name: str | None) -> None:
         self._base, self._path = base, path_over(base)
@@ -181,7 +204,7 @@ class GroupTable:
 
     def release(self) -> None:
         """Let the groups go; the table can communicate no longer."""
-        self._groups, self._base, self._path, self.mail = {}, None, None, None
+        self._groups, self._base, self._path, self.mail, self.rounds = {}, None, None, None, None
 
     @property
     def is_of_processes(self) -> bool:
@@ -202,26 +225,9 @@ class GroupTable:
         """Return another group of all ranks; collective."""
         return self._connected(self._globals, f"{name}/whole", tuple(range(self.size)))
 
-    @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
+    def waiting(self, what: str) -> AbstractContextManager[None]:
         """Pause what counts this rank's own work, and tell the listener if there is one."""
-        start, working = perf_counter(), _present().working if self.pauses_work else None
-        before = self.waited_seconds  # of waits inside this one, too
-        if working is not None:
-            working.pause()
-        try:
-            with waiting(what, self.path):
-                yield
-        finally:
-            if working is not None:
-                working.resume()
-            end = perf_counter()
-            self.waited_seconds = before + end - start
-            self._tell(what, start, end)
-
-    def _tell(self, what: str, start: float, end: float) -> None:
-        if self.listener is not None:
-            self.listener(what, start, end)
+        return _Waiting(what, self)
 
     @property
     def base(self) -> Group:
@@ -317,8 +323,14 @@ class GroupTable:
 
     def cuts(self, peer: int) -> bool:
         """Tell whether both ends cut what goes to and from another rank, as one of them may have to stage it."""
-        ends = self._types_of((self.rank, peer))
-        return len(ends) > 1 and (ends[0] != ends[1] or not type_of(torch.device(ends[0])).is_direct)
+        num_told = _present().num_told
+        if self._known_cuts[0] != num_told:  # asked at each message
+            self._known_cuts = num_told, {}
+        known = self._known_cuts[1]
+        if peer not in known:
+            ends = self._types_of((self.rank, peer))
+            known[peer] = len(ends) > 1 and (ends[0] != ends[1] or not type_of(torch.device(ends[0])).is_direct)
+        return known[peer]
 
     def is_native(self, device: torch.device) -> bool:
         """Tell whether a backend of the groups sends tensors of a device from where they are."""
@@ -370,23 +382,63 @@ class GroupTable:
         return group
 
 
-@contextmanager
-def guarded(what: str, ranks: Sequence[int], table: GroupTable | None = None) -> Iterator[None]:
+class _Waiting(AbstractContextManager[None]):
+    """See `GroupTable.waiting`; a class, as messages of stages are many and a generator takes longer."""
+
+    __slots__ = ("_before", "_table", "_wait", "_what", "_working")
+
+    def __init__(self, what: str, table: GroupTable) -> None:
+        self._what, self._table = what, table
+
+    def __enter__(self) -> None:
+        table = self._table
+        self._working = _present().working if table.pauses_work else None
+        self._before = table.waited_seconds  # of waits inside this one, too
+        self._wait = Wait(self._what, perf_counter(), table.path)
+        if self._working is not None:
+            self._working.pause()
+
+    def __exit__(self, *error: object) -> None:
+        table, start = self._table, self._wait.start
+        self._wait.end()
+        if self._working is not None:
+            self._working.resume()
+        end = perf_counter()
+        table.waited_seconds = self._before + end - start
+        if table.listener is not None:
+            table.listener(self._what, start, end)
+
+
+class guarded(AbstractContextManager[None]):
     """Turn torch.distributed's errors (a dead peer, a time-out) into CommError; count as waiting of `table`.
 
     None: of the active one. The error is a DivergedError where a rank has left the path that all must take.
     """
-    table = table or active()
-    if table.path is not None:
-        table.path.check()
-    try:
-        with table.waiting(what):
-            yield
-    except (RuntimeError, ValueError) as error:
-        if table.path is not None:
-            table.path.explain(what)
+
+    __slots__ = ("_ranks", "_table", "_waiting", "_what")
+
+    def __init__(self, what: str, ranks: Sequence[int], table: GroupTable | None = None) -> None:
+        self._what, self._ranks, self._table = what, ranks, table or active()
+
+    def __enter__(self) -> None:
+        path = self._table.path
+        if path is not None:
+            path.check()
+        self._waiting = self._table.waiting(self._what)
+        self._waiting.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._waiting.__exit__(kind, error, trace)
+        if isinstance(error, RuntimeError | ValueError):
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        if self._table.path is not None:
+            self._table.path.explain(self._what)
         raise CommError(
-            f"{what} of ranks {list(ranks)} failed on rank {table.rank}: {error}; "
+            f"{self._what} of ranks {list(self._ranks)} failed on rank {self._table.rank}: {error}; "
             "a peer is dead, stuck, or runs another plan"
         ) from error
 

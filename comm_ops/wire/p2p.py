@@ -78,19 +78,30 @@ def post(
     both ends say alike; what a step hands over (`NEAR`), by `table.mail` where it can. What goes to several ranks, one
     after the other, is brought to the host once.
     """
-    if table.mail is None:
+    mail = table.mail
+    if mail is None:
         return _posted(receives, sends, table, group, is_staged=is_staged)
-    taken, receives = _parted(receives, table.mail)
-    given, sends = _parted(sends, table.mail)
-    arriving = [table.mail.receive(peer, x) for peer, x, _ in taken]
-    leaving = [table.mail.send(peer, x) for peer, x, _ in given]
-    others = _posted(receives, sends, table, group, is_staged=is_staged) if receives or sends else Posted(())
+    arriving, receives = _by_mail(receives, mail, mail.receive)
+    leaving, sends = _by_mail(sends, mail, mail.send)
+    if not receives and not sends:
+        return Posted(arriving, leaving)
+    others = _posted(receives, sends, table, group, is_staged=is_staged)
     return Posted((*arriving, *others.arriving), (*leaving, *others.leaving))
 
 
-def _parted(messages: Sequence[Message], mail: Mailbox) -> tuple[list[Message], list[Message]]:
-    """Return what a step hands over where the other end can read it, and all else."""
-    return _divided(messages, lambda peer, x, tag: tag not in NEAR or not mail.takes(peer, x))
+def _by_mail(
+    messages: Sequence[Message], mail: Mailbox, start: Callable[[int, Tensor], Work]
+) -> tuple[list[Work], list[Message]]:
+    """Start what a step hands over where the other end can read it; return it, and all other messages."""
+    started: list[Work] = []
+    others: list[Message] = []
+    for message in messages:
+        peer, x, tag = message
+        if tag in NEAR and mail.takes(peer, x):
+            started.append(start(peer, x))
+        else:
+            others.append(message)
+    return started, others
 
 
 def _divided(

@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
+from hetu_fx.comm_ops.wire.groups import GroupTable, Rounds, guarded
 from hetu_fx.errors import DivergedError
 
 _WIDTH = 64
+_COMBINE: Mapping[Any, Callable[[Tensor], Tensor]] = {
+    dist.ReduceOp.SUM: lambda numbers: numbers.sum(0),
+    dist.ReduceOp.MAX: lambda numbers: numbers.amax(0),
+    dist.ReduceOp.MIN: lambda numbers: numbers.amin(0),
+}
+"""How the rows of all ranks become one."""
+
 MARKS = 2
 _DIGEST_BYTES = 2  # so that the sum of squares over thousands of ranks is exact
 
@@ -42,6 +50,8 @@ def reduce_small(
         return value
     if table.staged(value.device):
         return value.copy_(reduce_small(value.cpu(), op, table, what, size))
+    if table.rounds is not None and value.device.type == "cpu" and size == table.size:
+        return _reduced_by_round(value, op, table, table.rounds, what)
     with guarded(what, range(size), table):
         group = table.group(range(size))
         if value.device.type != "cpu":
@@ -59,16 +69,50 @@ def reduce_small(
     return value
 
 
+def _reduced_by_round(
+    value: Tensor, op: dist.ReduceOp.RedOpType, table: GroupTable, rounds: Rounds, what: str
+) -> Tensor:
+    """Do so where ranks say such things; what is beyond the size of a message goes by another one, as elsewhere."""
+    flat = _wide(value)
+    head, rest = flat[:_WIDTH], flat[_WIDTH:].clone()
+    with guarded(what, range(table.size), table):
+        said = rounds.say(
+            head.view(torch.int32).tolist() if _is_whole(value) else head.tolist(), _text(value, op, what)
+        )
+        said.wait()
+        if rest.numel():
+            table.transport.all_reduce(rest, table.group(range(table.size)), op)
+    if not flat.numel():
+        return value
+    heard = torch.tensor(said.heard, dtype=torch.float64)
+    if _is_whole(value):
+        heard = heard.to(torch.int32).view(torch.int64)
+    _flat(value).copy_(torch.cat([_COMBINE[op](heard), rest]))
+    return value
+
+
+def _is_whole(value: Tensor) -> bool:
+    return not (value.is_floating_point() or value.is_complex())
+
+
+def _wide(value: Tensor) -> Tensor:
+    """Return its numbers in 64 bits."""
+    return _flat(value).to(torch.int64 if _is_whole(value) else torch.float64)
+
+
+def _text(value: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> str:
+    return f"{what} {value.dtype} {tuple(value.shape)} {op}"
+
+
 def _flat(value: Tensor) -> Tensor:
     return (torch.view_as_real(value) if value.is_complex() else value).view(-1)
 
 
 def packed(value: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> tuple[Tensor, Tensor]:
     """Return the message that all small ones look like, and what has no room in it."""
-    text = f"{what} {value.dtype} {tuple(value.shape)} {op}"
+    text = _text(value, op, what)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:_DIGEST_BYTES], "big")
-    is_whole = not (value.is_floating_point() or value.is_complex())
-    flat = _flat(value).to(torch.int64 if is_whole else torch.float64)
+    flat = _wide(value)
     head = flat.new_zeros(_WIDTH)
     head[0], head[1] = digest, digest * digest if op == dist.ReduceOp.SUM else -digest
     own = flat[: _WIDTH - MARKS]

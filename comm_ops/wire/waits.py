@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from time import perf_counter
 
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Wait:
-    """A communication under way: what it is, since when (time.perf_counter), and among whom, if they are watched."""
+    """A communication under way: what it is, since when (time.perf_counter), and among whom, if they are watched.
 
-    what: str
-    start: float
-    among: object | None = None
+    This process says that it waits from when it is made to its `end`.
+    """
+
+    __slots__ = ("among", "start", "what")
+
+    def __init__(self, what: str, start: float, among: object | None = None) -> None:
+        self.what, self.start, self.among = what, start, among
+        _waits.append(self)
+
+    def end(self) -> None:
+        """Say that it is over."""
+        _waits.remove(self)
 
 
 _waits: list[Wait] = []
-
-
-@contextmanager
-def waiting(what: str, among: object | None = None) -> Iterator[Wait]:
-    """Say that this process waits inside."""
-    wait = Wait(what, perf_counter(), among)
-    _waits.append(wait)
-    try:
-        yield wait
-    finally:
-        _waits.remove(wait)
 
 
 def oldest_wait(among: object | None = None) -> Wait | None:

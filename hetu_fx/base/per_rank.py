@@ -24,7 +24,7 @@ class PerRank(Generic[T]):
 
     def __call__(self) -> T:
         """Return that of the rank that this thread works for."""
-        belongings = _belongings()
+        belongings = _belongings() if _carried else None  # asked at each message
         if belongings is None:
             return self._of_process
         if self not in belongings:

@@ -165,6 +165,13 @@ def has_schema(target: Any) -> bool:
     return hasattr(target, "_schema")
 
 
+def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Do what torch.autograd.backward does, which compares the shapes of both in python first; the engine does, too."""
+    torch.autograd.graph._engine_run_backward(
+        tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
 def is_setup_context_defined(function: type[torch.autograd.Function]) -> bool:
     """Tell whether a function's forward is called without its context."""
     return bool(_is_setup_context_defined(function.setup_context))
@@ -219,14 +226,14 @@ def types_of_list_kernels() -> list[list[type[Tensor]]]:
     return [types for types in found if types is not None]
 
 
-def give_list_kernels(others: Callable[[Lists], tuple[Lists, Callable[[], None]] | None]) -> None:
+def give_list_kernels(others: Callable[[Lists, bool], tuple[Lists, Callable[[], None]] | None]) -> None:
     """Let torch's optimizers give other tensors to their kernels over lists than they hold.
 
     They sort all their lists by device and dtype once in a step, before the first kernel; nothing where they do not.
 
     Args:
-        others: takes the lists of one step (parameters, gradients, states); returns what kernels are to be given, and
-            what to call once they have run. None: what there is.
+        others: takes the lists of one step (parameters, gradients, states), and whether positions in them are told;
+            returns what kernels are to be given, and what to call once they have run. None: what there is.
     """
     kind: Any = torch.optim.Optimizer
     sort = getattr(kind, "_group_tensors_by_device_and_dtype", None)
@@ -235,7 +242,7 @@ def give_list_kernels(others: Callable[[Lists], tuple[Lists, Callable[[], None]]
 
     @wraps(sort)
     def sort_others(lists: Lists, with_indices: bool = False) -> dict[Any, Any]:
-        found = None if torch.compiler.is_compiling() else others(lists)
+        found = None if torch.compiler.is_compiling() else others(lists, with_indices)
         if found is None:
             return sort(lists, with_indices)  # type: ignore[no-any-return]
         groups = _Groups()

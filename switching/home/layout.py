@@ -61,6 +61,11 @@ class HomeLayout(LocalPart):
         return self.region.boxes if self.held else ()
 
     @cached_property
+    def size(self) -> torch.Size:
+        """The shape as torch takes it, which makes one of any other sequence each time."""
+        return torch.Size(self.shape)
+
+    @cached_property
     def is_whole(self) -> bool:
         """Whether this rank's piece is the whole tensor."""
         return self.local_shape == self.shape

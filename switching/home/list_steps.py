@@ -7,13 +7,15 @@ are given the pieces, once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from hetu_fx.base.per_rank import PerRank
-from hetu_fx.base.torch_private import Lists, give_list_kernels
+from hetu_fx.base.torch_private import Lists, foreach_copy, give_list_kernels
 from hetu_fx.switching.home.pointwise import are_numbers
 from hetu_fx.switching.home.tensor import HomeTensor, PiecesWritten, home_layout_of
 
@@ -63,8 +65,11 @@ def end_step() -> None:
     _stepping().is_pointwise = False
 
 
-def _on_pieces(lists: Lists) -> tuple[Lists, Callable[[], None]] | None:
+def _on_pieces(lists: Lists, with_indices: bool) -> tuple[Lists, Callable[[], None]] | None:
     """Return the lists with pieces in the places of home tensors, and what is to be called once they are written.
+
+    What this rank has nothing of is left out, unless `with_indices` positions are told: of two stages each has half of
+    the parameters, and kernels of a host take as long for those without elements as for small ones.
 
     None where there are none, or where kernels have more to do: tensors of several homes, or whole ones, side by side;
     or states that are made in the step.
@@ -81,7 +86,31 @@ def _on_pieces(lists: Lists) -> tuple[Lists, Callable[[], None]] | None:
         return None
     written = PiecesWritten(homes, _stepping().uncounted)
     pieces = iter(written.pieces)
-    return [next(pieces) if here else tensors for tensors, here in zip(lists, are_homes, strict=True)], written.end
+    given = [next(pieces) if here else tensors for tensors, here in zip(lists, are_homes, strict=True)]
+    numbers = [tensors for tensors in others if tensors]
+    like = {} if with_indices else _absent(written.pieces[0], numbers)
+    if not like:
+        return given, written.end
+    kept = [position for position in range(len(layout)) if position not in like]
+    return [tensors and [tensors[i] for i in kept] for tensors in given], partial(_end, written, numbers, like)
+
+
+def _absent(pieces: Sequence[Tensor], numbers: Lists) -> dict[int, int]:
+    """Return the positions of which there is no element here, each with another of the same numbers that has some.
+
+    Numbers, of steps for example, become the same where they were the same. None where reading them waits for a device.
+    """
+    if all(piece.numel() for piece in pieces) or not all(x.is_cpu for tensors in numbers for x in tensors):
+        return {}
+    found = list(zip(*(map(Tensor.item, tensors) for tensors in numbers), strict=True)) or [()] * len(pieces)
+    held = {key: position for position, key in enumerate(found) if pieces[position].numel()}
+    return {i: held[key] for i, key in enumerate(found) if key in held and not pieces[i].numel()}
+
+
+def _end(written: PiecesWritten, numbers: Lists, like: Mapping[int, int]) -> None:
+    written.end(like)
+    for tensors in numbers:
+        foreach_copy([tensors[i] for i in like], [tensors[i] for i in like.values()])
 
 
 give_list_kernels(_on_pieces)

@@ -7,7 +7,7 @@ cut again). Import it from `hetu_fx.switching.home.ops`, which fills the table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import add, attrgetter, sub
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -202,7 +202,7 @@ def wrap(local: torch.Tensor, layout: HomeLayout, requires_grad: bool = False) -
     """Wrap a piece that is known to fit its layout."""
     # Strides, offset and memory format are those of such a shape; by position, as names take longer than the rest.
     home: HomeTensor = make_wrapper_subclass(
-        HomeTensor, layout.shape, None, None, None, local.dtype, torch.strided, local.device, False, requires_grad
+        HomeTensor, layout.size, None, None, None, local.dtype, torch.strided, local.device, False, requires_grad
     )
     home.local = local
     home.home_layout = layout
@@ -255,9 +255,20 @@ class PiecesWritten:
         self.pieces = [list(map(local_of, homes)) for homes in lists]
         self._before = [list(map(version, pieces)) for pieces in self.pieces]
 
-    def end(self) -> None:
-        """Count what was written to pieces in the versions of their home tensors, as any other write."""
+    def end(self, like: Mapping[int, int] | None = None) -> None:
+        """Count what was written to pieces in the versions of their home tensors, as any other write.
+
+        Args:
+            like: positions that kernels were not given, each with one that was written as these would have been.
+        """
         _writing.remove(self)
+        for pieces, before in zip(self.pieces, self._before, strict=True) if like else ():
+            by_count: dict[int, list[torch.Tensor]] = {}
+            for position, other in (like or {}).items():
+                by_count.setdefault(version(pieces[other]) - before[other], []).append(pieces[position])
+            for count, tensors in by_count.items():
+                for _ in range(count):
+                    increment_version(tensors)
         for homes, pieces, before in zip(self._homes, self.pieces, self._before, strict=True):
             for _ in range(self._uncounted):
                 increment_version(pieces)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetu_fx.base.torch_private import run_backward
 from hetu_fx.plans.schedule import Order, Phase
 from hetu_fx.program.program import Bindings
 from hetu_fx.switching.step.stage_p2p import StageP2P
@@ -208,7 +209,7 @@ class Engine:
             roots.append((flight.loss, _filled(flight.loss, root)))
         with outcome.timer:
             if roots:
-                torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
+                run_backward([root for root, _ in roots], [grad for _, grad in roots])
         gradients = {name: _gradient(x) for name, x in flight.received.items() if x.requires_grad}
         self.p2p.send_back(gradients, micro.bindings)
 

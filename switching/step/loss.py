@@ -11,16 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hetu_fx.base.torch_private import make_subclass
 from hetu_fx.comm_ops.wire.calls import note
 from hetu_fx.comm_ops.wire.collectives import Exchange, sum_all
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
-from hetu_fx.comm_ops.wire.small_sums import MARKS, are_alike, packed, refuse_unlike
 from hetu_fx.errors import CommError
 from hetu_fx.switching.home.async_tensor import Pending
+from hetu_fx.switching.step.number_sums import start_marked_sum, start_sum_by_round
 from hetu_fx.switching.step.timer import ComputeTimer
 
 
@@ -62,11 +61,11 @@ class LossGradient:
         """Start to average what comes in; return what backward is to run with."""
         if self._is_known:
             return gradient
-        told, _ = packed(gradient.detach().double() / self.table.size, dist.ReduceOp.SUM, self._what)
-        self._told, self._sum = told, _started_sum(told, self.table)
+        self._told = gradient.detach().double() / self.table.size
+        self._sum = start_marked_sum(self._told, self.table, self._what)
         if self._waits:
             self._sum.wait()
-            self._ran_with = self._mean(told)
+            self._ran_with = self._told.item()
         return torch.full_like(gradient, self._ran_with)
 
     def correction(self) -> float:
@@ -74,14 +73,8 @@ class LossGradient:
         if self._told is not None:
             told, self._told = self._told, None
             self._sum.wait()
-            self._correct(self._mean(told))
+            self._correct(told.item())
         return self._correction
-
-    def _mean(self, told: Tensor) -> float:
-        *marks, mean = told[: MARKS + 1].tolist()
-        if not are_alike(marks, dist.ReduceOp.SUM, self.table.size):
-            refuse_unlike(self.table, self._what)
-        return float(mean)
 
     def ran_again(self) -> float:
         """Say that backward runs again, with the average; return that."""
@@ -180,6 +173,9 @@ def _summed(total: Tensor, table: GroupTable, *, waits: bool) -> Tensor:
     return loss
 
 
-def _started_sum(tensor: Tensor, table: GroupTable) -> Exchange:
+def _started_sum(total: Tensor, table: GroupTable) -> Exchange:
+    said = start_sum_by_round(total, table, f"the loss of model {table.number}")
+    if said is not None:
+        return said
     with using(table):
-        return sum_all(tensor, range(table.size))
+        return sum_all(total, range(table.size))

@@ -119,7 +119,7 @@ class StageP2P:
 
     def _stays(self, channel: Channel) -> bool:
         """Tell whether both ends are chunks of this stage."""
-        return self._deal.stage(channel.receiver) == self._deal.stage(channel.sender)
+        return len(self._ways) > 1 and self._deal.stage(channel.receiver) == self._deal.stage(channel.sender)
 
     def _taken(self, action: Action, channel: Channel) -> int:
         """Return the number of the own action before which something arrives that was made after this was taken."""

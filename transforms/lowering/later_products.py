@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hetu_fx.base.torch_private import gradient_hooks
+from hetu_fx.base.torch_private import gradient_hooks, run_backward
 from hetu_fx.comm_ops.ops.product_from_factors import PRODUCTS, Product
 
 LATER_PRODUCTS: Mapping[str, Product] = {str(op): product for op, product in PRODUCTS.items() if product.of_input}
@@ -71,7 +71,7 @@ class LaterProducts:
                 totals[id(root)] = root, gradient if known is None else known[1] + gradient
         if totals:
             roots, gradients = zip(*totals.values(), strict=True)
-            torch.autograd.backward(roots, gradients)
+            run_backward(roots, gradients)
 
 
 class _LaterProduct(torch.autograd.Function):

@@ -6,25 +6,31 @@ libraries and UCX) where the reader might trace the other: same user, same names
 it. Whether ranks can is found by trying, once per group of them; those of other network namespaces count as of another
 machine.
 
-Every rank has a board, on which it writes where its buffers stand, and how far it is; the others look there.
+Every rank has a board, on which it writes where its buffers stand, and how far it is; the others have it in their own
+memory, and look there.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
+import struct
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from time import perf_counter, sleep
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import Tensor
 
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
+from hetu_fx.comm_ops.wire.peers.shared import WORD_BYTES, Place, SharedMemory, mapped
+
+Found = TypeVar("Found")
 
 LEAST_BYTES = 1 << 14
 """Smaller messages are sent."""
@@ -36,7 +42,6 @@ SPIN_SECONDS, SLEEP_SHARE, MOST_SLEEP_SECONDS = 2e-4, 0.02, 1e-3
 """For how long a rank that waits looks again and again; it then sleeps a share of the time so far, up to a bound."""
 
 _MOST_EXTENTS = 1024  # IOV_MAX of Linux
-_WORD_BYTES = 32
 _NETWORK = Path("/proc/self/ns/net")
 
 
@@ -56,30 +61,38 @@ class Told(NamedTuple):
 _WORDS = len(Told(0)) + 1  # of a slot
 
 
+_SLOT = struct.Struct(f"{_WORDS}q")
+_OTHERS = struct.Struct(f"{_WORDS - 1}q")
+_STAMP = struct.Struct("q")
+
+
 class Board:
     """Where a rank says how far it is in each exchange under way, for others to look at.
 
     Of each slot it has a stamp, which only grows, where a buffer stands, what for, and a word that tells that all of
-    these belong together.
+    these belong together. `memory` is shared: this rank's own is written to, those of others are looked at.
     """
 
-    def __init__(self, num_slots: int = BOARD_SLOTS) -> None:
-        self._words: Any = (ctypes.c_int64 * (_WORDS * num_slots))()
-        _boards.append(self)  # for ever: others may look late
-        self.address = ctypes.addressof(self._words)
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
 
     def write(self, slot: int, told: Told) -> None:
         """Say something new; the stamp last."""
-        first, (stamp, *others) = _WORDS * slot, (*told, told.check)
-        self._words[first + 1 : first + _WORDS] = others
-        self._words[first] = stamp
+        first = _SLOT.size * slot
+        _OTHERS.pack_into(self._memory, first + _STAMP.size, told.address, told.kind, told.check)
+        _STAMP.pack_into(self._memory, first, told.stamp)
 
     def stamp(self, slot: int) -> int:
         """Return the stamp of what was said last."""
-        return int(self._words[_WORDS * slot])
+        return int(_STAMP.unpack_from(self._memory, _SLOT.size * slot)[0])
+
+    def look(self, slot: int) -> Told:
+        """Return what was said last; nothing yet while it is written."""
+        stamp, address, kind, check = _SLOT.unpack_from(self._memory, _SLOT.size * slot)
+        return Told(stamp, address, kind) if check == stamp ^ address ^ kind else _NOTHING
 
 
-_boards: list[Board] = []
+_NOTHING = Told(0)
 
 
 @dataclass(frozen=True)
@@ -88,15 +101,17 @@ class Peers:
 
     Attributes:
         processes: by rank.
-        boards: their addresses, by rank.
+        words: addresses of something of theirs, by rank: who cannot be read there has gone.
+        boards: theirs, by rank.
         own: this rank's board.
         counts: of the exchanges that have begun, by number; the same on all ranks.
         under_way: those of this rank that have not ended, by slot; whoever drops one lets its slot go.
     """
 
     processes: Mapping[int, int]
-    boards: Mapping[int, int] = field(default_factory=dict)
-    own: Board = field(default_factory=Board)
+    words: Mapping[int, int]
+    boards: Mapping[int, Board]
+    own: Board
     counts: Counter[int] = field(default_factory=Counter)
     under_way: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)
 
@@ -104,6 +119,8 @@ class Peers:
         """Copy bytes of a rank's memory into a dense tensor. Raises RuntimeError where that process has gone."""
         try:
             _copy(self.processes[rank], address, room.data_ptr(), room.nbytes)
+        except ProcessLookupError as error:
+            raise _gone(rank) from error
         except OSError as error:
             raise RuntimeError(f"the memory of rank {rank} cannot be read: {error.strerror}") from error
 
@@ -119,38 +136,68 @@ class Peers:
                 done = max(0, done - room.nbytes)
 
     def look(self, rank: int, slot: int) -> Told:
-        """Return what a rank has said; nothing yet while it writes. Raises ProcessLookupError where it has gone."""
-        found = (ctypes.c_int64 * _WORDS)()
-        size = ctypes.sizeof(found)
-        _copy(self.processes[rank], self.boards[rank] + size * slot, ctypes.addressof(found), size)
-        *words, check = found
-        told = Told(*words)
-        return told if check == told.check else Told(0)
+        """Return what a rank has said, also one that has gone since."""
+        return self.boards[rank].look(slot)
 
     def wait_for(self, rank: int, slot: int, stamp: int, table: GroupTable, *, may_be_gone: bool = False) -> Told:
         """Wait until a rank has written this stamp, or a later one; return what it has said with it.
 
         Raises RuntimeError where it has gone, unless it may be, or has not come in time.
         """
-        start, seconds = perf_counter(), table.timeout.total_seconds()
-        while True:
-            try:
-                told = self.look(rank, slot)
-            except ProcessLookupError as error:
-                if may_be_gone:
-                    return Told(stamp)
-                raise RuntimeError(f"the process of rank {rank} has gone") from error
-            if told.stamp >= stamp:
-                return told
-            waited = perf_counter() - start
-            if waited < SPIN_SECONDS:
-                os.sched_yield()
-                continue
-            if table.path is not None:
-                table.path.check()
-            if waited > seconds:
-                raise RuntimeError(f"rank {rank} has not come within {seconds:g} s")
-            sleep(min(waited * SLEEP_SHARE, MOST_SLEEP_SECONDS))
+        board = self.boards[rank]
+        told = board.look(slot)
+        if told.stamp >= stamp:
+            return told
+
+        def told_by_now() -> Told | None:
+            told = board.look(slot)
+            return told if told.stamp >= stamp else None
+
+        gone = Told(stamp) if may_be_gone else None
+        return until(lambda: self.said_last(rank, told_by_now, gone), rank, table)
+
+    def said_last(self, rank: int, find: Callable[[], Found | None], if_gone: Found | None = None) -> Found | None:
+        """Return what is found of a rank; `if_gone`, if the rank has gone without.
+
+        Raises RuntimeError for one that has gone, where nothing is given for it.
+        """
+        found = find()
+        if found is not None or self._lives(rank):
+            return found
+        found = find() or if_gone  # it may have said it, and then gone
+        if found is None:
+            raise _gone(rank)
+        return found
+
+    def _lives(self, rank: int) -> bool:
+        try:
+            _copy(self.processes[rank], self.words[rank], ctypes.addressof(ctypes.c_char()), 1)
+        except OSError:  # or another process has its number
+            return False
+        return True
+
+
+def _gone(rank: int) -> RuntimeError:
+    return RuntimeError(f"the process of rank {rank} has gone")
+
+
+def until(find: Callable[[], Found | None], rank: int, table: GroupTable) -> Found:
+    """Look for what a rank is to bring, again and again, and return it once it is there.
+
+    Raises RuntimeError where the rank has not come in time, DivergedError where it is elsewhere.
+    """
+    start, seconds = perf_counter(), table.timeout.total_seconds()
+    while (found := find()) is None:
+        waited = perf_counter() - start
+        if waited < SPIN_SECONDS:
+            os.sched_yield()
+            continue
+        if table.path is not None:
+            table.path.check()
+        if waited > seconds:
+            raise RuntimeError(f"rank {rank} has not come within {seconds:g} s")
+        sleep(min(waited * SLEEP_SHARE, MOST_SLEEP_SECONDS))
+    return found
 
 
 def _copy(process: int, address: int, place: int, size: int) -> None:
@@ -214,7 +261,7 @@ def peers_worth_reading(num_bytes: int, ranks: Sequence[int], table: GroupTable,
 def _tried(table: GroupTable, ranks: tuple[int, ...]) -> Peers | None:
     """Return the processes of ranks all of which can read each other."""
     peers = mutual_peers(table, ranks)
-    return peers if all(_told(table, ranks, len(peers.processes) == len(ranks))) else None
+    return peers if all(told_by_all(table, ranks, len(peers.processes) == len(ranks))) else None
 
 
 def mutual_peers(table: GroupTable, ranks: tuple[int, ...], num_slots: int = BOARD_SLOTS) -> Peers:
@@ -222,22 +269,54 @@ def mutual_peers(table: GroupTable, ranks: tuple[int, ...], num_slots: int = BOA
 
     A word that nobody can guess is read from each.
     """
-    word = bytearray(os.urandom(_WORD_BYTES))
-    place = ctypes.addressof(ctypes.c_char.from_buffer(word))
-    board, order = Board(num_slots), sorted(ranks, key=table.to_global)
-    told = _told(table, ranks, (os.getpid(), board.address, place, bytes(word), _network()))
-    seen = {
-        rank
-        for rank, (process, _, at, found, network) in zip(order, told, strict=True)
-        if network == _network() and _word_at(process, at) == found
-    }
-    readers = {rank for rank, others in zip(order, _told(table, ranks, seen), strict=True) if table.rank in others}
-    known = {rank: one for rank, one in zip(order, told, strict=True) if rank in seen & readers}
-    processes, boards = ({rank: one[part] for rank, one in known.items()} for part in (0, 1))
-    return Peers(processes, boards, board)
+    shared, order = _shared(num_slots), sorted(ranks, key=table.to_global)
+    told = dict(zip(order, told_by_all(table, ranks, _Introduction.own(shared)), strict=True))
+    boards = {rank: board for rank, one in told.items() if (board := one.seen()) is not None}
+    seen_by = dict(zip(order, told_by_all(table, ranks, set(boards)), strict=True))
+    if shared is not None:
+        shared.close()
+    known = [rank for rank in boards if shared is not None and table.rank in seen_by[rank]]
+    processes, words = ({rank: told[rank][part] for rank in known} for part in (0, 1))
+    own = Board(mmap.mmap(-1, 1) if shared is None else shared.memory)
+    return Peers(processes, words, {rank: boards[rank] for rank in known}, own)
 
 
-def _told(table: GroupTable, ranks: tuple[int, ...], value: Any) -> list[Any]:
+class _Introduction(NamedTuple):
+    """What a process tells of itself: its number, where a word stands, the word, its board, and its network."""
+
+    process: int
+    address: int
+    word: bytes
+    board: Place | None
+    network: int
+
+    @classmethod
+    def own(cls, shared: SharedMemory | None) -> _Introduction:
+        """Introduce this process."""
+        return cls(
+            os.getpid(), ctypes.addressof(_word), bytes(_word), None if shared is None else shared.place, _network()
+        )
+
+    def seen(self) -> Board | None:
+        """Return the board of the process if its memory can be read."""
+        if self.network != _network() or self.board is None or _word_at(self.process, self.address) != self.word:
+            return None
+        memory = mapped(self.process, self.board)
+        return None if memory is None else Board(memory)
+
+
+_word = (ctypes.c_char * WORD_BYTES).from_buffer(bytearray(os.urandom(WORD_BYTES)))
+
+
+def _shared(num_slots: int) -> SharedMemory | None:
+    """Make a board's memory; None where there is none to be had."""
+    try:
+        return SharedMemory(_SLOT.size * num_slots)
+    except (AttributeError, OSError):  # or this system has no such memory
+        return None
+
+
+def told_by_all(table: GroupTable, ranks: tuple[int, ...], value: Any) -> list[Any]:
     """Return what all ranks say, in the order of their group."""
     values = [value] * len(ranks)
     with guarded("agreement on what memory can be read", ranks, table):
@@ -251,9 +330,9 @@ def _network() -> int:
 
 def _word_at(process: int, address: int) -> bytes | None:
     """Read a word; None where that process's memory cannot be read, or this system has no way to."""
-    found = bytearray(_WORD_BYTES)
+    found = bytearray(WORD_BYTES)
     try:
-        _copy(process, address, ctypes.addressof(ctypes.c_char.from_buffer(found)), _WORD_BYTES)
+        _copy(process, address, ctypes.addressof(ctypes.c_char.from_buffer(found)), WORD_BYTES)
     except (OSError, AttributeError):
         return None
     return bytes(found)

@@ -17,6 +17,7 @@ from hetu_fx.switching.home.stepped import numbered
 from hetu_fx.switching.home.tensor import OPS, undisturbed
 
 CUT = home_layout(Annotation.on((0, 1), Split(0, (2, 1))), (6, 4), 0, 2)
+ELSEWHERE = home_layout(Annotation.on((1,)), (6, 4), 0, 2)
 ALONE = home_layout(Annotation.on((0,)), (6, 4), 0, 1)
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -65,8 +66,8 @@ def written(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) ->
     return [(count, tensor.local._version, tensor.local) for count, tensor in zip(own, tensors, strict=True)]
 
 
-def trained(make: Callable[[Any], torch.optim.Optimizer]) -> list[tuple[int, int, torch.Tensor]]:
-    parameters = homes()
+def trained(make: Callable[[Any], torch.optim.Optimizer], *others: nn.Parameter) -> list[tuple[int, int, torch.Tensor]]:
+    parameters = [*others, *homes()]
     optimizer = make(parameters)
     for number in range(3):
         set_gradients(parameters, number)
@@ -96,6 +97,50 @@ def test_steps_on_pieces_write_the_same_as_often(name: str, monkeypatch: pytest.
     expected = trained(OPTIMIZERS[name])
     assert [versions for *versions, _ in found] == [versions for *versions, _ in expected]
     assert all(torch.equal(piece, other) for (*_, piece), (*_, other) in zip(found, expected, strict=True))
+
+
+def numbers_of(optimizer: torch.optim.Optimizer) -> list[list[float]]:
+    """Return the numbers among the states of each parameter."""
+    states = [optimizer.state[parameter].values() for group in optimizer.param_groups for parameter in group["params"]]
+    return [[float(x) for x in of_one if not isinstance(x, HomeTensor) and x is not None] for of_one in states]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_a_rank_has_nothing_of_comes_out_as_if_kernels_had_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.optim.Optimizer] = []
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        made.append(OPTIMIZERS[name](parameters))
+        return made[-1]
+
+    found = trained(make, *homes(ELSEWHERE))
+    monkeypatch.setattr(list_steps, "_POINTWISE", frozenset())
+    expected = trained(make, *homes(ELSEWHERE))
+    assert [versions for *versions, _ in found] == [versions for *versions, _ in expected]
+    assert all(torch.equal(piece, other) for (*_, piece), (*_, other) in zip(found, expected, strict=True))
+    assert numbers_of(made[0]) == numbers_of(made[1])
+
+
+def test_kernels_do_without_what_a_rank_has_nothing_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    lerp, given = torch._foreach_lerp_, []
+    monkeypatch.setattr(torch, "_foreach_lerp_", lambda *args: [given.append(len(args[0])), lerp(*args)])
+    parameters = [*homes(ELSEWHERE), *homes()]
+    optimizer = OPTIMIZERS["adamw"](parameters)
+    for number in range(2):
+        set_gradients(parameters, number)
+        optimizer.step()
+    optimizer.state[parameters[0]]["step"].fill_(7.0)  # which none has that this rank has something of
+    set_gradients(parameters, 2)
+    optimizer.step()
+    assert given == [3, 3, 4]
+    assert [steps for (steps,) in numbers_of(optimizer)] == [8.0, 3.0, 3.0, 3.0, 3.0, 3.0]
+
+
+def test_a_rank_that_has_nothing_at_all_counts_its_steps() -> None:
+    optimizer = OPTIMIZERS["adamw"](parameters := homes(ELSEWHERE))
+    set_gradients(parameters, 0)
+    optimizer.step()
+    assert numbers_of(optimizer) == [[1.0]] * 3
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

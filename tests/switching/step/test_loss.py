@@ -11,10 +11,10 @@ from torch import Tensor
 
 from hetu_fx.comm_ops.wire.collectives import Exchange
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.comm_ops.wire.small_sums import MARKS
 from hetu_fx.errors import DivergedError
 from hetu_fx.switching.home.async_tensor import Pending
 from hetu_fx.switching.step import loss as step
+from hetu_fx.switching.step import number_sums
 from hetu_fx.switching.step.loss import GlobalLoss, Guess, LossGradient, SeenLoss, applied
 from hetu_fx.switching.step.timer import ComputeTimer
 
@@ -25,14 +25,10 @@ class Sums:
     def __init__(self, other: float) -> None:
         self.other, self.waited = other, 0
 
-    def start(self, tensor: Tensor, table: GroupTable) -> Exchange:
+    def start(self, tensor: Tensor, table: GroupTable, what: str = "") -> Exchange:
         def finish() -> None:
             self.waited += 1
-            if tensor.dim():  # the gradient of a loss, behind what tells what it is
-                tensor[:MARKS] *= 2
-                tensor[MARKS] += self.other
-            else:
-                tensor.add_(self.other)
+            tensor.add_(self.other)
 
         return Exchange(finish=finish)
 
@@ -40,7 +36,8 @@ class Sums:
 @pytest.fixture
 def sums(monkeypatch: pytest.MonkeyPatch) -> Sums:
     made = Sums(other=2.0)
-    monkeypatch.setattr(step, "_started_sum", made.start)
+    for name in ("_started_sum", "start_marked_sum"):
+        monkeypatch.setattr(step, name, made.start)
     return made
 
 
@@ -88,7 +85,7 @@ class Message:
 
 def test_who_looks_on_waits_for_no_loss_and_sees_it_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     message = Message()
-    monkeypatch.setattr(step, "_started_sum", lambda tensor, table: Exchange((0, 1), [message]))
+    monkeypatch.setattr(step, "_started_sum", lambda *what: Exchange((0, 1), [message]))
     loss = global_loss(torch.tensor(1.5, requires_grad=True))
     seen = SeenLoss(loss)
     assert seen.number is None
@@ -183,10 +180,10 @@ def test_in_float16_what_ran_ahead_under_another_scale_runs_again_with_the_avera
 
 def test_losses_of_unlike_steps_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Tensor] = []
-    monkeypatch.setattr(step, "_started_sum", lambda tensor, table: sent.append(tensor) or Exchange())
+    monkeypatch.setattr(number_sums, "sum_all", lambda tensor, ranks: sent.append(tensor) or Exchange())
     first, second = (LossGradient(GroupTable.dry(0, 2), Guess(), step=number) for number in (1, 2))
     for gradient in (first, second):
         gradient.begin(torch.tensor(1.0))
     sent[0] += sent[1]
-    with pytest.raises(DivergedError, match="the loss of step 1"):
+    with pytest.raises(DivergedError, match="backward of the loss of step 1"):
         first.correction()

@@ -24,7 +24,7 @@ from hetu_fx.comm_ops.wire.peers.exchanges import (
     sum_all_here,
     sum_segments_here,
 )
-from hetu_fx.comm_ops.wire.peers.memory import Peers, Told, peers_of
+from hetu_fx.comm_ops.wire.peers.memory import Board, Peers, Told, peers_of
 from hetu_fx.comm_ops.wire.two_level import all_gather_by, all_reduce_by, reduce_scatter_by
 from hetu_fx.errors import CommError, DivergedError
 
@@ -176,16 +176,23 @@ def check_a_process_that_has_gone_is_named(rank: int, world: int, folder: Path) 
 
 
 def check_who_ends_after_the_last_exchange_is_not_missed(rank: int, world: int, folder: Path) -> None:
-    by = Peers.look
+    table, look = GroupTable(name="ends"), Board.look
+    peers = peers_of(table, RANKS)
+    assert peers is not None
 
-    def gone_once_read(self: Peers, other: int, slot: int) -> Told:
-        if self.own.stamp(slot) % 3 == 0:  # this rank has read all
-            raise ProcessLookupError(3, "no such process")
-        return by(self, other, slot)
+    def has_read(slot: int) -> bool:
+        return peers.own.stamp(slot) % 3 == 0
+
+    def silent_then(self: Board, slot: int) -> Told:
+        return Told(0) if has_read(slot) else look(self, slot)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Peers, "look", gone_once_read)
-        read(gather_segments_here, value(rank, torch.float32), 50)
+        exchange = start_here(gather_segments_here, value(rank, torch.float32), SIZES, RANKS, 0, table, peers)
+        slot = next(iter(peers.under_way))
+        patch.setattr(Board, "look", silent_then)
+        patch.setattr(Peers, "_lives", lambda peers, other: not has_read(slot))
+        with using(table):
+            exchange.wait()
 
 
 def check_pieces_are_taken_from_where_they_stand(rank: int, world: int, folder: Path) -> None:

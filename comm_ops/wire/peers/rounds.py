@@ -1,0 +1,165 @@
+"""Rounds of a few numbers among ranks of one machine: each says its own, and hears those of all.
+
+A rank writes its numbers to memory of its own that the others have mapped, so that saying and hearing are no messages,
+and no calls of the system. What a process has said can be heard after it has ended.
+
+Nobody says that it has heard. A ring of rounds stands at once, and before a rank says something it has heard all of the
+round half a ring earlier. So whoever has said something half a ring ago had heard all of a whole ring ago by then, and
+that may be written over.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import partial
+from zlib import crc32
+
+from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
+from hetu_fx.comm_ops.wire.peers.memory import Peers, peers_of, told_by_all, until
+from hetu_fx.comm_ops.wire.peers.shared import SharedMemory, mapped
+from hetu_fx.comm_ops.wire.small_sums import refuse_unlike
+from hetu_fx.errors import CommError
+
+RING = 64
+"""So many rounds stand at once; half as many may be begun and not heard."""
+
+MOST_NUMBERS = 128
+"""In a round, of each rank."""
+
+_HEAD = struct.Struct("<QIIQ")  # the round, what it is for, how many numbers, and a word that belongs to all
+_SLOT_BYTES = _HEAD.size + 8 * MOST_NUMBERS
+
+Numbers = Sequence[float]
+
+
+class Rounds:
+    """All ranks' numbers, round by round; all ranks begin the same rounds in the same order.
+
+    Args:
+        table: the ranks.
+        peers: their processes.
+        memory: what each writes to, by rank; the other ranks' can be read only.
+    """
+
+    def __init__(self, table: GroupTable, peers: Peers, memory: Mapping[int, mmap.mmap]) -> None:
+        self._table, self._peers, self._memory = table, peers, memory
+        self._count = 0
+        self._begun: deque[Round] = deque()
+
+    def say(self, numbers: Numbers, what: str) -> Round:
+        """Begin a round: say this rank's numbers, as many as on all ranks, and `what` they are for."""
+        if len(numbers) > MOST_NUMBERS:
+            raise CommError(f"{what} is of {len(numbers)} numbers, more than the {MOST_NUMBERS} of a round")
+        self._count += 1
+        self._forget_heard()
+        kind = crc32(f"{what} of {len(numbers)} numbers".encode())
+        body = struct.pack(f"<{len(numbers)}d", *numbers)
+        own, start = self._memory[self._table.rank], _start_of(self._count)
+        own[start + _HEAD.size : start + _HEAD.size + len(body)] = body
+        _HEAD.pack_into(own, start, self._count, kind, len(numbers), _check(self._count, kind, body))
+        self._begun.append(Round(self, self._count, kind, tuple(numbers), what))
+        return self._begun[-1]
+
+    def _forget_heard(self) -> None:
+        """Hear those of half a ring ago, so that their place, and that of all before, is free on all ranks."""
+        while self._begun and (self._begun[0].is_heard or self._begun[0].number <= self._count - RING // 2):
+            oldest = self._begun.popleft()
+            if not oldest.is_heard:
+                with guarded(oldest.what, range(self._table.size), self._table):
+                    oldest.wait()
+
+    def hear(self, of: Round) -> list[Numbers]:
+        """Return all ranks' numbers of a round, waiting for those that have not come.
+
+        Raises:
+            DivergedError: a rank has begun another one.
+            RuntimeError: a rank has gone before, or has not come in time.
+        """
+        return [of.numbers if rank == self._table.rank else self._of(rank, of) for rank in range(self._table.size)]
+
+    def has_come(self, of: Round) -> bool:
+        """Tell whether all ranks have begun a round."""
+        return all(rank == self._table.rank or self._read(rank, of.number) for rank in range(self._table.size))
+
+    def _of(self, rank: int, of: Round) -> Numbers:
+        found = self._read(rank, of.number)
+        if found is None:
+            find = partial(self._peers.said_last, rank, partial(self._read, rank, of.number))
+            found = until(find, rank, self._table)
+        kind, numbers = found
+        if kind != of.kind:
+            refuse_unlike(self._table, of.what)
+        return numbers
+
+    def _read(self, rank: int, number: int) -> tuple[int, Numbers] | None:
+        """Return what a rank has said in a round, and what for; None if it has not, or is about to."""
+        memory, start = self._memory[rank], _start_of(number)
+        found, kind, count, check = _HEAD.unpack_from(memory, start)
+        if found != number or count > MOST_NUMBERS:
+            return None
+        body = memory[start + _HEAD.size : start + _HEAD.size + 8 * count]
+        return (kind, struct.unpack(f"<{count}d", body)) if check == _check(number, kind, body) else None
+
+
+class Round:
+    """A round that this rank has begun. `wait` hears the others, once; `heard` are all numbers then, by rank."""
+
+    def __init__(self, rounds: Rounds, number: int, kind: int, numbers: Numbers, what: str) -> None:
+        self._rounds, self.number, self.kind, self.numbers, self.what = rounds, number, kind, numbers, what
+        self.heard: list[Numbers] = []
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether the others have been heard."""
+        return bool(self.heard)
+
+    def is_completed(self) -> bool:
+        """Tell whether `wait` would not block."""
+        return self.is_heard or self._rounds.has_come(self)
+
+    def wait(self) -> None:
+        """Hear the others; see `Rounds.hear`. The caller guards it."""
+        if not self.heard:
+            self.heard = self._rounds.hear(self)
+
+
+def _start_of(number: int) -> int:
+    return number % RING * _SLOT_BYTES
+
+
+def _check(number: int, kind: int, body: bytes) -> int:
+    return crc32(body, kind) ^ number
+
+
+def open_rounds(table: GroupTable) -> None:
+    """Let the ranks of a table that can all read each other's memory have rounds, from now on; collective, once."""
+    if table.rounds is not None or table.size == 1:
+        return
+    ranks = tuple(range(table.size))
+    peers = peers_of(table, ranks)
+    if peers is not None:
+        memory = _shared(table, peers, ranks)
+        table.rounds = None if memory is None else Rounds(table, peers, memory)
+
+
+def _shared(table: GroupTable, peers: Peers, ranks: tuple[int, ...]) -> Mapping[int, mmap.mmap] | None:
+    """Return memory of each rank, as all have mapped it; None on all ranks where one could not. Collective."""
+    own = _made()
+    order, found = sorted(ranks, key=table.to_global), {} if own is None else {table.rank: own.memory}
+    for rank, place in zip(order, told_by_all(table, ranks, own and own.place), strict=True):
+        if rank != table.rank and place is not None and (memory := mapped(peers.processes[rank], place)) is not None:
+            found[rank] = memory
+    have_all = all(told_by_all(table, ranks, len(found) == len(ranks)))
+    if own is not None:
+        own.close()
+    return found if have_all else None
+
+
+def _made() -> SharedMemory | None:
+    try:
+        return SharedMemory(RING * _SLOT_BYTES)
+    except OSError:
+        return None

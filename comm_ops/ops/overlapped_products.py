@@ -31,7 +31,7 @@ from hetu_fx.comm_ops.plans.choose_algorithm import always_flat
 from hetu_fx.comm_ops.plans.cost import ring_cost
 from hetu_fx.comm_ops.plans.overlap import Slices, parse_slices
 from hetu_fx.comm_ops.wire.groups import GroupTable, active
-from hetu_fx.comm_ops.wire.started import Started, start_gather, start_reduce, start_sum
+from hetu_fx.comm_ops.wire.started import Started, place_of_sum, start_gather, start_reduce, start_sum
 from hetu_fx.comm_ops.wire.two_level import all_gather_by, all_reduce_by, reduce_scatter_by
 from hetu_fx.errors import CommError
 
@@ -175,19 +175,22 @@ def _gathered_products_backward(
     *layout: Any,
 ) -> list[Tensor]:
     """Return the gradients that are wanted; that of the rows travels while the others are made."""
-    started = _start_back(_of_rows(gradients, weights, product).to(dtype), _Group.of(*layout)) if of_rows else None
+    started = _start_back(gradients, weights, product, dtype, _Group.of(*layout)) if of_rows else None
     found = _of_ends(gradients, rows, weights, product, of_weights, of_biases)
     return found if started is None else [started.wait(), *found]
 
 
-def _of_rows(gradients: Sequence[Tensor], weights: Sequence[Tensor], product: str) -> Tensor:
-    """Return the gradient of rows that several weights are multiplied with: this rank's summand."""
-    of_input = PRODUCTS_BY_NAME[product].of_input
-    assert of_input is not None, product
+def _of_rows(
+    gradients: Sequence[Tensor], weights: Sequence[Tensor], product: str, into: Tensor | None = None
+) -> Tensor:
+    """Return the gradient of rows that several weights are multiplied with: this rank's summand, made in `into`."""
+    made = PRODUCTS_BY_NAME[product]
+    assert made.of_input is not None, product
+    assert made.add_of_input is not None, product
     first, *others = zip(gradients, weights, strict=True)
-    total = of_input(*first)
+    total = made.of_input(*first) if into is None else made.add_of_input(into, *first, 0)
     for pair in others:
-        total = total.add_(of_input(*pair)) if not total.requires_grad else total + of_input(*pair)
+        total = total + made.of_input(*pair) if total.requires_grad else made.add_of_input(total, *pair, 1)
     return total
 
 
@@ -206,10 +209,18 @@ def _of_ends(
     return found + [g.sum(0) for g, wanted in zip(flat, of_biases, strict=False) if wanted]
 
 
-def _start_back(gradient: Tensor, group: _Group) -> Started[Tensor]:
-    if not group.sizes:
-        return start_sum(gradient, group.ranks, group.algorithm, group.table)
-    return start_reduce(gradient.split(list(group.sizes), group.dim), group.ranks, group.algorithm, group.table)
+def _start_back(
+    gradients: Sequence[Tensor], weights: Sequence[Tensor], product: str, dtype: torch.dtype, group: _Group
+) -> Started[Tensor]:
+    """Begin to sum the gradient of rows, which is made where the others read it, if they can."""
+    meeting, place = (group.ranks, group.algorithm, group.table), None
+    if not group.sizes and dtype == gradients[0].dtype:
+        width = weights[0].shape[1 - PRODUCTS_BY_NAME[product].out]
+        place = place_of_sum(gradients[0], [*gradients[0].shape[:-1], width], *meeting)
+    made = _of_rows(gradients, weights, product, None if place is None else place.value)
+    if group.sizes:
+        return start_reduce(made.to(dtype).split(list(group.sizes), group.dim), *meeting)
+    return start_sum(made.to(dtype) if place is None else place, *meeting)
 
 
 def _fake_gathered_products_backward(

@@ -6,7 +6,8 @@ libraries and UCX) where the reader might trace the other: same user, same names
 it. Whether ranks can is found by trying, once per group of them; those of other network namespaces count as of another
 machine.
 
-Every rank has a board, on which it writes where its buffers stand, and how far it is; the others look there.
+Every rank has a board, on which it writes where its buffers stand, and how far it is; the others look there. What is
+made for others to read stands in an area that they have mapped (`rooms`), where they can.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import ctypes
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from time import perf_counter, sleep
@@ -25,6 +26,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from torch import Tensor
 
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
+from hetu_fx.comm_ops.wire.peers.rooms import Area, Mapped, Room, area, is_room, mapped_areas
 
 LEAST_BYTES = 1 << 14
 """Smaller messages are sent."""
@@ -59,12 +61,12 @@ _WORDS = len(Told(0)) + 1  # of a slot
 class Board:
     """Where a rank says how far it is in each exchange under way, for others to look at.
 
-    Of each slot it has a stamp, which only grows, where a buffer stands, what for, and a word that tells that all of
-    these belong together.
+    It stands in words that are given, or in memory of its own. Of each slot it has a stamp, which only grows, where a
+    buffer stands, what for, and a word that tells that all of these belong together.
     """
 
-    def __init__(self, num_slots: int = BOARD_SLOTS) -> None:
-        self._words: Any = (ctypes.c_int64 * (_WORDS * num_slots))()
+    def __init__(self, num_slots: int = BOARD_SLOTS, words: Any = None) -> None:
+        self._words: Any = (ctypes.c_int64 * (_WORDS * num_slots))() if words is None else words
         _boards.append(self)  # for ever: others may look late
         self.address = ctypes.addressof(self._words)
 
@@ -92,6 +94,8 @@ class Peers:
         own: this rank's board.
         counts: of the exchanges that have begun, by number; the same on all ranks.
         under_way: those of this rank that have not ended, by slot; whoever drops one lets its slot go.
+        area: of this rank, which all others have mapped; None where some cannot.
+        areas: theirs, by rank.
     """
 
     processes: Mapping[int, int]
@@ -99,6 +103,19 @@ class Peers:
     own: Board = field(default_factory=Board)
     counts: Counter[int] = field(default_factory=Counter)
     under_way: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)
+    area: Area | None = None
+    areas: Mapping[int, Mapped] = field(default_factory=dict)
+
+    def room(self, num_bytes: int) -> Room | None:
+        """Return a place in this rank's area; None where there is none."""
+        return None if self.area is None else self.area.room(num_bytes)
+
+    def part(self, rank: int, address: int, offset: int, room: Tensor) -> Tensor:
+        """Return what stands behind an address that a rank has told, as much as has room: there, or else copied."""
+        if is_room(address):
+            return self.areas[rank].seen(address, offset, room)
+        self.read(rank, address + offset, room)
+        return room
 
     def read(self, rank: int, address: int, room: Tensor) -> None:
         """Copy bytes of a rank's memory into a dense tensor. Raises RuntimeError where that process has gone."""
@@ -119,29 +136,45 @@ class Peers:
                 done = max(0, done - room.nbytes)
 
     def look(self, rank: int, slot: int) -> Told:
-        """Return what a rank has said; nothing yet while it writes. Raises ProcessLookupError where it has gone."""
+        """Return what a rank has said; nothing yet while it writes.
+
+        Raises ProcessLookupError where it has gone and what it has said with it.
+        """
+        if rank in self.areas:
+            return _read(self.areas[rank].words[_WORDS * slot : _WORDS * (1 + slot)])
+        return self._asked(rank, slot)
+
+    def _asked(self, rank: int, slot: int) -> Told:
+        """Ask the process itself. Raises ProcessLookupError where it has gone."""
         found = (ctypes.c_int64 * _WORDS)()
         size = ctypes.sizeof(found)
         _copy(self.processes[rank], self.boards[rank] + size * slot, ctypes.addressof(found), size)
-        *words, check = found
-        told = Told(*words)
-        return told if check == told.check else Told(0)
+        return _read(found)
+
+    def has_come(self, rank: int, slot: int, stamp: int) -> bool:
+        """Tell whether a rank has written this stamp, or a later one, or has gone."""
+        try:
+            return self.look(rank, slot).stamp >= stamp
+        except ProcessLookupError:
+            return True
 
     def wait_for(self, rank: int, slot: int, stamp: int, table: GroupTable, *, may_be_gone: bool = False) -> Told:
         """Wait until a rank has written this stamp, or a later one; return what it has said with it.
 
         Raises RuntimeError where it has gone, unless it may be, or has not come in time.
         """
-        start, seconds = perf_counter(), table.timeout.total_seconds()
+        start, seconds, has_gone = perf_counter(), table.timeout.total_seconds(), False
         while True:
             try:
                 told = self.look(rank, slot)
-            except ProcessLookupError as error:
-                if may_be_gone:
-                    return Told(stamp)
-                raise RuntimeError(f"the process of rank {rank} has gone") from error
+            except ProcessLookupError:
+                told, has_gone = Told(0), True
             if told.stamp >= stamp:
                 return told
+            if has_gone and may_be_gone:
+                return Told(stamp)
+            if has_gone:
+                raise RuntimeError(f"the process of rank {rank} has gone")
             waited = perf_counter() - start
             if waited < SPIN_SECONDS:
                 os.sched_yield()
@@ -151,6 +184,21 @@ class Peers:
             if waited > seconds:
                 raise RuntimeError(f"rank {rank} has not come within {seconds:g} s")
             sleep(min(waited * SLEEP_SHARE, MOST_SLEEP_SECONDS))
+            has_gone = self._has_gone(rank, slot)  # it may have come before: that is looked at first
+
+    def _has_gone(self, rank: int, slot: int) -> bool:
+        try:
+            self._asked(rank, slot)
+        except ProcessLookupError:
+            return True
+        return False
+
+
+def _read(words: Any) -> Told:
+    """Return what stands in a slot's words, if they belong together."""
+    *given, check = words
+    told = Told(*given)
+    return told if check == told.check else Told(0)
 
 
 def _copy(process: int, address: int, place: int, size: int) -> None:
@@ -213,26 +261,43 @@ def peers_worth_reading(num_bytes: int, ranks: Sequence[int], table: GroupTable,
 
 def _tried(table: GroupTable, ranks: tuple[int, ...]) -> Peers | None:
     """Return the processes of ranks all of which can read each other."""
-    peers = mutual_peers(table, ranks)
-    return peers if all(_told(table, ranks, len(peers.processes) == len(ranks))) else None
+    own = area()
+    peers = mutual_peers(table, ranks, words=None if own is None else own.mapped.words)
+    told = _told(table, ranks, (len(peers.processes) == len(ranks), own and own.file))
+    if not all(can_read for can_read, _ in told):
+        return None
+    return _with_areas(peers, own, [file for _, file in told], table, ranks)
 
 
-def mutual_peers(table: GroupTable, ranks: tuple[int, ...], num_slots: int = BOARD_SLOTS) -> Peers:
+def _with_areas(
+    peers: Peers, own: Area | None, files: Sequence[int | None], table: GroupTable, ranks: tuple[int, ...]
+) -> Peers:
+    """Return peers with what they share, if all can map it; `files` are in the order of the group."""
+    pairs = zip(sorted(ranks, key=table.to_global), files, strict=True)
+    given = {rank: (peers.processes[rank], file) for rank, file in pairs if file is not None and rank != table.rank}
+    found = mapped_areas(given)
+    can_map = all(_told(table, ranks, own is not None and len(found) == len(ranks) - 1))
+    if own is not None:
+        own.close()
+    return replace(peers, area=own, areas=found) if can_map else peers
+
+
+def mutual_peers(table: GroupTable, ranks: tuple[int, ...], num_slots: int = BOARD_SLOTS, words: Any = None) -> Peers:
     """Return those of some ranks, this one among them, that it can read and that can read it; collective over them.
 
-    A word that nobody can guess is read from each.
+    A word that nobody can guess is read from each. This rank's board stands in `words`, if they are given.
     """
     word = bytearray(os.urandom(_WORD_BYTES))
     place = ctypes.addressof(ctypes.c_char.from_buffer(word))
-    board, order = Board(num_slots), sorted(ranks, key=table.to_global)
+    board, order = Board(num_slots, words), sorted(ranks, key=table.to_global)
     told = _told(table, ranks, (os.getpid(), board.address, place, bytes(word), _network()))
-    seen = {
+    read = {
         rank
         for rank, (process, _, at, found, network) in zip(order, told, strict=True)
         if network == _network() and _word_at(process, at) == found
     }
-    readers = {rank for rank, others in zip(order, _told(table, ranks, seen), strict=True) if table.rank in others}
-    known = {rank: one for rank, one in zip(order, told, strict=True) if rank in seen & readers}
+    readers = {rank for rank, others in zip(order, _told(table, ranks, read), strict=True) if table.rank in others}
+    known = {rank: one for rank, one in zip(order, told, strict=True) if rank in read & readers}
     processes, boards = ({rank: one[part] for rank, one in known.items()} for part in (0, 1))
     return Peers(processes, boards, board)
 

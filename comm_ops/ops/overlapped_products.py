@@ -3,9 +3,10 @@
 `gathered_products` are Megatron's column-parallel ones: of rows that all ranks have, or that are gathered first, so
 that those that are here are multiplied while others travel. In the backward the gradient of the rows is summed, and
 scattered where they were gathered, while the gradients of the weights are made. `summed_product` is the row-parallel
-one: its summands are made in slices, of which one travels while the next is made. Its backward has nothing to sum;
-where the result was scattered, gradients are gathered in slices. (Wang et al., Overlap Communication with Dependent
-Computation via Decomposition in Large Deep Learning Models, ASPLOS 2023; Megatron-LM's `tp_comm_overlap`.)
+one: its summands are made in slices, of which one travels while the next is made, or where other ranks of the machine
+read them. Its backward has nothing to sum; where the result was scattered, gradients are gathered in slices. (Wang et
+al., Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models, ASPLOS 2023;
+Megatron-LM's `tp_comm_overlap`.)
 
 `sizes` are the parts in which dim `dim` of the rows is cut by rank; none where it is not. `slices` says in how many
 slices so many rows are cut (`plans.overlap`): all ranks of a group know all rows, so that they cut alike. Rows are
@@ -321,13 +322,23 @@ def _summed_product(
     rows = x.flatten(0, -2)
     count = group.count(len(rows))
     if count == 1:
-        return all_reduce_by(act(x, weight, bias), group.ranks, group.algorithm, group.table)
+        return _summed_where_it_is_read(x, weight, bias, product, group)
     under_way = [
         start_sum(act(part, weight, bias), group.ranks, group.algorithm, group.table)
         for part in rows.split(list(even_sizes(len(rows), count)))
     ]
     summed: Tensor = torch.cat([started.wait() for started in under_way]).unflatten(0, x.shape[:-1])
     return summed
+
+
+def _summed_where_it_is_read(x: Tensor, weight: Tensor, bias: Tensor | None, product: str, group: _Group) -> Tensor:
+    """Make a summand where the other ranks read it, if they can, and sum."""
+    made, meeting = PRODUCTS_BY_NAME[product], (group.ranks, group.algorithm, group.table)
+    place = place_of_sum(x, [*x.shape[:-1], weight.shape[made.out]], *meeting)
+    if place is None:
+        return all_reduce_by(made.call(x, weight, bias), *meeting)
+    made.make_into(place.value, x, weight, bias)
+    return start_sum(place, *meeting).wait()
 
 
 def _scattered(x: Tensor, act: Callable[[Tensor], Tensor], group: _Group) -> Tensor:

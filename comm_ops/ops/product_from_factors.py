@@ -49,6 +49,12 @@ class Product(NamedTuple):
     weight: int
     bias: int | None
 
+    def make_into(self, room: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """Make y in a dense tensor, whatever that has been."""
+        _add_of_rows(room, x, weight if self.out else weight.t(), 0)
+        if bias is not None:
+            room += bias
+
 
 def _mm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)

@@ -67,8 +67,13 @@ class Board:
 
     def __init__(self, num_slots: int = BOARD_SLOTS, words: Any = None) -> None:
         self._words: Any = (ctypes.c_int64 * (_WORDS * num_slots))() if words is None else words
-        _boards.append(self)  # for ever: others may look late
+        if words is None:
+            self.keep()
         self.address = ctypes.addressof(self._words)
+
+    def keep(self) -> None:
+        """Stand for ever, as others may look late; those that have mapped it keep it themselves."""
+        _boards.append(self)
 
     def write(self, slot: int, told: Told) -> None:
         """Say something new; the stamp last."""
@@ -191,6 +196,8 @@ class Peers:
             self._asked(rank, slot)
         except ProcessLookupError:
             return True
+        except OSError:  # it has left these ranks, and keeps its board no longer
+            return False
         return False
 
 
@@ -279,7 +286,10 @@ def _with_areas(
     can_map = all(_told(table, ranks, own is not None and len(found) == len(ranks) - 1))
     if own is not None:
         own.close()
-    return replace(peers, area=own, areas=found) if can_map else peers
+    if not can_map:
+        peers.own.keep()
+        return peers
+    return replace(peers, area=own, areas=found)
 
 
 def mutual_peers(table: GroupTable, ranks: tuple[int, ...], num_slots: int = BOARD_SLOTS, words: Any = None) -> Peers:

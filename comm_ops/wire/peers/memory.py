@@ -28,7 +28,7 @@ from torch import Tensor
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
 from hetu_fx.comm_ops.wire.peers.rooms import Area, Mapped, Room, area, is_room, mapped_areas
 
-LEAST_BYTES = 1 << 14
+LEAST_BYTES = 1 << 12
 """Smaller messages are sent."""
 
 BOARD_SLOTS = 1 << 16

@@ -202,11 +202,10 @@ _COTANGENTS: Mapping[Any, int] = {_SUM: 2, SUMMED_PRODUCT.overload: 4}
 
 def _meeting(total: fx.Node) -> tuple[Any, Any, str]:
     """Return the ranks of an op that sums, the parts that its result is cut in, and its algorithm."""
+    given: Sequence[Any] = total.args
     if total.target is _SUM:
-        _, ranks, _, *form = total.args
-        return ranks, [], "".join(map(str, form))
-    ranks, _, sizes, form, _ = total.args[5:]
-    return ranks, sizes, str(form)
+        return given[1], [], "".join(given[3:])
+    return given[5], given[7], given[8]
 
 
 _JOINED: Mapping[Any, Callable[[_Joining, fx.Node], None]] = {

@@ -107,15 +107,15 @@ def check_segments_are_gathered(rank: int, world: int, folder: Path) -> None:
 
 
 def check_a_collective_of_an_op_reads_from_so_many_bytes_on(rank: int, world: int, folder: Path) -> None:
-    table, ranks, read, by = GroupTable(name="ops"), (0, 1, 2), [], Peers.read
+    table, ranks, read, by = GroupTable(name="ops"), (0, 1, 2), [], Peers.part
 
-    def noted(self: Peers, rank: int, address: int, room: torch.Tensor) -> None:
+    def noted(self: Peers, rank: int, *where: Any) -> torch.Tensor:
         read.append(rank)
-        by(self, rank, address, room)
+        return by(self, rank, *where)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "LEAST_BYTES", 4000)
-        patch.setattr(Peers, "read", noted)
+        patch.setattr(Peers, "part", noted)
         for size in (999, 1000):
             x = value(rank, torch.float32)[:size].view(-1, 1)
             before = x.clone()

@@ -227,7 +227,8 @@ def _sum_into(result: Tensor, own: Tensor, addresses: Addresses, offset: int, he
     `result` may be this rank's own.
     """
     copied = [rank for rank, address in addresses.items() if not is_room(address)]
-    most = max(1, CHUNK_BYTES // own.itemsize // len(addresses)) if copied or len(addresses) > 1 else own.numel()
+    most = CHUNK_BYTES // own.itemsize // len(addresses) if copied or len(addresses) > 1 else own.numel()
+    most = max(1, most)
     room = own.new_empty(len(copied), min(most, own.numel()))
     rooms = dict(zip(copied, room, strict=True))
     for start in range(0, own.numel(), most):

@@ -248,6 +248,16 @@ def check_rooms_are_of_all_or_nobody(rank: int, world: int, folder: Path) -> Non
     assert torch.equal(found, sum_over(x, RANKS, table))
 
 
+def check_two_ranks_of_which_one_gets_nothing_sum_what_is_copied_to_rooms(rank: int, world: int, folder: Path) -> None:
+    table, ranks = GroupTable(name="two"), (1, 0)
+    if rank in ranks:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(memory, "LEAST_BYTES", 0)
+            parts = [torch.full((size, 3), float(rank)).t() for size in (5, 0)]
+            found = reduce_scatter_by(parts, ranks, FLAT, table)
+        assert torch.equal(found, torch.ones(3, 5 if rank == 1 else 0))
+
+
 def check_pieces_are_taken_from_where_they_stand(rank: int, world: int, folder: Path) -> None:
     table, numels = GroupTable(name="pieces"), {2: (3, 100), 0: (), 1: (7,)}
     peers, by = peers_of(table, RANKS), memory._copied_at_once

@@ -91,7 +91,7 @@ class Prices:
         if not flops:
             return 0.0
         both, forward = (self.change(node, state, wanted, summed=True, trained=trained) for trained in (True, False))
-        return min(both - forward, *(_hiding_seconds(flops, group, self.topology) for group in self.groups))
+        return min([both - forward, *(_hiding_seconds(flops, group, self.topology) for group in self.groups)])
 
     def late_sum(self, node: fx.Node) -> float:
         """Return the seconds that summands of a parameter's gradient add to the synchronisation of gradients.

@@ -17,6 +17,7 @@ import mmap
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -131,13 +132,17 @@ def mapped_areas(files: Mapping[int, tuple[int, int]]) -> dict[int, Mapped]:
     """Map the areas of some ranks, given each one's process and number of the file there; those that one may."""
     found = {}
     for rank, (process, number) in files.items():
-        try:
-            file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
-        except OSError:
-            continue
-        found[rank] = Mapped.of(file)
-        os.close(file)
+        with suppress(OSError):
+            found[rank] = _mapped_of(f"/proc/{process}/fd/{number}")
     return found
+
+
+def _mapped_of(path: str) -> Mapped:
+    file = os.open(path, os.O_RDWR)
+    try:
+        return Mapped.of(file)
+    finally:
+        os.close(file)
 
 
 def is_room(address: int) -> bool:

@@ -3,9 +3,10 @@
 `gathered_products` are Megatron's column-parallel ones: of rows that all ranks have, or that are gathered first, so
 that those that are here are multiplied while others travel. In the backward the gradient of the rows is summed, and
 scattered where they were gathered, while the gradients of the weights are made. `summed_product` is the row-parallel
-one: its summands are made in slices, of which one travels while the next is made. Its backward has nothing to sum;
-where the result was scattered, gradients are gathered in slices. (Wang et al., Overlap Communication with Dependent
-Computation via Decomposition in Large Deep Learning Models, ASPLOS 2023; Megatron-LM's `tp_comm_overlap`.)
+one: its summands are made in slices, of which one travels while the next is made, or where other ranks of the machine
+read them. Its backward has nothing to sum; where the result was scattered, gradients are gathered in slices. (Wang et
+al., Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models, ASPLOS 2023;
+Megatron-LM's `tp_comm_overlap`.)
 
 `sizes` are the parts in which dim `dim` of the rows is cut by rank; none where it is not. `slices` says in how many
 slices so many rows are cut (`plans.overlap`): all ranks of a group know all rows, so that they cut alike. Rows are
@@ -31,7 +32,7 @@ from hetu_fx.comm_ops.plans.choose_algorithm import always_flat
 from hetu_fx.comm_ops.plans.cost import ring_cost
 from hetu_fx.comm_ops.plans.overlap import Slices, parse_slices
 from hetu_fx.comm_ops.wire.groups import GroupTable, active
-from hetu_fx.comm_ops.wire.started import Started, start_gather, start_reduce, start_sum
+from hetu_fx.comm_ops.wire.started import Started, place_of_sum, start_gather, start_reduce, start_sum
 from hetu_fx.comm_ops.wire.two_level import all_gather_by, all_reduce_by, reduce_scatter_by
 from hetu_fx.errors import CommError
 
@@ -175,19 +176,22 @@ def _gathered_products_backward(
     *layout: Any,
 ) -> list[Tensor]:
     """Return the gradients that are wanted; that of the rows travels while the others are made."""
-    started = _start_back(_of_rows(gradients, weights, product).to(dtype), _Group.of(*layout)) if of_rows else None
+    started = _start_back(gradients, weights, product, dtype, _Group.of(*layout)) if of_rows else None
     found = _of_ends(gradients, rows, weights, product, of_weights, of_biases)
     return found if started is None else [started.wait(), *found]
 
 
-def _of_rows(gradients: Sequence[Tensor], weights: Sequence[Tensor], product: str) -> Tensor:
-    """Return the gradient of rows that several weights are multiplied with: this rank's summand."""
-    of_input = PRODUCTS_BY_NAME[product].of_input
-    assert of_input is not None, product
+def _of_rows(
+    gradients: Sequence[Tensor], weights: Sequence[Tensor], product: str, into: Tensor | None = None
+) -> Tensor:
+    """Return the gradient of rows that several weights are multiplied with: this rank's summand, made in `into`."""
+    made = PRODUCTS_BY_NAME[product]
+    assert made.of_input is not None, product
+    assert made.add_of_input is not None, product
     first, *others = zip(gradients, weights, strict=True)
-    total = of_input(*first)
+    total = made.of_input(*first) if into is None else made.add_of_input(into, *first, 0)
     for pair in others:
-        total = total.add_(of_input(*pair)) if not total.requires_grad else total + of_input(*pair)
+        total = total + made.of_input(*pair) if total.requires_grad else made.add_of_input(total, *pair, 1)
     return total
 
 
@@ -206,10 +210,18 @@ def _of_ends(
     return found + [g.sum(0) for g, wanted in zip(flat, of_biases, strict=False) if wanted]
 
 
-def _start_back(gradient: Tensor, group: _Group) -> Started[Tensor]:
-    if not group.sizes:
-        return start_sum(gradient, group.ranks, group.algorithm, group.table)
-    return start_reduce(gradient.split(list(group.sizes), group.dim), group.ranks, group.algorithm, group.table)
+def _start_back(
+    gradients: Sequence[Tensor], weights: Sequence[Tensor], product: str, dtype: torch.dtype, group: _Group
+) -> Started[Tensor]:
+    """Begin to sum the gradient of rows, which is made where the others read it, if they can."""
+    meeting, place = (group.ranks, group.algorithm, group.table), None
+    if not group.sizes and dtype == gradients[0].dtype:
+        width = weights[0].shape[1 - PRODUCTS_BY_NAME[product].out]
+        place = place_of_sum(gradients[0], [*gradients[0].shape[:-1], width], *meeting)
+    made = _of_rows(gradients, weights, product, None if place is None else place.value)
+    if group.sizes:
+        return start_reduce(made.to(dtype).split(list(group.sizes), group.dim), *meeting)
+    return start_sum(made.to(dtype) if place is None else place, *meeting)
 
 
 def _fake_gathered_products_backward(
@@ -310,13 +322,23 @@ def _summed_product(
     rows = x.flatten(0, -2)
     count = group.count(len(rows))
     if count == 1:
-        return all_reduce_by(act(x, weight, bias), group.ranks, group.algorithm, group.table)
+        return _summed_where_it_is_read(x, weight, bias, product, group)
     under_way = [
         start_sum(act(part, weight, bias), group.ranks, group.algorithm, group.table)
         for part in rows.split(list(even_sizes(len(rows), count)))
     ]
     summed: Tensor = torch.cat([started.wait() for started in under_way]).unflatten(0, x.shape[:-1])
     return summed
+
+
+def _summed_where_it_is_read(x: Tensor, weight: Tensor, bias: Tensor | None, product: str, group: _Group) -> Tensor:
+    """Make a summand where the other ranks read it, if they can, and sum."""
+    made, meeting = PRODUCTS_BY_NAME[product], (group.ranks, group.algorithm, group.table)
+    place = place_of_sum(x, [*x.shape[:-1], weight.shape[made.out]], *meeting)
+    if place is None:
+        return all_reduce_by(made.call(x, weight, bias), *meeting)
+    made.make_into(place.value, x, weight, bias)
+    return start_sum(place, *meeting).wait()
 
 
 def _scattered(x: Tensor, act: Callable[[Tensor], Tensor], group: _Group) -> Tensor:

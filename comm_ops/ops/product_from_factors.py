@@ -29,6 +29,8 @@ class Product(NamedTuple):
     Attributes:
         call: gives y of x, the weight and the bias (or None).
         of_input: gives the gradient of x, of that of y and the weight; None where x is what is looked up.
+        add_of_input: adds that to a total, a dense one, given the gradient of y, the weight, and by what the total is
+            multiplied before: by 0, whatever it is, or 1.
         turned: gives the weight by which `linear` does that, of the weight.
         of_weight: gives that of the weight, of x and of that of y, both with all rows in one dim, and of the weight.
         add_of_weight: adds that to a total, given x and the gradient of y.
@@ -38,6 +40,7 @@ class Product(NamedTuple):
 
     call: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     of_input: Callable[[Tensor, Tensor], Tensor] | None
+    add_of_input: Callable[[Tensor, Tensor, Tensor, int], Tensor] | None
     turned: Callable[[Tensor], Tensor] | None
     of_weight: Callable[[Tensor, Tensor, Tensor], Tensor]
     add_of_weight: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -46,6 +49,12 @@ class Product(NamedTuple):
     weight: int
     bias: int | None
 
+    def make_into(self, room: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """Make y in a dense tensor, whatever that has been."""
+        _add_of_rows(room, x, weight if self.out else weight.t(), 0)
+        if bias is not None:
+            room += bias
+
 
 def _mm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
@@ -53,6 +62,16 @@ def _mm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _of_rows(gradient: Tensor, weight: Tensor) -> Tensor:
     return gradient @ weight.t()
+
+
+def _add_of_rows(total: Tensor, gradient: Tensor, weight: Tensor, before: int) -> Tensor:
+    """Add to all rows at once, where they stand."""
+    total.view(-1, total.shape[-1]).addmm_(gradient.flatten(0, -2), weight, beta=before)
+    return total
+
+
+def _add_of_turned(total: Tensor, gradient: Tensor, weight: Tensor, before: int) -> Tensor:
+    return _add_of_rows(total, gradient, weight.t(), before)
 
 
 def _as_it_is(weight: Tensor) -> Tensor:
@@ -84,14 +103,15 @@ PRODUCTS: dict[OpOverload[..., Any], Product] = {
     aten.linear.default: Product(
         torch.nn.functional.linear,
         lambda gradient, weight: gradient @ weight,
+        _add_of_rows,
         torch.t,
         lambda x, gradient, weight: gradient.t() @ x,
         lambda total, x, gradient: total.addmm_(gradient.t(), x),
         *(0, 0, 1, 2),
     ),
-    aten.addmm.default: Product(_mm, _of_rows, _as_it_is, _of_columns, _add_of_columns, 1, 1, 2, 0),
-    aten.mm.default: Product(_mm, _of_rows, _as_it_is, _of_columns, _add_of_columns, 1, 0, 1, None),
-    aten.embedding.default: Product(_look_up, None, None, _of_table, _add_of_table, 1, 1, 0, None),
+    aten.addmm.default: Product(_mm, _of_rows, _add_of_turned, _as_it_is, _of_columns, _add_of_columns, 1, 1, 2, 0),
+    aten.mm.default: Product(_mm, _of_rows, _add_of_turned, _as_it_is, _of_columns, _add_of_columns, 1, 0, 1, None),
+    aten.embedding.default: Product(_look_up, None, None, None, _of_table, _add_of_table, 1, 1, 0, None),
 }
 """The products whose weight's gradient can be made from factors, by the op."""
 

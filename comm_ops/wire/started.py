@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -15,7 +16,13 @@ from torch import Tensor
 from hetu_fx.comm_ops.plans.algorithm import Algorithm
 from hetu_fx.comm_ops.wire.collectives import UnderWay, begin_gather, begin_reduce, begin_sum
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
-from hetu_fx.comm_ops.wire.peers.exchanges import begin_gather_read, begin_reduce_read, begin_sum_read
+from hetu_fx.comm_ops.wire.peers.exchanges import (
+    Summand,
+    begin_gather_read,
+    begin_reduce_read,
+    begin_sum_read,
+    room_of_summand,
+)
 from hetu_fx.comm_ops.wire.two_level import (
     all_gather_by,
     all_reduce_by,
@@ -43,9 +50,28 @@ class Started(Generic[Made]):
             return self.end()
 
 
-def start_sum(x: Tensor, ranks: Sequence[int], algorithm: Algorithm, table: GroupTable) -> Started[Tensor]:
+def place_of_sum(
+    like: Tensor, shape: Sequence[int], ranks: Sequence[int], algorithm: Algorithm, table: GroupTable
+) -> Summand | None:
+    """Return where to make what `start_sum` is to sum, so that others read it there; None where it does not matter.
+
+    Nobody but the sum has it. The first call for some ranks is collective over them, and all ask alike.
+    """
+    num_bytes = prod(shape) * like.itemsize
+    if algorithm.in_two_levels(num_bytes):
+        return None
+    peers = readers(like, num_bytes, ranks, table)
+    return None if peers is None else room_of_summand(shape, like.dtype, peers)
+
+
+def start_sum(x: Tensor | Summand, ranks: Sequence[int], algorithm: Algorithm, table: GroupTable) -> Started[Tensor]:
     """Start what `all_reduce_by` does; collective over `ranks`."""
     what = "all-reduce"
+    if isinstance(x, Summand):
+        peers = readers(x.value, x.value.nbytes, ranks, table)
+        assert peers is not None, "it stands where others read it"
+        with guarded(what, ranks, table):
+            return Started(what, ranks, table, begin_sum_read(x, ranks, table, peers).end)
     with guarded(what, ranks, table):
         if algorithm.in_two_levels(x.nbytes):
             end = _in_levels(lambda at: all_reduce_by(x, ranks, algorithm, at), x, ranks, algorithm, table)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.local import local_part
-from hetu_fx.base.device_types import type_of
+from hetu_fx.base.device_types import HOST, type_of
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.resolve.lowering import Lowering
 from hetu_fx.comm_ops.wire.consensus import by_first, together
@@ -250,7 +250,7 @@ class GraphCompute(Compute):
         if self.backend is None:  # compiled graphs make all gradients at once
             device = run_pass(WeightsLater(self.plan.schedule), device)
         cluster = self.table.topology if isinstance(self.table.topology, Cluster) else None
-        return run_pass(Overlap(deduced.annotated, cluster), device)
+        return run_pass(Overlap(deduced.annotated, cluster, on_host=self.device.type == HOST.type), device)
 
     def _deduce(self, program: Program, key: StageKey) -> bytes:
         wants_values, splits = key

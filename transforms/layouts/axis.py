@@ -255,7 +255,8 @@ class _CotangentWalk:
         state, trained = self.decided.states.get(node), node in self.flow.differentiable
         if state is None:
             return 0.0
-        return sum(self.prices.change(node, state, key, summed=summed, trained=trained) for key, summed in keys)
+        moved = sum(self.prices.change(node, state, key, summed=summed, trained=trained) for key, summed in keys)
+        return moved - sum(self.prices.hidden(node, state, key) for key, summed in keys if summed and trained)
 
     def _read(self, track: _BackBranch, node: fx.Node, reading: _Reading) -> None:
         """Note how an activation is read; gradients of parameters are added up in the end, whatever else reads them."""

@@ -30,6 +30,7 @@ from hetu_fx.deduction.factors.factors import FactorClass, OpFactors, flat
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import LeafKind, OutputKind
+from hetu_fx.plans.schedule import cuts_backwards
 from hetu_fx.transforms.layouts.annotated_graph import (
     CONTEXT,
     FINE,
@@ -50,6 +51,7 @@ from hetu_fx.transforms.layouts.reshard_cost import (
     TYPICAL_LINKS,
     Prices,
     bytes_of,
+    products_by_byte,
     travelling_work,
 )
 from hetu_fx.transforms.layouts.sequence_parallel import (
@@ -152,7 +154,18 @@ def prices_of(
     pairs = zip(annotated.graph.graph.nodes, sizes, strict=True)
     found = {node: size * _largest_share(node, annotated, across) if size else 0.0 for node, size in pairs}
     links = TYPICAL_LINKS if topology is None else topology
-    return Prices(groups, found, links, sums_alone=annotated.choices is not None)
+    beside = _products_beside(annotated) if axis == TENSOR else {}
+    return Prices(groups, found, links, sums_alone=annotated.choices is not None, beside=beside)
+
+
+def _products_beside(annotated: AnnotatedGraph) -> dict[fx.Node, float]:
+    """Return what is made beside sums of cotangents: nothing where gradients of weights wait for their turn.
+
+    Nor where a program says how ops run, which is priced as HAP prices it.
+    """
+    if annotated.choices is not None or cuts_backwards(annotated.plan.schedule):
+        return {}
+    return products_by_byte(annotated.graph, annotated.factors, annotated.flow)
 
 
 def _largest_share(node: fx.Node, annotated: AnnotatedGraph, across: Sequence[Sequence[StageAxis]]) -> float:

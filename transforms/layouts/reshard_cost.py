@@ -16,15 +16,20 @@ from functools import partial
 from torch import fx
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial, Split, State, cotangent
+from hetu_fx.cluster.chips import find_chip
+from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.plans.cost import EqualLinks, Topology
 from hetu_fx.comm_ops.resolve.resolve import resolve_edge
 from hetu_fx.deduction.factors.factors import FactorMap, OpFactors
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph
+from hetu_fx.transforms.layouts.flow import Flow
 from hetu_fx.transforms.layouts.states import AxisState, SplitOn, Summed
 
 FLOPS_PER_SECOND = 1e13
 FORWARD_AND_BACKWARD = 3  # a product's backward is two products
+
+MEETINGS_OF_SUM = 2  # one for each turn around a ring
 
 _LARGE = 1 << 20  # bytes of an entry, to tell the price of a byte from that of a message
 
@@ -58,12 +63,15 @@ class Prices:
         num_bytes: the size of every tensor.
         topology: the links.
         sums_alone: gradients of parameters are taken to be added up one by one, as HAP prices them.
+        beside: FLOPs of the products that read a value, by its bytes, where nothing else reads it; see
+            `products_by_byte`.
     """
 
     groups: tuple[tuple[int, ...], ...]
     num_bytes: Mapping[fx.Node, float]
     topology: Topology = TYPICAL_LINKS
     sums_alone: bool = False
+    beside: Mapping[fx.Node, float] = field(default_factory=dict)
     _known: dict[tuple[_Kind, _Kind, bool, bool], tuple[Price, ...]] = field(default_factory=dict)
 
     def change(self, node: fx.Node, state: AxisState, wanted: AxisState, *, summed: bool, trained: bool) -> float:
@@ -76,6 +84,14 @@ class Prices:
         size = self.num_bytes.get(node, 0.0)
         prices = self._of(*_kinds(state, wanted), summed, trained)
         return max((price.fixed + price.per_byte * size for price in prices), default=0.0)
+
+    def hidden(self, node: fx.Node, state: AxisState, wanted: AxisState) -> float:
+        """Return the seconds of the sum of a value's cotangent that gradients of weights hide, made beside it."""
+        flops = self.beside.get(node, 0.0) * self.num_bytes.get(node, 0.0)
+        if not flops:
+            return 0.0
+        both, forward = (self.change(node, state, wanted, summed=True, trained=trained) for trained in (True, False))
+        return min([both - forward, *(_hiding_seconds(flops, group, self.topology) for group in self.groups)])
 
     def late_sum(self, node: fx.Node) -> float:
         """Return the seconds that summands of a parameter's gradient add to the synchronisation of gradients.
@@ -133,6 +149,37 @@ def _travelling_flops(node: fx.Node, factors: FactorMap) -> float:
     keys, values = (meta.hints(op.operands[position].node) for position in sorted(op.travelling))
     is_placed = bool(op.placed) or any(seen.placed for seen in op.apart.values())
     return 2.0 * meta.numel(node) * keys[-2] * (1 + keys[-1] / values[-1]) / (2 if is_placed else 1)
+
+
+def products_by_byte(graph: Graph, factors: FactorMap, flow: Flow) -> dict[fx.Node, float]:
+    """Return the FLOPs of the products that read a value, for each of its bytes, where only such read it.
+
+    That is for values that depend on the batch, at its example sizes; the other operand of each product does not.
+    """
+    found = {}
+    for node in filter(flow.is_mixed, graph.graph.nodes):
+        readers = [user for user in node.users if user.op == "call_function"]
+        if readers and all(_multiplies_weights(reader, factors, flow) for reader in readers):
+            flops, size = sum(product_flops(reader, factors.op(reader)) for reader in readers), _bytes(node)
+            found[node] = flops / size if size else 0.0
+    return found
+
+
+def _multiplies_weights(node: fx.Node, factors: FactorMap, flow: Flow) -> bool:
+    """Tell whether an op is the product of one value that depends on the batch with others that do not."""
+    if not factors.is_op(node) or not contracted_sizes(factors.op(node)):
+        return False
+    return sum(flow.through_inputs(operand.node) for operand in factors.op(node).read) == 1
+
+
+def _hiding_seconds(flops: float, ranks: tuple[int, ...], topology: Topology) -> float:
+    """Return how much of a sum over some ranks is hidden by products of so many FLOPs that they share."""
+    if not isinstance(topology, Cluster):
+        return flops / len(ranks) / FLOPS_PER_SECOND
+    devices = [topology.device(rank) for rank in ranks]
+    if any(find_chip(device.kind) is None for device in devices):
+        return MEETINGS_OF_SUM * topology.meeting_seconds(ranks)
+    return flops / len(ranks) / min(device.speed for device in devices)
 
 
 def _kinds(state: AxisState, wanted: AxisState) -> tuple[_Kind, _Kind]:

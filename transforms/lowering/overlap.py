@@ -29,7 +29,8 @@ class Overlap:
     Requires: a device graph, after recomputation and later weights, which look for products.
     Ensures: the gradients of weights are made while that of their rows is summed over the group; where rows are
         gathered first, and it pays by the prices of the cluster, the products are made in slices while others travel.
-        A product whose result is summed is made in slices where that pays. A sum whose gradient is summed is one op.
+        A product whose result is summed is made in slices where that pays, and on hosts where other ranks read it.
+        A sum whose gradient is summed is one op.
         What is recomputed stays in its run: a product there is not joined with what is sent, which is in none. Changes
         the graph in place.
 
@@ -42,10 +43,11 @@ class Overlap:
 
     annotated: AnnotatedGraph
     cluster: Cluster | None = None
+    on_host: bool = False
     name: ClassVar[str] = "overlap"
 
     def __call__(self, device: DeviceGraph) -> DeviceGraph:
-        joining = _Joining(device, _Slices(device, self.annotated, self.cluster))
+        joining = _Joining(device, _Slices(device, self.annotated, self.cluster), on_host=self.on_host)
         for node in list(device.graph.nodes):
             if node.op == "call_function" and node.target in _JOINED:
                 _JOINED[node.target](joining, node)
@@ -83,8 +85,8 @@ def _entries(leaf: Leaf) -> int:
 class _Joining:
     """A device's graph that is being changed, and which of its nodes stand in which run that is recomputed."""
 
-    def __init__(self, device: DeviceGraph, slices: _Slices) -> None:
-        self._device, self._graph, self._slices = device, device.graph, slices
+    def __init__(self, device: DeviceGraph, slices: _Slices, *, on_host: bool) -> None:
+        self._device, self._graph, self._slices, self._on_host = device, device.graph, slices, on_host
         self._runs = {node: number for number, run in enumerate(device.recomputed) for node in run}
         self._replaced: dict[fx.Node, fx.Node] = {}
 
@@ -131,17 +133,17 @@ class _Joining:
     def _summed_both_ways(self, sent: fx.Node) -> None:
         """Join a sum that all have with what sums its gradient, which would copy it."""
         total, ranks, *form = sent.args
-        if not isinstance(total, fx.Node) or total.target is not _SUM or len(total.users) > 1:
+        at = _COTANGENTS.get(total.target) if isinstance(total, fx.Node) else None
+        if not isinstance(total, fx.Node) or at is None or len(total.users) > 1:
             return
-        x, summed, cotangent, *known = total.args
-        if (summed, cotangent, known) == (ranks, "duplicate", form):
-            total.args = x, ranks, "partial", *form
+        if _meeting(total) == (ranks, [], "".join(map(str, form))) and total.args[at] == "duplicate":
+            total.args = *total.args[:at], "partial", *total.args[at + 1 :]
             self._become(sent, total)
 
     def summed(self, sent: fx.Node) -> None:
-        """Join a product with the sum of its result, where slices pay."""
+        """Join a product with the sum of its result, where slices pay, and on hosts."""
         _, ranks, cotangent, *form = sent.args
-        self._summed(sent, SUM, cotangent, (ranks, 0, [], *(form or [""])))
+        self._summed(sent, SUM, cotangent, (ranks, 0, [], *(form or [""])), always=self._on_host)
 
     def scattered(self, sent: fx.Node) -> None:
         """Join a product with the sum of its result, of which each rank keeps a part, where slices pay."""
@@ -149,14 +151,16 @@ class _Joining:
         if _is_of_rows(sent):
             self._summed(sent, PART, "duplicate", (ranks, dim, sizes, *(form or [""])))
 
-    def _summed(self, sent: fx.Node, turns: int, cotangent: Any, layout: tuple[Any, ...]) -> None:
+    def _summed(
+        self, sent: fx.Node, turns: int, cotangent: Any, layout: tuple[Any, ...], *, always: bool = False
+    ) -> None:
         product = operand(sent)
         given = _given(product)
         if given is None or len(product.users) > 1 or product in self._runs:
             return
         name = str(product.target)
         cut = self._slices.of(layout[0], turns, [given[1]], PRODUCTS_BY_NAME[name].out)
-        if cut:
+        if cut or always:
             made = self._emit(sent, SUMMED_PRODUCT.overload, *given, name, cotangent, *layout, cut)
             self._become(sent, made)
             self._erase(product)
@@ -191,6 +195,18 @@ class _Joining:
 
 
 _SUM = COMM_OPS["all_reduce"].overload
+
+_COTANGENTS: Mapping[Any, int] = {_SUM: 2, SUMMED_PRODUCT.overload: 4}
+"""Of ops that sum: which argument says what becomes of the gradient."""
+
+
+def _meeting(total: fx.Node) -> tuple[Any, Any, str]:
+    """Return the ranks of an op that sums, the parts that its result is cut in, and its algorithm."""
+    given: Sequence[Any] = total.args
+    if total.target is _SUM:
+        return given[1], [], "".join(given[3:])
+    return given[5], given[7], given[8]
+
 
 _JOINED: Mapping[Any, Callable[[_Joining, fx.Node], None]] = {
     COMM_OPS["identity"].overload: _Joining.whole_rows,

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
 from itertools import accumulate
+from math import prod
+from typing import NamedTuple
 from zlib import crc32
 
 import torch
@@ -20,6 +22,8 @@ from hetu_fx.annotations.states import even_sizes
 from hetu_fx.comm_ops.wire.collectives import Exchange, UnderWay, segments, sum_into
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
 from hetu_fx.comm_ops.wire.peers.memory import BOARD_SLOTS, Peers, Told
+from hetu_fx.comm_ops.wire.peers.rooms import Room, is_room
+from hetu_fx.comm_ops.wire.peers.standing import Standing
 from hetu_fx.comm_ops.wire.small_sums import refuse_unlike
 from hetu_fx.errors import CommError
 
@@ -31,6 +35,15 @@ CHUNK_BYTES = 1 << 20
 
 Addresses = Mapping[int, int]
 """Of the other ranks' buffers."""
+
+_standing = Standing()
+
+
+class Summand(NamedTuple):
+    """A dense tensor to be summed, and the room in which it stands, if it does."""
+
+    value: Tensor
+    room: Room | None = None
 
 
 class _Phase(IntEnum):
@@ -52,6 +65,7 @@ class _Reading:
         peers: the ranks' processes.
         table: the ranks.
         what: it is, the same on all: its kind, sizes and dtype.
+        room: in which the buffer stands, if it does. There it stays, so that `wait` need not wait until it is read.
     """
 
     def __init__(
@@ -63,9 +77,12 @@ class _Reading:
         peers: Peers,
         table: GroupTable,
         what: str,
+        *,
+        room: Room | None = None,
     ) -> None:
-        self.buffer, self.ranks, self.table, self.peers = buffer, ranks, table, peers
-        self._act, self._what, self._kind = act, what, crc32(what.encode())
+        self.buffer, self.ranks, self.table, self.peers, self._room = buffer, ranks, table, peers, room
+        self._act: Callable[[_Reading, Addresses], None] | None = act
+        self._what, self._kind = what, crc32(what.encode())
         self._others = [rank for rank in ranks if rank != table.rank]
         peers.counts[number] += 1
         count = peers.counts[number]
@@ -78,17 +95,31 @@ class _Reading:
         self._say(_Phase.STANDS)
 
     def wait(self) -> None:
-        """Read what the others have, and stay until they have read this rank's.
+        """Read what the others have, and stay until they have read this rank's, unless it has a room.
 
         Raises DivergedError where another rank has come with something else.
         """
         told = self._all_are(_Phase.STANDS)
         if any(other.kind != self._kind for other in told.values()):
             refuse_unlike(self.table, self._what)
-        self._act(self, {rank: other.address for rank, other in told.items()})
+        act, self._act = self._act, None  # and what it has made, which another may take
+        assert act is not None, "waited for once"
+        act(self, {rank: other.address for rank, other in told.items()})
         self._say(_Phase.READ)
+        if self._room is None:
+            self.end()
+        else:
+            _standing.add(id(self.peers), self)
+
+    def end(self) -> None:
+        """Stay until the others have read this rank's buffer; who has gone reads nothing."""
         self._all_are(_Phase.READ)
         self.peers.under_way.pop(self._slot, None)
+
+    def is_read(self) -> bool:
+        """Tell whether they have."""
+        stamp = self._stamp + _Phase.READ
+        return all(self.peers.has_come(rank, self._slot, stamp) for rank in self._others)
 
     def is_completed(self) -> bool:
         """Tell whether `wait` would not block: nobody knows."""
@@ -100,7 +131,8 @@ class _Reading:
         self._all_are(_Phase.SUMMED)
 
     def _say(self, phase: _Phase) -> None:
-        self.peers.own.write(self._slot, Told(self._stamp + phase, self.buffer.data_ptr(), self._kind))
+        address = self.buffer.data_ptr() if self._room is None else self._room.address
+        self.peers.own.write(self._slot, Told(self._stamp + phase, address, self._kind))
 
     def _all_are(self, phase: _Phase) -> dict[int, Told]:
         """Wait until all others are so far; return what they have said. Who is gone reads nothing."""
@@ -194,13 +226,15 @@ def _sum_into(result: Tensor, own: Tensor, addresses: Addresses, offset: int, he
 
     `result` may be this rank's own.
     """
-    most = max(1, CHUNK_BYTES // own.itemsize // len(addresses))
-    rooms = {rank: own.new_empty(min(most, own.numel())) for rank in addresses}
+    copied = [rank for rank, address in addresses.items() if not is_room(address)]
+    most = CHUNK_BYTES // own.itemsize // len(addresses) if copied or len(addresses) > 1 else own.numel()
+    most = max(1, most)
+    room = own.new_empty(len(copied), min(most, own.numel()))
+    rooms = dict(zip(copied, room, strict=True))
     for start in range(0, own.numel(), most):
         mine, place = own[start : start + most], offset + start * own.itemsize
-        parts = {rank: room[: mine.numel()] for rank, room in rooms.items()}
-        for rank, part in parts.items():
-            peers.read(rank, addresses[rank] + place, part)
+        given = {rank: rooms.get(rank, mine)[: mine.numel()] for rank in addresses}
+        parts = {rank: peers.part(rank, addresses[rank], place, like) for rank, like in given.items()}
         parts[here] = mine
         into = mine if result is own else result[start : start + most]
         sum_into(into, [parts[rank] for rank in sorted(parts)])
@@ -216,15 +250,31 @@ def sum_read(x: Tensor, ranks: Sequence[int], table: GroupTable, peers: Peers) -
         return begin_sum_read(x, ranks, table, peers).end()
 
 
-def begin_sum_read(x: Tensor, ranks: Sequence[int], table: GroupTable, peers: Peers) -> UnderWay[Tensor]:
-    """Begin what `sum_read` does. The caller guards it, as those below."""
-    own = x.detach().contiguous()
+def room_of_summand(shape: Sequence[int], dtype: torch.dtype, peers: Peers) -> Summand | None:
+    """Return where a summand can be made so that the others read it there; None where there is no such place."""
+    room = peers.room(prod(shape) * dtype.itemsize)
+    return None if room is None else Summand(room.tensor(shape, dtype), room)
+
+
+def begin_sum_read(x: Tensor | Summand, ranks: Sequence[int], table: GroupTable, peers: Peers) -> UnderWay[Tensor]:
+    """Begin what `sum_read` does; a tensor is copied to a room if there is one. The caller guards all below."""
+    summand = x if isinstance(x, Summand) else _placed(x, peers)
+    own = summand.value
     result = torch.empty_like(own)
 
     def act(reading: _Reading, addresses: Addresses) -> None:
         _sum_into(result.view(-1), own.view(-1), addresses, 0, table.rank, peers)
 
-    return UnderWay(result, _begun(act, own, ranks, peers, table, "all-reduce", list(own.shape)))
+    return UnderWay(result, _begun(act, own, ranks, peers, table, "all-reduce", list(own.shape), summand.room))
+
+
+def _placed(x: Tensor, peers: Peers) -> Summand:
+    """Copy a tensor to a room; where there is none, only if it is not dense."""
+    summand = room_of_summand(x.shape, x.dtype, peers)
+    if summand is None:
+        return Summand(x.detach().contiguous())
+    summand.value.copy_(x.detach())
+    return summand
 
 
 def gather_read(
@@ -271,24 +321,26 @@ def begin_reduce_read(
 ) -> UnderWay[Tensor]:
     """Begin what `reduce_read` does."""
     here, sizes = table.position(ranks), [part.numel() for part in parts]
-    buffer = _end_to_end(parts)
+    buffer, room = _end_to_end(parts, peers)
     own, offset = segments(buffer, sizes)[here], _offsets(sizes)[here] * buffer.itemsize
     result = torch.empty_like(parts[here], memory_format=torch.contiguous_format)
 
     def act(reading: _Reading, addresses: Addresses) -> None:
         _sum_into(result.view(-1), own, addresses, offset, table.rank, peers)
 
-    return UnderWay(result, _begun(act, buffer, ranks, peers, table, "reduce-scatter", sizes))
+    return UnderWay(result, _begun(act, buffer, ranks, peers, table, "reduce-scatter", sizes, room))
 
 
-def _end_to_end(parts: Sequence[Tensor]) -> Tensor:
+def _end_to_end(parts: Sequence[Tensor], peers: Peers) -> Summand:
     """Return parts as one flat tensor: where they stand, if they do so end to end, else copied."""
     first, places = parts[0], {part.untyped_storage().data_ptr() for part in parts}
     starts = accumulate((part.numel() for part in parts), initial=first.storage_offset())
-    pairs = zip(parts, starts, strict=False)
+    pairs, total = zip(parts, starts, strict=False), sum(part.numel() for part in parts)
     if len(places) == 1 and all(part.is_contiguous() and part.storage_offset() == start for part, start in pairs):
-        return first.detach().as_strided((sum(part.numel() for part in parts),), (1,))
-    return torch.cat([part.detach().reshape(-1) for part in parts])
+        return Summand(first.detach().as_strided((total,), (1,)))
+    summand = room_of_summand((total,), first.dtype, peers) or Summand(first.new_empty(total))
+    torch.cat([part.detach().reshape(-1) for part in parts], out=summand.value)
+    return summand
 
 
 def _begun(
@@ -299,5 +351,7 @@ def _begun(
     table: GroupTable,
     what: str,
     sizes: object,
+    room: Room | None = None,
 ) -> Exchange:
-    return Exchange(tuple(ranks), [_Reading(act, own, ranks, 0, peers, table, f"{what} of {sizes} {own.dtype}")])
+    told = f"{what} of {sizes} {own.dtype}"
+    return Exchange(tuple(ranks), [_Reading(act, own, ranks, 0, peers, table, told, room=room)])

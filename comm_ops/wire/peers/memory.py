@@ -6,8 +6,8 @@ libraries and UCX) where the reader might trace the other: same user, same names
 it. Whether ranks can is found by trying, once per group of them; those of other network namespaces count as of another
 machine.
 
-Every rank has a board, on which it writes where its buffers stand, and how far it is; the others have it in their own
-memory, and look there.
+Every rank has a board, on which it writes where its buffers stand, and how far it is; the others have mapped it, and
+look there. So do they what is made for them to read (`rooms`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from torch import Tensor
 
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
+from hetu_fx.comm_ops.wire.peers.rooms import Area, Room, area_bytes, behind, is_room, seen
 from hetu_fx.comm_ops.wire.peers.shared import WORD_BYTES, Place, SharedMemory, mapped
 
 Found = TypeVar("Found")
 
-LEAST_BYTES = 1 << 14
+LEAST_BYTES = 1 << 12
 """Smaller messages are sent."""
 
 BOARD_SLOTS = 1 << 16
@@ -106,6 +107,8 @@ class Peers:
         own: this rank's board.
         counts: of the exchanges that have begun, by number; the same on all ranks.
         under_way: those of this rank that have not ended, by slot; whoever drops one lets its slot go.
+        area: of this rank, which all others have mapped, if there is one.
+        areas: theirs, by rank.
     """
 
     processes: Mapping[int, int]
@@ -114,6 +117,19 @@ class Peers:
     own: Board
     counts: Counter[int] = field(default_factory=Counter)
     under_way: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)
+    area: Area | None = None
+    areas: Mapping[int, Tensor] = field(default_factory=dict)
+
+    def room(self, num_bytes: int) -> Room | None:
+        """Return a place in this rank's area; None where there is none."""
+        return None if self.area is None else self.area.room(num_bytes)
+
+    def part(self, rank: int, address: int, offset: int, room: Tensor) -> Tensor:
+        """Return what stands behind an address that a rank has told, as much as has room: there, or else copied."""
+        if is_room(address):
+            return seen(self.areas[rank], address, offset, room)
+        self.read(rank, address + offset, room)
+        return room
 
     def read(self, rank: int, address: int, room: Tensor) -> None:
         """Copy bytes of a rank's memory into a dense tensor. Raises RuntimeError where that process has gone."""
@@ -156,20 +172,25 @@ class Peers:
         gone = Told(stamp) if may_be_gone else None
         return until(lambda: self.said_last(rank, told_by_now, gone), rank, table)
 
+    def has_come(self, rank: int, slot: int, stamp: int) -> bool:
+        """Tell whether a rank has written this stamp, or a later one, or has gone."""
+        return self.look(rank, slot).stamp >= stamp or not self.lives(rank)
+
     def said_last(self, rank: int, find: Callable[[], Found | None], if_gone: Found | None = None) -> Found | None:
         """Return what is found of a rank; `if_gone`, if the rank has gone without.
 
         Raises RuntimeError for one that has gone, where nothing is given for it.
         """
         found = find()
-        if found is not None or self._lives(rank):
+        if found is not None or self.lives(rank):
             return found
         found = find() or if_gone  # it may have said it, and then gone
         if found is None:
             raise _gone(rank)
         return found
 
-    def _lives(self, rank: int) -> bool:
+    def lives(self, rank: int) -> bool:
+        """Tell whether a rank's process is there."""
         try:
             _copy(self.processes[rank], self.words[rank], ctypes.addressof(ctypes.c_char()), 1)
         except OSError:  # or another process has its number
@@ -260,34 +281,38 @@ def peers_worth_reading(num_bytes: int, ranks: Sequence[int], table: GroupTable,
 
 def _tried(table: GroupTable, ranks: tuple[int, ...]) -> Peers | None:
     """Return the processes of ranks all of which can read each other."""
-    peers = mutual_peers(table, ranks)
+    peers = mutual_peers(table, ranks, room_bytes=area_bytes())
     return peers if all(told_by_all(table, ranks, len(peers.processes) == len(ranks))) else None
 
 
-def mutual_peers(table: GroupTable, ranks: tuple[int, ...], num_slots: int = BOARD_SLOTS) -> Peers:
+def mutual_peers(table: GroupTable, ranks: tuple[int, ...], num_slots: int = BOARD_SLOTS, room_bytes: int = 0) -> Peers:
     """Return those of some ranks, this one among them, that it can read and that can read it; collective over them.
 
-    A word that nobody can guess is read from each.
+    A word that nobody can guess is read from each. What this rank shares is a board of so many slots, and its area.
     """
-    shared, order = _shared(num_slots), sorted(ranks, key=table.to_global)
+    board_bytes = _SLOT.size * num_slots
+    shared, order = _shared(board_bytes + room_bytes), sorted(ranks, key=table.to_global)
     told = dict(zip(order, told_by_all(table, ranks, _Introduction.own(shared)), strict=True))
-    boards = {rank: board for rank, one in told.items() if (board := one.seen()) is not None}
-    seen_by = dict(zip(order, told_by_all(table, ranks, set(boards)), strict=True))
-    if shared is not None:
-        shared.close()
-    known = [rank for rank in boards if shared is not None and table.rank in seen_by[rank]]
+    found = {rank: memory for rank, one in told.items() if (memory := one.seen()) is not None}
+    seen_by = dict(zip(order, told_by_all(table, ranks, set(found)), strict=True))
+    if shared is None:
+        return Peers({}, {}, {}, Board(mmap.mmap(-1, 1)))
+    shared.close()
+    known = [rank for rank in found if table.rank in seen_by[rank]]
     processes, words = ({rank: told[rank][part] for rank in known} for part in (0, 1))
-    own = Board(mmap.mmap(-1, 1) if shared is None else shared.memory)
-    return Peers(processes, words, {rank: boards[rank] for rank in known}, own)
+    boards = {rank: Board(found[rank]) for rank in known}
+    areas = {rank: behind(found[rank], board_bytes) for rank in known} if room_bytes else {}
+    area = Area(behind(shared.memory, board_bytes)[:room_bytes]) if room_bytes else None
+    return Peers(processes, words, boards, Board(shared.memory), area=area, areas=areas)
 
 
 class _Introduction(NamedTuple):
-    """What a process tells of itself: its number, where a word stands, the word, its board, and its network."""
+    """What a process tells of itself: its number, where a word stands, the word, what it shares, and its network."""
 
     process: int
     address: int
     word: bytes
-    board: Place | None
+    shared: Place | None
     network: int
 
     @classmethod
@@ -297,21 +322,20 @@ class _Introduction(NamedTuple):
             os.getpid(), ctypes.addressof(_word), bytes(_word), None if shared is None else shared.place, _network()
         )
 
-    def seen(self) -> Board | None:
-        """Return the board of the process if its memory can be read."""
-        if self.network != _network() or self.board is None or _word_at(self.process, self.address) != self.word:
+    def seen(self) -> mmap.mmap | None:
+        """Return what the process shares, if its memory can be read."""
+        if self.network != _network() or self.shared is None or _word_at(self.process, self.address) != self.word:
             return None
-        memory = mapped(self.process, self.board)
-        return None if memory is None else Board(memory)
+        return mapped(self.process, self.shared, for_tensors=True)
 
 
 _word = (ctypes.c_char * WORD_BYTES).from_buffer(bytearray(os.urandom(WORD_BYTES)))
 
 
-def _shared(num_slots: int) -> SharedMemory | None:
-    """Make a board's memory; None where there is none to be had."""
+def _shared(num_bytes: int) -> SharedMemory | None:
+    """Make memory to be shared; None where there is none to be had."""
     try:
-        return SharedMemory(_SLOT.size * num_slots)
+        return SharedMemory(num_bytes)
     except (AttributeError, OSError):  # or this system has no such memory
         return None
 

@@ -45,14 +45,18 @@ class SharedMemory:
             os.close(self.place.file)
 
 
-def mapped(process: int, place: Place) -> mmap.mmap | None:
-    """Return another process's memory, to be read; None where it cannot be."""
+def mapped(process: int, place: Place, *, for_tensors: bool = False) -> mmap.mmap | None:
+    """Return another process's memory, to be read; None where it cannot be.
+
+    `for_tensors`: so that torch takes it, which has no tensors that cannot be written to.
+    """
+    flags, protection = (os.O_RDWR, mmap.PROT_READ | mmap.PROT_WRITE) if for_tensors else (os.O_RDONLY, mmap.PROT_READ)
     try:
-        file = os.open(f"/proc/{process}/fd/{place.file}", os.O_RDONLY)
+        file = os.open(f"/proc/{process}/fd/{place.file}", flags)
     except OSError:
         return None
     try:
-        memory = mmap.mmap(file, place.num_bytes + WORD_BYTES, prot=mmap.PROT_READ)
+        memory = mmap.mmap(file, place.num_bytes + WORD_BYTES, prot=protection)
     except (OSError, ValueError):
         return None
     finally:

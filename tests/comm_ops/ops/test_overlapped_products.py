@@ -159,8 +159,9 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Events:
     by_rank_0 = {name: (lambda self, *_: self._rank == 0) for name in ("post",)}
     monkeypatch.setattr(ThreadTransport, "post", noting("start", post, by_rank_0["post"]))
     monkeypatch.setattr(Started, "wait", noting("wait", wait, lambda self: self.table.rank == 0))
-    for name in ("call", "of_input", "of_weight"):
-        act = noting(name, getattr(product, name), lambda x, *_: bool(x.flatten()[0] == 1))
+    for name, told_by in {"call": 0, "of_input": 0, "add_of_input": 1, "of_weight": 0}.items():
+        is_mine = lambda *given, at=told_by: bool(given[at].flatten()[0] == 1)  # noqa: E731
+        act = noting(name, getattr(product, name), is_mine)
         product = product._replace(**{name: act})
     monkeypatch.setitem(PRODUCTS_BY_NAME, LINEAR, product)
     return noted
@@ -179,7 +180,7 @@ def test_the_sum_of_gradients_of_rows_travels_while_those_of_weights_are_made(ev
             torch.autograd.backward(results, [of_rank(table, 4, 2).detach() for _ in results])
 
     run_in_threads(2, run)
-    assert events == ["call", "call", "of_input", "of_input", "start", "of_weight", "of_weight", "wait"]
+    assert events == ["call", "call", "of_input", "add_of_input", "start", "of_weight", "of_weight", "wait"]
 
 
 def test_a_slice_is_made_while_the_sum_of_the_one_before_travels(events: Events) -> None:

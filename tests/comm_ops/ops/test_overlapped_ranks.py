@@ -28,10 +28,11 @@ def work(rank: int, store: str, results: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=len(RANKS))
     found = {}
     with using(GroupTable()):
-        for sizes in ([], SIZES):
-            module = traced(sizes)
+        for sizes, slices in (([], "2 from 16"), ([], ""), (SIZES, "2 from 16")):
+            module = traced(sizes, slices)
             for backend in (None, "aot_eager"):
-                found["read", bool(sizes), backend] = gradients_of(lower(module, backend), *made(rank, sizes))
+                key = f"read {slices}", bool(sizes), backend
+                found[key] = gradients_of(lower(module, backend), *made(rank, sizes))
             with patch.object(two_level, "peers_worth_reading", return_value=None):
                 found["sent", bool(sizes), None] = gradients_of(module, *made(rank, sizes))
     results.put((rank, found))
@@ -39,7 +40,7 @@ def work(rank: int, store: str, results: Any) -> None:
     dist.destroy_process_group()
 
 
-def traced(sizes: list[int]) -> Any:
+def traced(sizes: list[int], slices: str) -> Any:
     """Make a feed-forward block's part of one rank."""
     import torch
     from torch import fx, nn
@@ -48,7 +49,7 @@ def traced(sizes: list[int]) -> Any:
 
     graph = fx.Graph()
     x, gate, up, down = (graph.placeholder(name) for name in ("x", "gate", "up", "down"))
-    layout = "aten.linear.default", RANKS, 1, sizes, "", "2 from 16"
+    layout = "aten.linear.default", RANKS, 1, sizes, "", slices
     pair = graph.call_function(torch.ops.hetu.gathered_products.default, (x, [gate, up], [], *layout))
     first, second = (graph.call_function(lambda made, at: made[at], (pair, at)) for at in (0, 1))
     inner = graph.call_function(torch.ops.aten.mul.Tensor, (first, second))
@@ -92,7 +93,7 @@ def test_gradients_are_those_of_one_device(tmp_path: Path) -> None:
     alone = gradients_of(lambda x, gate, up, down: (linear(linear(x, gate) * linear(x, up), down),), *whole())
     of_x, *of_ends = (torch.from_numpy(one) for one in alone)
     for rank in RANKS:
-        assert len(found[rank]) == 6
+        assert len(found[rank]) == 8
         for (_, cuts, _), (rows, *ends) in found[rank].items():
             torch.testing.assert_close(torch.from_numpy(rows), of_x.split(SIZES, 1)[rank] if cuts else of_x)
             for dim, own, end in zip((0, 0, 1), ends, of_ends, strict=True):

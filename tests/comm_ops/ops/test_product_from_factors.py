@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -75,3 +77,20 @@ def test_torch_accepts_the_registration(op: object) -> None:
     torch.library.opcheck(
         torch.ops.hetu.product_from_factors.default, (x, weight, bias, str(op), [0], 0, [sum(SIZES)], 1, 1)
     )
+
+
+@pytest.mark.parametrize("op", [op for op, product in PRODUCTS.items() if product.of_input], ids=str)
+def test_products_are_made_in_a_room_whatever_that_was_and_added_to_it(op: Any) -> None:
+    x, weight, bias = given(op)
+    product = PRODUCTS[op]
+    expected = product.call(x, weight, bias)
+    room = torch.full_like(expected, torch.nan)
+    product.make_into(room, x, weight, bias)
+    torch.testing.assert_close(room, expected)
+    total = torch.full_like(x, torch.nan)
+    assert product.of_input is not None
+    assert product.add_of_input is not None
+    assert product.add_of_input(total, expected, weight, 0) is total
+    torch.testing.assert_close(total, product.of_input(expected, weight))
+    product.add_of_input(total, expected, weight, 1)
+    torch.testing.assert_close(total, 2 * product.of_input(expected, weight))

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from hetu_fx.comm_ops.plans.cost import all_reduce_cost, ring_cost
+from hetu_fx.cluster.cluster import Cluster, Link
+from hetu_fx.comm_ops.plans.cost import Topology, all_reduce_cost, ring_cost
 from hetu_fx.deduction.factors.factors import FactorClass
 from hetu_fx.transforms.layouts.beam import WIDTH, beam
-from hetu_fx.transforms.layouts.reshard_cost import TYPICAL_LINKS, Prices, bytes_of
+from hetu_fx.transforms.layouts.reshard_cost import FLOPS_PER_SECOND, TYPICAL_LINKS, Prices, bytes_of, products_by_byte
 from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, AxisState, SplitOn
 from tests.transforms.plans import program_of
 
@@ -39,6 +40,43 @@ def test_a_change_costs_what_its_calls_do_forth_and_back(
     prices = Prices((RANKS,), dict(zip(graph.graph.nodes, bytes_of(graph), strict=True)))
     assert prices.change(weight, state, wanted, summed=summed, trained=True) == pytest.approx(seconds)
     assert prices.change(weight, state, wanted, summed=summed, trained=False) <= seconds
+
+
+class Rows(nn.Module):
+    """Rows that two products read, and rows that something else reads too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(30, 40), nn.Linear(30, 20), nn.Linear(20, 30, bias=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        others = self.third(x)
+        rows = others.relu()
+        return self.first(rows), self.second(rows), self.first(others)
+
+
+def test_what_products_hide_of_a_sum_is_told_by_their_work_where_nothing_else_reads_the_rows() -> None:
+    program = program_of(Rows(), (torch.randn(4, 20),))
+    found = products_by_byte(program.graph, program.factors, program.flow)
+    assert {node.name: by_byte for node, by_byte in found.items()} == {"relu": 2 * 30 * (40 + 20) / (30 * 4)}
+
+
+def hidden(topology: Topology, by_byte: float, state: AxisState = WHOLE) -> float:
+    node = torch.fx.Graph().placeholder("rows")
+    return Prices((RANKS,), {node: 4800.0}, topology, beside={node: by_byte}).hidden(node, state, WHOLE)
+
+
+def test_products_hide_no_more_than_the_sum_and_on_hosts_that_ranks_come_late() -> None:
+    flops = 3e-6 * len(RANKS) * FLOPS_PER_SECOND
+    assert hidden(TYPICAL_LINKS, flops / 4800) == pytest.approx(3e-6)
+    assert hidden(TYPICAL_LINKS, 1e12) == pytest.approx(BOTH)
+    assert hidden(TYPICAL_LINKS, 1e12, COLUMNS) == pytest.approx(TURN)
+    assert hidden(TYPICAL_LINKS, 0.0) == 0.0
+    link = Link(1e8, 1e-4)
+    hosts = Cluster.on_paper([1e9] * 3, intra=link, meeting_seconds=[1e-5] * 3)
+    assert hidden(hosts, 1e12) == pytest.approx(2 * hosts.meeting_seconds(RANKS))
+    chips = Cluster.on_paper([1e9, 2e9, 2e9], kinds=["A100"] * 3, intra=link)
+    assert hidden(chips, 3e-5 * len(RANKS) * 1e9 / 4800) == pytest.approx(3e-5)
 
 
 class Step:

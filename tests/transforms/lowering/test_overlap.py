@@ -27,9 +27,11 @@ SLOW = Cluster.on_paper([1e7] * 2, nodes=("a", "b"), intra=Link(1e6), inter=Link
 NEAR = Cluster.on_paper([1e7] * 2, nodes=("a", "a"), intra=Link(1e6), inter=Link(1e6))
 
 
-def joined(case: Case, plan: Plan, cluster: Cluster | None = None, rank: int = 0) -> DeviceGraph:
+def joined(
+    case: Case, plan: Plan, cluster: Cluster | None = None, rank: int = 0, *, on_host: bool = False
+) -> DeviceGraph:
     whole = deduced(case.program, plan)
-    made = Overlap(whole.annotated, cluster)(device_graph(case.program, plan, rank))
+    made = Overlap(whole.annotated, cluster, on_host)(device_graph(case.program, plan, rank))
     made.graph.lint()
     return made
 
@@ -65,6 +67,12 @@ def test_sums_after_products_are_made_in_slices_where_that_pays(llama: Case, pla
 
 def test_ranks_of_one_host_do_what_they_communicate_themselves(llama: Case) -> None:
     assert not calls(joined(llama, GROUP, NEAR), "summed_product")
+
+
+@pytest.mark.parametrize(("plan", "count"), [(GROUP, 4), (SHARED, 0), (AGAIN, 0)], ids=["sums", "parts", "again"])
+def test_on_hosts_products_are_made_where_they_are_summed(llama: Case, plan: Plan, count: int) -> None:
+    made = calls(joined(llama, plan, NEAR, on_host=True), "summed_product")
+    assert [node.args[-1] for node in made] == [""] * count
 
 
 @pytest.mark.parametrize("plan", [GROUP, SHARED, AGAIN], ids=["sums", "parts", "computed again"])
@@ -149,6 +157,11 @@ def test_a_sum_whose_gradient_is_summed_is_one_op(plan: Plan) -> None:
     made.graph.lint()
     assert "identity" not in names(made)
     assert [node.args[2] for node in calls(made, "all_reduce")] == ["partial", "partial", "duplicate"]
+    made = Overlap(deduced(program, plan).annotated, on_host=True)(device_graph(program, plan, 0))
+    made.graph.lint()
+    assert "identity" not in names(made)
+    cotangents = [node.args[4] for node in calls(made, "summed_product")]
+    assert cotangents == (["partial", "partial"] if plan is GROUP else [])
     how = Lockstep()
     verdict = judge("plan", train_alone(model, [batch], how), how.train(model, [batch], plan), 1e-10, "")
     assert verdict.verdict == "equal", verdict

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hetu_fx.comm_ops.plans.algorithm import FLAT
 from hetu_fx.comm_ops.wire.collectives import gather_segments, reduce_parts, segments, sum_over, sum_segments
@@ -18,8 +19,10 @@ from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.peers import exchanges, memory
 from hetu_fx.comm_ops.wire.peers.exchanges import (
     Act,
+    begin_sum_read,
     gather_pieces_here,
     gather_segments_here,
+    room_of_summand,
     start_here,
     sum_all_here,
     sum_segments_here,
@@ -104,15 +107,15 @@ def check_segments_are_gathered(rank: int, world: int, folder: Path) -> None:
 
 
 def check_a_collective_of_an_op_reads_from_so_many_bytes_on(rank: int, world: int, folder: Path) -> None:
-    table, ranks, read, by = GroupTable(name="ops"), (0, 1, 2), [], Peers.read
+    table, ranks, read, by = GroupTable(name="ops"), (0, 1, 2), [], Peers.part
 
-    def noted(self: Peers, rank: int, address: int, room: torch.Tensor) -> None:
+    def noted(self: Peers, rank: int, *where: Any) -> torch.Tensor:
         read.append(rank)
-        by(self, rank, address, room)
+        return by(self, rank, *where)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "LEAST_BYTES", 4000)
-        patch.setattr(Peers, "read", noted)
+        patch.setattr(Peers, "part", noted)
         for size in (999, 1000):
             x = value(rank, torch.float32)[:size].view(-1, 1)
             before = x.clone()
@@ -170,7 +173,7 @@ def check_a_process_that_has_gone_is_named(rank: int, world: int, folder: Path) 
     table = GroupTable(name="gone")
     peers = peers_of(table, (0, 1, 2))
     assert peers is not None
-    gone = replace(peers, processes=dict.fromkeys(range(WORLD), 2**22 + os.getpid()))
+    gone = replace(peers, processes=dict.fromkeys(range(WORLD), 2**22 + os.getpid()), areas={})
     with using(table), pytest.raises(CommError, match=r"process of rank \d has gone"):
         start_here(gather_segments_here, torch.zeros(10), (4, 4, 2), (0, 1, 2), 40, table, gone).wait()
 
@@ -193,6 +196,67 @@ def check_who_ends_after_the_last_exchange_is_not_missed(rank: int, world: int, 
         patch.setattr(Peers, "_lives", lambda peers, other: not has_read(slot))
         with using(table):
             exchange.wait()
+
+
+def check_a_summand_in_a_room_is_not_waited_for_and_stays(rank: int, world: int, folder: Path) -> None:
+    table, ranks, size = GroupTable(name="rooms"), (0, 1, 2), 5000
+    peers = peers_of(table, ranks)
+    assert peers is not None
+    for number in range(3):
+        place = room_of_summand([size], torch.float32, peers)
+        assert place is not None
+        place.value.copy_(torch.arange(size) + float(rank + number))
+        under_way = begin_sum_read(place if number else place.value, ranks, table, peers)
+        if rank == 1:  # reads once the others are past it, and have taken more room
+            dist.barrier()
+        assert torch.equal(under_way.end(), 3.0 * torch.arange(size) + 3 * (1 + number))
+        if rank != 1:
+            del under_way, place
+            others = [peers.room(4 * size) for _ in range(9)]
+            for other in others:
+                assert other is not None
+                other.memory.fill_(7)
+            dist.barrier()
+
+
+def check_memory_that_is_given_is_waited_for(rank: int, world: int, folder: Path) -> None:
+    table, ranks, x = GroupTable(name="given"), (0, 1, 2), torch.full((40, 30), float(rank))
+    peers, ended, end = peers_of(table, ranks), [], exchanges._Reading.end
+    assert peers is not None
+
+    def noted(self: Any) -> None:
+        ended.append(self)
+        end(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchanges._Reading, "end", noted)
+        for given in (x, x.t()):
+            for known, count in ((peers, 0), (replace(peers, area=None), 1)):
+                exchanges._standing.end()
+                ended.clear()
+                assert torch.equal(begin_sum_read(given, ranks, table, known).end(), torch.full(given.shape, 3.0))
+                assert len(ended) == count
+
+
+def check_a_rank_without_rooms_reads_those_of_others(rank: int, world: int, folder: Path) -> None:
+    table = GroupTable(name="full")
+    peers = peers_of(table, RANKS)
+    assert peers is not None
+    if rank == 1:  # has no place left, and says where its own stands
+        peers = replace(peers, area=None)
+    x = value(rank, torch.bfloat16)
+    found = begin_sum_read(x, RANKS, table, peers).end()
+    assert torch.equal(found, sum_over(x, RANKS, table))
+
+
+def check_two_ranks_of_which_one_gets_nothing_sum_what_is_copied_to_rooms(rank: int, world: int, folder: Path) -> None:
+    table, ranks = GroupTable(name="two"), (1, 0)
+    if rank in ranks:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(memory, "LEAST_BYTES", 0)
+            parts = [torch.full((size, 3), float(rank)).t() for size in (5, 0)]
+            found = reduce_scatter_by(parts, ranks, FLAT, table)
+        assert torch.equal(found, torch.ones(3, 5 if rank == 1 else 0))
 
 
 def check_pieces_are_taken_from_where_they_stand(rank: int, world: int, folder: Path) -> None:

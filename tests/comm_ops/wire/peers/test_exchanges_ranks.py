@@ -193,7 +193,7 @@ def check_who_ends_after_the_last_exchange_is_not_missed(rank: int, world: int, 
         exchange = start_here(gather_segments_here, value(rank, torch.float32), SIZES, RANKS, 0, table, peers)
         slot = next(iter(peers.under_way))
         patch.setattr(Board, "look", silent_then)
-        patch.setattr(Peers, "_lives", lambda peers, other: not has_read(slot))
+        patch.setattr(Peers, "lives", lambda peers, other: not has_read(slot))
         with using(table):
             exchange.wait()
 

@@ -121,7 +121,7 @@ def check_what_a_process_has_said_is_heard_after_it_has_gone(rank: int, world: i
     first = table.say([float(rank)], "numbers")
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Peers, "_lives", lambda peers, other: False)
+        patch.setattr(Peers, "lives", lambda peers, other: False)
         first.wait()
         assert first.heard == [(float(other),) for other in range(world)]
         if rank == 0:

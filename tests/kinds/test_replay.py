@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -41,12 +40,14 @@ def there(given: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.to(PLACE) for name, value in given.items()}
 
 
-def nets(p: float = 0.0, **options: Any) -> tuple[nn.Module, nn.Module]:
+def nets(p: float = 0.0) -> tuple[nn.Module, nn.Module]:
     """Return a model on the host, and the same one on the kind, which replays."""
     torch.manual_seed(0)
     plain = Net(p)
     ours = copy.deepcopy(plain).to(PLACE)
-    return plain, hetu_fx.auto_parallelize(ours, there(data(0)), cuda_graphs=True, **options)
+    return plain, hetu_fx.auto_parallelize(
+        ours, there(data(0)), plan=hetu_fx.Plan.data_parallel((0,)), cuda_graphs=True
+    )
 
 
 Loop = Callable[[nn.Module, Callable[[int], dict[str, Tensor]]], list[Tensor]]
@@ -104,6 +105,16 @@ def outputs_that_are_kept(model: nn.Module, batch: Callable[[int], dict[str, Ten
         return [model(**batch(step))["made"] for step in range(8)]
 
 
+def outputs_in_inference_mode_and_then_without_gradients(
+    model: nn.Module, batch: Callable[[int], dict[str, Tensor]]
+) -> list[Tensor]:
+    model.eval()
+    with torch.inference_mode():
+        first = [model(**batch(step))["made"] for step in range(6)]
+    with torch.no_grad():
+        return [*first, *(model(**batch(step))["made"] for step in range(6))]
+
+
 @pytest.mark.parametrize(
     "loop",
     [
@@ -112,6 +123,7 @@ def outputs_that_are_kept(model: nn.Module, batch: Callable[[int], dict[str, Ten
         two_forwards_before_their_backwards,
         a_graph_that_is_kept,
         outputs_that_are_kept,
+        outputs_in_inference_mode_and_then_without_gradients,
     ],
 )
 @on_testkind

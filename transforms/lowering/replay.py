@@ -94,7 +94,7 @@ class Replayed:
         if None in copied:
             return None
         here = [inputs[i] for i in self._in_place]
-        return torch.is_grad_enabled(), *copied, *map(Tensor.data_ptr, here), *map(_KIND, here)
+        return _surroundings(), *copied, *map(Tensor.data_ptr, here), *map(_KIND, here)
 
     def _record(self, key: Hashable, inputs: Sequence[Any]) -> _Record | None:
         found = self._records.get(key)
@@ -113,6 +113,12 @@ class Replayed:
 
 
 _KIND = attrgetter("dtype", "requires_grad")
+
+
+def _surroundings() -> Hashable:
+    """Return what else says which kernels run; what is made in inference mode stays in it."""
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return *modes, torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
 
 
 def _form(given: Any) -> Hashable | None:

@@ -188,8 +188,8 @@ def _execution_of(wanted: Preparation, *, is_mixed: bool) -> tuple[Execution[Any
             )
         case "eager" if wanted.cuda_graphs:
             raise StateError(
-                "cuda_graphs=True is for captured graphs, and capture='eager' makes none; leave it out, and record parts "
-                "of the model by torch's make_graphed_callables"
+                "cuda_graphs=True is for captured graphs, and capture='eager' makes none; leave it out, and record "
+                "parts of the model by torch's make_graphed_callables"
             )
         case "eager" if wanted.align is not None:
             raise StateError(

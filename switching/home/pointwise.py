@@ -6,7 +6,6 @@ List kernels are what optimizers spend their time in.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,10 +25,19 @@ from hetu_fx.switching.home.gathered import named, run_whole
 from hetu_fx.switching.home.journal import journal
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
 from hetu_fx.switching.home.piece_copies import note_copy
-from hetu_fx.switching.home.tensor import Handler, HomeTensor, cut_like, gather_whole, mark_written, same_layout, wrap
+from hetu_fx.switching.home.tensor import (
+    Handler,
+    HomeTensor,
+    cut_like,
+    gather_whole,
+    home_layout_of,
+    local_of,
+    mark_written,
+    same_layout,
+    wrap,
+)
 
 aten = torch.ops.aten
-_local, _layout = attrgetter("local"), attrgetter("home_layout")
 # The wrapper of a single in-place op is counted by torch, its piece is not.
 _count_write = increment_version
 
@@ -251,10 +259,10 @@ def _cut_alike(lists: dict[str, Any]) -> _Cut | None:
     homes = {name: tensors for name, tensors in lists.items() if _all_home(tensors)}
     if not homes or not all(are_numbers(tensors) for name, tensors in lists.items() if name not in homes):
         return None
-    first, *others = (list(map(_layout, tensors)) for tensors in homes.values())
+    first, *others = (list(map(home_layout_of, tensors)) for tensors in homes.values())
     if any(other != first for other in others):
         return None
-    return first, {name: list(map(_local, t)) if name in homes else t for name, t in lists.items()}
+    return first, {name: list(map(local_of, t)) if name in homes else t for name, t in lists.items()}
 
 
 def _cut_by_position(lists: dict[str, Any], written: Collection[str]) -> _Cut:

@@ -262,13 +262,8 @@ class PiecesWritten:
             like: positions that kernels were not given, each with one that was written as these would have been.
         """
         _writing.remove(self)
-        for pieces, before in zip(self.pieces, self._before, strict=True) if like else ():
-            by_count: dict[int, list[torch.Tensor]] = {}
-            for position, other in (like or {}).items():
-                by_count.setdefault(version(pieces[other]) - before[other], []).append(pieces[position])
-            for count, tensors in by_count.items():
-                for _ in range(count):
-                    increment_version(tensors)
+        if like:
+            self._count_as_written(like)
         for homes, pieces, before in zip(self._homes, self.pieces, self._before, strict=True):
             for _ in range(self._uncounted):
                 increment_version(pieces)
@@ -278,6 +273,16 @@ class PiecesWritten:
                     increment_version(homes)
             else:
                 set_versions(tuple(homes), tuple(map(add, map(version, homes), counts)))
+
+    def _count_as_written(self, like: Mapping[int, int]) -> None:
+        """Count in pieces that kernels were not given what was written to others."""
+        for pieces, before in zip(self.pieces, self._before, strict=True):
+            by_count: dict[int, list[torch.Tensor]] = {}
+            for position, other in like.items():
+                by_count.setdefault(version(pieces[other]) - before[other], []).append(pieces[position])
+            for count, tensors in by_count.items():
+                for _ in range(count):
+                    increment_version(tensors)
 
 
 def awaited(like: HomeTensor, wait: Callable[[], None]) -> HomeTensor:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
 from hetu_fx.comm_ops.wire.peers.rooms import Area, Room, area_bytes, behind, is_room, seen
-from hetu_fx.comm_ops.wire.peers.shared import WORD_BYTES, Place, SharedMemory, mapped
+from hetu_fx.comm_ops.wire.peers.shared import WORD_BYTES, Place, SharedMemory, mapped, shared_memory
 
 Found = TypeVar("Found")
 
@@ -291,7 +291,7 @@ def mutual_peers(table: GroupTable, ranks: tuple[int, ...], num_slots: int = BOA
     A word that nobody can guess is read from each. What this rank shares is a board of so many slots, and its area.
     """
     board_bytes = _SLOT.size * num_slots
-    shared, order = _shared(board_bytes + room_bytes), sorted(ranks, key=table.to_global)
+    shared, order = shared_memory(board_bytes + room_bytes), sorted(ranks, key=table.to_global)
     told = dict(zip(order, told_by_all(table, ranks, _Introduction.own(shared)), strict=True))
     found = {rank: memory for rank, one in told.items() if (memory := one.seen()) is not None}
     seen_by = dict(zip(order, told_by_all(table, ranks, set(found)), strict=True))
@@ -330,14 +330,6 @@ class _Introduction(NamedTuple):
 
 
 _word = (ctypes.c_char * WORD_BYTES).from_buffer(bytearray(os.urandom(WORD_BYTES)))
-
-
-def _shared(num_bytes: int) -> SharedMemory | None:
-    """Make memory to be shared; None where there is none to be had."""
-    try:
-        return SharedMemory(num_bytes)
-    except (AttributeError, OSError):  # or this system has no such memory
-        return None
 
 
 def told_by_all(table: GroupTable, ranks: tuple[int, ...], value: Any) -> list[Any]:

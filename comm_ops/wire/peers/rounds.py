@@ -19,7 +19,7 @@ from zlib import crc32
 
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
 from hetu_fx.comm_ops.wire.peers.memory import Peers, peers_of, told_by_all, until
-from hetu_fx.comm_ops.wire.peers.shared import SharedMemory, mapped
+from hetu_fx.comm_ops.wire.peers.shared import mapped, shared_memory
 from hetu_fx.comm_ops.wire.small_sums import refuse_unlike
 from hetu_fx.errors import CommError
 
@@ -147,7 +147,7 @@ def open_rounds(table: GroupTable) -> None:
 
 def _shared(table: GroupTable, peers: Peers, ranks: tuple[int, ...]) -> Mapping[int, mmap.mmap] | None:
     """Return memory of each rank, as all have mapped it; None on all ranks where one could not. Collective."""
-    own = _made()
+    own = shared_memory(RING * _SLOT_BYTES)
     order, found = sorted(ranks, key=table.to_global), {} if own is None else {table.rank: own.memory}
     for rank, place in zip(order, told_by_all(table, ranks, own and own.place), strict=True):
         if rank != table.rank and place is not None and (memory := mapped(peers.processes[rank], place)) is not None:
@@ -156,10 +156,3 @@ def _shared(table: GroupTable, peers: Peers, ranks: tuple[int, ...]) -> Mapping[
     if own is not None:
         own.close()
     return found if have_all else None
-
-
-def _made() -> SharedMemory | None:
-    try:
-        return SharedMemory(RING * _SLOT_BYTES)
-    except OSError:
-        return None

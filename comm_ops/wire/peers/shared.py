@@ -45,6 +45,14 @@ class SharedMemory:
             os.close(self.place.file)
 
 
+def shared_memory(num_bytes: int) -> SharedMemory | None:
+    """Return memory to be shared; None where there is none to be had, or this system has no such memory."""
+    try:
+        return SharedMemory(num_bytes)
+    except (AttributeError, OSError):
+        return None
+
+
 def mapped(process: int, place: Place, *, for_tensors: bool = False) -> mmap.mmap | None:
     """Return another process's memory, to be read; None where it cannot be.
 

@@ -151,7 +151,7 @@ def check_where_one_cannot_map_it_nobody_has_rounds(rank: int, world: int, folde
 def check_where_one_has_no_memory_nobody_has_rounds(rank: int, world: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(rounds, "_made", lambda: None)
+            patch.setattr(rounds, "shared_memory", lambda num_bytes: None)
         open_rounds(table := GroupTable(name="full"))
         assert table.rounds is None
 

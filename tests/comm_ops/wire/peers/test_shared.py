@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from hetu_fx.comm_ops.wire.peers.shared import SharedMemory, mapped
+from hetu_fx.comm_ops.wire.peers.shared import SharedMemory, mapped, shared_memory
 
 
 def test_what_is_written_is_seen_where_it_is_mapped() -> None:
@@ -48,3 +48,8 @@ def test_where_there_is_none_to_be_had_its_file_is_closed(monkeypatch: pytest.Mo
         SharedMemory(100)
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(closed[0])
+
+
+def test_where_the_system_has_none_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    assert shared_memory(100) is None

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.base.torch_private import make_subclass, types_of_list_kernels
 from hetu_fx.comm_ops.wire.collectives import reduce_world
 from hetu_fx.switching.home.async_tensor import Pending
@@ -263,13 +264,22 @@ FIND_HANDLER[:] = [_find_handler]
 _admit_to_foreach()
 
 
-def layout_of(home: nn.Parameter) -> Any:
-    """Return the layout of a home parameter (a HomeTensor that torch's type hints call a Parameter)."""
-    assert isinstance(home, HomeTensor)
-    return home.home_layout
+_ALONE = Annotation.on((0,))
+
+
+def layout_of(home: torch.Tensor) -> HomeLayout:
+    """Return the layout of a home parameter; that of a plain one is all of it, on a rank alone."""
+    return home.home_layout if isinstance(home, HomeTensor) else home_layout(_ALONE, tuple(home.shape), 0, 1)
+
+
+def piece_of(home: torch.Tensor) -> torch.Tensor:
+    """Return this rank's piece of a home parameter; that of a plain one shares its memory, and its version."""
+    return home.local if isinstance(home, HomeTensor) else home.detach()
 
 
 def as_home(pieces: Mapping[str, torch.Tensor], homes: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Wrap pieces of gradients, which fit, in the layouts of their parameters."""
+    """Wrap pieces of gradients, which fit, in the layouts of their parameters; plain ones have plain gradients."""
+    if any(type(homes[name]) is not HomeTensor for name in pieces):
+        return dict(pieces)
     wrapped = map(wrap, pieces.values(), map(home_layout_of, map(homes.__getitem__, pieces)))
     return dict(zip(pieces, wrapped, strict=True))

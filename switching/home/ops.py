@@ -272,6 +272,14 @@ def layout_of(home: torch.Tensor) -> HomeLayout:
     return home.home_layout if isinstance(home, HomeTensor) else home_layout(_ALONE, tuple(home.shape), 0, 1)
 
 
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a tensor of a parallel model: a parameter, a gradient, what an optimizer keeps.
+
+    Collective: every rank must call it. On one process all tensors are plain, and a plain tensor is returned as it is.
+    """
+    return tensor.full_tensor() if isinstance(tensor, HomeTensor) else tensor
+
+
 def piece_of(home: torch.Tensor) -> torch.Tensor:
     """Return this rank's piece of a home parameter; that of a plain one shares its memory, and its version."""
     return home.local if isinstance(home, HomeTensor) else home.detach()
@@ -279,7 +287,7 @@ def piece_of(home: torch.Tensor) -> torch.Tensor:
 
 def as_home(pieces: Mapping[str, torch.Tensor], homes: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
     """Wrap pieces of gradients, which fit, in the layouts of their parameters; plain ones have plain gradients."""
-    if any(type(homes[name]) is not HomeTensor for name in pieces):
+    if not all(isinstance(homes[name], HomeTensor) for name in pieces):
         return dict(pieces)
     wrapped = map(wrap, pieces.values(), map(home_layout_of, map(homes.__getitem__, pieces)))
     return dict(zip(pieces, wrapped, strict=True))

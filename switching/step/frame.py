@@ -140,8 +140,8 @@ class StepFrame:
         needing: inputs that need a gradient.
 
     Attributes:
-        is_direct: the model runs with the parameters themselves, and its graph of autograd is the user's: on a rank
-            alone, as nothing has to be brought anywhere.
+        is_direct: the model runs with the parameters and inputs themselves, and its graph of autograd is the user's:
+            on a rank alone, as nothing has to be brought anywhere.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class StepFrame:
         self.needing = dict(needing or {})
         self.trains = torch.is_grad_enabled() and bool(variant.trained or self.needing)
         self.runs_ahead = self.trains and may_run_ahead
-        self.is_direct = self.table.size == 1 and not self.runs_ahead and not self.needing
+        self.is_direct = self.table.size == 1 and not self.runs_ahead
         self._scale = scale
         self.root = inputs.guess.value * scale if in_float16 else 1.0  # what a backward that runs ahead begins with
         ran_with = self.root / scale if self.runs_ahead else None
@@ -211,6 +211,8 @@ class StepFrame:
 
     def leaves_of(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's rows of all inputs, as leaves of the step's own graph where they need a gradient."""
+        if self.is_direct:
+            return dict(rows)
         own = {name: tensor.detach() for name, tensor in rows.items()}
         self._leaves = {name: own[name].requires_grad_() for name in self.needing if name in own}
         return own

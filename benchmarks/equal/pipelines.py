@@ -32,12 +32,12 @@ from hetu_fx.plans.plan import Pipeline, Plan, Schedule, Stage
 SIZE = Size(width=256, layers=4, rows=16, tokens=128)
 MICRO_BATCHES = 4, 8
 NUM_CHUNKS = 2
-TORCH, TORCH_CHUNKS = "torch, 1F1B", "torch, interleaved 1F1B"
-THEIRS: Mapping[str, Callable[..., Any]] = {
-    TORCH: Schedule1F1B,
-    TORCH_CHUNKS: ScheduleInterleaved1F1B,
+TORCH = "torch, 1F1B"
+TORCH_CHUNKS: Mapping[str, Callable[..., Any]] = {
+    "torch, interleaved 1F1B": ScheduleInterleaved1F1B,
     "torch, interleaved zero bubble": ScheduleInterleavedZeroBubble,
 }
+THEIRS = {TORCH: Schedule1F1B, **TORCH_CHUNKS}
 WHOLE: Mapping[str, Schedule] = {"hetu_fx, 1F1B": "1f1b", "hetu_fx, zero bubble": "zero-bubble"}
 CHUNKS: Mapping[str, Schedule] = {
     "hetu_fx, interleaved": "interleaved",
@@ -53,8 +53,8 @@ def contest(count: int) -> Contest:
     ours = {name: partial(our_job, whole, schedule, count, 1) for name, schedule in WHOLE.items()}
     ours |= {name: partial(our_job, whole, schedule, count, NUM_CHUNKS) for name, schedule in CHUNKS.items()}
     theirs = {name: partial(torch_job, whole, name, count) for name in THEIRS}
-    bars = [Against(tuple(WHOLE), TORCH, TORCH_BAR), Against(tuple(CHUNKS), TORCH_CHUNKS, TORCH_BAR)]
-    return Contest({**theirs, **ours}, bars)
+    in_chunks = [Against(tuple(CHUNKS), name, TORCH_BAR) for name in TORCH_CHUNKS]
+    return Contest({**theirs, **ours}, [Against(tuple(WHOLE), TORCH, TORCH_BAR), *in_chunks])
 
 
 def our_job(whole: Mapping[str, Tensor], schedule: Schedule, count: int, chunks: int) -> Job:

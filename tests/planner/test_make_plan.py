@@ -64,10 +64,21 @@ def test_the_best_pipelines_are_tried_under_schedules_of_smaller_bubbles() -> No
 
 
 @pytest.mark.parametrize(
-    ("layers", "found"), [(2, "1f1b"), (4, "interleaved in 2 chunks"), (8, "interleaved in 4 chunks")]
+    ("layers", "forbidden", "found"),
+    [
+        (2, ("zero_bubble",), "1f1b"),
+        (4, ("zero_bubble",), "interleaved in 2 chunks"),
+        (8, ("zero_bubble",), "interleaved in 4 chunks"),
+        (2, (), "zero-bubble"),
+        (4, (), "zero-bubble in 2 chunks"),
+        (8, (), "zero-bubble in 4 chunks"),
+        (8, ("interleaved",), "zero-bubble"),
+    ],
 )
-def test_stages_are_in_chunks_where_they_have_blocks_for_them(layers: int, found: str) -> None:
-    alone = ("data_parallel", "tensor_parallel", "context", "zero_bubble")
+def test_stages_are_in_chunks_where_they_have_blocks_for_them(
+    layers: int, forbidden: tuple[str, ...], found: str
+) -> None:
+    alone = ("data_parallel", "tensor_parallel", "context", *forbidden)
     options = PlanOptions(micro_batches=(1, 4)).chosen(Choice.of(forbid=alone))
     made = make_plan(transformer(layers, length=512, width=512), paper(100, 100), options=options)
     assert made.schedule_text == found

@@ -32,7 +32,8 @@ def given_of(node: fx.Node) -> Given | None:
 def product_call(name: str, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> tuple[Any, tuple[fx.Node, ...]]:
     """Return the product of a name and what it takes of these, in its order: what `given_of` has read."""
     op, product = next((op, product) for op, product in PRODUCTS.items() if str(op) == name)
-    given = {product.x: x, product.weight: weight} | ({product.bias: bias} if bias is not None else {})
+    places = (product.x, x), (product.weight, weight), (product.bias, bias)
+    given = {place: one for place, one in places if place is not None and one is not None}
     return op, tuple(given[place] for place in sorted(given))
 
 

@@ -5,14 +5,13 @@ Pure data: each pipeline has its own number of stages and micro-batches; pipelin
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
-from itertools import accumulate, chain
+from itertools import accumulate, chain, count
 
 from hetu_fx.plans.parts import Deal
 from hetu_fx.plans.plan import Schedule, micro_batch_rows
@@ -141,11 +140,11 @@ def _cut(order: Order, stage: int, num_cut: int) -> Iterator[Action]:
     as in the paper, equal stages would be done no sooner, but halves take longer than a whole, as the caches have lost
     by the second what the first has read.
     """
-    count, number = len(order) // 2, itertools.count()
-    wholes = range(stage, count - num_cut + stage) if stage else range(count)
+    num_backwards, numbers = len(order) // 2, count()
+    wholes = range(stage, num_backwards - num_cut + stage) if stage else range(num_backwards)
     waiting: deque[Action] = deque()
     for action in order:
-        if action.phase is Phase.FORWARD or next(number) in wholes:
+        if action.phase is Phase.FORWARD or next(numbers) in wholes:
             yield action
             continue
         yield replace(action, phase=Phase.INPUT_GRADIENT)

@@ -74,8 +74,8 @@ def same(value: Any, other: Any) -> bool:
         case dict():
             return (
                 isinstance(other, dict)
-                and value.keys() == other.keys()
-                and _are_same(value.values(), list(map(other.__getitem__, value)))
+                and len(value) == len(other)
+                and (_are_identical(value, other) or _have_same(value, other))
             )
         case list() | tuple() | deque():
             return _kind(value) is _kind(other) and len(value) == len(other) and _are_same(value, other)
@@ -90,8 +90,18 @@ def same(value: Any, other: Any) -> bool:
     return isinstance(content, Memory) and content == frozen(other)
 
 
+def _are_identical(value: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    """Tell whether dictionaries have the same objects in the same order, as a config's thousand labels, asked at each
+    step."""
+    return all(map(is_, value, other)) and all(map(is_, value.values(), other.values()))
+
+
+def _have_same(value: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    return value.keys() == other.keys() and all(same(item, other[key]) for key, item in value.items())
+
+
 def _are_same(values: Collection[Any], others: Collection[Any]) -> bool:
-    """Tell whether values are the same one by one; a config's thousand labels, asked at each step, are by identity."""
+    """Tell whether values are the same one by one; most are the same objects."""
     return all(map(is_, values, others)) or all(map(same, values, others))
 
 

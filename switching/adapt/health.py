@@ -77,7 +77,7 @@ class HealthTracker:
     threshold: float = 0.25
     hysteresis: float = 0.1
     patience: int = 2
-    gap: float = 0.05
+    gap: float = 0.02
     _devices: dict[int, _Device] = field(default_factory=dict)
     _is_new: bool = False
 

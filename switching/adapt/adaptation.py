@@ -196,8 +196,7 @@ class Adaptation:
         asked = self._asked(conditions)
         if known is not None:
             self.replanning.drop()
-            if not self._runs(self.plans[known]):
-                self._adopt(self._asked(known), Made(self.plans[known]))
+            self._adopt(self._asked(known), Made(self.plans[known]))
             if known.distance(conditions) < ALIKE:
                 return
             asked = replace(asked, least_gain=REFINED_GAIN)
@@ -245,11 +244,6 @@ class Adaptation:
             cluster = self._known_cluster().with_rates(rates)
             current.expect(expect(current.plan, self.costs, cluster), rates)
         return _gains(plan, current.predicted_seconds, least_gain)
-
-    def _runs(self, plan: Plan) -> bool:
-        """Tell whether that is the plan that runs."""
-        current = self.runtime.variants[self.runtime.current].plan
-        return replace(plan, name=current.name) == current
 
     def _adopt(self, asked: Asked, made: Made) -> str:
         """Give the policy a plan to choose from the next step on; return its variant's name."""

@@ -24,7 +24,7 @@ from hetu_fx.plans.prediction import Prediction
 from hetu_fx.switching.adapt.health import HealthTracker
 from hetu_fx.switching.adapt.of_programs import at_speeds, compute_seconds
 from hetu_fx.switching.adapt.own_times import Probe, Standby
-from hetu_fx.switching.adapt.replanning import Asked, Conditions, Made, Planner, Replanning, nearest_known
+from hetu_fx.switching.adapt.replanning import ALIKE, Asked, Conditions, Made, Planner, Replanning, nearest_known
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.step.report import LastStep
 
@@ -38,6 +38,9 @@ CALIBRATED_TOLERANCE = 0.02
 
 LEAST_GAIN = 0.02
 """A plan for corrected speeds replaces the first one if it is faster by at least so much."""
+
+REFINED_GAIN = 0.01
+"""A plan for rates that are known better replaces the one for about these if it is faster by at least so much."""
 
 
 @dataclass(frozen=True)
@@ -190,11 +193,14 @@ class Adaptation:
         self.runtime.variants.go_by(dict(conditions.rates))
         _log.info("devices' rates are %s", dict(conditions.rates) or "those of healthy ones")
         known = nearest_known(self.plans, conditions)
-        if known is None:
-            self.replanning.ask(self._asked(conditions), self._known_cluster())
-        else:
+        asked = self._asked(conditions)
+        if known is not None:
             self.replanning.drop()
             self._adopt(self._asked(known), Made(self.plans[known]))
+            if known.distance(conditions) < ALIKE:
+                return
+            asked = replace(asked, least_gain=REFINED_GAIN)
+        self.replanning.ask(asked, self._known_cluster())
 
     def replan(self, rates: Mapping[int, float]) -> str:
         """Make a plan for the given rates now; the policy weighs it against the others from the next step on.
@@ -226,11 +232,18 @@ class Adaptation:
         if isinstance(outcome, HetuFxError):
             _log.warning("no plan for %r, training goes on as planned before: %s", asked.conditions.name, outcome)
             return
-        current = self.runtime.variants[self.runtime.current]
-        if asked.least_gain is not None and not _gains(outcome.plan, current.predicted_seconds, asked.least_gain):
-            self.plans[asked.conditions] = current.plan
+        if asked.least_gain is not None and not self._is_worth_it(asked, outcome.plan, asked.least_gain):
+            self.plans[asked.conditions] = self.runtime.variants[self.runtime.current].plan
             return
         self._adopt(asked, outcome)
+
+    def _is_worth_it(self, asked: Asked, plan: Plan, least_gain: float) -> bool:
+        """Tell whether a plan is faster than the one that runs, which is expected to take what it does by the rates."""
+        current, rates = self.runtime.variants[self.runtime.current], dict(asked.conditions.rates)
+        if current.plan.predicted is not None and rates and not current.plan.has_program:
+            cluster = self._known_cluster().with_rates(rates)
+            current.expect(expect(current.plan, self.costs, cluster), rates)
+        return _gains(plan, current.predicted_seconds, least_gain)
 
     def _adopt(self, asked: Asked, made: Made) -> str:
         """Give the policy a plan to choose from the next step on; return its variant's name."""

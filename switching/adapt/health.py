@@ -77,7 +77,7 @@ class HealthTracker:
     threshold: float = 0.25
     hysteresis: float = 0.1
     patience: int = 2
-    gap: float = 0.05
+    gap: float = 0.02
     _devices: dict[int, _Device] = field(default_factory=dict)
     _is_new: bool = False
 
@@ -148,9 +148,17 @@ class HealthTracker:
                 device.forget()  # medians are compared of the same steps
         working, idle = self._taken(steps), self._taken(apart)
         num_working = sum(amount > 0 for amount in work.values())
-        if len(working) >= min(2, num_working):  # or what slows everybody cannot be told
+        if self._can_judge(working, num_working):
             self._judge_all(working, None if len(working) > 1 else HEALTHY)
         self._judge_all(idle, HEALTHY)
+
+    def _can_judge(self, measured: Sequence[_Device], num_working: int) -> bool:
+        """Tell whether some of the working devices tell each other's rates.
+
+        One alone does not tell what slows everybody, nor do slow ones, of which the fastest would pass for healthy.
+        """
+        has_healthy = any(device.rate == HEALTHY for device in measured)
+        return len(measured) == num_working or (len(measured) > 1 and has_healthy)
 
     def _taken(self, steps: Mapping[int, float]) -> list[_Device]:
         """Take in one step's slowness of some ranks; return those with a whole window."""

@@ -28,8 +28,8 @@ from hetu_fx.switching.step.timer import clock_of
 
 _log = logging.getLogger("hetu_fx.home")
 
-LEAST_GAIN = 0.03
-"""Homes move if that makes a step shorter by at least so much: what steps take, and so what is predicted, is noisy."""
+LEAST_GAIN = 0.01
+"""Homes move if that makes a step shorter by at least so much: what updates take is measured, and so is noisy."""
 
 MOVE_SECONDS = 0.1
 """What a move takes whatever travels: its plan, and ways from the new homes to graphs."""

@@ -128,7 +128,10 @@ class Replanning:
 
 
 NEAR = 0.05
-"""Measured rates that differ by less than this are the same conditions: nearer than that, noise tells them apart."""
+"""The plan for rates that differ by less than this is used for others at once: rates of few steps are no better."""
+
+ALIKE = 0.01
+"""Where rates differ by more than this, a plan of their own may still be faster."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ among others that share its processor and its memory.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +33,9 @@ WINDOWS = 5
 MOST_ROWS = 4
 """Rows of a run: what an op takes besides its work counts as little as in training."""
 
+FULL_TOKENS = 512
+"""Of shorter sequences a run has more rows, up to so many tokens: products of fewer take longer for each of them."""
+
 
 @dataclass(frozen=True, eq=False)
 class OwnBlocks:
@@ -54,7 +58,7 @@ class OwnBlocks:
         Raises `ProfileError` where the model has none, or they cannot be run apart.
         """
         check_measurable(costs, program.program, place)
-        rows = max(1, min(MOST_ROWS, costs.rows // world_size))
+        rows = max(1, min(most_rows(program.length), costs.rows // world_size))
         shards = [(shard_of(program.program, block, 1, place), count) for block, count in distinct_blocks(costs)]
         ready = tuple((shard, shard.inputs(program.length or 1, place, rows=rows), count) for shard, count in shards)
         return cls(costs, ready, rows)
@@ -74,6 +78,11 @@ class OwnBlocks:
         while not passes or time.perf_counter() - start < seconds:
             passes.append(sum(seconds_of(shard, inputs, count) for shard, inputs, count in self.blocks))
         return fmean(passes)
+
+
+def most_rows(length: int) -> int:
+    """Return the rows of a run at the most, of sequences of so many tokens; 0: rows have none."""
+    return max(MOST_ROWS, math.ceil(FULL_TOKENS / length)) if length else MOST_ROWS
 
 
 def measured_on(blocks: OwnBlocks, cluster: Cluster, table: GroupTable, seconds: float = SECONDS) -> Cluster:

@@ -17,7 +17,7 @@ from hetu_fx.errors import ProfileError
 from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.measure.blocks import BlockShard
 from hetu_fx.planner.measure.fit import counted_seconds
-from hetu_fx.planner.measure.speeds import MOST_ROWS, OwnBlocks, measured_on
+from hetu_fx.planner.measure.speeds import FULL_TOKENS, MOST_ROWS, OwnBlocks, measured_on, most_rows
 from hetu_fx.program.captures import Programs
 from tests import model_zoo
 from tests.model_zoo import causal_batch
@@ -54,12 +54,19 @@ def test_a_device_whose_blocks_take_twice_as_long_as_counted_is_half_as_fast(mon
     )
 
 
-@pytest.mark.parametrize(("world_size", "rows"), [(1, MOST_ROWS), (4, 2), (16, 1)])
+@pytest.mark.parametrize(("world_size", "rows"), [(1, 8), (4, 2), (16, 1)])
 def test_blocks_run_with_about_the_rows_that_a_device_has(world_size: int, rows: int) -> None:
     blocks = blocks_of(model_zoo.llama(), causal_batch(8, LENGTH), world_size)
     (first, *_) = blocks.blocks
     (result,) = first[0].forward(first[1])
     assert (blocks.rows, *result.shape[:2]) == (rows, rows, LENGTH)
+
+
+def test_short_sequences_are_many_enough_for_products_of_full_speed() -> None:
+    assert most_rows(FULL_TOKENS // 8) == 8
+    assert most_rows(FULL_TOKENS // 8 + 1) == 8
+    assert most_rows(FULL_TOKENS // 8 - 1) == 9
+    assert most_rows(FULL_TOKENS) == most_rows(8 * FULL_TOKENS) == most_rows(0) == MOST_ROWS
 
 
 class Tower(nn.Module):

@@ -13,11 +13,12 @@ import hetu_fx
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import StepFacts
 from hetu_fx.errors import PlanError
+from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.prediction import Prediction
 from hetu_fx.switching.adapt.adaptation import CALIBRATED, Adaptation, calibrated, expected_seconds
 from hetu_fx.switching.adapt.health import HealthTracker
-from hetu_fx.switching.adapt.replanning import Conditions
+from hetu_fx.switching.adapt.replanning import Asked, Conditions, Made
 from hetu_fx.switching.step.report import LastStep
 from tests.planner.examples import paper, rising, transformer
 
@@ -187,11 +188,48 @@ def test_a_situation_that_returns_is_not_planned_again() -> None:
     adaptation.plans[Conditions()] = Plan.single()
     adaptation.adapt({0: 2.0})
     take_over(adaptation)
-    for rate in (1.0, 2.04):
+    for rate in (1.0, 2.01):
         adaptation.adapt({0: rate})
         assert not adaptation.is_planning
     assert [change.variant for change in adaptation.changes] == ["slow-0x2", "variant0", "slow-0x2"]
     assert adaptation.runtime.variants["slow-0x2"].planned_rates == {0: 2.0}, "what it was planned for"
+
+
+def slow_and_known(rate: float) -> Adaptation:
+    """Make an adaptation that runs a plan for a device at a rate, which is now known as a little more."""
+    adaptation = adaptation_with(replace(Plan.single(), schedule="gpipe", predicted=Prediction(1e-3)))
+    adaptation.adapt({0: rate})
+    take_over(adaptation)
+    adaptation.runtime.current = adaptation.changes[-1].variant
+    adaptation.adapt({0: 1.03 * rate})
+    return adaptation
+
+
+def test_a_rate_that_is_known_better_is_planned_for_while_the_plan_for_about_it_runs() -> None:
+    adaptation = slow_and_known(2.0)
+    assert adaptation.is_planning
+    assert [change.variant for change in adaptation.changes] == ["slow-0x2", "slow-0x2"], "the plan for about it"
+    faster = replace(Plan.single(), zero=0, predicted=Prediction(1e-12))
+    adaptation.replanning.take = lambda: (_asked(adaptation), Made(faster))
+    adaptation._take_over()
+    assert [change.variant for change in adaptation.changes] == ["slow-0x2", "slow-0x2", "slow-0x2.06"]
+
+
+def test_a_plan_for_a_rate_that_is_known_better_is_left_alone_where_it_gains_little() -> None:
+    adaptation = slow_and_known(2.0)
+    runs = adaptation.runtime.variants["slow-0x2"]
+    as_fast = expect(runs.plan, adaptation.costs, adaptation.cluster.with_rates({0: 2.06}))
+    adaptation.replanning.take = lambda: (_asked(adaptation), Made(replace(runs.plan, zero=0, predicted=as_fast)))
+    adaptation._take_over()
+    assert [change.variant for change in adaptation.changes] == ["slow-0x2", "slow-0x2"]
+    assert runs.planned_rates == {0: 2.06}
+    assert runs.predicted_seconds == as_fast.seconds, "what it takes at the rate that is known now"
+    assert adaptation.plans[Conditions.of({0: 2.06})] == runs.plan
+
+
+def _asked(adaptation: Adaptation) -> Asked:
+    assert adaptation.replanning.asked is not None
+    return adaptation.replanning.asked
 
 
 def test_a_device_that_became_slow_under_a_pinned_variant_is_planned_for_when_that_is_released() -> None:

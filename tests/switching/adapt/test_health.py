@@ -118,7 +118,7 @@ def test_what_a_rate_was_before_a_shift_does_not_count_for_the_one_after() -> No
 
 
 def test_a_rate_is_refined_anew_where_work_is_shared_out_otherwise() -> None:
-    tracker = HealthTracker(window=2, lasting=8, patience=1)
+    tracker = HealthTracker(window=2, lasting=8, patience=1, gap=0.05)
     feed(tracker, [1.0] * 3 + [2.0] * 6)
     tracker.refine_anew()
     for known in (2.0,) * 7 + (2.08,):
@@ -134,6 +134,21 @@ def test_a_rate_is_refined_by_the_steps_in_which_all_were_measured() -> None:
     for _ in range(3):
         tracker.observe({0: 4.0, 1: 8.4}, {0: 1.0, 1: 1.0})
     assert tracker.rates == {0: 1.0, 1: 2.1}
+
+
+def test_slow_devices_are_not_judged_by_each_other_while_the_healthy_one_is_not_measured() -> None:
+    work = dict.fromkeys(range(3), 1.0)
+    tracker = settled(HealthTracker(window=3, lasting=3, patience=1), range(3))
+    for _ in range(3):
+        tracker.observe({0: 1.0, 1: 3.0, 2: 2.0}, work)
+    assert tracker.changed() == {0: 1.0, 1: 3.0, 2: 2.0}
+    for _ in range(6):
+        tracker.observe({1: 3.0, 2: 2.0}, work)
+    assert tracker.changed() is None
+    assert tracker.rates == {0: 1.0, 1: 3.0, 2: 2.0}
+    for _ in range(3):
+        tracker.observe({0: 1.0, 1: 3.0, 2: 1.0}, work)
+    assert tracker.changed() == {0: 1.0, 1: 3.0, 2: 1.0}
 
 
 def test_a_rate_is_told_over_the_mean_of_the_healthy_devices() -> None:
@@ -157,8 +172,9 @@ def test_noise_of_five_percent_never_triggers(noise: list[tuple[float, ...]]) ->
 def test_an_injected_rate_is_found_within_the_noise(rate: float, noise: list[float]) -> None:
     tracker = HealthTracker()
     costs = [n * (rate if step >= 20 else 1.0) for step, n in enumerate(noise)]
-    (report,) = feed(tracker, costs)
-    assert report[0] == pytest.approx(rate, rel=0.07)
+    for report in feed(tracker, costs):
+        assert report[0] == pytest.approx(rate, rel=0.07)
+    assert tracker.rates[0] == pytest.approx(rate, rel=0.03)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -165,11 +165,27 @@ def has_schema(target: Any) -> bool:
     return hasattr(target, "_schema")
 
 
-def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+def run_backward(
+    roots: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor] = (), *, keeps_graph: bool = False
+) -> None:
     """Do what torch.autograd.backward does, which compares the shapes of both in python first; the engine does, too."""
     torch.autograd.graph._engine_run_backward(
-        tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+        tuple(roots), tuple(gradients), keeps_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=True
     )
+
+
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return what runs a function outside of torch.func: its `apply`, which first looks for what that has left.
+
+    It does so argument by argument, in python, which takes as long as the rest where these are many.
+    """
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
+
+
+# The type of the nodes that add to the gradients of leaves; and how many hold a tensor below python, its object included.
+ACCUMULATES: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+use_count: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
 
 
 def is_setup_context_defined(function: type[torch.autograd.Function]) -> bool:

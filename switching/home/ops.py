@@ -16,7 +16,7 @@ off: `vector_norm` gives a PendingNorm, and all those that meet in one op (`torc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,8 +37,6 @@ from hetu_fx.switching.home.tensor import (
     counting_writes,
     cut_like,
     gather_whole,
-    home_layout_of,
-    wrap,
 )
 
 __all__ = ["HomeLayout", "HomeTensor", "PendingNorm", "WholeView", "gather_whole", "home_layout"]
@@ -267,9 +265,3 @@ def layout_of(home: nn.Parameter) -> Any:
     """Return the layout of a home parameter (a HomeTensor that torch's type hints call a Parameter)."""
     assert isinstance(home, HomeTensor)
     return home.home_layout
-
-
-def as_home(pieces: Mapping[str, torch.Tensor], homes: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Wrap pieces of gradients, which fit, in the layouts of their parameters."""
-    wrapped = map(wrap, pieces.values(), map(home_layout_of, map(homes.__getitem__, pieces)))
-    return dict(zip(pieces, wrapped, strict=True))

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from sys import getrefcount
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-from hetu_fx.base.torch_private import are_accumulated, gradient_hooks, keeps_graph
+from hetu_fx.base.torch_private import ACCUMULATES, are_accumulated, gradient_hooks, keeps_graph, run_backward
 from hetu_fx.switching.step.gradients import Collector
 from hetu_fx.switching.step.loss import applied
 
@@ -54,20 +56,49 @@ class StepBackward:
     inputs: Mapping[str, TiedInput] = field(default_factory=dict)
     leaves: Mapping[str, Tensor] = field(default_factory=dict)
     is_over: bool = False
+    _puts_all: bool = False
+
+    def may_put_all(self, loss: Tensor, node: Any) -> bool:
+        """Tell whether all that a backward from the loss does beyond this step is to put gradients where none are.
+
+        Then torch need not go through a node for each parameter, which takes longer than all else of it.
+
+        Args:
+            loss: the step's, as it was returned.
+            node: of the user's graph, that this step stands behind.
+        """
+        takers = [taker for taker, _ in node.next_functions]
+        if self.inputs or loss.numel() != 1 or set(map(type, takers)) != {ACCUMULATES}:
+            return False
+        if len(set(map(getrefcount, takers))) > 1:  # somebody else keeps one, as those do that hang hooks on it
+            return False
+        return all(one.grad is None and not any(gradient_hooks(one)) for one in self._parameters)
+
+    def put_all(self, loss: Tensor, *, keeps_graph: bool) -> None:
+        """Run backward from the loss, and put the gradients of all parameters, none of which has one."""
+        self._puts_all = True
+        try:
+            one = torch.ones(loss.shape, dtype=loss.dtype, device=loss.device)
+            run_backward([loss], [one], [_WITNESS], keeps_graph=keeps_graph)
+        finally:
+            self._puts_all = False
 
     def run(self, gradients: Sequence[Tensor | None], nodes: Sequence[Any]) -> tuple[Tensor | None, ...]:
         """Return the gradients of the home parameters and of the inputs, from those of the pieces.
 
         Args:
             gradients: of the pieces.
-            nodes: of the user's graph, which take what is returned.
+            nodes: of the user's graph, which take what is returned; the last one is the witness's.
         """
         with self.collector.host.counted():
             return self._run(gradients, nodes)
 
     def _run(self, gradients: Sequence[Tensor | None], nodes: Sequence[Any]) -> tuple[Tensor | None, ...]:
         self._check(gradients)
-        self.collector.begin(nodes)
+        parameters = self._parameters
+        accumulated = self._are_accumulated(nodes)
+        takers = Takers(parameters, nodes[: len(parameters)], accumulated, are_bare=self._puts_all)
+        self.collector.begin(takers.add_up)
         keeps = keeps_graph()
         pairs = [(p, g) for p, g in zip(self.pieces, gradients, strict=True) if g is not None and p.requires_grad]
         if pairs:
@@ -79,9 +110,22 @@ class StepBackward:
         if self.is_over:
             self.pieces = [piece.detach() for piece in self.pieces]
         found = [self._of_input(name, tied) for name, tied in self.inputs.items()]
-        parameters = [self.collector.homes[name] for name in self.collector.trained]
-        left = _put(parameters, list(map(home.get, self.collector.trained)), nodes[: len(parameters)])
-        return (*left, *found)
+        return (*takers.put(list(map(home.get, self.collector.trained))), *found)
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        """Return the trained parameters, in order."""
+        return [self.collector.homes[name] for name in self.collector.trained]
+
+    def _are_accumulated(self, nodes: Sequence[Any]) -> Sequence[bool]:
+        """Tell for each parameter whether the backward under way adds to its gradient.
+
+        If it goes to the witness, which nobody can ask for, it goes everywhere.
+        """
+        count = len(self.collector.trained)
+        if self._puts_all or all(are_accumulated(nodes[-1:])):
+            return [True] * count
+        return are_accumulated(nodes[:count])
 
     def _check(self, gradients: Sequence[Tensor | None]) -> None:
         if torch.is_grad_enabled():
@@ -111,19 +155,40 @@ class StepBackward:
         return tied.bring_back(gradient)
 
 
-def _put(
-    parameters: Sequence[nn.Parameter], gradients: list[Tensor | None], nodes: Sequence[Any]
-) -> list[Tensor | None]:
-    """Put parameters' first gradients where autograd would by `nodes`; return what is left for autograd to do.
+@dataclass(frozen=True)
+class Takers:
+    """What takes the gradients of parameters: by node of the user's graph, and whether it adds to those before.
 
-    It would make an alias of each first, which takes a home tensor as long as all else that is done for it.
+    `are_bare` says that no parameter has a hook, as has been looked up.
     """
-    hooks, accumulated = map(gradient_hooks, parameters), are_accumulated(nodes)
-    for number, (parameter, hooked, is_added) in enumerate(zip(parameters, hooks, accumulated, strict=True)):
-        if is_added and gradients[number] is not None and not any(hooked) and parameter.is_leaf:
-            if parameter.grad is None:
-                parameter.grad, gradients[number] = gradients[number], None
-    return gradients
+
+    parameters: Sequence[nn.Parameter]
+    nodes: Sequence[Any]
+    accumulated: Sequence[bool]
+    are_bare: bool
+
+    def add_up(self) -> bool:
+        """Tell whether nothing happens to gradients but that they are added to those before."""
+        return not any(any(gradient_hooks(one)) for one in self.parameters) and all(self.accumulated)
+
+    def put(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """Put parameters' first gradients where autograd would; return what is left for autograd to do.
+
+        It would make an alias of each first, which takes a home tensor as long as all else that is done for it.
+        """
+        each = zip(self.parameters, self.nodes, self.accumulated, strict=True)
+        for number, (parameter, node, is_added) in enumerate(each):
+            if is_added and type(node) is ACCUMULATES and gradients[number] is not None:
+                if parameter.grad is None and (self.are_bare or not any(gradient_hooks(parameter))):
+                    parameter.grad, gradients[number] = gradients[number], None
+        return gradients
+
+
+_WITNESS = torch.zeros((), device="cpu", requires_grad=True)
+"""A leaf behind every step, beside the parameters. It gets no gradient."""
+
+_KEPT = get_gradient_edge(_WITNESS).node
+"""Its node, kept as often as those of parameters are, by `home.outside`."""
 
 
 class _Boundary(torch.autograd.Function):
@@ -135,11 +200,11 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        return (None, *ctx.step.run(gradients, [node for node, _ in ctx.next_functions]))
+        return (None, *ctx.step.run(gradients, [node for node, _ in ctx.next_functions]), None)
 
 
 def tied(step: StepBackward) -> list[Tensor]:
     """Return the pieces of a step as parts of the user's graph, the loss first if there is one."""
     homes = [step.collector.homes[name] for name in step.collector.trained]
-    made: Sequence[Tensor] = applied(_Boundary, step, *homes, *(one.outer for one in step.inputs.values()))
+    made: Sequence[Tensor] = applied(_Boundary, step, *homes, *(one.outer for one in step.inputs.values()), _WITNESS)
     return list(made)

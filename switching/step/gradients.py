@@ -7,17 +7,16 @@ complete it is handed to the bridge, whose buckets travel beside the rest of the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch import Tensor
 
-from hetu_fx.base.torch_private import are_accumulated, foreach_mul, gradient_hooks
+from hetu_fx.base.torch_private import foreach_mul
 from hetu_fx.comm_ops.wire.consensus import any_of
 from hetu_fx.errors import StateError
 from hetu_fx.switching.bridge.bridge import Bridge, Reduction
-from hetu_fx.switching.home.ops import as_home
 from hetu_fx.switching.step.execution import StepInputs
 from hetu_fx.switching.step.loss import LossGradient
 from hetu_fx.switching.step.variant import Variant
@@ -64,7 +63,7 @@ class Collector:
     ) -> None:
         self.bridge, self.homes, self.kept, self.timer = bridge, variant.homes, variant.kept_back, inputs.timer
         self.host = inputs.host
-        self.trained = variant.trained
+        self.trained, self._wrapped = variant.trained, variant.wrapped
         self._compute, self._copies = variant.compute, compute
         self.leaves = variant.compute.take_leaves(compute, variant.trained)
         trained_here = self.leaves.keys() & variant.trained
@@ -91,25 +90,20 @@ class Collector:
     def _may_travel(self) -> bool:
         return self._overlaps and self._reduction is not None and (self._sums_first or not self.ran_ahead)
 
-    def begin(self, nodes: Sequence[Any]) -> None:
+    def begin(self, adds_up: Callable[[], bool]) -> None:
         """Say that backward begins: what the user has cleared of earlier gradients counts no more.
 
         Gradients that the user takes one by one, by hooks or by torch.autograd.grad, are kept neither back nor beside
         others that were.
 
         Args:
-            nodes: of autograd that take the gradients of the trained parameters, and maybe others.
+            adds_up: tells whether nothing happens to gradients but that they are added to those before.
         """
         self.kept.forget_cleared(self.homes)
         keeps = self._reduction is None or self.kept.bridge is not None
-        if keeps and not self._adds_up(nodes):
+        if keeps and not adds_up():
             self.kept.read()
             self._reduction = self._reduction or Reduction(self.bridge, self._trained_here)
-
-    def _adds_up(self, nodes: Sequence[Any]) -> bool:
-        """Tell whether nothing happens to gradients but that they are added to those before."""
-        hooked = any(any(gradient_hooks(self.homes[name])) for name in self.trained)
-        return not hooked and all(are_accumulated(nodes[: len(self.trained)]))
 
     def listen(self) -> None:
         """Hand each gradient on as it arrives, from now on, if it may travel: before the backward that completes them.
@@ -211,7 +205,7 @@ class Collector:
             self._multiply(list(home.values()))
         if not home:
             return {}
-        return as_home({name: home[name] for name in self._used(used) if name in home}, self.homes)
+        return self._wrapped.of({name: home[name] for name in self._used(used) if name in home}, self.homes)
 
     def _join_kept(self, left: dict[str, Tensor], names: Iterable[str]) -> None:
         """Put what was kept of some gradients with what is left of them."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetu_fx.base.torch_private import make_subclass
+from hetu_fx.base.torch_private import apply_of, make_subclass
 from hetu_fx.comm_ops.wire.calls import note
 from hetu_fx.comm_ops.wire.collectives import Exchange, sum_all
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
@@ -123,6 +123,22 @@ class PendingLoss(Pending):
                 loss.exchange.wait()
                 loss.value = loss.total.clone()  # a script may change its loss in place
 
+    def backward(
+        self,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """Do what torch does; a step that is asked for all gradients in the plain way puts them in place by itself."""
+        if gradient is None and inputs is None and not create_graph:
+            node, *_ = (None, 0) if self.grad_fn is None else next(iter(self.grad_fn.next_functions), (None, 0))
+            step = getattr(node, "step", None)
+            if step is not None and step.may_put_all(self, node):
+                step.put_all(self, keeps_graph=bool(retain_graph))
+                return
+        super().backward(gradient, retain_graph, create_graph, inputs)  # type: ignore[no-untyped-call]
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self + 0)
 
@@ -156,8 +172,8 @@ class SeenLoss:
 
 
 def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """Run an autograd function; torch leaves `apply` without types."""
-    return function.apply(*arguments)
+    """Run an autograd function; no step runs inside a transform of torch.func."""
+    return apply_of(function)(*arguments)
 
 
 def _summed(total: Tensor, table: GroupTable, *, waits: bool) -> Tensor:

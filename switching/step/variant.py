@@ -21,6 +21,7 @@ from hetu_fx.switching.bridge.compute import Compute
 from hetu_fx.switching.home.layout import HomeLayout
 from hetu_fx.switching.home.ops import HomeTensor
 from hetu_fx.switching.home.tensor import awaited, give
+from hetu_fx.switching.home.wrapped import Wrapped
 from hetu_fx.switching.step.policy import VariantFacts
 
 
@@ -150,7 +151,7 @@ class Variant:
         self._go_by(plan, planned_rates)
         self.compute, self.table, self.homes = compute, compute.table, compute.homes
         self.look_at_homes()
-        self.kept_back = KeptBack()
+        self.kept_back, self.wrapped = KeptBack(), Wrapped()
         self.first_use = FirstUse()
 
     def look_at_homes(self) -> None:

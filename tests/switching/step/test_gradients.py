@@ -23,7 +23,7 @@ def leaf_of(loss: torch.Tensor) -> torch.Tensor:
     while queue:
         node = queue.pop(0)
         variable = getattr(node, "variable", None)
-        if variable is not None and type(variable) is torch.Tensor:
+        if variable is not None and type(variable) is torch.Tensor and variable.dim():
             return variable
         inner = [piece.grad_fn for piece in node.step.pieces] if hasattr(node, "step") else []
         queue += [following for following in (*inner, *(f for f, _ in node.next_functions)) if following is not None]

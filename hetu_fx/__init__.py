@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from hetu_fx.plans.plan import Pipeline as Pipeline
     from hetu_fx.plans.plan import Plan as Plan
     from hetu_fx.plans.plan import Stage as Stage
+    from hetu_fx.switching.home.ops import full_tensor as full_tensor
     from hetu_fx.switching.sequences.form import SequenceOptions as SequenceOptions
 
 _HOMES = {
@@ -68,6 +69,7 @@ _HOMES = {
     "TokenBudgetSampler": "hetu_fx.batches.sampler",
     "WeightNames": "hetu_fx.base.frameworks",
     "auto_parallelize": "hetu_fx.api",
+    "full_tensor": "hetu_fx.switching.home.ops",
     "measure": "hetu_fx.planner.api",
     "nested_batch": "hetu_fx.batches.sampler",
     "plan": "hetu_fx.planner.api",

@@ -279,7 +279,7 @@ class Runtime:
         for variant in self.variants.values():
             variant.flush()
         strangers = self.members.strangers
-        if strangers:
+        if strangers and self.table.size > 1:
             bring_home(self.model, strangers, self._layouts(strangers), self.table)
         self.buffers.take_from_first(self.members.new_buffers)
         are_others = self.members.has_other_parameters
@@ -342,7 +342,7 @@ class Runtime:
             seed=self.settings.seed or 0,
             shared=self.settings.shared,
             outputs=self.settings.outputs,
-            syncs_gradients=self._syncs_gradients,
+            syncs_gradients=self._syncs_gradients or self.table.size == 1,
             guess=self.guess,
             timer=timer,
             host=self.host,

@@ -65,6 +65,8 @@ unflatten_dense_tensors = torch._C._nn.unflatten_dense_tensors
 transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # of torch.func; None outside
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # whether the backward under way may be repeated
 
+at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+
 get_default_group = _get_default_group
 in_bad_fork: Callable[[], bool] = torch.cuda._is_in_bad_fork  # forked from a process that has used CUDA
 dispatch_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # whether autocast knows an op
@@ -183,7 +185,7 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return apply
 
 
-# The type of the nodes that add to the gradients of leaves; and how many hold a tensor below python, its object included.
+# The type of the nodes that add to the gradients of leaves; and how many hold a tensor below python, its own object too.
 ACCUMULATES: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 use_count: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
 

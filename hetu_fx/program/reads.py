@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import repeat
 from operator import is_
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -121,6 +122,11 @@ class Reads:
         """Take what is there now as what was read."""
         self._values = [read.value for read in self._entries]
         self._found = [read.value for read in self._others]
+        found = [*zip(self._owners, self._fields, self._found, strict=True)]
+        self._lasting = _columns_of(one for one in found if type(one[-1]) is not MethodType)
+        self._bound = _columns_of(
+            one for one in found if type(one[-1]) is MethodType
+        )  # each look-up makes another object
         both = (*self._values, *self._found)
         self._containers = [(value, frozen(value)) for value in both if can_change(value)]
         self._tensors = [value for value in both if isinstance(value, Tensor)]
@@ -130,7 +136,8 @@ class Reads:
     def _are_untouched(self) -> bool:
         return (
             all(map(is_, map(dict.get, self._dicts, self._names, repeat(ABSENT)), self._values))
-            and all(map(is_, map(getattr, self._owners, self._fields, repeat(ABSENT)), self._found))
+            and all(map(is_, _now(*self._lasting[:2]), self._lasting[-1]))
+            and all(map(same, _now(*self._bound[:2]), self._bound[-1]))
             and list(map(len, self._spaces)) == self._sizes
             and self._contents_are_equal()
         )
@@ -147,6 +154,15 @@ class Reads:
         return list(map(version, self._tensors)) == self._versions and all(
             same(value, copy) for value, copy in self._containers
         )
+
+
+def _now(owners: Iterable[Any], fields: Iterable[str]) -> Iterator[Any]:
+    return map(getattr, owners, fields, repeat(ABSENT))
+
+
+def _columns_of(found: Iterable[tuple[Any, str, Any]]) -> tuple[list[Any], list[str], list[Any]]:
+    listed = list(found)
+    return [owner for owner, *_ in listed], [field for _, field, _ in listed], [value for *_, value in listed]
 
 
 def _columns(reads: Iterable[Read]) -> tuple[list[Any], list[str]]:

@@ -7,7 +7,7 @@ have one compute layout: a plan for devices that became slow often needs no new 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import is_
 from typing import Any
@@ -20,7 +20,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.plans.plan import Pipeline, Plan
 from hetu_fx.plans.schedule import cuts_backwards
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
-from hetu_fx.switching.home.tensor import local_of
+from hetu_fx.switching.home.ops import piece_of
 
 
 def compute_layout(plan: Plan) -> Plan:
@@ -50,7 +50,7 @@ class Compute:
         self.readers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.sizes: tuple[int, int] | None = None
         self._sized_for: Bridge | None = None
-        self._gathered: tuple[tuple[Bridge, tuple[int, ...]] | None, dict[str, Tensor]] = (None, {})
+        self._gathered: tuple[tuple[Bridge, tuple[Hashable, ...]] | None, dict[str, Tensor]] = (None, {})
         self._held: list[Tensor] = []  # so that no other tensor gets the id of one of them
         self._lasts_for: Bridge | None = None  # whose copies are the pieces that are held
         self._bridges: dict[tuple[BridgeEntry, ...], Bridge] = {}
@@ -160,7 +160,7 @@ class Compute:
         self._sized_for, self.sizes = None, None
 
     def _pieces(self) -> dict[str, Tensor]:
-        return dict(zip(self.homes, map(local_of, self.homes.values()), strict=True))
+        return dict(zip(self.homes, map(piece_of, self.homes.values()), strict=True))
 
 
 def bytes_besides(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> int:
@@ -170,7 +170,10 @@ def bytes_besides(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> int:
     return sum(size for place, size in sizes.items() if place not in known)
 
 
-def _state(bridge: Bridge, pieces: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """Return numbers that change when a gather brings something else: with every write, unless it shares the pieces."""
-    tell = id if bridge.shares(pieces) else version
-    return tuple(map(tell, pieces.values()))
+def _state(bridge: Bridge, pieces: Mapping[str, Tensor]) -> tuple[Hashable, ...]:
+    """Return what changes when a gather brings something else: with every write, unless it shares the pieces.
+
+    Memory that copies share is not given to others; pieces of plain parameters are new tensors each time.
+    """
+    places = tuple(map(Tensor.data_ptr, pieces.values()))
+    return places if bridge.shares(pieces) else (*places, *map(version, pieces.values()))

@@ -204,8 +204,8 @@ class _EagerStep(StepFrame):
 
     def run(self) -> LossAndOutput:
         rows = self.leaves_of(self._own_rows())
-        parameters = self.variant.compute.gather(self.variant.bridge)
-        if self.trains:
+        parameters = self.parameters(self.variant.bridge)
+        if self.trains and not self.is_direct:
             collector = self.collector(self.variant.bridge, parameters, overlaps=True, used=self.variant.used_anywhere)
             collector.listen()
             parameters = collector.leaves

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
+from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.base.torch_private import make_subclass, types_of_list_kernels
 from hetu_fx.comm_ops.wire.collectives import reduce_world
 from hetu_fx.switching.home.async_tensor import Pending
@@ -261,7 +261,22 @@ FIND_HANDLER[:] = [_find_handler]
 _admit_to_foreach()
 
 
-def layout_of(home: nn.Parameter) -> Any:
-    """Return the layout of a home parameter (a HomeTensor that torch's type hints call a Parameter)."""
-    assert isinstance(home, HomeTensor)
-    return home.home_layout
+_ALONE = Annotation.on((0,))
+
+
+def layout_of(home: torch.Tensor) -> HomeLayout:
+    """Return the layout of a home parameter; that of a plain one is all of it, on a rank alone."""
+    return home.home_layout if isinstance(home, HomeTensor) else home_layout(_ALONE, tuple(home.shape), 0, 1)
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a tensor of a parallel model: a parameter, a gradient, what an optimizer keeps.
+
+    Collective: every rank must call it. On one process all tensors are plain, and a plain tensor is returned as it is.
+    """
+    return tensor.full_tensor() if isinstance(tensor, HomeTensor) else tensor
+
+
+def piece_of(home: torch.Tensor) -> torch.Tensor:
+    """Return this rank's piece of a home parameter; that of a plain one shares its memory, and its version."""
+    return home.local if isinstance(home, HomeTensor) else home.detach()

@@ -1,4 +1,7 @@
-"""The parameters of a model, and what its optimizer has of them, as home tensors; and its buffers, whole everywhere."""
+"""The parameters of a model, and what its optimizer has of them, as home tensors; and its buffers, whole everywhere.
+
+Of a rank alone the parameters stay what they are: all of each is here, and nothing is to be said of where.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,8 @@ def move_home(model: nn.Module, layouts: Mapping[str, HomeLayout], table: GroupT
     """Replace every parameter by a home parameter that is the same object, so that optimizers keep working.
 
     The values are rank 0's, as under DistributedDataParallel; collective. What is a home parameter already (in a copy
-    of a parallel model) stays as it is. Returns the home parameters by first name, in the model's order.
+    of a parallel model) stays as it is, and so do all of a rank alone. Returns the parameters by first name, in the
+    model's order.
     """
     parameters = dict(model.named_parameters())
     bring_home(model, {n: p for n, p in parameters.items() if not isinstance(p, HomeTensor)}, layouts, table)
@@ -42,6 +46,8 @@ def bring_home(
     model: nn.Module, parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, HomeLayout], table: GroupTable
 ) -> None:
     """Make home parameters of these of a model, as `move_home` does; collective."""
+    if table.size == 1:
+        return
     pieces = _pieces_of_first(parameters, layouts, table)
     with without_weak_references(model):
         for name, parameter in parameters.items():
@@ -73,8 +79,6 @@ def _swap(name: str, parameter: nn.Parameter, home: nn.Parameter) -> None:
 def _pieces_of_first(
     parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, HomeLayout], table: GroupTable
 ) -> dict[str, torch.Tensor]:
-    if table.size == 1:
-        return {name: p.detach().clone() for name, p in parameters.items()}
     first = Annotation.on((0,))
     wholes = [parameter.detach() for parameter in parameters.values()]
     moves = [
@@ -95,12 +99,12 @@ _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})  # of torch's optimize
 def move_optimizer_state(
     optimizer: torch.optim.Optimizer, homes: Mapping[str, nn.Parameter], layouts: Mapping[str, HomeLayout]
 ) -> None:
-    """Cut the parameter-shaped state that an optimizer has already into home pieces.
+    """Cut the parameter-shaped state that an optimizer has already into home pieces; not that of plain parameters.
 
     A number that counts for the whole parameter is no such state, even where the parameter has no dims either.
     """
     for name, home in homes.items():
-        state = optimizer.state.get(home, {})
+        state = optimizer.state.get(home, {}) if isinstance(home, HomeTensor) else {}
         for key, value in state.items():
             whole = isinstance(value, torch.Tensor) and not isinstance(value, HomeTensor)
             if whole and key not in _NUMBERS and tuple(value.shape) == tuple(home.shape):

@@ -66,7 +66,7 @@ class SharedHomes:
 
     def know(self, homes: Mapping[str, nn.Parameter]) -> None:
         """Take these as the run's home parameters from now on; between the same steps on all ranks."""
-        self.names = Names(homes)
+        self.names = Names(homes if self.size > 1 else {})
 
     def whole(self, home: HomeTensor, key: Key | None) -> torch.Tensor:
         """Return the whole of a tensor; without a key all ranks must ask.

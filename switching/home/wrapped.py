@@ -10,7 +10,7 @@ from weakref import getweakrefcount
 from torch import Tensor, nn
 
 from hetu_fx.base.torch_private import use_count
-from hetu_fx.switching.home.tensor import HomeTensor, home_layout_of, wrap
+from hetu_fx.switching.home.tensor import HomeTensor, wrap
 
 _needs_gradient = attrgetter("requires_grad")
 
@@ -26,10 +26,14 @@ class Wrapped:
         self._empty: dict[str, HomeTensor] = {}
 
     def of(self, pieces: Mapping[str, Tensor], homes: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-        """Wrap pieces of gradients, which fit, in the layouts of their parameters."""
+        """Wrap pieces of gradients, which fit, in the layouts of their parameters; plain ones have plain gradients."""
         unused, made = self._unused(), dict[str, Tensor]()
         for name, piece in pieces.items():
-            layout, one = home_layout_of(homes[name]), unused.get(name)
+            home = homes[name]
+            if not isinstance(home, HomeTensor):
+                made[name] = piece
+                continue
+            layout, one = home.home_layout, unused.get(name)
             if one is None or one.home_layout is not layout or one.local is not piece:
                 one = wrap(piece, layout)
                 if not piece.numel():

@@ -52,7 +52,8 @@ class TrainingState:
                 self.tensors[name, kind] = tensor
 
     def _of(self, home: nn.Parameter) -> Iterator[tuple[str, HomeTensor]]:
-        assert isinstance(home, HomeTensor)
+        if not isinstance(home, HomeTensor):  # of a rank alone
+            return
         yield VALUE, home
         if isinstance(home.grad, HomeTensor):
             yield GRADIENT, home.grad

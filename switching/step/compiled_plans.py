@@ -27,6 +27,7 @@ from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import Program, deduce_program
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
 from hetu_fx.switching.bridge.compute import Compute, bytes_besides
+from hetu_fx.switching.home.ops import layout_of
 from hetu_fx.switching.step.engine import Chunk, Engine
 from hetu_fx.switching.step.stage_p2p import Ends, StageP2P
 from hetu_fx.switching.step.variant import Variant
@@ -330,8 +331,8 @@ def _bridge_entries(deduced: DeducedGraph, homes: Mapping[str, nn.Parameter]) ->
     for leaf in deduced.parameters():
         home = homes[leaf.name]
         compute, gradient = deduced.parameter_annotations(leaf)
-        layout = home.home_layout  # type: ignore[attr-defined]
-        entries.append(BridgeEntry(leaf.name, tuple(home.shape), home.dtype, layout.annotation, compute, gradient))
+        at_home = layout_of(home).annotation
+        entries.append(BridgeEntry(leaf.name, tuple(home.shape), home.dtype, at_home, compute, gradient))
     return entries
 
 

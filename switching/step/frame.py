@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial, Sharding, cotangent
+from hetu_fx.base.torch_private import at_end_of_backward
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
 from hetu_fx.graph import meta
@@ -25,6 +26,7 @@ from hetu_fx.switching.step.execution import StepInputs
 from hetu_fx.switching.step.gradients import Collector, UsedAnywhere
 from hetu_fx.switching.step.loss import GlobalLoss, LossGradient, applied
 from hetu_fx.switching.step.rows import RowPlan, at_pipelines, at_ranks, move_tensor
+from hetu_fx.switching.step.timer import ComputeTimer
 from hetu_fx.switching.step.variant import Variant
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.layouts.states import Summed
@@ -136,6 +138,10 @@ class StepFrame:
         in_float16: gradients may be of float16, so that backward must run with what the loss is scaled by.
         gives_values: other outputs than the loss are wanted, whose gradients may come too.
         needing: inputs that need a gradient.
+
+    Attributes:
+        is_direct: the model runs with the parameters and inputs themselves, and its graph of autograd is the user's:
+            on a rank alone, as nothing has to be brought anywhere.
     """
 
     def __init__(
@@ -155,6 +161,7 @@ class StepFrame:
         self.needing = dict(needing or {})
         self.trains = torch.is_grad_enabled() and bool(variant.trained or self.needing)
         self.runs_ahead = self.trains and may_run_ahead
+        self.is_direct = self.table.size == 1 and not self.runs_ahead
         self._scale = scale
         self.root = inputs.guess.value * scale if in_float16 else 1.0  # what a backward that runs ahead begins with
         ran_with = self.root / scale if self.runs_ahead else None
@@ -163,6 +170,12 @@ class StepFrame:
         self._gathering: Collector | None = None
         self._leaves: dict[str, Tensor] = {}
         self._check_inputs()
+
+    def parameters(self, bridge: Bridge) -> dict[str, Tensor]:
+        """Return what this rank computes with: the parameters, or copies that come by the bridge; collective then."""
+        if self.is_direct:
+            return {entry.name: self.variant.homes[entry.name] for entry in bridge.plan.entries}
+        return self.variant.compute.gather(bridge)
 
     def collector(
         self, bridge: Bridge, compute: Mapping[str, Tensor], *, overlaps: bool, used: UsedAnywhere | None = None
@@ -198,6 +211,8 @@ class StepFrame:
 
     def leaves_of(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's rows of all inputs, as leaves of the step's own graph where they need a gradient."""
+        if self.is_direct:
+            return dict(rows)
         own = {name: tensor.detach() for name, tensor in rows.items()}
         self._leaves = {name: own[name].requires_grad_() for name in self.needing if name in own}
         return own
@@ -210,6 +225,8 @@ class StepFrame:
         A rank that has made none has placeholders, so that its backward is that of the others.
         """
         if self._gathering is None:
+            if local_loss is not None and local_loss.requires_grad:
+                local_loss.register_hook(partial(_stop_at_end, self.inputs.timer))
             return dict(values), local_loss
         floats = [route for route in routes if route.dtype.is_floating_point]
         none = {route.name: torch.zeros((), dtype=route.dtype, device=self.variant.device) for route in floats}
@@ -258,3 +275,8 @@ class StepFrame:
                 piece = route.without_rows(piece, self.table)
             returned[route.name] = applied(BringBack, piece, holds, route, self.table, self.inputs.shared)
         return returned
+
+
+def _stop_at_end(timer: ComputeTimer, gradient: Tensor) -> None:
+    """Have the backward stop, when it is through, what the gradient of the loss has started."""
+    at_end_of_backward(timer.stop)

@@ -74,7 +74,7 @@ class _GraphStep(StepFrame):
 
     def run(self) -> LossAndOutput:
         micro_batches = self._micro_batches()
-        compute = self.variant.compute.gather(self.stage.bridge)
+        compute = self.parameters(self.stage.bridge)
         if self.device is None:
             self.inputs.stand_by()
         if not self.trains:
@@ -160,10 +160,12 @@ class _GraphStep(StepFrame):
         self, micro_batches: list[MicroBatchFeeds], compute: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Run a stage without neighbours, so that backward is ordinary autograd."""
-        collector = self._collector(compute)
-        collector.listen()
+        if not self.is_direct:
+            collector = self._collector(compute)
+            collector.listen()
+            compute = collector.leaves
         if self.stage.engine is not None and (micro_batches[0].rows or self.stage.talks_in_step):
-            self.stage.engine.forward(micro_batches[0], self._shared_feeds(collector.leaves), self.outcome)
+            self.stage.engine.forward(micro_batches[0], self._shared_feeds(compute), self.outcome)
         return {name: value for name, (value,) in self.outcome.values.items()}
 
     def _run_scheduled(self, micro_batches: list[MicroBatchFeeds], compute: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -57,8 +57,8 @@ class Run:
 
     @property
     def state(self) -> list[torch.Tensor]:
-        moments = [s[key].full_tensor() for s in self.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-        return [p.detach().full_tensor() for p in self.model.parameters()] + moments
+        moments = [s[key] for s in self.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+        return [p.detach() for p in self.model.parameters()] + moments
 
 
 def batch(number: int) -> dict[str, torch.Tensor]:

@@ -174,7 +174,7 @@ class Runs:
         data, world = rows(next(model.parameters()).dtype), self.world
         trainer.fit(model, loader(data, world), DataLoader(data, BATCH // world), ckpt_path=path, weights_only=False)
         whole = {name: value.detach() for name, value in model.state_dict().items()}
-        whole = {n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in whole.items()}
+        whole = {n: hetu_fx.full_tensor(v) for n, v in whole.items()}
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         return {"losses": list(model.seen), "metrics": metrics, "state": whole, "epoch": trainer.current_epoch}
 

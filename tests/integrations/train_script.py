@@ -92,7 +92,7 @@ def accelerated(folder: Path) -> None:
 def report(
     folder: Path, rank: int, world: int, model: torch.nn.Module, losses: list[float], norms: list[float]
 ) -> None:
-    whole = {name: parameter.detach().full_tensor().tolist() for name, parameter in model.named_parameters()}
+    whole = {name: hetu_fx.full_tensor(parameter.detach()).tolist() for name, parameter in model.named_parameters()}
     made = {"world": world, "losses": losses, "norms": norms, "parameters": whole, "class": type(model).__name__}
     (folder / f"rank_{rank}.json").write_text(json.dumps(made))
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from hetu_fx.program import reads
 from hetu_fx.program.contents import frozen, same
 from hetu_fx.program.reads import ABSENT, Methods, Read, Reads, shown
 
@@ -21,58 +22,58 @@ def reads_of(space: dict[str, Any], *names: str) -> Reads:
 )
 def test_another_value_does_not_hold(value: Any, other: Any) -> None:
     space = {"a": value}
-    reads = reads_of(space, "a")
-    assert reads.hold()
+    made = reads_of(space, "a")
+    assert made.hold()
     space["a"] = other
-    assert not reads.hold()
-    assert (shown(value), shown(other)) == (reads.facts["'a' of it"], reads.facts_now["'a' of it"])
+    assert not made.hold()
+    assert (shown(value), shown(other)) == (made.facts["'a' of it"], made.facts_now["'a' of it"])
 
 
 @pytest.mark.parametrize("value", [1.0, 10**9, "text", float("nan"), [1.0, {"a": 2}], (1, [2]), {"a": {1, 2}}])
 def test_an_equal_value_holds(value: Any) -> None:
     space = {"a": value}
-    reads = reads_of(space, "a")
+    made = reads_of(space, "a")
     space["a"] = frozen(value) if isinstance(value, list | dict | tuple) else type(value)(str(value))
-    assert reads.hold()
-    assert reads.hold()
+    assert made.hold()
+    assert made.hold()
 
 
 def test_a_container_that_changes_inside_does_not_hold() -> None:
     inner = [1.0]
-    reads = reads_of({"a": {"b": inner}}, "a")
+    made = reads_of({"a": {"b": inner}}, "a")
     inner[0] = 2.0
-    assert not reads.hold()
-    assert reads.facts["'a' of it"] == "{'b': [1.0]}"
+    assert not made.hold()
+    assert made.facts["'a' of it"] == "{'b': [1.0]}"
 
 
 def test_what_was_not_there_and_is_there_does_not_hold() -> None:
     space: dict[str, Any] = {}
-    reads = reads_of(space, "a")
-    assert reads.hold()
-    assert reads.facts == {"'a' of it": repr(ABSENT)}
+    made = reads_of(space, "a")
+    assert made.hold()
+    assert made.facts == {"'a' of it": repr(ABSENT)}
     space["a"] = None
-    assert not reads.hold()
+    assert not made.hold()
 
 
 def test_a_tensor_holds_until_it_is_written_or_another() -> None:
     space = {"a": torch.ones(2)}
-    reads = reads_of(space, "a")
-    assert reads.hold()
+    made = reads_of(space, "a")
+    assert made.hold()
     space["a"].zero_()
-    assert not reads.hold()
-    reads = reads_of(space, "a")
+    assert not made.hold()
+    made = reads_of(space, "a")
     space["a"] = torch.zeros(2)
-    assert not reads.hold()
+    assert not made.hold()
 
 
 def test_an_attribute_that_hides_a_method_does_not_hold_and_others_do() -> None:
     space: dict[str, Any] = {}
-    reads = Reads([], [Methods("module 'x'", space, {"forward"})])
+    made = Reads([], [Methods("module 'x'", space, {"forward"})])
     space["count"] = 1
-    assert reads.hold()
+    assert made.hold()
     space["forward"] = print
-    assert not reads.hold()
-    assert reads.facts_now == {"'forward' of module 'x'": "print"}
+    assert not made.hold()
+    assert made.facts_now == {"'forward' of module 'x'": "print"}
 
 
 def test_objects_are_compared_by_identity() -> None:
@@ -80,6 +81,21 @@ def test_objects_are_compared_by_identity() -> None:
     assert not same([torch.ones(1)], [torch.ones(1)])
     tensor = torch.ones(1)
     assert same([tensor], [tensor])
+
+
+def test_a_method_of_a_class_holds_at_a_glance_until_it_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Made:
+        @classmethod
+        def of(cls) -> None:
+            """Make one."""
+
+    made = Reads([Read("Made.of", Made, "of")], [])
+    looked: list[Any] = []
+    monkeypatch.setattr(reads, "can_change", looked.append)
+    assert made.hold()
+    assert not looked, "it was compared and taken in anew, as each look-up makes another object"
+    Made.of = classmethod(lambda cls: None)
+    assert not made.hold()
 
 
 def test_what_is_shown_is_the_same_on_all_ranks() -> None:

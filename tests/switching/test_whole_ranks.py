@@ -81,6 +81,31 @@ def check_ranks_without_room_are_named_on_all(rank: int, world: int, folder: Pat
     enter(model)
 
 
+def check_a_replaced_parameter_is_refused_and_the_home_comes_back(rank: int, world: int, folder: Path) -> None:
+    model, _ = parallel()
+    home = model.head.weight
+    with pytest.raises(StateError, match=r"\['head.weight'\] were written or replaced"), model.hetu.whole():
+        model.head.weight = nn.Parameter(torch.zeros(13, 20))
+    assert model.head.weight is home
+
+
+def check_a_backward_to_parameters_is_refused_and_an_error_inside_is_the_users_own(
+    rank: int, world: int, folder: Path
+) -> None:
+    model, batch = parallel()
+    home = model.head.weight
+    with model.hetu.whole(), pytest.raises(StateError, match=r"train outside of it"):
+        model(**batch)["loss"].backward()
+    with pytest.raises(ZeroDivisionError), model.hetu.whole():
+        fail(model)
+    assert model.head.weight is home
+
+
+def fail(model: Any) -> None:
+    model.head.weight = nn.Parameter(torch.zeros(13, 20))
+    raise ZeroDivisionError
+
+
 def check_tied_parameters_are_one_inside(rank: int, world: int, folder: Path) -> None:
     torch.manual_seed(0)
     model: Any = llama(tie_word_embeddings=True)

@@ -198,7 +198,7 @@ def _(job: Job) -> Results:
         return {"gradient": job.gathered(saliency())}
 
 
-@script("trains inside whole()", refused="a backward reached the parameters", settings=("one", *SEVERAL))
+@script("trains inside whole()", refused="a backward reached the parameters", settings=SEVERAL)
 def _(job: Job) -> Results:
     model, batch = job.mlp()
     model = job.parallel(model, batch)

@@ -290,7 +290,7 @@ def _(job: Job) -> Results:
     return {}
 
 
-@script("calls backward twice without retain_graph", refused="a second time")
+@script("calls backward twice without retain_graph", refused="a second time", settings=SEVERAL)
 def _(job: Job) -> Results:
     model, batch = job.mlp()
     job.parallel(model, batch)

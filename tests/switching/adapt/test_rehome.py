@@ -8,8 +8,10 @@ from torch import nn
 
 import hetu_fx
 from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import PlanError, StateError
 from hetu_fx.plans.plan import Plan
+from tests.switching.in_threads import as_two_ranks, runtime_of
 
 
 class Line(nn.Module):
@@ -33,17 +35,19 @@ def test_homes_are_weighed_by_what_devices_do_now() -> None:
     assert rehoming.weights == [0.0]
 
 
-def test_a_step_awaits_its_backward_as_long_as_it_can_have_one() -> None:
-    model = hetu_fx.auto_parallelize(Line(), {"x": torch.randn(4, 3)}, plan=Plan.single())
-    runtime = model.hetu._runtime
-    loss, other = model(x=torch.randn(4, 3)), model(x=torch.randn(4, 3))
+@as_two_ranks
+def test_a_step_awaits_its_backward_as_long_as_it_can_have_one(table: GroupTable) -> None:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(4, 3)}
+    runtime = runtime_of(table, Line(), batch)
+    loss, other = runtime.run((), batch), runtime.run((), batch)
     assert runtime.awaits_backward
     loss.backward()
     assert runtime.awaits_backward
     del other
     assert not runtime.awaits_backward
     with torch.no_grad():
-        model(x=torch.randn(4, 3))
+        runtime.run((), batch)
     assert not runtime.awaits_backward
 
 

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import hetu_fx
+from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
+from hetu_fx.switching.runtime import Runtime
+from tests.switching.in_threads import as_two_ranks, runtime_of
 
 
 class Scored(nn.Module):
@@ -32,16 +35,11 @@ def pair() -> tuple[nn.Module, nn.Module, Tensor]:
     return plain, parallel, x
 
 
-def whole(tensor: Tensor) -> Tensor:
-    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return full
-
-
 def test_gradients_of_parameters_and_inputs_come_by_autograd_grad() -> None:
     found = []
     for model in pair()[:2]:
         x = pair()[2].requires_grad_()
-        found.append([*map(whole, torch.autograd.grad(model(x).pow(2).sum(), [*model.parameters(), x]))])
+        found.append(torch.autograd.grad(model(x).pow(2).sum(), [*model.parameters(), x]))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
 
@@ -52,21 +50,39 @@ def test_a_backward_may_be_repeated_where_the_graph_is_kept() -> None:
         loss = model(x).pow(2).sum()
         loss.backward(retain_graph=True)
         (2 * loss).backward()
-    torch.testing.assert_close(whole(parallel.first.weight.grad), plain.first.weight.grad)
+    torch.testing.assert_close(parallel.first.weight.grad, plain.first.weight.grad)
 
 
-def test_a_second_backward_without_the_graph_is_refused() -> None:
-    _, parallel, x = pair()
-    loss = parallel(x).sum()
+def replicated(table: GroupTable) -> tuple[Runtime, Tensor]:
+    torch.manual_seed(0)
+    model, x = Scored().double(), torch.randn(5, 4, dtype=torch.float64)
+    return runtime_of(table, model, (x,)), x
+
+
+@as_two_ranks
+def test_a_second_backward_without_the_graph_is_refused(table: GroupTable) -> None:
+    runtime, x = replicated(table)
+    loss = runtime.run((x,), {}).sum()
     loss.backward()
     with pytest.raises(StateError, match="a second time"):
         loss.backward()
 
 
-def test_second_derivatives_are_refused() -> None:
-    _, parallel, x = pair()
+@as_two_ranks
+def test_second_derivatives_are_refused(table: GroupTable) -> None:
+    runtime, x = replicated(table)
     with pytest.raises(StateError, match="second derivative"):
-        torch.autograd.grad(parallel(x).sum(), list(parallel.parameters()), create_graph=True)
+        torch.autograd.grad(runtime.run((x,), {}).sum(), list(runtime.homes.values()), create_graph=True)
+
+
+def test_a_rank_alone_has_second_derivatives() -> None:
+    found = []
+    for model in pair()[:2]:
+        x = pair()[2].requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
+        slope.pow(2).sum().backward()
+        found.append([x.grad, *(parameter.grad for parameter in model.parameters())])
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_hooks_of_parameters_see_each_gradient_once() -> None:
@@ -87,4 +103,4 @@ def test_gradients_of_parameters_that_were_computed_go_on_to_those_that_they_are
         made: Tensor = torch.func.functional_call(model, halves, (x,))
         made.pow(2).sum().backward()
     for one, other in zip(parallel.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(whole(one.grad), other.grad)
+        torch.testing.assert_close(one.grad, other.grad)

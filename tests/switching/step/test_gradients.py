@@ -7,14 +7,20 @@ import weakref
 import torch
 from torch import nn
 
-import hetu_fx
+from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.switching.runtime import Runtime
+from tests.switching.in_threads import as_two_ranks, runtime_of
 
 
-def parallel() -> tuple[nn.Module, tuple[torch.Tensor]]:
+def parallel(table: GroupTable) -> tuple[Runtime, tuple[torch.Tensor]]:
     torch.manual_seed(0)
     model, batch = nn.Linear(4, 3), (torch.randn(5, 4),)
-    plan = hetu_fx.Plan.single(0)
-    return hetu_fx.auto_parallelize(model, batch, plan=plan, loss_fn=lambda output, input: output.pow(2).mean()), batch
+    return runtime_of(table, model, batch, lambda output, input: output.pow(2).mean()), batch
+
+
+def loss_of(runtime: Runtime, batch: tuple[torch.Tensor]) -> torch.Tensor:
+    loss: torch.Tensor = runtime.run(batch, {}).loss
+    return loss
 
 
 def leaf_of(loss: torch.Tensor) -> torch.Tensor:
@@ -37,21 +43,24 @@ def plain_of(model: nn.Module) -> nn.Linear:
     return plain
 
 
-def test_leaves_of_a_step_that_is_over_are_those_of_the_next() -> None:
-    model, batch = parallel()
-    loss = model(*batch).loss
+@as_two_ranks
+def test_leaves_of_a_step_that_is_over_are_those_of_the_next(table: GroupTable) -> None:
+    runtime, batch = parallel(table)
+    loss = loss_of(runtime, batch)
     leaf = leaf_of(loss)
     loss.backward()
-    again = model(*batch).loss
+    again = loss_of(runtime, batch)
     assert leaf_of(again) is leaf
     assert leaf.grad is None
 
 
-def test_steps_at_once_have_leaves_of_their_own() -> None:
-    model, batch = parallel()
-    model(*batch).loss.backward()
+@as_two_ranks
+def test_steps_at_once_have_leaves_of_their_own(table: GroupTable) -> None:
+    runtime, batch = parallel(table)
+    model = runtime.model
+    loss_of(runtime, batch).backward()
     model.zero_grad()
-    losses = [model(*batch).loss for _ in range(2)]
+    losses = [loss_of(runtime, batch) for _ in range(2)]
     assert leaf_of(losses[0]) is not leaf_of(losses[1])
     (losses[0] + 3 * losses[1]).backward()
     plain = plain_of(model)
@@ -59,11 +68,13 @@ def test_steps_at_once_have_leaves_of_their_own() -> None:
     assert torch.allclose(model.weight.grad.full_tensor(), plain.weight.grad)
 
 
-def test_a_step_that_may_be_repeated_keeps_its_leaves() -> None:
-    model, batch = parallel()
-    loss = model(*batch).loss
+@as_two_ranks
+def test_a_step_that_may_be_repeated_keeps_its_leaves(table: GroupTable) -> None:
+    runtime, batch = parallel(table)
+    model = runtime.model
+    loss = loss_of(runtime, batch)
     loss.backward(retain_graph=True)
-    other = model(*batch).loss
+    other = loss_of(runtime, batch)
     assert leaf_of(other) is not leaf_of(loss)
     loss.backward()
     plain = plain_of(model)
@@ -71,37 +82,40 @@ def test_a_step_that_may_be_repeated_keeps_its_leaves() -> None:
     assert torch.allclose(model.weight.grad.full_tensor(), plain.weight.grad)
 
 
-def test_other_parameters_of_before_and_frozen_ones_have_leaves_of_their_own() -> None:
-    model, batch = parallel()
-    loss = model(*batch).loss
+@as_two_ranks
+def test_other_parameters_of_before_and_frozen_ones_have_leaves_of_their_own(table: GroupTable) -> None:
+    runtime, batch = parallel(table)
+    model = runtime.model
+    loss = loss_of(runtime, batch)
     leaf = leaf_of(loss)
     loss.backward()
     model.weight.data = torch.ones(3, 4)
-    loss = model(*batch).loss
+    loss = loss_of(runtime, batch)
     assert leaf_of(loss) is not leaf
     loss.backward()
     model.bias.requires_grad_(False)
     model.zero_grad()
-    model(*batch).loss.backward()
+    loss_of(runtime, batch).backward()
     assert model.bias.grad is None
     assert model.weight.grad is not None
 
 
-def test_leaves_go_with_the_copies_of_the_parameters_that_they_share_their_memory_with() -> None:
-    model, batch = parallel()
-    loss = model(*batch).loss
+@as_two_ranks
+def test_leaves_go_with_the_copies_of_the_parameters_that_they_share_their_memory_with(table: GroupTable) -> None:
+    runtime, batch = parallel(table)
+    loss = loss_of(runtime, batch)
     leaf = weakref.ref(leaf_of(loss))
     loss.backward()
     del loss
     assert leaf() is not None
-    runtime = model.hetu._runtime
     runtime.variants[runtime.current].compute.drop_copies()
     assert leaf() is None
 
 
-def test_parameters_of_a_step_go_without_a_backward_too() -> None:
-    model, batch = parallel()
-    loss = model(*batch).loss
+@as_two_ranks
+def test_parameters_of_a_step_go_without_a_backward_too(table: GroupTable) -> None:
+    runtime, batch = parallel(table)
+    loss = loss_of(runtime, batch)
     leaf = weakref.ref(leaf_of(loss))
     del loss
     assert leaf() is None

@@ -185,7 +185,7 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return apply
 
 
-# The type of the nodes that add to the gradients of leaves; and how many hold a tensor below python, its own object too.
+# The type of the nodes that add to the gradients of leaves; how many hold a tensor below python, its object too.
 ACCUMULATES: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 use_count: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
 

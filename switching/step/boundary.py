@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from hetu_fx.base.torch_private import ACCUMULATES, are_accumulated, gradient_hooks, keeps_graph, run_backward
+from hetu_fx.switching.home.tensor import HomeTensor
 from hetu_fx.switching.step.gradients import Collector
 from hetu_fx.switching.step.loss import applied
 
@@ -110,7 +111,8 @@ class StepBackward:
         if self.is_over:
             self.pieces = [piece.detach() for piece in self.pieces]
         found = [self._of_input(name, tied) for name, tied in self.inputs.items()]
-        return (*takers.put(list(map(home.get, self.collector.trained))), *found)
+        left = takers.put(list(map(home.get, self.collector.trained)))
+        return (*map(_to_give_away, left), *found)
 
     @property
     def _parameters(self) -> list[nn.Parameter]:
@@ -182,6 +184,15 @@ class Takers:
                 if parameter.grad is None and (self.are_bare or not any(gradient_hooks(parameter))):
                     parameter.grad, gradients[number] = gradients[number], None
         return gradients
+
+
+def _to_give_away(gradient: Tensor | None) -> Tensor | None:
+    """Return a gradient that autograd may keep: what others have too it would copy, which counts as a write.
+
+    Empty ones are kept for the next step (`home.wrapped`).
+    """
+    is_kept = isinstance(gradient, HomeTensor) and not gradient.local.numel()
+    return gradient.detach() if gradient is not None and is_kept else gradient
 
 
 _WITNESS = torch.zeros((), device="cpu", requires_grad=True)

@@ -67,6 +67,9 @@ PLANS = {
     "2 stages, 1F1B": Plan((pipeline((0,), (1,), micro_batches=4),)),
     "2 stages, GPipe": Plan((pipeline((0,), (1,), micro_batches=4),), schedule="gpipe"),
     "2 stages, interleaved": Plan((pipeline((0,), (1,), micro_batches=4),), schedule="interleaved"),
+    "2 stages, interleaved zero bubble": Plan(
+        (pipeline((0,), (1,), micro_batches=4),), schedule="zero-bubble", chunks=2
+    ),
     "2 stages x tensor parallel 2, interleaved": Plan(
         (pipeline((0, 1), (2, 3), micro_batches=4),), schedule="interleaved"
     ),

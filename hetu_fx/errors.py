@@ -111,7 +111,7 @@ class AlignError(HetuFxError):
 class StateError(HetuFxError):
     """A call came at the wrong time, or state is not where it should be.
 
-    Way out: make the call where the message says, on all ranks; parallel tensors are read by `full_tensor()`.
+    Way out: make the call where the message says, on all ranks; parallel tensors are read by `hetu_fx.full_tensor`.
     """
 
 

@@ -148,7 +148,7 @@ def train() -> None:
         if done % SAVE_EVERY == 0:
             with phase("save"):
                 save(model, optimizer, done)
-    whole = {name: parameter.detach().full_tensor().tolist() for name, parameter in model.named_parameters()}
+    whole = {name: hetu_fx.full_tensor(parameter.detach()).tolist() for name, parameter in model.named_parameters()}
     if RANK == 0:
         (FOLDER / "result.json").write_text(json.dumps({"steps": done, "parameters": whole}))
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from benchmarks.cases.any_plans import draw_plan
 from benchmarks.cases.planning import cluster, small
 from hetu_fx.cluster.cluster import Link
-from hetu_fx.planner.make_plan import make_plan
+from hetu_fx.planner.make_plan import IN_CHUNKS, make_plan
 from hetu_fx.planner.price.step import PricedStep
 from hetu_fx.planner.search.homogeneous import candidates
 from hetu_fx.planner.search.problem import Problem
@@ -83,7 +83,7 @@ def _turned(plan: Plan, problem: Problem) -> Iterator[Plan]:
         return
     bare = replace(plan, schedule="1f1b", chunks=1)
     counts = [count for count in CHUNKS if count <= min(map(min, stages))]
-    dealt = (replace(bare, schedule="interleaved", chunks=count) for count in counts)
+    dealt = (replace(bare, schedule=schedule, chunks=count) for count in counts for schedule in IN_CHUNKS)
     for twin in (bare, replace(bare, schedule="zero-bubble"), *dealt):
         if PricedStep(twin, problem.costs, problem.cluster).fits(problem.options.memory_fraction):
             yield twin

@@ -2,19 +2,25 @@
 
 Every process has one thread and a core of its own. All train the same Llama by the same rows, in as many micro-batches,
 with the same optimizer. By the textbook a step of m micro-batches on p equal stages takes m + p - 1 times a
-micro-batch's under 1F1B, m + (p - 1) / v where stages are in v chunks (interleaved), and m + (p - 1) / 3 under zero
-bubble (ZB-H1), as long as all of a backward's work can be cut in halves.
+micro-batch's under 1F1B, m + (p - 1) / v where stages are in v chunks (interleaved), m + (p - 1) / 3 under zero bubble
+(ZB-H1) and m + (p - 1) / 3v under both, as long as all of a backward's work can be cut in halves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 from torch.profiler import record_function
 
 import hetu_fx
@@ -25,10 +31,18 @@ from hetu_fx.plans.plan import Pipeline, Plan, Schedule, Stage
 
 SIZE = Size(width=256, layers=4, rows=16, tokens=128)
 MICRO_BATCHES = 4, 8
-TORCH, TORCH_CHUNKS = "torch, 1F1B", "torch, interleaved 1F1B"
+NUM_CHUNKS = 2
+TORCH = "torch, 1F1B"
+TORCH_CHUNKS: Mapping[str, Callable[..., Any]] = {
+    "torch, interleaved 1F1B": ScheduleInterleaved1F1B,
+    "torch, interleaved zero bubble": ScheduleInterleavedZeroBubble,
+}
+THEIRS = {TORCH: Schedule1F1B, **TORCH_CHUNKS}
 WHOLE: Mapping[str, Schedule] = {"hetu_fx, 1F1B": "1f1b", "hetu_fx, zero bubble": "zero-bubble"}
-CHUNKS: Mapping[str, Schedule] = {"hetu_fx, interleaved": "interleaved"}
-OURS = {**WHOLE, **CHUNKS}
+CHUNKS: Mapping[str, Schedule] = {
+    "hetu_fx, interleaved": "interleaved",
+    "hetu_fx, interleaved zero bubble": "zero-bubble",
+}
 TORCH_BAR = 0.95
 WORLD = 2
 
@@ -36,18 +50,19 @@ WORLD = 2
 def contest(count: int) -> Contest:
     """Make the contest of so many micro-batches."""
     whole = batch(SIZE.rows, SIZE.tokens)
-    ours = {name: partial(our_job, whole, schedule, count) for name, schedule in OURS.items()}
-    theirs = {TORCH: partial(torch_job, whole, count, 1), TORCH_CHUNKS: partial(torch_job, whole, count, 2)}
-    bars = [Against(tuple(WHOLE), TORCH, TORCH_BAR), Against(tuple(CHUNKS), TORCH_CHUNKS, TORCH_BAR)]
-    return Contest({**theirs, **ours}, bars)
+    ours = {name: partial(our_job, whole, schedule, count, 1) for name, schedule in WHOLE.items()}
+    ours |= {name: partial(our_job, whole, schedule, count, NUM_CHUNKS) for name, schedule in CHUNKS.items()}
+    theirs = {name: partial(torch_job, whole, name, count) for name in THEIRS}
+    in_chunks = [Against(tuple(CHUNKS), name, TORCH_BAR) for name in TORCH_CHUNKS]
+    return Contest({**theirs, **ours}, [Against(tuple(WHOLE), TORCH, TORCH_BAR), *in_chunks])
 
 
-def our_job(whole: Mapping[str, Tensor], schedule: Schedule, count: int) -> Job:
+def our_job(whole: Mapping[str, Tensor], schedule: Schedule, count: int, chunks: int) -> Job:
     """Train by hetu_fx under a schedule; its backward runs in forward."""
     plain, rank = llama(SIZE), dist.get_rank()
     optimizer = adamw(plain)
     own = {name: value.chunk(WORLD)[rank] for name, value in whole.items()}
-    plan = Plan((Pipeline((Stage((0,)), Stage((1,))), micro_batches=count),), schedule=schedule)
+    plan = Plan((Pipeline((Stage((0,)), Stage((1,))), micro_batches=count),), schedule=schedule, chunks=chunks)
     model = hetu_fx.auto_parallelize(plain, own, plan=plan, optimizer=optimizer)
     return Job(marked_step(model, optimizer, own), partial(kept_by, model, optimizer))
 
@@ -78,14 +93,14 @@ def next_tokens_loss(scores: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(scores[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-def torch_job(whole: Mapping[str, Tensor], count: int, chunks: int) -> Job:
+def torch_job(whole: Mapping[str, Tensor], name: str, count: int) -> Job:
     """Train by torch.distributed.pipelining; its backward runs with its forward, too."""
-    rank, parts = dist.get_rank(), WORLD * chunks
+    rank, parts = dist.get_rank(), WORLD * (1 if name == TORCH else NUM_CHUNKS)
     model = llama(SIZE)
     held = nn.ModuleList(Part(model, number, parts) for number in range(rank, parts, WORLD))
     optimizer = adamw(held)
     stages = [PipelineStage(part, rank + i * WORLD, parts, torch.device("cpu")) for i, part in enumerate(held)]
-    schedule = _schedule(stages, count)
+    schedule = THEIRS[name](stages if len(stages) > 1 else stages[0], count, loss_fn=next_tokens_loss)
     given = (whole["input_ids"],) if rank == 0 else ()
     target = {"target": whole["labels"]} if rank == WORLD - 1 else {}
 
@@ -99,9 +114,3 @@ def torch_job(whole: Mapping[str, Tensor], count: int, chunks: int) -> Job:
             optimizer.step()
 
     return Job(step, partial(kept_by, held, optimizer))
-
-
-def _schedule(stages: Sequence[PipelineStage], count: int) -> Schedule1F1B | ScheduleInterleaved1F1B:
-    if len(stages) == 1:
-        return Schedule1F1B(stages[0], count, loss_fn=next_tokens_loss)
-    return ScheduleInterleaved1F1B([*stages], count, loss_fn=next_tokens_loss)

@@ -159,9 +159,7 @@ def loss_of(output: Any) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """Give the whole of a home tensor; collective."""
-    home: Any = tensor.detach()
-    gathered: Tensor = home.full_tensor()
-    return gathered
+    return hetu_fx.full_tensor(tensor.detach())
 
 
 def worst_difference(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:

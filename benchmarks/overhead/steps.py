@@ -23,12 +23,10 @@ from benchmarks.kit.fleet import rank_here, run_workers, world_here
 from benchmarks.kit.models import Size, batch, llama
 from benchmarks.kit.report import Bar, Part, Row, median_ratio
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.emulate.emulate import EmulateSpec, Output
 from hetu_fx.graph.bind import GivenBatch
 from hetu_fx.program.captures import Programs
-from hetu_fx.switching.home.layout import home_layout
-from hetu_fx.switching.home.parameters import move_home
+from hetu_fx.switching.home.ops import HomeTensor, home_layout
 
 Seconds = dict[str, list[float]]
 """Of each round, by contestant."""
@@ -61,13 +59,15 @@ def measured(*, quick: bool) -> Part:
 def guard_milliseconds(rounds: int = 5, calls: int = 200) -> tuple[int, float]:
     """Give how many modules a model has, and what it takes to read a batch and find its program before each step.
 
-    The parameters are home tensors, as in training. It is the least of the medians of some rounds: others may have the
-    machine for a while.
+    The parameters are home tensors, as on several ranks. It is the least of the medians of some rounds: others may have
+    the machine for a while.
     """
     blocks = [(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Dropout(0.1)) for _ in range(GUARDED_BLOCKS)]
     model, example = nn.Sequential(*itertools.chain.from_iterable(blocks)), {"input": torch.ones(4, 8)}
     programs, here = Programs(model, None), Annotation.on((0,))
-    move_home(model, {n: home_layout(here, tuple(p.shape), 0, 1) for n, p in model.named_parameters()}, GroupTable())
+    for parameter in model.parameters():
+        home = HomeTensor(parameter.detach(), home_layout(here, tuple(parameter.shape), 0, 1))
+        torch.utils.swap_tensors(parameter, nn.Parameter(home))
     medians = []
     for _ in range(rounds):
         seconds = []

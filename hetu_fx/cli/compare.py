@@ -19,6 +19,7 @@ from hetu_fx.errors import CommError, HetuFxError, PlanError, ProfileError
 from hetu_fx.graph.bind import as_call
 from hetu_fx.lockstep import Lockstep, Step, Trained, loss_of
 from hetu_fx.plans.plan import Plan
+from hetu_fx.switching.home.ops import full_tensor
 
 Plans = Mapping[str, Plan | str]
 SEED = 0
@@ -143,8 +144,7 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def _whole(tensor: Tensor) -> Tensor:
     """Return a copy of the whole tensor; collective for one of which each process has a piece."""
-    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return full.detach().cpu().clone()
+    return full_tensor(tensor).detach().cpu().clone()
 
 
 def _tell(what: str) -> None:

@@ -98,7 +98,7 @@ class Rank:
         self.devices.make_equal()
         handle, events = training.hetu, of_all(self.table, training.events)
         held_out = loss_of(self.model, rows_of_this_rank(self.text.held_out()))
-        weights = {name: full_tensor(parameter) for name, parameter in self.model.named_parameters()}
+        weights = {name: hetu_fx.full_tensor(parameter) for name, parameter in self.model.named_parameters()}
         handle.save(self.folder / "checkpoint")
         handle.export(self.folder / "export")
         record = RunRecord(
@@ -118,12 +118,6 @@ class Rank:
             cluster.write(self.folder / "cluster.json")
             record.write(self.folder / "run.json")
         self.screen.end()
-
-
-def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a parameter as a whole; collective for a home parameter."""
-    whole: torch.Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-    return whole
 
 
 def main() -> None:

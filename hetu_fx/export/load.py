@@ -69,7 +69,7 @@ class ExportedRank:
 def load_exported(folder: str | Path, variant: str, rank: int, chunk: int = 0) -> ExportedRank:
     """Load one rank's graph of an exported variant, with its weights; warns where the export is stale.
 
-    Under an interleaved plan a rank has a graph for each `chunk` of its stage.
+    Under a plan with chunks a rank has a graph for each `chunk` of its stage.
 
     Raises:
         ExportError: the folder is no export, was written by another format, has no such graph, or is damaged.

@@ -40,6 +40,7 @@ from hetu_fx.program.program import Program
 from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.step.compiled_plans import GraphVariant, StagePlan
+from hetu_fx.transforms.lowering.weights_later import without_waiting
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph, GraphSlot, SlotKind
 
 
@@ -107,8 +108,9 @@ def _write(runtime: Runtime, stage: StagePlan, parts: Mapping[str, Tensor], fold
     if not stage.devices:
         return None
     folder.mkdir(parents=True, exist_ok=True)
-    names = [f"rank{device.rank}" + f".chunk{i}" * (i > 0) for i, device in enumerate(stage.devices)]
-    pairs = zip(stage.devices, names, strict=True)
+    devices = [without_waiting(device) for device in stage.devices]
+    names = [f"rank{device.rank}" + f".chunk{i}" * (i > 0) for i, device in enumerate(devices)]
+    pairs = zip(devices, names, strict=True)
     first, *others = [_write_graph(runtime, stage, one, parts, folder / f"{name}.pt2") for one, name in pairs]
     return first | ({"chunks": others} if others else {})
 

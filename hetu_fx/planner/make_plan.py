@@ -48,7 +48,7 @@ from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.time_limit import TimeLimit
-from hetu_fx.plans.plan import Plan, Stage
+from hetu_fx.plans.plan import Plan, Schedule, Stage
 from hetu_fx.plans.prediction import Prediction
 from hetu_fx.plans.tables import short_text
 
@@ -66,6 +66,9 @@ ROOM = 4_000
 LEAST_FINALISTS = 8
 MOST_TWINS = 4
 """So many finalists are tried under other schedules too."""
+
+IN_CHUNKS: tuple[Schedule, ...] = ("interleaved", "zero-bubble")
+"""What they are tried under where stages are dealt out in chunks."""
 
 MOST_CHUNKS = 4
 """Their stages are dealt out in 2 chunks, and in so many or as many as they have blocks for."""
@@ -194,7 +197,7 @@ def _simulated(found: Mapping[Plan, float], problem: Problem) -> dict[Plan, floa
 
 
 def _without_bubbles(found: Mapping[Plan, float], problem: Problem) -> dict[Plan, float]:
-    """Return the best pipelines of these under schedules of smaller bubbles: zero bubble, and 1F1B over chunks.
+    """Return the best pipelines of these under schedules of smaller bubbles: zero bubble, and both over chunks.
 
     The searches go through one schedule; what another is better by does not depend on much else.
     """
@@ -219,9 +222,8 @@ def _twins(plan: Plan, num_blocks: int) -> Iterator[Plan]:
     yield replace(plan, schedule="zero-bubble")
     stages = (pipeline.blocks(num_blocks) for pipeline in plan.pipelines if len(pipeline.stages) > 1)
     most = min(MOST_CHUNKS, *map(min, stages))
-    yield from (
-        replace(plan, schedule="interleaved", chunks=count) for count in sorted({2, most}) if 2 <= count <= most
-    )
+    counts = [count for count in sorted({2, most}) if 2 <= count <= most]
+    yield from (replace(plan, schedule=schedule, chunks=count) for count in counts for schedule in IN_CHUNKS)
 
 
 def _has_bubbles(plan: Plan) -> bool:

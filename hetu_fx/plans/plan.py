@@ -41,7 +41,7 @@ FORMAT = "hetu_fx.plan/1"
 
 Schedule = Literal["1f1b", "gpipe", "zero-bubble", "interleaved"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
-_CHUNKS = {"interleaved": 2}  # where nothing is said of them; under other schedules a stage is one piece
+_CHUNKS = {"interleaved": 2, "zero-bubble": 1}  # at least, and where nothing is said; under others a stage is whole
 Attention = Literal["auto", "gathered", "ring", "heads"]
 ATTENTIONS: tuple[str, ...] = get_args(Attention)
 
@@ -51,16 +51,17 @@ class Plan(Document):
     """Pipelines side by side (`pipelines`), and how they run.
 
     `name` is that of its variant; None: it gets one. `schedule` orders forwards and backwards of the micro-batches;
-    under "interleaved" the blocks of every stage are dealt out in `chunks` (left out: 2; under others there is 1),
-    round by round over the stages of its pipeline, through which micro-batches thus go several times. `zero` 1 spreads
-    optimizer states over the replicas, 0 keeps them whole on each. A plan with `max_length` is a variant for batches
-    whose longest sequence is at most that. `predicted` is what the planner expected; it takes no part in equality.
-    Shares are kept without common factor. `split` names what tensor parallel groups split before what they would
-    choose: pairs of a pattern of parameter names and a dim, such as ("*.experts.*", 0) for expert parallelism. With
-    `sequence_parallel` they also share the sequence between them, in whatever cannot split what they split otherwise
-    (Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, section 4.2.2). `attention` says
-    how context parallel stages attend: to keys and values that are gathered, or that go round in a
-    ring (Liu et al., Ring Attention with Blockwise Transformers) wherever they can; "auto" is by cost.
+    under "interleaved" the blocks of every stage are dealt out in `chunks` (left out: 2), round by round over the
+    stages of its pipeline, through which micro-batches thus go several times; "zero-bubble" may have chunks, too (left
+    out: 1), others have 1. `zero` 1 spreads optimizer states over the replicas, 0 keeps them whole on each. A plan with
+    `max_length` is a variant for batches whose longest sequence is at most that. `predicted` is what the planner
+    expected; it takes no part in equality. Shares are kept without common factor. `split` names what tensor parallel
+    groups split before what they would choose: pairs of a pattern of parameter names and a dim, such as
+    ("*.experts.*", 0) for expert parallelism. With `sequence_parallel` they also share the sequence between them, in
+    whatever cannot split what they split otherwise (Korthikanti et al., Reducing Activation Recomputation in Large
+    Transformer Models, section 4.2.2). `attention` says how context parallel stages attend: to keys and values that are
+    gathered, or that go round in a ring (Liu et al., Ring Attention with Blockwise Transformers) wherever they can;
+    "auto" is by cost.
     """
 
     pipelines: tuple[Pipeline, ...]
@@ -116,11 +117,12 @@ class Plan(Document):
     def _check_schedule(self) -> None:
         if self.schedule not in SCHEDULES:
             raise PlanError(f"unknown schedule {self.schedule!r}{nearest(self.schedule, SCHEDULES)}")
-        object.__setattr__(self, "chunks", self.chunks or _CHUNKS.get(self.schedule, 1))
-        if (self.chunks > 1) != (self.schedule in _CHUNKS) or self.chunks < 1:
+        least = _CHUNKS.get(self.schedule, 1)
+        object.__setattr__(self, "chunks", self.chunks or least)
+        if self.chunks < least or (self.chunks > 1 and self.schedule not in _CHUNKS):
             raise PlanError(
                 f"the plan has chunks {self.chunks} and schedule {self.schedule!r}; give 2 or more chunks under "
-                f"'interleaved', and none under others"
+                f"'interleaved', any number under 'zero-bubble', and none under others"
             )
 
     def _check_program(self) -> None:

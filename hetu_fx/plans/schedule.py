@@ -8,10 +8,10 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
-from itertools import accumulate, chain
+from itertools import accumulate, chain, count
 
 from hetu_fx.plans.parts import Deal
 from hetu_fx.plans.plan import Schedule, micro_batch_rows
@@ -88,15 +88,19 @@ def actions(schedule: Schedule, stage: int, num_stages: int, num_micro_batches: 
 
     1F1B: min(n, S - s - 1) warm-up forwards, then forward-backward pairs, then the remaining backwards.
     GPipe: all forwards, then all backwards in the same order.
-    Zero bubble: 1F1B with some of its backwards cut, whose weights' gradients wait for an idle moment (`_cut`).
     Interleaved: 1F1B over several chunks per stage (`_interleaved`).
+    Zero bubble: either 1F1B with some of its backwards cut, whose weights' gradients wait for an idle moment (`_cut`).
     """
     if chunks > 1:
-        return _interleaved(stage, num_stages, num_micro_batches, chunks)
-    warm_up = num_micro_batches if schedule == "gpipe" else min(num_micro_batches, num_stages - stage - 1)
-    backwards = [Action(Phase.BACKWARD, m) for m in range(num_micro_batches)]
-    order = _one_each(forwards(num_micro_batches), backwards, warm_up)
-    return tuple(_cut(order, stage, num_stages)) if schedule == "zero-bubble" else order
+        order = _interleaved(stage, num_stages, num_micro_batches, chunks)
+    else:
+        warm_up = num_micro_batches if schedule == "gpipe" else min(num_micro_batches, num_stages - stage - 1)
+        backwards = [Action(Phase.BACKWARD, m) for m in range(num_micro_batches)]
+        order = _one_each(forwards(num_micro_batches), backwards, warm_up)
+    if not cuts_backwards(schedule):
+        return order
+    in_round = max(_rounds(num_micro_batches, num_stages)) if chunks > 1 else num_stages
+    return tuple(_cut(order, stage, chunks * in_round))
 
 
 @lru_cache(maxsize=512)
@@ -127,26 +131,27 @@ def _rounds(num_micro_batches: int, num_stages: int) -> tuple[int, ...]:
     return micro_batch_rows(num_micro_batches, max(1, num_micro_batches // num_stages))
 
 
-def _cut(order: Order, stage: int, num_stages: int) -> Iterator[Action]:
-    """Yield the actions of ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2).
+def _cut(order: Order, stage: int, num_cut: int) -> Iterator[Action]:
+    """Yield the actions of ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 2), of chunks too.
 
-    The weights' gradients of stage s come s micro-batches late, when 1F1B on stage 0 keeps as many. Of p stages, each
-    but the first, for whose input nobody waits, cuts its first s backwards and its last p - 1: those bring the first
-    gradients to stage 0 sooner, and these what else would be waited for at the end. Were all cut, as in the paper,
-    equal stages would be done no sooner, but halves take longer than a whole, as the caches have lost by the second
-    what the first has read.
+    The weights' gradients of stage s come s backwards late, when 1F1B on stage 0 keeps as many. Each stage but the
+    first cuts `num_cut` backwards, as many as a round of micro-batches makes: its first s, which bring the first
+    gradients to stage 0 sooner, and its last ones, which bring what else would be waited for at the end. Were all cut,
+    as in the paper, equal stages would be done no sooner, but halves take longer than a whole, as the caches have lost
+    by the second what the first has read.
     """
-    wholes = range(stage, len(order) // 2 - (num_stages - 1) * bool(stage))
-    waiting: deque[int] = deque()
+    num_backwards, numbers = len(order) // 2, count()
+    wholes = range(stage, num_backwards - num_cut + stage) if stage else range(num_backwards)
+    waiting: deque[Action] = deque()
     for action in order:
-        if action.phase is Phase.FORWARD or action.micro_batch in wholes:
+        if action.phase is Phase.FORWARD or next(numbers) in wholes:
             yield action
             continue
-        yield Action(Phase.INPUT_GRADIENT, action.micro_batch)
-        waiting.append(action.micro_batch)
+        yield replace(action, phase=Phase.INPUT_GRADIENT)
+        waiting.append(replace(action, phase=Phase.WEIGHT_GRADIENT))
         if len(waiting) > stage:
-            yield Action(Phase.WEIGHT_GRADIENT, waiting.popleft())
-    yield from (Action(Phase.WEIGHT_GRADIENT, micro_batch) for micro_batch in waiting)
+            yield waiting.popleft()
+    yield from waiting
 
 
 def _one_each(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> tuple[Action, ...]:

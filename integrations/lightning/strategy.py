@@ -204,8 +204,7 @@ def _whole_tensors(checkpoint: Any, *, keep: bool) -> Any:
     """Return a checkpoint with plain tensors, whole, on the process that keeps them; collective."""
 
     def whole(tensor: Tensor) -> Tensor:
-        gather: Callable[[], Tensor] | None = getattr(tensor.detach(), "full_tensor", None)
-        gathered = tensor if gather is None else gather()
+        gathered = hetu_fx.full_tensor(tensor.detach())
         return gathered if keep else tensor
 
     return apply_to_collection(checkpoint, Tensor, whole)

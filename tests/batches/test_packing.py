@@ -52,7 +52,7 @@ def test_packed_sequences_train_as_each_alone(is_parallel: bool) -> None:
 
 
 def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return None if tensor is None else hetu_fx.full_tensor(tensor)
 
 
 @pytest.mark.parametrize("rows", [[(0,)], [(0, 1), (1,)], [(0, 1), ()], []])

@@ -49,7 +49,7 @@ def main(folder: Path, steps: int, who: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         done = number + 1
-    whole = {name: parameter.detach().full_tensor().tolist() for name, parameter in model.named_parameters()}
+    whole = {name: hetu_fx.full_tensor(parameter.detach()).tolist() for name, parameter in model.named_parameters()}
     (folder / f"rank_{rank}.json").write_text(json.dumps(whole))
 
 

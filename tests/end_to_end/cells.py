@@ -112,6 +112,17 @@ PLANS: Mapping[str, Plan] = {
         ),
         schedule="interleaved",
     ),
+    "PP2 interleaved zero bubble": Plan(
+        (_one(Stage((0,)), Stage((1,)), micro_batches=4),), schedule="zero-bubble", chunks=2
+    ),
+    "TP2>TP1 + 1 interleaved zero bubble, recompute": Plan(
+        (
+            _one(Stage((0, 1), (2, 1), recompute=2), Stage((2,)), rows=5, micro_batches=3),
+            _one(Stage((3,)), rows=2, micro_batches=2),
+        ),
+        schedule="zero-bubble",
+        chunks=2,
+    ),
     "CP2 3:1": Plan.context_parallel((0, 1), (3, 1)),
     "CP2 3:1 ring": replace(Plan.context_parallel((0, 1), (3, 1)), attention="ring"),
     "CP2>TP1 + 1": Plan(
@@ -201,6 +212,7 @@ COVERING = (
     Cell("mlp", "TP2 2:1 sequence parallel"),
     Cell("gpt2", "PP2 zero bubble"),
     Cell("t5", "PP2 zero bubble"),
+    *(Cell(model, "PP2 interleaved zero bubble") for model in ("gpt2", "t5", "mixtral")),
     *(Cell(model, "PP2 interleaved") for model in ("mlp", "conv", "gpt2", "t5", "bert", "vit", "mixtral")),
     *(Cell("conv", plan) for plan in ("DP 3:1", "TP2 3:1", "TP2 + TP1", "PP2")),
     *(Cell("bert", plan) for plan in ("TP2 + TP1", "PP2 x TP2", "CP2 3:1", "CP2 3:1 x TP2 2:1")),
@@ -227,6 +239,7 @@ PROCESSES = (
     Cell("gpt2", "PP2 interleaved"),
     Cell("t5", "PP2 interleaved"),
     Cell("llama", "TP2>TP1 + 1 interleaved, recompute"),
+    Cell("llama", "PP2 interleaved zero bubble"),
     Cell("vit", "TP2 3:1"),
     Cell("t5", "TP2>TP1 + 1"),
     Cell("mixtral", "DP 3:1"),
@@ -241,7 +254,11 @@ REFUSED: Mapping[tuple[str, str], str] = {
         ("conv", plan): "sum over the whole batch"
         for plan in ("PP2", "PP2 x TP2", "PP2 + PP1", "TP2>TP1 + 1", "PP2 zero bubble")
     },
-    **{(model, "PP2 interleaved"): "would hold no operation" for model in ("mlp", "conv")},
+    **{
+        (model, plan): "would hold no operation"
+        for model in ("mlp", "conv")
+        for plan in ("PP2 interleaved", "PP2 interleaved zero bubble")
+    },
     **{(model, plan): "no dim that its" for model in ("mlp", "conv") for plan in SHARING},
     **{(model, plan): "blocks, but holds 0" for model in ("mlp", "conv") for plan in RECOMPUTING},
     **{("mixtral", plan): "cannot share the sequence" for plan in SHARING if "CP" in plan},

@@ -92,7 +92,7 @@ def worst_difference(model: Any, reference: Any, part: Any) -> float:
     worst, wholes = 0.0, []
     for home, plain in zip(model.parameters(), reference.parameters(), strict=True):
         found = part(home)
-        wholes.append((None if found is None else found.detach().full_tensor().cpu(), part(plain)))
+        wholes.append((None if found is None else hetu_fx.full_tensor(found.detach()).cpu(), part(plain)))
     floor = 1e-5 * max(float(e.norm()) for _, e in wholes if e is not None)
     for found, expected in wholes:
         if expected is None:

@@ -116,7 +116,7 @@ def loss_of(output: Any) -> Tensor:
 
 def whole(tensor: Tensor | None) -> Tensor | None:
     """Give the whole of a home tensor; collective."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return None if tensor is None else hetu_fx.full_tensor(tensor)
 
 
 def wholes(model: nn.Module) -> dict[str, Tensor | None]:

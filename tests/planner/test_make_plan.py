@@ -53,20 +53,32 @@ def test_the_best_pipelines_are_tried_under_schedules_of_smaller_bubbles() -> No
     asked, small = Problem(Profile(BIG), paper(100, 100)), Problem(Profile(BIG), paper(100, 100, memory_bytes=1))
     plan = Plan((Pipeline((Stage((0,)), Stage((1,))), micro_batches=4),)).with_blocks(BIG.num_blocks)
     twin, chunks = replace(plan, schedule="zero-bubble"), replace(plan, schedule="interleaved", chunks=2)
+    both = replace(chunks, schedule="zero-bubble")
     taken = planning._simulated({plan: 1.0}, asked)
-    assert [*taken] == [plan, twin, chunks]  # of BIG, whose stages have two blocks each
-    assert taken[twin] < taken[plan]
-    assert taken[chunks] < taken[plan]
+    assert [*taken] == [plan, twin, chunks, both]  # of BIG, whose stages have two blocks each
+    assert taken[both] < min(taken[twin], taken[chunks])
+    assert max(taken[twin], taken[chunks]) < taken[plan]
     forbidding = replace(asked, options=PlanOptions(forbidden=("zero_bubble", "interleaved")))
     assert [*planning._simulated({plan: 1.0}, forbidding)] == [plan]
     assert [*planning._simulated({plan: 1.0}, small)] == [plan]
 
 
 @pytest.mark.parametrize(
-    ("layers", "found"), [(2, "1f1b"), (4, "interleaved in 2 chunks"), (8, "interleaved in 4 chunks")]
+    ("layers", "forbidden", "found"),
+    [
+        (2, ("zero_bubble",), "1f1b"),
+        (4, ("zero_bubble",), "interleaved in 2 chunks"),
+        (8, ("zero_bubble",), "interleaved in 4 chunks"),
+        (2, (), "zero-bubble"),
+        (4, (), "zero-bubble in 2 chunks"),
+        (8, (), "zero-bubble in 4 chunks"),
+        (8, ("interleaved",), "zero-bubble"),
+    ],
 )
-def test_stages_are_in_chunks_where_they_have_blocks_for_them(layers: int, found: str) -> None:
-    alone = ("data_parallel", "tensor_parallel", "context", "zero_bubble")
+def test_stages_are_in_chunks_where_they_have_blocks_for_them(
+    layers: int, forbidden: tuple[str, ...], found: str
+) -> None:
+    alone = ("data_parallel", "tensor_parallel", "context", *forbidden)
     options = PlanOptions(micro_batches=(1, 4)).chosen(Choice.of(forbid=alone))
     made = make_plan(transformer(layers, length=512, width=512), paper(100, 100), options=options)
     assert made.schedule_text == found

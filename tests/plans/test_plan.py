@@ -387,6 +387,10 @@ def test_a_plan_with_chunks_reads_and_writes_and_tells_them() -> None:
     assert "chunks" not in design_plan().to_json()
     assert "schedule interleaved in 3 chunks" in str(interleaved(3))
     assert "schedule: 1f1b -> interleaved in 2 chunks" in diff(TWO_STAGES, interleaved())
+    bubble = DESIGN_FILE.replace("1f1b", "zero-bubble")
+    assert of_file(bubble).chunks == 1
+    assert of_file(bubble, chunks=2).to_json()["chunks"] == 2
+    assert "schedule zero-bubble in 2 chunks" in str(replace(interleaved(), schedule="zero-bubble"))
 
 
 @pytest.mark.parametrize(
@@ -394,10 +398,11 @@ def test_a_plan_with_chunks_reads_and_writes_and_tells_them() -> None:
     [
         (
             {"chunks": 2},
-            "chunks 2 and schedule '1f1b'; give 2 or more chunks under 'interleaved', and none under others",
+            "chunks 2 and schedule '1f1b'; give 2 or more chunks under 'interleaved', any number under 'zero-bubble', ",
         ),
         ({"schedule": "interleaved", "chunks": 1}, "chunks 1 and schedule 'interleaved'"),
         ({"schedule": "interleaved", "chunks": -2}, "chunks -2"),
+        ({"schedule": "zero-bubble", "chunks": -1}, "chunks -1"),
     ],
 )
 def test_chunks_go_with_their_schedule(changes: dict[str, Any], message: str) -> None:

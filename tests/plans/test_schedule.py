@@ -1,9 +1,10 @@
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hetu_fx.planner.simulate.events import Activity, play
@@ -15,6 +16,7 @@ from hetu_fx.plans.schedule import (
     PHASES,
     Action,
     Order,
+    Passage,
     Phase,
     actions,
     arrivals,
@@ -27,7 +29,8 @@ from hetu_fx.plans.schedule import (
 
 UNCHUNKED: list[Schedule] = ["1f1b", "gpipe", "zero-bubble"]
 SCHEDULES = st.sampled_from(UNCHUNKED)
-CHUNKED = st.sampled_from([*((schedule, 1) for schedule in UNCHUNKED), ("interleaved", 2), ("interleaved", 3)])
+IN_CHUNKS: list[Schedule] = ["interleaved", "zero-bubble"]
+CHUNKED = st.sampled_from([*((one, 1) for one in UNCHUNKED), *itertools.product(IN_CHUNKS, (2, 3))])
 WHOLE = [Phase.FORWARD, Phase.BACKWARD]
 HALVES = [Phase.FORWARD, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT]
 LAST = Phase.BACKWARD, Phase.WEIGHT_GRADIENT
@@ -47,41 +50,54 @@ def test_every_chunk_of_every_micro_batch_goes_through_the_phases_once(
     for direction, chunk in itertools.product((1, -1), range(chunks)):
         passing = [a.micro_batch for a in order if (a.phase.direction, a.chunk) == (direction, chunk)]
         assert passing == list(range(micro_batches))
-    waited = [a.micro_batch for a in order if a.phase is Phase.WEIGHT_GRADIENT]
-    assert waited == sorted(waited)
+    halves = ([a.passage[1:] for a in order if a.phase is phase] for phase in HALVES[1:])
+    assert next(halves) == next(halves)
     assert len(set(order)) == len(order)
 
 
-@given(st.integers(1, 6), st.integers(1, 12))
-def test_zero_bubble_is_one_forward_one_backward_but_for_weights(num_stages: int, micro_batches: int) -> None:
-    def without_weights(schedule: Schedule, stage: int) -> list[tuple[int, int]]:
-        order = actions(schedule, stage, num_stages, micro_batches)
-        return [(a.phase.direction, a.micro_batch) for a in order if a.phase.direction]
+@given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 3))
+def test_zero_bubble_is_one_forward_one_backward_but_for_weights(
+    num_stages: int, micro_batches: int, chunks: int
+) -> None:
+    def without_weights(schedule: Schedule, stage: int) -> list[Passage]:
+        order = actions(schedule, stage, num_stages, micro_batches, chunks)
+        return [action.passage for action in order if action.phase.direction]
 
     for stage in range(num_stages):
-        assert without_weights("zero-bubble", stage) == without_weights("1f1b", stage)
+        assert without_weights("zero-bubble", stage) == without_weights(_whole(chunks), stage)
 
 
-@given(st.integers(1, 7), st.integers(1, 16))
-def test_zero_bubble_cuts_no_more_backwards_than_end_as_soon_as_if_all_were(stages: int, micro_batches: int) -> None:
-    def cut(order: Order) -> tuple[Action, ...]:
-        """Cut all: the weights' gradients of stage s come s micro-batches late (Qi et al., 2024)."""
-        found, waiting = list[Action](), list[Action]()
-        for action in order:
-            halves = {Phase.BACKWARD: HALVES[1:]}.get(action.phase, [action.phase])
-            now, *after = [Action(phase, action.micro_batch) for phase in halves]
-            found.append(now)
-            waiting += after
-            if len(waiting) > stage:
-                found.append(waiting.pop(0))
-        return (*found, *waiting)
+def _whole(chunks: int) -> Schedule:
+    """Return the schedule of which zero bubble cuts backwards."""
+    return "interleaved" if chunks > 1 else "1f1b"
 
-    orders, all_cut = orders_of("zero-bubble", stages, micro_batches), list[Order]()
+
+@given(st.integers(1, 7), st.integers(1, 16), st.integers(1, 3))
+def test_zero_bubble_cuts_no_more_backwards_than_end_as_soon_as_if_all_were(
+    stages: int, micro_batches: int, chunks: int
+) -> None:
+    # of chunks, where there are as many micro-batches as stages: with fewer, stages wait at both ends of each chunk
+    assume(chunks == 1 or micro_batches >= stages)
+    orders, all_cut = orders_of("zero-bubble", stages, micro_batches, chunks), list[Order]()
     for stage in range(stages):
-        all_cut.append(cut(actions("1f1b", stage, stages, micro_batches)))
+        all_cut.append(cut(actions(_whole(chunks), stage, stages, micro_batches, chunks), stage))
         num_cut = sum(action.phase is Phase.INPUT_GRADIENT for action in orders[stage])
-        assert num_cut == (min(micro_batches, stage + stages - 1) if stage else 0)
-    assert played(orders) == played(all_cut)
+        if micro_batches % stages == 0 or chunks == 1:
+            assert num_cut == (min(micro_batches, stages) * chunks if stage else 0)
+    assert played(orders, chunks) == pytest.approx(played(all_cut, chunks))
+
+
+def cut(order: Order, stage: int) -> tuple[Action, ...]:
+    """Cut all backwards: the weights' gradients of stage s come s backwards late (Qi et al., 2024)."""
+    found, waiting = list[Action](), list[Action]()
+    for action in order:
+        halves = {Phase.BACKWARD: HALVES[1:]}.get(action.phase, [action.phase])
+        now, *after = [replace(action, phase=phase) for phase in halves]
+        found.append(now)
+        waiting += after
+        if len(waiting) > stage:
+            found.append(waiting.pop(0))
+    return (*found, *waiting)
 
 
 def most_kept(order: Order) -> int:
@@ -248,6 +264,23 @@ def test_weight_gradients_fill_the_bubble(stages: int, micro_batches: int) -> No
     assert seconds_of("zero-bubble", stages, micro_batches) == micro_batches * 3 + (stages - 1)
 
 
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (2, 8), (3, 6), (4, 4), (4, 16), (8, 16)])
+def test_weight_gradients_fill_what_chunks_leave_of_the_bubble(chunks: int, stages: int, micro_batches: int) -> None:
+    expected = micro_batches * 3 + (stages - 1) / chunks
+    assert seconds_of("zero-bubble", stages, micro_batches, chunks) == pytest.approx(expected)
+
+
+@given(st.integers(1, 6), st.integers(2, 3), st.integers(1, 4))
+def test_in_chunks_zero_bubble_keeps_no_more_than_the_first_stage_does_without(
+    stages: int, chunks: int, rounds: int
+) -> None:
+    most = most_kept(actions("interleaved", 0, stages, rounds * stages, chunks))
+    orders = orders_of("zero-bubble", stages, rounds * stages, chunks)
+    assert most_kept(orders[0]) == most
+    assert max(map(most_kept, orders)) <= most
+
+
 @given(st.integers(1, 6), st.integers(1, 12))
 def test_zero_bubble_keeps_no_more_micro_batches_than_1f1b_does_at_most(stages: int, micro_batches: int) -> None:
     for order in orders_of("zero-bubble", stages, micro_batches):
@@ -294,11 +327,11 @@ def test_a_stage_holds_messages_of_the_micro_batches_in_flight_and_one_more(sche
                 assert held <= min(count, (count if schedule == "gpipe" else stages - stage) + 1)
 
 
-@given(st.integers(2, 5), st.integers(2, 3), st.integers(1, 6))
+@given(st.sampled_from(IN_CHUNKS), st.integers(2, 5), st.integers(2, 3), st.integers(1, 6))
 def test_with_chunks_messages_are_held_for_what_is_in_flight_and_a_round_more(
-    num_stages: int, chunks: int, rounds: int
+    schedule: Schedule, num_stages: int, chunks: int, rounds: int
 ) -> None:
-    orders = orders_of("interleaved", num_stages, rounds * num_stages, chunks)
+    orders = orders_of(schedule, num_stages, rounds * num_stages, chunks)
     for stage, order in enumerate(orders):
         made = {action.passage: number for number, action in enumerate(order)}
         spans: dict[int, list[tuple[int, int]]] = {}

@@ -117,8 +117,7 @@ def _made(model: Any, batch: Any) -> Made:
 
 def whole(tensor: Tensor) -> Tensor:
     """Return the whole of a home tensor, and a copy of what it is; collective."""
-    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return full.detach().clone()
+    return hetu_fx.full_tensor(tensor).detach().clone()
 
 
 def loss_of(output: Any) -> Tensor:

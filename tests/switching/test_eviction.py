@@ -72,5 +72,6 @@ def test_plans_of_other_stages_or_with_several_micro_batches_have_other_layouts(
         staged("zero-bubble"),
         staged("interleaved"),
         staged("interleaved", chunks=3),
+        staged("zero-bubble", chunks=2),
     ]
     assert len(set(map(compute_layout, plans))) == len(plans)

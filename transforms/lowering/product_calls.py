@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
-from hetu_fx.comm_ops.ops.product_from_factors import PRODUCTS_BY_NAME
+from hetu_fx.comm_ops.ops.product_from_factors import PRODUCTS, PRODUCTS_BY_NAME
 from hetu_fx.graph.calls import operand
 
 aten = torch.ops.aten
@@ -25,6 +27,14 @@ def given_of(node: fx.Node) -> Given | None:
         return None
     bias = node.args[product.bias] if product.bias is not None and product.bias < count else None
     return operand(node, product.x), operand(node, product.weight), bias if isinstance(bias, fx.Node) else None
+
+
+def product_call(name: str, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> tuple[Any, tuple[fx.Node, ...]]:
+    """Return the product of a name and what it takes of these, in its order: what `given_of` has read."""
+    op, product = next((op, product) for op, product in PRODUCTS.items() if str(op) == name)
+    places = (product.x, x), (product.weight, weight), (product.bias, bias)
+    given = {place: one for place, one in places if place is not None and one is not None}
+    return op, tuple(given[place] for place in sorted(given))
 
 
 def uncast(node: fx.Node) -> fx.Node:

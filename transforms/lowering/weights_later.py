@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -12,7 +13,7 @@ from torch import fx
 from hetu_fx.plans.plan import Schedule
 from hetu_fx.plans.schedule import cuts_backwards
 from hetu_fx.transforms.lowering.later_products import later_product
-from hetu_fx.transforms.lowering.product_calls import Given, given_of, uncast
+from hetu_fx.transforms.lowering.product_calls import Given, given_of, product_call, uncast
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph, GraphSlot, SlotKind
 
 
@@ -41,6 +42,22 @@ class WeightsLater:
             node.args = (later, str(node.target), *given)
             node.kwargs, node.target = {}, later_product
         return replace(device, slots=(*device.slots, slot))
+
+
+def without_waiting(device: DeviceGraph) -> DeviceGraph:
+    """Return the graph as it was before `WeightsLater`: one that makes all gradients itself, for who has no schedule.
+
+    It is a copy, of which no run is recomputed, or the graph itself where no product waits.
+    """
+    slots = tuple(slot for slot in device.slots if slot.kind is not SlotKind.LATER)
+    if len(slots) == len(device.slots):
+        return device
+    graph = copy.deepcopy(device.graph)
+    for node in graph.find_nodes(op="call_function", target=later_product):
+        node.target, node.args = product_call(*node.args[1:])
+    places = zip(graph.find_nodes(op="placeholder"), device.slots, strict=True)
+    graph.erase_node(next(node for node, slot in places if slot.kind is SlotKind.LATER))
+    return replace(device, graph=graph, slots=slots, recomputed=(), differentiable=frozenset())
 
 
 def _products(device: DeviceGraph) -> Iterator[tuple[fx.Node, Given]]:

@@ -47,7 +47,7 @@ class _Passage:
         phase: in which it passes.
         chunk: that it passes.
         kept: how many other micro-batches each chunk keeps.
-        gradients: of which chunks gradients have been made.
+        gradients: of which chunks gradients have been made before.
     """
 
     phase: Phase
@@ -61,20 +61,17 @@ def _passages(order: Order, num_chunks: int) -> tuple[_Passage, ...]:
     """Return the passages of an order that are unlike each other."""
     kept, made, found = [0] * num_chunks, [False] * num_chunks, dict[_Passage, None]()
     for action in order:
-        chunk, is_forward = action.chunk, action.phase is Phase.FORWARD
-        kept[chunk] -= not is_forward
-        found[_Passage(action.phase, chunk, tuple(kept), tuple(made))] = None
-        kept[chunk] += is_forward
-        made[chunk] |= not is_forward
+        chunk, phase = action.chunk, action.phase
+        kept[chunk] -= phase is not Phase.FORWARD
+        found[_Passage(phase, chunk, tuple(kept), tuple(made))] = None
+        kept[chunk] += phase in (Phase.FORWARD, Phase.INPUT_GRADIENT)
+        made[chunk] |= phase in (Phase.BACKWARD, Phase.WEIGHT_GRADIENT)
     return tuple(found)
 
 
 def _passing(passage: _Passage, chunks: Sequence[HeldShard], sent: float) -> Iterator[Moment]:
     """Yield the moments of a passage."""
-    footprint = chunks[passage.chunk].footprint
-    is_first = not passage.gradients[passage.chunk]
-    backward = footprint.backward if is_first else footprint.later
-    lines = footprint.forward if passage.phase is Phase.FORWARD else backward
+    lines = _lines(chunks[passage.chunk], passage.phase, is_first=not passage.gradients[passage.chunk])
     gradients = sum(one.gradients for one, is_made in zip(chunks, passage.gradients, strict=True) if is_made)
     below = ZERO
     for count, one in zip(passage.kept, chunks, strict=True):
@@ -82,3 +79,20 @@ def _passing(passage: _Passage, chunks: Sequence[HeldShard], sent: float) -> Ite
         below += Line(count * kept.fixed, count * kept.slope)
     for line in lines:
         yield Moment(str(passage.phase), {"gradients": gradients}, line + below, sent)
+
+
+def _lines(chunk: HeldShard, phase: Phase, *, is_first: bool) -> Sequence[Line]:
+    """Return what is held of a micro-batch that passes a chunk, and of the gradients that it is the first to make.
+
+    Of one whose weights' gradients wait all is kept, as in a stage that is whole.
+    """
+    footprint = chunk.footprint
+    match phase:
+        case Phase.FORWARD:
+            return footprint.forward
+        case Phase.BACKWARD:
+            return footprint.backward if is_first else footprint.later
+        case Phase.INPUT_GRADIENT:
+            return footprint.later
+        case Phase.WEIGHT_GRADIENT:
+            return (footprint.kept + Line(chunk.gradients if is_first else 0.0),)

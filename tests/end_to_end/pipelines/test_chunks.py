@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hetu_fx.cli.verdict import judge
 from hetu_fx.lockstep import Lockstep, train_alone
-from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.plans.plan import Pipeline, Plan, Schedule, Stage
 
 HOW = Lockstep(partial(torch.optim.AdamW, lr=1e-2))
 
@@ -58,8 +58,8 @@ def pipeline(*groups: Sequence[int], micro_batches: int = 4, share: int = 1) -> 
     return Pipeline(tuple(Stage(tuple(group)) for group in groups), share=share, micro_batches=micro_batches)
 
 
-def interleaved(*pipelines: Pipeline, chunks: int = 2, zero: int = 1) -> Plan:
-    return Plan(pipelines, schedule="interleaved", chunks=chunks, zero=zero)
+def interleaved(*pipelines: Pipeline, chunks: int = 2, zero: int = 1, schedule: Schedule = "interleaved") -> Plan:
+    return Plan(pipelines, schedule=schedule, chunks=chunks, zero=zero)
 
 
 def check_equal(
@@ -73,11 +73,12 @@ def check_equal(
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize(("stages", "chunks", "blocks"), [(2, 2, 5), (2, 3, 7), (3, 2, 6)])
+@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])
 def test_any_number_of_micro_batches_goes_through_any_number_of_chunks(
-    stages: int, chunks: int, blocks: int, micro_batches: int
+    schedule: Schedule, stages: int, chunks: int, blocks: int, micro_batches: int
 ) -> None:
-    groups = [[stage] for stage in range(stages)]
-    check_equal(blocks, interleaved(pipeline(*groups, micro_batches=micro_batches), chunks=chunks))
+    own = pipeline(*([stage] for stage in range(stages)), micro_batches=micro_batches)
+    check_equal(blocks, interleaved(own, chunks=chunks, schedule=schedule))
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -86,9 +87,10 @@ def test_replicas_that_are_alike(zero: int) -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_replicas_of_unlike_depths_and_groups(zero: int) -> None:
+@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])
+def test_replicas_of_unlike_depths_and_groups(schedule: Schedule, zero: int) -> None:
     unlike = pipeline([0, 1], [2], share=3, micro_batches=2), pipeline([3], [4], [5], micro_batches=3), pipeline([6])
-    check_equal(7, interleaved(*unlike, zero=zero), rows=(11, 5))
+    check_equal(7, interleaved(*unlike, zero=zero, schedule=schedule), rows=(11, 5))
 
 
 def test_ranks_bring_rows_of_their_own() -> None:
@@ -98,8 +100,9 @@ def test_ranks_bring_rows_of_their_own() -> None:
 def test_plans_with_chunks_and_without_follow_each_other() -> None:
     whole = Plan((pipeline([0], [1], [2]),))
     plans = interleaved(pipeline([0], [1], [2])), whole, interleaved(pipeline([1], [0], micro_batches=3), chunks=3)
+    plans = *plans, replace(plans[0], schedule="zero-bubble")
     named = [replace(plan, name=f"plan {number}") for number, plan in enumerate(plans)]
-    check_equal(7, named, rows=(6, 6, 6, 6), how=replace(HOW, plan_of_step=(0, 1, 2, 0)))
+    check_equal(7, named, rows=(6, 6, 6, 6, 6), how=replace(HOW, plan_of_step=(0, 1, 2, 3, 0)))
 
 
 def test_homes_go_to_a_plan_with_chunks_and_back() -> None:
@@ -108,6 +111,7 @@ def test_homes_go_to_a_plan_with_chunks_and_back() -> None:
     check_equal(4, plans, how=how)
 
 
-def test_blocks_may_be_recomputed() -> None:
+@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])
+def test_blocks_may_be_recomputed(schedule: Schedule) -> None:
     stages = Stage((0,), blocks=5, recompute=4), Stage((1,), blocks=2, recompute=1)
-    check_equal(7, interleaved(Pipeline(stages, micro_batches=4)))
+    check_equal(7, interleaved(Pipeline(stages, micro_batches=4), schedule=schedule))

@@ -133,6 +133,8 @@ DEALT = replace(TWO_STAGES, schedule="interleaved", chunks=2)
 UNEVEN = replace(DEALT, pipelines=(Pipeline((Stage((0,), blocks=4), Stage((1,), blocks=2)), micro_batches=4),))
 THREE = replace(DEALT, pipelines=(Pipeline(tuple(Stage((i,), blocks=2) for i in range(3)), micro_batches=3),))
 
+WAITING = replace(UNEVEN, schedule="zero-bubble")
+
 GRID = Plan((Pipeline((Stage((0, 1, 2, 3), (3, 1), blocks=6, context=2),), micro_batches=4),))
 
 
@@ -142,7 +144,9 @@ def recomputing(plan: Plan, counts: tuple[int, ...]) -> Plan:
     return replace(plan, pipelines=(replace(pipeline, stages=stages),))
 
 
-@pytest.mark.parametrize("plan", [DEALT, UNEVEN, THREE, GRID], ids=["groups", "uneven", "three", "grid"])
+@pytest.mark.parametrize(
+    "plan", [DEALT, UNEVEN, THREE, WAITING, GRID], ids=["groups", "uneven", "three", "zero bubble", "grid"]
+)
 @pytest.mark.parametrize("are_alike", [True, False], ids=["blocks alike", "blocks that differ"])
 def test_plans_in_chunks_and_grids_recompute_what_lets_them_fit_in_least_time(plan: Plan, are_alike: bool) -> None:
     """Whatever memory there is, no other counts of blocks for its stages fit and take less."""

@@ -39,6 +39,7 @@ def test_equal_stages_fill_drain_and_are_busy_in_between(schedule: str) -> None:
 def test_chunks_divide_what_stages_wait_while_they_fill_and_drain(chunks: int) -> None:
     parts = [stage(12.0 / chunks)] * 4 * chunks
     assert scheduled_seconds(parts, 8, 8, "interleaved", chunks) == pytest.approx(12 * (8 + 3 / chunks))
+    assert scheduled_seconds(parts, 8, 8, "zero-bubble", chunks) == pytest.approx(12 * (8 + 1 / chunks))
 
 
 def test_gradients_of_later_chunks_are_done_when_their_stage_is() -> None:

@@ -55,10 +55,16 @@ def test_equal_stages_take_the_textbook_time(schedule: Schedule, stages: int, mi
 
 
 @pytest.mark.parametrize(
-    ("schedule", "expected"), [("1f1b", 8 + 3), ("interleaved", 8 + 3 / 2), ("zero-bubble", 8 + 3 / 3)]
+    ("schedule", "chunks", "expected"),
+    [
+        ("1f1b", 1, 8 + 3),
+        ("interleaved", 2, 8 + 3 / 2),
+        ("zero-bubble", 1, 8 + 3 / 3),
+        ("zero-bubble", 2, 8 + 3 / 3 / 2),
+    ],
 )
-def test_chunks_and_weights_that_wait_make_bubbles_smaller(schedule: Schedule, expected: float) -> None:
-    plan = Plan((pipeline(*range(4), micro_batches=8),), schedule=schedule)
+def test_chunks_and_weights_that_wait_make_bubbles_smaller(schedule: Schedule, chunks: int, expected: float) -> None:
+    plan = Plan((pipeline(*range(4), micro_batches=8),), schedule=schedule, chunks=chunks)
     step = simulate(plan, blocks_only(4 * 2, 8), free(*[6.0] * 4))
     assert work_seconds(step) == pytest.approx(expected, rel=0.03)
 
@@ -168,6 +174,7 @@ PLANS = {
     "1f1b": Plan((pipeline(0, 1, micro_batches=8),)),
     "gpipe": Plan((pipeline(0, 1, micro_batches=8),), schedule="gpipe"),
     "interleaved": Plan((pipeline(0, 1, micro_batches=4),), schedule="interleaved"),
+    "zero bubble in chunks": Plan((pipeline(0, 1, micro_batches=4),), schedule="zero-bubble", chunks=2),
     "interleaved beside one": Plan(
         (pipeline(0, 1, micro_batches=4), Pipeline((Stage((2,)),))), schedule="interleaved", zero=0
     ),
@@ -197,11 +204,11 @@ def test_memory_goes_back_to_where_it_was() -> None:
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=5),
     st.integers(1, 3),
-    st.sampled_from(["1f1b", "gpipe", "zero-bubble", "interleaved"]),
+    st.sampled_from([("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), ("interleaved", 2), ("zero-bubble", 2)]),
 )
-def test_a_step_is_complete_causal_and_bounded(speeds: list[int], rounds: int, schedule: Schedule) -> None:
-    stages, micro_batches = len(speeds), rounds * len(speeds)
-    plan = Plan((pipeline(*range(stages), micro_batches=micro_batches),), schedule=schedule)
+def test_a_step_is_complete_causal_and_bounded(speeds: list[int], rounds: int, how: tuple[Schedule, int]) -> None:
+    stages, micro_batches, (schedule, chunks) = len(speeds), rounds * len(speeds), how
+    plan = Plan((pipeline(*range(stages), micro_batches=micro_batches),), schedule=schedule, chunks=chunks)
     costs = blocks_only(2 * stages, micro_batches)
     step = simulate(plan, costs, free(*map(float, speeds)))
     for device in range(stages):

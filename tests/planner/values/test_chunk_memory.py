@@ -10,7 +10,7 @@ from hetu_fx.planner.values.chunk_memory import chunk_instants, joined
 from hetu_fx.planner.values.device_memory import HeldShard, instants, peak
 from hetu_fx.planner.values.footprint import StageFootprint
 from hetu_fx.planner.values.line import Line
-from hetu_fx.plans.schedule import actions
+from hetu_fx.plans.schedule import Action, Phase, actions
 
 
 def shard(kept: float, parameters: float = 100.0, handed: float = 0.0) -> HeldShard:
@@ -33,6 +33,27 @@ def test_a_chunk_that_keeps_more_counts_with_what_is_in_flight_of_it() -> None:
     # of 2 stages the first one has F0 F0 F1 F1 F0 before the first backward, of chunk 1
     found = dict(peak(chunk_instants([shard(10.0), shard(1000.0)], actions("interleaved", 0, 2, 2, 2), 2), 1))
     assert found["activations"] == 2 * 10 + 1000 + 1100
+
+
+def test_a_micro_batch_whose_weights_wait_is_kept_until_they_are_made() -> None:
+    # the last of 2 stages has F0 F0 F1 I1, then F1 before the weights of I1 with B1 and F0 I0 ...
+    order = actions("zero-bubble", 1, 2, 4, 2)
+    waiting, most = 0, 0
+    for action in order:
+        waiting += (action.phase is Phase.FORWARD) - (action.phase in (Phase.BACKWARD, Phase.WEIGHT_GRADIENT))
+        most = max(most, waiting)
+    found = dict(peak(chunk_instants([shard(10.0)] * 2, order, 4), 1))
+    whole = dict(peak(chunk_instants([shard(10.0)] * 2, actions("interleaved", 1, 2, 4, 2), 4), 1))
+    assert found["activations"] == 10 * (most - 1) + 11
+    assert found["activations"] > whole["activations"]
+
+
+def test_gradients_of_weights_that_wait_are_there_once_they_are_made() -> None:
+    early = Action(Phase.FORWARD, 0), Action(Phase.INPUT_GRADIENT, 0)
+    late = Action(Phase.WEIGHT_GRADIENT, 0)
+    nothing_kept = [shard(0.0, 100.0)]
+    made = [one for one in chunk_instants(nothing_kept, (*early, late), 1) if one.name in set(Phase)]
+    assert [dict(one.at(1))["gradients"] + dict(one.at(1))["activations"] for one in made] == [0, 0, 100]
 
 
 def test_one_chunk_is_a_stage_that_is_whole() -> None:

@@ -181,7 +181,7 @@ def test_no_schedule_leaves_a_stage_waiting(
 
 
 @pytest.mark.parametrize("pairs", [chain, from_the_first, from_the_middle])
-@pytest.mark.parametrize("schedule", ["interleaved", None])
+@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble", None])
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_chunks_leave_no_stage_waiting(
     monkeypatch: pytest.MonkeyPatch, pairs: Callable[[int], Pairs], schedule: Schedule | None, chunks: int

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from hetu_fx.plans.plan import Plan
 from hetu_fx.transforms.lowering.later_products import LATER_PRODUCTS, LaterProducts, later_product
-from hetu_fx.transforms.lowering.weights_later import WeightsLater
+from hetu_fx.transforms.lowering.product_calls import given_of, product_call
+from hetu_fx.transforms.lowering.weights_later import WeightsLater, without_waiting
 from hetu_fx.transforms.specialize.device_graph import SlotKind
 from tests.transforms.cases import Case
 from tests.transforms.plans import device_graph, program_of
@@ -110,6 +111,27 @@ def test_all_products_with_parameters_wait_under_zero_bubble_and_none_otherwise(
     assert [node for node in made.graph.nodes if node.target is later_product] == before
     assert [slot.kind for slot in made.slots].count(SlotKind.LATER) == 1
     assert len(before) == 7 * 2 + 1  # four of attention and three of the feed-forward in each block, and the head
+
+
+def test_a_graph_without_waiting_is_the_one_that_it_was(llama: Case) -> None:
+    before = device_graph(llama.program, Plan.single(), 0)
+    assert without_waiting(before) is before
+    slots, text = before.slots, str(before.graph)
+    waiting = WeightsLater("zero-bubble")(before)
+    changed = str(waiting.graph)
+    found = without_waiting(waiting)
+    assert (found.slots, str(found.graph)) == (slots, text)
+    assert str(waiting.graph) == changed != text
+
+
+@pytest.mark.parametrize("name", LATER_PRODUCTS)
+def test_a_product_that_waited_takes_what_it_took(name: str) -> None:
+    graph = fx.Graph()
+    x, weight, bias = (graph.placeholder(name) for name in ("x", "weight", "bias"))
+    some = [None] if LATER_PRODUCTS[name].bias is None else [bias] if name == "aten.addmm.default" else [bias, None]
+    for one in some:
+        op, given = product_call(name, x, weight, one)
+        assert given_of(graph.call_function(op, given)) == (x, weight, one)
 
 
 class Doubled(nn.Module):

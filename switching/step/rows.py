@@ -125,12 +125,12 @@ def _row_messages(
     """Return what moves per-row tensors from the ranks that bring them to those of each pipeline that read them."""
     source = at_ranks(rows, 0, shared=False)
     moves = [
-        TensorMove(source, _at_readers(plan, readers, rows), shape, dtype.itemsize) for shape, dtype, readers in layouts
+        TensorMove(source, at_readers(plan, readers, rows), shape, dtype.itemsize) for shape, dtype, readers in layouts
     ]
     return FixedMessages(plan_moves(moves), rank, [dtype for _, dtype, _ in layouts], device)
 
 
-def _at_readers(plan: Plan, readers: frozenset[int] | None, rows: RowPlan) -> Annotation:
+def at_readers(plan: Plan, readers: frozenset[int] | None, rows: RowPlan) -> Annotation:
     """Return where a per-row tensor lies: on each pipeline's devices that read it, or on all where none does."""
     everyone = [pipeline.devices for pipeline in plan.pipelines]
     groups = [tuple(d for d in devices if readers is None or d in readers) or devices for devices in everyone]

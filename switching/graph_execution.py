@@ -23,7 +23,6 @@ from hetu_fx.comm_ops.wire.consensus import StepFacts
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.graph.bind import Batch
 from hetu_fx.plans.plan import Plan
-from hetu_fx.program.batch import batch_of
 from hetu_fx.program.captures import Programs
 from hetu_fx.program.program import Program, deduce_program, sizes_of
 from hetu_fx.program.structure import Structure
@@ -117,7 +116,7 @@ class GraphExecution:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, *, shared: bool
     ) -> Reading[GraphVariant]:
         """Read the arguments of a call, and capture the model if they have a form not seen yet."""
-        given = batch_of(self.programs.signature, args, kwargs)
+        given = self.programs.arguments.batch(args, kwargs)
         sequences = sequences_of(given)
         if sequences is not None:
             return self.sequences.read(sequences, training, shared=shared)

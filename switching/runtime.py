@@ -191,7 +191,8 @@ class Runtime:
                 self._settle()
 
     def _warm(self, variant: Variant, batch: Reading[Any], facts: StepFacts) -> None:
-        inputs = replace(self._inputs(facts.counts, self._rows(variant.plan, facts)), stand_by=_rest, tell=_say_nothing)
+        inputs = self._inputs(facts.counts, self._rows(variant.plan, facts), ComputeTimer(self.clock, self.host))
+        inputs = replace(inputs, stand_by=_rest, tell=_say_nothing)
         batch.build(variant, inputs)
         if variant.facts.fits(_batch_facts(facts)):
             with torch.set_grad_enabled(self.model.training):
@@ -241,18 +242,18 @@ class Runtime:
         """Read the batch and agree with all ranks; an error on one rank is raised on all."""
         batch: Reading[Any] | None = None
         local: LocalFacts | Exception
+        told: dict[str, float] = {}
         try:
             batch = self.execution.read(args, kwargs, self.model.training, shared=self.settings.shared)
-            told = {"compute_seconds": self._compute_seconds(), **self.writes.told}
-            told["host_seconds"] = self.report.host_seconds
+            told |= {"compute_seconds": self._compute_seconds(), "host_seconds": self.report.host_seconds}
+            told |= self.writes.told
             for watcher in self._watchers:
                 told.update(watcher.tell())
             changed = self.members.look(self.execution.structure)
-            signature = f"{batch.facts.signature}, other members {self.members.count} times"
-            local = replace(batch.facts, told=told, signature=signature)
+            local = batch.facts if not self.members.count else self._with_members(batch.facts)
         except Exception as error:  # whatever it is, the others must not wait for this rank
             local = error
-        facts = agree(self.table, local)
+        facts = agree(self.table, local, told)
         assert batch is not None
         self.writes.check(facts)
         if self.settings.shared:
@@ -262,6 +263,10 @@ class Runtime:
         if changed:
             self._take_in()
         return batch, facts
+
+    def _with_members(self, facts: LocalFacts) -> LocalFacts:
+        """Return facts with how often parameters or buffers have become others, which all ranks must have alike."""
+        return replace(facts, signature=f"{facts.signature}, other members {self.members.count} times")
 
     def _compute_seconds(self) -> float:
         """Return what the last step computed for; 0, for unknown, where only this host would wait to know it."""
@@ -311,7 +316,7 @@ class Runtime:
         made, timer, built = [], ComputeTimer(self.clock, self.host), len(self.idle.events)
         for part in division.parts:
             self._become(part.variant)
-            inputs = replace(self._inputs(division.counts, part.rows), timer=timer)
+            inputs = self._inputs(division.counts, part.rows, timer)
             if division.planned is not None:
                 inputs = replace(inputs, outputs="loss", stand_by=_rest)
             with self.idle.use(self.variants[part.variant], self.step) as variant:
@@ -328,7 +333,7 @@ class Runtime:
     def _trains(self) -> bool:
         return self.model.training and torch.is_grad_enabled()
 
-    def _inputs(self, counts: tuple[Count, ...], rows: RowPlan) -> StepInputs:
+    def _inputs(self, counts: tuple[Count, ...], rows: RowPlan, timer: ComputeTimer) -> StepInputs:
         return StepInputs(
             counts=counts,
             rows=rows,
@@ -339,7 +344,7 @@ class Runtime:
             outputs=self.settings.outputs,
             syncs_gradients=self._syncs_gradients or self.table.size == 1,
             guess=self.guess,
-            timer=ComputeTimer(self.clock, self.host),
+            timer=timer,
             host=self.host,
             stand_by=self._stand_by,
             tell=self.execution.observers.tell,

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
+from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -100,11 +102,15 @@ _COMBINE: Mapping[str, Callable[[Numbers], Any]] = {
 }
 """How the numbers of all ranks are combined, by fact, in the order of the message."""
 
+_PLACES = {name: place for place, name in enumerate(_COMBINE)}
+
+_NOTHING: Mapping[str, float] = MappingProxyType({})
 _MAX_SIZES = 24
 _MAX_COUNTS = 16
 _MAX_VALUES = 8
 _MOST_TOLD = 10
 _ERROR, _DIGEST, _FIRST_FACT = range(3)
+_ROWS = _FIRST_FACT + _PLACES["rows"]
 _FIRST_SIZE = _FIRST_FACT + len(_COMBINE)
 _FIRST_COUNT = _FIRST_SIZE + _MAX_SIZES
 _FIRST_VALUE = _FIRST_COUNT + _MAX_COUNTS
@@ -141,16 +147,29 @@ class LocalFacts:
     sizes_may_differ: bool = False
     state: Callable[[], Mapping[str, str]] = field(default=dict, compare=False)
 
-    @property
-    def numbers(self) -> list[float]:
+    @cached_property
+    def numbers(self) -> tuple[float, ...]:
         """Return this rank's number for every fact of the table, in its order."""
         told = {"rows": self.rows, "longest": self.longest, **self.told}
         assert told.keys() <= _COMBINE.keys(), f"{list(told)} are not all in the table of facts {list(_COMBINE)}"
-        return [float(told.get(name, 0.0)) for name in _COMBINE]
+        return tuple(float(told.get(name, 0.0)) for name in _COMBINE)
+
+    @cached_property
+    def row(self) -> tuple[float, ...]:
+        """Return all as it stands in the message; worked out once for the facts of batches that are alike."""
+        same = digest_of(f"{self.signature}|{len(self.sizes)}|{len(self.counts)}|{len(self.values)}")
+        lists = (self.sizes, _MAX_SIZES), (self.counts, _MAX_COUNTS), (self.values, _MAX_VALUES)
+        rest = (number for given, most in lists for number in _padded(given, most))
+        return (0.0, float(same), *self.numbers, *rest)
 
 
-def agree(table: GroupTable, facts: LocalFacts | Exception) -> StepFacts:
+def agree(table: GroupTable, facts: LocalFacts | Exception, told: Mapping[str, float] = _NOTHING) -> StepFacts:
     """Exchange facts between all ranks of the table; collective.
+
+    Args:
+        table: the ranks.
+        facts: what this one brings to the step, or why it cannot.
+        told: more numbers of it, as in `LocalFacts`: those that are others in each step.
 
     Raises:
         BatchError: on every rank, if the ranks' batches do not fit together.
@@ -159,28 +178,29 @@ def agree(table: GroupTable, facts: LocalFacts | Exception) -> StepFacts:
     if table.size == 1:
         if isinstance(facts, Exception):
             raise facts
-        return _combined([facts.numbers], facts.counts, sizes_of=(facts.sizes,))
+        return _combined([_with_told(facts.numbers, told)], facts.counts, (facts.sizes,))
     facts = _fitting(facts)
-    gathered = _exchange(table, _encode(facts))
+    gathered = _exchange(table, _encode(facts, told))
     if any(row[_ERROR] for row in gathered):
         _raise_everywhere(table, facts)
     assert isinstance(facts, LocalFacts)
     counts = tuple(sum(row[_FIRST_COUNT + i] for row in gathered) for i in range(len(facts.counts)))
-    agreed = _combined([row[_FIRST_FACT:_FIRST_SIZE] for row in gathered], counts)
+    ranks = [row[_FIRST_FACT:_FIRST_SIZE] for row in gathered]
+    agreed = _combined(ranks, counts, _sizes_of(gathered, len(facts.sizes)))
     _check_equal(table, gathered, facts, agreed.rows)
-    return _with_sizes(agreed, gathered, len(facts.sizes))
+    return agreed
 
 
-def _combined(ranks: Sequence[Numbers], counts: tuple[Count, ...], **others: Any) -> StepFacts:
+def _combined(ranks: Sequence[Numbers], counts: tuple[Count, ...], sizes_of: tuple[tuple[int, ...], ...]) -> StepFacts:
     columns = zip(_COMBINE.items(), zip(*ranks, strict=True), strict=True)
-    return StepFacts(counts=counts, **{name: combine(column) for (name, combine), column in columns}, **others)
+    return StepFacts(counts=counts, sizes_of=sizes_of, **{name: combine(column) for (name, combine), column in columns})
 
 
-def _with_sizes(agreed: StepFacts, gathered: Sequence[Numbers], count: int) -> StepFacts:
-    """Return the facts with the sizes of the ranks that have rows (all, if none has any)."""
+def _sizes_of(gathered: Sequence[Numbers], count: int) -> tuple[tuple[int, ...], ...]:
+    """Return the sizes of the ranks that have rows (of all, if none has any)."""
     told = [tuple(map(int, row[_FIRST_SIZE : _FIRST_SIZE + count])) for row in gathered]
-    counted = [sizes if rows or not any(agreed.rows) else () for sizes, rows in zip(told, agreed.rows, strict=True)]
-    return replace(agreed, sizes_of=tuple(counted))
+    has_rows = [row[_ROWS] > 0 for row in gathered]
+    return tuple(sizes if has or not any(has_rows) else () for sizes, has in zip(told, has_rows, strict=True))
 
 
 def together(table: GroupTable, act: Callable[[], T]) -> T:
@@ -220,6 +240,7 @@ def alike(table: GroupTable, digest: int) -> bool:
     return bool(bounds.sum() == 0)
 
 
+@lru_cache(maxsize=256)
 def digest_of(text: str) -> int:
     """Hash a text to 48 bits, which a float64 carries exactly; the same in every process."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
@@ -277,12 +298,19 @@ def _fitting(facts: LocalFacts | Exception) -> LocalFacts | Exception:
     )
 
 
-def _encode(facts: LocalFacts | Exception) -> list[float]:
+def _encode(facts: LocalFacts | Exception, told: Mapping[str, float] = _NOTHING) -> Numbers:
     if isinstance(facts, Exception):
         return [1.0] + [0.0] * (_WIDTH - 1)
-    same = digest_of(f"{facts.signature}|{len(facts.sizes)}|{len(facts.counts)}|{len(facts.values)}")
-    lists = (facts.sizes, _MAX_SIZES), (facts.counts, _MAX_COUNTS), (facts.values, _MAX_VALUES)
-    return [0.0, float(same), *facts.numbers, *(number for given, most in lists for number in _padded(given, most))]
+    return _with_told(facts.row, told, _FIRST_FACT)
+
+
+def _with_told(numbers: Numbers, told: Mapping[str, float], first: int = 0) -> Numbers:
+    """Put more that is told in its place; facts begin at the place `first`."""
+    assert told.keys() <= _PLACES.keys(), f"{list(told)} are not all in the table of facts {list(_PLACES)}"
+    made = list(numbers)
+    for name, number in told.items():
+        made[first + _PLACES[name]] = float(number)
+    return made
 
 
 def _padded(numbers: Sequence[Count], length: int) -> list[float]:

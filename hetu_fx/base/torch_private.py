@@ -174,6 +174,15 @@ def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     )
 
 
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return what runs a function outside of torch.func: its `apply`, which first looks for what that has left.
+
+    It does so argument by argument, in python, which takes as long as the rest where these are many.
+    """
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
+
+
 def is_setup_context_defined(function: type[torch.autograd.Function]) -> bool:
     """Tell whether a function's forward is called without its context."""
     return bool(_is_setup_context_defined(function.setup_context))

@@ -32,18 +32,33 @@ class GivenBatch:
 
     Attributes:
         batch: as it was given.
-        tree: its structure.
         tensors: its tensors by input name.
+        is_flat: it is a mapping of tensors alone, as most are; its tree is not asked for in each step.
     """
 
     batch: Batch
-    tree: Tree
     tensors: Mapping[str, torch.Tensor]
+    is_flat: bool
 
     @classmethod
     def of(cls, batch: Batch) -> GivenBatch:
         """Take a batch apart."""
-        return cls(batch, *flatten_batch(batch))
+        if isinstance(batch, Mapping) and all(isinstance(value, torch.Tensor) for value in batch.values()):
+            return cls(batch, {str(key): value for key, value in batch.items()}, is_flat=True)
+        tree, tensors = flatten_batch(batch)
+        made = cls(batch, tensors, is_flat=False)
+        made.__dict__["tree"] = tree
+        return made
+
+    @cached_property
+    def tree(self) -> Tree:
+        """Return its structure."""
+        return flatten_batch(self.batch)[0]
+
+    @property
+    def structure(self) -> Any:
+        """Return what is equal for batches of one structure: their keys where that is all there is to them."""
+        return tuple(self.batch) if self.is_flat else self.tree
 
     @cached_property
     def constants(self) -> Mapping[str, Any]:
@@ -62,7 +77,7 @@ class GivenBatch:
 
     @cached_property
     def _others(self) -> tuple[TensorSlot | Constant | Opaque, ...]:
-        return tuple(leaf for leaf in walk(self.tree) if not isinstance(leaf, TensorSlot))
+        return () if self.is_flat else tuple(leaf for leaf in walk(self.tree) if not isinstance(leaf, TensorSlot))
 
     def check_no_objects(self) -> None:
         """Refuse objects whose values no graph follows, and of whose rows nothing is known: caches, arrays, and such.

@@ -146,7 +146,11 @@ class Graph:
     def rebuild(self, values: Mapping[str, Any]) -> Any:
         """Build the user's output container from output values by name; what is left out becomes None."""
         has_others = any(leaf.name in values for leaf in self.outputs if leaf.kind is OutputKind.VALUE)
-        return unflatten(self.output_tree if has_others else loss_alone(self.output_tree), values)
+        return unflatten(self.output_tree if has_others else self._loss_tree, values)
+
+    @cached_property
+    def _loss_tree(self) -> Tree:
+        return loss_alone(self.output_tree)
 
     @property
     def num_blocks(self) -> int:

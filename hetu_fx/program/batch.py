@@ -13,6 +13,9 @@ from hetu_fx.errors import BatchError
 from hetu_fx.graph.bind import Batch, GivenBatch
 from hetu_fx.graph.capture import ambient_autocasts
 
+_TOGETHER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_MOST_ORDERS = 64
+
 
 def batch_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
     """Return a call's batch: by keyword, or positional where the forward of this signature takes *args.
@@ -20,10 +23,7 @@ def batch_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mappin
     Raises:
         BatchError: the arguments do not fit the forward.
     """
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise BatchError(f"the batch does not fit the model's forward: {error}") from error
+    bound = _bound(signature, args, kwargs)
     batch: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         match signature.parameters[name].kind:
@@ -36,10 +36,39 @@ def batch_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mappin
     return {name: value for name, value in batch.items() if value is not None}
 
 
+def _bound(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise BatchError(f"the batch does not fit the model's forward: {error}") from error
+
+
+class Arguments:
+    """What a forward of this signature is called with; calls by the same keywords as before are not bound again."""
+
+    def __init__(self, signature: inspect.Signature) -> None:
+        self.signature = signature
+        self._orders: dict[tuple[str, ...], tuple[str, ...]] = {}
+
+    def batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
+        """Return a call's batch; see `batch_of`."""
+        order = None if args else self._orders.get(tuple(kwargs))
+        if order is not None:
+            return {name: value for name in order if (value := kwargs[name]) is not None}
+        made = batch_of(self.signature, args, kwargs)
+        if not args and len(self._orders) < _MOST_ORDERS and self._takes_each_by_name(kwargs):
+            self._orders[tuple(kwargs)] = tuple(name for name in self.signature.parameters if name in kwargs)
+        return made
+
+    def _takes_each_by_name(self, kwargs: Mapping[str, Any]) -> bool:
+        known = self.signature.parameters
+        return all(name in known and known[name].kind not in _TOGETHER for name in kwargs)
+
+
 def likeness_of(given: GivenBatch) -> tuple[Any, ...]:
     """Return what is equal for batches of tensors alone that have one form and one size; quicker than the form."""
     kinds = [(tensor.dtype, tensor.shape, tensor.device) for tensor in given.tensors.values()]
-    return given.tree, kinds, ambient_autocasts(), torch.get_default_dtype()
+    return given.structure, kinds, ambient_autocasts(), torch.get_default_dtype()
 
 
 def form_of(given: GivenBatch, training: bool) -> str:

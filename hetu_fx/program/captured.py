@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -104,7 +104,8 @@ class LastMatch:
         """Return the match of a batch that is like it, if the model is still what it was."""
         if structure is not self.structure or likeness != self.likeness or not self.captured.reads.hold():
             return None
-        return replace(self.match, tensors=given.tensors)
+        known = self.match
+        return Match(known.program, given.tensors, known.rows, known.bindings, known.signature, known.notes)
 
 
 Sizes = tuple[int, Bindings]

@@ -19,7 +19,7 @@ from hetu_fx.errors import BatchError, CaptureError, StateError
 from hetu_fx.graph.bind import Batch, GivenBatch, as_call, input_tensors
 from hetu_fx.graph.capture import ambient_autocasts, casting, casting_on_host, in_mode
 from hetu_fx.graph.graph import Graph
-from hetu_fx.program.batch import batch_of, form_of, likeness_of
+from hetu_fx.program.batch import Arguments, form_of, likeness_of
 from hetu_fx.program.captured import Captured, CaptureEvent, LastMatch, Match, Sizes, sizes_of
 from hetu_fx.program.hooks import check_global_hooks
 from hetu_fx.program.kept import KeptCaptures, Recurring
@@ -77,7 +77,12 @@ class Programs:
         """Capture this in the place of the model's forward from now on; None: its class's."""
         self.tracer.replaced = replaced
         self.forward: Forward = replaced or MethodType(type(self.model).forward, self.model)
-        self.signature = inspect.signature(self.forward)
+        self.arguments = Arguments(inspect.signature(self.forward))
+
+    @property
+    def signature(self) -> inspect.Signature:
+        """Return that of the forward."""
+        return self.arguments.signature
 
     @property
     def num_blocks(self) -> int:
@@ -95,7 +100,7 @@ class Programs:
     def first(self, batch: Batch, training: bool) -> Program:
         """Return the program for an example batch as the user gives it: by keyword, or positional as a tuple."""
         args, kwargs = as_call(batch)
-        return self.find(batch_of(self.signature, args, kwargs), training)
+        return self.find(self.arguments.batch(args, kwargs), training)
 
     def find(self, batch: Batch, training: bool) -> Program:
         """Return the program for batches like this one; see `match`."""
@@ -235,5 +240,5 @@ class Programs:
 def example_size(example: Batch, programs: Programs, program: Program) -> tuple[int, int]:
     """Return the rows and the sequence length (0: none) of an example batch; the program was traced with other rows."""
     args, kwargs = as_call(example)
-    tensors = input_tensors(program.graph, batch_of(programs.signature, args, kwargs))
+    tensors = input_tensors(program.graph, programs.arguments.batch(args, kwargs))
     return program.num_rows(tensors), program.longest(tensors)

@@ -113,6 +113,8 @@ class AsksForWhole(torch.Tensor):
 
 def let_go_of_wholes() -> None:
     """Let go of the wholes that were kept for pointers into parameters: those live longer than any pointer is used."""
+    if not _kept_by_long_lived:  # before each step
+        return
     for _, tensor in _kept_by_long_lived.items():
         tensor.__dict__.pop("_kept", None)
     _kept_by_long_lived.clear()

@@ -24,7 +24,7 @@ from hetu_fx.planner.dispatch.assignment import Assignment, PackedMicroBatch
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import Bindings, Program
 from hetu_fx.switching.step.batches import MicroBatchRows
-from hetu_fx.switching.step.rows import RowPlan
+from hetu_fx.switching.step.rows import Readers, RowPlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +149,9 @@ class AssignedRows:
         made = [self.program.prologue(self._tensors(micro)) for micro in self.assignment.micro_batches]
         return tuple(map(sum, zip(*made, strict=True)))
 
-    def cuts(self, rows: RowPlan, plan: Plan, table: GroupTable, *, shared: bool) -> list[MicroBatchRows]:
+    def cuts(
+        self, rows: RowPlan, plan: Plan, table: GroupTable, *, shared: bool, readers: Readers
+    ) -> list[MicroBatchRows]:
         """Return the micro-batches of this rank's pipeline."""
         assert shared, "every rank has all sequences"
         place = plan.place(table.rank)

@@ -16,7 +16,7 @@ from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captured import Match
 from hetu_fx.program.captures import Programs
 from hetu_fx.program.program import Bindings, Program
-from hetu_fx.switching.step.rows import RowPlan, cut_rows, rows_for_pipeline
+from hetu_fx.switching.step.rows import Readers, RowPlan, cut_rows, rows_for_pipeline
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,17 @@ class ReadBatch:
         """Return the inputs that need a gradient."""
         return needing_gradients(self.tensors, self.program.row_inputs)
 
-    def cuts(self, rows: RowPlan, plan: Plan, table: GroupTable, *, shared: bool) -> list[MicroBatchRows]:
-        """Fetch this rank's pipeline's rows and cut them into micro-batches; collective, unless `shared`."""
+    def cuts(
+        self, rows: RowPlan, plan: Plan, table: GroupTable, *, shared: bool, readers: Readers
+    ) -> list[MicroBatchRows]:
+        """Fetch this rank's pipeline's rows and cut them into micro-batches; collective, unless `shared`.
+
+        A rank has the inputs that it reads; all, where gradients go back to them, or they are cut to other sizes.
+        """
+        needs_all = bool(self.needing or self.sizes_of)
         per_row = {n: t for n, t in self.tensors.items() if n in self.program.row_inputs}
         others = {n: t for n, t in self.tensors.items() if n not in per_row}
-        mine = rows_for_pipeline(per_row, rows, plan, table, shared=shared)
+        mine = rows_for_pipeline(per_row, rows, plan, table, shared=shared, readers=None if needs_all else readers)
         place = plan.place(table.rank)
         if place is None:
             return []

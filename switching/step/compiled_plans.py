@@ -86,6 +86,13 @@ class StagePlan:
         return self.devices[0] if self.devices else None
 
     @cached_property
+    def readers(self) -> Mapping[str, frozenset[int]]:
+        """Return the ranks that read each input, by its name."""
+        leaves = self.deduced.annotated.graph.leaves_of(LeafKind.INPUT)
+        stages = {leaf.name: self.deduced.readers(leaf) for leaf in leaves}
+        return {name: frozenset(d for stage in found for d in stage.devices) for name, found in stages.items()}
+
+    @cached_property
     def random_states(self) -> tuple[str, ...]:
         """Return the names of the random state leaves."""
         graph = self.deduced.annotated.graph
@@ -96,6 +103,13 @@ class StagePlan:
         """Return the dtypes of the count leaves."""
         graph = self.deduced.annotated.graph
         return tuple(meta.dtype(leaf.node) for leaf in graph.leaves_of(LeafKind.COUNT))
+
+    @cached_property
+    def form_of_loss(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """Return the shape and the dtype of the loss, for ranks that make none."""
+        loss = self.deduced.annotated.graph.loss
+        assert loss is not None, "the program has one"
+        return tuple(meta.hints(loss)), meta.dtype(loss)
 
     @property
     def num_bytes(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetu_fx.base.torch_private import make_subclass
+from hetu_fx.base.torch_private import apply_of, make_subclass
 from hetu_fx.comm_ops.wire.calls import note
 from hetu_fx.comm_ops.wire.collectives import Exchange, sum_all
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
@@ -158,8 +158,8 @@ class SeenLoss:
 
 
 def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """Run an autograd function; torch leaves `apply` without types."""
-    return function.apply(*arguments)
+    """Run an autograd function; no step runs inside a transform of torch.func."""
+    return apply_of(function)(*arguments)
 
 
 def _summed(total: Tensor, table: GroupTable, *, waits: bool) -> Tensor:

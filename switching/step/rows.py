@@ -76,20 +76,35 @@ def _intervals(start: int, sizes: tuple[int, ...]) -> tuple[range, ...]:
     return tuple(range(stop - size, stop) for stop, size in zip(stops, sizes, strict=True))
 
 
-Layout = tuple[tuple[int, ...], torch.dtype]  # the shape of all rows
+Readers = Mapping[str, frozenset[int]]
+"""The ranks that read each input."""
+
+Layout = tuple[tuple[int, ...], torch.dtype, frozenset[int] | None]  # the shape of all rows; None: all ranks read it
 
 
 def rows_for_pipeline(
-    tensors: Mapping[str, Tensor], rows: RowPlan, plan: Plan, table: GroupTable, *, shared: bool
+    tensors: Mapping[str, Tensor],
+    rows: RowPlan,
+    plan: Plan,
+    table: GroupTable,
+    *,
+    shared: bool,
+    readers: Readers | None = None,
 ) -> dict[str, Tensor]:
     """Return this rank's pipeline's rows of every per-row tensor; nothing for a rank outside the plan.
 
-    Collective, unless `shared`: then every rank has all rows already, as one alone has.
+    Collective, unless `shared`: then every rank has all rows already, as one alone has. Otherwise a rank gets nothing
+    of what it does not read, if `readers` are known.
     """
     if shared or table.size == 1:
         place = plan.place(table.rank)
         return {} if place is None else cut_rows(tensors, rows.pipelines[place[0]])
-    layouts = tuple(((rows.total, *tensor.shape[1:]), tensor.dtype) for tensor in tensors.values())
+    if readers is not None:
+        tensors = {name: tensor for name, tensor in tensors.items() if readers.get(name)}
+    layouts = tuple(
+        ((rows.total, *tensor.shape[1:]), tensor.dtype, None if readers is None else readers[name])
+        for name, tensor in tensors.items()
+    )
     device = next((tensor.device for tensor in tensors.values()), HOST)
     moved = _row_messages(rows, plan, layouts, table.rank, device).run(table, list(tensors.values()))
     return {name: tensor for name, tensor in zip(tensors, moved, strict=True) if tensor is not None}
@@ -107,12 +122,19 @@ def cut_rows(tensors: Mapping[str, Tensor], interval: range) -> dict[str, Tensor
 def _row_messages(
     rows: RowPlan, plan: Plan, layouts: tuple[Layout, ...], rank: int, device: torch.device
 ) -> FixedMessages:
-    """Return what moves per-row tensors from the ranks that bring them; each of a pipeline's has its rows."""
-    groups = [pipeline.devices for pipeline in plan.pipelines]
+    """Return what moves per-row tensors from the ranks that bring them to those of each pipeline that read them."""
     source = at_ranks(rows, 0, shared=False)
-    target = at_pipelines(groups, [Sharding((Duplicate(len(group)),)) for group in groups], 0, rows)
-    moves = plan_moves([TensorMove(source, target, shape, dtype.itemsize) for shape, dtype in layouts])
-    return FixedMessages(moves, rank, [dtype for _, dtype in layouts], device)
+    moves = [
+        TensorMove(source, at_readers(plan, readers, rows), shape, dtype.itemsize) for shape, dtype, readers in layouts
+    ]
+    return FixedMessages(plan_moves(moves), rank, [dtype for _, dtype, _ in layouts], device)
+
+
+def at_readers(plan: Plan, readers: frozenset[int] | None, rows: RowPlan) -> Annotation:
+    """Return where a per-row tensor lies: on each pipeline's devices that read it, or on all where none does."""
+    everyone = [pipeline.devices for pipeline in plan.pipelines]
+    groups = [tuple(d for d in devices if readers is None or d in readers) or devices for devices in everyone]
+    return at_pipelines(groups, [Sharding((Duplicate(len(group)),)) for group in groups], 0, rows)
 
 
 def at_pipelines(

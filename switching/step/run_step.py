@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import BatchError, StateError
 from hetu_fx.graph import meta
-from hetu_fx.graph.capture import ambient_autocasts
+from hetu_fx.graph.capture import ambient_autocasts, casting
 from hetu_fx.graph.graph import OBSERVED
 from hetu_fx.plans.schedule import Order, forwards, orders_of
 from hetu_fx.program.program import Program
@@ -106,7 +106,9 @@ class _GraphStep(StepFrame):
 
     def _micro_batches(self) -> list[MicroBatchFeeds]:
         inputs = self.inputs
-        cuts = self.batch.cuts(inputs.rows, self.variant.plan, self.table, shared=inputs.shared)
+        cuts = self.batch.cuts(
+            inputs.rows, self.variant.plan, self.table, shared=inputs.shared, readers=self.stage.readers
+        )
         if isinstance(self.batch, ReadBatch) and self.batch.sizes_of and self._may_narrow():
             narrow = [narrowed(self.batch, cut, inputs.rows) for cut in cuts]
             self.outcome.timer.share = share_of(narrow, cuts)
@@ -213,9 +215,8 @@ class _GraphStep(StepFrame):
         """Return this rank's part of the loss, zero where it computes none."""
         if self.outcome.loss is not None:
             return self.outcome.loss
-        node = self.program.graph.loss
-        assert node is not None
-        return torch.zeros(meta.hints(node), dtype=meta.dtype(node), device=self.variant.device)
+        shape, dtype = self.stage.form_of_loss
+        return torch.zeros(shape, dtype=dtype, device=self.variant.device)
 
     def _routes(self) -> tuple[ValueRoute, ...]:
         bindings = self.batch.bindings
@@ -252,10 +253,6 @@ def _run_again(run: Callable[..., StageOutcome], scale: float, table: GroupTable
         run(root=gradient * scale)
 
 
-@contextmanager
-def _without_autocast() -> Iterator[None]:
+def _without_autocast() -> AbstractContextManager[object]:
     """Run a graph as it is: the casts of an ambient autocast were written into it when it was captured."""
-    with ExitStack() as stack:
-        for kind, _ in ambient_autocasts():
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
+    return casting(()) if ambient_autocasts() else nullcontext()

@@ -14,7 +14,7 @@ import mmap
 import struct
 from collections import deque
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from zlib import crc32
 
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
@@ -55,7 +55,7 @@ class Rounds:
             raise CommError(f"{what} is of {len(numbers)} numbers, more than the {MOST_NUMBERS} of a round")
         self._count += 1
         self._forget_heard()
-        kind = crc32(f"{what} of {len(numbers)} numbers".encode())
+        kind = _kind(what, len(numbers))
         body = struct.pack(f"<{len(numbers)}d", *numbers)
         own, start = self._memory[self._table.rank], _start_of(self._count)
         own[start + _HEAD.size : start + _HEAD.size + len(body)] = body
@@ -124,6 +124,12 @@ class Round:
         """Hear the others; see `Rounds.hear`. The caller guards it."""
         if not self.heard:
             self.heard = self._rounds.hear(self)
+
+
+@lru_cache(maxsize=256)
+def _kind(what: str, count: int) -> int:
+    """Return a number that tells a round from those of something else."""
+    return crc32(f"{what} of {count} numbers".encode())
 
 
 def _start_of(number: int) -> int:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Sharding, Split
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from hetu_fx.switching.step.rows import RowPlan, at_pipelines, at_ranks, plan_rows
+from hetu_fx.switching.step.rows import RowPlan, at_pipelines, at_ranks, at_readers, plan_rows
 
 TWO = Plan((Pipeline((Stage((0, 1)),), share=3, micro_batches=2), Pipeline((Stage((2,)),), share=1)))
 ROWS_BY_RANK = st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(any)
@@ -52,6 +52,14 @@ def test_a_rank_without_rows_holds_nothing_of_the_batch() -> None:
 def test_every_device_of_a_pipeline_reads_all_its_rows() -> None:
     target = read_at(TWO, plan_rows(TWO, (3, 3, 2), shared=False))
     assert [target.local_shape(rank, (8, 4)) for rank in (0, 1, 2)] == [(6, 4), (6, 4), (2, 4)]
+
+
+def test_rows_go_to_those_devices_of_a_pipeline_that_read_them() -> None:
+    rows = plan_rows(TWO, (3, 3, 2), shared=False)
+    target = at_readers(TWO, frozenset({1, 2}), rows)
+    assert [target.holds(rank) for rank in (0, 1, 2)] == [False, True, True]
+    assert [target.local_shape(rank, (8, 4)) for rank in (1, 2)] == [(6, 4), (2, 4)]
+    assert at_readers(TWO, frozenset({2}), rows) == at_readers(TWO, None, rows) == read_at(TWO, rows)
 
 
 def test_few_rows_leave_pipelines_and_micro_batches_empty() -> None:

@@ -124,9 +124,8 @@ class Reads:
         self._found = [read.value for read in self._others]
         found = [*zip(self._owners, self._fields, self._found, strict=True)]
         self._lasting = _columns_of(one for one in found if type(one[-1]) is not MethodType)
-        self._bound = _columns_of(
-            one for one in found if type(one[-1]) is MethodType
-        )  # each look-up makes another object
+        # Of these each look-up makes another object.
+        self._bound = _columns_of(one for one in found if type(one[-1]) is MethodType)
         both = (*self._values, *self._found)
         self._containers = [(value, frozen(value)) for value in both if can_change(value)]
         self._tensors = [value for value in both if isinstance(value, Tensor)]

@@ -7,7 +7,7 @@ have one compute layout: a plan for devices that became slow often needs no new 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import is_
 from typing import Any
@@ -50,7 +50,7 @@ class Compute:
         self.readers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.sizes: tuple[int, int] | None = None
         self._sized_for: Bridge | None = None
-        self._gathered: tuple[tuple[Bridge, tuple[Hashable, ...]] | None, dict[str, Tensor]] = (None, {})
+        self._gathered: tuple[tuple[Bridge, tuple[int, ...]] | None, dict[str, Tensor]] = (None, {})
         self._held: list[Tensor] = []  # so that no other tensor gets the id of one of them
         self._lasts_for: Bridge | None = None  # whose copies are the pieces that are held
         self._bridges: dict[tuple[BridgeEntry, ...], Bridge] = {}
@@ -67,7 +67,7 @@ class Compute:
         is_known = self._lasts_for is bridge and len(pieces) == len(self._held)
         if is_known and all(map(is_, pieces.values(), self._held)):
             return dict(self._gathered[1])
-        state = bridge, _state(bridge, pieces)
+        state = bridge, self._state(bridge, pieces)
         if self._gathered[0] != state:
             into = self._rewritable(bridge, pieces)
             self.drop_copies()  # before the new ones are made, so that there are never two of each
@@ -127,7 +127,7 @@ class Compute:
     def has_stale_copies(self) -> bool:
         """Tell whether copies are kept that the next gather would replace; the same on all ranks."""
         state = self._gathered[0]
-        return state is not None and state[1] != _state(state[0], self._pieces())
+        return state is not None and state[1] != self._state(state[0], self._pieces())
 
     @property
     def has_graphs(self) -> bool:
@@ -159,6 +159,9 @@ class Compute:
         self._bridges.clear()
         self._sized_for, self.sizes = None, None
 
+    def _state(self, bridge: Bridge, pieces: Mapping[str, Tensor]) -> tuple[int, ...]:
+        return _state(bridge, pieces, are_plain=self.table.size == 1)
+
     def _pieces(self) -> dict[str, Tensor]:
         return dict(zip(self.homes, map(piece_of, self.homes.values()), strict=True))
 
@@ -170,10 +173,13 @@ def bytes_besides(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> int:
     return sum(size for place, size in sizes.items() if place not in known)
 
 
-def _state(bridge: Bridge, pieces: Mapping[str, Tensor]) -> tuple[Hashable, ...]:
-    """Return what changes when a gather brings something else: with every write, unless it shares the pieces.
+def _state(bridge: Bridge, pieces: Mapping[str, Tensor], *, are_plain: bool) -> tuple[int, ...]:
+    """Return numbers that change when a gather brings something else: with every write, unless it shares the pieces.
 
-    Memory that copies share is not given to others; pieces of plain parameters are new tensors each time.
+    Those of plain parameters are new tensors each time, and are told by their memory: a script may put other in the
+    place of it without a write, and what copies share is not given to others.
     """
-    places = tuple(map(Tensor.data_ptr, pieces.values()))
-    return places if bridge.shares(pieces) else (*places, *map(version, pieces.values()))
+    places = tuple(map(Tensor.data_ptr, pieces.values())) if are_plain else ()
+    if bridge.shares(pieces):
+        return places if are_plain else tuple(map(id, pieces.values()))
+    return (*places, *map(version, pieces.values()))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 
 import torch
 from torch import nn
 
+import hetu_fx
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.switching.runtime import Runtime
 from tests.switching.in_threads import as_two_ranks, runtime_of
@@ -119,3 +121,19 @@ def test_parameters_of_a_step_go_without_a_backward_too(table: GroupTable) -> No
     leaf = weakref.ref(leaf_of(loss))
     del loss
     assert leaf() is None
+
+
+def test_a_rank_alone_computes_in_micro_batches_with_what_a_script_puts_in_data() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 3), torch.randn(6, 4)
+    plain = copy.deepcopy(model)
+    plan = hetu_fx.Plan((hetu_fx.Pipeline((hetu_fx.Stage((0,)),), micro_batches=2),))
+    model = hetu_fx.auto_parallelize(model, (x,), plan=plan, loss_fn=lambda output, input: output.pow(2).mean())
+    for value in (None, torch.ones(3, 4), torch.full((3, 4), 2.0)):
+        for one in (model, plain):
+            one.zero_grad()
+            if value is not None:
+                one.weight.data = value.clone()
+        model(x).loss.backward()
+        plain(x).pow(2).mean().backward()
+        torch.testing.assert_close(model.weight.grad, plain.weight.grad)

@@ -91,8 +91,7 @@ def same(value: Any, other: Any) -> bool:
 
 
 def _are_identical(value: dict[Any, Any], other: dict[Any, Any]) -> bool:
-    """Tell whether dictionaries have the same objects in the same order, as a config's thousand labels, asked at each
-    step."""
+    """Tell whether dictionaries have the same objects in the same order: a config's thousand labels, at each step."""
     return all(map(is_, value, other)) and all(map(is_, value.values(), other.values()))
 
 

@@ -88,8 +88,7 @@ class Reads:
         every = tuple(reads)
         self._entries = [read for read in every if type(read.owner) is dict]
         self._others = [read for read in every if type(read.owner) is not dict]
-        self._dicts, self._names = _columns(self._entries)
-        self._owners, self._fields = _columns(self._others)
+        self._dicts, self._names = [read.owner for read in self._entries], [read.name for read in self._entries]
         self._methods = list(methods)
         self._spaces = [method.space for method in self._methods]
         self._arm()
@@ -122,10 +121,10 @@ class Reads:
         """Take what is there now as what was read."""
         self._values = [read.value for read in self._entries]
         self._found = [read.value for read in self._others]
-        found = [*zip(self._owners, self._fields, self._found, strict=True)]
-        self._lasting = _columns_of(one for one in found if type(one[-1]) is not MethodType)
+        found = [(read.owner, read.name, value) for read, value in zip(self._others, self._found, strict=True)]
+        self._lasting = _columns(one for one in found if type(one[-1]) is not MethodType)
         # Of these each look-up makes another object.
-        self._bound = _columns_of(one for one in found if type(one[-1]) is MethodType)
+        self._bound = _columns(one for one in found if type(one[-1]) is MethodType)
         both = (*self._values, *self._found)
         self._containers = [(value, frozen(value)) for value in both if can_change(value)]
         self._tensors = [value for value in both if isinstance(value, Tensor)]
@@ -159,14 +158,9 @@ def _now(owners: Iterable[Any], fields: Iterable[str]) -> Iterator[Any]:
     return map(getattr, owners, fields, repeat(ABSENT))
 
 
-def _columns_of(found: Iterable[tuple[Any, str, Any]]) -> tuple[list[Any], list[str], list[Any]]:
+def _columns(found: Iterable[tuple[Any, str, Any]]) -> tuple[list[Any], list[str], list[Any]]:
     listed = list(found)
     return [owner for owner, *_ in listed], [field for _, field, _ in listed], [value for *_, value in listed]
-
-
-def _columns(reads: Iterable[Read]) -> tuple[list[Any], list[str]]:
-    listed = list(reads)
-    return [read.owner for read in listed], [read.name for read in listed]
 
 
 def shown(value: Any) -> str:

@@ -160,7 +160,16 @@ class Compute:
         self._sized_for, self.sizes = None, None
 
     def _state(self, bridge: Bridge, pieces: Mapping[str, Tensor]) -> tuple[int, ...]:
-        return _state(bridge, pieces, are_plain=self.table.size == 1)
+        """Return numbers that change when a gather brings something else: with a write, unless it shares the pieces.
+
+        On a rank alone those are new tensors each time, and are told by their memory: a script may put other in the
+        place of it without a write, and what copies share is not given to others.
+        """
+        is_alone = self.table.size == 1
+        places = tuple(map(Tensor.data_ptr, pieces.values())) if is_alone else ()
+        if bridge.shares(pieces):
+            return places if is_alone else tuple(map(id, pieces.values()))
+        return (*places, *map(version, pieces.values()))
 
     def _pieces(self) -> dict[str, Tensor]:
         return dict(zip(self.homes, map(piece_of, self.homes.values()), strict=True))
@@ -171,15 +180,3 @@ def bytes_besides(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> int:
     known = {tensor.untyped_storage().data_ptr() for tensor in others}
     sizes = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
     return sum(size for place, size in sizes.items() if place not in known)
-
-
-def _state(bridge: Bridge, pieces: Mapping[str, Tensor], *, are_plain: bool) -> tuple[int, ...]:
-    """Return numbers that change when a gather brings something else: with every write, unless it shares the pieces.
-
-    Those of plain parameters are new tensors each time, and are told by their memory: a script may put other in the
-    place of it without a write, and what copies share is not given to others.
-    """
-    places = tuple(map(Tensor.data_ptr, pieces.values())) if are_plain else ()
-    if bridge.shares(pieces):
-        return places if are_plain else tuple(map(id, pieces.values()))
-    return (*places, *map(version, pieces.values()))

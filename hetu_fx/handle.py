@@ -21,6 +21,7 @@ from hetu_fx.export.write import export_runtime
 from hetu_fx.graph.bind import Batch, as_call
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captured import CaptureEvent
+from hetu_fx.program.loss_type import LossType
 from hetu_fx.program.observed import Observation, Observer
 from hetu_fx.report.run_log import RunLog, Sink
 from hetu_fx.report.sinks import JsonLines, ProgressSink, Scalars, tensorboard_writer
@@ -119,16 +120,16 @@ class Handle:
         return tuple(execution.programs.events) if isinstance(execution, GraphExecution) else ()
 
     @property
-    def loss_is_mean(self) -> bool:
-        """Whether the graph that ran last divides its loss by a count of the whole batch: rows, or tokens.
+    def loss_type(self) -> LossType | None:
+        """What the loss of the graph that ran last is proven to be; None of a module that runs as it is.
 
-        Such a loss is that of one device whatever rows each process brings. Another one (a sum, or what is divided by a
-        number that the script passes) is shared out as under DistributedDataParallel: the mean of the processes' own.
-        False for a module that runs as it is, whose graph nobody knows.
+        A sum over rows, divided by a number that the script passes or by none, is shared out as under
+        DistributedDataParallel: each rank returns the sum over all rows divided by the number of ranks, so that the
+        mean over ranks is the loss of the step. Any other loss is that of one device on all rows, on every rank.
         """
         execution = self._runtime.execution
         program = execution.programs.current if isinstance(execution, GraphExecution) else None
-        return program is not None and program.loss_is_mean
+        return None if program is None else program.loss_type
 
     @property
     def health(self) -> dict[int, float]:

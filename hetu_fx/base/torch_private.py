@@ -39,6 +39,9 @@ from torch.utils import _pytree as pytree  # nested values: what arguments and r
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every op that runs
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._sympy.functions import FloorDiv as FloorDiv  # how sizes are made of others
+from torch.utils._sympy.functions import Mod as Mod
+from torch.utils._sympy.functions import PythonMod as PythonMod
 
 tree_flatten = pytree.tree_flatten
 tree_flatten_with_path = pytree.tree_flatten_with_path

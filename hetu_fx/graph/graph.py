@@ -70,6 +70,21 @@ class OutputLeaf:
     kind: OutputKind
 
 
+@dataclass(frozen=True)
+class GatheredRows:
+    """An op in which rows meet, which is given those of all replicas.
+
+    Attributes:
+        op: its name.
+        where: the user's line, "file.py:41".
+        num_bytes: of what it reads of the example batch's rows, which each replica sends to the others.
+    """
+
+    op: str
+    where: str
+    num_bytes: int
+
+
 @dataclass(frozen=True, eq=False)
 class Graph:
     """A captured single-device program.
@@ -81,6 +96,7 @@ class Graph:
         input_tree, output_tree: structure of the user's batch and output.
         batch_symbol: the symbol of the batch size, or None if the batch is static (a note says why).
         all_rows: the symbol of the rows that all replicas have together, where some value has them; else None.
+        gathered: for which ops rows are gathered, where they are spread over replicas.
         block_paths: FQNs of the repeated blocks, in order of execution.
         constants: values of the CONSTANT leaves by name.
         training: whether the model was in training mode.
@@ -99,6 +115,7 @@ class Graph:
     block_paths: tuple[str, ...] = ()
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     all_rows: sympy.Symbol | None = None
+    gathered: tuple[GatheredRows, ...] = ()
     notes: tuple[str, ...] = ()
     observed: Tree | None = None
 

@@ -36,6 +36,10 @@ class HasBatchSymbol(Protocol):
     def batch_symbol(self) -> sympy.Symbol | None:
         """The symbol of the batch size, or None if it is static."""
 
+    @property
+    def all_rows(self) -> sympy.Symbol | None:
+        """The symbol of the rows that all replicas have together, or None if nothing has them."""
+
 
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
@@ -121,10 +125,17 @@ def same_shape(first: fx.Node, second: fx.Node) -> bool:
 
 def depends_on_batch(item: fx.Node | Size, graph: HasBatchSymbol) -> bool:
     """Tell whether a size, or any size of a node's value, contains the batch symbol."""
-    if graph.batch_symbol is None:
-        return False
+    return _depends_on(item, graph.batch_symbol)
+
+
+def depends_on_all_rows(item: fx.Node | Size, graph: HasBatchSymbol) -> bool:
+    """Tell whether a size, or any size of a node's value, contains the number of rows that all replicas have."""
+    return _depends_on(item, graph.all_rows)
+
+
+def _depends_on(item: fx.Node | Size, symbol: sympy.Symbol | None) -> bool:
     sizes = _sizes_of(value(item)) if isinstance(item, fx.Node) else [item]
-    return any(_contains(size, graph.batch_symbol) for size in sizes)
+    return symbol is not None and any(_contains(size, symbol) for size in sizes)
 
 
 def _sizes_of(example: Any) -> list[Any]:

@@ -19,13 +19,14 @@ from hetu_fx.errors import BatchError, DeductionError, PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind
 from hetu_fx.plans.plan import Plan
+from hetu_fx.program.loss_type import LossType, loss_type
 from hetu_fx.transforms.layouts.analysed_graph import Analyse, AnalysedGraph
 from hetu_fx.transforms.layouts.annotate import Annotate
 from hetu_fx.transforms.layouts.axis import AxisDeduction, deduce_batch_axis
 from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.layouts.exchange import exchanged_classes
-from hetu_fx.transforms.layouts.flow import Flow, reached_from
+from hetu_fx.transforms.layouts.flow import Flow
 from hetu_fx.transforms.layouts.reshard_cost import bytes_of, travelling_work
 from hetu_fx.transforms.layouts.work_shares import (
     Split,
@@ -126,15 +127,10 @@ class Program:
         """Return the name of the loss output; empty if the model has none."""
         return next((leaf.name for leaf, _ in self.graph.outputs_of(OutputKind.LOSS)), "")
 
-    @property
-    def _reached_by_counts(self) -> frozenset[fx.Node]:
-        return reached_from(self.graph, (leaf.node for leaf in self.graph.leaves_of(LeafKind.COUNT)))
-
     @cached_property
-    def loss_is_mean(self) -> bool:
-        """Tell whether the loss is divided by a count of the batch inside the graph, not by a given number."""
-        loss = self.graph.loss
-        return loss is not None and bool(self.counts) and loss in self._reached_by_counts
+    def loss_type(self) -> LossType:
+        """Return what the loss is: a proven sum over rows is shared out to ranks, any other is one device's for all."""
+        return loss_type(self.analysed, self._batch_axis)
 
     @cached_property
     def row_inputs(self) -> frozenset[str]:

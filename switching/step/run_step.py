@@ -16,6 +16,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.capture import ambient_autocasts, casting
 from hetu_fx.graph.graph import OBSERVED
 from hetu_fx.plans.schedule import Order, forwards, orders_of
+from hetu_fx.program.loss_type import LossType
 from hetu_fx.program.program import Program
 from hetu_fx.switching.step.assigned_rows import AssignedRows
 from hetu_fx.switching.step.batches import MicroBatchRows, ReadBatch
@@ -58,7 +59,8 @@ class _GraphStep(StepFrame):
         _check_rows_can_be_put_together(self.program, variant, inputs)
         self.stage = stage_of(variant, batch, inputs)
         self.device = self.stage.device
-        scale = 1.0 if self.program.loss_is_mean or inputs.shared else 1.0 / variant.table.size
+        is_shared_out = self.program.loss_type is LossType.SUM and not inputs.shared
+        scale = 1.0 / variant.table.size if is_shared_out else 1.0
         runs_ahead = not self.stage.deduced.annotated.runs_in_step
         in_float16 = self.program.in_float16
         super().__init__(

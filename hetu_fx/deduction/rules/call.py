@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -200,6 +200,18 @@ def _tensor_names(target: Any, arguments: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(arguments) if signature is None else tuple(name for name, _, tensor in signature if tensor)
 
 
+def entries(value: Any, path: Path = ()) -> Iterator[tuple[Path, fx.Node]]:
+    """Yield the nodes among a call's arguments with their places: in `args` by number, in `kwargs` by name."""
+    if isinstance(value, fx.Node):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from entries(item, (*path, name))
+    elif isinstance(value, tuple | list):
+        for position, item in enumerate(value):
+            yield from entries(item, (*path, position))
+
+
 def argument_at(node: fx.Node, path: Path) -> Any:
     """Return what stands at a place of a call."""
     return entry_at({"args": node.args, "kwargs": node.kwargs}, path)
@@ -218,3 +230,18 @@ def entry_at(call: dict[str, Any], path: Path) -> Any:
     """Return what stands at a place in a call's `args` and `kwargs`."""
     holder, key = holder_of(call, path)
     return holder[key]
+
+
+def thawed(value: Any) -> Any:
+    """Copy nested arguments into lists and dicts that can be changed."""
+    if isinstance(value, list | tuple):
+        return [thawed(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: thawed(item) for key, item in value.items()}
+    return value
+
+
+def set_entry(call: dict[str, Any], path: Path, value: Any) -> None:
+    """Put a value at a place in a call's thawed `args` and `kwargs`."""
+    holder, key = holder_of(call, path)
+    holder[key] = value

@@ -19,10 +19,12 @@ from hetu_fx.checkpoint.snapshots import STOPPED_SECONDS, Snapshots
 from hetu_fx.errors import StateError
 from hetu_fx.export.write import export_runtime
 from hetu_fx.graph.bind import Batch, as_call
+from hetu_fx.graph.graph import GatheredRows
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captured import CaptureEvent
 from hetu_fx.program.loss_type import LossType
 from hetu_fx.program.observed import Observation, Observer
+from hetu_fx.program.program import Program
 from hetu_fx.report.run_log import RunLog, Sink
 from hetu_fx.report.sinks import JsonLines, ProgressSink, Scalars, tensorboard_writer
 from hetu_fx.switching.adapt.adaptation import Adaptation
@@ -127,9 +129,13 @@ class Handle:
         DistributedDataParallel: each rank returns the sum over all rows divided by the number of ranks, so that the
         mean over ranks is the loss of the step. Any other loss is that of one device on all rows, on every rank.
         """
+        return None if self._program is None else self._program.loss_type
+
+    @property
+    def _program(self) -> Program | None:
+        """Return the graph that ran last; None of a module that runs as it is."""
         execution = self._runtime.execution
-        program = execution.programs.current if isinstance(execution, GraphExecution) else None
-        return None if program is None else program.loss_type
+        return execution.programs.current if isinstance(execution, GraphExecution) else None
 
     @property
     def health(self) -> dict[int, float]:
@@ -191,10 +197,17 @@ class Handle:
         yield from waiting
 
     def explain(self) -> str:
-        """Return the current plan as a table, with what was predicted, and what its first use has taken here."""
+        """Return the current plan as a table: what was predicted, what its first use took, which ops gather rows."""
         self._runtime.charge_groups()
         plan = self.plan.explain(range(self._runtime.table.size))
-        return f"{plan}\nfirst use: {self._runtime.variants[self.current].first_use}"
+        first_use = f"first use: {self._runtime.variants[self.current].first_use}"
+        return "\n".join((plan, first_use, *map(str, self._gathered)))
+
+    @property
+    def _gathered(self) -> tuple[GatheredRows, ...]:
+        """Return for which ops rows are gathered under the current plan."""
+        is_split = len(self.plan.pipelines) > 1
+        return self._program.graph.gathered if is_split and self._program is not None else ()
 
     def add_variant(self, plan: Plan, name: str | None = None) -> str:
         """Add a plan; returns its name. Collective, as every process must have the same variants."""

@@ -18,6 +18,7 @@ import sympy
 import torch
 from torch import fx
 
+from hetu_fx.base.words import bytes_text
 from hetu_fx.graph import meta
 from hetu_fx.graph.blocks import block_index
 from hetu_fx.graph.containers import Tree, loss_alone, unflatten
@@ -83,6 +84,10 @@ class GatheredRows:
     op: str
     where: str
     num_bytes: int
+
+    def __str__(self) -> str:
+        size = bytes_text(self.num_bytes)
+        return f"{self.op} ({self.where}) needs all rows of the batch, which are gathered: {size} of the example's"
 
 
 @dataclass(frozen=True, eq=False)

@@ -183,12 +183,11 @@ def _told(
         return size_of(size.classes[0])
     known = all(cls.size is not None for cls in size.classes)
     mine = [cls for cls in size.classes if cls in cut]
-    if isinstance(given, fx.Node) and all(cls.size is not None for cls in mine):
-        return _scaled(others[given], mine, size_of) if mine else None
+    if given != -1 and all(cls.size is not None for cls in mine):
+        return _scaled(others.get(given, given), mine, size_of) if mine else None
     may_be_empty = given == -1 and not all(isinstance(part := size_of(cls), int) and part > 0 for cls in cut)
-    is_cut = isinstance(given, fx.Node) and bool(mine)
-    is_known = known and isinstance(given, int)
-    return product([size_of(cls) for cls in size.classes]) if is_cut or is_known or may_be_empty else None
+    is_told = bool(mine) if isinstance(given, fx.Node) else known
+    return product([size_of(cls) for cls in size.classes]) if is_told or may_be_empty else None
 
 
 def product(sizes: Sequence[Size]) -> Size:
@@ -200,10 +199,13 @@ def product(sizes: Sequence[Size]) -> Size:
     return whole
 
 
-def _scaled(size: fx.Node, cut: Iterable[FactorClass], size_of: SizeOf) -> fx.Node:
-    """Emit a device's part of a size that the graph computes: with what is cut, it counts rows or positions."""
+def _scaled(size: Size, cut: Iterable[FactorClass], size_of: SizeOf) -> Size:
+    """Return a device's part of a size: with what is cut, one that the graph computes counts rows or positions."""
     for factor in cut:
         assert factor.size is not None, "what only the run tells is computed from its own factors"
-        rest = size.graph.call_function(operator.floordiv, (size, factor.size))
-        size = size.graph.call_function(operator.mul, (rest, size_of(factor)))
+        if isinstance(size, fx.Node):
+            rest = size.graph.call_function(operator.floordiv, (size, factor.size))
+            size = size.graph.call_function(operator.mul, (rest, size_of(factor)))
+        else:
+            size = product([size // factor.size, size_of(factor)])
     return size

@@ -123,7 +123,11 @@ def deduce_tensor_axis(
     found = [(walk, _CotangentWalk(graph, flow, walk, prices, outside).cheapest()) for walk in walks]
     walk, back = min(found, key=lambda pair: round(pair[0].seconds + pair[1].seconds, _DIGITS))
     unsummed = frozenset(back.steps())
-    marks = _CotangentMarks(flow, walk, lambda node: node in unsummed or not flow.through_inputs(node))
+
+    def may_stay(node: fx.Node) -> bool:
+        return node in unsummed or not (flow.through_inputs(node) or node in outside)
+
+    marks = _CotangentMarks(flow, walk, may_stay)
     return marks.deduction(graph, splits)
 
 

@@ -20,7 +20,7 @@ from hetu_fx.deduction.factors.factors import FactorClass
 from hetu_fx.graph.calls import Size
 from hetu_fx.transforms.layouts.annotated_graph import StageLayout
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph, DimView, cut_twice
-from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, AxisState, Need, SplitOn, States, Summed
+from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, AxisState, Need, SplitOn, States
 from hetu_fx.transforms.specialize.local_sizes import DimParts, LocalSizes
 
 aten = torch.ops.aten
@@ -68,23 +68,21 @@ class Reshards:
                 now[axis] = wanted[axis]
         return value
 
-    def over_replicas(self, need: Need, states: Sequence[States], value: fx.Node) -> fx.Node:
+    def over_replicas(self, need: Need, value: fx.Node) -> fx.Node:
         """Sum over replicas what an op needs the sum of, or what its cotangent must be summed of.
 
-        `states` are those inside the stages of all replicas in which their ops take the value; where these are
-        summands, each device has the cotangent of their sum.
+        Inside a stage such a value is whole or in parts, and so is its cotangent: see `Deduce`.
         """
         node, batch = need.node, self.deduced.batch
-        state = batch.states[node]
+        state, replicas = batch.states[node], [stages[0] for stages in self.deduced.annotated.stages]
         summed = need.summed_cotangent and node not in batch.summed_cotangents
-        if len(states) == 1 or (state == need.state and not summed):
+        if len(replicas) == 1 or (state == need.state and not summed):
             return value
-        replicas = [stages[0] for stages in self.deduced.annotated.stages]
-        backward = [tuple(WHOLE if isinstance(one, Summed) else one for one in inside) for inside in states]
-        source = self.deduced.across_states(node, states, replicas, "partial" if state == SUMMED else "duplicate")
+        states = [self.deduced.states(node, layout) for layout in replicas]
+        summands = self.deduced.across_states(node, states, replicas, "partial")
         target = self.deduced.across_states(node, states, replicas, "duplicate")
-        back = self.deduced.across_states(node, backward, replicas, "partial" if summed else "duplicate")
-        return self.resolved(node, value, resolve_edge(source, target, back, self.deduced.shape(node)))
+        source, partial = (summands if state == SUMMED else target), (summands if summed else target)
+        return self.resolved(node, value, resolve_edge(source, target, partial, self.deduced.shape(node)))
 
     def resolved(self, node: fx.Node, value: fx.Node, resolution: Resolution, parts: DimParts | None = None) -> fx.Node:
         """Add the calls of a resolution; with `parts`, in those instead of what stands in for them."""

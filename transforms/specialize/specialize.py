@@ -74,6 +74,7 @@ class _Builder:
         self.slots: list[GraphSlot] = []
         self.values: dict[fx.Node, fx.Node] = {}
         self.edges: dict[tuple[Need, ...], fx.Node] = {}
+        self.over_replicas: dict[Need, fx.Node] = {}
         self.low = DTYPES.get(deduced.annotated.stage(layout).dtype or "")
         self.casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
         self.differentiable: set[fx.Node] = set()
@@ -236,7 +237,7 @@ class _Builder:
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
         columns = zip(*(deduction.needs(node) for deduction in (*self.inside, self.batch)), strict=True)
-        operands = [self._edge(needs, self._alike(node, i)) for i, needs in enumerate(columns)]
+        operands = [self._edge(needs) for needs in columns]
         target = None if self.low is None else cast_target(node, self.low)
         if target is None:
             return operands
@@ -251,17 +252,6 @@ class _Builder:
             self.casts[value, target] = self._emit(source, torch.ops.aten.to.dtype, value, target)
         return self.casts[value, target]
 
-    def _alike(self, node: fx.Node, position: int) -> tuple[States, ...]:
-        """Return the states in which the replicas' ops take this operand; each by its own deductions."""
-        found = []
-        for layout in self._replicas:
-            found.append(tuple(deduction.needs(node)[position].state for deduction in self.deduced.inside(layout)))
-        return tuple(found)
-
-    @property
-    def _replicas(self) -> tuple[StageLayout, ...]:
-        return tuple(stages[0] for stages in self.annotated.stages)
-
     def _in_output_states(self, node: fx.Node, result: fx.Node) -> fx.Node:
         """Bring a result into the states that its readers share: summands are summed, what lies in parts joined."""
         made = [state for deduction in self.inside if (state := deduction.made.get(node)) is not None]
@@ -272,21 +262,27 @@ class _Builder:
     def _states(self, node: fx.Node) -> States:
         return self.deduced.states(node, self.layout)
 
-    def _edge(self, needs: Sequence[Need], replicas: Sequence[States]) -> fx.Node:
+    def _edge(self, needs: Sequence[Need]) -> fx.Node:
         """Return the value as its reader needs it on all axes, inserting communication at most once per kind."""
-        *inside, batch = needs
         key = tuple(needs)
         if key not in self.edges:
-            self.edges[key] = self.reshards.over_replicas(batch, replicas, self._in_stage(inside))
+            *inside, batch = needs
+            self.edges[key] = self._in_stage(inside, self._over_replicas(batch))
         return self.edges[key]
 
-    def _in_stage(self, needs: Sequence[Need]) -> fx.Node:
+    def _over_replicas(self, need: Need) -> fx.Node:
+        """Return the value as its reader needs it over all replicas."""
+        if need not in self.over_replicas:
+            self.over_replicas[need] = self.reshards.over_replicas(need, self.values[need.node])
+        return self.over_replicas[need]
+
+    def _in_stage(self, needs: Sequence[Need], value: fx.Node) -> fx.Node:
         """Return the value as its reader needs it on the axes inside the stage."""
         node = needs[0].node
         unsummed = [node not in deduction.summed_cotangents for deduction in self.inside]
         summed = [need.summed_cotangent and here for need, here in zip(needs, unsummed, strict=True)]
         wanted = tuple(need.state for need in needs)
-        value = self.reshards.inside(node, self.values[node], self._states(node), wanted, summed)
+        value = self.reshards.inside(node, value, self._states(node), wanted, summed)
         if any(need.first_only and place > 0 for need, place in zip(needs, self.places, strict=True)):
             value = self.graph.call_function(torch.ops.aten.zeros_like.default, (value,))
         return value

@@ -9,7 +9,7 @@ product uses any.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache, partial, wraps
 from operator import attrgetter
@@ -312,6 +312,18 @@ def new_size(mode: FakeTensorMode, name: str, example: int) -> Any:
     source = ConstantSource(name)
     symbol = mode.shape_env.create_symbol(example, source, DimDynamic.DYNAMIC)
     return mode.shape_env.create_symintnode(symbol, hint=example, source=source)
+
+
+def number_of_expression(expression: Any, like: torch.SymInt | torch.SymFloat, mode_of: torch.SymInt) -> Any:
+    """Return the symbolic number of an expression over sizes like `mode_of`; kind and example are those of `like`."""
+    env = mode_of.node.shape_env
+    make = env.create_symintnode if isinstance(like, torch.SymInt) else env.create_symfloatnode
+    return make(expression, hint=like.node.hint)
+
+
+def without_guards(mode: FakeTensorMode) -> AbstractContextManager[None]:
+    """Let what ops ask about symbolic sizes of a mode be answered by the example, without holding it for all time."""
+    return nullcontext() if mode.shape_env is None else mode.shape_env.suppress_guards()
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> Any:

@@ -20,7 +20,15 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hetu_fx.base.torch_private import FakeTensorMode, detect_fake_mode, new_size, tree_leaves, tree_map
+from hetu_fx.base.torch_private import (
+    FakeTensorMode,
+    detect_fake_mode,
+    new_size,
+    number_of_expression,
+    tree_leaves,
+    tree_map,
+    without_guards,
+)
 
 ModuleStack = tuple[tuple[str, str], ...]
 Size = int | torch.SymInt
@@ -252,9 +260,30 @@ def infer(node: fx.Node) -> Any:
     args, kwargs = tree_map(_argument_value, (node.args, node.kwargs))
     assert callable(node.target)
     known = detect_fake_mode(tree_leaves((args, kwargs))) or _fake_mode(node.graph)
-    with known, torch.no_grad():
+    with known, without_guards(known), torch.no_grad():  # a guard would fix a size that the graph leaves open
         set_value(node, node.target(*args, **kwargs))
     return value(node)
+
+
+def substitute(node: fx.Node, symbol: sympy.Symbol, size: torch.SymInt) -> None:
+    """Let a node's example value have `size` wherever its sizes and strides have a symbol."""
+
+    def replaced(item: Any) -> Any:
+        return (
+            number_of_expression(expression(item).subs(symbol, size.node.expr), item, size)
+            if _contains(item, symbol)
+            else item
+        )
+
+    def renewed(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            sizes, strides = tuple(map(replaced, item.shape)), tuple(map(replaced, item.stride()))
+            return torch.empty_strided(sizes, strides, dtype=item.dtype, device=item.device)
+        return replaced(item)
+
+    mode = _fake_mode(node.graph)
+    with mode, without_guards(mode):
+        set_value(node, tree_map(renewed, value(node)))
 
 
 def _argument_value(argument: Any) -> Any:

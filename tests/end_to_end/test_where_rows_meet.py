@@ -195,9 +195,9 @@ def test_only_proven_sums_are_sums(name: str) -> None:
     assert (program.loss_type is LossType.SUM) == (name in SUMS)
 
 
-@pytest.mark.parametrize("name", ["deviation", "contrast", "numbers of rows"])
+@pytest.mark.parametrize("name", ["deviation", "contrast", "largest row"])
 def test_micro_batches_are_refused_by_the_name_of_the_op_in_which_rows_meet(name: str) -> None:
     model, batch, _, captured = prepared(name)
     plan = Plan((Pipeline((Stage((0,)),), share=3, micro_batches=2), Pipeline((Stage((1,)),))))
-    with pytest.raises(PlanError, match="test_where_rows_meet.py"):
+    with pytest.raises(PlanError, match=r"test_where_rows_meet\.py"):
         Lockstep(rows=ROWS).train(model, [batch], plan, captured)

@@ -183,8 +183,7 @@ class _Gathering(CountingRewrite):
         values = [source for source in sources if meta.is_tensor(source) and not self._is_of_sizes(source)]
         if values and self._starts(node):
             self.gathered.append(GatheredRows(str(node.target), meta.source_line(node), sum(map(_num_bytes, values))))
-        if meta.depends_on_batch(node, self.graph):
-            meta.infer(node)
+        self._has_all_rows(node)
 
     def _read_numbers(self, node: fx.Node) -> None:
         """Let an op read the number of all rows wherever it reads one as a value."""
@@ -226,9 +225,14 @@ class _Gathering(CountingRewrite):
         args, kwargs = fx.node.map_arg((value.args, value.kwargs), source)
         with here.graph.inserting_before(here):
             made = here.graph.call_function(value.target, tuple(args), dict(kwargs))  # type: ignore[arg-type]
-        meta.copy_meta(value, made)
-        meta.infer(made)
+        meta.copy_meta(value, made, with_value=True)
+        self._has_all_rows(made)
         return made
+
+    def _has_all_rows(self, node: fx.Node) -> None:
+        """Let a node's example have as many rows as all replicas, where it has a replica's."""
+        if self.graph.batch_symbol is not None and meta.depends_on_batch(node, self.graph):
+            meta.substitute(node, self.graph.batch_symbol, self.total)
 
     def _size(self, expression: Any, here: fx.Node) -> fx.Node:
         """Return a size with as many rows as all replicas have."""

@@ -93,7 +93,7 @@ class CountingRewrite(Rewrite):
         return insert(here, aten.sum.dim_IntList, ones, list(dims), keepdim, dtype=sum_dtype(meta.dtype(source)))
 
     def of_labels(self, loss: fx.Node, labels: fx.Node, weight: fx.Node | None) -> fx.Node:
-        """Return the number of labels that a loss does not ignore, or the sum of their classes' weights, of its rows."""
+        """Return the number of labels of a loss that it does not ignore, or the sum of their classes' weights."""
         return self._valid_labels(loss, labels) if weight is None else self._weight_of_labels(loss, labels, weight)
 
     def _valid_labels(self, node: fx.Node, labels: fx.Node) -> fx.Node:

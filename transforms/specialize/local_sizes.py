@@ -17,7 +17,7 @@ from torch import fx
 
 from hetu_fx.deduction.factors.dual_roles import original
 from hetu_fx.deduction.factors.factors import FactorClass, FactorMap, OpFactors, SizeArg
-from hetu_fx.deduction.rules.call import Path, entry_at, set_entry, thawed
+from hetu_fx.deduction.rules.call import entry_at, set_entry, thawed
 from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import Size

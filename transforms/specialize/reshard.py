@@ -68,17 +68,17 @@ class Reshards:
                 now[axis] = wanted[axis]
         return value
 
-    def over_replicas(self, need: Need, value: fx.Node) -> fx.Node:
+    def over_replicas(self, need: Need, states: Sequence[States], value: fx.Node) -> fx.Node:
         """Sum over replicas what an op needs the sum of, or what its cotangent must be summed of.
 
-        Inside a stage such a value is whole or in parts, and so is its cotangent: see `Deduce`.
+        `states` are those of the value inside the stages of all replicas: whole or in parts, as its cotangent is.
         """
         node, batch = need.node, self.deduced.batch
-        state, replicas = batch.states[node], [stages[0] for stages in self.deduced.annotated.stages]
+        state = batch.states[node]
         summed = need.summed_cotangent and node not in batch.summed_cotangents
-        if len(replicas) == 1 or (state == need.state and not summed):
+        if len(states) == 1 or (state == need.state and not summed):
             return value
-        states = [self.deduced.states(node, layout) for layout in replicas]
+        replicas = [stages[0] for stages in self.deduced.annotated.stages]
         summands = self.deduced.across_states(node, states, replicas, "partial")
         target = self.deduced.across_states(node, states, replicas, "duplicate")
         source, partial = (summands if state == SUMMED else target), (summands if summed else target)

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -74,7 +75,6 @@ class _Builder:
         self.slots: list[GraphSlot] = []
         self.values: dict[fx.Node, fx.Node] = {}
         self.edges: dict[tuple[Need, ...], fx.Node] = {}
-        self.over_replicas: dict[Need, fx.Node] = {}
         self.low = DTYPES.get(deduced.annotated.stage(layout).dtype or "")
         self.casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
         self.differentiable: set[fx.Node] = set()
@@ -237,7 +237,7 @@ class _Builder:
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
         columns = zip(*(deduction.needs(node) for deduction in (*self.inside, self.batch)), strict=True)
-        operands = [self._edge(needs) for needs in columns]
+        operands = [self._edge(needs, self._alike(node, i)) for i, needs in enumerate(columns)]
         target = None if self.low is None else cast_target(node, self.low)
         if target is None:
             return operands
@@ -252,6 +252,10 @@ class _Builder:
             self.casts[value, target] = self._emit(source, torch.ops.aten.to.dtype, value, target)
         return self.casts[value, target]
 
+    @property
+    def _replicas(self) -> tuple[StageLayout, ...]:
+        return tuple(stages[0] for stages in self.annotated.stages)
+
     def _in_output_states(self, node: fx.Node, result: fx.Node) -> fx.Node:
         """Bring a result into the states that its readers share: summands are summed, what lies in parts joined."""
         made = [state for deduction in self.inside if (state := deduction.made.get(node)) is not None]
@@ -262,19 +266,27 @@ class _Builder:
     def _states(self, node: fx.Node) -> States:
         return self.deduced.states(node, self.layout)
 
-    def _edge(self, needs: Sequence[Need]) -> fx.Node:
-        """Return the value as its reader needs it on all axes, inserting communication at most once per kind."""
+    def _alike(self, node: fx.Node, position: int) -> tuple[tuple[Need, ...], ...]:
+        """Return what the replicas' ops need of this operand inside their stages; each by its own deductions."""
+        deductions = map(self.deduced.inside, self._replicas)
+        return tuple(tuple(deduction.needs(node)[position] for deduction in inside) for inside in deductions)
+
+    def _edge(self, needs: Sequence[Need], replicas: Sequence[Sequence[Need]]) -> fx.Node:
+        """Return the value as its reader needs it on all axes, inserting communication at most once per kind.
+
+        What replicas exchange is whole or in parts inside each of them, and so is its cotangent: so it is exchanged as
+        readers need it, unless some of them take summands, or give back summands; then as it is.
+        """
         key = tuple(needs)
         if key not in self.edges:
             *inside, batch = needs
-            self.edges[key] = self._in_stage(inside, self._over_replicas(batch))
+            as_read = not any(map(_is_of_summands, chain.from_iterable(replicas)))
+            own = [self.deduced.states(batch.node, layout) for layout in self._replicas]
+            states = [tuple(need.state for need in of_replica) for of_replica in replicas] if as_read else own
+            value = self._in_stage(inside, self.values[batch.node]) if as_read else self.values[batch.node]
+            value = self.reshards.over_replicas(batch, states, value)
+            self.edges[key] = value if as_read else self._in_stage(inside, value)
         return self.edges[key]
-
-    def _over_replicas(self, need: Need) -> fx.Node:
-        """Return the value as its reader needs it over all replicas."""
-        if need not in self.over_replicas:
-            self.over_replicas[need] = self.reshards.over_replicas(need, self.values[need.node])
-        return self.over_replicas[need]
 
     def _in_stage(self, needs: Sequence[Need], value: fx.Node) -> fx.Node:
         """Return the value as its reader needs it on the axes inside the stage."""
@@ -330,6 +342,11 @@ class _Builder:
             self.deduced.value_annotation(node, source),
         )
         return Handover(value, source.key, target.key, self.deduced.value_annotation(node, target))
+
+
+def _is_of_summands(need: Need) -> bool:
+    """Tell whether an op takes summands of a value, or gives back summands of its cotangent."""
+    return need.summed_cotangent or isinstance(need.state, Summed)
 
 
 def _form(op: OpFactors, factor: FactorClass, *, travels: bool) -> Callable[[PartCall], fx.Node] | None:

@@ -45,8 +45,9 @@ FactorDims = tuple[tuple[int, ...], ...]
 
 
 def analyse(graph: Graph, only: Collection[fx.Node] | None = None) -> FactorMap:
-    """Return the factor classes of a graph and what each op does to them; `only` of some nodes and all they are made of.
+    """Return the factor classes of a graph and what each op does to them.
 
+    `only` of these nodes, where they are given; all that they are made of must be among them.
     An op without a rule keeps everything whole, with an UnknownOpWarning that names it and the user's line.
     """
     nodes = [node for node in graph.graph.nodes if only is None or node in only]
@@ -256,7 +257,7 @@ class FactoredOp:
 
 
 def _factor_ops(graph: Graph, nodes: Iterable[fx.Node]) -> tuple[Mapping[fx.Node, FactoredOp], Routing]:
-    """Ask the rule of every op among some nodes of a graph for its factors, and what routes rows among them; see `analyse`."""
+    """Ask the rules of the ops among `nodes` for their factors, and what routes rows among them; see `analyse`."""
     told: set[str] = set()
     steps: dict[fx.Node, FactoredOp] = {}
     for node in filter(_is_tensor_op, nodes):

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hetu_fx.base.dtypes import as_reals, carries_gradient
 from hetu_fx.comm_ops.wire.groups import GroupTable, Rounds, guarded
 from hetu_fx.errors import DivergedError
 
@@ -92,7 +93,7 @@ def _reduced_by_round(
 
 
 def _is_whole(value: Tensor) -> bool:
-    return not (value.is_floating_point() or value.is_complex())
+    return not carries_gradient(value.dtype)
 
 
 def _wide(value: Tensor) -> Tensor:
@@ -105,7 +106,7 @@ def _text(value: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> str:
 
 
 def _flat(value: Tensor) -> Tensor:
-    return (torch.view_as_real(value) if value.is_complex() else value).view(-1)
+    return as_reals(value).view(-1)
 
 
 def packed(value: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from hetu_fx.base.dtypes import is_real
 from hetu_fx.base.torch_private import schema
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument, arguments, operand, overload
@@ -127,7 +128,7 @@ class _MeanRewrite(CountingRewrite):
         """Return the global count that a mean loss divides by, as torch defines it."""
         target = node.args[1]
         assert isinstance(target, fx.Node)
-        if node.target in ELEMENTWISE or meta.dtype(target).is_floating_point:
+        if node.target in ELEMENTWISE or is_real(meta.dtype(target)):
             count = self.of_sizes(node, meta.shape(each))
             if count is None:
                 self._note(node, "its count is not proportional to the rows")
@@ -161,7 +162,7 @@ class _MeanRewrite(CountingRewrite):
             self._note(node, "it reads a number of rows that is not a global count")
             return
         source, *rest = (*node.args[:1], *node.args[2:])
-        if meta.shape(operand(node)) == () and meta.dtype(operand(node)).is_floating_point:
+        if meta.shape(operand(node)) == () and is_real(meta.dtype(operand(node))):
             value = insert(node, aten.to.dtype, value, meta.dtype(node))
         replace(node, insert(node, WITH_NUMBER[node.target], source, value, *rest, **node.kwargs))
 

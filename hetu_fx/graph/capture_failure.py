@@ -162,15 +162,17 @@ def _agrees(function: Function, arguments: Sequence[Any]) -> bool:
     results = _forward(function, context, given)
     weights = [torch.randn(y.shape, generator=generator, dtype=y.dtype) if _is_float(y) else y for y in results]
     gradients = _listed(function.backward(context, *weights))
-    expected = sum(_product(g, v) for g, v in zip(gradients, ways, strict=True) if None not in (g, v))
+    expected = sum(_product(g, v) for g, v in zip(gradients, ways, strict=True))
     ahead, behind = (_forward(function, _Context(given), _moved(given, ways, h)) for h in (STEP, -STEP))
     pairs = zip(weights, ahead, behind, strict=True)
     found = sum(_product(w, a - b) / (2 * STEP) for w, a, b in pairs if _is_float(a))
     return abs(found - expected) <= TOLERANCE * max(abs(found), abs(expected), 1.0)
 
 
-def _product(gradient: Tensor, way: Tensor) -> float:
+def _product(gradient: Tensor | None, way: Tensor | None) -> float:
     """Return by how much a loss grows along a way, as gradients of real and complex numbers mean it."""
+    if gradient is None or way is None:
+        return 0.0
     return float((as_reals(gradient) * as_reals(way)).sum())
 
 

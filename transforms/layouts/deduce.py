@@ -105,10 +105,13 @@ class Deduce:
         rows = frozenset(c for c in factors.classes if c.is_batch) if annotated.splits_batch else frozenset()
         outside = read_outside(annotated)
 
-        def inside(splits: Splits, cut: SequenceCut, prices: Prices, choices: Choices | None = None) -> AxisDeduction:
-            return deduce_tensor_axis(graph, factors, flow, splits, prices, cut=cut, outside=outside, choices=choices)
-
         batch = deduce_batch_axis(graph, factors, flow, rows)
+        exchanged = frozenset(batch.exchanged)
+
+        def inside(splits: Splits, cut: SequenceCut, prices: Prices, choices: Choices | None = None) -> AxisDeduction:
+            given = {"outside": outside, "exchanged": exchanged}
+            return deduce_tensor_axis(graph, factors, flow, splits, prices, cut=cut, choices=choices, **given)
+
         if not annotated.runs_in_step:
             _check_sums(annotated, batch)
         excluded, nothing = frozenset(batch.talking()), frozenset[FactorClass]()

@@ -236,7 +236,7 @@ class _Builder:
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
         columns = zip(*(deduction.needs(node) for deduction in (*self.inside, self.batch)), strict=True)
-        operands = [self._edge(needs, self._alike(node, i)) for i, needs in enumerate(columns)]
+        operands = [self._edge(needs) for needs in columns]
         target = None if self.low is None else cast_target(node, self.low)
         if target is None:
             return operands
@@ -250,13 +250,6 @@ class _Builder:
         if (value, target) not in self.casts:
             self.casts[value, target] = self._emit(source, torch.ops.aten.to.dtype, value, target)
         return self.casts[value, target]
-
-    def _alike(self, node: fx.Node, position: int) -> tuple[States, ...]:
-        """Return the states in which the replicas' ops take this operand; each by its own deductions."""
-        found = []
-        for layout in self._replicas:
-            found.append(tuple(deduction.needs(node)[position].state for deduction in self.deduced.inside(layout)))
-        return tuple(found)
 
     @property
     def _replicas(self) -> tuple[StageLayout, ...]:
@@ -272,21 +265,27 @@ class _Builder:
     def _states(self, node: fx.Node) -> States:
         return self.deduced.states(node, self.layout)
 
-    def _edge(self, needs: Sequence[Need], replicas: Sequence[States]) -> fx.Node:
-        """Return the value as its reader needs it on all axes, inserting communication at most once per kind."""
+    def _edge(self, needs: Sequence[Need]) -> fx.Node:
+        """Return the value as its reader needs it on all axes, inserting communication at most once per kind.
+
+        Replicas exchange it as it lies in each: the cotangent is summed inside a stage before it is over replicas.
+        """
         *inside, batch = needs
-        key = tuple(needs)
+        exchanged, key = (batch,), tuple(needs)
+        if exchanged not in self.edges:
+            states = tuple(self.deduced.states(batch.node, at) for at in self._replicas)
+            self.edges[exchanged] = self.reshards.over_replicas(batch, states, self.values[batch.node])
         if key not in self.edges:
-            self.edges[key] = self.reshards.over_replicas(batch, replicas, self._in_stage(inside))
+            self.edges[key] = self._in_stage(inside, self.edges[exchanged])
         return self.edges[key]
 
-    def _in_stage(self, needs: Sequence[Need]) -> fx.Node:
+    def _in_stage(self, needs: Sequence[Need], value: fx.Node) -> fx.Node:
         """Return the value as its reader needs it on the axes inside the stage."""
         node = needs[0].node
         unsummed = [node not in deduction.summed_cotangents for deduction in self.inside]
         summed = [need.summed_cotangent and here for need, here in zip(needs, unsummed, strict=True)]
         wanted = tuple(need.state for need in needs)
-        value = self.reshards.inside(node, self.values[node], self._states(node), wanted, summed)
+        value = self.reshards.inside(node, value, self._states(node), wanted, summed)
         if any(need.first_only and place > 0 for need, place in zip(needs, self.places, strict=True)):
             value = self.graph.call_function(torch.ops.aten.zeros_like.default, (value,))
         return value
@@ -307,8 +306,7 @@ class _Builder:
         state = self.batch.states.get(node, WHOLE)
         if kind is not ResultKind.BUFFER_UPDATE or not isinstance(state, Summed):
             return self._as_the_model_has_it(node, self.values[node])
-        states = tuple(self.deduced.states(node, at) for at in self._replicas)
-        whole = self._edge([Need(node, state) for state in (*self._states(node), WHOLE)], states)
+        whole = self._edge([Need(node, state) for state in (*self._states(node), WHOLE)])
         return self._as_the_model_has_it(node, whole)
 
     def _as_the_model_has_it(self, node: fx.Node, value: fx.Node) -> fx.Node:

@@ -106,10 +106,10 @@ class Deduce:
         outside = read_outside(annotated)
 
         batch = deduce_batch_axis(graph, factors, flow, rows)
-        exchanged = frozenset(batch.exchanged)
+        talks = frozenset(batch.exchanged)
 
         def inside(splits: Splits, cut: SequenceCut, prices: Prices, choices: Choices | None = None) -> AxisDeduction:
-            given = {"outside": outside, "exchanged": exchanged}
+            given = {"outside": outside, "exchanged": talks}
             return deduce_tensor_axis(graph, factors, flow, splits, prices, cut=cut, choices=choices, **given)
 
         if not annotated.runs_in_step:

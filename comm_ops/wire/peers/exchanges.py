@@ -341,7 +341,7 @@ def _end_to_end(parts: Sequence[Tensor], peers: Peers) -> Summand:
     if is_flat and len(places) == 1 and all(part.storage_offset() == start for part, start in pairs):
         return Summand(first.detach().as_strided((total,), (1,)))
     summand = room_of_summand((total,), first.dtype, peers) or Summand(first.new_empty(total))
-    torch.cat([part.detach().reshape(-1) for part in parts], out=summand.value)
+    torch.cat([dense(part).view(-1) for part in parts], out=summand.value)
     return summand
 
 

@@ -43,7 +43,7 @@ class Rotary(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.query, self.key, self.value, self.last = (nn.Linear(8, 8) for _ in range(4))
+        self.query, self.key, self.value, self.last = (nn.Linear(8, size) for size in (8, 8, 8, 3))
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (layer(x).unflatten(-1, (2, 4)) for layer in (self.query, self.key, self.value))
@@ -85,10 +85,8 @@ class StateSpace(nn.Module):
         self.first, self.last = nn.Linear(8, 6), nn.Linear(6, 3)
         self.out = nn.Parameter(torch.randn(6, 4, 2))
         self.step, self.skip = nn.Parameter(torch.rand(6) - 2), nn.Parameter(torch.randn(6))
-        self.decay, self.turn = (
-            nn.Parameter(torch.zeros(6, 4) - 0.7),
-            nn.Parameter(3.14 * torch.arange(4.0).repeat(6, 1)),
-        )
+        self.decay = nn.Parameter(torch.full((6, 4), -0.7))
+        self.turn = nn.Parameter(3.14 * torch.arange(4.0).repeat(6, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         u, states = self.first(x).transpose(1, 2), -self.decay.exp() + 1j * self.turn

@@ -26,15 +26,8 @@ from tests.oracles.annotation_reference import shard
 from tests.oracles.annotation_samples import random_annotation, random_cotangent
 
 WORLD = 4
-SHAPES = {
-    "w": (12, 40),
-    "v": (40, 12),
-    "fused": (36, 32),
-    "bias": (12,),
-    "scale": (),
-    "big": (48, 50),
-    "tall": (600, 4),
-}
+SHAPES = {"w": (12, 40), "v": (40, 12), "fused": (36, 32), "bias": (12,), "scale": (), "big": (48, 50)}
+SHAPES["tall"] = (600, 4)
 
 
 def stages(*groups: tuple[tuple[int, ...], tuple[AxisState, ...]]) -> tuple[Annotation, Annotation]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetu_fx import errors
+from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded, using
 from hetu_fx.comm_ops.wire.small_sums import reduce_small
 from hetu_fx.errors import BatchError, HetuFxError, OtherRankError
@@ -326,7 +327,7 @@ def _exchange(table: GroupTable, row: Sequence[float]) -> Sequence[Numbers]:
     mine = torch.tensor(row, dtype=torch.float64, device=table.transport.device(table.base))
     everyone = mine.new_empty(table.size, len(row))
     with using(table), guarded(what, ranks):
-        table.transport.all_gather(list(everyone.unbind()), mine, table.base)
+        table.transport.all_gather([Flat(row) for row in everyone.unbind()], Flat(mine), table.base)
     told: list[list[float]] = everyone.tolist()
     return told
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hetu_fx.api import auto_parallelize
+from hetu_fx.base.dtypes import in_double as double_of
+from hetu_fx.base.dtypes import is_complex
 from hetu_fx.base.torch_private import tree_map_only
 from hetu_fx.cli.verdict import Verdict, judge
 from hetu_fx.comm_ops.wire.groups import GroupTable
@@ -86,12 +88,16 @@ def _verdict(
 
 
 def in_double(model: nn.Module, batch: Any, device: str) -> tuple[nn.Module, Any]:
-    """Return the model and its batch on the device, with floating point numbers in float64."""
+    """Return the model and its batch on the device, with real and complex numbers in double precision."""
 
     def double(tensor: Tensor) -> Tensor:
-        return tensor.to(device, torch.float64) if tensor.is_floating_point() else tensor.to(device)
+        return tensor.to(device, double_of(tensor.dtype))
 
-    return model.to(device).double().train(), tree_map_only(Tensor, double, batch)
+    model = model.to(device).double().train()
+    for own in (*model.parameters(), *model.buffers()):
+        if is_complex(own.dtype):  # which `double` leaves as they are
+            own.data = own.data.to(double_of(own.dtype))
+    return model, tree_map_only(Tensor, double, batch)
 
 
 def draws_random_numbers(model: nn.Module, batch: Any) -> bool:

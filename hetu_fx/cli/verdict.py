@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from hetu_fx.base.dtypes import as_reals
 from hetu_fx.lockstep import Step, Tensors, Trained
 
 NEGLIGIBLE = 1e-6
@@ -66,7 +67,7 @@ def worst(alone: Tensors, made: Tensors) -> tuple[str, float]:
 
     What has no numbers where the other side has differs infinitely.
     """
-    norms = {name: float(tensor.double().norm()) for name, tensor in alone.items()}
+    norms = {name: _norm(tensor) for name, tensor in alone.items()}
     floor = max(NEGLIGIBLE * max(norms.values(), default=0.0), 1e-300)
     differences = {name: _apart(alone.get(name), made.get(name)) for name in {**alone, **made}}
     relative = {name: apart / max(norms.get(name, 0.0), floor) for name, apart in differences.items()}
@@ -78,5 +79,9 @@ def _apart(a: Tensor | None, b: Tensor | None) -> float:
     """Return the norm of a difference, in which what is missing is zero."""
     if a is None or b is None:
         there = a if b is None else b
-        return 0.0 if there is None else float(there.double().norm())
-    return float((a.double() - b.double()).norm())
+        return 0.0 if there is None else _norm(there)
+    return _norm(as_reals(a).double() - as_reals(b).double())
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(as_reals(tensor).double().norm())

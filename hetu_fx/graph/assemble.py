@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
 
+from hetu_fx.base.dtypes import carries_gradient, is_real
 from hetu_fx.base.torch_private import rename
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
@@ -187,7 +188,7 @@ def _stack_in_model(node: fx.Node) -> meta.ModuleStack:
 
 def _may_carry_gradient(leaf: Leaf) -> bool:
     kinds = (LeafKind.PARAMETER, LeafKind.INPUT)
-    return leaf.kind in kinds and meta.dtype(leaf.node).is_floating_point
+    return leaf.kind in kinds and carries_gradient(meta.dtype(leaf.node))
 
 
 def _without_unused_constants(flat: fx.Graph, leaves: tuple[Leaf, ...]) -> tuple[Leaf, ...]:
@@ -214,7 +215,7 @@ def _check_loss(node: fx.Node) -> None:
 
 
 def _is_number(node: fx.Node) -> bool:
-    return all(size == 1 for size in meta.shape(node)) and meta.dtype(node).is_floating_point
+    return all(size == 1 for size in meta.shape(node)) and is_real(meta.dtype(node))
 
 
 def _output_leaf(name: str, is_loss: bool) -> OutputLeaf:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.export import Dim
 
+from hetu_fx.base.dtypes import is_real
 from hetu_fx.graph.neutral import stand_in_device
 
 IMAGE_DIMS = 4
@@ -38,7 +39,7 @@ class Example:
         return tuple(self._dims(name, tensor, batch, rest_is_dynamic) for name, tensor in self.tensors.items())
 
     def _dims(self, name: str, tensor: torch.Tensor, batch: Any, rest_is_dynamic: bool) -> dict[int, Any]:
-        free = rest_is_dynamic and not (tensor.is_floating_point() and tensor.dim() >= IMAGE_DIMS)
+        free = rest_is_dynamic and not (is_real(tensor.dtype) and tensor.dim() >= IMAGE_DIMS)
         dims = {dim: Dim.AUTO if free and size > 1 else Dim.STATIC for dim, size in enumerate(tensor.shape)}
         if name in self.batch_inputs:
             dims[0] = batch

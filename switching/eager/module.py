@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from hetu_fx.annotations.annotation import Sharding
+from hetu_fx.base.dtypes import is_real
 from hetu_fx.comm_ops.wire.consensus import LocalFacts, of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import BatchError, StateError
@@ -199,7 +200,7 @@ def _named(tree: Tree, name: str) -> Tree:
 
 def is_loss(tensor: Tensor) -> bool:
     """Tell whether a tensor can be a loss: a floating-point scalar."""
-    return tensor.dim() == 0 and tensor.is_floating_point()
+    return tensor.dim() == 0 and is_real(tensor.dtype)
 
 
 _WAY_OUT = 'or take no other outputs than the loss: hetu_fx.auto_parallelize(..., outputs="loss")'

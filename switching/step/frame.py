@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial, Sharding, cotangent
+from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.base.torch_private import at_end_of_backward
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
@@ -228,7 +229,7 @@ class StepFrame:
             if local_loss is not None and local_loss.requires_grad:
                 local_loss.register_hook(partial(_stop_at_end, self.inputs.timer))
             return dict(values), local_loss
-        floats = [route for route in routes if route.dtype.is_floating_point]
+        floats = [route for route in routes if carries_gradient(route.dtype)]
         none = {route.name: torch.zeros((), dtype=route.dtype, device=self.variant.device) for route in floats}
         pieces = {name: values.get(name, zero) for name, zero in none.items()}
         first = [] if local_loss is None else [local_loss]

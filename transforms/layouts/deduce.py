@@ -103,13 +103,14 @@ class Deduce:
     def __call__(self, annotated: AnnotatedGraph) -> DeducedGraph:
         graph, factors, flow = annotated.graph, annotated.factors, annotated.flow
         rows = frozenset(c for c in factors.classes if c.is_batch) if annotated.splits_batch else frozenset()
-        outside, batch = read_outside(annotated), deduce_batch_axis(graph, factors, flow, rows)
-        read_by_others = outside.union(batch.exchanged)  # what replicas sum is whole or in parts inside each, both ways
+        outside = read_outside(annotated)
+
+        batch = deduce_batch_axis(graph, factors, flow, rows)
+        talks = frozenset(batch.exchanged)
 
         def inside(splits: Splits, cut: SequenceCut, prices: Prices, choices: Choices | None = None) -> AxisDeduction:
-            return deduce_tensor_axis(
-                graph, factors, flow, splits, prices, cut=cut, outside=read_by_others, choices=choices
-            )
+            given = {"outside": outside, "exchanged": talks}
+            return deduce_tensor_axis(graph, factors, flow, splits, prices, cut=cut, choices=choices, **given)
 
         if not annotated.runs_in_step:
             _check_sums(annotated, batch)

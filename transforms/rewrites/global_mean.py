@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from hetu_fx.base.dtypes import is_real
 from hetu_fx.base.torch_private import schema
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument, arguments, operand, overload
@@ -130,7 +131,7 @@ class _MeanRewrite(CountingRewrite):
         """Return the global count that a mean loss divides by, as torch defines it."""
         target = node.args[1]
         assert isinstance(target, fx.Node)
-        if node.target in ELEMENTWISE or meta.dtype(target).is_floating_point:
+        if node.target in ELEMENTWISE or is_real(meta.dtype(target)):
             return self.of_dims(node, each, range(len(meta.shape(each))))
         weight = argument(node, "weight")
         local = self.of_labels(node, target, weight)
@@ -153,7 +154,7 @@ class _MeanRewrite(CountingRewrite):
         if value is number or value is None:  # the latter is of all rows, as anything made of numbers of them (AllRows)
             return
         source, *rest = (*node.args[:1], *node.args[2:])
-        if meta.shape(operand(node)) == () and meta.dtype(operand(node)).is_floating_point:
+        if meta.shape(operand(node)) == () and is_real(meta.dtype(operand(node))):
             value = insert(node, aten.to.dtype, value, meta.dtype(node))
         replace(node, insert(node, WITH_NUMBER[node.target], source, value, *rest, **node.kwargs))
 

@@ -274,19 +274,26 @@ class _Builder:
     def _edge(self, needs: Sequence[Need], replicas: Sequence[Sequence[Need]]) -> fx.Node:
         """Return the value as its reader needs it on all axes, inserting communication at most once per kind.
 
-        What replicas exchange is whole or in parts inside each of them, and so is its cotangent: so it is exchanged as
-        readers need it, unless some of them take summands, or give back summands; then as it is.
+        Replicas exchange it as their readers take it, or as it lies in each where some of these take summands or give
+        back summands: the cotangent is summed inside a stage before it is over replicas.
         """
         key = tuple(needs)
         if key not in self.edges:
             *inside, batch = needs
-            as_read = not any(map(_is_of_summands, chain.from_iterable(replicas)))
-            own = [self.deduced.states(batch.node, layout) for layout in self._replicas]
-            states = [tuple(need.state for need in of_replica) for of_replica in replicas] if as_read else own
-            value = self._in_stage(inside, self.values[batch.node]) if as_read else self.values[batch.node]
-            value = self.reshards.over_replicas(batch, states, value)
-            self.edges[key] = value if as_read else self._in_stage(inside, value)
+            if any(map(_is_of_summands, chain.from_iterable(replicas))):
+                self.edges[key] = self._in_stage(inside, self._over_replicas(batch))
+            else:
+                states = [tuple(need.state for need in of_replica) for of_replica in replicas]
+                value = self._in_stage(inside, self.values[batch.node])
+                self.edges[key] = self.reshards.over_replicas(batch, states, value)
         return self.edges[key]
+
+    def _over_replicas(self, need: Need) -> fx.Node:
+        """Return the value as its reader needs it on the batch axis, as it lies inside the stage."""
+        if (need,) not in self.edges:
+            states = [self.deduced.states(need.node, layout) for layout in self._replicas]
+            self.edges[need,] = self.reshards.over_replicas(need, states, self.values[need.node])
+        return self.edges[need,]
 
     def _in_stage(self, needs: Sequence[Need], value: fx.Node) -> fx.Node:
         """Return the value as its reader needs it on the axes inside the stage."""
@@ -315,9 +322,7 @@ class _Builder:
         state = self.batch.states.get(node, WHOLE)
         if kind is not ResultKind.BUFFER_UPDATE or not isinstance(state, Summed):
             return self._as_the_model_has_it(node, self.values[node])
-        states = tuple(self.deduced.states(node, at) for at in self._replicas)
-        whole = self._edge([Need(node, state) for state in (*self._states(node), WHOLE)], states)
-        return self._as_the_model_has_it(node, whole)
+        return self._as_the_model_has_it(node, self._over_replicas(Need(node, WHOLE)))
 
     def _as_the_model_has_it(self, node: fx.Node, value: fx.Node) -> fx.Node:
         """Return what leaves the stage in the dtype that it has without a dtype of the stage."""

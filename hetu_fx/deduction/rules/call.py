@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.base.torch_private import has_schema, schema
 from hetu_fx.deduction.rules.size import Size, size_of
 from hetu_fx.graph import meta
@@ -147,13 +148,13 @@ def make_call(
         paths=paths,
         tensor_names=_tensor_names(target, arguments),
         where=where,
-        result_float=all(tensor.is_floating_point() for tensor in results),
+        result_float=all(carries_gradient(tensor.dtype) for tensor in results),
     )
 
 
 def _operand(name: str, path: Path, tensor: torch.Tensor, source: Any) -> Operand:
-    is_float = tensor.is_floating_point() or tensor.is_complex()
-    return Operand(name, path, _shape(tensor), source, tensor.dtype is torch.bool, is_float)
+    is_bool, is_float = tensor.dtype is torch.bool, carries_gradient(tensor.dtype)
+    return Operand(name, path, _shape(tensor), source, is_bool, is_float)
 
 
 def _shape(tensor: torch.Tensor) -> Shape:

@@ -123,7 +123,8 @@ def deduce_tensor_axis(
     found = [(walk, _CotangentWalk(graph, flow, walk, prices, outside).cheapest()) for walk in walks]
     walk, back = min(found, key=lambda pair: round(pair[0].seconds + pair[1].seconds, _DIGITS))
     unsummed = frozenset(back.steps())
-    marks = _CotangentMarks(flow, walk, lambda node: node in unsummed or not flow.through_inputs(node))
+    apart = frozenset(node for node in graph.graph.nodes if flow.through_inputs(node)) | outside
+    marks = _CotangentMarks(flow, walk, lambda node: node in unsummed or node not in apart)
     return marks.deduction(graph, splits)
 
 

@@ -24,6 +24,7 @@ from torch._C import FunctionSchema
 from torch._C._distributed_c10d import PrefixStore as PrefixStore  # where ranks meet; torch.distributed's, typed here
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._guards import detect_fake_mode as detect_fake_mode  # the mode that given values were made in
 from torch._ops import HigherOrderOperator as HigherOrderOperator  # regions of a captured graph
@@ -304,6 +305,18 @@ def watching_sizes(see: Callable[[Any], None]) -> Iterator[None]:
 
     with mock.patch.object(ShapeEnv, "_set_replacement", watched):
         yield
+
+
+@contextmanager
+def keeping_sizes() -> Iterator[None]:
+    """Run composite ops on fake tensors by kernels in Python, as torch.export does; some in C++ fix dynamic sizes."""
+    with enable_python_dispatcher():
+        yield
+
+
+def replaced_sizes(mode: FakeTensorMode) -> dict[Any, Any]:
+    """Return what has been put for symbols of sizes so far: a number, or another symbol that must be equal."""
+    return dict(mode.shape_env.replacements) if mode.shape_env is not None else {}
 
 
 def new_size(mode: FakeTensorMode, name: str, example: int) -> Any:

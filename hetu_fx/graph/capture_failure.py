@@ -8,6 +8,7 @@ gradients; whether it does is tried on random numbers.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import traceback
 from collections.abc import Iterator, Sequence
@@ -107,7 +108,7 @@ class NoStrayParameters(TorchFunctionMode):
 @contextlib.contextmanager
 def no_backward_is_lost() -> Iterator[None]:
     """Refuse functions whose backward is not the derivative of their forward, which is all that a trace has of them."""
-    apply = vars(torch.autograd.Function)["apply"].__func__
+    found = inspect.getattr_static(torch.autograd.Function, "apply")  # of Python, or of C as in torch 2.14
 
     def checked(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         carries = any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in args)
@@ -117,7 +118,7 @@ def no_backward_is_lost() -> Iterator[None]:
                 f"the derivative of its forward (tried on random numbers), and a captured graph has its forward "
                 f"only; {WAY_OUT}"
             )
-        return apply(cls, *args, **kwargs)
+        return found.__get__(None, cls)(*args, **kwargs)
 
     with mock.patch.object(torch.autograd.Function, "apply", classmethod(checked)):
         yield

@@ -23,12 +23,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hetu_fx.base.torch_private import (
     FakeTensorMode,
     detect_fake_mode,
+    keeping_sizes,
     new_size,
     number_of_expression,
+    replaced_sizes,
     tree_leaves,
     tree_map,
     without_guards,
 )
+from hetu_fx.errors import CaptureError
 
 ModuleStack = tuple[tuple[str, str], ...]
 Size = int | torch.SymInt
@@ -256,12 +259,25 @@ def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
 
 
 def infer(node: fx.Node) -> Any:
-    """Compute and set the example value of an op node from those that its node arguments have; return it."""
+    """Compute and set the example value of an op node from those that its node arguments have; return it.
+
+    Raises:
+        CaptureError: the op fixes a size that is dynamic in the graph, so that what it makes holds for one batch only.
+    """
     args, kwargs = tree_map(_argument_value, (node.args, node.kwargs))
     assert callable(node.target)
     known = detect_fake_mode(tree_leaves((args, kwargs))) or _fake_mode(node.graph)
-    with known, without_guards(known), torch.no_grad():  # a guard would fix a size that the graph leaves open
+    before = replaced_sizes(known)
+    with known, torch.no_grad(), keeping_sizes():
         set_value(node, node.target(*args, **kwargs))
+    fixed = {symbol: size for symbol, size in replaced_sizes(known).items() if symbol not in before}
+    if fixed:
+        sizes = ", ".join(f"{symbol} to {size}" for symbol, size in fixed.items())
+        raise CaptureError(
+            f"{node.target} at {source_line(node)} fixes sizes that depend on the batch ({sizes}): it would be right "
+            "for batches like the example alone\n"
+            "hint: pass sizes to the op as numbers, or compute what it computes with other ops"
+        )
     return value(node)
 
 

@@ -103,7 +103,6 @@ class Deduce:
     def __call__(self, annotated: AnnotatedGraph) -> DeducedGraph:
         graph, factors, flow = annotated.graph, annotated.factors, annotated.flow
         rows = frozenset(c for c in factors.classes if c.is_batch) if annotated.splits_batch else frozenset()
-        outside = read_outside(annotated)
 
         batch = deduce_batch_axis(graph, factors, flow, rows)
         talks = frozenset(batch.exchanged)

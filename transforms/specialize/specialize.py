@@ -38,6 +38,8 @@ from hetu_fx.transforms.specialize.device_graph import (
 from hetu_fx.transforms.specialize.local_sizes import LocalSizes, localized_call, product
 from hetu_fx.transforms.specialize.reshard import Reshards
 
+aten = torch.ops.aten
+
 
 @dataclass(frozen=True)
 class Specialize:
@@ -233,11 +235,11 @@ class _Builder:
         """Turn the mean over this device's part into its summand of the mean over all parts."""
         parts = self.layout.axes[axis].parts(factor, self._segment(node))
         share = parts[self.places[axis]] / sum(parts)
-        return self._emit(node, torch.ops.aten.mul.Tensor, mean, share)
+        return self._emit(node, aten.mul.Tensor, mean, share)
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
         columns = zip(*(deduction.needs(node) for deduction in (*self.inside, self.batch)), strict=True)
-        operands = [self._edge(needs, self._alike(node, i)) for i, needs in enumerate(columns)]
+        operands = [self._edge(needs) for needs in columns]
         target = None if self.low is None else cast_target(node, self.low)
         if target is None:
             return operands
@@ -249,7 +251,7 @@ class _Builder:
         if not is_castable(meta.value(source)):
             return value
         if (value, target) not in self.casts:
-            self.casts[value, target] = self._emit(source, torch.ops.aten.to.dtype, value, target)
+            self.casts[value, target] = self._emit(source, aten.to.dtype, value, target)
         return self.casts[value, target]
 
     @property
@@ -303,7 +305,7 @@ class _Builder:
         wanted = tuple(need.state for need in needs)
         value = self.reshards.inside(node, value, self._states(node), wanted, summed)
         if any(need.first_only and place > 0 for need, place in zip(needs, self.places, strict=True)):
-            value = self.graph.call_function(torch.ops.aten.zeros_like.default, (value,))
+            value = self.graph.call_function(aten.zeros_like.default, (value,))
         return value
 
     def _emit(self, node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

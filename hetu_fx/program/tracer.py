@@ -19,6 +19,7 @@ from hetu_fx.graph.bind import Batch, as_call
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph
 from hetu_fx.graph.neutral import stand_in_device
+from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims
 from hetu_fx.program.access import Access, put
 from hetu_fx.program.contents import PLAIN
 from hetu_fx.program.hooks import check_hooks, hooks_must_change
@@ -54,6 +55,7 @@ class Tracer:
         loss_fn: what makes the loss, if the model does not.
         overrides: how ops are run in its programs.
         casts_on_host: torch.autocast casts what it casts on the host, wherever the model is.
+        row_dims: what the user has said of the rows of inputs.
 
     Attributes:
         replaced: what somebody has put in the place of the forward of the model's class, if anybody has.
@@ -67,9 +69,10 @@ class Tracer:
         overrides: OpOverrides = AS_IT_STANDS,
         *,
         casts_on_host: bool = False,
+        row_dims: AskedRowDims = NOTHING_ASKED,
     ) -> None:
         self.model, self.loss_fn, self.overrides = model, loss_fn, overrides
-        self.casts_on_host = casts_on_host
+        self.casts_on_host, self.row_dims = casts_on_host, row_dims
         self.replaced: Forward | None = None
         self.observers = Observers(model)
         self._lost: dict[tuple[int, str], tuple[Access, Any]] = {}
@@ -137,6 +140,7 @@ class Tracer:
                 around=around,
                 device=device,
                 casts_on_host=self.casts_on_host,
+                row_dims=self.row_dims,
             )
         return _Traced(graph, frozen, watch, self.overrides)
 

@@ -69,6 +69,7 @@ class _GraphStep(StepFrame):
             in_float16=in_float16,
             gives_values=self.wants_values and bool(self.program.loss_name),
             needing=batch.needing,
+            row_dims=self.program.row_dims,
         )
         self.outcome = StageOutcome(timer=inputs.timer)
 

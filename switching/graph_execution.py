@@ -30,7 +30,7 @@ from hetu_fx.program.tracer import Forward
 from hetu_fx.switching.home.parameters import Buffers
 from hetu_fx.switching.sequences.reader import SequenceReader
 from hetu_fx.switching.step.assigned_rows import sequences_of
-from hetu_fx.switching.step.batches import ReadBatch, read_batch
+from hetu_fx.switching.step.batches import ReadBatch, read_batch, same_inputs
 from hetu_fx.switching.step.compiled_plans import GraphCompute, GraphVariant
 from hetu_fx.switching.step.execution import LossAndOutput, Reading, Run, StepInputs, wants_values
 from hetu_fx.switching.step.filling import Fillings
@@ -137,6 +137,10 @@ class RowReading(Reading[GraphVariant]):
         wanted = wants_values(outputs, has_loss=bool(program.loss_name), training=program.graph.training)
         wanted = wanted or program.graph.observed is not None
         return replace(self, batch=self.fillings.filled(self.batch, facts, wants_values=wanted))
+
+    def same_inputs(self, *, shared: bool) -> Mapping[str, Tensor]:
+        """Return the inputs that all ranks must pass alike."""
+        return same_inputs(self.batch.tensors, self.batch.program.row_dims, shared=shared)
 
     def build(self, variant: GraphVariant, inputs: StepInputs) -> None:
         """Make the variant's graphs."""

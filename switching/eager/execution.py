@@ -35,6 +35,7 @@ from hetu_fx.switching.eager.module import (
     tell,
 )
 from hetu_fx.switching.home.ops import layout_of
+from hetu_fx.switching.step.batches import same_inputs
 from hetu_fx.switching.step.execution import LossAndOutput, Reading, StepInputs, check_takes_any_row
 from hetu_fx.switching.step.frame import StepFrame, ValueRoute
 from hetu_fx.switching.step.rows import rows_for_pipeline
@@ -190,6 +191,10 @@ class EagerReading(Reading[EagerVariant]):
 
     batch: EagerBatch
     module: EagerModule
+
+    def same_inputs(self, *, shared: bool) -> Mapping[str, Tensor]:
+        """Return the inputs that all ranks must pass alike."""
+        return same_inputs(self.batch.tensors, self.batch.row_dims, shared=shared)
 
     def build(self, variant: EagerVariant, inputs: StepInputs) -> None:
         """Lead the bridge to the present homes."""

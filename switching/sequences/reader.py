@@ -12,6 +12,7 @@ from hashlib import sha256
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hetu_fx.cluster.cluster import Cluster
@@ -223,6 +224,10 @@ class SequenceReading(Reading[GraphVariant]):
     reader: SequenceReader
     key: str
     sequences: Sequences
+
+    def same_inputs(self, *, shared: bool) -> Mapping[str, Tensor]:
+        """Return the inputs that all ranks must pass alike: all of them."""
+        return {name: torch.cat(parts) for name, parts in self.sequences.inputs.items()}
 
     def build(self, variant: GraphVariant, inputs: StepInputs) -> None:
         """Make the variant's graphs."""

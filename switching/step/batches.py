@@ -125,6 +125,14 @@ def _facts(match: Match, programs: Programs, needing: Mapping[str, Tensor], *, s
     )
 
 
+def same_inputs(tensors: Mapping[str, Tensor], row_dims: RowDims, *, shared: bool) -> dict[str, Tensor]:
+    """Return the tensors that all ranks must pass alike: all, where the batch is `shared`, else those without rows.
+
+    Those without dims are left out: they are compared in every step.
+    """
+    return {name: x for name, x in tensors.items() if x.dim() and (shared or name not in row_dims)}
+
+
 def needing_gradients(tensors: Mapping[str, Tensor], row_dims: RowDims) -> dict[str, Tensor]:
     """Return the inputs that need a gradient. Raises BatchError for one without rows, whose gradient is a sum."""
     found = {name: t for name, t in tensors.items() if t.requires_grad} if torch.is_grad_enabled() else {}

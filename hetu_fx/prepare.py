@@ -179,8 +179,14 @@ def _execution_of(wanted: Preparation, *, is_mixed: bool) -> tuple[Execution[Any
     match wanted.capture:
         case "graph":
             overrides = given_overrides(wanted.align)
-            rows = wanted.row_dims
-            programs = Programs(wanted.model, wanted.loss_fn, overrides, casts_on_host=is_mixed, row_dims=rows)
+            programs = Programs(
+                wanted.model,
+                wanted.loss_fn,
+                overrides,
+                casts_on_host=is_mixed,
+                row_dims=wanted.row_dims,
+                outputs=wanted.settings.outputs,
+            )
             execution = GraphExecution(programs, wanted.batch, wanted.backend, replays=wanted.cuda_graphs)
             forbidden = () if wanted.backend is None else _WITHOUT_GAIN_COMPILED
             return execution, CapturedProgram.of(programs, wanted.batch, forbidden=forbidden)

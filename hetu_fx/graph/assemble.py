@@ -22,6 +22,7 @@ from hetu_fx.graph.containers import Opaque, TensorSlot, Tree, walk, without_opa
 from hetu_fx.graph.example import Example
 from hetu_fx.graph.functional import functionalize
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind, OutputLeaf
+from hetu_fx.graph.numbers import settled_numbers
 from hetu_fx.graph.regions import detach_at_exits, inline_regions
 from hetu_fx.graph.row_dims import AskedRowDims
 
@@ -49,6 +50,7 @@ class Assembly:
     output_tree: Tree
     has_loss_fn: bool
     asked: AskedRowDims
+    numbers: bool
     observed: Tree | None = None
     copies: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -59,6 +61,12 @@ class Assembly:
             CaptureError: for control flow, writes that cannot be followed, or changed parameters.
         """
         flat = inline_regions(self.exported.graph_module)
+        has_loss = self.has_loss_fn or any(leaf.name == LOSS for leaf in walk(self.output_tree))
+        tree = settled_numbers(flat, self.output_tree, wanted=self.numbers or not has_loss)
+        settled = replace(self, output_tree=tree)
+        return settled._graph(flat, training, notes)
+
+    def _graph(self, flat: fx.Graph, training: bool, notes: tuple[str, ...]) -> Graph:
         for node in flat.nodes:
             meta.set_module_stack(node, _stack_in_model(node))
         leaves = self._merge_tied(flat, self._leaves(flat))

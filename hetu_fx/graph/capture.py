@@ -29,6 +29,7 @@ from hetu_fx.graph.example import Example, make_example
 from hetu_fx.graph.graph import OBSERVED, Graph
 from hetu_fx.graph.lengths import open_lengths
 from hetu_fx.graph.neutral import PARAMETERS, OnHost, device_of, stand_in_device, state_at
+from hetu_fx.graph.numbers import later, plain_values, steady, with_numbers
 from hetu_fx.graph.regions import casts
 from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, row_dims_of
 
@@ -52,6 +53,7 @@ def capture(
     device: torch.device | None = None,
     casts_on_host: bool = False,
     row_dims: AskedRowDims = NOTHING_ASKED,
+    numbers: bool = True,
 ) -> Graph:
     """Capture the forward of `model` on batches like `batch` as a graph.
 
@@ -69,13 +71,14 @@ def capture(
         device: where the model is, if what stands for its parameters now is not there; None: where it is.
         casts_on_host: torch.autocast casts what it casts on the host, wherever the model is.
         row_dims: which dims of inputs count the rows of the batch; of others their sizes, and the graph, tell.
+        numbers: Python numbers that the forward reads from tensors are outputs too, beside a loss.
 
     Raises:
         CaptureError: the model cannot be captured; names the line and the way out.
         BatchError: `row_dims` does not fit the batch, or the graph that it leads to.
     """
     input_tree, tensors = flatten_batch(batch)
-    program = _Program(model, input_tree, tuple(tensors), loss_fn, around, row_dims)
+    program = _Program(model, input_tree, tuple(tensors), loss_fn, around, row_dims, numbers)
     with in_mode(model, training), _surroundings():
         return _captured(program, tensors, training, device or device_of(model, tensors), casts_on_host)
 
@@ -88,18 +91,29 @@ def _captured(
     casts_on_host: bool,
 ) -> Graph:
     if not is_elsewhere(device):
-        return _Traced(*_export(program, tensors)).graph(program, training)
+        return _traced(program, tensors).graph(program, training)
     if casts_on_host or all(kind != device.type for kind, _ in program.autocasts):
         program.on_host = OnHost()
         program.autocasts_traced = program.autocasts if casts_on_host else ()
         attributes = program.on_host.instead_of_attributes(program.model)
         with contextlib.suppress(CaptureError), attributes, state_at(program.model, stand_in_device):
-            traced = _Traced(*_export(program, tensors))
+            traced = _traced(program, tensors)
             if casts_on_host or not casts(traced.exported.graph_module):
                 return traced.graph(program, training)
         program.on_host, program.autocasts_traced = None, program.autocasts
     with state_at(program.model, lambda _: device, PARAMETERS):
-        return _Traced(*_export(program, tensors)).graph(program, training)
+        return _traced(program, tensors).graph(program, training)
+
+
+def _traced(program: _Program, tensors: Mapping[str, torch.Tensor]) -> _Traced:
+    """Trace, twice where the output has plain values: what is not the same both times would be wrong in every step."""
+    exported, example, notes = _export(program, tensors)
+    tree, more = program.output.tree(), program.output.more
+    if plain_values(tree):
+        with contextlib.suppress(Exception), later():
+            _export_once(program, example, batch=False, rest=False)
+            tree = steady(tree, program.output.tree())
+    return _Traced(exported, example, notes, tree, more)
 
 
 @dataclass(frozen=True)
@@ -109,6 +123,8 @@ class _Traced:
     exported: ExportedProgram
     example: Example
     notes: tuple[str, ...]
+    output_tree: Tree
+    observed: Tree | None
 
     def graph(self, program: _Program, training: bool) -> Graph:
         """Make the graph of it."""
@@ -117,10 +133,11 @@ class _Traced:
             exported=self.exported,
             example=self.example,
             input_tree=program.input_tree,
-            output_tree=program.output.tree(),
-            observed=program.output.more,
+            output_tree=self.output_tree,
+            observed=self.observed,
             has_loss_fn=program.loss_fn is not None,
             asked=program.asked,
+            numbers=program.numbers,
             copies={} if program.on_host is None else program.on_host.copies,
         )
         return assembly.graph(training, self.notes)
@@ -153,6 +170,7 @@ class _Program(nn.Module):
         loss_fn: LossFn | None,
         around: Around,
         asked: AskedRowDims,
+        numbers: bool,
     ) -> None:
         super().__init__()
         self.model = model
@@ -164,7 +182,7 @@ class _Program(nn.Module):
         self.on_host: OnHost | None = None
         self.output = _OutputStructure()
         self.around = around
-        self.asked = asked
+        self.asked, self.numbers = asked, numbers
         self.row_dims: RowDims = {}
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -180,7 +198,7 @@ class _Program(nn.Module):
                 stack.enter_context(torch.autocast(device_type, dtype=dtype))
             more = stack.enter_context(self.around())
             output = self.model(*args, **kwargs)
-            tree, values = flatten(output)
+            tree, values = with_numbers(*flatten(output))
             self.output.found, self.output.more = tree, None
             if more:
                 self.output.more, further = flatten({f"{OBSERVED} {name}": value for name, value in more.items()})

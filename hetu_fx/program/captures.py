@@ -39,7 +39,7 @@ class Programs:
     `forward` is the model's own forward; batches are brought to its keyword form where its signature allows.
     `overrides` say how its ops are run. With `casts_on_host`, which jobs have whose ranks compute on several types of
     devices, torch.autocast casts what it casts on the host, wherever the model is. `row_dims` is what the user has said
-    of the rows of inputs.
+    of the rows of inputs, `outputs` which of them are wanted beside the loss.
 
     Attributes:
         structure: of the model when a program was last asked for.
@@ -57,9 +57,10 @@ class Programs:
         *,
         casts_on_host: bool = False,
         row_dims: AskedRowDims = NOTHING_ASKED,
+        outputs: str = "auto",
     ) -> None:
         self.model, self.loss_fn = model, loss_fn
-        self.tracer = Tracer(model, loss_fn, overrides, casts_on_host=casts_on_host, row_dims=row_dims)
+        self.tracer = Tracer(model, loss_fn, overrides, casts_on_host=casts_on_host, row_dims=row_dims, outputs=outputs)
         self.become(model.__dict__.get("forward"))
         self.structure = Structure(model)
         self.observers = self.tracer.observers

@@ -56,6 +56,7 @@ class Tracer:
         overrides: how ops are run in its programs.
         casts_on_host: torch.autocast casts what it casts on the host, wherever the model is.
         row_dims: what the user has said of the rows of inputs.
+        outputs: which outputs beside the loss are wanted, as for `auto_parallelize`.
 
     Attributes:
         replaced: what somebody has put in the place of the forward of the model's class, if anybody has.
@@ -70,9 +71,10 @@ class Tracer:
         *,
         casts_on_host: bool = False,
         row_dims: AskedRowDims = NOTHING_ASKED,
+        outputs: str = "auto",
     ) -> None:
         self.model, self.loss_fn, self.overrides = model, loss_fn, overrides
-        self.casts_on_host, self.row_dims = casts_on_host, row_dims
+        self.casts_on_host, self.row_dims, self.outputs = casts_on_host, row_dims, outputs
         self.replaced: Forward | None = None
         self.observers = Observers(model)
         self._lost: dict[tuple[int, str], tuple[Access, Any]] = {}
@@ -141,6 +143,7 @@ class Tracer:
                 device=device,
                 casts_on_host=self.casts_on_host,
                 row_dims=self.row_dims,
+                numbers=self.outputs == "all" or (self.outputs == "auto" and not training),
             )
         return _Traced(graph, frozen, watch, self.overrides)
 

@@ -29,6 +29,7 @@ from hetu_fx.graph.containers import (
     Opaque,
     TensorSlot,
     Tree,
+    WithheldNumber,
     flatten,
     map_leaves,
     unflatten,
@@ -154,9 +155,9 @@ class EagerModule:
         lost = [name for name, dim in dims.items() if tensors[name].dim() <= dim]
         if lost or not dims:
             raise BatchError(
-                f"inputs {lost or sorted(tensors)} have no rows, but had some in the example batch\nhint: give one row per "
-                f"sample in each input that had as many as the first one in the example, or say which have rows by "
-                f"row_dims"
+                f"inputs {lost or sorted(tensors)} have no rows, but had some in the example batch\nhint: give one row "
+                f"per sample in each input that had as many as the first one in the example, or name the dims that "
+                f"count rows by row_dims"
             )
         return dims
 
@@ -213,6 +214,9 @@ def is_loss(tensor: Tensor) -> bool:
     return tensor.dim() == 0 and tensor.is_floating_point()
 
 
+_OF_REPLICAS = (
+    "it differs between replicas, as each has made it of its own rows\nhint: work it out outside of the forward"
+)
 _WAY_OUT = 'or take no other outputs than the loss: hetu_fx.auto_parallelize(..., outputs="loss")'
 
 
@@ -293,7 +297,7 @@ def _packed(mine: OutputForm | Exception | None) -> tuple[bytes | str | None, Ex
 
 
 def common_form(forms: Mapping[int, OutputForm]) -> OutputForm:
-    """Return the form that all replicas' outputs have; plain values that differ between replicas are None.
+    """Return the form that all replicas' outputs have; plain values that differ between replicas say so when used.
 
     Raises:
         StateError: on all ranks, if their structures, losses, or dtypes differ.
@@ -305,7 +309,7 @@ def common_form(forms: Mapping[int, OutputForm]) -> OutputForm:
                 f"the module's outputs differ in form between replicas: rank {first_rank} made {_told(first)}, rank "
                 f"{rank} made {_told(form)}; return the same structure for any rows"
             )
-    return replace(first, tree=_without_constants(first.tree, _differing_constants(forms)))
+    return replace(first, tree=_without_constants(first.tree, _differing_constants(forms), named=True))
 
 
 def _differing_constants(forms: Mapping[int, OutputForm]) -> dict[str, dict[int, object]]:
@@ -316,9 +320,11 @@ def _differing_constants(forms: Mapping[int, OutputForm]) -> dict[str, dict[int,
     return {name: by_rank for name, by_rank in values.items() if len(set(map(repr, by_rank.values()))) > 1}
 
 
-def _without_constants(tree: Tree, names: Mapping[str, object]) -> Tree:
+def _without_constants(tree: Tree, names: Mapping[str, object], *, named: bool = False) -> Tree:
     def blank(leaf: TensorSlot | Constant | Opaque) -> Tree:
-        return Constant(leaf.name, None) if isinstance(leaf, Constant) and leaf.name in names else leaf
+        if not isinstance(leaf, Constant) or leaf.name not in names:
+            return leaf
+        return Constant(leaf.name, WithheldNumber(leaf.name, _OF_REPLICAS) if named else None)
 
     return map_leaves(tree, blank)
 

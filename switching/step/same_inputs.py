@@ -1,8 +1,8 @@
 """Inputs that must be the same on all ranks, compared by their values at the first steps and now and then after.
 
 What has no rows is one value of the whole batch, and with `data="global"` all of it is. Where ranks pass others, each
-would compute with its own: the loss is one rank's, the gradient another's. A number of 48 bits for all of them goes with
-what ranks agree on in a step; details are exchanged where it differs.
+would compute with its own: the loss is one rank's, the gradient another's. A number of 48 bits for all of them goes
+with what ranks agree on in a step; details are exchanged where it differs.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class SameInputs:
         if self._shared:
             return (
                 f"data='global' means the same whole batch on every rank, but {told}\nhint: pass the same batch on all "
-                f"ranks (seed shuffling and augmentation alike), or use data='per_rank' if each rank has rows of its own"
+                f"ranks (seed shuffling and augmentation alike), or use data='per_rank' if each rank brings its own rows"
             )
         first = next(iter(unlike))
         return (

@@ -77,8 +77,8 @@ def key_of(it: Tracer, batch: Batch, training: bool) -> Any:
         return None
     if any("forward" in vars(module) for module in it.model.modules()):  # what it reads comes on top
         return None
-    asked = repr(it.row_dims)
-    return *facts.items(), sizes, form_of(given, training), it.loss_fn, repr(it.overrides), asked, Tensor.float
+    asked = repr(it.row_dims), it.outputs
+    return *facts.items(), sizes, form_of(given, training), it.loss_fn, repr(it.overrides), *asked, Tensor.float
 
 
 def played(it: Tracer, batch: Batch, training: bool, known: Known) -> Any:
@@ -133,6 +133,7 @@ def play(
     device: Any,
     casts_on_host: bool,
     row_dims: AskedRowDims,
+    numbers: bool,
 ) -> Graph:
     """Run the forward on an example, as a capture does, and give the graph that there is."""
     tree, tensors = flatten_batch(batch)

@@ -21,6 +21,7 @@ from hetu_fx.base.torch_private import tree_leaves
 from hetu_fx.comm_ops.plans.cost import Topology
 from hetu_fx.comm_ops.wire.consensus import StepFacts
 from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.errors import DeductionError, PlanError
 from hetu_fx.graph.bind import Batch
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs
@@ -93,7 +94,12 @@ class GraphExecution:
         """Return where the plan's stages read each parameter."""
         program = self.program if self.programs.holds(self.program) else self.programs.current
         assert program is not None, "a batch has been read"
-        deduced = deduce_program(program, plan, wants_values=not program.loss_name)
+        try:
+            deduced = deduce_program(program, plan, wants_values=not program.loss_name)
+        except (PlanError, DeductionError) as error:
+            if program.doubt:
+                raise type(error)(f"{error}\n{program.doubt}") from error
+            raise
         return {leaf.name: deduced.parameter_annotations(leaf)[0] for leaf in deduced.parameters()}
 
     def deduced(self, plan: Plan, topology: Topology | None) -> bytes | None:

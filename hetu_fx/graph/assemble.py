@@ -169,7 +169,7 @@ class Assembly:
         if not _is_input(leaf) or symbol is None:
             return leaf
         found = [dim for dim, size in enumerate(meta.shape(leaf.node)) if meta.expression(size) == symbol]
-        if found and self.asked.has(leaf.name) and leaf.name not in self.example.row_dims:
+        if found and self.asked.denies(leaf.name):
             raise BatchError(
                 f"row_dims says that input {leaf.name!r} has no rows, but in the model's forward its dim {found[0]} "
                 f"must be as large as the batch has rows\nhint: name that dim, or pass the input in the size of one "

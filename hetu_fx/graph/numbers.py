@@ -40,8 +40,8 @@ _LATER = 12345.678  # seconds
 
 OF_SIZES = "it follows from the sizes of a batch that is spread over devices\nhint: work it out outside of the forward"
 OF_TENSORS = (
-    "it is not made of one tensor that the forward reads a number from\nhint: return tensors, and make a number of them "
-    "outside of the forward"
+    "it is not made of one tensor that the forward reads a number from\nhint: return tensors, and make a number of "
+    "them outside of the forward"
 )
 UNSTEADY = (
     "it is another one in every call, and a captured graph would return the first for ever\nhint: work it out outside "

@@ -40,6 +40,11 @@ class AskedRowDims:
         """Tell whether the user has said something of an input."""
         return self._key(name) is not None
 
+    def denies(self, name: str) -> bool:
+        """Tell whether the user has said that an input has no rows."""
+        key = self._key(name)
+        return key is not None and self.dims[key] is None
+
     def of(self, name: str, tensor: Tensor) -> int | None:
         """Return the dim that the user has named, None where the input has no rows.
 

@@ -48,9 +48,11 @@ class Program:
 
     Attributes:
         analysed: the graph after the rewrites, its factor classes, and what its values depend on.
+        doubt: why rows of several ranks must not be put together, as it is not clear which dims of inputs count them.
     """
 
     analysed: AnalysedGraph
+    doubt: str = ""
 
     @property
     def graph(self) -> Graph:

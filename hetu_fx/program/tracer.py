@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,11 +16,11 @@ from torch import nn
 
 from hetu_fx.base.torch_private import BACKWARD_HOOKS, CALLS, FORWARD_HOOKS, parameter_slots
 from hetu_fx.errors import CaptureError
-from hetu_fx.graph.bind import Batch, as_call
+from hetu_fx.graph.bind import Batch, as_call, flatten_batch
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph
 from hetu_fx.graph.neutral import stand_in_device
-from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims
+from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, row_dims_of
 from hetu_fx.program.access import Access, put
 from hetu_fx.program.contents import PLAIN
 from hetu_fx.program.hooks import check_hooks, hooks_must_change
@@ -27,6 +28,7 @@ from hetu_fx.program.not_kept import NotKept, is_of_the_trace
 from hetu_fx.program.observed import Observers
 from hetu_fx.program.program import AS_IT_STANDS, Program, make_program
 from hetu_fx.program.reads import ABSENT, Read, Reads, shown
+from hetu_fx.program.row_evidence import Evidence, evidence_of_rows, warning_of
 from hetu_fx.program.watched import Watch
 from hetu_fx.transforms.rewrites.op_overrides import OpOverrides
 
@@ -82,7 +84,29 @@ class Tracer:
     def trace(self, batch: Batch, training: bool) -> tuple[Program, Reads]:
         """Capture the model for batches like this one, with this one's sizes as the example's; and what it has read."""
         traced = self._traced(batch, training)
-        return traced.program, traced.watch.reads([Read("'forward' of the model", vars(self), "replaced")])
+        program = traced.program
+        if training and not self.row_dims.dims:
+            found = self._evidence(batch, program)
+            program = replace(program, doubt=found.doubt) if found.doubt else program
+            if found.used is not None:
+                warnings.warn(warning_of(found.used), stacklevel=2)
+                self.row_dims = AskedRowDims(found.used)
+                traced = self._traced(batch, training)
+                program = traced.program
+        return program, traced.watch.reads([Read("'forward' of the model", vars(self), "replaced")])
+
+    def _evidence(self, batch: Batch, program: Program) -> Evidence:
+        """Return what a program shows of its rows, which sizes alone have told so far."""
+
+        def capture_with(dims: RowDims) -> Program:
+            asked, self.row_dims = self.row_dims, AskedRowDims(dims)
+            try:
+                return self._traced(batch, True).program
+            finally:
+                self.row_dims = asked
+
+        assumed = program.row_dims or row_dims_of(flatten_batch(batch)[1])
+        return evidence_of_rows(program, assumed, capture_with, self.model.get_buffer)
 
     def source(self, batch: Batch, training: bool) -> Graph:
         """Capture the model's own graph for batches like this one, as no rewrite has seen it.

@@ -73,7 +73,7 @@ class SameInputs:
         if self._shared:
             return (
                 f"data='global' means the same whole batch on every rank, but {told}\nhint: pass the same batch on all "
-                f"ranks (seed shuffling and augmentation alike), or use data='per_rank' if each rank brings its own rows"
+                f"ranks (seed shuffling and augmentation alike), or use data='per_rank' if each rank has its own rows"
             )
         first = next(iter(unlike))
         return (

@@ -340,7 +340,8 @@ def _static_notes(program: _Program, example: Example, error: Exception, *, rest
         shapes = example.dynamic_shapes(Dim.AUTO, rest_is_dynamic=False)
         torch.export.export(program, inputs, dynamic_shapes={"tensors": shapes}, strict=False)
     where = f" at {lines[0]}" if lines else ""
-    note = _fixed("the batch size", error, f"{where} (len(x) and comparisons fix a size)")
+    why = f"{where} (len(x) and comparisons fix a size; row_dims says where rows are not dim 0)"
+    note = _fixed("the batch size", error, why)
     return (note,) if rest else (note, "all other sizes are fixed, too")
 
 

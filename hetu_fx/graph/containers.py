@@ -252,7 +252,8 @@ def loss_alone(tree: Tree) -> Tree:
     """Return the tree of an output of which only the loss is wanted: None in the place of what is withheld."""
 
     def blank(leaf: Leaf) -> Tree:
-        is_object = isinstance(leaf, Constant) and isinstance(leaf.value, Withheld)
-        return Constant(leaf.name, None) if is_object and not isinstance(leaf.value, WithheldNumber) else leaf
+        value = leaf.value if isinstance(leaf, Constant) else None
+        is_object = isinstance(value, Withheld) and not isinstance(value, WithheldNumber)
+        return Constant(leaf.name, None) if is_object else leaf
 
     return map_leaves(tree, blank)

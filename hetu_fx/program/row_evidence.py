@@ -82,7 +82,7 @@ def _doubt(assumed: RowDims, found: list[dict[str, int]]) -> str:
 
 
 def _others(program: Program, assumed: RowDims) -> Iterator[dict[str, int]]:
-    """Yield the dims of inputs that have a factor class in common, of a size that is left open: not that of the rows."""
+    """Yield the dims of inputs that have a factor class in common, of an open size: not that of the rows."""
     dims = {leaf.name: program.factors.dims(leaf.node) for leaf in _inputs(program.graph)}
     rows = _class_of_rows(program, assumed)
     open_classes = dict.fromkeys(

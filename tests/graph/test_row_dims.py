@@ -104,5 +104,7 @@ def test_an_input_whose_equal_size_is_chance_has_no_rows() -> None:
 
 
 def test_an_input_without_rows_that_must_have_as_many_is_refused() -> None:
-    with pytest.raises(BatchError, match=r"input 'y' has no rows, but in the model's forward its dim 0 must be as large"):
+    with pytest.raises(
+        BatchError, match=r"input 'y' has no rows, but in the model's forward its dim 0 must be as large"
+    ):
         capture(Recurrent(), recurrent_batch(4), row_dims=AskedRowDims({"x": 1, "y": None}))

@@ -18,6 +18,7 @@ from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from tests.ranks.outputs import Ranks
 
 TOLERANCE = 1e-12
+OWN = (slice(0, 1), slice(1, 4))  # the rows of two ranks
 ROWS = Plan.data_parallel((0, 1), (3, 1))
 MIXED = Plan((Pipeline((Stage((0, 1)),), 3), Pipeline((Stage((2,)),), 1)))
 STAGES = Plan((Pipeline((Stage((0,), blocks=1), Stage((1,), blocks=1)), 3, 2), Pipeline((Stage((2,)),), 1, 1)))
@@ -117,16 +118,11 @@ def test_outputs_come_back_as_each_ranks_own_rows_in_the_dim_that_counts_them() 
     kind, batch, row_dims = CASES["recurrent"]
     model = model_of(kind)
     plain = model(**batch)
-    own = [
-        {"x": batch["x"][:, rows], "state": tuple(one[:, rows] for one in batch["state"]), "y": batch["y"][rows]}
-        for rows in (slice(0, 1), slice(1, 4))
-    ]
-    for made_here, rows in zip(
-        Ranks(ROWS, row_dims=row_dims).call(model, own), (slice(0, 1), slice(1, 4)), strict=True
-    ):
-        torch.testing.assert_close(made_here["loss"] + 0, plain["loss"])
-        torch.testing.assert_close(made_here["out"], plain["out"][:, rows])
-        torch.testing.assert_close(made_here["state"][1], plain["state"][1][:, rows])
+    outputs = Ranks(ROWS, row_dims=row_dims).call(model, [_own(0, batch), _own(1, batch)])
+    for output, rows in zip(outputs, OWN, strict=True):
+        torch.testing.assert_close(output["loss"] + 0, plain["loss"])
+        torch.testing.assert_close(output["out"], plain["out"][:, rows])
+        torch.testing.assert_close(output["state"][1], plain["state"][1][:, rows])
 
 
 def test_a_mask_that_differs_between_ranks_is_told() -> None:
@@ -137,7 +133,7 @@ def test_a_mask_that_differs_between_ranks_is_told() -> None:
 
 
 def _own(rank: int, batch: Mapping[str, Any]) -> dict[str, Any]:
-    rows = (slice(0, 1), slice(1, 4))[rank]
+    rows = OWN[rank]
     return {"x": batch["x"][:, rows], "state": tuple(one[:, rows] for one in batch["state"]), "y": batch["y"][rows]}
 
 
@@ -151,7 +147,7 @@ def check_processes_train_as_one_device_does_captured_or_not(rank: int, world: i
         one, whole = model(**own), alone(**batch)
         one["loss"].backward()
         whole["loss"].backward()
-        torch.testing.assert_close(one["state"][0], whole["state"][0][:, (slice(0, 1), slice(1, 4))[rank]])
+        torch.testing.assert_close(one["state"][0], whole["state"][0][:, OWN[rank]])
         torch.testing.assert_close(one["loss"].detach() + 0, whole["loss"].detach())
         for home, plain in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(home.grad.full_tensor(), plain.grad, rtol=1e-10, atol=1e-12)
@@ -165,7 +161,7 @@ def check_gradients_of_inputs_come_back_in_the_dim_of_their_rows(rank: int, worl
     hetu_fx.auto_parallelize(model, own, plan=ROWS, row_dims=row_dims)
     model(**own)["loss"].backward()
     alone(**whole)["loss"].backward()
-    rows = (slice(0, 1), slice(1, 4))[rank]
+    rows = OWN[rank]
     torch.testing.assert_close(own["x"].grad, world * whole["x"].grad[:, rows], rtol=1e-10, atol=1e-12)
 
 

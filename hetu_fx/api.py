@@ -20,6 +20,7 @@ from hetu_fx.comm_ops.wire.common_path import patience
 from hetu_fx.copies import Parallelize, PlainAgain, as_it_was, attach_copying
 from hetu_fx.errors import BatchError, StateError
 from hetu_fx.forwards import Forwards
+from hetu_fx.graph.row_dims import AskedRowDims
 from hetu_fx.handle import Handle
 from hetu_fx.prepare import Plans, Preparation, given_overrides, prepare
 from hetu_fx.program.batch import batch_of
@@ -54,6 +55,7 @@ def auto_parallelize(
     health: Mapping[str, float] | None = None,
     wait_seconds: float | None = None,
     align: OpOverrides | str | Path | None = None,
+    row_dims: Mapping[str, int | None] | None = None,
 ) -> M:
     """Make `model` run in parallel on all processes of the job, and return the same object.
 
@@ -96,6 +98,10 @@ def auto_parallelize(
             environment, or 60; math.inf: as long as process groups wait.
         align: which ops run in a wider dtype ("up-cast") or on the host ("on host"): the path of a file that
             `hetu-fx align --overrides` wrote, or what it says.
+        row_dims: which dim of an input counts the rows of the batch, where it is not dim 0, or None for an input
+            without rows: `{"x": 1, "mask": None}`. Names are those of forward's arguments; one of a tuple or mapping
+            stands for all tensors in it, or they are named one by one ("state.0"). Of inputs that are not named, dim 0
+            counts rows where it is as large as the batch. Outputs have rows where the graph has them.
 
     With capture="eager" a plan's pipelines must each be one stage of one device and one micro-batch
     (`Plan.data_parallel`). The loss (the model's or loss_fn's) must be a mean over its rows: each device's is weighted
@@ -127,7 +133,19 @@ def auto_parallelize(
         health=dict(health or {}),
     )
     preparation = Preparation(
-        model, batch, plan, cluster, optimizer, loss_fn, settings, process_group, capture, compile, align, cuda_graphs
+        model,
+        batch,
+        plan,
+        cluster,
+        optimizer,
+        loss_fn,
+        settings,
+        process_group,
+        capture,
+        compile,
+        align,
+        cuda_graphs,
+        AskedRowDims(row_dims or {}),
     )
     handle = _make_parallel(preparation)
     if warm:

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 
 from hetu_fx.base.device_types import HOST
 from hetu_fx.base.progress import Tell, telling
-from hetu_fx.base.torch_private import tree_map_only
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import together
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.threads.run import run_in_threads
 from hetu_fx.errors import DivergedError, PlanError, ProfileError, StateError
-from hetu_fx.graph.bind import Batch, as_call
+from hetu_fx.graph.bind import Batch, as_call, flatten_batch
+from hetu_fx.graph.containers import unflatten
+from hetu_fx.graph.row_dims import AskedRowDims, RowDims, cut, row_dims_of
 from hetu_fx.pieces import Piece, Pieces, joined
 from hetu_fx.plans.plan import Plan
 from hetu_fx.prepare import homes_for, make_runtime
@@ -75,6 +76,7 @@ class Lockstep:
         cluster: the links between the ranks, for which messages and homes are planned; None: all are alike.
         devices: on which each rank computes, such as "cpu"; None: all on the host.
         loss_fn: makes the loss of a model that returns none.
+        row_dims: which dims of inputs count rows, as for `auto_parallelize`.
         seed: of the random numbers that the model draws.
     """
 
@@ -86,11 +88,13 @@ class Lockstep:
     cluster: Cluster | None = None
     devices: Sequence[str] | None = None
     loss_fn: Callable[..., Any] | None = None
+    row_dims: Mapping[str, int | None] = field(default_factory=dict)
     seed: int = 0
 
     def capture(self, model: nn.Module, batch: Batch) -> GraphExecution:
         """Capture a copy of a model, which stays as it is: for all ranks, and for several trainings of equal models."""
-        return GraphExecution(Programs(copy.deepcopy(model), self.loss_fn), batch, None)
+        asked = AskedRowDims(self.row_dims)
+        return GraphExecution(Programs(copy.deepcopy(model), self.loss_fn, row_dims=asked), batch, None)
 
     def train(
         self,
@@ -120,7 +124,8 @@ class Lockstep:
             raise StateError(f"the model is on {sorted(elsewhere)}, from where no rank takes it; move it to the host")
         execution = captured or self.capture(model, batches[0])
         with _unwritten_is_nan(), telling(f"training as {ranks} ranks") as tell:
-            return _joined(run_in_threads(ranks, _Run(self, model, batches, plans, execution, tell).train))
+            own = [execution.programs.arguments.batch(*as_call(batch)) for batch in batches]
+            return _joined(run_in_threads(ranks, _Run(self, model, own, plans, execution, tell).train))
 
 
 def train_alone(model: nn.Module, batches: Sequence[Batch], how: Lockstep) -> Trained:
@@ -231,7 +236,7 @@ class _Run:
     def _step(self, number: int, runtime: Runtime, batch: Batch, made: _OfRank) -> None:
         """Run a step forward and backward."""
         runtime.variants.pin(tuple(runtime.variants)[self._place(number)])
-        args, kwargs = tree_map_only(Tensor, partial(self._own, runtime.table.rank), as_call(batch))
+        args, kwargs = as_call(self._own(runtime.table.rank, batch))
         loss = loss_of(runtime.run(args, kwargs))
         loss.backward()
         made.losses.append(float(loss.detach()))
@@ -241,14 +246,26 @@ class _Run:
     def _place(self, number: int) -> int:
         return 0 if self.how.plan_of_step is None else self.how.plan_of_step[number]
 
-    def _own(self, rank: int, tensor: Tensor) -> Tensor:
-        """Return what a rank passes of an input: its rows, or all of it."""
-        if self.how.rows is None or not tensor.dim():
-            return tensor.to(self._device(rank))
-        if tensor.size(0) > sum(self.how.rows):
-            raise PlanError(f"a batch has {tensor.size(0)} rows, but ranks bring {list(self.how.rows)}; give more rows")
-        stop = sum(self.how.rows[: rank + 1])
-        return tensor[stop - self.how.rows[rank] : stop].to(self._device(rank))
+    def _own(self, rank: int, batch: Batch) -> Batch:
+        """Return what a rank passes of a batch: its rows of inputs that have some, and all of others."""
+        tree, tensors = flatten_batch(batch)
+        dims = self._row_dims(batch) if self.how.rows is not None else {}
+        own = {name: self._rows(rank, x, dims[name]) if name in dims else x for name, x in tensors.items()}
+        made: Batch = unflatten(tree, {name: tensor.to(self._device(rank)) for name, tensor in own.items()})
+        return made
+
+    def _row_dims(self, batch: Batch) -> RowDims:
+        """Return which dims count rows; by the sizes alone where the graph has a fixed number of rows."""
+        found = self.execution.programs.find(batch, training=True).row_dims
+        return found or row_dims_of(flatten_batch(batch)[1], AskedRowDims(self.how.row_dims))
+
+    def _rows(self, rank: int, tensor: Tensor, dim: int) -> Tensor:
+        assert self.how.rows is not None, "ranks bring rows of their own"
+        rows = tensor.size(dim)
+        if rows > sum(self.how.rows):
+            raise PlanError(f"a batch has {rows} rows, but ranks bring {list(self.how.rows)}; give more rows")
+        stop = min(rows, sum(self.how.rows[: rank + 1]))
+        return cut(tensor, dim, range(min(stop, sum(self.how.rows[:rank])), stop))
 
     def _device(self, rank: int) -> torch.device:
         return HOST if self.how.devices is None else torch.device(self.how.devices[rank])

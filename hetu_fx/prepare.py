@@ -28,6 +28,7 @@ from hetu_fx.comm_ops.wire.rendezvous import launcher_store
 from hetu_fx.comm_ops.wire.shutdown import opening_connections, remember
 from hetu_fx.errors import EnvironmentProblem, PlanError, ProfileError, StateError
 from hetu_fx.graph.bind import as_call
+from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims
 from hetu_fx.planner.captured_program import CapturedProgram, PlannedProgram
 from hetu_fx.planner.count.optimizer_state import state_of
 from hetu_fx.planner.module_program import ModuleProgram, PlannedModule
@@ -72,6 +73,7 @@ class Preparation:
     backend: Any
     align: OpOverrides | str | Path | None = None
     cuda_graphs: bool = False
+    row_dims: AskedRowDims = NOTHING_ASKED
 
 
 def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
@@ -177,7 +179,14 @@ def _execution_of(wanted: Preparation, *, is_mixed: bool) -> tuple[Execution[Any
     match wanted.capture:
         case "graph":
             overrides = given_overrides(wanted.align)
-            programs = Programs(wanted.model, wanted.loss_fn, overrides, casts_on_host=is_mixed)
+            programs = Programs(
+                wanted.model,
+                wanted.loss_fn,
+                overrides,
+                casts_on_host=is_mixed,
+                row_dims=wanted.row_dims,
+                outputs=wanted.settings.outputs,
+            )
             execution = GraphExecution(programs, wanted.batch, wanted.backend, replays=wanted.cuda_graphs)
             forbidden = () if wanted.backend is None else _WITHOUT_GAIN_COMPILED
             return execution, CapturedProgram.of(programs, wanted.batch, forbidden=forbidden)
@@ -202,7 +211,8 @@ def _execution_of(wanted: Preparation, *, is_mixed: bool) -> tuple[Execution[Any
                 f"module draws from torch's own generator: call torch.manual_seed"
             )
         case "eager":
-            return EagerExecution(wanted.model, wanted.loss_fn, wanted.batch), ModuleProgram(wanted.model)
+            module = EagerExecution(wanted.model, wanted.loss_fn, wanted.batch, wanted.row_dims)
+            return module, ModuleProgram(wanted.model)
         case other:
             raise StateError(f"capture={other!r} is not known; use 'graph' or 'eager'")
 

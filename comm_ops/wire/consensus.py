@@ -65,6 +65,7 @@ class StepFacts:
         peak_bytes: the most memory that each rank has had so far; 0 if nobody asks it.
         writes: of each rank to parameters and what belongs to them, as a number that tells unlike ones; the same on all
             ranks, or they are told.
+        inputs: of what all ranks must pass alike, a number for its values; 0 in a step in which it is not compared.
         sizes_of: by rank, the sizes of its inputs; () where it has no rows, unless none has any.
     """
 
@@ -81,6 +82,7 @@ class StepFacts:
     update_seconds: tuple[float, ...] = _fact(tuple)
     peak_bytes: tuple[float, ...] = _fact(tuple)
     writes: tuple[float, ...] = _fact(tuple)
+    inputs: tuple[float, ...] = _fact(tuple)
     sizes_of: tuple[tuple[int, ...], ...] = ()
 
     @property

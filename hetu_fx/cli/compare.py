@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class Training:
         lr: its learning rate.
         device: of this process.
         ranks: how many ranks this process is, one after another; None: it is one of the job's.
+        row_dims: which dims of inputs count rows, as for `auto_parallelize`.
     """
 
     steps: int
@@ -44,6 +45,7 @@ class Training:
     lr: float
     device: str
     ranks: int | None = None
+    row_dims: Mapping[str, int | None] = field(default_factory=dict)
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Return an optimizer of parameters."""
@@ -115,7 +117,8 @@ def trained(model: nn.Module, batch: Any, plan: Plan | str | None, training: Tra
     """Train, on this device alone if there is no plan, else collectively; all that is returned is whole."""
     optimizer = training.make_optimizer([p for p in model.parameters() if p.requires_grad])
     if plan is not None:
-        auto_parallelize(model, batch, plan=plan, optimizer=optimizer, data="global", seed=SEED)
+        dims = training.row_dims
+        auto_parallelize(model, batch, plan=plan, optimizer=optimizer, data="global", seed=SEED, row_dims=dims)
     steps = []
     for _ in range(training.steps):
         loss = loss_of(_call(model, batch))
@@ -135,7 +138,7 @@ def _trained_by_all(model: nn.Module, batch: Any, plan: Plan | str, training: Tr
     """
     if not isinstance(plan, Plan):
         raise PlanError(f"{plan!r} is made for processes, which are measured; give a plan file, data or tensor")
-    how = Lockstep(training.make_optimizer, ranks=training.ranks, seed=SEED)
+    how = Lockstep(training.make_optimizer, ranks=training.ranks, row_dims=training.row_dims, seed=SEED)
     return how.train(model, [batch] * training.steps, plan)
 
 

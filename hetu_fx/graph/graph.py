@@ -22,6 +22,7 @@ from hetu_fx.base.words import bytes_text
 from hetu_fx.graph import meta
 from hetu_fx.graph.blocks import block_index
 from hetu_fx.graph.containers import Tree, loss_alone, unflatten
+from hetu_fx.graph.row_dims import RowDims
 
 
 class LeafKind(StrEnum):
@@ -49,7 +50,8 @@ class Leaf:
     """A placeholder and what it stands for.
 
     `name` is the FQN in the user's model (parameter, buffer, constant), or the input's key: keyword name or
-    position, nested ones joined by dots. `aliases` are further FQNs of a tied parameter or buffer.
+    position, nested ones joined by dots. `aliases` are further FQNs of a tied parameter or buffer. `row_dim` is the dim
+    of an input that counts the rows of the batch, if it has one.
     """
 
     kind: LeafKind
@@ -57,6 +59,10 @@ class Leaf:
     node: fx.Node
     persistent: bool = True
     aliases: tuple[str, ...] = ()
+    row_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.row_dim is None or self.kind is LeafKind.INPUT, "only inputs have rows of the batch"
 
 
 OBSERVED = "observed"
@@ -128,6 +134,8 @@ class Graph:
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         assert placeholders == [leaf.node for leaf in self.leaves], "leaves are the placeholders, in order"
         assert len(self.output_values) == len(self.outputs), "one OutputLeaf for each output value"
+        sizes = [meta.shape(leaf.node)[leaf.row_dim] for leaf in self.leaves if leaf.row_dim is not None]
+        assert all(meta.expression(size) == self.batch_symbol for size in sizes), "rows are as many as the batch has"
 
     @property
     def output_node(self) -> fx.Node:
@@ -138,6 +146,11 @@ class Graph:
     def output_values(self) -> tuple[fx.Node, ...]:
         """Return the nodes whose values are the outputs, in the order of `outputs`."""
         return tuple(self.output_node.args[0])  # type: ignore[arg-type]
+
+    @cached_property
+    def row_dims(self) -> RowDims:
+        """Return which dim of each input counts the rows of the batch; inputs without rows are left out."""
+        return {leaf.name: leaf.row_dim for leaf in self.leaves if leaf.row_dim is not None}
 
     @property
     def loss(self) -> fx.Node | None:

@@ -98,6 +98,11 @@ def way_of_filling(
     return ways[0]
 
 
+def outputs_of(program: Program, buffers: Buffers, tensors: Mapping[str, Tensor], number: int) -> list[Any]:
+    """Return what a program makes of inputs with parameters that are random numbers, different for each `number`."""
+    return _Trial(program, buffers, tensors, number).outputs()
+
+
 def _trace_of_filling(program: Program, filling: Filling, buffers: Buffers) -> tuple[Difference, ...]:
     """Return what a program makes otherwise of inputs that are filled up.
 
@@ -118,7 +123,7 @@ def _differences(program: Program, filling: Filling, buffers: Buffers, number: i
     short = {leaf.name: _sample(leaf, sizes[0], filling) for leaf in program.inputs}
     shapes = {leaf.name: _shape(leaf.node, sizes[1]) for leaf in program.inputs}
     long = {name: filled_up(tensor, shapes[name], name, filling) for name, tensor in short.items()}
-    before, after = (_Trial(program, buffers, tensors, number).outputs() for tensors in (short, long))
+    before, after = (outputs_of(program, buffers, tensors, number) for tensors in (short, long))
     for leaf, node, one, other in zip(program.graph.outputs, program.graph.output_values, before, after, strict=True):
         if isinstance(one, Tensor) and not _alike(one, other):
             yield Difference(leaf.kind, f"its {leaf.kind} {leaf.name!r} is another one ({meta.source_line(node)})")

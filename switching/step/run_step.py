@@ -71,6 +71,7 @@ class _GraphStep(StepFrame):
             in_float16=in_float16,
             gives_values=self.wants_values and bool(self.program.loss_name),
             needing=batch.needing,
+            row_dims=self.program.row_dims,
         )
         self.outcome = StageOutcome(timer=inputs.timer)
 
@@ -236,8 +237,11 @@ def _check_rows_can_be_put_together(program: Program, variant: GraphVariant, inp
     Raises:
         BatchError: on every rank.
     """
+    is_put_together = variant.table.size > 1 and not inputs.shared
+    if is_put_together and program.doubt:
+        raise BatchError(program.doubt)
     is_fixed = program.graph.batch_symbol is None and any(meta.shape(leaf.node) for leaf in program.inputs)
-    if is_fixed and variant.table.size > 1 and not inputs.shared:
+    if is_fixed and is_put_together:
         why = "; ".join(program.graph.notes) or "its inputs have no rows"
         raise BatchError(
             f"the batch size is fixed in this model's graph, so that the rows of {variant.table.size} ranks cannot be "

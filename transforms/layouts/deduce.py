@@ -103,12 +103,10 @@ class Deduce:
     def __call__(self, annotated: AnnotatedGraph) -> DeducedGraph:
         graph, factors, flow = annotated.graph, annotated.factors, annotated.flow
         rows = frozenset(c for c in factors.classes if c.is_batch) if annotated.splits_batch else frozenset()
-
-        batch = deduce_batch_axis(graph, factors, flow, rows)
-        talks = frozenset(batch.exchanged)
+        outside, batch = read_outside(annotated), deduce_batch_axis(graph, factors, flow, rows)
+        given = {"outside": outside, "exchanged": frozenset(batch.exchanged)}
 
         def inside(splits: Splits, cut: SequenceCut, prices: Prices, choices: Choices | None = None) -> AxisDeduction:
-            given = {"outside": outside, "exchanged": talks}
             return deduce_tensor_axis(graph, factors, flow, splits, prices, cut=cut, choices=choices, **given)
 
         if not annotated.runs_in_step:

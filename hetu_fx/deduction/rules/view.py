@@ -118,7 +118,8 @@ def repeated(call: Call) -> Factoring:
         times = size.over(shape[i - offset]) if inner else size
         outer = () if times is None or times.number == 1 else (f"r{i}",)
         sizes.update({name: times for name in outer if times is not None})
-        sizes.update(dict.fromkeys(inner, shape[i - offset]))
+        if inner:
+            sizes.update(dict.fromkeys(inner, shape[i - offset]))
         target.append(outer + inner)
         found.extend([LiteralSize(call.at("repeats", i), outer)] if outer else [])
     return Factoring((source,), (tuple(target),), sizes, linear=FIRST, literals=tuple(found))

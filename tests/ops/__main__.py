@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-from tests.ops.cell import Apart, Finding, Kind
+from tests.ops.cell import Apart, Finding
 from tests.ops.crew import find_all
 from tests.ops.database import database
 from tests.ops.report import bars, page, rows, summary
+from tests.ops.trial import Kind
 
 PAGE = Path(__file__).parents[2] / "docs" / "ops.md"
 

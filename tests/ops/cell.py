@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hetu_fx.cli.verdict import judge
 from hetu_fx.deduction.factors.factors import FactorMap
-from hetu_fx.errors import CommError, HetuFxError, PlanError
-from hetu_fx.lockstep import Lockstep, Trained, train_alone
+from hetu_fx.errors import PlanError
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.transforms.layouts.annotate import asked_for
 from tests.ops.database import OpCall, calls, database, dtype_of
 from tests.ops.model import Embedding, OpModel, embedded
+from tests.ops.trial import Kind, Trial, quiet, raised, trains
 
 PLANS: Mapping[str, Plan] = {
     "data": Plan.data_parallel((0, 1), (3, 1)),
@@ -35,17 +30,8 @@ MOST_SPLITS = {"tensor": 4, "mixed": 2}
 TOLERANCE = 1e-8
 """Relative, of float64; some ops (inverses, decompositions) magnify rounding."""
 CAST_TOLERANCE = 1e-4
-"""Of ops whose results are no numbers of 64 bits."""
-HOW = Lockstep()
-
-
-class Kind(Enum):
-    """What became of a case, from best to worst."""
-
-    RIGHT = "right"
-    REFUSED = "refused"
-    CRASH = "crash"
-    WRONG = "wrong"
+"""Of ops whose results are of a narrower dtype than these."""
+EXACT = (torch.float64, torch.complex128, torch.int64, torch.int32, torch.bool)
 
 
 class Apart(Enum):
@@ -78,8 +64,8 @@ class Case:
     def tolerance(self) -> float:
         """Return how far numbers may be apart."""
         with torch.no_grad():
-            made = self.model.results({name: tensor.clone() for name, tensor in self.batch.items()})
-        return TOLERANCE if all(tensor.dtype in (torch.float64,) for tensor in made) else CAST_TOLERANCE
+            made = self.model.made({name: tensor.clone() for name, tensor in self.batch.items()})
+        return TOLERANCE if all(tensor.dtype in EXACT for tensor in made) else CAST_TOLERANCE
 
 
 def findings(name: str, seed: int, samples: int) -> list[Finding] | Apart:
@@ -120,37 +106,26 @@ def _case(name: str, call: OpCall, embedding: Embedding, title: str, seed: int) 
         torch.manual_seed(seed)
         try:
             made = embedded(database()[name].op, call, embedding, jitter)
-            if made is not None and _trains(*made):
+            if made is not None and trains(made[0], [made[1]]):
                 return Case(title, *made)
-        except Exception:  # noqa: BLE001 - torch's op does not take such operands: no case of it
+        except Exception:  # torch's op does not take such operands
             continue
     return None
 
 
-def _trains(model: OpModel, batch: Mapping[str, Tensor]) -> bool:
-    with quiet():
-        step = train_alone(model, [dict(batch)], HOW).steps[0]
-    numbers = [step.loss, *(float(gradient.abs().sum()) for gradient in step.gradients.values())]
-    return bool(step.gradients) and all(map(math.isfinite, numbers))
-
-
 def try_case(case: Case, plans: Mapping[str, Plan] = PLANS) -> list[Finding] | Apart:
     """Train a case under plans, and say what became of each."""
-    with quiet():
-        try:
-            captured = HOW.capture(case.model, dict(case.batch))
-        except Exception as error:  # noqa: BLE001 - whatever is raised is what is looked for
-            if not _is_capturable(case):
-                return Apart.NOT_CAPTURABLE
-            return [Finding(plan, case.name, *_raised(error)) for plan in plans]
-        alone = _expected(case, captured)
-        if isinstance(alone, Exception):
-            return [Finding(plan, case.name, *_raised(alone)) for plan in plans]
-        return [
-            Finding(name, f"{case.name}{_text(way.split)}", *_tried(case, captured, alone, way))
-            for name, plan in plans.items()
-            for way in _ways(plan, captured, MOST_SPLITS.get(name, 0))
-        ]
+    try:
+        trial = Trial(case.model, [case.batch], case.tolerance)
+    except Exception as error:
+        if not _is_capturable(case):
+            return Apart.NOT_CAPTURABLE
+        return [Finding(plan, case.name, *raised(error)) for plan in plans]
+    return [
+        Finding(name, f"{case.name}{_text(way.split)}", *trial.under(way))
+        for name, plan in plans.items()
+        for way in _ways(plan, trial.captured, MOST_SPLITS.get(name, 0))
+    ]
 
 
 def _ways(plan: Plan, captured: GraphExecution, most: int) -> Iterator[Plan]:
@@ -173,48 +148,11 @@ def _text(split: Sequence[tuple[str, int]]) -> str:
     return "".join(f", {name} split in dim {dim}" for name, dim in split)
 
 
-def _expected(case: Case, captured: GraphExecution) -> Trained | Exception:
-    """Return what one device makes: plain PyTorch, but for ops that draw random numbers, which are hetu_fx's own."""
-    batches = [dict(case.batch)]
-    alone = [_trained_plainly(case, seed) for seed in (0, 1)]
-    if alone[0].steps[0].loss == alone[1].steps[0].loss:
-        return alone[0]
-    try:
-        return HOW.train(case.model, batches, Plan.single(), captured)
-    except Exception as error:  # noqa: BLE001 - as above
-        return error
-
-
-def _trained_plainly(case: Case, seed: int) -> Trained:
-    torch.manual_seed(seed)
-    return train_alone(case.model, [dict(case.batch)], HOW)
-
-
-def _tried(case: Case, captured: GraphExecution, alone: Trained, plan: Plan) -> tuple[Kind, str]:
-    try:
-        made = HOW.train(case.model, [dict(case.batch)], plan, captured)
-    except Exception as error:  # noqa: BLE001 - as above
-        return _raised(error)
-    verdict = judge("", alone, made, case.tolerance, "")
-    if verdict.verdict == "equal":
-        return Kind.RIGHT, ""
-    (step,) = verdict.steps
-    return Kind.WRONG, (
-        f"loss {step.loss_difference:.1e} off, gradient of {step.worst_gradient} {step.gradient_difference:.1e}, "
-        f"{verdict.worst_parameter} {verdict.parameter_difference:.1e}"
-    )
-
-
-def _raised(error: Exception) -> tuple[Kind, str]:
-    """Ranks that go apart, or wait in vain, have not refused anything."""
-    refused = isinstance(error, HetuFxError) and not isinstance(error, CommError)
-    return Kind.REFUSED if refused else Kind.CRASH, f"{type(error).__name__}: {error}"
-
-
 def _is_capturable(case: Case) -> bool:
     try:
-        torch.export.export(case.model, (), dict(case.batch), strict=False)
-    except Exception:  # noqa: BLE001 - as above
+        with quiet():
+            torch.export.export(case.model, (), dict(case.batch), strict=False)
+    except Exception:
         return False
     return True
 
@@ -223,11 +161,3 @@ def worst(found: Sequence[Finding], plan: str) -> Finding | None:
     """Return the worst of what was found under a plan."""
     order = list(Kind)
     return max((one for one in found if one.plan == plan), key=lambda one: order.index(one.kind), default=None)
-
-
-@contextmanager
-def quiet() -> Iterator[Any]:
-    """Let nobody be warned: the table says what is to be said."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

@@ -6,7 +6,8 @@ import multiprocessing
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 
-from tests.ops.cell import PLANS, Apart, Finding, Kind, findings
+from tests.ops.cell import PLANS, Apart, Finding, findings
+from tests.ops.trial import Kind
 
 SECONDS = 120.0
 """What an op may take; it takes a few."""

@@ -80,11 +80,14 @@ class OpModel(nn.Module):
                 leaves[i] = batch[f"x{i}"] if scale is None else batch[f"x{i}"] * scale
         return [leaves[i] for i in range(len(leaves))]
 
+    def made(self, batch: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the op's results."""
+        args, kwargs = tree_unflatten(self.operands(batch), self.form)
+        return [value for value in tree_flatten(self.op(*args, **kwargs))[0] if isinstance(value, Tensor)]
+
     def results(self, batch: Mapping[str, Tensor]) -> list[Tensor]:
         """Return the op's results as real numbers."""
-        args, kwargs = tree_unflatten(self.operands(batch), self.form)
-        found = tree_flatten(self.op(*args, **kwargs))[0]
-        return [as_real(value) for value in found if isinstance(value, Tensor)]
+        return [as_real(value) for value in self.made(batch)]
 
     def forward(self, **batch: Tensor) -> Tensor:
         """Return the loss."""

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from tests.ops.cell import PLANS, Apart, Finding, Kind, worst
+from tests.ops.cell import PLANS, Apart, Finding, worst
+from tests.ops.trial import Kind
 
 Results = Mapping[str, list[Finding] | Apart]
 LEAST_RIGHT = 0.95

@@ -25,7 +25,7 @@ PLANS: Mapping[str, Plan] = {
     "tensor": Plan.tensor_parallel((0, 1)),
     "mixed": Plan((Pipeline((Stage((0, 1)),)), Pipeline((Stage((2,)),)))),
 }
-MOST_SPLITS = {"tensor": 4, "mixed": 2}
+MOST_SPLITS = {"tensor": 3, "mixed": 1}
 """Of how many classes of dims it is tried, under which plan, what becomes of the op when a group splits them."""
 TOLERANCE = 1e-8
 """Relative, of float64; some ops (inverses, decompositions) magnify rounding."""

@@ -15,6 +15,7 @@ from hetu_fx.deduction.rules.build import (
     built,
     dims_of,
     grouped,
+    kept,
     lines,
     literals,
     named,
@@ -128,7 +129,10 @@ def repeated(call: Call) -> Factoring:
 def _mixed_channels(call: Call) -> Factoring:
     """Turn channels (groups, rest) into (rest, groups); both pass."""
     shape, dims = call.operands[0].shape, dims_of(call.operands[0].shape)
-    outer, inner, sizes = grouped(shape[1], integer(call.integer("groups")), "g", "r")
+    groups = integer(call.integer("groups"))
+    if shape[1].over(groups) is None:  # only the run tells how many channels a group has
+        return kept(call, [1], linear=True)
+    outer, inner, sizes = grouped(shape[1], groups, "g", "r")
     source, target = (replaced(dims, {1: pair}) for pair in ((*outer, *inner), (*inner, *outer)))
     found = (LiteralSize(call.at("groups"), outer),) if outer else ()
     return Factoring((source,), (target,), sizes, linear=FIRST, literals=found)

@@ -89,7 +89,7 @@ def _judged(verdict: Verdict) -> Outcome:
 
 def raised(error: Exception) -> Outcome:
     """Return what an error is: ranks that go apart, or wait in vain, have refused nothing."""
-    text = f"{type(error).__name__}: {error}"
+    text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     if isinstance(error, CommError):
         return Kind.WRONG, text
     return (Kind.REFUSED if isinstance(error, HetuFxError) else Kind.CRASH), text

@@ -112,6 +112,8 @@ def repeated(call: Call) -> Factoring:
     """Repeat the tensor along its dims: a dim becomes (repeats, itself)."""
     shape, result = call.operands[0].shape, call.results[0]
     offset = len(result) - len(shape)
+    argument = "repeats" if "repeats" in call.arguments else "dims"
+    first = len(result) - len(call.arguments[argument])
     source, target, sizes = dims_of(shape), [], {}
     found: list[LiteralSize] = []
     for i, size in enumerate(result):
@@ -122,7 +124,7 @@ def repeated(call: Call) -> Factoring:
         if inner:
             sizes.update(dict.fromkeys(inner, shape[i - offset]))
         target.append(outer + inner)
-        found.extend([LiteralSize(call.at("repeats", i), outer)] if outer else [])
+        found.extend([LiteralSize(call.at(argument, i - first), outer)] if outer else [])
     return Factoring((source,), (tuple(target),), sizes, linear=FIRST, literals=tuple(found))
 
 
@@ -165,11 +167,11 @@ RULES: tuple[Rule, ...] = (
     *built(expanded, "expand", traits=KEEPS_ZEROS),
     *built(expanded, "expand_as", "broadcast_to"),
     *built(transposed, "transpose.int", "t", traits=KEEPS_ZEROS),
-    *built(transposed, "swapaxes", "swapdims", "mT", "adjoint"),
+    *built(transposed, "swapaxes", "swapdims", "mT", "adjoint", "mH"),
     *built(permuted, "permute", traits=KEEPS_ZEROS),
     *built(permuted, "numpy_T"),
     *built(moved, "movedim.intlist", "movedim.int", "moveaxis.intlist", "moveaxis.int"),
-    *built(repeated, "repeat"),
+    *built(repeated, "repeat", "tile"),
     *built(_mixed_channels, "channel_shuffle"),
     *built(interleaved, "repeat_interleave.self_int"),
     *lines("... [c] -> ...", "view_as_complex", linear="all"),

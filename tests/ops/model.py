@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -36,6 +37,23 @@ class Role(Enum):
     WEIGHT = "weight"  # a parameter if it is a number with gradient, else a buffer
 
 
+@dataclass(frozen=True)
+class Holding:
+    """What parameters a model has.
+
+    Attributes:
+        jitter: how far those that scale rows are from 1, so that no two are alike.
+        others: whether operands besides the first have parameters: not every op has gradients of them.
+    """
+
+    jitter: float
+    others: bool
+
+
+HOLDINGS = [Holding(jitter, others) for others in (True, False) for jitter in (0.1, 0.0)]
+"""The first that an op allows is taken: not every op is defined a little aside of a sample, or has all gradients."""
+
+
 class OpModel(nn.Module):
     """Calls an op with tensors made of inputs and parameters, and weighs its results: the loss is their mean.
 
@@ -43,25 +61,27 @@ class OpModel(nn.Module):
         op: the function.
         leaves, form: its arguments, flattened; tensors among them give shapes and values.
         roles: of the tensors, by their places among the leaves.
-        jitter: how far scales are from 1, so that no two are alike.
+        holding: what parameters there are.
     """
 
     def __init__(
-        self, op: Callable[..., Any], leaves: Sequence[Any], form: TreeSpec, roles: Mapping[int, Role], jitter: float
+        self, op: Callable[..., Any], leaves: Sequence[Any], form: TreeSpec, roles: Mapping[int, Role], holding: Holding
     ) -> None:
         super().__init__()
-        self.op, self.form, self.roles, self.jitter = op, form, dict(roles), jitter
+        self.op, self.form, self.roles, self.holding = op, form, dict(roles), holding
         self.plain = {i: leaf for i, leaf in enumerate(leaves) if i not in roles}
         for i, role in self.roles.items():
             self._hold(i, leaves[i], role)
 
     def _hold(self, i: int, tensor: Tensor, role: Role) -> None:
-        if not has_gradient(tensor):
-            if role is Role.WEIGHT:
-                self.register_buffer(f"given{i}", tensor.clone())
-            return
-        held = scales(tensor.shape[1:], tensor.dtype, self.jitter) if role is Role.ROWS else tensor.clone()
-        setattr(self, f"scale{i}" if role is Role.ROWS else f"given{i}", nn.Parameter(held))
+        is_trained = has_gradient(tensor) and (i == 0 or self.holding.others)
+        if role is Role.WEIGHT and not is_trained:
+            self.register_buffer(f"given{i}", tensor.clone())
+        elif role is Role.WEIGHT:
+            self.register_parameter(f"given{i}", nn.Parameter(tensor.clone()))
+        elif is_trained:
+            scale = scales(tensor.shape[1:], tensor.dtype, self.holding.jitter)
+            self.register_parameter(f"scale{i}", nn.Parameter(scale))
 
     def make_weights(self, results: Sequence[Tensor], more: Sequence[Tensor]) -> None:
         """Make a weight for each element of the results, the same for all rows; `more` are those of another row."""
@@ -116,7 +136,7 @@ def scales(shape: Sequence[int], dtype: torch.dtype, jitter: float) -> Tensor:
 
 
 def embedded(
-    op: Callable[..., Any], call: OpCall, embedding: Embedding, jitter: float
+    op: Callable[..., Any], call: OpCall, embedding: Embedding, holding: Holding
 ) -> tuple[OpModel, dict[str, Tensor]] | None:
     """Return a model around a call and a batch for it; None if the call's operands do not allow that embedding.
 
@@ -129,7 +149,7 @@ def embedded(
     roles = _roles(leaves, tensors, embedding)
     if roles is None:
         return None
-    model = OpModel(op, leaves, form, roles, jitter)
+    model = OpModel(op, leaves, form, roles, holding)
     batch = {f"x{i}": leaves[i].clone() for i, role in roles.items() if role is Role.ROWS}
     results, more = (model.results(given) for given in (_copied(batch), _with_another_row(batch)))
     model.make_weights(results, more)

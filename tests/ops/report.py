@@ -16,9 +16,10 @@ TITLES = {"data": "data parallel 3:1", "tensor": "tensor parallel [0,1]", "mixed
 _HEAD = """# Every op of torch, under plans
 
 Every op of torch's own operator database (`torch.testing._internal`), called as torch tests it, in a small model with
-parameters: on rows of the batch, on rows with a batch dim before them, and on parameters alone; where a tensor parallel
-group can split a dim, it does. A cell is the worst of all these. *Right*: loss, gradients and parameters of one training
-step are those of plain PyTorch on one device, in float64. *Refused*: an error of hetu_fx that says what is refused.
+parameters: on rows of the batch, on samples with a batch dim before their own, and on parameters alone. Where a tensor
+parallel group can split a dim, it does, one after another. A cell is the worst of all these. *Right*: loss, gradients
+and parameters of one training step are those of plain PyTorch on one device, in float64. *Refused*: an error of hetu_fx
+that says what is refused.
 `python -m tests.ops --write-docs` makes this page.
 """
 

@@ -241,7 +241,7 @@ VIEW = {
     "concatenate": [sample([x(3, 4), x(3, 6)], 1)],
     "stack": [sample([x(3, 4), x(3, 4)], 1)],
     "repeat": [sample(x(3, 1, 4), [2, 3, 4, 1])],
-    "repeat_interleave.self_int": [sample(x(3, 4), 2, 1), sample(x(3, 4), 2)],
+    "repeat_interleave.self_int": [sample(x(3, 4), 2, 1), sample(x(3, 4), 2), sample(x(), 3)],
     "pad": [sample(x(3, 4), [1, 2]), sample(x(3, 4), [0, 0, 1, 0], "constant", 2.0)],
     "constant_pad_nd": [sample(x(3, 4), [1, 2]), sample(x(3, 4), [-1, 1], 2.0)],
     "flip": [sample(x(3, 4), [1])],

@@ -29,9 +29,14 @@ MOST_SPLITS = {"tensor": 3, "mixed": 1}
 """Of how many classes of dims it is tried, under which plan, what becomes of the op when a group splits them."""
 TOLERANCE = 1e-8
 """Relative, of float64; some ops (inverses, decompositions) magnify rounding."""
-CAST_TOLERANCE = 1e-4
-"""Of ops whose results are of a narrower dtype than these."""
-EXACT = (torch.float64, torch.complex128, torch.int64, torch.int32, torch.bool)
+ROUNDED = {
+    torch.float32: 1e-5,
+    torch.complex64: 1e-5,
+    torch.float16: 4e-3,
+    torch.complex32: 4e-3,
+    torch.bfloat16: 3e-2,
+}
+"""The same of ops whose results are of a narrower dtype, in which gradients are rounded."""
 
 
 class Apart(Enum):
@@ -65,7 +70,7 @@ class Case:
         """Return how far numbers may be apart."""
         with torch.no_grad():
             made = self.model.made({name: tensor.clone() for name, tensor in self.batch.items()})
-        return TOLERANCE if all(tensor.dtype in EXACT for tensor in made) else CAST_TOLERANCE
+        return max((ROUNDED.get(tensor.dtype, TOLERANCE) for tensor in made), default=TOLERANCE)
 
 
 def findings(name: str, seed: int, samples: int) -> list[Finding] | Apart:

@@ -38,14 +38,11 @@ Outcome = tuple[Kind, str]
 
 def trains(model: nn.Module, batches: Batches) -> bool:
     """Tell whether plain PyTorch trains a model, with numbers that are finite."""
-    with quiet():
+    with quiet(), unwritten_is_nan():
         made = train_alone(model, [dict(batch) for batch in batches], HOW)
-    numbers = [
-        number
-        for step in made.steps
-        for number in (step.loss, *(float(gradient.abs().sum()) for gradient in step.gradients.values()))
-    ]
-    return all(step.gradients for step in made.steps) and all(map(math.isfinite, numbers))
+    gradients = [gradient for step in made.steps for gradient in step.gradients.values()]
+    numbers = [*(step.loss for step in made.steps), *(float(x.abs().sum()) for x in (*gradients, *made.state.values()))]
+    return bool(gradients) and all(map(math.isfinite, numbers))
 
 
 class Trial:
@@ -93,6 +90,16 @@ def raised(error: Exception) -> Outcome:
     if isinstance(error, CommError):
         return Kind.WRONG, text
     return (Kind.REFUSED if isinstance(error, HetuFxError) else Kind.CRASH), text
+
+
+@contextmanager
+def unwritten_is_nan() -> Iterator[None]:
+    """Fill what is made without numbers with none, so that what depends on it is no model."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @contextmanager

@@ -143,7 +143,7 @@ def _mixed_channels(call: Call) -> Factoring:
 def interleaved(call: Call) -> Factoring:
     """Repeat each element of a dim in place: the dim becomes (itself, repeats)."""
     shape, result = call.operands[0].shape, call.results[0]
-    flat = call.arguments.get("dim") is None and len(shape) > 1
+    flat = call.arguments.get("dim") is None and len(shape) != 1
     dim = call.dim()
     times = None if flat else result[dim].over(shape[dim])
     source = dims_of(shape)

@@ -55,7 +55,7 @@ HOLDINGS = [Holding(jitter, others) for others in (True, False) for jitter in (0
 
 
 class OpModel(nn.Module):
-    """Calls an op with tensors made of inputs and parameters, and weighs its results: the loss is their mean.
+    """Calls an op with tensors made of inputs and parameters, and weighs its results: the loss is the mean of these and their squares.
 
     Args:
         op: the function.
@@ -114,7 +114,8 @@ class OpModel(nn.Module):
         terms = []
         for i, result in enumerate(self.results(batch)):
             weighed = result * getattr(self, f"weight{i}")
-            terms.append((weighed * batch[f"row{i}"] if f"row{i}" in batch else weighed).mean())
+            weighed = weighed * batch[f"row{i}"] if f"row{i}" in batch else weighed
+            terms.append((weighed + weighed**2).mean())  # the squares keep it from being zero but for rounding
         return sum(terms[1:], terms[0])
 
 

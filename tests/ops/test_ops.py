@@ -31,7 +31,7 @@ def test_an_op_of_torchs_database_trains_as_on_one_device(name: str) -> None:
 
 
 def test_ops_that_plain_torch_cannot_train_with_are_told_apart() -> None:
-    assert findings("nonzero", 0, 1) is Apart.NOT_CAPTURABLE
+    assert findings("nn.functional.one_hot", 0, 1) is Apart.NOT_CAPTURABLE
     assert findings("equal", 0, 1) is Apart.NOT_DIFFERENTIABLE
 
 

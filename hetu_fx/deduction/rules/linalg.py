@@ -46,12 +46,16 @@ def _solved(call: Call) -> Factoring:
 
 
 def _crossed(call: Call) -> Factoring:
-    """Multiply vectors of three along a dim, which stays whole; by default the first of size 3."""
+    """Multiply vectors of three along a dim, which stays whole; by default the first of size 3.
+
+    Then a part of a dim before it may be no other dim of size 3: these stay whole, too.
+    """
     target, shape = dims_of(call.results[0]), call.results[0]
     given = call.arguments.get("dim")
     dim = next(i for i, size in enumerate(shape) if size == integer(3)) if given is None else given % len(shape)
     operands = tuple(broadcast(operand.shape, target) for operand in call.operands)
-    return Factoring(operands, (target,), whole=names(target, [dim]), linear=EACH)
+    stays = range(dim + 1) if given is None else [dim]
+    return Factoring(operands, (target,), whole=names(target, stays), linear=EACH)
 
 
 def _dotted(call: Call) -> Factoring:

@@ -142,7 +142,14 @@ MATMUL = {
     "baddbmm": [sample(x(3, 4, 5), x(3, 4, 6), x(3, 6, 5)), sample(x(4, 5), x(3, 4, 6), x(3, 6, 5))],
     "cdist": [sample(x(2, 3, 4), x(2, 5, 4)), sample(x(3, 4), x(5, 4))],
     "addmv": [sample(x(3), x(3, 4), x(4))],
+    "addbmm": [sample(x(3, 6), x(2, 3, 4), x(2, 4, 6)), sample(x(6), x(2, 3, 4), x(2, 4, 6), beta=2)],
+    "addr": [sample(x(3, 4), x(3), x(4)), sample(x(4), x(3), x(4), alpha=2)],
+    "inner": [sample(x(3, 4), x(5, 4)), sample(x(3, 4), x(4)), sample(x(3, 4), x())],
+    "tensordot": [sample(x(3, 4, 5), x(5, 3, 6), [2, 0], [0, 1]), sample(x(3, 4), x(5), [], [])],
     "einsum": [
+        sample("...k, kn -> ...n", [x(2, 3, 4), x(4, 6)]),
+        sample("b...k, ...k", [x(3, 2, 4), x(2, 4)]),
+        sample("bii -> bi", [x(3, 4, 4)]),
         sample("bhqd, bhkd -> bhqk", [x(2, 3, 4, 6), x(2, 3, 5, 6)]),
         sample("ij,jk", [x(3, 4), x(4, 6)]),
         sample("bi->b", [x(3, 4)]),
@@ -175,6 +182,17 @@ REDUCTION = {
     "norm.Scalar": [sample(x(3, 4), 2)],
     "norm.ScalarOpt_dim": [sample(x(3, 4), 2, [1])],
     "linalg_vector_norm": [sample(x(3, 4), 2, [1]), sample(x(3, 4))],
+    **{op: [sample(x(3, 4))] for op in ("var_mean", "std_mean", "nanmedian")},
+    "nanmean": [sample(x(3, 4), [1]), sample(x(3, 4))],
+    "nanmedian.dim": [sample(x(3, 4), 1)],
+    "kthvalue": [sample(x(3, 4), 2, 1), sample(x(3, 4), 2, 0, True)],
+    **{
+        op: [sample(x(3, 4), torch.tensor([0.2, 0.7], dtype=F64), 1), sample(x(3, 4), torch.tensor(0.5, dtype=F64))]
+        for op in ("quantile", "nanquantile")
+    },
+    **{op: [sample(x(3, 4), 0.3, 0, True), sample(x(3, 4), 0.5)] for op in ("quantile.scalar", "nanquantile.scalar")},
+    "pairwise_distance": [sample(x(3, 4), x(3, 4)), sample(x(3, 4, 5), x(5), keepdim=True)],
+    **{op: [sample(x(3, 4), dim=0), sample(x(3, 4))] for op in ("trapezoid.dx", "trapz.dx", "cumulative_trapezoid.dx")},
 }
 VIEW = {
     "view": [
@@ -223,12 +241,31 @@ VIEW = {
     "concatenate": [sample([x(3, 4), x(3, 6)], 1)],
     "stack": [sample([x(3, 4), x(3, 4)], 1)],
     "repeat": [sample(x(3, 1, 4), [2, 3, 4, 1])],
-    "repeat_interleave.self_int": [sample(x(3, 4), 2, 1), sample(x(3, 4), 2)],
+    "repeat_interleave.self_int": [sample(x(3, 4), 2, 1), sample(x(3, 4), 2), sample(x(), 3)],
     "pad": [sample(x(3, 4), [1, 2]), sample(x(3, 4), [0, 0, 1, 0], "constant", 2.0)],
     "constant_pad_nd": [sample(x(3, 4), [1, 2]), sample(x(3, 4), [-1, 1], 2.0)],
     "flip": [sample(x(3, 4), [1])],
     "roll": [sample(x(3, 4), [1], [1]), sample(x(3, 4), [2])],
     **{op: [sample(x(3, 4, 4))] for op in ("tril", "triu")},
+    "linalg_diagonal": [sample(x(3, 4, 4)), sample(x(4, 3, 4), dim1=0, dim2=2)],
+    "diag_embed": [sample(x(3, 4)), sample(x(3, 4, 5), 1, 0, 2)],
+    "tile": [sample(x(3, 4), [2]), sample(x(3, 4), [2, 3, 1])],
+    "mH": [sample(x(3, 4, 6))],
+    **{op: [sample(x(3, 4, 5))] for op in ("fliplr", "flipud")},
+    "rot90": [sample(x(3, 4, 5), 1, [0, 2])],
+    "unsafe_split.Tensor": [sample(x(3, 12), 4, 1)],
+    "unsafe_split_with_sizes": [sample(x(3, 12), [6, 3, 3], -1)],
+    "unsafe_chunk": [sample(x(3, 12), 3, -1)],
+    "hsplit.int": [sample(x(3, 6), 2), sample(x(6), 2)],
+    "vsplit.int": [sample(x(6, 4), 2)],
+    "dsplit.int": [sample(x(3, 4, 6), 2)],
+    "tensor_split.indices": [sample(x(3, 6), [2, 3], 1)],
+    "hsplit.array": [sample(x(3, 6), [2, 3])],
+    "vsplit.array": [sample(x(6, 4), [2, 3])],
+    "dsplit.array": [sample(x(3, 4, 6), [2])],
+    "vstack": [sample([x(3, 4), x(2, 4)]), sample([x(4), x(4)])],
+    **{op: [sample([x(3, 4), x(3, 2)])] for op in ("hstack", "column_stack")},
+    "dstack": [sample([x(3, 4, 2), x(3, 4, 1)]), sample([x(3, 4), x(3, 4)])],
     "unfold": [sample(x(3, 8), 1, 4, 2)],
     "diagonal": [sample(x(3, 4, 4), 0, 1, 2)],
     "slice_scatter": [sample(x(6, 4), x(3, 4), 0, 1, 4), sample(x(6, 4), x(6, 4), 0)],
@@ -295,6 +332,14 @@ LOOKUP = {
     "index_select": [sample(x(3, 6), 1, ids(6, 4))],
     "index_add": [sample(x(3, 6), 1, ids(6, 4), x(3, 4))],
     "one_hot": [sample(ids(5, 3, 4), 5)],
+    "index_copy": [sample(x(3, 6), 1, torch.tensor([1, 4, 0]), x(3, 3))],
+    "index_fill.int_Scalar": [sample(x(3, 6), 1, ids(6, 2), 0.5)],
+    "index_fill.int_Tensor": [sample(x(3, 6), 1, ids(6, 2), torch.tensor(0.5, dtype=F64))],
+    "index_reduce": [sample(x(3, 6), 1, ids(6, 4), x(3, 4), "amax")],
+    "scatter.reduce": [Sample((x(3, 6), 1, ids(6, 3, 4), x(3, 4)), {"reduce": "add"}, fixed=(0, 2))],
+    "scatter.value_reduce": [Sample((x(3, 6), 1, ids(6, 3, 4), 2.0), {"reduce": "multiply"}, fixed=(0,))],
+    "scatter_reduce.two": [sample(x(3, 6), 1, ids(6, 3, 4), x(3, 4), "amax")],
+    "take_along_dim": [sample(x(3, 6), ids(6, 3, 4), 1), sample(x(1, 6), ids(6, 3, 4), 1), sample(x(3, 4), ids(12, 5))],
 }
 SCORES = [x(6, 4), x(3, 4, 5)]
 LOSS = {
@@ -407,6 +452,9 @@ SPECTRAL = {
         for op in ("fft_fftn", "fft_ifftn", "fft_rfftn", "fft_irfftn")
     },
     **{op: [sample(x(3, 4, 6), [1])] for op in ("fft_fftshift", "fft_ifftshift")},
+    "stft": [Sample((x(3, 16), 8, 4, 8, x(8)), {"return_complex": True}, fixed=(1,))],
+    "stft.center": [Sample((x(3, 16), 8, 4, 8, x(8)), {"return_complex": False}, fixed=(1,))],
+    "istft": [Sample((torch.stft(x(3, 16), 8, 4, window=x(8), return_complex=True), 8, 4, 8, x(8)), fixed=(1,))],
 }
 RANDOM = {
     "dropout": [sample(x(3, 4), 0.5, False), Sample((x(3, 4), 0.5, True), values=False)],
@@ -423,6 +471,41 @@ ALL_ROWS = {
     "_local_scalar_dense": [Sample((torch.tensor(2.0),), values=False)],
     "hetu.place_rows.default": [Sample((x(3, 4), torch.tensor([1, 0, 2]), 6, 0, 1, 1), values=False)],
     "hetu.own_rows.default": [Sample((x(6, 4), torch.tensor([1, 0, 2]), 3, 0, 1, 1), values=False)],
+}
+POSITIVE = x(3, 4, 4) @ x(3, 4, 4).mT + torch.eye(4, dtype=F64)
+LOWER = torch.linalg.cholesky(POSITIVE)
+FACTORED, PIVOTS = torch.linalg.lu_factor(POSITIVE)
+REFLECTED = torch.geqrf(x(3, 4, 3))
+INVERTED = """
+    linalg_inv inverse matrix_exp linalg_matrix_exp linalg_cholesky cholesky pinverse
+    linalg_pinv.atol_rtol_float linalg_pinv.atol_rtol_tensor linalg_inv_ex linalg_cholesky_ex linalg_det det logdet
+    linalg_slogdet slogdet linalg_cond linalg_svdvals linalg_eigvalsh linalg_eigh linalg_svd svd linalg_qr linalg_lu
+    linalg_lu_factor linalg_lu_factor_ex
+""".split()
+# Complex results, and factors whose signs are free, have no gradients that can be compared.
+LINALG = {
+    **{op: [sample(POSITIVE)] for op in INVERTED},
+    **{op: [Sample((POSITIVE,), values=False)] for op in ("linalg_eig", "linalg_eigvals")},
+    "linalg_pinv": [sample(POSITIVE, 1e-8)],
+    "cholesky_inverse": [sample(LOWER)],
+    "linalg_pinv.rcond_tensor": [Sample((POSITIVE, torch.tensor(1e-8, dtype=F64)), fixed=(1,))],
+    **{op: [sample(x(3, 4, 4), 3)] for op in ("linalg_matrix_power", "matrix_power")},
+    "linalg_householder_product": [sample(*REFLECTED)],
+    "linalg_solve_triangular": [sample(LOWER, x(3, 4, 2), upper=False), sample(LOWER[0], x(3, 4, 2), upper=False)],
+    "cholesky_solve": [sample(x(3, 4, 2), LOWER)],
+    "linalg_lu_solve": [Sample((FACTORED, PIVOTS, x(3, 4, 2)))],
+    "lu_solve": [Sample((x(3, 4, 2), FACTORED, PIVOTS))],
+    "linalg_solve": [sample(POSITIVE, x(3, 4, 2)), sample(POSITIVE, x(3, 4)), sample(POSITIVE[0], x(4))],
+    "linalg_solve_ex": [sample(POSITIVE, x(3, 4, 2))],
+    "cross": [sample(x(3, 4), x(3, 4)), sample(x(4, 3, 5), x(4, 3, 5), 1)],
+    "linalg_cross": [sample(x(4, 3), x(4, 3)), sample(x(3, 1, 4), x(3, 5, 4), dim=0)],
+    "linalg_vecdot": [sample(x(3, 4), x(3, 4)), sample(x(3, 4, 5), x(4, 5), dim=1)],
+    "linalg_norm": [sample(x(3, 4)), sample(x(3, 4, 5), 2, [1])],
+    "linalg_norm.ord_str": [sample(x(3, 4), "fro", [0, 1])],
+    "linalg_matrix_norm": [sample(x(3, 4, 5), 1)],
+    "linalg_matrix_norm.str_ord": [sample(x(3, 4, 5))],
+    "renorm": [sample(x(3, 4, 5), 2, 1, 0.5)],
+    "trace": [sample(x(4, 4))],
 }
 GATES = [x(12, 5), x(12, 4), x(12), x(12)]
 RECURRENT = {
@@ -486,6 +569,7 @@ FAMILIES = (
     CONVOLUTION,
     SPECTRAL,
     RECURRENT,
+    LINALG,
     RANDOM,
     ALL_ROWS,
     ROUTING,

@@ -142,8 +142,11 @@ def sends_factors(node: fx.Node, op: OpFactors) -> frozenset[FactorClass]:
     given = {product.x, product.weight, product.bias} if product else set()
     if product is None or node.kwargs or not given.issuperset(range(len(node.args))):
         return frozenset()
-    weight = next(operand for operand in op.operands if operand.path == (product.weight,))
-    return frozenset(flat(op.results[0][:-1])) - weight.classes
+    ends = {operand.path: operand for operand in op.operands}
+    bias = ends.get((product.bias,)) if product.bias is not None else None
+    if bias is not None and len(bias.dims) > 1:  # it has rows of its own
+        return frozenset()
+    return frozenset(flat(op.results[0][:-1])) - ends[(product.weight,)].classes
 
 
 def _check_factors(node: fx.Node, op: OpFactors, factor: FactorClass, asked: str) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from hetu_fx.comm_ops.ops.product_from_factors import PRODUCTS, PRODUCTS_BY_NAME
+from hetu_fx.graph import meta
 from hetu_fx.graph.calls import operand
 
 aten = torch.ops.aten
@@ -19,13 +20,18 @@ Given = tuple[fx.Node, fx.Node, fx.Node | None]
 
 
 def given_of(node: fx.Node) -> Given | None:
-    """Return the rows, weight and bias that a product takes; None where it takes more, and for any other op."""
+    """Return the rows, weight and bias that a product takes; None where it takes more, and for any other op.
+
+    A bias of more than one dim has rows of its own: its gradient is no sum over all rows.
+    """
     product, count = PRODUCTS_BY_NAME.get(str(node.target)), len(node.args)
     if product is None or product.of_input is None or node.op != "call_function" or node.kwargs:
         return None
     if not {product.x, product.weight, product.bias}.issuperset(range(count)):
         return None
     bias = node.args[product.bias] if product.bias is not None and product.bias < count else None
+    if isinstance(bias, fx.Node) and meta.num_dims(bias) not in (0, 1):
+        return None
     return operand(node, product.x), operand(node, product.weight), bias if isinstance(bias, fx.Node) else None
 
 

@@ -72,4 +72,4 @@ def _products(device: DeviceGraph) -> Iterator[tuple[fx.Node, Given]]:
 
 def _has_its_own(end: fx.Node, weights: set[fx.Node]) -> bool:
     """Tell whether the gradient of an end is a parameter's, or nobody's: of a bias that another device adds."""
-    return uncast(end) in weights or end.target is torch.ops.aten.zeros_like.default
+    return uncast(end) in weights or end.target is torch.ops.aten.fill.Scalar

@@ -8,6 +8,8 @@ rows: then the rows pass through too, see `routing`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import fx
 
@@ -171,6 +173,34 @@ def _added_rows(call: Call) -> Factoring:
     return Factoring((dims, (new,), replaced(dims, {dim: new})), (dims,), whole=whole, linear=linear)
 
 
+def _written_rows(call: Call, *, linear: bool = False) -> Factoring:
+    """Write, or fold in, rows at a list of positions; positions and the dim stay whole."""
+    dims, dim = dims_of(call.operands[0].shape), call.dim()
+    new = dims_of(call.operands[1].shape, "new")
+    whole = names(dims, [dim]) | names(new)
+    if len(call.operands) < 3 or not call.operands[2].shape:  # the same number everywhere
+        others = tuple(() for _ in call.operands[2:])
+        return Factoring((dims, new, *others), (dims,), whole=whole)
+    written = replaced(dims, {dim: new[0] if new else ()})
+    return Factoring((dims, new, written), (dims,), whole=whole, linear=(frozenset({0, 2}),) if linear else ())
+
+
+def _folded_in(call: Call) -> Factoring:
+    """Fold values in along one dim, which stays whole; other dims pass through where they are written in full."""
+    return replace(scattered(call), linear=())
+
+
+def _picked_along(call: Call) -> Factoring:
+    """Pick along one dim, whole in the tensor; tensor and positions are broadcast in the others."""
+    if call.arguments.get("dim") is None:
+        return opaque(call)
+    target = dims_of(call.results[0])
+    dim = call.dim(rank=len(target))
+    source, index = (broadcast(operand.shape, target) for operand in call.operands)
+    own = named("s", call.operands[0].shape[dim])
+    return Factoring((replaced(source, {dim: own}), index), (target,), whole=frozenset(own), linear=FIRST)
+
+
 def one_hot(call: Call) -> Factoring:
     """Write a 1 at each value's place in a new last dim, which stays whole."""
     dims = dims_of(call.operands[0].shape)
@@ -203,4 +233,8 @@ RULES: tuple[Rule, ...] = (
     *built(_picked_rows, "index_select", traits=KEEPS_ZEROS),
     *built(_added_rows, "index_add"),
     *built(one_hot, "one_hot"),
+    *built(_written_rows, "index_copy", linear=True),
+    *built(_written_rows, "index_fill.int_Scalar", "index_fill.int_Tensor", "index_reduce"),
+    *built(_folded_in, "scatter.reduce", "scatter.value_reduce", "scatter_reduce.two"),
+    *built(_picked_along, "take_along_dim"),
 )

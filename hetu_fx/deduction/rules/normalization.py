@@ -42,8 +42,10 @@ def _over_last_dims(call: Call) -> Factoring:
 
 def _over_groups(call: Call) -> Factoring:
     """Normalize over groups of channels and space: batch and groups pass through, the rest stays whole."""
-    shape = call.operands[0].shape
-    group, rest, sizes = grouped(shape[1], integer(call.integer("num_groups")), "group", "channel")
+    shape, groups = call.operands[0].shape, integer(call.integer("num_groups"))
+    if shape[1].over(groups) is None:  # only the run tells how many channels a group has
+        groups = integer(1)
+    group, rest, sizes = grouped(shape[1], groups, "group", "channel")
     dims = replaced(dims_of(shape), {1: (*group, *rest)})
     operands = (dims, *(((*group, *rest),) for _ in call.operands[1:]))
     found = (LiteralSize(call.at("num_groups"), group),) if group else ()

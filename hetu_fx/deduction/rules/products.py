@@ -11,12 +11,11 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from hetu_fx.deduction.rules.build import EACH, broadcast, built, dims_of, lines, named
+from hetu_fx.deduction.rules.build import EACH, broadcast, built, dims_of, lines, named, replaced
 from hetu_fx.deduction.rules.call import Call, Shape
 from hetu_fx.deduction.rules.forms import PartCall, Traits
-from hetu_fx.deduction.rules.rule import Dim, Dims, Factoring, Rule
+from hetu_fx.deduction.rules.rule import Dim, Dims, Factoring, Rule, names_in
 from hetu_fx.deduction.rules.size import ONE, Size
-from hetu_fx.errors import RuleError
 from hetu_fx.graph import calls, meta
 from hetu_fx.graph.calls import callee, operand
 
@@ -46,22 +45,60 @@ def added(call: Call) -> Factoring:
 
 
 def einsum(call: Call) -> Factoring:
-    """Read the factors off the equation; letters without an ellipsis only."""
+    """Read the factors off the equation; what a term names twice is its diagonal, and stays whole."""
     equation = str(call.arguments["equation"]).replace(" ", "")
-    if "." in equation:
-        raise RuleError(f"an einsum with an ellipsis has no rule: {equation!r} ({call.where})")
     left, _, right = equation.partition("->")
     terms = left.split(",")
     if "->" not in equation:
-        letters = left.replace(",", "")
-        right = "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
+        letters = left.replace(",", "").replace("...", "")
+        right = "..." * ("..." in left) + "".join(sorted(one for one in set(letters) if letters.count(one) == 1))
     operands = tuple(_letters(term, operand.shape) for term, operand in zip(terms, call.operands, strict=True))
     result = _letters(right, call.results[0])
-    return Factoring(operands, (result,), linear=tuple(frozenset({i}) for i in range(len(terms))))
+    twice = frozenset(one for term in terms for one in term if one != "." and term.count(one) > 1)
+    linear = tuple(frozenset({i}) for i in range(len(terms)))
+    return Factoring(operands, (result,), whole=twice & names_in((*operands, result)), linear=linear)
 
 
 def _letters(term: str, shape: Shape) -> Dims:
-    return tuple(map(named, term, shape))
+    """Return the dims of a term; those of its ellipsis are counted from the right."""
+    before, dots, after = term.partition("...")
+    more = len(shape) - len(before) - len(after) if dots else 0
+    return tuple(map(named, [*before, *(f"...{more - i}" for i in range(more)), *after], shape))
+
+
+def _added_over_batch(call: Call) -> Factoring:
+    """Multiply matrices pair by pair, add up the products and a tensor that is broadcast to them, once."""
+    bias, a, _ = (operand.shape for operand in call.operands)
+    names, b, k = dims_of(call.results[0]), named("b", a[0]), named("k", a[-1])
+    operands = (broadcast(bias, names), (b, names[0], k), (b, k, names[1]))
+    return Factoring(operands, (names,), linear=BIAS_FIRST, additive=frozenset({0}))
+
+
+def _added_outer(call: Call) -> Factoring:
+    """Multiply each entry of a vector with each of another, and add a tensor that is broadcast to the result."""
+    names = dims_of(call.results[0])
+    return Factoring((broadcast(call.operands[0].shape, names), names[:1], names[1:]), (names,), linear=BIAS_FIRST)
+
+
+def _inner(call: Call) -> Factoring:
+    """Multiply along the last dims, which are summed; numbers scale."""
+    a, b = (operand.shape for operand in call.operands)
+    if not a or not b:
+        target = dims_of(call.results[0])
+        return Factoring((broadcast(a, target), broadcast(b, target)), (target,), linear=EACH)
+    left, right, k = dims_of(a[:-1], "m"), dims_of(b[:-1], "n"), named("k", a[-1])
+    return Factoring(((*left, k), (*right, k)), ((*left, *right),), linear=EACH)
+
+
+def _contracted(call: Call) -> Factoring:
+    """Multiply along pairs of dims, which are summed."""
+    left, right = (dims_of(operand.shape, prefix) for operand, prefix in zip(call.operands, "mn", strict=True))
+    pairs = [call.dims(f"dims_{name}", len(dims)) for name, dims in (("self", left), ("other", right))]
+    pairs = pairs if call.arguments["dims_self"] else [(), ()]
+    second = replaced(right, {b: left[a] for a, b in zip(*pairs, strict=True)})
+    kept = [dims for i, dims in enumerate(left) if i not in pairs[0]]
+    kept += [dims for i, dims in enumerate(second) if i not in pairs[1]]
+    return Factoring((left, second), (tuple(kept),), linear=EACH)
 
 
 def _scaled_dot_product(call: Call) -> Factoring:
@@ -165,6 +202,10 @@ RULES: tuple[Rule, ...] = (
     *lines("... p [m], ... r [m] -> ... p r", "cdist"),
     *built(matmul, "matmul"),
     *built(added, "addmm", "baddbmm", "addmv"),
+    *built(_added_over_batch, "addbmm"),
+    *built(_added_outer, "addr"),
+    *built(_inner, "inner"),
+    *built(_contracted, "tensordot"),
     *built(einsum, "einsum"),
     *built(
         _scaled_dot_product,

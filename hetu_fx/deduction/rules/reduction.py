@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from hetu_fx.deduction.rules.build import FIRST, broadcast, built, changed, dims_of, kept_along, names
+from dataclasses import replace
+
+from hetu_fx.deduction.rules.build import (
+    FIRST,
+    broadcast,
+    broadcast_shape,
+    built,
+    changed,
+    dims_of,
+    kept_along,
+    named,
+    names,
+)
 from hetu_fx.deduction.rules.call import Call
-from hetu_fx.deduction.rules.rule import NOTHING, Factoring, Rule
+from hetu_fx.deduction.rules.rule import NOTHING, Dims, Factoring, Rule
 
 
 def reduced(call: Call, *, linear: bool = False, averaged: bool = False, whole: bool = False) -> Factoring:
@@ -39,10 +51,46 @@ def _transformed(call: Call) -> Factoring:
     return changed(call, range(call.rank - len(sizes), call.rank) if is_last else call.dims())
 
 
+def _quantiles(call: Call) -> Factoring:
+    """Take quantiles over dims, which stay whole; several make a first dim, which stays whole too."""
+    factoring = reduced(call, whole=True)
+    asked = call.shape("q") or ()
+    several = named("q", asked[0]) if asked else ()
+    lead = (several,) if asked else ()
+    operands = (*factoring.operands, lead) if call.position("q") is not None else factoring.operands
+    results = tuple((*lead, *dims) for dims in factoring.results)
+    return replace(factoring, operands=operands, results=results, whole=factoring.whole.union(several))
+
+
+def _distant(call: Call) -> Factoring:
+    """Measure how far vectors are apart along the last dim, which stays whole."""
+    full = dims_of(broadcast_shape([operand.shape for operand in call.operands]))
+    operands = tuple(broadcast(operand.shape, full) for operand in call.operands)
+    last: Dims = ((),) if call.arguments.get("keepdim") else ()
+    return Factoring(operands, ((*full[:-1], *last),), whole=names(full[-1:]))
+
+
+def _in_frames(call: Call) -> Factoring:
+    """Transform a signal frame by frame, or back: signal and frames stay whole, the batch passes; linear in them."""
+    signal, result = call.operands[0].shape, call.results[0]
+    count = len(signal) - 1 if len(signal) < len(result) else len(result) - 1  # dims of the batch
+    source = dims_of(signal)
+    made = (*source[:count], *dims_of(result, "o")[count:])
+    others = tuple(dims_of(operand.shape, "w") for operand in call.operands[1:])
+    whole = names(source[count:]).union(names(made[count:]), *(names(dims) for dims in others))
+    return Factoring((source, *others), (made,), whole=whole, linear=FIRST)
+
+
+def integrated(call: Call, *, keeps: bool = False) -> Factoring:
+    """Integrate along a dim by its neighbours: the dim stays whole, and is gone or one shorter."""
+    return changed(call, [call.dim()]) if keeps else reduced(call, linear=True, whole=True)
+
+
 LOOKED_OVER = """
     amax amin aminmax max min max.dim min.dim argmax argmin median median.dim prod prod.dim_int any any.dim any.dims
     all all.dim all.dims logsumexp std std.dim std.correction var var.dim var.correction var_mean.correction
     std_mean.correction std_mean.dim var_mean.dim norm.Scalar norm.ScalarOpt_dim linalg_vector_norm mode
+    var_mean std_mean nanmean nanmedian nanmedian.dim kthvalue
 """.split()
 
 FOURIER = """
@@ -59,4 +107,9 @@ RULES: tuple[Rule, ...] = (
     *built(kept_along, "cumprod", "logcumsumexp", "cummax", "cummin"),
     *built(kept_along, "cumsum", linear=True),
     *built(_transformed, *FOURIER),
+    *built(_quantiles, "quantile", "quantile.scalar", "nanquantile", "nanquantile.scalar"),
+    *built(_distant, "pairwise_distance"),
+    *built(_in_frames, "stft", "stft.center", "istft"),
+    *built(integrated, "trapezoid.dx", "trapz.dx"),
+    *built(integrated, "cumulative_trapezoid.dx", keeps=True),
 )

@@ -13,6 +13,7 @@ from hetu_fx.deduction.rules import (
     all_rows,
     convolution,
     embedding,
+    linalg,
     normalization,
     pointwise,
     products,
@@ -25,7 +26,7 @@ from hetu_fx.deduction.rules.build import Linear, from_line, title
 from hetu_fx.deduction.rules.pointwise import TAG_RULE
 from hetu_fx.deduction.rules.rule import Builder, Rule
 
-_PRODUCTS = (*products.RULES, *convolution.RULES, *routing.RULES)
+_PRODUCTS = (*products.RULES, *linalg.RULES, *convolution.RULES, *routing.RULES)
 _ALONG_DIMS = (*reduction.RULES, *normalization.RULES)
 _MOVES = (*view.RULES, *slicing.RULES, *embedding.RULES, *all_rows.RULES)
 RULES: Mapping[str, Rule] = {rule.op: rule for rule in (*pointwise.RULES, *_PRODUCTS, *_ALONG_DIMS, *_MOVES)}

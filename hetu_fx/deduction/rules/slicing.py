@@ -8,7 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hetu_fx.deduction.rules.build import FIRST, built, changed, dims_of, kept, kept_along, named, names, replaced
+from hetu_fx.deduction.rules.build import (
+    FIRST,
+    built,
+    changed,
+    dims_of,
+    kept,
+    kept_along,
+    named,
+    names,
+    opaque,
+    replaced,
+)
 from hetu_fx.deduction.rules.call import Call, Shape
 from hetu_fx.deduction.rules.forms import KEEPS_ZEROS
 from hetu_fx.deduction.rules.reduction import reduced
@@ -27,10 +38,10 @@ def _cut(call: Call, dims: Sequence[int]) -> Factoring:
     return changed(call, [dim for dim in dims if shape[dim] != result[dim]])
 
 
-def pieces(call: Call) -> Factoring:
+def pieces(call: Call, *, along: int | None = None) -> Factoring:
     """Cut a dim into pieces: equal ones refine it into (pieces, rest) and the rest passes; unequal ones keep
     it whole."""
-    dim = call.dim()
+    dim = call.dim() if along is None else min(along, call.rank - 1)
     sizes = [result[dim] for result in call.results]
     source = dims_of(call.operands[0].shape)
     if len(sizes) == 1:
@@ -42,6 +53,12 @@ def pieces(call: Call) -> Factoring:
     operand, piece = replaced(source, {dim: (*count, *rest)}), replaced(source, {dim: rest})
     found = _piece_sizes(call, rest, len(sizes))
     return Factoring((operand,), (piece,) * len(sizes), known, frozenset(count), FIRST, literals=found)
+
+
+def _pieces_at(call: Call, *, along: int | None = None) -> Factoring:
+    """Cut a dim at given places; it stays whole."""
+    dim = call.dim() if along is None else min(along, call.rank - 1)
+    return _unequal_pieces(call, dims_of(call.operands[0].shape), dim)
 
 
 def _unequal_pieces(call: Call, source: Dims, dim: int) -> Factoring:
@@ -60,10 +77,10 @@ def _piece_sizes(call: Call, rest: Dim, count: int) -> tuple[LiteralSize, ...]:
     return ()
 
 
-def concatenated(call: Call) -> Factoring:
+def concatenated(call: Call, *, along: int | None = None) -> Factoring:
     """Join tensors along a dim, which stays whole; empty tensors of one dim count for nothing."""
     result = call.results[0]
-    dim = call.dim(rank=len(result))
+    dim = call.dim(rank=len(result)) if along is None else along
     filled = [i for i, operand in enumerate(call.operands) if not _is_legacy_empty(operand.shape, result)]
     target = dims_of(result)
     operands = [dims_of(operand.shape, f"e{i}_") for i, operand in enumerate(call.operands)]
@@ -74,6 +91,12 @@ def concatenated(call: Call) -> Factoring:
     whole = names_in(dims for i, dims in enumerate(operands) if i not in filled)
     joined = frozenset() if alone else names(target, [dim]).union(*(names(operands[i], [dim]) for i in filled))
     return Factoring(tuple(operands), (target,), whole=whole | joined, linear=(frozenset(range(len(operands))),))
+
+
+def _put_beside(call: Call, *, along: int) -> Factoring:
+    """Join tensors along a dim of a given place, which stays whole; those of fewer dims get some first."""
+    ranks = {len(operand.shape) for operand in call.operands}
+    return concatenated(call, along=along) if ranks == {len(call.results[0])} and min(ranks) > along else opaque(call)
 
 
 def differences(call: Call) -> Factoring:
@@ -126,6 +149,20 @@ def _unfolded(call: Call) -> Factoring:
     return replace(factoring, results=((*factoring.results[0], window),), whole=factoring.whole.union(window))
 
 
+def _turned(call: Call) -> Factoring:
+    """Turn two dims by right angles; both stay whole."""
+    return changed(call, call.dims("dims"))
+
+
+def _on_diagonal(call: Call) -> Factoring:
+    """Write the last dim on the diagonal of two new ones, all of which stay whole."""
+    source, made = dims_of(call.operands[0].shape), dims_of(call.results[0], "o")
+    pair = [call.dim(name, rank=len(made)) for name in ("dim1", "dim2")]
+    rest = iter(source[:-1])
+    target = tuple(dims if i in pair else next(rest) for i, dims in enumerate(made))
+    return Factoring((source,), (target,), whole=names(source[-1:]) | names(target, pair), linear=FIRST)
+
+
 def diagonal(call: Call) -> Factoring:
     """Take the diagonal of two dims, which stay whole, as does the result's last."""
     dims, pair = dims_of(call.operands[0].shape), [call.dim("dim1"), call.dim("dim2")]
@@ -147,5 +184,20 @@ RULES: tuple[Rule, ...] = (
     *built(kept_along, "flip", "roll", argument="dims", linear=True),
     *built(kept, "tril", "triu", whole=(-2, -1), linear=True),
     *built(_unfolded, "unfold"),
-    *built(diagonal, "diagonal"),
+    *built(diagonal, "diagonal", "linalg_diagonal"),
+    *built(_on_diagonal, "diag_embed"),
+    *built(kept, "fliplr", whole=(1,), linear=True),
+    *built(kept, "flipud", whole=(0,), linear=True),
+    *built(_turned, "rot90"),
+    *built(pieces, "unsafe_split.Tensor", "unsafe_split_with_sizes", "unsafe_chunk"),
+    *built(pieces, "hsplit.int", along=1),
+    *built(pieces, "vsplit.int", along=0),
+    *built(pieces, "dsplit.int", along=2),
+    *built(_pieces_at, "tensor_split.indices"),
+    *built(_pieces_at, "hsplit.array", along=1),
+    *built(_pieces_at, "vsplit.array", along=0),
+    *built(_pieces_at, "dsplit.array", along=2),
+    *built(_put_beside, "vstack", along=0),
+    *built(_put_beside, "hstack", "column_stack", along=1),
+    *built(_put_beside, "dstack", along=2),
 )

@@ -15,6 +15,7 @@ from hetu_fx.deduction.rules.build import (
     built,
     dims_of,
     grouped,
+    kept,
     lines,
     literals,
     named,
@@ -111,6 +112,8 @@ def repeated(call: Call) -> Factoring:
     """Repeat the tensor along its dims: a dim becomes (repeats, itself)."""
     shape, result = call.operands[0].shape, call.results[0]
     offset = len(result) - len(shape)
+    argument = "repeats" if "repeats" in call.arguments else "dims"
+    first = len(result) - len(call.arguments[argument])
     source, target, sizes = dims_of(shape), [], {}
     found: list[LiteralSize] = []
     for i, size in enumerate(result):
@@ -118,16 +121,20 @@ def repeated(call: Call) -> Factoring:
         times = size.over(shape[i - offset]) if inner else size
         outer = () if times is None or times.number == 1 else (f"r{i}",)
         sizes.update({name: times for name in outer if times is not None})
-        sizes.update(dict.fromkeys(inner, shape[i - offset]))
+        if inner:
+            sizes.update(dict.fromkeys(inner, shape[i - offset]))
         target.append(outer + inner)
-        found.extend([LiteralSize(call.at("repeats", i), outer)] if outer else [])
+        found.extend([LiteralSize(call.at(argument, i - first), outer)] if outer else [])
     return Factoring((source,), (tuple(target),), sizes, linear=FIRST, literals=tuple(found))
 
 
 def _mixed_channels(call: Call) -> Factoring:
     """Turn channels (groups, rest) into (rest, groups); both pass."""
     shape, dims = call.operands[0].shape, dims_of(call.operands[0].shape)
-    outer, inner, sizes = grouped(shape[1], integer(call.integer("groups")), "g", "r")
+    groups = integer(call.integer("groups"))
+    if shape[1].over(groups) is None:  # only the run tells how many channels a group has
+        return kept(call, [1], linear=True)
+    outer, inner, sizes = grouped(shape[1], groups, "g", "r")
     source, target = (replaced(dims, {1: pair}) for pair in ((*outer, *inner), (*inner, *outer)))
     found = (LiteralSize(call.at("groups"), outer),) if outer else ()
     return Factoring((source,), (target,), sizes, linear=FIRST, literals=found)
@@ -136,7 +143,7 @@ def _mixed_channels(call: Call) -> Factoring:
 def interleaved(call: Call) -> Factoring:
     """Repeat each element of a dim in place: the dim becomes (itself, repeats)."""
     shape, result = call.operands[0].shape, call.results[0]
-    flat = call.arguments.get("dim") is None and len(shape) > 1
+    flat = call.arguments.get("dim") is None and len(shape) != 1
     dim = call.dim()
     times = None if flat else result[dim].over(shape[dim])
     source = dims_of(shape)
@@ -160,11 +167,11 @@ RULES: tuple[Rule, ...] = (
     *built(expanded, "expand", traits=KEEPS_ZEROS),
     *built(expanded, "expand_as", "broadcast_to"),
     *built(transposed, "transpose.int", "t", traits=KEEPS_ZEROS),
-    *built(transposed, "swapaxes", "swapdims", "mT", "adjoint"),
+    *built(transposed, "swapaxes", "swapdims", "mT", "adjoint", "mH"),
     *built(permuted, "permute", traits=KEEPS_ZEROS),
     *built(permuted, "numpy_T"),
     *built(moved, "movedim.intlist", "movedim.int", "moveaxis.intlist", "moveaxis.int"),
-    *built(repeated, "repeat"),
+    *built(repeated, "repeat", "tile"),
     *built(_mixed_channels, "channel_shuffle"),
     *built(interleaved, "repeat_interleave.self_int"),
     *lines("... [c] -> ...", "view_as_complex", linear="all"),

@@ -1,0 +1,110 @@
+"""A model trained under a plan as all ranks of one process, beside plain PyTorch on one device: what came of it."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from hetu_fx.cli.compare import draws_random_numbers
+from hetu_fx.cli.verdict import Verdict, judge
+from hetu_fx.errors import CommError, HetuFxError
+from hetu_fx.lockstep import Lockstep, Trained, train_alone
+from hetu_fx.plans.plan import Plan
+from hetu_fx.switching.graph_execution import GraphExecution
+
+Batches = Sequence[Mapping[str, Tensor]]
+HOW = Lockstep()
+
+
+class Kind(Enum):
+    """What became of a model under a plan, from best to worst."""
+
+    RIGHT = "right"
+    REFUSED = "refused"
+    CRASH = "crash"
+    WRONG = "wrong"
+
+
+Outcome = tuple[Kind, str]
+"""A kind, and why it is not right."""
+
+
+def trains(model: nn.Module, batches: Batches) -> bool:
+    """Tell whether plain PyTorch trains a model, with numbers that are finite."""
+    with quiet(), unwritten_is_nan():
+        made = train_alone(model, [dict(batch) for batch in batches], HOW)
+    gradients = [gradient for step in made.steps for gradient in step.gradients.values()]
+    numbers = [*(step.loss for step in made.steps), *(float(x.abs().sum()) for x in (*gradients, *made.state.values()))]
+    return bool(gradients) and all(map(math.isfinite, numbers))
+
+
+class Trial:
+    """A model that is captured once, and what one device makes of it.
+
+    Raises whatever the capture, or hetu_fx on one device, raises.
+    """
+
+    def __init__(self, model: nn.Module, batches: Batches, tolerance: float) -> None:
+        self._model, self._batches, self._tolerance = model, [dict(batch) for batch in batches], tolerance
+        with quiet():
+            self.captured: GraphExecution = HOW.capture(model, copy.deepcopy(self._batches[0]))
+            self._alone = self._expected()
+
+    def _expected(self) -> Trained:
+        """Return what plain PyTorch makes, but for models that draw random numbers: those are hetu_fx's own."""
+        if any(draws_random_numbers(self._model, batch) for batch in self._batches):
+            return HOW.train(self._model, self._batches, Plan.single(), self.captured)
+        torch.manual_seed(0)
+        return train_alone(self._model, self._batches, HOW)
+
+    def under(self, plan: Plan) -> Outcome:
+        """Return what becomes of it under a plan."""
+        with quiet():
+            try:
+                made = HOW.train(self._model, self._batches, plan, self.captured)
+            except Exception as error:
+                return raised(error)
+        return _judged(judge("", self._alone, made, self._tolerance, ""))
+
+
+def _judged(verdict: Verdict) -> Outcome:
+    if verdict.verdict == "equal":
+        return Kind.RIGHT, ""
+    worst = max(verdict.steps, key=lambda step: step.most)
+    return Kind.WRONG, (
+        f"loss {worst.loss_difference:.1e} off, gradient of {worst.worst_gradient} {worst.gradient_difference:.1e}, "
+        f"{verdict.worst_parameter} {verdict.parameter_difference:.1e}"
+    )
+
+
+def raised(error: Exception) -> Outcome:
+    """Return what an error is: ranks that go apart, or wait in vain, have refused nothing."""
+    text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    if isinstance(error, CommError):
+        return Kind.WRONG, text
+    return (Kind.REFUSED if isinstance(error, HetuFxError) else Kind.CRASH), text
+
+
+@contextmanager
+def unwritten_is_nan() -> Iterator[None]:
+    """Fill what is made without numbers with none, so that what depends on it is no model."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Let nobody be warned: the table says what is to be said."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,120 @@
+"""Pairs of a random program and a random plan: they are tried one after another, and the first bad ones made small."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from random import Random
+from time import monotonic
+
+from hetu_fx.plans.plan import Plan
+from tests.ops.trial import Kind, Outcome, Trial, raised, trains
+from tests.random_programs import plans
+from tests.random_programs.program import Misfit, Program, draw
+
+PLANS_PER_PROGRAM = 8
+MEETS = 0.3
+"""Of how many programs rows meet in a step or the loss."""
+TOLERANCE = 1e-8
+SHRINK_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A program and a plan, and what became of them."""
+
+    seed: str
+    program: Program
+    plan: Plan
+    kind: Kind
+    why: str
+
+    @property
+    def text(self) -> str:
+        """Return the case, as it can be run again."""
+        rows = (
+            f"rows of the batches: {list(self.program.rows)}, input: (rows, {', '.join(map(str, self.program.dims))})"
+        )
+        return f"{self.kind.value} (seed {self.seed}): {self.why}\n{self.program.source}\n{rows}\nplan: {json.dumps(self.plan.to_json())}\n"
+
+
+def pairs(seed: int, seconds: float, most: int | None = None) -> Iterator[Pair]:
+    """Yield pairs, the same for the same seed, for so many seconds, or so many of them."""
+    until, number, told = monotonic() + seconds, 0, 0
+    while monotonic() < until and (most is None or told < most):
+        for pair in of_program(seed, number):
+            yield pair
+            told += 1
+            if monotonic() >= until:
+                break
+        number += 1
+
+
+def of_program(seed: int, number: int) -> Iterator[Pair]:
+    """Yield the pairs of one program, which may be none: not every program that is drawn trains."""
+    r = Random(f"{seed} {number}")
+    program = draw(r, MEETS)
+    trial = _trial(program)
+    if trial is None:
+        return
+    for _ in range(PLANS_PER_PROGRAM):
+        plan = plans.draw(r, program.blocks)
+        yield Pair(f"{seed}, program {number}", program, plan, *_outcome(trial, plan))
+
+
+def _trial(program: Program) -> Trial | Outcome | None:
+    """Return a program ready to be tried, what its capture came to, or None: plain PyTorch does not train it."""
+    model, batches = program.model(), program.batches()
+    try:
+        if not trains(model, batches):
+            return None
+    except (RuntimeError, IndexError, ValueError):
+        return None
+    try:
+        return Trial(model, batches, TOLERANCE)
+    except Exception as error:
+        return raised(error)
+
+
+def _outcome(trial: Trial | Outcome, plan: Plan) -> Outcome:
+    return trial.under(plan) if isinstance(trial, Trial) else trial
+
+
+def shrunk(pair: Pair, seconds: float = SHRINK_SECONDS) -> Pair:
+    """Return the smallest pair found of the same kind: without steps, blocks, stages or devices that it does not need."""
+    until = monotonic() + seconds
+    while monotonic() < until:
+        smaller = next((found for found in _smaller(pair, until) if found is not None), None)
+        if smaller is None:
+            break
+        pair = smaller
+    return pair
+
+
+def _smaller(pair: Pair, until: float) -> Iterator[Pair | None]:
+    """Yield pairs with less in them that are as bad, None for each that is not."""
+    for program in pair.program.smaller():
+        if monotonic() < until:
+            yield _if_as_bad(pair, program, pair.plan)
+    trial = _trial(pair.program)
+    for plan in plans.smaller(pair.plan):
+        if monotonic() < until and trial is not None:
+            yield _as_bad(pair, pair.program, plan, lambda: trial)
+
+
+def _if_as_bad(pair: Pair, program: Program, plan: Plan) -> Pair | None:
+    try:
+        assert program.source
+    except Misfit:
+        return None
+    return _as_bad(pair, program, plan, lambda: _trial(program))
+
+
+def _as_bad(pair: Pair, program: Program, plan: Plan, trial: Callable[[], Trial | Outcome | None]) -> Pair | None:
+    ready = trial()
+    if ready is None:
+        return None
+    kind, why = _outcome(ready, plan)
+    is_alike = kind is pair.kind and why.split(" ")[0] == pair.why.split(" ")[0]
+    return Pair(pair.seed, program, plan, kind, why) if is_alike else None

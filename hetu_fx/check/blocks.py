@@ -6,17 +6,21 @@ import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 from torch import fx
 
-from hetu_fx.base.torch_private import tree_leaves
+from hetu_fx.base.torch_private import OpOverload, tree_leaves
 from hetu_fx.graph import meta
+from hetu_fx.graph.calls import arguments
 from hetu_fx.graph.graph import Graph
 from hetu_fx.plans.parts import PartedPipeline
 from hetu_fx.plans.plan import Pipeline, Plan
 
 LEAST_OF_CHAIN = 2
 """Blocks are found by numbers that follow each other: of one alone nobody knows that it is a block."""
+
+_SITE = "site"  # of a random op: which of the graph's it is
 
 
 def kinds_of_blocks(graph: Graph) -> tuple[str, ...]:
@@ -31,7 +35,10 @@ def kinds_of_blocks(graph: Graph) -> tuple[str, ...]:
 
 def _form(node: fx.Node) -> str:
     """Return what an op is, whatever the names of its arguments: their sizes and dtypes, and its constants."""
-    constants = [leaf for leaf in tree_leaves((node.args, node.kwargs)) if not isinstance(leaf, fx.Node)]
+    given: Any = (node.args, node.kwargs)
+    if isinstance(node.target, OpOverload):
+        given = {name: value for name, value in arguments(node).items() if name != _SITE}
+    constants = [leaf for leaf in tree_leaves(given) if not isinstance(leaf, fx.Node)]
     operands = [_size(other) for other in node.all_input_nodes]
     return f"{node.target} {constants} {operands}"
 

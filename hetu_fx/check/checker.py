@@ -44,6 +44,7 @@ from hetu_fx.program.batch import batch_of
 from hetu_fx.program.program import Program
 from hetu_fx.switching.eager.execution import EagerExecution
 from hetu_fx.switching.graph_execution import GraphExecution
+from hetu_fx.switching.step.execution import Execution
 
 _log = logging.getLogger("hetu_fx.check")
 
@@ -115,7 +116,7 @@ class Checker:
         model: nn.Module,
         loss_fn: Callable[..., Any] | None,
         batch: Batch,
-        execution: GraphExecution | EagerExecution,
+        execution: Execution[Any],
         *,
         world: int,
         shared: bool,
@@ -132,6 +133,7 @@ class Checker:
             self.batch = batch_of(execution.module.signature, args, kwargs)
             self.row_dims = dict.fromkeys(execution.read(args, kwargs, True, shared=shared).batch.row_inputs, 0)
         else:
+            assert isinstance(execution, GraphExecution), "there are two ways of running a model"
             self.program = execution.program
             self.batch = execution.programs.arguments.batch(args, kwargs)
             self.row_dims = row_dims(self.program)

@@ -55,6 +55,14 @@ class Handle:
         return {name: variant.plan for name, variant in self._runtime.variants.items()}
 
     @property
+    def checks(self) -> dict[str, str]:
+        """Return what was found when each plan was tried before it trained, by the variant's name; or why it was not.
+
+        See docs/checked.md.
+        """
+        return {name: self._adaptation.tried.found(plan) for name, plan in self.variants.items()}
+
+    @property
     def current(self) -> str:
         """Return the name of the variant that runs now."""
         return self._runtime.current
@@ -210,8 +218,16 @@ class Handle:
         return self._program.graph.gathered if is_split and self._program is not None else ()
 
     def add_variant(self, plan: Plan, name: str | None = None) -> str:
-        """Add a plan; returns its name. Collective, as every process must have the same variants."""
+        """Add a plan; returns its name. Collective, as every process must have the same variants.
+
+        Unless `auto_parallelize` was told otherwise, the plan is tried first, as those of the start are.
+
+        Raises:
+            CheckError: on every process: the plan does not give what one device gives.
+        """
         name = name or plan.name or f"variant{len(self._runtime.variants)}"
+        self._runtime.variants.check(plan, name)
+        self._adaptation.tried.ask(plan)
         self._runtime.add_variant(plan, name)
         return name
 

@@ -15,7 +15,7 @@ from hetu_fx.api import auto_parallelize
 from hetu_fx.base.dtypes import in_double as double_of
 from hetu_fx.base.dtypes import is_complex
 from hetu_fx.base.torch_private import tree_map_only
-from hetu_fx.cli.verdict import Verdict, judge
+from hetu_fx.check.verdict import Verdict, judge
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import CommError, HetuFxError, PlanError, ProfileError
 from hetu_fx.graph.bind import as_call

@@ -21,7 +21,7 @@ from hetu_fx.cli.given import function_named, local_device
 from hetu_fx.errors import BatchError, EnvironmentProblem, PlanError
 
 if TYPE_CHECKING:
-    from hetu_fx.cli.verdict import Verdict
+    from hetu_fx.check.verdict import Verdict
     from hetu_fx.plans.plan import Plan
 
 TOLERANCE = 1e-6

@@ -1,4 +1,4 @@
-"""The coverage benchmark's judgement: what counts as green, and which of the ranks' records stands."""
+"""The coverage benchmark's judgement: what counts as green; and that it runs families, whatever they do."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.workers.coverage import _worst
 
 from benchmarks.coverage import YES, _is_green, _known_rows, _note, _options
 from benchmarks.families.cells import PLANS, InFloat64, worst_difference
 from benchmarks.families.families import FAMILIES
-from benchmarks.workers.coverage import _worst
 
 GOOD = {"differences": {"loss": 1e-12, "gradient": 1e-11}}
 ROW = dict.fromkeys(("family", "kind", "captured", "rules", *PLANS, "reason"), "")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.mutants.__main__ import FAST, FEWEST, GUARDS, ON_PROCESSES
-from benchmarks.mutants.forks import in_forks
+from benchmarks.kit.forks import in_forks
 from benchmarks.mutants.live import break_functions
 from benchmarks.mutants.mutant import ROOT, VARIABLE, Mutant, read_mutants
 from hetu_fx.program.contents import frozen

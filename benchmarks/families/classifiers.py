@@ -159,14 +159,15 @@ class ShuffleUnit(nn.Module):
         half = channels // 2
         inputs = half if stride == 1 else channels
         self.stride = stride
-        self.branch1 = nn.Sequential(self._depthwise(inputs, stride), normed(inputs, half, 1))
+        shrinks = (self._depthwise(inputs, stride), normed(inputs, half, 1)) if stride > 1 else ()
+        self.branch1 = nn.Sequential(*shrinks)
         self.branch2 = nn.Sequential(normed(inputs, half, 1), self._depthwise(half, stride), normed(half, half, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         """Mix the halves."""
         if self.stride == 1:
             kept, changed = x.chunk(2, dim=1)
-            return channel_shuffle(torch.cat((self.branch1[1](kept), self.branch2(changed)), dim=1), 2)
+            return channel_shuffle(torch.cat((kept, self.branch2(changed)), dim=1), 2)
         return channel_shuffle(torch.cat((self.branch1(x), self.branch2(x)), dim=1), 2)
 
     def _depthwise(self, channels: int, stride: int) -> nn.Sequential:
@@ -220,6 +221,8 @@ class CNBlock(nn.Module):
 
 class WindowAttention(nn.Module):
     """Attention inside windows, rolled by half a window or not, with a table of biases by distance."""
+
+    index: Tensor
 
     def __init__(self, width: int, heads: int, window: int, shift: int) -> None:
         super().__init__()

@@ -118,8 +118,7 @@ CAUSAL: Mapping[str, Options] = {
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 40},
     "deepseek_v2": DEEPSEEK | {"first_k_dense_replace": 1},
     "deepseek_v2 (dense)": DEEPSEEK | {"first_k_dense_replace": 2},
-    "llama4_text": TEXT
-    | {"head_dim": 12, "intermediate_size_mlp": 112, "moe_layers": [], "attn_temperature_tuning": False},
+    "llama4_text": TEXT | {"head_dim": 12, "intermediate_size_mlp": 112, "moe_layers": []},
     "gptj": TEXT | {"rotary_dim": 6},
     "gpt_neo": TEXT | {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "stablelm": TEXT | {"partial_rotary_factor": 0.5},

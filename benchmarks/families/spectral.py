@@ -34,7 +34,8 @@ class SpectralConv(nn.Module):
         made = torch.zeros_like(low)
         made[:, :, :m, :m] = torch.einsum("bixy,ioxy->boxy", low[:, :, :m, :m], weights[0])
         made[:, :, -m:, :m] = torch.einsum("bixy,ioxy->boxy", low[:, :, -m:, :m], weights[1])
-        return torch.fft.irfft2(made, s=(x.size(-2), x.size(-1)))
+        filtered: Tensor = torch.fft.irfft2(made, s=(x.size(-2), x.size(-1)))
+        return filtered
 
 
 class FourierOperator(nn.Module):
@@ -92,7 +93,7 @@ class DiagonalStateSpace(nn.Module):
 
 
 class StateSpaces(nn.Module):
-    """Signals through two diagonal state spaces, each added to its input and normed; their average is put in classes."""
+    """Signals through two diagonal state spaces, each added to its input and normed; the average is put in classes."""
 
     def __init__(self, channels: int = 12, states: int = 8) -> None:
         super().__init__()
@@ -124,8 +125,8 @@ class RotatedAttention(nn.Module):
         rows, length, _ = x.shape
         query, key = self._turned(self.wq(x), turns), self._turned(self.wk(x), turns)
         key, value = (self._repeated(part) for part in (key, self.wv(x).view(rows, length, self.groups, self.size)))
-        parts = (part.transpose(1, 2) for part in (query, key, value))
-        mixed = functional.scaled_dot_product_attention(*parts, is_causal=True)
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         attended: Tensor = self.wo(mixed.transpose(1, 2).reshape(rows, length, -1))
         return attended
 
@@ -143,14 +144,16 @@ class RotatedAttention(nn.Module):
 class RotatedLlama(nn.Module):
     """A small Llama whose positions are rotations by complex numbers."""
 
+    rates: Tensor
+
     def __init__(self, width: int = 48, heads: int = 8, groups: int = 4) -> None:
         super().__init__()
         self.tokens, self.head = nn.Embedding(VOCABULARY, width), nn.Linear(width, VOCABULARY, bias=False)
         self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(5))
         self.attentions = nn.ModuleList(RotatedAttention(width, heads, groups) for _ in range(2))
         self.gates, self.ups, self.downs = (
-            nn.ModuleList(nn.Linear(a, b, bias=False) for _ in range(2))
-            for a, b in ((width, 40), (width, 40), (40, width))
+            nn.ModuleList(nn.Linear(*sizes, bias=False) for _ in range(2))
+            for sizes in ((width, 40), (width, 40), (40, width))
         )
         half = width // heads // 2
         self.register_buffer("rates", 1.0 / 10000 ** (torch.arange(half).float() / half))

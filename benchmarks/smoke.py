@@ -19,16 +19,14 @@ from time import perf_counter
 from benchmarks.kit.forks import Tell, in_forks
 from benchmarks.kit.report import Bar, Row, finish, parser
 
-SECONDS = 110.0
-"""For one benchmark, after which it is given up; the machine may have other work."""
-
 
 def main() -> int:
     """Run them and tell which did not."""
     made = parser("smoke", "The smallest case of every benchmark: does it still run?")
     made.add_argument("names", nargs="*", metavar="NAME", help="these only (default: all)")
+    made.add_argument("--seconds", type=float, default=110, help="for one of them at most (default: %(default)s)")
     options = made.parse_args()
-    rows = list(rows_of(options.names or benchmarks()))
+    rows = list(rows_of(options.names or benchmarks(), options.seconds))
     broken = sum(row["runs"] != "yes" for row in rows)
     return broken or finish("smoke", [Bar("benchmarks that do not run", broken, 0, at_least=False)], rows)
 
@@ -47,14 +45,14 @@ def module_of(name: str) -> str:
     return f"benchmarks.{name}.__main__" if is_package else f"benchmarks.{name}"
 
 
-def rows_of(names: Iterable[str]) -> Iterable[Row]:
+def rows_of(names: Iterable[str], seconds: float) -> Iterable[Row]:
     """Run benchmarks, two at once where there are two cores; yield what each came to, as they end."""
     names = list(names)
     for name in names:
         import_module(module_of(name))  # once, for all forks
     start = perf_counter()
-    for name, heard in in_forks(names, _run, len(os.sched_getaffinity(0)), SECONDS):
-        said = heard[-1] if heard else f"died, or did not end within {SECONDS:.0f} s"
+    for name, heard in in_forks(names, _run, len(os.sched_getaffinity(0)), seconds):
+        said = heard[-1] if heard else f"died, or did not end within {seconds:.0f} s"
         print(f"{perf_counter() - start:.0f} s: {name}: {said}", file=sys.stderr, flush=True)
         yield {"benchmark": name, "runs": "yes" if said == "yes" else "NO", "why": "" if said == "yes" else said}
 

@@ -1,8 +1,8 @@
 """The smallest case of a benchmark (`--smoke`): that it runs, in seconds, as tests want to know. It measures nothing.
 
 What is small is said here, once for all: benchmarks build their models, batches, rounds and processes by this kit. Then
-models are narrow, sequences short and rounds few; ranks are forks of this process, at no speed but the machine's own; and
-bars are told, but do not decide. All else runs as ever.
+models are narrow, sequences short and rounds few; ranks are forks of this process, at no speed but the machine's own;
+and bars are told, but do not decide. All else runs as ever.
 """
 
 from __future__ import annotations

@@ -27,9 +27,11 @@ from benchmarks.families.cells import LIMITS, PLANS, Subject
 from benchmarks.families.families import FAMILIES, Family
 from benchmarks.kit import report
 from benchmarks.kit.forks import Tell, in_forks
+from benchmarks.kit.smallest import is_smallest
 from hetu_fx.errors import DivergedError, HetuFxError
 
 QUICK = ("llama", "gpt2", "bert", "bart", "vit", "net: resnet")
+SMALLEST = "net: alexnet"
 SHARE = 0.97
 SECONDS_PER_CELL = 240.0
 """Without a word, after which a family is given up; the machine may have other work."""
@@ -67,7 +69,7 @@ def _options() -> argparse.Namespace:
 
 
 def _is_chosen(name: str, options: argparse.Namespace) -> bool:
-    chosen = options.only or (QUICK if options.quick else FAMILIES)
+    chosen = options.only or ((SMALLEST,) if is_smallest() else QUICK if options.quick else FAMILIES)
     return name in chosen
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 VARIABLE = "HETU_FX_BENCHMARK_SMOKE"
-HEAD_WIDTH, TOKENS, ROUNDS, SECONDS = 8, 16, 1, 0.02
+HEAD_WIDTH, TOKENS, ROUNDS, SECONDS = 8, 16, 2, 0.02
 
 
 def is_smallest() -> bool:
@@ -24,6 +26,16 @@ def is_smallest() -> bool:
 def least(value: int, at_most: int) -> int:
     """Return a number, or so many at most in the smallest case."""
     return min(value, at_most) if is_smallest() else value
+
+
+def few(items: Iterable[T], count: int = 1) -> list[T]:
+    """Return items, or the first of them in the smallest case."""
+    return list(items)[: count if is_smallest() else None]
+
+
+def compiler() -> str:
+    """Return the name of what compiles graphs; in the smallest case they are traced for it, and run as they are."""
+    return "aot_eager" if is_smallest() else "inductor"
 
 
 class Smoke(argparse.Action):

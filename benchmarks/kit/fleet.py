@@ -42,7 +42,7 @@ from hetu_fx.plans.plan import Plan
 
 MakeModel = Callable[[], nn.Module]
 Batch = Mapping[str, Tensor]
-SECONDS_OF_FORKS = 300.0
+SECONDS_OF_FORKS = 1800.0
 
 
 def worker_parser(name: str, purpose: str) -> argparse.ArgumentParser:

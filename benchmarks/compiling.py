@@ -40,7 +40,7 @@ def main() -> int:
     if options.measured:
         print(json.dumps(measured(options.layers)))
         return 0
-    rows = runs(least(options.layers, 1), 1 if options.quick else 3)
+    rows = runs(least(options.layers, 2), 1 if options.quick else 3)
     bars = [
         Bar(f"seconds of a first step, {rows[place]['run']}", first(rows[place]), bar, at_least=False)
         for place, bar in enumerate((COLD_BAR, WARM_BAR))

@@ -85,7 +85,7 @@ def main() -> int:
     options = made.parse_args()
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
-    layers = least(options.layers, 1)
+    layers = least(options.layers, 2)  # blocks are such where they repeat
     size = Size(width=256, layers=layers, rows=8, tokens=128)
     given = batch(size.rows, size.tokens)
     steps = {name: way.step(size, given) for name, way in ways(layers).items()}

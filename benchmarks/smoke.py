@@ -28,7 +28,7 @@ def main() -> int:
     options = made.parse_args()
     rows = list(rows_of(options.names or benchmarks(), options.seconds))
     broken = sum(row["runs"] != "yes" for row in rows)
-    return broken or finish("smoke", [Bar("benchmarks that do not run", broken, 0, at_least=False)], rows)
+    return finish("smoke", [Bar("benchmarks that do not run", broken, 0, at_least=False)], rows)
 
 
 def benchmarks() -> list[str]:

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
 from time import perf_counter
 
 from benchmarks.kit.forks import Tell, in_forks
@@ -28,7 +29,8 @@ def main() -> int:
     options = made.parse_args()
     rows = list(rows_of(options.names or benchmarks(), options.seconds))
     broken = sum(row["runs"] != "yes" for row in rows)
-    return finish("smoke", [Bar("benchmarks that do not run", broken, 0, at_least=False)], rows)
+    bar, used = Bar("benchmarks that do not run", broken, 0, at_least=False), getrusage(RUSAGE_CHILDREN)
+    return finish("smoke", [bar], rows, processor_seconds=used.ru_utime + used.ru_stime)
 
 
 def benchmarks() -> list[str]:

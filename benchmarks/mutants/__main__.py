@@ -156,9 +156,8 @@ def _run_pytest(mutant: Mutant | None, tests: Sequence[str], folder: Path, outpu
 def _tests(mutant: Mutant) -> tuple[str, ...]:
     if mutant.tests:
         return mutant.tests
-    if mutant.path.startswith(_GUARDS):
-        return GUARDS
-    return ON_PROCESSES if mutant.on_processes else FAST
+    tests = GUARDS if mutant.path.startswith(_GUARDS) else ON_PROCESSES if mutant.on_processes else FAST
+    return tuple(few(tests))
 
 
 if __name__ == "__main__":

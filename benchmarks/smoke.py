@@ -19,6 +19,7 @@ from time import perf_counter
 
 from benchmarks.kit.forks import Tell, in_forks
 from benchmarks.kit.report import Bar, Row, finish, parser
+from tests.ranks.remembered import remembered_captures
 
 
 def main() -> int:
@@ -64,7 +65,7 @@ def _run(name: str, tell: Tell) -> None:
     os.setsid()
     sys.argv = [f"benchmarks.{name}", "--smoke"]
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with contextlib.redirect_stdout(printed), remembered_captures():
         try:
             status = import_module(module_of(name)).main()
         except SystemExit as left:

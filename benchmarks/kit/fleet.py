@@ -72,7 +72,8 @@ def run_workers(name: str, arguments: Sequence[str], spec: EmulateSpec, **how: A
 def run_in_forks(name: str, arguments: Sequence[str], spec: EmulateSpec) -> None:
     """Run the ranks of the smallest case as forks of this process, which has imported what they need.
 
-    No speed, memory or link is limited: they are on one machine, and know of nodes by their environment alone.
+    No speed, memory or link is limited: they are on one machine, and know of nodes by their environment alone. Each
+    captures equal models once, as in tests.
     """
     port, job = _free_port(), partial(_be_rank, name, ("--smoke", *arguments))
     environments = [_environment(spec, rank, port) for rank in range(spec.world_size)]
@@ -106,11 +107,14 @@ def _free_port() -> int:
 
 
 def _be_rank(name: str, arguments: Sequence[str], environment: Mapping[str, str], tell: Tell) -> None:
+    from tests.ranks.remembered import remembered_captures  # what is measured is installed without tests
+
     os.environ |= environment
     sys.argv = [f"benchmarks.{name}", *arguments]
     try:
         module = import_module(f"benchmarks.{name}")
-        tell((module if hasattr(module, "main") else import_module(f"benchmarks.{name}.__main__")).main())
+        with remembered_captures():
+            tell((module if hasattr(module, "main") else import_module(f"benchmarks.{name}.__main__")).main())
     except BaseException:
         tell(traceback.format_exc())
 

@@ -121,7 +121,7 @@ def test_the_smallest_case_has_few_of_all_and_judges_nothing(
     assert (smallest.least(9, 2), smallest.few("abc"), smallest.compiler()) == (9, ["a", "b", "c"], "inductor")
     assert report.parser("demo", "").parse_args(["--smoke"]).quick
     assert (smallest.least(9, 2), smallest.few("abc"), smallest.compiler()) == (2, ["a"], "aot_eager")
-    assert report.finish("demo", [report.Bar("share", 0.5, 0.9, at_least=True)], []) == 0
+    assert report.finish("demo", [report.Bar("share", 0.5, 0.9, at_least=True)], [{"who": "us"}]) == 0
     assert "MISSED" in capsys.readouterr().out
 
 

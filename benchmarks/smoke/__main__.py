@@ -21,6 +21,8 @@ from benchmarks.kit.forks import Tell, in_forks
 from benchmarks.kit.report import Bar, Row, finish, parser
 from tests.ranks.remembered import remembered_captures
 
+FOLDER = Path(__file__).parents[1]
+
 
 def main() -> int:
     """Run them and tell which did not."""
@@ -36,15 +38,14 @@ def main() -> int:
 
 def benchmarks() -> list[str]:
     """Return the names of all benchmarks: what `python -m benchmarks.NAME` runs, but for this one."""
-    folder = Path(__file__).parent
-    packages = {file.parent.name for file in folder.glob("*/__main__.py")}
-    modules = {file.stem for file in folder.glob("*.py") if file.stem != "__init__"}
-    return sorted((packages | modules) - {Path(__file__).stem})
+    packages = {file.parent.name for file in FOLDER.glob("*/__main__.py")}
+    modules = {file.stem for file in FOLDER.glob("*.py") if file.stem != "__init__"}
+    return sorted((packages | modules) - {Path(__file__).parent.name})
 
 
 def module_of(name: str) -> str:
     """Return the module that `python -m benchmarks.NAME` runs."""
-    is_package = (Path(__file__).parent / name / "__main__.py").exists()
+    is_package = (FOLDER / name / "__main__.py").exists()
     return f"benchmarks.{name}.__main__" if is_package else f"benchmarks.{name}"
 
 

@@ -56,7 +56,8 @@ class Call:
         routed: whether the row analysis found that rows are permuted, or counted, inside a shard (see
             `row_order`).
         pointers: operands whose values are positions of rows inside the shard.
-        result_float: whether the (first) result is a float tensor.
+        result_float: whether the results are real or complex numbers with gradients.
+        result_bool: whether a result is one of booleans, which no sum becomes part by part.
     """
 
     op: str
@@ -69,6 +70,7 @@ class Call:
     routed: bool = False
     pointers: frozenset[int] = frozenset()
     result_float: bool = True
+    result_bool: bool = False
 
     def shape(self, argument: str) -> Shape | None:
         """Return the shape of the operand passed for a tensor argument, or None if it is absent."""
@@ -149,6 +151,7 @@ def make_call(
         tensor_names=_tensor_names(target, arguments),
         where=where,
         result_float=all(carries_gradient(tensor.dtype) for tensor in results),
+        result_bool=any(tensor.dtype is torch.bool for tensor in results),
     )
 
 

@@ -37,6 +37,11 @@ SCATTERS = {
     aten.select.int: aten.select_scatter.default,
     aten.diagonal.default: aten.diagonal_scatter.default,
 }
+DIMS_OF_SCATTERS = {  # where their dims stand after both tensors, and which they are where none is given
+    aten.slice_scatter.default: {0: 0},
+    aten.select_scatter.default: {0: 0},
+    aten.diagonal_scatter.default: {1: 0, 2: 1},
+}
 SPLITS = frozenset({
     aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.tensor_split.sections,
 })  # fmt: skip
@@ -142,7 +147,7 @@ class _Functionalizer:
         target, rest = view.target, tuple(view.args[1:])
         rest = fx.node.map_arg(rest, self._read)
         if target in SCATTERS:
-            return self._insert(SCATTERS[target], (base, value, *rest))
+            return self._put(SCATTERS[target], base, value, *rest)
         if target in SAME_ELEMENTS:
             return self._insert(aten.reshape.default, (value, self._sizes(base)))
         if target in SAME_VALUE and meta.same_shape(view, base):
@@ -162,14 +167,27 @@ class _Functionalizer:
         index = piece.args[1]
         if split.target is aten.unbind.int:
             unbind_dim = split.args[1] if len(split.args) > 1 else split.kwargs.get("dim", 0)
-            return self._insert(aten.select_scatter.default, (base, value, unbind_dim, index))
+            return self._put(aten.select_scatter.default, base, value, unbind_dim, index)
         assert isinstance(dim, int)
         assert isinstance(index, int)
         lengths = [example.shape[dim] for example in meta.value(split)]
         if split.target not in SPLITS or any(meta.is_symbolic(length) for length in lengths[: index + 1]):
             raise self._refusal(f"a write through a piece made by {split.target}")
         start = sum(lengths[:index])
-        return self._insert(aten.slice_scatter.default, (base, value, dim, start, start + lengths[index]))
+        return self._put(aten.slice_scatter.default, base, value, dim, start, start + lengths[index])
+
+    def _put(self, scatter: Callable[..., Any], base: fx.Node, value: fx.Node, *place: Any) -> fx.Node:
+        """Insert a scatter; of complex values, to which torch knows no gradient through one, that of their two parts."""
+        if not meta.dtype(base).is_complex:
+            return self._insert(scatter, (base, value, *place))
+        dims, rank = DIMS_OF_SCATTERS[scatter], len(meta.shape(base))
+        given = dict(enumerate(place))
+        counted = {at: given.get(at, default) for at, default in dims.items()}
+        last = max([*given, *counted])
+        full = {**{at: given.get(at, 0) for at in range(last + 1)}, **{at: dim % rank for at, dim in counted.items()}}
+        parts = [self._insert(aten.view_as_real.default, (self._insert(aten.resolve_conj.default, (z,)),)) for z in (base, value)]
+        made = self._insert(scatter, (*parts, *(full[at] for at in range(last + 1))))
+        return self._insert(aten.view_as_complex.default, (made,))
 
     def _rewrite_write(self, node: fx.Node, written: list[fx.Node]) -> None:
         into = node.kwargs.get("out")

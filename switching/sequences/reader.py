@@ -267,7 +267,7 @@ def _check_rows_are_dim_0(programs: Programs, sequences: Sequences) -> None:
     others = {name: asked.dims[name] for name in sequences.inputs if name in asked.dims and asked.dims[name] != 0}
     if others:
         raise BatchError(
-            f"row_dims says {others} of inputs that are sequences of mixed lengths, which are put together along dim 0\n"
+            f"row_dims says {others} of inputs that are sequences of mixed lengths, whose rows are made in dim 0\n"
             f"hint: let the model take rows first (batch_first=True), or pad the sequences to rows of one length"
         )
 

@@ -82,7 +82,7 @@ def recurrent_batch(rows: int) -> dict[str, Tensor]:
     return {"x": torch.randn(7, rows, 6), "state": torch.randn(2, rows, 5), "y": torch.zeros(rows, dtype=torch.long)}
 
 
-@pytest.mark.parametrize("rows", [4, 2])  # as many rows as layers, too
+@pytest.mark.parametrize("rows", [4, 2, 1])  # as many rows as layers, too
 def test_what_must_have_as_many_entries_as_there_are_rows_is_found_in_the_graph(rows: int) -> None:
     graph = capture(Recurrent(), recurrent_batch(rows), row_dims=AskedRowDims({"x": 1}))
     assert graph.row_dims == {"x": 1, "state": 1, "y": 0}

@@ -228,7 +228,7 @@ class SequenceReading(Reading[GraphVariant]):
 
     def same_inputs(self, *, shared: bool) -> Mapping[str, Tensor]:
         """Return the inputs that all ranks must pass alike: all of them."""
-        return {name: torch.cat(parts) for name, parts in self.sequences.inputs.items()}
+        return {f"input {name!r}": torch.cat(parts) for name, parts in self.sequences.inputs.items()}
 
     def build(self, variant: GraphVariant, inputs: StepInputs) -> None:
         """Make the variant's graphs."""

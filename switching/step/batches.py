@@ -130,7 +130,7 @@ def same_inputs(tensors: Mapping[str, Tensor], row_dims: RowDims, *, shared: boo
 
     Those without dims are left out: they are compared in every step.
     """
-    return {name: x for name, x in tensors.items() if x.dim() and (shared or name not in row_dims)}
+    return {f"input {name!r}": x for name, x in tensors.items() if x.dim() and (shared or name not in row_dims)}
 
 
 def needing_gradients(tensors: Mapping[str, Tensor], row_dims: RowDims) -> dict[str, Tensor]:

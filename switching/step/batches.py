@@ -113,7 +113,9 @@ def _facts(match: Match, programs: Programs, needing: Mapping[str, Tensor], *, s
     values = {f"input {name!r}": float(tensor.detach()) for name, tensor in tensors.items() if tensor.dim() == 0}
     return LocalFacts(
         rows=match.rows,
-        signature=f"{match.signature}, graph {program.fingerprint}{_told(needing)}",
+        # All ranks must cut the same inputs by rows, and have the same doubt of it.
+        signature=f"{match.signature}, graph {program.fingerprint}, rows {dict(program.row_dims)}"
+        f"{' in doubt' if program.doubt else ''}{_told(needing)}",
         sizes=tuple(sizes.values()),
         size_names=tuple(sizes),
         sizes_may_differ=not shared,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,3 +110,14 @@ def test_an_input_without_rows_that_must_have_as_many_is_refused() -> None:
         BatchError, match=r"input 'y' has no rows, but in the model's forward its dim 0 must be as large"
     ):
         capture(Recurrent(), recurrent_batch(4), row_dims=AskedRowDims({"x": 1, "y": None}))
+
+
+def test_nobody_else_takes_dim_0_of_an_input_for_its_rows() -> None:
+    root = Path(__file__).parents[2]
+    places = [
+        *(root / "switching").rglob("*.py"),
+        *(root / "hetu_fx").glob("*.py"),
+        *(root / "hetu_fx/program").glob("*.py"),
+    ]
+    found = [str(path) for path in places if re.search(r"\.shape\[(0|:1)\]|\.size\(0\)", path.read_text())]
+    assert found == []

@@ -145,8 +145,10 @@ class RowReading(Reading[GraphVariant]):
         return replace(self, batch=self.fillings.filled(self.batch, facts, wants_values=wanted))
 
     def same_inputs(self, *, shared: bool) -> Mapping[str, Tensor]:
-        """Return the inputs that all ranks must pass alike."""
-        return same_inputs(self.batch.tensors, self.batch.program.row_dims, shared=shared)
+        """Return the inputs that all ranks must pass alike, and the graph's own tensors (the weights of a loss_fn)."""
+        program = self.batch.program
+        constants = {f"constant {name}": tensor for name, tensor in program.graph.constants.items()}
+        return same_inputs(self.batch.tensors, program.row_dims, shared=shared) | constants
 
     def build(self, variant: GraphVariant, inputs: StepInputs) -> None:
         """Make the variant's graphs."""

@@ -198,10 +198,14 @@ class Handle:
         yield from waiting
 
     def explain(self) -> str:
-        """Return the current plan as a table, with what was predicted, and what its first use has taken here."""
+        """Return the current plan as a table, with what was predicted, and what its first use has taken here.
+
+        And what was found when it was tried before it trained.
+        """
         self._runtime.charge_groups()
         plan = self.plan.explain(range(self._runtime.table.size))
-        return f"{plan}\nfirst use: {self._runtime.variants[self.current].first_use}"
+        use = self._runtime.variants[self.current].first_use
+        return f"{plan}\ntried: {self.checks[self.current]}\nfirst use: {use}"
 
     def add_variant(self, plan: Plan, name: str | None = None) -> str:
         """Add a plan; returns its name. Collective, as every process must have the same variants.

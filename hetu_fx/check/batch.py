@@ -21,6 +21,7 @@ from hetu_fx.program.program import Program
 MOST_ROWS = 64
 """Rows above which a trial does not look for shares that stay unequal."""
 
+LEAST_ROWS = 4
 LEAST_LENGTH = 8
 MOST_LENGTH = 64
 _MICRO_BATCHES = 2  # more than a pipeline has stages
@@ -45,7 +46,7 @@ def rows_for(plan: Plan, world: int) -> int:
     (Of one row nobody can tell a mean from a sum, nor what it varies by.) Pipelines of unlike shares have unlike rows,
     and micro-batches of a pipeline unlike sizes, where few rows do it; with very many micro-batches some have one row.
     """
-    least = max(world, sum(pipeline.micro_batches for pipeline in plan.pipelines))
+    least = max(LEAST_ROWS, world, sum(pipeline.micro_batches for pipeline in plan.pipelines))
     numbers = range(least, max(MOST_ROWS, 2 * least) + 1)
     return min(numbers, key=lambda rows: (_idle(plan, rows, 1), _idle(plan, rows, _ROWS), _hidden(plan, rows), rows))
 

@@ -71,7 +71,9 @@ def _of_gradients(graph: Graph, found: Found) -> str:
 
 def _reader(graph: Graph, leaf: fx.Node) -> fx.Node | None:
     """Return the last op that reads a parameter."""
-    return next((node for node in reversed(graph.graph.nodes) if node in leaf.users and node.op == "call_function"), None)
+    return next(
+        (node for node in reversed(graph.graph.nodes) if node in leaf.users and node.op == "call_function"), None
+    )
 
 
 def first_wrong_value(case: Case, captured: GraphExecution, tolerance: Tolerance) -> fx.Node | None:

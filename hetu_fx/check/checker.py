@@ -35,6 +35,7 @@ from hetu_fx.check.narrow import Narrowing
 from hetu_fx.check.report import failure_text
 from hetu_fx.check.trial import Case, Found, Reference, alone, tried
 from hetu_fx.cluster.host import memory_left
+from hetu_fx.deduction.rules.registry import registered_rules
 from hetu_fx.errors import CheckError, HetuFxError
 from hetu_fx.graph import meta
 from hetu_fx.graph.bind import Batch, as_call, flatten_batch
@@ -148,27 +149,30 @@ class Checker:
         Raises:
             CheckError: it does not give what one device gives.
         """
-        key = self._key(plan)
+        if self.program is None:  # nothing tells a module from one with other code, and no capture is needed
+            return self._answer("", plan).says
+        key = self._key(plan, self.program)
         known = self.answers.get(key)
-        if known is not None:
-            return known.says
+        if known is None:
+            known = self._answer(key, plan)
+            self.answers.put(known)
+        return known.says
+
+    def _answer(self, key: str, plan: Plan) -> Answer:
         start = time.monotonic()
         with telling("trying the plan") as tell, _surroundings():
             try:
                 answer = Answer(key, True, self._says(self._found(plan, start, tell), start))
             except NotChecked as why:
                 answer = Answer(key, False, f"not checked: {why}")
-        self.answers.put(answer)
         level = logging.INFO if answer.was_checked else logging.WARNING
         _log.log(level, "plan %s: %s", plan.summary(), answer.says)
-        return answer.says
+        return answer
 
-    def _key(self, plan: Plan) -> str:
-        graph = "" if self.program is None else _text(self.program)
+    def _key(self, plan: Plan, program: Program) -> str:
         asked = replace(plan, name=None, predicted=None, max_length=None).to_json()
-        how = f"{self.world} {self.shared} {self.eager} {self.seconds} {self.problem}"
-        structure = "" if self.template is None else f"{self.template.model} {self.template.loss_fn}"
-        return key_of([graph, structure if self.eager else "", str(asked), how, str(self.batch_form)])
+        how = f"{self.world} {self.shared} {self.seconds} {self.problem}"
+        return key_of([_text(program), str(asked), how, str(self.batch_form), *registered_rules()])
 
     @property
     def batch_form(self) -> object:
@@ -268,6 +272,8 @@ class Checker:
                 raise NotChecked("the module draws random numbers, of which each device draws its own")
             return Ready(case, reference, None, blocks)
         captured = case.how().capture(case.model, case.batch)
+        if captured.program.graph.num_blocks != len(blocks.kept):
+            raise NotChecked("cut down it has other blocks")
         is_whole = not (cut.blocks and blocks.dropped) and not cut.tables and not cut.lengths
         if not is_whole and not same_ops(self.program.graph, captured.program.graph, blocks):
             raise NotChecked("cut down it runs other ops")
@@ -303,7 +309,9 @@ class Checker:
     def _left(self, start: float, needs: float) -> float:
         left = self.seconds - (time.monotonic() - start)
         if needs > left:
-            raise NotChecked(f"it would take about {needs:.0f} s more, and {max(left, 0):.0f} s of {self.seconds:.0f} s are left")
+            raise NotChecked(
+                f"it would take about {needs:.0f} s more, and {max(left, 0):.0f} s of {self.seconds:.0f} s are left"
+            )
         return left
 
 
@@ -335,7 +343,8 @@ def _surroundings() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(casting(()))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.device(HOST))
+        if torch.get_default_device() != HOST:
+            stack.enter_context(torch.device(HOST))
         stack.enter_context(warnings.catch_warnings())
         stack.enter_context(torch.random.fork_rng(devices=[]))
         warnings.simplefilter("ignore")

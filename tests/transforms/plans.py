@@ -198,10 +198,8 @@ def feeder(
     program: Program, plan: Plan, model: nn.Module, inputs: Mapping[str, Tensor], *, wants_values: bool = False
 ) -> Callable[[int, GraphSlot], Tensor]:
     """Feed each rank its parts of the parameters, and the inputs whole."""
-    made, tensors = (
-        deduced(program, plan, wants_values=wants_values),
-        {**dict(model.named_parameters()), **dict(model.named_buffers())},
-    )
+    made = deduced(program, plan, wants_values=wants_values)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     leaves = {leaf.name: leaf.node for leaf in program.graph.leaves}
 
     def feed(rank: int, slot: GraphSlot) -> Tensor:

@@ -122,6 +122,8 @@ def looked_up(call: Call) -> Factoring:
 
 def gathered(call: Call) -> Factoring:
     """Pick along one dim, which may be cut in the tensor; other dims pass through where they are taken in full."""
+    if not call.rank:  # a number
+        return opaque(call)
     shape, index = call.operands[0].shape, call.operands[1].shape
     dim = call.dim()
     dims = dims_of(index)
@@ -133,6 +135,8 @@ def gathered(call: Call) -> Factoring:
 
 def scattered(call: Call) -> Factoring:
     """Write along one dim, which stays whole; other dims pass through where they are written in full."""
+    if not call.rank:  # a number
+        return opaque(call)
     shape, index = call.operands[0].shape, call.operands[1].shape
     dim = call.dim()
     dims = dims_of(shape)
@@ -157,6 +161,8 @@ def _picked_rows(call: Call) -> Factoring:
 
 def _added_rows(call: Call) -> Factoring:
     """Add rows at a list of positions; positions and the dim stay whole, unless rows are only permuted."""
+    if not call.rank:  # a number
+        return opaque(call)
     shape, source = call.operands[0].shape, call.operands[2].shape
     dim = call.dim()
     dims = dims_of(shape)
@@ -175,6 +181,8 @@ def _added_rows(call: Call) -> Factoring:
 
 def _written_rows(call: Call, *, linear: bool = False) -> Factoring:
     """Write, or fold in, rows at a list of positions; positions and the dim stay whole."""
+    if not call.rank:  # a number
+        return opaque(call)
     dims, dim = dims_of(call.operands[0].shape), call.dim()
     new = dims_of(call.operands[1].shape, "new")
     whole = names(dims, [dim]) | names(new)

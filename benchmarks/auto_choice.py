@@ -34,6 +34,7 @@ from benchmarks.kit.fleet import (
 )
 from benchmarks.kit.models import Size, batch, llama, num_parameters
 from benchmarks.kit.report import Bar, Row, finish
+from benchmarks.kit.smallest import few, least
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import by_first, from_first
 from hetu_fx.comm_ops.wire.groups import GroupTable
@@ -118,7 +119,7 @@ def main() -> int:
     options = made.parse_args()
     if options.worker is not None:
         return work(options.worker, options.only, quick=options.quick)
-    names = [options.only] if options.only else list(MODELS)
+    names = [options.only] if options.only else few(MODELS)
     return judge({name: measured(name, quick=options.quick) for name in names})
 
 
@@ -185,7 +186,7 @@ class Contest:
         def prepare() -> tuple[dict[str, Plan], dict[str, Row]]:
             planned = program.at(costs)
             plans = {"auto": planned.plan(cluster, "auto")}
-            drawn = drawn_plans(program, costs, cluster, QUICK_PLANS if quick else NUM_PLANS)
+            drawn = drawn_plans(program, costs, cluster, least(QUICK_PLANS if quick else NUM_PLANS, 1))
             plans |= {f"{kind_of(plan)}: {plan.summary()}": plan for plan in drawn}
             return plans, {who: on_paper(plan, planned, cluster) for who, plan in plans.items()}
 

@@ -1,37 +1,48 @@
 """Which model families run under which plans, and how exactly.
 
 Every family is captured, and its ops are looked up in the rule table; then it runs forward and backward under each
-plan on gloo processes, and the loss and every gradient are compared with one device: in float64 throughout, but for
-mixtures of experts, whose grouped matrix products torch has in float32 at most.
+plan, as all ranks of one process, and the loss and every gradient are compared with one device: in float64 throughout,
+but for mixtures of experts, whose grouped matrix products torch has in float32 at most. Each family has a process of
+its own, so that one that crashes or never ends costs the others nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from time import perf_counter
+from typing import Any
 
 import torch
 import transformers as hf
 
-from benchmarks.families.cells import LIMITS, PLANS, SIZES, exactly, in_dtype
+from benchmarks.families.cells import LIMITS, PLANS, Subject
 from benchmarks.families.families import FAMILIES, Family
 from benchmarks.kit import report
-from benchmarks.workers.coverage import Record, run_plans
-from hetu_fx.deduction.factors.analyse import UnknownOpWarning, analyse
-from hetu_fx.graph.capture import capture
-from hetu_fx.graph.graph import Graph
+from benchmarks.kit.forks import Tell, in_forks
+from benchmarks.kit.smallest import is_smallest
+from hetu_fx.errors import DivergedError, HetuFxError
 
 QUICK = ("llama", "gpt2", "bert", "bart", "vit", "net: resnet")
-BAR = 50
+SMALLEST = "net: alexnet"
+SHARE = 0.97
+SECONDS_PER_CELL = 240.0
+"""Without a word, after which a family is given up; the machine may have other work."""
 DOCUMENT = Path(__file__).parents[1] / "docs" / "coverage.md"
-YES = "yes"
+CAPTURED, YES = "captured", "yes"
 REASON_LENGTH = 160
 
 Row = dict[str, str]
+Record = Mapping[str, Any]
+
+DIED: Record = {"broken": f"its process died, or said nothing for {SECONDS_PER_CELL:.0f} s"}
 
 
 def main() -> int:
@@ -40,19 +51,17 @@ def main() -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     hf.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    known = _known_rows(options)
-    chosen = [family for family in FAMILIES.values() if _is_chosen(family.name, options)]
-    rows = [known.get(family.name) or _row(family, options) for family in chosen]
+    rows = rows_of([family for family in FAMILIES.values() if _is_chosen(family.name, options)], options)
     if options.write_docs:
         DOCUMENT.write_text(_document(rows))
-    bars = [report.Bar("families fully green", sum(map(_is_green, rows)), min(BAR, len(rows)), at_least=True)]
-    return report.finish("coverage", bars, rows)
+    share = sum(map(_is_green, rows)) / len(rows)
+    return report.finish("coverage", [report.Bar("share of families fully green", share, SHARE, at_least=True)], rows)
 
 
 def _options() -> argparse.Namespace:
     parser = report.parser("coverage", "Run model families under plans and compare them with one device.")
     parser.add_argument("--only", action="append", default=[], help="a family; may be repeated")
-    parser.add_argument("--graphs", action="store_true", help="only capture and look up rules, start no processes")
+    parser.add_argument("--graphs", action="store_true", help="only capture and look up rules, run no plan")
     parser.add_argument("--write-docs", action="store_true", help="write docs/coverage.md")
     parser.add_argument("--log", type=Path, help="a file for what each cell came to, errors in full, one JSON a line")
     parser.add_argument("--resume", action="store_true", help="take over the rows that are in the log already")
@@ -60,48 +69,71 @@ def _options() -> argparse.Namespace:
 
 
 def _is_chosen(name: str, options: argparse.Namespace) -> bool:
-    chosen = options.only or (QUICK if options.quick else FAMILIES)
+    chosen = options.only or ((SMALLEST,) if is_smallest() else QUICK if options.quick else FAMILIES)
     return name in chosen
 
 
-def _row(family: Family, options: argparse.Namespace) -> Row:
-    """Try one family, and print its row."""
-    row = dict.fromkeys(("family", "kind", "captured", "rules", *PLANS, "reason"), "")
-    row |= {"family": family.name, "kind": family.kind}
-    graph = _captured(family, row)
-    if graph is not None:
-        _look_up_rules(graph, row)
-        for plan, record in run_plans(family, graph, [] if options.graphs else list(PLANS)):
-            _note(row, plan, record, family)
-            _log(options.log, {"cell": (family.name, plan), **record})
-    _log(options.log, {"row": row})
-    print(" | ".join(row.values()), file=sys.stderr, flush=True)
-    return row
+def rows_of(families: Sequence[Family], options: argparse.Namespace) -> list[Row]:
+    """Try families, several at once, and print their rows; those of a run that was interrupted are taken over."""
+    rows = _known_rows(options)
+    left = [family.name for family in families if family.name not in rows]
+    plans = [] if options.graphs else list(PLANS)
+    for name, heard in in_forks(left, partial(_try, plans), _at_once(), SECONDS_PER_CELL):
+        rows[name] = _row(FAMILIES[name], dict(heard), plans)
+        for what, record in heard:
+            _log(options.log, {"cell": (name, what), **record})
+        _log(options.log, {"row": rows[name]})
+        print(" | ".join(rows[name].values()), file=sys.stderr, flush=True)
+    return [rows[family.name] for family in families]
 
 
-def _captured(family: Family, row: Row) -> Graph | None:
+def _at_once() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _try(plans: Sequence[str], name: str, tell: Tell) -> None:
+    """Capture a family and run it under plans; tell what each came to."""
     try:
-        torch.manual_seed(0)
-        model, batch = family.make().to(family.dtype), in_dtype(family.batch(*SIZES[0]), family.dtype)
-        with exactly(family.dtype):
-            graph = capture(model, batch)
+        subject = Subject(FAMILIES[name])
     except Exception as error:  # whatever a model does when it is built or traced is its row's reason
-        row |= {"captured": "no", "reason": _shortened(f"{type(error).__name__}: {error}")}
-        return None
-    row["captured"] = YES
-    return graph
+        tell((CAPTURED, _failure("refused", error)))
+        return
+    tell((CAPTURED, {"unknown_ops": subject.unknown_ops}))
+    for plan in plans:
+        tell((plan, _attempt(subject, plan)))
 
 
-def _look_up_rules(graph: Graph, row: Row) -> None:
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        analyse(graph)
-    unknown = sorted({_op_of(warning.message) for warning in told if issubclass(warning.category, UnknownOpWarning)})
-    row |= {"rules": "no", "reason": f"no rule for {', '.join(unknown)}"} if unknown else {"rules": YES}
+def _attempt(subject: Subject, plan: str) -> Record:
+    start = perf_counter()
+    try:
+        record: Record = {"differences": subject.try_plan(plan)}
+    except DivergedError as error:  # ranks that do not agree are no refusal
+        record = _failure("broken", error)
+    except HetuFxError as error:
+        record = _failure("refused", error)
+    except Exception as error:  # to be told, not to end the run
+        record = _failure("broken", error)
+    return {"seconds": perf_counter() - start, **record}
 
 
-def _op_of(warning: Warning | str) -> str:
-    return str(warning).split(" ")[1]
+def _failure(kind: str, error: Exception) -> Record:
+    return {kind: f"{type(error).__name__}: {error}", "trace": "".join(traceback.format_exception(error))}
+
+
+def _row(family: Family, heard: Mapping[str, Record], plans: Sequence[str]) -> Row:
+    """Lay out what a family came to; what was not heard of is what its process died of."""
+    row = dict.fromkeys(("family", "kind", CAPTURED, "rules", *PLANS, "reason"), "")
+    row |= {"family": family.name, "kind": family.kind}
+    captured = heard.get(CAPTURED, DIED)
+    if "unknown_ops" not in captured:
+        reason = next(str(captured[kind]) for kind in ("refused", "broken") if kind in captured)
+        return row | {CAPTURED: "no", "reason": _shortened(reason)}
+    unknown = captured["unknown_ops"]
+    row |= {CAPTURED: YES, "rules": "no" if unknown else YES}
+    row["reason"] = f"no rule for {', '.join(unknown)}" if unknown else ""
+    for plan in plans:
+        _note(row, plan, heard.get(plan, DIED), family)
+    return row
 
 
 def _note(row: Row, plan: str, record: Record, family: Family) -> None:
@@ -118,7 +150,7 @@ def _note(row: Row, plan: str, record: Record, family: Family) -> None:
 
 
 def _is_green(row: Row) -> bool:
-    return all((row["captured"] == YES, row["rules"] == YES, *(row[plan][:1].isdigit() for plan in PLANS)))
+    return all((row[CAPTURED] == YES, row["rules"] == YES, *(row[plan][:1].isdigit() for plan in PLANS)))
 
 
 def _shortened(text: str) -> str:
@@ -155,8 +187,8 @@ def _document(rows: Sequence[Row]) -> str:
         f"transformers {hf.__version__}. {green} of {len(rows)} families run under every plan as on one device.",
         "",
         "Each is a tiny model of two blocks or so. It is captured (loss included), every op is looked up in the rule",
-        "table, and it runs forward and backward on two batches of unlike size, of which three processes bring",
-        "unequal parts, under plans for two or three of them; a pipeline has two micro-batches, or one where the",
+        "table, and it runs forward and backward on two batches of unlike size, of which three ranks (of one process)",
+        "bring unequal parts, under plans for two or three of them; a pipeline has two micro-batches, or one where the",
         "model works something out from the whole batch (batch norm). A number is the worst relative difference from",
         f"one device, of the loss or of any gradient. Limits of the two: {limits}.",
         "",

@@ -6,11 +6,9 @@ nodes must send each of them what it lacks.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
@@ -22,13 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.kit.contest import Step, barrier, run_rounds
-from benchmarks.kit.report import Bar, Row, finish, median_ratio, parser
+from benchmarks.kit.fleet import run_workers, worker_parser
+from benchmarks.kit.report import Bar, Row, finish, median_ratio
 from benchmarks.workers.reshard import link_bytes
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.resolve.lowering import Lowering
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
-from hetu_fx.emulate.emulate import EmulateSpec, run
+from hetu_fx.emulate.emulate import EmulateSpec
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
 from hetu_fx.switching.home.placement import make_home_layouts
 
@@ -44,18 +43,13 @@ Times = Mapping[str, Mapping[str, Mapping[str, list[float]]]]
 
 def main() -> int:
     """Run under the emulator and judge."""
-    made = parser("gradient_sync", "Gradient sync over a slow link between nodes.")
-    made.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    made = worker_parser("gradient_sync", "Gradient sync over a slow link between nodes.")
     options = made.parse_args()
     parameters, rounds = (4, 3) if options.quick else (8, 7)
     if options.worker is not None:
         return work(options.worker, parameters, rounds)
     spec = EmulateSpec(speeds=(0.4,) * WORLD, num_nodes=NODES, link_bits_per_second=LINK_BITS_PER_SECOND)
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "benchmarks.gradient_sync", "--worker", str(result)]
-        status = run(spec, command + ["--quick"] * options.quick, timeout_seconds=600)
-        return status or judge(json.loads(result.read_text()), parameters)
+    return judge(run_workers("gradient_sync", ["--quick"] * options.quick, spec, timeout_seconds=600), parameters)
 
 
 def judge(times: Times, parameters: int) -> int:

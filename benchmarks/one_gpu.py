@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageCl
 from benchmarks.kit.contest import Step, loss_of, run_rounds
 from benchmarks.kit.models import batch, num_parameters
 from benchmarks.kit.report import Bar, Row, finish, median_ratio, parser, table
+from benchmarks.kit.smallest import compiler, few
 
 
 @dataclass(frozen=True)
@@ -101,9 +102,9 @@ def main() -> int:
     options = made.parse_args()
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
-    settings = settings_for(device, options.model or ["llama", "vit"])
+    settings = settings_for(device, options.model or few(["llama", "vit"]))
     wanted = [pair for pair in PAIRS if pair.other in (options.beside or others)]
-    pairs = [pair for pair in wanted if on_gpu or "graphs" not in pair.ours]
+    pairs = few(pair for pair in wanted if on_gpu or "graphs" not in pair.ours)
     found = [measured(name, settings[name], device, pairs, quick=options.quick) for name in settings]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
     return finish(
@@ -262,7 +263,7 @@ def step_of(who: str, setting: Setting, device: torch.device) -> Step:
 
     is_compiled, replays = "compile" in who, "CUDA graphs" in who
     if who.startswith("hetu_fx"):
-        backend = "inductor" if is_compiled else None
+        backend = compiler() if is_compiled else None
         with precision():
             hetu_fx.auto_parallelize(model, given, optimizer=optimizer, compile=backend, cuda_graphs=replays)
     elif is_compiled:

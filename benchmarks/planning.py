@@ -29,6 +29,7 @@ from benchmarks.cases.fidelity import Fidelity, fidelity, share_over
 from benchmarks.cases.planning import Case, cases, hard_cases, llama
 from benchmarks.cases.regret import Question, questions, regret
 from benchmarks.kit.report import Bar, Row, finish, parser, table
+from benchmarks.kit.smallest import few, least
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.planner.make_plan import make_plan, make_plans
 from hetu_fx.planner.search.problem import Problem
@@ -93,7 +94,7 @@ def main() -> int:
 
 def plans_part(quick: bool) -> Found:
     """Ask `auto` about all cases."""
-    rows = [_told(measure(case)) for case in cases(QUICK_DEVICES if quick else 4096)]
+    rows = [_told(measure(case)) for case in few(cases(QUICK_DEVICES if quick else 4096), 2)]
     answered = [row for row in rows if "step" in row]
     narrow = [_number(row, "plan seconds") for row in rows if str(row["case"]).startswith("width 768")]
     worst = max(_number(row, "over homogeneous") for row in answered if "over homogeneous" in row)
@@ -111,7 +112,7 @@ def searches_part(quick: bool) -> Found:
     """Time searches alone."""
     most = QUICK_DEVICES if quick else 4096
     by_name = {case.name: case for case in (*cases(most), *hard_cases(most))}
-    asked = [pair for pair in SEARCH_BARS if pair[1] in by_name]
+    asked = few(pair for pair in SEARCH_BARS if pair[1] in by_name)
     seconds = {pair: seconds_of(pair[0], by_name[pair[1]]) for pair in asked}
     bars = [Bar(f"seconds of {' '.join(pair)}", took, SEARCH_BARS[pair], False) for pair, took in seconds.items()]
     return bars, [{"case": pair[1], "search": pair[0], "seconds": took} for pair, took in seconds.items()]
@@ -119,7 +120,7 @@ def searches_part(quick: bool) -> Found:
 
 def fidelity_part(quick: bool) -> Found:
     """Hold closed form and simulation of drawn plans against each other; rows are of those that differ most."""
-    found = list(fidelity(QUICK_PLANS if quick else NUM_PLANS))
+    found = list(fidelity(least(QUICK_PLANS if quick else NUM_PLANS, 10)))
     furthest = sorted(found, key=lambda one: (-one.unexplained, -abs(one.difference)))[:FURTHEST]
     return fidelity_bars(found), list(map(asdict, furthest))
 
@@ -134,7 +135,7 @@ def regret_part(
     found = questions(QUICK_DEVICES if quick else MOST_DEVICES)
     asked = [
         told_regret(one)
-        for one in found
+        for one in few(found)
         if (not devices or one.devices in devices)
         and (not kinds or len(one.kinds) in kinds)
         and (not gbits or one.gbits in gbits)

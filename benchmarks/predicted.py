@@ -34,6 +34,7 @@ from benchmarks.kit.fleet import (
 )
 from benchmarks.kit.models import Size, batch, llama
 from benchmarks.kit.report import Bar, Row, finish
+from benchmarks.kit.smallest import few, least
 from benchmarks.straggler import SIZE as STRAGGLER_SIZE
 from benchmarks.straggler import SPEED as STRAGGLER_SPEED
 from benchmarks.straggler import WORLD as STRAGGLER_WORLD
@@ -123,7 +124,7 @@ def main() -> int:
     made = worker_parser("predicted", "Predicted beside measured step times of plans that are in use.")
     made.add_argument("--setting", choices=[*SETTINGS], action="append", help="one of them (default: all)")
     options = made.parse_args()
-    names = options.setting or [*SETTINGS]
+    names = options.setting or few(SETTINGS)
     if options.worker is not None:
         return work(options.worker, names[0], quick=options.quick)
     rows = [row for name in names for row in _rows_of(name, quick=options.quick)]
@@ -214,7 +215,7 @@ def plans_for(costs: ProgramCosts, cluster: Cluster) -> list[Plan]:
         plan = make_plan(costs, cluster, options=PlanOptions().chosen(Choice.of(forbid=forbidden)))
         if plan not in found:
             found.append(plan)
-    return found[: 1 + OTHERS]
+    return few(found[: 1 + OTHERS])
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,7 @@ def measured_steps(made: Training, check: Callable[[], Cluster], rounds: int) ->
     made.optimizer.register_step_pre_hook(lambda *_: begun.append(perf_counter()))
     made.optimizer.register_step_post_hook(lambda *_: taken.append(perf_counter() - begun.pop()))
     totals, computes, checked = list[float](), list[float](), list[Cluster]()
-    for _ in range(rounds):
+    for _ in range(least(rounds, 2)):
         checked.append(check())
         totals.append(slowest(timed(made.step)))
         computes.append(made.model.hetu.stats["compute_seconds"])

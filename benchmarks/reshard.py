@@ -7,19 +7,17 @@ also runs in its flat and its two-level form, and the bytes that cross the link 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks.cases.reshard import ACROSS, ITEMSIZE, Case, one_node
-from benchmarks.kit.report import Bar, Row, finish, median_ratio, parser
+from benchmarks.kit.fleet import run_workers, worker_parser
+from benchmarks.kit.report import Bar, Row, finish, median_ratio
 from benchmarks.workers.reshard import DTENSOR, FLAT, GATHERED, LEVELS, PADDED, RESOLVED, work
-from hetu_fx.emulate.emulate import EmulateSpec, run
+from hetu_fx.emulate.emulate import EmulateSpec
 
 LINK_BITS_PER_SECOND = 100e6
 SUM_BAR, HAND_OVER_BAR, BYTES_BAR = 1.3, 1.7, 1.0
@@ -49,28 +47,19 @@ WORLDS = (World("two nodes", 4, nodes=2), World("4 ranks", 4), World("8 ranks", 
 
 def main() -> int:
     """Run all worlds under the emulator and judge them."""
-    made = parser("reshard", "Bytes and seconds of resolved reshards.")
-    made.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    made = worker_parser("reshard", "Bytes and seconds of resolved reshards.")
     made.add_argument("--nodes", type=int, default=1, help=argparse.SUPPRESS)
     options = made.parse_args()
     shape = (384, 1024) if options.quick else (1536, 1536)
     if options.worker is not None:
         return work(options.worker, nodes=options.nodes, shape=shape, rounds=3 if options.quick else 7)
-    results: dict[str, Any] = {}
-    for world in WORLDS:
-        status, results[world.name] = measured(world, quick=options.quick)
-        if status != 0:
-            return status
-    return judge(results, shape)
+    return judge({world.name: measured(world, quick=options.quick) for world in WORLDS}, shape)
 
 
-def measured(world: World, *, quick: bool) -> tuple[int, Any]:
-    """Run one world; give its exit status and what rank 0 wrote."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "benchmarks.reshard", "--worker", str(result), "--nodes", str(world.nodes)]
-        status = run(world.spec, command + ["--quick"] * quick, timeout_seconds=900)
-        return status, json.loads(result.read_text()) if status == 0 else None
+def measured(world: World, *, quick: bool) -> Any:
+    """Run one world; give what rank 0 wrote."""
+    given = ["--nodes", str(world.nodes), *["--quick"] * quick]
+    return run_workers("reshard", given, world.spec, timeout_seconds=900)
 
 
 def judge(results: Mapping[str, Any], shape: tuple[int, int]) -> int:

@@ -6,12 +6,10 @@ takes no processor time, so that a ring can hide its transfers.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -25,10 +23,11 @@ from torch import Tensor, nn
 
 import hetu_fx
 from benchmarks.kit.contest import Step, barrier, run_rounds
-from benchmarks.kit.report import Bar, Row, finish, median_ratio, parser
+from benchmarks.kit.fleet import run_workers, worker_parser
+from benchmarks.kit.report import Bar, Row, finish, median_ratio
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
-from hetu_fx.emulate.emulate import EmulateSpec, run
+from hetu_fx.emulate.emulate import EmulateSpec
 from hetu_fx.plans.plan import Plan
 
 WORLD, LINK_BITS_PER_SECOND, SPEED = 2, 100e6, 0.4
@@ -55,18 +54,13 @@ class Layer(nn.Module):
 
 def main() -> int:
     """Run under the emulator and judge."""
-    made = parser("ring_attention", "Context parallel attention over a link between nodes.")
-    made.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    made = worker_parser("ring_attention", "Context parallel attention over a link between nodes.")
     options = made.parse_args()
     lengths, rounds = (QUICK_LENGTHS, 3) if options.quick else (LENGTHS, 5)
     if options.worker is not None:
         return work(options.worker, lengths, rounds)
     spec = EmulateSpec(speeds=(SPEED,) * WORLD, num_nodes=WORLD, link_bits_per_second=LINK_BITS_PER_SECOND)
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "benchmarks.ring_attention", "--worker", str(result)]
-        status = run(spec, command + ["--quick"] * options.quick, timeout_seconds=900)
-        return status or judge(json.loads(result.read_text()))
+    return judge(run_workers("ring_attention", ["--quick"] * options.quick, spec, timeout_seconds=900))
 
 
 def judge(times: Times) -> int:

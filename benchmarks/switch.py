@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from benchmarks.kit.report import Bar, Row, finish, median_ratio, parser
+from benchmarks.kit.smallest import is_smallest
 from benchmarks.workers.switch import BESIDE, FULL, HOME, LONG, QUICK, RESULT, SHORT, STEP, VARIANT, WORLD, work
 
 SPEEDUP_BAR, BYTES_BAR, STEP_BAR = 10.0, 1.0, 1.05
@@ -30,7 +31,8 @@ def main() -> int:
     options = parser("switch", "Seconds and bytes of switches among plans, against a checkpoint.").parse_args()
     size, rounds = (QUICK, LONG) if options.quick else (FULL, SHORT)
     with tempfile.TemporaryDirectory() as folder:
-        spawn(work, (Path(folder), size, rounds), nprocs=WORLD)
+        how = "fork" if is_smallest() else "spawn"
+        start_processes(work, (Path(folder), size, rounds), nprocs=WORLD, start_method=how)
         return judge(json.loads((Path(folder) / RESULT).read_text()))
 
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from hetu_fx.plans.plan import Pipeline as Pipeline
     from hetu_fx.plans.plan import Plan as Plan
     from hetu_fx.plans.plan import Stage as Stage
+    from hetu_fx.program.loss_type import LossType as LossType
     from hetu_fx.switching.home.ops import full_tensor as full_tensor
     from hetu_fx.switching.sequences.form import SequenceOptions as SequenceOptions
 
@@ -57,6 +58,7 @@ _HOMES = {
     "HotSPa": "hetu_fx.planner.dispatch.policies",
     "Hydraulis": "hetu_fx.planner.dispatch.policies",
     "Launcher": "hetu_fx.base.frameworks",
+    "LossType": "hetu_fx.program.loss_type",
     "Measuring": "hetu_fx.planner.measure.blocks",
     "PartsStager": "hetu_fx.checkpoint.staging",
     "Pieces": "hetu_fx.batches.sampler",

@@ -15,11 +15,13 @@ import torch.distributed as dist
 from torch import nn
 
 from hetu_fx.base.frameworks import frameworks
+from hetu_fx.check.ask import try_of, wants_checks
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.common_path import patience
 from hetu_fx.copies import Parallelize, PlainAgain, as_it_was, attach_copying
 from hetu_fx.errors import BatchError, StateError
 from hetu_fx.forwards import Forwards
+from hetu_fx.graph.row_dims import AskedRowDims
 from hetu_fx.handle import Handle
 from hetu_fx.prepare import Plans, Preparation, given_overrides, prepare
 from hetu_fx.program.batch import batch_of
@@ -54,6 +56,8 @@ def auto_parallelize(
     health: Mapping[str, float] | None = None,
     wait_seconds: float | None = None,
     align: OpOverrides | str | Path | None = None,
+    row_dims: Mapping[str, int | None] | None = None,
+    check: Literal["auto"] | bool = "auto",
 ) -> M:
     """Make `model` run in parallel on all processes of the job, and return the same object.
 
@@ -96,6 +100,15 @@ def auto_parallelize(
             environment, or 60; math.inf: as long as process groups wait.
         align: which ops run in a wider dtype ("up-cast") or on the host ("on host"): the path of a file that
             `hetu-fx align --overrides` wrote, or what it says.
+        row_dims: which dim of an input counts the rows of the batch, where it is not dim 0, or None for an input
+            without rows: `{"x": 1, "mask": None}`. Names are those of forward's arguments; one of a tuple or mapping
+            stands for all tensors in it, or they are named one by one ("state.0"). Of inputs that are not named, dim 0
+            counts rows where it is as large as the batch. Outputs have rows where the graph has them.
+        check: "auto" tries every plan before it trains: the model, cut small, takes one step as all ranks of the plan
+            in one process, in float64, and must give the loss, gradients and buffers of the module on one device. At
+            most 10 seconds, once for each model, plan and version; `model.hetu.checks` says what was found, or why a
+            plan was not checked. False leaves it out, as does HETU_FX_CHECK=0 in the environment; True tries whatever
+            the environment says.
 
     With capture="eager" a plan's pipelines must each be one stage of one device and one micro-batch
     (`Plan.data_parallel`). The loss (the model's or loss_fn's) must be a mean over its rows: each device's is weighted
@@ -127,16 +140,28 @@ def auto_parallelize(
         health=dict(health or {}),
     )
     preparation = Preparation(
-        model, batch, plan, cluster, optimizer, loss_fn, settings, process_group, capture, compile, align, cuda_graphs
+        model,
+        batch,
+        plan,
+        cluster,
+        optimizer,
+        loss_fn,
+        settings,
+        process_group,
+        capture,
+        compile,
+        align,
+        cuda_graphs,
+        AskedRowDims(row_dims or {}),
     )
-    handle = _make_parallel(preparation)
+    handle = _make_parallel(preparation, wants_checks(check))
     if warm:
         handle.warm(batch)
     return model
 
 
-def _make_parallel(wanted: Preparation) -> Handle:
-    runtime, adaptation = prepare(wanted)
+def _make_parallel(wanted: Preparation, checks: bool) -> Handle:
+    runtime, adaptation = prepare(wanted, try_of if checks else None)
     rehoming = Rehoming(runtime, adaptation, [] if wanted.optimizer is None else [wanted.optimizer])
     # In this order: what a plan for new rates is made for, which devices are left, and then where homes are to be.
     runtime.watch(adaptation, rehoming, HomesFollow(runtime, adaptation, rehoming))
@@ -144,11 +169,11 @@ def _make_parallel(wanted: Preparation) -> Handle:
     handle = Handle(runtime, adaptation, rehoming)
     plain = PlainAgain(wanted.model)
     _attach(wanted.model, runtime, handle, plain)
-    attach_copying(wanted.model, plain, partial(_recipe, wanted, runtime))
+    attach_copying(wanted.model, plain, partial(_recipe, wanted, runtime, checks))
     return handle
 
 
-def _recipe(wanted: Preparation, runtime: Runtime) -> Parallelize:
+def _recipe(wanted: Preparation, runtime: Runtime, checks: bool) -> Parallelize:
     """Return what makes a copy of the model parallel as the model is now, without a hold on the model."""
     names = sorted(runtime.variants, key=lambda name: name != runtime.current)
     plans = tuple(runtime.variants[name].plan for name in names)
@@ -160,7 +185,7 @@ def _recipe(wanted: Preparation, runtime: Runtime) -> Parallelize:
 
     def parallelize(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         batch = batch_of(inspect.signature(model.forward), args, kwargs)
-        _make_parallel(replace(settled, model=model, batch=batch))
+        _make_parallel(replace(settled, model=model, batch=batch), checks)
 
     return parallelize
 

@@ -12,6 +12,7 @@ HetuFxError
  |- ProfileError         a malformed profile (file), or one without what a search needs
  |- BatchError           a batch that does not fit the captured model, or differs between ranks
  |- AlignError           a file of ops to align, or a way to run them, that cannot be
+ |- CheckError           a plan that was tried, and does not give what one device gives
  |- StateError           a call at the wrong time, or state that is not where it should be
  |- CheckpointError      a checkpoint that is missing, torn or of another model
  |- ExportError          an export folder that cannot be written or read
@@ -105,6 +106,14 @@ class AlignError(HetuFxError):
     """A file of op overrides, of a saved op or of losses is malformed, or a way to run ops is not known.
 
     Way out: correct the name or the key that the message names, or let `hetu-fx align` write the file again.
+    """
+
+
+class CheckError(HetuFxError):
+    """A plan was tried before it trains, cut small, and does not give what one device gives.
+
+    Way out: report the case that the message ends with, and use another plan meanwhile; `check=False` trains all the
+    same, and gives what the message says.
     """
 
 

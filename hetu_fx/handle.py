@@ -19,9 +19,12 @@ from hetu_fx.checkpoint.snapshots import STOPPED_SECONDS, Snapshots
 from hetu_fx.errors import StateError
 from hetu_fx.export.write import export_runtime
 from hetu_fx.graph.bind import Batch, as_call
+from hetu_fx.graph.graph import GatheredRows
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captured import CaptureEvent
+from hetu_fx.program.loss_type import LossType
 from hetu_fx.program.observed import Observation, Observer
+from hetu_fx.program.program import Program
 from hetu_fx.report.run_log import RunLog, Sink
 from hetu_fx.report.sinks import JsonLines, ProgressSink, Scalars, tensorboard_writer
 from hetu_fx.switching.adapt.adaptation import Adaptation
@@ -50,6 +53,14 @@ class Handle:
     def variants(self) -> dict[str, Plan]:
         """Return all plans by name."""
         return {name: variant.plan for name, variant in self._runtime.variants.items()}
+
+    @property
+    def checks(self) -> dict[str, str]:
+        """Return what was found when each plan was tried before it trained, by the variant's name; or why it was not.
+
+        See docs/checked.md.
+        """
+        return {name: self._adaptation.tried.found(plan) for name, plan in self.variants.items()}
 
     @property
     def current(self) -> str:
@@ -119,16 +130,20 @@ class Handle:
         return tuple(execution.programs.events) if isinstance(execution, GraphExecution) else ()
 
     @property
-    def loss_is_mean(self) -> bool:
-        """Whether the graph that ran last divides its loss by a count of the whole batch: rows, or tokens.
+    def loss_type(self) -> LossType | None:
+        """What the loss of the graph that ran last is proven to be; None of a module that runs as it is.
 
-        Such a loss is that of one device whatever rows each process brings. Another one (a sum, or what is divided by a
-        number that the script passes) is shared out as under DistributedDataParallel: the mean of the processes' own.
-        False for a module that runs as it is, whose graph nobody knows.
+        A sum over rows, divided by a number that the script passes or by none, is shared out as under
+        DistributedDataParallel: each rank returns the sum over all rows divided by the number of ranks, so that the
+        mean over ranks is the loss of the step. Any other loss is that of one device on all rows, on every rank.
         """
+        return None if self._program is None else self._program.loss_type
+
+    @property
+    def _program(self) -> Program | None:
+        """Return the graph that ran last; None of a module that runs as it is."""
         execution = self._runtime.execution
-        program = execution.programs.current if isinstance(execution, GraphExecution) else None
-        return program is not None and program.loss_is_mean
+        return execution.programs.current if isinstance(execution, GraphExecution) else None
 
     @property
     def health(self) -> dict[int, float]:
@@ -190,14 +205,29 @@ class Handle:
         yield from waiting
 
     def explain(self) -> str:
-        """Return the current plan as a table, with what was predicted, and what its first use has taken here."""
+        """Return the current plan as a table: what was predicted, what its first use took, which ops gather rows."""
         self._runtime.charge_groups()
         plan = self.plan.explain(range(self._runtime.table.size))
-        return f"{plan}\nfirst use: {self._runtime.variants[self.current].first_use}"
+        first_use = f"first use: {self._runtime.variants[self.current].first_use}"
+        return "\n".join((plan, first_use, *map(str, self._gathered)))
+
+    @property
+    def _gathered(self) -> tuple[GatheredRows, ...]:
+        """Return for which ops rows are gathered under the current plan."""
+        is_split = len(self.plan.pipelines) > 1
+        return self._program.graph.gathered if is_split and self._program is not None else ()
 
     def add_variant(self, plan: Plan, name: str | None = None) -> str:
-        """Add a plan; returns its name. Collective, as every process must have the same variants."""
+        """Add a plan; returns its name. Collective, as every process must have the same variants.
+
+        Unless `auto_parallelize` was told otherwise, the plan is tried first, as those of the start are.
+
+        Raises:
+            CheckError: on every process: the plan does not give what one device gives.
+        """
         name = name or plan.name or f"variant{len(self._runtime.variants)}"
+        self._runtime.variants.check(plan, name)
+        self._adaptation.tried.ask(plan)
         self._runtime.add_variant(plan, name)
         return name
 

@@ -21,18 +21,20 @@ from torch import Tensor, nn
 
 from hetu_fx.base.device_types import HOST
 from hetu_fx.base.progress import Tell, telling
-from hetu_fx.base.torch_private import tree_map_only
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import together
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.threads.run import run_in_threads
 from hetu_fx.errors import DivergedError, PlanError, ProfileError, StateError
-from hetu_fx.graph.bind import Batch, as_call
+from hetu_fx.graph.bind import Batch, as_call, flatten_batch
+from hetu_fx.graph.containers import unflatten
+from hetu_fx.graph.row_dims import AskedRowDims, RowDims, cut, row_dims_of
 from hetu_fx.pieces import Piece, Pieces, joined
 from hetu_fx.plans.plan import Plan
 from hetu_fx.prepare import homes_for, make_runtime
 from hetu_fx.program.captures import Programs
 from hetu_fx.switching.adapt.lost import bring_near
+from hetu_fx.switching.eager.execution import EagerExecution
 from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.migrate.plan import SwitchPlan
 from hetu_fx.switching.runtime import Runtime
@@ -65,7 +67,8 @@ class Lockstep:
     """How a model is trained by all ranks at once.
 
     Attributes:
-        make_optimizer: of the trained parameters; the same numbers on all ranks.
+        make_optimizer: of the trained parameters; the same numbers on all ranks. None: nothing is updated, and all
+            ranks read the same parameters, which takes the memory of one model.
         ranks: how many there are; None: as many as the plans name.
         rows: how many rows of a batch each rank brings, of a smaller one the last ranks fewer; None: all pass the
             whole batch.
@@ -75,10 +78,13 @@ class Lockstep:
         cluster: the links between the ranks, for which messages and homes are planned; None: all are alike.
         devices: on which each rank computes, such as "cpu"; None: all on the host.
         loss_fn: makes the loss of a model that returns none.
+        row_dims: which dims of inputs count rows, as for `auto_parallelize`.
         seed: of the random numbers that the model draws.
+        eager: the module itself runs on every rank (`capture="eager"`).
+        seconds: after which training is given up, between two messages; None: never.
     """
 
-    make_optimizer: MakeOptimizer = SGD
+    make_optimizer: MakeOptimizer | None = SGD
     ranks: int | None = None
     rows: Sequence[int] | None = None
     plan_of_step: Sequence[int] | None = None
@@ -86,11 +92,21 @@ class Lockstep:
     cluster: Cluster | None = None
     devices: Sequence[str] | None = None
     loss_fn: Callable[..., Any] | None = None
+    row_dims: Mapping[str, int | None] = field(default_factory=dict)
     seed: int = 0
+    eager: bool = False
+    seconds: float | None = None
 
     def capture(self, model: nn.Module, batch: Batch) -> GraphExecution:
         """Capture a copy of a model, which stays as it is: for all ranks, and for several trainings of equal models."""
-        return GraphExecution(Programs(copy.deepcopy(model), self.loss_fn), batch, None)
+        asked = AskedRowDims(self.row_dims)
+        return GraphExecution(Programs(self.copied(model), self.loss_fn, row_dims=asked), batch, None)
+
+    def copied(self, model: nn.Module) -> nn.Module:
+        """Copy a model; parameters that nothing updates are parameters of the same memory."""
+        shared = model.parameters() if self.make_optimizer is None else ()
+        memo = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in shared}
+        return copy.deepcopy(model, memo)
 
     def train(
         self,
@@ -108,6 +124,7 @@ class Lockstep:
             PlanError: a plan does not fit the model, or names more ranks than there are; a batch has more rows than
                 ranks bring.
             DivergedError: ranks make calls that do not fit together, wait in vain, or have unlike copies.
+            TimeoutError: it takes more than `seconds`.
         """
         plans = (plans,) if isinstance(plans, Plan) else tuple(plans)
         ranks = self.ranks or 1 + max(max(plan.devices) for plan in plans)
@@ -118,26 +135,31 @@ class Lockstep:
         elsewhere = {str(p.device) for p in model.parameters() if p.device.type != "cpu"}
         if elsewhere:
             raise StateError(f"the model is on {sorted(elsewhere)}, from where no rank takes it; move it to the host")
-        execution = captured or self.capture(model, batches[0])
+        execution = None if self.eager else captured or self.capture(model, batches[0])
         with _unwritten_is_nan(), telling(f"training as {ranks} ranks") as tell:
-            return _joined(run_in_threads(ranks, _Run(self, model, batches, plans, execution, tell).train))
+            own = [execution.programs.arguments.batch(*as_call(batch)) for batch in batches] if execution else batches
+            run = _Run(self, model, own, plans, execution, tell)
+            return _joined(run_in_threads(ranks, run.train, self.seconds))
 
 
 def train_alone(model: nn.Module, batches: Sequence[Batch], how: Lockstep) -> Trained:
     """Train a copy of a model on one device, as plain PyTorch."""
-    model = copy.deepcopy(model)
-    optimizer = how.make_optimizer(_trained(model))
+    model = how.copied(model)
+    optimizer = None if how.make_optimizer is None else how.make_optimizer(_trained(model))
     steps = []
     for batch in batches:
         args, kwargs = as_call(batch)
         output = model(*args, **kwargs)
         loss = loss_of(output if how.loss_fn is None else how.loss_fn(output, *args, **kwargs))
         loss.backward()
-        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        if optimizer is not None:
+            gradients = {name: gradient.clone() for name, gradient in gradients.items()}
+            optimizer.step()
         steps.append(Step(float(loss.detach()), gradients))
-        optimizer.step()
-        optimizer.zero_grad()
-    return Trained(steps, {name: tensor.detach() for name, tensor in _state(model).items()})
+        model.zero_grad()
+    changed = _state(model) if optimizer is not None else dict(model.named_buffers())
+    return Trained(steps, {name: tensor.detach() for name, tensor in changed.items()})
 
 
 def loss_of(output: Any) -> Tensor:
@@ -200,38 +222,41 @@ class _Run:
     model: nn.Module
     batches: Sequence[Batch]
     plans: Sequence[Plan]
-    execution: GraphExecution
+    execution: GraphExecution | None
     tell: Tell
 
     def train(self, table: GroupTable) -> _OfRank:
         """Train as the rank of this table; collective."""
-        model = moved(copy.deepcopy(self.model), self._device(table.rank))
-        optimizer = self.how.make_optimizer(_trained(model))
+        model = moved(self.how.copied(self.model), self._device(table.rank))
+        optimizer = None if self.how.make_optimizer is None else self.how.make_optimizer(_trained(model))
         runtime = self._runtime(model, optimizer, table)
         made = _OfRank([], [], {}, {})
         for number, batch in enumerate(self.batches):
             if number and self.how.lost_by_step is not None:
                 plan, lost = self.plans[self._place(number)], self.how.lost_by_step[number]
-                made.moved[number] = bring_near(runtime, plan, [optimizer], lost)
+                made.moved[number] = bring_near(runtime, plan, [] if optimizer is None else [optimizer], lost)
             self._step(number, runtime, batch, made)
             self.tell("steps", number + 1, len(self.batches))
-            optimizer.step()
-            optimizer.zero_grad()
-        return replace(made, state={name: Piece.of(tensor) for name, tensor in _state(model).items()})
+            if optimizer is not None:
+                optimizer.step()
+            model.zero_grad()
+        changed = _state(model) if optimizer is not None else dict(model.named_buffers())
+        return replace(made, state={name: Piece.of(tensor) for name, tensor in changed.items()})
 
-    def _runtime(self, model: nn.Module, optimizer: torch.optim.Optimizer, table: GroupTable) -> Runtime:
+    def _runtime(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, table: GroupTable) -> Runtime:
         settings = Settings(shared=self.how.rows is None, outputs="auto", seed=self.how.seed)
+        execution = self.execution or EagerExecution(model, self.how.loss_fn, self.batches[0])
         table.know_types([self._device(rank).type for rank in range(table.size)])
         table.connect(self._device(table.rank))
         with using(table):
             table.topology = self.how.cluster
-            layouts = together(table, lambda: homes_for(self.plans, model, self.execution, self.how.cluster, table))
-        return make_runtime(model, optimizer, table, self.execution, self.plans, layouts, settings)
+            layouts = together(table, lambda: homes_for(self.plans, model, execution, self.how.cluster, table))
+        return make_runtime(model, optimizer, table, execution, self.plans, layouts, settings)
 
     def _step(self, number: int, runtime: Runtime, batch: Batch, made: _OfRank) -> None:
         """Run a step forward and backward."""
         runtime.variants.pin(tuple(runtime.variants)[self._place(number)])
-        args, kwargs = tree_map_only(Tensor, partial(self._own, runtime.table.rank), as_call(batch))
+        args, kwargs = as_call(self._own(runtime.table.rank, batch))
         loss = loss_of(runtime.run(args, kwargs))
         loss.backward()
         made.losses.append(float(loss.detach()))
@@ -241,14 +266,26 @@ class _Run:
     def _place(self, number: int) -> int:
         return 0 if self.how.plan_of_step is None else self.how.plan_of_step[number]
 
-    def _own(self, rank: int, tensor: Tensor) -> Tensor:
-        """Return what a rank passes of an input: its rows, or all of it."""
-        if self.how.rows is None or not tensor.dim():
-            return tensor.to(self._device(rank))
-        if tensor.size(0) > sum(self.how.rows):
-            raise PlanError(f"a batch has {tensor.size(0)} rows, but ranks bring {list(self.how.rows)}; give more rows")
-        stop = sum(self.how.rows[: rank + 1])
-        return tensor[stop - self.how.rows[rank] : stop].to(self._device(rank))
+    def _own(self, rank: int, batch: Batch) -> Batch:
+        """Return what a rank passes of a batch: its rows of inputs that have some, and all of others."""
+        tree, tensors = flatten_batch(batch)
+        dims = self._row_dims(batch) if self.how.rows is not None else {}
+        own = {name: self._rows(rank, x, dims[name]) if name in dims else x for name, x in tensors.items()}
+        made: Batch = unflatten(tree, {name: tensor.to(self._device(rank)) for name, tensor in own.items()})
+        return made
+
+    def _row_dims(self, batch: Batch) -> RowDims:
+        """Return which dims count rows; by the sizes alone where the graph has a fixed number of rows."""
+        found = self.execution.programs.find(batch, training=True).row_dims
+        return found or row_dims_of(flatten_batch(batch)[1], AskedRowDims(self.how.row_dims))
+
+    def _rows(self, rank: int, tensor: Tensor, dim: int) -> Tensor:
+        assert self.how.rows is not None, "ranks bring rows of their own"
+        rows = tensor.size(dim)
+        if rows > sum(self.how.rows):
+            raise PlanError(f"a batch has {rows} rows, but ranks bring {list(self.how.rows)}; give more rows")
+        stop = min(rows, sum(self.how.rows[: rank + 1]))
+        return cut(tensor, dim, range(min(stop, sum(self.how.rows[:rank])), stop))
 
     def _device(self, rank: int) -> torch.device:
         return HOST if self.how.devices is None else torch.device(self.how.devices[rank])

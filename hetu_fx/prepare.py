@@ -28,6 +28,7 @@ from hetu_fx.comm_ops.wire.rendezvous import launcher_store
 from hetu_fx.comm_ops.wire.shutdown import opening_connections, remember
 from hetu_fx.errors import EnvironmentProblem, PlanError, ProfileError, StateError
 from hetu_fx.graph.bind import as_call
+from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims
 from hetu_fx.planner.captured_program import CapturedProgram, PlannedProgram
 from hetu_fx.planner.count.optimizer_state import state_of
 from hetu_fx.planner.module_program import ModuleProgram, PlannedModule
@@ -40,6 +41,7 @@ from hetu_fx.program.captures import Programs
 from hetu_fx.program.program import AS_IT_STANDS
 from hetu_fx.switching.adapt.adaptation import Adaptation
 from hetu_fx.switching.adapt.replanning import Conditions, Planner
+from hetu_fx.switching.adapt.tried import TriedPlans, TryPlan
 from hetu_fx.switching.eager.execution import EagerExecution
 from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
@@ -72,10 +74,17 @@ class Preparation:
     backend: Any
     align: OpOverrides | str | Path | None = None
     cuda_graphs: bool = False
+    row_dims: AskedRowDims = NOTHING_ASKED
 
 
-def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
+MakeTry = Callable[[Preparation, Execution[Any], int], TryPlan]
+"""Makes what tries plans of a model that runs in a way, on so many ranks; while its parameters have their values."""
+
+
+def prepare(wanted: Preparation, make_try: MakeTry | None = None) -> tuple[Runtime, Adaptation]:
     """Make the runtime, and what watches it; collective. Raises on every rank if it fails on one.
+
+    Plans are tried by what `make_try` makes before anything of the model is changed.
 
     Ranks agree on what each has found out alone, on their examples, on what rank 0 finds out for all (graphs of
     examples of unequal sizes differ), and on what follows from that.
@@ -109,10 +118,14 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
             with telling("planning") as tell:
                 plans = (by_first(table, partial(planned.plan, cluster, "auto", tell=tell)),)
         priced, layouts = together(table, partial(_checked, wanted, execution, plans, costs, cluster, table))
+        tried = TriedPlans(table, together(table, lambda: make_try and make_try(wanted, execution, table.size)))
+        for plan in priced:
+            tried.ask(plan)
     settings = replace(wanted.settings, seed=seed)
     runtime = make_runtime(wanted.model, wanted.optimizer, table, execution, priced, layouts, settings)
     health = wanted.settings.health
-    adaptation = Adaptation(runtime, costs, cluster, planner, health=health, calibrates=wanted.cluster is None)
+    calibrates = wanted.cluster is None
+    adaptation = Adaptation(runtime, costs, cluster, planner, health=health, calibrates=calibrates, tried=tried)
     if wanted.plan == "auto":
         adaptation.plans[Conditions()] = priced[0]
     if cluster is not None:
@@ -177,7 +190,14 @@ def _execution_of(wanted: Preparation, *, is_mixed: bool) -> tuple[Execution[Any
     match wanted.capture:
         case "graph":
             overrides = given_overrides(wanted.align)
-            programs = Programs(wanted.model, wanted.loss_fn, overrides, casts_on_host=is_mixed)
+            programs = Programs(
+                wanted.model,
+                wanted.loss_fn,
+                overrides,
+                casts_on_host=is_mixed,
+                row_dims=wanted.row_dims,
+                outputs=wanted.settings.outputs,
+            )
             execution = GraphExecution(programs, wanted.batch, wanted.backend, replays=wanted.cuda_graphs)
             forbidden = () if wanted.backend is None else _WITHOUT_GAIN_COMPILED
             return execution, CapturedProgram.of(programs, wanted.batch, forbidden=forbidden)
@@ -202,7 +222,8 @@ def _execution_of(wanted: Preparation, *, is_mixed: bool) -> tuple[Execution[Any
                 f"module draws from torch's own generator: call torch.manual_seed"
             )
         case "eager":
-            return EagerExecution(wanted.model, wanted.loss_fn, wanted.batch), ModuleProgram(wanted.model)
+            module = EagerExecution(wanted.model, wanted.loss_fn, wanted.batch, wanted.row_dims)
+            return module, ModuleProgram(wanted.model)
         case other:
             raise StateError(f"capture={other!r} is not known; use 'graph' or 'eager'")
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from hetu_fx import Framework, Handle, WeightNames, register_framework
+from hetu_fx import Framework, Handle, LossType, WeightNames, register_framework
 from hetu_fx.integrations.patching import Patch, register_patch
 
 
@@ -139,7 +139,8 @@ def _counting_processes_once(compute_loss: Callable[..., Any]) -> Callable[..., 
         found = compute_loss(self, model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
         is_multiplied = num_items_in_batch is not None and self.model_accepts_loss_kwargs
         is_models = self.label_smoother is None and self.compute_loss_func is None
-        if not (is_multiplied and is_models and hasattr(model, "hetu") and model.hetu.loss_is_mean):
+        loss_type = model.hetu.loss_type if hasattr(model, "hetu") else None
+        if not (is_multiplied and is_models) or loss_type in (None, LossType.SUM):
             return found
         loss, *outputs = found if return_outputs else (found,)
         loss = loss / self.accelerator.num_processes

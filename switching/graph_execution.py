@@ -21,6 +21,7 @@ from hetu_fx.base.torch_private import tree_leaves
 from hetu_fx.comm_ops.plans.cost import Topology
 from hetu_fx.comm_ops.wire.consensus import StepFacts
 from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.errors import DeductionError, PlanError
 from hetu_fx.graph.bind import Batch
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs
@@ -30,7 +31,7 @@ from hetu_fx.program.tracer import Forward
 from hetu_fx.switching.home.parameters import Buffers
 from hetu_fx.switching.sequences.reader import SequenceReader
 from hetu_fx.switching.step.assigned_rows import sequences_of
-from hetu_fx.switching.step.batches import ReadBatch, read_batch
+from hetu_fx.switching.step.batches import ReadBatch, read_batch, same_inputs
 from hetu_fx.switching.step.compiled_plans import GraphCompute, GraphVariant
 from hetu_fx.switching.step.execution import LossAndOutput, Reading, Run, StepInputs, wants_values
 from hetu_fx.switching.step.filling import Fillings
@@ -93,7 +94,12 @@ class GraphExecution:
         """Return where the plan's stages read each parameter."""
         program = self.program if self.programs.holds(self.program) else self.programs.current
         assert program is not None, "a batch has been read"
-        deduced = deduce_program(program, plan, wants_values=not program.loss_name)
+        try:
+            deduced = deduce_program(program, plan, wants_values=not program.loss_name)
+        except (PlanError, DeductionError) as error:
+            if program.doubt:
+                raise type(error)(f"{error}\n{program.doubt}") from error
+            raise
         return {leaf.name: deduced.parameter_annotations(leaf)[0] for leaf in deduced.parameters()}
 
     def deduced(self, plan: Plan, topology: Topology | None) -> bytes | None:
@@ -137,6 +143,10 @@ class RowReading(Reading[GraphVariant]):
         wanted = wants_values(outputs, has_loss=bool(program.loss_name), training=program.graph.training)
         wanted = wanted or program.graph.observed is not None
         return replace(self, batch=self.fillings.filled(self.batch, facts, wants_values=wanted))
+
+    def same_inputs(self, *, shared: bool) -> Mapping[str, Tensor]:
+        """Return the inputs that all ranks must pass alike."""
+        return same_inputs(self.batch.tensors, self.batch.program.row_dims, shared=shared)
 
     def build(self, variant: GraphVariant, inputs: StepInputs) -> None:
         """Make the variant's graphs."""

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -47,6 +48,7 @@ from hetu_fx.switching.step.loss import Guess, SeenLoss
 from hetu_fx.switching.step.policy import BatchFacts
 from hetu_fx.switching.step.report import LastStep, StepTimes
 from hetu_fx.switching.step.rows import RowPlan, check_rows, plan_rows
+from hetu_fx.switching.step.same_inputs import SameInputs
 from hetu_fx.switching.step.timer import ComputeTimer, HostTime, clock_of
 from hetu_fx.switching.step.variant import Variant
 from hetu_fx.switching.variants import Variants
@@ -94,6 +96,7 @@ class Runtime:
         self.times = StepTimes()
         self.idle = IdleMemory(table, settings.idle_bytes)
         self.writes = Writes(table, homes, self.buffers)
+        self.same_inputs = SameInputs(table, shared=settings.shared)
         self.whole = WholeModule(model, table, self.buffers, self.writes, settings.idle_bytes)
         self.in_flight = InFlightState(table, lambda: self.step)
         self._watchers: list[Watcher] = []
@@ -247,6 +250,8 @@ class Runtime:
             batch = self.execution.read(args, kwargs, self.model.training, shared=self.settings.shared)
             told |= {"compute_seconds": self._compute_seconds(), "host_seconds": self.report.host_seconds}
             told |= self.writes.told
+            same = partial(batch.same_inputs, shared=self.settings.shared)
+            told["inputs"] = self.same_inputs.told(batch.facts.signature, same)
             for watcher in self._watchers:
                 told.update(watcher.tell())
             changed = self.members.look(self.execution.structure)
@@ -256,6 +261,7 @@ class Runtime:
         facts = agree(self.table, local, told)
         assert batch is not None
         self.writes.check(facts)
+        self.same_inputs.check(facts, batch.facts.signature, partial(batch.same_inputs, shared=self.settings.shared))
         if self.settings.shared:
             facts = replace(facts, counts=batch.facts.counts)
         if facts.unequal_sizes or facts.sizes != batch.facts.sizes:

@@ -57,17 +57,21 @@ class Variants(Mapping[str, Variant]):
 
         `deduced` is what `deduced` has returned for the plan.
         """
-        if name in self:
-            raise StateError(f"there is a variant {name!r} already; choose another name")
-        if name in ("", ".", "..") or not set("/\\\0").isdisjoint(name):
-            raise StateError(f"a variant cannot be named {name!r}: exports have a folder of its name; use letters")
-        self._execution.check(plan, self._table.size)
+        self.check(plan, name)
         layout = compute_layout(plan)
         compute = next((v.compute for v in self.values() if compute_layout(v.plan) == layout), None)
         compute = compute or self._execution.compute(plan, self._table, self._homes, deduced)
         made: Variant = self._execution.variant(name, plan, compute, dict(planned_rates or {}))
         self._by_name[name] = made
         return made
+
+    def check(self, plan: Plan, name: str) -> None:
+        """Raise HetuFxError unless a variant of the name and the plan may be added."""
+        if name in self:
+            raise StateError(f"there is a variant {name!r} already; choose another name")
+        if name in ("", ".", "..") or not set("/\\\0").isdisjoint(name):
+            raise StateError(f"a variant cannot be named {name!r}: exports have a folder of its name; use letters")
+        self._execution.check(plan, self._table.size)
 
     def take_in_homes(self, *, are_others: bool) -> None:
         """Look at the homes anew: some are trained or no longer, or (`are_others`) there are other ones."""

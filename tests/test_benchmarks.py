@@ -1,17 +1,26 @@
-"""The benchmarks' common end: bars, a table, one line of JSON. What they measure is not tested here."""
+"""The benchmarks' common end: bars, a table, one line of JSON; and that each of them runs. What they measure is not
+tested here.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-KIT = Path(__file__).parents[1] / "benchmarks" / "kit"
+from benchmarks.kit import smallest
+from benchmarks.smoke import __main__ as smoke
+
+ROOT = Path(__file__).parents[1]
+KIT = ROOT / "benchmarks" / "kit"
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +111,39 @@ def test_a_record_of_torchs_allocator_is_read(memory: ModuleType) -> None:
     recorded = memory.Recorded.of(record)
     assert 8000 <= recorded.peak_bytes < 9000
     assert recorded.at_peak({"before": [before]}, ())["before"] == 4000
+
+
+def test_the_smallest_case_has_few_of_all_and_judges_nothing(
+    report: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(smallest.VARIABLE, "")
+    monkeypatch.delenv(smallest.VARIABLE)
+    assert (smallest.least(9, 2), smallest.few("abc"), smallest.compiler()) == (9, ["a", "b", "c"], "inductor")
+    assert report.parser("demo", "").parse_args(["--smoke"]).quick
+    assert (smallest.least(9, 2), smallest.few("abc"), smallest.compiler()) == (2, ["a"], "aot_eager")
+    assert report.finish("demo", [report.Bar("share", 0.5, 0.9, at_least=True)], [{"who": "us"}]) == 0
+    assert "MISSED" in capsys.readouterr().out
+
+
+def test_a_benchmark_that_does_not_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> int:
+        raise AttributeError("captures has no capture")
+
+    monkeypatch.setattr(import_module("benchmarks.ladder_malleus"), "main", broken)
+    monkeypatch.setattr(import_module("benchmarks.ladder_hydraulis"), "main", lambda: 0)
+    rows = {row["benchmark"]: row for row in smoke.rows_of(["ladder_malleus", "ladder_hydraulis"], 100.0)}
+    assert [row["runs"] for row in rows.values()] == ["NO", "NO"]
+    assert "captures has no capture" in str(rows["ladder_malleus"]["why"])
+    assert "status 0" in str(rows["ladder_hydraulis"]["why"])  # but no report
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
+def test_every_benchmark_runs() -> None:
+    command = [sys.executable, "-m", "benchmarks.smoke", "--seconds", "600"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-10_000:]
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert sorted(row["benchmark"] for row in rows) == smoke.benchmarks()
+    assert {"coverage", "equal", "mutants", "unequal"} <= set(smoke.benchmarks())

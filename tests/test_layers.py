@@ -25,6 +25,7 @@ FLOORS = (
     "launch",
     "align",
     "api",
+    "check",
     "forwards",
     "handle copies lockstep",
     "pieces",

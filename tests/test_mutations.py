@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.kit.forks import in_forks
 from benchmarks.mutants.__main__ import FAST, FEWEST, GUARDS, ON_PROCESSES
-from benchmarks.mutants.forks import in_forks
 from benchmarks.mutants.live import break_functions
 from benchmarks.mutants.mutant import ROOT, VARIABLE, Mutant, read_mutants
 from hetu_fx.program.contents import frozen
@@ -27,7 +27,8 @@ def test_a_mutant_is_a_file_with_one_mistake(mutant):
 def test_there_are_enough_and_their_tests_exist():
     assert len(MUTANTS) >= FEWEST
     assert {mutant.on_processes for mutant in MUTANTS.values()} == {False, True}
-    assert all((ROOT / path.partition("::")[0]).exists() for path in (*FAST, *GUARDS, *ON_PROCESSES))
+    named = [test for mutant in MUTANTS.values() for test in mutant.tests]
+    assert all((ROOT / path.partition("::")[0]).exists() for path in (*FAST, *GUARDS, *ON_PROCESSES, *named))
 
 
 def test_a_process_imports_the_mutant_that_its_environment_names(tmp_path):

@@ -49,9 +49,9 @@ class Pass(Protocol[Given, Made]):
 
 
 REWRITES: tuple[Pass[Graph, Graph], ...] = (
-    AllRows(),  # first: a mean over the rows of all replicas needs no global count
     GlobalMean(),
     BatchStatistics(),  # after means: both divide by global counts, which are numbered in this order
+    AllRows(),  # after both: rows that only add up need not be gathered
     Randomness(),
     Override(),  # after what writes ops anew that it may name
     PerSequence(),  # after dropout of attention weights is written out, which sequences do not run with

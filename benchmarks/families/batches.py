@@ -101,6 +101,21 @@ def read_image(rows: int, length: int) -> Batch:
     return {"pixel_values": pixels(rows), "labels": partly_ignored(words(rows, length))}
 
 
+def unlabelled(rows: int, length: int) -> Batch:
+    """Make images and nothing else."""
+    return {"pixel_values": pixels(rows)}
+
+
+def field(rows: int, length: int) -> Batch:
+    """Map a field of two channels to one of one."""
+    return {"field": torch.randn(rows, 2, 16, 16), "target": torch.randn(rows, 1, 16, 16)}
+
+
+def signal(rows: int, length: int) -> Batch:
+    """Put signals of six channels into classes."""
+    return {"signal": torch.randn(rows, 2 * length, 6), "labels": classes(rows)}
+
+
 def pixels(rows: int) -> Tensor:
     """Make random images."""
     return torch.randn(rows, 3, IMAGE, IMAGE)

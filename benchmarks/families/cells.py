@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-import hetu_fx
 from benchmarks.families.batches import Batch
 from benchmarks.families.families import Family
+from hetu_fx.cli.compare import draws_random_numbers
+from hetu_fx.deduction.factors.analyse import UnknownOpWarning
+from hetu_fx.lockstep import Lockstep, Step, Trained, train_alone
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 
-WORLD = 3
 SIZES = ((8, 11), (7, 13))  # rows and tokens of the batches; the first is the example
+AS_RANKS = Lockstep(partial(torch.optim.SGD, lr=0.0), ranks=3, rows=(4, 2, 2))  # every step with the same parameters
 LIMITS = {torch.float64: (1e-10, 1e-10), torch.float32: (1e-5, 1e-4)}  # of the loss and of every gradient
 MakePlan = Callable[[int], Plan]
 
@@ -69,68 +68,50 @@ def _kept(argument: Any) -> Any:
     return torch.float64 if argument is torch.float32 else argument
 
 
-@dataclass(frozen=True, slots=True)
-class Truth:
-    """A batch, and the loss and the gradients that one device gets from it."""
-
-    batch: Batch
-    loss: float
-    gradients: Sequence[Tensor | None]
-
-
 class Subject:
-    """A family on trial: its model, what one device computes, and its parallel twin once there is one."""
+    """A family on trial: what one device computes, and its model, captured once for all ranks of all plans.
+
+    Attributes:
+        unknown_ops: the warnings about ops without a rule.
+    """
 
     def __init__(self, family: Family) -> None:
         self.family = family
         torch.manual_seed(17)
-        self.plain = family.make().to(family.dtype)
-        self.truths = [self._truth(*sizes, seed) for seed, sizes in enumerate(SIZES)]
-        self.model: nn.Module | None = None
+        self.model = cast(family.make(), family.dtype)
+        self.batches = [self._batch(*sizes, seed) for seed, sizes in enumerate(SIZES)]
+        with exactly(family.dtype), warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            self.captured = AS_RANKS.capture(self.model, self.batches[0])
+            self.captured.programs.first(self.batches[1], training=True)  # ranks compute in float64 without the mode
+            self.alone = self._alone()
+        found = [warning.message for warning in told if issubclass(warning.category, UnknownOpWarning)]
+        self.unknown_ops = sorted({str(message).split(" ")[1] for message in found})
 
     def try_plan(self, name: str) -> dict[str, float]:
-        """Run every batch under a plan; return the worst relative difference of the loss and of any gradient.
-
-        Collective over all ranks. A model that has failed is forgotten: the next plan starts with a new one.
-        """
-        with exactly(self.family.dtype):
-            try:
-                model = self._under(name)
-                found = [self._compare(model, truth) for truth in self.truths]
-            except BaseException:
-                self.model = None
-                gc.collect()
-                raise
+        """Run every batch under a plan; return the worst relative difference of the loss and of any gradient."""
+        plan = PLANS[name](self.family.micro_batches)
+        made = AS_RANKS.train(self.model, self.batches, plan, self.captured)
+        found = [_differences(*steps) for steps in zip(made.steps, self.alone.steps, strict=True)]
         return {what: max(each[what] for each in found) for what in found[0]}
 
-    def _truth(self, rows: int, length: int, seed: int) -> Truth:
+    def _alone(self) -> Trained:
+        """Train on one device: as plain PyTorch, unless the model draws random numbers: hetu_fx has its own."""
+        if draws_random_numbers(self.model, self.batches[0]):
+            return AS_RANKS.train(self.model, self.batches, Plan.single(0), self.captured)
+        return train_alone(self.model, self.batches, AS_RANKS)
+
+    def _batch(self, rows: int, length: int, seed: int) -> Batch:
         torch.manual_seed(100 + seed)
         length = SIZES[0][1] if self.family.fixed_length else length
-        batch = in_dtype(self.family.batch(rows, length), self.family.dtype)
-        with exactly(self.family.dtype):
-            loss = loss_of(self.plain(**batch))
-            loss.backward()
-        gradients = [parameter.grad for parameter in self.plain.parameters()]
-        self.plain.zero_grad()
-        return Truth(batch, loss.item(), gradients)
+        return in_dtype(self.family.batch(rows, length), self.family.dtype)
 
-    def _under(self, name: str) -> nn.Module:
-        plan = PLANS[name](self.family.micro_batches)
-        if self.model is not None:
-            self.model.hetu.switch(self.model.hetu.add_variant(plan, name))  # type: ignore[union-attr, operator]
-            return self.model
-        model = copy.deepcopy(self.plain)
-        hetu_fx.auto_parallelize(model, self.truths[0].batch, plan=plan)
-        self.model = model
-        return model
 
-    def _compare(self, model: nn.Module, truth: Truth) -> dict[str, float]:
-        model.zero_grad()
-        loss = loss_of(model(**own_rows(truth.batch)))
-        loss.backward()
-        wholes = [None if p.grad is None else whole(p.grad) for p in model.parameters()]
-        error = abs(loss.item() - truth.loss) / abs(truth.loss)
-        return {"loss": comparable(error), "gradient": worst_difference(wholes, truth.gradients)}
+def _differences(made: Step, alone: Step) -> dict[str, float]:
+    names = dict.fromkeys((*alone.gradients, *made.gradients))
+    found, expected = ([step.gradients.get(name) for name in names] for step in (made, alone))
+    error = abs(made.loss - alone.loss) / abs(alone.loss)
+    return {"loss": comparable(error), "gradient": worst_difference(found, expected)}
 
 
 def exactly(dtype: torch.dtype) -> AbstractContextManager[Any]:
@@ -138,28 +119,17 @@ def exactly(dtype: torch.dtype) -> AbstractContextManager[Any]:
     return InFloat64() if dtype is torch.float64 else nullcontext()
 
 
+def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast the floats of a model, and its complex numbers to two of them; `Module.to` drops their second ones."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.data = tensor.data.to(dtype.to_complex() if tensor.is_complex() else dtype)
+    return model
+
+
 def in_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
     """Cast the floats of a batch."""
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()}
-
-
-def own_rows(batch: Batch) -> Batch:
-    """Cut a batch unevenly over the ranks; the first brings most."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    rows = next(iter(batch.values())).size(0)
-    cuts = [rows - rows // (2**i) for i in range(world)] + [rows]
-    return {name: tensor[cuts[rank] : cuts[rank + 1]] for name, tensor in batch.items()}
-
-
-def loss_of(output: Any) -> Tensor:
-    """Give the loss of whatever a model returns."""
-    loss: Tensor = output["loss"] if isinstance(output, dict) else output.loss
-    return loss
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Give the whole of a home tensor; collective."""
-    return hetu_fx.full_tensor(tensor.detach())
 
 
 def worst_difference(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:

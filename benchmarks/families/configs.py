@@ -31,6 +31,18 @@ EXPERTS: Options = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 36,
 }
+DEEPSEEK: Options = {
+    **EXPERTS,
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 28,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "head_dim": 6,
+    "v_head_dim": 12,
+    "n_shared_experts": 1,
+    "topk_method": "greedy",
+}
 CODERS: Options = {
     **MARKS,
     "vocab_size": VOCABULARY,
@@ -104,6 +116,9 @@ CAUSAL: Mapping[str, Options] = {
     **_of(TEXT, "biogpt", "mamba"),
     **_of(EXPERTS, "mixtral", "qwen3_moe", "granitemoe"),
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 40},
+    "deepseek_v2": DEEPSEEK | {"first_k_dense_replace": 1},
+    "deepseek_v2 (dense)": DEEPSEEK | {"first_k_dense_replace": 2},
+    "llama4_text": TEXT | {"head_dim": 12, "intermediate_size_mlp": 112, "moe_layers": []},
     "gptj": TEXT | {"rotary_dim": 6},
     "gpt_neo": TEXT | {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "stablelm": TEXT | {"partial_rotary_factor": 0.5},
@@ -215,7 +230,7 @@ KINDS: Mapping[str, Mapping[str, Options]] = {
     "speech frames": SPEECH_FRAMES,
     "caption": CAPTIONED,
 }
-IN_FLOAT32 = frozenset({"granitemoe", "mixtral", "qwen2_moe", "qwen3_moe", "xglm"})
+IN_FLOAT32 = frozenset({"deepseek_v2", "granitemoe", "mixtral", "qwen2_moe", "qwen3_moe", "xglm"})
 WHOLE_BATCH = frozenset(
     {
         "resnet",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,12 @@ import transformers as hf
 from torch import nn
 
 from benchmarks.families import batches
+from benchmarks.families.autoencoders import AUTOENCODERS
+from benchmarks.families.classifiers import CLASSIFIERS, SEGMENTERS
 from benchmarks.families.configs import FIXED_LENGTH, IN_FLOAT32, KINDS, WHOLE_BATCH
-from benchmarks.families.nets import NETS
+from benchmarks.families.nets import NETS, NETS_OF_PIXELS
+from benchmarks.families.recurrent import CELLS, LAYERS
+from benchmarks.families.spectral import FIELDS, ROTATED, SIGNALS
 
 AUTO: Mapping[str, tuple[Any, batches.MakeBatch]] = {
     "causal": (hf.AutoModelForCausalLM, batches.causal),
@@ -78,16 +83,27 @@ def _drop_nothing(config: hf.PretrainedConfig) -> None:
             setattr(config, name, 0.0)
 
 
-def _net(name: str, make: Callable[[], nn.Module]) -> Family:
-    batch = batches.segmented if name in NETS_OF_PIXELS else batches.image
-    return Family(name, "net", lambda: make().train(), batch, micro_batches=1)
+def _nets(
+    made: Mapping[str, Callable[[], nn.Module]], batch: batches.MakeBatch, *, fixed_length: bool = False
+) -> Iterator[Family]:
+    for name, make in made.items():
+        yield Family(name, "net", partial(_trained, make), batch, micro_batches=1, fixed_length=fixed_length)
 
 
-NETS_OF_PIXELS = frozenset({"net: unet"})
+def _trained(make: Callable[[], nn.Module]) -> nn.Module:
+    return make().train()
+
+
 FAMILIES: Mapping[str, Family] = {
     family.name: family
     for family in (
         *(_pretrained(kind, name, options) for kind, names in KINDS.items() for name, options in names.items()),
-        *(_net(name, make) for name, make in NETS.items()),
+        *_nets({**NETS, **CLASSIFIERS}, batches.image),
+        *_nets({**NETS_OF_PIXELS, **SEGMENTERS}, batches.segmented),
+        *_nets(FIELDS, batches.field),
+        *_nets(SIGNALS, batches.signal),
+        *_nets({**ROTATED, **LAYERS}, batches.causal),
+        *_nets(CELLS, batches.causal, fixed_length=True),
+        *_nets(AUTOENCODERS, batches.unlabelled),
     )
 }

@@ -231,5 +231,5 @@ NETS: Mapping[str, Callable[[], nn.Module]] = {
     "net: inception": inception,
     "net: shufflenet": shufflenet,
     "net: convnext": convnext_net,
-    "net: unet": UNet,
 }
+NETS_OF_PIXELS: Mapping[str, Callable[[], nn.Module]] = {"net: unet": UNet}

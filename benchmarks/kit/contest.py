@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.kit.smallest import ROUNDS, least
+
 Step = Callable[[], None]
 
 
@@ -43,11 +45,11 @@ def run_rounds(steps: Mapping[str, Step], *, rounds: int, warm_up: int = 2) -> d
     ranks, so that nobody always runs after the same other.
     """
     for step in steps.values():
-        for _ in range(warm_up):
+        for _ in range(least(warm_up, ROUNDS)):
             step()
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     order = random.Random(0)
-    for _ in range(rounds):
+    for _ in range(least(rounds, ROUNDS)):
         for name in order.sample(list(steps), len(steps)):
             seconds[name].append(slowest(timed(steps[name])))
     return seconds

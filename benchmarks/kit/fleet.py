@@ -8,13 +8,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import statistics
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -24,7 +28,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.kit.contest import adamw, barrier, loss_of, slowest, timed, train_step
+from benchmarks.kit.forks import Tell, in_forks
 from benchmarks.kit.report import parser
+from benchmarks.kit.smallest import ROUNDS, SECONDS, is_smallest, least
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.cluster.links import groups_to_time, time_collectives
 from hetu_fx.comm_ops.wire.consensus import of_all
@@ -36,6 +42,7 @@ from hetu_fx.plans.plan import Plan
 
 MakeModel = Callable[[], nn.Module]
 Batch = Mapping[str, Tensor]
+SECONDS_OF_FORKS = 1800.0
 
 
 def worker_parser(name: str, purpose: str) -> argparse.ArgumentParser:
@@ -52,11 +59,64 @@ def run_workers(name: str, arguments: Sequence[str], spec: EmulateSpec, **how: A
     """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        command = [sys.executable, "-m", f"benchmarks.{name}", "--worker", str(result), *arguments]
-        status = run(spec, command, **how)
+        given = ["--worker", str(result), *arguments]
+        if is_smallest():
+            run_in_forks(name, given, spec)
+            return json.loads(result.read_text())
+        status = run(spec, [sys.executable, "-m", f"benchmarks.{name}", *given], **how)
         if status != 0:
             sys.exit(status)
         return json.loads(result.read_text())
+
+
+def run_in_forks(name: str, arguments: Sequence[str], spec: EmulateSpec) -> None:
+    """Run the ranks of the smallest case as forks of this process, which has imported what they need.
+
+    No speed, memory or link is limited: they are on one machine, and know of nodes by their environment alone. Each
+    captures equal models once, as in tests.
+    """
+    port, job = _free_port(), partial(_be_rank, name, ("--smoke", *arguments))
+    environments = [_environment(spec, rank, port) for rank in range(spec.world_size)]
+    for environment, heard in in_forks(environments, job, len(environments), SECONDS_OF_FORKS):
+        if heard != [0]:
+            raise RuntimeError(f"rank {environment['RANK']} of {name}: {heard or 'died, or did not end'}")
+
+
+def _environment(spec: EmulateSpec, rank: int, port: int) -> dict[str, str]:
+    node = spec.node_of(rank)
+    peers = spec.ranks_of(node)
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": peers.index(rank),
+        "WORLD_SIZE": spec.world_size,
+        "LOCAL_WORLD_SIZE": len(peers),
+        "GROUP_RANK": node,
+        "GROUP_WORLD_SIZE": spec.num_nodes,
+        "HETU_FX_NODE": f"node{node}",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    return {name: str(value) for name, value in variables.items()}
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def _be_rank(name: str, arguments: Sequence[str], environment: Mapping[str, str], tell: Tell) -> None:
+    from tests.ranks.remembered import remembered_captures  # what is measured is installed without tests
+
+    os.environ |= environment
+    sys.argv = [f"benchmarks.{name}", *arguments]
+    try:
+        module = import_module(f"benchmarks.{name}")
+        with remembered_captures():
+            tell((module if hasattr(module, "main") else import_module(f"benchmarks.{name}.__main__")).main())
+    except BaseException:
+        tell(traceback.format_exc())
 
 
 @contextmanager
@@ -95,7 +155,7 @@ def say(text: str) -> None:
 def set_speeds(speeds: Sequence[float]) -> None:
     """Give every device its speed; collective. Those that become slower go first, so that all fit the cores."""
     barrier()
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and not is_smallest():
         before = current_speeds()
         for rank in sorted(range(len(speeds)), key=lambda rank: speeds[rank] - before[rank]):
             change_speed(rank, speeds[rank])
@@ -124,7 +184,7 @@ class OwnSpeeds:
     def seconds(self, rounds: int) -> list[float]:
         """Return the seconds of so many rounds; the devices begin together."""
         barrier()
-        return [timed(self._compute) for _ in range(rounds)]
+        return [timed(self._compute) for _ in range(least(rounds, ROUNDS))]
 
     def cluster(self, cluster: Cluster, seconds: Sequence[float]) -> Cluster:
         """Return the cluster with the speeds at which devices take the median of what each measured; collective."""
@@ -145,7 +205,7 @@ def measured_cluster(
 
 def measured_devices(table: GroupTable, *, seconds: float, device: str = "cpu") -> Cluster:
     """Measure the devices for so long, and collectives as `hetu-fx measure` does; collective."""
-    cluster = Cluster.measure(table, seconds=seconds, device=device)
+    cluster = Cluster.measure(table, seconds=SECONDS if is_smallest() else seconds, device=device)
     return replace(cluster, collectives=time_collectives(table, groups_to_time(cluster), device))
 
 
@@ -166,7 +226,7 @@ class Alone:
         """Compute gradients again and again; remember what that took on average. Collective."""
         barrier()
         start, elapsed, count = perf_counter(), 0.0, 0
-        while elapsed < self._budget_seconds:
+        while elapsed < (SECONDS if is_smallest() else self._budget_seconds):
             compute_gradients(self._model, self._small)
             elapsed, count = perf_counter() - start, count + 1
         self._seconds.append(elapsed / count)
@@ -215,4 +275,4 @@ def measured_seconds(
     The model is made while devices have `equal` speeds, and timed at `speeds`.
     """
     made = training(plan, make, whole, equal=equal, speeds=speeds)
-    return [slowest(timed(made.step)) for _ in range(rounds)]
+    return [slowest(timed(made.step)) for _ in range(least(rounds, ROUNDS))]

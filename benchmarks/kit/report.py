@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
+from benchmarks.kit.smallest import Smoke, is_smallest
+
 
 @dataclass(frozen=True, slots=True)
 class Bar:
@@ -40,6 +42,7 @@ def parser(name: str, purpose: str) -> argparse.ArgumentParser:
     """Make a benchmark's parser with the options all of them have."""
     made = argparse.ArgumentParser(f"python -m benchmarks.{name}", description=purpose)
     made.add_argument("--quick", action="store_true", help="a shorter run of the same thing")
+    made.add_argument("--smoke", action=Smoke)
     return made
 
 
@@ -50,7 +53,7 @@ def finish(name: str, bars: Sequence[Bar], rows: Sequence[Row], **machine: objec
     shown = [{**asdict(bar), "holds": bar.holds} for bar in bars]
     record = {"benchmark": name, "bars": shown, "rows": list(rows), "machine": this_machine() | machine}
     print(json.dumps(record), flush=True)
-    return 0 if all(bar.holds for bar in bars) else 1
+    return 0 if is_smallest() or all(bar.holds for bar in bars) else 1
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -23,6 +23,7 @@ import pytest
 import torch  # noqa: F401
 
 from benchmarks.kit.report import Bar, Row, finish, parser
+from benchmarks.kit.smallest import few
 from benchmarks.mutants.mutant import ROOT, VARIABLE, Mutant, install, read_mutants
 
 SECONDS = 300
@@ -64,7 +65,7 @@ def main() -> int:
     options = made.parse_args()
     chosen = [mutant for name, mutant in read_mutants().items() if not options.only or name in options.only]
     wanted = [mutant for mutant in chosen if (bool(mutant.scripts) if options.scripts else not mutant.only_scripts)]
-    wanted = wanted[:: QUICK if options.quick else 1]
+    wanted = few(wanted[:: QUICK if options.quick else 1])
     for mutant in wanted:  # all fit the code, before the first costs time
         mutant.apply((ROOT / mutant.path).read_text())
     return by_scripts(wanted) if options.scripts else by_tests(wanted, 0 if options.quick or options.only else FEWEST)
@@ -153,9 +154,10 @@ def _run_pytest(mutant: Mutant | None, tests: Sequence[str], folder: Path, outpu
 
 
 def _tests(mutant: Mutant) -> tuple[str, ...]:
-    if mutant.path.startswith(_GUARDS):
-        return GUARDS
-    return ON_PROCESSES if mutant.on_processes else FAST
+    if mutant.tests:
+        return mutant.tests
+    tests = GUARDS if mutant.path.startswith(_GUARDS) else ON_PROCESSES if mutant.on_processes else FAST
+    return tuple(few(tests))
 
 
 if __name__ == "__main__":

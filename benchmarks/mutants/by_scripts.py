@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
+from benchmarks.kit.forks import Tell, in_forks
 from benchmarks.kit.report import Row
-from benchmarks.mutants.forks import Tell, in_forks
 from benchmarks.mutants.live import break_functions
 from benchmarks.mutants.mutant import Mutant
 from tests.scripts import imports  # noqa: F401  (what scripts import, before there are forks)

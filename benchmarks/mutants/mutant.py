@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 VARIABLE = "HETU_FX_MUTANT"  # names the mistake that a process is started with
 _HEADING = "== on processes =="
 _SCRIPTS_HEADING = "== noticed by scripts =="
+FILES = ("mutants.txt", "guards.txt", "kinds.txt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,8 @@ class Mutant:
     """A mistake: in the file at `path`, the text `old`, which stands there once, becomes `new`.
 
     `on_processes` says that only tests on real processes can see it. `scripts` are names of what scripts do that should
-    notice it, for a mistake in the guards; with `only_scripts` no test is held to.
+    notice it, for a mistake in the guards; with `only_scripts` no test is held to. `tests` are those that should notice
+    it, where it is not for the tests of its folder.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Mutant:
     on_processes: bool
     scripts: tuple[str, ...] = ()
     only_scripts: bool = False
+    tests: tuple[str, ...] = ()
 
     def apply(self, source: str) -> str:
         """Give the source with the mistake; ValueError where the place is not found, or not the only one."""
@@ -41,19 +44,19 @@ class Mutant:
 
 
 def read_mutants() -> Mapping[str, Mutant]:
-    """Read the mistakes by name: blocks of four lines, and of one more for each script that should notice it."""
+    """Read the mistakes by name: blocks of four lines, and one for each script (!) or test (?) that should notice."""
     found: dict[str, Mutant] = {}
-    for file in ("mutants.txt", "guards.txt"):
+    for file in FILES:
         heading = ""
         for block in (ROOT / "benchmarks" / "mutants" / file).read_text().split("\n\n"):
             lines = block.strip().splitlines()
             if len(lines) < 4:
                 heading = block.strip()
                 continue
-            path, old, new, *scripts = (line[2:] for line in lines[1:])
-            found[lines[0]] = Mutant(
-                lines[0], path, old, new, heading == _HEADING, tuple(scripts), heading == _SCRIPTS_HEADING
-            )
+            path, old, new = (line[2:] for line in lines[1:4])
+            scripts, tests = (tuple(line[2:] for line in lines[4:] if line[0] == mark) for mark in "!?")
+            only_scripts = heading == _SCRIPTS_HEADING
+            found[lines[0]] = Mutant(lines[0], path, old, new, heading == _HEADING, scripts, only_scripts, tests)
     return found
 
 

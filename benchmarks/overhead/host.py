@@ -31,6 +31,7 @@ from benchmarks.kit.contest import Step, barrier, loss_of
 from benchmarks.kit.fleet import rank_here, run_workers, world_here
 from benchmarks.kit.nets import Mlp
 from benchmarks.kit.report import Bar, Part, Row
+from benchmarks.kit.smallest import least
 from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.peers import memory, rounds
@@ -103,7 +104,7 @@ def work(*, quick: bool) -> Sequence[Milliseconds]:
     """Be one process; give what all have found."""
     steps = {f"hetu_fx {count}": our_step(count) for count in (FEW, MANY)}
     steps |= {f"plain {count}": plain_step(count) for count in (FEW, MANY)}
-    rounds = 20 if quick else 100
+    rounds = least(20 if quick else 100, 2 * IN_A_ROW)
     with waits_apart() as waits:
         told = medians(steps, waits, rounds, in_a_row=1)
         found = {f"{name}{TURNS}": milliseconds for name, milliseconds in told.items()}

@@ -13,7 +13,7 @@ import torch
 from benchmarks.planted.decisions import Decisions, forget, listed, planted
 from benchmarks.planted.faults import Fault, draw
 from benchmarks.planted.worlds import WORLDS, World
-from hetu_fx.cli.verdict import judge
+from hetu_fx.check.verdict import judge
 from hetu_fx.lockstep import Lockstep, Trained, train_alone
 from hetu_fx.switching.graph_execution import GraphExecution
 

@@ -12,6 +12,7 @@ import warnings
 
 from benchmarks.kit.fleet import worker_parser
 from benchmarks.kit.report import finish
+from benchmarks.kit.smallest import few
 from benchmarks.programs import measured, priced
 from benchmarks.programs.cases import priced_cases, races
 
@@ -31,11 +32,11 @@ def main(arguments: list[str] | None = None) -> int:
         return measured.work(options.worker, options.race, quick=options.quick)
     rows, bars = [], []
     if PRICED in (options.part or (PRICED,)):
-        chosen = [case for case in priced_cases(options.quick) if options.only in case.subject.name]
+        chosen = few(case for case in priced_cases(options.quick) if options.only in case.subject.name)
         rows += (found := [row for case in chosen for row in priced.rows_of(case)])
         bars += priced.bars(found)
     if MEASURED in (options.part or (MEASURED,)):
-        chosen_races = [race for race in races(options.quick) if options.only in race.name]
+        chosen_races = few(race for race in races(options.quick) if options.only in race.name)
         limits = {"quick": options.quick, "link_megabits": options.link_megabits}
         rows += (found := [row for race in chosen_races for row in measured.measured(race, **limits)])
         bars += measured.bars(found)

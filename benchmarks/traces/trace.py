@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.planted.worlds import Net, batches_of
-from hetu_fx.cli.verdict import Verdict, judge
+from hetu_fx.check.verdict import Verdict, judge
 from hetu_fx.lockstep import Lockstep, train_alone
 from hetu_fx.plans.plan import Plan
 

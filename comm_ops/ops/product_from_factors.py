@@ -26,6 +26,8 @@ aten = torch.ops.aten
 class Product(NamedTuple):
     """A product that can be done so: y = x w + bias, rows of y in any dims but the last; or rows of w that x names.
 
+    Gradients of complex numbers are as torch has them: made with the conjugates of what is multiplied.
+
     Attributes:
         call: gives y of x, the weight and the bias (or None).
         of_input: gives the gradient of x, of that of y and the weight; None where x is what is looked up.
@@ -51,7 +53,7 @@ class Product(NamedTuple):
 
     def make_into(self, room: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         """Make y in a dense tensor, whatever that has been."""
-        _add_of_rows(room, x, weight if self.out else weight.t(), 0)
+        _add_product(room, x, weight if self.out else weight.t(), 0)
         if bias is not None:
             room += bias
 
@@ -61,29 +63,33 @@ def _mm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _of_rows(gradient: Tensor, weight: Tensor) -> Tensor:
-    return gradient @ weight.t()
+    return gradient @ weight.mH
 
 
-def _add_of_rows(total: Tensor, gradient: Tensor, weight: Tensor, before: int) -> Tensor:
+def _add_product(total: Tensor, rows: Tensor, weight: Tensor, before: int) -> Tensor:
     """Add to all rows at once, where they stand."""
-    total.view(-1, total.shape[-1]).addmm_(gradient.flatten(0, -2), weight, beta=before)
+    total.view(-1, total.shape[-1]).addmm_(rows.flatten(0, -2), weight, beta=before)
     return total
 
 
+def _add_of_rows(total: Tensor, gradient: Tensor, weight: Tensor, before: int) -> Tensor:
+    return _add_product(total, gradient, weight.conj(), before)
+
+
 def _add_of_turned(total: Tensor, gradient: Tensor, weight: Tensor, before: int) -> Tensor:
-    return _add_of_rows(total, gradient, weight.t(), before)
+    return _add_product(total, gradient, weight.mH, before)
 
 
-def _as_it_is(weight: Tensor) -> Tensor:
-    return weight
+def _conjugate(weight: Tensor) -> Tensor:
+    return weight.conj()
 
 
 def _of_columns(x: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
-    return x.t() @ gradient
+    return x.mH @ gradient
 
 
 def _add_of_columns(total: Tensor, x: Tensor, gradient: Tensor) -> Tensor:
-    return total.addmm_(x.t(), gradient)
+    return total.addmm_(x.mH, gradient)
 
 
 def _look_up(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -102,15 +108,15 @@ def _add_of_table(total: Tensor, x: Tensor, gradient: Tensor) -> Tensor:
 PRODUCTS: dict[OpOverload[..., Any], Product] = {
     aten.linear.default: Product(
         torch.nn.functional.linear,
-        lambda gradient, weight: gradient @ weight,
+        lambda gradient, weight: gradient @ weight.conj(),
         _add_of_rows,
-        torch.t,
-        lambda x, gradient, weight: gradient.t() @ x,
-        lambda total, x, gradient: total.addmm_(gradient.t(), x),
+        torch.adjoint,
+        lambda x, gradient, weight: gradient.t() @ x.conj(),
+        lambda total, x, gradient: total.addmm_(gradient.t(), x.conj()),
         *(0, 0, 1, 2),
     ),
-    aten.addmm.default: Product(_mm, _of_rows, _add_of_turned, _as_it_is, _of_columns, _add_of_columns, 1, 1, 2, 0),
-    aten.mm.default: Product(_mm, _of_rows, _add_of_turned, _as_it_is, _of_columns, _add_of_columns, 1, 0, 1, None),
+    aten.addmm.default: Product(_mm, _of_rows, _add_of_turned, _conjugate, _of_columns, _add_of_columns, 1, 1, 2, 0),
+    aten.mm.default: Product(_mm, _of_rows, _add_of_turned, _conjugate, _of_columns, _add_of_columns, 1, 0, 1, None),
     aten.embedding.default: Product(_look_up, None, None, None, _of_table, _add_of_table, 1, 1, 0, None),
 }
 """The products whose weight's gradient can be made from factors, by the op."""

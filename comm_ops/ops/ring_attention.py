@@ -19,6 +19,7 @@ from hetu_fx.comm_ops.ops.ring_attention_block import KeyValueBlock, Places, Rin
 from hetu_fx.comm_ops.plans.choose_algorithm import always_flat
 from hetu_fx.comm_ops.plans.cost import ring_cost, there_and_back_cost
 from hetu_fx.comm_ops.wire.collectives import fresh
+from hetu_fx.comm_ops.wire.flat import dense
 from hetu_fx.comm_ops.wire.groups import GroupTable, active, guarded
 from hetu_fx.comm_ops.wire.p2p import Tag, post
 from hetu_fx.errors import CommError
@@ -167,7 +168,7 @@ def _start_between(ranks: Sequence[int], table: GroupTable) -> Start:
     """Return what starts messages between `ranks`, whose positions they are in the ring; empty ones are left out."""
 
     def start(sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], None]:
-        leaving = [(ranks[peer], x.detach().contiguous(), Tag.RING + tag) for peer, tag, x in sends if x.numel()]
+        leaving = [(ranks[peer], dense(x), Tag.RING + tag) for peer, tag, x in sends if x.numel()]
         arriving = [(ranks[peer], x, Tag.RING + tag) for peer, tag, x in receives if x.numel()]
         if not leaving and not arriving:
             return _nothing

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -31,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetu_fx.annotations.states import even_sizes
+from hetu_fx.comm_ops.wire.flat import Flat, dense
 from hetu_fx.comm_ops.wire.groups import GroupTable, active, guarded
 from hetu_fx.comm_ops.wire.p2p import Tag, post
 from hetu_fx.comm_ops.wire.small_sums import reduce_small
@@ -101,10 +101,9 @@ class UnderWay(Generic[Made]):
         return self.made
 
 
-def _to_wire(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:
-    """Make `x` contiguous on the device that its messages between `ranks` leave from."""
-    x = x.detach().contiguous()
-    return x.cpu() if table.staged(x.device, ranks) else x
+def _to_wire(x: Flat, ranks: Sequence[int], table: GroupTable) -> Flat:
+    """Bring a buffer to the device that its messages between `ranks` leave from, if it is not there."""
+    return Flat(x.tensor.cpu()) if table.staged(x.tensor.device, ranks) else x
 
 
 def fresh(x: Tensor) -> Tensor:
@@ -112,23 +111,17 @@ def fresh(x: Tensor) -> Tensor:
     return x.detach().clone(memory_format=torch.contiguous_format)
 
 
-def segments(buffer: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Cut a flat buffer in views of `sizes` entries, end to end."""
-    ends = list(accumulate(sizes))
-    return [buffer[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-
-
-def _start_gather(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable) -> Exchange:
+def _start_gather(parts: Sequence[Flat], ranks: Sequence[int], table: GroupTable) -> Exchange:
     """Fill `parts`, one of each of `ranks` and this rank's own among them, with what those have. Collective."""
     group = table.group(ranks)
-    if table.is_native(parts[0].device) and all(part.numel() for part in parts):
+    if table.is_native(parts[0].tensor.device) and all(part.tensor.numel() for part in parts):
         ordered = [parts[i] for i in table.order(ranks)]
         work = table.transport.all_gather(ordered, parts[table.position(ranks)], group, is_async=True)
         return Exchange(tuple(ranks), [work])
     works = [
         table.transport.broadcast(part, table.to_global(rank), group)
         for rank, part in zip(ranks, parts, strict=True)
-        if part.numel()
+        if part.tensor.numel()
     ]
     return Exchange(tuple(ranks), works)
 
@@ -166,20 +159,20 @@ def sum_into(result: Tensor, summands: Sequence[Tensor]) -> None:
         result.copy_(total)
 
 
-def gather_segments(buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int]) -> Exchange:
+def gather_segments(buffer: Flat, sizes: Sequence[int], ranks: Sequence[int]) -> Exchange:
     """Fill every rank's segment of `buffer` with what that rank has there. Collective over `ranks`.
 
-    A buffer is one contiguous tensor, the segments of `ranks` end to end, `sizes[i]` entries for `ranks[i]`.
+    The segments of `ranks` stand end to end in it, `sizes[i]` entries for `ranks[i]`.
     """
     if len(ranks) == 1:
         return Exchange()
     table = active()
     wire = _to_wire(buffer, ranks, table)
-    exchange = _start_gather(segments(wire, sizes), ranks, table)
-    return exchange if wire.device == buffer.device else exchange.then(lambda: buffer.copy_(wire))
+    exchange = _start_gather(wire.segments(sizes), ranks, table)
+    return exchange if wire is buffer else exchange.then(lambda: buffer.copy_from(wire))
 
 
-def sum_segments(buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], number: int = 0) -> Exchange:
+def sum_segments(buffer: Flat, sizes: Sequence[int], ranks: Sequence[int], number: int = 0) -> Exchange:
     """Sum every rank's segment over what all `ranks` have there, in their order. Collective over `ranks`.
 
     The sum stands in this rank's own segment after wait(); the other segments are its summands and stay.
@@ -189,19 +182,20 @@ def sum_segments(buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], num
         return Exchange()
     table = active()
     wire, here = _to_wire(buffer, ranks, table), table.position(ranks)
-    parts, mine = segments(wire, sizes), segments(buffer, sizes)[here]
-    exchange = _start_sum(dict(zip(ranks, parts, strict=True)), parts[here], ranks, table, Tag.BUCKETS + number)
-    return exchange if wire.device == buffer.device else exchange.then(lambda: mine.copy_(parts[here]))
+    parts, mine = wire.segments(sizes), buffer.segments(sizes)[here]
+    outgoing = {rank: part.tensor for rank, part in zip(ranks, parts, strict=True)}
+    exchange = _start_sum(outgoing, outgoing[table.rank], ranks, table, Tag.BUCKETS + number)
+    return exchange if wire is buffer else exchange.then(lambda: mine.copy_from(parts[here]))
 
 
-def sum_all(buffer: Tensor, ranks: Sequence[int]) -> Exchange:
+def sum_all(buffer: Flat, ranks: Sequence[int]) -> Exchange:
     """Sum a buffer over `ranks`, in place."""
     if len(ranks) == 1:
         return Exchange()
     table = active()
     wire = _to_wire(buffer, ranks, table)
     exchange = Exchange(tuple(ranks), [table.transport.all_reduce(wire, table.group(tuple(ranks)), is_async=True)])
-    return exchange if wire.device == buffer.device else exchange.then(lambda: buffer.copy_(wire))
+    return exchange if wire is buffer else exchange.then(lambda: buffer.copy_from(wire))
 
 
 def reduce_world(value: Tensor, world: int, op: dist.ReduceOp.RedOpType, what: str) -> Tensor:
@@ -224,16 +218,16 @@ def begin_sum(x: Tensor, ranks: Sequence[int], table: GroupTable, *, is_async: b
     """
     if len(ranks) == 1 or x.numel() == 0:
         return UnderWay(fresh(x))
-    wire, others = x.detach().contiguous(), len(ranks) - 1
+    wire, others = dense(x), len(ranks) - 1
     is_large, is_staged = others > 1 and others * wire.nbytes > _DIRECT_BYTES, table.meets_on_host(x.device, ranks)
     if is_staged and is_large:
         return UnderWay(_sum_by_parts(wire, ranks, table))
     if is_staged or not (is_large or table.is_native(wire.device)):
-        result = torch.empty_like(wire, memory_format=torch.contiguous_format)
+        result = torch.empty_like(wire)
         outgoing = dict.fromkeys(ranks, wire)
         return UnderWay(result, _start_sum(outgoing, result, ranks, table, Tag.SUMMANDS, is_staged=is_staged))
     result = wire.clone() if wire.data_ptr() == x.data_ptr() else wire
-    work = table.transport.all_reduce(result, table.group(ranks), is_async=is_async)
+    work = table.transport.all_reduce(Flat.over(result), table.group(ranks), is_async=is_async)
     return UnderWay(result, Exchange(tuple(ranks), [] if work is None else [work]))
 
 
@@ -269,9 +263,10 @@ def begin_gather(
     parts = [x if i == here else x.new_empty(list(shape)) for i, shape in enumerate(shapes)]
     if len(ranks) == 1 or all(part.numel() == 0 for part in parts):
         return UnderWay(parts)
-    wires = [part.detach().contiguous() for part in parts]
-    start = _start_staged_gather if table.meets_on_host(x.device, ranks) else _start_gather
-    return UnderWay(wires, start(wires, ranks, table))
+    wires = [dense(part) for part in parts]
+    if table.meets_on_host(x.device, ranks):
+        return UnderWay(wires, _start_staged_gather(wires, ranks, table))
+    return UnderWay(wires, _start_gather([Flat.over(wire) for wire in wires], ranks, table))
 
 
 def reduce_parts(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable) -> Tensor:
@@ -289,14 +284,13 @@ def begin_reduce(
     here = table.position(ranks)
     if len(ranks) == 1 or all(part.numel() == 0 for part in parts):
         return UnderWay(fresh(parts[here]))
-    wires, is_staged = [part.detach().contiguous() for part in parts], table.meets_on_host(parts[here].device, ranks)
-    result = torch.empty_like(wires[here], memory_format=torch.contiguous_format)
+    wires, is_staged = [dense(part) for part in parts], table.meets_on_host(parts[here].device, ranks)
+    result = torch.empty_like(wires[here])
     if is_staged or not table.is_native(result.device):
         outgoing = dict(zip(ranks, wires, strict=True))
         return UnderWay(result, _start_sum(outgoing, result, ranks, table, Tag.SUMMANDS, is_staged=is_staged))
-    work = table.transport.reduce_scatter(
-        result, [wires[i] for i in table.order(ranks)], table.group(ranks), is_async=is_async
-    )
+    ordered = [Flat.over(wires[i]) for i in table.order(ranks)]
+    work = table.transport.reduce_scatter(Flat.over(result), ordered, table.group(ranks), is_async=is_async)
     return UnderWay(result, Exchange(tuple(ranks), [] if work is None else [work], wires.clear))
 
 
@@ -307,7 +301,7 @@ def exchange_parts(
     here = table.position(ranks)
     if len(ranks) == 1:
         return [parts[here]]
-    wires, is_staged = [part.detach().contiguous() for part in parts], table.meets_on_host(parts[here].device, ranks)
+    wires, is_staged = [dense(part) for part in parts], table.meets_on_host(parts[here].device, ranks)
     arriving = [wires[here] if i == here else wires[here].new_empty(list(shape)) for i, shape in enumerate(shapes)]
     receives = [(r, x, Tag.EXCHANGE) for r, x in zip(ranks, arriving, strict=True) if r != table.rank and x.numel()]
     # Every rank starts with the one after it, so that no rank is sent to by all at once.
@@ -324,11 +318,11 @@ def gather_padded(x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[in
     largest = max(numels)
     if len(ranks) == 1 or largest == 0:
         return gather_parts(x, shapes, ranks, table)
-    wire = _padded(_to_wire(x, ranks, table), largest)
+    wire = _to_wire(_padded(x, largest), ranks, table)
     with guarded("all-gather", ranks, table):
-        arrived = [torch.empty_like(wire) for _ in ranks]
+        arrived = [Flat(torch.empty_like(wire.tensor)) for _ in ranks]
         table.transport.all_gather(arrived, wire, table.group(ranks))
-    flats = dict(zip(table.order(ranks), (flat.to(x.device) for flat in arrived), strict=True))
+    flats = dict(zip(table.order(ranks), (flat.tensor.to(x.device) for flat in arrived), strict=True))
     return [flats[i][:numel].view(list(shape)) for i, (numel, shape) in enumerate(zip(numels, shapes, strict=True))]
 
 
@@ -338,12 +332,12 @@ def reduce_padded(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTab
     largest = max(part.numel() for part in parts)
     if len(ranks) == 1 or largest == 0:
         return reduce_parts(parts, ranks, table)
-    wires = [_padded(_to_wire(parts[i], ranks, table), largest) for i in table.order(ranks)]
+    wires = [_to_wire(_padded(parts[i], largest), ranks, table) for i in table.order(ranks)]
     with guarded("reduce-scatter", ranks, table):
-        result = torch.empty_like(wires[0])
-        table.transport.reduce_scatter(result, wires, table.group(ranks))
+        result = torch.empty_like(wires[0].tensor)
+        table.transport.reduce_scatter(Flat(result), wires, table.group(ranks))
     return result[: mine.numel()].view(mine.shape).to(mine.device, copy=True)
 
 
-def _padded(x: Tensor, size: int) -> Tensor:
-    return torch.nn.functional.pad(x.reshape(-1), (0, size - x.numel()))
+def _padded(x: Tensor, size: int) -> Flat:
+    return Flat.of(torch.nn.functional.pad(dense(x).view(-1), (0, size - x.numel())))

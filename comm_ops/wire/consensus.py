@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetu_fx import errors
+from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded, using
 from hetu_fx.comm_ops.wire.small_sums import reduce_small
 from hetu_fx.errors import BatchError, HetuFxError, OtherRankError
@@ -64,6 +65,7 @@ class StepFacts:
         peak_bytes: the most memory that each rank has had so far; 0 if nobody asks it.
         writes: of each rank to parameters and what belongs to them, as a number that tells unlike ones; the same on all
             ranks, or they are told.
+        inputs: of what all ranks must pass alike, a number for its values; 0 in a step in which it is not compared.
         sizes_of: by rank, the sizes of its inputs; () where it has no rows, unless none has any.
     """
 
@@ -80,6 +82,7 @@ class StepFacts:
     update_seconds: tuple[float, ...] = _fact(tuple)
     peak_bytes: tuple[float, ...] = _fact(tuple)
     writes: tuple[float, ...] = _fact(tuple)
+    inputs: tuple[float, ...] = _fact(tuple)
     sizes_of: tuple[tuple[int, ...], ...] = ()
 
     @property
@@ -326,7 +329,7 @@ def _exchange(table: GroupTable, row: Sequence[float]) -> Sequence[Numbers]:
     mine = torch.tensor(row, dtype=torch.float64, device=table.transport.device(table.base))
     everyone = mine.new_empty(table.size, len(row))
     with using(table), guarded(what, ranks):
-        table.transport.all_gather(list(everyone.unbind()), mine, table.base)
+        table.transport.all_gather([Flat(row) for row in everyone.unbind()], Flat(mine), table.base)
     told: list[list[float]] = everyone.tolist()
     return told
 

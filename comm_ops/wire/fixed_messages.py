@@ -18,6 +18,7 @@ from torch import Tensor
 from hetu_fx.annotations.local import read, write
 from hetu_fx.annotations.region import Intervals, length
 from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, SliceTransfer
+from hetu_fx.comm_ops.wire.flat import dense
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
 from hetu_fx.comm_ops.wire.p2p import Tag, post
 from hetu_fx.comm_ops.wire.packing import local_dims, packed_bytes, view_packed
@@ -153,7 +154,7 @@ class FixedMessages:
 
     def _message(self, slices: Sequence[_Slice], pieces: Sequence[Tensor | None]) -> Tensor:
         if len(slices) == 1:
-            return _cut(slices[0], pieces).contiguous()
+            return dense(_cut(slices[0], pieces))
         message = torch.empty(_bytes(slices), dtype=torch.uint8, device=self._device)
         for part in slices:
             part.of(message).copy_(_cut(part, pieces))

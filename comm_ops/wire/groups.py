@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hetu_fx.base.device_types import HOST, type_of
@@ -26,6 +25,7 @@ from hetu_fx.base.torch_private import store_of_world
 from hetu_fx.comm_ops.plans.cost import Topology
 from hetu_fx.comm_ops.plans.ways import PLACES, STAGED, Ends, Way, quickest
 from hetu_fx.comm_ops.wire.common_path import CommonPath, join_path, path_over, watch_path
+from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.process_group import (
     GroupCreation,
     timeout_of,
@@ -40,13 +40,13 @@ from hetu_fx.errors import CommError
 class Mailbox(Protocol):
     """Carries messages between ranks that can read each other's memory; see `peers.mail`."""
 
-    def takes(self, peer: int, x: Tensor) -> bool:
+    def takes(self, peer: int, x: Flat) -> bool:
         """Tell whether a message to or from another rank goes so."""
 
-    def send(self, peer: int, x: Tensor) -> Work:
+    def send(self, peer: int, x: Flat) -> Work:
         """Start to send."""
 
-    def receive(self, peer: int, room: Tensor) -> Work:
+    def receive(self, peer: int, room: Flat) -> Work:
         """Start to receive."""
 
 
@@ -290,7 +290,7 @@ class GroupTable:
         kin = self._kin()
         if len(kin) > 1 and self._is_direct(device) and self.transport.connects_late(device):
             with guarded("connection of devices of a type", kin, self):
-                self.transport.all_reduce(torch.zeros(1, device=device), self.group(kin))
+                self.transport.all_reduce(Flat(torch.zeros(1, device=device)), self.group(kin))
 
     @property
     def direct(self) -> Group:

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
-import torch
 from torch import Tensor
 
+from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.errors import CommError
 
 Question = Mapping[str, Any]
@@ -221,7 +221,7 @@ def _connect(address: Address) -> socket.socket:
 
 def _memory(tensor: Tensor) -> memoryview:
     """Return the bytes of a dense tensor in host memory, where they are."""
-    array: Any = tensor.view(-1).view(torch.uint8).numpy()
+    array: Any = Flat.over(tensor).as_bytes().numpy()
     return memoryview(array)
 
 

@@ -9,12 +9,15 @@ from itertools import groupby
 
 from torch import Tensor
 
+from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable, Mailbox
 from hetu_fx.comm_ops.wire.staging import StagedArrival, StagedMessage
 from hetu_fx.comm_ops.wire.transport import Group, Work
 
 Message = tuple[int, Tensor, int]
-"""The logical rank that a tensor goes to or comes from, the tensor, and a tag."""
+"""The logical rank that a tensor goes to or comes from, the tensor, which is dense, and a tag."""
+_Buffered = tuple[int, Flat, int]
+"""The same, with the tensor as a buffer."""
 
 
 class Tag(IntEnum):
@@ -77,7 +80,22 @@ def post(
     where it is, all of those in one group call, or through the host (`staging`); all of them where `is_staged`, which
     both ends say alike; what a step hands over (`NEAR`), by `table.mail` where it can. What goes to several ranks, one
     after the other, is brought to the host once.
+
+    Raises:
+        CommError: a tensor is not dense.
     """
+    return _started(_buffered(receives), _buffered(sends), table, group, is_staged=is_staged)
+
+
+def _buffered(messages: Sequence[Message]) -> list[_Buffered]:
+    """Return messages with one buffer over each tensor, be it named by several."""
+    buffers = {id(x): Flat.over(x) for _, x, _ in messages}
+    return [(peer, buffers[id(x)], tag) for peer, x, tag in messages]
+
+
+def _started(
+    receives: Sequence[_Buffered], sends: Sequence[_Buffered], table: GroupTable, group: Group, *, is_staged: bool
+) -> Posted:
     mail = table.mail
     if mail is None:
         return _posted(receives, sends, table, group, is_staged=is_staged)
@@ -90,11 +108,11 @@ def post(
 
 
 def _by_mail(
-    messages: Sequence[Message], mail: Mailbox, start: Callable[[int, Tensor], Work]
-) -> tuple[list[Work], list[Message]]:
+    messages: Sequence[_Buffered], mail: Mailbox, start: Callable[[int, Flat], Work]
+) -> tuple[list[Work], list[_Buffered]]:
     """Start what a step hands over where the other end can read it; return it, and all other messages."""
     started: list[Work] = []
-    others: list[Message] = []
+    others: list[_Buffered] = []
     for message in messages:
         peer, x, tag = message
         if tag in NEAR and mail.takes(peer, x):
@@ -105,17 +123,17 @@ def _by_mail(
 
 
 def _divided(
-    messages: Sequence[Message], is_other: Callable[[int, Tensor, int], bool]
-) -> tuple[list[Message], list[Message]]:
+    messages: Sequence[_Buffered], is_other: Callable[[int, Flat, int], bool]
+) -> tuple[list[_Buffered], list[_Buffered]]:
     """Return messages in their order, and apart from them the others."""
-    found: tuple[list[Message], list[Message]] = ([], [])
+    found: tuple[list[_Buffered], list[_Buffered]] = ([], [])
     for message in messages:
         found[is_other(*message)].append(message)
     return found
 
 
 def _posted(
-    receives: Sequence[Message], sends: Sequence[Message], table: GroupTable, group: Group, *, is_staged: bool
+    receives: Sequence[_Buffered], sends: Sequence[_Buffered], table: GroupTable, group: Group, *, is_staged: bool
 ) -> Posted:
     way = _Ways(table, table.base if group is None else group, is_staged)
     direct, staged = zip(*(way.parted(messages) for messages in (receives, sends)), strict=True)
@@ -123,6 +141,10 @@ def _posted(
     arrives, leaves = way.post(*direct) if any(direct) or not any(staged) else ((), ())
     leaving = [work for _, same in groupby(staged[1], lambda one: id(one[1])) for work in way.send(list(same))]
     return Posted((*arrives, *arriving), (*leaves, *leaving))
+
+
+def _is_on_device(peer: int, x: Flat, tag: int) -> bool:
+    return not x.tensor.is_cpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,37 +155,37 @@ class _Ways:
     group: Group
     is_staged: bool
 
-    def parted(self, messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
+    def parted(self, messages: Sequence[_Buffered]) -> tuple[list[_Buffered], list[_Buffered]]:
         """Return those that go from where they are, and those that go through the host, in chunks at both ends."""
         return _divided(messages, self._goes_through_host)
 
-    def _goes_through_host(self, peer: int, x: Tensor, tag: int) -> bool:
-        return self.is_staged or self.table.staged(x.device, (self.table.rank, peer)) or self.table.cuts(peer)
+    def _goes_through_host(self, peer: int, x: Flat, tag: int) -> bool:
+        return self.is_staged or self.table.staged(x.tensor.device, (self.table.rank, peer)) or self.table.cuts(peer)
 
-    def post(self, receives: Sequence[Message], sends: Sequence[Message]) -> tuple[Sequence[Work], Sequence[Work]]:
+    def post(self, receives: Sequence[_Buffered], sends: Sequence[_Buffered]) -> tuple[Sequence[Work], Sequence[Work]]:
         """Start messages from where they are: on devices, in the group of those of one type, if there are several."""
         if not self.table.is_mixed:
             return self._post(receives, sends, self.group)
-        (here, there), (own, theirs) = (_divided(one, lambda _, x, __: not x.is_cpu) for one in (receives, sends))
+        (here, there), (own, theirs) = (_divided(messages, _is_on_device) for messages in (receives, sends))
         on_host = self._post(here, own, self.group)
         on_device = self._post(there, theirs, self.table.direct) if there or theirs else ((), ())
         return (*on_host[0], *on_device[0]), (*on_host[1], *on_device[1])
 
     def _post(
-        self, receives: Sequence[Message], sends: Sequence[Message], group: Group
+        self, receives: Sequence[_Buffered], sends: Sequence[_Buffered], group: Group
     ) -> tuple[Sequence[Work], Sequence[Work]]:
         arrives, leaves = (
             [(self.table.to_global(peer), x, tag) for peer, x, tag in messages] for messages in (receives, sends)
         )
         return self.table.transport.post(arrives, leaves, group)
 
-    def receive(self, peer: int, x: Tensor, tag: int) -> Work:
+    def receive(self, peer: int, x: Flat, tag: int) -> Work:
         """Start to receive chunks."""
         message = StagedMessage.of(x)
-        arriving, _ = self.post([(peer, chunk, tag) for chunk in message.arriving()], ())
+        arriving, _ = self.post([(peer, Flat(chunk), tag) for chunk in message.arriving()], ())
         return StagedArrival(message, arriving)
 
-    def send(self, messages: Sequence[Message]) -> Iterator[Work]:
+    def send(self, messages: Sequence[_Buffered]) -> Iterator[Work]:
         """Start to send one tensor in chunks, each as soon as it is on the host."""
         for chunk in StagedMessage.of(messages[0][1]).leaving():
-            yield from self.post((), [(peer, chunk, tag) for peer, _, tag in messages])[1]
+            yield from self.post((), [(peer, Flat(chunk), tag) for peer, _, tag in messages])[1]

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hetu_fx.base.dtypes import as_reals, carries_gradient
+from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable, Rounds, guarded
 from hetu_fx.errors import DivergedError
 
@@ -55,13 +57,13 @@ def reduce_small(
     with guarded(what, range(size), table):
         group = table.group(range(size))
         if value.device.type != "cpu":
-            table.transport.all_reduce(value, group, op)
+            table.transport.all_reduce(Flat.over(value), group, op)
             return value
         head, rest = packed(value, op, what)
-        table.transport.all_reduce(head, group, op)
+        table.transport.all_reduce(Flat(head), group, op)
         if is_alike := are_alike(head[:MARKS].tolist(), op, size):
             if rest.numel():
-                table.transport.all_reduce(rest, group, op)
+                table.transport.all_reduce(Flat(rest), group, op)
     if not is_alike:
         refuse_unlike(table, what)
     flat = torch.cat([head[MARKS:], rest])[: _flat(value).numel()]
@@ -81,7 +83,7 @@ def _reduced_by_round(
         )
         said.wait()
         if rest.numel():
-            table.transport.all_reduce(rest, table.group(range(table.size)), op)
+            table.transport.all_reduce(Flat(rest), table.group(range(table.size)), op)
     if not flat.numel():
         return value
     heard = torch.tensor(said.heard, dtype=torch.float64)
@@ -92,7 +94,7 @@ def _reduced_by_round(
 
 
 def _is_whole(value: Tensor) -> bool:
-    return not (value.is_floating_point() or value.is_complex())
+    return not carries_gradient(value.dtype)
 
 
 def _wide(value: Tensor) -> Tensor:
@@ -105,7 +107,7 @@ def _text(value: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> str:
 
 
 def _flat(value: Tensor) -> Tensor:
-    return (torch.view_as_real(value) if value.is_complex() else value).view(-1)
+    return as_reals(value).view(-1)
 
 
 def packed(value: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hetu_fx.base.device_types import HOST, type_of
+from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.transport import Work
 
 CHUNK_BYTES, LEAST_CHUNK_BYTES = 1 << 20, 1 << 18
@@ -29,7 +30,7 @@ class StagedMessage:
     """A message that is cut in chunks on the host.
 
     Attributes:
-        value: what is sent or filled, contiguous; on a device, or on the host already.
+        value: the bytes of what is sent or filled; on a device, or on the host already.
         host: the same bytes on the host: the value's own memory, or room for a copy.
     """
 
@@ -37,12 +38,12 @@ class StagedMessage:
     host: Tensor
 
     @classmethod
-    def of(cls, value: Tensor) -> StagedMessage:
+    def of(cls, buffer: Flat) -> StagedMessage:
         """Make room on the host where the value is not there."""
-        flat = value.detach().view(-1).view(torch.uint8) if value.numel() else value.detach().view(-1)
-        if value.device == HOST:
+        flat = buffer.as_bytes()
+        if flat.device == HOST:
             return cls(flat, flat)
-        pinned = type_of(value.device).pins_host
+        pinned = type_of(flat.device).pins_host
         return cls(flat, torch.empty(flat.shape, dtype=flat.dtype, pin_memory=pinned))
 
     def leaving(self) -> Iterator[Tensor]:

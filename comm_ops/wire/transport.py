@@ -13,15 +13,15 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from hetu_fx.base.torch_private import device_types
+from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.process_group import create_group, has_native_backend
 
 Group: TypeAlias = Any
 """What a transport calls a group; a process group, of torch.distributed."""
-WorldMessage = tuple[int, Tensor, int]
-"""The rank of the world that a tensor goes to or comes from, the tensor, and a tag."""
+WorldMessage = tuple[int, Flat, int]
+"""The rank of the world that a buffer goes to or comes from, the buffer, and a tag."""
 
 
 class Work(Protocol):
@@ -50,19 +50,17 @@ class Transport(Protocol):
         """Return a device that a group can send from."""
 
     def all_reduce(
-        self, x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, *, is_async: bool = False
+        self, x: Flat, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, *, is_async: bool = False
     ) -> Work | None:
         """Reduce a tensor over the members, in place."""
 
-    def all_gather(self, parts: list[Tensor], x: Tensor, group: Group, *, is_async: bool = False) -> Work | None:
+    def all_gather(self, parts: list[Flat], x: Flat, group: Group, *, is_async: bool = False) -> Work | None:
         """Fill `parts`, in the order of the group, with what each member has in `x`; all are of one size."""
 
-    def broadcast(self, x: Tensor, source: int, group: Group) -> Work | None:
+    def broadcast(self, x: Flat, source: int, group: Group) -> Work | None:
         """Start to fill `x` with what the rank `source` has there."""
 
-    def reduce_scatter(
-        self, result: Tensor, parts: list[Tensor], group: Group, *, is_async: bool = False
-    ) -> Work | None:
+    def reduce_scatter(self, result: Flat, parts: list[Flat], group: Group, *, is_async: bool = False) -> Work | None:
         """Sum over the members what each has for this one; `parts` in the order of the group, all of one size."""
 
     def from_one(self, values: list[Any], source: int, group: Group) -> None:
@@ -98,27 +96,27 @@ class ProcessTransport:
         return torch.device("cpu") if "cpu" in types else torch.device(sorted(types)[0])
 
     def all_reduce(
-        self, x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, *, is_async: bool = False
+        self, x: Flat, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, *, is_async: bool = False
     ) -> Work | None:
         """Do it by the collective of that name, as the next ones."""
-        work: Work | None = dist.all_reduce(x, op=op, group=group, async_op=is_async)
+        work: Work | None = dist.all_reduce(x.tensor, op=op, group=group, async_op=is_async)
         return work
 
-    def all_gather(self, parts: list[Tensor], x: Tensor, group: Group, *, is_async: bool = False) -> Work | None:
-        """Gather."""
-        work: Work | None = dist.all_gather(parts, x, group=group, async_op=is_async)
+    def all_gather(self, parts: list[Flat], x: Flat, group: Group, *, is_async: bool = False) -> Work | None:
+        """Gather bytes: gloo has no gather of int16, for one."""
+        work: Work | None = dist.all_gather([p.as_bytes() for p in parts], x.as_bytes(), group=group, async_op=is_async)
         return work
 
-    def broadcast(self, x: Tensor, source: int, group: Group) -> Work | None:
-        """Start a broadcast."""
-        work: Work | None = dist.broadcast(x, src=source, group=group, async_op=True)
+    def broadcast(self, x: Flat, source: int, group: Group) -> Work | None:
+        """Start a broadcast of bytes."""
+        work: Work | None = dist.broadcast(x.as_bytes(), src=source, group=group, async_op=True)
         return work
 
-    def reduce_scatter(
-        self, result: Tensor, parts: list[Tensor], group: Group, *, is_async: bool = False
-    ) -> Work | None:
+    def reduce_scatter(self, result: Flat, parts: list[Flat], group: Group, *, is_async: bool = False) -> Work | None:
         """Sum and scatter."""
-        work: Work | None = dist.reduce_scatter(result, parts, group=group, async_op=is_async)
+        work: Work | None = dist.reduce_scatter(
+            result.tensor, [part.tensor for part in parts], group=group, async_op=is_async
+        )
         return work
 
     def from_one(self, values: list[Any], source: int, group: Group) -> None:
@@ -137,11 +135,12 @@ class ProcessTransport:
         Receives come before sends as gloo needs it, whose send ends only once its receive is posted. NCCL needs one
         group call, or the sends and receives of a pair wait for each other.
         """
-        if any(x.device.type != "cpu" for _, x, _ in (*receives, *sends)):
+        if any(x.tensor.device.type != "cpu" for _, x, _ in (*receives, *sends)):
             calls = [(dist.irecv, *message) for message in receives] + [(dist.isend, *message) for message in sends]
-            return dist.batch_isend_irecv([dist.P2POp(op, x, peer, group, tag) for op, peer, x, tag in calls]), ()
+            posted = [dist.P2POp(op, x.tensor, peer, group, tag) for op, peer, x, tag in calls]
+            return dist.batch_isend_irecv(posted), ()
         arriving, leaving = (
-            [op(x, peer, group=group, tag=tag) for peer, x, tag in messages]
+            [op(x.tensor, peer, group=group, tag=tag) for peer, x, tag in messages]
             for op, messages in ((dist.irecv, receives), (dist.isend, sends))
         )
         return [work for work in arriving if work is not None], [work for work in leaving if work is not None]

@@ -30,9 +30,9 @@ from hetu_fx.comm_ops.wire.collectives import (
     gather_parts,
     reduce_padded,
     reduce_parts,
-    segments,
     sum_over,
 )
+from hetu_fx.comm_ops.wire.flat import Flat, dense
 from hetu_fx.comm_ops.wire.groups import GroupTable, active
 from hetu_fx.comm_ops.wire.peers.exchanges import gather_read, reduce_read, sum_read
 from hetu_fx.comm_ops.wire.peers.memory import Peers, peers_worth_reading
@@ -65,7 +65,7 @@ def _sum_in_levels(x: Tensor, ranks: Sequence[int], tiers: Tiers, table: GroupTa
     inside = _inside(levels, table.rank)
     place, count = inside.index(table.rank), min(map(len, levels))
     sizes = [*even_sizes(x.numel(), count), *([0] * (len(inside) - count))]
-    mine = _reduce_flat(x.detach().reshape(-1).split(sizes), inside, table)
+    mine = _reduce_flat(dense(x).view(-1).split(sizes), inside, table)
     if place < count:
         lane = lanes(levels)[place]
         mine = _sum_across(mine, lane, tiers_of(tiers[1:], ranks, lane), table)
@@ -82,7 +82,7 @@ def _gather_in_levels(
     arrived: list[Tensor] = []
     for lane, members in _own_lanes(levels, table.rank):
         owners = _owners(levels, lane)
-        mine = x.detach().reshape(-1) if table.rank in owners else x.new_empty(0)
+        mine = dense(x).view(-1) if table.rank in owners else x.new_empty(0)
         outer, carried = tiers_of(tiers[1:], ranks, members), [[numels.get(owner, 0)] for owner in owners]
         arrived += _gather_across(mine, carried, members, outer, table)
     brought = [_brought(levels, place, len(inside)) for place in range(len(inside))]
@@ -98,11 +98,11 @@ def _reduce_in_levels(parts: Sequence[Tensor], ranks: Sequence[int], tiers: Tier
     """Return the sum over `ranks` of this rank's part as a new tensor; `parts[i]` goes to `ranks[i]`."""
     levels = by_node(tuple(ranks), tuple(tiers[0]))
     inside = _inside(levels, table.rank)
-    flats = {rank: part.detach().reshape(-1) for rank, part in zip(ranks, parts, strict=True)}
+    flats = {rank: dense(part).view(-1) for rank, part in zip(ranks, parts, strict=True)}
     brought = [_brought(levels, place, len(inside)) for place in range(len(inside))]
     sizes = [sum(flats[owner].numel() for owner in owners) for owners in brought]
     together = torch.cat([flats[owner] for owners in brought for owner in owners])
-    summed = _reduce_flat(segments(together, sizes), inside, table)
+    summed = _reduce_flat(together.split(sizes), inside, table)
     owners = brought[inside.index(table.rank)]
     sums = dict(zip(owners, summed.split([flats[owner].numel() for owner in owners]), strict=True))
     mine = summed.new_empty(0)
@@ -202,13 +202,13 @@ def reduce_scatter_by(parts: Sequence[Tensor], ranks: Sequence[int], algorithm: 
 
 
 # Each takes the buffer, the sizes of its segments, the ranks, their tiers and a table, and works in place.
-OnBuffer = Callable[[Tensor, Sequence[int], Sequence[int], Tiers, GroupTable], None]
+OnBuffer = Callable[[Flat, Sequence[int], Sequence[int], Tiers, GroupTable], None]
 
 _turns: WeakKeyDictionary[GroupTable, InTurn] = WeakKeyDictionary()
 
 
 def start_in_levels(
-    run: OnBuffer, buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], algorithm: Algorithm
+    run: OnBuffer, buffer: Flat, sizes: Sequence[int], ranks: Sequence[int], algorithm: Algorithm
 ) -> Exchange:
     """Start an exchange of host memory in two levels. Collective over `ranks`."""
     return in_thread(lambda beside: run(buffer, sizes, ranks, algorithm.tiers, beside), ranks, algorithm, active())
@@ -231,25 +231,25 @@ def in_thread(
 
 
 def sum_all_in_levels(
-    buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], tiers: Tiers, table: GroupTable
+    buffer: Flat, sizes: Sequence[int], ranks: Sequence[int], tiers: Tiers, table: GroupTable
 ) -> None:
     """Do what `sum_all` does; sums are made per node first."""
-    buffer.copy_(_sum_in_levels(buffer, ranks, tiers, table))
+    buffer.tensor.copy_(_sum_in_levels(buffer.tensor, ranks, tiers, table))
 
 
 def sum_segments_in_levels(
-    buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], tiers: Tiers, table: GroupTable
+    buffer: Flat, sizes: Sequence[int], ranks: Sequence[int], tiers: Tiers, table: GroupTable
 ) -> None:
     """Do what `sum_segments` does; sums are made per node first."""
-    parts = segments(buffer, sizes)
+    parts = [part.tensor for part in buffer.segments(sizes)]
     parts[table.position(ranks)].copy_(_reduce_in_levels(parts, ranks, tiers, table))
 
 
 def gather_segments_in_levels(
-    buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], tiers: Tiers, table: GroupTable
+    buffer: Flat, sizes: Sequence[int], ranks: Sequence[int], tiers: Tiers, table: GroupTable
 ) -> None:
     """Do what `gather_segments` does."""
-    parts = segments(buffer, sizes)
+    parts = [part.tensor for part in buffer.segments(sizes)]
     found = _gather_in_levels(parts[table.position(ranks)], [[size] for size in sizes], ranks, tiers, table)
     for part, rank, value in zip(parts, ranks, found, strict=True):
         if rank != table.rank:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.base.torch_private import OpOverload, schema, tree_flatten, tree_leaves, tree_unflatten, written_names
 
 Leaf = Any
@@ -116,6 +117,6 @@ def _look(leaf: Leaf) -> object:
 
 
 def coarsest(tensors: tuple[Tensor, ...]) -> torch.dtype:
-    """Return the least exact dtype of real numbers among tensors; float64 where there are none."""
-    kinds = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
+    """Return the least exact dtype of real numbers, or of parts of complex ones; float64 where there are none."""
+    kinds = [tensor.dtype.to_real() for tensor in tensors if carries_gradient(tensor.dtype)]
     return max(kinds, key=lambda kind: torch.finfo(kind).eps, default=torch.float64)

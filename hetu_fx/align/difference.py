@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hetu_fx.base.dtypes import as_reals, carries_gradient
+
 MASKING = 1e30
 """Numbers beyond this mask something: no norm is made of them, each must be as its reference is."""
 
@@ -45,9 +47,9 @@ def difference(made: Tensor, reference: Tensor, scale: float = 0.0) -> Differenc
     """
     if made.shape != reference.shape:
         return APART
-    if not reference.is_floating_point() and not reference.is_complex():
+    if not carries_gradient(reference.dtype):
         return _of_whole_numbers(made, reference)
-    one, other = (torch.view_as_real(t) if t.is_complex() else t for t in (made, reference))
+    one, other = map(as_reals, (made, reference))
     one, other = (t.detach().to("cpu", torch.float64).flatten() for t in (one, other))
     plain = other.abs() < MASKING  # false also for what is no number
     if not _same_masks(one[~plain], other[~plain]) or not bool(one[plain].isfinite().all()):
@@ -77,11 +79,11 @@ def _of_vectors(one: Tensor, other: Tensor, scale: float) -> Difference:
 
 
 def scale_of(tensors: Iterable[Tensor]) -> float:
-    """Return the largest root mean square of the tensors of real numbers, without what masks."""
-    return max((_root_mean_square(tensor) for tensor in tensors if tensor.is_floating_point()), default=0.0)
+    """Return the largest root mean square of the tensors of real and complex numbers, without what masks."""
+    return max((_root_mean_square(tensor) for tensor in tensors if carries_gradient(tensor.dtype)), default=0.0)
 
 
 def _root_mean_square(tensor: Tensor) -> float:
-    flat = tensor.detach().to("cpu", torch.float64).flatten()
+    flat = as_reals(tensor.detach()).to("cpu", torch.float64).flatten()
     plain = flat[flat.abs() < MASKING]
     return float(plain.norm()) / math.sqrt(plain.numel()) if plain.numel() else 0.0

@@ -15,6 +15,7 @@ from hetu_fx.align.difference import Difference, difference, scale_of
 from hetu_fx.align.run import Made, disturbed, first_line, reference_of, run_both_ways, run_in, up_cast
 from hetu_fx.align.tolerances import allowed, class_of, is_compared
 from hetu_fx.align.way import Runner
+from hetu_fx.base.dtypes import carries_gradient, wider
 
 RESPONSES = 2.0
 """So many times what a result changes by when the arguments are rounded is allowed, beside the class's tolerance."""
@@ -130,9 +131,9 @@ class _Pair:
 
 def _responses(call: Call, made: Made, dtype: torch.dtype, eps: float) -> Made | None:
     """Return what the reference comes to where its arguments are rounded; None where nothing is to be rounded."""
-    if not any(tensor.is_floating_point() for tensor in call.tensors) or eps <= torch.finfo(torch.float64).eps:
+    if not any(carries_gradient(tensor.dtype) for tensor in call.tensors) or eps <= torch.finfo(torch.float64).eps:
         return None
-    given = Made((), (), tuple(gradient.to("cpu", dtype) for gradient in made.cotangents))
+    given = Made((), (), tuple(gradient.to("cpu", wider(gradient.dtype, dtype)) for gradient in made.cotangents))
     return run_both_ways(Call.run, *disturbed(up_cast(call, dtype), given, eps))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hetu_fx.align.call import Call
 from hetu_fx.align.way import Runner
+from hetu_fx.base.dtypes import carries_gradient, in_double, wider
 from hetu_fx.base.torch_private import tree_leaves
 
 SEED = 0
@@ -49,7 +50,7 @@ def run_both_ways(run: Run, call: Call, cotangents: Sequence[Tensor] | None) -> 
             they do not fit the outputs: a way has made other ones.
     """
     tensors = tuple(
-        tensor.detach().requires_grad_(wanted and tensor.is_floating_point())
+        tensor.detach().requires_grad_(wanted and carries_gradient(tensor.dtype))
         for tensor, wanted in zip(call.tensors, call.needs_gradient, strict=True)
     )
     with torch.enable_grad():
@@ -63,7 +64,8 @@ def run_both_ways(run: Run, call: Call, cotangents: Sequence[Tensor] | None) -> 
 def _drawn(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     source = torch.Generator().manual_seed(SEED)
     return tuple(
-        torch.randn(output.shape, generator=source, dtype=WIDE).to(output.device, output.dtype) for output in outputs
+        torch.randn(output.shape, generator=source, dtype=in_double(output.dtype)).to(output.device, output.dtype)
+        for output in outputs
     )
 
 
@@ -99,20 +101,20 @@ def in_widest(run: Callable[[torch.dtype], T]) -> tuple[T, torch.dtype]:
 
 
 def up_cast(call: Call, dtype: torch.dtype) -> Call:
-    """Return a call on the cpu in a wider dtype; real dtypes among its arguments are widened, too."""
+    """Return a call on the cpu in a wider dtype; dtypes among its arguments are widened, too."""
 
     def widened(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return _up(leaf, dtype)
         if isinstance(leaf, torch.device):
             return torch.device("cpu")
-        return dtype if isinstance(leaf, torch.dtype) and leaf.is_floating_point else leaf
+        return wider(leaf, dtype) if isinstance(leaf, torch.dtype) else leaf
 
     return Call(call.op, tuple(map(widened, call.leaves)), call.tree, call.needs_gradient)
 
 
 def _up(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
+    return tensor.to("cpu", wider(tensor.dtype, dtype))
 
 
 def first_line(error: Exception) -> str:
@@ -122,8 +124,8 @@ def first_line(error: Exception) -> str:
 
 
 def shaken(tensor: Tensor, share: float, source: torch.Generator) -> Tensor:
-    """Return a tensor with every real number changed by up to so much of it, drawn from `source`."""
-    if not tensor.is_floating_point():
+    """Return a tensor with every number that is not whole changed by up to so much of it, drawn from `source`."""
+    if not carries_gradient(tensor.dtype):
         return tensor
     noise = torch.rand(tensor.shape, generator=source, dtype=WIDE).mul_(2).sub_(1).mul_(share)
     return (tensor * noise.add_(1)).to(tensor.dtype)

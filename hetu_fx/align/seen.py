@@ -13,8 +13,9 @@ from torch import Tensor, fx
 from hetu_fx.align.call import Call
 from hetu_fx.align.difference import scale_of
 from hetu_fx.align.interpret import call_of, interpret, loss_of_graph
-from hetu_fx.align.run import SEED, WIDE, in_widest, shaken, up_cast
+from hetu_fx.align.run import SEED, in_widest, shaken, up_cast
 from hetu_fx.align.tolerances import allowed, class_of
+from hetu_fx.base.dtypes import carries_gradient, in_double
 from hetu_fx.base.torch_private import tree_leaves, tree_map_only
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import overload
@@ -75,27 +76,26 @@ class Noise:
 
         def other(tensor: Tensor) -> Tensor:
             decided = next(right)
-            return self.disturb(tensor, node, backward=False) if tensor.is_floating_point() else decided
+            return self.disturb(tensor, node, backward=False) if carries_gradient(tensor.dtype) else decided
 
         return tree_map_only(Tensor, other, result)
 
     def share(self, node: fx.Node, *, backward: bool) -> float:
         """Return the tolerance of an op."""
         example = next((leaf for leaf in tree_leaves(meta.value(node)) if isinstance(leaf, Tensor)), None)
-        own = torch.float32 if example is None or not example.is_floating_point() else example.dtype
+        own = example.dtype.to_real() if example is not None and carries_gradient(example.dtype) else torch.float32
         return allowed(class_of(overload(node)), self.dtype or own, backward=backward)
 
 
 def wide(value: Tensor) -> Tensor:
     """Return a leaf's value in float64, on the cpu."""
-    kind = WIDE if value.is_floating_point() else value.dtype
-    return value.detach().to("cpu", kind).requires_grad_(value.requires_grad)
+    return value.detach().to("cpu", in_double(value.dtype)).requires_grad_(value.requires_grad)
 
 
 def in_float64(call: Call) -> Any:
     """Run a call in float64, or where the op has none in float32."""
     made, _ = in_widest(lambda dtype: up_cast(call, dtype).run())
-    return tree_map_only(Tensor, lambda t: t.to(WIDE) if t.is_floating_point() else t, made)
+    return tree_map_only(Tensor, lambda t: t.to(in_double(t.dtype)), made)
 
 
 def seen_run(graph: Graph, leaves: Leaves, run: RunCall, noise: Noise | None) -> Seen:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.base.torch_private import OpOverload, short_name
 
 BASE: Mapping[torch.dtype, float] = {
@@ -110,7 +111,7 @@ def class_of(op: OpOverload) -> OpClass:
 def is_compared(op: OpOverload, result: Tensor) -> bool:
     """Tell whether a result says something: values of memory that is not set, and places in an order, do not."""
     kind = class_of(op)
-    return kind is not UNSET and (kind is not ORDER or result.is_floating_point())
+    return kind is not UNSET and (kind is not ORDER or carries_gradient(result.dtype))
 
 
 def allowed(kind: OpClass, dtype: torch.dtype, *, backward: bool) -> float:

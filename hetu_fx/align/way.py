@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from hetu_fx.align.call import Call
 from hetu_fx.base.device_types import CPU, CUDA
 from hetu_fx.base.documents import nearest
+from hetu_fx.base.dtypes import is_real
 from hetu_fx.errors import AlignError
 
 Replacement = Callable[..., Any]
@@ -43,8 +44,8 @@ class Way:
         return call if self.dtype is None and self.device is None else call.mapped(self.tensor, self._number)
 
     def tensor(self, tensor: Tensor) -> Tensor:
-        """Return a tensor as this way takes it."""
-        kind = self.dtype if tensor.is_floating_point() else None
+        """Return a tensor as this way takes it; complex numbers stay as they are, as under autocast."""
+        kind = self.dtype if is_real(tensor.dtype) else None
         return tensor.to(device=self.device or tensor.device, dtype=kind or tensor.dtype)
 
     def _number(self, number: float) -> float:

@@ -9,7 +9,7 @@ product uses any.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache, partial, wraps
 from operator import attrgetter
@@ -24,6 +24,7 @@ from torch._C import FunctionSchema
 from torch._C._distributed_c10d import PrefixStore as PrefixStore  # where ranks meet; torch.distributed's, typed here
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._guards import detect_fake_mode as detect_fake_mode  # the mode that given values were made in
 from torch._ops import HigherOrderOperator as HigherOrderOperator  # regions of a captured graph
@@ -39,6 +40,9 @@ from torch.utils import _pytree as pytree  # nested values: what arguments and r
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every op that runs
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._sympy.functions import FloorDiv as FloorDiv  # how sizes are made of others
+from torch.utils._sympy.functions import Mod as Mod
+from torch.utils._sympy.functions import PythonMod as PythonMod
 
 tree_flatten = pytree.tree_flatten
 tree_flatten_with_path = pytree.tree_flatten_with_path
@@ -303,12 +307,36 @@ def watching_sizes(see: Callable[[Any], None]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def keeping_sizes() -> Iterator[None]:
+    """Run composite ops on fake tensors by kernels in Python, as torch.export does; some in C++ fix dynamic sizes."""
+    with enable_python_dispatcher():
+        yield
+
+
+def replaced_sizes(mode: FakeTensorMode) -> dict[Any, Any]:
+    """Return what has been put for symbols of sizes so far: a number, or another symbol that must be equal."""
+    return dict(mode.shape_env.replacements) if mode.shape_env is not None else {}
+
+
 def new_size(mode: FakeTensorMode, name: str, example: int) -> Any:
     """Make a symbolic size for tensors of a mode that is no size of theirs."""
     assert mode.shape_env is not None, "a captured graph has symbolic sizes"
     source = ConstantSource(name)
     symbol = mode.shape_env.create_symbol(example, source, DimDynamic.DYNAMIC)
     return mode.shape_env.create_symintnode(symbol, hint=example, source=source)
+
+
+def number_of_expression(expression: Any, like: torch.SymInt | torch.SymFloat, mode_of: torch.SymInt) -> Any:
+    """Return the symbolic number of an expression over sizes like `mode_of`; kind and example are those of `like`."""
+    env = mode_of.node.shape_env
+    make = env.create_symintnode if isinstance(like, torch.SymInt) else env.create_symfloatnode
+    return make(expression, hint=like.node.hint)
+
+
+def without_guards(mode: FakeTensorMode) -> AbstractContextManager[None]:
+    """Let what ops ask about symbolic sizes of a mode be answered by the example, without holding it for all time."""
+    return nullcontext() if mode.shape_env is None else mode.shape_env.suppress_guards()
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> Any:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hetu_fx.api import auto_parallelize
+from hetu_fx.base.dtypes import in_double as double_of
+from hetu_fx.base.dtypes import is_complex
 from hetu_fx.base.torch_private import tree_map_only
-from hetu_fx.cli.verdict import Verdict, judge
+from hetu_fx.check.verdict import Verdict, judge
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import CommError, HetuFxError, PlanError, ProfileError
 from hetu_fx.graph.bind import as_call
@@ -35,6 +37,7 @@ class Training:
         lr: its learning rate.
         device: of this process.
         ranks: how many ranks this process is, one after another; None: it is one of the job's.
+        row_dims: which dims of inputs count rows, as for `auto_parallelize`.
     """
 
     steps: int
@@ -42,6 +45,7 @@ class Training:
     lr: float
     device: str
     ranks: int | None = None
+    row_dims: Mapping[str, int | None] = field(default_factory=dict)
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Return an optimizer of parameters."""
@@ -86,12 +90,16 @@ def _verdict(
 
 
 def in_double(model: nn.Module, batch: Any, device: str) -> tuple[nn.Module, Any]:
-    """Return the model and its batch on the device, with floating point numbers in float64."""
+    """Return the model and its batch on the device, with real and complex numbers in double precision."""
 
     def double(tensor: Tensor) -> Tensor:
-        return tensor.to(device, torch.float64) if tensor.is_floating_point() else tensor.to(device)
+        return tensor.to(device, double_of(tensor.dtype))
 
-    return model.to(device).double().train(), tree_map_only(Tensor, double, batch)
+    model = model.to(device).double().train()
+    for own in (*model.parameters(), *model.buffers()):
+        if is_complex(own.dtype):  # which `double` leaves as they are
+            own.data = own.data.to(double_of(own.dtype))
+    return model, tree_map_only(Tensor, double, batch)
 
 
 def draws_random_numbers(model: nn.Module, batch: Any) -> bool:
@@ -109,7 +117,8 @@ def trained(model: nn.Module, batch: Any, plan: Plan | str | None, training: Tra
     """Train, on this device alone if there is no plan, else collectively; all that is returned is whole."""
     optimizer = training.make_optimizer([p for p in model.parameters() if p.requires_grad])
     if plan is not None:
-        auto_parallelize(model, batch, plan=plan, optimizer=optimizer, data="global", seed=SEED)
+        dims = training.row_dims
+        auto_parallelize(model, batch, plan=plan, optimizer=optimizer, data="global", seed=SEED, row_dims=dims)
     steps = []
     for _ in range(training.steps):
         loss = loss_of(_call(model, batch))
@@ -129,7 +138,7 @@ def _trained_by_all(model: nn.Module, batch: Any, plan: Plan | str, training: Tr
     """
     if not isinstance(plan, Plan):
         raise PlanError(f"{plan!r} is made for processes, which are measured; give a plan file, data or tensor")
-    how = Lockstep(training.make_optimizer, ranks=training.ranks, seed=SEED)
+    how = Lockstep(training.make_optimizer, ranks=training.ranks, row_dims=training.row_dims, seed=SEED)
     return how.train(model, [batch] * training.steps, plan)
 
 

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from hetu_fx.base.documents import table_text
 from hetu_fx.cli.given import function_named, local_device
-from hetu_fx.errors import EnvironmentProblem, PlanError
+from hetu_fx.errors import BatchError, EnvironmentProblem, PlanError
 
 if TYPE_CHECKING:
-    from hetu_fx.cli.verdict import Verdict
+    from hetu_fx.check.verdict import Verdict
     from hetu_fx.plans.plan import Plan
 
 TOLERANCE = 1e-6
@@ -58,6 +58,13 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
         "--tolerance", type=float, default=TOLERANCE, metavar="T", help="relative (default: %(default)s)"
     )
     parser.add_argument("--device", default="cpu", help="cpu, or cuda: the one of the process's local rank")
+    parser.add_argument(
+        "--row-dim",
+        action="append",
+        default=[],
+        metavar="INPUT=DIM",
+        help="the dim of an input that counts rows, or none; may be repeated (as row_dims of auto_parallelize)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     parser.add_argument("--to", type=Path, help=argparse.SUPPRESS)  # of processes that this command starts
 
@@ -91,7 +98,7 @@ def _started(options: argparse.Namespace, names: Sequence[str]) -> list[dict[str
     world = str(options.nproc or max(2, *map(_processes_of, names)))
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", world, "--rdzv-backend", "c10d"]
     given = [f"--{name}={getattr(options, name)}" for name in ("steps", "optimizer", "lr", "tolerance", "device")]
-    plans = [f"--plan={name}" for name in names]
+    plans = [*(f"--plan={name}" for name in names), *(f"--row-dim={dim}" for dim in options.row_dim)]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "verdicts.json"
         command = ["-m", "hetu_fx.cli", "verify", options.model, *given, *plans, f"--to={file}"]
@@ -131,7 +138,8 @@ def _verdicts(options: argparse.Namespace, names: Sequence[str]) -> list[Verdict
     join_world()
     world = dist.get_world_size() if dist.is_initialized() else 1
     plans = {name: plan_named(name, world) for name in names}
-    training = Training(options.steps, options.optimizer, options.lr, local_device(options.device))
+    dims = _row_dims(options.row_dim)
+    training = Training(options.steps, options.optimizer, options.lr, local_device(options.device), row_dims=dims)
     try:
         return compare_plans(make, plans, training, options.tolerance)
     finally:
@@ -148,8 +156,17 @@ def _verdicts_of_all(options: argparse.Namespace, names: Sequence[str]) -> list[
             f"--ranks {options.ranks} --device {options.device} cannot be; give 1 rank or more, all of them on the cpu"
         )
     plans = {name: plan_named(name, options.ranks) for name in names}
-    training = Training(options.steps, options.optimizer, options.lr, options.device, options.ranks)
+    dims = _row_dims(options.row_dim)
+    training = Training(options.steps, options.optimizer, options.lr, options.device, options.ranks, dims)
     return compare_plans(function_named(options.model), plans, training, options.tolerance)
+
+
+def _row_dims(given: Sequence[str]) -> dict[str, int | None]:
+    """Return which dims count rows, as the command line says."""
+    pairs = {name: dim for name, _, dim in (one.rpartition("=") for one in given)}
+    if any(not name or not (dim == "none" or dim.removeprefix("-").isdecimal()) for name, dim in pairs.items()):
+        raise BatchError(f"--row-dim {list(given)} names no dims; write it like --row-dim x=1 --row-dim mask=none")
+    return {name: None if dim == "none" else int(dim) for name, dim in pairs.items()}
 
 
 def plan_named(name: str, world: int) -> Plan | str:

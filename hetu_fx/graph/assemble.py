@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
 
+from hetu_fx.base.dtypes import carries_gradient, is_real
 from hetu_fx.base.torch_private import rename
-from hetu_fx.errors import CaptureError
+from hetu_fx.errors import BatchError, CaptureError
 from hetu_fx.graph import meta
 from hetu_fx.graph.blocks import find_blocks
 from hetu_fx.graph.capture_failure import WAY_OUT
@@ -22,7 +23,9 @@ from hetu_fx.graph.containers import Opaque, TensorSlot, Tree, walk, without_opa
 from hetu_fx.graph.example import Example
 from hetu_fx.graph.functional import functionalize
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind, OutputLeaf
+from hetu_fx.graph.numbers import settled_numbers
 from hetu_fx.graph.regions import detach_at_exits, inline_regions
+from hetu_fx.graph.row_dims import AskedRowDims
 
 LOSS = "loss"
 MODEL_PREFIX = "model."
@@ -47,6 +50,8 @@ class Assembly:
     input_tree: Tree
     output_tree: Tree
     has_loss_fn: bool
+    asked: AskedRowDims
+    numbers: bool
     observed: Tree | None = None
     copies: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -57,6 +62,12 @@ class Assembly:
             CaptureError: for control flow, writes that cannot be followed, or changed parameters.
         """
         flat = inline_regions(self.exported.graph_module)
+        has_loss = self.has_loss_fn or any(leaf.name == LOSS for leaf in walk(self.output_tree))
+        tree = settled_numbers(flat, self.output_tree, wanted=self.numbers or not has_loss)
+        settled = replace(self, output_tree=tree)
+        return settled._graph(flat, training, notes)
+
+    def _graph(self, flat: fx.Graph, training: bool, notes: tuple[str, ...]) -> Graph:
         for node in flat.nodes:
             meta.set_module_stack(node, _stack_in_model(node))
         leaves = self._merge_tied(flat, self._leaves(flat))
@@ -67,18 +78,20 @@ class Assembly:
         clean(flat)
         name_masks(flat)
         leaves = _without_unused_constants(flat, leaves)
+        symbol = self._batch_symbol(leaves)
+        leaves = tuple(self._with_row_dim(leaf, symbol) for leaf in leaves)
         return Graph(
             graph=flat,
             leaves=leaves,
             outputs=outputs,
             input_tree=self.input_tree,
             output_tree=_named_root(without_opaque(self.output_tree), outputs),
-            batch_symbol=self._batch_symbol(leaves),
+            batch_symbol=symbol,
             training=training,
             block_paths=find_blocks(meta.module_stack(node) for node in flat.nodes),
             constants=self._constants(leaves),
             observed=None if self.observed is None else without_opaque(self.observed),
-        ).with_note(*notes, *self._notes())
+        ).with_note(*notes, *self._notes(), *_without_rows(leaves))
 
     def _leaves(self, flat: fx.Graph) -> tuple[Leaf, ...]:
         specs = {spec.arg.name: spec for spec in self.exported.graph_signature.input_specs}
@@ -144,9 +157,27 @@ class Assembly:
         return tuple(OutputLeaf(leaf.name, OutputKind.BUFFER_UPDATE) for leaf, _ in buffers)
 
     def _batch_symbol(self, leaves: tuple[Leaf, ...]) -> Any:
-        batch_nodes = [leaf.node for leaf in leaves if leaf.name in self.example.batch_inputs]
-        sizes = [meta.shape(node)[0] for node in batch_nodes if node.op == "placeholder"]
+        dims = self.example.row_dims
+        sizes = [meta.shape(leaf.node)[dims[leaf.name]] for leaf in leaves if _is_input(leaf) and leaf.name in dims]
         return meta.expression(sizes[0]) if sizes and meta.is_symbolic(sizes[0]) else None
+
+    def _with_row_dim(self, leaf: Leaf, symbol: Any) -> Leaf:
+        """Return a leaf with the dim that has as many entries as the batch has rows, whatever batch it is.
+
+        Raises:
+            BatchError: the user says that this input has no rows.
+        """
+        if not _is_input(leaf) or symbol is None:
+            return leaf
+        found = [dim for dim, size in enumerate(meta.shape(leaf.node)) if meta.expression(size) == symbol]
+        if found and self.asked.denies(leaf.name):
+            raise BatchError(
+                f"row_dims says that input {leaf.name!r} has no rows, but in the model's forward its dim {found[0]} "
+                f"must be as large as the batch has rows\nhint: name that dim, or pass the input in the size of one "
+                f"row, which all rows use"
+            )
+        dim = self.example.row_dims.get(leaf.name, found[0] if len(found) == 1 else None)
+        return replace(leaf, row_dim=dim if dim in found else None)
 
     def _constants(self, leaves: tuple[Leaf, ...]) -> dict[str, torch.Tensor]:
         values = {_fqn(name): value for name, value in self.exported.constants.items()}
@@ -160,8 +191,19 @@ class Assembly:
         for leaf in walk(self.input_tree):
             if isinstance(leaf, Opaque):
                 yield f"input {leaf.name!r} is of type {leaf.type_name}: it is baked in as it is"
-        for name in self.example.others:
-            yield f"input {name!r} has another size in dim 0 than the batch: it is not cut by rows"
+
+
+def _is_input(leaf: Leaf) -> bool:
+    return leaf.kind is LeafKind.INPUT
+
+
+def _without_rows(leaves: tuple[Leaf, ...]) -> Iterator[str]:
+    """Say which inputs have no rows, where others have some."""
+    inputs = [leaf for leaf in leaves if _is_input(leaf) and meta.shape(leaf.node)]
+    if any(leaf.row_dim is not None for leaf in inputs):
+        for leaf in inputs:
+            if leaf.row_dim is None:
+                yield f"input {leaf.name!r} has no dim that counts rows: all ranks must pass the same"
 
 
 def _leaf(node: fx.Node, spec: InputSpec, inputs: Iterator[str]) -> Leaf:
@@ -187,7 +229,7 @@ def _stack_in_model(node: fx.Node) -> meta.ModuleStack:
 
 def _may_carry_gradient(leaf: Leaf) -> bool:
     kinds = (LeafKind.PARAMETER, LeafKind.INPUT)
-    return leaf.kind in kinds and meta.dtype(leaf.node).is_floating_point
+    return leaf.kind in kinds and carries_gradient(meta.dtype(leaf.node))
 
 
 def _without_unused_constants(flat: fx.Graph, leaves: tuple[Leaf, ...]) -> tuple[Leaf, ...]:
@@ -214,7 +256,7 @@ def _check_loss(node: fx.Node) -> None:
 
 
 def _is_number(node: fx.Node) -> bool:
-    return all(size == 1 for size in meta.shape(node)) and meta.dtype(node).is_floating_point
+    return all(size == 1 for size in meta.shape(node)) and is_real(meta.dtype(node))
 
 
 def _output_leaf(name: str, is_loss: bool) -> OutputLeaf:

@@ -20,6 +20,7 @@ from hetu_fx.base.device_types import HOST, device_types, is_elsewhere
 from hetu_fx.base.garbage import without_collections
 from hetu_fx.base.torch_private import without_fake_tensor_cache
 from hetu_fx.errors import CaptureError
+from hetu_fx.graph import meta
 from hetu_fx.graph.assemble import Assembly
 from hetu_fx.graph.bind import Batch, as_call, flatten_batch
 from hetu_fx.graph.capture_failure import NoStrayParameters, explain_failure, no_backward_is_lost, watch_fixed_sizes
@@ -28,7 +29,9 @@ from hetu_fx.graph.example import Example, make_example
 from hetu_fx.graph.graph import OBSERVED, Graph
 from hetu_fx.graph.lengths import open_lengths
 from hetu_fx.graph.neutral import PARAMETERS, OnHost, device_of, stand_in_device, state_at
+from hetu_fx.graph.numbers import later, plain_values, steady, with_numbers
 from hetu_fx.graph.regions import casts
+from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, row_dims_of
 
 Autocasts = tuple[tuple[str, torch.dtype], ...]
 """The kinds of devices for which torch.autocast is on, and what it casts to."""
@@ -49,6 +52,8 @@ def capture(
     around: Around = _nothing_more,
     device: torch.device | None = None,
     casts_on_host: bool = False,
+    row_dims: AskedRowDims = NOTHING_ASKED,
+    numbers: bool = True,
 ) -> Graph:
     """Capture the forward of `model` on batches like `batch` as a graph.
 
@@ -65,12 +70,15 @@ def capture(
             forward has run are further outputs.
         device: where the model is, if what stands for its parameters now is not there; None: where it is.
         casts_on_host: torch.autocast casts what it casts on the host, wherever the model is.
+        row_dims: which dims of inputs count the rows of the batch; of others their sizes, and the graph, tell.
+        numbers: Python numbers that the forward reads from tensors are outputs too, beside a loss.
 
     Raises:
         CaptureError: the model cannot be captured; names the line and the way out.
+        BatchError: `row_dims` does not fit the batch, or the graph that it leads to.
     """
     input_tree, tensors = flatten_batch(batch)
-    program = _Program(model, input_tree, tuple(tensors), loss_fn, around)
+    program = _Program(model, input_tree, tuple(tensors), loss_fn, around, row_dims, numbers)
     with in_mode(model, training), _surroundings():
         return _captured(program, tensors, training, device or device_of(model, tensors), casts_on_host)
 
@@ -83,18 +91,29 @@ def _captured(
     casts_on_host: bool,
 ) -> Graph:
     if not is_elsewhere(device):
-        return _Traced(*_export(program, tensors)).graph(program, training)
+        return _traced(program, tensors).graph(program, training)
     if casts_on_host or all(kind != device.type for kind, _ in program.autocasts):
         program.on_host = OnHost()
         program.autocasts_traced = program.autocasts if casts_on_host else ()
         attributes = program.on_host.instead_of_attributes(program.model)
         with contextlib.suppress(CaptureError), attributes, state_at(program.model, stand_in_device):
-            traced = _Traced(*_export(program, tensors))
+            traced = _traced(program, tensors)
             if casts_on_host or not casts(traced.exported.graph_module):
                 return traced.graph(program, training)
         program.on_host, program.autocasts_traced = None, program.autocasts
     with state_at(program.model, lambda _: device, PARAMETERS):
-        return _Traced(*_export(program, tensors)).graph(program, training)
+        return _traced(program, tensors).graph(program, training)
+
+
+def _traced(program: _Program, tensors: Mapping[str, torch.Tensor]) -> _Traced:
+    """Trace, twice where the output has plain values: what is not the same both times would be wrong in every step."""
+    exported, example, notes = _export(program, tensors)
+    tree, more = program.output.tree(), program.output.more
+    if plain_values(tree):
+        with contextlib.suppress(Exception), later():
+            _export_once(program, example, batch=False, rest=False)
+            tree = steady(tree, program.output.tree())
+    return _Traced(exported, example, notes, tree, more)
 
 
 @dataclass(frozen=True)
@@ -104,6 +123,8 @@ class _Traced:
     exported: ExportedProgram
     example: Example
     notes: tuple[str, ...]
+    output_tree: Tree
+    observed: Tree | None
 
     def graph(self, program: _Program, training: bool) -> Graph:
         """Make the graph of it."""
@@ -112,9 +133,11 @@ class _Traced:
             exported=self.exported,
             example=self.example,
             input_tree=program.input_tree,
-            output_tree=program.output.tree(),
-            observed=program.output.more,
+            output_tree=self.output_tree,
+            observed=self.observed,
             has_loss_fn=program.loss_fn is not None,
+            asked=program.asked,
+            numbers=program.numbers,
             copies={} if program.on_host is None else program.on_host.copies,
         )
         return assembly.graph(training, self.notes)
@@ -146,6 +169,8 @@ class _Program(nn.Module):
         names: tuple[str, ...],
         loss_fn: LossFn | None,
         around: Around,
+        asked: AskedRowDims,
+        numbers: bool,
     ) -> None:
         super().__init__()
         self.model = model
@@ -157,7 +182,8 @@ class _Program(nn.Module):
         self.on_host: OnHost | None = None
         self.output = _OutputStructure()
         self.around = around
-        self.batch_inputs: tuple[str, ...] = ()
+        self.asked, self.numbers = asked, numbers
+        self.row_dims: RowDims = {}
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         self._tie_rows(dict(zip(self.names, tensors, strict=True)))
@@ -172,7 +198,7 @@ class _Program(nn.Module):
                 stack.enter_context(torch.autocast(device_type, dtype=dtype))
             more = stack.enter_context(self.around())
             output = self.model(*args, **kwargs)
-            tree, values = flatten(output)
+            tree, values = with_numbers(*flatten(output))
             self.output.found, self.output.more = tree, None
             if more:
                 self.output.more, further = flatten({f"{OBSERVED} {name}": value for name, value in more.items()})
@@ -186,7 +212,7 @@ class _Program(nn.Module):
 
         Each has a symbol of its own for it, which it gives up where it meets another's; they may meet late, or never.
         """
-        numbers = [tensors[name].shape[0] for name in self.batch_inputs]
+        numbers = [tensors[name].shape[dim] for name, dim in self.row_dims.items()]
         assert all(number == numbers[0] for number in numbers), "the example was made so"
 
 
@@ -254,9 +280,12 @@ def _export(program: _Program, tensors: Mapping[str, torch.Tensor]) -> tuple[Exp
     """Export with all sizes dynamic, or else with the batch alone, or else with a static batch, or all sizes static.
 
     What fixes a batch most often is `len(x)`: the second attempt leaves it open, at a cost for every other call of it.
+    The third takes as rows what the trace shows to be as many.
     """
-    model, on_host = program.model, program.on_host is not None
-    example = make_example(tensors, model, keep_batch=False, on_host=on_host)
+    on_host = program.on_host is not None
+    example = make_example(
+        tensors, program.model, row_dims_of(tensors, program.asked), keep_batch=False, on_host=on_host
+    )
     try:
         return _export_once(program, example, batch=True, rest=True), example, ()
     except CaptureError:
@@ -267,7 +296,10 @@ def _export(program: _Program, tensors: Mapping[str, torch.Tensor]) -> tuple[Exp
         with contextlib.suppress(Exception), open_lengths():
             exported = _export_once(program, example, batch=True, rest=rest)
             return exported, example, () if rest else (_fixed("every size but the batch", first_error),)
-    kept = make_example(tensors, model, keep_batch=True, on_host=on_host)
+    with contextlib.suppress(Exception):
+        shown = _with_shown_rows(program, tensors, example.row_dims)
+        return _export_once(program, shown, batch=True, rest=True), shown, ()
+    kept = make_example(tensors, program.model, example.row_dims, keep_batch=True, on_host=on_host)
     for rest in (True, False):
         with contextlib.suppress(Exception):
             exported = _export_once(program, kept, batch=False, rest=rest)
@@ -275,8 +307,27 @@ def _export(program: _Program, tensors: Mapping[str, torch.Tensor]) -> tuple[Exp
     raise explain_failure(first_error) from first_error
 
 
+def _with_shown_rows(program: _Program, tensors: Mapping[str, torch.Tensor], tried: RowDims) -> Example:
+    """Return an example whose rows are what a trace in the user's sizes shows: what must be as many as the first has.
+
+    Raises:
+        Exception: it cannot be traced so, or shows nothing else than what was `tried`.
+    """
+    first = next(iter(tried))
+    known = {name: dim for name, dim in tried.items() if program.asked.has(name) or name == first}
+    kept = make_example(tensors, program.model, known, keep_batch=True, on_host=program.on_host is not None)
+    exported = _export_once(program, kept, batch=True, rest=True)
+    nodes = [node for node in exported.graph.nodes if node.op == "placeholder"][-len(tensors) :]
+    shapes = {name: list(map(meta.expression, meta.shape(node))) for name, node in zip(tensors, nodes, strict=True)}
+    rows = shapes[first][known[first]]
+    found = {name: sizes.index(rows) for name, sizes in shapes.items() if sizes.count(rows) == 1}
+    if found == tried:
+        raise CaptureError("the trace shows the rows that were tried")
+    return make_example(tensors, program.model, found, keep_batch=False, on_host=program.on_host is not None)
+
+
 def _export_once(program: _Program, example: Example, *, batch: bool, rest: bool) -> ExportedProgram:
-    program.batch_inputs = example.batch_inputs
+    program.row_dims = example.row_dims
     shapes = example.dynamic_shapes(Dim("batch", min=1) if batch else Dim.STATIC, rest_is_dynamic=rest)
     inputs = tuple(example.tensors.values())
     return torch.export.export(program, inputs, dynamic_shapes={"tensors": shapes}, strict=False)
@@ -289,7 +340,8 @@ def _static_notes(program: _Program, example: Example, error: Exception, *, rest
         shapes = example.dynamic_shapes(Dim.AUTO, rest_is_dynamic=False)
         torch.export.export(program, inputs, dynamic_shapes={"tensors": shapes}, strict=False)
     where = f" at {lines[0]}" if lines else ""
-    note = _fixed("the batch size", error, f"{where} (len(x) and comparisons fix a size)")
+    why = f"{where} (len(x) and comparisons fix a size; row_dims says where rows are not dim 0)"
+    note = _fixed("the batch size", error, why)
     return (note,) if rest else (note, "all other sizes are fixed, too")
 
 

@@ -8,6 +8,7 @@ gradients; whether it does is tried on random numbers.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import traceback
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hetu_fx.base import torch_private
+from hetu_fx.base.dtypes import as_reals, carries_gradient, in_double
 from hetu_fx.base.torch_private import is_fake, is_setup_context_defined, tree_leaves
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
@@ -106,7 +108,7 @@ class NoStrayParameters(TorchFunctionMode):
 @contextlib.contextmanager
 def no_backward_is_lost() -> Iterator[None]:
     """Refuse functions whose backward is not the derivative of their forward, which is all that a trace has of them."""
-    apply = vars(torch.autograd.Function)["apply"].__func__
+    found = inspect.getattr_static(torch.autograd.Function, "apply")  # of Python, or of C as in torch 2.14
 
     def checked(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         carries = any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in args)
@@ -116,7 +118,7 @@ def no_backward_is_lost() -> Iterator[None]:
                 f"the derivative of its forward (tried on random numbers), and a captured graph has its forward "
                 f"only; {WAY_OUT}"
             )
-        return apply(cls, *args, **kwargs)
+        return found.__get__(None, cls)(*args, **kwargs)
 
     with mock.patch.object(torch.autograd.Function, "apply", classmethod(checked)):
         yield
@@ -161,11 +163,18 @@ def _agrees(function: Function, arguments: Sequence[Any]) -> bool:
     results = _forward(function, context, given)
     weights = [torch.randn(y.shape, generator=generator, dtype=y.dtype) if _is_float(y) else y for y in results]
     gradients = _listed(function.backward(context, *weights))
-    expected = sum(float((g * v).sum()) for g, v in zip(gradients, ways, strict=True) if None not in (g, v))
+    expected = sum(_product(g, v) for g, v in zip(gradients, ways, strict=True))
     ahead, behind = (_forward(function, _Context(given), _moved(given, ways, h)) for h in (STEP, -STEP))
     pairs = zip(weights, ahead, behind, strict=True)
-    found = sum(float((w * (a - b)).sum()) / (2 * STEP) for w, a, b in pairs if _is_float(a))
+    found = sum(_product(w, a - b) / (2 * STEP) for w, a, b in pairs if _is_float(a))
     return abs(found - expected) <= TOLERANCE * max(abs(found), abs(expected), 1.0)
+
+
+def _product(gradient: Tensor | None, way: Tensor | None) -> float:
+    """Return by how much a loss grows along a way, as gradients of real and complex numbers mean it."""
+    if gradient is None or way is None:
+        return 0.0
+    return float((as_reals(gradient) * as_reals(way)).sum())
 
 
 def _forward(function: Function, context: _Context, given: Sequence[Any]) -> list[Any]:
@@ -181,7 +190,7 @@ def _listed(results: Any) -> list[Any]:
 
 
 def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
+    return isinstance(value, Tensor) and carries_gradient(value.dtype)
 
 
 def _numbers(argument: Any, generator: torch.Generator) -> Any:
@@ -189,9 +198,9 @@ def _numbers(argument: Any, generator: torch.Generator) -> Any:
     if not isinstance(argument, Tensor):
         return argument
     shape = [meta.hint(size) for size in argument.shape]
-    if not argument.is_floating_point():
+    if not _is_float(argument):
         return torch.ones(shape, dtype=argument.dtype)
-    return torch.rand(shape, generator=generator, dtype=torch.float64) * 0.6 + 0.2
+    return torch.rand(shape, generator=generator, dtype=in_double(argument.dtype)) * 0.6 + 0.2
 
 
 def _moved(given: Sequence[Any], ways: Sequence[Tensor | None], step: float) -> list[Any]:

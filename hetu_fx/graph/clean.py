@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument, operand
 from hetu_fx.graph.graph import drop_dead_nodes
@@ -122,8 +123,7 @@ def _simplify_dropout(node: fx.Node) -> fx.Node | None:
 
 
 def _simplify_detach(node: fx.Node) -> fx.Node | None:
-    dtype = meta.dtype(node)
-    return None if dtype.is_floating_point or dtype.is_complex else operand(node)
+    return None if carries_gradient(meta.dtype(node)) else operand(node)
 
 
 def _simplify_add(node: fx.Node) -> fx.Node | None:

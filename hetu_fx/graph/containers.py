@@ -25,6 +25,25 @@ class TensorSlot:
 
 
 @dataclass(frozen=True, slots=True)
+class NumberSlot(TensorSlot):
+    """Stands for a Python number that is read from a tensor.
+
+    `shown` is the number's name in the output, `expression` what it is of the number that is read (None: itself).
+    """
+
+    shown: str = ""
+    expression: Any = None
+
+    def number(self, read: torch.Tensor) -> Any:
+        """Return it from the tensor that it is read from."""
+        if self.expression is None:
+            return read.item()
+        (symbol,) = self.expression.free_symbols
+        made = self.expression.subs(symbol, read.item())
+        return int(made) if made.is_Integer else float(made)
+
+
+@dataclass(frozen=True, slots=True)
 class Constant:
     """Stands for a plain value (None, number, string) that is part of the structure."""
 
@@ -58,7 +77,8 @@ class Entries:
     children: tuple[Tree, ...]
 
 
-Tree = TensorSlot | Constant | Opaque | Items | Entries
+Leaf = TensorSlot | Constant | Opaque
+Tree = Leaf | Items | Entries
 
 PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
 
@@ -104,6 +124,36 @@ class Withheld:
         )
 
 
+class WithheldNumber(Withheld):
+    """Stands in an output for a Python number (or text) that a graph does not give; says why when it is used."""
+
+    __slots__ = ()
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(name, why, ())
+
+    def __repr__(self) -> str:
+        return f"WithheldNumber({self.name!r}: {self.type_name.splitlines()[0]})"
+
+    def _use(self, *_: Any) -> NoReturn:
+        self._refuse()
+
+    __float__ = __int__ = __index__ = __bool__ = __complex__ = __round__ = __abs__ = __neg__ = __format__ = _use
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _use
+    __lt__ = __le__ = __gt__ = __ge__ = _use
+
+    def _refuse(self) -> NoReturn:
+        raise StateError(
+            f"output {self.name!r} is a Python value, which a parallel step does not return: {self.type_name}"
+        )
+
+
+NOT_ASKED = (
+    "outputs other than the loss were not asked for\nhint: ask for them by "
+    'hetu_fx.auto_parallelize(..., outputs="all"), or read the loss alone'
+)
+
+
 def flatten(value: Any) -> tuple[Tree, dict[str, torch.Tensor]]:
     """Describe the structure of `value` and list its tensors by name, in order."""
     tensors: dict[str, torch.Tensor] = {}
@@ -142,6 +192,8 @@ def _flatten_fields(
 def unflatten(tree: Tree, values: Mapping[str, Any]) -> Any:
     """Build the structure again with `values` in its slots; a slot without a value becomes None."""
     match tree:
+        case NumberSlot() as slot:
+            return slot.number(values[slot.name]) if slot.name in values else WithheldNumber(slot.shown, NOT_ASKED)
         case TensorSlot(name):
             return values.get(name)
         case Constant(_, value) | Opaque(_, value):
@@ -166,7 +218,7 @@ def _build_fields(kind: type, items: dict[Any, Any]) -> Any:
     return kind(items)
 
 
-def walk(tree: Tree) -> Iterator[TensorSlot | Constant | Opaque]:
+def walk(tree: Tree) -> Iterator[Leaf]:
     """List the leaves of a tree in order."""
     match tree:
         case Items(_, children) | Entries(_, _, children):
@@ -176,7 +228,7 @@ def walk(tree: Tree) -> Iterator[TensorSlot | Constant | Opaque]:
             yield leaf
 
 
-def map_leaves(tree: Tree, change: Callable[[TensorSlot | Constant | Opaque], Tree]) -> Tree:
+def map_leaves(tree: Tree, change: Callable[[Leaf], Tree]) -> Tree:
     """Return the tree with every leaf replaced by what `change` makes of it."""
     match tree:
         case Items(kind, children):
@@ -199,7 +251,9 @@ def _withheld(leaf: Opaque) -> Constant:
 def loss_alone(tree: Tree) -> Tree:
     """Return the tree of an output of which only the loss is wanted: None in the place of what is withheld."""
 
-    def blank(leaf: TensorSlot | Constant | Opaque) -> Tree:
-        return Constant(leaf.name, None) if isinstance(leaf, Constant) and isinstance(leaf.value, Withheld) else leaf
+    def blank(leaf: Leaf) -> Tree:
+        value = leaf.value if isinstance(leaf, Constant) else None
+        is_object = isinstance(value, Withheld) and not isinstance(value, WithheldNumber)
+        return Constant(leaf.name, None) if is_object else leaf
 
     return map_leaves(tree, blank)

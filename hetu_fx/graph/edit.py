@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch import fx
 
-from hetu_fx.base.torch_private import tree_leaves, tree_map
+from hetu_fx.base.torch_private import FloorDiv, Mod, PythonMod, tree_leaves, tree_map
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import Size
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind, OutputLeaf, drop_dead_nodes
@@ -92,7 +92,7 @@ class Sizes:
         return self.of_expression(meta.expression(size))
 
     def of_expression(self, expression: Any) -> int | fx.Node | None:
-        """Return the value of a sum or product of sizes of inputs; None for any other expression."""
+        """Return the value of a sum or product of sizes of inputs; None for what is made otherwise."""
         if isinstance(expression, int) or expression.is_Integer:
             return int(expression)
         if expression not in self.made:
@@ -127,7 +127,10 @@ class Sizes:
         return placeholders[-1]
 
 
-SIZE_OPS: dict[Any, Callable[..., Any]] = {sympy.Add: operator.add, sympy.Mul: operator.mul}
+SIZE_OPS: dict[Any, Callable[..., Any]] = {
+    sympy.Add: operator.add, sympy.Mul: operator.mul, FloorDiv: operator.floordiv, Mod: operator.mod,
+    PythonMod: operator.mod,
+}  # fmt: skip
 
 
 class Rewrite(ABC):

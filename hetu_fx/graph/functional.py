@@ -75,6 +75,7 @@ class _Functionalizer:
         self.parents = {node: parent for node in graph.nodes if (parent := viewed_argument(node)) is not None}
         self.versions: dict[fx.Node, int] = {}
         self.cached: dict[fx.Node, tuple[int, fx.Node]] = {}
+        self.replaced: dict[fx.Node, fx.Node] = {}  # norms that update statistics: views and writes name the old node
         self.changed: set[fx.Node] = set()  # placeholders whose value changes (detach_ changes no value)
         self.here: fx.Node
 
@@ -94,7 +95,10 @@ class _Functionalizer:
             else:
                 node.args = fx.node.map_arg(node.args, self._read)
                 node.kwargs = fx.node.map_arg(node.kwargs, self._read)
-        return {node: self._read(node) for node in self.versions if node in self.changed}
+        new_values = {node: self._read(node) for node in self.versions if node in self.changed}
+        for norm, output in self.replaced.items():
+            norm.replace_all_uses_with(output)
+        return new_values
 
     def _root(self, node: fx.Node) -> fx.Node:
         while node in self.parents:
@@ -223,20 +227,30 @@ class _Functionalizer:
         return self._insert(aten.expand.default, (source, self._sizes(like)))
 
     def _rewrite_norm(self, node: fx.Node) -> None:
-        if node.target is aten.instance_norm.default:
-            raise self._refusal("instance_norm with running statistics, which it changes in place")
         args = fx.node.map_arg(node.args, self._read)
-        x, weight, bias, mean, variance, training, momentum, epsilon, _ = args
-        result = self._insert(
-            aten._native_batch_norm_legit_functional.default,
-            (x, weight, bias, mean, variance, training, momentum, epsilon),
-        )
-        output, new_mean, new_variance = (self._insert(operator.getitem, (result, index)) for index in (0, 3, 4))
-        for written, value in ((node.args[3], new_mean), (node.args[4], new_variance)):
+        of_rows = node.target is aten.instance_norm.default
+        output, *statistics = self._instance_norm(*args) if of_rows else self._batch_norm(*args)
+        for written, value in zip(node.args[3:5], statistics, strict=True):
             assert isinstance(written, fx.Node)
             self.changed.add(self._root(written))
             self._write(written, value)
-        node.replace_all_uses_with(output)
+        self.replaced[node] = output
+
+    def _batch_norm(self, *args: Any) -> list[fx.Node]:
+        """Insert a norm over the batch; return its output and the new running mean and variance."""
+        result = self._insert(aten._native_batch_norm_legit_functional.default, args[:8])
+        return [self._insert(operator.getitem, (result, index)) for index in (0, 3, 4)]
+
+    def _instance_norm(self, *args: Any) -> list[fx.Node]:
+        """Insert a norm of each row; its running statistics follow the means of the statistics of rows."""
+        x, weight, bias, mean, variance, training, momentum, *rest = args
+        output = self._insert(aten.instance_norm.default, (x, weight, bias, None, None, training, momentum, *rest))
+        value = self._insert(aten.detach.default, (x,))
+        inside = list(range(2, len(meta.shape(x))))
+        means = self._insert(aten.mean.dim, (value, [0, *inside]))
+        variances = self._insert(aten.mean.dim, (self._insert(aten.var.correction, (value, inside)), [0]))
+        pairs = ((mean, means), (variance, variances))
+        return [output, *(self._insert(aten.lerp.Scalar, (old, new, momentum)) for old, new in pairs)]
 
     def _sizes(self, node: fx.Node) -> list[Any]:
         return [

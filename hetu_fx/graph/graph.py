@@ -18,9 +18,11 @@ import sympy
 import torch
 from torch import fx
 
+from hetu_fx.base.words import bytes_text
 from hetu_fx.graph import meta
 from hetu_fx.graph.blocks import block_index
 from hetu_fx.graph.containers import Tree, loss_alone, unflatten
+from hetu_fx.graph.row_dims import RowDims
 
 
 class LeafKind(StrEnum):
@@ -48,7 +50,8 @@ class Leaf:
     """A placeholder and what it stands for.
 
     `name` is the FQN in the user's model (parameter, buffer, constant), or the input's key: keyword name or
-    position, nested ones joined by dots. `aliases` are further FQNs of a tied parameter or buffer.
+    position, nested ones joined by dots. `aliases` are further FQNs of a tied parameter or buffer. `row_dim` is the dim
+    of an input that counts the rows of the batch, if it has one.
     """
 
     kind: LeafKind
@@ -56,6 +59,10 @@ class Leaf:
     node: fx.Node
     persistent: bool = True
     aliases: tuple[str, ...] = ()
+    row_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.row_dim is None or self.kind is LeafKind.INPUT, "only inputs have rows of the batch"
 
 
 OBSERVED = "observed"
@@ -70,6 +77,25 @@ class OutputLeaf:
     kind: OutputKind
 
 
+@dataclass(frozen=True)
+class GatheredRows:
+    """An op in which rows meet, which is given those of all replicas.
+
+    Attributes:
+        op: its name.
+        where: the user's line, "file.py:41".
+        num_bytes: of what it reads of the example batch's rows, which each replica sends to the others.
+    """
+
+    op: str
+    where: str
+    num_bytes: int
+
+    def __str__(self) -> str:
+        size = bytes_text(self.num_bytes)
+        return f"{self.op} ({self.where}) needs all rows of the batch, which are gathered: {size} of the example's"
+
+
 @dataclass(frozen=True, eq=False)
 class Graph:
     """A captured single-device program.
@@ -81,6 +107,7 @@ class Graph:
         input_tree, output_tree: structure of the user's batch and output.
         batch_symbol: the symbol of the batch size, or None if the batch is static (a note says why).
         all_rows: the symbol of the rows that all replicas have together, where some value has them; else None.
+        gathered: for which ops rows are gathered, where they are spread over replicas.
         block_paths: FQNs of the repeated blocks, in order of execution.
         constants: values of the CONSTANT leaves by name.
         training: whether the model was in training mode.
@@ -99,6 +126,7 @@ class Graph:
     block_paths: tuple[str, ...] = ()
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     all_rows: sympy.Symbol | None = None
+    gathered: tuple[GatheredRows, ...] = ()
     notes: tuple[str, ...] = ()
     observed: Tree | None = None
 
@@ -106,6 +134,8 @@ class Graph:
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         assert placeholders == [leaf.node for leaf in self.leaves], "leaves are the placeholders, in order"
         assert len(self.output_values) == len(self.outputs), "one OutputLeaf for each output value"
+        sizes = [meta.shape(leaf.node)[leaf.row_dim] for leaf in self.leaves if leaf.row_dim is not None]
+        assert all(meta.expression(size) == self.batch_symbol for size in sizes), "rows are as many as the batch has"
 
     @property
     def output_node(self) -> fx.Node:
@@ -116,6 +146,11 @@ class Graph:
     def output_values(self) -> tuple[fx.Node, ...]:
         """Return the nodes whose values are the outputs, in the order of `outputs`."""
         return tuple(self.output_node.args[0])  # type: ignore[arg-type]
+
+    @cached_property
+    def row_dims(self) -> RowDims:
+        """Return which dim of each input counts the rows of the batch; inputs without rows are left out."""
+        return {leaf.name: leaf.row_dim for leaf in self.leaves if leaf.row_dim is not None}
 
     @property
     def loss(self) -> fx.Node | None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hetu_fx.base.dtypes import is_real
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import arguments
 from hetu_fx.graph.positions import MOVEMENTS, Affine, AtMostZero, Known, aligned, movement, positional_values
@@ -174,7 +175,7 @@ def _both(a: Sees, b: Sees) -> Sees | None:
 
 def _added(call: _MaskCall) -> ReadMask | None:
     """Read a sum of masks of numbers: minus infinity where one of them is."""
-    return _and(call) if meta.dtype(call.node).is_floating_point and call.given("alpha") == 1 else None
+    return _and(call) if is_real(meta.dtype(call.node)) and call.given("alpha") == 1 else None
 
 
 def _not(call: _MaskCall) -> ReadMask | None:

@@ -20,7 +20,18 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hetu_fx.base.torch_private import FakeTensorMode, detect_fake_mode, new_size, tree_leaves, tree_map
+from hetu_fx.base.torch_private import (
+    FakeTensorMode,
+    detect_fake_mode,
+    keeping_sizes,
+    new_size,
+    number_of_expression,
+    replaced_sizes,
+    tree_leaves,
+    tree_map,
+    without_guards,
+)
+from hetu_fx.errors import CaptureError
 
 ModuleStack = tuple[tuple[str, str], ...]
 Size = int | torch.SymInt
@@ -35,6 +46,10 @@ class HasBatchSymbol(Protocol):
     @property
     def batch_symbol(self) -> sympy.Symbol | None:
         """The symbol of the batch size, or None if it is static."""
+
+    @property
+    def all_rows(self) -> sympy.Symbol | None:
+        """The symbol of the rows that all replicas have together, or None if nothing has them."""
 
 
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -121,10 +136,17 @@ def same_shape(first: fx.Node, second: fx.Node) -> bool:
 
 def depends_on_batch(item: fx.Node | Size, graph: HasBatchSymbol) -> bool:
     """Tell whether a size, or any size of a node's value, contains the batch symbol."""
-    if graph.batch_symbol is None:
-        return False
+    return _depends_on(item, graph.batch_symbol)
+
+
+def depends_on_all_rows(item: fx.Node | Size, graph: HasBatchSymbol) -> bool:
+    """Tell whether a size, or any size of a node's value, contains the number of rows that all replicas have."""
+    return _depends_on(item, graph.all_rows)
+
+
+def _depends_on(item: fx.Node | Size, symbol: sympy.Symbol | None) -> bool:
     sizes = _sizes_of(value(item)) if isinstance(item, fx.Node) else [item]
-    return any(_contains(size, graph.batch_symbol) for size in sizes)
+    return symbol is not None and any(_contains(size, symbol) for size in sizes)
 
 
 def _sizes_of(example: Any) -> list[Any]:
@@ -237,13 +259,47 @@ def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
 
 
 def infer(node: fx.Node) -> Any:
-    """Compute and set the example value of an op node from those that its node arguments have; return it."""
+    """Compute and set the example value of an op node from those that its node arguments have; return it.
+
+    Raises:
+        CaptureError: the op fixes a size that is dynamic in the graph, so that what it makes holds for one batch only.
+    """
     args, kwargs = tree_map(_argument_value, (node.args, node.kwargs))
     assert callable(node.target)
     known = detect_fake_mode(tree_leaves((args, kwargs))) or _fake_mode(node.graph)
-    with known, torch.no_grad():
+    before = replaced_sizes(known)
+    with known, torch.no_grad(), keeping_sizes():
         set_value(node, node.target(*args, **kwargs))
+    fixed = {symbol: size for symbol, size in replaced_sizes(known).items() if symbol not in before}
+    if fixed:
+        sizes = ", ".join(f"{symbol} to {size}" for symbol, size in fixed.items())
+        raise CaptureError(
+            f"{node.target} at {source_line(node)} fixes sizes that depend on the batch ({sizes}): it would be right "
+            "for batches like the example alone\n"
+            "hint: pass sizes to the op as numbers, or compute what it computes with other ops"
+        )
     return value(node)
+
+
+def substitute(node: fx.Node, symbol: sympy.Symbol, size: torch.SymInt) -> None:
+    """Let a node's example value have `size` wherever its sizes and strides have a symbol."""
+
+    def replaced(item: Any) -> Any:
+        return (
+            number_of_expression(expression(item).subs(symbol, size.node.expr), item, size)
+            if _contains(item, symbol)
+            else item
+        )
+
+    def renewed(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            sizes, strides = tuple(map(replaced, item.shape)), tuple(map(replaced, item.stride()))
+            return torch.empty_strided(sizes, strides, dtype=item.dtype, device=item.device)
+        return replaced(item)
+
+    mode = _fake_mode(node.graph)
+    with mode, without_guards(mode):
+        set_value(node, tree_map(renewed, value(node)))
 
 
 def _argument_value(argument: Any) -> Any:

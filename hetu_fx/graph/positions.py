@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument, arguments, operand
 
@@ -171,8 +172,7 @@ class PositionedCall:
     @property
     def is_integral(self) -> bool:
         """Whether the result holds integers, which arithmetic here is exact for."""
-        dtype = meta.dtype(self.node)
-        return not dtype.is_floating_point and not dtype.is_complex
+        return not carries_gradient(meta.dtype(self.node))
 
 
 def _arange(call: PositionedCall) -> Positional | None:

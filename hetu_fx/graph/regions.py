@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from hetu_fx.base.device_types import device_types
+from hetu_fx.base.dtypes import autocast_casts, carries_gradient
 from hetu_fx.base.torch_private import HigherOrderOperator, OpOverload, dispatch_has_kernel, dispatch_name
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
@@ -150,7 +151,7 @@ def _cast(argument: fx.Node, user: fx.Node, target: torch.dtype) -> fx.Node:
 
 def _is_castable(argument: fx.Node) -> bool:
     """Tell whether autocast casts a value: floating point, but for float64 (one region inside another mixes halves)."""
-    return meta.is_tensor(argument) and meta.dtype(argument).is_floating_point and meta.dtype(argument) != torch.float64
+    return meta.is_tensor(argument) and autocast_casts(meta.dtype(argument))
 
 
 def _known_cast(argument: fx.Node, user: fx.Node, target: torch.dtype) -> fx.Node | None:
@@ -192,11 +193,11 @@ def detach_at_exits(graph: fx.Graph, differentiable: Collection[fx.Node]) -> Non
 def _stops_gradients(node: fx.Node) -> bool:
     if node.target is aten.detach.default:
         return True
-    return meta.is_tensor(node) and not meta.dtype(node).is_floating_point and not meta.dtype(node).is_complex
+    return meta.is_tensor(node) and not carries_gradient(meta.dtype(node))
 
 
 def _detach_exits(node: fx.Node) -> None:
-    if not meta.is_tensor(node) or not meta.dtype(node).is_floating_point:
+    if not meta.is_tensor(node) or not carries_gradient(meta.dtype(node)):
         return
     exits = [user for user in node.users if user.op == "output" or meta.grad_enabled(user)]
     exits = [user for user in exits if user.target is not aten.detach.default]

@@ -7,7 +7,7 @@ model, so that the rest can be done elsewhere, without it; `simulate` tells what
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import by_first, from_first, of_all, together
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.graph.bind import Batch
+from hetu_fx.graph.row_dims import AskedRowDims
 from hetu_fx.planner.captured_program import CapturedProgram, PlannedProgram
 from hetu_fx.planner.count.optimizer_state import Asked, state_of
 from hetu_fx.planner.measure.blocks import Measuring, joined, with_times
@@ -31,6 +32,8 @@ from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.plans.plan import Plan, Schedule
 from hetu_fx.program.captures import Programs
 from hetu_fx.program.program import Program
+
+AskedDims = Mapping[str, int | None] | None
 
 
 def plan(
@@ -48,6 +51,7 @@ def plan(
     optimizer: Asked = None,
     before: Plan | str | Path | None = None,
     steps_ahead: float = math.inf,
+    row_dims: AskedDims = None,
 ) -> Plan:
     """Return the fastest plan that fits for training `model` on a cluster; nothing is run or changed.
 
@@ -58,6 +62,7 @@ def plan(
         batch: an example of the whole batch of a step, of all devices together; its values are not read.
         cluster: the devices, or the path of a cluster file; None measures the processes of this job (collective).
         loss_fn: as for `auto_parallelize`.
+        row_dims: as for `auto_parallelize`.
         name: the plan's name.
         search: how to search, one of docs/planning.md; those that answer with one plan.
         allow: names of what plans may do besides: "data_parallel", "tensor_parallel", "pipeline", "context",
@@ -79,7 +84,7 @@ def plan(
     """
     choice = Choice.of(allow=allow, forbid=forbid, zero=zero, seconds=seconds)
     running = Plan.read(before) if isinstance(before, str | Path) else before
-    program = CapturedProgram.of(Programs(model, loss_fn), batch)
+    program = CapturedProgram.of(_programs(model, loss_fn, row_dims), batch)
     costs = replace(program.costs(), state=state_of(model.parameters(), optimizer))
 
     def find(planned: PlannedProgram, devices: Cluster, tell: Tell) -> Plan:
@@ -104,6 +109,7 @@ def profile(
     loss_fn: Callable[..., torch.Tensor] | None = None,
     optimizer: Asked = None,
     measured: Measuring | None = None,
+    row_dims: AskedDims = None,
 ) -> Profile:
     """Return what a training step of `model` costs, counted from its captured graph; nothing is changed.
 
@@ -114,6 +120,7 @@ def profile(
         batch: an example of the whole batch of a step, of all devices together; its values are not read.
         more: batches with rows of other lengths, for searches that plan by length; each is captured.
         loss_fn: as for `auto_parallelize`.
+        row_dims: as for `auto_parallelize`.
         optimizer: as for `plan`.
         measured: also run the model's blocks on the devices of `measured.cluster`, which are those of this job's
             processes (collective): the model is where this process computes. Left out, nothing is run.
@@ -124,9 +131,9 @@ def profile(
     """
     state = state_of(model.parameters(), optimizer)
     if measured is None:
-        return _counted(model, (batch, *more), loss_fn)[0].with_state(state)
+        return _counted(model, (batch, *more), loss_fn, row_dims)[0].with_state(state)
     table, asked = GroupTable(), measured
-    own = together(table, lambda: _measured(model, (batch, *more), loss_fn, asked, table.rank))
+    own = together(table, lambda: _measured(model, (batch, *more), loss_fn, row_dims, asked, table.rank))
     found = of_all(table, own)
     return joined([profile for profile in found if profile is not None]).with_state(state)
 
@@ -137,6 +144,7 @@ def measure(
     *,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     seconds: float = SECONDS,
+    row_dims: AskedDims = None,
 ) -> Cluster:
     """Return this job's devices and links, the devices as fast as they are on the model's own blocks; collective.
 
@@ -147,6 +155,7 @@ def measure(
         model: where this process computes.
         batch: an example of the whole batch of a step, of all devices together; its values are not read.
         loss_fn: as for `auto_parallelize`.
+        row_dims: as for `auto_parallelize`.
         seconds: how long blocks are run, by all devices at once, after a warm-up.
 
     Raises:
@@ -157,7 +166,7 @@ def measure(
     place = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
     def ready() -> OwnBlocks:
-        program = CapturedProgram.of(Programs(model, loss_fn), batch)
+        program = CapturedProgram.of(_programs(model, loss_fn, row_dims), batch)
         return OwnBlocks.of(program, program.costs(memory=False), place, table.size)
 
     with telling("measuring devices and links"):
@@ -165,11 +174,18 @@ def measure(
         return measured_on(blocks, cluster, table, seconds)
 
 
+def _programs(model: nn.Module, loss_fn: Callable[..., torch.Tensor] | None, row_dims: AskedDims) -> Programs:
+    return Programs(model, loss_fn, row_dims=AskedRowDims(row_dims or {}))
+
+
 def _counted(
-    model: nn.Module, batches: Sequence[Batch], loss_fn: Callable[..., torch.Tensor] | None
+    model: nn.Module,
+    batches: Sequence[Batch],
+    loss_fn: Callable[..., torch.Tensor] | None,
+    row_dims: AskedDims,
 ) -> tuple[Profile, Program]:
     """Return the profile from the programs of all batches, and the first of these."""
-    programs = [CapturedProgram.of(Programs(model, loss_fn), one) for one in batches]
+    programs = [CapturedProgram.of(_programs(model, loss_fn, row_dims), one) for one in batches]
     whole, *others = (program.profile() for program in programs)
     lengths = tuple((other.tokens_per_row, other.costs) for other in others)
     return replace(whole, other_lengths=lengths).with_rows(whole.costs.rows), programs[0].program
@@ -179,13 +195,14 @@ def _measured(
     model: nn.Module,
     batches: Sequence[Batch],
     loss_fn: Callable[..., torch.Tensor] | None,
+    row_dims: AskedDims,
     measuring: Measuring,
     rank: int,
 ) -> Profile | None:
     """Return the profile with the times of this rank's kind of device; None where another rank measures it."""
     if not measuring.measures(rank):
         return None
-    counted, program = _counted(model, batches, loss_fn)
+    counted, program = _counted(model, batches, loss_fn, row_dims)
     place = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     with telling("measuring blocks", speaker=rank == measuring.first) as tell:
         return with_times(counted, program, rank, measuring, place, tell)
@@ -199,6 +216,7 @@ def simulate(
     *,
     schedule: Schedule | None = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
+    row_dims: AskedDims = None,
 ) -> Simulation:
     """Return what a training step would be: seconds, bubbles, bytes per link, memory over time, and a timeline of it.
 
@@ -212,13 +230,14 @@ def simulate(
         cluster: the devices, with the rates at which they work now, or the path of a cluster file.
         schedule: in place of the plan's; interleaved in two chunks per stage.
         loss_fn: as for `auto_parallelize`.
+        row_dims: as for `auto_parallelize`.
 
     Raises:
         CaptureError: the model cannot be captured.
         PlanError: the plan does not fit the model or the schedule, or is no plan file.
         ClusterError: a malformed cluster file, or one that lacks a device of the plan.
     """
-    program = CapturedProgram.of(Programs(model, loss_fn), batch)
+    program = CapturedProgram.of(_programs(model, loss_fn, row_dims), batch)
     read = plan if isinstance(plan, Plan) else Plan.read(plan)
     devices = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
     if read.has_program and schedule is None:

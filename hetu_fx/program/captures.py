@@ -19,6 +19,7 @@ from hetu_fx.errors import BatchError, CaptureError, StateError
 from hetu_fx.graph.bind import Batch, GivenBatch, as_call, input_tensors
 from hetu_fx.graph.capture import ambient_autocasts, casting, casting_on_host, in_mode
 from hetu_fx.graph.graph import Graph
+from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims
 from hetu_fx.program.batch import Arguments, form_of, likeness_of
 from hetu_fx.program.captured import Captured, CaptureEvent, LastMatch, Match, Sizes, sizes_of
 from hetu_fx.program.hooks import check_global_hooks
@@ -37,7 +38,8 @@ class Programs:
 
     `forward` is the model's own forward; batches are brought to its keyword form where its signature allows.
     `overrides` say how its ops are run. With `casts_on_host`, which jobs have whose ranks compute on several types of
-    devices, torch.autocast casts what it casts on the host, wherever the model is.
+    devices, torch.autocast casts what it casts on the host, wherever the model is. `row_dims` is what the user has said
+    of the rows of inputs, `outputs` which of them are wanted beside the loss.
 
     Attributes:
         structure: of the model when a program was last asked for.
@@ -54,9 +56,11 @@ class Programs:
         overrides: OpOverrides = AS_IT_STANDS,
         *,
         casts_on_host: bool = False,
+        row_dims: AskedRowDims = NOTHING_ASKED,
+        outputs: str = "auto",
     ) -> None:
         self.model, self.loss_fn = model, loss_fn
-        self.tracer = Tracer(model, loss_fn, overrides, casts_on_host=casts_on_host)
+        self.tracer = Tracer(model, loss_fn, overrides, casts_on_host=casts_on_host, row_dims=row_dims, outputs=outputs)
         self.become(model.__dict__.get("forward"))
         self.structure = Structure(model)
         self.observers = self.tracer.observers
@@ -100,7 +104,9 @@ class Programs:
     def first(self, batch: Batch, training: bool) -> Program:
         """Return the program for an example batch as the user gives it: by keyword, or positional as a tuple."""
         args, kwargs = as_call(batch)
-        return self.find(self.arguments.batch(args, kwargs), training)
+        given = GivenBatch.of(self.arguments.batch(args, kwargs))
+        self.tracer.row_dims.check_names(given.tensors)
+        return self.match(given, training).program
 
     def find(self, batch: Batch, training: bool) -> Program:
         """Return the program for batches like this one; see `match`."""

@@ -17,6 +17,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from hetu_fx.base.dtypes import carries_gradient, in_double
 from hetu_fx.base.frameworks import label_inputs, position_input
 from hetu_fx.base.torch_private import OpOverload, short_name
 from hetu_fx.batches.packing import IGNORED, Filling
@@ -97,6 +98,11 @@ def way_of_filling(
     return ways[0]
 
 
+def outputs_of(program: Program, buffers: Buffers, tensors: Mapping[str, Tensor], number: int) -> list[Any]:
+    """Return what a program makes of inputs with parameters that are random numbers, different for each `number`."""
+    return _Trial(program, buffers, tensors, number).outputs()
+
+
 def _trace_of_filling(program: Program, filling: Filling, buffers: Buffers) -> tuple[Difference, ...]:
     """Return what a program makes otherwise of inputs that are filled up.
 
@@ -117,7 +123,7 @@ def _differences(program: Program, filling: Filling, buffers: Buffers, number: i
     short = {leaf.name: _sample(leaf, sizes[0], filling) for leaf in program.inputs}
     shapes = {leaf.name: _shape(leaf.node, sizes[1]) for leaf in program.inputs}
     long = {name: filled_up(tensor, shapes[name], name, filling) for name, tensor in short.items()}
-    before, after = (_Trial(program, buffers, tensors, number).outputs() for tensors in (short, long))
+    before, after = (outputs_of(program, buffers, tensors, number) for tensors in (short, long))
     for leaf, node, one, other in zip(program.graph.outputs, program.graph.output_values, before, after, strict=True):
         if isinstance(one, Tensor) and not _alike(one, other):
             yield Difference(leaf.kind, f"its {leaf.kind} {leaf.name!r} is another one ({meta.source_line(node)})")
@@ -142,8 +148,8 @@ def _sample(leaf: Leaf, sizes: Bindings, filling: Filling) -> Tensor:
     shape, dtype = _shape(leaf.node, sizes), meta.dtype(leaf.node)
     if leaf.name == filling.positions:
         return torch.arange(shape[-1]).to(dtype).expand(shape).clone()
-    if dtype.is_floating_point and len(shape) > 2:
-        return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    if carries_gradient(dtype) and len(shape) > 2:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=in_double(dtype))
     hides = filling.padding.get(leaf.name) == 1
     return torch.full(shape, (0 if dtype is torch.bool else 2) if hides else 1, dtype=_doubled(dtype))
 
@@ -153,7 +159,7 @@ def _alike(one: Tensor, other: Any) -> bool:
     if one.dim() != other.dim() or any(a > b for a, b in zip(one.shape, other.shape, strict=True)):
         return False
     common = other[tuple(slice(size) for size in one.shape)]
-    if not one.is_floating_point():
+    if not carries_gradient(one.dtype):
         return torch.equal(one, common)
     scale = float(one.abs().max()) if one.numel() else 0.0
     return bool(one.isfinite().all()) and torch.allclose(one, common, rtol=0.0, atol=_TOLERANCE * max(scale, 1e-3))
@@ -209,11 +215,11 @@ class _Parameter:
     seed: int
 
     def made(self) -> Tensor:
-        if not self.dtype.is_floating_point:
+        if not carries_gradient(self.dtype):
             return torch.zeros(self.shape, dtype=self.dtype)
         scale: float = max(1, self.shape[-1] if self.shape else 1) ** -0.5
         generator, count = torch.Generator().manual_seed(self.seed), math.prod(self.shape)
-        few = torch.randn(min(count, _NUMBERS), generator=generator, dtype=torch.float64).mul_(scale)
+        few = torch.randn(min(count, _NUMBERS), generator=generator, dtype=in_double(self.dtype)).mul_(scale)
         return few.repeat(-(-count // _NUMBERS))[:count].view(self.shape)
 
 
@@ -232,12 +238,11 @@ def _done(node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 
 def _doubled(value: Any) -> Any:
-    is_lower = isinstance(value, torch.dtype) and value.is_floating_point
-    return torch.float64 if is_lower else value
+    return in_double(value) if isinstance(value, torch.dtype) else value
 
 
 def _double(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
+    return tensor.to(in_double(tensor.dtype))
 
 
 def _name(node: fx.Node) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from hetu_fx.base.dtypes import is_real
 from hetu_fx.deduction.factors.factors import FactorMap, OpFactors
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument
@@ -161,7 +162,7 @@ def _keeps_apart(graph: Graph, mask: fx.Node, positions: str) -> bool:
 
 def _seen(mask: Tensor) -> Tensor:
     """Return which tokens see each other by a mask: one of truths, of numbers that are added, or places of tokens."""
-    if not mask.is_floating_point() and mask.dtype != torch.bool:
+    if not is_real(mask.dtype) and mask.dtype != torch.bool:
         return mask[:, :, None, 0] == mask[:, None, :, 0]
     return mask if mask.dtype == torch.bool else mask > _HIDDEN
 

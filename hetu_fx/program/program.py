@@ -18,14 +18,16 @@ from hetu_fx.deduction.factors.factors import FactorMap
 from hetu_fx.errors import BatchError, DeductionError, PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind
+from hetu_fx.graph.row_dims import RowDims, count_rows
 from hetu_fx.plans.plan import Plan
+from hetu_fx.program.loss_type import LossType, loss_type
 from hetu_fx.transforms.layouts.analysed_graph import Analyse, AnalysedGraph
 from hetu_fx.transforms.layouts.annotate import Annotate
 from hetu_fx.transforms.layouts.axis import AxisDeduction, deduce_batch_axis
 from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.layouts.exchange import exchanged_classes
-from hetu_fx.transforms.layouts.flow import Flow, reached_from
+from hetu_fx.transforms.layouts.flow import Flow
 from hetu_fx.transforms.layouts.reshard_cost import bytes_of, travelling_work
 from hetu_fx.transforms.layouts.work_shares import (
     Split,
@@ -47,9 +49,11 @@ class Program:
 
     Attributes:
         analysed: the graph after the rewrites, its factor classes, and what its values depend on.
+        doubt: why rows of several ranks must not be put together, as it is not clear which dims of inputs count them.
     """
 
     analysed: AnalysedGraph
+    doubt: str = ""
 
     @property
     def graph(self) -> Graph:
@@ -126,31 +130,19 @@ class Program:
         """Return the name of the loss output; empty if the model has none."""
         return next((leaf.name for leaf, _ in self.graph.outputs_of(OutputKind.LOSS)), "")
 
+    @cached_property
+    def loss_type(self) -> LossType:
+        """Return what the loss is: a proven sum over rows is shared out to ranks, any other is one device's for all."""
+        return loss_type(self.analysed, self._batch_axis)
+
     @property
-    def _reached_by_counts(self) -> frozenset[fx.Node]:
-        return reached_from(self.graph, (leaf.node for leaf in self.graph.leaves_of(LeafKind.COUNT)))
-
-    @cached_property
-    def loss_is_mean(self) -> bool:
-        """Tell whether the loss is divided by a count of the batch inside the graph, not by a given number."""
-        loss = self.graph.loss
-        return loss is not None and bool(self.counts) and loss in self._reached_by_counts
-
-    @cached_property
-    def row_inputs(self) -> frozenset[str]:
-        """Return the names of the inputs that have one entry per row of the batch."""
-        return frozenset(leaf.name for leaf in self.inputs if _has_rows(leaf, self.graph))
-
-    @cached_property
-    def _named_rows(self) -> tuple[str, ...]:
-        return tuple(sorted(self.row_inputs))
+    def row_dims(self) -> RowDims:
+        """Return which dim of each input counts the rows of the batch; inputs without rows are left out."""
+        return self.graph.row_dims
 
     def num_rows(self, tensors: Mapping[str, Tensor]) -> int:
         """Return the rows of a batch, given by input name. Raises `BatchError` where inputs have different numbers."""
-        rows = {name: int(tensors[name].shape[0]) for name in self._named_rows if tensors[name].dim()}
-        if len(set(rows.values())) > 1:
-            raise BatchError(f"inputs have different numbers of rows: {rows}; give one row per sample in each")
-        return next(iter(rows.values()), 1)
+        return count_rows(tensors, self.row_dims)
 
     def longest(self, tensors: Mapping[str, Tensor]) -> int:
         """Return the largest size of a batch that the graph leaves open, rows aside: the sequence length."""
@@ -229,11 +221,6 @@ def make_program(graph: Graph, frozen: frozenset[str], overrides: OpOverrides = 
     """Rewrite a captured graph, with ops as `overrides` say, and analyse the result; parameters in `frozen` are not
     trained."""
     return Program(run_pass(Analyse(frozen), run_rewrites(graph, rewrites_with(overrides))))
-
-
-def _has_rows(leaf: Leaf, graph: Graph) -> bool:
-    sizes = meta.shape(leaf.node)
-    return bool(sizes) and meta.expression(sizes[0]) == graph.batch_symbol
 
 
 def sizes_of(program: Program) -> tuple[tuple[float, ...], tuple[float, ...]]:

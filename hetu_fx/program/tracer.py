@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,10 +16,11 @@ from torch import nn
 
 from hetu_fx.base.torch_private import BACKWARD_HOOKS, CALLS, FORWARD_HOOKS, parameter_slots
 from hetu_fx.errors import CaptureError
-from hetu_fx.graph.bind import Batch, as_call
+from hetu_fx.graph.bind import Batch, as_call, flatten_batch
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph
 from hetu_fx.graph.neutral import stand_in_device
+from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, row_dims_of
 from hetu_fx.program.access import Access, put
 from hetu_fx.program.contents import PLAIN
 from hetu_fx.program.hooks import check_hooks, hooks_must_change
@@ -26,6 +28,7 @@ from hetu_fx.program.not_kept import NotKept, is_of_the_trace
 from hetu_fx.program.observed import Observers
 from hetu_fx.program.program import AS_IT_STANDS, Program, make_program
 from hetu_fx.program.reads import ABSENT, Read, Reads, shown
+from hetu_fx.program.row_evidence import Evidence, evidence_of_rows, warning_of
 from hetu_fx.program.watched import Watch
 from hetu_fx.transforms.rewrites.op_overrides import OpOverrides
 
@@ -54,6 +57,8 @@ class Tracer:
         loss_fn: what makes the loss, if the model does not.
         overrides: how ops are run in its programs.
         casts_on_host: torch.autocast casts what it casts on the host, wherever the model is.
+        row_dims: what the user has said of the rows of inputs.
+        outputs: which outputs beside the loss are wanted, as for `auto_parallelize`.
 
     Attributes:
         replaced: what somebody has put in the place of the forward of the model's class, if anybody has.
@@ -67,9 +72,11 @@ class Tracer:
         overrides: OpOverrides = AS_IT_STANDS,
         *,
         casts_on_host: bool = False,
+        row_dims: AskedRowDims = NOTHING_ASKED,
+        outputs: str = "auto",
     ) -> None:
         self.model, self.loss_fn, self.overrides = model, loss_fn, overrides
-        self.casts_on_host = casts_on_host
+        self.casts_on_host, self.row_dims, self.outputs = casts_on_host, row_dims, outputs
         self.replaced: Forward | None = None
         self.observers = Observers(model)
         self._lost: dict[tuple[int, str], tuple[Access, Any]] = {}
@@ -77,7 +84,29 @@ class Tracer:
     def trace(self, batch: Batch, training: bool) -> tuple[Program, Reads]:
         """Capture the model for batches like this one, with this one's sizes as the example's; and what it has read."""
         traced = self._traced(batch, training)
-        return traced.program, traced.watch.reads([Read("'forward' of the model", vars(self), "replaced")])
+        program = traced.program
+        if training and not self.row_dims.dims:
+            found = self._evidence(batch, program)
+            program = replace(program, doubt=found.doubt) if found.doubt else program
+            if found.used is not None:
+                warnings.warn(warning_of(found.used), stacklevel=2)
+                self.row_dims = AskedRowDims(found.used)
+                traced = self._traced(batch, training)
+                program = traced.program
+        return program, traced.watch.reads([Read("'forward' of the model", vars(self), "replaced")])
+
+    def _evidence(self, batch: Batch, program: Program) -> Evidence:
+        """Return what a program shows of its rows, which sizes alone have told so far."""
+
+        def capture_with(dims: RowDims) -> Program:
+            asked, self.row_dims = self.row_dims, AskedRowDims(dims)
+            try:
+                return self._traced(batch, True).program
+            finally:
+                self.row_dims = asked
+
+        assumed = program.row_dims or row_dims_of(flatten_batch(batch)[1])
+        return evidence_of_rows(program, assumed, capture_with, self.model.get_buffer)
 
     def source(self, batch: Batch, training: bool) -> Graph:
         """Capture the model's own graph for batches like this one, as no rewrite has seen it.
@@ -137,6 +166,8 @@ class Tracer:
                 around=around,
                 device=device,
                 casts_on_host=self.casts_on_host,
+                row_dims=self.row_dims,
+                numbers=self.outputs == "all" or (self.outputs == "auto" and not training),
             )
         return _Traced(graph, frozen, watch, self.overrides)
 

@@ -25,6 +25,7 @@ from hetu_fx.switching.adapt.health import HealthTracker
 from hetu_fx.switching.adapt.of_programs import at_speeds, compute_seconds
 from hetu_fx.switching.adapt.own_times import Probe, Standby
 from hetu_fx.switching.adapt.replanning import ALIKE, Asked, Conditions, Made, Planner, Replanning, nearest_known
+from hetu_fx.switching.adapt.tried import TriedPlans
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.step.report import LastStep
 
@@ -73,6 +74,7 @@ class Adaptation:
         health: when a device counts as slow, and as healthy again; see `HealthTracker`, which has what is left out.
         calibrates: the cluster's speeds are a first guess, which the first steps are to correct; not so where the
             user has said what the devices are.
+        tried: tries plans before they train; None: nobody does.
     """
 
     def __init__(
@@ -84,12 +86,14 @@ class Adaptation:
         *,
         health: Mapping[str, float] | None = None,
         calibrates: bool = False,
+        tried: TriedPlans | None = None,
     ) -> None:
         self.runtime, self.costs, self.cluster = runtime, costs, cluster
         self.tracker, self.plans = HealthTracker.of(health or {}), dict[Conditions, Plan]()
         self._calibrates = calibrates
         self.changes: list[Replanned] = []
-        self.replanning = Replanning(runtime.table, planner, runtime.variants)
+        self.tried = tried or TriedPlans(runtime.table, None)
+        self.replanning = Replanning(runtime.table, planner, runtime.variants, self.tried)
         self._run_before: set[str] = set()
         self._ran = ""
         self._expectation: tuple[object, Mapping[int, float]] = None, {}  # of what, which most steps have in common

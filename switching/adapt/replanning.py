@@ -23,6 +23,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import HetuFxError, StateError
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.adapt.background import Background
+from hetu_fx.switching.adapt.tried import TriedPlans
 from hetu_fx.switching.variants import Variants
 
 Planner = Callable[[Cluster, str], Plan]
@@ -30,11 +31,13 @@ Planner = Callable[[Cluster, str], Plan]
 
 @dataclass(frozen=True)
 class Made:
-    """A plan, the seconds that making it took (0 where it was known), and what has been deduced for it."""
+    """A plan, the seconds that making it took (0 where it was known), what has been deduced for it, and what was found
+    when it was tried ("": it was known)."""
 
     plan: Plan
     seconds: float = 0.0
     deduced: bytes | None = None
+    tried: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,11 @@ class Replanning:
         table: all ranks.
         planner: makes a plan of a given name for a cluster; called on rank 0 only.
         variants: those there are; they deduce of a plan what takes long and is the same for all ranks, on rank 0 too.
+        tried: tries a plan where it is made: one that is wrong is none.
     """
 
-    def __init__(self, table: GroupTable, planner: Planner, variants: Variants) -> None:
-        self.table, self.planner, self.variants = table, planner, variants
+    def __init__(self, table: GroupTable, planner: Planner, variants: Variants, tried: TriedPlans) -> None:
+        self.table, self.planner, self.variants, self.tried = table, planner, variants, tried
         self.asked: Asked | None = None
         self._background: Background[_Wanted, Made] | None = None
 
@@ -104,19 +108,23 @@ class Replanning:
         assert self.asked is not None, "facts say that a plan is ready which nobody has asked for"
         asked, outcome = self.asked, from_first(self.table, self._outcome())
         self.asked = None
+        if isinstance(outcome, Made):
+            self.tried.note(outcome.plan, outcome.tried)
         return asked, outcome
 
     def make_now(self, asked: Asked, cluster: Cluster) -> Made:
         """Make a plan while all ranks wait; collective. Raises on every rank what went wrong."""
         self.drop()
-        return by_first(self.table, lambda: self._made((asked, cluster, self.variants.layouts())))
+        made = by_first(self.table, lambda: self._made((asked, cluster, self.variants.layouts())))
+        self.tried.note(made.plan, made.tried)
+        return made
 
     def _made(self, wanted: _Wanted) -> Made:
         start, (asked, cluster, layouts) = perf_counter(), wanted
         devices = cluster.without(tuple(asked.conditions.drained)).with_rates(dict(asked.conditions.rates))
         plan = self.planner(devices, asked.name)
         seconds = perf_counter() - start
-        return Made(plan, seconds, self.variants.deduced(plan, layouts))
+        return Made(plan, seconds, self.variants.deduced(plan, layouts), self.tried.ask_here(plan))
 
     def _outcome(self) -> Made | HetuFxError:
         if self._background is None:

@@ -22,6 +22,7 @@ from hetu_fx.comm_ops.plans.transition import Transition
 from hetu_fx.comm_ops.resolve.lowering import Lowering
 from hetu_fx.comm_ops.wire.bsr_run import run_moves
 from hetu_fx.comm_ops.wire.collectives import Exchange
+from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import StateError
 from hetu_fx.switching.bridge.message import Arrivals, Cuts, MessageRun, cuts_of, narrowed
@@ -378,7 +379,7 @@ class UnderWay:
 
     run: BucketRun
     values: dict[str, Tensor | None]
-    begun: list[tuple[Tensor | None, Exchange]]
+    begun: list[tuple[Flat | None, Exchange]]
     arrivals: Arrivals
 
     @torch.no_grad()

@@ -14,7 +14,8 @@ from hetu_fx.base.device_types import HOST
 from hetu_fx.base.torch_private import foreach_copy, unflatten_dense_tensors
 from hetu_fx.comm_ops.plans.routes import RouteKind
 from hetu_fx.comm_ops.resolve.lowering import Lowering
-from hetu_fx.comm_ops.wire.collectives import Exchange, gather_segments, segments, sum_all, sum_segments
+from hetu_fx.comm_ops.wire.collectives import Exchange, gather_segments, sum_all, sum_segments
+from hetu_fx.comm_ops.wire.flat import Flat, is_dense
 from hetu_fx.comm_ops.wire.groups import GroupTable, active
 from hetu_fx.comm_ops.wire.peers.exchanges import (
     Act,
@@ -115,20 +116,21 @@ class MessageRun:
             for part in segment
         ]
 
-    def pack(self, values: Mapping[str, Tensor | None], empty: Tensor) -> Tensor:
-        """Make the flat buffer, of the kind of `empty`; a missing gradient is zeros.
+    def pack(self, values: Mapping[str, Tensor | None], empty: Tensor) -> Flat:
+        """Make the buffer, of the kind of `empty`; a missing gradient is zeros.
 
-        The gradient of a message of its own, if it is contiguous, is its own buffer.
+        The gradient of a message of its own, if it is dense, is its own buffer.
         """
         pieces = [self._piece(slot, values.get(slot.name), empty) for slot in self.packed]
         if self.lane.kind is not RouteKind.GATHER:
-            return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        buffer = empty.new_empty(sum(self.sizes))
+            return Flat.joined(pieces)
+        buffer = Flat(empty.new_empty(sum(self.sizes)))
         if pieces:
-            torch.cat(pieces, out=segments(buffer, self.sizes)[self.here])
+            torch.cat(pieces, out=buffer.segments(self.sizes)[self.here].tensor)
         return buffer
 
     def _piece(self, slot: PackedBox, value: Tensor | None, empty: Tensor) -> Tensor:
+        """Return a part in one dim; a view of a box has strides."""
         if value is None or not self.gives:
             return empty.new_zeros(slot.numel)
         return narrowed(value, slot.cuts).reshape(-1).to(empty.device)
@@ -146,7 +148,7 @@ class MessageRun:
 
     def begin(
         self, values: Mapping[str, Tensor | None], empty: Tensor, arrivals: Arrivals
-    ) -> tuple[Tensor | None, Exchange]:
+    ) -> tuple[Flat | None, Exchange]:
         """Start the message; return its buffer, of the kind of `empty`, for `unpack`.
 
         None: what arrives is put where it belongs, from where the others have it.
@@ -166,20 +168,21 @@ class MessageRun:
         peers = peers_worth_reading(num_bytes, ranks, table, on_host=on_host)
         if peers is None:
             return None
-        pieces = [self._piece(slot, values.get(slot.name), empty) for slot in self.packed]
+        pieces = [Flat.of(self._piece(slot, values.get(slot.name), empty)) for slot in self.packed]
         targets = [narrowed(arrivals.make(slot.name), slot.cuts) for slot in self.unpacked]
-        rooms = [x if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype) for x in targets]
-        by_rank = {rank: [x for x, giver in zip(rooms, self.givers, strict=True) if giver == rank] for rank in ranks}
+        rooms = [x if is_dense(x) else torch.empty(x.shape, dtype=x.dtype) for x in targets]
+        given = list(zip(map(Flat.over, rooms), self.givers, strict=True))
+        by_rank = {rank: [x for x, giver in given if giver == rank] for rank in ranks}
         exchange = gather_pieces_here(pieces, by_rank, self.sizes, ranks, self.tag, table, peers)
         strided = [(x, room) for x, room in zip(targets, rooms, strict=True) if room is not x]
         return exchange.then(partial(_fill, strided)) if strided else exchange
 
-    def start(self, buffer: Tensor) -> Exchange:
+    def start(self, buffer: Flat) -> Exchange:
         """Start the message: in two levels where its form says so, by reading where ranks can, else by sending."""
-        on_host, table = buffer.device.type == "cpu", active()
-        if self._in_levels(buffer.nbytes, on_host=on_host):
+        num_bytes, on_host, table = buffer.tensor.nbytes, buffer.tensor.is_cpu, active()
+        if self._in_levels(num_bytes, on_host=on_host):
             return start_in_levels(_LEVELS[self.lane.kind], buffer, self.sizes, self.lane.ranks, self.algorithm)
-        if peers := peers_worth_reading(buffer.nbytes, self.lane.ranks, table, on_host=on_host):
+        if peers := peers_worth_reading(num_bytes, self.lane.ranks, table, on_host=on_host):
             act = _READING[self.lane.kind]
             return start_here(act, buffer, self.sizes, self.lane.ranks, self.tag, table, peers)
         match self.lane.kind:
@@ -190,12 +193,12 @@ class MessageRun:
             case RouteKind.GATHER:
                 return gather_segments(buffer, self.sizes, self.lane.ranks)
 
-    def unpack(self, buffer: Tensor, arrivals: Arrivals) -> None:
+    def unpack(self, buffer: Flat, arrivals: Arrivals) -> None:
         """Take the arrived parts out of the buffer.
 
         A sum of a whole tensor is given as a view of the buffer, which holds nothing but such sums.
         """
-        parts = unflatten_dense_tensors(buffer, self.templates)
+        parts = unflatten_dense_tensors(buffer.tensor, self.templates)
         sources, targets = [], []
         for slot in self.unpacked:
             if not slot.cuts and self.lane.kind is RouteKind.SUM:

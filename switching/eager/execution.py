@@ -17,6 +17,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import PlanError
 from hetu_fx.graph.bind import Batch
 from hetu_fx.graph.containers import loss_alone, unflatten
+from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.observed import Observers
 from hetu_fx.program.structure import Structure
@@ -34,6 +35,7 @@ from hetu_fx.switching.eager.module import (
     tell,
 )
 from hetu_fx.switching.home.ops import layout_of
+from hetu_fx.switching.step.batches import same_inputs
 from hetu_fx.switching.step.execution import LossAndOutput, Reading, StepInputs, check_takes_any_row
 from hetu_fx.switching.step.frame import StepFrame, ValueRoute
 from hetu_fx.switching.step.rows import rows_for_pipeline
@@ -103,6 +105,7 @@ class EagerExecution:
         model: the user's.
         loss_fn: makes the loss of its output; None if the model does.
         example: a batch like those to come; tells which inputs have rows.
+        row_dims: what the user has said of that.
 
     Raises:
         BatchError: the example has no rows.
@@ -110,8 +113,14 @@ class EagerExecution:
 
     variant = EagerVariant
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, example: Batch) -> None:
-        self.module = EagerModule(model, loss_fn, example)
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        example: Batch,
+        row_dims: AskedRowDims = NOTHING_ASKED,
+    ) -> None:
+        self.module = EagerModule(model, loss_fn, example, row_dims)
         self.loss_fn, self.observers = loss_fn, Observers(model)
 
     @property
@@ -183,6 +192,10 @@ class EagerReading(Reading[EagerVariant]):
     batch: EagerBatch
     module: EagerModule
 
+    def same_inputs(self, *, shared: bool) -> Mapping[str, Tensor]:
+        """Return the inputs that all ranks must pass alike."""
+        return same_inputs(self.batch.tensors, self.batch.row_dims, shared=shared)
+
     def build(self, variant: EagerVariant, inputs: StepInputs) -> None:
         """Lead the bridge to the present homes."""
         variant.renew()
@@ -199,7 +212,7 @@ class _EagerStep(StepFrame):
 
     def __init__(self, module: EagerModule, variant: EagerVariant, batch: EagerBatch, inputs: StepInputs) -> None:
         gives_values = inputs.wants_values(has_loss=True, training=module.model.training)
-        super().__init__(variant, inputs, gives_values=gives_values, needing=batch.needing)
+        super().__init__(variant, inputs, gives_values=gives_values, needing=batch.needing, row_dims=batch.row_dims)
         self.module, self.batch = module, batch
 
     def run(self) -> LossAndOutput:
@@ -224,8 +237,9 @@ class _EagerStep(StepFrame):
         return LossAndOutput(loss, unflatten(tree, values))
 
     def _own_rows(self) -> dict[str, Tensor]:
-        per_row = {name: self.batch.tensors[name] for name in self.batch.row_inputs}
-        return rows_for_pipeline(per_row, self.inputs.rows, self.variant.plan, self.table, shared=self.inputs.shared)
+        dims, shared = self.batch.row_dims, self.inputs.shared
+        per_row = {name: self.batch.tensors[name] for name in dims}
+        return rows_for_pipeline(per_row, dims, self.inputs.rows, self.variant.plan, self.table, shared=shared)
 
     def _share_buffers(self) -> None:
         """Let all ranks evaluate with the same buffers; in training each replica writes its own.
@@ -257,7 +271,8 @@ class _EagerStep(StepFrame):
         has_loss = bool(form.loss_name)
         if not self.inputs.wants_values(has_loss=has_loss, training=self.module.model.training):
             return ()
-        return eager_routes(forms, self.variant.plan, self.inputs.rows, shared=self.inputs.shared)
+        dims, shared = self.batch.row_dims, self.inputs.shared
+        return eager_routes(forms, dims, self.variant.plan, self.inputs.rows, shared=shared)
 
     def _local_loss(self, form: OutputForm, made: EagerOutput | None) -> Tensor:
         """Return this replica's part of the mean over all rows, from its mean over its own; zero where it has none."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from hetu_fx.annotations.annotation import Sharding
+from hetu_fx.base.dtypes import is_real
 from hetu_fx.comm_ops.wire.consensus import LocalFacts, of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import BatchError, StateError
@@ -29,12 +30,14 @@ from hetu_fx.graph.containers import (
     Opaque,
     TensorSlot,
     Tree,
+    WithheldNumber,
     flatten,
     map_leaves,
     unflatten,
     walk,
     without_opaque,
 )
+from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, count_rows, row_dims_of, with_rows
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.batch import batch_of, form_of
 from hetu_fx.program.structure import Structure, told_hook
@@ -53,19 +56,19 @@ class EagerBatch:
     Attributes:
         tree: its structure.
         tensors: its tensors by name.
-        row_inputs: names of the tensors that have one entry per row.
+        row_dims: the dim that counts rows of each tensor that has some.
         facts: what the other ranks must know.
     """
 
     tree: Tree
     tensors: Mapping[str, Tensor]
-    row_inputs: tuple[str, ...]
+    row_dims: RowDims
     facts: LocalFacts
 
     @property
     def needing(self) -> Mapping[str, Tensor]:
         """Return the inputs that need a gradient."""
-        return needing_gradients(self.tensors, self.row_inputs)
+        return needing_gradients(self.tensors, self.row_dims)
 
 
 @dataclass(frozen=True)
@@ -88,20 +91,27 @@ class EagerOutput:
 class EagerModule:
     """Calls a module's own forward on some rows of a batch.
 
-    An input has rows if its dim 0 has the size that the first tensor with dims has there, in the example batch (or,
-    for inputs that the example lacks, in the first batch that has them).
+    Which dims count rows is as asked, or as the sizes of the example batch tell (of inputs that the example lacks,
+    those of the first batch that has them).
 
     Attributes:
         structure: of the module when a batch was last read.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, example: Batch) -> None:
-        self.model, self.loss_fn = model, loss_fn
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        example: Batch,
+        row_dims: AskedRowDims = NOTHING_ASKED,
+    ) -> None:
+        self.model, self.loss_fn, self._asked = model, loss_fn, row_dims
         self.structure = Structure(model)
         self.become(vars(model).get("forward"))
-        self._has_rows: dict[str, bool] = {}
+        self._known: dict[str, int | None] = {}
         args, kwargs = as_call(example)
-        self.read(args, kwargs, training=True)  # notes which inputs have rows
+        batch = self.read(args, kwargs, training=True)  # notes which inputs have rows
+        row_dims.check_names(batch.tensors)
 
     def become(self, replaced: Forward | None) -> None:
         """Call this in the place of the model's forward from now on; None: its class's."""
@@ -122,32 +132,35 @@ class EagerModule:
         given = GivenBatch.of(batch_of(self.signature, args, kwargs))
         given.check_no_objects()
         tree, tensors = given.tree, given.tensors
-        row_inputs = self._row_inputs(tensors)
-        rows = {name: int(tensors[name].shape[0]) if tensors[name].dim() else -1 for name in row_inputs}
-        if len(set(rows.values())) != 1 or -1 in rows.values():
-            raise BatchError(
-                f"inputs have numbers of rows {rows}, all inputs are {sorted(tensors)}; give one row per sample in "
-                f"each of them (an input has rows if it had as many as the first one in the example batch)"
-            )
-        sizes = sizes_besides_rows(tensors, row_inputs)
-        needing = sorted(needing_gradients(tensors, row_inputs))
+        dims = self._row_dims(tensors)
+        sizes = sizes_besides_rows(tensors, dims)
+        needing = sorted(needing_gradients(tensors, dims))
         facts = LocalFacts(
-            rows=rows[row_inputs[0]],
+            rows=count_rows(tensors, dims),
             # All ranks must cut the same inputs by rows.
-            signature=f"{form_of(given, training)} state {self.structure.digest} rows of {' '.join(row_inputs)} "
+            signature=f"{form_of(given, training)} state {self.structure.digest} rows of {dims} "
             f"gradients of {needing}{self._told}",
             sizes=tuple(sizes.values()),
             size_names=tuple(sizes),
-            longest=longest_side(tensors, row_inputs),
+            longest=longest_side(tensors, dims),
             state=lambda: self.structure.facts,
         )
-        return EagerBatch(tree, tensors, row_inputs, facts)
+        return EagerBatch(tree, tensors, dims, facts)
 
-    def _row_inputs(self, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
-        rows = next((tensor.size(0) for tensor in tensors.values() if tensor.dim()), None)
-        for name, tensor in tensors.items():
-            self._has_rows.setdefault(name, tensor.dim() > 0 and tensor.size(0) == rows)
-        return tuple(sorted(name for name in tensors if self._has_rows[name]))
+    def _row_dims(self, tensors: Mapping[str, Tensor]) -> RowDims:
+        """Return the dims that count rows, as they were found when an input was first seen."""
+        if tensors.keys() - self._known.keys():
+            found = row_dims_of(tensors, self._asked)
+            self._known = {name: found.get(name) for name in tensors} | self._known
+        dims = {name: dim for name in sorted(tensors) if (dim := self._known[name]) is not None}
+        lost = [name for name, dim in dims.items() if tensors[name].dim() <= dim]
+        if lost or not dims:
+            raise BatchError(
+                f"inputs {lost or sorted(tensors)} have no rows, but had some in the example batch\nhint: give one row "
+                f"per sample in each input that had as many as the first one in the example, or name the dims that "
+                f"count rows by row_dims"
+            )
+        return dims
 
     def call(self, batch: EagerBatch, rows: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> EagerOutput:
         """Run the module on `rows` of the row inputs, the batch's other inputs, and `parameters` by first name.
@@ -199,9 +212,12 @@ def _named(tree: Tree, name: str) -> Tree:
 
 def is_loss(tensor: Tensor) -> bool:
     """Tell whether a tensor can be a loss: a floating-point scalar."""
-    return tensor.dim() == 0 and tensor.is_floating_point()
+    return tensor.dim() == 0 and is_real(tensor.dtype)
 
 
+_OF_REPLICAS = (
+    "it differs between replicas, as each has made it of its own rows\nhint: work it out outside of the forward"
+)
 _WAY_OUT = 'or take no other outputs than the loss: hetu_fx.auto_parallelize(..., outputs="loss")'
 
 
@@ -282,7 +298,7 @@ def _packed(mine: OutputForm | Exception | None) -> tuple[bytes | str | None, Ex
 
 
 def common_form(forms: Mapping[int, OutputForm]) -> OutputForm:
-    """Return the form that all replicas' outputs have; plain values that differ between replicas are None.
+    """Return the form that all replicas' outputs have; plain values that differ between replicas say so when used.
 
     Raises:
         StateError: on all ranks, if their structures, losses, or dtypes differ.
@@ -294,7 +310,7 @@ def common_form(forms: Mapping[int, OutputForm]) -> OutputForm:
                 f"the module's outputs differ in form between replicas: rank {first_rank} made {_told(first)}, rank "
                 f"{rank} made {_told(form)}; return the same structure for any rows"
             )
-    return replace(first, tree=_without_constants(first.tree, _differing_constants(forms)))
+    return replace(first, tree=_without_constants(first.tree, _differing_constants(forms), named=True))
 
 
 def _differing_constants(forms: Mapping[int, OutputForm]) -> dict[str, dict[int, object]]:
@@ -305,9 +321,11 @@ def _differing_constants(forms: Mapping[int, OutputForm]) -> dict[str, dict[int,
     return {name: by_rank for name, by_rank in values.items() if len(set(map(repr, by_rank.values()))) > 1}
 
 
-def _without_constants(tree: Tree, names: Mapping[str, object]) -> Tree:
+def _without_constants(tree: Tree, names: Mapping[str, object], *, named: bool = False) -> Tree:
     def blank(leaf: TensorSlot | Constant | Opaque) -> Tree:
-        return Constant(leaf.name, None) if isinstance(leaf, Constant) and leaf.name in names else leaf
+        if not isinstance(leaf, Constant) or leaf.name not in names:
+            return leaf
+        return Constant(leaf.name, WithheldNumber(leaf.name, _OF_REPLICAS) if named else None)
 
     return map_leaves(tree, blank)
 
@@ -317,7 +335,9 @@ def _told(form: OutputForm) -> str:
     return f"({values or 'no tensors'}; loss {form.loss_name or 'none'}; {sorted(form.constants)})"
 
 
-def eager_routes(forms: Mapping[int, OutputForm], plan: Plan, rows: RowPlan, *, shared: bool) -> tuple[ValueRoute, ...]:
+def eager_routes(
+    forms: Mapping[int, OutputForm], row_dims: RowDims, plan: Plan, rows: RowPlan, *, shared: bool
+) -> tuple[ValueRoute, ...]:
     """Return how each output but the loss goes back to the ranks whose rows it belongs to; the same on all ranks.
 
     Raises:
@@ -331,22 +351,34 @@ def eager_routes(forms: Mapping[int, OutputForm], plan: Plan, rows: RowPlan, *, 
     specs = {
         name: {rank: form.values[name] for rank, form in forms.items()} for name in next(iter(forms.values())).values
     }
-    return tuple(_route(name, by_rank, plan, rows, shared) for name, by_rank in specs.items())
+    usual = set(row_dims.values()) <= {0}
+    return tuple(_route(name, by_rank, plan, rows, shared, usual) for name, by_rank in specs.items())
 
 
-def _route(name: str, specs: Mapping[int, Spec], plan: Plan, rows: RowPlan, shared: bool) -> ValueRoute:
+def _route(name: str, specs: Mapping[int, Spec], plan: Plan, rows: RowPlan, shared: bool, usual: bool) -> ValueRoute:
+    """Return the route of an output; its rows are dim 0 if they are so (as `usual`) in all inputs."""
     held = {pipeline.devices[0]: len(part) for pipeline, part in zip(plan.pipelines, rows.pipelines, strict=True)}
-    per_row = all(spec.shape[:1] == (held[rank],) for rank, spec in specs.items())
-    rests = {spec.shape[1:] for spec in specs.values()}
-    first = next(iter(specs.values()))
-    if (not per_row or len(rests) > 1) and len(plan.pipelines) > 1:
+    first, found = next(iter(specs.values())), _dims_with_rows(specs, held)
+    clear = found[:1] if usual and found[:1] == [0] else found
+    if len(clear) != 1 and len(plan.pipelines) > 1:
         shapes = {rank: list(spec.shape) for rank, spec in specs.items()}
         raise StateError(
             f"output {name!r} has shapes {shapes} by rank, whose replicas have {held} rows: replicas' outputs other "
-            f"than the loss can be joined only along rows; return one entry per row, {_WAY_OUT}"
+            f"than the loss can be joined only along rows, and here dims {found} may count them; return one entry per "
+            f"row, {_WAY_OUT}"
         )
-    rows_dim = 0 if per_row else None
+    rows_dim = clear[0] if len(clear) == 1 else None
     groups = [pipeline.devices for pipeline in plan.pipelines]
     source = at_pipelines(groups, [Sharding(()) for _ in groups], rows_dim, rows)
-    shape = (rows.total, *first.shape[1:]) if per_row else first.shape
+    shape = first.shape if rows_dim is None else with_rows(first.shape, rows_dim, rows.total)
     return ValueRoute(name, source, at_ranks(rows, rows_dim, shared=shared), shape, first.dtype, rows_dim)
+
+
+def _dims_with_rows(specs: Mapping[int, Spec], held: Mapping[int, int]) -> list[int]:
+    """Return the dims along which the replicas' outputs can be joined: as large as each has rows, all others alike."""
+    first = next(iter(specs.values()))
+    return [
+        dim
+        for dim in range(len(first.shape))
+        if all(spec.shape == with_rows(first.shape, dim, held[rank]) for rank, spec in specs.items())
+    ]

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.base.dtypes import carries_gradient, is_complex, is_real, widest
 from hetu_fx.base.torch_private import make_subclass, types_of_list_kernels
 from hetu_fx.comm_ops.wire.collectives import reduce_world
 from hetu_fx.switching.home.async_tensor import Pending
@@ -118,7 +119,7 @@ def _local_norm(home: HomeTensor, order: float, dtype: torch.dtype) -> torch.Ten
 
 def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     home, order, dims, keepdim = (args[0], *_defaults(args[1:], (2, None, False)))
-    if not _over_all(home, dims) or keepdim or order < 0 or home.is_complex():
+    if not _over_all(home, dims) or keepdim or order < 0 or is_complex(home.dtype):
         return run_whole(func, args, kwargs)
     dtype = kwargs.get("dtype") or home.dtype
     return _pend(_local_norm(home, float(order), dtype), float(order), home.home_layout.world, dtype)
@@ -154,7 +155,7 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _over_all(home, dims) or keepdim:
         return run_whole(func, args, kwargs)
     given = kwargs.get("dtype")
-    result_dtype = given or (home.dtype if home.dtype.is_floating_point or home.is_complex() else torch.int64)
+    result_dtype = given or (home.dtype if carries_gradient(home.dtype) else torch.int64)
     total = _total((piece if given is None else piece.to(given) for piece in _counted(home)), home)
     if func.overloadpacket is aten.mean:
         total = total / home.numel()
@@ -175,11 +176,7 @@ def _counted(home: HomeTensor) -> tuple[torch.Tensor, ...]:
 
 def _total(pieces: Iterable[torch.Tensor], home: HomeTensor) -> torch.Tensor:
     """Sum pieces and ranks, in double precision where the values are real numbers."""
-    exact = torch.int64
-    if home.is_complex():
-        exact = torch.complex128
-    elif home.is_floating_point():
-        exact = torch.float64
+    exact = widest(home.dtype)
     total = torch.zeros((), dtype=exact, device=home.device)
     for piece in pieces:
         total = total + piece.sum(dtype=exact)
@@ -207,7 +204,7 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Take the largest or smallest element; over some dims, and of integers, the op runs whole."""
     home, dims, keepdim = (args[0], *_defaults(args[1:], (None, False)))
     largest = func.overloadpacket in (aten.max, aten.amax)
-    if not _over_all(home, dims) or keepdim or not home.is_floating_point():
+    if not _over_all(home, dims) or keepdim or not is_real(home.dtype):
         return run_whole(func, args, kwargs)
     what = f"an extreme over {tuple(home.shape)}"
     none = torch.tensor(-math.inf if largest else math.inf, dtype=torch.float64, device=home.device)

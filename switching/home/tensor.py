@@ -25,6 +25,7 @@ from hetu_fx.base.torch_private import (
     version,
 )
 from hetu_fx.comm_ops.wire.collectives import gather_segments
+from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.journal import journal
 from hetu_fx.switching.home.layout import Chunk, HomeLayout
@@ -332,7 +333,7 @@ def _gather_flat(homes: Sequence[HomeTensor]) -> list[torch.Tensor]:
     mine = [h.local[index(part)].reshape(-1) for h in homes for _, part in h.home_layout.counted_chunks]
     if mine:
         torch.cat(mine, out=buffer.split(sizes)[rank])
-    gather_segments(buffer.view(torch.uint8), [size * buffer.itemsize for size in sizes], range(world)).wait()
+    gather_segments(Flat(buffer), sizes, range(world)).wait()
     return _unpack(buffer, sizes, layouts)
 
 

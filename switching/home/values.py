@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hetu_fx.base.dtypes import as_reals, carries_gradient
+
 _MOST_ELEMENTS = 1 << 18
 _SIGN = "sign_of_written"
 
@@ -72,10 +74,10 @@ def take_sign(piece: Tensor | None) -> Sign | None:
 def _projected(whole: Tensor) -> Tensor:
     flat = (whole if whole.layout == torch.strided else whole.to_dense()).reshape(-1)
     flat = flat[:: max(1, -(-flat.numel() // _MOST_ELEMENTS))]
-    values = (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).double()
+    values = as_reals(flat).reshape(-1).double()
     signs = 1 - 2 * (torch.arange(values.numel(), device=values.device) * 2654435761 // 65536 % 2)
     return torch.stack([values @ signs.double(), torch.linalg.vector_norm(values)])
 
 
 def _eps(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
+    return torch.finfo(dtype).eps if carries_gradient(dtype) else 0.0

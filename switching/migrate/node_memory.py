@@ -29,6 +29,7 @@ from torch import Tensor
 
 from hetu_fx.comm_ops.wire.bsr_messages import Messages, Room
 from hetu_fx.comm_ops.wire.consensus import any_of, of_all
+from hetu_fx.comm_ops.wire.flat import is_dense
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.peers.memory import system_call
 from hetu_fx.errors import StateError
@@ -113,7 +114,7 @@ def all_reach(table: GroupTable, parts: Sequence[Tensor]) -> PeerMemory | None:
     found = _found[table]
     if found is None:
         return None
-    is_able = all(part.device.type == "cpu" and part.is_contiguous() for part in parts)
+    is_able = all(part.device.type == "cpu" and is_dense(part) for part in parts)
     return None if any_of(table, [not is_able])[0] else found
 
 

@@ -12,6 +12,7 @@ from hashlib import sha256
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hetu_fx.cluster.cluster import Cluster
@@ -164,6 +165,7 @@ class SequenceReader:
                 f"submodules {', '.join(self.programs.observers.names)} are observed, but sequences of mixed lengths "
                 f"give no outputs; remove the observers, or pass rows"
             )
+        _check_rows_are_dim_0(self.programs, sequences)
         key = _key(sequences, training)
         program = self._form(key, sequences, training).program
         digest = sha256(repr(sequences.lengths).encode()).hexdigest()[:16]
@@ -224,6 +226,10 @@ class SequenceReading(Reading[GraphVariant]):
     key: str
     sequences: Sequences
 
+    def same_inputs(self, *, shared: bool) -> Mapping[str, Tensor]:
+        """Return the inputs that all ranks must pass alike: all of them."""
+        return {name: torch.cat(parts) for name, parts in self.sequences.inputs.items()}
+
     def build(self, variant: GraphVariant, inputs: StepInputs) -> None:
         """Make the variant's graphs."""
         variant.stage(self.reader.forms[self.key].program, False, splits=True)
@@ -253,6 +259,17 @@ class SequenceReading(Reading[GraphVariant]):
 
         plans = {variant.name: variant.plan for variant in variants}
         return Division(parts, counts, output, planned, partial(_work, assignments, plans, reader.costs[self.key]))
+
+
+def _check_rows_are_dim_0(programs: Programs, sequences: Sequences) -> None:
+    """Refuse sequences of inputs whose rows are asked to be anything but dim 0: they are put together in rows of it."""
+    asked = programs.tracer.row_dims
+    others = {name: asked.dims[name] for name in sequences.inputs if name in asked.dims and asked.dims[name] != 0}
+    if others:
+        raise BatchError(
+            f"row_dims says {others} of inputs that are sequences of mixed lengths, which are put together along dim 0\n"
+            f"hint: let the model take rows first (batch_first=True), or pad the sequences to rows of one length"
+        )
 
 
 def _row_costs(program: Program, sample: Mapping[str, Tensor]) -> ProgramCosts:

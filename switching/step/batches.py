@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,6 +12,7 @@ from hetu_fx.comm_ops.wire.consensus import Count, LocalFacts
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import BatchError
 from hetu_fx.graph.bind import Batch, GivenBatch
+from hetu_fx.graph.row_dims import RowDims, other_dims
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captured import Match
 from hetu_fx.program.captures import Programs
@@ -54,7 +55,7 @@ class ReadBatch:
     @property
     def needing(self) -> Mapping[str, Tensor]:
         """Return the inputs that need a gradient."""
-        return needing_gradients(self.tensors, self.program.row_inputs)
+        return needing_gradients(self.tensors, self.program.row_dims)
 
     def cuts(
         self, rows: RowPlan, plan: Plan, table: GroupTable, *, shared: bool, readers: Readers
@@ -64,15 +65,18 @@ class ReadBatch:
         A rank has the inputs that it reads; all, where gradients go back to them, or they are cut to other sizes.
         """
         needs_all = bool(self.needing or self.sizes_of)
-        per_row = {n: t for n, t in self.tensors.items() if n in self.program.row_inputs}
-        others = {n: t for n, t in self.tensors.items() if n not in per_row}
-        mine = rows_for_pipeline(per_row, rows, plan, table, shared=shared, readers=None if needs_all else readers)
+        dims = self.program.row_dims
+        per_row = {n: t for n, t in self.tensors.items() if n in dims}
+        others = {n: t for n, t in self.tensors.items() if n not in dims}
+        mine = rows_for_pipeline(
+            per_row, dims, rows, plan, table, shared=shared, readers=None if needs_all else readers
+        )
         place = plan.place(table.rank)
         if place is None:
             return []
         start = rows.pipelines[place[0]].start
         return [
-            self._cut(cut_rows(mine, range(i.start - start, i.stop - start)) | others, i)
+            self._cut(cut_rows(mine, dims, range(i.start - start, i.stop - start)) | others, i)
             for i in rows.micro_batches[place[0]]
         ]
 
@@ -92,7 +96,7 @@ def read_batch(batch: Batch, programs: Programs, training: bool, *, shared: bool
     given = GivenBatch.of(batch)
     given.check_no_objects()
     match = programs.match(given, training)
-    tensors, needing = match.tensors, needing_gradients(match.tensors, match.program.row_inputs)
+    tensors, needing = match.tensors, needing_gradients(match.tensors, match.program.row_dims)
     facts: LocalFacts | None = match.notes.get("facts")
     if facts is None or needing or facts.sizes_may_differ is shared:
         facts = _facts(match, programs, needing, shared=shared)
@@ -105,7 +109,7 @@ def read_batch(batch: Batch, programs: Programs, training: bool, *, shared: bool
 
 def _facts(match: Match, programs: Programs, needing: Mapping[str, Tensor], *, shared: bool) -> LocalFacts:
     program, tensors = match.program, match.tensors
-    sizes = sizes_besides_rows(tensors, program.row_inputs)
+    sizes = sizes_besides_rows(tensors, program.row_dims)
     values = {f"input {name!r}": float(tensor.detach()) for name, tensor in tensors.items() if tensor.dim() == 0}
     return LocalFacts(
         rows=match.rows,
@@ -121,10 +125,18 @@ def _facts(match: Match, programs: Programs, needing: Mapping[str, Tensor], *, s
     )
 
 
-def needing_gradients(tensors: Mapping[str, Tensor], row_inputs: Collection[str]) -> dict[str, Tensor]:
+def same_inputs(tensors: Mapping[str, Tensor], row_dims: RowDims, *, shared: bool) -> dict[str, Tensor]:
+    """Return the tensors that all ranks must pass alike: all, where the batch is `shared`, else those without rows.
+
+    Those without dims are left out: they are compared in every step.
+    """
+    return {name: x for name, x in tensors.items() if x.dim() and (shared or name not in row_dims)}
+
+
+def needing_gradients(tensors: Mapping[str, Tensor], row_dims: RowDims) -> dict[str, Tensor]:
     """Return the inputs that need a gradient. Raises BatchError for one without rows, whose gradient is a sum."""
     found = {name: t for name, t in tensors.items() if t.requires_grad} if torch.is_grad_enabled() else {}
-    if others := sorted(found.keys() - set(row_inputs)):
+    if others := sorted(found.keys() - row_dims.keys()):
         raise BatchError(
             f"input {others} needs a gradient, which only inputs with rows get; make it a parameter of the model, "
             f"detach it, or take the gradient inside model.hetu.whole()"
@@ -132,20 +144,21 @@ def needing_gradients(tensors: Mapping[str, Tensor], row_inputs: Collection[str]
     return found
 
 
-def sizes_besides_rows(tensors: Mapping[str, Tensor], row_inputs: Collection[str]) -> dict[str, int]:
+def sizes_besides_rows(tensors: Mapping[str, Tensor], row_dims: RowDims) -> dict[str, int]:
     """Return every size but the rows, by a name for messages."""
-    dims = dims_besides_rows(tensors, row_inputs)
+    dims = dims_besides_rows(tensors, row_dims)
     return {f"dim {dim} of input {name!r}": int(tensors[name].shape[dim]) for name, dim in dims}
 
 
-def dims_besides_rows(tensors: Mapping[str, Tensor], row_inputs: Collection[str]) -> list[tuple[str, int]]:
+def dims_besides_rows(tensors: Mapping[str, Tensor], row_dims: RowDims) -> list[tuple[str, int]]:
     """Return every dim but the rows, as (input, dim), in the order of `sizes_besides_rows`."""
-    return [(name, dim) for name, x in tensors.items() for dim in range(int(name in row_inputs), x.dim())]
+    return [(name, dim) for name, x in tensors.items() for dim in other_dims(x, row_dims.get(name))]
 
 
-def longest_side(tensors: Mapping[str, Tensor], row_inputs: Collection[str]) -> int:
-    """Return the largest dim 1 of the inputs with rows, which is the sequence length where there are sequences."""
-    return max((int(tensors[name].shape[1]) for name in row_inputs if tensors[name].dim() > 1), default=0)
+def longest_side(tensors: Mapping[str, Tensor], row_dims: RowDims) -> int:
+    """Return the largest size next to the rows of an input, which is the sequence length where there are sequences."""
+    beside = [(name, next(iter(other_dims(tensors[name], dim)), None)) for name, dim in row_dims.items()]
+    return max((int(tensors[name].shape[dim]) for name, dim in beside if dim is not None), default=0)
 
 
 def _told(needing: Mapping[str, Tensor]) -> str:

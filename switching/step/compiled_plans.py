@@ -240,6 +240,8 @@ class GraphCompute(Compute):
 
     def _make(self, program: Program, data: bytes) -> StagePlan:
         deduced = _read(program, data)
+        if self.table.rank == 0:
+            _warn_of_gathers(deduced.annotated)
         layouts = deduced.annotated.layouts_of(self.table.rank)
         devices = tuple(self._device(deduced, chunk) for chunk in range(max(1, len(layouts))))
         made = tuple(device for device in devices if device is not None)
@@ -309,6 +311,15 @@ class GraphCompute(Compute):
 
 
 _deduced: WeakValueDictionary[tuple[int, bytes], DeducedGraph] = WeakValueDictionary()
+
+
+class GatheredRowsWarning(UserWarning):
+    """An op in which rows meet is given the rows of all replicas, each of which computes the whole."""
+
+
+def _warn_of_gathers(annotated: AnnotatedGraph) -> None:
+    for gathered in annotated.graph.gathered if annotated.splits_batch else ():
+        warnings.warn(f"{gathered}; every replica computes the whole", GatheredRowsWarning, stacklevel=2)
 
 
 def _read(program: Program, data: bytes) -> DeducedGraph:

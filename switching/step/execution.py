@@ -156,6 +156,10 @@ class Reading(ABC, Generic[V]):
         """
         return self
 
+    def same_inputs(self, *, shared: bool) -> Mapping[str, Tensor]:
+        """Return the inputs that all ranks must pass alike, but numbers: all, where the batch is `shared`."""
+        return {}
+
     @abstractmethod
     def build(self, variant: V, inputs: StepInputs) -> None:
         """Make what a variant lacks to run it."""

@@ -15,6 +15,7 @@ from hetu_fx.comm_ops.wire.consensus import StepFacts
 from hetu_fx.errors import BatchError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import OutputKind
+from hetu_fx.graph.row_dims import other_dims
 from hetu_fx.program.filling_safety import Difference, filled_up, way_of_filling
 from hetu_fx.program.program import Program, evaluate
 from hetu_fx.switching.step.batches import MicroBatchRows, ReadBatch, dims_besides_rows
@@ -58,7 +59,7 @@ class Fillings:
 
 def _check_sizes_are_open(batch: ReadBatch, facts: StepFacts) -> None:
     shapes = {leaf.name: meta.shape(leaf.node) for leaf in batch.program.inputs}
-    dims = dims_besides_rows(batch.tensors, batch.program.row_inputs)
+    dims = dims_besides_rows(batch.tensors, batch.program.row_dims)
     sizes = [sympify(meta.expression(shapes[name][dim])) for name, dim in dims]
     fixed = [batch.facts.size_names[place] for place in facts.unequal_sizes if sizes[place].is_number]
     if fixed:
@@ -85,8 +86,8 @@ def _shapes(program: Program, tensors: Mapping[str, Tensor], sizes: Sequence[int
     """Return the shapes of inputs with other sizes than they have, in the order of `sizes_besides_rows`."""
     rest, shapes = iter(sizes), {}
     for name, tensor in tensors.items():
-        rows = tuple(tensor.shape[:1]) if name in program.row_inputs else ()
-        shapes[name] = (*rows, *(next(rest) for _ in range(tensor.dim() - len(rows))))
+        others = {dim: next(rest) for dim in other_dims(tensor, program.row_dims.get(name))}
+        shapes[name] = tuple(others.get(dim, size) for dim, size in enumerate(tensor.shape))
     return shapes
 
 

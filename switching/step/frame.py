@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial, Sharding, cotangent
+from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.base.torch_private import at_end_of_backward
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import OutputKind
+from hetu_fx.graph.row_dims import RowDims, with_rows
 from hetu_fx.program.program import Bindings, evaluate
 from hetu_fx.switching.bridge.bridge import Bridge
 from hetu_fx.switching.step.boundary import StepBackward, TiedInput, tied
@@ -138,6 +140,7 @@ class StepFrame:
         in_float16: gradients may be of float16, so that backward must run with what the loss is scaled by.
         gives_values: other outputs than the loss are wanted, whose gradients may come too.
         needing: inputs that need a gradient.
+        row_dims: the dims of inputs that count rows.
 
     Attributes:
         is_direct: the model runs with the parameters and inputs themselves, and its graph of autograd is the user's:
@@ -154,11 +157,12 @@ class StepFrame:
         in_float16: bool = True,
         gives_values: bool = False,
         needing: Mapping[str, Tensor] | None = None,
+        row_dims: RowDims,
     ) -> None:
         self.variant, self.inputs, self.table = variant, inputs, variant.table
         place = variant.plan.place(self.table.rank)
         self.interval = range(0, 0) if place is None else inputs.rows.pipelines[place[0]]
-        self.needing = dict(needing or {})
+        self.needing, self._row_dims = dict(needing or {}), row_dims
         self.trains = torch.is_grad_enabled() and bool(variant.trained or self.needing)
         self.runs_ahead = self.trains and may_run_ahead
         self.is_direct = self.table.size == 1 and not self.runs_ahead
@@ -228,25 +232,28 @@ class StepFrame:
             if local_loss is not None and local_loss.requires_grad:
                 local_loss.register_hook(partial(_stop_at_end, self.inputs.timer))
             return dict(values), local_loss
-        floats = [route for route in routes if route.dtype.is_floating_point]
+        floats = [route for route in routes if carries_gradient(route.dtype)]
         none = {route.name: torch.zeros((), dtype=route.dtype, device=self.variant.device) for route in floats}
         pieces = {name: values.get(name, zero) for name, zero in none.items()}
         first = [] if local_loss is None else [local_loss]
-        inputs = {name: TiedInput(outer, partial(self._brought_back, outer)) for name, outer in self.needing.items()}
+        inputs = {
+            name: TiedInput(outer, partial(self._brought_back, outer, self._row_dims[name]))
+            for name, outer in self.needing.items()
+        }
         made = tied(StepBackward(self._gathering, [*first, *pieces.values()], inputs, self._leaves))
         loss = None if local_loss is None else made.pop(0)
         return {**values, **dict(zip(pieces, made, strict=True))}, loss
 
-    def _brought_back(self, outer: Tensor, gradient: Tensor | None) -> Tensor:
+    def _brought_back(self, outer: Tensor, rows_dim: int, gradient: Tensor | None) -> Tensor:
         """Move the gradient of an input's rows to the rank that has passed them.
 
         As under DistributedDataParallel it is that of the rank's own loss, the mean of which is trained on.
         """
         rows, shared = self.inputs.rows, self.inputs.shared
         groups = [pipeline.devices for pipeline in self.variant.plan.pipelines]
-        source = at_pipelines(groups, [Sharding((Duplicate(1),)) for _ in groups], 0, rows)
-        shape = (rows.total, *outer.shape[1:])
-        back = move_tensor(gradient, source, at_ranks(rows, 0, shared=shared), shape, outer.dtype, self.table)
+        source = at_pipelines(groups, [Sharding((Duplicate(1),)) for _ in groups], rows_dim, rows)
+        shape, target = with_rows(tuple(outer.shape), rows_dim, rows.total), at_ranks(rows, rows_dim, shared=shared)
+        back = move_tensor(gradient, source, target, shape, outer.dtype, self.table)
         assert back is not None, "every rank is a target"
         return back if shared else back * self.table.size
 

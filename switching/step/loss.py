@@ -16,6 +16,7 @@ from torch import Tensor
 from hetu_fx.base.torch_private import apply_of, make_subclass
 from hetu_fx.comm_ops.wire.calls import note
 from hetu_fx.comm_ops.wire.collectives import Exchange, sum_all
+from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import CommError
 from hetu_fx.switching.home.async_tensor import Pending
@@ -180,4 +181,4 @@ def _started_sum(total: Tensor, table: GroupTable) -> Exchange:
     if said is not None:
         return said
     with using(table):
-        return sum_all(total, range(table.size))
+        return sum_all(Flat.over(total), range(table.size))

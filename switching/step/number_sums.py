@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetu_fx.comm_ops.wire.collectives import Exchange, sum_all
+from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable, Round, using
 from hetu_fx.comm_ops.wire.small_sums import MARKS, are_alike, packed, refuse_unlike
 
@@ -21,7 +22,7 @@ def start_marked_sum(number: Tensor, table: GroupTable, what: str) -> Exchange:
         return started
     head, _ = packed(number, dist.ReduceOp.SUM, what)
     with using(table):
-        return sum_all(head, range(table.size)).then(partial(_take, number, head, table, what))
+        return sum_all(Flat(head), range(table.size)).then(partial(_take, number, head, table, what))
 
 
 def start_sum_by_round(number: Tensor, table: GroupTable, what: str) -> Exchange | None:

@@ -21,6 +21,7 @@ from hetu_fx.comm_ops.wire.bsr_run import run_moves
 from hetu_fx.comm_ops.wire.fixed_messages import FixedMessages
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import BatchError
+from hetu_fx.graph.row_dims import RowDims, cut, with_rows
 from hetu_fx.plans.plan import Plan, split_rows
 
 
@@ -79,11 +80,13 @@ def _intervals(start: int, sizes: tuple[int, ...]) -> tuple[range, ...]:
 Readers = Mapping[str, frozenset[int]]
 """The ranks that read each input."""
 
-Layout = tuple[tuple[int, ...], torch.dtype, frozenset[int] | None]  # the shape of all rows; None: all ranks read it
+# The shape of all rows, and the dim that counts them; None: all ranks read it.
+Layout = tuple[tuple[int, ...], int, torch.dtype, frozenset[int] | None]
 
 
 def rows_for_pipeline(
     tensors: Mapping[str, Tensor],
+    row_dims: RowDims,
     rows: RowPlan,
     plan: Plan,
     table: GroupTable,
@@ -98,24 +101,21 @@ def rows_for_pipeline(
     """
     if shared or table.size == 1:
         place = plan.place(table.rank)
-        return {} if place is None else cut_rows(tensors, rows.pipelines[place[0]])
+        return {} if place is None else cut_rows(tensors, row_dims, rows.pipelines[place[0]])
     if readers is not None:
         tensors = {name: tensor for name, tensor in tensors.items() if readers.get(name)}
     layouts = tuple(
-        ((rows.total, *tensor.shape[1:]), tensor.dtype, None if readers is None else readers[name])
-        for name, tensor in tensors.items()
+        (with_rows(tuple(tensor.shape), dim, rows.total), dim, tensor.dtype, readers and readers[name])
+        for name, tensor, dim in ((name, tensor, row_dims[name]) for name, tensor in tensors.items())
     )
     device = next((tensor.device for tensor in tensors.values()), HOST)
     moved = _row_messages(rows, plan, layouts, table.rank, device).run(table, list(tensors.values()))
     return {name: tensor for name, tensor in zip(tensors, moved, strict=True) if tensor is not None}
 
 
-def cut_rows(tensors: Mapping[str, Tensor], interval: range) -> dict[str, Tensor]:
-    """Return the rows of an interval, as views; all of them as they are."""
-    return {
-        name: tensor if interval == range(tensor.shape[0]) else tensor[interval.start : interval.stop]
-        for name, tensor in tensors.items()
-    }
+def cut_rows(tensors: Mapping[str, Tensor], row_dims: RowDims, interval: range) -> dict[str, Tensor]:
+    """Return the rows of an interval, of inputs that have rows."""
+    return {name: cut(tensor, row_dims[name], interval) for name, tensor in tensors.items()}
 
 
 @lru_cache(maxsize=256)
@@ -123,18 +123,18 @@ def _row_messages(
     rows: RowPlan, plan: Plan, layouts: tuple[Layout, ...], rank: int, device: torch.device
 ) -> FixedMessages:
     """Return what moves per-row tensors from the ranks that bring them to those of each pipeline that read them."""
-    source = at_ranks(rows, 0, shared=False)
     moves = [
-        TensorMove(source, at_readers(plan, readers, rows), shape, dtype.itemsize) for shape, dtype, readers in layouts
+        TensorMove(at_ranks(rows, dim, shared=False), at_readers(plan, readers, dim, rows), shape, dtype.itemsize)
+        for shape, dim, dtype, readers in layouts
     ]
-    return FixedMessages(plan_moves(moves), rank, [dtype for _, dtype, _ in layouts], device)
+    return FixedMessages(plan_moves(moves), rank, [dtype for *_, dtype, _ in layouts], device)
 
 
-def at_readers(plan: Plan, readers: frozenset[int] | None, rows: RowPlan) -> Annotation:
+def at_readers(plan: Plan, readers: frozenset[int] | None, rows_dim: int, rows: RowPlan) -> Annotation:
     """Return where a per-row tensor lies: on each pipeline's devices that read it, or on all where none does."""
     everyone = [pipeline.devices for pipeline in plan.pipelines]
     groups = [tuple(d for d in devices if readers is None or d in readers) or devices for devices in everyone]
-    return at_pipelines(groups, [Sharding((Duplicate(len(group)),)) for group in groups], 0, rows)
+    return at_pipelines(groups, [Sharding((Duplicate(len(group)),)) for group in groups], rows_dim, rows)
 
 
 def at_pipelines(

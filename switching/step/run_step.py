@@ -16,6 +16,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.capture import ambient_autocasts, casting
 from hetu_fx.graph.graph import OBSERVED
 from hetu_fx.plans.schedule import Order, forwards, orders_of
+from hetu_fx.program.loss_type import LossType
 from hetu_fx.program.program import Program
 from hetu_fx.switching.step.assigned_rows import AssignedRows
 from hetu_fx.switching.step.batches import MicroBatchRows, ReadBatch
@@ -58,7 +59,8 @@ class _GraphStep(StepFrame):
         _check_rows_can_be_put_together(self.program, variant, inputs)
         self.stage = stage_of(variant, batch, inputs)
         self.device = self.stage.device
-        scale = 1.0 if self.program.loss_is_mean or inputs.shared else 1.0 / variant.table.size
+        is_shared_out = self.program.loss_type is LossType.SUM and not inputs.shared
+        scale = 1.0 / variant.table.size if is_shared_out else 1.0
         runs_ahead = not self.stage.deduced.annotated.runs_in_step
         in_float16 = self.program.in_float16
         super().__init__(
@@ -69,6 +71,7 @@ class _GraphStep(StepFrame):
             in_float16=in_float16,
             gives_values=self.wants_values and bool(self.program.loss_name),
             needing=batch.needing,
+            row_dims=self.program.row_dims,
         )
         self.outcome = StageOutcome(timer=inputs.timer)
 
@@ -234,8 +237,11 @@ def _check_rows_can_be_put_together(program: Program, variant: GraphVariant, inp
     Raises:
         BatchError: on every rank.
     """
+    is_put_together = variant.table.size > 1 and not inputs.shared
+    if is_put_together and program.doubt:
+        raise BatchError(program.doubt)
     is_fixed = program.graph.batch_symbol is None and any(meta.shape(leaf.node) for leaf in program.inputs)
-    if is_fixed and variant.table.size > 1 and not inputs.shared:
+    if is_fixed and is_put_together:
         why = "; ".join(program.graph.notes) or "its inputs have no rows"
         raise BatchError(
             f"the batch size is fixed in this model's graph, so that the rows of {variant.table.size} ranks cannot be "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hetu_fx
-from hetu_fx.cli.verdict import judge
+from hetu_fx.check.verdict import judge
 from hetu_fx.errors import AlignError, StateError
 from hetu_fx.lockstep import Lockstep, train_alone
 from hetu_fx.plans.plan import Plan

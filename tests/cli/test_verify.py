@@ -15,7 +15,7 @@ from torch import nn
 from hetu_fx.cli.compare import draws_random_numbers
 from hetu_fx.cli.given import function_named
 from hetu_fx.cli.main import main
-from hetu_fx.cli.verdict import judge, worst
+from hetu_fx.check.verdict import judge, worst
 from hetu_fx.cli.verify import as_text, plan_named
 from hetu_fx.comm_ops.wire import collectives
 from hetu_fx.errors import PlanError, ProfileError
@@ -147,6 +147,35 @@ def test_all_ranks_of_plans_train_in_this_process_what_one_device_trains(
     assert [(verdict["plan"], verdict["verdict"]) for verdict in told] == [(plan, "equal") for plan in plans]
     assert all(("random" in verdict["says"]) == (function == "made") for verdict in told)
     assert all(step["gradient_difference"] < 1e-10 for verdict in told for step in verdict["steps"])
+
+
+TIME_FIRST = """
+import torch
+from torch import nn
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2)
+
+    def forward(self, x, mask):
+        return {"loss": self.attention(x, x, x, attn_mask=mask)[0].pow(2).mean()}
+
+
+def made():
+    return Attends(), {"x": torch.randn(5, 5, 8), "mask": torch.zeros(5, 5)}
+"""
+
+
+def test_rows_are_the_dims_that_the_command_line_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "time_first.py"
+    script.write_text(TIME_FIRST)
+    asked = ["verify", f"{script}:made", "--ranks=2", "--steps=1", "--plan=data", "--json"]
+    assert main([*asked, "--row-dim=x=1", "--row-dim=mask=none"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["verdict"] == "equal"
+    assert main([*asked, "--row-dim=x"]) == 2
+    assert "write it like --row-dim x=1" in capsys.readouterr().err
 
 
 def test_a_wrong_sum_differs_and_copies_that_differ_are_told(

@@ -81,6 +81,9 @@ HELD = {
     "hetu-fx verify my_script.py:make_model --plan data --plan tensor": VERIFY,
     "hetu-fx verify my_script.py:make_model --plan plan.json": VERIFY,
     "hetu-fx verify my_script.py:make_model --plan plan.json --ranks 64": VERIFY_ALL,
+    "hetu-fx verify my_script.py:make_model --row-dim x=1 --row-dim mask=none": Held(
+        by="cli/test_verify.py::test_rows_are_the_dims_that_the_command_line_names"
+    ),
     "hetu-fx plan --cluster cluster.json --profile profile.json": PLANNED,
     "hetu-fx plan --cluster cluster.json --profile profile.json --search malleus --rate 1=2.5 --without 3": PLANNED,
     "hetu-fx plan --cluster cluster-1.json --profile profile.json": PLANNED,

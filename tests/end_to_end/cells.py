@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetu_fx.cli.verdict import judge
+from hetu_fx.check.verdict import judge
 from hetu_fx.lockstep import Trained
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.program import OpRegion

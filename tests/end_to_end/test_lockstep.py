@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hetu_fx.cli.verdict import judge
+from hetu_fx.check.verdict import judge
 from hetu_fx.comm_ops.wire.threads import transport
 from hetu_fx.errors import DivergedError, PlanError, ProfileError
 from hetu_fx.lockstep import Lockstep, Trained, train_alone

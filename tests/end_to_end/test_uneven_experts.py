@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.integrations import moe
 
-from hetu_fx.cli.verdict import judge
+from hetu_fx.check.verdict import judge
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
 from hetu_fx.lockstep import Lockstep, train_alone

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hetu_fx
+from hetu_fx import LossType
 from hetu_fx.integrations import unpatch
 from hetu_fx.integrations.transformers import _counting_processes_once
 
@@ -54,11 +55,11 @@ def multiplied(self: Any, model: Any, inputs: Any, return_outputs: bool = False,
     return (loss, outputs) if return_outputs else loss
 
 
-@pytest.mark.parametrize(("kind", "is_mean"), [(Mean, True), (Counted, False)])
-def test_what_is_multiplied_is_divided_where_the_loss_is_a_mean(kind: type[Mean], is_mean: bool) -> None:
+@pytest.mark.parametrize(("kind", "loss_type"), [(Mean, LossType.MEAN), (Counted, LossType.SUM)])
+def test_what_is_multiplied_is_divided_unless_the_loss_is_a_sum(kind: type[Mean], loss_type: LossType) -> None:
     model = hetu_fx.auto_parallelize(kind(), BATCH, plan=hetu_fx.Plan.single(0))
-    expected = float(model(**BATCH)["loss"].detach()) * (1 if is_mean else PROCESSES)
-    assert model.hetu.loss_is_mean is is_mean
+    expected = float(model(**BATCH)["loss"].detach()) * (PROCESSES if loss_type is LossType.SUM else 1)
+    assert model.hetu.loss_type is loss_type
     compute = _counting_processes_once(multiplied)
     assert float(compute(trainer(), model, BATCH, num_items_in_batch=8).detach()) == pytest.approx(expected)
     loss, outputs = compute(trainer(), model, BATCH, return_outputs=True, num_items_in_batch=8)
@@ -77,7 +78,7 @@ def test_a_loss_of_the_trainers_own_stays_as_it_is(changes: dict[str, Any]) -> N
 def test_a_module_that_runs_as_it_is_has_a_loss_of_which_nothing_is_known() -> None:
     model = hetu_fx.auto_parallelize(Mean(), BATCH, plan=hetu_fx.Plan.single(0), capture="eager")
     model(**BATCH)
-    assert model.hetu.loss_is_mean is False
+    assert model.hetu.loss_type is None
 
 
 def test_plain_models_are_left_to_the_trainer() -> None:

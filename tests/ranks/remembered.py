@@ -26,6 +26,7 @@ from hetu_fx.graph.capture import in_mode
 from hetu_fx.graph.containers import unflatten
 from hetu_fx.graph.example import make_example
 from hetu_fx.graph.graph import Graph
+from hetu_fx.graph.row_dims import AskedRowDims, row_dims_of
 from hetu_fx.program import tracer
 from hetu_fx.program.batch import form_of
 from hetu_fx.program.contents import PLAIN, Memory, frozen
@@ -76,7 +77,8 @@ def key_of(it: Tracer, batch: Batch, training: bool) -> Any:
         return None
     if any("forward" in vars(module) for module in it.model.modules()):  # what it reads comes on top
         return None
-    return *facts.items(), sizes, form_of(given, training), it.loss_fn, repr(it.overrides), Tensor.float
+    asked = repr(it.row_dims), it.outputs
+    return *facts.items(), sizes, form_of(given, training), it.loss_fn, repr(it.overrides), *asked, Tensor.float
 
 
 def played(it: Tracer, batch: Batch, training: bool, known: Known) -> Any:
@@ -130,10 +132,12 @@ def play(
     around: Any,
     device: Any,
     casts_on_host: bool,
+    row_dims: AskedRowDims,
+    numbers: bool,
 ) -> Graph:
     """Run the forward on an example, as a capture does, and give the graph that there is."""
     tree, tensors = flatten_batch(batch)
-    example = make_example(tensors, model, keep_batch=False)
+    example = make_example(tensors, model, row_dims_of(tensors, row_dims), keep_batch=False)
     args, kwargs = as_call(unflatten(tree, example.tensors))
     with in_mode(model, training), unwritten(model), torch.no_grad(), torch.random.fork_rng(devices=[]), around():
         output = model(*args, **kwargs)

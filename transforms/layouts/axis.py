@@ -110,21 +110,28 @@ def deduce_tensor_axis(
     *,
     cut: SequenceCut = UNCUT,
     outside: frozenset[fx.Node] = frozenset(),
+    exchanged: frozenset[fx.Node] = frozenset(),
     choices: Choices | None = None,
 ) -> AxisDeduction:
     """Deduce the axis of a tensor-parallel group, on which `splits` are split, at the least price found.
 
     What splits none of `splits` runs on a part of a sequence where `cut` allows it. `outside` are values that others
-    than the stage's ops read. Where a program has `choices`, each op runs as these say.
+    than the stage's ops read; `exchanged` those that replicas exchange, so that each needs all of the cotangent that it
+    takes part with. Where a program has `choices`, each op runs as these say.
     """
     given = factors, flow, splits, cut, True, outside
     strategies = Strategies(*given) if choices is None else ProgramStrategies(*given, choices)
     walks = [ForwardWalk(graph, strategies, prices, hopeful=hopeful).walk() for hopeful in (False, True)]
-    found = [(walk, _CotangentWalk(graph, flow, walk, prices, outside).cheapest()) for walk in walks]
+    whole = outside | exchanged
+    found = [(walk, _CotangentWalk(graph, flow, walk, prices, whole).cheapest()) for walk in walks]
     walk, back = min(found, key=lambda pair: round(pair[0].seconds + pair[1].seconds, _DIGITS))
     unsummed = frozenset(back.steps())
-    marks = _CotangentMarks(flow, walk, lambda node: node in unsummed or not flow.through_inputs(node))
-    return marks.deduction(graph, splits)
+
+    def may_stay(node: fx.Node) -> bool:
+        results = {node, *filter(is_item, node.users)}
+        return exchanged.isdisjoint(results) and (node in unsummed or not flow.through_inputs(node))
+
+    return _CotangentMarks(flow, walk, may_stay).deduction(graph, splits)
 
 
 class _CotangentMarks:

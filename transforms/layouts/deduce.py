@@ -103,12 +103,12 @@ class Deduce:
     def __call__(self, annotated: AnnotatedGraph) -> DeducedGraph:
         graph, factors, flow = annotated.graph, annotated.factors, annotated.flow
         rows = frozenset(c for c in factors.classes if c.is_batch) if annotated.splits_batch else frozenset()
-        outside = read_outside(annotated)
+        outside, batch = read_outside(annotated), deduce_batch_axis(graph, factors, flow, rows)
+        given = {"outside": outside, "exchanged": frozenset(batch.exchanged)}
 
         def inside(splits: Splits, cut: SequenceCut, prices: Prices, choices: Choices | None = None) -> AxisDeduction:
-            return deduce_tensor_axis(graph, factors, flow, splits, prices, cut=cut, outside=outside, choices=choices)
+            return deduce_tensor_axis(graph, factors, flow, splits, prices, cut=cut, choices=choices, **given)
 
-        batch = deduce_batch_axis(graph, factors, flow, rows)
         if not annotated.runs_in_step:
             _check_sums(annotated, batch)
         excluded, nothing = frozenset(batch.talking()), frozenset[FactorClass]()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.deduction.factors.factors import FactorMap
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind
@@ -81,7 +82,7 @@ def _carries_gradient(node: fx.Node) -> bool:
     """Tell whether the value has gradients if an operand has: by its op and its kind; a tuple may hold one that has."""
     if node.target in _NO_GRADIENT or not meta.has_tensor(node):
         return False
-    return not meta.is_tensor(node) or meta.dtype(node).is_floating_point
+    return not meta.is_tensor(node) or carries_gradient(meta.dtype(node))
 
 
 def is_item(node: fx.Node) -> bool:

@@ -1,14 +1,16 @@
-"""Let what compares rows with each other have the rows of all replicas: contrastive losses, distances, same labels.
+"""Let ops in which rows meet have the rows of all replicas: statistics, contrastive losses, quantiles, ranking, mining.
 
-A value with a row for each pair of rows cannot be cut by rows. So what it is made of is gathered: each replica places
-its rows among zeros, and the sum over replicas, which deduction puts there as wherever summands are read whole, is the
-batch. From there on all replicas compute the same, which is little beside the encoders that make the rows.
+What such an op reads is gathered: each replica places its rows among zeros, and the sum over replicas, which deduction
+puts there as wherever summands are read whole, is the batch. All replicas then compute the same, so that this is right
+for every deterministic op. Each takes its own rows of what comes out, where products with parameters follow; else what
+follows runs on all rows too, which is little beside the encoders that made them.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import sympy
@@ -16,10 +18,13 @@ import torch
 from torch import fx
 
 from hetu_fx.deduction.factors.analyse import analyse
+from hetu_fx.deduction.rules.call import set_entry, thawed
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument, is_random
-from hetu_fx.graph.edit import SIZE_OPS, Rewrite, add_leaf, cast, insert, replace
-from hetu_fx.graph.graph import Graph, LeafKind, OutputKind, drop_dead_nodes
+from hetu_fx.graph.edit import SIZE_OPS, Rewrite, add_leaf, cast, insert, needed_for, replace
+from hetu_fx.graph.graph import GatheredRows, Graph, LeafKind, OutputKind, drop_dead_nodes
+from hetu_fx.transforms.layouts.flow import reached_from
+from hetu_fx.transforms.layouts.reshard_cost import product_flops
 from hetu_fx.transforms.rewrites import row_ops  # noqa: F401 - registers hetu::place_rows and hetu::own_rows
 from hetu_fx.transforms.rewrites.counter_rng import STATE
 from hetu_fx.transforms.rewrites.counts import CountingRewrite
@@ -27,19 +32,19 @@ from hetu_fx.transforms.rewrites.counts import CountingRewrite
 aten = torch.ops.aten
 PLACE, OWN = torch.ops.hetu.place_rows.default, torch.ops.hetu.own_rows.default
 
-Layout = tuple[int, int]
-"""What stands before and after the rows in a dim: (outer, inner)."""
+RowLayout = tuple[int, int, int]
+"""Where the rows of a value are: (dim, outer, inner), what comes before and after them in that dim."""
 
 
 @dataclass(frozen=True)
 class AllRows:
-    """Gather the rows of all replicas for values that have a row for each pair of rows.
+    """Gather the rows of all replicas for ops that must have them, and the number of all rows for those that read it.
 
-    Requires: a captured graph. One with a static batch, or without such values, is left as it is.
-    Ensures: no value has the rows of the batch in two dims. Those that had, and all that is made of them, have the rows
-        of the whole batch, whose number is the graph's `all_rows`; outputs among them that begin with rows have a
-        replica's own there. Where it is not known how the rows of a value stand in its dim, a note says so, and the
-        graph is as it was.
+    Requires: a captured graph whose means are sums over counts. One with a static batch, or in which no rows meet, is
+        left as it is.
+    Ensures: every op can be cut by rows, or reads the rows of the whole batch, whose number is the graph's `all_rows`;
+        outputs that begin with rows have a replica's own there. `gathered` tells what is gathered for which op. Where
+        it is not known how the rows of a value lie in its dim, a note says so, and the graph is as it was.
 
         %scores = matmul(%a, %b_t)    ->    %all_a = hetu.place_rows(%a, %random_state, %rows, 0, 1, 1)
                                             %all_b_t = hetu.place_rows(%b_t, %random_state, %rows, 1, 1, 1)
@@ -49,7 +54,7 @@ class AllRows:
     name: ClassVar[str] = "all_rows"
 
     def __call__(self, graph: Graph) -> Graph:
-        if not any(_is_paired(node, graph) for node in graph.graph.nodes):
+        if graph.batch_symbol is None:
             return graph
         try:
             return _Gathering(_JoinedApart(graph).run()).run()
@@ -58,16 +63,21 @@ class AllRows:
 
 
 class _UnknownLayout(Exception):
-    """It is not known where in a dim the rows stand; caught by the pass."""
+    """It is not known where in a dim the rows lie; caught by the pass."""
 
 
 def _is_paired(node: fx.Node, graph: Graph) -> bool:
     """Tell whether a value has rows in two dims, or pairs of them in one."""
-    if node.op != "call_function" or not meta.is_tensor(node) or graph.batch_symbol is None:
+    if not meta.is_tensor(node):
         return False
-    having = [meta.expression(size) for size in meta.shape(node) if meta.depends_on_batch(size, graph)]
-    squares = (power.base for size in having for power in size.atoms(sympy.Pow))
+    having = _row_dims(node, graph)
+    squares = (power.base for dim in having for power in meta.expression(meta.shape(node)[dim]).atoms(sympy.Pow))
     return len(having) > 1 or graph.batch_symbol in squares
+
+
+def _row_dims(node: fx.Node, graph: Graph) -> list[int]:
+    """Return the dims of a value whose sizes depend on the number of rows."""
+    return [dim for dim, size in enumerate(meta.shape(node)) if meta.depends_on_batch(size, graph)]
 
 
 class _JoinedApart(Rewrite):
@@ -84,12 +94,14 @@ class _JoinedApart(Rewrite):
 
 
 class _Gathering(CountingRewrite):
-    """Rewrites what is made of pairs of rows, and brings it the rows that it reads.
+    """Rewrites ops in which rows meet, and brings them the rows that they read.
 
     Attributes:
-        together: the values that are made of pairs of rows, themselves among them.
+        together: the ops that run on the rows of all replicas.
         total: how many rows all replicas have, as an example.
         whole: what has been gathered so far, by what a replica has of it.
+        own: what a replica has of what is made of all rows, by that.
+        gathered: what for which op, for the user.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -98,48 +110,105 @@ class _Gathering(CountingRewrite):
         self.together: set[fx.Node] = set()
         self.total = meta.fresh_size(self.graph.graph, "all_rows", self.graph.batch_symbol)
         self.whole: dict[fx.Node, fx.Node] = {}
-        self.factors = analyse(graph)
+        self.own: dict[fx.Node, fx.Node] = {}
+        self.gathered: list[GatheredRows] = []
+        self.given_graph, self.factors = graph, analyse(graph)
         self._total: fx.Node | None = None
 
     def run(self) -> Graph:
-        """Return the graph rewritten."""
-        for node in list(self.graph.graph.nodes):
-            starts = _is_paired(node, self.graph) or self._needs_all(node)
-            if starts or not self.together.isdisjoint(node.all_input_nodes):
+        """Return the graph rewritten; the given one where no rows meet."""
+        counting = needed_for([node for _, node in self.graph.outputs_of(OutputKind.COUNT)])
+        nodes = [node for node in self.graph.graph.nodes if node.op == "call_function" and node not in counting]
+        for node in nodes:
+            if self._starts(node) or any(not self._may_cut(source, node) for source in self._of_all_rows(node)):
                 self.together.add(node)
-        for node in list(self.graph.graph.nodes):
-            if node in self.together and node.op == "call_function":
-                self.visit(node)
+        for node in nodes:
+            self.visit(node)
+        if not self.whole and not self.together:
+            return self.given_graph
         self._cut_outputs()
         drop_dead_nodes(self.graph.graph)
-        return self.graph.evolve(all_rows=meta.expression(self.total))
+        return self.graph.evolve(all_rows=meta.expression(self.total), gathered=tuple(self.gathered))
 
-    def _needs_all(self, node: fx.Node) -> bool:
-        """Tell whether an op cannot be cut by the rows that it reads, as one that takes some of them."""
+    def _starts(self, node: fx.Node) -> bool:
+        """Tell whether rows meet in an op: it has a row for each pair, or cannot be cut by the rows that it reads."""
         given = self.given[node]
-        if not self.factors.is_op(given) or self._is_of_sizes(node):
+        return _is_paired(node, self.graph) or (self.factors.is_op(given) and self.factors.op(given).rows_meet)
+
+    def _of_all_rows(self, node: fx.Node) -> list[fx.Node]:
+        """Return the operands that have the rows of all replicas."""
+        return [source for source in node.all_input_nodes if source in self.together and self._has_rows(source)]
+
+    def _has_rows(self, node: fx.Node) -> bool:
+        return meta.depends_on_batch(self.given[node], self.given_graph)
+
+    def _may_cut(self, source: fx.Node, reader: fx.Node) -> bool:
+        """Tell whether a replica's own rows of a value are known, and worth to be taken for an op that reads them."""
+        return reader in self._leading_to_products and self._layout(source) is not None
+
+    @cached_property
+    def _leading_to_products(self) -> frozenset[fx.Node]:
+        """Return the ops that products with parameters are made of, and those."""
+        parameters = reached_from(self.graph, [leaf.node for leaf in self.graph.leaves_of(LeafKind.PARAMETER)])
+        found: set[fx.Node] = set()
+        for node in reversed(self.graph.graph.nodes):
+            if not found.isdisjoint(node.users) or self._is_product_with(node, parameters):
+                found.add(node)
+        return frozenset(found)
+
+    def _is_product_with(self, node: fx.Node, parameters: frozenset[fx.Node]) -> bool:
+        given = self.given[node]
+        if not self.factors.is_op(given) or not meta.is_tensor(given) or parameters.isdisjoint(node.all_input_nodes):
             return False
-        op = self.factors.op(given)
-        return any(cls.is_batch and cls in op.whole for operand in op.read for cls in operand.classes)
+        weighs = any(source in parameters and not self._has_rows(source) for source in node.all_input_nodes)
+        return weighs and product_flops(given, self.factors.op(given)) > 0
 
     def visit(self, node: fx.Node) -> None:
-        """Let a node read the rows of all replicas."""
-        for source in node.all_input_nodes:
-            if source not in self.together and meta.depends_on_batch(source, self.graph):
-                node.replace_input_with(source, self._of_all(source, node))
-        meta.infer(node)
+        """Let an op read the rows of all replicas, or those of its own; and the number of all rows in any case."""
+        if node in self.together:
+            self._run_on_all(node)
+            return
+        for source in self._of_all_rows(node):
+            node.replace_input_with(source, self._own_rows(source, node))
+        self._read_numbers(node)
+
+    def _run_on_all(self, node: fx.Node) -> None:
+        sources = [
+            source
+            for source in node.all_input_nodes
+            if source not in self.together and meta.depends_on_batch(source, self.graph)
+        ]
+        for source in sources:
+            node.replace_input_with(source, self._of_all(source, node))
+        values = [source for source in sources if meta.is_tensor(source) and not self._is_of_sizes(source)]
+        if values and self._starts(node):
+            self.gathered.append(GatheredRows(str(node.target), meta.source_line(node), sum(map(_num_bytes, values))))
+        self._has_all_rows(node)
+
+    def _read_numbers(self, node: fx.Node) -> None:
+        """Let an op read the number of all rows wherever it reads one as a value."""
+        given = self.given[node]
+        if not self.factors.is_op(given):
+            return
+        call = {"args": thawed(node.args), "kwargs": thawed(node.kwargs)}
+        for path, number in self.factors.op(given).numbers_of(node):
+            if meta.depends_on_batch(number, self.graph):
+                set_entry(call, path, self._of_all(number, node))
+        node.args, node.kwargs = tuple(call["args"]), call["kwargs"]
 
     def _of_all(self, value: fx.Node, here: fx.Node) -> fx.Node:
         """Return what a value is on the rows of all replicas, made before `here`."""
         if value not in self.whole:
-            if value.target is aten.sym_size.int:
-                made = self._size(meta.expression(meta.value(value)), here)
-            elif self._is_of_sizes(value):
-                made = self._again(value, here)
-            else:
-                made = self._placed(value, here)
-            self.whole[value] = made
+            self.whole[value] = self._made_of_all(value, here)
         return self.whole[value]
+
+    def _made_of_all(self, value: fx.Node, here: fx.Node) -> fx.Node:
+        if not meta.is_tensor(value) and (value.target is aten.sym_size.int or not self._is_of_sizes(value)):
+            return self._size(meta.expression(meta.value(value)), here)
+        layout = self._layout(value)
+        if self._is_of_sizes(value) or (layout is None and value.op == "call_function" and not is_random(value)):
+            return self._again(value, here)
+        return self._placed(value, layout, here)
 
     def _is_of_sizes(self, value: fx.Node) -> bool:
         """Tell whether a value is made of sizes alone, as a range of as many numbers as there are rows."""
@@ -148,7 +217,7 @@ class _Gathering(CountingRewrite):
         return value.target is aten.sym_size.int or all(map(self._is_of_sizes, value.all_input_nodes))
 
     def _again(self, value: fx.Node, here: fx.Node) -> fx.Node:
-        """Make a value again, of the sizes that all replicas' rows have."""
+        """Make a value again, of what the rows of all replicas have."""
 
         def source(argument: fx.Node) -> fx.Node:
             return self._of_all(argument, here) if meta.depends_on_batch(argument, self.graph) else argument
@@ -156,24 +225,35 @@ class _Gathering(CountingRewrite):
         args, kwargs = fx.node.map_arg((value.args, value.kwargs), source)
         with here.graph.inserting_before(here):
             made = here.graph.call_function(value.target, tuple(args), dict(kwargs))  # type: ignore[arg-type]
-        meta.copy_meta(value, made)
-        meta.infer(made)
+        meta.copy_meta(value, made, with_value=True)
+        self._has_all_rows(made)
         return made
+
+    def _has_all_rows(self, node: fx.Node) -> None:
+        """Let a node's example have as many rows as all replicas, where it has a replica's."""
+        if self.graph.batch_symbol is not None and meta.depends_on_batch(node, self.graph):
+            meta.substitute(node, self.graph.batch_symbol, self.total)
 
     def _size(self, expression: Any, here: fx.Node) -> fx.Node:
         """Return a size with as many rows as all replicas have."""
         if expression == self.graph.batch_symbol:
             return self._total_size(here)
-        operation = SIZE_OPS.get(type(expression))
+        operation = SIZE_OPS.get(getattr(expression, "func", None))
         if operation is None:
-            raise _UnknownLayout(f"it is not known what the size {expression} is for the rows of all replicas")
-        rows = self.graph.batch_symbol
-        first, *rest = sorted(expression.args, key=lambda part: rows not in part.free_symbols)
-        made = self._size(first, here)
+            raise _UnknownLayout(f"it is not known what {expression} is for the rows of all replicas")
+        first, *rest = (self._part(part, here) for part in expression.args)
         for part in rest:
-            other = self._size(part, here) if rows in part.free_symbols else self.sizes.of_expression(part)
-            made = insert(here, operation, made, other)
-        return made
+            first = insert(here, operation, first, part)
+        return first
+
+    def _part(self, expression: Any, here: fx.Node) -> Any:
+        """Return what a size is made of, a number or a node, with as many rows as all replicas have."""
+        if self.graph.batch_symbol in expression.free_symbols:
+            return self._size(expression, here)
+        found = self.sizes.of_expression(expression)
+        if found is None:
+            raise _UnknownLayout(f"it is not known what {expression} is for the rows of all replicas")
+        return found
 
     def _total_size(self, here: fx.Node) -> fx.Node:
         """Return the number of all rows, which is a count as a size."""
@@ -185,30 +265,43 @@ class _Gathering(CountingRewrite):
             meta.set_value(self._total, self.total)
         return self._total
 
-    def _placed(self, value: fx.Node, here: fx.Node) -> fx.Node:
+    def _placed(self, value: fx.Node, layout: RowLayout | None, here: fx.Node) -> fx.Node:
         """Gather a value: booleans as numbers, which can be summed."""
-        if not meta.is_tensor(value):
-            raise _UnknownLayout(f"'{value.name}' ({meta.source_line(value)}) is a number that depends on the rows")
-        dim = next(i for i, size in enumerate(meta.shape(value)) if meta.depends_on_batch(size, self.graph))
+        if layout is None:
+            raise _UnknownLayout(
+                f"rows meet each other at {meta.source_line(here)}, and how they lie in '{value.name}' of shape "
+                f"{meta.hints(value)} is not known; it is exact with one pipeline and one micro-batch only"
+            )
         kind = meta.dtype(value)
         summable = cast(here, value, torch.uint8) if kind is torch.bool else value
-        place = self._state(), self._total_size(here), dim, *self._layout(value, dim)
-        return cast(here, insert(here, PLACE, summable, *place), kind)
+        placed = insert(here, PLACE, summable, self._state(), self._total_size(here), *layout)
+        return cast(here, placed, kind)
 
-    def _layout(self, value: fx.Node, dim: int) -> Layout:
-        """Return what stands before and after the rows in a dim of a given value."""
-        if meta.expression(meta.shape(value)[dim]) == self.graph.batch_symbol:
-            return 1, 1
-        classes = self.factors.dims(self.given[value])[dim] if value in self.given else ()
+    def _own_rows(self, value: fx.Node, here: fx.Node) -> fx.Node:
+        """Return a replica's own rows of a value that is made of all rows."""
+        if value not in self.own:
+            layout = self._layout(value)
+            assert layout is not None, "only what can be cut is"
+            rows = self.sizes.of_expression(self.graph.batch_symbol)
+            self.own[value] = insert(here, OWN, value, self._state(), rows, *layout)
+        return self.own[value]
+
+    def _layout(self, value: fx.Node) -> RowLayout | None:
+        """Return where the rows of a value are; None if that is not known, or they are in several dims."""
+        given = self.given.get(value, value)
+        dims = _row_dims(given, self.given_graph) if meta.is_tensor(given) else []
+        if len(dims) != 1:
+            return None
+        (dim,) = dims
+        if meta.expression(meta.shape(given)[dim]) == self.given_graph.batch_symbol:
+            return dim, 1, 1
+        classes = self.factors.dims(given)[dim]
         at = next((i for i, cls in enumerate(classes) if cls.is_batch), None)
         sizes = [cls.size for i, cls in enumerate(classes) if i != at]
         if at is None or None in sizes:
-            raise _UnknownLayout(
-                f"rows meet each other at {meta.source_line(value)}, and how they stand in dim {dim} of "
-                f"'{value.name}' is not known; it is exact with one pipeline and one micro-batch only"
-            )
+            return None
         known = [size for size in sizes if size is not None]
-        return math.prod(known[:at]), math.prod(known[at:])
+        return dim, math.prod(known[:at]), math.prod(known[at:])
 
     def _state(self) -> fx.Node:
         known = self.graph.leaves_of(LeafKind.RANDOM_STATE)
@@ -227,3 +320,7 @@ class _Gathering(CountingRewrite):
                     rows = self.sizes.of_expression(self.graph.batch_symbol)
                     values[i] = insert(here, OWN, node, self._state(), rows, 0, 1, 1)
         here.args = (tuple(values),)
+
+
+def _num_bytes(value: fx.Node) -> int:
+    return meta.numel(value) * meta.dtype(value).itemsize

@@ -17,9 +17,10 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument, arguments, is_random, operand
 from hetu_fx.graph.edit import Rewrite, add_leaf, cast, insert, replace
 from hetu_fx.graph.graph import Graph, LeafKind
-from hetu_fx.graph.meta import HALVES, sum_dtype
+from hetu_fx.graph.meta import HALVES
 from hetu_fx.transforms.rewrites import random_ops  # noqa: F401 - registers hetu::dropout and hetu::uniform
 from hetu_fx.transforms.rewrites.counts import linear_factor
+from hetu_fx.transforms.rewrites.distributions import LAWS
 
 aten = torch.ops.aten
 DROPOUT, UNIFORM = torch.ops.hetu.dropout.default, torch.ops.hetu.uniform.default
@@ -63,25 +64,18 @@ class _RandomnessRewrite(Rewrite):
             aten.native_dropout.default: self._native_dropout,
             aten.feature_dropout.default: self._feature_dropout,
             aten.alpha_dropout.default: self._alpha_dropout,
+            aten.feature_alpha_dropout.default: self._alpha_dropout,
             aten.scaled_dot_product_attention.default: self._attention,
-            aten.rand_like.default: lambda node: self.uniform(node, node.args[0], meta.dtype(node)),
-            aten.rand.default: self._rand,
-            aten.randn.default: self._rand,
-            aten.randn_like.default: lambda node: self._normal(node, node.args[0], 0.0, 1.0),
-            aten.normal_functional.default: self._normal_functional,
-            aten.uniform.default: self._uniform_between,
-            aten.bernoulli.default: lambda node: self._bernoulli(node, node.args[0]),
-            aten.bernoulli.p: lambda node: self._bernoulli(node, node.args[1]),
         }
 
     def visit(self, node: fx.Node) -> None:
         """Rewrite a node if it draws; note it if it draws in a way that is not known."""
-        rule = self.rules.get(node.target)
-        if rule is None:
+        rule, law = self.rules.get(node.target), LAWS.get(node.target)
+        if rule is None and law is None:
             if is_random(node):
                 self._note(node)
             return
-        new = rule(node)
+        new = rule(node) if rule is not None else law(self.uniform, node) if law is not None else None
         if new is not None:
             replace(node, new)
 
@@ -116,9 +110,10 @@ class _RandomnessRewrite(Rewrite):
         state, *place = self._place(value)
         return insert(here, DROPOUT, value, p, state, *place)
 
-    def uniform(self, here: fx.Node, like: Any, dtype: torch.dtype) -> fx.Node:
-        """Insert a draw from [0, 1) for every element of `like`."""
-        return insert(here, UNIFORM, cast(here, like, dtype), *self._place(like))
+    def uniform(self, here: fx.Node, like: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """Insert a draw from [0, 1) for every element of `like`, of whose values it knows nothing: nor of gradients."""
+        shaped = cast(here, insert(here, aten.detach.default, like), dtype)
+        return insert(here, UNIFORM, shaped, *self._place(like))
 
     def _dropout(self, node: fx.Node) -> fx.Node | None:
         p = _probability(node)
@@ -140,10 +135,7 @@ class _RandomnessRewrite(Rewrite):
         value, p = operand(node), _probability(node)
         if not p:
             return None
-        channels = value
-        for dim in range(2, len(meta.shape(value))):
-            channels = insert(node, aten.slice.Tensor, channels, dim, 0, 1)
-        ones = insert(node, aten.ones_like.default, channels)
+        ones = insert(node, aten.ones_like.default, _channels(node, value))
         return insert(node, aten.mul.Tensor, value, self.drop(node, ones, p))
 
     def _alpha_dropout(self, node: fx.Node) -> fx.Node | None:
@@ -152,7 +144,8 @@ class _RandomnessRewrite(Rewrite):
         if not 0 < p < 1:
             return None
         a = 1 / math.sqrt((SELU_ALPHA**2 * p + 1) * (1 - p))
-        ones = insert(node, aten.ones_like.default, value)
+        of_channels = node.target is aten.feature_alpha_dropout.default
+        ones = insert(node, aten.ones_like.default, _channels(node, value) if of_channels else value)
         kept = insert(node, aten.mul.Tensor, self.drop(node, ones, p), 1 - p)
         scaled = insert(node, aten.mul.Tensor, insert(node, aten.mul.Tensor, value, kept), a)
         shift = insert(node, aten.mul.Tensor, insert(node, aten.sub.Tensor, kept, 1.0 - p), SELU_ALPHA * a)
@@ -162,41 +155,12 @@ class _RandomnessRewrite(Rewrite):
         p = argument(node, "dropout_p")
         return _explicit_attention(node, lambda weights: self.drop(node, weights, p)) if p else None
 
-    def _rand(self, node: fx.Node) -> fx.Node:
-        zeros = insert(node, aten.zeros.default, *node.args, **node.kwargs)
-        if node.target is aten.rand.default:
-            return self.uniform(node, zeros, meta.dtype(node))
-        return self._normal(node, zeros, 0.0, 1.0)
 
-    def _normal(self, node: fx.Node, like: Any, mean: Any, deviation: Any) -> fx.Node:
-        """Draw from a normal distribution by Box and Muller's formula, from two sites."""
-        work = sum_dtype(meta.dtype(node))
-        first, second = self.uniform(node, like, work), self.uniform(node, like, work)
-        positive = insert(node, aten.rsub.Scalar, first, 1.0)
-        log = insert(node, aten.log.default, positive)
-        radius = insert(node, aten.sqrt.default, insert(node, aten.mul.Tensor, log, -2.0))
-        angle = insert(node, aten.cos.default, insert(node, aten.mul.Tensor, second, 2 * math.pi))
-        result = insert(node, aten.mul.Tensor, radius, angle)
-        if (mean, deviation) != (0.0, 1.0):
-            result = insert(node, aten.add.Tensor, insert(node, aten.mul.Tensor, result, deviation), mean)
-        return cast(node, result, meta.dtype(node))
-
-    def _normal_functional(self, node: fx.Node) -> fx.Node:
-        like, mean, deviation, *_ = arguments(node).values()
-        return self._normal(node, like, mean, deviation)
-
-    def _uniform_between(self, node: fx.Node) -> fx.Node:
-        like, low, high, *_ = arguments(node).values()
-        drawn = self.uniform(node, like, meta.dtype(node))
-        if (low, high) == (0.0, 1.0):
-            return drawn
-        wide = insert(node, aten.mul.Tensor, drawn, high - low)
-        return insert(node, aten.add.Tensor, wide, low)
-
-    def _bernoulli(self, node: fx.Node, probability: Any) -> fx.Node:
-        drawn = self.uniform(node, node.args[0], torch.float32)
-        less = aten.lt.Tensor if isinstance(probability, fx.Node) else aten.lt.Scalar
-        return insert(node, aten.to.dtype, insert(node, less, drawn, probability), meta.dtype(node))
+def _channels(here: fx.Node, value: fx.Node) -> fx.Node:
+    """Return one position of every channel."""
+    for dim in range(2, len(meta.shape(value))):
+        value = insert(here, aten.slice.Tensor, value, dim, 0, 1)
+    return value
 
 
 def _probability(node: fx.Node) -> float:

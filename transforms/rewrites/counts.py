@@ -8,7 +8,7 @@ step, as a prologue, sums them over micro-batches and replicas, and feeds the su
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,10 +18,13 @@ import torch
 from torch import Tensor, fx
 
 from hetu_fx.base.device_types import HOST
+from hetu_fx.deduction.factors.analyse import analyse
+from hetu_fx.deduction.factors.factors import FactorMap
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument, is_random
 from hetu_fx.graph.edit import Rewrite, add_leaf, add_output, insert
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
+from hetu_fx.graph.meta import sum_dtype
 from hetu_fx.graph.placed import placed_copy
 
 aten = torch.ops.aten
@@ -35,10 +38,9 @@ class CountingRewrite(Rewrite):
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph)
         self.leaves: dict[fx.Node, fx.Node] = {}
-        self.input_only = _input_only_nodes(self.graph)
 
     def hoist(self, local: fx.Node) -> fx.Node:
-        """Return the leaf of the global sum of `local`, a 0-d value computed from inputs alone."""
+        """Return the leaf of the global sum of `local`, a 0-d sum over rows of what is made of each row's inputs."""
         if local not in self.leaves:
             taken = len(self.graph.leaves_of(LeafKind.COUNT))
             self.leaves[local] = self._add(f"count_{taken}", local)
@@ -78,10 +80,21 @@ class CountingRewrite(Rewrite):
         """Return the global value of a product of sizes, as `of_size` does."""
         return self.of_size(here, math.prod(map(meta.expression, sizes)))
 
+    def of_dims(self, here: fx.Node, source: fx.Node, dims: Sequence[int], keepdim: bool = False) -> fx.Node:
+        """Return the global number of elements in some dims of a value.
+
+        Where it is not linear in the rows, or sizes of inputs do not tell it, the elements are counted one by one.
+        """
+        sizes = meta.shape(source)
+        known = self.of_sizes(here, (sizes[dim] for dim in dims))
+        if known is not None:
+            return known
+        ones = insert(here, aten.ones_like.default, source)
+        return insert(here, aten.sum.dim_IntList, ones, list(dims), keepdim, dtype=sum_dtype(meta.dtype(source)))
+
     def of_labels(self, loss: fx.Node, labels: fx.Node, weight: fx.Node | None) -> fx.Node:
-        """Return the global number of labels that a loss does not ignore, or the sum of their classes' weights."""
-        valid = self._valid_labels(loss, labels) if weight is None else self._weight_of_labels(loss, labels, weight)
-        return self.hoist(valid)
+        """Return the number of labels of a loss that it does not ignore, or the sum of their classes' weights."""
+        return self._valid_labels(loss, labels) if weight is None else self._weight_of_labels(loss, labels, weight)
 
     def _valid_labels(self, node: fx.Node, labels: fx.Node) -> fx.Node:
         valid = insert(node, aten.ne.Scalar, labels, argument(node, "ignore_index"))
@@ -124,15 +137,38 @@ def linear_factor(expression: Any, symbol: sympy.Symbol | None) -> Any:
     return None if symbol in factor.free_symbols else factor
 
 
-def _input_only_nodes(graph: Graph) -> set[fx.Node]:
+def row_local_nodes(graph: Graph) -> frozenset[fx.Node]:
+    """Return what is made of inputs and constants alone, and of each row's own: sums over its rows add up.
+
+    Rows add up to those of the batch wherever they lie only of such values: not of one that was divided by a sum over
+    rows before, nor of positions or numbers of rows.
+    """
+    given = _input_only_nodes(graph)
+    factors = analyse(graph, given)
+    found: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        if node in given and found.issuperset(node.all_input_nodes) and _is_row_local(node, factors, graph):
+            found.add(node)
+    return frozenset(found)
+
+
+def _is_row_local(node: fx.Node, factors: FactorMap, graph: Graph) -> bool:
+    """Tell whether an op makes each row of that row alone."""
+    if not factors.is_op(node):
+        return True
+    op = factors.op(node)
+    counted = any(meta.depends_on_batch(number, graph) for _, number in op.numbers_of(node))
+    return not counted and not op.rows_meet and not any(cls.is_batch for cls in op.reduced)
+
+
+def _input_only_nodes(graph: Graph) -> frozenset[fx.Node]:
     """Return the nodes that are computed from inputs and constants alone, sizes included."""
     kinds = (LeafKind.INPUT, LeafKind.CONSTANT)
     found = {leaf.node for leaf in graph.leaves if leaf.kind in kinds}
     for node in graph.graph.nodes:
-        if node.op == "call_function" and all(arg in found for arg in node.all_input_nodes):
-            if not is_random(node):
-                found.add(node)
-    return found
+        if node.op == "call_function" and found.issuperset(node.all_input_nodes) and not is_random(node):
+            found.add(node)
+    return frozenset(found)
 
 
 _SIZE = torch.ops.aten.sym_size.int

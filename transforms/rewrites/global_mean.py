@@ -9,13 +9,14 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from hetu_fx.base.dtypes import is_real
 from hetu_fx.base.torch_private import schema
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument, arguments, operand, overload
 from hetu_fx.graph.edit import cast, insert, replace
 from hetu_fx.graph.graph import Graph
 from hetu_fx.graph.meta import sum_dtype
-from hetu_fx.transforms.rewrites.counts import CountingRewrite
+from hetu_fx.transforms.rewrites.counts import CountingRewrite, row_local_nodes
 
 aten = torch.ops.aten
 
@@ -57,9 +58,10 @@ class GlobalMean:
     """Make every mean over rows a sum over rows divided by a global count.
 
     Requires: a captured graph. A static batch is left as it is.
-    Ensures: no op divides by a local number of rows; counts are leaves of kind COUNT, their local values
-        outputs of kind COUNT, computed from inputs and constants alone. With the local counts fed back, loss
-        and gradients are those of the given graph. What could not be rewritten is noted.
+    Ensures: no op divides by a local number of rows. Counts that add up over rows are leaves of kind COUNT, their local
+        values outputs of kind COUNT, computed from inputs and constants alone; any other count is a sum in the graph,
+        which replicas add up in the middle of a step. With the local counts fed back, loss and gradients are those of
+        the given graph.
 
         %loss = cross_entropy_loss(%x, %y)    ->    %total = cross_entropy_loss(%x, %y, None, SUM, -100, 0.0)
                                                     %loss = div(%total, %count_0)
@@ -75,14 +77,22 @@ class GlobalMean:
 
 
 class _MeanRewrite(CountingRewrite):
-    """Rewrites means and what reads a number of rows."""
+    """Rewrites means and what reads a number of rows.
+
+    Attributes:
+        row_local: values whose sums over rows are known before the step, as they add up.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(graph)
+        self.row_local = row_local_nodes(self.graph)
 
     def visit(self, node: fx.Node) -> None:
         """Rewrite a node if it takes a mean over rows or reads a number of rows."""
         if node.target in MEANS:
             self._mean(node)
         elif node.target in CLASSIFICATION | ELEMENTWISE:
-            if argument(node, "reduction") == MEAN and self._has_rows(node.args[0]):
+            if argument(node, "reduction") == MEAN and any(map(self._has_rows, node.all_input_nodes)):
                 self._loss(node)
         elif node.target in SUMS:
             self._sum(node)
@@ -99,22 +109,16 @@ class _MeanRewrite(CountingRewrite):
         sizes = meta.shape(source)
         if not any(meta.depends_on_batch(sizes[dim], self.graph) for dim in dims):
             return
-        count = self.of_sizes(node, (sizes[dim] for dim in dims))
-        if count is None:
-            self._note(node, "its count is not proportional to the rows")
-            return
         keep = bool(argument(node, "keepdim")) if node.target is aten.mean.dim else False
+        count = self.of_dims(node, source, dims, keep)
         summed = insert(node, aten.sum.dim_IntList, source, dims, keep, dtype=sum_dtype(meta.dtype(node)))
-        if source in self.input_only and meta.shape(summed) == ():
+        if source in self.row_local and meta.shape(summed) == ():
             summed = self.hoist(summed)
         self._divide(node, summed, count)
 
     def _loss(self, node: fx.Node) -> None:
         each = _with_reduction(node, NONE)
         count = self._loss_count(node, each)
-        if count is None:
-            each.graph.erase_node(each)
-            return
         if sum_dtype(meta.dtype(node)) == meta.dtype(node):
             total = _with_reduction(node, SUM)
         else:  # a sum over many tokens would overflow the loss's own dtype
@@ -123,27 +127,19 @@ class _MeanRewrite(CountingRewrite):
         if not each.users:
             each.graph.erase_node(each)
 
-    def _loss_count(self, node: fx.Node, each: fx.Node) -> fx.Node | None:
+    def _loss_count(self, node: fx.Node, each: fx.Node) -> fx.Node:
         """Return the global count that a mean loss divides by, as torch defines it."""
         target = node.args[1]
         assert isinstance(target, fx.Node)
-        if node.target in ELEMENTWISE or meta.dtype(target).is_floating_point:
-            count = self.of_sizes(node, meta.shape(each))
-            if count is None:
-                self._note(node, "its count is not proportional to the rows")
-            return count
-        if target not in self.input_only:
-            self._note(node, "its labels are not computed from inputs alone")
-            return None
+        if node.target in ELEMENTWISE or is_real(meta.dtype(target)):
+            return self.of_dims(node, each, range(len(meta.shape(each))))
         weight = argument(node, "weight")
-        if weight is not None and weight not in self.input_only:
-            self._note(node, "its class weights are no constant")
-            return None
-        return self.of_labels(node, target, weight)
+        local = self.of_labels(node, target, weight)
+        return self.hoist(local) if {target, weight} - {None} <= self.row_local else local
 
     def _sum(self, node: fx.Node) -> None:
         """Hoist a number that the user counts in the inputs, such as mask.sum()."""
-        if node not in self.input_only or meta.shape(node) != () or not self._has_rows(node.args[0]):
+        if node.args[0] not in self.row_local or meta.shape(node) != () or not self._has_rows(node.args[0]):
             return
         users = list(node.users)
         leaf = self.hoist(node)
@@ -155,13 +151,10 @@ class _MeanRewrite(CountingRewrite):
         number = node.args[1]
         assert isinstance(number, fx.Node)
         value = self._as_tensor(node, number)
-        if value is number:
-            return
-        if value is None:
-            self._note(node, "it reads a number of rows that is not a global count")
+        if value is number or value is None:  # the latter is of all rows, as anything made of numbers of them (AllRows)
             return
         source, *rest = (*node.args[:1], *node.args[2:])
-        if meta.shape(operand(node)) == () and meta.dtype(operand(node)).is_floating_point:
+        if meta.shape(operand(node)) == () and is_real(meta.dtype(operand(node))):
             value = insert(node, aten.to.dtype, value, meta.dtype(node))
         replace(node, insert(node, WITH_NUMBER[node.target], source, value, *rest, **node.kwargs))
 
@@ -185,12 +178,6 @@ class _MeanRewrite(CountingRewrite):
         mean = insert(node, aten.div.Tensor, total, count)
         replace(node, cast(node, mean, meta.dtype(node)))
 
-    def _note(self, node: fx.Node, why: str) -> None:
-        self.notes.append(
-            f"{node.target} at {meta.source_line(node)} takes a mean over rows that stays local, as {why}; "
-            "it is exact with one pipeline and one micro-batch only"
-        )
-
 
 @dataclass(frozen=True)
 class BatchStatistics:
@@ -199,7 +186,7 @@ class BatchStatistics:
     Requires: a captured graph. A static batch is left as it is.
     Ensures: no op takes statistics over rows on its own: they are plain sums, in two passes (the mean, then the
         mean of squared deviations from it), so that deduction sees what must be summed over replicas. Running
-        statistics take the unbiased variance, as torch's do. A batch norm that cannot be rewritten is noted.
+        statistics take the unbiased variance, as torch's do.
 
         %y, ... = batch_norm(%x, ...)     ->     %mean = div(sum(%x, [0, 2, 3], True), %count)
                                                  %deviation = sub(%x, %mean)
@@ -223,14 +210,8 @@ class _StatisticsRewrite(CountingRewrite):
         if node.target not in (FUNCTIONAL, PLAIN) or not node.args[5]:
             return
         source = operand(node)
-        sizes = meta.shape(source)
-        count = self.of_sizes(node, (sizes[0], *sizes[2:]))
-        if count is None:
-            where = meta.source_line(node)
-            note = f"batch norm at {where} takes its statistics locally: its count is not proportional to the rows"
-            self.notes.append(note)
-            return
-        _BatchNorm(node, source, count).rewrite()
+        dims = [0, *range(2, len(meta.shape(source)))]
+        _BatchNorm(node, source, self.of_dims(node, source, dims, keepdim=True)).rewrite()
 
 
 class _BatchNorm:

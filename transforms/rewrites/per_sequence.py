@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import fx
 
+from hetu_fx.base.dtypes import is_real
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument, operand
 from hetu_fx.graph.clean import ATTENTION, grouped_heads
@@ -149,7 +150,7 @@ def _never_falls(numbers: fx.Node) -> bool:
     """Tell whether numbers count something along the row."""
     if numbers.target is not aten.cumsum.default or argument(numbers, "dim") % 2 != 1:
         return False
-    return meta.dtype(operand(numbers)) is torch.bool and not meta.dtype(numbers).is_floating_point
+    return meta.dtype(operand(numbers)) is torch.bool and not is_real(meta.dtype(numbers))
 
 
 def _numbers_runs(numbers: fx.Node, positions: fx.Node) -> bool:

@@ -27,7 +27,7 @@ from hetu_fx.graph.calls import Size
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: the step of the counter
 FIRST, SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-DIGITS = 53  # of a float64's mantissa
+DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}  # of the mantissas of dtypes
 CHUNK = 1 << 16  # elements hashed at a time on a cpu, so that the rounds stay in its cache
 CUT_FIELDS = 5
 
@@ -41,12 +41,16 @@ def cut_of(dim: int, start: Size, part: Size, whole: Size, inner: int) -> list[S
 
 @torch.library.custom_op("hetu::uniform", mutates_args=(), schema=f"(Tensor like, {SIGNATURE}) -> Tensor")
 def uniform(like: Tensor, state: Tensor, site: int, row_dim: int, row_length: int, cut: Sequence[int]) -> Tensor:
-    """Draw from [0, 1) for every element of a tensor like `like`, whose values are not read."""
+    """Draw from [0, 1) for every element of a tensor like `like`, whose values are not read.
+
+    Numbers have as many digits as the dtype: with more, those next to 1 would be rounded to it.
+    """
+    digits = DIGITS[like.dtype]
     drawn = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     flat = drawn.reshape(-1)
     for first, bits in _hashes(like, state, site, row_dim, row_length, cut):
-        positive = bits.bitwise_right_shift_(64 - DIGITS).bitwise_and_((1 << DIGITS) - 1)
-        flat[first : first + len(bits)] = positive.double().mul_(2.0**-DIGITS)
+        positive = bits.bitwise_right_shift_(64 - digits).bitwise_and_((1 << digits) - 1)
+        flat[first : first + len(bits)] = positive.double().mul_(2.0**-digits)
     return drawn
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from hetu_fx.base.device_types import HOST, DeviceType
+from hetu_fx.base.dtypes import autocast_casts
 from hetu_fx.base.low_dtypes import STAGE_DTYPES
 from hetu_fx.base.torch_private import detect_fake_mode, tree_leaves, tree_map, tree_map_only
 from hetu_fx.errors import PlanError
@@ -37,7 +38,7 @@ def cast_target(node: fx.Node, low: torch.dtype) -> torch.dtype | None:
 
 def is_castable(value: Any) -> bool:
     """Tell whether autocast casts a value: floating point, but for float64."""
-    return isinstance(value, Tensor) and value.dtype.is_floating_point and value.dtype != torch.float64
+    return isinstance(value, Tensor) and autocast_casts(value.dtype)
 
 
 def check_casts(annotated: AnnotatedGraph, *, talks: bool) -> None:

@@ -17,7 +17,7 @@ from torch import fx
 
 from hetu_fx.deduction.factors.dual_roles import original
 from hetu_fx.deduction.factors.factors import FactorClass, FactorMap, OpFactors, SizeArg
-from hetu_fx.deduction.rules.call import Path, entry_at, holder_of
+from hetu_fx.deduction.rules.call import entry_at, set_entry, thawed
 from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import Size
@@ -151,17 +151,17 @@ def localized_call(
         cut: the classes that the op computes a part of.
         size_of: the size that a class has in the local op: the device's part of those in `cut`, all of any other.
     """
-    args, kwargs = _thawed(node.args), _thawed(dict(node.kwargs))
+    args, kwargs = thawed(node.args), thawed(dict(node.kwargs))
     call = {"args": args, "kwargs": kwargs}
     for operand, local in zip(op.operands, operands, strict=True):
-        _set(call, operand.path, local)
+        set_entry(call, operand.path, local)
     placed = set(operands)
     for size in op.size_args:
         if not cut:
             break
         told = _told(entry_at(call, size.path), size, cut, size_of, others)
         if told is not None:
-            _set(call, size.path, told)
+            set_entry(call, size.path, told)
             placed.update([told] if isinstance(told, fx.Node) else [])
 
     def place(argument: Any) -> Any:
@@ -183,12 +183,11 @@ def _told(
         return size_of(size.classes[0])
     known = all(cls.size is not None for cls in size.classes)
     mine = [cls for cls in size.classes if cls in cut]
-    if isinstance(given, fx.Node) and all(cls.size is not None for cls in mine):
-        return _scaled(others[given], mine, size_of) if mine else None
+    if given != -1 and all(cls.size is not None for cls in mine):
+        return _scaled(others.get(given, given), mine, size_of) if mine else None
     may_be_empty = given == -1 and not all(isinstance(part := size_of(cls), int) and part > 0 for cls in cut)
-    is_cut = isinstance(given, fx.Node) and bool(mine)
-    is_known = known and isinstance(given, int)
-    return product([size_of(cls) for cls in size.classes]) if is_cut or is_known or may_be_empty else None
+    is_told = bool(mine) if isinstance(given, fx.Node) else known
+    return product([size_of(cls) for cls in size.classes]) if is_told or may_be_empty else None
 
 
 def product(sizes: Sequence[Size]) -> Size:
@@ -200,24 +199,13 @@ def product(sizes: Sequence[Size]) -> Size:
     return whole
 
 
-def _scaled(size: fx.Node, cut: Iterable[FactorClass], size_of: SizeOf) -> fx.Node:
-    """Emit a device's part of a size that the graph computes: with what is cut, it counts rows or positions."""
+def _scaled(size: Size, cut: Iterable[FactorClass], size_of: SizeOf) -> Size:
+    """Return a device's part of a size: with what is cut, one that the graph computes counts rows or positions."""
     for factor in cut:
         assert factor.size is not None, "what only the run tells is computed from its own factors"
-        rest = size.graph.call_function(operator.floordiv, (size, factor.size))
-        size = size.graph.call_function(operator.mul, (rest, size_of(factor)))
+        if isinstance(size, fx.Node):
+            rest = size.graph.call_function(operator.floordiv, (size, factor.size))
+            size = size.graph.call_function(operator.mul, (rest, size_of(factor)))
+        else:
+            size = product([size // factor.size, size_of(factor)])
     return size
-
-
-def _thawed(value: Any) -> Any:
-    """Copy nested arguments into lists and dicts that can be changed."""
-    if isinstance(value, (list, tuple)):
-        return [_thawed(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _thawed(item) for key, item in value.items()}
-    return value
-
-
-def _set(call: dict[str, Any], path: Path, value: Any) -> None:
-    holder, key = holder_of(call, path)
-    holder[key] = value

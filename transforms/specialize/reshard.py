@@ -7,7 +7,7 @@ them with what it has by its place on the other. What makes a value smaller is d
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -71,7 +71,8 @@ class Reshards:
     def over_replicas(self, need: Need, states: Sequence[States], value: fx.Node) -> fx.Node:
         """Sum over replicas what an op needs the sum of, or what its cotangent must be summed of.
 
-        `states` are those inside the stages of all replicas in which their ops take the value.
+        `states` are those of the value inside the stages of all replicas. Its cotangent comes as it goes with these:
+        what its readers give back of it is summed inside the stages before.
         """
         node, batch = need.node, self.deduced.batch
         state = batch.states[node]
@@ -81,8 +82,10 @@ class Reshards:
         replicas = [stages[0] for stages in self.deduced.annotated.stages]
         summands = self.deduced.across_states(node, states, replicas, "partial")
         target = self.deduced.across_states(node, states, replicas, "duplicate")
-        source, partial = (summands if state == SUMMED else target), (summands if summed else target)
-        return self.resolved(node, value, resolve_edge(source, target, partial, self.deduced.shape(node)))
+        source, back = (summands if state == SUMMED else target), cotangent(target)
+        if summed:
+            back = replace(back, top=summands.top)
+        return self.resolved(node, value, resolve_edge(source, target, back, self.deduced.shape(node)))
 
     def resolved(self, node: fx.Node, value: fx.Node, resolution: Resolution, parts: DimParts | None = None) -> fx.Node:
         """Add the calls of a resolution; with `parts`, in those instead of what stands in for them."""

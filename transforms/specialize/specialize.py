@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +37,8 @@ from hetu_fx.transforms.specialize.device_graph import (
 )
 from hetu_fx.transforms.specialize.local_sizes import LocalSizes, localized_call, product
 from hetu_fx.transforms.specialize.reshard import Reshards
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -232,11 +235,11 @@ class _Builder:
         """Turn the mean over this device's part into its summand of the mean over all parts."""
         parts = self.layout.axes[axis].parts(factor, self._segment(node))
         share = parts[self.places[axis]] / sum(parts)
-        return self._emit(node, torch.ops.aten.mul.Tensor, mean, share)
+        return self._emit(node, aten.mul.Tensor, mean, share)
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
         columns = zip(*(deduction.needs(node) for deduction in (*self.inside, self.batch)), strict=True)
-        operands = [self._edge(needs, self._alike(node, i)) for i, needs in enumerate(columns)]
+        operands = [self._edge(needs) for needs in columns]
         target = None if self.low is None else cast_target(node, self.low)
         if target is None:
             return operands
@@ -248,15 +251,8 @@ class _Builder:
         if not is_castable(meta.value(source)):
             return value
         if (value, target) not in self.casts:
-            self.casts[value, target] = self._emit(source, torch.ops.aten.to.dtype, value, target)
+            self.casts[value, target] = self._emit(source, aten.to.dtype, value, target)
         return self.casts[value, target]
-
-    def _alike(self, node: fx.Node, position: int) -> tuple[States, ...]:
-        """Return the states in which the replicas' ops take this operand; each by its own deductions."""
-        found = []
-        for layout in self._replicas:
-            found.append(tuple(deduction.needs(node)[position].state for deduction in self.deduced.inside(layout)))
-        return tuple(found)
 
     @property
     def _replicas(self) -> tuple[StageLayout, ...]:
@@ -272,24 +268,45 @@ class _Builder:
     def _states(self, node: fx.Node) -> States:
         return self.deduced.states(node, self.layout)
 
-    def _edge(self, needs: Sequence[Need], replicas: Sequence[States]) -> fx.Node:
-        """Return the value as its reader needs it on all axes, inserting communication at most once per kind."""
-        *inside, batch = needs
+    def _alike(self, node: fx.Node, position: int) -> tuple[tuple[Need, ...], ...]:
+        """Return what the replicas' ops need of this operand inside their stages; each by its own deductions."""
+        deductions = map(self.deduced.inside, self._replicas)
+        return tuple(tuple(deduction.needs(node)[position] for deduction in inside) for inside in deductions)
+
+    def _edge(self, needs: Sequence[Need], replicas: Sequence[Sequence[Need]]) -> fx.Node:
+        """Return the value as its reader needs it on all axes, inserting communication at most once per kind.
+
+        Replicas exchange it as their readers take it, or as it lies in each where some of these take summands or give
+        back summands: the cotangent is summed inside a stage before it is over replicas.
+        """
         key = tuple(needs)
         if key not in self.edges:
-            self.edges[key] = self.reshards.over_replicas(batch, replicas, self._in_stage(inside))
+            *inside, batch = needs
+            if any(map(_is_of_summands, chain.from_iterable(replicas))):
+                self.edges[key] = self._in_stage(inside, self._over_replicas(batch))
+            else:
+                states = [tuple(need.state for need in of_replica) for of_replica in replicas]
+                value = self._in_stage(inside, self.values[batch.node])
+                self.edges[key] = self.reshards.over_replicas(batch, states, value)
         return self.edges[key]
 
-    def _in_stage(self, needs: Sequence[Need]) -> fx.Node:
+    def _over_replicas(self, need: Need) -> fx.Node:
+        """Return the value as its reader needs it on the batch axis, as it lies inside the stage."""
+        if (need,) not in self.edges:
+            states = [self.deduced.states(need.node, layout) for layout in self._replicas]
+            self.edges[need,] = self.reshards.over_replicas(need, states, self.values[need.node])
+        return self.edges[need,]
+
+    def _in_stage(self, needs: Sequence[Need], value: fx.Node) -> fx.Node:
         """Return the value as its reader needs it on the axes inside the stage."""
         node = needs[0].node
         unsummed = [node not in deduction.summed_cotangents for deduction in self.inside]
         summed = [need.summed_cotangent and here for need, here in zip(needs, unsummed, strict=True)]
         wanted = tuple(need.state for need in needs)
-        value = self.reshards.inside(node, self.values[node], self._states(node), wanted, summed)
+        value = self.reshards.inside(node, value, self._states(node), wanted, summed)
         if any(need.first_only and place > 0 for need, place in zip(needs, self.places, strict=True)):
             # A gradient of zeros comes when the first device's does, so that all begin its message at the same place.
-            value = self.graph.call_function(torch.ops.aten.fill.Scalar, (value, 0))
+            value = self.graph.call_function(aten.fill.Scalar, (value, 0))
         return value
 
     def _emit(self, node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -308,9 +325,7 @@ class _Builder:
         state = self.batch.states.get(node, WHOLE)
         if kind is not ResultKind.BUFFER_UPDATE or not isinstance(state, Summed):
             return self._as_the_model_has_it(node, self.values[node])
-        states = tuple(self.deduced.states(node, at) for at in self._replicas)
-        whole = self._edge([Need(node, state) for state in (*self._states(node), WHOLE)], states)
-        return self._as_the_model_has_it(node, whole)
+        return self._as_the_model_has_it(node, self._over_replicas(Need(node, WHOLE)))
 
     def _as_the_model_has_it(self, node: fx.Node, value: fx.Node) -> fx.Node:
         """Return what leaves the stage in the dtype that it has without a dtype of the stage."""
@@ -335,6 +350,11 @@ class _Builder:
             self.deduced.value_annotation(node, source),
         )
         return Handover(value, source.key, target.key, self.deduced.value_annotation(node, target))
+
+
+def _is_of_summands(need: Need) -> bool:
+    """Tell whether an op takes summands of a value, or gives back summands of its cotangent."""
+    return need.summed_cotangent or isinstance(need.state, Summed)
 
 
 def _form(op: OpFactors, factor: FactorClass, *, travels: bool) -> Callable[[PartCall], fx.Node] | None:

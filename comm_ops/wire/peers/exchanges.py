@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from hetu_fx.annotations.states import even_sizes
-from hetu_fx.comm_ops.wire.collectives import Exchange, UnderWay, segments, sum_into
+from hetu_fx.comm_ops.wire.collectives import Exchange, UnderWay, sum_into
+from hetu_fx.comm_ops.wire.flat import Flat, dense, is_dense
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
 from hetu_fx.comm_ops.wire.peers.memory import BOARD_SLOTS, Peers, Told
 from hetu_fx.comm_ops.wire.peers.rooms import Room, is_room
@@ -40,7 +41,7 @@ _standing = Standing()
 
 
 class Summand(NamedTuple):
-    """A dense tensor to be summed, and the room in which it stands, if it does."""
+    """A tensor to be summed, dense, and the room in which it stands, if it does."""
 
     value: Tensor
     room: Room | None = None
@@ -71,7 +72,7 @@ class _Reading:
     def __init__(
         self,
         act: Callable[[_Reading, Addresses], None],
-        buffer: Tensor,
+        buffer: Flat,
         ranks: Sequence[int],
         number: int,
         peers: Peers,
@@ -131,7 +132,7 @@ class _Reading:
         self._all_are(_Phase.SUMMED)
 
     def _say(self, phase: _Phase) -> None:
-        address = self.buffer.data_ptr() if self._room is None else self._room.address
+        address = self.buffer.tensor.data_ptr() if self._room is None else self._room.address
         self.peers.own.write(self._slot, Told(self._stamp + phase, address, self._kind))
 
     def _all_are(self, phase: _Phase) -> dict[int, Told]:
@@ -145,13 +146,13 @@ Act = Callable[..., None]
 
 
 def start_here(
-    act: Act, buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], number: int, table: GroupTable, peers: Peers
+    act: Act, buffer: Flat, sizes: Sequence[int], ranks: Sequence[int], number: int, table: GroupTable, peers: Peers
 ) -> Exchange:
-    """Start one of the exchanges below, of a flat buffer of `segments`. Collective over `ranks`.
+    """Start one of the exchanges below, of a buffer of segments. Collective over `ranks`.
 
     Exchanges of different numbers may be under way together; all ranks wait for theirs in one order.
     """
-    what = f"{act.__name__} of {list(sizes)} {buffer.dtype}"
+    what = f"{act.__name__} of {list(sizes)} {buffer.tensor.dtype}"
     acting = partial(act, sizes=sizes, peers=peers)
     return Exchange(tuple(ranks), [_Reading(acting, buffer, ranks, 1 + number, peers, table, what)])
 
@@ -165,8 +166,8 @@ def _slot_of(number: int, count: int, ranks: Sequence[int]) -> int:
 
 
 def gather_pieces_here(
-    pieces: Sequence[Tensor],
-    rooms: Mapping[int, Sequence[Tensor]],
+    pieces: Sequence[Flat],
+    rooms: Mapping[int, Sequence[Flat]],
     sizes: Sequence[int],
     ranks: Sequence[int],
     number: int,
@@ -176,25 +177,25 @@ def gather_pieces_here(
     """Start to take every other rank's pieces from where each stands, without a buffer. Collective over `ranks`.
 
     Args:
-        pieces: of this rank, dense, `sizes` of its rank in all.
-        rooms: for those of the others, dense, in their order.
+        pieces: of this rank, `sizes` of its rank in all.
+        rooms: for those of the others, in their order.
         sizes: elements by rank.
         ranks: all.
         number: see `start_here`.
         table: the ranks.
         peers: their processes.
     """
-    places = torch.tensor([piece.data_ptr() for piece in pieces], dtype=torch.int64)
+    places = Flat(torch.tensor([piece.tensor.data_ptr() for piece in pieces], dtype=torch.int64))
 
     def act(reading: _Reading, addresses: Addresses) -> None:
-        assert len(pieces) == len(places)  # they stand where they are until all have read them
+        assert len(pieces) == len(places.tensor)  # they stand where they are until all have read them
         for rank, of_rank in rooms.items():
             if of_rank:
-                there = torch.empty(len(of_rank), dtype=torch.int64)
+                there = Flat(torch.empty(len(of_rank), dtype=torch.int64))
                 peers.read(rank, addresses[rank], there)
-                peers.read_all(rank, there.tolist(), of_rank)
+                peers.read_all(rank, there.tensor.tolist(), of_rank)
 
-    dtypes = {str(x.dtype) for x in (*pieces, *(room for of_rank in rooms.values() for room in of_rank))}
+    dtypes = {str(x.tensor.dtype) for x in (*pieces, *(room for of_rank in rooms.values() for room in of_rank))}
     what = f"gather_pieces_here of {list(sizes)} {sorted(dtypes)}"
     return Exchange(tuple(ranks), [_Reading(act, places, ranks, 1 + number, peers, table, what)])
 
@@ -209,15 +210,15 @@ def sum_all_here(reading: _Reading, addresses: Addresses, sizes: Sequence[int], 
 
 def gather_segments_here(reading: _Reading, addresses: Addresses, sizes: Sequence[int], peers: Peers) -> None:
     """Do what `collectives.gather_segments` does."""
-    for rank, part, offset in zip(reading.ranks, segments(reading.buffer, sizes), _offsets(sizes), strict=True):
+    for rank, part, offset in zip(reading.ranks, reading.buffer.segments(sizes), _offsets(sizes), strict=True):
         if rank != reading.table.rank:
-            peers.read(rank, addresses[rank] + offset * part.itemsize, part)
+            peers.read(rank, addresses[rank] + offset * part.tensor.itemsize, part)
 
 
 def sum_segments_here(reading: _Reading, addresses: Addresses, sizes: Sequence[int], peers: Peers) -> None:
     """Do what `collectives.sum_segments` does."""
     here = reading.table.position(reading.ranks)
-    own, offset = segments(reading.buffer, sizes)[here], _offsets(sizes)[here] * reading.buffer.itemsize
+    own, offset = reading.buffer.segments(sizes)[here].tensor, _offsets(sizes)[here] * reading.buffer.tensor.itemsize
     _sum_into(own, own, addresses, offset, reading.table.rank, peers)
 
 
@@ -234,7 +235,7 @@ def _sum_into(result: Tensor, own: Tensor, addresses: Addresses, offset: int, he
     for start in range(0, own.numel(), most):
         mine, place = own[start : start + most], offset + start * own.itemsize
         given = {rank: rooms.get(rank, mine)[: mine.numel()] for rank in addresses}
-        parts = {rank: peers.part(rank, addresses[rank], place, like) for rank, like in given.items()}
+        parts = {rank: peers.part(rank, addresses[rank], place, Flat(like)) for rank, like in given.items()}
         parts[here] = mine
         into = mine if result is own else result[start : start + most]
         sum_into(into, [parts[rank] for rank in sorted(parts)])
@@ -272,7 +273,7 @@ def _placed(x: Tensor, peers: Peers) -> Summand:
     """Copy a tensor to a room; where there is none, only if it is not dense."""
     summand = room_of_summand(x.shape, x.dtype, peers)
     if summand is None:
-        return Summand(x.detach().contiguous())
+        return Summand(dense(x))
     summand.value.copy_(x.detach())
     return summand
 
@@ -299,13 +300,13 @@ def begin_gather_read(
     what: str = "all-gather",
 ) -> UnderWay[list[Tensor]]:
     """Begin what `gather_read` does."""
-    own = x.detach().contiguous()
+    own = dense(x)
     parts = [own if r == table.rank else own.new_empty(list(s)) for r, s in zip(ranks, shapes, strict=True)]
 
     def act(reading: _Reading, addresses: Addresses) -> None:
         for rank, part in zip(ranks, parts, strict=True):
             if rank != table.rank and part.numel():
-                peers.read(rank, addresses[rank], part)
+                peers.read(rank, addresses[rank], Flat.over(part))
 
     return UnderWay(parts, _begun(act, own, ranks, peers, table, what, [list(shape) for shape in shapes]))
 
@@ -322,7 +323,7 @@ def begin_reduce_read(
     """Begin what `reduce_read` does."""
     here, sizes = table.position(ranks), [part.numel() for part in parts]
     buffer, room = _end_to_end(parts, peers)
-    own, offset = segments(buffer, sizes)[here], _offsets(sizes)[here] * buffer.itemsize
+    own, offset = Flat(buffer).segments(sizes)[here].tensor, _offsets(sizes)[here] * buffer.itemsize
     result = torch.empty_like(parts[here], memory_format=torch.contiguous_format)
 
     def act(reading: _Reading, addresses: Addresses) -> None:
@@ -334,12 +335,13 @@ def begin_reduce_read(
 def _end_to_end(parts: Sequence[Tensor], peers: Peers) -> Summand:
     """Return parts as one flat tensor: where they stand, if they do so end to end, else copied."""
     first, places = parts[0], {part.untyped_storage().data_ptr() for part in parts}
+    is_flat = all(map(is_dense, parts))
     starts = accumulate((part.numel() for part in parts), initial=first.storage_offset())
     pairs, total = zip(parts, starts, strict=False), sum(part.numel() for part in parts)
-    if len(places) == 1 and all(part.is_contiguous() and part.storage_offset() == start for part, start in pairs):
+    if is_flat and len(places) == 1 and all(part.storage_offset() == start for part, start in pairs):
         return Summand(first.detach().as_strided((total,), (1,)))
     summand = room_of_summand((total,), first.dtype, peers) or Summand(first.new_empty(total))
-    torch.cat([part.detach().reshape(-1) for part in parts], out=summand.value)
+    torch.cat([dense(part).view(-1) for part in parts], out=summand.value)
     return summand
 
 
@@ -354,4 +356,4 @@ def _begun(
     room: Room | None = None,
 ) -> Exchange:
     told = f"{what} of {sizes} {own.dtype}"
-    return Exchange(tuple(ranks), [_Reading(act, own, ranks, 0, peers, table, told, room=room)])
+    return Exchange(tuple(ranks), [_Reading(act, Flat.over(own), ranks, 0, peers, table, told, room=room)])

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
+from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.peers.memory import Peers, Told, mutual_peers
 from hetu_fx.errors import CommError
@@ -34,22 +33,20 @@ class Mail:
     sent: Counter[int] = field(default_factory=Counter)
     taken: Counter[int] = field(default_factory=Counter)
 
-    def takes(self, peer: int, x: Tensor) -> bool:
+    def takes(self, peer: int, x: Flat) -> bool:
         """Tell whether a message to or from another rank goes so; both ends say the same."""
-        return x.is_cpu and peer in self.peers.processes and not self.table.cuts(peer)
+        return x.tensor.is_cpu and peer in self.peers.processes and not self.table.cuts(peer)
 
-    def send(self, peer: int, x: Tensor) -> _Sent:
-        """Let a rank take a tensor, which stays as it is until that is waited for."""
-        if not x.is_contiguous():
-            raise CommError(f"a message to rank {peer} has strides {x.stride()}; make it contiguous")
+    def send(self, peer: int, x: Flat) -> _Sent:
+        """Let a rank take a buffer, which stays as it is until that is waited for."""
         self.sent[peer] += 1
         number = self.sent[peer]
         if number > RING:
             self.wait_until_taken(peer, number - RING)
-        self.peers.own.write(_slot(peer, number), Told(number, x.data_ptr(), x.nbytes))
+        self.peers.own.write(_slot(peer, number), Told(number, x.tensor.data_ptr(), x.tensor.nbytes))
         return _Sent(self, peer, number, x)
 
-    def receive(self, peer: int, room: Tensor) -> _Received:
+    def receive(self, peer: int, room: Flat) -> _Received:
         """Begin to take the next message of a rank."""
         self.taken[peer] += 1
         return _Received(self, peer, self.taken[peer], room)
@@ -74,7 +71,7 @@ class _Sent:
     mail: Mail
     peer: int
     number: int
-    x: Tensor
+    x: Flat
 
     def wait(self) -> None:
         """Wait until it has been taken."""
@@ -92,14 +89,15 @@ class _Received:
     mail: Mail
     peer: int
     number: int
-    room: Tensor
+    room: Flat
 
     def wait(self) -> None:
         """Wait until it stands there, and take it."""
         mail, slot = self.mail, _slot(self.mail.table.rank, self.number)
         told = mail.peers.wait_for(self.peer, slot, self.number, mail.table)
-        if told.kind != self.room.nbytes:
-            raise CommError(f"rank {self.peer} hands over {told.kind} bytes where {self.room.nbytes} are expected")
+        expected = self.room.tensor.nbytes
+        if told.kind != expected:
+            raise CommError(f"rank {self.peer} hands over {told.kind} bytes where {expected} are expected")
         mail.peers.read(self.peer, told.address, self.room)
         mail.peers.own.write(mail.receipt(self.peer), Told(self.number))
 

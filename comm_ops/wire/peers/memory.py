@@ -27,6 +27,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import Tensor
 
+from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
 from hetu_fx.comm_ops.wire.peers.rooms import Area, Room, area_bytes, behind, is_room, seen
 from hetu_fx.comm_ops.wire.peers.shared import WORD_BYTES, Place, SharedMemory, mapped, shared_memory
@@ -124,32 +125,32 @@ class Peers:
         """Return a place in this rank's area; None where there is none."""
         return None if self.area is None else self.area.room(num_bytes)
 
-    def part(self, rank: int, address: int, offset: int, room: Tensor) -> Tensor:
+    def part(self, rank: int, address: int, offset: int, room: Flat) -> Tensor:
         """Return what stands behind an address that a rank has told, as much as has room: there, or else copied."""
         if is_room(address):
-            return seen(self.areas[rank], address, offset, room)
+            return seen(self.areas[rank], address, offset, room.tensor)
         self.read(rank, address + offset, room)
-        return room
+        return room.tensor
 
-    def read(self, rank: int, address: int, room: Tensor) -> None:
-        """Copy bytes of a rank's memory into a dense tensor. Raises RuntimeError where that process has gone."""
+    def read(self, rank: int, address: int, room: Flat) -> None:
+        """Copy bytes of a rank's memory into a buffer. Raises RuntimeError where that process has gone."""
         try:
-            _copy(self.processes[rank], address, room.data_ptr(), room.nbytes)
+            _copy(self.processes[rank], address, room.tensor.data_ptr(), room.tensor.nbytes)
         except ProcessLookupError as error:
             raise _gone(rank) from error
         except OSError as error:
             raise RuntimeError(f"the memory of rank {rank} cannot be read: {error.strerror}") from error
 
-    def read_all(self, rank: int, addresses: Sequence[int], rooms: Sequence[Tensor]) -> None:
-        """Copy several pieces of a rank's memory into dense tensors. Raises RuntimeError as `read` does."""
+    def read_all(self, rank: int, addresses: Sequence[int], rooms: Sequence[Flat]) -> None:
+        """Copy several pieces of a rank's memory into buffers. Raises RuntimeError as `read` does."""
         pairs = list(zip(addresses, rooms, strict=True))
         for first in range(0, len(pairs), _MOST_EXTENTS):
             batch = pairs[first : first + _MOST_EXTENTS]
             done = _copied_at_once(self.processes[rank], batch)
             for address, room in batch:  # the system may stop early; whoever has gone is named here
-                if done < room.nbytes:
+                if done < room.tensor.nbytes:
                     self.read(rank, address, room)
-                done = max(0, done - room.nbytes)
+                done = max(0, done - room.tensor.nbytes)
 
     def look(self, rank: int, slot: int) -> Told:
         """Return what a rank has said, also one that has gone since."""
@@ -233,12 +234,12 @@ def _copy(process: int, address: int, place: int, size: int) -> None:
         address, place, size = address + count, place + count, size - count
 
 
-def _copied_at_once(process: int, pieces: Sequence[tuple[int, Tensor]]) -> int:
+def _copied_at_once(process: int, pieces: Sequence[tuple[int, Flat]]) -> int:
     """Copy pieces of a process's memory in one call; return how many bytes that has brought."""
     there, here = (_Extent * len(pieces))(), (_Extent * len(pieces))()
     for number, (address, room) in enumerate(pieces):
-        there[number].first, here[number].first = address, room.data_ptr()
-        there[number].size = here[number].size = room.nbytes
+        there[number].first, here[number].first = address, room.tensor.data_ptr()
+        there[number].size = here[number].size = room.tensor.nbytes
     count = ctypes.c_ulong(len(pieces))
     return max(0, int(system_call()(process, here, count, there, count, ctypes.c_ulong(0))))
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
+from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.threads.meetings import Members
 from hetu_fx.errors import DivergedError
 
@@ -32,7 +32,7 @@ class Way(NamedTuple):
 class Letter:
     """One end of a message: what is sent, or the room for it."""
 
-    x: Tensor
+    x: Flat
     problem: str = ""
     is_done: bool = False
 
@@ -49,12 +49,12 @@ class Mail:
     sent: dict[Way, deque[Letter]] = field(default_factory=dict)
     awaited: dict[Way, deque[Letter]] = field(default_factory=dict)
 
-    def send(self, way: Way, x: Tensor) -> Letter:
-        """Send a tensor; it stays as it is until the message is done."""
+    def send(self, way: Way, x: Flat) -> Letter:
+        """Send a buffer; it stays as it is until the message is done."""
         return _met(way, Letter(x), self.sent, self.awaited, sends=True)
 
-    def receive(self, way: Way, x: Tensor) -> Letter:
-        """Receive a tensor, in `x`."""
+    def receive(self, way: Way, x: Flat) -> Letter:
+        """Receive a buffer, in `x`."""
         return _met(way, Letter(x), self.awaited, self.sent, sends=False)
 
     def left(self) -> list[str]:
@@ -78,11 +78,11 @@ def _met(
 
 
 def _deliver(way: Way, sent: Letter, awaited: Letter) -> None:
-    forms = [f"{letter.x.numel()} of {letter.x.dtype}" for letter in (sent, awaited)]
+    forms = [f"{x.tensor.numel()} of {x.tensor.dtype}" for x in (sent.x, awaited.x)]
     if forms[0] != forms[1]:
         problem = f"a message from {way} is sent as {forms[0]} and awaited as {forms[1]}"
         sent.problem = awaited.problem = problem
         raise DivergedError(problem)
     with torch.no_grad():
-        awaited.x.copy_(sent.x.view(awaited.x.shape))
+        awaited.x.copy_from(sent.x)
     sent.is_done = awaited.is_done = True

@@ -15,17 +15,20 @@ from hetu_fx.comm_ops.wire.threads.transport import Office, ThreadTransport
 T = TypeVar("T")
 
 
-def run_in_threads(size: int, work: Callable[[GroupTable], T]) -> list[T]:
+def run_in_threads(size: int, work: Callable[[GroupTable], T], seconds: float | None = None) -> list[T]:
     """Run `work` with the table of every rank of a world of `size`, and return what each has made, by rank.
 
-    One runs at a time, until it waits for another, in an order that is always the same. All is on the host.
+    One runs at a time, until it waits for another, in an order that is always the same. All is on the host. After
+    `seconds` a rank that begins to wait gives up.
 
     Raises:
         DivergedError: ranks make calls that do not fit together, or wait for each other in vain; says who and for what.
+        TimeoutError: it takes more than `seconds`.
         CommError: a message was sent that nobody has received.
         Exception: the first error of a rank.
     """
     office = Office(size)
+    office.turns.seconds = seconds
     made: list[T] = office.turns.run([partial(_as_rank, office, rank, size, work) for rank in range(size)])
     office.check_empty()
     return made

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.threads.mail import Letter, Mail, Way
 from hetu_fx.comm_ops.wire.threads.meetings import Act, Call, Meeting, Meetings, Members
 from hetu_fx.comm_ops.wire.threads.turns import Turns
@@ -100,25 +101,25 @@ class ThreadTransport:
         return torch.device("cpu")
 
     def all_reduce(
-        self, x: Tensor, group: Members, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, *, is_async: bool = False
+        self, x: Flat, group: Members, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, *, is_async: bool = False
     ) -> MeetingWork | None:
         """Reduce in the order of the ranks."""
         reduce = _REDUCE[op]
-        return self._meet(group, Call("all_reduce", f"{_form(x)}, {op}"), x, partial(_all_reduce, reduce), is_async)
+        return self._meet(
+            group, Call("all_reduce", f"{_form(x)}, {op}"), x.tensor, partial(_all_reduce, reduce), is_async
+        )
 
-    def all_gather(
-        self, parts: list[Tensor], x: Tensor, group: Members, *, is_async: bool = False
-    ) -> MeetingWork | None:
+    def all_gather(self, parts: list[Flat], x: Flat, group: Members, *, is_async: bool = False) -> MeetingWork | None:
         """Copy each one's to all."""
         return self._meet(group, Call("all_gather", _form(x, parts)), (parts, x), _all_gather, is_async)
 
-    def broadcast(self, x: Tensor, source: int, group: Members) -> MeetingWork | None:
+    def broadcast(self, x: Flat, source: int, group: Members) -> MeetingWork | None:
         """Copy one's to the others."""
         call = Call("broadcast", f"{_form(x)} from rank {source}")
-        return self._meet(group, call, x, partial(_broadcast, source), True)
+        return self._meet(group, call, x.tensor, partial(_broadcast, source), True)
 
     def reduce_scatter(
-        self, result: Tensor, parts: list[Tensor], group: Members, *, is_async: bool = False
+        self, result: Flat, parts: list[Flat], group: Members, *, is_async: bool = False
     ) -> MeetingWork | None:
         """Sum what is for each, in the order of the ranks."""
         call = Call("reduce_scatter", _form(result, parts))
@@ -154,8 +155,9 @@ class ThreadTransport:
         return None
 
 
-def _form(x: Tensor, parts: Sequence[Tensor] = ()) -> str:
+def _form(buffer: Flat, buffers: Sequence[Flat] = ()) -> str:
     """Tell what must be the same on all: of a device's tensors what each gives or gets, as NCCL takes unequal ones."""
+    x, parts = buffer.tensor, [each.tensor for each in buffers]
     size = [part.numel() for part in parts] if parts and x.device.type != "cpu" else x.numel()
     return f"{size} of {x.dtype}"
 
@@ -171,11 +173,11 @@ def _all_reduce(reduce: Callable[[Tensor, Tensor], Tensor], brought: Mapping[int
 
 
 @torch.no_grad()
-def _all_gather(brought: Mapping[int, tuple[list[Tensor], Tensor]]) -> None:
+def _all_gather(brought: Mapping[int, tuple[list[Flat], Flat]]) -> None:
     own = [x for _, x in brought.values()]
     for parts, _ in brought.values():
         for part, x in zip(parts, own, strict=True):
-            part.copy_(x)
+            part.copy_from(x)
 
 
 @torch.no_grad()
@@ -186,13 +188,13 @@ def _broadcast(source: int, brought: Mapping[int, Tensor]) -> None:
 
 
 @torch.no_grad()
-def _reduce_scatter(brought: Mapping[int, tuple[Tensor, list[Tensor]]]) -> None:
+def _reduce_scatter(brought: Mapping[int, tuple[Flat, list[Flat]]]) -> None:
     for place, (result, _) in enumerate(brought.values()):
-        first, *others = (parts[place] for _, parts in brought.values())
+        first, *others = (parts[place].tensor for _, parts in brought.values())
         total = first.clone()
         for other in others:
             total += other
-        result.copy_(total)
+        result.tensor.copy_(total)
 
 
 def _from_one(source: int, brought: Mapping[int, list[Any]]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,9 +49,15 @@ class Thread:
 
 
 class Turns:
-    """Runs pieces of work in threads that take turns, in the order that they are given in, round and round."""
+    """Runs pieces of work in threads that take turns, in the order that they are given in, round and round.
+
+    Attributes:
+        seconds: after which a thread that begins to wait gives up, and so all do; None: never.
+    """
 
     def __init__(self) -> None:
+        self.seconds: float | None = None
+        self._begun = time.monotonic()
         self._threads: list[Thread] = []
         self._started: list[threading.Thread] = []
         self._now = 0
@@ -63,6 +70,7 @@ class Turns:
         Raises:
             BaseException: the first error of any; that others waited for it in vain is no error of theirs.
         """
+        self._begun = time.monotonic()
         for number, work in enumerate(works):
             self.start(f"rank {number}", work)
         self._threads[0].go.release()
@@ -84,7 +92,10 @@ class Turns:
 
         Raises:
             DivergedError: nobody can go on; says what everybody waits for.
+            TimeoutError: all have run for more than `seconds`.
         """
+        if self.seconds is not None and time.monotonic() - self._begun > self.seconds:
+            raise TimeoutError(f"given up after {self.seconds:.1f} s")
         if is_over():
             return
         thread = self._threads[self._now]

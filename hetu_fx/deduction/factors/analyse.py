@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,14 +44,16 @@ from hetu_fx.graph.graph import Graph, LeafKind
 FactorDims = tuple[tuple[int, ...], ...]
 
 
-def analyse(graph: Graph) -> FactorMap:
+def analyse(graph: Graph, only: Collection[fx.Node] | None = None) -> FactorMap:
     """Return the factor classes of a graph and what each op does to them.
 
+    `only` of these nodes, where they are given; all that they are made of must be among them.
     An op without a rule keeps everything whole, with an UnknownOpWarning that names it and the user's line.
     """
-    steps, routing = _factor_ops(graph)
+    nodes = [node for node in graph.graph.nodes if only is None or node in only]
+    steps, routing = _factor_ops(graph, nodes)
     analysis = _Analysis(graph)
-    for node in graph.graph.nodes:
+    for node in nodes:
         analysis.visit(node, steps.get(node))
     return _Extraction(graph, analysis, steps).factor_map(routing)
 
@@ -254,13 +256,12 @@ class FactoredOp:
     traits: Traits
 
 
-def _factor_ops(graph: Graph) -> tuple[Mapping[fx.Node, FactoredOp], Routing]:
-    """Ask the rule of every op of a graph for its factors, and what routes rows among them; see `analyse`."""
+def _factor_ops(graph: Graph, nodes: Iterable[fx.Node]) -> tuple[Mapping[fx.Node, FactoredOp], Routing]:
+    """Ask the rules of the ops among `nodes` for their factors, and what routes rows among them; see `analyse`."""
     told: set[str] = set()
     steps: dict[fx.Node, FactoredOp] = {}
-    for node in graph.graph.nodes:
-        if _is_tensor_op(node):
-            steps[node] = _step(call_of(node), node, told)
+    for node in filter(_is_tensor_op, nodes):
+        steps[node] = _step(call_of(node), node, told)
     routing = find_routing(graph.graph, {node: (step.call, step.factoring) for node, step in steps.items()})
     for node, call in routing.calls.items():
         steps[node] = _step(call, node, told)

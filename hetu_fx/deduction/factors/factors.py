@@ -8,9 +8,10 @@ from functools import cached_property
 
 from torch import fx
 
-from hetu_fx.deduction.rules.call import Path
+from hetu_fx.deduction.rules.call import Path, entries
 from hetu_fx.deduction.rules.forms import NO_TRAITS, Traits
 from hetu_fx.errors import DeductionError
+from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Leaf, LeafKind
 
 
@@ -132,6 +133,25 @@ class OpFactors:
     def read(self) -> tuple[OperandFactors, ...]:
         """Return the operands whose values are read."""
         return tuple(operand for position, operand in enumerate(self.operands) if position not in self.unread)
+
+    @property
+    def rows_meet(self) -> bool:
+        """Tell whether the op must have all rows of the batch at once, to look across them or to count them up.
+
+        So does one whose mean over rows is no sum over a count: shares of rows would weigh alike.
+        """
+        read = frozenset(cls for operand in self.read for cls in operand.classes if cls.is_batch)
+        rows = read or frozenset(cls for cls in self.made if cls.is_batch)
+        return bool(rows & (self.whole | self.sharded)) or any(cls.is_batch for cls in self.averaged)
+
+    def numbers_of(self, node: fx.Node) -> tuple[tuple[Path, fx.Node], ...]:
+        """Return the numbers that the op reads in a call of it, other than as sizes of what it makes, by their places.
+
+        A number is any node whose value is no tensor.
+        """
+        sizes = {arg.path for arg in self.size_args}
+        given = [*entries(node.args), *entries(node.kwargs)]
+        return tuple((path, item) for path, item in given if path not in sizes and not meta.has_tensor(item))
 
     def cut_at(self, factor: FactorClass) -> OpFactors:
         """Return the op as it is for one who cuts `factor` in it, or wants to."""

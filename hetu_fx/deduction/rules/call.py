@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.base.torch_private import has_schema, schema
 from hetu_fx.deduction.rules.size import Size, size_of
 from hetu_fx.graph import meta
@@ -147,13 +148,13 @@ def make_call(
         paths=paths,
         tensor_names=_tensor_names(target, arguments),
         where=where,
-        result_float=all(tensor.is_floating_point() for tensor in results),
+        result_float=all(carries_gradient(tensor.dtype) for tensor in results),
     )
 
 
 def _operand(name: str, path: Path, tensor: torch.Tensor, source: Any) -> Operand:
-    is_float = tensor.is_floating_point() or tensor.is_complex()
-    return Operand(name, path, _shape(tensor), source, tensor.dtype is torch.bool, is_float)
+    is_bool, is_float = tensor.dtype is torch.bool, carries_gradient(tensor.dtype)
+    return Operand(name, path, _shape(tensor), source, is_bool, is_float)
 
 
 def _shape(tensor: torch.Tensor) -> Shape:
@@ -200,6 +201,18 @@ def _tensor_names(target: Any, arguments: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(arguments) if signature is None else tuple(name for name, _, tensor in signature if tensor)
 
 
+def entries(value: Any, path: Path = ()) -> Iterator[tuple[Path, fx.Node]]:
+    """Yield the nodes among a call's arguments with their places: in `args` by number, in `kwargs` by name."""
+    if isinstance(value, fx.Node):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from entries(item, (*path, name))
+    elif isinstance(value, tuple | list):
+        for position, item in enumerate(value):
+            yield from entries(item, (*path, position))
+
+
 def argument_at(node: fx.Node, path: Path) -> Any:
     """Return what stands at a place of a call."""
     return entry_at({"args": node.args, "kwargs": node.kwargs}, path)
@@ -218,3 +231,18 @@ def entry_at(call: dict[str, Any], path: Path) -> Any:
     """Return what stands at a place in a call's `args` and `kwargs`."""
     holder, key = holder_of(call, path)
     return holder[key]
+
+
+def thawed(value: Any) -> Any:
+    """Copy nested arguments into lists and dicts that can be changed."""
+    if isinstance(value, list | tuple):
+        return [thawed(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: thawed(item) for key, item in value.items()}
+    return value
+
+
+def set_entry(call: dict[str, Any], path: Path, value: Any) -> None:
+    """Put a value at a place in a call's thawed `args` and `kwargs`."""
+    holder, key = holder_of(call, path)
+    holder[key] = value

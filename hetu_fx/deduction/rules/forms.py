@@ -161,6 +161,7 @@ class Traits:
         vanishing: operands each entry of which makes a few entries of the result alone, zeros where it is zero.
             Summands that do not overlap go through such an op one by one, even where it is not linear: f(a + b) is
             f(a) + f(b) where at most one of a and b is not zero, and f(0) = 0.
+        inverse: operands that the op divides by: n times as large, each makes the result an n-th.
         counter_at: for an op that draws by counter, the argument that says which part of the whole tensor it draws.
         sharded: its form where a factor is cut that it looks across.
         placed: its form where a factor is cut along which it goes by position.
@@ -168,6 +169,7 @@ class Traits:
     """
 
     vanishing: frozenset[int] = frozenset()
+    inverse: frozenset[int] = frozenset()
     counter_at: int | None = None
     sharded: ShardedForm | None = None
     placed: Callable[[PartCall], fx.Node] | None = None

@@ -131,7 +131,7 @@ ZERO_AT_ZERO = """
 """.split()
 UNARY = """
     acos acosh bitwise_not ceil cos cosh digamma erfc erfinv exp exp2 floor frac hardsigmoid hardtanh
-    isfinite isinf isnan lgamma log log10 log2 log_sigmoid logical_not logit nan_to_num reciprocal round
+    isfinite isinf isnan lgamma log log10 log2 log_sigmoid logical_not logit nan_to_num round
     rsqrt sigmoid signbit sinc softplus threshold trunc fix i0 add.Scalar sub.Scalar rsub.Scalar
     pow.Tensor_Scalar pow.Scalar remainder.Scalar fmod.Scalar floor_divide.Scalar clamp clamp_min
     clamp_max clip eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar __and__.Scalar
@@ -155,12 +155,14 @@ RULES: tuple[Rule, ...] = (
     *built(copied, *OTHER_COPIES),
     *built(pointwise, *ZERO_AT_ZERO, traits=KEEPS_ZEROS),
     *built(pointwise, *UNARY, *BINARY),
+    *built(pointwise, "reciprocal", traits=Traits(inverse=frozenset({0}))),
     *built(added, "add.Tensor", "sub.Tensor", "subtract.Tensor"),
     *built(multiplied, "mul.Tensor", traits=Traits(vanishing=frozenset({0, 1}))),
     *built(multiplied, "mul.Scalar", traits=KEEPS_ZEROS),
     *built(multiplied, "multiply.Tensor", "multiply.Scalar"),
-    *built(divided, "div.Tensor", "div.Scalar", traits=KEEPS_ZEROS),
-    *built(divided, "div.Tensor_mode", "true_divide.Tensor", "divide.Tensor", "divide.Tensor_mode"),
+    *built(divided, "div.Tensor", "div.Scalar", traits=Traits(vanishing=frozenset({0}), inverse=frozenset({1}))),
+    *built(divided, "true_divide.Tensor", "divide.Tensor", traits=Traits(inverse=frozenset({1}))),
+    *built(divided, "div.Tensor_mode", "divide.Tensor_mode"),
     *built(added, "where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar"),
     *built(filled, "masked_fill.Scalar", "masked_fill.Tensor"),
     *built(pointwise, "fill.Scalar", "fill.Tensor"),

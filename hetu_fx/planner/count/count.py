@@ -19,6 +19,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import FlopCounterMode
 
+from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.base.torch_private import OpOverload, tree_leaves, tree_map
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import is_view
@@ -352,4 +353,4 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
 
 
 def _is_float(node: fx.Node) -> bool:
-    return any(tensor.is_floating_point() for tensor in _tensors(node))
+    return any(carries_gradient(tensor.dtype) for tensor in _tensors(node))

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.base.once import once
 from hetu_fx.base.torch_private import has_schema, tree_leaves
 from hetu_fx.cluster.devices import FLOPS_PER_BYTE
@@ -168,7 +169,8 @@ class _ProblemReader:
     def _make(self, node: fx.Node, number: int, dims: ClassDims) -> str:
         tensors = [item for item in tree_leaves(meta.value(node)) if isinstance(item, torch.Tensor)]
         name = node.name if len(tensors) == 1 else _result_name(node, number)
-        self._add_tensor(name, node, dims, tensors[number].element_size(), "value", tensors[number].is_floating_point())
+        size, is_float = tensors[number].element_size(), carries_gradient(tensors[number].dtype)
+        self._add_tensor(name, node, dims, size, "value", is_float)
         if len(tensors) == 1:
             self.sources[node] = name, dims
         return name
@@ -255,7 +257,7 @@ def _backward(op: OpFactors, flops: float) -> tuple[float, ...]:
 
     Numbers of rows or experts have none.
     """
-    of_floats = [i for i, operand in enumerate(op.operands) if meta.value(operand.node).is_floating_point()]
+    of_floats = [i for i, operand in enumerate(op.operands) if carries_gradient(meta.dtype(operand.node))]
     sharing = [i for i in of_floats if i not in op.additive]
     return tuple(2 * flops / len(sharing) if i in sharing else 0.0 for i in range(len(op.operands)))
 

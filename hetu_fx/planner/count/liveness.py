@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 
+from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.base.torch_private import FakeTensorMode, tree_leaves
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
@@ -140,7 +141,7 @@ class _Runner:
         if not isinstance(example, Tensor):
             return meta.hint(example)
         sizes = [self._size(size, rows) for size in example.shape]
-        is_trained = is_parameter and example.is_floating_point()
+        is_trained = is_parameter and carries_gradient(example.dtype)
         return torch.empty(sizes, dtype=example.dtype, device=example.device, requires_grad=is_trained)
 
     def _size(self, size: meta.Size, rows: int) -> int:

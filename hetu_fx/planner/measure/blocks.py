@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from hetu_fx.annotations.local import local_part
 from hetu_fx.base.device_types import HOST, type_of
+from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.base.progress import Tell, nobody
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.ops.table import COMM_OPS
@@ -119,7 +120,7 @@ class BlockShard:
 
 def _made_up(shape: Sequence[int], dtype: torch.dtype, place: torch.device, *, wants_gradient: bool) -> Tensor:
     """Return small random numbers; ones where only whole numbers go, which are valid positions, tokens and masks."""
-    if not dtype.is_floating_point:
+    if not carries_gradient(dtype):
         return torch.ones(shape, dtype=dtype, device=place)
     values = torch.randn(shape, device=place).mul_(0.02).to(dtype)
     return values.requires_grad_(wants_gradient)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from hetu_fx.base.dtypes import as_reals
 from hetu_fx.comm_ops.ops.product_from_factors import PRODUCTS_BY_NAME
 from hetu_fx.comm_ops.ops.table import FUSED_OPS
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
@@ -18,6 +20,7 @@ from hetu_fx.comm_ops.wire.threads.transport import ThreadTransport
 from hetu_fx.errors import CommError
 
 LINEAR = "aten.linear.default"
+DTYPES = torch.float64, torch.complex128
 NAMES = (LINEAR, "aten.mm.default", "aten.addmm.default")
 RANKS, SIZES, WIDTHS = [0, 1, 2], [5, 0, 2], [4, 3, 1]
 """Of every rank its part of the rows, in their second dim, and of what products cut."""
@@ -26,12 +29,11 @@ FORMS = ["", "nodes 0,0,1 from 0", "padded below 1000000"]
 GATHERED, SUMMED = torch.ops.hetu.gathered_products, torch.ops.hetu.summed_product
 
 
-def made(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
-
-
-def given(name: str, wide: int, narrow: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+def given(
+    name: str, wide: int, narrow: int, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Make rows, and two weights and biases, as a product wants them."""
+    made = partial(torch.randn, dtype=dtype, requires_grad=True)
     torch.manual_seed(2)
     x = made(2, sum(SIZES), wide) if name == LINEAR else made(sum(SIZES), wide)
     weights = [made(narrow, wide) if name == LINEAR else made(wide, narrow) for _ in range(2)]
@@ -53,17 +55,18 @@ def gradients(leaves: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def loss(results: Sequence[Tensor]) -> Tensor:
-    return torch.stack([y.sin().sum() for y in results]).sum()
+    return torch.stack([as_reals(y).sin().sum() for y in results]).sum()
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("cuts", [False, True], ids=["whole rows", "gathered rows"])
 @pytest.mark.parametrize("slices", SLICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_products_of_what_all_have_or_gather_are_those_of_one_device(
-    name: str, slices: str, cuts: bool, form: str
+    name: str, dtype: torch.dtype, slices: str, cuts: bool, form: str
 ) -> None:
-    x, weights, biases = given(name, 6, sum(WIDTHS))
+    x, weights, biases = given(name, 6, sum(WIDTHS), dtype)
     dim, out, act = x.dim() - 2, int(name != LINEAR), PRODUCTS_BY_NAME[name].call
     expected = [act(x, w, biases[i] if biases else None) for i, w in enumerate(weights)]
     loss(expected).backward()
@@ -88,11 +91,12 @@ def test_products_of_what_all_have_or_gather_are_those_of_one_device(
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("cuts", [False, True], ids=["whole rows", "scattered rows"])
 @pytest.mark.parametrize("slices", SLICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_product_whose_summands_ranks_make_is_that_of_one_device(
-    name: str, slices: str, cuts: bool, form: str
+    name: str, dtype: torch.dtype, slices: str, cuts: bool, form: str
 ) -> None:
-    x, (weight, _), biases = given(name, sum(WIDTHS), 6)
+    x, (weight, _), biases = given(name, sum(WIDTHS), 6, dtype)
     dim, act, bias = x.dim() - 2, PRODUCTS_BY_NAME[name].call, biases[0] if biases else None
     expected = act(x, weight, bias)
     loss([expected]).backward()

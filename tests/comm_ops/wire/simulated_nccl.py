@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.threads import transport
 from hetu_fx.comm_ops.wire.threads.meetings import Call, Members
 from hetu_fx.comm_ops.wire.threads.transport import ThreadTransport
@@ -149,11 +149,11 @@ class RecordingTransport(ThreadTransport):
             self._note(group, messages=tuple(messages))
         return super().post(receives, sends, group)
 
-    def all_gather(self, parts: list[Tensor], x: Tensor, group: Members, *, is_async: bool = False) -> Any:
+    def all_gather(self, parts: list[Flat], x: Flat, group: Members, *, is_async: bool = False) -> Any:
         call = Call("all_gather", _forms(parts))
         return self._meet(group, call, (parts, x), transport._all_gather, is_async)
 
-    def reduce_scatter(self, result: Tensor, parts: list[Tensor], group: Members, *, is_async: bool = False) -> Any:
+    def reduce_scatter(self, result: Flat, parts: list[Flat], group: Members, *, is_async: bool = False) -> Any:
         call = Call("reduce_scatter", _forms(parts))
         return self._meet(group, call, (result, parts), transport._reduce_scatter, is_async)
 
@@ -166,9 +166,9 @@ class RecordingTransport(ThreadTransport):
         self.posted.setdefault(self._rank, []).append(Posted(group.name, group.ranks, **what))
 
 
-def _forms(parts: Sequence[Tensor]) -> str:
-    return f"{[part.numel() for part in parts]} of {parts[0].dtype}"
+def _forms(parts: Sequence[Flat]) -> str:
+    return f"{[part.tensor.numel() for part in parts]} of {parts[0].tensor.dtype}"
 
 
-def _sent(peer: int, x: Tensor, tag: int, *, is_send: bool) -> Sent:
-    return Sent(peer, is_send, f"{x.numel()} of {x.dtype} with tag {tag:#x}")
+def _sent(peer: int, x: Flat, tag: int, *, is_send: bool) -> Sent:
+    return Sent(peer, is_send, f"{x.tensor.numel()} of {x.tensor.dtype} with tag {tag:#x}")

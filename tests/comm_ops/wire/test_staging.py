@@ -14,6 +14,7 @@ from hetu_fx.comm_ops.plans.algorithm import parse_algorithm
 from hetu_fx.comm_ops.plans.ways import STAGED, Way
 from hetu_fx.comm_ops.wire import staging
 from hetu_fx.comm_ops.wire.collectives import gather_parts, reduce_parts, sum_all, sum_over
+from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.p2p import Tag, post
 from hetu_fx.comm_ops.wire.staging import StagedArrival, StagedMessage
@@ -65,7 +66,7 @@ def test_collectives_of_several_types_are_those_of_one(types: list[str]) -> None
     def meet(table: GroupTable, device: torch.device) -> list[Tensor]:
         ranks, own = (0, 1, 2), numbers(table.rank, device)
         summed = own.clone()
-        sum_all(summed, ranks).wait()
+        sum_all(Flat.over(summed), ranks).wait()
         made = [sum_over(own, ranks, table), summed, *gather_parts(own, [[7]] * 3, ranks, table)]
         made.append(reduce_parts([own, own * 2, own * 3], ranks, table))
         assert {one.device.type for one in made} == {device.type}
@@ -139,7 +140,7 @@ class Later:
 def test_a_chunk_goes_on_to_the_device_before_the_next_is_waited_for() -> None:
     staging.CHUNK_BYTES, told = 4, []
     value = torch.zeros(10, dtype=torch.uint8, device=PLACE)
-    message = StagedMessage.of(value)
+    message = StagedMessage.of(Flat.over(value))
 
     class Seen(Later):
         def wait(self) -> None:
@@ -159,7 +160,7 @@ def test_a_chunk_goes_on_to_the_device_before_the_next_is_waited_for() -> None:
 def test_a_chunk_is_copied_from_the_device_when_it_is_asked_for() -> None:
     staging.CHUNK_BYTES = 4
     value = torch.zeros(8, dtype=torch.uint8, device=PLACE)
-    leaving = StagedMessage.of(value).leaving()
+    leaving = StagedMessage.of(Flat.over(value)).leaving()
     first = next(leaving)
     value.fill_(7)
     assert (first.tolist(), next(leaving).tolist()) == ([0] * 4, [7] * 4)
@@ -169,12 +170,12 @@ def test_a_chunk_is_copied_from_the_device_when_it_is_asked_for() -> None:
     ("size", "chunks"), [(0, 1), (1 << 10, 1), (1 << 18, 1), (1 << 20, 4), (1 << 22, 16), (1 << 24, 16), (1 << 26, 64)]
 )
 def test_small_messages_have_small_chunks_and_large_ones_many(size: int, chunks: int) -> None:
-    assert len(StagedMessage.of(torch.empty(size, dtype=torch.uint8)).arriving()) == chunks
+    assert len(StagedMessage.of(Flat(torch.empty(size, dtype=torch.uint8))).arriving()) == chunks
 
 
 def test_a_message_of_the_host_is_sent_from_its_own_memory() -> None:
     value = torch.arange(6.0)
-    message = StagedMessage.of(value)
+    message = StagedMessage.of(Flat.over(value))
     assert next(message.leaving()).data_ptr() == value.data_ptr()
 
 

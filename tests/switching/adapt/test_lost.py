@@ -9,7 +9,7 @@ import torch
 
 from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Sharding
 from hetu_fx.annotations.states import Duplicate, Split
-from hetu_fx.cli.verdict import judge
+from hetu_fx.check.verdict import judge
 from hetu_fx.errors import StateError
 from hetu_fx.lockstep import Lockstep, train_alone
 from hetu_fx.plans.plan import Pipeline, Plan, Stage

@@ -168,7 +168,7 @@ def form(rows: int, told: object = None, **values: tuple[int, ...]) -> OutputFor
 
 def routes(*forms: OutputForm, outputs_of: Plan | None = None) -> Any:
     plan = outputs_of or Plan.data_parallel((0, 1), (3, 1))
-    return eager_routes(dict(enumerate(forms)), plan, plan_rows(plan, (2, 2), shared=False), shared=False)
+    return eager_routes(dict(enumerate(forms)), {"x": 0}, plan, plan_rows(plan, (2, 2), shared=False), shared=False)
 
 
 def test_outputs_by_row_go_back_to_their_callers() -> None:

@@ -56,10 +56,10 @@ def test_every_device_of_a_pipeline_reads_all_its_rows() -> None:
 
 def test_rows_go_to_those_devices_of_a_pipeline_that_read_them() -> None:
     rows = plan_rows(TWO, (3, 3, 2), shared=False)
-    target = at_readers(TWO, frozenset({1, 2}), rows)
+    target = at_readers(TWO, frozenset({1, 2}), 0, rows)
     assert [target.holds(rank) for rank in (0, 1, 2)] == [False, True, True]
     assert [target.local_shape(rank, (8, 4)) for rank in (1, 2)] == [(6, 4), (2, 4)]
-    assert at_readers(TWO, frozenset({2}), rows) == at_readers(TWO, None, rows) == read_at(TWO, rows)
+    assert at_readers(TWO, frozenset({2}), 0, rows) == at_readers(TWO, None, 0, rows) == read_at(TWO, rows)
 
 
 def test_few_rows_leave_pipelines_and_micro_batches_empty() -> None:

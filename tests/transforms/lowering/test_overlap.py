@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from hetu_fx.cli.verdict import judge
+from hetu_fx.check.verdict import judge
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.comm_ops.plans.overlap import parse_slices
 from hetu_fx.lockstep import Lockstep, train_alone

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hetu_fx.cli.verdict import judge
+from hetu_fx.check.verdict import judge
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.comm_ops.ops import overlapped_products
 from hetu_fx.lockstep import Lockstep, train_alone

@@ -1,4 +1,4 @@
-"""Values with a row for each pair of rows have the rows of all replicas; what makes the rows keeps its own."""
+"""Ops in which rows meet have the rows of all replicas; what makes the rows keeps its own."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
 from hetu_fx.plans.plan import Plan
+from hetu_fx.program.loss_type import LossType
 from hetu_fx.program.program import Program, make_program
 from hetu_fx.transforms.rewrites.all_rows import OWN, PLACE, AllRows
+from hetu_fx.transforms.rewrites.global_mean import GlobalMean
 from hetu_fx.transforms.specialize.device_graph import GraphSlot, SlotKind
 from tests.transforms.plans import device_graph, run_in_lockstep
 
@@ -70,7 +72,7 @@ def test_no_value_has_its_own_rows_twice_and_the_batch_can_be_cut(loss: Loss) ->
     assert program.graph.all_rows is not None
     assert program._batch_axis is not None, "rows can be spread over replicas"
     assert program.mixes_rows
-    assert program.loss_is_mean
+    assert program.loss_type is LossType.NEITHER
     for node in filter(meta.is_tensor, program.graph.graph.nodes):
         assert sum(meta.depends_on_batch(size, program.graph) for size in meta.shape(node)) <= 1
 
@@ -118,14 +120,14 @@ def test_the_values_are_those_of_the_given_graph() -> None:
 
 
 def test_what_makes_the_rows_is_not_gathered() -> None:
-    graph = AllRows()(graph_of(by_scores))
+    graph = AllRows()(GlobalMean()(graph_of(by_scores)))
     gathered = [meta.hints(node) for node in nodes_of(graph, PLACE)]
     rows = meta.hints(graph.leaves_of(LeafKind.INPUT)[0].node)[0]
     assert gathered == [(rows, 3), (3, rows)]
 
 
 def test_a_loss_of_rows_is_left_as_it_is() -> None:
-    given = graph_of(of_rows)
+    given = GlobalMean()(graph_of(of_rows))
     assert AllRows()(given) is given
 
 

@@ -15,11 +15,12 @@ from hetu_fx.graph.bind import Batch, input_tensors
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
 from hetu_fx.transforms.rewrites.counts import extract_prologue
-from hetu_fx.transforms.rewrites.global_mean import GlobalMean
+from hetu_fx.transforms.rewrites.global_mean import MEAN, GlobalMean
 from tests.graph.compare import assert_same_as_eager, gradients, loss_of, run_on_one_device
 from tests.model_zoo import SAMPLES, captured, example, to_double
 
 aten = torch.ops.aten
+CROSS_ENTROPY = aten.cross_entropy_loss.default
 
 
 def counts_of(graph: Graph, *batches: Batch) -> dict[str, torch.Tensor]:
@@ -183,10 +184,20 @@ def test_means_over_other_dims_stay() -> None:
     assert not GlobalMean()(graph).leaves_of(LeafKind.COUNT)
 
 
-def test_labels_that_the_model_makes_are_noted() -> None:
+def test_labels_that_the_model_makes_are_counted_in_the_graph() -> None:
     model = Head(lambda s, y: F.cross_entropy(s, (s.detach() + y).argmax(-1)))
     graph = GlobalMean()(capture(model, {"x": torch.randn(4, 6), "y": torch.randn(4, 5)}))
-    assert any("labels are not computed from inputs alone" in note for note in graph.notes)
+    assert not graph.leaves_of(LeafKind.COUNT)
+    assert all(node.args[4] != MEAN for node in graph.graph.find_nodes(op="call_function", target=CROSS_ENTROPY))
+
+
+def test_counts_that_depend_on_other_counts_are_not_added_up_before_the_step() -> None:
+    def of_rare_classes(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        each = F.one_hot(labels, 5).sum(0).to(scores.dtype)
+        return F.cross_entropy(scores, labels, weight=1 / (each + 1))
+
+    graph = GlobalMean()(capture(Head(of_rare_classes), {"x": torch.randn(4, 6), "y": torch.tensor([0, 3, 2, 3])}))
+    assert not graph.leaves_of(LeafKind.COUNT)
 
 
 def test_the_given_graph_is_left_as_it_was() -> None:

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from hetu_fx.comm_ops.plans.algorithm import FLAT
-from hetu_fx.comm_ops.wire.collectives import gather_segments, reduce_parts, segments, sum_over, sum_segments
+from hetu_fx.comm_ops.wire.collectives import gather_segments, reduce_parts, sum_over, sum_segments
+from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.peers import exchanges, memory
 from hetu_fx.comm_ops.wire.peers.exchanges import (
@@ -48,7 +49,7 @@ def read(act: Act, buffer: torch.Tensor, number: int = 0) -> torch.Tensor:
     peers = peers_of(table, RANKS)
     assert peers is not None
     with using(table):
-        start_here(act, buffer, SIZES, RANKS, number, table, peers).wait()
+        start_here(act, Flat(buffer), SIZES, RANKS, number, table, peers).wait()
     return buffer
 
 
@@ -59,9 +60,9 @@ def check_sums_have_the_bits_of_those_that_are_sent(rank: int, world: int, folde
             here = RANKS.index(rank)
             sent, table = value(rank, dtype), GroupTable(name=f"senders {dtype}")
             with using(table):
-                sum_segments(sent, SIZES, RANKS).wait()
+                sum_segments(Flat(sent), SIZES, RANKS).wait()
             found = read(sum_segments_here, value(rank, dtype), 10 + number)
-            assert torch.equal(segments(found, SIZES)[here], segments(sent, SIZES)[here])
+            assert torch.equal(found.split(SIZES)[here], sent.split(SIZES)[here])
 
 
 def check_exchanges_of_one_number_may_be_under_way_together(rank: int, world: int, folder: Path) -> None:
@@ -70,7 +71,7 @@ def check_exchanges_of_one_number_may_be_under_way_together(rank: int, world: in
     assert peers is not None
     buffers = [value(rank, torch.float64) * factor for factor in (1, 2, 3)]
     with using(table):
-        begun = [start_here(sum_all_here, buffer, SIZES, RANKS, 5, table, peers) for buffer in buffers]
+        begun = [start_here(sum_all_here, Flat(buffer), SIZES, RANKS, 5, table, peers) for buffer in buffers]
         for exchange in begun:
             exchange.wait()
     expected = value(0, torch.float64) + value(1, torch.float64) + value(2, torch.float64)
@@ -84,11 +85,11 @@ def check_too_many_of_one_number_are_refused_until_some_have_ended(rank: int, wo
     assert peers is not None
     with using(table):
         begun = [
-            start_here(sum_all_here, value(rank, torch.float64), SIZES, RANKS, 0, table, peers)
+            start_here(sum_all_here, Flat(value(rank, torch.float64)), SIZES, RANKS, 0, table, peers)
             for _ in range(exchanges.AT_ONCE)
         ]
         with pytest.raises(CommError, match=r"more than 32 exchanges 1 .* end one before the next"):
-            start_here(sum_all_here, value(rank, torch.float64), SIZES, RANKS, 0, table, peers)
+            start_here(sum_all_here, Flat(value(rank, torch.float64)), SIZES, RANKS, 0, table, peers)
     del begun
 
 
@@ -102,7 +103,7 @@ def check_a_sum_of_all_is_the_same_everywhere(rank: int, world: int, folder: Pat
 def check_segments_are_gathered(rank: int, world: int, folder: Path) -> None:
     sent, table = value(rank, torch.float32), GroupTable(name="gathers")
     with using(table):
-        gather_segments(sent, SIZES, RANKS).wait()
+        gather_segments(Flat(sent), SIZES, RANKS).wait()
     assert torch.equal(read(gather_segments_here, value(rank, torch.float32), 30), sent)
 
 
@@ -144,7 +145,7 @@ def check_exchanges_may_be_under_way_together(rank: int, world: int, folder: Pat
     assert peers is not None
     buffers = [value(rank, torch.float64) for _ in range(3)]
     with using(table):
-        started = [start_here(sum_all_here, b, SIZES, RANKS, i, table, peers) for i, b in enumerate(buffers)]
+        started = [start_here(sum_all_here, Flat(b), SIZES, RANKS, i, table, peers) for i, b in enumerate(buffers)]
         for exchange in started:
             exchange.wait()
     assert all(torch.equal(buffer, buffers[0]) for buffer in buffers)
@@ -175,7 +176,7 @@ def check_a_process_that_has_gone_is_named(rank: int, world: int, folder: Path) 
     assert peers is not None
     gone = replace(peers, processes=dict.fromkeys(range(WORLD), 2**22 + os.getpid()), areas={})
     with using(table), pytest.raises(CommError, match=r"process of rank \d has gone"):
-        start_here(gather_segments_here, torch.zeros(10), (4, 4, 2), (0, 1, 2), 40, table, gone).wait()
+        start_here(gather_segments_here, Flat(torch.zeros(10)), (4, 4, 2), (0, 1, 2), 40, table, gone).wait()
 
 
 def check_who_ends_after_the_last_exchange_is_not_missed(rank: int, world: int, folder: Path) -> None:
@@ -190,7 +191,7 @@ def check_who_ends_after_the_last_exchange_is_not_missed(rank: int, world: int, 
         return Told(0) if has_read(slot) else look(self, slot)
 
     with pytest.MonkeyPatch.context() as patch:
-        exchange = start_here(gather_segments_here, value(rank, torch.float32), SIZES, RANKS, 0, table, peers)
+        exchange = start_here(gather_segments_here, Flat(value(rank, torch.float32)), SIZES, RANKS, 0, table, peers)
         slot = next(iter(peers.under_way))
         patch.setattr(Board, "look", silent_then)
         patch.setattr(Peers, "lives", lambda peers, other: not has_read(slot))
@@ -268,13 +269,13 @@ def check_pieces_are_taken_from_where_they_stand(rank: int, world: int, folder: 
             patch.setattr(memory, "_MOST_EXTENTS", 1 + number)
             if most is not None:
                 patch.setattr(memory, "_copied_at_once", lambda *what, most=most: min(most, by(*what)))
-            pieces = [torch.full((numel,), rank + i / 8) for i, numel in enumerate(numels[rank])]
-            rooms = {other: [torch.empty(n) for n in numels[other]] for other in RANKS if other != rank}
+            pieces = [Flat(torch.full((numel,), rank + i / 8)) for i, numel in enumerate(numels[rank])]
+            rooms = {other: [Flat(torch.empty(n)) for n in numels[other]] for other in RANKS if other != rank}
             sizes = [sum(numels[other]) for other in RANKS]
             gather_pieces_here(pieces, rooms, sizes, RANKS, 70 + number, table, peers).wait()
         for other, found in rooms.items():
             for i, room in enumerate(found):
-                assert torch.equal(room, torch.full_like(room, other + i / 8))
+                assert torch.equal(room.tensor, torch.full_like(room.tensor, other + i / 8))
 
 
 def check_unlike_calls_are_refused(rank: int, world: int, folder: Path) -> None:
@@ -283,7 +284,7 @@ def check_unlike_calls_are_refused(rank: int, world: int, folder: Path) -> None:
     assert peers is not None
     sizes = SIZES if rank == 1 else (*SIZES[1:], SIZES[0])
     with using(table), pytest.raises(DivergedError, match=f"rank {rank} asks for gather_segments_here"):
-        start_here(gather_segments_here, value(rank, torch.float32), sizes, RANKS, 60, table, peers).wait()
+        start_here(gather_segments_here, Flat(value(rank, torch.float32)), sizes, RANKS, 60, table, peers).wait()
 
 
 def check_a_rank_that_comes_late_is_waited_for_within_bounds(rank: int, world: int, folder: Path) -> None:
@@ -292,10 +293,10 @@ def check_a_rank_that_comes_late_is_waited_for_within_bounds(rank: int, world: i
     assert peers is not None
     with using(table):
         sleep(0.05 if rank == 1 else 0.0)
-        start_here(sum_all_here, value(rank, torch.float64), SIZES, RANKS, 0, table, peers).wait()
+        start_here(sum_all_here, Flat(value(rank, torch.float64)), SIZES, RANKS, 0, table, peers).wait()
         if rank != 1:  # which does not come again
             with pytest.raises(CommError, match="has not come within"):
-                start_here(sum_all_here, value(rank, torch.float64), SIZES, RANKS, 1, table, peers).wait()
+                start_here(sum_all_here, Flat(value(rank, torch.float64)), SIZES, RANKS, 1, table, peers).wait()
 
 
 @pytest.mark.distributed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hetu_fx.comm_ops.plans.algorithm import Algorithm
+from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable, active
 from hetu_fx.comm_ops.wire.threads.run import run_in_threads
 from hetu_fx.comm_ops.wire.two_level import (
@@ -39,8 +40,8 @@ def test_two_levels_bring_what_a_flat_collective_brings() -> None:
 def test_what_runs_beside_a_rank_takes_turns_too_and_has_groups_of_its_own() -> None:
     def work(table: GroupTable) -> bool:
         first, second = PLAIN + 100 * table.rank, PLAIN + 100 * table.rank
-        sums = start_in_levels(sum_all_in_levels, first, SIZES, RANKS, LEVELS)
-        gathers = start_in_levels(gather_segments_in_levels, second, SIZES, RANKS, LEVELS)
+        sums = start_in_levels(sum_all_in_levels, Flat(first), SIZES, RANKS, LEVELS)
+        gathers = start_in_levels(gather_segments_in_levels, Flat(second), SIZES, RANKS, LEVELS)
         assert active() is table
         gathers.wait()
         sums.wait()

@@ -17,6 +17,7 @@ from hetu_fx.comm_ops.wire.collectives import (
     sum_segments,
 )
 from hetu_fx.comm_ops.wire.consensus import LocalFacts, agree, by_first, of_all, together
+from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import active
 from hetu_fx.comm_ops.wire.p2p import Tag, post
 from hetu_fx.comm_ops.wire.threads.run import run_in_threads
@@ -70,12 +71,12 @@ def test_unequal_parts_are_gathered_and_scattered_in_a_group_in_any_order():
 def test_buffers_and_exchanges_of_parts():
     def work(table):
         buffer = torch.tensor([1.0, 2.0, 3.0]) * (table.rank + 1)
-        exchange = sum_segments(buffer, (1, 2), (0, 1))
+        exchange = sum_segments(Flat(buffer), (1, 2), (0, 1))
         exchange.wait()
         assert torch.equal(buffer[:1] if table.rank == 0 else buffer[1:], torch.tensor([[3.0], [6.0, 9.0]][table.rank]))
-        gather_segments(buffer, (1, 2), (0, 1)).wait()
+        gather_segments(Flat(buffer), (1, 2), (0, 1)).wait()
         assert buffer.tolist() == [3.0, 6.0, 9.0]
-        sum_all(buffer, (0, 1)).wait()
+        sum_all(Flat(buffer), (0, 1)).wait()
         assert buffer.tolist() == [6.0, 12.0, 18.0]
         parts = [torch.full((2,), 10.0 * table.rank + to) for to in range(2)]
         return [part.tolist() for part in exchange_parts(parts, [(2,), (2,)], (0, 1), table)]
@@ -134,7 +135,7 @@ def test_unlike_calls_are_told_by_rank_and_call():
     def work(table):
         if table.rank == 2:
             return gather_parts(own(table), [(4,)] * 3, range(3), table)
-        return sum_all(own(table), range(3)).wait()
+        return sum_all(Flat(own(table)), range(3)).wait()
 
     with pytest.raises(DivergedError) as raised:
         run_in_threads(3, work)
@@ -149,7 +150,7 @@ def test_unlike_calls_are_told_by_rank_and_call():
 @pytest.mark.parametrize("other", [lambda x: x[:3], lambda x: x.float()], ids=["another size", "another dtype"])
 def test_sums_of_other_sizes_or_dtypes_are_refused(other):
     with pytest.raises(DivergedError, match="unlike calls, number 1 of ranks"):
-        run_in_threads(2, lambda table: sum_all(own(table) if table.rank else other(own(table)), (0, 1)).wait())
+        run_in_threads(2, lambda table: sum_all(Flat(own(table) if table.rank else other(own(table))), (0, 1)).wait())
 
 
 def test_messages_of_other_sizes_are_refused():
@@ -159,7 +160,7 @@ def test_messages_of_other_sizes_are_refused():
 
 def test_a_rank_that_does_not_come_is_named():
     with pytest.raises(DivergedError) as raised:
-        run_in_threads(3, lambda table: None if table.rank == 1 else sum_all(own(table), range(3)).wait())
+        run_in_threads(3, lambda table: None if table.rank == 1 else sum_all(Flat(own(table)), range(3)).wait())
     assert "rank 0 waits for ranks [1] in call 1 of ranks [0, 1, 2], all_reduce of 4" in str(raised.value)
     assert "rank 1 has ended" in str(raised.value)
 

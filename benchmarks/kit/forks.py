@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from signal import SIGKILL
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
@@ -31,24 +33,40 @@ def in_forks(
 
     An error of the work is raised here.
     """
-    waiting, running = deque(jobs), dict[Any, _Running[T]]()
-    while waiting or running:
-        while waiting and len(running) < at_once:
-            mine, process = _started(waiting[0], work)
-            running[mine] = _Running(waiting.popleft(), process, monotonic() + seconds)
-        for connection in wait(list(running), timeout=1.0):
-            one = running[connection]
-            try:
-                one.heard.append(_message(connection.recv()))  # type: ignore[union-attr]
-                one.until = monotonic() + seconds
-            except EOFError:
-                one.until = 0.0
-        for connection, one in list(running.items()):
-            if one.until < monotonic():
-                one.process.kill()
-                one.process.join()
-                del running[connection]
-                yield one.job, one.heard
+    waiting, running = deque(jobs), dict[Connection, _Running[T]]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                mine, process = _started(waiting[0], work)
+                running[mine] = _Running(waiting.popleft(), process, monotonic() + seconds)
+            _hear(running, seconds)
+            for connection, one in list(running.items()):
+                if one.until < monotonic():
+                    _end(one.process)
+                    del running[connection]
+                    yield one.job, one.heard
+    finally:
+        for one in running.values():
+            _end(one.process)
+
+
+def _hear(running: Mapping[Connection, _Running[T]], seconds: float) -> None:
+    """Take in what is said within a second."""
+    for connection in wait(list(running), timeout=1.0):
+        one = running[connection]  # type: ignore[index]
+        try:
+            one.heard.append(_message(connection.recv()))  # type: ignore[union-attr, call-arg]
+            one.until = monotonic() + seconds
+        except EOFError:
+            one.until = 0.0
+
+
+def _end(process: BaseProcess) -> None:
+    """Kill a process, and what it has started where it leads a group."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid or 0, SIGKILL)
+    process.kill()
+    process.join()
 
 
 def _message(heard: Any) -> Any:
@@ -59,7 +77,7 @@ def _message(heard: Any) -> Any:
 
 def _started(job: T, work: Callable[[T, Tell], None]) -> tuple[Connection, BaseProcess]:
     mine, theirs = get_context("fork").Pipe(duplex=False)
-    process = get_context("fork").Process(target=_work, args=(job, work, theirs), daemon=True)
+    process = get_context("fork").Process(target=_work, args=(job, work, theirs))
     process.start()
     theirs.close()
     return mine, process

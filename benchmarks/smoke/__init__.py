@@ -1,0 +1,1 @@
+"""The smallest case of every benchmark, for `python -m benchmarks.smoke`."""

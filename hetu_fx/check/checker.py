@@ -1,0 +1,342 @@
+"""Tries plans of one model: makes a case that is small enough, keeps what was found, and says what was not checked."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetu_fx.base.device_types import HOST
+from hetu_fx.base.progress import Tell, telling
+from hetu_fx.base.words import bytes_text
+from hetu_fx.check.batch import (
+    Sizes,
+    cut_batch,
+    cut_rows,
+    length_for,
+    row_dims,
+    rows_for,
+    rows_of_ranks,
+    with_few_micro_batches,
+    with_few_pipelines,
+)
+from hetu_fx.check.blocks import KeptBlocks, same_ops
+from hetu_fx.check.kept import Answer, KeptAnswers, default_folder, key_of
+from hetu_fx.check.model import Template
+from hetu_fx.check.narrow import Narrowing
+from hetu_fx.check.report import failure_text
+from hetu_fx.check.trial import Case, Found, Reference, alone, tried
+from hetu_fx.cluster.host import memory_left
+from hetu_fx.errors import CheckError, HetuFxError
+from hetu_fx.graph import meta
+from hetu_fx.graph.bind import Batch, as_call, flatten_batch
+from hetu_fx.graph.capture import casting
+from hetu_fx.plans.plan import Plan
+from hetu_fx.program.batch import batch_of
+from hetu_fx.program.program import Program
+from hetu_fx.switching.eager.execution import EagerExecution
+from hetu_fx.switching.graph_execution import GraphExecution
+from hetu_fx.switching.step.execution import Execution
+
+_log = logging.getLogger("hetu_fx.check")
+
+SECONDS = 10.0
+"""That a trial may take, if nobody says otherwise."""
+
+SHARE_OF_MEMORY = 0.25
+"""Of what the host has left, which a trial may take."""
+
+MANY_RANKS = 8
+"""Ranks of plans above which of pipelines that are alike two are tried."""
+
+_BYTES = 8  # of a number
+_COPIES = 4  # of all parameters: one device's, its gradients, the ranks' homes, and what is on its way
+_COPIES_OF_REPLICA = 3  # what a pipeline computes with, its gradients, and those on their way home
+_SECONDS_OF_OP = 0.004  # of a rank's graph: to make it, and to run it forward and backward
+
+
+class NotChecked(Exception):
+    """A trial cannot be; says why."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How much of a model a case leaves out."""
+
+    blocks: bool
+    tables: bool
+    lengths: bool
+    dtype: torch.dtype = torch.float64
+
+
+_CUTS = (
+    Cut(blocks=True, tables=True, lengths=True),
+    Cut(blocks=True, tables=False, lengths=True),
+    Cut(blocks=True, tables=False, lengths=False),
+    Cut(blocks=False, tables=False, lengths=False),
+    Cut(blocks=True, tables=False, lengths=False, dtype=torch.float32),
+    Cut(blocks=False, tables=False, lengths=False, dtype=torch.float32),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Ready:
+    """A case, what one device makes of it, its graph, and which blocks it has."""
+
+    case: Case
+    reference: Reference
+    captured: GraphExecution | None
+    blocks: KeptBlocks
+
+
+class Checker:
+    """Tries plans of one model.
+
+    Args:
+        model: the user's, whose parameters have values here.
+        loss_fn: what makes the loss, if the model does not.
+        batch: an example.
+        execution: how the model runs.
+        world: the number of ranks of the job.
+        shared: all ranks pass the same batch.
+        folder: where answers are kept; None: the user's.
+        seconds: that a trial may take.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        batch: Batch,
+        execution: Execution[Any],
+        *,
+        world: int,
+        shared: bool,
+        folder: Path | None = None,
+        seconds: float = SECONDS,
+    ) -> None:
+        self.world, self.shared, self.seconds = world, shared, seconds
+        self.answers = KeptAnswers(folder or default_folder())
+        self.problem, self.template = "", None
+        args, kwargs = as_call(batch)
+        self.eager = isinstance(execution, EagerExecution)
+        if isinstance(execution, EagerExecution):
+            self.program: Program | None = None
+            self.batch = batch_of(execution.module.signature, args, kwargs)
+            self.row_dims = dict.fromkeys(execution.read(args, kwargs, True, shared=shared).batch.row_inputs, 0)
+        else:
+            assert isinstance(execution, GraphExecution), "there are two ways of running a model"
+            self.program = execution.program
+            self.batch = execution.programs.arguments.batch(args, kwargs)
+            self.row_dims = row_dims(self.program)
+        try:
+            self.template = Template.of(model, loss_fn)
+        except HetuFxError as error:
+            self.problem = str(error)
+
+    def try_plan(self, plan: Plan) -> str:
+        """Try a plan, unless that has been done; return what was found.
+
+        Raises:
+            CheckError: it does not give what one device gives.
+        """
+        key = self._key(plan)
+        known = self.answers.get(key)
+        if known is not None:
+            return known.says
+        start = time.monotonic()
+        with telling("trying the plan") as tell, _surroundings():
+            try:
+                answer = Answer(key, True, self._says(self._found(plan, start, tell), start))
+            except NotChecked as why:
+                answer = Answer(key, False, f"not checked: {why}")
+        self.answers.put(answer)
+        level = logging.INFO if answer.was_checked else logging.WARNING
+        _log.log(level, "plan %s: %s", plan.summary(), answer.says)
+        return answer.says
+
+    def _key(self, plan: Plan) -> str:
+        graph = "" if self.program is None else _text(self.program)
+        asked = replace(plan, name=None, predicted=None, max_length=None).to_json()
+        how = f"{self.world} {self.shared} {self.eager} {self.seconds} {self.problem}"
+        structure = "" if self.template is None else f"{self.template.model} {self.template.loss_fn}"
+        return key_of([graph, structure if self.eager else "", str(asked), how, str(self.batch_form)])
+
+    @property
+    def batch_form(self) -> object:
+        """Return the sizes and dtypes of the example."""
+        return {name: (tuple(x.shape), str(x.dtype)) for name, x in flatten_batch(self.batch)[1].items()}
+
+    def _found(self, plan: Plan, start: float, tell: Tell) -> tuple[Found, Ready]:
+        """Make a case and try it.
+
+        Raises:
+            CheckError: what differs, and the case.
+            NotChecked: it cannot be tried.
+        """
+        tell("making it small", 0, 3)
+        ready = self._ready(plan, start)
+        left = self._left(start, self._needs(ready))
+        tell("as all ranks", 1, 3)
+        try:
+            found = tried(ready.case, ready.reference, ready.captured, left)
+        except TimeoutError as error:
+            raise NotChecked(f"it would take more than {self.seconds:.0f} s") from error
+        except HetuFxError as error:
+            raise NotChecked(f"the small case is refused: {error}") from error
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise NotChecked(f"there is not enough memory: {error}") from error
+        except Exception as error:  # one device has gone through the same step
+            found = Found(failure=f"{type(error).__name__}: {error}")
+            raise CheckError(failure_text(plan, ready.case, found, ready.captured, ready.blocks)) from error
+        if not found.is_right:
+            tell("looking for the first op that differs", 2, 3)
+            raise CheckError(failure_text(plan, ready.case, found, ready.captured, ready.blocks))
+        return found, ready
+
+    def _says(self, made: tuple[Found, Ready], start: float) -> str:
+        found, ready = made
+        count = len(found.gradients or {})
+        against = "the captured graph on one device, as the model draws random numbers" if found.beside_graph else ""
+        against = against or "the module on one device"
+        shared = "; the loss, a sum over rows, is shared out among ranks" if found.shared_out else ""
+        return (
+            f"checked: loss and {count} gradients are those of {against} to {found.most:.0e}{shared} "
+            f"({ready.case.plan.summary()}; {ready.blocks.told()}{self._rows_told(ready.case)}, "
+            f"{time.monotonic() - start:.1f} s)"
+        )
+
+    def _rows_told(self, case: Case) -> str:
+        return f"rows {list(case.rows)} by rank" if case.rows is not None else "the same rows on all ranks"
+
+    def _ready(self, plan: Plan, start: float) -> Ready:
+        """Return the smallest case that one device goes through.
+
+        Raises:
+            NotChecked: there is none.
+        """
+        if self.template is None:
+            raise NotChecked(self.problem)
+        problems = []
+        for cut in _CUTS:
+            if time.monotonic() - start > self.seconds:
+                break
+            try:
+                return self._case(plan, cut)
+            except NotChecked as why:
+                problems.append(str(why))
+            except Exception as error:  # a smaller model may not fit itself: a larger one is made
+                problems.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
+        raise NotChecked(f"no small case of the model runs: {'; '.join(dict.fromkeys(problems))}")
+
+    def _case(self, plan: Plan, cut: Cut) -> Ready:
+        assert self.template is not None, "there is something to make it of"
+        small = with_few_pipelines(plan) if len(plan.devices) > MANY_RANKS else plan
+        small = with_few_micro_batches(_in_one_dtype(small))
+        graph = None if self.program is None else self.program.graph
+        blocks = KeptBlocks((), ()) if graph is None else KeptBlocks.of(small, graph)
+        blocks = blocks if cut.blocks else blocks.all()
+        narrowing = Narrowing.of(self.template.model) if cut.tables else Narrowing()
+        small = blocks.plan(small)
+        self._check_bytes(small, blocks, narrowing)
+        model, loss_fn = self.template.made(blocks.dropped, narrowing, cut.dtype)
+        model.train()
+        if self.eager:
+            _without_dropout(model)
+        world = 1 + max(small.devices)
+        fixed = self.program is not None and self.program.graph.batch_symbol is None
+        rows = rows_for(small, world)
+        batch = self._batch(Sizes(rows, length_for(small) if cut.lengths else None), narrowing, cut.dtype)
+        own = None if self.shared or fixed or world == 1 else rows_of_ranks(rows, world)
+        case = Case(model, loss_fn, batch, small, own, self.row_dims, cut.dtype, self.eager)
+        return self._run_alone(case, blocks, cut)
+
+    def _run_alone(self, case: Case, blocks: KeptBlocks, cut: Cut) -> Ready:
+        reference = alone(case)
+        if not reference.module.steps[0].loss == reference.module.steps[0].loss:
+            raise NotChecked("the loss of the small case is no number on one device")
+        if self.program is None:
+            if reference.is_random:
+                raise NotChecked("the module draws random numbers, of which each device draws its own")
+            return Ready(case, reference, None, blocks)
+        captured = case.how().capture(case.model, case.batch)
+        is_whole = not (cut.blocks and blocks.dropped) and not cut.tables and not cut.lengths
+        if not is_whole and not same_ops(self.program.graph, captured.program.graph, blocks):
+            raise NotChecked("cut down it runs other ops")
+        return Ready(case, reference, captured, blocks)
+
+    def _batch(self, sizes: Sizes, narrowing: Narrowing, dtype: torch.dtype) -> Batch:
+        if self.program is not None:
+            return cut_batch(self.batch, self.program, sizes, narrowing, dtype)
+        assert sizes.rows is not None, "a case has rows"
+        return cut_rows(self.batch, self.row_dims, sizes.rows, dtype)
+
+    def _check_bytes(self, plan: Plan, blocks: KeptBlocks, narrowing: Narrowing) -> None:
+        """Raise `NotChecked` where a case would take more memory than it may."""
+        assert self.template is not None, "there is something to make it of"
+        dropped = tuple(f"{path}." for path in blocks.dropped)
+        shapes = [p.shape for name, p in self.template.model.named_parameters() if not name.startswith(dropped)]
+        numbers = sum(torch.Size(narrowing.shape(tuple(shape))).numel() for shape in shapes)
+        needs = numbers * _BYTES * (_COPIES + _COPIES_OF_REPLICA * len(plan.pipelines))
+        needs += 2 * _BYTES * self.template.buffer_bytes
+        most = SHARE_OF_MEMORY * min(size for _, size in memory_left(HOST))
+        if needs > most:
+            raise NotChecked(
+                f"{numbers} numbers in the parameters of what is left of it need about {bytes_text(needs)} of the "
+                f"host's memory, of which a trial may take {bytes_text(most)}"
+            )
+
+    def _needs(self, ready: Ready) -> float:
+        """Return the seconds that a trial is expected to take, but for what the ops themselves compute."""
+        if ready.captured is None:
+            return 0.0
+        return _SECONDS_OF_OP * len(ready.captured.program.graph.graph.nodes) * ready.case.world
+
+    def _left(self, start: float, needs: float) -> float:
+        left = self.seconds - (time.monotonic() - start)
+        if needs > left:
+            raise NotChecked(f"it would take about {needs:.0f} s more, and {max(left, 0):.0f} s of {self.seconds:.0f} s are left")
+        return left
+
+
+def _in_one_dtype(plan: Plan) -> Plan:
+    """Return a plan whose stages compute in the dtype of the model, for batches of any length."""
+    pipelines = tuple(
+        replace(p, max_length=None, stages=tuple(replace(stage, dtype=None) for stage in p.stages))
+        for p in plan.pipelines
+    )
+    return replace(plan, pipelines=pipelines, max_length=None, predicted=None)
+
+
+def _without_dropout(model: nn.Module) -> None:
+    """Have a module's dropout drop nothing: each device would drop something else."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+
+
+def _text(program: Program) -> str:
+    """Return what tells programs apart: their ops, and the forms of their leaves."""
+    leaves = ((leaf.name, leaf.kind, str(meta.value(leaf.node))) for leaf in program.graph.leaves)
+    return f"{program.fingerprint} {list(leaves)} {program.graph.block_paths}"
+
+
+@contextmanager
+def _surroundings() -> Iterator[None]:
+    """Compute on the host as the module says, whatever the script has set, and say nothing."""
+    with ExitStack() as stack:
+        stack.enter_context(casting(()))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.device(HOST))
+        stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,216 @@
+"""One step of a case as all ranks of its plan, in this process, beside one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetu_fx.check.batch import split_rows_of
+from hetu_fx.check.verdict import differences
+from hetu_fx.errors import CommError
+from hetu_fx.graph import meta
+from hetu_fx.graph.bind import Batch, as_call
+from hetu_fx.lockstep import Lockstep, Step, Trained, loss_of, train_alone
+from hetu_fx.plans.plan import Plan
+from hetu_fx.program.program import Program
+from hetu_fx.switching.graph_execution import GraphExecution
+
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How much may differ where some numbers are of a dtype.
+
+    Attributes:
+        relative: of a tensor's norm.
+        negligible: a share of the largest norm, of which smaller tensors may differ by as much.
+    """
+
+    relative: float
+    negligible: float
+
+
+_TOLERANCES = {
+    torch.float64: Tolerance(1e-7, 1e-4),
+    torch.float32: Tolerance(3e-4, 1e-2),
+    torch.bfloat16: Tolerance(0.1, 0.1),
+    torch.float16: Tolerance(3e-2, 0.1),
+}
+_LOWEST = Tolerance(0.3, 0.1)
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A model, a batch and a plan, small enough to be tried.
+
+    Attributes:
+        model: the model, with values, in training mode or not as the user's is.
+        loss_fn: what makes the loss, if the model does not.
+        batch: the whole batch.
+        plan: the plan.
+        rows: which rows each rank brings; None: all bring the whole batch.
+        row_dims: which dim of each input counts rows.
+        dtype: of real numbers, as far as the model does not say another one.
+        eager: the module itself runs on every rank.
+    """
+
+    model: nn.Module
+    loss_fn: Callable[..., Any] | None
+    batch: Batch
+    plan: Plan
+    rows: tuple[int, ...] | None
+    row_dims: Mapping[str, int]
+    dtype: torch.dtype
+    eager: bool = False
+
+    @property
+    def world(self) -> int:
+        """Return the number of ranks."""
+        return 1 + max(self.plan.devices)
+
+    def how(self, seconds: float | None = None) -> Lockstep:
+        """Return how it is trained as all ranks, for so long at most."""
+        return Lockstep(
+            None,
+            ranks=self.world,
+            rows=self.rows,
+            loss_fn=self.loss_fn,
+            seed=SEED,
+            eager=self.eager,
+            seconds=seconds,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """What one device makes of a case: `module`, as the module itself, and whether that draws random numbers."""
+
+    module: Trained
+    is_random: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What a trial has found.
+
+    Attributes:
+        losses: of one device, and of the plan.
+        gradients: by how much each differs, relative, in the order of the model.
+        buffers: the same of buffers after the step.
+        tolerance: how much may differ.
+        failure: what kept the ranks from going through a step that one device goes through.
+        shared_out: the loss is a sum over rows, which ranks share out.
+        beside_graph: the plan was held against the captured graph on one device, as the module draws other numbers.
+    """
+
+    losses: tuple[float, float] = (0.0, 0.0)
+    gradients: Mapping[str, float] | None = None
+    buffers: Mapping[str, float] | None = None
+    tolerance: Tolerance = _LOWEST
+    failure: str = ""
+    shared_out: bool = False
+    beside_graph: bool = False
+
+    @property
+    def loss_difference(self) -> float:
+        """Return by how much the loss differs, relative to it."""
+        alone, made = self.losses
+        return abs(alone - made) / max(abs(alone), 1e-300) if alone == alone and made == made else float("inf")
+
+    @property
+    def wrong(self) -> dict[str, float]:
+        """Return the gradients and buffers that differ by more than they may."""
+        pairs = {**(self.gradients or {}), **{f"buffer {name}": d for name, d in (self.buffers or {}).items()}}
+        return {name: difference for name, difference in pairs.items() if difference > self.tolerance.relative}
+
+    @property
+    def loss_is_wrong(self) -> bool:
+        """Tell whether the loss differs by more than it may."""
+        return self.loss_difference > self.tolerance.relative
+
+    @property
+    def is_right(self) -> bool:
+        """Tell whether all is what one device gives."""
+        return not (self.failure or self.loss_is_wrong or self.wrong)
+
+    @property
+    def most(self) -> float:
+        """Return the largest difference."""
+        return max([self.loss_difference, *(self.gradients or {}).values(), *(self.buffers or {}).values()])
+
+
+def alone(case: Case) -> Reference:
+    """Train one step of a case on one device, as the module itself."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        before = torch.get_rng_state()
+        made = train_alone(case.model, [case.batch], case.how())
+        return Reference(made, is_random=not torch.equal(before, torch.get_rng_state()))
+
+
+def tried(case: Case, reference: Reference, captured: GraphExecution | None, seconds: float | None = None) -> Found:
+    """Train one step of a case as all ranks, and hold it against one device.
+
+    A module that draws random numbers draws others than its graph: the plan is held against the graph on one device.
+
+    Raises:
+        HetuFxError: the plan is refused, for the model or for the case's sizes.
+        TimeoutError: it takes longer than `seconds`.
+    """
+    beside_graph = reference.is_random and not case.eager
+    right = reference.module
+    if beside_graph:
+        single = replace(case, plan=Plan.single(0), rows=None)
+        right = single.how(seconds).train(case.model, [case.batch], single.plan, captured)
+    tolerance = _TOLERANCES.get(case.dtype if captured is None else lowest_dtype(captured.program), _LOWEST)
+    try:
+        made = case.how(seconds).train(case.model, [case.batch], case.plan, captured)
+    except CommError as error:
+        return Found(tolerance=tolerance, failure=f"{type(error).__name__}: {error}", beside_graph=beside_graph)
+    found = compared(right, made, tolerance)
+    if not found.is_right and (shared := compared(_divided(right, case.world), made, tolerance)).is_right:
+        found = replace(shared, shared_out=True) if _adds_up(case, right.steps[0].loss) else found
+    return replace(found, beside_graph=beside_graph)
+
+
+def compared(right: Trained, made: Trained, tolerance: Tolerance) -> Found:
+    """Compare a step under a plan with that of one device."""
+    (of_one,), (of_all,) = right.steps, made.steps
+    return Found(
+        losses=(of_one.loss, of_all.loss),
+        gradients=differences(of_one.gradients, of_all.gradients, tolerance.negligible),
+        buffers=differences(right.state, made.state, tolerance.negligible),
+        tolerance=tolerance,
+    )
+
+
+def _divided(right: Trained, ranks: int) -> Trained:
+    """Return a training whose loss is shared out among ranks, as DistributedDataParallel does it."""
+    (step,) = right.steps
+    gradients = {name: gradient / ranks for name, gradient in step.gradients.items()}
+    return Trained([Step(step.loss / ranks, gradients)], right.state)
+
+
+def _adds_up(case: Case, loss: float) -> bool:
+    """Tell whether the loss of a batch is the sum of those of its ranks' rows."""
+    if case.rows is None or len(case.rows) < 2:
+        return False
+    total = 0.0
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for own in split_rows_of(case.batch, case.row_dims, case.rows):
+            args, kwargs = as_call(own)
+            output = case.how().copied(case.model)(*args, **kwargs)
+            total += float(loss_of(output if case.loss_fn is None else case.loss_fn(output, *args, **kwargs)))
+    return abs(total - loss) <= _TOLERANCES[torch.float32].relative * abs(loss)
+
+
+def lowest_dtype(program: Program) -> torch.dtype:
+    """Return the least exact dtype of the values that carry gradients."""
+    found = {meta.dtype(node) for node in program.flow.differentiable if meta.is_tensor(node)}
+    real = [dtype for dtype in found if dtype.is_floating_point]
+    return max(real, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)

@@ -1,0 +1,155 @@
+"""What a captured program shows of its rows, where they were taken to be dim 0 and meet in the model.
+
+Rows of a batch are independent of each other, or meet in all of them alike. A time-first input (torch's own order for
+recurrent and attention modules) is independent along another dim, which labels may have as their only one. Nothing
+proves what the user means, so what is found is used with a warning where all that is seen agrees, and is a doubt, with
+which ranks' rows are not put together, where it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from hetu_fx.deduction.factors.factors import FactorClass, FactorMap
+from hetu_fx.graph import meta
+from hetu_fx.graph.graph import Graph, LeafKind
+from hetu_fx.graph.row_dims import RowDims
+from hetu_fx.program.filling_safety import Buffers, outputs_of
+from hetu_fx.program.program import Program
+
+_TRIALS = 2
+_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was found: the dims that are used as rows (None: as they were taken), or why nobody can tell."""
+
+    used: RowDims | None = None
+    doubt: str = ""
+
+
+NOTHING = Evidence()
+Capture = Callable[[RowDims], Program]
+
+
+def evidence_of_rows(program: Program, assumed: RowDims, capture: Capture, buffers: Buffers) -> Evidence:
+    """Return what a program shows, whose rows were taken to be the dims `assumed`.
+
+    Args:
+        program: in training, with a loss.
+        assumed: by the inputs' names.
+        capture: gives the program of the same model with other dims as rows.
+        buffers: gives those of the model.
+    """
+    loss = program.graph.loss
+    if loss is None or not assumed or not program.mixes_rows:
+        return NOTHING
+    found = [dims for dims in _others(program, assumed) if not capture(dims).mixes_rows]
+    if not found:
+        return NOTHING
+    rows = _class_of_rows(program, assumed)
+    of_all = _adds_up(program.factors, loss, rows)
+    has_labels = any(dims.get(name) == 0 and name not in assumed for dims in found for name in dims)
+    ordered = has_labels or _goes_by_order(program, rows, buffers)
+    if not of_all and not ordered:
+        return NOTHING
+    if len(found) == 1 and not of_all:
+        return Evidence(used=found[0])
+    return Evidence(doubt=_doubt(assumed, found))
+
+
+def warning_of(used: RowDims) -> str:
+    """Return what is to be said of dims that are used without being asked for."""
+    return (
+        f"entries along dim 0 of the inputs meet in the model, and its loss is one over another dim: the rows of the "
+        f"batch are taken to be dims {dict(used)}\nhint: say so by row_dims={dict(used)}, or which they are"
+    )
+
+
+def _doubt(assumed: RowDims, found: list[dict[str, int]]) -> str:
+    others = " or ".join(map(str, found))
+    return (
+        f"rows of the inputs were taken to be dims {dict(assumed)}, along which they meet in the model, but they are "
+        f"independent of each other along dims {others}\nhint: say which dims count the rows: row_dims={found[0]} "
+        f"if the batch is that dim, as in time-first inputs, or row_dims={dict(assumed)}"
+    )
+
+
+def _others(program: Program, assumed: RowDims) -> Iterator[dict[str, int]]:
+    """Yield the dims of inputs that have a factor class in common, of an open size: not that of the rows."""
+    dims = {leaf.name: program.factors.dims(leaf.node) for leaf in _inputs(program.graph)}
+    rows = _class_of_rows(program, assumed)
+    open_classes = dict.fromkeys(
+        classes[0]
+        for name in assumed
+        for classes in dims[name]
+        if len(classes) == 1 and classes[0].size is None and classes[0] not in rows
+    )
+    for cls in open_classes:
+        yield {name: found.index((cls,)) for name, found in dims.items() if found.count((cls,)) == 1}
+
+
+def _inputs(graph: Graph) -> Any:
+    return graph.leaves_of(LeafKind.INPUT)
+
+
+def _class_of_rows(program: Program, assumed: RowDims) -> frozenset[FactorClass]:
+    leaves = {leaf.name: leaf.node for leaf in _inputs(program.graph)}
+    return frozenset(cls for name, dim in assumed.items() for cls in program.factors.dims(leaves[name])[dim])
+
+
+def _adds_up(factors: FactorMap, loss: fx.Node, rows: frozenset[FactorClass]) -> bool:
+    """Tell whether the loss is linear in something that has an entry for each of `rows`."""
+    todo, seen = [loss], set[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node in seen or not isinstance(node, fx.Node):
+            continue
+        seen.add(node)
+        if not factors.is_op(node):
+            todo += node.all_input_nodes if node.op == "call_function" else []
+            continue
+        op = factors.op(node)
+        if op.reduced & rows:
+            return True
+        linear = frozenset().union(*op.linear)
+        todo += [operand.node for place, operand in enumerate(op.operands) if place in linear]
+    return False
+
+
+def _goes_by_order(program: Program, rows: frozenset[FactorClass], buffers: Buffers) -> bool:
+    """Tell whether the loss of random inputs changes with the order of what were taken to be rows; tried on a few."""
+    dims = {
+        leaf.name: [dim for dim, classes in enumerate(program.factors.dims(leaf.node)) if rows & set(classes)]
+        for leaf in _inputs(program.graph)
+    }
+    try:
+        return any(_changes(program, dims, buffers, number) for number in range(_TRIALS))
+    except Exception:  # whatever ops raise on sizes and values that they were not meant for: nothing is known
+        return False
+
+
+def _changes(program: Program, dims: Mapping[str, list[int]], buffers: Buffers, number: int) -> bool:
+    random = torch.Generator().manual_seed(number)
+    given = {leaf.name: _sample(leaf.node, random) for leaf in _inputs(program.graph)}
+    turned = {name: _turned(tensor, dims[name]) for name, tensor in given.items()}
+    place = [leaf.name for leaf in program.graph.outputs].index(program.loss_name)
+    one, other = (outputs_of(program, buffers, tensors, number)[place] for tensors in (given, turned))
+    return bool((one - other).abs() > _TOLERANCE * one.abs())
+
+
+def _sample(node: fx.Node, random: torch.Generator) -> Tensor:
+    shape, dtype = meta.hints(node), meta.dtype(node)
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=random, dtype=torch.float64)
+    return torch.randint(0, 2, shape, generator=random).to(dtype)
+
+
+def _turned(tensor: Tensor, dims: list[int]) -> Tensor:
+    return tensor.roll([1] * len(dims), dims) if dims else tensor

@@ -74,18 +74,10 @@ def differences(alone: Tensors, made: Tensors, negligible: float = NEGLIGIBLE) -
     has differs infinitely.
     """
     norms = {name: _norm(tensor) for name, tensor in alone.items()}
-<<<<<<< HEAD:hetu_fx/cli/verdict.py
-    floor = max(NEGLIGIBLE * max(norms.values(), default=0.0), 1e-300)
-    differences = {name: _apart(alone.get(name), made.get(name)) for name in {**alone, **made}}
-    relative = {name: apart / max(norms.get(name, 0.0), floor) for name, apart in differences.items()}
-    relative = {name: math.inf if math.isnan(difference) else difference for name, difference in relative.items()}
-    return max(relative.items(), key=lambda entry: entry[1], default=("", 0.0))
-=======
     floor = max(negligible * max(norms.values(), default=0.0), 1e-300)
     apart = {name: _apart(alone.get(name), made.get(name)) for name in {**alone, **made}}
     relative = {name: distance / max(norms.get(name, 0.0), floor) for name, distance in apart.items()}
     return {name: math.inf if math.isnan(difference) else difference for name, difference in relative.items()}
->>>>>>> h5:hetu_fx/check/verdict.py
 
 
 def _apart(a: Tensor | None, b: Tensor | None) -> float:
@@ -93,16 +85,8 @@ def _apart(a: Tensor | None, b: Tensor | None) -> float:
     if a is None or b is None:
         there = a if b is None else b
         return 0.0 if there is None else _norm(there)
-<<<<<<< HEAD:hetu_fx/cli/verdict.py
     return _norm(as_reals(a).double() - as_reals(b).double())
 
 
 def _norm(tensor: Tensor) -> float:
     return float(as_reals(tensor).double().norm())
-=======
-    return _norm(a - b.to(a.dtype))
-
-
-def _norm(tensor: Tensor) -> float:
-    return float(tensor.to(torch.complex128 if tensor.is_complex() else torch.float64).norm())
->>>>>>> h5:hetu_fx/check/verdict.py

@@ -111,12 +111,16 @@ def put(call: Call) -> Factoring:
 
 
 def looked_up(call: Call) -> Factoring:
-    """Look up rows of a table, which may be cut if gradients are not counted per index or sparse."""
+    """Look up rows of a table, which may be cut if gradients are not counted per index or sparse.
+
+    What is scaled by how often an index comes needs all indices.
+    """
     dims = dims_of(call.operands[1].shape, "i")
     table = tuple(map(named, "vh", call.operands[0].shape))
     plain = not call.arguments.get("scale_grad_by_freq") and not call.arguments.get("sparse")
     looked = names(table, [0])
     whole, sharded = (NOTHING, looked) if plain else (looked, NOTHING)
+    whole |= names(dims) if call.arguments.get("scale_grad_by_freq") else NOTHING
     return Factoring((table, dims), ((*dims, table[1]),), whole=whole, linear=FIRST, sharded=sharded)
 
 

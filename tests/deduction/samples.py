@@ -316,7 +316,7 @@ ATTENTION = {
     ],
 }
 LOOKUP = {
-    "embedding": [sample(x(8, 6), ids(8, 3, 4))],
+    "embedding": [sample(x(8, 6), ids(8, 3, 4)), sample(x(8, 6), ids(8, 3, 4), -1, True)],
     "index.Tensor": [
         *(sample(x(6, 4), [ids(6, 3)]), sample(x(3, 6, 4), [None, ids(6, 5)])),
         *(sample(x(3, 6, 4), [ids(3, 5, 1), None, ids(4, 2)]), sample(x(3, 6, 4), [ids(3, 5, 1), ids(6, 2)])),

@@ -86,6 +86,25 @@ def test_two_trainings_have_the_same_bits() -> None:
     assert all(torch.equal(tensor, second.state[name]) for name, tensor in first.state.items())
 
 
+class LaterRead(nn.Module):
+    """A product over parts, with a bias, of what is gathered before: backward sends messages of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.head = nn.Parameter(torch.randn(6, 6)), nn.Linear(48, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head((x @ self.weight).cumsum(2).flatten(1)).mean()
+
+
+def test_a_bias_that_one_device_adds_is_summed_at_the_same_place_by_all() -> None:
+    torch.manual_seed(5)
+    later, given = LaterRead().double(), [{"x": torch.randn(8, 8, 6, dtype=torch.float64)}]
+    how, plan = Lockstep(HOW.make_optimizer), Plan((Pipeline((Stage((0, 1)),)),), zero=0)
+    verdict = judge("plan", train_alone(later, given, how), how.train(later, given, plan), 1e-10, "")
+    assert verdict.verdict == "equal", verdict
+
+
 def test_copies_that_differ_are_told_with_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both have the whole; what is lost on the way to one of them is no part that it counts."""
     whole = Plan((Pipeline((Stage((0,)),)), Pipeline((Stage((1,)),))), zero=0)

@@ -55,7 +55,7 @@ HOLDINGS = [Holding(jitter, others) for others in (True, False) for jitter in (0
 
 
 class OpModel(nn.Module):
-    """Calls an op with tensors made of inputs and parameters, and weighs its results: the loss is the mean of these and their squares.
+    """Calls an op with tensors made of inputs and parameters, and weighs its results; the loss is a mean of these.
 
     Args:
         op: the function.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tests.ops.cell import PLANS, Apart, Finding, worst
@@ -73,6 +73,18 @@ def _row(name: str, result: list[Finding] | Apart) -> dict[str, Any]:
         "cases": len(result),
         "not_right": [{"plan": b.plan, "case": b.case, "kind": b.kind.value, "why": b.why} for b in bad],
     }
+
+
+def results_of(told: Iterable[Mapping[str, Any]]) -> dict[str, list[Finding] | Apart]:
+    """Return what rows tell: of each op a finding for each cell, and all that are not right."""
+    return {row["op"]: _result(row) for row in told}
+
+
+def _result(row: Mapping[str, Any]) -> list[Finding] | Apart:
+    if "apart" in row:
+        return Apart(row["apart"])
+    cells = [Finding(plan, "", Kind(kind), "") for plan, kind in row["cells"].items() if kind == Kind.RIGHT.value]
+    return cells + [Finding(one["plan"], one["case"], Kind(one["kind"]), one["why"]) for one in row["not_right"]]
 
 
 def _all(results: Results) -> list[Finding]:

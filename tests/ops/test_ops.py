@@ -17,7 +17,7 @@ from hetu_fx.deduction.rules.rule import Factoring
 from tests.ops.cell import PLANS, Apart, Case, Finding, findings, try_case, worst
 from tests.ops.database import OpCall
 from tests.ops.model import HOLDINGS, Embedding, embedded
-from tests.ops.report import bars, page, rows, summary
+from tests.ops.report import bars, page, results_of, rows, summary
 from tests.ops.trial import Kind
 
 CHOSEN = "addbmm cumsum einsum linalg.cross linalg.inv nn.functional.conv1d softmax std tile topk".split()
@@ -116,5 +116,6 @@ def test_the_table_has_the_worst_of_each_plan() -> None:
     assert "| `sum` | refused | right | right |" in page(results)
     assert "1 ops not tried: torch.export does not capture it" in summary(results)
     assert [row.get("cells", {}).get("data") for row in rows(results)] == ["refused", None]
+    assert page(results_of(rows(results))) == page(results)
     holds = {bar["name"]: bar["holds"] for bar in bars(results)}
     assert holds == {"share of right cells": False, "crash": True, "wrong": True, "refused without a word": True}

@@ -12,8 +12,8 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
+from hetu_fx.check.verdict import Verdict, judge
 from hetu_fx.cli.compare import draws_random_numbers
-from hetu_fx.cli.verdict import Verdict, judge
 from hetu_fx.errors import CommError, HetuFxError
 from hetu_fx.lockstep import Lockstep, Trained, train_alone
 from hetu_fx.plans.plan import Plan

@@ -56,10 +56,8 @@ class Program:
     @cached_property
     def source(self) -> str:
         """Return the source; `Misfit` where a step cannot be given what the one before it makes."""
-        inputs = [
-            "x",
-            *(name for name in ("y", "labels", "rates") if name in LOSSES[self.loss].replace("self.rates", "")),
-        ]
+        read = LOSSES[self.loss].replace("self.rates", "")
+        inputs = ["x", *(name for name in ("y", "labels", "rates") if name in read)]
         w = Writer()
         h = _written(w, Value("x", self.dims), self.before)
         parts = [HEAD]
@@ -75,6 +73,14 @@ class Program:
         w.done.append(f"h = {head}({h.name}.flatten(1))")
         parts.append(w.source("Model", ", ".join(inputs), LOSSES[self.loss]))
         return "".join(parts)
+
+    @property
+    def can_be(self) -> bool:
+        """Tell whether its steps fit each other."""
+        try:
+            return bool(self.source)
+        except Misfit:
+            return False
 
     def model(self) -> nn.Module:
         """Make the model, in float64 and with the same numbers each time."""
@@ -144,11 +150,8 @@ def draw(r: Random, meets: float) -> Program:
     """
     while True:
         program = _drawn(r, r.random() < meets)
-        try:
-            assert program.source
-        except Misfit:
-            continue
-        return program
+        if program.can_be:
+            return program
 
 
 def _drawn(r: Random, meets: bool) -> Program:

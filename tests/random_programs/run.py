@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 from time import monotonic
@@ -11,7 +11,7 @@ from time import monotonic
 from hetu_fx.plans.plan import Plan
 from tests.ops.trial import Kind, Outcome, Trial, raised, trains
 from tests.random_programs import plans
-from tests.random_programs.program import Misfit, Program, draw
+from tests.random_programs.program import Program, draw
 
 PLANS_PER_PROGRAM = 8
 MEETS = 0.3
@@ -33,10 +33,10 @@ class Pair:
     @property
     def text(self) -> str:
         """Return the case, as it can be run again."""
-        rows = (
-            f"rows of the batches: {list(self.program.rows)}, input: (rows, {', '.join(map(str, self.program.dims))})"
-        )
-        return f"{self.kind.value} (seed {self.seed}): {self.why}\n{self.program.source}\n{rows}\nplan: {json.dumps(self.plan.to_json())}\n"
+        dims = ", ".join(map(str, self.program.dims))
+        given = f"rows of the batches: {list(self.program.rows)}, input: (rows, {dims})"
+        plan = f"plan: {json.dumps(self.plan.to_json())}"
+        return "\n".join([f"{self.kind.value} (seed {self.seed}): {self.why}", self.program.source, given, plan, ""])
 
 
 def pairs(seed: int, seconds: float, most: int | None = None) -> Iterator[Pair]:
@@ -81,40 +81,35 @@ def _outcome(trial: Trial | Outcome, plan: Plan) -> Outcome:
     return trial.under(plan) if isinstance(trial, Trial) else trial
 
 
+def tried(seed: str, program: Program, plan: Plan) -> Pair | None:
+    """Return a pair and what becomes of it; None if plain PyTorch does not train the program."""
+    trial = _trial(program)
+    return None if trial is None else Pair(seed, program, plan, *_outcome(trial, plan))
+
+
 def shrunk(pair: Pair, seconds: float = SHRINK_SECONDS) -> Pair:
-    """Return the smallest pair found of the same kind: without steps, blocks, stages or devices that it does not need."""
+    """Return the smallest pair found that is as bad: without steps, blocks, stages or devices that it does not need."""
     until = monotonic() + seconds
-    while monotonic() < until:
-        smaller = next((found for found in _smaller(pair, until) if found is not None), None)
-        if smaller is None:
-            break
+    smaller: Pair | None = pair
+    while smaller is not None:
         pair = smaller
+        smaller = next(
+            (found for found in _smaller(pair, until) if found is not None and _is_as_bad(found, pair)), None
+        )
     return pair
 
 
 def _smaller(pair: Pair, until: float) -> Iterator[Pair | None]:
-    """Yield pairs with less in them that are as bad, None for each that is not."""
+    """Yield pairs with less in them while there is time; None for each that is none."""
     for program in pair.program.smaller():
         if monotonic() < until:
-            yield _if_as_bad(pair, program, pair.plan)
-    trial = _trial(pair.program)
-    for plan in plans.smaller(pair.plan):
-        if monotonic() < until and trial is not None:
-            yield _as_bad(pair, pair.program, plan, lambda: trial)
+            yield tried(pair.seed, program, pair.plan) if program.can_be else None
+    if monotonic() < until and (trial := _trial(pair.program)) is not None:
+        for plan in plans.smaller(pair.plan):
+            if monotonic() < until:
+                yield Pair(pair.seed, pair.program, plan, *_outcome(trial, plan))
 
 
-def _if_as_bad(pair: Pair, program: Program, plan: Plan) -> Pair | None:
-    try:
-        assert program.source
-    except Misfit:
-        return None
-    return _as_bad(pair, program, plan, lambda: _trial(program))
-
-
-def _as_bad(pair: Pair, program: Program, plan: Plan, trial: Callable[[], Trial | Outcome | None]) -> Pair | None:
-    ready = trial()
-    if ready is None:
-        return None
-    kind, why = _outcome(ready, plan)
-    is_alike = kind is pair.kind and why.split(" ")[0] == pair.why.split(" ")[0]
-    return Pair(pair.seed, program, plan, kind, why) if is_alike else None
+def _is_as_bad(found: Pair, pair: Pair) -> bool:
+    """Tell whether two pairs are bad alike: of the same kind, by the same error."""
+    return found.kind is pair.kind and found.why.split(" ")[0] == pair.why.split(" ")[0]

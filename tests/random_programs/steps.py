@@ -152,7 +152,7 @@ def itself(w: Writer, r: Random, h: Value) -> Value | None:
     """Compare what stands in a row with each other."""
     if len(h.dims) != 2:
         return None
-    a, b = h.dims
+    a = h.dims[0]
     return w.value(r.choice((f"{h.name} @ {h.name}.mT", f"torch.bmm({h.name}, {h.name}.transpose(1, 2))")), (a, a))
 
 

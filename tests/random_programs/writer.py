@@ -67,4 +67,5 @@ class Writer:
         """Return the source of the module."""
         made = "\n".join(f"        {line}" for line in ("super().__init__()", *self.made))
         done = "\n".join(f"        {line}" for line in (*self.done, f"return {returned}"))
-        return f"class {name}(nn.Module):\n    def __init__(self):\n{made}\n\n    def forward(self, {parameters}):\n{done}\n"
+        head = f"class {name}(nn.Module):\n    def __init__(self):\n{made}"
+        return f"{head}\n\n    def forward(self, {parameters}):\n{done}\n"

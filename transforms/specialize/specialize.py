@@ -239,7 +239,7 @@ class _Builder:
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
         columns = zip(*(deduction.needs(node) for deduction in (*self.inside, self.batch)), strict=True)
-        operands = [self._edge(needs) for needs in columns]
+        operands = [self._edge(needs, self._alike(node, i)) for i, needs in enumerate(columns)]
         target = None if self.low is None else cast_target(node, self.low)
         if target is None:
             return operands

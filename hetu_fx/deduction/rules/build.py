@@ -244,8 +244,9 @@ def replaced(dims: Dims, changes: dict[int, Dim]) -> Dims:
 
 
 def names(dims: Dims, which: Sequence[int] | None = None) -> frozenset[str]:
-    """Return the factor names of some of the dims, of all if it is not said which."""
-    return frozenset(name for i in (range(len(dims)) if which is None else which) for name in dims[i])
+    """Return the factor names of some of the dims, of all if it is not said which; a number has none in its dim 0."""
+    chosen = range(len(dims)) if which is None or not dims else which
+    return frozenset(name for i in chosen for name in dims[i])
 
 
 def kept(call: Call, whole: Sequence[int] = (), linear: bool = False) -> Factoring:

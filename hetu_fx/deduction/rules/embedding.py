@@ -111,17 +111,23 @@ def put(call: Call) -> Factoring:
 
 
 def looked_up(call: Call) -> Factoring:
-    """Look up rows of a table, which may be cut if gradients are not counted per index or sparse."""
+    """Look up rows of a table, which may be cut if gradients are not counted per index or sparse.
+
+    What is scaled by how often an index comes needs all indices.
+    """
     dims = dims_of(call.operands[1].shape, "i")
     table = tuple(map(named, "vh", call.operands[0].shape))
     plain = not call.arguments.get("scale_grad_by_freq") and not call.arguments.get("sparse")
     looked = names(table, [0])
     whole, sharded = (NOTHING, looked) if plain else (looked, NOTHING)
+    whole |= names(dims) if call.arguments.get("scale_grad_by_freq") else NOTHING
     return Factoring((table, dims), ((*dims, table[1]),), whole=whole, linear=FIRST, sharded=sharded)
 
 
 def gathered(call: Call) -> Factoring:
     """Pick along one dim, which may be cut in the tensor; other dims pass through where they are taken in full."""
+    if not call.rank:  # a number
+        return opaque(call)
     shape, index = call.operands[0].shape, call.operands[1].shape
     dim = call.dim()
     dims = dims_of(index)
@@ -133,6 +139,8 @@ def gathered(call: Call) -> Factoring:
 
 def scattered(call: Call) -> Factoring:
     """Write along one dim, which stays whole; other dims pass through where they are written in full."""
+    if not call.rank:  # a number
+        return opaque(call)
     shape, index = call.operands[0].shape, call.operands[1].shape
     dim = call.dim()
     dims = dims_of(shape)
@@ -157,6 +165,8 @@ def _picked_rows(call: Call) -> Factoring:
 
 def _added_rows(call: Call) -> Factoring:
     """Add rows at a list of positions; positions and the dim stay whole, unless rows are only permuted."""
+    if not call.rank:  # a number
+        return opaque(call)
     shape, source = call.operands[0].shape, call.operands[2].shape
     dim = call.dim()
     dims = dims_of(shape)
@@ -175,6 +185,8 @@ def _added_rows(call: Call) -> Factoring:
 
 def _written_rows(call: Call, *, linear: bool = False) -> Factoring:
     """Write, or fold in, rows at a list of positions; positions and the dim stay whole."""
+    if not call.rank:  # a number
+        return opaque(call)
     dims, dim = dims_of(call.operands[0].shape), call.dim()
     new = dims_of(call.operands[1].shape, "new")
     whole = names(dims, [dim]) | names(new)

@@ -142,13 +142,6 @@ def split_rows_of(batch: Batch, names: Mapping[str, int], counts: Sequence[int])
         yield unflatten(tree, own)
 
 
-def row_dims(program: Program) -> dict[str, int]:
-    """Return which dim of each input counts rows."""
-    rows = program.graph.batch_symbol
-    found = {name: [d for d, size in enumerate(shape) if size == rows] for name, shape in program.shapes.items()}
-    return {name: dims[0] for name, dims in found.items() if dims and rows is not None}
-
-
 def cut_rows(batch: Batch, dims: Mapping[str, int], rows: int, dtype: torch.dtype) -> Batch:
     """Return so many rows of a batch of which no graph is known; `dims` has the dim of rows by input."""
     tree, tensors = flatten_batch(batch)
@@ -168,7 +161,7 @@ def with_few_pipelines(plan: Plan) -> Plan:
     kinds: dict[object, int] = {}
     left = []
     for pipeline in plan.pipelines:
-        kind = str(replace(pipeline, stages=tuple(replace(s, devices=range(len(s.devices))) for s in pipeline.stages)))
+        kind = str(replace(pipeline, stages=tuple(replace(s, devices=tuple(range(len(s.devices)))) for s in pipeline.stages)))
         kinds[kind, pipeline.share] = kinds.get((kind, pipeline.share), 0) + 1
         if kinds[kind, pipeline.share] <= _ALIKE:
             left.append(pipeline)

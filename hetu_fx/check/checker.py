@@ -22,7 +22,6 @@ from hetu_fx.check.batch import (
     cut_batch,
     cut_rows,
     length_for,
-    row_dims,
     rows_for,
     rows_of_ranks,
     with_few_micro_batches,
@@ -132,12 +131,12 @@ class Checker:
         if isinstance(execution, EagerExecution):
             self.program: Program | None = None
             self.batch = batch_of(execution.module.signature, args, kwargs)
-            self.row_dims = dict.fromkeys(execution.read(args, kwargs, True, shared=shared).batch.row_inputs, 0)
+            self.row_dims = execution.read(args, kwargs, True, shared=shared).batch.row_dims
         else:
             assert isinstance(execution, GraphExecution), "there are two ways of running a model"
             self.program = execution.program
             self.batch = execution.programs.arguments.batch(args, kwargs)
-            self.row_dims = row_dims(self.program)
+            self.row_dims = self.program.row_dims
         try:
             self.template = Template.of(model, loss_fn)
         except HetuFxError as error:

@@ -13,7 +13,7 @@ from hetu_fx.check.batch import split_rows_of
 from hetu_fx.check.verdict import differences
 from hetu_fx.errors import CommError
 from hetu_fx.graph import meta
-from hetu_fx.graph.bind import Batch, as_call
+from hetu_fx.graph.bind import Batch, as_call, flatten_batch
 from hetu_fx.lockstep import Lockstep, Step, Trained, loss_of, train_alone
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import Program
@@ -80,6 +80,7 @@ class Case:
             ranks=self.world,
             rows=self.rows,
             loss_fn=self.loss_fn,
+            row_dims={name: self.row_dims.get(name) for name in flatten_batch(self.batch)[1]},
             seed=SEED,
             eager=self.eager,
             seconds=seconds,

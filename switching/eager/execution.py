@@ -179,7 +179,7 @@ class EagerExecution:
 
     def read(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, *, shared: bool
-    ) -> Reading[EagerVariant]:
+    ) -> EagerReading:
         """Read the arguments of a call."""
         batch = self.module.read(args, kwargs, training)
         return EagerReading(batch.facts, batch, self.module)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial, reduce
 from typing import Any, ClassVar
 
 import sympy
@@ -108,7 +108,8 @@ class _Gathering(CountingRewrite):
         super().__init__(graph)
         self.given = dict(zip(self.graph.graph.nodes, graph.graph.nodes, strict=True))
         self.together: set[fx.Node] = set()
-        self.total = meta.fresh_size(self.graph.graph, "all_rows", self.graph.batch_symbol)
+        assert graph.batch_symbol is not None, "rows are counted"
+        self.total = meta.fresh_size(self.graph.graph, "all_rows", graph.batch_symbol)
         self.whole: dict[fx.Node, fx.Node] = {}
         self.own: dict[fx.Node, fx.Node] = {}
         self.gathered: list[GatheredRows] = []
@@ -242,9 +243,7 @@ class _Gathering(CountingRewrite):
         if operation is None:
             raise _UnknownLayout(f"it is not known what {expression} is for the rows of all replicas")
         first, *rest = (self._part(part, here) for part in expression.args)
-        for part in rest:
-            first = insert(here, operation, first, part)
-        return first
+        return reduce(partial(insert, here, operation), rest, first)
 
     def _part(self, expression: Any, here: fx.Node) -> Any:
         """Return what a size is made of, a number or a node, with as many rows as all replicas have."""

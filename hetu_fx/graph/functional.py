@@ -177,7 +177,7 @@ class _Functionalizer:
         return self._put(aten.slice_scatter.default, base, value, dim, start, start + lengths[index])
 
     def _put(self, scatter: Callable[..., Any], base: fx.Node, value: fx.Node, *place: Any) -> fx.Node:
-        """Insert a scatter; of complex values, to which torch knows no gradient through one, that of their two parts."""
+        """Insert a scatter; of complex values, through which torch knows no gradient, that of their two parts."""
         if not meta.dtype(base).is_complex:
             return self._insert(scatter, (base, value, *place))
         dims, rank = DIMS_OF_SCATTERS[scatter], len(meta.shape(base))
@@ -185,7 +185,8 @@ class _Functionalizer:
         counted = {at: given.get(at, default) for at, default in dims.items()}
         last = max([*given, *counted])
         full = {**{at: given.get(at, 0) for at in range(last + 1)}, **{at: dim % rank for at, dim in counted.items()}}
-        parts = [self._insert(aten.view_as_real.default, (self._insert(aten.resolve_conj.default, (z,)),)) for z in (base, value)]
+        plain = [self._insert(aten.resolve_conj.default, (z,)) for z in (base, value)]
+        parts = [self._insert(aten.view_as_real.default, (z,)) for z in plain]
         made = self._insert(scatter, (*parts, *(full[at] for at in range(last + 1))))
         return self._insert(aten.view_as_complex.default, (made,))
 

@@ -8,12 +8,13 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetu_fx.check.verdict import Verdict, judge
-from hetu_fx.cli.compare import draws_random_numbers
 from hetu_fx.errors import CommError, HetuFxError
 from hetu_fx.lockstep import Lockstep, Trained, train_alone
 from hetu_fx.plans.plan import Plan
@@ -59,10 +60,9 @@ class Trial:
 
     def _expected(self) -> Trained:
         """Return what plain PyTorch makes, but for models that draw random numbers: those are hetu_fx's own."""
-        if any(draws_random_numbers(self._model, batch) for batch in self._batches):
-            return HOW.train(self._model, self._batches, Plan.single(), self.captured)
-        torch.manual_seed(0)
-        return train_alone(self._model, self._batches, HOW)
+        with _Draws() as draws:
+            alone = train_alone(self._model, self._batches, HOW)
+        return HOW.train(self._model, self._batches, Plan.single(), self.captured) if draws.any else alone
 
     def under(self, plan: Plan) -> Outcome:
         """Return what becomes of it under a plan."""
@@ -72,6 +72,17 @@ class Trial:
             except Exception as error:
                 return raised(error)
         return _judged(judge("", self._alone, made, self._tolerance, ""))
+
+
+class _Draws(TorchDispatchMode):
+    """Notes whether an op draws from torch's generator, be it seeded by the model itself."""
+
+    any = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at an op, and run it."""
+        self.any = self.any or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
 
 
 def _judged(verdict: Verdict) -> Outcome:

@@ -37,7 +37,9 @@ SCATTERS = {
     aten.select.int: aten.select_scatter.default,
     aten.diagonal.default: aten.diagonal_scatter.default,
 }
-DIMS_OF_SCATTERS = {  # where their dims stand after both tensors, and which they are where none is given
+DIMS_OF_SCATTERS: dict[
+    Callable[..., Any], dict[int, int]
+] = {  # where their dims stand after both tensors, and which they are where none is given
     aten.slice_scatter.default: {0: 0},
     aten.select_scatter.default: {0: 0},
     aten.diagonal_scatter.default: {1: 0, 2: 1},

@@ -243,7 +243,8 @@ class _Gathering(CountingRewrite):
         if operation is None:
             raise _UnknownLayout(f"it is not known what {expression} is for the rows of all replicas")
         first, *rest = (self._part(part, here) for part in expression.args)
-        return reduce(partial(insert, here, operation), rest, first)
+        made: fx.Node = reduce(partial(insert, here, operation), rest, first)
+        return made
 
     def _part(self, expression: Any, here: fx.Node) -> Any:
         """Return what a size is made of, a number or a node, with as many rows as all replicas have."""

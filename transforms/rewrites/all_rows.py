@@ -56,8 +56,10 @@ class AllRows:
     def __call__(self, graph: Graph) -> Graph:
         if graph.batch_symbol is None:
             return graph
+        apart = _JoinedApart(graph)
+        joined = apart.run()
         try:
-            return _Gathering(_JoinedApart(graph).run()).run()
+            return _Gathering(joined if apart.joins else graph).run()
         except _UnknownLayout as error:
             return graph.with_note(str(error))
 
@@ -81,7 +83,13 @@ def _row_dims(node: fx.Node, graph: Graph) -> list[int]:
 
 
 class _JoinedApart(Rewrite):
-    """Rewrites joins of batches along their rows: stacked, their rows stay beside their own."""
+    """Rewrites joins of batches along their rows: stacked, their rows stay beside their own.
+
+    Attributes:
+        joins: how many there are.
+    """
+
+    joins = 0
 
     def visit(self, node: fx.Node) -> None:
         """Stack what is joined along its rows, and flatten."""
@@ -89,6 +97,7 @@ class _JoinedApart(Rewrite):
             return
         parts, dim = argument(node, "tensors"), int(argument(node, "dim")) % len(meta.shape(node))
         if all(meta.expression(meta.shape(part)[dim]) == self.graph.batch_symbol for part in parts):
+            self.joins += 1
             stacked = insert(node, aten.stack.default, parts, dim)
             replace(node, insert(node, aten.flatten.using_ints, stacked, dim, dim + 1))
 

@@ -105,7 +105,8 @@ class GraphExecution:
     def deduced(self, plan: Plan, topology: Topology | None) -> bytes | None:
         """Return the plan's deduced graph for training, as bytes."""
         deduce = Deduce(topology, *sizes_of(self.program))
-        made = serialize(deduce_program(self.program, plan, wants_values=False, deduce=deduce))
+        deduced = deduce_program(self.program, plan, wants_values=False, deduce=deduce)
+        made = serialize(deduced, self.program.graph, self.program.factors, self.program.flow)
         return self.programs.name(self.program).encode() + made
 
     def compute(

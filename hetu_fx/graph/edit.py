@@ -225,8 +225,11 @@ def _looks_of_arguments(node: fx.Node) -> Any:
 def _looks(argument: Any) -> Any:
     if not isinstance(argument, fx.Node):
         return type(argument), meta.expression(argument)  # 1, 1.0 and True are equal, and make different results
-    example = meta.value(argument)
-    if isinstance(example, torch.Tensor):
-        sizes, strides = (tuple(meta.expression(size) for size in of) for of in (example.shape, example.stride()))
-        return sizes, strides, example.dtype, example.device
-    return tree_map(lambda item: (type(item), meta.expression(item)), example)
+    return tree_map(_looks_of_example, meta.value(argument))
+
+
+def _looks_of_example(example: Any) -> Any:
+    if not isinstance(example, torch.Tensor):
+        return type(example), meta.expression(example)
+    sizes, strides = (tuple(meta.expression(size) for size in of) for of in (example.shape, example.stride()))
+    return sizes, strides, example.dtype, example.device

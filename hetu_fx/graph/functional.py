@@ -37,13 +37,6 @@ SCATTERS = {
     aten.select.int: aten.select_scatter.default,
     aten.diagonal.default: aten.diagonal_scatter.default,
 }
-DIMS_OF_SCATTERS: dict[
-    Callable[..., Any], dict[int, int]
-] = {  # where their dims stand after both tensors, and which they are where none is given
-    aten.slice_scatter.default: {0: 0},
-    aten.select_scatter.default: {0: 0},
-    aten.diagonal_scatter.default: {1: 0, 2: 1},
-}
 SPLITS = frozenset({
     aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.tensor_split.sections,
 })  # fmt: skip
@@ -182,15 +175,8 @@ class _Functionalizer:
         """Insert a scatter; of complex values, through which torch knows no gradient, that of their two parts."""
         if not meta.dtype(base).is_complex:
             return self._insert(scatter, (base, value, *place))
-        dims, rank = DIMS_OF_SCATTERS[scatter], len(meta.shape(base))
-        given = dict(enumerate(place))
-        counted = {at: given.get(at, default) for at, default in dims.items()}
-        last = max([*given, *counted])
-        full = {**{at: given.get(at, 0) for at in range(last + 1)}, **{at: dim % rank for at, dim in counted.items()}}
-        plain = [self._insert(aten.resolve_conj.default, (z,)) for z in (base, value)]
-        parts = [self._insert(aten.view_as_real.default, (z,)) for z in plain]
-        made = self._insert(scatter, (*parts, *(full[at] for at in range(last + 1))))
-        return self._insert(aten.view_as_complex.default, (made,))
+        pairs = ([self._insert(part, (z,)) for z in (base, value)] for part in (aten.real.default, aten.imag.default))
+        return self._insert(aten.complex.default, tuple(self._insert(scatter, (*pair, *place)) for pair in pairs))
 
     def _rewrite_write(self, node: fx.Node, written: list[fx.Node]) -> None:
         into = node.kwargs.get("out")

@@ -195,7 +195,7 @@ def test_replicas_must_return_the_same_structure() -> None:
     with pytest.raises(StateError, match=r"rank 0 made \(out .* rank 1 made \(other"):
         common_form({0: form(3, out=(3,)), 1: form(1, other=(1,))})
     told = common_form({0: form(3, told=3), 1: form(1, told=1)}).constants["told"]
-    with pytest.raises(StateError, match="output 'told' .* differs between replicas"):
+    with pytest.raises(StateError, match=r"output 'told' .* differs between replicas"):
         f"{told:d}"
 
 

@@ -158,13 +158,22 @@ def _layout(
         tensor, inner = finer.ratios(stage)
         fine = StageAxis(len(inner), {c: part_sizes(c, inner, factors) for c in _in_order(finer.fine)})
     parts = {factor: part_sizes(factor, tensor, factors) for factor in _in_order(classes)} if len(tensor) > 1 else {}
-    pieces = {factor: shares(factor, context if stage.shares_sequence else tensor) for factor in _in_order(sequence)}
+    pieces = {factor: _pieces(factor, stage, factors) for factor in _in_order(sequence)}
     if stage.shares_sequence and not stage.is_grid and exchanges:
         pieces |= {factor: part_sizes(factor, context, factors) for factor in _in_order(exchanges)}
     if not stage.shares_sequence:  # a tensor parallel group may share the sequence where it splits nothing else
         parts, pieces = {**parts, **pieces}, {}
     axes = StageAxis(len(context), pieces), StageAxis(len(tensor), parts)
     return StageLayout(pipeline, index, stage.devices, *axes, fine)
+
+
+def _pieces(factor: FactorClass, stage: Stage, factors: FactorMap) -> tuple[int, ...]:
+    """Return each device's share of a sequence; one whose fixed length is less than there are parts is refused."""
+    context, tensor = stage.axes
+    if not stage.shares_sequence:
+        return shares(factor, tensor)
+    is_short = factor.size is not None and factor.size < len(context)
+    return part_sizes(factor, context, factors) if is_short else shares(factor, context)
 
 
 def _in_order(classes: Splits) -> list[FactorClass]:

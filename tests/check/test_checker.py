@@ -148,8 +148,8 @@ def test_a_model_that_is_too_large_says_so(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_trial_ends_in_time(tmp_path: Path) -> None:
-    says = checker_of(Mlp(), mlp_batch(), tmp_path, seconds=0.01).try_plan(SHARES)
-    assert says.startswith("not checked: it would take about"), says
+    says = checker_of(Mlp(), mlp_batch(), tmp_path, seconds=0.0).try_plan(SHARES)
+    assert says == "not checked: it would take more than 0 s"
 
 
 def test_a_model_that_cannot_be_copied_says_so(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def first_wrong(case: Case, found: Found, captured: GraphExecution) -> str:
     graph = captured.program.graph
     if found.failure:
         return ""
-    node = first_wrong_value(case, captured, found.tolerance) if found.loss_is_wrong else None
+    node = _first_wrong_value(case, captured, found.tolerance) if found.loss_is_wrong else None
     if node is not None:
         return f"the first value that differs is that of {described(node)}"
     if found.loss_is_wrong:
@@ -76,7 +76,7 @@ def _reader(graph: Graph, leaf: fx.Node) -> fx.Node | None:
     )
 
 
-def first_wrong_value(case: Case, captured: GraphExecution, tolerance: Tolerance) -> fx.Node | None:
+def _first_wrong_value(case: Case, captured: GraphExecution, tolerance: Tolerance) -> fx.Node | None:
     """Return the first op of the graph whose value under the plan is not that of one device, if one is found."""
     program = captured.program
     nodes = [node for node in program.graph.graph.nodes if _can_be_seen(node)]

@@ -230,8 +230,8 @@ class Checker:
             raise NotChecked(self.problem)
         problems = []
         for cut in _CUTS:
-            if time.monotonic() - start > self.seconds:
-                break
+            if time.monotonic() - start >= self.seconds:
+                raise NotChecked(f"it would take more than {self.seconds:.0f} s")
             try:
                 return self._case(plan, cut)
             except NotChecked as why:

@@ -168,7 +168,7 @@ def tried(case: Case, reference: Reference, captured: GraphExecution | None, sec
     if beside_graph:
         single = replace(case, plan=Plan.single(0), rows=None)
         right = single.how(seconds).train(case.model, [case.batch], single.plan, captured)
-    tolerance = _TOLERANCES.get(case.dtype if captured is None else lowest_dtype(captured.program), _LOWEST)
+    tolerance = _TOLERANCES.get(case.dtype if captured is None else _lowest_dtype(captured.program), _LOWEST)
     try:
         made = case.how(seconds).train(case.model, [case.batch], case.plan, captured)
     except CommError as error:
@@ -210,7 +210,7 @@ def _adds_up(case: Case, loss: float) -> bool:
     return abs(total - loss) <= _TOLERANCES[torch.float32].relative * abs(loss)
 
 
-def lowest_dtype(program: Program) -> torch.dtype:
+def _lowest_dtype(program: Program) -> torch.dtype:
     """Return the least exact dtype of the values that carry gradients."""
     found = {meta.dtype(node) for node in program.flow.differentiable if meta.is_tensor(node)}
     real = [dtype for dtype in found if dtype.is_floating_point]

@@ -82,7 +82,7 @@ def test_a_wrong_adjoint_is_found_with_the_parameter(tmp_path: Path, monkeypatch
     right = table.call
 
     def call(name: str, gradient: Tensor, *args: object) -> Tensor:
-        return gradient.clone() if name == "all_reduce" else right(name, gradient, *args)
+        return right(name, gradient, *args) * 1.5
 
     monkeypatch.setattr(table, "call", call)
 
@@ -95,7 +95,7 @@ def test_a_wrong_adjoint_is_found_with_the_parameter(tmp_path: Path, monkeypatch
             return super().forward(self.before(x), labels)
 
     with pytest.raises(
-        CheckError, match=r"all values are right: on the way back, .* 'before.weight', which aten.linear"
+        CheckError, match=r"all values are right: on the way back, .* 'second.weight', which aten.linear"
     ):
         checker_of(Deeper(), mlp_batch(), tmp_path).try_plan(GROUP)
 
@@ -148,8 +148,8 @@ def test_a_model_that_is_too_large_says_so(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_trial_ends_in_time(tmp_path: Path) -> None:
-    says = checker_of(Mlp(), mlp_batch(), tmp_path, seconds=0.01).try_plan(SHARES)
-    assert says.startswith("not checked: it would take about"), says
+    says = checker_of(Mlp(), mlp_batch(), tmp_path, seconds=0.0).try_plan(SHARES)
+    assert says == "not checked: it would take more than 0 s"
 
 
 def test_a_model_that_cannot_be_copied_says_so(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from hetu_fx.base.device_types import HOST
 from hetu_fx.base.progress import Tell, telling
+from hetu_fx.base.torch_private import DROPOUTS
 from hetu_fx.base.words import bytes_text
 from hetu_fx.check.batch import (
     Sizes,
@@ -326,7 +327,7 @@ def _in_one_dtype(plan: Plan) -> Plan:
 def _without_dropout(model: nn.Module) -> None:
     """Have a module's dropout drop nothing: each device would drop something else."""
     for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, DROPOUTS):
             module.p = 0.0
 
 

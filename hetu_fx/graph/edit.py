@@ -190,6 +190,17 @@ def needed_for(
     return frozenset(found)
 
 
+def reached_from(
+    graph: Graph, start: Iterable[fx.Node], sources: Callable[[fx.Node], Iterable[fx.Node]] = _inputs
+) -> frozenset[fx.Node]:
+    """Return the ops that are made of some of the given nodes, and those nodes; `sources` gives what one is made of."""
+    reached = set(start)
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and not reached.isdisjoint(sources(node)):
+            reached.add(node)
+    return frozenset(reached)
+
+
 def alike_call(node: fx.Node) -> fx.Node | None:
     """Return another call of the node's graph with the same op and arguments that look the same, if there is one.
 

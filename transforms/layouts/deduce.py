@@ -30,6 +30,7 @@ from hetu_fx.deduction.factors.factors import FactorClass, OpFactors, flat
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import draws
+from hetu_fx.graph.edit import reached_from
 from hetu_fx.graph.graph import LeafKind, OutputKind
 from hetu_fx.plans.schedule import cuts_backwards
 from hetu_fx.transforms.layouts.annotated_graph import (
@@ -45,7 +46,7 @@ from hetu_fx.transforms.layouts.annotated_graph import (
 from hetu_fx.transforms.layouts.axis import AxisDeduction, Splits, deduce_batch_axis, deduce_tensor_axis
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.layouts.exchange import exchanged_ops
-from hetu_fx.transforms.layouts.flow import linear_source, reached_from
+from hetu_fx.transforms.layouts.flow import linear_source
 from hetu_fx.transforms.layouts.program_choices import Choices
 from hetu_fx.transforms.layouts.reshard_cost import (
     FLOPS_PER_SECOND,

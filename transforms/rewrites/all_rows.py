@@ -21,10 +21,8 @@ from hetu_fx.deduction.factors.analyse import analyse
 from hetu_fx.deduction.rules.call import set_entry, thawed
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument, is_random
-from hetu_fx.graph.edit import SIZE_OPS, Rewrite, add_leaf, cast, insert, needed_for, replace
+from hetu_fx.graph.edit import SIZE_OPS, Rewrite, add_leaf, cast, insert, needed_for, reached_from, replace
 from hetu_fx.graph.graph import GatheredRows, Graph, LeafKind, OutputKind, drop_dead_nodes
-from hetu_fx.transforms.layouts.flow import reached_from
-from hetu_fx.transforms.layouts.reshard_cost import product_flops
 from hetu_fx.transforms.rewrites import row_ops  # noqa: F401 - registers hetu::place_rows and hetu::own_rows
 from hetu_fx.transforms.rewrites.counter_rng import STATE
 from hetu_fx.transforms.rewrites.counts import CountingRewrite
@@ -168,10 +166,8 @@ class _Gathering(CountingRewrite):
 
     def _is_product_with(self, node: fx.Node, parameters: frozenset[fx.Node]) -> bool:
         given = self.given[node]
-        if not self.factors.is_op(given) or not meta.is_tensor(given) or parameters.isdisjoint(node.all_input_nodes):
-            return False
         weighs = any(source in parameters and not self._has_rows(source) for source in node.all_input_nodes)
-        return weighs and product_flops(given, self.factors.op(given)) > 0
+        return weighs and self.factors.is_op(given) and bool(self.factors.op(given).contracted)
 
     def visit(self, node: fx.Node) -> None:
         """Let an op read the rows of all replicas, or those of its own; and the number of all rows in any case."""

@@ -221,7 +221,7 @@ def argument_at(node: fx.Node, path: Path) -> Any:
     return entry_at({"args": node.args, "kwargs": node.kwargs}, path)
 
 
-def holder_of(call: dict[str, Any], path: Path) -> tuple[Any, Any]:
+def _holder_of(call: dict[str, Any], path: Path) -> tuple[Any, Any]:
     """Return the container of a place in a call's `args` and `kwargs`, and the place's index or key in it."""
     first, *rest = path
     holder, key = (call["args"], first) if isinstance(first, int) else (call["kwargs"], first)
@@ -232,7 +232,7 @@ def holder_of(call: dict[str, Any], path: Path) -> tuple[Any, Any]:
 
 def entry_at(call: dict[str, Any], path: Path) -> Any:
     """Return what stands at a place in a call's `args` and `kwargs`."""
-    holder, key = holder_of(call, path)
+    holder, key = _holder_of(call, path)
     return holder[key]
 
 
@@ -247,5 +247,5 @@ def thawed(value: Any) -> Any:
 
 def set_entry(call: dict[str, Any], path: Path, value: Any) -> None:
     """Put a value at a place in a call's thawed `args` and `kwargs`."""
-    holder, key = holder_of(call, path)
+    holder, key = _holder_of(call, path)
     holder[key] = value

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hetu_fx.cli.verdict import judge
+from hetu_fx.check.verdict import judge
 from hetu_fx.errors import PlanError
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import OutputKind

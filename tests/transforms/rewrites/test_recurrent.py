@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hetu_fx.cli.verdict import judge
+from hetu_fx.check.verdict import judge
 from hetu_fx.graph.capture import capture
 from hetu_fx.lockstep import Lockstep
 from hetu_fx.plans.plan import Plan

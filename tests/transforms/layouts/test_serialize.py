@@ -38,7 +38,9 @@ def test_a_graph_that_was_read_leads_to_the_same_device_graphs(
 ) -> None:
     writer, reader = two_processes
     deduced = deduce_program(writer, plan, wants_values=False)
-    found = deserialize(serialize(deduced, writer.graph, writer.factors, writer.flow), reader.graph, reader.factors, reader.flow)
+    found = deserialize(
+        serialize(deduced, writer.graph, writer.factors, writer.flow), reader.graph, reader.factors, reader.flow
+    )
     assert found.annotated.graph is reader.graph
     assert set(found.batch.states) <= set(reader.graph.graph.nodes)
     for rank in (0, 1):

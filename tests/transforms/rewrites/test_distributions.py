@@ -53,7 +53,9 @@ def drawn(name: str, x: Tensor, row: int = 0) -> Tensor:
     model = Drawn(LAWS[name]).double()
     graph = Randomness()(capture(model, (torch.zeros(7, *x.shape[1:], dtype=x.dtype),)))
     assert not graph.notes
-    return run_on_one_device(graph, model, (x,), {"random_state": torch.tensor([7, 0, row])})[OutputKind.VALUE, "output"]
+    return run_on_one_device(graph, model, (x,), {"random_state": torch.tensor([7, 0, row])})[
+        OutputKind.VALUE, "output"
+    ]
 
 
 @pytest.mark.parametrize("name", LAWS)

@@ -110,7 +110,7 @@ class Deduce:
             return deduce_tensor_axis(graph, factors, flow, splits, prices, cut=cut, outside=outside, choices=choices)
 
         batch = deduce_batch_axis(graph, factors, flow, rows)
-        # Stages of several sizes exchange by parts what replicas sum: neither it nor its gradient may be summands there.
+        # Stages of unlike sizes exchange by parts what replicas sum: neither it nor its gradient may be summands.
         outside = read_outside(annotated).union(batch.exchanged)
         if not annotated.runs_in_step:
             _check_sums(annotated, batch)
@@ -205,8 +205,8 @@ def _check_draws(annotated: AnnotatedGraph) -> None:
     node = next(filter(draws, annotated.graph.graph.nodes), None) if len(devices) > 1 else None
     if node is not None:
         raise PlanError(
-            f"{node.target} ('{node.name}', {meta.source_line(node)}) draws from torch's own generator, of which each of "
-            f"the devices {devices} has one: they would go on with different numbers\n"
+            f"{node.target} ('{node.name}', {meta.source_line(node)}) draws from torch's own generator, of which "
+            f"each of the devices {devices} has one: they would go on with different numbers\n"
             "hint: use a plan of one device, or draw by uniform, normal or exponential numbers, which are the same "
             "under every plan"
         )

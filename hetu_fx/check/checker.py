@@ -16,7 +16,6 @@ from torch import nn
 
 from hetu_fx.base.device_types import HOST
 from hetu_fx.base.progress import Tell, telling
-from hetu_fx.base.torch_private import DROPOUTS
 from hetu_fx.base.words import bytes_text
 from hetu_fx.check.batch import (
     Sizes,
@@ -324,10 +323,13 @@ def _in_one_dtype(plan: Plan) -> Plan:
     return replace(plan, pipelines=pipelines, max_length=None, predicted=None)
 
 
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
 def _without_dropout(model: nn.Module) -> None:
     """Have a module's dropout drop nothing: each device would drop something else."""
     for module in model.modules():
-        if isinstance(module, DROPOUTS):
+        if isinstance(module, _DROPOUTS):
             module.p = 0.0
 
 

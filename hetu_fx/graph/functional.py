@@ -172,7 +172,7 @@ class _Functionalizer:
         return self._put(aten.slice_scatter.default, base, value, dim, start, start + lengths[index])
 
     def _put(self, scatter: Callable[..., Any], base: fx.Node, value: fx.Node, *place: Any) -> fx.Node:
-        """Insert a scatter; of complex values, through which torch knows no gradient, that of their two parts."""
+        """Insert a scatter; of complex values one of each part, as torch knows no gradient through theirs."""
         if not meta.dtype(base).is_complex:
             return self._insert(scatter, (base, value, *place))
         pairs = ([self._insert(part, (z,)) for z in (base, value)] for part in (aten.real.default, aten.imag.default))

@@ -205,8 +205,8 @@ def _check_draws(annotated: AnnotatedGraph) -> None:
     node = next(filter(draws, annotated.graph.graph.nodes), None) if len(devices) > 1 else None
     if node is not None:
         raise PlanError(
-            f"{node.target} ('{node.name}', {meta.source_line(node)}) draws from torch's own generator, of which each "
-            f"of the devices {devices} has one: they would go on with different numbers\n"
+            f"{node.target} ('{node.name}', {meta.source_line(node)}) draws from torch's own generator, of which "
+            f"each of the devices {devices} has one: they would go on with different numbers\n"
             "hint: use a plan of one device, or draw by uniform, normal or exponential numbers, which are the same "
             "under every plan"
         )

@@ -1,4 +1,4 @@
-"""What torch draws, made of numbers from [0, 1): each law by its formula, so that it does not depend on the plan."""
+"""What torch draws, each law made of numbers from [0, 1) by its formula: a draw does not depend on the plan."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ class Recurrent(nn.Module):
 
 @pytest.mark.parametrize(("kind", "both_ways"), [("lstm", False), ("gru", True), ("rnn", False)])
 def test_layers_one_by_one_make_what_all_make_at_once(kind: str, both_ways: bool) -> None:
-    graph = Randomness()(capture(Recurrent(kind, 1e-15, both_ways), (torch.randn(5, 4, 3),)))
+    example = (torch.randn(5, 4, 3, dtype=torch.float64),)
+    graph = Randomness()(capture(Recurrent(kind, 1e-15, both_ways).double(), example))
     assert not graph.notes
     assert sum("input" in str(node.target) for node in graph.graph.nodes if node.op == "call_function") == 2
     model, batch = Recurrent(kind, 0.0, both_ways).double(), (torch.randn(3, 4, 3, dtype=torch.float64),)

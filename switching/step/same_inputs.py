@@ -115,13 +115,15 @@ class Summary:
     Attributes:
         shape: its shape.
         digest: see `digest`.
-        sums: of the elements, of the elements times their place in the tensor (from 0 to 1), and of their sizes.
+        infinite: a number for where it has infinities, and values that are no numbers.
+        sums: of the other elements, of these times their place in the tensor (from 0 to 1), and of their sizes.
         rounding: how much of the last sum devices of unlike types may differ by; 0 for whole numbers.
         first: its first elements.
     """
 
     shape: tuple[int, ...]
     digest: int
+    infinite: int
     sums: tuple[float, float, float]
     rounding: float
     first: tuple[float, ...]
@@ -130,11 +132,13 @@ class Summary:
     def of(cls, tensor: Tensor) -> Summary:
         """Look at a tensor."""
         flat = _plain(tensor).reshape(-1).double()
+        odd = flat.isposinf().byte() + 2 * flat.isneginf().byte() + 4 * flat.isnan().byte()
+        shown, flat = flat[:_SHOWN].tolist(), flat.nan_to_num(0.0, 0.0, 0.0)
         places = torch.linspace(0, 1, flat.numel(), dtype=torch.float64, device=flat.device)
         sums = float(flat.sum()), float((flat * places).sum()), float(flat.abs().sum())
         exact = not (tensor.is_floating_point() or tensor.is_complex())
         rounding = 0.0 if exact else _ROUNDING * torch.finfo(tensor.dtype).eps
-        return cls(tuple(tensor.shape), digest(tensor), sums, rounding, tuple(flat[:_SHOWN].tolist()))
+        return cls(tuple(tensor.shape), digest(tensor), digest(odd), sums, rounding, tuple(shown))
 
     def __str__(self) -> str:
         more = ", ..." if len(self.first) == _SHOWN else ""
@@ -151,5 +155,7 @@ def are_unlike(seen: Sequence[Summary]) -> bool:
 def _differ(one: Summary, other: Summary) -> bool:
     if one.digest == other.digest:
         return False
+    if one.rounding == 0 or one.infinite != other.infinite:
+        return True
     most = one.rounding * max(one.sums[2], other.sums[2])
-    return not all(abs(a - b) <= most for a, b in zip(one.sums, other.sums, strict=True)) or one.rounding == 0
+    return not all(abs(a - b) <= most for a, b in zip(one.sums, other.sums, strict=True))

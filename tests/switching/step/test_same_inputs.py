@@ -91,6 +91,9 @@ def test_rounding_of_unlike_devices_is_no_difference_but_a_whole_number_is() -> 
     rounded = torch.nextafter(x, torch.ones(()))
     assert not are_unlike([Summary.of(x), Summary.of(rounded)])
     assert are_unlike([Summary.of(x), Summary.of(x * 1.001)])
+    mask = torch.zeros(3).masked_fill(torch.tensor([False, True, False]), float("-inf"))
+    assert are_unlike([Summary.of(mask), Summary.of(torch.zeros(3))])
+    assert are_unlike([Summary.of(mask), Summary.of(mask.roll(1))])
     assert are_unlike([Summary.of(torch.tensor([5, 10**9])), Summary.of(torch.tensor([6, 10**9]))])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from tests.ops.trial import Kind
+from tests.random_programs.database_step import use_database
 from tests.random_programs.run import Pair, of_program, pairs, shrunk
 
 MOST_SHRUNK = 10
@@ -21,6 +23,8 @@ def main(given: Sequence[str] | None = None) -> int:
     """Try pairs, print the bad ones made small, then counts, and JSON at last; 0 if none is bad."""
     options = _options(given)
     torch.set_num_threads(1)
+    if not options.no_database:
+        use_database()
     bad: list[Pair] = []
     counts: Counter[Kind] = Counter()
     refused: Counter[str] = Counter()
@@ -33,7 +37,7 @@ def main(given: Sequence[str] | None = None) -> int:
             bad.append(pair)
             print(f"{pair.kind.value} (seed {pair.seed}): {pair.why[:300]}", flush=True)
         if pair.kind is Kind.REFUSED:
-            refused[pair.why[:90]] += 1
+            refused[re.sub(r"<random program \d+>:\d+", "...", pair.why)[:90]] += 1
         if counts.total() % 100 == 0:
             print(f"{counts.total()} pairs: {_text(counts)}", file=sys.stderr, flush=True)
     for pair in _distinct(bad)[:MOST_SHRUNK]:
@@ -60,6 +64,7 @@ def _options(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0, help="how long to try pairs (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of programs and plans (default: %(default)s)")
     parser.add_argument("--program", type=int, metavar="N", help="only the N-th program of this seed")
+    parser.add_argument("--no-database", action="store_true", help="no ops of torch's operator database")
     parser.add_argument("--shrink-seconds", type=float, default=60.0, help="for each bad pair (default: %(default)s)")
     return parser.parse_args(given)
 

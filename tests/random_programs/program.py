@@ -22,8 +22,9 @@ CLASSES = 5
 HEAD = """import torch
 from torch import nn
 from torch.nn import functional as F
-
+{imports}
 """
+CALLED = "from tests.random_programs.database_step import CalledOp\n"
 
 Drawn = tuple[str, int]
 """A step by name, and the seed of what it draws."""
@@ -60,7 +61,7 @@ class Program:
         inputs = ["x", *(name for name in ("y", "labels", "rates") if name in read)]
         w = Writer()
         h = _written(w, Value("x", self.dims), self.before)
-        parts = [HEAD]
+        parts: list[str] = []
         if self.blocks:
             parts.append(f"{_block(h.dims, self.block)}\n")
             w.made.append(f"self.blocks = nn.ModuleList(Block() for _ in range({self.blocks}))")
@@ -72,7 +73,8 @@ class Program:
             w.made.append(f'self.register_buffer("rates", torch.rand({CLASSES}) + 0.5)')
         w.done.append(f"h = {head}({h.name}.flatten(1))")
         parts.append(w.source("Model", ", ".join(inputs), LOSSES[self.loss]))
-        return "".join(parts)
+        text = "".join(parts)
+        return HEAD.format(imports=CALLED if "CalledOp" in text else "") + text
 
     @property
     def can_be(self) -> bool:
@@ -156,6 +158,7 @@ def draw(r: Random, meets: float) -> Program:
 
 def _drawn(r: Random, meets: bool) -> Program:
     known = [name for name in STEPS if meets or name not in MEETING]
+    known += [name for name in known if name == "called"] * (len(known) // 5)  # which stands for hundreds of ops
     blocks = r.choice((0, 2, 3, 4))
 
     def steps(most: int) -> tuple[Drawn, ...]:

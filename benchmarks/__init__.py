@@ -6,4 +6,4 @@ holds. What is compared runs side by side in one run, alternating, and counts by
 
 import os
 
-os.environ.setdefault("HETU_FX_CHECK", "0")  # seconds of preparation are compared as they were; what is wrong fails a bar
+os.environ.setdefault("HETU_FX_CHECK", "0")  # seconds of preparation are compared as they were

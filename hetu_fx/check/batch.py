@@ -168,7 +168,9 @@ def with_few_pipelines(plan: Plan) -> Plan:
     kinds: dict[object, int] = {}
     left = []
     for pipeline in plan.pipelines:
-        kind = str(replace(pipeline, stages=tuple(replace(s, devices=range(len(s.devices))) for s in pipeline.stages)))
+        kind = str(
+            replace(pipeline, stages=tuple(replace(s, devices=tuple(range(len(s.devices)))) for s in pipeline.stages))
+        )
         kinds[kind, pipeline.share] = kinds.get((kind, pipeline.share), 0) + 1
         if kinds[kind, pipeline.share] <= _ALIKE:
             left.append(pipeline)

@@ -60,7 +60,7 @@ def _of_gradients(graph: Graph, found: Found) -> str:
     wrong = [name for name in found.wrong if readers.get(name) is not None]
     if not wrong:
         return ""
-    last = max(wrong, key=lambda name: order[readers[name]])  # type: ignore[index]
+    last = max(wrong, key=lambda name: order[readers[name]])
     node = readers[last]
     assert node is not None, "it is among those with a reader"
     return (
@@ -109,9 +109,10 @@ def _first_of(nodes: list[fx.Node], case: Case, tolerance: Tolerance) -> fx.Node
     right = _values(replace(shared, plan=Plan.single(0)), probing)
     made = _values(shared, probing)
     for node in nodes:
-        pair = [{node.name: values[node.name]} for values in (right, made) if node.name in values]
-        if len(pair) == 2 and differences(*pair, tolerance.negligible)[node.name] > tolerance.relative:
-            return node
+        if node.name in right and node.name in made:
+            own = {node.name: right[node.name]}, {node.name: made[node.name]}
+            if differences(*own, negligible=tolerance.negligible)[node.name] > tolerance.relative:
+                return node
     return None
 
 

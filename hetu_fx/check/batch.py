@@ -161,14 +161,8 @@ def with_few_pipelines(plan: Plan) -> Plan:
     kinds: dict[object, int] = {}
     left = []
     for pipeline in plan.pipelines:
-<<<<<<< HEAD
         stages = tuple(replace(stage, devices=tuple(range(len(stage.devices)))) for stage in pipeline.stages)
         kind = str(replace(pipeline, stages=stages))
-=======
-        kind = str(
-            replace(pipeline, stages=tuple(replace(s, devices=tuple(range(len(s.devices)))) for s in pipeline.stages))
-        )
->>>>>>> h5
         kinds[kind, pipeline.share] = kinds.get((kind, pipeline.share), 0) + 1
         if kinds[kind, pipeline.share] <= _ALIKE:
             left.append(pipeline)

@@ -109,18 +109,11 @@ def _first_of(nodes: list[fx.Node], case: Case, tolerance: Tolerance) -> fx.Node
     right = _values(replace(shared, plan=Plan.single(0)), probing)
     made = _values(shared, probing)
     for node in nodes:
-<<<<<<< HEAD
         if node.name not in right or node.name not in made:
             continue
         alone, found = ({node.name: values[node.name]} for values in (right, made))
         if differences(alone, found, tolerance.negligible)[node.name] > tolerance.relative:
             return node
-=======
-        if node.name in right and node.name in made:
-            own = {node.name: right[node.name]}, {node.name: made[node.name]}
-            if differences(*own, negligible=tolerance.negligible)[node.name] > tolerance.relative:
-                return node
->>>>>>> h5
     return None
 
 

@@ -131,11 +131,7 @@ class Checker:
         if isinstance(execution, EagerExecution):
             self.program: Program | None = None
             self.batch = batch_of(execution.module.signature, args, kwargs)
-<<<<<<< HEAD
             self.row_dims = execution.read(args, kwargs, True, shared=shared).batch.row_dims
-=======
-            self.row_dims = dict.fromkeys(execution.module.read(args, kwargs, True).row_inputs, 0)
->>>>>>> h5
         else:
             assert isinstance(execution, GraphExecution), "there are two ways of running a model"
             self.program = execution.program

@@ -245,7 +245,9 @@ class _Run:
 
     def _runtime(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, table: GroupTable) -> Runtime:
         settings = Settings(shared=self.how.rows is None, outputs="auto", seed=self.how.seed)
-        execution = self.execution or EagerExecution(model, self.how.loss_fn, self.batches[0])
+        execution = self.execution or EagerExecution(
+            model, self.how.loss_fn, self.batches[0], AskedRowDims(self.how.row_dims)
+        )
         table.know_types([self._device(rank).type for rank in range(table.size)])
         table.connect(self._device(table.rank))
         with using(table):

@@ -19,6 +19,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.bind import Batch
 from hetu_fx.graph.containers import Entries, TensorSlot
 from hetu_fx.graph.graph import OBSERVED, Graph, LeafKind, OutputKind, OutputLeaf
+from hetu_fx.graph.row_dims import AskedRowDims
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs
 from hetu_fx.program.program import Program
@@ -103,7 +104,8 @@ def _can_be_seen(node: fx.Node) -> bool:
 def _first_of(nodes: list[fx.Node], case: Case, tolerance: Tolerance) -> fx.Node | None:
     shared = replace(case, rows=None)
     names = tuple(node.name for node in nodes)
-    programs = Programs(shared.how().copied(case.model), case.loss_fn)
+    how = shared.how()
+    programs = Programs(how.copied(case.model), case.loss_fn, row_dims=AskedRowDims(how.row_dims))
     programs.tracer = _Probing(names, programs)
     probing = GraphExecution(programs, case.batch, None)
     right = _values(replace(shared, plan=Plan.single(0)), probing)

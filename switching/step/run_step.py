@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -59,14 +60,12 @@ class _GraphStep(StepFrame):
         _check_rows_can_be_put_together(self.program, variant, inputs)
         self.stage = stage_of(variant, batch, inputs)
         self.device = self.stage.device
-        is_shared_out = self.program.loss_type is LossType.SUM and not inputs.shared
-        scale = 1.0 / variant.table.size if is_shared_out else 1.0
         runs_ahead = not self.stage.deduced.annotated.runs_in_step
         in_float16 = self.program.in_float16
         super().__init__(
             variant,
             inputs,
-            scale=scale,
+            scale=_share_of_loss(self.program, inputs, variant.table),
             may_run_ahead=runs_ahead,
             in_float16=in_float16,
             gives_values=self.wants_values and bool(self.program.loss_name),
@@ -247,6 +246,20 @@ def _check_rows_can_be_put_together(program: Program, variant: GraphVariant, inp
             f"the batch size is fixed in this model's graph, so that the rows of {variant.table.size} ranks cannot be "
             f"put together ({why}); give all ranks the same whole batch with data='global', or rewrite the line"
         )
+
+
+def _share_of_loss(program: Program, inputs: StepInputs, table: GroupTable) -> float:
+    """Return what part of the loss each rank returns; the first step says so where it is not all of it."""
+    if inputs.shared or table.size == 1 or program.loss_type is not LossType.SUM:
+        return 1.0
+    if inputs.step == 0 and table.rank == 0:
+        warnings.warn(
+            f"the loss is a sum over rows: each of {table.size} ranks returns the sum over all rows divided by "
+            f"{table.size}, so that the mean over ranks is right, as under DistributedDataParallel\n"
+            f"hint: multiply it by {table.size} for the sum itself, or return a mean",
+            stacklevel=2,
+        )
+    return 1.0 / table.size
 
 
 def _rest(gradient: float) -> None:

@@ -84,17 +84,23 @@ def _doubt(assumed: RowDims, found: list[dict[str, int]]) -> str:
 
 
 def _others(program: Program, assumed: RowDims) -> Iterator[dict[str, int]]:
-    """Yield the dims of inputs that have a factor class in common, of an open size: not that of the rows."""
-    dims = {leaf.name: program.factors.dims(leaf.node) for leaf in _inputs(program.graph)}
+    """Yield the dims that inputs have in common, of an open size and not those of the rows.
+
+    All inputs that were taken to have rows have such a dim; what no op reads shows nothing.
+    """
+    read = [leaf for leaf in _inputs(program.graph) if any(map(program.factors.is_op, leaf.node.users))]
+    dims = {leaf.name: program.factors.dims(leaf.node) for leaf in read}
     rows = _class_of_rows(program, assumed)
     open_classes = dict.fromkeys(
         classes[0]
-        for name in assumed
+        for name in filter(dims.__contains__, assumed)
         for classes in dims[name]
         if len(classes) == 1 and classes[0].size is None and classes[0] not in rows
     )
     for cls in open_classes:
-        yield {name: found.index((cls,)) for name, found in dims.items() if found.count((cls,)) == 1}
+        common = {name: found.index((cls,)) for name, found in dims.items() if found.count((cls,)) == 1}
+        if common.keys() >= assumed.keys() & dims.keys():
+            yield common
 
 
 def _inputs(graph: Graph) -> Any:

@@ -83,7 +83,9 @@ def binary(name: str) -> list[Sample]:
 
 
 def pointwise_samples() -> dict[str, list[Sample]]:
-    found = {full_name(op): unary(full_name(op)) for op in (*COPIES, *OTHER_COPIES, *ZERO_AT_ZERO, *UNARY)}
+    found = {
+        full_name(op): unary(full_name(op)) for op in (*COPIES, *OTHER_COPIES, *ZERO_AT_ZERO, *UNARY, "reciprocal")
+    }
     return found | {full_name(op): binary(full_name(op)) for op in BINARY}
 
 

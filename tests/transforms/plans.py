@@ -13,6 +13,7 @@ from hetu_fx.annotations.annotation import Annotation, cotangent
 from hetu_fx.annotations.local import local_part
 from hetu_fx.comm_ops.ops.table import join_parts, take_part
 from hetu_fx.comm_ops.resolve.resolution import OpCall
+from hetu_fx.graph import meta
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.program.program import Program, make_program
 from hetu_fx.program.tracer import Tracer
@@ -210,7 +211,8 @@ def feeder(
         if slot.kind is SlotKind.RANDOM_STATE:
             return torch.tensor([3, 1, 0])
         if slot.kind is SlotKind.COUNT:
-            return torch.tensor(program.prologue(inputs)[program.counts.index(slot.name)])
+            number = program.prologue(inputs)[program.counts.index(slot.name)]
+            return torch.tensor(number, dtype=meta.dtype(leaves[slot.name]))
         lies = made.value_annotation(leaves[slot.name], made.annotated.layouts[0])
         return local_part(tensors[slot.name], lies, rank)
 

@@ -205,11 +205,14 @@ class Handle:
         yield from waiting
 
     def explain(self) -> str:
-        """Return the current plan as a table: what was predicted, what its first use took, which ops gather rows."""
+        """Return the current plan as a table, with what was predicted, and what its first use has taken here.
+
+        And what was found when it was tried before it trained, and for which ops rows are gathered.
+        """
         self._runtime.charge_groups()
         plan = self.plan.explain(range(self._runtime.table.size))
-        first_use = f"first use: {self._runtime.variants[self.current].first_use}"
-        return "\n".join((plan, first_use, *map(str, self._gathered)))
+        tried, use = self.checks[self.current], self._runtime.variants[self.current].first_use
+        return "\n".join((plan, f"tried: {tried}", f"first use: {use}", *map(str, self._gathered)))
 
     @property
     def _gathered(self) -> tuple[GatheredRows, ...]:

@@ -276,7 +276,7 @@ class _Run:
 
     def _row_dims(self, batch: Batch) -> RowDims:
         """Return which dims count rows; by the sizes alone where the graph has a fixed number of rows."""
-        found = self.execution.programs.find(batch, training=True).row_dims
+        found = {} if self.execution is None else self.execution.programs.find(batch, training=True).row_dims
         return found or row_dims_of(flatten_batch(batch)[1], AskedRowDims(self.how.row_dims))
 
     def _rows(self, rank: int, tensor: Tensor, dim: int) -> Tensor:

@@ -105,7 +105,8 @@ class GraphExecution:
     def deduced(self, plan: Plan, topology: Topology | None) -> bytes | None:
         """Return the plan's deduced graph for training, as bytes."""
         deduce = Deduce(topology, *sizes_of(self.program))
-        made = serialize(deduce_program(self.program, plan, wants_values=False, deduce=deduce))
+        deduced = deduce_program(self.program, plan, wants_values=False, deduce=deduce)
+        made = serialize(deduced, self.program.graph, self.program.factors, self.program.flow)
         return self.programs.name(self.program).encode() + made
 
     def compute(
@@ -145,8 +146,10 @@ class RowReading(Reading[GraphVariant]):
         return replace(self, batch=self.fillings.filled(self.batch, facts, wants_values=wanted))
 
     def same_inputs(self, *, shared: bool) -> Mapping[str, Tensor]:
-        """Return the inputs that all ranks must pass alike."""
-        return same_inputs(self.batch.tensors, self.batch.program.row_dims, shared=shared)
+        """Return the inputs that all ranks must pass alike, and the graph's own tensors (the weights of a loss_fn)."""
+        program = self.batch.program
+        constants = {f"constant {name}": tensor for name, tensor in program.graph.constants.items()}
+        return same_inputs(self.batch.tensors, program.row_dims, shared=shared) | constants
 
     def build(self, variant: GraphVariant, inputs: StepInputs) -> None:
         """Make the variant's graphs."""

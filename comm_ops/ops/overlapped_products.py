@@ -128,7 +128,7 @@ def _gathered_in_slices(x: Tensor, products: Products, group: _Group, slices: Se
 
 
 def _start_slice(x: Tensor, bounds: Bounds, group: _Group) -> Started[list[Tensor]]:
-    mine = x.narrow(group.dim, *bounds[group.here]).contiguous()
+    mine = x.narrow(group.dim, *bounds[group.here])
     shapes = [_resized(x, group.dim, size) for _, size in bounds]
     return start_gather(mine, shapes, group.ranks, group.algorithm, group.table)
 

@@ -144,7 +144,7 @@ def _eager_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, product: str, *cut: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     made = PRODUCTS_BY_NAME[product]
-    all_x, all_y = (call("all_gather", part.contiguous(), *cut, "duplicate") for part in (x, gradient))
+    all_x, all_y = (call("all_gather", part, *cut, "duplicate") for part in (x, gradient))
     rows = all_y.flatten(0, -2)
     of_weight = made.of_weight(all_x.flatten(0, -2) if made.of_input else all_x.flatten(), rows, weight)
     of_input = made.of_input(gradient, weight) if made.of_input else weight.new_empty(0)

@@ -26,8 +26,7 @@ from torch.distributed import ProcessGroup
 from hetu_fx.base.torch_private import PrefixStore, Store, is_member_of
 from hetu_fx.comm_ops.wire.calls import last, place_of, whereabouts
 from hetu_fx.comm_ops.wire.shutdown import finish_at_exit, sever
-from hetu_fx.comm_ops.wire.standings import Standing, Standings
-from hetu_fx.comm_ops.wire.waits import Wait, oldest_wait
+from hetu_fx.comm_ops.wire.standings import Standing, Standings, Wait, oldest_wait
 from hetu_fx.errors import DivergedError, EnvironmentProblem
 
 WAIT_SECONDS = 60.0

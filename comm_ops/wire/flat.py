@@ -44,8 +44,8 @@ class Flat:
         x = self.tensor
         if x.dim() != 1 or not is_dense(x) or x.requires_grad:
             raise CommError(
-                f"a buffer on the wire is flat, dense and of no graph, but this is {_described(x)}; "
-                f"make it by Flat.of, or let what arrives stand in a dense tensor"
+                f"a buffer on the wire is flat, dense and of no graph, but this is {_described(x)}\n"
+                f"hint: send it by Flat.of, which copies it; let what arrives stand in a dense tensor"
             )
 
     @classmethod

@@ -32,8 +32,8 @@ from hetu_fx.comm_ops.wire.process_group import (
     world_group,
 )
 from hetu_fx.comm_ops.wire.shutdown import can_sever, release_at_exit
+from hetu_fx.comm_ops.wire.standings import Wait
 from hetu_fx.comm_ops.wire.transport import Group, ProcessTransport, Transport, Work
-from hetu_fx.comm_ops.wire.waits import Wait
 from hetu_fx.errors import CommError
 
 

@@ -1,6 +1,6 @@
 """Where every rank stands, and whether one has left the path that all must take together.
 
-Pure: what the ranks have told goes in, whom to name comes out.
+What the ranks have told goes in, whom to name comes out; and what this process waits for itself, in all threads.
 """
 
 from __future__ import annotations
@@ -121,3 +121,29 @@ class Standings:
         if standing.left is None and silent >= bound / 2:
             return f"has given no sign of life for {silent:.1f} s (is it stopped, or dead?); before, it {standing}"
         return str(standing)
+
+
+class Wait:
+    """A communication under way: what it is, since when (time.perf_counter), and among whom, if they are watched.
+
+    This process says that it waits from when it is made to its `end`.
+    """
+
+    __slots__ = ("among", "start", "what")
+
+    def __init__(self, what: str, start: float, among: object | None = None) -> None:
+        self.what, self.start, self.among = what, start, among
+        _waits.append(self)
+
+    def end(self) -> None:
+        """Say that it is over."""
+        _waits.remove(self)
+
+
+_waits: list[Wait] = []
+
+
+def oldest_wait(among: object | None = None) -> Wait | None:
+    """Return what this process has waited for longest, `among` (None: any); None if it does not communicate."""
+    waits = [wait for wait in tuple(_waits) if among is None or wait.among is among]
+    return min(waits, key=lambda wait: wait.start, default=None)

@@ -44,6 +44,12 @@ def is_one_of_many() -> bool:
     return _belongings() is not None
 
 
+def no_threads_are_ranks() -> None:
+    """Know that no thread works for a rank any longer, unless this one does: a process then asks nobody which it is."""
+    if getattr(_here, "belongings", None) is None:
+        _carried.clear()
+
+
 @contextmanager
 def working_for(belongings: Belongings) -> Iterator[None]:
     """Work, in this thread, for the rank that has these."""

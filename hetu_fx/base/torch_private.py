@@ -56,6 +56,8 @@ make_subclass = Tensor._make_subclass
 make_wrapper_subclass = Tensor._make_wrapper_subclass
 disabled_torch_function = torch._C._disabled_torch_function_impl
 
+DROPOUTS = nn.modules.dropout._DropoutNd  # what all modules that drop are
+
 # Versions tell of writes: to a view they count for what it views.
 increment_version = torch._C._increment_version
 set_versions = torch._C._autograd._unsafe_set_version_counter

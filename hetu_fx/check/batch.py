@@ -21,6 +21,7 @@ from hetu_fx.program.program import Program
 MOST_ROWS = 64
 """Rows above which a trial does not look for shares that stay unequal."""
 
+LEAST_ROWS = 4
 LEAST_LENGTH = 8
 MOST_LENGTH = 64
 _MICRO_BATCHES = 2  # more than a pipeline has stages
@@ -45,7 +46,7 @@ def rows_for(plan: Plan, world: int) -> int:
     (Of one row nobody can tell a mean from a sum, nor what it varies by.) Pipelines of unlike shares have unlike rows,
     and micro-batches of a pipeline unlike sizes, where few rows do it; with very many micro-batches some have one row.
     """
-    least = max(world, sum(pipeline.micro_batches for pipeline in plan.pipelines))
+    least = max(LEAST_ROWS, world, sum(pipeline.micro_batches for pipeline in plan.pipelines))
     numbers = range(least, max(MOST_ROWS, 2 * least) + 1)
     return min(numbers, key=lambda rows: (_idle(plan, rows, 1), _idle(plan, rows, _ROWS), _hidden(plan, rows), rows))
 
@@ -141,13 +142,6 @@ def split_rows_of(batch: Batch, names: Mapping[str, int], counts: Sequence[int])
         yield unflatten(tree, own)
 
 
-def row_dims(program: Program) -> dict[str, int]:
-    """Return which dim of each input counts rows."""
-    rows = program.graph.batch_symbol
-    found = {name: [d for d, size in enumerate(shape) if size == rows] for name, shape in program.shapes.items()}
-    return {name: dims[0] for name, dims in found.items() if dims and rows is not None}
-
-
 def cut_rows(batch: Batch, dims: Mapping[str, int], rows: int, dtype: torch.dtype) -> Batch:
     """Return so many rows of a batch of which no graph is known; `dims` has the dim of rows by input."""
     tree, tensors = flatten_batch(batch)
@@ -167,7 +161,8 @@ def with_few_pipelines(plan: Plan) -> Plan:
     kinds: dict[object, int] = {}
     left = []
     for pipeline in plan.pipelines:
-        kind = str(replace(pipeline, stages=tuple(replace(s, devices=range(len(s.devices))) for s in pipeline.stages)))
+        stages = tuple(replace(stage, devices=tuple(range(len(stage.devices)))) for stage in pipeline.stages)
+        kind = str(replace(pipeline, stages=stages))
         kinds[kind, pipeline.share] = kinds.get((kind, pipeline.share), 0) + 1
         if kinds[kind, pipeline.share] <= _ALIKE:
             left.append(pipeline)

@@ -36,7 +36,7 @@ def first_wrong(case: Case, found: Found, captured: GraphExecution) -> str:
     graph = captured.program.graph
     if found.failure:
         return ""
-    node = first_wrong_value(case, captured, found.tolerance) if found.loss_is_wrong else None
+    node = _first_wrong_value(case, captured, found.tolerance) if found.loss_is_wrong else None
     if node is not None:
         return f"the first value that differs is that of {described(node)}"
     if found.loss_is_wrong:
@@ -60,7 +60,7 @@ def _of_gradients(graph: Graph, found: Found) -> str:
     wrong = [name for name in found.wrong if readers.get(name) is not None]
     if not wrong:
         return ""
-    last = max(wrong, key=lambda name: order[readers[name]])  # type: ignore[index]
+    last = max(wrong, key=lambda name: order[readers[name]])
     node = readers[last]
     assert node is not None, "it is among those with a reader"
     return (
@@ -71,10 +71,12 @@ def _of_gradients(graph: Graph, found: Found) -> str:
 
 def _reader(graph: Graph, leaf: fx.Node) -> fx.Node | None:
     """Return the last op that reads a parameter."""
-    return next((node for node in reversed(graph.graph.nodes) if node in leaf.users and node.op == "call_function"), None)
+    return next(
+        (node for node in reversed(graph.graph.nodes) if node in leaf.users and node.op == "call_function"), None
+    )
 
 
-def first_wrong_value(case: Case, captured: GraphExecution, tolerance: Tolerance) -> fx.Node | None:
+def _first_wrong_value(case: Case, captured: GraphExecution, tolerance: Tolerance) -> fx.Node | None:
     """Return the first op of the graph whose value under the plan is not that of one device, if one is found."""
     program = captured.program
     nodes = [node for node in program.graph.graph.nodes if _can_be_seen(node)]
@@ -107,8 +109,10 @@ def _first_of(nodes: list[fx.Node], case: Case, tolerance: Tolerance) -> fx.Node
     right = _values(replace(shared, plan=Plan.single(0)), probing)
     made = _values(shared, probing)
     for node in nodes:
-        pair = [{node.name: values[node.name]} for values in (right, made) if node.name in values]
-        if len(pair) == 2 and differences(*pair, tolerance.negligible)[node.name] > tolerance.relative:
+        if node.name not in right or node.name not in made:
+            continue
+        alone, found = ({node.name: values[node.name]} for values in (right, made))
+        if differences(alone, found, tolerance.negligible)[node.name] > tolerance.relative:
             return node
     return None
 

@@ -109,7 +109,9 @@ class KeptBlocks:
         stages = zip(pipeline.stages, blocks, again, strict=True)
         return replace(
             pipeline,
-            stages=tuple(replace(stage.recomputing(few, stage.recompute_ops), blocks=own) for stage, own, few in stages),
+            stages=tuple(
+                replace(stage.recomputing(few, stage.recompute_ops), blocks=own) for stage, own, few in stages
+            ),
         )
 
     def original_names(self) -> Mapping[str, str]:

@@ -16,13 +16,13 @@ from torch import nn
 
 from hetu_fx.base.device_types import HOST
 from hetu_fx.base.progress import Tell, telling
+from hetu_fx.base.torch_private import DROPOUTS
 from hetu_fx.base.words import bytes_text
 from hetu_fx.check.batch import (
     Sizes,
     cut_batch,
     cut_rows,
     length_for,
-    row_dims,
     rows_for,
     rows_of_ranks,
     with_few_micro_batches,
@@ -35,6 +35,7 @@ from hetu_fx.check.narrow import Narrowing
 from hetu_fx.check.report import failure_text
 from hetu_fx.check.trial import Case, Found, Reference, alone, tried
 from hetu_fx.cluster.host import memory_left
+from hetu_fx.deduction.rules.registry import registered_rules
 from hetu_fx.errors import CheckError, HetuFxError
 from hetu_fx.graph import meta
 from hetu_fx.graph.bind import Batch, as_call, flatten_batch
@@ -131,12 +132,12 @@ class Checker:
         if isinstance(execution, EagerExecution):
             self.program: Program | None = None
             self.batch = batch_of(execution.module.signature, args, kwargs)
-            self.row_dims = dict.fromkeys(execution.read(args, kwargs, True, shared=shared).batch.row_inputs, 0)
+            self.row_dims = execution.read(args, kwargs, True, shared=shared).batch.row_dims
         else:
             assert isinstance(execution, GraphExecution), "there are two ways of running a model"
             self.program = execution.program
             self.batch = execution.programs.arguments.batch(args, kwargs)
-            self.row_dims = row_dims(self.program)
+            self.row_dims = self.program.row_dims
         try:
             self.template = Template.of(model, loss_fn)
         except HetuFxError as error:
@@ -148,27 +149,30 @@ class Checker:
         Raises:
             CheckError: it does not give what one device gives.
         """
-        key = self._key(plan)
+        if self.program is None:  # nothing tells a module from one with other code, and no capture is needed
+            return self._answer("", plan).says
+        key = self._key(plan, self.program)
         known = self.answers.get(key)
-        if known is not None:
-            return known.says
+        if known is None:
+            known = self._answer(key, plan)
+            self.answers.put(known)
+        return known.says
+
+    def _answer(self, key: str, plan: Plan) -> Answer:
         start = time.monotonic()
         with telling("trying the plan") as tell, _surroundings():
             try:
                 answer = Answer(key, True, self._says(self._found(plan, start, tell), start))
             except NotChecked as why:
                 answer = Answer(key, False, f"not checked: {why}")
-        self.answers.put(answer)
         level = logging.INFO if answer.was_checked else logging.WARNING
         _log.log(level, "plan %s: %s", plan.summary(), answer.says)
-        return answer.says
+        return answer
 
-    def _key(self, plan: Plan) -> str:
-        graph = "" if self.program is None else _text(self.program)
+    def _key(self, plan: Plan, program: Program) -> str:
         asked = replace(plan, name=None, predicted=None, max_length=None).to_json()
-        how = f"{self.world} {self.shared} {self.eager} {self.seconds} {self.problem}"
-        structure = "" if self.template is None else f"{self.template.model} {self.template.loss_fn}"
-        return key_of([graph, structure if self.eager else "", str(asked), how, str(self.batch_form)])
+        how = f"{self.world} {self.shared} {self.seconds} {self.problem}"
+        return key_of([_text(program), str(asked), how, str(self.batch_form), *registered_rules()])
 
     @property
     def batch_form(self) -> object:
@@ -227,8 +231,8 @@ class Checker:
             raise NotChecked(self.problem)
         problems = []
         for cut in _CUTS:
-            if time.monotonic() - start > self.seconds:
-                break
+            if time.monotonic() - start >= self.seconds:
+                raise NotChecked(f"it would take more than {self.seconds:.0f} s")
             try:
                 return self._case(plan, cut)
             except NotChecked as why:
@@ -268,6 +272,8 @@ class Checker:
                 raise NotChecked("the module draws random numbers, of which each device draws its own")
             return Ready(case, reference, None, blocks)
         captured = case.how().capture(case.model, case.batch)
+        if captured.program.graph.num_blocks != len(blocks.kept):
+            raise NotChecked("cut down it has other blocks")
         is_whole = not (cut.blocks and blocks.dropped) and not cut.tables and not cut.lengths
         if not is_whole and not same_ops(self.program.graph, captured.program.graph, blocks):
             raise NotChecked("cut down it runs other ops")
@@ -303,7 +309,9 @@ class Checker:
     def _left(self, start: float, needs: float) -> float:
         left = self.seconds - (time.monotonic() - start)
         if needs > left:
-            raise NotChecked(f"it would take about {needs:.0f} s more, and {max(left, 0):.0f} s of {self.seconds:.0f} s are left")
+            raise NotChecked(
+                f"it would take about {needs:.0f} s more, and {max(left, 0):.0f} s of {self.seconds:.0f} s are left"
+            )
         return left
 
 
@@ -319,7 +327,7 @@ def _in_one_dtype(plan: Plan) -> Plan:
 def _without_dropout(model: nn.Module) -> None:
     """Have a module's dropout drop nothing: each device would drop something else."""
     for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, DROPOUTS):
             module.p = 0.0
 
 
@@ -335,7 +343,8 @@ def _surroundings() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(casting(()))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.device(HOST))
+        if torch.get_default_device() != HOST:
+            stack.enter_context(torch.device(HOST))
         stack.enter_context(warnings.catch_warnings())
         stack.enter_context(torch.random.fork_rng(devices=[]))
         warnings.simplefilter("ignore")

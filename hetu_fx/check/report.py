@@ -20,9 +20,7 @@ from hetu_fx.switching.graph_execution import GraphExecution
 _FEW = 5  # gradients that are named
 
 
-def failure_text(
-    plan: Plan, case: Case, found: Found, captured: GraphExecution | None, blocks: KeptBlocks
-) -> str:
+def failure_text(plan: Plan, case: Case, found: Found, captured: GraphExecution | None, blocks: KeptBlocks) -> str:
     """Return the message of an error for a plan that is wrong."""
     names = blocks.original_names()
     first = "" if captured is None else first_wrong(case, found, captured)

@@ -13,7 +13,7 @@ from hetu_fx.check.batch import split_rows_of
 from hetu_fx.check.verdict import differences
 from hetu_fx.errors import CommError
 from hetu_fx.graph import meta
-from hetu_fx.graph.bind import Batch, as_call
+from hetu_fx.graph.bind import Batch, as_call, flatten_batch
 from hetu_fx.lockstep import Lockstep, Step, Trained, loss_of, train_alone
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import Program
@@ -80,6 +80,7 @@ class Case:
             ranks=self.world,
             rows=self.rows,
             loss_fn=self.loss_fn,
+            row_dims={name: self.row_dims.get(name) for name in flatten_batch(self.batch)[1]},
             seed=SEED,
             eager=self.eager,
             seconds=seconds,
@@ -167,7 +168,7 @@ def tried(case: Case, reference: Reference, captured: GraphExecution | None, sec
     if beside_graph:
         single = replace(case, plan=Plan.single(0), rows=None)
         right = single.how(seconds).train(case.model, [case.batch], single.plan, captured)
-    tolerance = _TOLERANCES.get(case.dtype if captured is None else lowest_dtype(captured.program), _LOWEST)
+    tolerance = _TOLERANCES.get(case.dtype if captured is None else _lowest_dtype(captured.program), _LOWEST)
     try:
         made = case.how(seconds).train(case.model, [case.batch], case.plan, captured)
     except CommError as error:
@@ -209,7 +210,7 @@ def _adds_up(case: Case, loss: float) -> bool:
     return abs(total - loss) <= _TOLERANCES[torch.float32].relative * abs(loss)
 
 
-def lowest_dtype(program: Program) -> torch.dtype:
+def _lowest_dtype(program: Program) -> torch.dtype:
     """Return the least exact dtype of the values that carry gradients."""
     found = {meta.dtype(node) for node in program.flow.differentiable if meta.is_tensor(node)}
     real = [dtype for dtype in found if dtype.is_floating_point]

@@ -16,6 +16,7 @@ from hetu_fx.cli.finding import Finding, judged
 
 LEAST_MEMORY, LEAST_SHARED = 1 << 30, 256 << 20  # bytes: below these people have seen processes killed
 SETTINGS = (
+    "HETU_FX_CHECK",
     "HETU_FX_DUMP_PASSES",
     "HETU_FX_EMULATED_MEMORY",
     "HETU_FX_EMULATED_SPEEDS",

@@ -19,7 +19,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.blocks import find_blocks
 from hetu_fx.graph.capture_failure import WAY_OUT
 from hetu_fx.graph.clean import clean, name_masks
-from hetu_fx.graph.containers import Opaque, TensorSlot, Tree, walk, without_opaque
+from hetu_fx.graph.containers import Constant, Opaque, TensorSlot, Tree, WithheldNumber, walk, without_opaque
 from hetu_fx.graph.example import Example
 from hetu_fx.graph.functional import functionalize
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind, OutputLeaf
@@ -188,6 +188,8 @@ class Assembly:
         for leaf in walk(self.output_tree):
             if isinstance(leaf, Opaque):
                 yield f"output {leaf.name!r} of type {leaf.type_name} is not returned: it says so when it is used"
+            if isinstance(leaf, Constant) and isinstance(leaf.value, WithheldNumber):
+                yield f"output {leaf.name!r} is a Python value that is not returned: it says so when it is used"
         for leaf in walk(self.input_tree):
             if isinstance(leaf, Opaque):
                 yield f"input {leaf.name!r} is of type {leaf.type_name}: it is baked in as it is"

@@ -75,7 +75,8 @@ def draws(node: fx.Node) -> bool:
     if not is_random(node):
         return False
     given = arguments(node)
-    return bool(given.get("dropout_p", given.get("p", True))) and given.get("train") is not False
+    rate = next((given[name] for name in ("dropout_p", "dropout", "p") if name in given), True)
+    return bool(rate) and given.get("train") is not False and given.get("training") is not False
 
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:

@@ -31,7 +31,7 @@ from hetu_fx.graph.lengths import open_lengths
 from hetu_fx.graph.neutral import PARAMETERS, OnHost, device_of, stand_in_device, state_at
 from hetu_fx.graph.numbers import later, plain_values, steady, with_numbers
 from hetu_fx.graph.regions import casts
-from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, row_dims_of
+from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, count_rows, row_dims_of
 
 Autocasts = tuple[tuple[str, torch.dtype], ...]
 """The kinds of devices for which torch.autocast is on, and what it casts to."""
@@ -280,7 +280,7 @@ def _export(program: _Program, tensors: Mapping[str, torch.Tensor]) -> tuple[Exp
     """Export with all sizes dynamic, or else with the batch alone, or else with a static batch, or all sizes static.
 
     What fixes a batch most often is `len(x)`: the second attempt leaves it open, at a cost for every other call of it.
-    The third takes as rows what the trace shows to be as many.
+    The next ones take other dims for rows, where sizes or a trace show some.
     """
     on_host = program.on_host is not None
     example = make_example(
@@ -296,9 +296,11 @@ def _export(program: _Program, tensors: Mapping[str, torch.Tensor]) -> tuple[Exp
         with contextlib.suppress(Exception), open_lengths():
             exported = _export_once(program, example, batch=True, rest=rest)
             return exported, example, () if rest else (_fixed("every size but the batch", first_error),)
-    with contextlib.suppress(Exception):
-        shown = _with_shown_rows(program, tensors, example.row_dims)
-        return _export_once(program, shown, batch=True, rest=True), shown, ()
+    for find in (_only_dims_of_that_size, _dims_that_a_trace_shows):
+        with contextlib.suppress(Exception):
+            found = find(program, tensors, example.row_dims)
+            shown = make_example(tensors, program.model, found, keep_batch=False, on_host=on_host)
+            return _export_once(program, shown, batch=True, rest=True), shown, ()
     kept = make_example(tensors, program.model, example.row_dims, keep_batch=True, on_host=on_host)
     for rest in (True, False):
         with contextlib.suppress(Exception):
@@ -307,8 +309,20 @@ def _export(program: _Program, tensors: Mapping[str, torch.Tensor]) -> tuple[Exp
     raise explain_failure(first_error) from first_error
 
 
-def _with_shown_rows(program: _Program, tensors: Mapping[str, torch.Tensor], tried: RowDims) -> Example:
-    """Return an example whose rows are what a trace in the user's sizes shows: what must be as many as the first has.
+def _only_dims_of_that_size(program: _Program, tensors: Mapping[str, torch.Tensor], tried: RowDims) -> RowDims:
+    """Return the row dims if every input has rows in the only dim that is as large as there are rows.
+
+    Raises:
+        CaptureError: that is nothing else than what was `tried`.
+    """
+    rows = count_rows(tensors, tried)
+    sizes = {name: list(tensor.shape) for name, tensor in tensors.items() if not program.asked.has(name)}
+    found = {name: found.index(rows) for name, found in sizes.items() if found.count(rows) == 1}
+    return _other_than(tried, {**tried, **found})
+
+
+def _dims_that_a_trace_shows(program: _Program, tensors: Mapping[str, torch.Tensor], tried: RowDims) -> RowDims:
+    """Return the row dims that a trace in the user's sizes shows: what must be as large as the first input has rows.
 
     Raises:
         Exception: it cannot be traced so, or shows nothing else than what was `tried`.
@@ -320,10 +334,13 @@ def _with_shown_rows(program: _Program, tensors: Mapping[str, torch.Tensor], tri
     nodes = [node for node in exported.graph.nodes if node.op == "placeholder"][-len(tensors) :]
     shapes = {name: list(map(meta.expression, meta.shape(node))) for name, node in zip(tensors, nodes, strict=True)}
     rows = shapes[first][known[first]]
-    found = {name: sizes.index(rows) for name, sizes in shapes.items() if sizes.count(rows) == 1}
+    return _other_than(tried, {name: sizes.index(rows) for name, sizes in shapes.items() if sizes.count(rows) == 1})
+
+
+def _other_than(tried: RowDims, found: RowDims) -> RowDims:
     if found == tried:
-        raise CaptureError("the trace shows the rows that were tried")
-    return make_example(tensors, program.model, found, keep_batch=False, on_host=program.on_host is not None)
+        raise CaptureError("the rows are those that were tried")
+    return found
 
 
 def _export_once(program: _Program, example: Example, *, batch: bool, rest: bool) -> ExportedProgram:

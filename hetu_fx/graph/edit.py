@@ -190,6 +190,17 @@ def needed_for(
     return frozenset(found)
 
 
+def reached_from(
+    graph: Graph, start: Iterable[fx.Node], sources: Callable[[fx.Node], Iterable[fx.Node]] = _inputs
+) -> frozenset[fx.Node]:
+    """Return the ops that are made of some of the given nodes, and those nodes; `sources` gives what one is made of."""
+    reached = set(start)
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and not reached.isdisjoint(sources(node)):
+            reached.add(node)
+    return frozenset(reached)
+
+
 def alike_call(node: fx.Node) -> fx.Node | None:
     """Return another call of the node's graph with the same op and arguments that look the same, if there is one.
 
@@ -225,8 +236,11 @@ def _looks_of_arguments(node: fx.Node) -> Any:
 def _looks(argument: Any) -> Any:
     if not isinstance(argument, fx.Node):
         return type(argument), meta.expression(argument)  # 1, 1.0 and True are equal, and make different results
-    example = meta.value(argument)
-    if isinstance(example, torch.Tensor):
-        sizes, strides = (tuple(meta.expression(size) for size in of) for of in (example.shape, example.stride()))
-        return sizes, strides, example.dtype, example.device
-    return tree_map(lambda item: (type(item), meta.expression(item)), example)
+    return tree_map(_looks_of_example, meta.value(argument))
+
+
+def _looks_of_example(example: Any) -> Any:
+    if not isinstance(example, torch.Tensor):
+        return type(example), meta.expression(example)
+    sizes, strides = (tuple(meta.expression(size) for size in of) for of in (example.shape, example.stride()))
+    return sizes, strides, example.dtype, example.device

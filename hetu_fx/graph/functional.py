@@ -142,7 +142,7 @@ class _Functionalizer:
         target, rest = view.target, tuple(view.args[1:])
         rest = fx.node.map_arg(rest, self._read)
         if target in SCATTERS:
-            return self._insert(SCATTERS[target], (base, value, *rest))
+            return self._put(SCATTERS[target], base, value, *rest)
         if target in SAME_ELEMENTS:
             return self._insert(aten.reshape.default, (value, self._sizes(base)))
         if target in SAME_VALUE and meta.same_shape(view, base):
@@ -162,14 +162,21 @@ class _Functionalizer:
         index = piece.args[1]
         if split.target is aten.unbind.int:
             unbind_dim = split.args[1] if len(split.args) > 1 else split.kwargs.get("dim", 0)
-            return self._insert(aten.select_scatter.default, (base, value, unbind_dim, index))
+            return self._put(aten.select_scatter.default, base, value, unbind_dim, index)
         assert isinstance(dim, int)
         assert isinstance(index, int)
         lengths = [example.shape[dim] for example in meta.value(split)]
         if split.target not in SPLITS or any(meta.is_symbolic(length) for length in lengths[: index + 1]):
             raise self._refusal(f"a write through a piece made by {split.target}")
         start = sum(lengths[:index])
-        return self._insert(aten.slice_scatter.default, (base, value, dim, start, start + lengths[index]))
+        return self._put(aten.slice_scatter.default, base, value, dim, start, start + lengths[index])
+
+    def _put(self, scatter: Callable[..., Any], base: fx.Node, value: fx.Node, *place: Any) -> fx.Node:
+        """Insert a scatter; of complex values, through which torch knows no gradient, that of their two parts."""
+        if not meta.dtype(base).is_complex:
+            return self._insert(scatter, (base, value, *place))
+        pairs = ([self._insert(part, (z,)) for z in (base, value)] for part in (aten.real.default, aten.imag.default))
+        return self._insert(aten.complex.default, tuple(self._insert(scatter, (*pair, *place)) for pair in pairs))
 
     def _rewrite_write(self, node: fx.Node, written: list[fx.Node]) -> None:
         into = node.kwargs.get("out")

@@ -312,12 +312,12 @@ def fresh_placeholder_value(graph: fx.Graph, size: tuple[Size, ...], kind: torch
         return torch.empty(size, dtype=kind)
 
 
-def fresh_size(graph: fx.Graph, name: str, like: sympy.Symbol) -> Size:
+def fresh_size(graph: fx.Graph, name: str, like: sympy.Symbol) -> torch.SymInt:
     """Make a symbolic size that is no other's, with the number that a symbol of the graph stands for as its example."""
     mode = _fake_mode(graph)
     examples = (size for node in graph.nodes for size in _sizes_of(node.meta.get("val")))
     number = next(hint(size) for size in examples if is_symbolic(size) and expression(size) == like)
-    made: Size = new_size(mode, name, number)
+    made: torch.SymInt = new_size(mode, name, number)
     return made
 
 

@@ -21,7 +21,7 @@ from typing import Literal
 
 from hetu_fx.checkpoint import joining
 from hetu_fx.comm_ops.wire.shutdown import leave_world, sever
-from hetu_fx.comm_ops.wire.waits import oldest_wait
+from hetu_fx.comm_ops.wire.standings import oldest_wait
 from hetu_fx.errors import CommError
 from hetu_fx.launch.job import LaunchSpec, Message, MessageChannel
 from hetu_fx.launch.launcher import JobLauncher

@@ -48,13 +48,15 @@ def evidence_of_rows(program: Program, assumed: RowDims, capture: Capture, buffe
         buffers: gives those of the model.
     """
     loss = program.graph.loss
-    if loss is None or not assumed or not program.mixes_rows:
+    if loss is None or not assumed:
+        return NOTHING
+    rows, tail = _class_of_rows(program, assumed), _linear_in(program.factors, loss)
+    if not _meet(program.factors, loss, rows, tail) or not program.mixes_rows:
         return NOTHING
     found = [dims for dims in _others(program, assumed) if not capture(dims).mixes_rows]
     if not found:
         return NOTHING
-    rows = _class_of_rows(program, assumed)
-    of_all = _adds_up(program.factors, loss, rows)
+    of_all = any(program.factors.op(node).reduced & rows for node in tail if program.factors.is_op(node))
     has_labels = any(dims.get(name) == 0 and name not in assumed for dims in found for name in dims)
     ordered = has_labels or _goes_by_order(program, rows, buffers)
     if not of_all and not ordered:
@@ -104,22 +106,34 @@ def _class_of_rows(program: Program, assumed: RowDims) -> frozenset[FactorClass]
     return frozenset(cls for name, dim in assumed.items() for cls in program.factors.dims(leaves[name])[dim])
 
 
-def _adds_up(factors: FactorMap, loss: fx.Node, rows: frozenset[FactorClass]) -> bool:
-    """Tell whether the loss is linear in something that has an entry for each of `rows`."""
+def _linear_in(factors: FactorMap, loss: fx.Node) -> set[fx.Node]:
+    """Return the values that the loss is linear in, itself among them."""
+    todo, found = [loss], set[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node in found:
+            continue
+        found.add(node)
+        if factors.is_op(node):
+            op = factors.op(node)
+            linear = frozenset().union(*op.linear)
+            todo += [operand.node for place, operand in enumerate(op.operands) if place in linear]
+        elif node.op == "call_function":
+            todo += node.all_input_nodes
+    return found
+
+
+def _meet(factors: FactorMap, loss: fx.Node, rows: frozenset[FactorClass], tail: set[fx.Node]) -> bool:
+    """Tell whether an op that makes the loss, but for its last sums, looks across rows: cheaper than a deduction."""
     todo, seen = [loss], set[fx.Node]()
     while todo:
         node = todo.pop()
-        if node in seen or not isinstance(node, fx.Node):
+        if node in seen:
             continue
         seen.add(node)
-        if not factors.is_op(node):
-            todo += node.all_input_nodes if node.op == "call_function" else []
-            continue
-        op = factors.op(node)
-        if op.reduced & rows:
+        todo += node.all_input_nodes
+        if node not in tail and factors.is_op(node) and rows & (factors.op(node).whole | factors.op(node).reduced):
             return True
-        linear = frozenset().union(*op.linear)
-        todo += [operand.node for place, operand in enumerate(op.operands) if place in linear]
     return False
 
 

@@ -177,9 +177,7 @@ class EagerExecution:
         """Return the way of parameters to replicas and back."""
         return Compute(table, homes)
 
-    def read(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, *, shared: bool
-    ) -> Reading[EagerVariant]:
+    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, *, shared: bool) -> EagerReading:
         """Read the arguments of a call."""
         batch = self.module.read(args, kwargs, training)
         return EagerReading(batch.facts, batch, self.module)

@@ -111,7 +111,7 @@ def _local_norm(home: HomeTensor, order: float, dtype: torch.dtype) -> torch.Ten
         dtype = torch.promote_types(dtype, torch.float32)
     counted = [piece for piece in home.home_layout.counted_pieces(home.local) if piece.numel()]
     if not counted:
-        return torch.zeros((), dtype=dtype, device=home.device)
+        return torch.zeros((), dtype=dtype.to_real(), device=home.device)
     values = counted[0] if len(counted) == 1 else torch.cat([piece.reshape(-1) for piece in counted])
     norm: torch.Tensor = torch.linalg.vector_norm(values, order, dtype=dtype)
     return norm
@@ -134,7 +134,7 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     parts = torch.stack([_local_norm(home, float(order), dtype or home.dtype).double() for home in homes])
     totals = iter(_total_norms(parts, float(order), homes[0].home_layout.world).unbind())
     return [
-        next(totals).to(dtype or tensor.dtype)
+        next(totals).to((dtype or tensor.dtype).to_real())
         if type(tensor) is HomeTensor
         else torch.linalg.vector_norm(tensor, order, dtype=dtype)
         for tensor in tensors

@@ -228,7 +228,7 @@ class SequenceReading(Reading[GraphVariant]):
 
     def same_inputs(self, *, shared: bool) -> Mapping[str, Tensor]:
         """Return the inputs that all ranks must pass alike: all of them."""
-        return {name: torch.cat(parts) for name, parts in self.sequences.inputs.items()}
+        return {f"input {name!r}": torch.cat(parts) for name, parts in self.sequences.inputs.items()}
 
     def build(self, variant: GraphVariant, inputs: StepInputs) -> None:
         """Make the variant's graphs."""
@@ -267,7 +267,7 @@ def _check_rows_are_dim_0(programs: Programs, sequences: Sequences) -> None:
     others = {name: asked.dims[name] for name in sequences.inputs if name in asked.dims and asked.dims[name] != 0}
     if others:
         raise BatchError(
-            f"row_dims says {others} of inputs that are sequences of mixed lengths, which are put together along dim 0\n"
+            f"row_dims says {others} of inputs that are sequences of mixed lengths, whose rows are made in dim 0\n"
             f"hint: let the model take rows first (batch_first=True), or pad the sequences to rows of one length"
         )
 

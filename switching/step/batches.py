@@ -113,7 +113,9 @@ def _facts(match: Match, programs: Programs, needing: Mapping[str, Tensor], *, s
     values = {f"input {name!r}": float(tensor.detach()) for name, tensor in tensors.items() if tensor.dim() == 0}
     return LocalFacts(
         rows=match.rows,
-        signature=f"{match.signature}, graph {program.fingerprint}{_told(needing)}",
+        # All ranks must cut the same inputs by rows, and have the same doubt of it.
+        signature=f"{match.signature}, graph {program.fingerprint}, rows {dict(program.row_dims)}"
+        f"{' in doubt' if program.doubt else ''}{_told(needing)}",
         sizes=tuple(sizes.values()),
         size_names=tuple(sizes),
         sizes_may_differ=not shared,
@@ -130,7 +132,7 @@ def same_inputs(tensors: Mapping[str, Tensor], row_dims: RowDims, *, shared: boo
 
     Those without dims are left out: they are compared in every step.
     """
-    return {name: x for name, x in tensors.items() if x.dim() and (shared or name not in row_dims)}
+    return {f"input {name!r}": x for name, x in tensors.items() if x.dim() and (shared or name not in row_dims)}
 
 
 def needing_gradients(tensors: Mapping[str, Tensor], row_dims: RowDims) -> dict[str, Tensor]:

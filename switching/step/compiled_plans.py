@@ -273,7 +273,8 @@ class GraphCompute(Compute):
         wants_values, splits = key
         plan = _with_several_micro_batches(self.plan) if splits else self.plan
         deduce = Deduce(self.table.topology)
-        return serialize(deduce_program(program, plan, wants_values=wants_values, deduce=deduce))
+        deduced = deduce_program(program, plan, wants_values=wants_values, deduce=deduce)
+        return serialize(deduced, program.graph, program.factors, program.flow)
 
     def _bridge(self, deduced: DeducedGraph) -> Bridge:
         return self.bridge_between(_bridge_entries(deduced, self.homes))

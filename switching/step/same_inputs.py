@@ -26,7 +26,7 @@ _ROUNDING = 4  # units in the last place that devices of unlike types may differ
 _SHOWN = 4  # values in a message
 
 Inputs = Callable[[], Mapping[str, Tensor]]
-"""Gives the inputs that must be alike, by name; asked only where they are compared."""
+"""Gives the inputs that must be alike, by what they are; asked only where they are compared."""
 
 
 class SameInputs:
@@ -67,19 +67,18 @@ class SameInputs:
 
     def _problem(self, unlike: Mapping[str, Sequence[Summary]]) -> str:
         told = "; ".join(
-            f"input {name!r} is " + ", ".join(f"{summary} on rank {rank}" for rank, summary in enumerate(seen))
+            f"{name} is " + ", ".join(f"{summary} on rank {rank}" for rank, summary in enumerate(seen))
             for name, seen in unlike.items()
         )
-        if self._shared:
+        if self._shared and any(name.startswith("input") for name in unlike):
             return (
                 f"data='global' means the same whole batch on every rank, but {told}\nhint: pass the same batch on all "
                 f"ranks (seed shuffling and augmentation alike), or use data='per_rank' if each rank has its own rows"
             )
-        first = next(iter(unlike))
         return (
-            f"inputs without rows belong to the whole batch, but ranks pass others: {told}\nhint: pass the same on all "
-            f"ranks (work it out from all ranks' rows, or broadcast it), or name the dim that counts rows: "
-            f'row_dims={{"{first}": 0}}'
+            f"what has no rows belongs to the whole batch, but ranks have others: {told}\nhint: pass the same on all "
+            f"ranks (work it out from all ranks' rows, or broadcast it); if an input has rows, name the dim that "
+            f"counts them by row_dims"
         )
 
 

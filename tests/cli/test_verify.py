@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from hetu_fx.check.verdict import judge, worst
 from hetu_fx.cli.compare import draws_random_numbers
 from hetu_fx.cli.given import function_named
 from hetu_fx.cli.main import main
-from hetu_fx.check.verdict import judge, worst
 from hetu_fx.cli.verify import as_text, plan_named
 from hetu_fx.comm_ops.wire import collectives
 from hetu_fx.errors import PlanError, ProfileError

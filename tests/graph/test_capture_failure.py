@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -87,4 +88,14 @@ def test_an_estimator_is_refused_with_its_line_and_the_way_out() -> None:
 def test_a_derivative_written_by_hand_is_captured() -> None:
     model, x = Calls(Cubed, 2.0), torch.randn(6, 4)
     (output,) = run_on_one_device(capture(model, (torch.randn(5, 4),)), model, (x,)).values()
+    torch.testing.assert_close(output, model(x))
+
+
+def test_functions_are_captured_and_checked_where_apply_is_of_c_as_in_torch_2_14() -> None:
+    model, x = Calls(Cubed, 2.0), torch.randn(6, 4)
+    of_c = vars(torch._C._FunctionBase)["apply"]
+    with mock.patch.object(torch.autograd.Function, "apply", of_c):
+        (output,) = run_on_one_device(capture(model, (torch.randn(5, 4),)), model, (x,)).values()
+        with pytest.raises(CaptureError, match="Rounded"):
+            capture(Calls(Rounded), (torch.randn(5, 4),))
     torch.testing.assert_close(output, model(x))

@@ -21,6 +21,7 @@ class Program(nn.Module):
         super().__init__()
         self.linear = nn.Linear(6, 6)
         self.norm = nn.BatchNorm1d(6)
+        self.rows_norm = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
         self.body = body
         self.register_buffer("seen", torch.zeros(6))
 
@@ -104,9 +105,32 @@ def autocast(self: Program, x: torch.Tensor) -> torch.Tensor:
     return loss + nn.functional.layer_norm(y, (6,)).float().sum()
 
 
+def in_place_after_a_norm(self: Program, x: torch.Tensor) -> torch.Tensor:
+    y = nn.functional.hardswish(self.norm(self.linear(x)), inplace=True)
+    z = self.norm(y)
+    z[:, 1:3] *= 2
+    z.view(-1, 2, 3)[:, 0].add_(y[:, :3])
+    return (z.relu_() * y).sum()
+
+
+def in_place_after_a_norm_of_each_row(self: Program, x: torch.Tensor) -> torch.Tensor:
+    y = self.rows_norm(self.linear(x).view(-1, 2, 3))
+    y[:, 0] = 0.5
+    return nn.functional.silu(y, inplace=True).pow(2).sum()
+
+
+def writes_to_complex_values(self: Program, x: torch.Tensor) -> torch.Tensor:
+    y = torch.fft.fft(self.linear(x))
+    z = torch.zeros_like(y)
+    z[:, -3:] = y[:, :3] * (1 + 2j)
+    z[..., 0] = y.conj()[:, 1]
+    z.diagonal(0, -2, -1)[:2] = x[:2, 0]
+    return (z * y.conj()).abs().pow(2).sum()
+
+
 BODIES = [
     slice_and_select, views_before_and_after, masks_and_puts, chained, no_grad, batch_norm, buffer_update,
-    out_arguments, in_place_dropout,
+    out_arguments, in_place_dropout, in_place_after_a_norm, in_place_after_a_norm_of_each_row, writes_to_complex_values,
 ]  # fmt: skip
 
 

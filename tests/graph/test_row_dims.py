@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,7 +84,7 @@ def recurrent_batch(rows: int) -> dict[str, Tensor]:
     return {"x": torch.randn(7, rows, 6), "state": torch.randn(2, rows, 5), "y": torch.zeros(rows, dtype=torch.long)}
 
 
-@pytest.mark.parametrize("rows", [4, 2])  # as many rows as layers, too
+@pytest.mark.parametrize("rows", [4, 2, 1])  # as many rows as layers, too
 def test_what_must_have_as_many_entries_as_there_are_rows_is_found_in_the_graph(rows: int) -> None:
     graph = capture(Recurrent(), recurrent_batch(rows), row_dims=AskedRowDims({"x": 1}))
     assert graph.row_dims == {"x": 1, "state": 1, "y": 0}
@@ -108,3 +110,14 @@ def test_an_input_without_rows_that_must_have_as_many_is_refused() -> None:
         BatchError, match=r"input 'y' has no rows, but in the model's forward its dim 0 must be as large"
     ):
         capture(Recurrent(), recurrent_batch(4), row_dims=AskedRowDims({"x": 1, "y": None}))
+
+
+def test_nobody_else_takes_dim_0_of_an_input_for_its_rows() -> None:
+    root = Path(__file__).parents[2]
+    places = [
+        *(root / "switching").rglob("*.py"),
+        *(root / "hetu_fx").glob("*.py"),
+        *(root / "hetu_fx/program").glob("*.py"),
+    ]
+    found = [str(path) for path in places if re.search(r"\.shape\[(0|:1)\]|\.size\(0\)", path.read_text())]
+    assert found == []

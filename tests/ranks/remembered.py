@@ -137,7 +137,7 @@ def play(
 ) -> Graph:
     """Run the forward on an example, as a capture does, and give the graph that there is."""
     tree, tensors = flatten_batch(batch)
-    example = make_example(tensors, model, row_dims_of(tensors, row_dims), keep_batch=False)
+    example = make_example(tensors, model, graph.row_dims or row_dims_of(tensors, row_dims), keep_batch=False)
     args, kwargs = as_call(unflatten(tree, example.tensors))
     with in_mode(model, training), unwritten(model), torch.no_grad(), torch.random.fork_rng(devices=[]), around():
         output = model(*args, **kwargs)

@@ -49,7 +49,12 @@ def pipeline(*stages: Sequence[int], ratios: Sequence[int] = (), rows: int = 1, 
 
 
 def deduced(program: Program, plan: Plan, *, wants_values: bool = False) -> DeducedGraph:
-    """Put a plan on a program and deduce all states."""
+    """Put a plan on a program and deduce all states: once for all ranks and readers, as ranks of one process do."""
+    return _deduced(program, plan, wants_values)
+
+
+@functools.lru_cache(maxsize=32)
+def _deduced(program: Program, plan: Plan, wants_values: bool) -> DeducedGraph:
     return Deduce()(Annotate(plan, wants_values)(program.analysed))
 
 
@@ -190,10 +195,11 @@ def _interpret(device: DeviceGraph, feed: Callable[[int, GraphSlot], Any]) -> It
 
 
 def feeder(
-    program: Program, plan: Plan, model: nn.Module, inputs: Mapping[str, Tensor]
+    program: Program, plan: Plan, model: nn.Module, inputs: Mapping[str, Tensor], *, wants_values: bool = False
 ) -> Callable[[int, GraphSlot], Tensor]:
     """Feed each rank its parts of the parameters, and the inputs whole."""
-    made, tensors = deduced(program, plan), {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    made = deduced(program, plan, wants_values=wants_values)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     leaves = {leaf.name: leaf.node for leaf in program.graph.leaves}
 
     def feed(rank: int, slot: GraphSlot) -> Tensor:
@@ -235,7 +241,7 @@ def program_as_one_device(
     for loss in losses:
         torch.testing.assert_close(loss, expected, rtol=limit, atol=limit)
     wholes = {name: parameter.grad for name, parameter in model.named_parameters()}
-    _same_gradients(wholes, deduced(program, plan), parts, limit)
+    _same_gradients(wholes, deduced(program, plan, wants_values=True), parts, limit)
     return devices
 
 
@@ -248,7 +254,7 @@ def same_in_group(
     for loss in losses:
         torch.testing.assert_close(loss, expected, rtol=limit, atol=limit)
     wholes = {name: part.grad for (_, name), part in alone.items()}
-    _same_gradients(wholes, deduced(program, plan), parts, limit)
+    _same_gradients(wholes, deduced(program, plan, wants_values=True), parts, limit)
     return devices
 
 
@@ -257,7 +263,7 @@ def _trained(
 ) -> tuple[list[Tensor], dict[tuple[int, str], Tensor], dict[int, DeviceGraph]]:
     """Run all ranks forward and backward; return losses, parts of parameters with gradients, and device graphs."""
     devices = {rank: device_graph(program, plan, rank, wants_values=True) for rank in plan.devices}
-    given = feeder(program, plan, model, inputs)
+    given = feeder(program, plan, model, inputs, wants_values=True)
     parts: dict[tuple[int, str], Tensor] = {}
 
     def feed(rank: int, slot: GraphSlot) -> Tensor:

@@ -189,6 +189,6 @@ def test_a_run_is_logged_by_number_and_dumped_where_that_is_asked_for(
     with caplog.at_level(logging.DEBUG, "hetu_fx.passes"):
         made = run_pass(Randomness(), run_pass(GlobalMean(), graph))
     said = [record.getMessage() for record in caplog.records if record.name == "hetu_fx.passes"]
-    assert [line.split(":")[0] for line in said] == ["01 global_mean", "03 randomness"]
+    assert [line.split(":")[0] for line in said] == ["00 global_mean", "03 randomness"]
     assert sorted(path.name for path in (tmp_path / "rank3").iterdir()) == ["000_global_mean.txt", "001_randomness.txt"]
     assert (tmp_path / "rank3" / "001_randomness.txt").read_text() == f"{show_stage(made)}\n"

@@ -29,6 +29,8 @@ from hetu_fx.comm_ops.plans.cost import Topology
 from hetu_fx.deduction.factors.factors import FactorClass, OpFactors, flat
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
+from hetu_fx.graph.calls import draws
+from hetu_fx.graph.edit import reached_from
 from hetu_fx.graph.graph import LeafKind, OutputKind
 from hetu_fx.plans.schedule import cuts_backwards
 from hetu_fx.transforms.layouts.annotated_graph import (
@@ -44,7 +46,7 @@ from hetu_fx.transforms.layouts.annotated_graph import (
 from hetu_fx.transforms.layouts.axis import AxisDeduction, Splits, deduce_batch_axis, deduce_tensor_axis
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.layouts.exchange import exchanged_ops
-from hetu_fx.transforms.layouts.flow import linear_source, reached_from
+from hetu_fx.transforms.layouts.flow import linear_source
 from hetu_fx.transforms.layouts.program_choices import Choices
 from hetu_fx.transforms.layouts.reshard_cost import (
     FLOPS_PER_SECOND,
@@ -102,6 +104,7 @@ class Deduce:
 
     def __call__(self, annotated: AnnotatedGraph) -> DeducedGraph:
         graph, factors, flow = annotated.graph, annotated.factors, annotated.flow
+        _check_draws(annotated)
         rows = frozenset(c for c in factors.classes if c.is_batch) if annotated.splits_batch else frozenset()
         outside, batch = read_outside(annotated), deduce_batch_axis(graph, factors, flow, rows)
         given = {"outside": outside, "exchanged": frozenset(batch.exchanged)}
@@ -190,6 +193,23 @@ def _check_shared(annotated: AnnotatedGraph, context: AxisDeduction) -> None:
                     f"{node.target} ('{node.name}', {meta.source_line(node)}) needs all of it, so that each device "
                     f"would compute the same; leave 'context' out for a tensor parallel stage, or use pipelines"
                 )
+
+
+def _check_draws(annotated: AnnotatedGraph) -> None:
+    """Refuse ops that draw from torch's generators on several devices: each would draw other numbers.
+
+    Raises:
+        PlanError: naming the op and the user's line.
+    """
+    devices = sorted({device for layout in annotated.layouts for device in layout.devices})
+    node = next(filter(draws, annotated.graph.graph.nodes), None) if len(devices) > 1 else None
+    if node is not None:
+        raise PlanError(
+            f"{node.target} ('{node.name}', {meta.source_line(node)}) draws from torch's own generator, of which each "
+            f"of the devices {devices} has one: they would go on with different numbers\n"
+            "hint: use a plan of one device, or draw by uniform, normal or exponential numbers, which are the same "
+            "under every plan"
+        )
 
 
 def _check_sums(annotated: AnnotatedGraph, batch: AxisDeduction) -> None:

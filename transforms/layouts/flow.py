@@ -7,7 +7,6 @@ other can be sent instead.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +15,7 @@ from torch import fx
 from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.deduction.factors.factors import FactorMap
 from hetu_fx.graph import meta
+from hetu_fx.graph.edit import reached_from
 from hetu_fx.graph.graph import Graph, LeafKind
 
 aten = torch.ops.aten
@@ -61,21 +61,6 @@ def flow_of(graph: Graph, frozen: frozenset[str] = frozenset()) -> Flow:
         reached_from(graph, parameters),
         reached_from(graph, trained, lambda node: node.all_input_nodes if _carries_gradient(node) else ()),
     )
-
-
-def _inputs(node: fx.Node) -> Iterable[fx.Node]:
-    return node.all_input_nodes
-
-
-def reached_from(
-    graph: Graph, start: Iterable[fx.Node], sources: Callable[[fx.Node], Iterable[fx.Node]] = _inputs
-) -> frozenset[fx.Node]:
-    """Return the ops that are made of some of the given nodes, and those nodes; `sources` gives what one is made of."""
-    reached = set(start)
-    for node in graph.graph.nodes:
-        if node.op == "call_function" and not reached.isdisjoint(sources(node)):
-            reached.add(node)
-    return frozenset(reached)
 
 
 def _carries_gradient(node: fx.Node) -> bool:

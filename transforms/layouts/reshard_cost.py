@@ -132,8 +132,7 @@ def product_flops(node: fx.Node, op: OpFactors) -> float:
 
 def contracted_sizes(op: OpFactors) -> list[int | None]:
     """Return the sizes of the classes over which an op sums products of two operands; None for a symbolic one."""
-    candidates = op.reduced - op.sharded
-    return [c.size for c in candidates if sum(c in operand.classes for operand in op.operands) > 1]
+    return [c.size for c in op.contracted]
 
 
 def travelling_work(graph: Graph, factors: FactorMap) -> tuple[float, ...]:

@@ -31,9 +31,10 @@ from hetu_fx.deduction.factors.dual_roles import original
 from hetu_fx.deduction.factors.factors import FactorClass, FactorMap, OpFactors, SizeArg, flat
 from hetu_fx.deduction.rules.call import argument_at
 from hetu_fx.graph import meta
+from hetu_fx.graph.edit import reached_from
 from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.transforms.layouts.annotated_graph import AnnotatedGraph, stage_nodes
-from hetu_fx.transforms.layouts.flow import Flow, is_item, linear_source, reached_from
+from hetu_fx.transforms.layouts.flow import Flow, is_item, linear_source
 
 Classes = frozenset[FactorClass]
 Runs = Callable[[fx.Node, OpFactors, FactorClass], bool]

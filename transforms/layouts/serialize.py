@@ -22,11 +22,10 @@ _NODE, _PART = "node", "part"
 Name = tuple[str, str]
 
 
-def serialize(deduced: DeducedGraph) -> bytes:
-    """Return a deduced graph as bytes."""
+def serialize(deduced: DeducedGraph, graph: Graph, factors: FactorMap, flow: Flow) -> bytes:
+    """Return a deduced graph of this program as bytes; what a plan has made of the program's map is written whole."""
     file = io.BytesIO()
-    annotated = deduced.annotated
-    _DeducedPickler(file, _parts(annotated.graph, annotated.factors, annotated.flow)).dump(deduced)
+    _DeducedPickler(file, _parts(graph, factors, flow)).dump(deduced)
     return file.getvalue()
 
 

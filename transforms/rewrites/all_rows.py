@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial, reduce
 from typing import Any, ClassVar
 
 import sympy
@@ -21,10 +21,8 @@ from hetu_fx.deduction.factors.analyse import analyse
 from hetu_fx.deduction.rules.call import set_entry, thawed
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument, is_random
-from hetu_fx.graph.edit import SIZE_OPS, Rewrite, add_leaf, cast, insert, needed_for, replace
+from hetu_fx.graph.edit import SIZE_OPS, Rewrite, add_leaf, cast, insert, needed_for, reached_from, replace
 from hetu_fx.graph.graph import GatheredRows, Graph, LeafKind, OutputKind, drop_dead_nodes
-from hetu_fx.transforms.layouts.flow import reached_from
-from hetu_fx.transforms.layouts.reshard_cost import product_flops
 from hetu_fx.transforms.rewrites import row_ops  # noqa: F401 - registers hetu::place_rows and hetu::own_rows
 from hetu_fx.transforms.rewrites.counter_rng import STATE
 from hetu_fx.transforms.rewrites.counts import CountingRewrite
@@ -56,8 +54,10 @@ class AllRows:
     def __call__(self, graph: Graph) -> Graph:
         if graph.batch_symbol is None:
             return graph
+        apart = _JoinedApart(graph)
+        joined = apart.run()
         try:
-            return _Gathering(_JoinedApart(graph).run()).run()
+            return _Gathering(joined if apart.joins else graph).run()
         except _UnknownLayout as error:
             return graph.with_note(str(error))
 
@@ -81,7 +81,13 @@ def _row_dims(node: fx.Node, graph: Graph) -> list[int]:
 
 
 class _JoinedApart(Rewrite):
-    """Rewrites joins of batches along their rows: stacked, their rows stay beside their own."""
+    """Rewrites joins of batches along their rows: stacked, their rows stay beside their own.
+
+    Attributes:
+        joins: how many there are.
+    """
+
+    joins = 0
 
     def visit(self, node: fx.Node) -> None:
         """Stack what is joined along its rows, and flatten."""
@@ -89,6 +95,7 @@ class _JoinedApart(Rewrite):
             return
         parts, dim = argument(node, "tensors"), int(argument(node, "dim")) % len(meta.shape(node))
         if all(meta.expression(meta.shape(part)[dim]) == self.graph.batch_symbol for part in parts):
+            self.joins += 1
             stacked = insert(node, aten.stack.default, parts, dim)
             replace(node, insert(node, aten.flatten.using_ints, stacked, dim, dim + 1))
 
@@ -108,7 +115,8 @@ class _Gathering(CountingRewrite):
         super().__init__(graph)
         self.given = dict(zip(self.graph.graph.nodes, graph.graph.nodes, strict=True))
         self.together: set[fx.Node] = set()
-        self.total = meta.fresh_size(self.graph.graph, "all_rows", self.graph.batch_symbol)
+        assert graph.batch_symbol is not None, "rows are counted"
+        self.total = meta.fresh_size(self.graph.graph, "all_rows", graph.batch_symbol)
         self.whole: dict[fx.Node, fx.Node] = {}
         self.own: dict[fx.Node, fx.Node] = {}
         self.gathered: list[GatheredRows] = []
@@ -158,10 +166,8 @@ class _Gathering(CountingRewrite):
 
     def _is_product_with(self, node: fx.Node, parameters: frozenset[fx.Node]) -> bool:
         given = self.given[node]
-        if not self.factors.is_op(given) or not meta.is_tensor(given) or parameters.isdisjoint(node.all_input_nodes):
-            return False
         weighs = any(source in parameters and not self._has_rows(source) for source in node.all_input_nodes)
-        return weighs and product_flops(given, self.factors.op(given)) > 0
+        return weighs and self.factors.is_op(given) and bool(self.factors.op(given).contracted)
 
     def visit(self, node: fx.Node) -> None:
         """Let an op read the rows of all replicas, or those of its own; and the number of all rows in any case."""
@@ -242,9 +248,8 @@ class _Gathering(CountingRewrite):
         if operation is None:
             raise _UnknownLayout(f"it is not known what {expression} is for the rows of all replicas")
         first, *rest = (self._part(part, here) for part in expression.args)
-        for part in rest:
-            first = insert(here, operation, first, part)
-        return first
+        made: fx.Node = reduce(partial(insert, here, operation), rest, first)
+        return made
 
     def _part(self, expression: Any, here: fx.Node) -> Any:
         """Return what a size is made of, a number or a node, with as many rows as all replicas have."""

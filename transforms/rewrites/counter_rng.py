@@ -1,6 +1,7 @@
 """Draw random numbers by counter, so that they do not depend on the plan.
 
-Attention that drops weights out is written out first, so that its dropout is made like any other.
+Attention that drops weights out, and recurrent layers with dropout between them, are written out first, so that their
+dropout is made like any other.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import torch
 from torch import fx
 
 from hetu_fx.graph import meta
-from hetu_fx.graph.calls import argument, arguments, is_random, operand
+from hetu_fx.graph.calls import argument, arguments, draws, operand
 from hetu_fx.graph.edit import Rewrite, add_leaf, cast, insert, replace
 from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.graph.meta import HALVES
 from hetu_fx.transforms.rewrites import random_ops  # noqa: F401 - registers hetu::dropout and hetu::uniform
 from hetu_fx.transforms.rewrites.counts import linear_factor
 from hetu_fx.transforms.rewrites.distributions import LAWS
+from hetu_fx.transforms.rewrites.recurrent import RECURRENT, with_dropout_apart
 
 aten = torch.ops.aten
 DROPOUT, UNIFORM = torch.ops.hetu.dropout.default, torch.ops.hetu.uniform.default
@@ -66,13 +68,14 @@ class _RandomnessRewrite(Rewrite):
             aten.alpha_dropout.default: self._alpha_dropout,
             aten.feature_alpha_dropout.default: self._alpha_dropout,
             aten.scaled_dot_product_attention.default: self._attention,
+            **dict.fromkeys(RECURRENT, self._recurrent),
         }
 
     def visit(self, node: fx.Node) -> None:
         """Rewrite a node if it draws; note it if it draws in a way that is not known."""
         rule, law = self.rules.get(node.target), LAWS.get(node.target)
         if rule is None and law is None:
-            if is_random(node):
+            if draws(node):
                 self._note(node)
             return
         new = rule(node) if rule is not None else law(self.uniform, node) if law is not None else None
@@ -154,6 +157,9 @@ class _RandomnessRewrite(Rewrite):
     def _attention(self, node: fx.Node) -> fx.Node | None:
         p = argument(node, "dropout_p")
         return _explicit_attention(node, lambda weights: self.drop(node, weights, p)) if p else None
+
+    def _recurrent(self, node: fx.Node) -> None:
+        with_dropout_apart(node, lambda value, p: self.drop(node, value, p))
 
 
 def _channels(here: fx.Node, value: fx.Node) -> fx.Node:

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from hetu_fx.base.per_rank import Belongings, working_for
+from hetu_fx.base.per_rank import Belongings, no_threads_are_ranks, working_for
 from hetu_fx.comm_ops.wire.groups import GroupTable, activate
 from hetu_fx.comm_ops.wire.serial_threads import Threads, threads
 from hetu_fx.comm_ops.wire.threads.transport import Office, ThreadTransport
@@ -29,7 +29,10 @@ def run_in_threads(size: int, work: Callable[[GroupTable], T], seconds: float | 
     """
     office = Office(size)
     office.turns.seconds = seconds
-    made: list[T] = office.turns.run([partial(_as_rank, office, rank, size, work) for rank in range(size)])
+    try:
+        made: list[T] = office.turns.run([partial(_as_rank, office, rank, size, work) for rank in range(size)])
+    finally:
+        no_threads_are_ranks()
     office.check_empty()
     return made
 

@@ -94,7 +94,7 @@ class Turns:
             DivergedError: nobody can go on; says what everybody waits for.
             TimeoutError: all have run for more than `seconds`.
         """
-        if self.seconds is not None and time.monotonic() - self._begun > self.seconds:
+        if self.seconds is not None and time.monotonic() - self._begun >= self.seconds:
             raise TimeoutError(f"given up after {self.seconds:.1f} s")
         if is_over():
             return

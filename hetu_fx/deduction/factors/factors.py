@@ -144,6 +144,12 @@ class OpFactors:
         rows = read or frozenset(cls for cls in self.made if cls.is_batch)
         return bool(rows & (self.whole | self.sharded)) or any(cls.is_batch for cls in self.averaged)
 
+    @property
+    def contracted(self) -> tuple[FactorClass, ...]:
+        """Return the classes over which the op sums products of two operands."""
+        candidates = self.reduced - self.sharded
+        return tuple(c for c in candidates if sum(c in operand.classes for operand in self.operands) > 1)
+
     def numbers_of(self, node: fx.Node) -> tuple[tuple[Path, fx.Node], ...]:
         """Return the numbers that the op reads in a call of it, other than as sizes of what it makes, by their places.
 

@@ -56,7 +56,8 @@ class Call:
         routed: whether the row analysis found that rows are permuted, or counted, inside a shard (see
             `row_order`).
         pointers: operands whose values are positions of rows inside the shard.
-        result_float: whether the (first) result is a float tensor.
+        result_float: whether the results are real or complex numbers with gradients.
+        result_bool: whether a result is one of booleans, which no sum becomes part by part.
     """
 
     op: str
@@ -69,6 +70,7 @@ class Call:
     routed: bool = False
     pointers: frozenset[int] = frozenset()
     result_float: bool = True
+    result_bool: bool = False
 
     def shape(self, argument: str) -> Shape | None:
         """Return the shape of the operand passed for a tensor argument, or None if it is absent."""
@@ -149,6 +151,7 @@ def make_call(
         tensor_names=_tensor_names(target, arguments),
         where=where,
         result_float=all(carries_gradient(tensor.dtype) for tensor in results),
+        result_bool=any(tensor.dtype is torch.bool for tensor in results),
     )
 
 
@@ -218,7 +221,7 @@ def argument_at(node: fx.Node, path: Path) -> Any:
     return entry_at({"args": node.args, "kwargs": node.kwargs}, path)
 
 
-def holder_of(call: dict[str, Any], path: Path) -> tuple[Any, Any]:
+def _holder_of(call: dict[str, Any], path: Path) -> tuple[Any, Any]:
     """Return the container of a place in a call's `args` and `kwargs`, and the place's index or key in it."""
     first, *rest = path
     holder, key = (call["args"], first) if isinstance(first, int) else (call["kwargs"], first)
@@ -229,7 +232,7 @@ def holder_of(call: dict[str, Any], path: Path) -> tuple[Any, Any]:
 
 def entry_at(call: dict[str, Any], path: Path) -> Any:
     """Return what stands at a place in a call's `args` and `kwargs`."""
-    holder, key = holder_of(call, path)
+    holder, key = _holder_of(call, path)
     return holder[key]
 
 
@@ -244,5 +247,5 @@ def thawed(value: Any) -> Any:
 
 def set_entry(call: dict[str, Any], path: Path, value: Any) -> None:
     """Put a value at a place in a call's thawed `args` and `kwargs`."""
-    holder, key = holder_of(call, path)
+    holder, key = _holder_of(call, path)
     holder[key] = value

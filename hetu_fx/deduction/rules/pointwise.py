@@ -29,8 +29,8 @@ def pointwise(call: Call, linear: LinearSets = ()) -> Factoring:
 
 
 def copied(call: Call) -> Factoring:
-    """Copy, cast or negate; linear between floats."""
-    same_kind = call.operands[0].is_float == call.result_float
+    """Copy, cast or negate; linear between numbers of one kind, real and complex ones being one."""
+    same_kind = call.operands[0].is_float == call.result_float and not call.result_bool
     return pointwise(call, FIRST if same_kind else ())
 
 

@@ -81,7 +81,7 @@ def _in_frames(call: Call) -> Factoring:
     return Factoring((source, *others), (made,), whole=whole, linear=FIRST)
 
 
-def integrated(call: Call, *, keeps: bool = False) -> Factoring:
+def _integrated(call: Call, *, keeps: bool = False) -> Factoring:
     """Integrate along a dim by its neighbours: the dim stays whole, and is gone or one shorter."""
     return changed(call, [call.dim()]) if keeps else reduced(call, linear=True, whole=True)
 
@@ -110,6 +110,6 @@ RULES: tuple[Rule, ...] = (
     *built(_quantiles, "quantile", "quantile.scalar", "nanquantile", "nanquantile.scalar"),
     *built(_distant, "pairwise_distance"),
     *built(_in_frames, "stft", "stft.center", "istft"),
-    *built(integrated, "trapezoid.dx", "trapz.dx"),
-    *built(integrated, "cumulative_trapezoid.dx", keeps=True),
+    *built(_integrated, "trapezoid.dx", "trapz.dx"),
+    *built(_integrated, "cumulative_trapezoid.dx", keeps=True),
 )

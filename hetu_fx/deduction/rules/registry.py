@@ -62,6 +62,13 @@ def unregister_rule(op: str | Any) -> None:
     _found.clear()
 
 
+def registered_rules() -> tuple[str, ...]:
+    """Return what tells the rules that users have added from others: the op, and the line, or the function's code."""
+    codes = (getattr(rule.build, "__code__", None) for rule in _registered.values())
+    pairs = zip(_registered.items(), codes, strict=True)
+    return tuple(sorted(f"{name} {rule.text} {code and code.co_code.hex()}" for (name, rule), code in pairs))
+
+
 def rule_for(target: Any) -> Rule | None:
     """Return the rule of an op, or None if nothing is known of it."""
     name = str(target)

@@ -23,6 +23,7 @@ from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.base.torch_private import OpOverload, tree_leaves, tree_map
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import is_view
+from hetu_fx.graph.edit import reached_from
 from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.planner.count.liveness import program_memory
 from hetu_fx.planner.count.peaks import EVERYWHERE
@@ -32,7 +33,6 @@ from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.shared import RowSums, Tied
 from hetu_fx.program.program import Program
-from hetu_fx.transforms.layouts.flow import reached_from
 from hetu_fx.transforms.layouts.work_shares import WorkShares
 
 

@@ -97,7 +97,7 @@ def test_devices_of_one_type_among_others_talk_in_a_group_of_their_own(monkeypat
     members, right = [], ThreadTransport.post
 
     def noted(self: ThreadTransport, receives: Any, sends: Any, group: Any) -> Any:
-        members.extend((x.device.type, group.ranks) for _, x, _ in (*receives, *sends))
+        members.extend((x.tensor.device.type, group.ranks) for _, x, _ in (*receives, *sends))
         return right(self, receives, sends, group)
 
     def swap(table: GroupTable, device: torch.device) -> Tensor:
@@ -215,8 +215,8 @@ def test_a_group_of_several_types_meets_inside_each_and_across(name: str) -> Non
     meet = ThreadTransport._meet
 
     def noted(self: ThreadTransport, group: Any, call: Any, brings: Any, *rest: Any) -> Any:
-        tensors = [leaf for leaf in pytree.tree_leaves(brings) if isinstance(leaf, Tensor)]
-        seen.append((group.ranks, tensors[0].device.type))
+        first = next(leaf for leaf in pytree.tree_leaves(brings) if isinstance(leaf, Tensor | Flat))
+        seen.append((group.ranks, (first.tensor if isinstance(first, Flat) else first).device.type))
         return meet(self, group, call, brings, *rest)
 
     ThreadTransport._meet = noted  # type: ignore[method-assign]
@@ -235,7 +235,7 @@ def test_what_is_known_to_be_quicker_over_the_host_goes_there_and_arrives() -> N
     post_of = ThreadTransport.post
 
     def noted(self: ThreadTransport, receives: Any, sends: Any, group: Any) -> Any:
-        seen.update(x.device.type for _, x, _ in (*receives, *sends))
+        seen.update(x.tensor.device.type for _, x, _ in (*receives, *sends))
         return post_of(self, receives, sends, group)
 
     def meet(table: GroupTable, device: torch.device) -> list[Tensor]:

@@ -193,3 +193,16 @@ def test_numbers_that_an_optimizer_keeps_stay_numbers_though_the_parameter_is_on
     for optimizer in optimizers:
         optimizer.step()
     assert home.detach().full_tensor() == plain  # type: ignore[attr-defined]
+
+
+def test_norms_of_complex_pieces_are_real_as_those_of_tensors() -> None:
+    whole = torch.complex(torch.arange(24.0), 1.0 - torch.arange(24.0)).view(6, 4)
+    home = HomeTensor.from_full(whole.clone(), ALONE)
+    for found, expected in (
+        (torch._foreach_norm([home])[0], torch._foreach_norm([whole])[0]),
+        (home.norm(), whole.norm()),
+        (torch.nn.utils.get_total_norm([home]), whole.norm()),
+    ):
+        assert found.dtype == expected.dtype == torch.float32
+        torch.testing.assert_close(found + 0, expected)
+    torch.testing.assert_close(home.sum() + 0, whole.sum())

@@ -38,7 +38,9 @@ def test_a_graph_that_was_read_leads_to_the_same_device_graphs(
 ) -> None:
     writer, reader = two_processes
     deduced = deduce_program(writer, plan, wants_values=False)
-    found = deserialize(serialize(deduced), reader.graph, reader.factors, reader.flow)
+    found = deserialize(
+        serialize(deduced, writer.graph, writer.factors, writer.flow), reader.graph, reader.factors, reader.flow
+    )
     assert found.annotated.graph is reader.graph
     assert set(found.batch.states) <= set(reader.graph.graph.nodes)
     for rank in (0, 1):
@@ -50,6 +52,8 @@ def test_a_graph_that_was_read_leads_to_the_same_device_graphs(
 
 def test_a_graph_of_another_program_is_refused(two_processes: tuple[Program, Program]) -> None:
     other = make_program(capture(nn.Linear(2, 2), {"input": torch.ones(4, 2)}, training=True), frozenset())
-    data = serialize(deduce_program(two_processes[0], PLANS[0], wants_values=False))
+    writer = two_processes[0]
+    deduced = deduce_program(writer, PLANS[0], wants_values=False)
+    data = serialize(deduced, writer.graph, writer.factors, writer.flow)
     with pytest.raises(StateError, match="this process's graph lacks"):
         deserialize(data, other.graph, other.factors, other.flow)

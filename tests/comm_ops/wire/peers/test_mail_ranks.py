@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.p2p import Message, Tag, post
 from hetu_fx.comm_ops.wire.peers import mail, memory
@@ -106,7 +107,7 @@ def check_ranks_of_other_networks_send(rank: int, world: int, folder: Path) -> N
         table = opened("networks")
     x = torch.empty(5000)
     assert table.mail is not None
-    assert [table.mail.takes(other, x) for other in range(world)] == [
+    assert [table.mail.takes(other, Flat(x)) for other in range(world)] == [
         (other == 0) == (rank == 0) for other in range(world)
     ]
 

@@ -55,3 +55,14 @@ def test_what_has_caught_the_word_that_none_can_go_on_may_end_well():
         return number
 
     assert turns.run([lambda: work(1), lambda: work(2)]) == [1, 2]
+
+
+def test_a_thread_that_begins_to_wait_when_the_time_is_over_gives_up_for_all():
+    turns = Turns()
+    turns.seconds = 0.0
+
+    def work(number):
+        turns.wait_until(lambda: number < 0, "a thing that never comes")
+
+    with pytest.raises(TimeoutError, match=r"given up after 0.0 s"):
+        turns.run([lambda number=number: work(number) for number in range(2)])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hetu_fx.base.dtypes import as_reals, in_double
-from hetu_fx.cli.verdict import judge
+from hetu_fx.check.verdict import judge
 from hetu_fx.lockstep import Lockstep, train_alone
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hetu_fx.cli.verdict import judge
+from hetu_fx.check.verdict import judge
 from hetu_fx.lockstep import Lockstep, train_alone
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 

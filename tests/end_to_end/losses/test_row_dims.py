@@ -52,7 +52,7 @@ class Translates(nn.Module):
         self.body, self.head = nn.Transformer(8, 2, 1, 1, 16, 0.0), nn.Linear(8, 3)
 
     def forward(self, source: Tensor, target: Tensor, mask: Tensor, y: Tensor) -> dict[str, Tensor]:
-        made = self.head(self.body(source, target, tgt_mask=mask))
+        made = self.head(self.body(source, target, tgt_mask=mask, tgt_is_causal=False))
         return {"loss": nn.functional.cross_entropy(made.flatten(0, 1), y.flatten()), "made": made}
 
 
@@ -66,6 +66,17 @@ class Encodes(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         return {"loss": nn.functional.cross_entropy(self.head(self.body(x)[0]), y)}
+
+
+class Scores(nn.Module):
+    """Leaves the loss to others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.head(x)
 
 
 def causal(size: int) -> Tensor:
@@ -163,6 +174,18 @@ def check_gradients_of_inputs_come_back_in_the_dim_of_their_rows(rank: int, worl
     alone(**whole)["loss"].backward()
     rows = OWN[rank]
     torch.testing.assert_close(own["x"].grad, world * whole["x"].grad[:, rows], rtol=1e-10, atol=1e-12)
+
+
+def check_weights_of_a_loss_that_differ_between_ranks_are_told(rank: int, world: int, folder: Path) -> None:
+    model, batch = Scores().double(), {"x": made(4, 6), "y": labels(4)}
+    weight = torch.tensor([1.0, 2.0, 3.0 + rank], dtype=torch.float64)
+
+    def loss_fn(output: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output, y, weight)
+
+    hetu_fx.auto_parallelize(model, batch, plan=ROWS, loss_fn=loss_fn)
+    with pytest.raises(BatchError, match=r"constant \S+ is \[1, 2, 3\].* on rank 0, \[1, 2, 4\].* on rank 1"):
+        model(**batch)
 
 
 @pytest.mark.distributed

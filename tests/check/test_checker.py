@@ -1,0 +1,197 @@
+"""A plan is tried before it trains: what is wrong is told with the op, and what was not tried is told too."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from hetu_fx.check import checker as module
+from hetu_fx.comm_ops.ops import table
+from hetu_fx.deduction.rules.registry import register_rule, unregister_rule
+from hetu_fx.errors import CheckError
+from hetu_fx.switching.step import batches
+from tests.check.nets import GROUP, SHARES, STAGES, Contrast, Mlp, Tokens, checker_of, graph_of, mlp_batch, tokens_batch
+
+PLANTED = "hetu_planted::share"
+
+
+@torch.library.custom_op(PLANTED, mutates_args=())
+def share(x: Tensor) -> Tensor:
+    """Return each number's share of its row."""
+    return x / x.abs().sum(-1, keepdim=True)
+
+
+@share.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _backward(ctx, gradient: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    (x,) = ctx.saved_tensors
+    total = x.abs().sum(-1, keepdim=True)
+    return gradient / total - x.sign() * (gradient * x).sum(-1, keepdim=True) / total**2
+
+
+share.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+
+
+class Shares(nn.Module):
+    """Has an op of its own between two products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(self.second(share(self.first(x))), labels)
+
+
+@pytest.fixture
+def wrong_rule() -> Iterator[None]:
+    register_rule("hetu_planted.share.default", "... k -> ... k")  # it needs whole rows
+    yield
+    unregister_rule("hetu_planted.share.default")
+
+
+@pytest.mark.parametrize("plan", [SHARES, STAGES], ids=["replicas", "stages"])
+def test_what_is_right_is_told_with_what_was_cut(plan, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    says = checker_of(Tokens(), tokens_batch(), tmp_path).try_plan(plan)
+    assert says.startswith("checked: loss and 11 gradients are those of the module on one device to "), says
+    assert "2 of 5 blocks" in says
+
+
+def test_a_wrong_rule_is_found_with_the_op_and_its_line(tmp_path: Path, wrong_rule: None) -> None:
+    with pytest.raises(CheckError) as raised:
+        checker_of(Shares(), mlp_batch(), tmp_path).try_plan(GROUP)
+    said = str(raised.value)
+    assert "the loss is" in said
+    assert "the first value that differs is that of hetu_planted.share.default at test_checker.py:" in said
+    case = json.loads(said.partition("case: ")[2])
+    assert case["inputs"] == {"x": "float64[4, 6]", "labels": "int64[4]"}
+    assert case["versions"]["torch"] == torch.__version__
+
+
+def test_a_wrong_adjoint_is_found_with_the_parameter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = table.call
+
+    def call(name: str, gradient: Tensor, *args: object) -> Tensor:
+        return right(name, gradient, *args) * 1.5
+
+    monkeypatch.setattr(table, "call", call)
+
+    class Deeper(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return super().forward(self.before(x), labels)
+
+    with pytest.raises(
+        CheckError, match=r"all values are right: on the way back, .* 'second.weight', which aten.linear"
+    ):
+        checker_of(Deeper(), mlp_batch(), tmp_path).try_plan(GROUP)
+
+
+def test_a_wrong_count_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = batches._counts
+    monkeypatch.setattr(batches, "_counts", lambda *given: tuple(count + 1 for count in right(*given)))
+    with pytest.raises(CheckError, match="the loss is"):
+        checker_of(Mlp(), mlp_batch(), tmp_path).try_plan(SHARES)
+
+
+def test_a_crash_of_the_ranks_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*given: object) -> None:
+        raise IndexError("no such piece")
+
+    monkeypatch.setattr(batches, "_counts", broken)
+    with pytest.raises(CheckError, match="its ranks do not go through a step: IndexError: no such piece"):
+        checker_of(Mlp(), mlp_batch(), tmp_path).try_plan(SHARES)
+
+
+def test_what_was_found_is_kept_for_the_same_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = mlp_batch()
+    says = checker_of(Mlp(), batch, tmp_path).try_plan(SHARES)
+    monkeypatch.setattr(module, "tried", None)  # nothing is tried again
+    assert checker_of(Mlp(), batch, tmp_path).try_plan(SHARES) == says
+
+
+def test_what_is_wrong_is_tried_again(tmp_path: Path, wrong_rule: None) -> None:
+    for _ in range(2):
+        with pytest.raises(CheckError):
+            checker_of(Shares(), mlp_batch(), tmp_path).try_plan(GROUP)
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_another_rule_is_another_question(tmp_path: Path) -> None:
+    checker = checker_of(Shares(), mlp_batch(), tmp_path)
+    assert checker.program is not None
+    before = checker._key(GROUP, checker.program)
+    register_rule("hetu_planted.share.default", "... k -> ... k")
+    try:
+        assert checker._key(GROUP, checker.program) != before
+    finally:
+        unregister_rule("hetu_planted.share.default")
+
+
+def test_a_model_that_is_too_large_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SHARE_OF_MEMORY", 1e-9)
+    says = checker_of(Mlp(), mlp_batch(), tmp_path).try_plan(SHARES)
+    assert says.startswith("not checked: no small case of the model runs: 92 numbers in the parameters"), says
+
+
+def test_a_trial_ends_in_time(tmp_path: Path) -> None:
+    says = checker_of(Mlp(), mlp_batch(), tmp_path, seconds=0.0).try_plan(SHARES)
+    assert says == "not checked: it would take more than 0 s"
+
+
+def test_a_model_that_cannot_be_copied_says_so(tmp_path: Path) -> None:
+    model = Mlp()
+    execution = graph_of(model, mlp_batch())
+    model.lock = threading.Lock()
+    checker = module.Checker(model, None, mlp_batch(), execution, world=2, shared=False, folder=tmp_path)
+    says = checker.try_plan(SHARES)
+    assert says.startswith("not checked: the model cannot be copied: TypeError"), says
+
+
+def test_an_eager_module_is_held_against_one_device(tmp_path: Path) -> None:
+    says = checker_of(Mlp(), mlp_batch(), tmp_path, eager=True).try_plan(SHARES)
+    assert says.startswith("checked: loss and 4 gradients"), says
+
+
+def test_an_eager_loss_over_pairs_of_rows_is_refused(tmp_path: Path) -> None:
+    batch = {"x": torch.randn(6, 6), "other": torch.randn(6, 6)}
+    with pytest.raises(CheckError, match=r"the loss is .*first.weight by (?s:.*)hint: the module computes something"):
+        checker_of(Contrast(), batch, tmp_path, eager=True).try_plan(SHARES)
+
+
+def test_an_eager_module_that_draws_is_tried_without_dropout_or_not_at_all(tmp_path: Path) -> None:
+    class Dropped(Mlp):
+        def __init__(self, noise: float) -> None:
+            super().__init__()
+            self.drop, self.noise = nn.Dropout(0.5), noise
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            x = x + torch.randn(x.shape) * self.noise if self.noise else x
+            return super().forward(self.drop(x), labels)
+
+    says = [checker_of(Dropped(n), mlp_batch(), tmp_path, eager=True).try_plan(SHARES) for n in (0.0, 1.0)]
+    assert says[0].startswith("checked: ")
+    assert "not checked" in says[1]
+    assert "draws random numbers" in says[1]
+
+
+def test_a_module_that_draws_is_held_against_its_graph(tmp_path: Path) -> None:
+    class Dropped(Mlp):
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return super().forward(nn.functional.dropout(x, 0.5), labels)
+
+    says = checker_of(Dropped(), mlp_batch(), tmp_path).try_plan(SHARES)
+    assert "those of the captured graph on one device, as the model draws random numbers" in says

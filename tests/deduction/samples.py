@@ -106,6 +106,7 @@ ARITHMETIC = {
         sample(x(3, 4), x(4), rounding_mode=None),
     ],
     "true_divide.Tensor": [sample(x(3, 4), x(4))],
+    "reciprocal": [sample(x(3, 4))],
     "glu": [sample(x(3, 8)), sample(x(6, 4), 0)],
     "prelu": [sample(x(3, 4, 5), x(4)), sample(x(3, 4), x(1)), sample(x(4), x(1))],
     "bucketize.Tensor": [sample(x(3, 4), torch.tensor([0.3, 0.5, 0.7], dtype=F64))],
@@ -340,7 +341,10 @@ LOOKUP = {
     "index_reduce": [sample(x(3, 6), 1, ids(6, 4), x(3, 4), "amax")],
     "scatter.reduce": [Sample((x(3, 6), 1, ids(6, 3, 4), x(3, 4)), {"reduce": "add"}, fixed=(0, 2))],
     "scatter.value_reduce": [Sample((x(3, 6), 1, ids(6, 3, 4), 2.0), {"reduce": "multiply"}, fixed=(0,))],
-    "scatter_reduce.two": [sample(x(3, 6), 1, ids(6, 3, 4), x(3, 4), "amax")],
+    "scatter_reduce.two": [
+        sample(x(3, 6), 1, ids(6, 3, 4), x(3, 4), "amax"),
+        sample(x(4), 0, torch.tensor(2), x(), "prod"),
+    ],
     "take_along_dim": [sample(x(3, 6), ids(6, 3, 4), 1), sample(x(1, 6), ids(6, 3, 4), 1), sample(x(3, 4), ids(12, 5))],
 }
 SCORES = [x(6, 4), x(3, 4, 5)]

@@ -126,7 +126,7 @@ def looked_up(call: Call) -> Factoring:
 
 def gathered(call: Call) -> Factoring:
     """Pick along one dim, which may be cut in the tensor; other dims pass through where they are taken in full."""
-    if not call.rank:  # a number
+    if _has_numbers(call):
         return opaque(call)
     shape, index = call.operands[0].shape, call.operands[1].shape
     dim = call.dim()
@@ -139,7 +139,7 @@ def gathered(call: Call) -> Factoring:
 
 def scattered(call: Call) -> Factoring:
     """Write along one dim, which stays whole; other dims pass through where they are written in full."""
-    if not call.rank:  # a number
+    if _has_numbers(call):
         return opaque(call)
     shape, index = call.operands[0].shape, call.operands[1].shape
     dim = call.dim()
@@ -165,7 +165,7 @@ def _picked_rows(call: Call) -> Factoring:
 
 def _added_rows(call: Call) -> Factoring:
     """Add rows at a list of positions; positions and the dim stay whole, unless rows are only permuted."""
-    if not call.rank:  # a number
+    if _has_numbers(call):
         return opaque(call)
     shape, source = call.operands[0].shape, call.operands[2].shape
     dim = call.dim()
@@ -211,6 +211,11 @@ def _picked_along(call: Call) -> Factoring:
     source, index = (broadcast(operand.shape, target) for operand in call.operands)
     own = named("s", call.operands[0].shape[dim])
     return Factoring((replaced(source, {dim: own}), index), (target,), whole=frozenset(own), linear=FIRST)
+
+
+def _has_numbers(call: Call) -> bool:
+    """Tell whether one of the tensors is a number, whose dims are those of no other."""
+    return any(not operand.shape for operand in call.operands)
 
 
 def one_hot(call: Call) -> Factoring:

@@ -11,6 +11,7 @@ import sympy
 import torch
 from torch import Tensor
 
+from hetu_fx.base.dtypes import is_real
 from hetu_fx.check.model import in_dtype
 from hetu_fx.check.narrow import Narrowing
 from hetu_fx.graph.bind import Batch, flatten_batch
@@ -126,7 +127,7 @@ def _cut(
 
 def _told_apart(tensor: Tensor, number: int) -> Tensor:
     """Move real numbers that are all alike, as zeros and ones of a made-up batch are."""
-    if not tensor.is_floating_point() or tensor.numel() < 2 or bool((tensor != tensor.flatten()[0]).any()):
+    if not is_real(tensor.dtype) or tensor.numel() < 2 or bool((tensor != tensor.flatten()[0]).any()):
         return tensor
     source = torch.Generator().manual_seed(number)
     return tensor + torch.randn(tensor.shape, generator=source, dtype=torch.float64).to(tensor.dtype) * 0.1

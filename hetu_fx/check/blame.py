@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from torch import Tensor, fx
 
+from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.check.trial import Case, Found, Tolerance
 from hetu_fx.check.verdict import differences
 from hetu_fx.errors import HetuFxError
@@ -98,7 +99,7 @@ def _some(nodes: list[fx.Node]) -> Iterator[list[fx.Node]]:
 
 
 def _can_be_seen(node: fx.Node) -> bool:
-    return node.op == "call_function" and meta.is_tensor(node) and meta.dtype(node).is_floating_point
+    return node.op == "call_function" and meta.is_tensor(node) and carries_gradient(meta.dtype(node))
 
 
 def _first_of(nodes: list[fx.Node], case: Case, tolerance: Tolerance) -> fx.Node | None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hetu_fx.base.device_types import HOST
+from hetu_fx.base.dtypes import is_complex, is_real
 from hetu_fx.base.torch_private import buffer_slots, parameter_slots
 from hetu_fx.check.narrow import Narrowing
 from hetu_fx.errors import StateError
@@ -94,9 +95,9 @@ class Template:
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a tensor on the host, with real and complex numbers in the dtype's precision."""
-    if tensor.is_complex():
+    if is_complex(tensor.dtype):
         return tensor.to(HOST, _COMPLEX[dtype])
-    return tensor.to(HOST, dtype) if tensor.is_floating_point() else tensor.to(HOST)
+    return tensor.to(HOST, dtype) if is_real(tensor.dtype) else tensor.to(HOST)
 
 
 def _tensors_of(loss_fn: object) -> list[Tensor]:
@@ -116,7 +117,7 @@ def _numbers(parameter: Tensor) -> Tensor:
     flat = parameter.reshape(-1)
     some = flat if flat.numel() <= most else flat[:: flat.numel() // most][:most]
     numbers = some.to(HOST, copy=True)
-    if not numbers.is_floating_point() or not numbers.numel() or bool((numbers != numbers[0]).any()):
+    if not is_real(numbers.dtype) or not numbers.numel() or bool((numbers != numbers[0]).any()):
         return numbers
     source = torch.Generator().manual_seed(numbers.numel())
     noise = torch.randn(numbers.shape, generator=source, dtype=torch.float64)

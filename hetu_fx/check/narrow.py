@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hetu_fx.base.dtypes import carries_gradient
+
 LONG = 1024
 """Tables of more rows are shortened."""
 
@@ -44,7 +46,7 @@ class Narrowing:
 
     def numbers(self, tensor: Tensor) -> Tensor:
         """Return whole numbers of an input, such as index the tables, below the new sizes."""
-        if tensor.is_floating_point() or tensor.is_complex() or not tensor.numel():
+        if carries_gradient(tensor.dtype) or not tensor.numel():
             return tensor
         largest = int(tensor.max())
         fitting = [new for old, new in sorted(self.sizes.items()) if new <= largest < old]

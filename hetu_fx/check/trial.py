@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hetu_fx.base.dtypes import is_real
 from hetu_fx.check.batch import split_rows_of
 from hetu_fx.check.verdict import differences
 from hetu_fx.errors import CommError
@@ -213,5 +214,5 @@ def _adds_up(case: Case, loss: float) -> bool:
 def _lowest_dtype(program: Program) -> torch.dtype:
     """Return the least exact dtype of the values that carry gradients."""
     found = {meta.dtype(node) for node in program.flow.differentiable if meta.is_tensor(node)}
-    real = [dtype for dtype in found if dtype.is_floating_point]
+    real = list(filter(is_real, found))
     return max(real, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)

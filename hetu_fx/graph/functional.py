@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hetu_fx.base.dtypes import is_complex
 from hetu_fx.base.torch_private import overload_name, schema
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
@@ -173,7 +174,7 @@ class _Functionalizer:
 
     def _put(self, scatter: Callable[..., Any], base: fx.Node, value: fx.Node, *place: Any) -> fx.Node:
         """Insert a scatter; of complex values one of each part, as torch knows no gradient through theirs."""
-        if not meta.dtype(base).is_complex:
+        if not is_complex(meta.dtype(base)):
             return self._insert(scatter, (base, value, *place))
         pairs = ([self._insert(part, (z,)) for z in (base, value)] for part in (aten.real.default, aten.imag.default))
         return self._insert(aten.complex.default, tuple(self._insert(scatter, (*pair, *place)) for pair in pairs))

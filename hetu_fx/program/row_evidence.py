@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from hetu_fx.base.dtypes import is_real
 from hetu_fx.deduction.factors.factors import FactorClass, FactorMap
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind
@@ -166,7 +167,7 @@ def _changes(program: Program, dims: Mapping[str, list[int]], buffers: Buffers, 
 
 def _sample(node: fx.Node, random: torch.Generator) -> Tensor:
     shape, dtype = meta.hints(node), meta.dtype(node)
-    if dtype.is_floating_point:
+    if is_real(dtype):
         return torch.randn(shape, generator=random, dtype=torch.float64)
     return torch.randint(0, 2, shape, generator=random).to(dtype)
 

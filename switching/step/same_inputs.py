@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hetu_fx.base.dtypes import as_reals, carries_gradient, is_real
 from hetu_fx.comm_ops.wire.consensus import StepFacts, digest_of, of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import BatchError
@@ -97,12 +98,12 @@ def digest(tensor: Tensor) -> int:
 
 def _plain(tensor: Tensor) -> Tensor:
     found = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
-    return torch.view_as_real(found.resolve_conj()) if found.is_complex() else found
+    return as_reals(found)
 
 
 def _bits(flat: Tensor) -> Tensor:
     """Return the elements' bits as integers; zeros of either sign are one number."""
-    if flat.dtype.is_floating_point and flat.dtype.itemsize > 1:
+    if is_real(flat.dtype) and flat.dtype.itemsize > 1:
         flat = flat + 0.0
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.dtype.itemsize]
     return flat.contiguous().view(whole).long()
@@ -136,7 +137,7 @@ class Summary:
         shown, flat = flat[:_SHOWN].tolist(), flat.nan_to_num(0.0, 0.0, 0.0)
         places = torch.linspace(0, 1, flat.numel(), dtype=torch.float64, device=flat.device)
         sums = float(flat.sum()), float((flat * places).sum()), float(flat.abs().sum())
-        exact = not (tensor.is_floating_point() or tensor.is_complex())
+        exact = not carries_gradient(tensor.dtype)
         rounding = 0.0 if exact else _ROUNDING * torch.finfo(tensor.dtype).eps
         return cls(tuple(tensor.shape), digest(tensor), digest(odd), sums, rounding, tuple(shown))
 

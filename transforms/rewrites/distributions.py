@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hetu_fx.base.dtypes import is_complex, is_real
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument, arguments, operand
 from hetu_fx.graph.edit import cast, insert
@@ -28,15 +29,15 @@ LEAST = 2.0**-126  # the smallest normal number of float32: an exponential numbe
 def _work_dtype(node: fx.Node) -> torch.dtype:
     """Return the dtype in which a law is computed: whole numbers and halves are rounded in the end."""
     dtype = meta.dtype(node)
-    return sum_dtype(dtype) if dtype.is_floating_point else torch.float64
+    return sum_dtype(dtype) if is_real(dtype) else torch.float64
 
 
 def _in_parts(node: fx.Node, like: fx.Node, law: Callable[[fx.Node, torch.dtype], fx.Node]) -> fx.Node:
     """Draw by a law, of a complex dtype the real and the imaginary part each, in the dtype of a node."""
     dtype = meta.dtype(node)
-    if not dtype.is_complex:
+    if not is_complex(dtype):
         return cast(node, law(like, _work_dtype(node)), dtype)
-    shaped = insert(node, aten.abs.default, like) if meta.dtype(like).is_complex else like
+    shaped = insert(node, aten.abs.default, like) if is_complex(meta.dtype(like)) else like
     parts = [law(shaped, dtype.to_real()) for _ in range(2)]
     return insert(node, aten.complex.default, *parts)
 
@@ -50,11 +51,11 @@ def standard_normal(uniform: Uniform, node: fx.Node, like: fx.Node) -> fx.Node:
     def law(shaped: fx.Node, work: torch.dtype) -> fx.Node:
         log = _log_of_uniform(uniform, node, shaped, work)
         second = uniform(node, shaped, work)
-        radius = insert(node, aten.sqrt.default, insert(node, aten.mul.Tensor, log, -1.0 if is_complex else -2.0))
+        radius = insert(node, aten.sqrt.default, insert(node, aten.mul.Tensor, log, factor))
         angle = insert(node, aten.cos.default, insert(node, aten.mul.Tensor, second, 2 * math.pi))
         return insert(node, aten.mul.Tensor, radius, angle)
 
-    is_complex = meta.dtype(node).is_complex
+    factor = -1.0 if is_complex(meta.dtype(node)) else -2.0
     return _in_parts(node, like, law)
 
 

@@ -306,7 +306,7 @@ class _Builder:
         value = self.reshards.inside(node, value, self._states(node), wanted, summed)
         if any(need.first_only and place > 0 for need, place in zip(needs, self.places, strict=True)):
             # A gradient of zeros comes when the first device's does, so that all begin its message at the same place.
-            value = self.graph.call_function(aten.fill.Scalar, (value, 0))
+            value = self._emit(node, aten.fill.Scalar, value, 0)
         return value
 
     def _emit(self, node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

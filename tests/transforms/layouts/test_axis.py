@@ -10,7 +10,6 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from hetu_fx.deduction.factors.factors import FactorClass
-from hetu_fx.errors import DeductionError
 from hetu_fx.graph.graph import LeafKind
 from hetu_fx.program.program import Program
 from hetu_fx.transforms.layouts.axis import AxisDeduction, deduce_batch_axis, deduce_tensor_axis
@@ -164,10 +163,12 @@ def test_an_operand_that_only_lends_its_dtype_splits_nothing() -> None:
     assert not axis.talks
 
 
-def test_an_op_on_all_rows_at_once_is_refused_with_its_line_and_a_way_out() -> None:
+def test_an_op_on_all_rows_at_once_reads_rows_that_replicas_have_summed() -> None:
     program = program_of(OverRows(lambda y: y.cumsum(0)), (torch.randn(4, 6),))
-    with pytest.raises(DeductionError, match=r"cumsum.*test_axis\.py:\d+.*one pipeline and one micro-batch"):
-        over_rows(program)
+    axis = over_rows(program)
+    (placed,) = ops(program, torch.ops.hetu.place_rows.default)
+    assert axis.states[placed] == SUMMED
+    assert list(axis.talking()) == ops(program, torch.ops.hetu.own_rows.default)
 
 
 def test_an_op_that_needs_a_split_class_whole_gathers_it() -> None:
@@ -184,8 +185,7 @@ def test_an_op_with_a_form_for_parts_keeps_them_on_the_tensor_axis_alone() -> No
     axis = deduced(program, frozenset({width}))
     assert axis.states[ops(program, aten.softmax.int)[0]] == SplitOn(width)
     of_rows = program_of(OverRows(lambda y: F.softmax(y, 0)), (torch.randn(4, 6),))
-    with pytest.raises(DeductionError, match="needs all rows of the batch at once"):
-        over_rows(of_rows)
+    assert list(over_rows(of_rows).talking()) == ops(of_rows, aten.softmax.int)
 
 
 def test_the_cotangent_of_a_mean_over_rows_is_summed_before_it_goes_back_to_the_rows() -> None:

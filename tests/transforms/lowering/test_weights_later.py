@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
+from hetu_fx.graph import meta
 from hetu_fx.plans.plan import Plan
 from hetu_fx.transforms.lowering.later_products import LATER_PRODUCTS, LaterProducts, later_product
 from hetu_fx.transforms.lowering.product_calls import given_of, product_call
@@ -127,7 +128,9 @@ def test_a_graph_without_waiting_is_the_one_that_it_was(llama: Case) -> None:
 @pytest.mark.parametrize("name", LATER_PRODUCTS)
 def test_a_product_that_waited_takes_what_it_took(name: str) -> None:
     graph = fx.Graph()
-    x, weight, bias = (graph.placeholder(name) for name in ("x", "weight", "bias"))
+    x, weight, bias, like = (graph.placeholder(name) for name in ("x", "weight", "bias", "like"))
+    meta.set_value(like, torch.empty(3))
+    meta.keep_num_dims(like, bias)
     some = [None] if LATER_PRODUCTS[name].bias is None else [bias] if name == "aten.addmm.default" else [bias, None]
     for one in some:
         op, given = product_call(name, x, weight, one)

@@ -155,7 +155,7 @@ def test_only_the_first_device_adds_the_bias_of_a_row_split() -> None:
         [op_name(node) for node in device_graph(program, UNEVEN, rank, wants_values=True).graph.nodes]
         for rank in (0, 1)
     ]
-    assert [names.count("fill") for names in ops] == [0, 1]
+    assert [names.count("fill.Scalar") for names in ops] == [0, 1]
 
 
 def test_batch_norm_sums_over_unequal_replicas(conv: Program) -> None:

@@ -158,7 +158,7 @@ HELD = {
     "python -m tests.chaos --faults 200 --seed 1": Held(
         by="test_chaos.py::test_a_run_with_faults_at_random_moments_is_that_without"
     ),
-    "python -m benchmarks.smoke": Held(by="test_benchmarks.py::test_every_benchmark_runs"),
+    "python -m benchmarks.smoke": BENCHMARK,
     "python -m tests.ops": Held(by="ops/test_ops.py::test_an_op_of_torchs_database_trains_as_on_one_device"),
     "python -m tests.random_programs --seconds 600 --seed N": Held(
         by="random_programs/test_random_programs.py::test_random_programs_train_as_on_one_device_or_are_refused"

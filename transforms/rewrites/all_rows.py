@@ -196,10 +196,14 @@ class _Gathering(CountingRewrite):
         given = self.given[node]
         if not self.factors.is_op(given):
             return
+        numbers = [
+            pair for pair in self.factors.op(given).numbers_of(node) if meta.depends_on_batch(pair[1], self.graph)
+        ]
+        if not numbers:
+            return
         call = {"args": thawed(node.args), "kwargs": thawed(node.kwargs)}
-        for path, number in self.factors.op(given).numbers_of(node):
-            if meta.depends_on_batch(number, self.graph):
-                set_entry(call, path, self._of_all(number, node))
+        for path, number in numbers:
+            set_entry(call, path, self._of_all(number, node))
         node.args, node.kwargs = tuple(call["args"]), call["kwargs"]
 
     def _of_all(self, value: fx.Node, here: fx.Node) -> fx.Node:

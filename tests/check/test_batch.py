@@ -9,7 +9,6 @@ from hetu_fx.check.batch import (
     cut_batch,
     cut_rows,
     length_for,
-    row_dims,
     rows_for,
     with_few_micro_batches,
     with_few_pipelines,
@@ -54,7 +53,7 @@ def test_rows_and_lengths_are_cut_by_what_the_graph_says_of_its_inputs() -> None
     program = graph_of(Tokens(blocks=2), given).program
     made = cut_batch(given, program, Sizes(8, 5), Narrowing({1500: 128}), torch.float64)
     assert isinstance(made, dict)
-    assert row_dims(program) == {"ids": 0, "labels": 0}
+    assert program.row_dims == {"ids": 0, "labels": 0}
     assert made["ids"].shape == made["labels"].shape == (8, 5)
     assert torch.equal(made["ids"][:6], given["ids"][:, :5] % 128)
     assert torch.equal(made["ids"][6:], made["ids"][:2])  # taken again

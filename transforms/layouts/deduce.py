@@ -219,7 +219,7 @@ def _check_sums(annotated: AnnotatedGraph, batch: AxisDeduction) -> None:
     node = next(chain(batch.talking(), summed), None)
     if node is not None:
         raise PlanError(
-            f"'{node.name}' ({meta.source_line(node)}) needs a sum over the whole batch in the middle of the model, "
+            f"'{node.name}' ({meta.source_line(node)}) needs the rows of the whole batch in the middle of the model, "
             f"which pipeline stages and micro-batches cannot give; use a plan whose pipelines have one stage and one "
             f"micro-batch"
         )

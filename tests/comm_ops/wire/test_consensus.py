@@ -13,6 +13,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import BatchError, OtherRankError, PlanError
 
 FACTS = LocalFacts(4, "training x:float32[2]", (7,), ("dim 1 of input 'x'",), 7, (12.0,), told={"compute_seconds": 0.5})
+NOTHING_TOLD = ("host_seconds", "probe_seconds", "update_seconds", "peak_bytes", "writes", "inputs")
 ALONE = GroupTable.dry(0, 1)
 TWO = GroupTable.dry(0, 2)
 
@@ -37,7 +38,7 @@ def other(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_rank_alone_agrees_with_itself() -> None:
-    nothing = dict.fromkeys(("host_seconds", "probe_seconds", "update_seconds", "peak_bytes", "writes"), (0.0,))
+    nothing = dict.fromkeys(NOTHING_TOLD, (0.0,))
     assert agree(ALONE, FACTS) == StepFacts((4,), 7, (12.0,), (0.5,), sizes_of=((7,),), **nothing)
 
 
@@ -58,7 +59,7 @@ def test_a_rank_alone_raises_its_error() -> None:
 
 def test_counts_are_summed_and_the_rest_is_kept_by_rank(other: Any) -> None:
     other(replace(FACTS, rows=1, longest=9, counts=(3.0,), told={"compute_seconds": 2.0}))
-    nothing = dict.fromkeys(("host_seconds", "probe_seconds", "update_seconds", "peak_bytes", "writes"), (0.0, 0.0))
+    nothing = dict.fromkeys(NOTHING_TOLD, (0.0, 0.0))
     assert agree(TWO, FACTS) == StepFacts((4, 1), 9, (15.0,), (0.5, 2.0), sizes_of=((7,), (7,)), **nothing)
 
 

@@ -88,7 +88,10 @@ class _Reading:
         peers.counts[number] += 1
         count = peers.counts[number]
         self._slot, self._stamp = _slot_of(number, count, ranks), count * len(_Phase)
-        if self._slot in peers.under_way:
+        before = peers.under_way.get(self._slot)
+        if before is not None and before._act is None:  # it stands on: no other that stands has come since
+            before.end()
+        elif before is not None:
             raise CommError(
                 f"more than {AT_ONCE} exchanges {number} of ranks {list(ranks)} are under way; end one before the next"
             )
@@ -115,7 +118,8 @@ class _Reading:
     def end(self) -> None:
         """Stay until the others have read this rank's buffer; who has gone reads nothing."""
         self._all_are(_Phase.READ)
-        self.peers.under_way.pop(self._slot, None)
+        if self.peers.under_way.get(self._slot) is self:
+            del self.peers.under_way[self._slot]
 
     def is_read(self) -> bool:
         """Tell whether they have."""

@@ -6,6 +6,7 @@ memory that the others have mapped, and so is what tells them where: it outlives
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import Protocol
 
 
@@ -22,21 +23,21 @@ class Stands(Protocol):
 class Standing:
     """At most one exchange of each set of peers: the one before has been read where all take theirs in one order.
 
-    They stand here, whoever drops their peers: memory that is read must not become another's.
+    They stand here, whoever drops their peers: memory that is read must not become another's. Threads may add at once.
     """
 
     def __init__(self) -> None:
         self._by_peers: dict[int, Stands] = {}
+        self._lock = Lock()
 
     def add(self, peers: int, exchange: Stands) -> None:
         """Let an exchange of peers, by their id, stand until their next one is here."""
-        before = self._by_peers.pop(peers, None)
+        with self._lock:
+            before = self._by_peers.pop(peers, None)
+            self._by_peers = {other: stood for other, stood in self._by_peers.items() if not stood.is_read()}
+            self._by_peers[peers] = exchange
         if before is not None:
             before.end()
-        for other, stood in list(self._by_peers.items()):
-            if stood.is_read():
-                self._by_peers.pop(other, None)
-        self._by_peers[peers] = exchange
 
     def end(self) -> None:
         """Wait for all of them."""

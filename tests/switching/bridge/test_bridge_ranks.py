@@ -26,7 +26,15 @@ from tests.oracles.annotation_reference import shard
 from tests.oracles.annotation_samples import random_annotation, random_cotangent
 
 WORLD = 4
-SHAPES = {"w": (12, 40), "v": (40, 12), "fused": (36, 32), "bias": (12,), "scale": (), "big": (48, 50)}
+SHAPES = {
+    "w": (12, 40),
+    "v": (40, 12),
+    "fused": (36, 32),
+    "bias": (12,),
+    "scale": (),
+    "big": (48, 50),
+    "tall": (600, 4),
+}
 
 
 def stages(*groups: tuple[tuple[int, ...], tuple[AxisState, ...]]) -> tuple[Annotation, Annotation]:
@@ -67,6 +75,8 @@ def settings() -> Iterator[tuple[str, dict[str, tuple[Annotation, Annotation]]]]
             table["bias"] = (stages(((0, 1), both), ((2, 3), both))[0], summed)
             table["scale"] = (table["bias"][0], stages(((0, 1), (Partial(2),)), ((2, 3), (Partial(2),)))[0])
         yield title, table
+    columns = stages(((0, 1, 2), (Split(1, (2, 1, 1)),)), ((3,), ()))
+    yield "a column alone, from 4 KB on", {name: columns if name == "tall" else one for name in SHAPES}
     yield "one stage each", {name: stages(((i % WORLD,), ())) for i, name in enumerate(SHAPES)}
 
 

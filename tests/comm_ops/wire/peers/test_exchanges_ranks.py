@@ -22,6 +22,7 @@ from hetu_fx.comm_ops.wire.peers.exchanges import (
     Act,
     begin_sum_read,
     gather_pieces_here,
+    gather_read,
     gather_segments_here,
     room_of_summand,
     start_here,
@@ -91,6 +92,19 @@ def check_too_many_of_one_number_are_refused_until_some_have_ended(rank: int, wo
         with pytest.raises(CommError, match=r"more than 32 exchanges 1 .* end one before the next"):
             start_here(sum_all_here, Flat(value(rank, torch.float64)), SIZES, RANKS, 0, table, peers)
     del begun
+
+
+def check_a_sum_that_stands_ends_when_its_number_has_come_round(rank: int, world: int, folder: Path) -> None:
+    table, x = GroupTable(name="round"), torch.full((3,), float(rank))
+    peers = peers_of(table, RANKS)
+    assert peers is not None
+    for _ in range(2):
+        place = room_of_summand([3], x.dtype, peers)
+        assert place is not None
+        place.value.copy_(x)
+        assert begin_sum_read(place, RANKS, table, peers).end().tolist() == [3.0] * 3
+        for _ in range(exchanges.AT_ONCE):  # none of these stands
+            assert [part[0] for part in gather_read(x, [(3,)] * 3, RANKS, table, peers)] == list(RANKS)
 
 
 def check_a_sum_of_all_is_the_same_everywhere(rank: int, world: int, folder: Path) -> None:

@@ -262,7 +262,8 @@ def _factor_ops(graph: Graph, nodes: Iterable[fx.Node]) -> tuple[Mapping[fx.Node
     steps: dict[fx.Node, FactoredOp] = {}
     for node in filter(_is_tensor_op, nodes):
         steps[node] = _step(call_of(node), node, told)
-    routing = find_routing(graph.graph, {node: (step.call, step.factoring) for node, step in steps.items()})
+    unseen = {node for node in graph.graph.nodes if node not in steps and _is_tensor_op(node)}
+    routing = find_routing(graph.graph, {node: (step.call, step.factoring) for node, step in steps.items()}, unseen)
     for node, call in routing.calls.items():
         steps[node] = _step(call, node, told)
     return steps, routing

@@ -30,15 +30,20 @@ class Routing:
     shard_ordered: frozenset[fx.Node]
 
 
-def find_routing(graph: fx.Graph, steps: Mapping[fx.Node, tuple[Call, Factoring]]) -> Routing:
-    """Return what may be done shard by shard, given each op node's call and its general factors."""
+def find_routing(
+    graph: fx.Graph, steps: Mapping[fx.Node, tuple[Call, Factoring]], unseen: Collection[fx.Node] = ()
+) -> Routing:
+    """Return what may be done shard by shard, given each op node's call and its general factors.
+
+    What the `unseen` ops do with the values that they read is not looked at.
+    """
     tracker = _Tracker()
     for node in graph.nodes:
         if node in steps:
             tracker.visit(node, *steps[node])
         elif node.target is operator.getitem:
             tracker.take_item(node)
-        elif node.op == "output":
+        elif node.op == "output" or node in unseen:
             tracker.spoil_all(node.all_input_nodes)
     return tracker.routing()
 

@@ -170,3 +170,11 @@ def allowed(x: Tensor, ids: Tensor) -> Tensor:
 
 def test_positions_that_are_compared_do_no_harm_to_rows_that_are_pointed_at() -> None:
     assert ops_where_rows_are_whole(allowed, torch.randn(6, 5), IDS) == set()
+
+
+def test_what_an_op_that_is_not_looked_at_does_with_rows_is_not_believed() -> None:
+    graph, factors = of(lambda x, ids: x * ids[ids.argsort()][:, None], X, IDS)
+    argsort = next(node for node in graph.graph.nodes if node.target is torch.ops.aten.argsort.default)
+    seen = [node for node in graph.graph.nodes if node is argsort or node.op == "placeholder"]
+    assert factors.op(argsort).rows_meet
+    assert analyse(graph, seen).op(argsort).rows_meet

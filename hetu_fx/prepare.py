@@ -38,6 +38,7 @@ from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.state import ParameterState
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs
+from hetu_fx.program.lazy import initialize_lazy
 from hetu_fx.program.program import AS_IT_STANDS
 from hetu_fx.switching.adapt.adaptation import Adaptation
 from hetu_fx.switching.adapt.replanning import Conditions, Planner
@@ -174,6 +175,7 @@ def _found(
     Then the plans that were given, None where one is to be made, and the cluster, None where none was given.
     """
     _check_model(wanted.model)
+    initialize_lazy(wanted.model, wanted.batch)
     execution, program = _execution_of(wanted, is_mixed=is_mixed)
     batch, cluster = wanted.batch, wanted.cluster
     args, kwargs = as_call(batch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -74,13 +73,13 @@ def test_a_lazy_model_is_made_parallel_with_an_optimizer_that_holds_its_paramete
     net()
     hetu_fx.auto_parallelize(model, batch(), plan=Plan.single(), optimizer=optimizers[0], check=False)
     net()
-    copy.deepcopy(plain).eval()
     plain.eval()(*batch())
     plain.train()
     for one, optimizer in zip((model, plain), optimizers, strict=True):
         one(*batch()).backward()
         optimizer.step()
-    assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
+    for name, expected in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], expected, rtol=1e-10, atol=1e-12)
 
 
 def test_what_the_example_does_not_reach_is_refused_by_name() -> None:

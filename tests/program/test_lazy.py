@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -90,6 +91,7 @@ def test_what_the_example_does_not_reach_is_refused_by_name() -> None:
 
 
 def test_planning_runs_nothing_and_says_what_to_do() -> None:
-    for ask in (profile, plan):
+    asked: tuple[Callable[..., object], ...] = (profile, plan)
+    for ask in asked:
         with pytest.raises(StateError, match=r"'conv.weight'.*nothing is run here"):
-            ask(net(), batch())  # type: ignore[operator]
+            ask(net(), batch())

@@ -26,9 +26,7 @@ class Place:
     Requires: a device graph, as specialised: before recomputation, which counts its ops.
     Ensures: an op that names a device, or makes a tensor of nothing, names this one. Ops that the type of device lacks,
         or that are to run on the host, read and make tensors there; those that it lacks are counted in a warning.
-
-        Gradients of tables are dense, but where the rank `is_alone`: no other reads them, and messages, sums over
-        micro-batches and compilers know no others.
+        Gradients are dense, but on a rank that `is_alone`: no other reads them there, and no sum over micro-batches.
 
         %arange = arange(%size, device='cpu')     ->     %arange = arange(%size, device='cuda:0')
     """

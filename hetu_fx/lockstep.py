@@ -29,7 +29,7 @@ from hetu_fx.errors import DivergedError, PlanError, ProfileError, StateError
 from hetu_fx.graph.bind import Batch, as_call, flatten_batch
 from hetu_fx.graph.containers import unflatten
 from hetu_fx.graph.row_dims import AskedRowDims, RowDims, cut, row_dims_of
-from hetu_fx.pieces import Piece, Pieces, joined
+from hetu_fx.pieces import Piece, Pieces, dense, joined
 from hetu_fx.plans.plan import Plan
 from hetu_fx.prepare import homes_for, make_runtime
 from hetu_fx.program.captures import Programs
@@ -152,7 +152,7 @@ def train_alone(model: nn.Module, batches: Sequence[Batch], how: Lockstep) -> Tr
         output = model(*args, **kwargs)
         loss = loss_of(output if how.loss_fn is None else how.loss_fn(output, *args, **kwargs))
         loss.backward()
-        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        gradients = {n: dense(p.grad) for n, p in model.named_parameters() if p.grad is not None}
         if optimizer is not None:
             gradients = {name: gradient.clone() for name, gradient in gradients.items()}
             optimizer.step()

@@ -27,11 +27,16 @@ class Piece:
         """Copy what this rank has of a tensor, a home tensor or a plain one, to the host."""
         if hasattr(tensor, "to_local"):
             return cls(tensor.to_local().detach().to(HOST, copy=True), tensor.home_layout)
-        return cls(tensor.detach().to(HOST, copy=True), None)
+        return cls(dense(tensor).detach().to(HOST, copy=True), None)
 
 
 Pieces = Mapping[str, Piece]
 """What a rank has of tensors, by name."""
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return a tensor with all of its elements, as what is compared has them."""
+    return tensor.to_dense() if tensor.is_sparse else tensor
 
 
 def joined(ranks: Sequence[Pieces]) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ from hetu_fx.errors import EnvironmentProblem, PlanError, ProfileError, StateErr
 from hetu_fx.graph.bind import as_call
 from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims
 from hetu_fx.planner.captured_program import CapturedProgram, PlannedProgram
-from hetu_fx.planner.count.optimizer_state import state_of
+from hetu_fx.planner.count.optimizer_state import state_of, takes_sparse_gradients_alone
 from hetu_fx.planner.module_program import ModuleProgram, PlannedModule
 from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.planner.values.options import Choice
@@ -38,6 +38,7 @@ from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.state import ParameterState
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs
+from hetu_fx.program.lazy import initialize_lazy
 from hetu_fx.program.program import AS_IT_STANDS
 from hetu_fx.switching.adapt.adaptation import Adaptation
 from hetu_fx.switching.adapt.replanning import Conditions, Planner
@@ -101,6 +102,7 @@ def prepare(wanted: Preparation, make_try: MakeTry | None = None) -> tuple[Runti
     open_mail(table)
     open_rounds(table)
     is_mixed = len(set(types)) > 1
+    together(table, lambda: _check_optimizer(wanted.optimizer, table.size))
     execution, program, example, plans, cluster = together(table, lambda: _found(wanted, is_mixed=is_mixed))
     with using(table):
         rows = agree(table, example).rows
@@ -174,6 +176,7 @@ def _found(
     Then the plans that were given, None where one is to be made, and the cluster, None where none was given.
     """
     _check_model(wanted.model)
+    initialize_lazy(wanted.model, wanted.batch)
     execution, program = _execution_of(wanted, is_mixed=is_mixed)
     batch, cluster = wanted.batch, wanted.cluster
     args, kwargs = as_call(batch)
@@ -303,6 +306,17 @@ def _check_model(model: nn.Module) -> None:
                 f"parameter {name!r} is {parameter.dtype}, in which devices of type {kind.name!r} cannot compute; cast "
                 f"the model on all ranks, such as by model.float()"
             )
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer | None, ranks: int) -> None:
+    """Refuse, on several ranks, an optimizer that takes sparse gradients alone: between ranks they are dense."""
+    known = None if optimizer is None or ranks == 1 else torch_optimizer(optimizer)
+    if known is not None and takes_sparse_gradients_alone(known):
+        raise StateError(
+            f"{type(known).__name__} takes sparse gradients alone, but on {ranks} ranks gradients are dense\n"
+            f"hint: use an optimizer that takes dense ones, such as torch.optim.Adam (which updates all rows), or SGD "
+            f"or Adagrad (which do as with sparse ones)"
+        )
 
 
 def _costs_and_seed(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from hetu_fx.base.torch_private import OpOverload, is_written, schema
+from hetu_fx.base.torch_private import OpOverload, is_written, schema, written_names
 from hetu_fx.graph import meta
 
 aten = torch.ops.aten
@@ -91,13 +91,23 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     ]
 
 
-def without_out(op: OpOverload) -> OpOverload | None:
-    """Return the overload of an op that takes the same but for what this one writes to (out=); None if none does."""
-    wanted = [(given.name, str(given.type)) for given in schema(op).arguments if not is_written(given)]
-    overloads = (getattr(op.overloadpacket, name) for name in op.overloadpacket.overloads())
-    return next(
-        (one for one in overloads if [(given.name, str(given.type)) for given in schema(one).arguments] == wanted), None
-    )
+def functional_form(op: OpOverload[..., Any]) -> OpOverload[..., Any] | None:
+    """Return the op that gives as a new value what this one writes, in place or to out=; None if there is none.
+
+    It takes the same by its schema. Names of overloads do not tell: `pow_.Scalar` takes a tensor and a number,
+    `pow.Scalar` a number and a tensor.
+    """
+    namespace, _, name = schema(op).name.partition("::")
+    plain = name.replace("__i", "__", 1) if name.startswith("__i") else name.removesuffix("_")
+    packet = getattr(getattr(torch.ops, namespace), plain, None)
+    wanted = _taken(given for given in schema(op).arguments if not given.is_out)
+    overloads = () if packet is None else (getattr(packet, overload) for overload in packet.overloads())
+    return next((one for one in overloads if _taken(schema(one).arguments) == wanted and not written_names(one)), None)
+
+
+def _taken(arguments: Iterable[Any]) -> list[tuple[str, str]]:
+    """Return names and types of arguments; the first is called `self` in one form, and `input` in another."""
+    return [(given.name if place else "", str(given.type)) for place, given in enumerate(arguments)]
 
 
 def _as_nodes(argument: Any) -> Iterator[fx.Node]:

@@ -14,10 +14,9 @@ import torch
 from torch import fx
 
 from hetu_fx.base.dtypes import is_complex
-from hetu_fx.base.torch_private import overload_name, schema
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
-from hetu_fx.graph.calls import viewed_argument, without_out, written_arguments
+from hetu_fx.graph.calls import functional_form, viewed_argument, written_arguments
 from hetu_fx.graph.capture_failure import WAY_OUT
 from hetu_fx.graph.regions import gradient_carriers
 
@@ -41,11 +40,7 @@ SCATTERS = {
 SPLITS = frozenset({
     aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.tensor_split.sections,
 })  # fmt: skip
-RENAMED = {
-    aten.bernoulli_.float: aten.bernoulli.p,
-    aten.normal_.default: aten.normal_functional.default,
-    aten.transpose_.default: aten.transpose.int,
-}
+RENAMED = {aten.normal_.default: aten.normal_functional.default}
 
 
 def functionalize(graph: fx.Graph, differentiable: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -215,12 +210,7 @@ class _Functionalizer:
         if target in RENAMED:
             renamed: Callable[..., Any] = RENAMED[target]
             return renamed
-        namespace, _, name = schema(target).name.partition("::")
-        packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-        if not name.endswith("_"):
-            variant = without_out(target)
-        else:
-            variant = getattr(packet, overload_name(target), None)
+        variant = functional_form(target)
         if variant is None:
             raise self._refusal(f"{target}, which writes, and has no functional form")
         return variant

@@ -31,6 +31,7 @@ from hetu_fx.planner.values.options import Choice
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.plans.plan import Plan, Schedule
 from hetu_fx.program.captures import Programs
+from hetu_fx.program.lazy import check_shapes
 from hetu_fx.program.program import Program
 
 AskedDims = Mapping[str, int | None] | None
@@ -129,6 +130,7 @@ def profile(
         CaptureError: the model cannot be captured.
         ProfileError: two batches have rows of one length, or blocks cannot be measured.
     """
+    check_shapes(model)
     state = state_of(model.parameters(), optimizer)
     if measured is None:
         return _counted(model, (batch, *more), loss_fn, row_dims)[0].with_state(state)

@@ -24,6 +24,7 @@ from hetu_fx.program.batch import Arguments, form_of, likeness_of
 from hetu_fx.program.captured import Captured, CaptureEvent, LastMatch, Match, Sizes, sizes_of
 from hetu_fx.program.hooks import check_global_hooks
 from hetu_fx.program.kept import KeptCaptures, Recurring
+from hetu_fx.program.lazy import check_shapes
 from hetu_fx.program.program import AS_IT_STANDS, Program
 from hetu_fx.program.structure import Structure
 from hetu_fx.program.tracer import Forward, Tracer
@@ -59,6 +60,7 @@ class Programs:
         row_dims: AskedRowDims = NOTHING_ASKED,
         outputs: str = "auto",
     ) -> None:
+        check_shapes(model)
         self.model, self.loss_fn = model, loss_fn
         self.tracer = Tracer(model, loss_fn, overrides, casts_on_host=casts_on_host, row_dims=row_dims, outputs=outputs)
         self.become(model.__dict__.get("forward"))

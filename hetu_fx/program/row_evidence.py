@@ -18,6 +18,8 @@ from torch import Tensor, fx
 from hetu_fx.base.dtypes import is_real
 from hetu_fx.deduction.factors.factors import FactorClass, FactorMap
 from hetu_fx.graph import meta
+from hetu_fx.graph.calls import operand, viewed_argument
+from hetu_fx.graph.functional import SAME_VALUE
 from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.graph.row_dims import RowDims
 from hetu_fx.program.filling_safety import Buffers, outputs_of
@@ -48,6 +50,8 @@ def evidence_of_rows(program: Program, assumed: RowDims, capture: Capture, buffe
         capture: gives the program of the same model with other dims as rows.
         buffers: gives those of the model.
     """
+    if starts := [name for name in _starts(program) if name in assumed]:
+        return Evidence(doubt=_doubt_of_starts(starts))
     loss = program.graph.loss
     if loss is None or not assumed:
         return NOTHING
@@ -82,6 +86,32 @@ def _doubt(assumed: RowDims, found: list[dict[str, int]]) -> str:
         f"independent of each other along dims {others}\nhint: say which dims count the rows: row_dims={found[0]} "
         f"if the batch is that dim, as in time-first inputs, or row_dims={dict(assumed)}"
     )
+
+
+def _doubt_of_starts(names: list[str]) -> str:
+    told = " and ".join(map(repr, names))
+    return (
+        f"the values of input {told} are positions in the rows of another input, which begin at 0 on every rank: rows "
+        f"of ranks cannot be put together\nhint: pass the batch of all ranks to each, by data='global', or entries "
+        f"of one length as a tensor of two dims, without positions"
+    )
+
+
+def _starts(program: Program) -> Iterator[str]:
+    """Yield the inputs whose values are read as positions in the rows of another input."""
+    inputs = {leaf.node: leaf.name for leaf in _inputs(program.graph)}
+    for node in filter(program.factors.is_op, program.graph.graph.nodes):
+        op = program.factors.op(node)
+        read = (_same_values(op.operands[place].node) for place in op.traits.starts if place < len(op.operands))
+        yield from (inputs[found] for found in read if found in inputs)
+
+
+def _same_values(node: fx.Node) -> fx.Node:
+    """Return what a value is a part of, or the same as in another dtype, or gathered from all replicas."""
+    same = {*SAME_VALUE, torch.ops.hetu.place_rows.default}
+    while node.op == "call_function" and (node.target in same or viewed_argument(node) is not None):
+        node = operand(node)
+    return node
 
 
 def _others(program: Program, assumed: RowDims) -> Iterator[dict[str, int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
@@ -27,6 +27,8 @@ from hetu_fx.errors import BatchError, StateError
 from hetu_fx.graph.bind import Batch, GivenBatch, as_call
 from hetu_fx.graph.containers import (
     Constant,
+    Entries,
+    Items,
     Opaque,
     TensorSlot,
     Tree,
@@ -96,6 +98,8 @@ class EagerModule:
 
     Attributes:
         structure: of the module when a batch was last read.
+        in_lists: entries of lists in the example that were taken to have rows by their sizes alone: entries of a list
+            may as well be samples, as a detector's images are.
     """
 
     def __init__(
@@ -112,6 +116,7 @@ class EagerModule:
         args, kwargs = as_call(example)
         batch = self.read(args, kwargs, training=True)  # notes which inputs have rows
         row_dims.check_names(batch.tensors)
+        self.in_lists = tuple(n for n in _in_lists(batch.tree) if n in batch.row_dims and not row_dims.has(n))
 
     def become(self, replaced: Forward | None) -> None:
         """Call this in the place of the model's forward from now on; None: its class's."""
@@ -173,6 +178,14 @@ class EagerModule:
         made, loss = functional_call(self._caller, named, (arguments,))
         tree, tensors = flatten(made)
         return _with_loss(tree, tensors, loss)
+
+
+def _in_lists(tree: Tree) -> Iterator[str]:
+    """Yield the names of tensors that are entries of lists."""
+    for child in tree.children if isinstance(tree, Items | Entries) else ():
+        if isinstance(child, TensorSlot) and isinstance(tree, Items) and tree.type is list:
+            yield child.name
+        yield from _in_lists(child)
 
 
 class _Caller(nn.Module):

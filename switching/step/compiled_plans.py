@@ -261,13 +261,19 @@ class GraphCompute(Compute):
         if device is None:
             return None
         check_computes(type_of(self.device), deduced.annotated.stage(device.layout).dtype, self.table.rank)
-        device = run_pass(Place(self.device), device)
+        device = run_pass(Place(self.device, is_alone=self._is_alone), device)
         device = run_pass(ChooseAlgorithms(Lowering(self.table.topology)), device)
         device = run_pass(Recompute(deduced.annotated), device)
         if self.backend is None:  # compiled graphs make all gradients at once
             device = run_pass(WeightsLater(self.plan.schedule), device)
         cluster = self.table.topology if isinstance(self.table.topology, Cluster) else None
         return run_pass(Overlap(deduced.annotated, cluster, on_host=self.device.type == HOST.type), device)
+
+    @property
+    def _is_alone(self) -> bool:
+        """Tell whether the graph runs under ordinary autograd, and nobody else has its parameters."""
+        in_one_go = len(self.plan.stages) == 1 and self.plan.pipelines[0].micro_batches == 1
+        return self.table.size == 1 and in_one_go and self.backend is None
 
     def _deduce(self, program: Program, key: StageKey) -> bytes:
         wants_values, splits = key

@@ -128,9 +128,25 @@ def writes_to_complex_values(self: Program, x: torch.Tensor) -> torch.Tensor:
     return (z * y.conj()).abs().pow(2).sum()
 
 
+def powers(self: Program, x: torch.Tensor) -> torch.Tensor:
+    y = self.linear(x).abs()
+    z = (y + 1).pow_(2) + (y + 2).pow_(y) + (y + 3).float_power_(0.5) + (2 + y).ldexp_(y)
+    z.pow_(torch.tensor(1.5)).floor_divide_(torch.tensor(1e-3))
+    return (z.detach() * y).sum() + (y + 1).pow_(y.shape[0]).sum() + (2**y + torch.pow(3, y) + y**y).sum()
+
+
+def other_in_place_forms(self: Program, x: torch.Tensor) -> torch.Tensor:
+    mask = x > 0
+    mask &= x < 1
+    mask |= x < -1
+    y = self.linear(x) * mask
+    return (y.transpose_(0, 1).float_power_(2) @ x).sum()
+
+
 BODIES = [
     slice_and_select, views_before_and_after, masks_and_puts, chained, no_grad, batch_norm, buffer_update,
     out_arguments, in_place_dropout, in_place_after_a_norm, in_place_after_a_norm_of_each_row, writes_to_complex_values,
+    powers, other_in_place_forms,
 ]  # fmt: skip
 
 

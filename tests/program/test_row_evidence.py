@@ -63,6 +63,17 @@ class Positions(nn.Module):
         return self.norm(self.attention(x, x, x, need_weights=False)[0].mean(1)).pow(3).mean()
 
 
+class Bags(nn.Module):
+    """Bags of tokens, one behind the other, each from a position on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags, self.head = nn.EmbeddingBag(7, 5), nn.Linear(5, 3)
+
+    def forward(self, tokens: Tensor, starts: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(self.head(self.bags(tokens, starts.int().long())), y)
+
+
 def labels(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.long)
 
@@ -108,3 +119,15 @@ def test_rows_stay_dim_0_where_they_meet_in_all_alike(model: nn.Module, batch: d
     program, said = program_of(model, **batch)
     assert program.row_dims == {"x": 0}
     assert (program.doubt, said) == ("", [])
+
+
+def test_positions_that_begin_at_0_on_every_rank_are_no_rows_that_are_put_together() -> None:
+    program, said = program_of(Bags(), tokens=labels(4), starts=torch.arange(4), y=labels(4))
+    assert said == []
+    assert program.doubt.startswith("the values of input 'starts' are positions in the rows of another input")
+    assert "hint: pass the batch of all ranks to each, by data='global'" in program.doubt
+
+
+def test_positions_in_a_table_that_is_no_input_with_rows_are_no_doubt() -> None:
+    program, _ = program_of(Bags(), tokens=labels(9), starts=torch.tensor([0, 2, 3]), y=labels(3))
+    assert program.doubt == ""

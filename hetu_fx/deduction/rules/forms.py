@@ -166,6 +166,7 @@ class Traits:
         sharded: its form where a factor is cut that it looks across.
         placed: its form where a factor is cut along which it goes by position.
         ring: its form where parts of operands go round.
+        starts: operands whose values are positions in the dim 0 of another, counted from its first entry.
     """
 
     vanishing: frozenset[int] = frozenset()
@@ -174,6 +175,7 @@ class Traits:
     sharded: ShardedForm | None = None
     placed: Callable[[PartCall], fx.Node] | None = None
     ring: Callable[[PartCall], fx.Node] | None = None
+    starts: frozenset[int] = frozenset()
 
 
 NO_TRAITS = Traits()

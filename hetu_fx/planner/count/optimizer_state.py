@@ -61,21 +61,40 @@ def _slots(state: Mapping[Tensor, Mapping[str, object]]) -> tuple[str, ...]:
     return tuple(_NAMES.get(value.dtype, "fp32") for value in held if value.numel() == largest.numel())
 
 
+def takes_sparse_gradients_alone(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether an optimizer makes a step with sparse gradients, and none with dense ones; found out by trying."""
+    try:
+        _step(optimizer, torch.zeros(_SIDE, _SIDE))
+    except Exception:  # whatever a class that nobody here knows raises
+        try:
+            _step(optimizer, torch.zeros(_SIDE, _SIDE).to_sparse())
+        except Exception:
+            return False
+        return True
+    return False
+
+
 def _tried(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> torch.optim.Optimizer:
     """Return an optimizer like another one that has made a step."""
-    group = optimizer.param_groups[0]
-    taken = set(inspect.signature(type(optimizer).__init__).parameters) - _ELSEWHERE
-    settings = {name: value for name, value in (optimizer.defaults | group).items() if name in taken}
-    parameter = nn.Parameter(torch.zeros(_SIDE, _SIDE, dtype=dtype))
-    parameter.grad = torch.zeros_like(parameter)
+    gradient = torch.zeros(_SIDE, _SIDE, dtype=dtype)
     try:
-        made = type(optimizer)([parameter], **settings)
-        made.step()
+        return _step(optimizer, gradient.to_sparse() if takes_sparse_gradients_alone(optimizer) else gradient)
     except Exception as problem:  # whatever a class that nobody here knows raises
         raise ProfileError(
             f"cannot find out what {type(optimizer).__name__} keeps for a parameter: {problem}; name one like it, "
             f"optimizer='adamw' (known: {', '.join(OPTIMIZERS)})"
         ) from problem
+
+
+def _step(optimizer: torch.optim.Optimizer, gradient: Tensor) -> torch.optim.Optimizer:
+    """Return an optimizer like another one that has made a step with this gradient."""
+    group = optimizer.param_groups[0]
+    taken = set(inspect.signature(type(optimizer).__init__).parameters) - _ELSEWHERE
+    settings = {name: value for name, value in (optimizer.defaults | group).items() if name in taken}
+    parameter = nn.Parameter(torch.zeros(_SIDE, _SIDE, dtype=gradient.dtype))
+    parameter.grad = gradient
+    made = type(optimizer)([parameter], **settings)
+    made.step()
     return made if made.state else _without_state(made, parameter)
 
 

@@ -13,11 +13,23 @@ import hetu_fx
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.errors import BatchError, CaptureError, ExportError, HetuFxError, PlanError, StateError
 from hetu_fx.graph.containers import Constant, Entries, TensorSlot
+from hetu_fx.graph.row_dims import AskedRowDims
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.switching.eager.execution import BY_ROWS, EagerExecution
 from hetu_fx.switching.eager.module import OutputForm, Spec, common_form, eager_routes
 from hetu_fx.switching.step.rows import plan_rows
 from tests.switching.eager.models import Choosy, Predicts, Told, batch, make, squared_error
+
+
+class Pictures(torch.nn.Module):
+    """Takes images as a detector does, of sizes of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 2, 3)
+
+    def forward(self, images: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([self.conv(image).mean() for image in images]).mean()
 
 
 def parallel(model: Any, example: Any = None, **options: Any) -> Any:
@@ -218,3 +230,14 @@ def test_a_model_that_is_converted_runs_in_its_new_precision() -> None:
             losses[-1].backward()
         assert torch.equal(losses[0].detach(), losses[1].detach())
         assert model.body.weight.grad.dtype is dtype
+
+
+def test_entries_of_a_list_may_be_samples_and_are_cut_only_where_that_is_asked_for() -> None:
+    images = {"images": [torch.zeros(3, 4, 5), torch.zeros(3, 6, 7)]}
+    replicas = Plan.data_parallel((0, 1))
+    execution = EagerExecution(Pictures(), None, images)
+    execution.check(Plan.single(), 1)
+    with pytest.raises(PlanError, match=r"'images' is a list of tensors, .*\nhint: say row_dims=\{'images': 0\} if"):
+        execution.check(replicas, 2)
+    with pytest.warns(UserWarning, match="weighted by its share of the rows"):
+        EagerExecution(Pictures(), None, images, AskedRowDims({"images": 0})).check(replicas, 2)

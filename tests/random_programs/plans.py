@@ -33,7 +33,7 @@ def _drawn(r: Random, blocks: int) -> Plan:
         pipelines,
         schedule=schedule,
         zero=r.choice((0, 1)),
-        sequence_parallel=r.random() < 0.15,
+        sequence_parallel=r.random() < 0.1,
         chunks=r.choice((0, 2)) if schedule in ("interleaved", "zero-bubble") else 0,
         attention=r.choice(("auto", "auto", *ATTENTIONS)) if shares_sequence else "auto",
     )
@@ -54,7 +54,7 @@ def _pipeline(r: Random, devices: list[int], blocks: int) -> Pipeline:
 
 def _stage(r: Random, devices: list[int], blocks: int) -> Stage:
     count = len(devices)
-    context = r.choice([n for n in range(1, count + 1) if count % n == 0]) if r.random() < 0.25 else 1
+    context = r.choice([n for n in range(1, count + 1) if count % n == 0]) if r.random() < 0.15 else 1
     group = count // context if 1 < context < count else count
     ratios = tuple(r.choice((1, 1, 2, 3)) for _ in range(group)) if r.random() < 0.5 else ()
     recompute = r.choice((0, 1)) if blocks and r.random() < 0.3 else 0

@@ -22,6 +22,7 @@ from hetu_fx.base.torch_private import without_fake_tensor_cache
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
 from hetu_fx.graph.assemble import Assembly
+from hetu_fx.graph.assigned import tied_buffers, written_back
 from hetu_fx.graph.bind import Batch, as_call, flatten_batch
 from hetu_fx.graph.capture_failure import NoStrayParameters, explain_failure, no_backward_is_lost, watch_fixed_sizes
 from hetu_fx.graph.containers import Tree, flatten, unflatten
@@ -184,6 +185,7 @@ class _Program(nn.Module):
         self.around = around
         self.asked, self.numbers = asked, numbers
         self.row_dims: RowDims = {}
+        self.ties = tied_buffers(model)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         self._tie_rows(dict(zip(self.names, tensors, strict=True)))
@@ -196,6 +198,7 @@ class _Program(nn.Module):
                 stack.enter_context(self.on_host)
             for device_type, dtype in self.autocasts_traced:
                 stack.enter_context(torch.autocast(device_type, dtype=dtype))
+            stack.enter_context(written_back(self.model, self.ties))
             more = stack.enter_context(self.around())
             output = self.model(*args, **kwargs)
             tree, values = with_numbers(*flatten(output))

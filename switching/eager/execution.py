@@ -253,13 +253,15 @@ class _EagerStep(StepFrame):
         return rows_for_pipeline(per_row, dims, self.inputs.rows, self.variant.plan, self.table, shared=shared)
 
     def _share_buffers(self) -> None:
-        """Let all ranks evaluate with the same buffers; in training each replica writes its own.
+        """Let all ranks evaluate with the same buffers; in training each replica that has rows writes its own.
 
         Which of them it writes cannot be told: batch normalization does not count up a tensor's version.
         """
         model, buffers = self.module.model, self.inputs.buffers
         if model.training:
-            buffers.mark_written((name for name, _ in model.named_buffers()), self.variant.plan.devices[0])
+            pipelines = zip(self.variant.plan.pipelines, self.inputs.rows.pipelines, strict=True)
+            owner = next(pipeline.devices[0] for pipeline, rows in pipelines if rows)
+            buffers.mark_written((name for name, _ in model.named_buffers()), owner)
         else:
             buffers.sync()
 

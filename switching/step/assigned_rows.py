@@ -161,6 +161,10 @@ class AssignedRows:
         own = self.assignment.pipelines[place[0]]
         return [self._cut(micro, self.first_rows[before + i]) for i, micro in enumerate(own)]
 
+    def has_rows(self, pipeline: int, rows: RowPlan) -> bool:
+        """Tell whether a pipeline has rows of the batch."""
+        return any(micro.rows for micro in self.assignment.pipelines[pipeline])
+
     def _cut(self, micro: PackedMicroBatch, first_row: int) -> MicroBatchRows:
         tensors = self._tensors(micro)
         return MicroBatchRows(tensors, len(micro.rows), first_row, self.program.bind(tensors))

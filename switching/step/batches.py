@@ -80,6 +80,10 @@ class ReadBatch:
             for i in rows.micro_batches[place[0]]
         ]
 
+    def has_rows(self, pipeline: int, rows: RowPlan) -> bool:
+        """Tell whether a pipeline has rows of the batch."""
+        return bool(rows.pipelines[pipeline])
+
     def _cut(self, tensors: Mapping[str, Tensor], interval: range) -> MicroBatchRows:
         symbol = self.program.graph.batch_symbol
         bindings = dict(self.bindings) if symbol is None else {**self.bindings, symbol: len(interval)}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.local import local_part
 from hetu_fx.base.device_types import HOST, type_of
+from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.resolve.lowering import Lowering
 from hetu_fx.comm_ops.wire.consensus import by_first, together
@@ -68,7 +69,7 @@ class StagePlan:
         engine: runs them.
         bridge: between home and compute parameters; every rank has one.
         buffers: where each buffer that this rank reads lies.
-        updates: where each buffer that is updated lies, over all ranks.
+        updates: where each buffer that is updated lies, over all ranks, if all pipelines have rows.
         constants: this rank's parts of the graph's constants.
     """
 
@@ -91,6 +92,16 @@ class StagePlan:
         leaves = self.deduced.annotated.graph.leaves_of(LeafKind.INPUT)
         stages = {leaf.name: self.deduced.readers(leaf) for leaf in leaves}
         return {name: frozenset(d for stage in found for d in stage.devices) for name, found in stages.items()}
+
+    def updates_of(self, pipelines: Collection[int]) -> Mapping[str, Annotation]:
+        """Return where the buffers lie that a step of these pipelines has updated: others have had no rows."""
+        if len(pipelines) == len(self.deduced.annotated.stages):
+            return self.updates
+        return self._updates_of_some(tuple(pipelines))
+
+    @once
+    def _updates_of_some(self, pipelines: tuple[int, ...]) -> Mapping[str, Annotation]:
+        return _update_annotations(self.deduced, pipelines)
 
     @cached_property
     def random_states(self) -> tuple[str, ...]:
@@ -251,7 +262,7 @@ class GraphCompute(Compute):
             engine=self._engine(made, deduced.annotated) if made else None,
             bridge=self._bridge(deduced),
             buffers=_leaf_annotations(deduced, layouts, LeafKind.BUFFER),
-            updates=_update_annotations(deduced),
+            updates=_update_annotations(deduced, range(len(deduced.annotated.stages))),
             constants=self._constants(deduced, layouts),
         )
 
@@ -361,14 +372,12 @@ def _leaf_annotations(deduced: DeducedGraph, layouts: Sequence[StageLayout], kin
     return {leaf.name: deduced.value_annotation(leaf.node, layout) for leaf, layout in pairs}
 
 
-def _update_annotations(deduced: DeducedGraph) -> dict[str, Annotation]:
-    """Return where the parts of each updated buffer lie: on the first pipeline's stage that computes it."""
+def _update_annotations(deduced: DeducedGraph, pipelines: Sequence[int]) -> dict[str, Annotation]:
+    """Return where the parts of each updated buffer lie: on the stage of each of the pipelines that computes it."""
     annotations = {}
     for leaf, node in deduced.annotated.graph.outputs_of(OutputKind.BUFFER_UPDATE):
         stages = deduced.annotated.stages
-        makers = tuple(
-            pipeline[deduced.annotated.stage_of[p].get(node, len(pipeline) - 1)] for p, pipeline in enumerate(stages)
-        )
+        makers = tuple(stages[p][deduced.annotated.stage_of[p].get(node, len(stages[p]) - 1)] for p in pipelines)
         annotations[leaf.name] = deduced.across(node, makers, "duplicate")
     return annotations
 

@@ -86,7 +86,7 @@ class _GraphStep(StepFrame):
         else:
             values = self._run_under_autograd(micro_batches, compute)
         if self.trains and self.stage.updates:
-            self.inputs.buffers.write(self.outcome.updates, self.stage.updates)
+            self.inputs.buffers.write(self.outcome.updates, self.stage.updates_of(self._pipelines_that_ran()))
             self.inputs.buffers.sync()  # scripts read buffers where they stand
         routes = self._routes() if self.wants_values else ()
         local = self._local_loss() if self.program.loss_name else None
@@ -96,6 +96,12 @@ class _GraphStep(StepFrame):
             return LossAndOutput(None, self.program.graph.rebuild(made))
         loss = made[self.program.loss_name] = self.global_loss(local, self.stage.contributes_loss)
         return LossAndOutput(loss, self.program.graph.rebuild(made))
+
+    def _pipelines_that_ran(self) -> tuple[int, ...]:
+        pipelines = range(len(self.variant.plan.pipelines))
+        if self.stage.talks_in_step:
+            return tuple(pipelines)
+        return tuple(p for p in pipelines if self.batch.has_rows(p, self.inputs.rows))
 
     def _tell(self, made: dict[str, Tensor]) -> dict[str, Tensor]:
         """Give observers of submodules what these have made; return what the user gets."""

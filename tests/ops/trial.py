@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -52,23 +53,26 @@ class Trial:
     Raises whatever the capture, or hetu_fx on one device, raises.
     """
 
-    def __init__(self, model: nn.Module, batches: Batches, tolerance: float) -> None:
+    def __init__(
+        self, model: nn.Module, batches: Batches, tolerance: float, row_dims: Mapping[str, int | None] | None = None
+    ) -> None:
+        self._how = replace(HOW, row_dims=row_dims or {})
         self._model, self._batches, self._tolerance = model, [dict(batch) for batch in batches], tolerance
         with quiet():
-            self.captured: GraphExecution = HOW.capture(model, copy.deepcopy(self._batches[0]))
+            self.captured: GraphExecution = self._how.capture(model, copy.deepcopy(self._batches[0]))
             self._alone = self._expected()
 
     def _expected(self) -> Trained:
         """Return what plain PyTorch makes, but for models that draw random numbers: those are hetu_fx's own."""
         with _Draws() as draws:
             alone = train_alone(self._model, self._batches, HOW)
-        return HOW.train(self._model, self._batches, Plan.single(), self.captured) if draws.any else alone
+        return self._how.train(self._model, self._batches, Plan.single(), self.captured) if draws.any else alone
 
     def under(self, plan: Plan) -> Outcome:
         """Return what becomes of it under a plan."""
         with quiet():
             try:
-                made = HOW.train(self._model, self._batches, plan, self.captured)
+                made = self._how.train(self._model, self._batches, plan, self.captured)
             except Exception as error:
                 return raised(error)
         return _judged(judge("", self._alone, made, self._tolerance, ""))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 
 from hetu_fx.errors import PlanError
-from hetu_fx.plans.plan import SCHEDULES, Pipeline, Plan, Stage
+from hetu_fx.plans.plan import ATTENTIONS, SCHEDULES, Pipeline, Plan, Stage
 
 MOST_RANKS = 5
 
@@ -27,13 +27,15 @@ def _drawn(r: Random, blocks: int) -> Plan:
     devices = list(range(r.randint(2, MOST_RANKS)))
     r.shuffle(devices)
     pipelines = tuple(_pipeline(r, part, blocks) for part in _cut(r, devices))
+    shares_sequence = any(stage.shares_sequence for pipeline in pipelines for stage in pipeline.stages)
     schedule = r.choice(SCHEDULES) if r.random() < 0.3 else "1f1b"
     return Plan(
         pipelines,
         schedule=schedule,
         zero=r.choice((0, 1)),
-        sequence_parallel=r.random() < 0.15,
+        sequence_parallel=r.random() < 0.1,
         chunks=r.choice((0, 2)) if schedule in ("interleaved", "zero-bubble") else 0,
+        attention=r.choice(("auto", "auto", *ATTENTIONS)) if shares_sequence else "auto",
     )
 
 
@@ -56,7 +58,9 @@ def _stage(r: Random, devices: list[int], blocks: int) -> Stage:
     group = count // context if 1 < context < count else count
     ratios = tuple(r.choice((1, 1, 2, 3)) for _ in range(group)) if r.random() < 0.5 else ()
     recompute = r.choice((0, 1)) if blocks and r.random() < 0.3 else 0
-    return Stage(tuple(devices), ratios, context=context, recompute=recompute)
+    is_grid = 1 < context < count
+    cuts = tuple(r.choice((1, 1, 2)) for _ in range(context)) if is_grid and r.random() < 0.5 else ()
+    return Stage(tuple(devices), ratios, context=context, context_ratios=cuts, recompute=recompute)
 
 
 def smaller(plan: Plan) -> Iterator[Plan]:
@@ -97,6 +101,7 @@ def _of_pipeline(pipeline: Pipeline) -> Iterator[Pipeline]:
 
 def _of_stage(stage: Stage) -> Iterator[Stage]:
     yield replace(stage, recompute=0)
+    yield replace(stage, context_ratios=())
     yield replace(stage, context=1, context_ratios=(), ratios=())
     yield replace(stage, ratios=(1,) * len(stage.ratios))
     if len(stage.devices) > 1 and stage.context == 1:

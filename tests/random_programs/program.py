@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from random import Random
@@ -13,12 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.random_programs import number_steps, state_steps
 from tests.random_programs.losses import LOSSES, PLAIN
 from tests.random_programs.losses import MEETING as MEETING_LOSSES
 from tests.random_programs.steps import MEETING, STEPS
 from tests.random_programs.writer import SIZES, Value, Writer
 
+FILES = (number_steps, state_steps)
+"""Whose steps are in the table, besides its own."""
+
 CLASSES = 5
+RETURNED: Mapping[str, str] = {
+    "loss": "{}",
+    "with an output": "{}, h",
+    "with several outputs": '{{"loss": {}, "h": h, "best": h.argmax(-1), "mean": h.detach().mean(-1)}}',
+}
+"""What a forward returns beside its loss."""
+
 HEAD = """import torch
 from torch import nn
 from torch.nn import functional as F
@@ -44,6 +55,9 @@ class Program:
         blocks: how many blocks there are; 0: none.
         loss: by name.
         rows: of each batch.
+        row_dim: which dim of the input counts rows: 1 where time comes first.
+        returns: what the forward returns, by name.
+        tied: all blocks have the weights of the first one.
     """
 
     dims: tuple[int, ...]
@@ -53,6 +67,9 @@ class Program:
     blocks: int
     loss: str
     rows: tuple[int, ...]
+    row_dim: int = 0
+    returns: str = "loss"
+    tied: bool = False
 
     @cached_property
     def source(self) -> str:
@@ -60,11 +77,15 @@ class Program:
         read = LOSSES[self.loss].replace("self.rates", "")
         inputs = ["x", *(name for name in ("y", "labels", "rates") if name in read)]
         w = Writer()
+        if self.row_dim:
+            w.done.append(f"x = x.movedim({self.row_dim}, 0)")
         h = _written(w, Value("x", self.dims), self.before)
         parts: list[str] = []
         if self.blocks:
             parts.append(f"{_block(h.dims, self.block)}\n")
             w.made.append(f"self.blocks = nn.ModuleList(Block() for _ in range({self.blocks}))")
+            if self.tied:
+                w.made += ["for block in self.blocks[1:]:", "    block.back.weight = self.blocks[0].back.weight"]
             w.done += [f"h = {h.name}", "for block in self.blocks:", "    h = block(h)"]
             h = Value("h", h.dims)
         h = _written(w, h, self.after)
@@ -72,7 +93,7 @@ class Program:
         if "self.rates" in LOSSES[self.loss]:
             w.made.append(f'self.register_buffer("rates", torch.rand({CLASSES}) + 0.5)')
         w.done.append(f"h = {head}({h.name}.flatten(1))")
-        parts.append(w.source("Model", ", ".join(inputs), LOSSES[self.loss]))
+        parts.append(w.source("Model", ", ".join(inputs), RETURNED[self.returns].format(LOSSES[self.loss])))
         text = "".join(parts)
         return HEAD.format(imports=CALLED if "CalledOp" in text else "") + text
 
@@ -104,13 +125,18 @@ class Program:
         if "ignore_index" in LOSSES[self.loss]:
             labels[1::3] = -100
         given = {
-            "x": torch.randn(rows, *self.dims, dtype=torch.float64),
+            "x": torch.randn(rows, *self.dims, dtype=torch.float64).movedim(0, self.row_dim),
             "y": torch.randn(rows, CLASSES, dtype=torch.float64),
             "labels": labels,
             "rates": torch.rand(rows, dtype=torch.float64) + 0.5,
         }
         wanted = self.source.split("forward(self, ")[-1].split(")")[0].split(", ")
         return {name: given[name] for name in wanted}
+
+    @property
+    def row_dims(self) -> dict[str, int]:
+        """Return which dim of each input counts rows, as `auto_parallelize` is told it."""
+        return {"x": self.row_dim} if self.row_dim else {}
 
     def smaller(self) -> Iterator[Program]:
         """Yield programs with less in them."""
@@ -124,8 +150,10 @@ class Program:
             yield replace(self, blocks=self.blocks - 1)
         if len(self.rows) > 1:
             yield from (replace(self, rows=(rows,)) for rows in self.rows)
-        if self.loss != "mean":
-            yield replace(self, loss="mean")
+        for plainer in ({"loss": "mean"}, {"row_dim": 0}, {"returns": "loss"}, {"tied": False}):
+            changed = replace(self, **plainer)  # type: ignore[arg-type]
+            if changed != self:
+                yield changed
 
 
 def _written(w: Writer, h: Value, steps: tuple[Drawn, ...]) -> Value:
@@ -140,9 +168,9 @@ def _written(w: Writer, h: Value, steps: tuple[Drawn, ...]) -> Value:
 def _block(dims: tuple[int, ...], steps: tuple[Drawn, ...]) -> str:
     w = Writer()
     h = _written(w, Value("h", dims), steps)
-    back = w.module(f"nn.Linear({math.prod(h.dims)}, {math.prod(dims)})")
+    w.made.append(f"self.back = nn.Linear({math.prod(h.dims)}, {math.prod(dims)})")
     shape = ", ".join(map(str, dims))
-    return w.source("Block", "h", f"h + 0.5 * {back}({h.name}.flatten(1)).view(-1, {shape})")
+    return w.source("Block", "h", f"h + 0.5 * self.back({h.name}.flatten(1)).view(-1, {shape})")
 
 
 def draw(r: Random, meets: float) -> Program:
@@ -164,12 +192,16 @@ def _drawn(r: Random, meets: bool) -> Program:
     def steps(most: int) -> tuple[Drawn, ...]:
         return tuple((r.choice(known), r.randrange(1 << 30)) for _ in range(r.randint(0, most)))
 
+    dims = tuple(r.choice(SIZES) for _ in range(r.choice((1, 2, 2, 3))))
     return Program(
-        dims=tuple(r.choice(SIZES) for _ in range(r.choice((1, 2, 2, 3)))),
+        dims=dims,
         before=steps(4),
         block=steps(3) if blocks else (),
         after=steps(4),
         blocks=blocks,
         loss=r.choice(list(MEETING_LOSSES if meets and r.random() < 0.5 else PLAIN)),
         rows=tuple(r.randint(4, 9) for _ in range(r.choice((1, 2)))),
+        row_dim=r.randint(1, len(dims)) if r.random() < 0.12 else 0,
+        returns=r.choice(("loss", "loss", *RETURNED)),
+        tied=blocks > 1 and r.random() < 0.2,
     )

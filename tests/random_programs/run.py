@@ -34,7 +34,9 @@ class Pair:
     def text(self) -> str:
         """Return the case, as it can be run again."""
         dims = ", ".join(map(str, self.program.dims))
-        given = f"rows of the batches: {list(self.program.rows)}, input: (rows, {dims})"
+        given = (
+            f"rows of the batches: {list(self.program.rows)}, input: (rows, {dims}), rows in {self.program.row_dims}"
+        )
         plan = f"plan: {json.dumps(self.plan.to_json())}"
         return "\n".join([f"{self.kind.value} (seed {self.seed}): {self.why}", self.program.source, given, plan, ""])
 
@@ -72,7 +74,7 @@ def _trial(program: Program) -> Trial | Outcome | None:
     except (RuntimeError, IndexError, ValueError):
         return None
     try:
-        return Trial(model, batches, TOLERANCE)
+        return Trial(model, batches, TOLERANCE, program.row_dims)
     except Exception as error:
         return raised(error)
 

@@ -38,12 +38,12 @@ class Writer:
 
     def module(self, text: str) -> str:
         """Make a submodule, and return what calls it."""
-        return self._held("m", text)
+        return self.held("m", text)
 
     def parameter(self, dims: Dims, around: float = 0.0) -> str:
         """Make a parameter, and return its name in the forward."""
         shape = ", ".join(map(str, dims))
-        return self._held("p", f"nn.Parameter({around} + 0.3 * torch.randn({shape}))")
+        return self.held("p", f"nn.Parameter({around} + 0.3 * torch.randn({shape}))")
 
     def buffer(self, text: str) -> str:
         """Make a buffer, and return its name in the forward."""
@@ -51,7 +51,7 @@ class Writer:
         self.made.append(f'self.register_buffer("{name}", {text})')
         return f"self.{name}"
 
-    def _held(self, prefix: str, text: str) -> str:
+    def held(self, prefix: str, text: str) -> str:
         name = f"self.{prefix}{len(self.made)}"
         self.made.append(f"{name} = {text}")
         return name

@@ -1,0 +1,109 @@
+"""A buffer that a forward assigns anew is updated, as one that it writes to is; what cannot be written is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hetu_fx.check.verdict import judge
+from hetu_fx.errors import CaptureError
+from hetu_fx.lockstep import Lockstep, train_alone
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
+
+HOW = Lockstep()
+PLANS = (
+    Plan.single(0),
+    Plan.data_parallel((0, 1), (3, 1)),
+    Plan((Pipeline((Stage((0,)),)), Pipeline((Stage((1,)),), micro_batches=2))),
+)
+
+
+class Inner(nn.Module):
+    """Keeps a running mean, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.out = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps = self.steps + 1
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean() * self.steps
+        self.mean = self.mean.clamp(max=3.0)
+        return self.out(x) * (1 + self.mean)
+
+
+class Model(nn.Module):
+    """Has what assigns somewhere inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).square().mean()
+
+
+def batches() -> list[dict[str, Tensor]]:
+    return [{"x": torch.randn(rows, 4, dtype=torch.float64)} for rows in (6, 5, 7)]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=["one device", "replicas", "micro-batches"])
+def test_buffers_that_are_assigned_are_those_of_one_device_after_some_steps(plan: Plan) -> None:
+    torch.manual_seed(0)
+    model, given = Model().double(), batches()
+    verdict = judge("", train_alone(model, given, HOW), HOW.train(model, given, plan), 1e-10, "")
+    assert verdict.verdict == "equal", verdict
+    assert int(model.inner.steps) == 0  # as it was before copies were trained
+
+
+class Grown(Model):
+    """Makes a buffer larger in every step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = super().forward(x)
+        self.inner.mean = torch.stack([self.inner.mean, self.inner.mean])
+        return loss
+
+
+class Lazy(Model):
+    """Makes a buffer of the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("first", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first is None:
+            self.first = x.mean(0)
+        return super().forward(x - self.first)
+
+
+class Registered(Model):
+    """Registers a buffer when it is called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.register_buffer("last", x.mean(0))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (Grown, r"makes the buffer 'inner.mean', torch.float64 \[\] on cpu into torch.float64 \[2\] on cpu"),
+        (Lazy, "makes the buffer 'first', and is another one with it than without"),
+        (Registered, r"registers the buffers \['last'\]"),
+    ],
+)
+def test_what_cannot_be_written_to_the_buffer_that_stood_there_is_refused(kind: type[Model], says: str) -> None:
+    with pytest.raises(CaptureError, match=says):
+        HOW.capture(kind().double(), batches()[0])
+
+
+def test_one_of_two_names_of_a_buffer_cannot_become_another() -> None:
+    model = Model().double()
+    model.register_buffer("same", model.inner.mean)
+    with pytest.raises(CaptureError, match=r"assigns 'inner.mean', but \['same'\] stay what both were"):
+        HOW.capture(model, batches()[0])

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from time import monotonic
 
 import pytest
 import torch
 
 import hetu_fx
-from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import CheckError
@@ -64,50 +60,6 @@ def check_a_plan_that_is_added_and_wrong_is_no_variant(rank: int, world: int, fo
     model(**mlp_batch()).backward()
 
 
-def planned_while_training(model: Mlp) -> list[str]:
-    """Have a plan made in the background, train until it is there, and return what was warned of meanwhile."""
-    adaptation, said = model.hetu._adaptation, list[str]()
-    adaptation.replanning.planner = lambda cluster, name: replace(SHARES, name=name)
-    adaptation.cluster = Cluster.on_paper((1e9, 1e9))
-    adaptation.adapt({1: 3.0})
-    adaptation.cluster = None  # nothing else is to be asked for
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hetu_fx.health").addHandler(handler)
-    until = monotonic() + 60
-    while adaptation.is_planning:
-        assert monotonic() < until, "the plan never came"
-        model(**mlp_batch()).backward()
-    logging.getLogger("hetu_fx.health").removeHandler(handler)
-    return said
-
-
-def check_a_plan_that_is_made_while_training_is_tried_and_told_of_on_all(rank: int, world: int, folder: Path) -> None:
-    model = Mlp()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "fourth"))
-        hetu_fx.auto_parallelize(model, mlp_batch(), plan=GROUP, check=True)
-        said = planned_while_training(model)
-    assert not said, said
-    assert list(model.hetu.variants) == ["variant0", "slow-1x3"]
-    assert model.hetu.checks["slow-1x3"].startswith("checked: loss and 4 gradients"), model.hetu.checks
-    assert len(set(map(str, of_all(GroupTable(), model.hetu.checks)))) == 1
-
-
-def check_a_plan_that_is_made_while_training_and_wrong_is_no_variant(rank: int, world: int, folder: Path) -> None:
-    model, right = Mlp(), batches._counts
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "fifth"))
-        hetu_fx.auto_parallelize(model, mlp_batch(), plan=GROUP, check=True)
-        patch.setattr(batches, "_counts", lambda *given: tuple(count + 1 for count in right(*given)))
-        (said,) = planned_while_training(model)
-    assert "training goes on as planned before: CheckError: the plan" in said, said
-    assert "does not give what one device gives: the loss is" in said, said
-    assert len(set(of_all(GroupTable(), said))) == 1
-    assert list(model.hetu.variants) == ["variant0"]
-    model(**mlp_batch()).backward()
-
-
 def check_nothing_is_tried_where_that_was_said(rank: int, world: int, folder: Path) -> None:
     model = Mlp()
     hetu_fx.auto_parallelize(model, mlp_batch(), plan=SHARES, check=False)
@@ -121,8 +73,6 @@ def check_nothing_is_tried_where_that_was_said(rank: int, world: int, folder: Pa
         "check_a_plan_that_is_right_trains_and_so_does_one_that_is_added",
         "check_a_plan_that_is_wrong_is_refused_on_all_with_the_same_words",
         "check_a_plan_that_is_added_and_wrong_is_no_variant",
-        "check_a_plan_that_is_made_while_training_is_tried_and_told_of_on_all",
-        "check_a_plan_that_is_made_while_training_and_wrong_is_no_variant",
         "check_nothing_is_tried_where_that_was_said",
     ],
 )

@@ -42,7 +42,7 @@ def database() -> Mapping[str, Any]:
 
 def dtype_of(name: str) -> torch.dtype | None:
     """Return the dtype in which an op is tried; None if it computes in none of 64 bits."""
-    supported = database()[name].supported_dtypes("cpu") if name not in READ_BEYOND else ()
+    supported = database()[name].supported_dtypes("cpu")
     return next((dtype for dtype in DTYPES if dtype in supported), None)
 
 

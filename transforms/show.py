@@ -169,7 +169,7 @@ def show(graph: Graph, remark: Remark | None = None) -> str:
 
 def _lines(graph: Graph, remark: Remark) -> Iterator[str]:
     mode = "training" if graph.training else "evaluation"
-    batch = "static batch" if graph.batch_symbol is None else "dynamic batch"
+    batch = "dynamic batch" if graph.takes_any_rows else "static batch"
     yield f"graph in {mode}, {batch}, {graph.num_blocks} blocks"
     for leaf in graph.leaves:
         said = "" if remark is meta.source_line else remark(leaf.node)

@@ -2,6 +2,7 @@
 
 A message is read from memory, and written to it, from a tensor's first element on. A view with strides, or one that is
 conjugated or negated only when it is read, has other values than its memory; a copy of it is summed where nobody looks.
+Zeros that autograd makes without memory (gradients of `sign` and `round`) have none to read.
 """
 
 from __future__ import annotations
@@ -13,18 +14,28 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from hetu_fx.base.torch_private import is_zerotensor
 from hetu_fx.errors import CommError
 
 
 def is_dense(x: Tensor) -> bool:
     """Tell whether a tensor's memory is its values, one after the other."""
-    return x.layout is torch.strided and x.is_contiguous() and not x.is_conj() and not x.is_neg()
+    return x.layout is torch.strided and x.is_contiguous() and not _is_lazy(x)
 
 
 def dense(x: Tensor) -> Tensor:
     """Return a tensor of no graph whose memory is its values: the same memory where it is that of `x`, else a copy."""
     x = x.detach()
-    return x if is_dense(x) else x.resolve_conj().resolve_neg().contiguous()
+    return x if is_dense(x) else in_memory(x).contiguous()
+
+
+def in_memory(x: Tensor) -> Tensor:
+    """Return a tensor whose elements are its values, with any strides: a copy if they are only made when it is read."""
+    return x.clone() if _is_lazy(x) else x
+
+
+def _is_lazy(x: Tensor) -> bool:
+    return x.is_conj() or x.is_neg() or is_zerotensor(x)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +90,8 @@ class Flat:
 
 
 def _described(x: Tensor) -> str:
-    lazy = [word for word, holds in (("conjugated", x.is_conj()), ("negated", x.is_neg())) if holds]
+    kinds = (("conjugated", x.is_conj()), ("negated", x.is_neg()), ("zero", is_zerotensor(x)))
+    lazy = [word for word, holds in kinds if holds]
     graph = " of a graph" if x.requires_grad else ""
     strides = f", strides {x.stride()}" if x.layout is torch.strided else f", layout {x.layout}"
     return f"a tensor of shape {tuple(x.shape)}{strides}{''.join(f', {word} when it is read' for word in lazy)}{graph}"

@@ -71,6 +71,8 @@ keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # whether t
 
 at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
+is_zerotensor: Callable[[Tensor], bool] = Tensor._is_zerotensor  # zeros without memory, as gradients of steps are
+
 get_default_group = _get_default_group
 in_bad_fork: Callable[[], bool] = torch.cuda._is_in_bad_fork  # forked from a process that has used CUDA
 dispatch_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # whether autocast knows an op

@@ -255,7 +255,7 @@ class Checker:
         if self.eager:
             _without_dropout(model)
         world = 1 + max(small.devices)
-        fixed = self.program is not None and self.program.graph.batch_symbol is None
+        fixed = self.program is not None and not self.program.graph.takes_any_rows
         rows = rows_for(small, world)
         batch = self._batch(Sizes(rows, length_for(small) if cut.lengths else None), narrowing, cut.dtype)
         own = None if self.shared or fixed or world == 1 else rows_of_ranks(rows, world)

@@ -22,7 +22,7 @@ from hetu_fx.graph.clean import clean, name_masks
 from hetu_fx.graph.containers import Constant, Opaque, TensorSlot, Tree, WithheldNumber, walk, without_opaque
 from hetu_fx.graph.example import Example
 from hetu_fx.graph.functional import functionalize
-from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind, OutputLeaf
+from hetu_fx.graph.graph import FixedRows, Graph, Leaf, LeafKind, OutputKind, OutputLeaf
 from hetu_fx.graph.numbers import settled_numbers
 from hetu_fx.graph.regions import detach_at_exits, inline_regions
 from hetu_fx.graph.row_dims import AskedRowDims
@@ -87,6 +87,7 @@ class Assembly:
             input_tree=self.input_tree,
             output_tree=_named_root(without_opaque(self.output_tree), outputs),
             batch_symbol=symbol,
+            fixed_rows=self._fixed_rows() if symbol is None else None,
             training=training,
             block_paths=find_blocks(meta.module_stack(node) for node in flat.nodes),
             constants=self._constants(leaves),
@@ -160,6 +161,11 @@ class Assembly:
         dims = self.example.row_dims
         sizes = [meta.shape(leaf.node)[dims[leaf.name]] for leaf in leaves if _is_input(leaf) and leaf.name in dims]
         return meta.expression(sizes[0]) if sizes and meta.is_symbolic(sizes[0]) else None
+
+    def _fixed_rows(self) -> FixedRows | None:
+        """Return the rows that every batch must have, if inputs have any."""
+        dims = self.example.row_dims
+        return FixedRows(int(self.example.rows[0]), dims) if dims and all(self.example.rows) else None
 
     def _with_row_dim(self, leaf: Leaf, symbol: Any) -> Leaf:
         """Return a leaf with the dim that has as many entries as the batch has rows, whatever batch it is.

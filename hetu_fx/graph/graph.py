@@ -96,6 +96,23 @@ class GatheredRows:
         return f"{self.op} ({self.where}) needs all rows of the batch, which are gathered: {size} of the example's"
 
 
+@dataclass(frozen=True)
+class FixedRows:
+    """The rows of a batch where a graph takes one number of them only.
+
+    Attributes:
+        number: how many there are.
+        dims: which dim of each input counts them.
+    """
+
+    number: int
+    dims: RowDims
+
+    def __post_init__(self) -> None:
+        assert self.number > 0, "a batch has rows"
+        assert self.dims, "some input has them"
+
+
 @dataclass(frozen=True, eq=False)
 class Graph:
     """A captured single-device program.
@@ -106,6 +123,8 @@ class Graph:
         outputs: what the output node's flat arguments are, in their order.
         input_tree, output_tree: structure of the user's batch and output.
         batch_symbol: the symbol of the batch size, or None if the batch is static (a note says why).
+        fixed_rows: where the batch is static, its rows; a `batch_symbol` then stands for those of a replica, which the
+            others' are gathered to. None also where no input has rows.
         all_rows: the symbol of the rows that all replicas have together, where some value has them; else None.
         gathered: for which ops rows are gathered, where they are spread over replicas.
         block_paths: FQNs of the repeated blocks, in order of execution.
@@ -125,6 +144,7 @@ class Graph:
     training: bool
     block_paths: tuple[str, ...] = ()
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    fixed_rows: FixedRows | None = None
     all_rows: sympy.Symbol | None = None
     gathered: tuple[GatheredRows, ...] = ()
     notes: tuple[str, ...] = ()
@@ -151,6 +171,11 @@ class Graph:
     def row_dims(self) -> RowDims:
         """Return which dim of each input counts the rows of the batch; inputs without rows are left out."""
         return {leaf.name: leaf.row_dim for leaf in self.leaves if leaf.row_dim is not None}
+
+    @property
+    def takes_any_rows(self) -> bool:
+        """Tell whether batches may have any number of rows."""
+        return self.batch_symbol is not None and self.fixed_rows is None
 
     @property
     def loss(self) -> fx.Node | None:

@@ -306,18 +306,19 @@ def _argument_value(argument: Any) -> Any:
     return value(argument) if isinstance(argument, fx.Node) else argument
 
 
-def fresh_placeholder_value(graph: fx.Graph, size: tuple[Size, ...], kind: torch.dtype) -> Any:
-    """Make an example value for a new placeholder of the graph, on the cpu."""
+def fresh_placeholder_value(
+    graph: fx.Graph, size: tuple[Size, ...], kind: torch.dtype, device: torch.device | None = None
+) -> Any:
+    """Make an example value for a placeholder of the graph, on the cpu if no device is named."""
     with _fake_mode(graph):
-        return torch.empty(size, dtype=kind)
+        return torch.empty(size, dtype=kind, device=device)
 
 
-def fresh_size(graph: fx.Graph, name: str, like: sympy.Symbol) -> torch.SymInt:
-    """Make a symbolic size that is no other's, with the number that a symbol of the graph stands for as its example."""
-    mode = _fake_mode(graph)
+def fresh_size(graph: fx.Graph, name: str, like: sympy.Symbol | int) -> torch.SymInt:
+    """Make a symbolic size that is no other's; its example is a number, or that of a symbol of the graph."""
     examples = (size for node in graph.nodes for size in _sizes_of(node.meta.get("val")))
-    number = next(hint(size) for size in examples if is_symbolic(size) and expression(size) == like)
-    made: torch.SymInt = new_size(mode, name, number)
+    alike = (hint(size) for size in examples if is_symbolic(size) and expression(size) == like)
+    made: torch.SymInt = new_size(_fake_mode(graph), name, like if isinstance(like, int) else next(alike))
     return made
 
 

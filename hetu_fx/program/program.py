@@ -18,7 +18,7 @@ from hetu_fx.deduction.factors.factors import FactorMap
 from hetu_fx.errors import BatchError, DeductionError, PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind
-from hetu_fx.graph.row_dims import RowDims, count_rows
+from hetu_fx.graph.row_dims import RowDims, count_rows, with_rows
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.loss_type import LossType, loss_type
 from hetu_fx.transforms.layouts.analysed_graph import Analyse, AnalysedGraph
@@ -77,8 +77,11 @@ class Program:
 
     @cached_property
     def shapes(self) -> Shapes:
-        """Return what the inputs are expected to be."""
-        return shapes_of(self.inputs)
+        """Return what the inputs of a batch are expected to be."""
+        shapes, fixed = shapes_of(self.inputs), self.graph.fixed_rows
+        if fixed is None:
+            return shapes
+        return {**shapes, **{name: with_rows(shapes[name], dim, fixed.number) for name, dim in fixed.dims.items()}}
 
     def bind(self, tensors: Mapping[str, Tensor]) -> dict[sympy.Symbol, int]:
         """Return what each symbol stands for in a batch. Raises `BatchError` where it does not fit."""
@@ -100,7 +103,7 @@ class Program:
 
         Numbers in it count, but for whole ones where the example has fixed the batch.
         """
-        told = _CONSTANTS if self.graph.batch_symbol is None else (*_CONSTANTS, int)
+        told = (*_CONSTANTS, int) if self.graph.takes_any_rows else _CONSTANTS
         lines = (
             f"{node.name} {node.target} {node.all_input_nodes} "
             f"{[leaf for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, told)]}"
@@ -141,8 +144,13 @@ class Program:
         return self.graph.row_dims
 
     def num_rows(self, tensors: Mapping[str, Tensor]) -> int:
-        """Return the rows of a batch, given by input name. Raises `BatchError` where inputs have different numbers."""
-        return count_rows(tensors, self.row_dims)
+        """Return the rows of a batch, given by input name; those that it must have where the graph fixes them.
+
+        Raises:
+            BatchError: inputs have different numbers of rows.
+        """
+        fixed = self.graph.fixed_rows
+        return count_rows(tensors, self.row_dims) if fixed is None else fixed.number
 
     def longest(self, tensors: Mapping[str, Tensor]) -> int:
         """Return the largest size of a batch that the graph leaves open, rows aside: the sequence length."""

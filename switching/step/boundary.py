@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hetu_fx.base.torch_private import are_accumulated, gradient_hooks, keeps_graph
-from hetu_fx.switching.step.gradients import Collector
+from hetu_fx.switching.step.gradients import Collector, take_gradient
 from hetu_fx.switching.step.loss import applied
 
 RUNS_ONCE = (
@@ -106,7 +106,7 @@ class StepBackward:
         leaf = self.leaves.get(name)
         if leaf is None:
             return tied.bring_back(None)
-        gradient, leaf.grad = leaf.grad, None
+        gradient = take_gradient(leaf)
         gradient = torch.zeros_like(leaf) if gradient is None else gradient * self.collector.correction()
         return tied.bring_back(gradient)
 

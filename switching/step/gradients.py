@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hetu_fx.base.torch_private import are_accumulated, foreach_mul, gradient_hooks
 from hetu_fx.comm_ops.wire.consensus import any_of
+from hetu_fx.comm_ops.wire.flat import in_memory
 from hetu_fx.errors import StateError
 from hetu_fx.switching.bridge.bridge import Bridge, Reduction
 from hetu_fx.switching.home.ops import as_home
@@ -151,7 +152,7 @@ class Collector:
     def _arrived(self, name: str, leaf: Tensor) -> None:
         assert self._reduction is not None
         self._handed_on.add(name)
-        gradient, leaf.grad = leaf.grad, None
+        gradient = take_gradient(leaf)
         if gradient is not None and not self._sums_first:
             self._multiply([gradient])
         self._reduction.ready(name, self.kept.take(name, gradient))
@@ -190,9 +191,9 @@ class Collector:
         """Take the gradients that have not been handed on out of the leaves."""
         left = {}
         for name, leaf in self.leaves.items():
-            gradient = leaf.grad
+            gradient = take_gradient(leaf)
             if gradient is not None:
-                left[name], leaf.grad = gradient, None
+                left[name] = gradient
         return left
 
     def _brought_home(self, left: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -249,6 +250,12 @@ class Collector:
         factor = self.correction()
         if gradients and factor != 1.0:
             foreach_mul(gradients, factor)
+
+
+def take_gradient(leaf: Tensor) -> Tensor | None:
+    """Take its gradient from a leaf, in memory: autograd may leave zeros, or a conjugate, that are not yet there."""
+    gradient, leaf.grad = leaf.grad, None
+    return None if gradient is None else in_memory(gradient)
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -245,7 +245,7 @@ def _check_rows_can_be_put_together(program: Program, variant: GraphVariant, inp
     is_put_together = variant.table.size > 1 and not inputs.shared
     if is_put_together and program.doubt:
         raise BatchError(program.doubt)
-    is_fixed = program.graph.batch_symbol is None and any(meta.shape(leaf.node) for leaf in program.inputs)
+    is_fixed = not program.graph.takes_any_rows and any(meta.shape(leaf.node) for leaf in program.inputs)
     if is_fixed and is_put_together:
         why = "; ".join(program.graph.notes) or "its inputs have no rows"
         raise BatchError(

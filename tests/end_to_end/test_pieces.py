@@ -34,6 +34,11 @@ def test_a_copy_that_differs_is_told_with_its_rank() -> None:
 def test_plain_tensors_are_the_same_on_all_ranks() -> None:
     plain = [{"b": Piece(torch.ones(2), None)}, {"b": Piece(torch.ones(2), None)}]
     assert torch.equal(joined(plain)["b"], torch.ones(2))
+    plain[1]["b"].local.add_(1e-6)  # by other sums
+    assert torch.equal(joined(plain)["b"], torch.ones(2))
+    plain[1]["b"].local.add_(1e-4)
+    with pytest.raises(DivergedError, match="rank 1"):
+        joined(plain)
     plain[1]["b"].local.add_(1.0)
     with pytest.raises(DivergedError, match="rank 1"):
         joined(plain)

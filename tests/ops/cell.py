@@ -16,7 +16,7 @@ from hetu_fx.errors import PlanError
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.transforms.layouts.annotate import asked_for
-from tests.ops.database import OpCall, calls, database, dtype_of
+from tests.ops.database import READ_BEYOND, OpCall, calls, database, dtype_of
 from tests.ops.model import HOLDINGS, Embedding, OpModel, embedded
 from tests.ops.trial import Kind, Trial, quiet, raised, trains
 
@@ -43,6 +43,7 @@ class Apart(Enum):
     """Why an op has no cells: plain PyTorch itself does not train a model with it."""
 
     DTYPE = "no dtype of 64 bits"
+    READS_BEYOND = "plain PyTorch reads and writes beyond operands that do not fit together, and so ends the process"
     NOT_DIFFERENTIABLE = "no gradient, or none that is finite"
     NOT_CAPTURABLE = "torch.export does not capture it"
 
@@ -75,6 +76,8 @@ class Case:
 
 def findings(name: str, seed: int, samples: int) -> list[Finding] | Apart:
     """Return what becomes of an op in all embeddings with so many samples each, or why plain PyTorch has none."""
+    if name in READ_BEYOND:
+        return Apart.READS_BEYOND
     if dtype_of(name) is None:
         return Apart.DTYPE
     found: list[Finding] = []

@@ -9,8 +9,8 @@ from multiprocessing.connection import Connection
 from tests.ops.cell import PLANS, Apart, Finding, findings
 from tests.ops.trial import Kind
 
-SECONDS = 120.0
-"""What an op may take; it takes a few."""
+SECONDS = 600.0
+"""What an op may take; it takes a few, and more where others use the machine."""
 OPS_PER_PROCESS = 100
 """After so many the process is started anew: captures keep memory."""
 

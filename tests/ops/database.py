@@ -17,6 +17,8 @@ from torch import Tensor
 
 DTYPES = (torch.float64, torch.complex128, torch.int64, torch.bool)
 """What ops are called with: the first that an op supports, so that numbers are exact."""
+READ_BEYOND = frozenset({"_segment_reduce.offsets"})
+"""Ops that read and write beyond their operands where these do not fit together, and so end any process."""
 MOST_SAMPLES = 24
 """How many samples of an op are looked at: some have thousands, which differ in little."""
 

@@ -6,7 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+
 from tests.ops.cell import PLANS, Apart, Finding, worst
+from tests.ops.database import database
 from tests.ops.trial import Kind
 
 Results = Mapping[str, list[Finding] | Apart]
@@ -38,6 +41,7 @@ def summary(results: Results) -> str:
     lines.append(f"{'all':24}" + "".join(f"{_count(counts, kind):>10}" for kind in Kind))
     apart = Counter(result for result in results.values() if isinstance(result, Apart))
     lines += [f"{apart[why]} ops not tried: {why.value}" for why in Apart]
+    lines.append(f"{len(results)} of the {len(database())} ops that torch {torch.__version__} has in its database")
     return "\n".join(lines)
 
 

@@ -29,7 +29,7 @@ from hetu_fx.transforms.layouts.program_choices import Choices
 from hetu_fx.transforms.layouts.program_strategies import ProgramStrategies
 from hetu_fx.transforms.layouts.reshard_cost import Prices
 from hetu_fx.transforms.layouts.sequence_parallel import UNCUT, SequenceCut
-from hetu_fx.transforms.layouts.states import AxisState, Need, OpStrategy, Whole
+from hetu_fx.transforms.layouts.states import AxisState, Need, OpStrategy, SplitOn, Whole
 from hetu_fx.transforms.layouts.strategies import Strategies, gives_summands, passes_on, passes_on_exactly
 
 Splits = frozenset[FactorClass]
@@ -164,12 +164,18 @@ class _CotangentMarks:
         results = [node, *(user for user in node.users if is_item(user))]
         flags = [flag for result in results for flag in self.flags[result]]
         decision = self.walk.decisions.get(node)
-        if flags and all(flags) and self.may_stay(node) and passes_on(node, decision, self.flow):
+        if flags and all(flags) and self.may_stay(node) and self._passes_on(node, decision):
             self.summed.update(results)
         if decision is not None:
             self.marked[node] = self._marked(node, decision)
             for need in self.marked[node].needs if node in self.flow.differentiable else ():
                 self.flags[need.node].append(need.summed_cotangent)
+
+    def _passes_on(self, node: fx.Node, decision: OpStrategy | None) -> bool:
+        """Tell whether summands of a cotangent go on as such; not those of a leaf that is split, and read whole."""
+        if decision is None:
+            return not isinstance(self.walk.states.get(node), SplitOn)
+        return passes_on(node, decision, self.flow)
 
     def _marked(self, node: fx.Node, decision: OpStrategy) -> OpStrategy:
         def mark(need: Need) -> Need:

@@ -26,6 +26,7 @@ from hetu_fx.graph.graph import GatheredRows, Graph, LeafKind, OutputKind, drop_
 from hetu_fx.transforms.rewrites import row_ops  # noqa: F401 - registers hetu::place_rows and hetu::own_rows
 from hetu_fx.transforms.rewrites.counter_rng import STATE
 from hetu_fx.transforms.rewrites.counts import CountingRewrite
+from hetu_fx.transforms.rewrites.fixed_rows import gather_inputs
 
 aten = torch.ops.aten
 PLACE, OWN = torch.ops.hetu.place_rows.default, torch.ops.hetu.own_rows.default
@@ -38,11 +39,11 @@ RowLayout = tuple[int, int, int]
 class AllRows:
     """Gather the rows of all replicas for ops that must have them, and the number of all rows for those that read it.
 
-    Requires: a captured graph whose means are sums over counts. One with a static batch, or in which no rows meet, is
-        left as it is.
+    Requires: a captured graph whose means are sums over counts. One in which no rows meet is left as it is.
     Ensures: every op can be cut by rows, or reads the rows of the whole batch, whose number is the graph's `all_rows`;
         outputs that begin with rows have a replica's own there. `gathered` tells what is gathered for which op. Where
-        it is not known how the rows of a value lie in its dim, a note says so, and the graph is as it was.
+        it is not known how the rows of a value lie in its dim, a note says so, and the graph is as it was. Of a graph
+        with a static batch, the inputs are gathered, and every replica runs all of it.
 
         %scores = matmul(%a, %b_t)    ->    %all_a = hetu.place_rows(%a, %random_state, %rows, 0, 1, 1)
                                             %all_b_t = hetu.place_rows(%b_t, %random_state, %rows, 1, 1, 1)
@@ -53,7 +54,7 @@ class AllRows:
 
     def __call__(self, graph: Graph) -> Graph:
         if graph.batch_symbol is None:
-            return graph
+            return gather_inputs(graph)
         apart = _JoinedApart(graph)
         joined = apart.run()
         try:

@@ -12,7 +12,10 @@ from hetu_fx.deduction.rules.size import integer
 
 
 def _convolved(call: Call, *, transposed: bool = False) -> Factoring:
-    """Convolve: with groups, channels are (group, channel) and the groups pass; transposed, inputs come first."""
+    """Convolve: with groups, channels are (group, channel) and the groups pass; transposed, inputs come first.
+
+    Input channels whose number depends on the batch are whole: of none, which a replica may have, no op convolves.
+    """
     shape, weight, result = call.operands[0].shape, call.operands[1].shape, call.results[0]
     at = len(shape) - len(weight) + 1  # 0 without a batch dim
     groups = integer(call.integer("groups"))
@@ -29,7 +32,7 @@ def _convolved(call: Call, *, transposed: bool = False) -> Factoring:
         operands,
         (target,),
         sizes | more,
-        names_in(((*kernel, *image[at + 1 :], *new[at + 1 :]),)),
+        names_in(((*kernel, *image[at + 1 :], *new[at + 1 :], *(k if shape[at].number is None else ())),)),
         linear=(frozenset({0}) | extra, frozenset({1}) | extra),
         additive=extra,
         literals=(LiteralSize(call.at("groups"), group),) if group else (),

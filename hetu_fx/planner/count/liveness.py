@@ -41,7 +41,7 @@ def program_memory(
         rows: of the example batch.
         flow: what values depend on.
     """
-    runner, grows = _Runner(graph, shares, part_of), graph.batch_symbol is not None
+    runner, grows = _Runner(graph, shares, part_of), graph.takes_any_rows
     try:
         first = runner.run(rows)
         second = runner.run(2 * rows) if grows else first

@@ -241,7 +241,7 @@ def check_measurable(costs: ProgramCosts, program: Program, place: torch.device)
     reason = None
     if not costs.num_blocks:
         reason = "the model has no repeated blocks"
-    elif program.graph.batch_symbol is None:
+    elif not program.graph.takes_any_rows:
         reason = "its captured graph is for a fixed number of rows"
     elif place.type == "meta":
         reason = "it is on the meta device, and blocks need one to run on (such as model.to_empty(device='cpu'))"

@@ -24,6 +24,7 @@ VALUES: dict[str, Callable[[], Tensor]] = {
     "conjugated when read": lambda: torch.tensor([1 + 2j, 3 - 1j]).conj(),
     "negated when read": lambda: torch._neg_view(torch.arange(3.0)),
     "imaginary parts of conjugates": lambda: torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
+    "zeros without memory": lambda: torch._efficientzerotensor(3),
     "every other": lambda: torch.arange(8)[::2],
 }
 DENSE: dict[str, Callable[[], Tensor]] = {

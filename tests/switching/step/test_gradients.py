@@ -5,11 +5,15 @@ from __future__ import annotations
 import copy
 import weakref
 
+import pytest
 import torch
 from torch import nn
 
 import hetu_fx
+from hetu_fx.check.verdict import judge
 from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.lockstep import Lockstep, train_alone
+from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.runtime import Runtime
 from tests.switching.in_threads import as_two_ranks, runtime_of
 
@@ -137,3 +141,24 @@ def test_a_rank_alone_computes_in_micro_batches_with_what_a_script_puts_in_data(
         model(x).loss.backward()
         plain(x).pow(2).mean().backward()
         torch.testing.assert_close(model.weight.grad, plain.weight.grad)
+
+
+class Signs(nn.Module):
+    """A weight whose only gradient comes from its signs: zeros that autograd keeps no memory for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3, dtype=torch.float64))
+        self.scale = nn.Parameter(torch.rand(3, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x @ self.weight.sign()) * self.scale).pow(2).mean()
+
+
+@pytest.mark.parametrize("plan", [Plan.single(), Plan.data_parallel((0, 1), (3, 1)), Plan.tensor_parallel((0, 1))])
+def test_gradients_that_are_zeros_without_memory_are_those_of_one_device(plan: Plan) -> None:
+    torch.manual_seed(0)
+    model, batch = Signs(), {"x": torch.randn(8, 4, dtype=torch.float64)}
+    how, batches = Lockstep(), [batch, batch]
+    verdict = judge("", train_alone(model, batches, how), how.train(model, batches, plan), 1e-10, "")
+    assert verdict.verdict == "equal", verdict

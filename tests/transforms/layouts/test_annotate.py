@@ -97,12 +97,12 @@ def test_fewer_labels_than_devices_stay_whole() -> None:
     assert (sizes(9), sizes(7)) == ({12, 9}, {12})
 
 
-def test_a_fixed_batch_is_not_spread_over_pipelines() -> None:
-    class Fixed(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x.reshape(4, 6))
+def test_a_batch_without_rows_is_not_spread_over_pipelines() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, scale: torch.Tensor) -> torch.Tensor:
+            return (self.weight * scale).mean()
 
-    program = program_of(Fixed(6, 5), (torch.randn(4, 6),))
+    program = program_of(Scaled(6, 5), (torch.tensor(2.0),))
     annotated(program, Plan.single())
     with pytest.raises(PlanError, match=r"batch size is fixed in its graph .* one pipeline and one micro-batch"):
         annotated(program, Plan.data_parallel((0, 1)))

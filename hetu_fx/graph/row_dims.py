@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from torch import Tensor
 
 from hetu_fx.errors import BatchError
+
+Size = TypeVar("Size")
 
 RowDims = Mapping[str, int]
 """The dim that counts rows, by the name of an input; inputs without rows are left out."""
@@ -127,7 +130,7 @@ def cut(tensor: Tensor, dim: int, interval: range) -> Tensor:
     return tensor.narrow(dim, interval.start, len(interval)).contiguous()
 
 
-def with_rows(shape: tuple[int, ...], dim: int, rows: int) -> tuple[int, ...]:
+def with_rows(shape: tuple[Size, ...], dim: int, rows: Size) -> tuple[Size, ...]:
     """Return the shape of a tensor with another number of rows."""
     return (*shape[:dim], rows, *shape[dim + 1 :])
 

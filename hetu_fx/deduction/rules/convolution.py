@@ -28,11 +28,12 @@ def _convolved(call: Call, *, transposed: bool = False) -> Factoring:
     operands = (replaced(image, {at: (*group, *k)}), (first, second, *kernel), *bias)
     target: Dims = (*image[:at], (*group, *o), *new[at + 1 :])
     extra = frozenset({2} if bias else ())
+    symbolic: Dims = (k,) if shape[at].number is None else ()
     return Factoring(
         operands,
         (target,),
         sizes | more,
-        names_in(((*kernel, *image[at + 1 :], *new[at + 1 :], *(k if shape[at].number is None else ())),)),
+        names_in(((*kernel, *image[at + 1 :], *new[at + 1 :]), symbolic)),
         linear=(frozenset({0}) | extra, frozenset({1}) | extra),
         additive=extra,
         literals=(LiteralSize(call.at("groups"), group),) if group else (),

@@ -285,7 +285,7 @@ def begin_reduce(
     if len(ranks) == 1 or all(part.numel() == 0 for part in parts):
         return UnderWay(fresh(parts[here]))
     wires, is_staged = [dense(part) for part in parts], table.meets_on_host(parts[here].device, ranks)
-    result = torch.empty_like(wires[here])
+    result = torch.empty_like(wires[here], memory_format=torch.contiguous_format)
     if is_staged or not table.is_native(result.device):
         outgoing = dict(zip(ranks, wires, strict=True))
         return UnderWay(result, _start_sum(outgoing, result, ranks, table, Tag.SUMMANDS, is_staged=is_staged))

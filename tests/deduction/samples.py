@@ -318,8 +318,11 @@ ATTENTION = {
         sample(x(2, 3, 6, 4), x(2, 3, 6, 4), x(2, 3, 6, 8), SEEN, PLACES, PLACES, False, None, False),
     ],
 }
+BAGS = torch.tensor([0, 4, 7])
 LOOKUP = {
     "embedding": [sample(x(8, 6), ids(8, 3, 4)), sample(x(8, 6), ids(8, 3, 4), -1, True)],
+    "embedding_bag": [sample(x(8, 6), ids(8, 9), BAGS)],
+    "embedding_bag.padding_idx": [sample(x(8, 6), ids(8, 9), BAGS, False, 1, False, None, False, 2)],
     "index.Tensor": [
         *(sample(x(6, 4), [ids(6, 3)]), sample(x(3, 6, 4), [None, ids(6, 5)])),
         *(sample(x(3, 6, 4), [ids(3, 5, 1), None, ids(4, 2)]), sample(x(3, 6, 4), [ids(3, 5, 1), ids(6, 2)])),

@@ -251,7 +251,7 @@ RECOMPUTING = [plan for plan in PLANS if "recompute" in plan]
 # Combinations that are refused by name, with a word of the reason.
 REFUSED: Mapping[tuple[str, str], str] = {
     **{
-        ("conv", plan): "sum over the whole batch"
+        ("conv", plan): "rows of the whole batch"
         for plan in ("PP2", "PP2 x TP2", "PP2 + PP1", "TP2>TP1 + 1", "PP2 zero bubble")
     },
     **{

@@ -47,6 +47,8 @@ class CapturedProgram:
     def of(cls, programs: Programs, example: Batch, *, forbidden: tuple[str, ...] = ()) -> CapturedProgram:
         """Return the program for batches like an example. Raises `CaptureError` where it cannot be captured."""
         program = programs.first(example, training=True)
+        if program.graph.fixed_rows is not None:  # each replica computes all of it
+            forbidden = (*forbidden, "data_parallel")
         return cls(program, *example_size(example, programs, program), forbidden)
 
     def costs(self, rows: int | None = None, *, memory: bool = True) -> ProgramCosts:

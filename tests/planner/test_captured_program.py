@@ -1,12 +1,15 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.captured_program import PlannedProgram
+from hetu_fx.planner.captured_program import CapturedProgram, PlannedProgram
 from hetu_fx.planner.count.count import program_costs
 from hetu_fx.planner.values.options import Choice
+from hetu_fx.program.captures import Programs
 from tests.planner.search.nets import convolutions
 from tests.transforms.plans import zoo_program
 
@@ -52,3 +55,23 @@ def test_what_a_job_gains_nothing_by_is_not_proposed() -> None:
     assert made.plan(cluster, "auto", choice=choice).schedule == "zero-bubble"
     compiled = replace(made, forbidden=("zero_bubble",))
     assert compiled.plan(cluster, "auto", choice=choice).schedule == "1f1b"  # of a block each, so not in chunks
+
+
+class Halves(nn.Module):
+    """Compares both halves of the batch, whose size its graph fixes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = int(x.shape[0]) // 2
+        made = self.layers(x)
+        return nn.functional.mse_loss(made[:half], made[half:])
+
+
+def test_replicas_that_would_each_compute_all_of_a_fixed_batch_are_not_proposed() -> None:
+    made = CapturedProgram.of(Programs(Halves(), None), {"x": torch.randn(4096, 64)})
+    assert made.program.graph.fixed_rows is not None
+    cluster = Cluster.on_paper([1e8, 1e8], intra=Link(1e6, 1e-6))
+    assert len(made.at(made.costs()).plan(cluster, "auto").pipelines) == 1

@@ -16,7 +16,7 @@ from tests.end_to_end import (
 )
 from tests.end_to_end.twins import WORLD
 
-SECONDS_IN_ALL = 600
+SECONDS_IN_ALL = 900
 CHECKS = {
     name: check
     for module in (checks_batches, checks_variants, checks_parts, checks_state, checks_errors, checks_recompute)

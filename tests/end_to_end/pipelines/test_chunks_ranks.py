@@ -92,8 +92,8 @@ CHECKS = [name for name in globals() if name.startswith("check_")]
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(330)
+@pytest.mark.timeout(660)
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_two_ranks(name: str, gloo_checks: Any) -> None:
-    failures = [report for report in gloo_checks(__file__, 2, 300)[name] if report]
+    failures = [report for report in gloo_checks(__file__, 2, 600)[name] if report]
     assert not failures, "\n".join(failures)

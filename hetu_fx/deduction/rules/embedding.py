@@ -124,7 +124,7 @@ def looked_up(call: Call) -> Factoring:
     return Factoring((table, dims), ((*dims, table[1]),), whole=whole, linear=FIRST, sharded=sharded)
 
 
-def bagged(call: Call) -> Factoring:
+def _bagged(call: Call) -> Factoring:
     """Look up bags of rows that begin at given positions; all stays whole, as bags have lengths of their own."""
     return opaque(call)
 
@@ -247,7 +247,7 @@ def _pick_own(shard: PartCall) -> fx.Node:
 
 RULES: tuple[Rule, ...] = (
     *built(looked_up, "embedding", traits=Traits(sharded=ShardedForm(_look_up_own, Lacking.SUM))),
-    *built(bagged, "embedding_bag", "embedding_bag.padding_idx", traits=Traits(starts=frozenset({2}))),
+    *built(_bagged, "embedding_bag", "embedding_bag.padding_idx", traits=Traits(starts=frozenset({2}))),
     *built(indexed, "index.Tensor", traits=KEEPS_ZEROS),
     *built(indexed, "_unsafe_index.Tensor"),
     *built(put, "index_put", "_unsafe_index_put"),

@@ -21,18 +21,14 @@ from hetu_fx.deduction.factors.analyse import analyse
 from hetu_fx.deduction.rules.call import set_entry, thawed
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument, is_random
-from hetu_fx.graph.edit import SIZE_OPS, Rewrite, add_leaf, cast, insert, needed_for, reached_from, replace
+from hetu_fx.graph.edit import SIZE_OPS, Rewrite, insert, needed_for, reached_from, replace
 from hetu_fx.graph.graph import GatheredRows, Graph, LeafKind, OutputKind, drop_dead_nodes
-from hetu_fx.transforms.rewrites import row_ops  # noqa: F401 - registers hetu::place_rows and hetu::own_rows
-from hetu_fx.transforms.rewrites.counter_rng import STATE
+from hetu_fx.transforms.rewrites.counter_rng import with_random_state
 from hetu_fx.transforms.rewrites.counts import CountingRewrite
 from hetu_fx.transforms.rewrites.fixed_rows import gather_inputs
+from hetu_fx.transforms.rewrites.row_ops import OWN, RowLayout, insert_placed
 
 aten = torch.ops.aten
-PLACE, OWN = torch.ops.hetu.place_rows.default, torch.ops.hetu.own_rows.default
-
-RowLayout = tuple[int, int, int]
-"""Where the rows of a value are: (dim, outer, inner), what comes before and after them in that dim."""
 
 
 @dataclass(frozen=True)
@@ -276,16 +272,13 @@ class _Gathering(CountingRewrite):
         return self._total
 
     def _placed(self, value: fx.Node, layout: RowLayout | None, here: fx.Node) -> fx.Node:
-        """Gather a value: booleans as numbers, which can be summed."""
+        """Gather a value."""
         if layout is None:
             raise _UnknownLayout(
                 f"rows meet each other at {meta.source_line(here)}, and how they lie in '{value.name}' of shape "
                 f"{meta.hints(value)} is not known; it is exact with one pipeline and one micro-batch only"
             )
-        kind = meta.dtype(value)
-        summable = cast(here, value, torch.uint8) if kind is torch.bool else value
-        placed = insert(here, PLACE, summable, self._state(), self._total_size(here), *layout)
-        return cast(here, placed, kind)
+        return insert_placed(here, value, self._state(), self._total_size(here), layout)
 
     def _own_rows(self, value: fx.Node, here: fx.Node) -> fx.Node:
         """Return a replica's own rows of a value that is made of all rows."""
@@ -314,10 +307,7 @@ class _Gathering(CountingRewrite):
         return dim, math.prod(known[:at]), math.prod(known[at:])
 
     def _state(self) -> fx.Node:
-        known = self.graph.leaves_of(LeafKind.RANDOM_STATE)
-        if known:
-            return known[0].node
-        self.graph, node = add_leaf(self.graph, LeafKind.RANDOM_STATE, STATE, (3,), torch.int64)
+        self.graph, node = with_random_state(self.graph)
         return node
 
     def _cut_outputs(self) -> None:

@@ -37,6 +37,12 @@ def draws_by_token(graph: Graph) -> bool:
     return any(isinstance(argument(node, "row_length"), fx.Node) for node in drawn)
 
 
+def with_random_state(graph: Graph) -> tuple[Graph, fx.Node]:
+    """Return a graph with a leaf for the random state, which it may have already, and the leaf."""
+    known = graph.leaves_of(LeafKind.RANDOM_STATE)
+    return (graph, known[0].node) if known else add_leaf(graph, LeafKind.RANDOM_STATE, STATE, (3,), torch.int64)
+
+
 @dataclass(frozen=True)
 class Randomness:
     """Replace every random op by one that draws from (seed, step, site, global index).
@@ -89,10 +95,7 @@ class _RandomnessRewrite(Rewrite):
         )
 
     def _state(self) -> fx.Node:
-        known = self.graph.leaves_of(LeafKind.RANDOM_STATE)
-        if known:
-            return known[0].node
-        self.graph, node = add_leaf(self.graph, LeafKind.RANDOM_STATE, STATE, (3,), torch.int64)
+        self.graph, node = with_random_state(self.graph)
         return node
 
     def _place(self, shaped: fx.Node) -> tuple[fx.Node, int, int, int | fx.Node, list[int]]:

@@ -12,13 +12,10 @@ import torch
 from torch import fx
 
 from hetu_fx.graph import meta
-from hetu_fx.graph.edit import add_leaf, cast, insert
 from hetu_fx.graph.graph import FixedRows, GatheredRows, Graph, Leaf, LeafKind, drop_dead_nodes
 from hetu_fx.graph.row_dims import with_rows
-from hetu_fx.transforms.rewrites import row_ops  # noqa: F401 - registers hetu::place_rows
-from hetu_fx.transforms.rewrites.counter_rng import STATE
-
-PLACE = torch.ops.hetu.place_rows.default
+from hetu_fx.transforms.rewrites.counter_rng import with_random_state
+from hetu_fx.transforms.rewrites.row_ops import insert_placed
 
 
 def gather_inputs(graph: Graph) -> Graph:
@@ -29,7 +26,7 @@ def gather_inputs(graph: Graph) -> Graph:
     fixed = graph.fixed_rows
     if fixed is None:
         return graph
-    made, state = _with_state(graph.clone())
+    made, state = with_random_state(graph.clone())
     rows = meta.fresh_size(made.graph, "rows", fixed.number)
     first = next(node for node in made.graph.nodes if node.op != "placeholder")
     leaves = tuple(_cut(leaf, fixed, rows) for leaf in made.leaves)
@@ -40,11 +37,6 @@ def gather_inputs(graph: Graph) -> Graph:
     num_bytes = sum(meta.numel(leaf.node) * meta.dtype(leaf.node).itemsize for leaf in read)
     gathered = GatheredRows("the model", "its batch size is fixed", num_bytes)
     return made.evolve(leaves=leaves, batch_symbol=meta.expression(rows), gathered=(gathered,))
-
-
-def _with_state(graph: Graph) -> tuple[Graph, fx.Node]:
-    known = graph.leaves_of(LeafKind.RANDOM_STATE)
-    return (graph, known[0].node) if known else add_leaf(graph, LeafKind.RANDOM_STATE, STATE, (3,), torch.int64)
 
 
 def _cut(leaf: Leaf, fixed: FixedRows, rows: torch.SymInt) -> Leaf:
@@ -58,11 +50,9 @@ def _cut(leaf: Leaf, fixed: FixedRows, rows: torch.SymInt) -> Leaf:
 
 
 def _gather(leaf: Leaf, total: int, state: fx.Node, first: fx.Node) -> None:
-    """Put all rows in the place of an input: booleans as numbers, which can be summed."""
+    """Put all rows in the place of an input."""
     readers = list(leaf.node.users)
-    kind = meta.dtype(leaf.node)
-    summable = cast(first, leaf.node, torch.uint8) if kind is torch.bool else leaf.node
     assert leaf.row_dim is not None, "it has rows"
-    whole = cast(first, insert(first, PLACE, summable, state, total, leaf.row_dim, 1, 1), kind)
+    whole = insert_placed(first, leaf.node, state, total, (leaf.row_dim, 1, 1))
     for reader in readers:
         reader.replace_input_with(leaf.node, whole)

@@ -11,9 +11,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+
+from hetu_fx.graph import meta
+from hetu_fx.graph.edit import cast, insert
 
 FIRST_ROW = 2  # in `state`
+
+RowLayout = tuple[int, int, int]
+"""Where the rows of a value are: (dim, outer, inner), what comes before and after them in that dim."""
 
 
 @torch.library.custom_op(
@@ -73,3 +79,12 @@ def _put_back(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 place_rows.register_autograd(_take_back, setup_context=_remember)
 own_rows.register_autograd(_put_back, setup_context=_remember)
+
+PLACE, OWN = torch.ops.hetu.place_rows.default, torch.ops.hetu.own_rows.default
+
+
+def insert_placed(here: fx.Node, value: fx.Node, state: fx.Node, total: int | fx.Node, layout: RowLayout) -> fx.Node:
+    """Insert, before `here`, that a device's rows of a value are placed: booleans as numbers, which can be summed."""
+    kind = meta.dtype(value)
+    summable = cast(here, value, torch.uint8) if kind is torch.bool else value
+    return cast(here, insert(here, PLACE, summable, state, total, *layout), kind)

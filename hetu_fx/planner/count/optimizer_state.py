@@ -63,15 +63,16 @@ def _slots(state: Mapping[Tensor, Mapping[str, object]]) -> tuple[str, ...]:
 
 def takes_sparse_gradients_alone(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether an optimizer makes a step with sparse gradients, and none with dense ones; found out by trying."""
+    gradient = torch.zeros(_SIDE, _SIDE)
+    return not _makes_a_step(optimizer, gradient) and _makes_a_step(optimizer, gradient.to_sparse())
+
+
+def _makes_a_step(optimizer: torch.optim.Optimizer, gradient: Tensor) -> bool:
     try:
-        _step(optimizer, torch.zeros(_SIDE, _SIDE))
+        _step(optimizer, gradient)
     except Exception:  # whatever a class that nobody here knows raises
-        try:
-            _step(optimizer, torch.zeros(_SIDE, _SIDE).to_sparse())
-        except Exception:
-            return False
-        return True
-    return False
+        return False
+    return True
 
 
 def _tried(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> torch.optim.Optimizer:

@@ -15,8 +15,9 @@ from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.loss_type import LossType
 from hetu_fx.program.program import Program, make_program
-from hetu_fx.transforms.rewrites.all_rows import OWN, PLACE, AllRows
+from hetu_fx.transforms.rewrites.all_rows import AllRows
 from hetu_fx.transforms.rewrites.global_mean import GlobalMean
+from hetu_fx.transforms.rewrites.row_ops import OWN, PLACE
 from hetu_fx.transforms.specialize.device_graph import GraphSlot, SlotKind
 from tests.transforms.plans import device_graph, run_in_lockstep
 

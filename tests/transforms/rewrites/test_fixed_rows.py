@@ -13,7 +13,8 @@ from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import FixedRows, LeafKind
 from hetu_fx.lockstep import Lockstep, train_alone
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from hetu_fx.transforms.rewrites.fixed_rows import PLACE, gather_inputs
+from hetu_fx.transforms.rewrites.fixed_rows import gather_inputs
+from hetu_fx.transforms.rewrites.row_ops import PLACE
 
 PLANS = {
     "3:1": Plan.data_parallel((0, 1), (3, 1)),

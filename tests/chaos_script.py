@@ -1,7 +1,7 @@
 """What `tests.chaos` trains: a script as users write it, that also says what it does.
 
 `python chaos_script.py FOLDER` under a launcher does as many steps as FOLDER/steps says, and then writes
-FOLDER/result.json. FOLDER/poison_PROCESS makes the next batch of that process one that is no numbers.
+FOLDER/result.json. FOLDER/poison_PROCESS has that process compute its next step with a parameter that is no numbers.
 """
 
 from __future__ import annotations
@@ -79,13 +79,12 @@ def batch(number: int) -> dict[str, torch.Tensor]:
     return {"x": x, "labels": labels}
 
 
-def poisoned(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a batch, or one without numbers if this process alone is to get one."""
-    poison = FOLDER / f"poison_{os.getpid()}"
-    if not poison.exists():
-        return given
-    poison.unlink()
-    return {**given, "x": torch.full_like(given["x"], torch.nan)}
+def poison(model: torch.nn.Module) -> None:
+    """Take the numbers from a parameter if this process alone is to compute without."""
+    asked = FOLDER / f"poison_{os.getpid()}"
+    if asked.exists():
+        asked.unlink()
+        next(model.parameters()).detach().fill_(torch.nan)
 
 
 def tell(**what: object) -> None:
@@ -128,7 +127,8 @@ def train() -> None:
                 model.hetu.switch(VARIANTS[done // SWITCH_EVERY % 2])
                 model.hetu.switch_home(VARIANTS[done // SWITCH_EVERY % 2])
         with phase("forward"):
-            loss = model(**poisoned(batch(done)))["loss"]
+            poison(model)
+            loss = model(**batch(done))["loss"]
         with phase("backward"):
             loss.backward()
         with phase("step"):

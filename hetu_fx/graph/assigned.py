@@ -23,17 +23,22 @@ _WAY_OUT = (
 
 @dataclass(frozen=True, eq=False)
 class _Slot:
-    """A buffer of a module, by the name that it has in the model."""
+    """A place for a buffer in a module, by the name that it has in the model."""
 
-    module: nn.Module
+    buffers: dict[str, Tensor | None]
     name: str
     path: str
     buffer: Tensor | None
 
     @property
+    def key(self) -> tuple[int, str]:
+        """Return what tells it from others; a trace has many objects for a module, all with the module's own buffers."""
+        return id(self.buffers), self.name
+
+    @property
     def now(self) -> Tensor | None:
         """Return what stands there now."""
-        return buffer_slots(self.module).get(self.name)
+        return self.buffers.get(self.name)
 
 
 Ties = Collection[frozenset[str]]
@@ -59,7 +64,7 @@ def written_back(model: nn.Module, ties: Ties) -> Iterator[None]:
     Raises:
         CaptureError: a buffer is new, gone, or of another shape or dtype; one of several names has become another.
     """
-    before = list(_slots(model))
+    before = _slots(model)
     yield
     _check_none_is_new(model, before)
     changed = [slot for slot in before if slot.now is not slot.buffer]
@@ -68,20 +73,25 @@ def written_back(model: nn.Module, ties: Ties) -> Iterator[None]:
     _check_ties({slot.path: slot.now for slot in changed}, ties)
     for slot in changed:
         assert slot.buffer is not None, "it has been checked"
-        assigned, buffer_slots(slot.module)[slot.name] = slot.now, slot.buffer
+        assigned, slot.buffers[slot.name] = slot.now, slot.buffer
         assert assigned is not None, "it has been checked"
         slot.buffer.copy_(assigned.detach())
 
 
-def _slots(model: nn.Module) -> Iterator[_Slot]:
+def _slots(model: nn.Module) -> list[_Slot]:
+    """Return each place for a buffer once, by the first of its module's names."""
+    found: dict[tuple[int, str], _Slot] = {}
     for path, module in model.named_modules():
-        for name, buffer in buffer_slots(module).items():
-            yield _Slot(module, name, f"{path}.{name}" if path else name, buffer)
+        buffers = buffer_slots(module)
+        for name, buffer in buffers.items():
+            slot = _Slot(buffers, name, f"{path}.{name}" if path else name, buffer)
+            found.setdefault(slot.key, slot)
+    return list(found.values())
 
 
 def _check_none_is_new(model: nn.Module, before: list[_Slot]) -> None:
-    known = {(slot.module, slot.name) for slot in before}
-    new = [slot.path for slot in _slots(model) if (slot.module, slot.name) not in known]
+    known = {slot.key for slot in before}
+    new = [slot.path for slot in _slots(model) if slot.key not in known]
     if new:
         raise CaptureError(f"forward registers the buffers {new}, which a graph cannot keep\n{_WAY_OUT}")
 

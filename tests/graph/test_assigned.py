@@ -59,6 +59,24 @@ def test_buffers_that_are_assigned_are_those_of_one_device_after_some_steps(plan
     assert int(model.inner.steps) == 0  # as it was before copies were trained
 
 
+class Shared(Model):
+    """Has a module by two names, and calls it by both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = self.inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.again(2 * x).mean()
+
+
+def test_buffers_of_a_module_with_two_names_are_those_of_one_device() -> None:
+    torch.manual_seed(0)
+    model, given = Shared().double(), batches()
+    verdict = judge("", train_alone(model, given, HOW), HOW.train(model, given, PLANS[1]), 1e-10, "")
+    assert verdict.verdict == "equal", verdict
+
+
 class Grown(Model):
     """Makes a buffer larger in every step."""
 

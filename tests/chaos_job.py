@@ -114,7 +114,7 @@ class Job(Record):
         return path.read_text() if path.exists() else ""
 
     def poison(self, process: int) -> None:
-        """Have a process compute its next step with a parameter that is no numbers."""
+        """Make the next batch of a process one that is no numbers."""
         (self.folder / f"poison_{process}").touch()
 
     def forget(self, processes: tuple[int, ...]) -> None:

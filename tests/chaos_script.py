@@ -1,7 +1,7 @@
 """What `tests.chaos` trains: a script as users write it, that also says what it does.
 
 `python chaos_script.py FOLDER` under a launcher does as many steps as FOLDER/steps says, and then writes
-FOLDER/result.json. FOLDER/poison_PROCESS has that process compute its next step with a parameter that is no numbers.
+FOLDER/result.json. FOLDER/poison_PROCESS makes the next batch of that process one that is no numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 import hetu_fx
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.errors import CheckpointError
+from hetu_fx.errors import BatchError, CheckpointError
 
 FOLDER = Path(sys.argv[1])
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -79,12 +79,21 @@ def batch(number: int) -> dict[str, torch.Tensor]:
     return {"x": x, "labels": labels}
 
 
-def poison(model: torch.nn.Module) -> None:
-    """Take the numbers from a parameter if this process alone is to compute without."""
-    asked = FOLDER / f"poison_{os.getpid()}"
-    if asked.exists():
-        asked.unlink()
-        next(model.parameters()).detach().fill_(torch.nan)
+def poisoned(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a batch, or one without numbers if this process alone is to get one."""
+    poison = FOLDER / f"poison_{os.getpid()}"
+    if not poison.exists():
+        return given
+    poison.unlink()
+    return {**given, "x": torch.full_like(given["x"], torch.nan)}
+
+
+def loss_of(model: torch.nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the loss of a batch, no number where ranks compare theirs and one is unlike: all see that alike."""
+    try:
+        return model(**given)["loss"]
+    except BatchError:
+        return torch.full((), torch.nan, requires_grad=True)
 
 
 def tell(**what: object) -> None:
@@ -127,12 +136,11 @@ def train() -> None:
                 model.hetu.switch(VARIANTS[done // SWITCH_EVERY % 2])
                 model.hetu.switch_home(VARIANTS[done // SWITCH_EVERY % 2])
         with phase("forward"):
-            poison(model)
-            loss = model(**batch(done))["loss"]
+            loss = loss_of(model, poisoned(batch(done)))
         with phase("backward"):
             loss.backward()
         with phase("step"):
-            if torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
+            if loss.isfinite() and torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
                 optimizer.step()
             optimizer.zero_grad()
         if not loss.isfinite():  # on all ranks alike: nothing has been applied anywhere

@@ -36,7 +36,7 @@ class Script:
     refused: str = ""
     settings: tuple[str, ...] = USUAL
     tolerance: float = 1e-9
-    seconds: float = 60.0
+    seconds: float = 180.0
 
 
 _FOLDER = Path(__file__).parent
@@ -50,7 +50,7 @@ def script(
     refused: str = "",
     settings: tuple[str, ...] = USUAL,
     tolerance: float = 1e-9,
-    seconds: float = 60.0,
+    seconds: float = 180.0,
 ) -> Callable[[Callable[[Job], Results]], Callable[[Job], Results]]:
     """Enter a function as what scripts do; see `Script`."""
 

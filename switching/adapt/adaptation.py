@@ -234,7 +234,8 @@ class Adaptation:
         """Get the plan that is ready; where it could not be made, go on with those there are. Collective."""
         asked, outcome = self.replanning.take()
         if isinstance(outcome, HetuFxError):
-            _log.warning("no plan for %r, training goes on as planned before: %s", asked.conditions.name, outcome)
+            why = f"{type(outcome).__name__}: {outcome}"
+            _log.warning("no plan for %r, training goes on as planned before: %s", asked.conditions.name, why)
             return
         if asked.least_gain is not None and not self._is_worth_it(asked, outcome.plan, asked.least_gain):
             self.plans[asked.conditions] = self.runtime.variants[self.runtime.current].plan

@@ -27,7 +27,7 @@ from typing import Any, Generic, NoReturn, TypeVar, cast
 import torch
 
 from hetu_fx.base.cgroups import own_quota
-from hetu_fx.errors import StateError
+from hetu_fx.errors import HetuFxError, StateError
 
 Question = TypeVar("Question")
 Answer = TypeVar("Answer")
@@ -79,12 +79,12 @@ class Background(Generic[Question, Answer]):
         return self._told is not None or bool(self._failure)
 
     def result(self) -> Answer:
-        """Return the answer, once it is there. Raises StateError with what went wrong instead."""
+        """Return the answer, once it is there. Raises what went wrong instead: StateError if it is none of ours."""
         if self._told is None:
             raise StateError(self._failure or _ENDED)
         succeeded, value = pickle.loads(self._told)
         if not succeeded:
-            raise StateError(str(value))
+            raise value
         return cast(Answer, value)
 
     def stop(self) -> None:
@@ -166,5 +166,7 @@ def kept_to(cores: float) -> Iterator[None]:
 def _outcome(answer: Callable[[Any], Any], question: Any) -> bytes:
     try:
         return pickle.dumps((True, answer(question)))
+    except HetuFxError as error:
+        return pickle.dumps((False, error))
     except Exception as error:  # whatever it is, the parent is to say so
-        return pickle.dumps((False, f"{type(error).__name__}: {error}"))
+        return pickle.dumps((False, StateError(f"{type(error).__name__}: {error}")))

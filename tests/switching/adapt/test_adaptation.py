@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 
@@ -12,13 +13,14 @@ from torch import nn
 import hetu_fx
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import StepFacts
-from hetu_fx.errors import PlanError
+from hetu_fx.errors import CheckError, PlanError
 from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.prediction import Prediction
 from hetu_fx.switching.adapt.adaptation import CALIBRATED, Adaptation, calibrated, expected_seconds
 from hetu_fx.switching.adapt.health import HealthTracker
 from hetu_fx.switching.adapt.replanning import Asked, Conditions, Made
+from hetu_fx.switching.adapt.tried import TryPlan
 from hetu_fx.switching.step.report import LastStep
 from tests.planner.examples import paper, rising, transformer
 
@@ -260,6 +262,51 @@ def test_a_planner_that_fails_is_told_and_leaves_all_as_it_was(caplog: pytest.Lo
     adaptation.adapt({0: 2.0})
     take_over(adaptation)
     assert "no plan for 'slow-0x2', training goes on as planned before: PlanError: no plan fits" in caplog.text
+    assert list(adaptation.runtime.variants) == ["variant0"]
+
+
+def trying(try_plan: TryPlan, monkeypatch: pytest.MonkeyPatch) -> Adaptation:
+    """Make an adaptation whose planner finds another plan than the one that runs, and whose plans are tried."""
+    monkeypatch.setattr("hetu_fx.api.try_of", lambda *given: lambda plan: try_plan(plan) if plan.name else "")
+    model = hetu_fx.auto_parallelize(Line(), {"x": torch.randn(4, 3)}, plan=Plan.single(), check=True)
+    made: Adaptation = model.hetu._adaptation
+    made.cluster = paper(1)
+    made.replanning.planner = lambda cluster, name: replace(Plan.single(), schedule="gpipe", name=name)
+    return made
+
+
+def test_a_plan_that_is_made_while_training_is_tried_and_what_was_found_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = os.getpid()
+    adaptation = trying(lambda plan: f"tried, {os.getpid() == here} that it was here", monkeypatch)
+    adaptation.adapt({0: 2.0})
+    take_over(adaptation)
+    variants = adaptation.runtime.variants
+    assert adaptation.tried.found(variants["slow-0x2"].plan) == "tried, False that it was here"
+
+
+def test_a_plan_that_is_made_while_training_and_is_wrong_is_told_and_no_variant(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wrong(plan: Plan) -> str:
+        raise CheckError(f"the plan {plan.name} does not give what one device gives")
+
+    adaptation = trying(wrong, monkeypatch)
+    adaptation.adapt({0: 2.0})
+    take_over(adaptation)
+    assert "training goes on as planned before: CheckError: the plan slow-0x2 does not give what one" in caplog.text
+    assert list(adaptation.runtime.variants) == ["variant0"]
+    assert not adaptation.plans
+
+
+def test_a_plan_that_is_made_while_all_wait_and_is_wrong_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(plan: Plan) -> str:
+        raise CheckError(f"the plan {plan.name} does not give what one device gives")
+
+    adaptation = trying(wrong, monkeypatch)
+    with pytest.raises(CheckError, match="slow-0x2 does not give"):
+        adaptation.replan({0: 2.0})
     assert list(adaptation.runtime.variants) == ["variant0"]
 
 

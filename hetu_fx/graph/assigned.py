@@ -32,7 +32,7 @@ class _Slot:
 
     @property
     def key(self) -> tuple[int, str]:
-        """Return what tells it from others; a trace has many objects for a module, all with the module's own buffers."""
+        """Return what tells it from others: a trace has several objects for a module, with the module's buffers."""
         return id(self.buffers), self.name
 
     @property

@@ -30,7 +30,7 @@ SAME_VALUE = frozenset({
     aten.alias.default, aten.contiguous.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device,
     aten.to.other, aten.type_as.default, aten.lift_fresh.default, aten.dropout.default,
 })  # fmt: skip
-NORMS = frozenset({aten.batch_norm.default, aten.instance_norm.default})
+NORMS = frozenset({aten.batch_norm.default, aten.native_batch_norm.default, aten.instance_norm.default})
 OWN_INVERSE = frozenset({aten.transpose.int, aten.t.default, aten.swapaxes.default, aten.mT.default})
 SCATTERS = {
     aten.slice.Tensor: aten.slice_scatter.default,
@@ -232,7 +232,16 @@ class _Functionalizer:
             assert isinstance(written, fx.Node)
             self.changed.add(self._root(written))
             self._write(written, value)
-        self.replaced[node] = output
+        several = node.target is aten.native_batch_norm.default
+        self.replaced.update(self._results(node, output, *args) if several else {node: output})
+
+    def _results(self, node: fx.Node, output: fx.Node, x: Any, *rest: Any) -> dict[fx.Node, fx.Node]:
+        """Return what a norm's results become: its output, and each channel's mean and one over its deviation."""
+        value, dims = self._insert(aten.detach.default, (x,)), [0, *range(2, len(meta.shape(x)))]
+        variance = self._insert(aten.var.correction, (value, dims), {"correction": 0})
+        mean = self._insert(aten.mean.dim, (value, dims))
+        rate = self._insert(aten.rsqrt.default, (self._insert(aten.add.Tensor, (variance, rest[6])),))
+        return {piece: (output, mean, rate)[piece.args[1]] for piece in node.users}  # type: ignore[index]
 
     def _batch_norm(self, *args: Any) -> list[fx.Node]:
         """Insert a norm over the batch; return its output and the new running mean and variance."""

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import torch
 
-from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.annotations.annotation import Annotation, Duplicate
 from hetu_fx.annotations.region import Box
 from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES
 from hetu_fx.comm_ops.plans.routes import Route, RouteKind, routes_of
@@ -118,6 +118,17 @@ def plan_bridge(entries: Sequence[BridgeEntry], bucket_bytes: int = BUCKET_BYTES
         _buckets(entries, lambda e: _gather_routes(e.home, e.compute, e.shape), bucket_bytes),
         _buckets(entries[::-1], lambda e: _reduce_routes(e.gradient, e.home, e.shape), bucket_bytes),
     )
+
+
+def taken_once(gradient: Annotation, home: Annotation, shape: Shape) -> Annotation:
+    """Return where a gradient is taken from, of which each replica may have the whole: one, if several own an element.
+
+    What replicas compute differs by rounding, and copies that are each updated by its own would drift apart.
+    """
+    owned = sum(math.prod(home.region(rank, shape).local_shape) for rank in home.ranks)
+    if isinstance(gradient.top, Duplicate) and owned > math.prod(shape):
+        return Annotation(gradient.groups[:1], gradient.shardings[:1])
+    return gradient
 
 
 Routes = tuple[tuple[BridgeLane, Slice, int | None], ...] | None

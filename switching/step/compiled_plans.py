@@ -28,6 +28,7 @@ from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import Program, deduce_program
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
 from hetu_fx.switching.bridge.compute import Compute, bytes_besides
+from hetu_fx.switching.bridge.plan import taken_once
 from hetu_fx.switching.home.ops import layout_of
 from hetu_fx.switching.step.engine import Chunk, Engine
 from hetu_fx.switching.step.stage_p2p import Ends, StageP2P
@@ -360,8 +361,9 @@ def _bridge_entries(deduced: DeducedGraph, homes: Mapping[str, nn.Parameter]) ->
     for leaf in deduced.parameters():
         home = homes[leaf.name]
         compute, gradient = deduced.parameter_annotations(leaf)
-        at_home = layout_of(home).annotation
-        entries.append(BridgeEntry(leaf.name, tuple(home.shape), home.dtype, at_home, compute, gradient))
+        at_home, shape = layout_of(home).annotation, tuple(home.shape)
+        taken = taken_once(gradient, at_home, shape)
+        entries.append(BridgeEntry(leaf.name, shape, home.dtype, at_home, compute, taken))
     return entries
 
 

@@ -478,8 +478,14 @@ RANDOM = {
 # Where rows begin differs by device, so their values have tests of their own (test_row_ops).
 ALL_ROWS = {
     "_local_scalar_dense": [Sample((torch.tensor(2.0),), values=False)],
-    "hetu.place_rows.default": [Sample((x(3, 4), torch.tensor([1, 0, 2]), 6, 0, 1, 1), values=False)],
-    "hetu.own_rows.default": [Sample((x(6, 4), torch.tensor([1, 0, 2]), 3, 0, 1, 1), values=False)],
+    "hetu.place_rows.default": [
+        Sample((x(3, 4), torch.tensor([1, 0, 2]), 6, 0, 1, 1), values=False),
+        Sample((x(4, 30), torch.tensor([1, 0, 2]), 6, 1, 2, 5), values=False),
+    ],
+    "hetu.own_rows.default": [
+        Sample((x(6, 4), torch.tensor([1, 0, 2]), 3, 0, 1, 1), values=False),
+        Sample((x(4, 60), torch.tensor([1, 0, 2]), 3, 1, 2, 5), values=False),
+    ],
 }
 POSITIVE = x(3, 4, 4) @ x(3, 4, 4).mT + torch.eye(4, dtype=F64)
 LOWER = torch.linalg.cholesky(POSITIVE)

@@ -160,6 +160,7 @@ HELD = {
     ),
     "python -m benchmarks.smoke": BENCHMARK,
     "python -m tests.ops": Held(by="ops/test_ops.py::test_an_op_of_torchs_database_trains_as_on_one_device"),
+    "python -m tests.ops --write-docs": Held(by="ops/test_ops.py::test_the_table_has_the_worst_of_each_plan"),
     "python -m tests.random_programs --seconds 600 --seed N": Held(
         by="random_programs/test_random_programs.py::test_random_programs_train_as_on_one_device_or_are_refused"
     ),

@@ -78,6 +78,13 @@ def batch_norm(self: Program, x: torch.Tensor) -> torch.Tensor:
     return self.norm(self.norm(self.linear(x))).pow(3).sum()
 
 
+def native_batch_norm(self: Program, x: torch.Tensor) -> torch.Tensor:
+    norm, h = self.norm, self.linear(x)
+    given = norm.weight, norm.bias, norm.running_mean, norm.running_var
+    y, mean, rate = torch.native_batch_norm(h, *given, True, 0.1, 1e-5)
+    return y.pow(3).sum() + (h * rate - mean).pow(2).sum()
+
+
 def buffer_update(self: Program, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         self.seen.mul_(0.9).add_(x.mean(0), alpha=0.1)
@@ -144,9 +151,9 @@ def other_in_place_forms(self: Program, x: torch.Tensor) -> torch.Tensor:
 
 
 BODIES = [
-    slice_and_select, views_before_and_after, masks_and_puts, chained, no_grad, batch_norm, buffer_update,
-    out_arguments, in_place_dropout, in_place_after_a_norm, in_place_after_a_norm_of_each_row, writes_to_complex_values,
-    powers, other_in_place_forms,
+    slice_and_select, views_before_and_after, masks_and_puts, chained, no_grad, batch_norm, native_batch_norm,
+    buffer_update, out_arguments, in_place_dropout, in_place_after_a_norm, in_place_after_a_norm_of_each_row,
+    writes_to_complex_values, powers, other_in_place_forms,
 ]  # fmt: skip
 
 

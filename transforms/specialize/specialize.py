@@ -138,9 +138,23 @@ class _Builder:
         args, kwargs = localized_call(node, op, self._operands(node), self.values, cut, sizes)
         if cut and op.traits.counter_at is not None:
             args = self._with_cuts(node, args, op.traits.counter_at, cut)
+        if op.traits.needs_entries and any(sizes(factor) == 0 for factor in cut):
+            return self._in_output_states(node, self._of_no_entries(node, cut, args, kwargs))
         made = self._from_factors(node, args) or self._in_form(node, args, kwargs)
         result = made or self._emit(node, callee(node), *args, **kwargs)
         return self._in_output_states(node, result)
+
+    def _of_no_entries(
+        self, node: fx.Node, cut: Sequence[FactorClass], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> fx.Node:
+        """Do an op on zeros, an entry in each dim that is cut, and drop what it makes of them."""
+        dims = [d for d, classes in enumerate(self.annotated.factors.dims(node)) if not set(cut).isdisjoint(classes)]
+        pads = [pad for d in reversed(range(len(meta.shape(node)))) for pad in (0, int(d in dims))]
+        x = self._emit(node, aten.constant_pad_nd.default, args[0], pads)
+        made = self._emit(node, callee(node), x, *args[1:], **kwargs)
+        for dim in dims:
+            made = self._emit(node, aten.slice.Tensor, made, dim, 0, -1)
+        return made
 
     def _cut(self, node: fx.Node) -> tuple[FactorClass | None, ...]:
         """Return the factors that an op computes a part of, by axis."""

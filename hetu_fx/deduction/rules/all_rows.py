@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hetu_fx.deduction.rules.build import FIRST, built, dims_of, names, opaque, replaced
 from hetu_fx.deduction.rules.call import Call, Shape
-from hetu_fx.deduction.rules.rule import Dims, Factoring, Rule
+from hetu_fx.deduction.rules.rule import Dims, Factoring, LiteralSize, Rule
 from hetu_fx.deduction.rules.size import Size, integer
 
 
@@ -23,7 +23,8 @@ def _moved(call: Call, source: str, result: str) -> Factoring:
 
     state, *others = (dims_of(operand.shape, f"o{i}_") for i, operand in enumerate(call.operands[1:]))
     given, made = named(call.operands[0].shape, source), named(call.results[0], result)
-    return Factoring((given, state, *others), (made,), sizes, names(state) | {"all"}, FIRST)
+    literals = tuple(LiteralSize(call.at(name), (name,)) for name in around if name in sizes)
+    return Factoring((given, state, *others), (made,), sizes, names(state) | {"all"}, FIRST, literals=literals)
 
 
 def _over(size: Size, part: Size) -> Size:

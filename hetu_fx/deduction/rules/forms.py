@@ -167,6 +167,7 @@ class Traits:
         placed: its form where a factor is cut along which it goes by position.
         ring: its form where parts of operands go round.
         starts: operands whose values are positions in the dim 0 of another, counted from its first entry.
+        needs_entries: libraries refuse to do it on a tensor without entries; a cut dim is the same dim of its result.
     """
 
     vanishing: frozenset[int] = frozenset()
@@ -176,6 +177,7 @@ class Traits:
     placed: Callable[[PartCall], fx.Node] | None = None
     ring: Callable[[PartCall], fx.Node] | None = None
     starts: frozenset[int] = frozenset()
+    needs_entries: bool = False
 
 
 NO_TRAITS = Traits()

@@ -212,3 +212,52 @@ def test_micro_batches_are_refused_by_the_name_of_the_op_in_which_rows_meet(name
     plan = Plan((Pipeline((Stage((0,)),), share=3, micro_batches=2), Pipeline((Stage((1,)),))))
     with pytest.raises(PlanError, match=r"test_where_rows_meet\.py"):
         Lockstep(rows=ROWS).train(model, [batch], plan, captured)
+
+
+class Shifted(nn.Module):
+    """Has a loss of all classes of all rows together, of which tensor parallelism cuts the classes."""
+
+    shift: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(4, 4))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((x - self.shift).flatten(1)).flatten().logsumexp(0)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_rows_that_stand_in_a_dim_with_what_is_cut_are_gathered(plan: str) -> None:
+    torch.manual_seed(0)
+    model, batch = Shifted().double(), {"x": torch.randn(sum(ROWS), 4, 4).double()}
+    alone = train_alone(model, [batch], Lockstep()).steps[0]
+    found = Lockstep().train(model, [batch], PLANS[plan]).steps[0]
+    assert found.loss == pytest.approx(alone.loss, rel=1e-12)
+    for name, gradient in alone.gradients.items():
+        torch.testing.assert_close(found.gradients[name], gradient, rtol=1e-10, atol=1e-14)
+
+
+class Quantised(nn.Module):
+    """Takes the nearest entry of a table for each vector, and is whole on each replica: cdist fixes its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(0.3 * torch.randn(4, 3))
+        self.back, self.last = nn.Linear(12, 12), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            nearest = self.table[torch.cdist(x.reshape(-1, 3), self.table).argmin(-1)].view_as(x)
+            x = x + 0.5 * self.back((x + (nearest - x).detach() + 0.1 * nearest).flatten(1)).view(-1, 4, 3)
+        return self.last(x.flatten(1))[:, ::2].square().mean()
+
+
+def test_copies_of_a_parameter_whose_gradient_each_replica_has_whole_stay_the_same_bits() -> None:
+    torch.manual_seed(0)
+    plan = Plan((Pipeline((Stage((1,)),)), Pipeline((Stage((2,)),)), Pipeline((Stage((0, 3)),))), zero=0)
+    model, batches = Quantised().double(), [{"x": torch.randn(rows, 4, 3).double()} for rows in (6, 9)]
+    alone, found = train_alone(model, batches, Lockstep()), Lockstep().train(model, batches, plan)
+    for name, value in alone.state.items():
+        torch.testing.assert_close(found.state[name], value, rtol=1e-10, atol=1e-12)

@@ -136,6 +136,29 @@ def test_complex_numbers_train_as_on_one_device(name: str, plan: str) -> None:
     assert verdict.verdict == "equal", verdict
 
 
+class FewChannels(nn.Module):
+    """Waves of fewer channels than there are devices, made of more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.3 * torch.randn(5, 2, 5, dtype=torch.cfloat))
+        self.up, self.down, self.back, self.last = map(nn.Linear, (8, 12, 16, 40), (12, 8, 40, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.fft.irfft(torch.einsum("bik,iok->bok", torch.fft.rfft(x), self.weight), n=8)
+        made = made + self.down(functional.gelu(self.up(made)))
+        return self.last((x + self.back(made.flatten(1)).view(-1, 5, 8)).flatten(1))
+
+
+def test_a_device_without_channels_transforms_none() -> None:
+    torch.manual_seed(5)
+    model, double = in_double_precision(WithLoss(FewChannels())), {"dtype": torch.float64}
+    batches = [{"x": torch.randn(4, 5, 8, **double), "target": torch.randn(4, 3, **double)} for _ in range(2)]
+    plan = Plan((Pipeline((Stage((0, 1, 2)),)),), sequence_parallel=True)
+    verdict = judge("", train_alone(model, batches, Lockstep()), Lockstep().train(model, batches, plan), 1e-10, "")
+    assert verdict.verdict == "equal", verdict
+
+
 def test_a_difference_in_imaginary_parts_alone_is_seen() -> None:
     model = in_double_precision(WithLoss(Products()))
     given = [{"x": torch.randn(4, 10, 8, dtype=torch.float64), "target": torch.randn(4, 10, 3, dtype=torch.float64)}]

@@ -13,6 +13,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import AnnotationError, StateError
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry, plan_bridge
 from hetu_fx.switching.bridge.compute import Compute
+from hetu_fx.switching.bridge.plan import taken_once
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
 
 COPIES = Annotation.on((0, 1, 2), Duplicate(3))
@@ -40,6 +41,16 @@ def test_equal_replicas_owning_once_scatter_and_gather() -> None:
     (scatter,), (gather,) = plan.reduces[0].messages, plan.gathers[0].messages
     assert (scatter.lane.kind, scatter.sizes) == (RouteKind.SCATTER, (24, 12 + 48, 12))
     assert (gather.lane.kind, gather.sizes) == (RouteKind.GATHER, (24, 12 + 48, 12))
+
+
+def test_a_gradient_that_each_replica_has_whole_is_taken_from_one_where_copies_are_updated() -> None:
+    half = Sharding((Split(0, (1, 1)),))
+    both = pairs(((0, 1), half), ((2,), Sharding()), top=Duplicate(2))
+    assert taken_once(both, both, (8, 6)) == Annotation.on((0, 1), Split(0, (1, 1)))
+    assert taken_once(both, COPIES, (8, 6)) == Annotation.on((0, 1), Split(0, (1, 1)))
+    assert taken_once(both, ROWS, (8, 6)) == both
+    summands = pairs(((0, 1), half), ((2,), Sharding()), top=Partial(2))
+    assert taken_once(summands, both, (8, 6)) == summands
 
 
 def test_tensor_parallel_replicas_sum_within_those_that_read_the_same() -> None:

@@ -102,8 +102,9 @@ def a_replica_counts_its_own_rows(patch: pytest.MonkeyPatch) -> None:
 
 def a_norm_is_read_before_it_is_written_to(patch: pytest.MonkeyPatch) -> None:
     class AtOnce(dict):  # type: ignore[type-arg]
-        def __setitem__(self, norm: torch.fx.Node, output: torch.fx.Node) -> None:
-            norm.replace_all_uses_with(output)
+        def update(self, outputs: dict[torch.fx.Node, torch.fx.Node]) -> None:  # type: ignore[override]
+            for norm, output in outputs.items():
+                norm.replace_all_uses_with(output)
 
     right = _Functionalizer.__init__
 

@@ -19,6 +19,8 @@ def _convolved(call: Call, *, transposed: bool = False) -> Factoring:
     shape, weight, result = call.operands[0].shape, call.operands[1].shape, call.results[0]
     at = len(shape) - len(weight) + 1  # 0 without a batch dim
     groups = integer(call.integer("groups"))
+    if shape[at].over(groups) is None or result[at].over(groups) is None:
+        return _convolved_whole(call, at)
     group, k, sizes = grouped(shape[at], groups, "g", "k")
     _, o, more = grouped(result[at], groups, "g", "o")
     kernel, image, new = dims_of(weight, "w")[2:], dims_of(shape, "x"), dims_of(result, "y")
@@ -38,6 +40,18 @@ def _convolved(call: Call, *, transposed: bool = False) -> Factoring:
         additive=extra,
         literals=(LiteralSize(call.at("groups"), group),) if group else (),
     )
+
+
+def _convolved_whole(call: Call, at: int) -> Factoring:
+    """Convolve a number of channels that only the run tells to be one of groups: the batch passes alone."""
+    image, weight, *bias = (
+        dims_of(operand.shape, prefix) for operand, prefix in zip(call.operands, "xwb", strict=False)
+    )
+    made: Dims = (*image[:at], *dims_of(call.results[0], "y")[at:])
+    extra = frozenset({2} if bias else ())
+    linear = frozenset({0}) | extra, frozenset({1}) | extra
+    whole = names_in((image[at:], made[at:], weight, *bias))
+    return Factoring((image, weight, *bias), (made,), whole=whole, linear=linear, additive=extra)
 
 
 def _pooled(call: Call, *, linear: bool = False) -> Factoring:

@@ -151,8 +151,9 @@ def work(result: Path, quick: bool, ablation: bool) -> int:
 
 def devices_now() -> Cluster:
     """Measure the devices, by the model itself; collective."""
-    table, places = GroupTable(), torch.arange(PROFILE_TOKENS).expand(PROFILE_ROWS, -1).clone()
-    small = {**batch(PROFILE_ROWS, PROFILE_TOKENS), "position_ids": places}  # as rows of sequences have them
+    table, given = GroupTable(), batch(PROFILE_ROWS, PROFILE_TOKENS)
+    ids = given["input_ids"]
+    small = {**given, "position_ids": torch.arange(ids.shape[1]).expand_as(ids).clone()}  # as rows of sequences have
     program = CapturedProgram.of(Programs(llama(SCALE.size), None), small)
     costs = from_first(table, program.costs(PROFILE_ROWS, memory=False))
     make = partial(llama, SCALE.size)

@@ -125,3 +125,29 @@ def test_one_of_two_names_of_a_buffer_cannot_become_another() -> None:
     model.register_buffer("same", model.inner.mean)
     with pytest.raises(CaptureError, match=r"assigns 'inner.mean', but \['same'\] stay what both were"):
         HOW.capture(model, batches()[0])
+
+
+class Native(nn.Module):
+    """Norms by an op whose schema does not say that it writes to its statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weight, self.bias = (
+            nn.Linear(4, 6, bias=False),
+            nn.Parameter(torch.ones(6)),
+            nn.Parameter(torch.zeros(6)),
+        )
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("variance", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = self.first(x), self.weight, self.bias, self.mean, self.variance
+        return torch.native_batch_norm(*given, True, 0.1, 1e-5)[0].tanh().square().mean()
+
+
+@pytest.mark.parametrize("plan", [*PLANS[:2], Plan.tensor_parallel((0, 1))])
+def test_buffers_that_an_op_writes_to_in_secret_are_those_of_one_device(plan: Plan) -> None:
+    torch.manual_seed(0)
+    model, given = Native().double(), batches()
+    verdict = judge("", train_alone(model, given, HOW), HOW.train(model, given, plan), 1e-10, "")
+    assert verdict.verdict == "equal", verdict

@@ -125,10 +125,10 @@ def taken_once(gradient: Annotation, home: Annotation, shape: Shape) -> Annotati
 
     What replicas compute differs by rounding, and copies that are each updated by its own would drift apart.
     """
+    if not isinstance(gradient.top, Duplicate):
+        return gradient
     owned = sum(math.prod(home.region(rank, shape).local_shape) for rank in home.ranks)
-    if isinstance(gradient.top, Duplicate) and owned > math.prod(shape):
-        return Annotation(gradient.groups[:1], gradient.shardings[:1])
-    return gradient
+    return Annotation(gradient.groups[:1], gradient.shardings[:1]) if owned > math.prod(shape) else gradient
 
 
 Routes = tuple[tuple[BridgeLane, Slice, int | None], ...] | None

@@ -275,6 +275,11 @@ def trying(try_plan: TryPlan, monkeypatch: pytest.MonkeyPatch) -> Adaptation:
     return made
 
 
+def wrong(plan: Plan) -> str:
+    """Try a plan, and find it wrong."""
+    raise CheckError(f"the plan {plan.name} does not give what one device gives")
+
+
 def test_a_plan_that_is_made_while_training_is_tried_and_what_was_found_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -289,9 +294,6 @@ def test_a_plan_that_is_made_while_training_is_tried_and_what_was_found_is_told(
 def test_a_plan_that_is_made_while_training_and_is_wrong_is_told_and_no_variant(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def wrong(plan: Plan) -> str:
-        raise CheckError(f"the plan {plan.name} does not give what one device gives")
-
     adaptation = trying(wrong, monkeypatch)
     adaptation.adapt({0: 2.0})
     take_over(adaptation)
@@ -301,9 +303,6 @@ def test_a_plan_that_is_made_while_training_and_is_wrong_is_told_and_no_variant(
 
 
 def test_a_plan_that_is_made_while_all_wait_and_is_wrong_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(plan: Plan) -> str:
-        raise CheckError(f"the plan {plan.name} does not give what one device gives")
-
     adaptation = trying(wrong, monkeypatch)
     with pytest.raises(CheckError, match="slow-0x2 does not give"):
         adaptation.replan({0: 2.0})

@@ -14,14 +14,16 @@ from hetu_fx.base import dtypes
 from hetu_fx.check.checker import Checker
 from hetu_fx.errors import CheckError
 from hetu_fx.graph.functional import _Functionalizer
-from hetu_fx.plans.plan import Plan
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.program.captures import Programs
 from hetu_fx.program.loss_type import LossType
 from hetu_fx.switching.graph_execution import GraphExecution
+from hetu_fx.transforms.layouts.axis import AxisDeduction
 from hetu_fx.transforms.rewrites import all_rows, counts
 from tests.check.nets import SHARES
 
 Batch = dict[str, Tensor]
+UNLIKE = Plan((Pipeline((Stage((0, 1)),), share=3), Pipeline((Stage((2,)),))))
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -84,6 +86,18 @@ class Activated(Net):
         return mse_loss(self.second(made), y)
 
 
+class Centred(Net):
+    """Scales rows by their mean, which all have before products that are cut in one replica only."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(8 * width)
+        self.before = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        made = self.before(x)
+        return mse_loss(self.rows(made * made.mean(0, keepdim=True).exp()), y)
+
+
 def a_loss_that_is_not_proven_is_a_sum(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("hetu_fx.program.program.loss_type", lambda *given: LossType.SUM)
 
@@ -98,6 +112,10 @@ def complex_numbers_carry_no_gradient(patch: pytest.MonkeyPatch) -> None:
 
 def a_replica_counts_its_own_rows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(all_rows._Gathering, "_read_numbers", lambda self, node: None)
+
+
+def what_replicas_exchange_stays_in_summands(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(AxisDeduction, "exchanged", property(lambda self: ()))
 
 
 def a_norm_is_read_before_it_is_written_to(patch: pytest.MonkeyPatch) -> None:
@@ -126,7 +144,7 @@ def labelled() -> Batch:
 
 def checker_of(model: nn.Module, batch: Batch, folder: Path) -> Checker:
     execution = GraphExecution(Programs(model, None), batch, None)
-    return Checker(model, None, batch, execution, world=2, shared=False, folder=folder, seconds=120.0)
+    return Checker(model, None, batch, execution, world=3, shared=False, folder=folder, seconds=120.0)
 
 
 CASES: dict[str, tuple[Plant, Callable[[int], nn.Module], Batch, Plan]] = {
@@ -135,6 +153,7 @@ CASES: dict[str, tuple[Plant, Callable[[int], nn.Module], Batch, Plan]] = {
     "A3, complex numbers": (complex_numbers_carry_no_gradient, Filtered, pairs(), SHARES),
     "A7, numbers of rows": (a_replica_counts_its_own_rows, RootOfRows, pairs(), SHARES),
     "A9, writes after a norm": (a_norm_is_read_before_it_is_written_to, Activated, pairs(), SHARES),
+    "A11, halves of a cotangent": (what_replicas_exchange_stays_in_summands, Centred, pairs(), UNLIKE),
 }
 
 

@@ -39,18 +39,43 @@ class DenseBlock(nn.Module):
         return nn.functional.mse_loss(self.head(self.norm(torch.cat(made, 1)).relu().mean((2, 3))), target)
 
 
+class Centred(nn.Module):
+    """Scales rows by their mean, which all have before products that are cut in some replicas only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 64), nn.Linear(64, 4)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        made = self.before(x)
+        made = self.up(made * made.mean(0, keepdim=True).exp())
+        return nn.functional.mse_loss(self.down(made.relu()), target)
+
+
 def model_and_batch() -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
     batch = {"x": torch.randn(8, 3, 4, 4).double(), "target": torch.randn(8, 3).double()}
     return DenseBlock().double().train(), batch
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_norms_over_a_cat_of_one_value_have_the_gradients_of_one_device(plan: str) -> None:
-    model, batch = model_and_batch()
+def judged(plan: str, model: nn.Module, batch: dict[str, Tensor]) -> str:
     how = Lockstep()
     verdict = judge(plan, train_alone(model, [batch], how), how.train(model, [batch], PLANS[plan]), 1e-10, "")
-    assert verdict.verdict == "equal", verdict
+    return verdict.verdict
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_norms_over_a_cat_of_one_value_have_the_gradients_of_one_device(plan: str) -> None:
+    assert judged(plan, *model_and_batch()) == "equal"
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_replicas_exchange_before_products_that_one_of_them_cuts_has_the_gradients_of_one_device(
+    plan: str,
+) -> None:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(8, 6).double(), "target": torch.randn(8, 4).double()}
+    assert judged(plan, Centred().double(), batch) == "equal"
 
 
 @pytest.mark.parametrize("plan", PLANS)

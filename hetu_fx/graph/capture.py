@@ -305,11 +305,14 @@ def _export(program: _Program, tensors: Mapping[str, torch.Tensor]) -> tuple[Exp
             shown = make_example(tensors, program.model, found, keep_batch=False, on_host=on_host)
             return _export_once(program, shown, batch=True, rest=True), shown, ()
     kept = make_example(tensors, program.model, example.row_dims, keep_batch=True, on_host=on_host)
-    for rest in (True, False):
-        with contextlib.suppress(Exception):
-            exported = _export_once(program, kept, batch=False, rest=rest)
-            return exported, kept, _static_notes(program, example, first_error, rest=rest)
-    raise explain_failure(first_error) from first_error
+    with contextlib.suppress(Exception):
+        exported = _export_once(program, kept, batch=False, rest=True)
+        return exported, kept, _static_notes(program, example, first_error, rest=True)
+    try:
+        exported = _export_once(program, kept, batch=False, rest=False)
+    except Exception as error:  # not of what was taken for rows or lengths: all sizes are numbers here
+        raise explain_failure(error) from first_error
+    return exported, kept, _static_notes(program, example, first_error, rest=False)
 
 
 def _only_dims_of_that_size(program: _Program, tensors: Mapping[str, torch.Tensor], tried: RowDims) -> RowDims:

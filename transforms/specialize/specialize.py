@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import chain
@@ -76,7 +76,7 @@ class _Builder:
         self.graph = fx.Graph()
         self.slots: list[GraphSlot] = []
         self.values: dict[fx.Node, fx.Node] = {}
-        self.edges: dict[tuple[Need, ...], fx.Node] = {}
+        self.edges: dict[tuple[Hashable, ...], fx.Node] = {}
         self.low = DTYPES.get(deduced.annotated.stage(layout).dtype or "")
         self.casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
         self.differentiable: set[fx.Node] = set()
@@ -293,23 +293,26 @@ class _Builder:
         Replicas exchange it as their readers take it, or as it lies in each where some of these take summands or give
         back summands: the cotangent is summed inside a stage before it is over replicas.
         """
-        key = tuple(needs)
-        if key not in self.edges:
-            *inside, batch = needs
-            if any(map(_is_of_summands, chain.from_iterable(replicas))):
-                self.edges[key] = self._in_stage(inside, self._over_replicas(batch))
-            else:
-                states = [tuple(need.state for need in of_replica) for of_replica in replicas]
-                value = self._in_stage(inside, self.values[batch.node])
-                self.edges[key] = self.reshards.over_replicas(batch, states, value)
-        return self.edges[key]
+        *inside, batch = needs
+        if any(map(_is_of_summands, chain.from_iterable(replicas))):
+            return self._once("read", needs, lambda: self._in_stage(inside, self._over_replicas(batch)))
+        value = self._once("in stage", needs, lambda: self._in_stage(inside, self.values[batch.node]))
+        # Readers that are alike in one replica may not be in another: all exchange it as often as any of them must.
+        states = [tuple(need.state for need in of_replica) for of_replica in replicas]
+        return self._once("read", (*needs, *states), lambda: self.reshards.over_replicas(batch, states, value))
 
     def _over_replicas(self, need: Need) -> fx.Node:
         """Return the value as its reader needs it on the batch axis, as it lies inside the stage."""
-        if (need,) not in self.edges:
-            states = [self.deduced.states(need.node, layout) for layout in self._replicas]
-            self.edges[need,] = self.reshards.over_replicas(need, states, self.values[need.node])
-        return self.edges[need,]
+        states = [self.deduced.states(need.node, layout) for layout in self._replicas]
+        value = self.values[need.node]
+        return self._once("exchanged", (need,), lambda: self.reshards.over_replicas(need, states, value))
+
+    def _once(self, what: str, given: Sequence[Hashable], make: Callable[[], fx.Node]) -> fx.Node:
+        """Return what is made of what is given, the same node each time."""
+        key = (what, *given)
+        if key not in self.edges:
+            self.edges[key] = make()
+        return self.edges[key]
 
     def _in_stage(self, needs: Sequence[Need], value: fx.Node) -> fx.Node:
         """Return the value as its reader needs it on the axes inside the stage."""

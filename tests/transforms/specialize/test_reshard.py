@@ -52,6 +52,20 @@ class Centred(nn.Module):
         return nn.functional.mse_loss(self.down(made.relu()), target)
 
 
+class ReadTwice(nn.Module):
+    """Has a weight that two products read, which a group takes in two ways and a device alone in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.weight = nn.Parameter(torch.ones(6)), nn.Parameter(torch.randn(3, 6) / 3)
+        self.head = nn.Linear(36, 4)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        made = (x * self.scale).sin().view(-1, 6, 1) * x.view(-1, 1, 6)
+        made = made + nn.functional.linear(made, self.weight) @ self.weight
+        return nn.functional.mse_loss(self.head(made.flatten(1)), target) + 0.1 * self.weight.square().sum()
+
+
 def model_and_batch() -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
     batch = {"x": torch.randn(8, 3, 4, 4).double(), "target": torch.randn(8, 3).double()}
@@ -69,13 +83,14 @@ def test_norms_over_a_cat_of_one_value_have_the_gradients_of_one_device(plan: st
     assert judged(plan, *model_and_batch()) == "equal"
 
 
+@pytest.mark.parametrize("model", [Centred, ReadTwice])
 @pytest.mark.parametrize("plan", PLANS)
-def test_what_replicas_exchange_before_products_that_one_of_them_cuts_has_the_gradients_of_one_device(
-    plan: str,
+def test_replicas_that_cut_a_value_in_unlike_ways_have_the_gradients_of_one_device(
+    plan: str, model: type[nn.Module]
 ) -> None:
     torch.manual_seed(0)
     batch = {"x": torch.randn(8, 6).double(), "target": torch.randn(8, 4).double()}
-    assert judged(plan, Centred().double(), batch) == "equal"
+    assert judged(plan, model().double(), batch) == "equal"
 
 
 @pytest.mark.parametrize("plan", PLANS)

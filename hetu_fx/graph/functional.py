@@ -19,6 +19,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.calls import functional_form, viewed_argument, written_arguments
 from hetu_fx.graph.capture_failure import WAY_OUT
 from hetu_fx.graph.regions import gradient_carriers
+from hetu_fx.graph.shared_memory import check_layouts
 
 aten = torch.ops.aten
 
@@ -54,6 +55,7 @@ def functionalize(graph: fx.Graph, differentiable: Collection[fx.Node]) -> dict[
     """
     if not any(written_arguments(node) or _updates_statistics(node) for node in graph.nodes):
         return {}
+    check_layouts(graph)
     return _Functionalizer(graph, gradient_carriers(graph, differentiable)).run()
 
 

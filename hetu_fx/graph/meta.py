@@ -75,8 +75,12 @@ def set_value(node: fx.Node, example: Any) -> None:
 
 
 def storages(node: fx.Node) -> set[StorageWeakRef]:
-    """Return the storages of the tensors that the node's example value is made of; few ops make nested ones."""
-    example = node.meta.get("val")
+    """Return the storages of the tensors that the node's example value is made of."""
+    return storages_of(node.meta.get("val"))
+
+
+def storages_of(example: Any) -> set[StorageWeakRef]:
+    """Return the storages of the tensors that a value is made of; few ops make nested ones."""
     tensors = example if isinstance(example, (tuple, list)) else [example]
     return {StorageWeakRef(item.untyped_storage()) for item in tensors if isinstance(item, torch.Tensor)}
 

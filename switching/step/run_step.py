@@ -136,7 +136,9 @@ class _GraphStep(StepFrame):
         if self.stage.random_states:
             state = torch.tensor([self.inputs.seed, self.inputs.step, cut.first_row], dtype=torch.int64)
             feeds.update({(SlotKind.RANDOM_STATE, name): state for name in self.stage.random_states})
-        return MicroBatchFeeds(cut.rows, feeds, cut.bindings)
+        all_rows = self.stage.deduced.annotated.graph.all_rows
+        total = {} if all_rows is None else {all_rows: self.inputs.rows.total}
+        return MicroBatchFeeds(cut.rows, feeds, {**cut.bindings, **total})
 
     def _shared_feeds(self, compute: Mapping[str, Tensor]) -> Feeds:
         feeds: dict[tuple[SlotKind, str], Any] = {(SlotKind.PARAMETER, n): t for n, t in compute.items()}

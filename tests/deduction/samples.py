@@ -243,6 +243,12 @@ VIEW = {
     "concat": [sample([x(3, 4), x(3, 6)], 1)],
     "concatenate": [sample([x(3, 4), x(3, 6)], 1)],
     "stack": [sample([x(3, 4), x(3, 4)], 1)],
+    "meshgrid": [sample([x(3), x(4)])],
+    "meshgrid.indexing": [
+        sample([x(3), x(), x(4)], indexing="ij"),
+        sample([x(3), x(4), x(2)], indexing="xy"),
+        sample([x(3)], indexing="xy"),
+    ],
     "repeat": [sample(x(3, 1, 4), [2, 3, 4, 1])],
     "repeat_interleave.self_int": [sample(x(3, 4), 2, 1), sample(x(3, 4), 2), sample(x(), 3)],
     "pad": [sample(x(3, 4), [1, 2]), sample(x(3, 4), [0, 0, 1, 0], "constant", 2.0)],
@@ -537,6 +543,9 @@ RECURRENT = {
         op: [sample(x(3, 6, 5), x(1, 6, 4), [x(4, 5), x(4, 4)], False, 1, 0.0, True, False, False)]
         for op in ("rnn_tanh.input", "rnn_relu.input")
     },
+    "gru_cell": [sample(x(6, 5), x(6, 4), *GATES), sample(x(6, 5), x(6, 4), *GATES[:2])],
+    "lstm_cell": [sample(x(6, 5), [x(6, 3), x(6, 3)], x(12, 5), x(12, 3), x(12), x(12))],
+    **{op: [sample(x(6, 5), x(6, 4), x(4, 5), x(4, 4))] for op in ("rnn_tanh_cell", "rnn_relu_cell")},
 }
 OFFSETS = torch.tensor([2, 3, 6], dtype=torch.int32)
 ROUTING = {

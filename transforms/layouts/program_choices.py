@@ -21,11 +21,11 @@ from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import is_view, overload
 from hetu_fx.graph.graph import LeafKind
-from hetu_fx.graph.op_names import op_names
 from hetu_fx.plans.program import ROWS, SUMMANDS, LeafDim, OpRegion
 from hetu_fx.plans.stage import Stage
 from hetu_fx.transforms.layouts.analysed_graph import AnalysedGraph
 from hetu_fx.transforms.layouts.flow import is_item
+from hetu_fx.transforms.layouts.op_names import op_names
 
 
 @dataclass(frozen=True, slots=True)

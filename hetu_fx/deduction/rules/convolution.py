@@ -91,14 +91,15 @@ def shuffled(call: Call) -> Factoring:
     return changed(call, range(call.rank - 3, call.rank))
 
 
-def _recurred(call: Call) -> Factoring:
-    """Run gated cells over time: weights, steps and hidden states are whole, rows pass."""
-    at = 0 if call.arguments.get("batch_first") else 1
+def _recurred(call: Call, once: bool = False) -> Factoring:
+    """Run gated cells over time, or `once`: weights, steps and hidden states are whole, rows pass."""
+    at, of_states = 0 if once or call.arguments.get("batch_first") else 1, 0 if once else 1
     operands = tuple(
-        _with_rows(dims_of(operand.shape, f"a{i}_"), {"input": at, "hx": 1}.get(operand.argument))
+        _with_rows(dims_of(operand.shape, f"a{i}_"), {"input": at, "hx": of_states}.get(operand.argument))
         for i, operand in enumerate(call.operands)
     )
-    results = tuple(_with_rows(dims_of(shape, f"r{i}_"), 1 if i else at) for i, shape in enumerate(call.results))
+    shapes = enumerate(call.results)
+    results = tuple(_with_rows(dims_of(shape, f"r{i}_"), of_states if i else at) for i, shape in shapes)
     every = names_in((*operands, *results))
     draws = bool(call.arguments.get("train")) and call.arguments.get("dropout", 0.0) != 0
     return Factoring(operands, results, whole=every - {"rows"}, random=draws)
@@ -129,4 +130,5 @@ RULES: tuple[Rule, ...] = (
     *built(_in_columns, "im2col", folds=False),
     *built(_in_columns, "col2im", folds=True),
     *built(_recurred, "gru.input", "lstm.input", "rnn_tanh.input", "rnn_relu.input"),
+    *built(_recurred, "gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell", once=True),
 )

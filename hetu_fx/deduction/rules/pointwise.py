@@ -57,6 +57,16 @@ def filled(call: Call) -> Factoring:
     return pointwise(call, FIRST if _is_zero(call.arguments.get("value")) else ())
 
 
+def _meshed(call: Call) -> Factoring:
+    """Broadcast tensors of one dim along each other's dims; jointly linear."""
+    dims, count = dims_of(call.results[0]), len(call.operands)
+    order = list(range(count))
+    if call.arguments.get("indexing") == "xy":
+        order[:2] = reversed(order[:2])
+    operands = tuple((dims[place],) if call.operands[i].shape else () for i, place in enumerate(order))
+    return Factoring(operands, (dims,) * count, linear=(frozenset(range(count)),))
+
+
 def gated(call: Call) -> Factoring:
     """Scale one half of a dim by what the other says: the dim is (halves, rest), and the rest passes."""
     result, dim = dims_of(call.results[0]), call.dim()
@@ -167,6 +177,7 @@ RULES: tuple[Rule, ...] = (
     *built(filled, "masked_fill.Scalar", "masked_fill.Tensor"),
     *built(pointwise, "fill.Scalar", "fill.Tensor"),
     *built(_cast_like, "to.other", "type_as"),
+    *built(_meshed, "meshgrid", "meshgrid.indexing"),
     *built(gated, "glu"),
     *built(_sloped, "prelu"),
     *built(constant, *CONSTANTS),

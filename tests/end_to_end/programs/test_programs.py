@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from hetu_fx.check.verdict import judge
-from hetu_fx.graph.op_names import op_names
 from hetu_fx.lockstep import Lockstep, train_alone
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.program import OpRegion
 from hetu_fx.transforms.layouts.analysed_graph import AnalysedGraph
 from hetu_fx.transforms.layouts.flow import is_item
+from hetu_fx.transforms.layouts.op_names import op_names
 from tests.end_to_end.cells import LOSS_FNS, Mlp, mlp_batch
 from tests.model_zoo import NO_DROPOUT, SAMPLES, to_double
 from tests.transforms.plans import program_of

@@ -20,7 +20,6 @@ from hetu_fx.deduction.rules.forms import Lacking
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Leaf, LeafKind
-from hetu_fx.graph.op_names import op_names
 from hetu_fx.planner.count.graph_problem import GraphProblem, factor_name
 from hetu_fx.planner.search.hap.assemble import HapResult
 from hetu_fx.planner.search.hap.prices import rounded
@@ -30,6 +29,7 @@ from hetu_fx.planner.values.tensor_program import TensorProgram
 from hetu_fx.plans.program import ROWS, SUMMANDS, WHOLE, LeafDim, OpRegion
 from hetu_fx.plans.stage import Stage
 from hetu_fx.transforms.layouts.flow import is_item
+from hetu_fx.transforms.layouts.op_names import op_names
 from hetu_fx.transforms.layouts.program_choices import only_rearranges
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hetu_fx.graph.capture import capture
-from hetu_fx.graph.op_names import op_names
+from hetu_fx.transforms.layouts.op_names import op_names
 
 
 class Twice(nn.Module):

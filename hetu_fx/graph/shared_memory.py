@@ -1,0 +1,161 @@
+"""Refuse what is true of one layout in memory only: a write to a value that another shares or has copied, by strides.
+
+`flatten`, `reshape`, `contiguous` and their like give a view where strides allow it, else a copy. A write after one
+changes both values, or one of them. Strides are those of the batch and of the parameters, so a trace sees one case of
+several: where the rest of a program would see the difference, the program is run on fake tensors of other layouts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx, nn
+
+from hetu_fx.base.torch_private import FakeTensorMode, OpOverload
+from hetu_fx.errors import CaptureError
+from hetu_fx.graph import meta
+from hetu_fx.graph.calls import is_view, viewed_argument, written_arguments
+
+Layout = tuple[Sequence[int], int]
+"""The order of dims in memory, outermost first, and by how much the innermost one's stride is larger than 1."""
+
+DIMS = 5
+"""Orders of so many dims are tried; of those with fewer as many as these leave over."""
+
+
+def check_layouts(graph: fx.Graph) -> None:
+    """Raise `CaptureError` if the values of a flat graph depend on how its inputs lie in memory.
+
+    Only graphs whose writes have not been rewritten yet say so.
+    """
+    asked = list(_seen_writes(graph))
+    if not asked:
+        return
+    found = [shared for case in _cases(graph) if (shared := _shared(graph, asked, *case)) is not None]
+    for node in asked:
+        if len({node in shared for shared in found}) != 1:
+            raise CaptureError(
+                f"{node.target} at {meta.source_line(node)} gives a view of a value or a copy of it, by how the batch "
+                "and the parameters lie in memory, and one of the two is written to later\n"
+                "hint: take a copy (`.clone()`) before the write, or write out of place"
+            )
+
+
+def _seen_writes(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Yield the ops that may give a view or a copy, if a later write to one of the two may be read from the other."""
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    owners = {node: owner for node in graph.nodes if (owner := _may_share(node)) is not None}
+    families: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        families.setdefault(_root(node, owners), []).append(node)
+    for family in families.values():
+        writes = [(place, node) for node in family for place in _places_of_writes(node, places)]
+        for node in family:
+            if not writes or node not in owners or written_arguments(node) or not _is_open(node):
+                continue
+            of_node = {other for other in family if node in _owners_of(other, owners)}
+            if any(_is_read(family, of_node, place, into, places) for place, into in writes if place > places[node]):
+                yield node
+
+
+def _may_share(node: fx.Node) -> fx.Node | None:
+    """Return the argument whose memory a value shares, or may share in another layout."""
+    known = viewed_argument(node)
+    return node.all_input_nodes[0] if known is None and _is_open(node) else known
+
+
+def _is_open(node: fx.Node) -> bool:
+    """Tell whether an op may give a view of its argument, by its schema; what indexes always gives one."""
+    is_op = node.op == "call_function" and isinstance(node.target, OpOverload)
+    return is_op and meta.is_tensor(node) and bool(node.all_input_nodes) and is_view(node)
+
+
+def _owners_of(node: fx.Node, owners: Mapping[fx.Node, fx.Node]) -> Iterator[fx.Node]:
+    yield node
+    while node in owners:
+        node = owners[node]
+        yield node
+
+
+def _root(node: fx.Node, owners: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    return list(_owners_of(node, owners))[-1]
+
+
+def _places_of_writes(node: fx.Node, places: Mapping[fx.Node, int]) -> list[int]:
+    return [places[user] for user in node.users if node in written_arguments(user)]
+
+
+def _is_read(
+    family: Sequence[fx.Node],
+    of_node: Collection[fx.Node],
+    place: int,
+    into: fx.Node,
+    places: Mapping[fx.Node, int],
+) -> bool:
+    """Tell whether a write is followed by a read of what is on the other side of the op that may copy."""
+    across = [node for node in family if (node in of_node) != (into in of_node)]
+    later = [user for node in across for user in node.users if places[user] > place]
+    return any(user not in family or written_arguments(user) for user in later)
+
+
+def _cases(graph: fx.Graph) -> Iterator[tuple[Layout, Mapping[sympy.Symbol, int]]]:
+    """Yield layouts, with sizes of one, to try: the usual one with the example's sizes first."""
+    usual = range(DIMS)
+    yield (usual, 1), {}
+    yield (usual, 2), {}
+    for first, second in itertools.combinations(usual, 2):
+        order = list(usual)
+        order[first], order[second] = second, first
+        yield (order, 1), {}
+    for start in usual[2:]:  # channels last, time first
+        yield ([0, *usual[start:], *usual[1:start]], 1), {}
+        yield ([*usual[start:], *usual[:start]], 1), {}
+    leaves = [node for node in graph.nodes if node.op == "placeholder" and meta.is_tensor(node)]
+    sizes = [size for node in leaves for size in meta.shape(node) if meta.is_symbolic(size)]
+    for symbol in dict.fromkeys(symbol for size in sizes for symbol in meta.expression(size).free_symbols):
+        yield (usual, 1), {symbol: 1}
+
+
+def _shared(
+    graph: fx.Graph, asked: Collection[fx.Node], layout: Layout, sizes: Mapping[sympy.Symbol, int]
+) -> set[fx.Node] | None:
+    """Return which ops share their argument's memory in a layout; None where the program does not run in it."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        given = [_laid_out(node, layout, sizes) for node in graph.nodes if node.op == "placeholder"]
+        run = _Run(graph, asked)
+        try:
+            run.run(*given)
+        except Exception:  # of sizes or strides that an op refuses, or of values that no fake tensor has
+            return None
+    return run.sharing
+
+
+def _laid_out(node: fx.Node, layout: Layout, sizes: Mapping[sympy.Symbol, int]) -> Any:
+    value = meta.value(node)
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape = [meta.size_at(sizes, size) for size in value.shape]
+    order, innermost = layout
+    strides, stride = [0] * len(shape), innermost
+    for dim in reversed([dim for dim in order if dim < len(shape)] + list(range(DIMS, len(shape)))):
+        strides[dim], stride = stride, stride * max(shape[dim], 1)
+    return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+
+
+class _Run(fx.Interpreter):
+    """Runs a graph and notes which of some ops give views of their arguments."""
+
+    def __init__(self, graph: fx.Graph, asked: Collection[fx.Node]) -> None:
+        super().__init__(nn.Module(), graph=graph)
+        self.asked, self.sharing = asked, set[fx.Node]()
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node."""
+        result = super().run_node(n)
+        if n in self.asked and meta.storages_of(result) & meta.storages_of(self.env[n.all_input_nodes[0]]):
+            self.sharing.add(n)
+        return result

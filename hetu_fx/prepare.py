@@ -103,7 +103,7 @@ def prepare(wanted: Preparation, make_try: MakeTry | None = None) -> tuple[Runti
     open_rounds(table)
     is_mixed = len(set(types)) > 1
     together(table, lambda: _check_optimizer(wanted.optimizer, table.size))
-    execution, program, example, plans, cluster = together(table, lambda: _found(wanted, is_mixed=is_mixed))
+    execution, program, example, plans, cluster = together(table, lambda: _found(wanted, table.size, is_mixed=is_mixed))
     with using(table):
         rows = agree(table, example).rows
         rows_of_all = max(1, rows[0] if wanted.settings.shared else sum(rows))
@@ -169,7 +169,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _found(
-    wanted: Preparation, *, is_mixed: bool
+    wanted: Preparation, ranks: int, *, is_mixed: bool
 ) -> tuple[Execution[Any], CapturedProgram | ModuleProgram, LocalFacts, Sequence[Plan] | None, Cluster | None]:
     """Find out what takes no other rank: how the model is to run, what planning knows of it, facts of the example.
 
@@ -177,7 +177,7 @@ def _found(
     """
     _check_model(wanted.model)
     initialize_lazy(wanted.model, wanted.batch)
-    execution, program = _execution_of(wanted, is_mixed=is_mixed)
+    execution, program = _execution_of(wanted, ranks, is_mixed=is_mixed)
     batch, cluster = wanted.batch, wanted.cluster
     args, kwargs = as_call(batch)
     example = execution.read(args, kwargs, True, shared=wanted.settings.shared).facts
@@ -185,7 +185,9 @@ def _found(
     return execution, program, example, None if wanted.plan == "auto" else _given_plans(wanted.plan), given
 
 
-def _execution_of(wanted: Preparation, *, is_mixed: bool) -> tuple[Execution[Any], CapturedProgram | ModuleProgram]:
+def _execution_of(
+    wanted: Preparation, ranks: int, *, is_mixed: bool
+) -> tuple[Execution[Any], CapturedProgram | ModuleProgram]:
     """Return the way in which the model is to run, and what planning knows of it.
 
     Where ranks compute on several types of devices (`is_mixed`), they have the casts of one.
@@ -226,6 +228,8 @@ def _execution_of(wanted: Preparation, *, is_mixed: bool) -> tuple[Execution[Any
             )
         case "eager":
             module = EagerExecution(wanted.model, wanted.loss_fn, wanted.batch, wanted.row_dims)
+            if ranks > 1:
+                module.check_rows_are_known()
             return module, ModuleProgram(wanted.model)
         case other:
             raise StateError(f"capture={other!r} is not known; use 'graph' or 'eager'")

@@ -138,6 +138,22 @@ class EagerExecution:
         """Return what the module consisted of when a batch was last read."""
         return self.module.structure
 
+    def check_rows_are_known(self) -> None:
+        """Refuse entries of lists for several ranks: they may be samples, and their dim 0 then no row of the batch.
+
+        Raises:
+            PlanError: naming them.
+        """
+        if names := self.module.in_lists:
+            lists = dict.fromkeys(name.rpartition(".")[0] for name in names)
+            told = " and ".join(map(repr, lists))
+            raise PlanError(
+                f"input {told} is a list of tensors, which capture='eager' cannot share out over replicas: dim 0 of "
+                f"each may count rows, or each may be a sample (an image of channels, height and width)\n"
+                f"hint: say row_dims={dict.fromkeys(lists, 0)} if dim 0 of each counts rows; pass samples as one "
+                f"tensor, padded, or train the model by torch's DistributedDataParallel"
+            )
+
     def check(self, plan: Plan, world_size: int) -> None:
         """Raise PlanError unless every pipeline is one device and one micro-batch; warn of what rows weigh."""
         for index, pipeline in enumerate(plan.pipelines):
@@ -161,20 +177,8 @@ class EagerExecution:
         check_takes_any_row(plan)
         plan.check(num_blocks=0, world_size=world_size)
         if len(plan.pipelines) > 1:
-            self._check_rows_are_known()
+            self.check_rows_are_known()
             warnings.warn(BY_ROWS, stacklevel=2)
-
-    def _check_rows_are_known(self) -> None:
-        """Refuse to cut entries of lists, which may be samples: their dim 0 is then no row of the batch."""
-        if names := self.module.in_lists:
-            lists = dict.fromkeys(name.rpartition(".")[0] for name in names)
-            told = " and ".join(map(repr, lists))
-            raise PlanError(
-                f"input {told} is a list of tensors, which capture='eager' cannot share out over replicas: dim 0 of "
-                f"each may count rows, or each may be a sample (an image of channels, height and width)\n"
-                f"hint: say row_dims={dict.fromkeys(lists, 0)} if dim 0 of each counts rows; pass samples as one "
-                f"tensor, padded, or train the model by torch's DistributedDataParallel"
-            )
 
     def compute_annotations(self, plan: Plan) -> Mapping[str, Annotation]:
         """Return that every replica reads all parameters."""

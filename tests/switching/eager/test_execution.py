@@ -239,5 +239,7 @@ def test_entries_of_a_list_may_be_samples_and_are_cut_only_where_that_is_asked_f
     execution.check(Plan.single(), 1)
     with pytest.raises(PlanError, match=r"'images' is a list of tensors, .*\nhint: say row_dims=\{'images': 0\} if"):
         execution.check(replicas, 2)
+    with pytest.raises(PlanError, match="'images' is a list of tensors"):  # whatever the plan, where batches differ
+        execution.check_rows_are_known()
     with pytest.warns(UserWarning, match="weighted by its share of the rows"):
         EagerExecution(Pictures(), None, images, AskedRowDims({"images": 0})).check(replicas, 2)

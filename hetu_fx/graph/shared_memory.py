@@ -8,7 +8,9 @@ several: where the rest of a program would see the difference, the program is ru
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -47,19 +49,57 @@ def check_layouts(graph: fx.Graph) -> None:
 
 def _seen_writes(graph: fx.Graph) -> Iterator[fx.Node]:
     """Yield the ops that may give a view or a copy, if a later write to one of the two may be read from the other."""
-    places = {node: place for place, node in enumerate(graph.nodes)}
     owners = {node: owner for node in graph.nodes if (owner := _may_share(node)) is not None}
     families: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         families.setdefault(_root(node, owners), []).append(node)
+    places = {node: place for place, node in enumerate(graph.nodes)}
     for family in families.values():
-        writes = [(place, node) for node in family for place in _places_of_writes(node, places)]
-        for node in family:
-            if not writes or node not in owners or written_arguments(node) or not _is_open(node):
-                continue
-            of_node = {other for other in family if node in _owners_of(other, owners)}
-            if any(_is_read(family, of_node, place, into, places) for place, into in writes if place > places[node]):
-                yield node
+        uses = _Uses.of(family, places)
+        if any(uses.writes.values()):
+            open_ops = [node for node in family if node in owners and not written_arguments(node) and _is_open(node)]
+            yield from (node for node in open_ops if uses.cross(node, _inside(node, family, owners)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Uses:
+    """When values that share memory, or may, are written to and when last read.
+
+    Attributes:
+        writes: the places of writes into each, in order.
+        reads: the place of the last read of each, -1 for none; views of one are no reads of it.
+    """
+
+    places: Mapping[fx.Node, int]
+    writes: Mapping[fx.Node, Sequence[int]]
+    reads: Mapping[fx.Node, int]
+
+    @classmethod
+    def of(cls, family: Sequence[fx.Node], places: Mapping[fx.Node, int]) -> _Uses:
+        """Find them."""
+        own = set(family)
+        writes = {node: sorted(places[user] for user in node.users if node in written_arguments(user)) for node in own}
+        reading = {node: [user for user in node.users if user not in own or written_arguments(user)] for node in own}
+        last = {node: max((places[user] for user in users), default=-1) for node, users in reading.items()}
+        return cls(places, writes, last)
+
+    def cross(self, node: fx.Node, inside: Collection[fx.Node]) -> bool:
+        """Tell whether a write after a node, to what comes of it, is read from the others later, or the reverse."""
+        first, last = {True: math.inf, False: math.inf}, {True: -1, False: -1}
+        for member, places in self.writes.items():
+            side = member in inside
+            first[side] = min(first[side], next((place for place in places if place > self.places[node]), math.inf))
+            last[side] = max(last[side], self.reads[member])
+        return first[True] < last[False] or first[False] < last[True]
+
+
+def _inside(node: fx.Node, family: Sequence[fx.Node], owners: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
+    """Return what shares the memory of a node, or may, and what shares that of these; `family` is in order."""
+    found = {node}
+    for member in family:
+        if owners.get(member) in found:
+            found.add(member)
+    return found
 
 
 def _may_share(node: fx.Node) -> fx.Node | None:
@@ -74,32 +114,10 @@ def _is_open(node: fx.Node) -> bool:
     return is_op and meta.is_tensor(node) and bool(node.all_input_nodes) and is_view(node)
 
 
-def _owners_of(node: fx.Node, owners: Mapping[fx.Node, fx.Node]) -> Iterator[fx.Node]:
-    yield node
+def _root(node: fx.Node, owners: Mapping[fx.Node, fx.Node]) -> fx.Node:
     while node in owners:
         node = owners[node]
-        yield node
-
-
-def _root(node: fx.Node, owners: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    return list(_owners_of(node, owners))[-1]
-
-
-def _places_of_writes(node: fx.Node, places: Mapping[fx.Node, int]) -> list[int]:
-    return [places[user] for user in node.users if node in written_arguments(user)]
-
-
-def _is_read(
-    family: Sequence[fx.Node],
-    of_node: Collection[fx.Node],
-    place: int,
-    into: fx.Node,
-    places: Mapping[fx.Node, int],
-) -> bool:
-    """Tell whether a write is followed by a read of what is on the other side of the op that may copy."""
-    across = [node for node in family if (node in of_node) != (into in of_node)]
-    later = [user for node in across for user in node.users if places[user] > place]
-    return any(user not in family or written_arguments(user) for user in later)
+    return node
 
 
 def _cases(graph: fx.Graph) -> Iterator[tuple[Layout, Mapping[sympy.Symbol, int]]]:

@@ -51,6 +51,28 @@ def trains(model: nn.Module, batches: Batches) -> bool:
     return bool(gradients) and all(map(math.isfinite, numbers))
 
 
+def change_by_an_ulp(model: nn.Module, batches: Batches) -> float:
+    """Return what plain PyTorch makes of inputs and weights an ulp off: the largest relative difference of anything.
+
+    Programs are drawn in which large numbers cancel, or a softmax is all but one: they have fewer digits, or none.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def off(tensor: Tensor) -> Tensor:
+        if not carries_gradient(tensor.dtype):
+            return tensor
+        noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+        return (tensor.detach() * (1 + noise * torch.finfo(tensor.dtype).eps)).to(tensor.dtype)
+
+    moved, given = copy.deepcopy(model), [dict(batch) for batch in batches]
+    for parameter in moved.parameters():
+        parameter.data = off(parameter)
+    others = [{name: off(tensor) for name, tensor in batch.items()} for batch in given]
+    with quiet():
+        verdict = judge("", train_alone(model, given, HOW), train_alone(moved, others, HOW), 0.0, "")
+    return max(verdict.parameter_difference, *(step.most for step in verdict.steps))
+
+
 class Trial:
     """A model that is captured once, and what one device makes of it.
 
@@ -86,25 +108,8 @@ class Trial:
 
     @cached_property
     def _rounding(self) -> float:
-        """Return what rounding may come to: many times what plain PyTorch makes of inputs and weights an ulp off.
-
-        Programs are drawn in which large numbers cancel, or a softmax is all but one: they have no more digits.
-        """
-        generator = torch.Generator().manual_seed(0)
-
-        def off(tensor: Tensor) -> Tensor:
-            if not carries_gradient(tensor.dtype):
-                return tensor
-            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-            return (tensor.detach() * (1 + noise * torch.finfo(tensor.dtype).eps)).to(tensor.dtype)
-
-        model = copy.deepcopy(self._model)
-        for parameter in model.parameters():
-            parameter.data = off(parameter)
-        batches = [{name: off(tensor) for name, tensor in batch.items()} for batch in self._batches]
-        with quiet():
-            verdict = judge("", train_alone(self._model, self._batches, HOW), train_alone(model, batches, HOW), 0.0, "")
-        return ROUNDINGS * max(verdict.parameter_difference, *(step.most for step in verdict.steps))
+        """Return what rounding may come to: many times what an ulp of inputs and weights changes."""
+        return ROUNDINGS * change_by_an_ulp(self._model, self._batches)
 
 
 class _Draws(TorchDispatchMode):

@@ -9,7 +9,7 @@ from random import Random
 from time import monotonic
 
 from hetu_fx.plans.plan import Plan
-from tests.ops.trial import Kind, Outcome, Trial, raised, trains
+from tests.ops.trial import Kind, Outcome, Trial, change_by_an_ulp, raised, trains
 from tests.random_programs import plans
 from tests.random_programs.program import Program, draw
 
@@ -17,6 +17,8 @@ PLANS_PER_PROGRAM = 8
 MEETS = 0.3
 """Of how many programs rows meet in a step or the loss."""
 TOLERANCE = 1e-8
+FEWEST_DIGITS = 1e-6
+"""What an ulp may change: in 3 of 100 programs that are drawn it changes all, and nothing can be said of them."""
 SHRINK_SECONDS = 60.0
 
 
@@ -54,7 +56,7 @@ def pairs(seed: int, seconds: float, most: int | None = None) -> Iterator[Pair]:
 
 
 def of_program(seed: int, number: int) -> Iterator[Pair]:
-    """Yield the pairs of one program, which may be none: not every program that is drawn trains."""
+    """Yield the pairs of one program, which may be none: not every program that is drawn trains, and has digits."""
     r = Random(f"{seed} {number}")
     program = draw(r, MEETS)
     trial = _trial(program)
@@ -66,10 +68,10 @@ def of_program(seed: int, number: int) -> Iterator[Pair]:
 
 
 def _trial(program: Program) -> Trial | Outcome | None:
-    """Return a program ready to be tried, what its capture came to, or None: plain PyTorch does not train it."""
+    """Return a program ready to be tried, what its capture came to, or None if plain PyTorch makes noise of it."""
     model, batches = program.model(), program.batches()
     try:
-        if not trains(model, batches):
+        if not trains(model, batches) or change_by_an_ulp(model, batches) > FEWEST_DIGITS:
             return None
     except (RuntimeError, IndexError, ValueError):
         return None
@@ -84,7 +86,7 @@ def _outcome(trial: Trial | Outcome, plan: Plan) -> Outcome:
 
 
 def tried(seed: str, program: Program, plan: Plan) -> Pair | None:
-    """Return a pair and what becomes of it; None if plain PyTorch does not train the program."""
+    """Return a pair and what becomes of it; None if nothing can be said of the program."""
     trial = _trial(program)
     return None if trial is None else Pair(seed, program, plan, *_outcome(trial, plan))
 

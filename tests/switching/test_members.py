@@ -11,15 +11,20 @@ import torch
 from torch import Tensor, nn
 
 import hetu_fx
+from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.comm_ops.wire.threads.run import run_in_threads
+from hetu_fx.switching.home.tensor import HomeTensor
 from tests.program.guarded import BATCH
+from tests.switching.in_threads import runtime_of
 
 
 class Net(nn.Module):
-    """A net with a batch norm, and a loss."""
+    """A net with a batch norm, or without, and a loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_norm: bool = True) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.norm = nn.BatchNorm1d(4) if has_norm else nn.Identity()
         self.first.bias.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,7 +61,9 @@ CHANGES = {
 }
 
 
-def trained(model: nn.Module, change: Callable[[Any], Any]) -> dict[str, Tensor]:
+def trained(
+    model: nn.Module, change: Callable[[Any], Any], call: Callable[..., Tensor] | None = None
+) -> dict[str, Tensor]:
     """Train a step, change the model, train two; return all that it has then."""
     batch = {"x": torch.arange(12.0).reshape(4, 3).sin()}
     for number in range(3):
@@ -64,7 +71,7 @@ def trained(model: nn.Module, change: Callable[[Any], Any]) -> dict[str, Tensor]
             torch.manual_seed(1)
             change(model)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        model(**batch).backward()
+        (call or model)(**batch).backward()
         optimizer.step()
         optimizer.zero_grad()
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -81,6 +88,24 @@ def test_training_goes_on_as_on_one_device(change: Callable[[Any], Any], capture
     assert expected.keys() == found.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name].detach(), value.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", sorted(CHANGES.keys() - {"a new buffer"}))
+def test_training_of_two_replicas_goes_on_as_on_one_device(change: str) -> None:
+    torch.manual_seed(0)
+    plain = Net(has_norm=False)
+
+    def found(table: GroupTable) -> dict[str, Tensor]:
+        model = copy.deepcopy(plain)
+        runtime = runtime_of(table, model, BATCH)
+        made = trained(model, CHANGES[change], lambda **batch: runtime.run((), batch))
+        assert all(isinstance(parameter, HomeTensor) for parameter in model.parameters())
+        return {name: hetu_fx.full_tensor(value).detach() for name, value in made.items()}
+
+    replicas = run_in_threads(2, found)
+    for name, value in trained(copy.deepcopy(plain), CHANGES[change]).items():
+        for replica in replicas:
+            torch.testing.assert_close(replica[name], value.detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_told_of_captures_says_why() -> None:

@@ -29,6 +29,7 @@ from hetu_fx.comm_ops.wire.shutdown import opening_connections, remember
 from hetu_fx.errors import EnvironmentProblem, PlanError, ProfileError, StateError
 from hetu_fx.graph.bind import as_call
 from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims
+from hetu_fx.graph.shared_memory import overlapping
 from hetu_fx.planner.captured_program import CapturedProgram, PlannedProgram
 from hetu_fx.planner.count.optimizer_state import state_of, takes_sparse_gradients_alone
 from hetu_fx.planner.module_program import ModuleProgram, PlannedModule
@@ -303,6 +304,14 @@ def _check_model(model: nn.Module) -> None:
             f"the model's parameters are on {len(devices)} devices {sorted(map(str, devices))}; move it to one "
             f"device per process, such as model.to('cuda')"
         )
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for pair in overlapping({**dict(model.named_parameters()), **dict(model.named_buffers())}):
+        if not trained.isdisjoint(pair):
+            raise StateError(
+                f"{pair[0]!r} and {pair[1]!r} share memory and are not one parameter: an optimizer that changes one "
+                f"would change the other, which parallel devices do not\n"
+                f"hint: use one parameter in both places, or take a copy (.clone())"
+            )
     kind = type_of(next(iter(devices)))
     for name, parameter in model.named_parameters():
         if parameter.dtype in kind.no_dtypes:

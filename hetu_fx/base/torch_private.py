@@ -321,6 +321,13 @@ def replaced_sizes(mode: FakeTensorMode) -> dict[Any, Any]:
     return dict(mode.shape_env.replacements) if mode.shape_env is not None else {}
 
 
+def size_guards(mode: FakeTensorMode) -> list[Any]:
+    """Return what a mode's trace has found out of its sizes, as sympy expressions of those that are left free."""
+    environment = mode.shape_env
+    replaced = [environment.replace(guard.expr) for guard in environment.guards]  # type: ignore[union-attr]
+    return [guard for guard in replaced if guard.free_symbols]
+
+
 def new_size(mode: FakeTensorMode, name: str, example: int) -> Any:
     """Make a symbolic size for tensors of a mode that is no size of theirs."""
     assert mode.shape_env is not None, "a captured graph has symbolic sizes"

@@ -20,9 +20,9 @@ from hetu_fx.graph.blocks import find_blocks
 from hetu_fx.graph.capture_failure import WAY_OUT
 from hetu_fx.graph.clean import clean, name_masks
 from hetu_fx.graph.containers import Constant, Opaque, TensorSlot, Tree, WithheldNumber, walk, without_opaque
-from hetu_fx.graph.example import Example
+from hetu_fx.graph.example import Example, order_in_memory
 from hetu_fx.graph.functional import functionalize
-from hetu_fx.graph.graph import FixedRows, Graph, Leaf, LeafKind, OutputKind, OutputLeaf
+from hetu_fx.graph.graph import FixedRows, Graph, InputLayout, Leaf, LeafKind, OutputKind, OutputLeaf
 from hetu_fx.graph.numbers import settled_numbers
 from hetu_fx.graph.regions import detach_at_exits, inline_regions
 from hetu_fx.graph.row_dims import AskedRowDims
@@ -53,6 +53,7 @@ class Assembly:
     asked: AskedRowDims
     numbers: bool
     observed: Tree | None = None
+    asks_layout: str = ""
     copies: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def graph(self, training: bool, notes: tuple[str, ...]) -> Graph:
@@ -92,6 +93,8 @@ class Assembly:
             block_paths=find_blocks(meta.module_stack(node) for node in flat.nodes),
             constants=self._constants(leaves),
             observed=None if self.observed is None else without_opaque(self.observed),
+            layout=self._layout(),
+            conditions=meta.conditions(flat, symbol),
         ).with_note(*notes, *self._notes(), *_without_rows(leaves))
 
     def _leaves(self, flat: fx.Graph) -> tuple[Leaf, ...]:
@@ -161,6 +164,11 @@ class Assembly:
         dims = self.example.row_dims
         sizes = [meta.shape(leaf.node)[dims[leaf.name]] for leaf in leaves if _is_input(leaf) and leaf.name in dims]
         return meta.expression(sizes[0]) if sizes and meta.is_symbolic(sizes[0]) else None
+
+    def _layout(self) -> InputLayout | None:
+        """Return how inputs must lie in memory, if the forward has asked."""
+        orders = {name: order_in_memory(tensor) for name, tensor in self.example.tensors.items()}
+        return InputLayout(self.asks_layout, orders) if self.asks_layout else None
 
     def _fixed_rows(self) -> FixedRows | None:
         """Return the rows that every batch must have, if inputs have any."""

@@ -24,15 +24,22 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.assemble import Assembly
 from hetu_fx.graph.assigned import tied_buffers, written_back
 from hetu_fx.graph.bind import Batch, as_call, flatten_batch
-from hetu_fx.graph.capture_failure import NoStrayParameters, explain_failure, no_backward_is_lost, watch_fixed_sizes
+from hetu_fx.graph.capture_failure import (
+    NothingUnseen,
+    explain_failure,
+    inference_is_no_grad,
+    no_backward_is_lost,
+    watch_fixed_sizes,
+)
 from hetu_fx.graph.containers import Tree, flatten, unflatten
 from hetu_fx.graph.example import Example, make_example
-from hetu_fx.graph.graph import OBSERVED, Graph
+from hetu_fx.graph.graph import OBSERVED, Graph, OutputKind
 from hetu_fx.graph.lengths import open_lengths
 from hetu_fx.graph.neutral import PARAMETERS, OnHost, device_of, stand_in_device, state_at
 from hetu_fx.graph.numbers import later, plain_values, steady, with_numbers
 from hetu_fx.graph.regions import casts
 from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, count_rows, row_dims_of
+from hetu_fx.graph.shared_memory import overlapping
 
 Autocasts = tuple[tuple[str, torch.dtype], ...]
 """The kinds of devices for which torch.autocast is on, and what it casts to."""
@@ -81,7 +88,22 @@ def capture(
     input_tree, tensors = flatten_batch(batch)
     program = _Program(model, input_tree, tuple(tensors), loss_fn, around, row_dims, numbers)
     with in_mode(model, training), _surroundings():
-        return _captured(program, tensors, training, device or device_of(model, tensors), casts_on_host)
+        graph = _captured(program, tensors, training, device or device_of(model, tensors), casts_on_host)
+    _check_written_alone(graph, model)
+    return graph
+
+
+def _check_written_alone(graph: Graph, model: nn.Module) -> None:
+    """Refuse a write to a buffer of which another tensor is a view: in a graph each is one of its own."""
+    written = {leaf.name for leaf in graph.outputs if leaf.kind is OutputKind.BUFFER_UPDATE}
+    state = {**graph.constants, **dict(model.named_parameters()), **dict(model.named_buffers())} if written else {}
+    for pair in overlapping(state):
+        if not written.isdisjoint(pair):
+            raise CaptureError(
+                f"forward writes to {' or '.join(map(repr, sorted(written.intersection(pair))))}, and {pair[0]!r} and "
+                f"{pair[1]!r} share memory: what is written to one would not be read from the other\n"
+                "hint: make one of them from the other in forward, where it is read"
+            )
 
 
 def _captured(
@@ -140,6 +162,7 @@ class _Traced:
             asked=program.asked,
             numbers=program.numbers,
             copies={} if program.on_host is None else program.on_host.copies,
+            asks_layout=program.output.asks_layout,
         )
         return assembly.graph(training, self.notes)
 
@@ -153,6 +176,7 @@ class _OutputStructure:
 
     found: Tree | None = None
     more: Tree | None = None
+    asks_layout: str = ""
 
     def tree(self) -> Tree:
         """Return the structure of the model's output."""
@@ -192,8 +216,9 @@ class _Program(nn.Module):
         batch = unflatten(self.input_tree, dict(zip(self.names, tensors, strict=True)))
         args, kwargs = as_call(batch)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(NoStrayParameters())
+            seen = stack.enter_context(NothingUnseen())
             stack.enter_context(no_backward_is_lost())
+            stack.enter_context(inference_is_no_grad())
             if self.on_host is not None:
                 stack.enter_context(self.on_host)
             for device_type, dtype in self.autocasts_traced:
@@ -201,6 +226,7 @@ class _Program(nn.Module):
             stack.enter_context(written_back(self.model, self.ties))
             more = stack.enter_context(self.around())
             output = self.model(*args, **kwargs)
+            self.output.asks_layout = seen.asks_layout
             tree, values = with_numbers(*flatten(output))
             self.output.found, self.output.more = tree, None
             if more:

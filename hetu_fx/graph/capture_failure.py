@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from hetu_fx.base import torch_private
 from hetu_fx.base.dtypes import as_reals, carries_gradient, in_double
@@ -92,8 +94,14 @@ def _short(path: str, line: int) -> str:
     return f"{os.path.basename(path)}:{line}"
 
 
-class NoStrayParameters(TorchFunctionMode):
-    """Refuses trainable parameters that the model does not own: export would bake them in as constants."""
+class NothingUnseen(TorchFunctionMode):
+    """Refuses calls of which a graph says nothing, though gradients depend on them.
+
+    Attributes:
+        asks_layout: the line at which the user's code asks how a tensor lies in memory; empty if it does not.
+    """
+
+    asks_layout = ""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for argument in tree_leaves((args, kwargs)):
@@ -102,7 +110,26 @@ class NoStrayParameters(TorchFunctionMode):
                     f"a trainable tensor of shape {tuple(argument.shape)} is used that is not a parameter of the "
                     "model; register it in the model (a loss function with parameters belongs into the model)"
                 )
+        if func in _HOOKS:
+            raise CaptureError(
+                f"forward registers a hook on a value ({_line_of_caller()}), and a captured graph has none; write what "
+                f"it does to the gradient as an op (half of it: `0.5 * h + 0.5 * h.detach()`), or {WAY_OUT}"
+            )
+        if func in _FREEZING and isinstance(args[0], nn.Parameter):
+            wanted = args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True)
+            if bool(wanted) != args[0].requires_grad:
+                raise CaptureError(
+                    f"forward sets requires_grad of a parameter to {wanted} ({_line_of_caller()}), and a graph trains "
+                    f"what is trained before it; set it outside, use `weight.detach()`, or {WAY_OUT}"
+                )
+        if func in _LAYOUTS and not sys._getframe(1).f_code.co_filename.startswith(meta.NOT_THE_USERS):
+            self.asks_layout = self.asks_layout or _line_of_caller()
         return func(*args, **(kwargs or {}))
+
+
+_LAYOUTS = (Tensor.is_contiguous, Tensor.stride)
+_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+_FREEZING = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -112,6 +139,9 @@ def no_backward_is_lost() -> Iterator[None]:
 
     def checked(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         carries = any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in args)
+        if carries and issubclass(cls, CheckpointFunction):
+            run_function, _, *given = args  # what its backward computes again, and differentiates
+            return run_function(*given)
         if carries and not cls.__module__.startswith("torch.") and not is_derivative(cls, args):
             raise CaptureError(
                 f"the model calls {cls.__qualname__} ({_line_of_caller()}), an autograd function whose backward is not "
@@ -121,6 +151,21 @@ def no_backward_is_lost() -> Iterator[None]:
         return found.__get__(None, cls)(*args, **kwargs)
 
     with mock.patch.object(torch.autograd.Function, "apply", classmethod(checked)):
+        yield
+
+
+@contextlib.contextmanager
+def inference_is_no_grad() -> Iterator[None]:
+    """Let inference mode be a region without gradients, which a trace sees; it does not see inference mode."""
+    regions: list[torch.set_grad_enabled] = []
+
+    def enter(mode: torch.inference_mode) -> None:
+        regions.append(torch.set_grad_enabled(not mode.mode))
+
+    def leave(mode: torch.inference_mode, *error: Any) -> None:
+        regions.pop().__exit__(*error)
+
+    with mock.patch.multiple(torch.inference_mode, __enter__=enter, __exit__=leave):
         yield
 
 

@@ -134,7 +134,7 @@ def _simplify_add(node: fx.Node) -> fx.Node | None:
 def _simplify_cat(node: fx.Node) -> fx.Node | None:
     """Drop operands of shape (0,), which torch.cat ignores (an empty cache starts as one)."""
     pieces: Any = node.args[0]
-    kept = [piece for piece in pieces if meta.shape(piece) != (0,)]
+    kept = [piece for piece in pieces if [meta.expression(size) for size in meta.shape(piece)] != [0]]
     if len(kept) == len(pieces) or not kept or any(meta.dtype(piece) != meta.dtype(node) for piece in kept):
         return None
     if len(kept) == 1:

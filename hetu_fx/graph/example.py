@@ -1,7 +1,7 @@
 """Choose the example that a model is traced with: sizes that differ, a batch of more than one row.
 
-Values never matter to the trace, so the example is made of zeros; only sizes and dtypes are the user's, and devices
-where it is not traced on the host.
+Values never matter to the trace, so the example is made of zeros; only sizes, dtypes and the order of dims in memory
+are the user's, and devices where it is not traced on the host.
 """
 
 from __future__ import annotations
@@ -69,14 +69,26 @@ def make_example(
     rows = rows if keep_batch or not row_dims else _distinct_rows(rows, tensors, row_dims, model)
     on_meta = next((tensor.device for tensor in model.parameters() if tensor.is_meta), None)
     zeros = {
-        name: torch.zeros(
-            with_rows(tuple(tensor.shape), row_dims[name], rows) if name in row_dims else tensor.shape,
+        name: _zeros(
+            with_rows(tuple(tensor.shape), row_dims[name], rows) if name in row_dims else tuple(tensor.shape),
+            order_in_memory(tensor),
             dtype=tensor.dtype,
             device=on_meta or (stand_in_device(tensor.device) if on_host else tensor.device),
         )
         for name, tensor in tensors.items()
     }
     return Example(zeros, row_dims)
+
+
+def order_in_memory(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the dims of a tensor as they lie in memory, outermost first."""
+    dims = range(tensor.dim())
+    return tuple(dims if tensor.is_contiguous() else sorted(dims, key=tensor.stride, reverse=True))
+
+
+def _zeros(shape: tuple[int, ...], order: tuple[int, ...], **how: Any) -> torch.Tensor:
+    inverse = [order.index(dim) for dim in range(len(order))]
+    return torch.zeros([shape[dim] for dim in order], **how).permute(inverse)
 
 
 def _distinct_rows(rows: int, tensors: Mapping[str, torch.Tensor], row_dims: RowDims, model: torch.nn.Module) -> int:

@@ -113,6 +113,19 @@ class FixedRows:
         assert self.dims, "some input has them"
 
 
+@dataclass(frozen=True)
+class InputLayout:
+    """How inputs must lie in memory, as the forward has asked for it and may have gone on by the answer.
+
+    Attributes:
+        line: where it has asked.
+        orders: the dims of each input, outermost in memory first.
+    """
+
+    line: str
+    orders: Mapping[str, tuple[int, ...]]
+
+
 @dataclass(frozen=True, eq=False)
 class Graph:
     """A captured single-device program.
@@ -133,6 +146,9 @@ class Graph:
         notes: what the user should know about this capture.
         observed: structure of what submodules make that are observed, in outputs whose names begin with OBSERVED; None
             if none are.
+        layout: how inputs must lie in memory, where the forward has asked for that; else None.
+        conditions: what must hold of the sizes of a batch, as it did of the example's: ops, or the forward itself, have
+            compared sizes and gone on by what came out.
     """
 
     graph: fx.Graph
@@ -149,6 +165,8 @@ class Graph:
     gathered: tuple[GatheredRows, ...] = ()
     notes: tuple[str, ...] = ()
     observed: Tree | None = None
+    layout: InputLayout | None = None
+    conditions: tuple[sympy.Expr, ...] = ()
 
     def __post_init__(self) -> None:
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]

@@ -27,6 +27,7 @@ from hetu_fx.base.torch_private import (
     new_size,
     number_of_expression,
     replaced_sizes,
+    size_guards,
     tree_leaves,
     tree_map,
     without_guards,
@@ -260,6 +261,19 @@ def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
     mode = detect_fake_mode(examples)
     assert mode is not None, "a captured graph has fake example values"
     return mode
+
+
+def conditions(graph: fx.Graph, batch_symbol: Any) -> tuple[sympy.Expr, ...]:
+    """Return what a trace has found out of its sizes and gone on by, but for sizes that are equal or fixed.
+
+    That a size is not 1 is such a condition too: the trace has broadcast and squeezed nothing for its sake. Rows may be
+    1, as was said to torch.export.
+    """
+    found = dict.fromkeys(size_guards(_fake_mode(graph)))
+    inputs = [size for node in graph.nodes if node.op == "placeholder" and is_tensor(node) for size in shape(node)]
+    others = dict.fromkeys(s for size in inputs if is_symbolic(size) for s in expression(size).free_symbols)
+    not_one = [sympy.Ge(symbol, 2) for symbol in others if symbol != batch_symbol]
+    return (*found, *(condition for condition in not_one if condition not in found))
 
 
 def infer(node: fx.Node) -> Any:

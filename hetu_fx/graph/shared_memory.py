@@ -177,3 +177,18 @@ class _Run(fx.Interpreter):
         if n in self.asked and meta.storages_of(result) & meta.storages_of(self.env[n.all_input_nodes[0]]):
             self.sharing.add(n)
         return result
+
+
+def overlapping(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
+    """Yield pairs of names of tensors that have memory in common, by their first and last byte."""
+    places = [(_bytes_of(tensor), name) for name, tensor in tensors.items() if not tensor.is_meta and tensor.numel()]
+    before: list[tuple[str, int, str]] = []
+    for (device, begin, end), name in sorted(places):
+        before = [one for one in before if one[0] == device and one[1] > begin]
+        yield from ((other, name) for *_, other in before)
+        before.append((device, end, name))
+
+
+def _bytes_of(tensor: torch.Tensor) -> tuple[str, int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

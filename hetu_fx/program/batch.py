@@ -67,7 +67,7 @@ class Arguments:
 
 def likeness_of(given: GivenBatch) -> tuple[Any, ...]:
     """Return what is equal for batches of tensors alone that have one form and one size; quicker than the form."""
-    kinds = [(tensor.dtype, tensor.shape, tensor.device) for tensor in given.tensors.values()]
+    kinds = [(tensor.dtype, tensor.shape, tensor.device, tensor.is_contiguous()) for tensor in given.tensors.values()]
     return given.structure, kinds, ambient_autocasts(), torch.get_default_dtype()
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from hetu_fx.errors import BatchError
 from hetu_fx.graph.bind import GivenBatch
 from hetu_fx.graph.capture import Autocasts
+from hetu_fx.graph.example import order_in_memory
 from hetu_fx.program.program import Bindings, Program
 from hetu_fx.program.reads import Reads
 from hetu_fx.program.structure import Structure, differences
@@ -117,7 +118,11 @@ def sizes_of(program: Program, given: GivenBatch) -> Sizes | str:
     Raises:
         BatchError: inputs have different numbers of rows, which no program takes.
     """
-    rows = program.num_rows(given.tensors)
+    rows, layout = program.num_rows(given.tensors), program.graph.layout
+    if layout is not None:
+        others = (name for name, order in layout.orders.items() if order_in_memory(given.tensors[name]) != order)
+        if (name := next(others, None)) is not None:
+            return f"the forward asks how its inputs lie in memory ({layout.line}), and dims of {name!r} lie otherwise"
     try:
         return rows, program.bind(given.tensors)
     except BatchError as error:

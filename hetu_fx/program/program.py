@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -85,7 +85,42 @@ class Program:
 
     def bind(self, tensors: Mapping[str, Tensor]) -> dict[sympy.Symbol, int]:
         """Return what each symbol stands for in a batch. Raises `BatchError` where it does not fit."""
-        return bind(self.shapes, tensors)
+        bindings = bind(self.shapes, tensors)
+        self._check(False, bindings)
+        return bindings
+
+    def check_rows(self, bindings: Bindings, rows: int) -> None:
+        """Raise `BatchError` unless the graph holds for a batch of so many rows, over all ranks."""
+        symbol = self.graph.batch_symbol
+        self._check(True, bindings if symbol is None else {**bindings, symbol: rows})
+
+    def _check(self, of_rows: bool, bindings: Bindings) -> None:
+        """Raise `BatchError` unless conditions hold, as far as sizes of inputs tell."""
+        known = frozenset(bindings.items())
+        for condition in self._conditions[of_rows]:
+            if not _holds(condition, known):
+                named = condition.xreplace({symbol: sympy.Symbol(name) for symbol, name in self._size_names.items()})
+                sizes = ", ".join(f"{self._size_names[s]} is {bindings[s]}" for s in condition.free_symbols)
+                raise BatchError(
+                    f"the captured graph holds for batches of which {named}, and {sizes} now: the forward, or an op, "
+                    f"compares them\nhint: give batches of such sizes, or compare them outside of the model"
+                )
+
+    @cached_property
+    def _size_names(self) -> Mapping[sympy.Symbol, str]:
+        """Return what symbols are called in errors: as the forward would read them."""
+        sizes = [
+            (size, f"{name}.shape[{dim}]") for name, shape in self.shapes.items() for dim, size in enumerate(shape)
+        ]
+        return {size: name for size, name in reversed(sizes) if isinstance(size, sympy.Symbol)}
+
+    @cached_property
+    def _conditions(self) -> Mapping[bool, Sequence[sympy.Expr]]:
+        """Return what must hold of sizes: where rows are not compared, and where they are."""
+        found: dict[bool, list[sympy.Expr]] = {False: [], True: []}
+        for condition in self.graph.conditions:
+            found[self.graph.batch_symbol in condition.free_symbols].append(condition)
+        return found
 
     @cached_property
     def counts(self) -> tuple[str, ...]:
@@ -291,6 +326,11 @@ def _bind_size(bindings: dict[sympy.Symbol, int], name: str, dim: int, expected:
             f"dim {dim} of input {name!r} has size {actual}, but the captured graph needs {int(expected)} there; "
             f"pad the batch to that size, or call hetu_fx.auto_parallelize with an example of the new size"
         )
+
+
+@lru_cache(maxsize=4096)
+def _holds(condition: sympy.Expr, bindings: frozenset[tuple[sympy.Symbol, int]]) -> bool:
+    return condition.subs(dict(bindings)) is not sympy.false
 
 
 def evaluate(shape: LogicalShape, bindings: Bindings) -> tuple[int, ...]:

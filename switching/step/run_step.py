@@ -18,7 +18,7 @@ from hetu_fx.graph.capture import ambient_autocasts, casting
 from hetu_fx.graph.graph import OBSERVED
 from hetu_fx.plans.schedule import Order, forwards, orders_of
 from hetu_fx.program.loss_type import LossType
-from hetu_fx.program.program import Program
+from hetu_fx.program.program import Bindings, Program
 from hetu_fx.switching.step.assigned_rows import AssignedRows
 from hetu_fx.switching.step.batches import MicroBatchRows, ReadBatch
 from hetu_fx.switching.step.compiled_plans import GraphVariant, StagePlan
@@ -57,7 +57,7 @@ class _GraphStep(StepFrame):
     def __init__(self, variant: GraphVariant, batch: StepBatch, inputs: StepInputs) -> None:
         self.batch, self.program = batch, batch.program
         self.wants_values = _wants_values(batch, inputs)
-        _check_rows_can_be_put_together(self.program, variant, inputs)
+        _check_rows_can_be_put_together(self.program, batch.bindings, variant, inputs)
         self.stage = stage_of(variant, batch, inputs)
         self.device = self.stage.device
         runs_ahead = not self.stage.deduced.annotated.runs_in_step
@@ -238,12 +238,15 @@ class _GraphStep(StepFrame):
         return as_brought(self.batch, made) if isinstance(self.batch, ReadBatch) else made
 
 
-def _check_rows_can_be_put_together(program: Program, variant: GraphVariant, inputs: StepInputs) -> None:
-    """Refuse ranks' own rows where the graph has a fixed number of rows: it would compute one rank's alone.
+def _check_rows_can_be_put_together(
+    program: Program, bindings: Bindings, variant: GraphVariant, inputs: StepInputs
+) -> None:
+    """Refuse rows of which the graph does not hold, and ranks' own where it has a fixed number: it would compute those.
 
     Raises:
         BatchError: on every rank.
     """
+    program.check_rows(bindings, inputs.rows.total)
     is_put_together = variant.table.size > 1 and not inputs.shared
     if is_put_together and program.doubt:
         raise BatchError(program.doubt)

@@ -180,12 +180,12 @@ class _Run(fx.Interpreter):
 
 
 def overlapping(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
-    """Yield pairs of names of tensors that have memory in common, by their first and last byte."""
+    """Yield pairs of names of tensors that have memory in common, by their first and last byte, in alphabetic order."""
     places = [(_bytes_of(tensor), name) for name, tensor in tensors.items() if not tensor.is_meta and tensor.numel()]
     before: list[tuple[str, int, str]] = []
     for (device, begin, end), name in sorted(places):
         before = [one for one in before if one[0] == device and one[1] > begin]
-        yield from ((other, name) for *_, other in before)
+        yield from ((min(other, name), max(other, name)) for *_, other in before)
         before.append((device, end, name))
 
 

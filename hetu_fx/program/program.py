@@ -144,7 +144,8 @@ class Program:
             f"{[leaf for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, told)]}"
             for node in self.graph.graph.nodes
         )
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
+        told_of_sizes = sorted(map(str, self.graph.conditions))
+        return hashlib.sha256("\n".join((*lines, *told_of_sizes)).encode()).hexdigest()[:8]
 
     @cached_property
     def sequence_units(self) -> int:

@@ -103,7 +103,11 @@ def narrowed(batch: ReadBatch, cut: MicroBatchRows, rows: RowPlan) -> MicroBatch
         return cut
     shapes = _shapes(batch.program, cut.tensors, tuple(map(max, zip(*brought, strict=True))))
     tensors = {name: tensor[tuple(map(slice, shapes[name]))].contiguous() for name, tensor in cut.tensors.items()}
-    return replace(cut, tensors=tensors, bindings={**cut.bindings, **batch.program.bind(tensors)})
+    try:
+        bindings = batch.program.bind(tensors)
+    except BatchError:  # the graph holds for the sizes of all ranks, and not for these
+        return cut
+    return replace(cut, tensors=tensors, bindings={**cut.bindings, **bindings})
 
 
 def share_of(narrow: Sequence[MicroBatchRows], cuts: Sequence[MicroBatchRows]) -> float:

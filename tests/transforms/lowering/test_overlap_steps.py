@@ -85,7 +85,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 @pytest.mark.parametrize("name", PLANS)
 def test_a_training_is_that_of_one_device(name: str, cluster: Cluster | None, calls: Counter[str]) -> None:
     torch.manual_seed(3)
-    model, given = Blocks().double(), [batch(6, 32), batch(5, 17), batch(3, 1)]
+    model, given = Blocks().double(), [batch(6, 32), batch(5, 17), batch(3, 2)]
     how = Lockstep(partial(torch.optim.AdamW, lr=1e-2), cluster=cluster)
     verdict = judge("plan", train_alone(model, given, how), how.train(model, given, PLANS[name]), 1e-10, "")
     assert verdict.verdict == "equal", verdict

@@ -324,7 +324,7 @@ def replaced_sizes(mode: FakeTensorMode) -> dict[Any, Any]:
 def size_guards(mode: FakeTensorMode) -> list[Any]:
     """Return what a mode's trace has found out of its sizes, as sympy expressions of those that are left free."""
     environment = mode.shape_env
-    replaced = [environment.replace(guard.expr) for guard in environment.guards]  # type: ignore[union-attr]
+    replaced = [] if environment is None else [environment.replace(guard.expr) for guard in environment.guards]
     return [guard for guard in replaced if guard.free_symbols]
 
 

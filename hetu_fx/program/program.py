@@ -100,7 +100,9 @@ class Program:
         for condition in self._conditions[of_rows]:
             if not _holds(condition, known):
                 named = condition.xreplace({symbol: sympy.Symbol(name) for symbol, name in self._size_names.items()})
-                sizes = ", ".join(f"{self._size_names[s]} is {bindings[s]}" for s in condition.free_symbols)
+                sizes = ", ".join(
+                    f"{name} is {bindings[s]}" for s, name in self._size_names.items() if condition.has(s)
+                )
                 raise BatchError(
                     f"the captured graph holds for batches of which {named}, and {sizes} now: the forward, or an op, "
                     f"compares them\nhint: give batches of such sizes, or compare them outside of the model"

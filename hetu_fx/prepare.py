@@ -178,6 +178,7 @@ def _found(
     """
     _check_model(wanted.model)
     initialize_lazy(wanted.model, wanted.batch)
+    _check_memory(wanted.model)
     execution, program = _execution_of(wanted, ranks, is_mixed=is_mixed)
     batch, cluster = wanted.batch, wanted.cluster
     args, kwargs = as_call(batch)
@@ -288,6 +289,18 @@ def _check_group(table: GroupTable) -> None:
         )
 
 
+def _check_memory(model: nn.Module) -> None:
+    """Refuse parameters that are views of others, once all have their values."""
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for pair in overlapping({**dict(model.named_parameters()), **dict(model.named_buffers())}):
+        if not trained.isdisjoint(pair):
+            raise StateError(
+                f"{pair[0]!r} and {pair[1]!r} share memory and are not one parameter: an optimizer that changes one "
+                f"would change the other, which parallel devices do not\n"
+                f"hint: use one parameter in both places, or take a copy (.clone())"
+            )
+
+
 def _check_model(model: nn.Module) -> None:
     """Refuse a model without values, or spread over devices already."""
     devices = {parameter.device for parameter in model.parameters()}
@@ -304,14 +317,6 @@ def _check_model(model: nn.Module) -> None:
             f"the model's parameters are on {len(devices)} devices {sorted(map(str, devices))}; move it to one "
             f"device per process, such as model.to('cuda')"
         )
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for pair in overlapping({**dict(model.named_parameters()), **dict(model.named_buffers())}):
-        if not trained.isdisjoint(pair):
-            raise StateError(
-                f"{pair[0]!r} and {pair[1]!r} share memory and are not one parameter: an optimizer that changes one "
-                f"would change the other, which parallel devices do not\n"
-                f"hint: use one parameter in both places, or take a copy (.clone())"
-            )
     kind = type_of(next(iter(devices)))
     for name, parameter in model.named_parameters():
         if parameter.dtype in kind.no_dtypes:

@@ -21,7 +21,7 @@ from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.base.torch_private import transform_level
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.calls import note
-from hetu_fx.comm_ops.wire.consensus import Count, LocalFacts, StepFacts, agree, by_first
+from hetu_fx.comm_ops.wire.consensus import Count, LocalFacts, StepFacts, agree, by_first, together
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import StateError
 from hetu_fx.plans.plan import Plan
@@ -264,8 +264,11 @@ class Runtime:
         self.same_inputs.check(facts, batch.facts.signature, partial(batch.same_inputs, shared=self.settings.shared))
         if self.settings.shared:
             facts = replace(facts, counts=batch.facts.counts)
-        if facts.unequal_sizes or facts.sizes != batch.facts.sizes:
-            batch = batch.filled(facts, self.settings.outputs)
+        fill = partial(batch.filled, facts, self.settings.outputs)
+        if facts.unequal_sizes:  # ranks may have found unlike programs for theirs, of which one does not hold for all
+            batch = together(self.table, fill)
+        elif facts.sizes != batch.facts.sizes:
+            batch = fill()
         if changed:
             self._take_in()
         return batch, facts

@@ -35,7 +35,7 @@ from hetu_fx.program.batch import form_of
 from hetu_fx.program.captures import Programs
 from hetu_fx.program.program import Program
 from hetu_fx.switching.sequences.form import SequenceForm, SequenceOptions, form_of_sequences, longest_row
-from hetu_fx.switching.step.assigned_rows import AssignedRows, Sequences, first_rows, row_plan, sequences_of
+from hetu_fx.switching.step.assigned_rows import AssignedRows, Sequences, first_rows, row_plan, sequences_of, widened
 from hetu_fx.switching.step.compiled_plans import GraphVariant
 from hetu_fx.switching.step.execution import Division, Reading, StepInputs, VariantPart
 from hetu_fx.switching.step.run_step import run_step
@@ -238,7 +238,7 @@ class SequenceReading(Reading[GraphVariant]):
         """Divide it among variants, as planned ahead or now."""
         reader, form = self.reader, self.reader.forms[self.key]
         planned = reader.plan(self.key, self.sequences, variants, rates)
-        assignments = planned.assignments
+        assignments = tuple(widened(found, form.program, self.sequences.inputs) for found in planned.assignments)
         numbers = iter(first_rows([micro for found in assignments for micro in found.micro_batches]))
         rows = [
             AssignedRows(

@@ -8,12 +8,13 @@ over all tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise, starmap
 from typing import Any
 
+import sympy
 from torch import Tensor
 
 from hetu_fx.batches.packing import Filling, filled
@@ -107,6 +108,22 @@ def first_rows(micro_batches: Sequence[PackedMicroBatch]) -> tuple[int, ...]:
         rows = first + len(micro.rows)
         tokens = rows * micro.width
     return tuple(found)
+
+
+_MOST_TOKENS_MORE = 16
+"""That a row is made wider by, so that a graph holds for it: graphs hold for all but a few widths, such as 1."""
+
+
+def widened(found: Assignment, program: Program, names: Iterable[str]) -> Assignment:
+    """Return an assignment whose rows are as wide as the program holds for, where it does not for theirs."""
+    lengths = [size for name in names for size in program.shapes[name][1:2] if isinstance(size, sympy.Symbol)]
+
+    def wide(micro: PackedMicroBatch) -> PackedMicroBatch:
+        widths = range(micro.width, micro.width + _MOST_TOKENS_MORE)
+        width = next((width for width in widths if program.holds(dict.fromkeys(lengths, width))), micro.width)
+        return micro if width == micro.width else replace(micro, width=width)
+
+    return replace(found, pipelines=tuple(tuple(map(wide, pipeline)) for pipeline in found.pipelines))
 
 
 @dataclass(frozen=True, eq=False)

@@ -167,8 +167,9 @@ class Assembly:
 
     def _layout(self) -> InputLayout | None:
         """Return how inputs must lie in memory, if the forward has asked."""
-        orders = {name: order_in_memory(tensor) for name, tensor in self.example.tensors.items()}
-        return InputLayout(self.asks_layout, orders) if self.asks_layout else None
+        if not self.asks_layout:
+            return None
+        return InputLayout(self.asks_layout, {name: order_in_memory(x) for name, x in self.example.tensors.items()})
 
     def _fixed_rows(self) -> FixedRows | None:
         """Return the rows that every batch must have, if inputs have any."""

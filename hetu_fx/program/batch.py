@@ -12,6 +12,7 @@ import torch
 from hetu_fx.errors import BatchError
 from hetu_fx.graph.bind import Batch, GivenBatch
 from hetu_fx.graph.capture import ambient_autocasts
+from hetu_fx.graph.example import order_in_memory
 
 _TOGETHER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _MOST_ORDERS = 64
@@ -67,7 +68,7 @@ class Arguments:
 
 def likeness_of(given: GivenBatch) -> tuple[Any, ...]:
     """Return what is equal for batches of tensors alone that have one form and one size; quicker than the form."""
-    kinds = [(tensor.dtype, tensor.shape, tensor.device, tensor.is_contiguous()) for tensor in given.tensors.values()]
+    kinds = [(tensor.dtype, tensor.shape, tensor.device, order_in_memory(tensor)) for tensor in given.tensors.values()]
     return given.structure, kinds, ambient_autocasts(), torch.get_default_dtype()
 
 

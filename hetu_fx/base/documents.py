@@ -8,7 +8,8 @@ import math
 import os
 import stat
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -41,15 +42,25 @@ def read_json(path: str | os.PathLike[str], error: type[HetuFxError]) -> Any:
     Raises:
         HetuFxError: `error`, with the path and the line.
     """
-    with open_regular(path, error) as file:
+    return json_of(read_bytes(path, error), os.fspath(path), error)
+
+
+def read_bytes(path: str | os.PathLike[str], error: type[HetuFxError], folder: int | None = None) -> bytes:
+    """Read a document, of `MOST_BYTES` at most; see `open_regular`."""
+    with open_regular(path, error, folder) as file:
         size = os.fstat(file.fileno()).st_size
         if size > MOST_BYTES:
-            raise error(f"{os.fspath(path)} has {size} bytes; a document has {MOST_BYTES} at most")
-        try:
-            data = file.read()
-        except OSError as problem:
-            raise error(f"cannot read {os.fspath(path)}: {problem.strerror}") from problem
-    return json_of(data, os.fspath(path), error)
+            raise error(f"cannot read {os.fspath(path)}: it has {size} bytes; a document has {MOST_BYTES} at most")
+        return file.read(size)
+
+
+@contextmanager
+def told_as_damaged(where: str, error: type[HetuFxError]) -> Iterator[None]:
+    """Raise `error` where what a document means cannot be read, as it has another form than what was written."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as problem:
+        raise error(f"{where} is damaged: {type(problem).__name__}: {problem}") from problem
 
 
 def json_of(data: bytes | str, where: str, error: type[HetuFxError], *, constants: bool = False) -> Any:
@@ -71,22 +82,26 @@ def json_of(data: bytes | str, where: str, error: type[HetuFxError], *, constant
         raise error(f"{where} is not valid JSON: values are nested too deeply") from problem
 
 
-def open_regular(path: str | os.PathLike[str], error: type[HetuFxError], folder: int | None = None) -> BinaryIO:
+def open_regular(
+    path: str | os.PathLike[str], error: type[HetuFxError], folder: int | None = None, *, writable: bool = False
+) -> BinaryIO:
     """Open a regular file for reading; never waits, as a pipe would have it.
 
     Args:
         path: to be read.
         error: what is raised where it cannot be.
         folder: an open folder that a relative `path` stands in.
+        writable: open it for writing too.
     """
+    access = os.O_RDWR if writable else os.O_RDONLY
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        handle = os.open(path, access | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     except (OSError, ValueError) as problem:  # a name with a NUL in it is a ValueError
         raise error(f"cannot read {os.fspath(path)}: {getattr(problem, 'strerror', problem)}") from problem
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise error(f"cannot read {os.fspath(path)}: it is no regular file")
-    return open(handle, "rb")
+    return open(handle, "r+b" if writable else "rb")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

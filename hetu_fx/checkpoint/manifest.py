@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, Literal
 
 import xxhash
 
-from hetu_fx.base.documents import json_of, open_regular
+from hetu_fx.base.documents import json_of, open_regular, told_as_damaged
 from hetu_fx.checkpoint.summed_files import SummedFile
 from hetu_fx.errors import CheckpointError
 
@@ -50,7 +50,7 @@ class FileEntry:
 
     @classmethod
     def read(cls, told: Mapping[str, Any]) -> FileEntry:
-        """Read what `told` has written. Raises TypeError, ValueError, KeyError."""
+        """Read what `told` has written. Raises TypeError, ValueError, KeyError where it is another form."""
         ways: tuple[How, ...] = ("xxh3", "header_xxh3", "sha256")
         ((how, found),) = [(way, told[way]) for way in ways if way in told]
         size = told["bytes"]
@@ -94,10 +94,8 @@ class Manifest:
         known = told.get("format") if isinstance(told, dict) else None
         if known not in (_FORMAT, _OLDER):
             raise CheckpointError(f"{where} has format {known!r}, expected {_FORMAT!r}; hint: use a newer hetu_fx")
-        try:
+        with told_as_damaged(str(where), CheckpointError):
             files = {name: FileEntry.read(entry) for name, entry in sorted(told["files"].items())}
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{where} is damaged: {error!r}; hint: load another checkpoint") from error
         for name in files:
             checked_name(name, where)
         return cls(MappingProxyType(files), xxhash.xxh3_64_intdigest(data) & (1 << 48) - 1)

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, Self
 
 import xxhash
 
-from hetu_fx.base.documents import json_of, open_regular
+from hetu_fx.base.documents import json_of, open_regular, read_bytes
 from hetu_fx.checkpoint.manifest import MANIFEST, FileEntry, Manifest, checked_name, digest
 from hetu_fx.checkpoint.summed_files import SummedFile
 from hetu_fx.errors import CheckpointError
@@ -134,16 +134,16 @@ class OpenFolder:
             )
 
     def _open(self, name: str) -> BinaryIO:
-        if name != MANIFEST and (entry := self._entry(name)) is not None:
-            self._check_size(name, entry)
-        try:
-            return open_regular(checked_name(name, self.path), CheckpointError, self._handle)
-        except CheckpointError as error:
-            raise CheckpointError(f"{self.path}: {error}") from error
+        return open_regular(self._checked(name), CheckpointError, self._handle)
 
     def _read(self, name: str) -> bytes:
-        with self._open(name) as file:
-            return file.read()
+        return read_bytes(self._checked(name), CheckpointError, self._handle)
+
+    def _checked(self, name: str) -> str:
+        """Return the name of a file in it, which has the size that the manifest says."""
+        if name != MANIFEST and (entry := self._entry(name)) is not None:
+            self._check_size(name, entry)
+        return checked_name(name, self.path)
 
     def _is_file(self, name: str) -> bool:
         try:

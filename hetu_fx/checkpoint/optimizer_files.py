@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from hetu_fx.base.documents import told_as_damaged
 from hetu_fx.checkpoint.open_folder import OpenFolder
 from hetu_fx.checkpoint.tensor_files import BoxFiles, Key, RankShards
-from hetu_fx.errors import CheckpointError, HetuFxError
+from hetu_fx.errors import CheckpointError
 from hetu_fx.switching.home.ops import HomeTensor
 
 STATE = "training_state.json"
@@ -143,7 +143,7 @@ class TrainingFiles:
         if told != FORMAT:
             raise CheckpointError(f"{boxes.where} has format {told!r}, expected {FORMAT!r}")
         self.boxes = boxes
-        with _told_as_damaged(boxes.where):
+        with told_as_damaged(f"the training state of {boxes.where}", CheckpointError):
             self.groups = [(tuple(map(str, group["params"])), dict(group["options"])) for group in document["groups"]]
             self.state = {name: dict(saved) for name, saved in document["state"].items()}
             self.extra = dict(document["extra"])
@@ -163,7 +163,7 @@ class TrainingFiles:
         """
         names = _names(optimizer, parameters)
         self._check_groups(optimizer, names)
-        with _told_as_damaged(self.boxes.where):
+        with told_as_damaged(f"the training state of {self.boxes.where}", CheckpointError):
             pairs = zip(self.groups, optimizer.param_groups, strict=True)
             options = [_options(saved, now) for (_, saved), now in pairs]
             of_parameter = {name: own for (those, _), own in zip(self.groups, options, strict=True) for name in those}
@@ -257,14 +257,3 @@ def _restore(saved: Any) -> Any:
             return saved
         case _:
             raise ValueError(f"{saved!r} is no value of an optimizer")
-
-
-@contextmanager
-def _told_as_damaged(where: Path) -> Iterator[None]:
-    """Raise CheckpointError where a document is not of the form that `training_document` has."""
-    try:
-        yield
-    except HetuFxError:
-        raise
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise CheckpointError(f"the training state of {where} is damaged: {error}; hint: load another one") from error

@@ -155,7 +155,7 @@ def _safe_open(file: BinaryIO, path: Path) -> Any:
     # safetensors wants a path; that of the handle is the same file still, where another has taken its name.
     try:
         return safe_open(f"{_HANDLES}/{file.fileno()}", framework="pt")
-    except (OSError, SafetensorError) as error:
+    except (MemoryError, OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
 
 

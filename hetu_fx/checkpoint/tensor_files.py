@@ -20,6 +20,7 @@ from torch import Tensor
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.local import index
 from hetu_fx.annotations.region import Box, Interval
+from hetu_fx.base.documents import told_as_damaged
 from hetu_fx.base.frameworks import weight_names
 from hetu_fx.checkpoint.open_folder import OpenFolder
 from hetu_fx.checkpoint.summed_files import SummedFile, write_summed
@@ -161,14 +162,12 @@ def boxes_in(file: SummedFile) -> dict[str, tuple[Key, Bounds]]:
         CheckpointError: they are not boxes of the file's tensors.
     """
     header = file.document(_BOXES, "{}")
-    try:
+    with told_as_damaged(f"{file.path}: its boxes", CheckpointError):
         boxes = {
             entry: ((name, key), tuple((start, stop) for start, stop in bounds))
             for entry, (name, key, bounds) in header.items()
         }
         fit = all(_sizes(bounds) == tuple(file.value(entry).shape) for entry, (_, bounds) in boxes.items())
-    except (AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{file.path} is damaged: its boxes cannot be read: {error}") from error
     if not fit:
         raise CheckpointError(f"{file.path} is damaged: its boxes are not those of its tensors")
     return boxes

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import parse_annotation
 from hetu_fx.annotations.local import local_part
+from hetu_fx.base.documents import told_as_damaged
 from hetu_fx.checkpoint.left_overs import place_of
 from hetu_fx.checkpoint.manifest import MANIFEST
 from hetu_fx.checkpoint.open_folder import OpenFolder
@@ -157,7 +158,7 @@ def opened_export(folder: Path) -> Iterator[tuple[OpenFolder, Mapping[str, Any]]
         ExportError: it is none, of another format, or damaged; or what is read of it meanwhile is.
     """
     try:
-        with OpenFolder(place_of(folder)) as opened:
+        with OpenFolder(place_of(folder)) as opened, told_as_damaged(f"the export {folder}", ExportError):
             yield opened, _read_manifest(opened)
     except CheckpointError as error:
         raise ExportError(f"{error}; export again") from error

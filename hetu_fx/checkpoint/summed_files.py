@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -35,25 +35,20 @@ def write_summed(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
     Raises OSError, SafetensorError.
     """
-    sums = {name: [sum_of(block) for block in _blocks(tensor)] for name, tensor in tensors.items()}
+    sums = {name: _sums_of(_bytes_of(tensor)) for name, tensor in tensors.items()}
     told = {**metadata, _SUMS: json.dumps(sums)}
     forms = {name: (_dtype(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()}
     save_file(dict(tensors), str(path), metadata={**told, _SUM: _sum_of_header(told, forms)})
     os.chmod(path, usual_mode())
 
 
-def sum_of(data: Any) -> str:
-    """Return the XXH3 sum of bytes."""
-    return xxh3_64_hexdigest(data)
+def _bytes_of(tensor: Tensor) -> memoryview:
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
-def _blocks(tensor: Tensor) -> Iterator[Any]:
-    flat = _bytes_of(tensor)
-    yield from (flat[start : start + BLOCK_BYTES].numpy() for start in range(0, flat.numel(), BLOCK_BYTES))
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
+def _sums_of(data: memoryview) -> list[str]:
+    return [xxh3_64_hexdigest(data[start : start + BLOCK_BYTES]) for start in range(0, len(data), BLOCK_BYTES)]
 
 
 def _dtype(dtype: torch.dtype) -> str:
@@ -61,7 +56,7 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def _sum_of_header(metadata: Mapping[str, str], forms: Mapping[str, Any]) -> str:
-    return sum_of(json.dumps([dict(metadata), dict(forms)], sort_keys=True).encode())
+    return xxh3_64_hexdigest(json.dumps([dict(metadata), dict(forms)], sort_keys=True).encode())
 
 
 class SummedFile:
@@ -113,15 +108,15 @@ class SummedFile:
         if self._sums is None:
             return
         value = self.value(name)
-        flat, wanted = _bytes_of(value), self._sums[name]
-        if len(wanted) != -(-flat.numel() // BLOCK_BYTES):
-            raise CheckpointError(f"{self.path} is damaged: {name!r} has {len(wanted)} sums for {flat.numel()} bytes")
+        data, wanted = _bytes_of(value), self._sums[name]
+        if len(wanted) != -(-len(data) // BLOCK_BYTES):
+            raise CheckpointError(f"{self.path} is damaged: {name!r} has {len(wanted)} sums for {len(data)} bytes")
         for block in _blocks_of_part(value, where):
             if (name, block) in self._checked:
                 continue
             start = block * BLOCK_BYTES
-            if sum_of(flat[start : start + BLOCK_BYTES].numpy()) != wanted[block]:
-                end = min(start + BLOCK_BYTES, flat.numel())
+            if xxh3_64_hexdigest(data[start : start + BLOCK_BYTES]) != wanted[block]:
+                end = min(start + BLOCK_BYTES, len(data))
                 raise CheckpointError(
                     f"{self.path} is damaged: the sum of bytes {start} to {end} of {name!r} is not what was written; "
                     "hint: load another checkpoint"

@@ -136,7 +136,6 @@ CONTROL_VARIABLE = "HETU_FX_EMULATE_CONTROL"
 
 
 STATE_FILE = "state.json"
-STATE_FORMAT = "hetu_fx.emulation/1"
 MOST_STATE_BYTES = 1 << 20
 
 
@@ -178,7 +177,7 @@ def current_cores(control: str | os.PathLike[str] | None = None) -> float:
 def _write_first_state(folder: Path, plan: RunPlan) -> None:
     """Write what change_speed needs to know about a run."""
     state = {
-        "format": STATE_FORMAT,
+        "format": "hetu_fx.emulation/1",
         "name": plan.name,
         "kind": type(plan.limiter).__name__,
         "bases": [str(base) for base in cgroup_bases(plan.limiter)],
@@ -189,10 +188,11 @@ def _write_first_state(folder: Path, plan: RunPlan) -> None:
 
 
 def _read_state(file: BinaryIO) -> dict[str, Any]:
-    state: dict[str, Any] = json_of(file.read(MOST_STATE_BYTES), str(file.name), EnvironmentProblem)
-    with told_as_damaged(file.name, EnvironmentProblem):
-        if state["format"] != STATE_FORMAT or not all(type(state[key]) is list for key in ("bases", "speeds")):
-            raise ValueError(f"it is no {STATE_FORMAT!r}")
+    where = f"the emulation's {STATE_FILE}"
+    state: dict[str, Any] = json_of(file.read(MOST_STATE_BYTES), where, EnvironmentProblem)
+    with told_as_damaged(where, EnvironmentProblem):
+        if not all(type(state[key]) is list for key in ("bases", "speeds")):
+            raise TypeError("'bases' and 'speeds' are no lists")
         numbers = [state["num_cores"], *state["speeds"]]
         if any(type(number) not in (int, float) for number in numbers):
             raise TypeError(f"{numbers} are not all numbers")

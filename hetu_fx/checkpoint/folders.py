@@ -182,16 +182,18 @@ def _settle(folder: Path) -> None:
 
 
 def latest(parent: Path) -> Path | None:
-    """Return the newest complete folder in `parent`, by the number that ends its name, or None.
+    """Return the newest complete folder in `parent`, by the number that ends its name; None where there is none.
 
     Folders without a manifest, torn ones, and those that are being written are skipped. Of one whose replacement a
     crash has ended the name is returned, under which `load` finds it.
+
+    Raises:
+        CheckpointError: `parent` is there, but cannot be looked into.
     """
-    try:
-        places = {left.name: left.path for left in reversed(left_overs(parent)) if is_complete(left.path)}
-        places |= {name: parent / name for name in os.listdir(parent) if name[0] != "."}
-    except (OSError, CheckpointError):
+    if not os.path.lexists(parent):
         return None
+    places = {left.name: left.path for left in reversed(left_overs(parent)) if is_complete(left.path)}
+    places |= {name: parent / name for name in os.listdir(parent) if name[0] != "."}
     ages = {name: _age(name, place) for name, place in places.items() if is_complete(place)}
     newest = max(ages, key=lambda name: ages[name], default=None)
     return None if newest is None else parent / newest

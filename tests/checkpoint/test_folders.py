@@ -200,6 +200,13 @@ def test_a_name_is_no_pattern(tmp_path: Path) -> None:
     assert names(tmp_path) == [".run1.new-01234567", "run1", "run[1]"]
 
 
+def test_a_place_that_cannot_be_looked_into_is_no_empty_one(tmp_path: Path) -> None:
+    assert latest(tmp_path / "none") is None
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot read .*file: Not a directory"):
+        latest(tmp_path / "file")
+
+
 def _a_pipe(place: Path) -> None:
     place.mkdir()
     os.mkfifo(place / MANIFEST)

@@ -8,20 +8,25 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetu_fx.checkpoint.folders import latest
 from hetu_fx.errors import CheckpointError, ExportError, HetuFxError
 from hetu_fx.export.check import check_exported
 from hetu_fx.export.load import load_exported, load_single
+from hetu_fx.plans.plan import Plan
+from tests.broken_files.children import Child
 from tests.broken_files.kind import Kind, Promise
-from tests.broken_files.trained import Small, plain, trained
+from tests.broken_files.trained import Net, Small, Trained, plain, trained
 
 SAVED = "run[1]"
 """No name is ever a pattern."""
+MEMORY = "memory[1]"
 MOST_SEALED = 16 << 20
 EXTRA = {"batch": 7, "schedule": {"rates": [0.5, 0.25], "name": "step"}, "is_last": False}
 
@@ -121,8 +126,8 @@ def _read_latest(folder: Path) -> Any:
 def _write_snapshot(folder: Path, number: int) -> None:
     run = trained()
     run.train(1)
-    run.hetu.save(folder / "checkpoints" / "step-1", optimizer=run.optimizer, extra={"batch": 1, "number": number})
-    snapshots = run.hetu.snapshots(run.optimizer, folder=folder / SAVED, stopped_after=None)
+    run.hetu.save(folder / SAVED / "step-1", optimizer=run.optimizer, extra={"batch": 1, "number": number})
+    snapshots = run.hetu.snapshots(run.optimizer, folder=folder / MEMORY, stopped_after=None)
     for batch in range(2 + number):
         run.train(1)
         snapshots.step({"batch": batch, "number": number})
@@ -132,10 +137,35 @@ def _write_snapshot(folder: Path, number: int) -> None:
 def _resume(folder: Path) -> Any:
     run = trained()
     snapshots = run.hetu.snapshots(
-        run.optimizer, folder=folder / SAVED, checkpoints=folder / "checkpoints", stopped_after=None
+        run.optimizer, folder=folder / MEMORY, checkpoints=folder / SAVED, stopped_after=None
     )
     found = snapshots.resume()
     return [found.source, found.step, plain(found.extra), run.state]
+
+
+def _write_of_two(folder: Path, number: int) -> None:
+    """Save as two ranks do, whose parts differ in size: a checkpoint, and a snapshot with copies of each other's."""
+    store = folder.with_name(f"store of {number}")
+
+    def work(rank: int) -> None:
+        dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2)
+        run = Trained(Net, Plan.data_parallel((0, 1), (3, 1)))
+        run.train(number + 1)
+        run.hetu.save(folder / SAVED / "step-1", optimizer=run.optimizer, extra={"number": number})
+        snapshots = run.hetu.snapshots(run.optimizer, folder=folder / MEMORY, stopped_after=None)
+        for batch in range(2 + number):
+            run.train(1)
+            snapshots.step({"batch": batch})
+        snapshots.wait()
+        dist.barrier()
+
+    for ended in [rank.wait(300.0) for rank in [Child(partial(work, rank)) for rank in range(2)]]:
+        _ = ended.sound
+
+
+def _load_of_two(folder: Path) -> Any:
+    run = trained()
+    return [run.hetu.load(folder / SAVED / "step-1", optimizer=run.optimizer), run.state]
 
 
 def _exporter(**options: Any) -> Callable[[Path, int], None]:
@@ -181,7 +211,9 @@ SAVED_KINDS: Mapping[str, Kind] = {
         _as_others_save(_saver(max_shard_size=150)), _load, _state, Promise.ANYTHING
     ),
     "latest": Kind(_write_steps, _read_latest, _state, instead=("*/step*2",)),
-    "snapshot": Kind(_write_snapshot, _resume, _state, instead=(f"{SAVED.replace('[', '[[]')}/*/*",), writes=True),
+    "snapshot": Kind(_write_snapshot, _resume, _state, instead=("memory*/*/*",), writes=True),
+    "checkpoint of two ranks": Kind(_write_of_two, _load_of_two, _state),
+    "snapshot of two ranks": Kind(_write_of_two, _resume, _state, instead=("memory*/*/*",), writes=True),
     "export": Kind(_export, _read_exported),
     "export, weights beside": Kind(_export_beside, _read_exported),
     "export for one device": Kind(_export_beside, _read_single),

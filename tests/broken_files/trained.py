@@ -57,11 +57,11 @@ def plain(value: Any) -> Any:
 class Trained:
     """A model that has taken a step, so that its optimizer has state."""
 
-    def __init__(self, make: type[nn.Module]) -> None:
+    def __init__(self, make: type[nn.Module], plan: hetu_fx.Plan | None = None) -> None:
         torch.manual_seed(3)
         net = make()
         self.optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, amsgrad=True)
-        plan = replace(hetu_fx.Plan.single(0), name="alone")
+        plan = plan or replace(hetu_fx.Plan.single(0), name="alone")
         self.model: Any = hetu_fx.auto_parallelize(
             net, self.batch(0), plan=plan, optimizer=self.optimizer, seed=3, check=False
         )

@@ -202,8 +202,8 @@ def _take_other(place: Place, r: Random) -> str:
 
 
 def _alike(place: Place) -> list[Path]:
-    """Return other files of the set with the same ending."""
-    found = sorted(place.root.rglob(f"*{place.path.suffix}"))
+    """Return other files beside it with the same ending: of one save, so that not two are broken."""
+    found = sorted(place.path.parent.glob(f"*{place.path.suffix}"))
     return [path for path in found if path.is_file() and path != place.path]
 
 
@@ -224,10 +224,6 @@ def _copy_as_another(place: Place, r: Random) -> str:
     source = place.other if place.other is not None and r.random() < 0.5 else place.path
     shutil.copyfile(source, place.path.with_name(name[:255]))
     return f"{'the other set' if source == place.other else 'it'} copied as {name}"
-
-
-def _is_top_or_file(place: Place) -> bool:
-    return place.path.parent == place.root or place.path.is_file()
 
 
 FILE_FAULTS: Mapping[str, Fault] = {

@@ -94,20 +94,19 @@ def _work(work: Callable[[], Any], pipe: int, most_bytes: int) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
-        total, resident, *_ = (
-            int(word) * resource.getpagesize() for word in Path("/proc/self/statm").read_text().split()
-        )
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        resource.setrlimit(resource.RLIMIT_AS, (total + most_bytes, hard))
+        pages = [int(word) * resource.getpagesize() for word in Path("/proc/self/statm").read_text().split()]
+        resident, data = pages[1], pages[5]
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        resource.setrlimit(resource.RLIMIT_DATA, (data + most_bytes, hard))  # not of files that are mapped
         try:
             told = {"value": work(), "error": ""}
         except BaseException:
             told = {"value": None, "error": traceback.format_exc()}
-        resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
         peak = max(0, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - resident)
-        data = json.dumps({**told, "peak_bytes": peak}).encode() + b"\n"
-        while data:
-            data = data[os.write(pipe, data) :]
+        line = json.dumps({**told, "peak_bytes": peak}).encode() + b"\n"
+        while line:
+            line = line[os.write(pipe, line) :]
         status = 0
     finally:
         os._exit(status)

@@ -12,7 +12,7 @@ from typing import Any
 from tests.broken_files.faults import Fault, Place
 
 DEPTH = 100_000
-LONG = 1_000_000
+LONG = 200_000
 _HOLE = "@hole@"
 
 Slot = tuple[Any, Any]

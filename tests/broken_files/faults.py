@@ -183,6 +183,18 @@ def _add_foreign(place: Place, r: Random) -> str:
     return f"{name!r} put into it"
 
 
+def _leave_over(place: Place, r: Random) -> str:
+    made = place.path.with_name(f".{place.path.name}.{r.choice(['old', 'new'])}-0badcafe")
+    shutil.copytree(place.path, made)
+    if r.random() < 0.5:
+        _remove(r.choice([path for path in sorted(made.rglob("*")) if path.is_file()]))
+    return f"{made.name} beside it, as a crash leaves it"
+
+
+def _is_saved(place: Place) -> bool:
+    return (place.path / "hetu_fx_manifest.json").is_file()
+
+
 def _take_other(place: Place, r: Random) -> str:
     assert place.other is not None
     shutil.copyfile(place.other, place.path)
@@ -190,8 +202,8 @@ def _take_other(place: Place, r: Random) -> str:
 
 
 def _alike(place: Place) -> list[Path]:
-    """Return other files of the set with the same ending."""
-    found = sorted(place.root.rglob(f"*{place.path.suffix}"))
+    """Return other files beside it with the same ending: of one save, so that not two are broken."""
+    found = sorted(place.path.parent.glob(f"*{place.path.suffix}"))
     return [path for path in found if path.is_file() and path != place.path]
 
 
@@ -214,10 +226,6 @@ def _copy_as_another(place: Place, r: Random) -> str:
     return f"{'the other set' if source == place.other else 'it'} copied as {name}"
 
 
-def _is_top_or_file(place: Place) -> bool:
-    return place.path.parent == place.root or place.path.is_file()
-
-
 FILE_FAULTS: Mapping[str, Fault] = {
     "bit flipped": Fault(_is_filled, _flip),
     "truncated": Fault(_is_filled, _truncate),
@@ -236,6 +244,7 @@ FILE_FAULTS: Mapping[str, Fault] = {
     "became /dev/null": Fault(_anything, _replaced_by(_null_device)),
     "behind a link": Fault(lambda place: place.path.parent == place.root, _behind_link, keeps=True),
     "foreign entry": Fault(lambda place: place.path.is_dir(), _add_foreign, keeps=True),
+    "left over": Fault(_is_saved, _leave_over, keeps=True),
     "of other values": Fault(_has_other, _take_other),
     "exchanged": Fault(lambda place: place.path.is_file() and bool(_alike(place)), _exchange),
     "copied as another": Fault(

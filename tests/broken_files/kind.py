@@ -32,6 +32,7 @@ class Kind:
         promise: of what is read where there is no error.
         instead: what may be gone, each with all that comes before it, so that what is read is something else that is
             whole, and as good: patterns of paths.
+        seal: makes sums right after a fault, so that what is behind them is reached; None: they are as they were.
         writes: it may change the set: it is a writer, too.
     """
 
@@ -40,4 +41,5 @@ class Kind:
     state: Callable[[], Any] = nothing
     promise: Promise = Promise.TRUE_VALUES
     instead: tuple[str, ...] = ()
+    seal: Callable[[Path], None] | None = None
     writes: bool = False

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -146,7 +147,7 @@ def _read(parent: Path, until: float) -> Any:
     counts, told = Counter[str](), dict[tuple[str, str], str]()
     while time.monotonic() < until or (not counts["whole"] and time.monotonic() < until + PATIENCE / 2):
         for way, read in WAYS.items():
-            kind, says = outcome_of(lambda read=read: read(parent))  # type: ignore[misc]
+            kind, says = outcome_of(partial(read, parent))
             counts[kind] += 1
             if kind != "whole":
                 told.setdefault((kind, says.split(":")[0]), f"{kind} ({way}): {says}")
@@ -166,7 +167,7 @@ def kill_while_saving(kills: int, seed: int) -> tuple[Counter[str], list[str]]:
         for number in range(kills):
             how = f"an end at rename {number}" if number < RENAMES else f"kill {number}"
             if number < RENAMES:
-                child = Child(lambda number=number: _save_to_rename(parent, saves, number))  # type: ignore[misc]
+                child = Child(partial(_save_to_rename, parent, saves, number))
             else:
                 child = Child(lambda: _save_on(parent, saves))
                 time.sleep(r.uniform(0.0, longest))
@@ -208,11 +209,7 @@ def _after(parent: Path, saves: Count) -> list[tuple[str, str]]:
     """Look at what a kill has left, save anew, and see whether anything of the killed one is still there."""
 
     def look() -> Any:
-        found = [outcome_of(lambda way=way: WAYS[way](parent)) for way in ("latest", "load")]  # type: ignore[misc]
-        return [
-            ("lost", f"{says} for {saves.value}") if k == "whole" and int(says) < saves.value else (k, says)
-            for k, says in found
-        ]
+        return [_lost_or(way, *outcome_of(partial(WAYS[way], parent)), saves.value) for way in ("latest", "load")]
 
     def save_anew() -> Any:
         save(parent / STEP, saves.value + 1)
@@ -226,3 +223,10 @@ def _after(parent: Path, saves: Count) -> list[tuple[str, str]]:
     again = in_child(save_anew, seconds=PATIENCE)
     broken = [("writer broken", again.error[-300:] or str(again))] if again.value is None else again.value
     return [*map(tuple, seen.sound), *map(tuple, broken)]
+
+
+def _lost_or(way: str, kind: str, says: str, least: int) -> tuple[str, str]:
+    """Return the outcome of a load after a kill: lost, where a save that was finished is not what is found."""
+    if (kind == "whole" and int(says) < least) or (kind == "refused" and way == "latest"):
+        return "lost", f"{says} for {least}"
+    return kind, f"{way}: {says}"

@@ -79,6 +79,15 @@ def _left_out(place: Place, r: Random) -> str:
     return f"without {name!r}"
 
 
+def _data(place: Place, r: Random) -> str:
+    header, behind = header_of(place.path)
+    data = bytearray(behind)
+    bit = r.randrange(8 * len(data))
+    data[bit // 8] ^= 1 << bit % 8
+    put_header(place.path, json.dumps(header, separators=(",", ":")), bytes(data))
+    return f"bit {bit} of {8 * len(data)}"
+
+
 def _fault(inflict: Callable[[Place, Random], str]) -> Fault:
     return Fault(lambda place: place.path.is_file() and place.path.suffix == ".safetensors", inflict)
 
@@ -90,6 +99,7 @@ TENSOR_FAULTS: Mapping[str, Fault] = {
         "offsets": _of_one(_offsets),
         "dtype": _of_one(_dtype),
         "shape": _of_one(_shape),
+        "bit of the data": _data,
         "names exchanged": _names,
         "entry left out": _left_out,
     }.items()

@@ -30,6 +30,17 @@ class Net(nn.Module):
         return nn.functional.mse_loss(self.again(hidden), y)
 
 
+class Small(nn.Module):
+    """One layer: to export a graph takes a second for each that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.up(x), y)
+
+
 def plain(value: Any) -> Any:
     """Return a value as JSON values that are equal where all bits are."""
     if isinstance(value, Tensor):
@@ -46,11 +57,11 @@ def plain(value: Any) -> Any:
 class Trained:
     """A model that has taken a step, so that its optimizer has state."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: type[nn.Module], plan: hetu_fx.Plan | None = None) -> None:
         torch.manual_seed(3)
-        net = Net()
+        net = make()
         self.optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, amsgrad=True)
-        plan = replace(hetu_fx.Plan.single(0), name="alone")
+        plan = plan or replace(hetu_fx.Plan.single(0), name="alone")
         self.model: Any = hetu_fx.auto_parallelize(
             net, self.batch(0), plan=plan, optimizer=self.optimizer, seed=3, check=False
         )
@@ -102,7 +113,7 @@ class Trained:
 
 
 @cache
-def trained() -> Trained:
-    """Return the one of this process."""
+def trained(make: type[nn.Module] = Net) -> Trained:
+    """Return the one of this process, of a class of models."""
     torch.set_num_threads(1)
-    return Trained()
+    return Trained(make)

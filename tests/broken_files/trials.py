@@ -7,7 +7,8 @@ import os
 import shutil
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -179,12 +180,15 @@ def places(good: GoodSet, root: Path) -> list[Place]:
 def pairs(sets: Sets, only: str = "") -> list[tuple[str, str]]:
     """Return kinds and faults that can happen to them; only those that are named as KIND, /FAULT or KIND/FAULT."""
     kind, _, fault = only.partition("/")
+    for name, known in ((kind, sets.kinds), (fault, FAULTS)):
+        if name and name not in known:
+            raise SystemExit(f"{name!r} is not known; known are {', '.join(known)}")
     fitting = []
     for name in sets.kinds if not kind else (kind,):
         good = sets.of(name)
-        known = places(good, good.folder)
+        there = places(good, good.folder)
         faults = {fault: FAULTS[fault]} if fault else FAULTS
-        fitting += [(name, one) for one, what in faults.items() if any(what.fits(place) for place in known)]
+        fitting += [(name, one) for one, what in faults.items() if any(what.fits(place) for place in there)]
     return fitting
 
 
@@ -196,23 +200,41 @@ def trial(sets: Sets, kind: str, fault: str, seed: int, *, seconds: float = SECO
         shutil.copytree(good.folder, root, symlinks=True)
         place = r.choice([place for place in places(good, root) if FAULTS[fault].fits(place)])
         did = FAULTS[fault].inflict(place, r)
+        if (seal := sets.kinds[kind].seal) is not None:
+            _seal(seal, root)
         where = f"{place.path.relative_to(root)}" + f": {did}" * bool(did)
         before = _listing(root)
         ended = in_child(lambda: _read(sets.kinds[kind], root), seconds=seconds)
-        written = [] if sets.kinds[kind].writes else sorted(before.items() ^ _listing(root).items())
+        written = _changed(before, _listing(root), sets.kinds[kind].writes, FAULTS[fault].keeps)
         outcome, finding = judge(sets.kinds[kind], FAULTS[fault], good, ended)
     if written and (finding is None or HARM.index(finding.what) > HARM.index("set changed")):
-        finding = Finding("set changed", "", f"{[name for name, _ in written][:4]}")
+        finding = Finding("set changed", "", f"{[os.path.relpath(name, root) for name in written][:4]}")
     return Trial(kind, fault, seed, where, outcome, finding)
 
 
-def _listing(root: Path) -> Mapping[str, tuple[int, ...]]:
+def _seal(seal: Callable[[Path], None], root: Path) -> None:
+    """Make sums right; where the fault is in the document that has them, they stay as they are."""
+    with suppress(OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        seal(root)
+
+
+Listing = Mapping[str, tuple[int, ...]]
+
+
+def _listing(root: Path) -> Listing:
     """Return what stands in a folder, without reading it."""
     told = {}
     for path in [root, *root.rglob("*")]:
         found = path.lstat()
         told[str(path)] = (found.st_ino, found.st_mode, found.st_size, found.st_mtime_ns)
     return told
+
+
+def _changed(before: Listing, after: Listing, writes: bool, keeps: bool) -> list[str]:
+    """Return what a reader has changed; of one that writes, what was whole and is gone."""
+    if writes:
+        return sorted(before.keys() - after.keys()) if keeps else []
+    return sorted({name for name, _ in before.items() ^ after.items()})
 
 
 def judge(kind: Kind, fault: Fault, good: GoodSet, ended: Ended) -> tuple[str, Finding | None]:

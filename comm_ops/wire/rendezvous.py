@@ -49,7 +49,7 @@ def meet(rank: int, world: int) -> tuple[Store, str | None]:
         EnvironmentProblem: on all ranks, where some cannot reach each other.
     """
     store = launcher_store() or unused_part(_own_store(rank, world), rank, world)
-    address = agree_on_addresses(store, rank, world, os.environ["MASTER_ADDR"])
+    address = _agree_on_addresses(store, rank, world, os.environ["MASTER_ADDR"])
     return store, None if os.environ.get(VARIABLE) else address
 
 
@@ -72,7 +72,7 @@ def store_served_at(address: str, port: int, timeout: timedelta) -> TCPStore:
     )
 
 
-def agree_on_addresses(store: Store, rank: int, world: int, host: str) -> str:
+def _agree_on_addresses(store: Store, rank: int, world: int, host: str) -> str:
     """Return the address at which this rank is reached; all ranks must be able to reach each other. Collective.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hetu_fx.base.addresses import VARIABLE
-from tests.machines import Machine, machines, refusal
+from tests.ranks.machines import Machine, machines, refusal
 
 pytestmark = [
     pytest.mark.distributed,

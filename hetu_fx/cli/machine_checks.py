@@ -167,7 +167,7 @@ def _memory() -> Finding:
 
     name, left = min(memory_left(torch.device("cpu")), key=lambda limit: limit[1])
     way = "end what else runs, or raise the limit; processes that need more are killed" if left < LEAST_MEMORY else ""
-    return judged("memory", f"{left / 1e9:.3g} GB left ({name})", doubtful=way)
+    return judged("memory", f"{left / 1e9:.3g} GB left ({name.partition(' of node ')[0]})", doubtful=way)
 
 
 def _shared_memory() -> Finding:

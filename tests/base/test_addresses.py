@@ -44,6 +44,8 @@ def test_an_interface_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
         Reach.own("127.0.0.1")
 
 
-def test_a_host_without_an_address_is_refused() -> None:
-    with pytest.raises(EnvironmentProblem, match=r"the rendezvous at nowhere\.invalid cannot be reached"):
-        Reach.own("nowhere.invalid")
+def test_a_host_without_an_address_matters_only_between_networks() -> None:
+    lost = Reach.own("nowhere.invalid")
+    assert addresses_of([lost, lost]) == (LOOPBACK, LOOPBACK)
+    with pytest.raises(EnvironmentProblem, match="rank 1 knows no address"):
+        addresses_of([Reach("another", "10.0.0.2"), lost])

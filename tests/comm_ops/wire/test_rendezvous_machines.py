@@ -42,6 +42,7 @@ def test_machines_of_one_hostname_meet_where_their_names_stand_for_the_loopback(
     with machines(tmp_path, ["vm", "vm"], {**debian, 0: "127.0.1.1 vm first"}) as two:
         told = said([two[0], two[1], two[1]], "first")
     assert [one["sum"] for one in told] == [3.0] * 3
+    assert [one["read"] for one in told] == [[1] * 4, [2] * 4, [0] * 4]
     # Processes of one machine are started apart here, each with a namespace of processes of its own.
     assert told[0]["addresses"] == ["10.77.0.1", "10.77.0.2", "10.77.0.2"]
     assert told[0]["nodes"] == 3

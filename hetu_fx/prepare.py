@@ -18,14 +18,12 @@ from hetu_fx.base.device_types import HOST, DeviceType, type_of
 from hetu_fx.base.forked import settle_after_fork
 from hetu_fx.base.frameworks import launchers, torch_optimizer
 from hetu_fx.base.progress import telling
-from hetu_fx.base.torch_private import get_default_group
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import LocalFacts, agree, by_first, of_all, together
 from hetu_fx.comm_ops.wire.groups import GroupTable, using, watched_group
 from hetu_fx.comm_ops.wire.peers.mail import open_mail
 from hetu_fx.comm_ops.wire.peers.rounds import open_rounds
-from hetu_fx.comm_ops.wire.rendezvous import launcher_store
-from hetu_fx.comm_ops.wire.shutdown import opening_connections, remember
+from hetu_fx.comm_ops.wire.process_group import create_world
 from hetu_fx.errors import EnvironmentProblem, PlanError, ProfileError, StateError
 from hetu_fx.graph.bind import as_call
 from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims
@@ -254,15 +252,7 @@ def join_world() -> None:
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set; start the script with "
             f"{' or '.join(launcher.command for launcher in launchers())}"
         )
-    with opening_connections():
-        store = launcher_store()
-        backend = DeviceType.group_backends()
-        if store is None:
-            dist.init_process_group(backend)
-        else:
-            rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world)
-        remember(get_default_group())
+    create_world(DeviceType.group_backends(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
 
 def _warn_if_alone(table: GroupTable) -> None:

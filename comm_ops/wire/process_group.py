@@ -10,7 +10,16 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hetu_fx.base.device_types import device_types
-from hetu_fx.base.torch_private import backend_of, get_default_group, is_gloo, new_named_group, timeout_of_backend
+from hetu_fx.base.torch_private import (
+    backend_of,
+    get_default_group,
+    gloo_device_at,
+    gloo_through,
+    is_gloo,
+    new_named_group,
+    timeout_of_backend,
+)
+from hetu_fx.comm_ops.wire.rendezvous import meet
 from hetu_fx.comm_ops.wire.shutdown import opening_connections, remember
 
 
@@ -23,6 +32,25 @@ class GroupCreation:
 
     ranks: tuple[int, ...]
     seconds: float
+
+
+def create_world(backend: str, rank: int, world: int, timeout: timedelta | None = None) -> None:
+    """Do what init_process_group does for a start by a launcher; gloo is reached where the other ranks reach this one.
+
+    Args:
+        backend: of the group.
+        rank: of this process.
+        world: number of ranks.
+        timeout: bound of the group's waits (None: torch's).
+
+    Raises:
+        EnvironmentProblem: on all ranks, where some cannot reach each other.
+    """
+    with opening_connections():
+        store, address = meet(rank, world)
+        with gloo_through(None if address is None else [gloo_device_at(address)]):
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+        remember(get_default_group())
 
 
 def create_group(members: list[int], name: str, timeout: timedelta) -> ProcessGroup:

@@ -4,23 +4,155 @@ torchrun keeps one store for all starts of its workers, and gloo's addresses sta
 worker that is started again may read the address of one that is gone (pytorch issue 135712, seen in torch 2.13).
 Counting starts is no way out, as each node's agent counts its own. So rank 0 draws the name under which this start's
 keys stand, and tells it to whoever says hello with a word that is new.
+
+Before they connect, ranks tell each other where they are reached, and those of different machines try it: gloo itself
+takes minutes to fail on one machine, and does not fail at all on the other.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from datetime import timedelta
+from typing import Any
 
+from torch.distributed.rendezvous import rendezvous
+
+from hetu_fx.base.addresses import LOOPBACK, VARIABLE, Reach, addresses_of, family_of
 from hetu_fx.base.torch_private import PrefixStore, Store, TCPStore
 from hetu_fx.errors import EnvironmentProblem
 
 SECONDS = 300.0
+DIAL_SECONDS = 10.0
+"""For which a rank tries to reach another one."""
+TELL_SECONDS = 30.0
+"""For which ranks that have met wait for each other's word."""
 
 _PAUSE_SECONDS = 0.005
 _ROOT = "hetu_fx/meeting"
+_MOST_TOLD = 3
+_LOOPBACK_NAMES = ("localhost", LOOPBACK)
+
+
+def meet(rank: int, world: int) -> tuple[Store, str | None]:
+    """Return a store that all ranks of this start share, and the address at which gloo is to be reached; collective.
+
+    The address is None where the user has named an interface for gloo.
+
+    Raises:
+        EnvironmentProblem: on all ranks, where some cannot reach each other.
+    """
+    store = launcher_store() or unused_part(_own_store(rank, world), rank, world)
+    address = _agree_on_addresses(store, rank, world, os.environ["MASTER_ADDR"])
+    return store, None if os.environ.get(VARIABLE) else address
+
+
+def _own_store(rank: int, world: int) -> Store:
+    """Return the store that rank 0 serves where no launcher does; at the loopback, where that is where others look."""
+    host, port, bound = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=SECONDS)
+    if rank == 0 and host in _LOOPBACK_NAMES:
+        with suppress(OSError):  # this process serves one there already, which torch goes on with
+            return store_served_at(LOOPBACK, port, bound)
+    store: Store = next(rendezvous("env://", rank, world, timeout=bound))[0]
+    return store
+
+
+def store_served_at(address: str, port: int, timeout: timedelta) -> TCPStore:
+    """Serve a store at one address of this machine (port 0: at any); torch's own listens at all of them."""
+    listening = socket.create_server((address, port), family=family_of(address), backlog=1024)
+    port = listening.getsockname()[1]
+    return TCPStore(
+        address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listening.detach()
+    )
+
+
+def _agree_on_addresses(store: Store, rank: int, world: int, host: str) -> str:
+    """Return the address at which this rank is reached; all ranks must be able to reach each other. Collective.
+
+    Args:
+        store: where the ranks have met.
+        rank: of this process.
+        world: number of ranks.
+        host: at which the rendezvous is.
+
+    Raises:
+        EnvironmentProblem: on all ranks, which names the addresses of two that do not reach each other.
+    """
+    own = _outcome(lambda: asdict(Reach.own(host)))
+    reaches = [Reach(**told) for told in _exchange(store, "reach", rank, range(world), own, SECONDS)]
+    addresses = addresses_of(reaches)
+    networks = [reach.network for reach in reaches]
+    firsts = sorted({network: at for at, network in reversed(list(enumerate(networks)))}.values())
+    if len(firsts) > 1:
+        _try(store, rank, addresses, firsts)
+    return addresses[rank]
+
+
+def _try(store: Store, rank: int, addresses: Sequence[str], firsts: Sequence[int]) -> None:
+    """Have the first rank of each network connect to all others; all ranks hear what has come of it."""
+    with ExitStack() as listening:
+        port, dialled = None, None
+        if rank in firsts:
+            port = _outcome(lambda: listening.enter_context(_server(addresses[rank])).getsockname()[1])
+        ports = _exchange(store, "port", rank, firsts, port, TELL_SECONDS)
+        if rank in firsts:
+            others = [(at, addresses[at], at_port) for at, at_port in zip(firsts, ports, strict=True) if at != rank]
+            dialled = _outcome(lambda: _dial(rank, addresses[rank], others))
+        _exchange(store, "dialled", rank, firsts, dialled, TELL_SECONDS)
+
+
+def _exchange(store: Store, what: str, rank: int, tell: Iterable[int], own: Any, seconds: float) -> list[Any]:
+    """Return what some ranks tell, once all of them have; raises on all ranks what one of them tells it failed with."""
+    keys = {at: f"{_ROOT}/{what}/{at}" for at in tell}
+    if rank in keys:
+        store.set(keys[rank], json.dumps(own))
+    try:
+        store.wait(list(keys.values()), timedelta(seconds=seconds))
+    except RuntimeError as error:
+        absent = [at for at, key in keys.items() if not store.check([key])]
+        raise EnvironmentProblem(
+            f"ranks {absent} have not told within {seconds:g} s where they are reached ({what}); look for the reason "
+            "in their output"
+        ) from error
+    told = [json.loads(text) for text in store.multi_get(list(keys.values()))]
+    failed = [(at, one["failed"]) for at, one in zip(keys, told, strict=True) if "failed" in one]
+    if failed:
+        raise EnvironmentProblem("; ".join(f"rank {at}: {reason}" for at, reason in failed[:_MOST_TOLD]))
+    return [one["found"] for one in told]
+
+
+def _outcome(find: Callable[[], Any]) -> dict[str, Any]:
+    """Return what is found, or why it cannot be, as it is told to the other ranks."""
+    try:
+        return {"found": find()}
+    except (EnvironmentProblem, OSError) as error:
+        return {"failed": str(error)}
+
+
+def _server(address: str) -> socket.socket:
+    try:
+        return socket.create_server((address, 0), family=family_of(address), backlog=128)
+    except OSError as error:
+        raise EnvironmentProblem(f"nothing can listen at {address}: {error}") from error
+
+
+def _dial(rank: int, own: str, others: Sequence[tuple[int, str, int]]) -> None:
+    """Connect to each of the others once; their kernels answer."""
+    for other, address, port in others:
+        try:
+            socket.create_connection((address, port), timeout=DIAL_SECONDS).close()
+        except OSError as error:
+            raise EnvironmentProblem(
+                f"rank {rank} at {own} cannot reach rank {other} at {address} port {port}: {error}\n"
+                f"hint: let processes of these machines connect to each other at all ports, or set {VARIABLE} on each "
+                f"machine to the interface that leads to the others (see 'ip address')"
+            ) from error
 
 
 def launcher_store() -> Store | None:

@@ -32,7 +32,7 @@ from torch._ops import OpOverload as OpOverload  # what a node of a captured gra
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # shapes without numbers
 from torch._subclasses.fake_tensor import is_fake as is_fake
 from torch.autograd.function import _is_setup_context_defined
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_group, _new_process_group_helper, _world
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
@@ -382,12 +382,53 @@ def device_types(group: ProcessGroup) -> set[str]:
     return {device.type for device in group._device_types}
 
 
+@contextmanager
+def gloo_through(devices: Sequence[Any] | None) -> Iterator[None]:
+    """Let gloo groups that are created meanwhile connect through these devices; None: through what gloo finds itself.
+
+    Nothing that creates a group takes them: torch gives gloo a time-out and no more.
+    """
+    if devices is None:
+        yield
+        return
+    gloo: Any = distributed_c10d.ProcessGroupGloo
+    given = list(devices)
+
+    class GlooThrough(gloo):  # type: ignore[misc]
+        def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+            options = gloo._Options()
+            options._devices, options._threads, options._timeout = given, 2 * len(given), timeout
+            super().__init__(store, rank, size, options)
+
+    with mock.patch.object(distributed_c10d, "ProcessGroupGloo", GlooThrough):
+        yield
+
+
+def gloo_device_at(address: str) -> Any:
+    """Return a device of gloo that others reach at an address of this machine."""
+    gloo: Any = distributed_c10d.ProcessGroupGloo
+    return gloo.create_device(hostname=address)
+
+
+def _gloo_devices() -> Sequence[Any] | None:
+    """Return the devices through which the world sends from host memory; None where it has none that are known."""
+    try:
+        options = backend_of(_get_default_group(), torch.device("cpu")).options
+    except (RuntimeError, AttributeError):  # no backend for it, or one of another kind
+        return None
+    return getattr(options, "_devices", None) or None
+
+
 def new_named_group(members: list[int], me: int, name: str, timeout: timedelta) -> ProcessGroup:
-    """Create a group of members of the world, of which this process is number `me`, under a name of our own."""
+    """Create a group of members of the world, of which this process is number `me`, under a name of our own.
+
+    It connects through the devices of gloo that the world does.
+    """
     backend, store = _world.pg_map[_get_default_group()]
-    created = _new_process_group_helper(
-        len(members), me, members, dist.Backend(backend), store, cast(Any, name), timeout=timeout
-    )
+    with gloo_through(_gloo_devices()):
+        created = _new_process_group_helper(
+            len(members), me, members, dist.Backend(backend), store, cast(Any, name), timeout=timeout
+        )
     group: ProcessGroup = created[0]
     _world.pg_group_ranks[group] = {member: position for position, member in enumerate(members)}
     return group
@@ -399,6 +440,15 @@ def store_of_world() -> Store:
     kind = getattr(store, "_underlying_non_prefix_store", store)
     found: Store = store.clone() if isinstance(kind, TCPStore) else store
     return found
+
+
+def host_of_world() -> str | None:
+    """Return the host of the store in which the ranks of the world have met, where that is on a network."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    store = _world.pg_map[_get_default_group()][1]
+    kind = getattr(store, "_underlying_non_prefix_store", store)
+    return kind.host if isinstance(kind, TCPStore) else None
 
 
 def is_member_of(group: ProcessGroup) -> bool:

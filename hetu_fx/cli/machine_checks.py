@@ -125,13 +125,20 @@ def launch_finding(environment: Mapping[str, str], launchers: Mapping[str, str])
 
 
 def _address() -> Finding:
+    from hetu_fx.base.addresses import Reach
+    from hetu_fx.errors import EnvironmentProblem
+
     name = socket.gethostname()
     try:
+        reach = Reach.own()
         places = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None)})
+    except EnvironmentProblem as problem:
+        says, _, hint = str(problem).partition("\nhint: ")
+        return judged("address", says, wrong=hint)
     except OSError as problem:
-        way = f"add a line '127.0.1.1 {name}' to /etc/hosts, or set GLOO_SOCKET_IFNAME to an interface (see 'ip link')"
-        return judged("address", f"the host's name {name} has no address ({problem})", wrong=way)
-    return judged("address", f"{name} is {', '.join(places)}")
+        way = f"add a line '127.0.1.1 {name}' to /etc/hosts: scripts that join their ranks themselves look for it"
+        return judged("address", f"the host's name {name} has no address ({problem})", doubtful=way)
+    return judged("address", f"{reach.source} to {reach.target or 'other machines'}; {name} is {', '.join(places)}")
 
 
 def _interface() -> Finding:
@@ -160,7 +167,7 @@ def _memory() -> Finding:
 
     name, left = min(memory_left(torch.device("cpu")), key=lambda limit: limit[1])
     way = "end what else runs, or raise the limit; processes that need more are killed" if left < LEAST_MEMORY else ""
-    return judged("memory", f"{left / 1e9:.3g} GB left ({name})", doubtful=way)
+    return judged("memory", f"{left / 1e9:.3g} GB left ({name.partition(' of node ')[0]})", doubtful=way)
 
 
 def _shared_memory() -> Finding:

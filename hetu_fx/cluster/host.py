@@ -7,7 +7,6 @@ short on a fast host and long on a slow one, whatever the model. They are told b
 from __future__ import annotations
 
 import os
-import socket
 import time
 from pathlib import Path
 
@@ -15,11 +14,7 @@ import torch
 
 from hetu_fx.base.cgroups import memory_left_within, memory_limits_within, read
 from hetu_fx.base.device_types import type_of
-
-
-def node_name() -> str:
-    """Return the machine's name, or HETU_FX_NODE: emulated nodes share one machine."""
-    return os.environ.get("HETU_FX_NODE") or socket.gethostname()
+from hetu_fx.base.machine import node_name as node_name
 
 
 def memory_limits(device: str, root: Path = Path("/")) -> tuple[tuple[str, int], ...]:

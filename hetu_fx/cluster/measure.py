@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from hetu_fx.base.device_types import HOST, type_of
+from hetu_fx.base.machine import short_names
 from hetu_fx.cluster.compute import Products, matmul_flops_per_second, memory_bytes_per_second, op_seconds
 from hetu_fx.cluster.devices import Device
 from hetu_fx.cluster.host import memory_limits, node_name, step_seconds
@@ -197,7 +198,8 @@ def measure_here(
         op_seconds=op_seconds(device, seconds / 2),
     )
     found = settled(of_all(table, (own, limits)))
-    nodes, speeds = [d.node for d in found], [d.flops_per_second for d in found]
+    nodes, speeds = short_names([d.node for d in found]), [d.flops_per_second for d in found]
+    found = tuple(replace(d, node=node) for d, node in zip(found, nodes, strict=True))
     ways = measure_ways(table, nodes, types, device)
     table.know_ways(ways, nodes)
     links, most = measure_links(table, nodes, types, speeds, device)

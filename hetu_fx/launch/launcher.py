@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from hetu_fx.base.torch_private import TCPStore
+from hetu_fx.base.addresses import LOOPBACK
+from hetu_fx.comm_ops.wire.rendezvous import store_served_at
 from hetu_fx.emulate.processes import how_ended
 from hetu_fx.launch.job import LaunchSpec, Message, MessageChannel, WorkerProcess, forked, start_worker, verdicts
 from hetu_fx.report.sinks import JsonLines
@@ -262,7 +263,6 @@ class StoreProcess:
 
 
 def _serve(channel: socket.socket) -> int:
-    seconds = timedelta(seconds=STORE_SECONDS)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=seconds)
+    store = store_served_at(LOOPBACK, 0, timedelta(seconds=STORE_SECONDS))
     channel.send(str(store.port).encode())
     return len(channel.recv(1))  # nobody writes: the other end is closed, or gone

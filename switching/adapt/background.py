@@ -27,6 +27,7 @@ from typing import Any, Generic, NoReturn, TypeVar, cast
 import torch
 
 from hetu_fx.base.cgroups import own_quota
+from hetu_fx.emulate.cleanup import start_time
 from hetu_fx.errors import HetuFxError, StateError
 
 Question = TypeVar("Question")
@@ -105,14 +106,16 @@ def _start(owner: object, answer: Callable[[Any], Any]) -> tuple[Connection[Any,
     if child == 0:
         _serve(answer, theirs, parent)
     theirs.close()
-    return ours, weakref.finalize(owner, _finish, parent, child, ours)
+    return ours, weakref.finalize(owner, _finish, parent, child, start_time(child), ours)
 
 
-def _finish(parent: int, child: int, connection: Connection[Any, Any]) -> None:
+def _finish(parent: int, child: int, start: int | None, connection: Connection[Any, Any]) -> None:
     if os.getpid() != parent:
         return  # a copy of the owner, in another fork
     connection.close()
-    with suppress(ProcessLookupError, ChildProcessError):  # the user's program may reap all its children
+    if start_time(child) != start:  # the user's program reaps all its children, and the number is another process's
+        return
+    with suppress(ProcessLookupError, ChildProcessError):
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
 

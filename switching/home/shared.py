@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from hetu_fx.annotations.local import index
+from hetu_fx.base.addresses import Reach, addresses_of
 from hetu_fx.base.per_rank import PerRank
 from hetu_fx.base.torch_private import version
-from hetu_fx.comm_ops.wire.consensus import of_all
+from hetu_fx.comm_ops.wire.consensus import of_all, together
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.one_sided import Caller, Listener, Question, Refused
 from hetu_fx.comm_ops.wire.shutdown import finish_at_exit
@@ -59,7 +60,8 @@ class SharedHomes:
         runs = _runs()
         runs.append(ref(self, runs.remove))
         if self.size > 1:
-            self._listener = Listener(_weakly(self._answer))
+            host = addresses_of(of_all(table, together(table, Reach.own)))[self.rank]
+            self._listener = Listener(_weakly(self._answer), host, most=2 * self.size)
             finalize(self, self._listener.close)
             self._caller = Caller(of_all(table, self._listener.address), self.seconds + _MARGIN_SECONDS)
             finish_at_exit(self)

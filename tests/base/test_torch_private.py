@@ -127,7 +127,7 @@ def as_described(name: str) -> SimpleNamespace:
 def examples() -> Mapping[str, Any]:
     """Return something that has each private attribute of objects."""
     add = torch.ops.aten.add.Tensor
-    group = torch.distributed.ProcessGroup
+    group, gloo = torch.distributed.ProcessGroup, torch.distributed.ProcessGroupGloo
     return {
         "_schema": add,
         "_opname": add,
@@ -153,6 +153,9 @@ def examples() -> Mapping[str, Any]:
         "_group_end": as_described("ProcessGroupNCCL"),
         "_device_types": group,
         "_timeout": torch._C._distributed_c10d.Backend.Options,
+        "_Options": gloo,
+        "_devices": gloo._Options,
+        "_threads": gloo._Options,
         "_load_library_inner": CppPythonBindingsCodeCache,
         "_is_param": nn.Parameter(torch.zeros(2).as_subclass(OwnTensor)),
     }

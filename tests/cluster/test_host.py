@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetu_fx.cluster.host import memory_left, memory_limits, node_name, peak_bytes
+from hetu_fx.cluster.host import memory_left, memory_limits, peak_bytes
 
 
 def write(root: Path, name: str, text: str) -> None:
@@ -53,8 +53,3 @@ def test_what_is_left_counts_unused_pages_of_files_as_free(tmp_path: Path, monke
     write(root, "sys/fs/cgroup/job/memory.stat", "anon 100\ninactive_file 50000\n")
     folder = tmp_path / "sys/fs/cgroup/job"
     assert memory_left(torch.device("cpu"), root) == (("machine of node n", 921600), (f"{folder} of node n", 100000))
-
-
-def test_the_node_name_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HETU_FX_NODE", "rack7")
-    assert node_name() == "rack7"

@@ -1,4 +1,5 @@
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,11 @@ def test_memory_and_ops_of_one_kind_and_speed_are_alike_on_all_nodes() -> None:
     assert {(d.memory_bytes_per_second, d.op_seconds) for d in settled(raw)} == {(2e9, 2e-6)}
 
 
-def test_one_process_measures_itself() -> None:
+def test_one_process_measures_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HETU_FX_NODE", raising=False)
     cluster = Cluster.measure(seconds=0.0)
     assert cluster.ranks == (0,)
+    assert cluster.device(0).node == socket.gethostname()  # what tells it from others of that name is not shown
     assert cluster.device(0).memory_bytes > 0
     assert cluster.device(0).memory_bytes_per_second
     assert cluster.device(0).op_seconds

@@ -20,13 +20,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import Tensor
 
+from hetu_fx.base.machine import network_name
 from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
 from hetu_fx.comm_ops.wire.peers.rooms import Area, Room, area_bytes, behind, is_room, seen
@@ -44,7 +44,6 @@ SPIN_SECONDS, SLEEP_SHARE, MOST_SLEEP_SECONDS = 2e-4, 0.02, 1e-3
 """For how long a rank that waits looks again and again; it then sleeps a share of the time so far, up to a bound."""
 
 _MOST_EXTENTS = 1024  # IOV_MAX of Linux
-_NETWORK = Path("/proc/self/ns/net")
 
 
 class Told(NamedTuple):
@@ -314,18 +313,18 @@ class _Introduction(NamedTuple):
     address: int
     word: bytes
     shared: Place | None
-    network: int
+    network: str
 
     @classmethod
     def own(cls, shared: SharedMemory | None) -> _Introduction:
         """Introduce this process."""
         return cls(
-            os.getpid(), ctypes.addressof(_word), bytes(_word), None if shared is None else shared.place, _network()
+            os.getpid(), ctypes.addressof(_word), bytes(_word), None if shared is None else shared.place, network_name()
         )
 
     def seen(self) -> mmap.mmap | None:
         """Return what the process shares, if its memory can be read."""
-        if self.network != _network() or self.shared is None or _word_at(self.process, self.address) != self.word:
+        if self.network != network_name() or self.shared is None or _word_at(self.process, self.address) != self.word:
             return None
         return mapped(self.process, self.shared, for_tensors=True)
 
@@ -339,10 +338,6 @@ def told_by_all(table: GroupTable, ranks: tuple[int, ...], value: Any) -> list[A
     with guarded("agreement on what memory can be read", ranks, table):
         table.transport.of_all(values, value, table.group(ranks))
     return values
-
-
-def _network() -> int:
-    return _NETWORK.stat().st_ino if _NETWORK.exists() else 0
 
 
 def _word_at(process: int, address: int) -> bytes | None:

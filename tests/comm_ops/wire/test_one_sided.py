@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import resource
+import socket
+import struct
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
 import pytest
 import torch
 
-from hetu_fx.comm_ops.wire.one_sided import Caller, Listener, Question, Refused
+from hetu_fx.comm_ops.wire import one_sided
+from hetu_fx.comm_ops.wire.one_sided import MOST_STRANGERS, Caller, Listener, Question, Refused
 from hetu_fx.errors import CommError, StateError
 
 
@@ -49,6 +54,119 @@ def test_who_does_not_know_the_secret_is_not_answered() -> None:
     stranger = Caller([replace(listener.address, secret=bytes(32))], 10)
     with pytest.raises(CommError, match="is not that rank"):
         stranger.ask(0, {"count": 1}, torch.empty(1, dtype=torch.float64))
+    listener.close()
+
+
+def test_a_listener_that_does_not_know_the_secret_is_not_believed_and_does_not_hear_it() -> None:
+    heard = list[bytes]()
+
+    def pretend(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(bytes(32))
+            heard.append(connection.recv(1024))
+            connection.sendall(bytes(32))
+
+    with listening() as address, socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=pretend, args=(other,), daemon=True).start()
+        fooled = Caller([replace(address, port=other.getsockname()[1])], 10)
+        with pytest.raises(CommError, match="does not know the secret"):
+            fooled.ask(0, {"count": 1})
+    assert address.secret not in heard[0]
+
+
+@contextmanager
+def listening() -> Iterator[one_sided.Address]:
+    listener = Listener(numbers)
+    yield listener.address
+    listener.close()
+
+
+def ask(address: one_sided.Address, count: int = 3) -> list[float]:
+    found = torch.empty(count, dtype=torch.float64)
+    caller = Caller([address], 10)
+    caller.ask(0, {"count": count}, found)
+    caller.close()
+    return found.tolist()
+
+
+def test_strangers_take_no_thread_and_hold_nobody_up() -> None:
+    with listening() as address, ExitStack() as idle:
+        before = threading.active_count()
+        for _ in range(10 * MOST_STRANGERS):
+            idle.enter_context(socket.create_connection((address.host, address.port), timeout=5))
+        assert ask(address) == [0, 1, 2]
+        assert threading.active_count() <= before + 1
+
+
+def test_the_oldest_stranger_makes_room() -> None:
+    with listening() as address, ExitStack() as idle:
+        first, *_ = [
+            idle.enter_context(socket.create_connection((address.host, address.port), timeout=30))
+            for _ in range(MOST_STRANGERS + 1)
+        ]
+        assert len(first.recv(32, socket.MSG_WAITALL)) == 32  # what it is to answer
+        assert first.recv(1) == b""
+
+
+def test_who_says_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_sided, "SHOW_SECONDS", 0.1)
+    with listening() as address, socket.create_connection((address.host, address.port), timeout=30) as idle:
+        assert len(idle.recv(32, socket.MSG_WAITALL)) == 32
+        assert idle.recv(1) == b""
+
+
+def test_a_listener_is_bound_to_one_address() -> None:
+    with listening() as address:
+        assert address.host == "127.0.0.1"
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("127.0.0.2", address.port), timeout=5)
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """Let this process open nothing more in the block."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as held, socket.socket() as last:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (last.fileno() + 1, before[1]))
+        held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        with suppress(OSError):
+            while True:
+                held.enter_context(socket.socket())
+        yield
+
+
+def test_a_listener_survives_that_no_file_descriptor_is_left() -> None:
+    with listening() as address, socket.socket() as early:
+        with no_descriptor_left():
+            early.connect((address.host, address.port))  # the kernel takes it; the listener cannot yet
+            time.sleep(2 * one_sided.RETRY_SECONDS)
+        assert ask(address) == [0, 1, 2]
+
+
+def test_a_question_of_absurd_length_ends_the_connection_alone() -> None:
+    with listening() as address:
+        with one_sided._connect(address) as connection:
+            connection.sendall(struct.pack("!I", 2**32 - 1))
+            connection.settimeout(30)
+            assert connection.recv(1) == b""
+        assert ask(address) == [0, 1, 2]
+
+
+def test_a_question_that_is_no_json_is_refused_and_the_next_is_answered() -> None:
+    with listening() as address, one_sided._connect(address) as connection:
+        for text in (b"[" * 200_000, b"{}}", b"\xff"):
+            connection.sendall(struct.pack("!I", len(text)) + text)
+            is_answer, size = struct.unpack("!?Q", connection.recv(9, socket.MSG_WAITALL))
+            assert not is_answer
+            assert b"Error" in connection.recv(size, socket.MSG_WAITALL)
+        assert ask(address) == [0, 1, 2]
+
+
+def test_no_more_ranks_are_served_than_there_are() -> None:
+    listener = Listener(numbers, most=1)
+    with one_sided._connect(listener.address), pytest.raises(CommError, match="does not answer"):
+        ask(listener.address)
     listener.close()
 
 

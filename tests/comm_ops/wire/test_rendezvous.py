@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore, Store
 
+from hetu_fx.base.addresses import LOOPBACK, Reach
+from hetu_fx.comm_ops.wire import rendezvous
 from hetu_fx.comm_ops.wire.rendezvous import launcher_store, unused_part
 from hetu_fx.errors import EnvironmentProblem
 
@@ -49,3 +51,40 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 def test_without_a_launchers_store_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     assert launcher_store() is None
+
+
+def test_an_error_of_one_rank_is_raised_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+
+    def own(host: str) -> Reach:
+        if host == "nowhere":
+            raise EnvironmentProblem("there is no interface eth7")
+        return Reach("n", "10.0.0.1", "10.0.0.1")
+
+    def failed(rank: int) -> str:
+        with pytest.raises(EnvironmentProblem) as caught:
+            rendezvous._agree_on_addresses(store, rank, WORLD, "nowhere" if rank == 1 else "here")
+        return str(caught.value)
+
+    monkeypatch.setattr(Reach, "own", own)
+    with ThreadPoolExecutor(WORLD) as ranks:
+        assert set(ranks.map(failed, range(WORLD))) == {"rank 1: there is no interface eth7"}
+
+
+def test_ranks_of_several_networks_try_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, store = [Reach("n", "127.0.0.1", "127.0.0.2"), Reach("m", "127.0.0.3"), Reach("m", "127.0.0.3")], HashStore()
+    monkeypatch.setattr("hetu_fx.base.addresses._is_loopback", lambda address: address == LOOPBACK)
+    monkeypatch.setattr(Reach, "own", lambda rank: found[int(rank)])
+
+    def agreed(rank: int) -> str:
+        return rendezvous._agree_on_addresses(store, rank, WORLD, str(rank))
+
+    found[1] = Reach("m", "127.0.0.3", "127.0.0.2")
+    with ThreadPoolExecutor(WORLD) as ranks:
+        assert list(ranks.map(agreed, range(WORLD))) == ["127.0.0.2", "127.0.0.3", "127.0.0.3"]
+
+
+def test_a_rank_that_tells_nothing_is_named_at_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "SECONDS", 0.05)
+    with pytest.raises(EnvironmentProblem, match=r"ranks \[1, 2\] have not told within 0\.05 s"):
+        rendezvous._agree_on_addresses(HashStore(), 0, WORLD, LOOPBACK)

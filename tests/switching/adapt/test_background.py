@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from hetu_fx.errors import PlanError, StateError
+from hetu_fx.switching.adapt import background as module
 from hetu_fx.switching.adapt.background import Background, kept_to
 
 
@@ -152,6 +153,18 @@ def test_a_paced_process_takes_its_part_of_the_time_and_no_more() -> None:
 
 def own_children() -> list[str]:
     return Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+
+
+def test_a_process_that_has_got_the_number_of_one_that_is_gone_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(own_children())
+    background = asked(wait_for, Path("/never/there"))
+    (child,) = set(own_children()) - before
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "start_time", lambda process: 1)  # not when the child was started
+        background.stop()
+    assert child in own_children()  # nobody has waited for it
+    os.kill(int(child), signal.SIGKILL)
+    assert os.waitpid(int(child), 0)[0] == int(child)
 
 
 def test_the_process_ends_with_its_parent_however_that_ends() -> None:

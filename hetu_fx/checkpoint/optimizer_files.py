@@ -225,11 +225,13 @@ _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_moment
 
 def _fits(value: Any, now: Any) -> bool:
     """Tell whether an option can stand in the place of another."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return bool(value == now)
     if value is None or now is None or isinstance(now, (bool, str)):
         return not isinstance(value, str) or isinstance(now, str)
     if isinstance(now, (tuple, list)):
         return isinstance(value, (tuple, list)) and len(value) == len(now) and all(map(_fits, value, now))
-    return _is_finite(value) or value == now
+    return _is_finite(value)
 
 
 def _is_finite(value: Any) -> bool:

@@ -286,7 +286,7 @@ class Memory:
     def remove_unfinished(self) -> None:
         """Remove what was being written when processes ended; nobody may be writing."""
         for path in self.folder.iterdir():
-            if read_name(path.name) is None:
+            if path.name.startswith(_ASIDE) and read_name(path.name.removeprefix(_ASIDE)) is not None:
                 path.unlink(missing_ok=True)
 
 

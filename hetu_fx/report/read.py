@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hetu_fx.base.documents import json_of, read_bytes, told_as_damaged
+from hetu_fx.base.documents import json_of, kind_of, read_bytes, told_as_damaged
 from hetu_fx.errors import EnvironmentProblem, StateError
 from hetu_fx.report.run_log import FORMAT, Entry
 
@@ -42,11 +42,16 @@ def read_log(path: str | os.PathLike[str]) -> tuple[Entry, ...]:
 
 def _entries(path: str | os.PathLike[str], lines: Sequence[bytes]) -> Iterator[Entry]:
     for number, line in enumerate(lines, 1):
+        where = f"line {number} of {path}"
         try:
-            yield json_of(line, f"line {number} of {path}", StateError, constants=True)
+            entry = json_of(line, where, StateError, constants=True)
         except StateError:
             if number < len(lines):
                 raise
+            return
+        if not isinstance(entry, dict) or not isinstance(entry.get("event"), str):
+            raise StateError(f"{where} is no entry of a log: {kind_of(entry)}; give a log as hetu_fx wrote it")
+        yield entry
 
 
 def _format(path: str | os.PathLike[str], found: Sequence[Entry]) -> str:

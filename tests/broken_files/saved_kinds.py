@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetu_fx.checkpoint.folders import latest
+from hetu_fx.checkpoint.manifest import MANIFEST
 from hetu_fx.errors import CheckpointError, ExportError, HetuFxError
 from hetu_fx.export.check import check_exported
 from hetu_fx.export.load import load_exported, load_single
@@ -77,7 +78,7 @@ def _numbers(value: Any) -> Iterator[float]:
 
 def seal(folder: Path) -> None:
     """Make the sums of a checkpoint right, whatever stands in its files: what reads them then has to look itself."""
-    path = folder / SAVED / "hetu_fx_manifest.json"
+    path = folder / SAVED / MANIFEST
     if not _is_small(path):
         return
     manifest = json.loads(path.read_text())
@@ -195,7 +196,8 @@ def _look_at_export(folder: Path) -> Any:
     found = check_exported(folder / SAVED)
     if found.damaged:
         raise ExportError("; ".join(found.damaged))
-    return [found.explain().replace(str(folder), ""), dict(found.manifest), list(found.stale)]
+    sums = json.loads((folder / SAVED / MANIFEST).read_text())
+    return [found.explain().replace(str(folder), ""), dict(found.manifest), list(found.stale), sums]
 
 
 _checkpoint, _export, _export_beside = _saver(optimizer=True), _exporter(), _exporter(weights=False)

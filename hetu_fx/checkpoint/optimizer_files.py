@@ -163,6 +163,7 @@ class TrainingFiles:
         """
         names = _names(optimizer, parameters)
         self._check_groups(optimizer, names)
+        self._check_state()
         with told_as_damaged(f"the training state of {self.boxes.where}", CheckpointError):
             pairs = zip(self.groups, optimizer.param_groups, strict=True)
             options = [_options(saved, now) for (_, saved), now in pairs]
@@ -184,6 +185,22 @@ class TrainingFiles:
                 f"{[len(g) for g in here]} here and {[len(g) for g in saved]} in the file"
             )
 
+    def _check_state(self) -> None:
+        """Raise CheckpointError where some of a parameter's state is missing: files hold it, or others have steps."""
+        boxes = {key for key in self.boxes.boxes if key[1]}
+        nowhere = sorted(boxes - {(name, key) for name, saved in self.state.items() for key in saved})
+        for group, _ in self.groups:
+            with_steps = [name for name in group if "step" in self.state.get(name, ())]
+            nowhere += [
+                (name, "step") for name in group if with_steps and self.state.get(name) and name not in with_steps
+            ]
+        if nowhere:
+            name, key = nowhere[0]
+            raise CheckpointError(
+                f"the training state of {self.boxes.where} is damaged: state {key!r} of {name!r} is missing; "
+                "hint: load another one"
+            )
+
     def _state(
         self, name: str, saved: Mapping[str, Any], options: Mapping[str, Any], parameter: nn.Parameter
     ) -> dict[str, Any]:
@@ -197,10 +214,10 @@ class TrainingFiles:
             on_device = isinstance(value, Tensor) and any(options.get(flag) for flag in ("capturable", "fused"))
             return value.to(parameter.device) if on_device else value
         shape, dtype = tuple(saved["shape"]), _dtype_of(saved["dtype"])
-        self.boxes.check_shape((name, key), shape)  # before memory is taken for it
         if isinstance(parameter, HomeTensor) and shape == parameter.home_layout.shape:
             value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         else:
+            self.boxes.check_shape((name, key), shape)  # before memory is taken for it
             value = torch.zeros(shape, dtype=dtype, device=parameter.device)
         self.boxes.check((name, key), value)
         self.boxes.fill((name, key), value)

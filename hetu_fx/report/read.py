@@ -36,22 +36,20 @@ def read_log(path: str | os.PathLike[str]) -> tuple[Entry, ...]:
     """
     found = list(_entries(path, read_bytes(path, EnvironmentProblem).splitlines()))
     reader = _READERS[_format(path, found)]
+    for number, entry in enumerate(found, 1):
+        if not isinstance(entry, dict) or not isinstance(entry.get("event"), str):
+            raise StateError(f"line {number} of {path} is no entry: {kind_of(entry)}; give a log as hetu_fx wrote it")
     with told_as_damaged(os.fspath(path), StateError):
         return tuple(map(reader, found))
 
 
 def _entries(path: str | os.PathLike[str], lines: Sequence[bytes]) -> Iterator[Entry]:
     for number, line in enumerate(lines, 1):
-        where = f"line {number} of {path}"
         try:
-            entry = json_of(line, where, StateError, constants=True)
+            yield json_of(line, f"line {number} of {path}", StateError, constants=True)
         except StateError:
             if number < len(lines):
                 raise
-            return
-        if not isinstance(entry, dict) or not isinstance(entry.get("event"), str):
-            raise StateError(f"{where} is no entry of a log: {kind_of(entry)}; give a log as hetu_fx wrote it")
-        yield entry
 
 
 def _format(path: str | os.PathLike[str], found: Sequence[Entry]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import shutil
@@ -13,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load
 from torch import Tensor, nn
 
 from hetu_fx.checkpoint.folders import latest
-from hetu_fx.checkpoint.manifest import MANIFEST
+from hetu_fx.checkpoint.manifest import MANIFEST, FileEntry
+from hetu_fx.checkpoint.summed_files import SummedFile, write_summed
 from hetu_fx.errors import CheckpointError, ExportError, HetuFxError
 from hetu_fx.export.check import check_exported
 from hetu_fx.export.load import load_exported, load_single
@@ -83,9 +85,22 @@ def seal(folder: Path) -> None:
         return
     manifest = json.loads(path.read_text())
     for name in [name for name in manifest["files"] if _is_small(folder / SAVED / name)]:
-        data = (folder / SAVED / name).read_bytes()
-        manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        with suppress(CheckpointError, SafetensorError):  # what cannot be read has no sums that are right
+            _sum_again(folder / SAVED / name)
+            manifest["files"][name] = FileEntry.of(folder / SAVED / name).told()
     path.write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+
+
+def _sum_again(path: Path) -> None:
+    """Make the sums of a file of tensors right, if they are not."""
+    if path.suffix != ".safetensors":
+        return
+    try:
+        SummedFile(path).check_all()
+    except CheckpointError:
+        with safe_open(path, "pt") as file:
+            told = {key: text for key, text in (file.metadata() or {}).items() if not key.startswith("hetu_fx.sum")}
+        write_summed(path, load(path.read_bytes()), told)
 
 
 def _is_small(path: Path) -> bool:

@@ -205,6 +205,11 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda found: found["state"]["weight"]["step"].update(number=math.nan),
         "state 'step' of 'weight' is nan",
     ),
+    "a step that is missing": (lambda found: found["state"]["bias"].pop("step"), "state 'step' of 'bias' is missing"),
+    "state that is missing": (
+        lambda found: found["state"]["bias"].pop("exp_avg_sq"),
+        "state 'exp_avg_sq' of 'bias' is missing",
+    ),
     "a shape that has no room": (
         lambda found: found["state"]["weight"]["exp_avg"].update(shape=[2**40, 2**20]),
         "boxes .* of state 'exp_avg' of 'weight', which do not make",

@@ -27,7 +27,7 @@ from hetu_fx.base.torch_private import PrefixStore, Store, is_member_of
 from hetu_fx.comm_ops.wire.calls import last, place_of, whereabouts
 from hetu_fx.comm_ops.wire.shutdown import finish_at_exit, sever
 from hetu_fx.comm_ops.wire.standings import Standing, Standings, Wait, oldest_wait
-from hetu_fx.errors import DivergedError, EnvironmentProblem
+from hetu_fx.errors import CommError, DivergedError, EnvironmentProblem
 
 WAIT_SECONDS = 60.0
 VARIABLE = "HETU_FX_WAIT_SECONDS"
@@ -37,7 +37,8 @@ _SHORTEST_PAUSE = 0.05
 _POLL_SECONDS = 0.002
 _BEATS = 3  # without which a rank is dead, once its connection is
 _NEWS_SECONDS = 0.2  # in which all ranks of a message have told where they are
-_VERDICT = f"verdict/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"  # an earlier start may have left its own
+_CUT_SECONDS = 0.01  # between cuts of connections: some may just be being opened
+_VERDICT = "verdict"  # each start has a part of the store that nobody has written to
 
 _log = logging.getLogger("hetu_fx.waits")
 
@@ -45,15 +46,12 @@ _log = logging.getLogger("hetu_fx.waits")
 def patience(asked: float | None) -> float:
     """Return the seconds that ranks wait for one that is elsewhere: as asked, else as the environment says, else 60.
 
-    `hetu-fx launch` watches its processes itself, so that there it is infinite unless someone asks.
-
     Raises:
         EnvironmentProblem: it is no number above 0.
     """
     told = os.environ.get(VARIABLE)
-    default = math.inf if "HETU_FX_START" in os.environ else WAIT_SECONDS
     try:
-        seconds = asked if asked is not None else default if told is None else float(told)
+        seconds = asked if asked is not None else WAIT_SECONDS if told is None else float(told)
     except ValueError:
         seconds = math.nan
     if not seconds > 0:
@@ -85,7 +83,7 @@ class CommonPath:
         self._process, self._beat, self._known = os.getpid(), 0, Standings()
         self._inside_until = perf_counter()
         self._warned: Wait | None = None
-        self._over = threading.Event()
+        self._over, self._cut, self._cut_why = threading.Event(), threading.Event(), ""
         self._tell(self._standing())
         self._thread = threading.Thread(target=self._work, daemon=True, name="hetu_fx_common_path")
         self._thread.start()
@@ -98,9 +96,11 @@ class CommonPath:
     # In the threads that communicate.
 
     def check(self) -> None:
-        """Raise DivergedError if a rank has left the path."""
+        """Raise DivergedError if a rank has left the path, CommError if communication has been ended."""
         if self.broken is not None:
             raise DivergedError(self.broken)
+        if self._cut.is_set():
+            raise CommError(f"rank {self.rank}: communication has been ended: {self._cut_why}")
 
     def meet(self, name: str, members: Sequence[int]) -> None:
         """Wait until all `members`, ranks of the group, have come to the meeting of that name, which there is once."""
@@ -112,7 +112,11 @@ class CommonPath:
             time.sleep(_POLL_SECONDS if absent else 0)
 
     def explain(self, what: str) -> None:
-        """Raise DivergedError if waiting for `what` has failed because a rank has left, or is dead."""
+        """Raise DivergedError if waiting for `what` has failed because a rank has left, or is dead.
+
+        CommError if communication has been ended from here.
+        """
+        self.check()
         try:
             self._hear_verdict()
             if self.broken is None:
@@ -127,9 +131,10 @@ class CommonPath:
         known.hear(self._told(), 0.0)
         lost = known.astray(own, math.inf)
         if not lost:
-            time.sleep(seconds)
+            self._cut.wait(seconds)
+            self.check()
             known.hear(self._told(), seconds)
-            lost = known.silent_for(seconds)
+            lost = known.astray(own, math.inf) or known.silent_for(seconds)
         if lost and self.broken is None:
             self._break(known.verdict(self.rank, own, lost, 2 * seconds))
 
@@ -158,8 +163,13 @@ class CommonPath:
         for base in [base for base, path in tuple(_over.items()) if path is self]:
             _over.pop(base, None)
 
+    def cut(self, why: str) -> None:
+        """End this rank's waits, from any thread: those that look at memory look here, too."""
+        self._cut_why = self._cut_why or why
+        self._cut.set()
+
     def leave(self, why: str) -> None:
-        """Tell the others that this process ends."""
+        """Tell the others that this process takes part no longer."""
         if self._over.is_set() or self._process != os.getpid():
             return
         self._over.set()
@@ -260,11 +270,23 @@ def join_path(path: CommonPath, group: ProcessGroup) -> ProcessGroup:
     return group
 
 
-@atexit.register
-def _tell_end() -> None:
-    """Tell the others why this process ends, before its connections do."""
-    error = getattr(sys, "last_value", None)
-    place = place_of(error)
-    why = "" if error is None else f"{type(error).__name__}: {error}{place and f', at {place}'}"
+def end_communication(why: str, until: threading.Event) -> None:
+    """End all communication of this process until an event is set: it may be opening connections."""
+    while not until.is_set():
+        for path in tuple(_over.values()):
+            path.cut(why)
+        sever()
+        until.wait(_CUT_SECONDS)
+
+
+def leave_paths(why: str) -> None:
+    """Tell the others that this process takes part no longer, and why, before its connections end."""
     for path in tuple(_over.values()):
         path.leave(why)
+
+
+@atexit.register
+def _tell_end() -> None:
+    error = getattr(sys, "last_value", None)
+    place = place_of(error)
+    leave_paths("" if error is None else f"{type(error).__name__}: {error}{place and f', at {place}'}")

@@ -92,10 +92,12 @@ class JobLauncher:
             case "stopped":
                 worker.state = "idle"
                 self._say("stopped", worker=worker.process, rank=worker.rank, reason=message["reason"])
+                if self.failed_at is None:  # nobody was lost: a run that ends so each time must not begin for ever
+                    self._count_loss(f"{worker.name} stopped: {message['reason']}")
                 self._fail(f"{worker.name} stopped: {message['reason']}")
             case "done":
-                worker.state = "done"
-                if all(w.state == "done" for w in self._members()):
+                worker.state = "done" if self.failed_at is None else "idle"
+                if self.failed_at is None and all(w.state == "done" for w in self._members()):
                     self.status = 0
 
     def _notice_gone(self) -> None:
@@ -123,13 +125,17 @@ class JobLauncher:
             print(f"hetu-fx launch: {worker.name} {how_ended(code)}", file=sys.stderr)
             return
         reason = worker.verdict or f"{worker.name} {how_ended(code)}"
-        self.losses, self.lost_at = self.losses + 1, seen
+        self.lost_at = seen
         self._say("lost", worker=worker.process, rank=worker.rank, reason=reason, at=seen)
+        self._count_loss(reason)
+        if self.status is None and worker.state in ("running", "done"):
+            self._fail(reason)
+
+    def _count_loss(self, reason: str) -> None:
+        self.losses += 1
         if self.losses > self.spec.max_losses:
             print(f"hetu-fx launch: {self.losses} workers are lost, the last: {reason}", file=sys.stderr)
             self.status = GAVE_UP_STATUS
-        elif worker.state in ("running", "done"):
-            self._fail(reason)
 
     def _fail(self, reason: str) -> None:
         """Tell all others that this run is over."""

@@ -176,6 +176,34 @@ def test_the_launcher_gives_up_after_so_many_losses(tmp_path: Path) -> None:
     assert run(tmp_path, dies, nproc=1, max_losses=2)[0] == GAVE_UP_STATUS
 
 
+def test_the_launcher_gives_up_after_so_many_runs_that_end_without_a_loss(tmp_path: Path) -> None:
+    def stops(environment: dict[str, str], channel: MessageChannel) -> bool:
+        channel.send("stopped", reason="CommError: all-reduce failed")
+        return False
+
+    status, events = run(tmp_path, stops, nproc=1, max_losses=2)
+    assert (status, worlds(events)) == (GAVE_UP_STATUS, [1, 1, 1])
+
+
+def test_a_job_is_not_done_where_one_has_stopped_before_the_others_are_done(tmp_path: Path) -> None:
+    def work(spec: LaunchSpec, channel: MessageChannel) -> int:
+        channel.send("ready")
+        for message in channel.messages():
+            match message["kind"], message.get("environment"):
+                case "start", {"HETU_FX_START": "0", "RANK": "0"}:
+                    channel.send("stopped", reason="CommError: rank 1 has gone")
+                case "start", {"HETU_FX_START": "1"}:
+                    channel.send("done", reason="")
+                case "lost", _:  # its end and this have crossed
+                    channel.send("done", reason="")
+                case "end", _:
+                    return 0
+        return 1
+
+    status, events = launch(tmp_path, work)
+    assert (status, worlds(events)) == (0, [2, 2])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

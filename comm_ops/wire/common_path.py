@@ -3,6 +3,9 @@
 A thread of every process tells the store where its process stands, and, while that waits, reads where the others do.
 Once it has waited too long for one that is elsewhere, it leaves the verdict in the store and cuts the connections of
 its groups (gloo cannot be aborted), so that every wait of every rank ends; what comes out of the wait is the verdict.
+
+Where the store does not answer, the process is cut off from the job. It says so, and dials on. If it waits for others
+all the while, its waits end in the end, and so does the process: its launcher may start it again.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import atexit
 import logging
 import math
 import os
+import socket
 import sys
 import threading
 import time
@@ -23,10 +27,10 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hetu_fx.base.torch_private import PrefixStore, Store, is_member_of
+from hetu_fx.base.torch_private import PrefixStore, Store, address_of, connected_anew, is_member_of
 from hetu_fx.comm_ops.wire.calls import last, place_of, whereabouts
 from hetu_fx.comm_ops.wire.shutdown import finish_at_exit, sever
-from hetu_fx.comm_ops.wire.standings import Standing, Standings, Wait, oldest_wait
+from hetu_fx.comm_ops.wire.standings import Reach, Standing, Standings, StoreSilence, Wait, oldest_wait
 from hetu_fx.errors import CommError, DivergedError, EnvironmentProblem
 
 WAIT_SECONDS = 60.0
@@ -37,6 +41,8 @@ _SHORTEST_PAUSE = 0.05
 _POLL_SECONDS = 0.002
 _BEATS = 3  # without which a rank is dead, once its connection is
 _NEWS_SECONDS = 0.2  # in which all ranks of a message have told where they are
+_STORE_SECONDS = 0.25  # between looks at whether the store answers
+_EXIT_SECONDS = 30.0  # for a script to end by itself once it is cut off
 _CUT_SECONDS = 0.01  # between cuts of connections: some may just be being opened
 _VERDICT = "verdict"  # each start has a part of the store that nobody has written to
 
@@ -84,9 +90,11 @@ class CommonPath:
         self._inside_until = perf_counter()
         self._warned: Wait | None = None
         self._over, self._cut, self._cut_why = threading.Event(), threading.Event(), ""
+        self._is_asked, self._is_refused, self._silence = False, False, StoreSilence()
         self._tell(self._standing())
         self._thread = threading.Thread(target=self._work, daemon=True, name="hetu_fx_common_path")
         self._thread.start()
+        threading.Thread(target=self._watch_store, daemon=True, name="hetu_fx_store").start()
         finish_at_exit(self)
 
     @property
@@ -117,12 +125,15 @@ class CommonPath:
         CommError if communication has been ended from here.
         """
         self.check()
+        asking = Wait(what, perf_counter(), self)  # the store may be cut off, as the others may
         try:
             self._hear_verdict()
             if self.broken is None:
                 self._name_lost(replace(self._standing(), waits_for=what, seconds=0.0))
         except RuntimeError:  # the store is gone, with the rank that served it
             _log.info("rank %d cannot ask where the others are: the store is gone", self.rank)
+        finally:
+            asking.end()
         self.check()
 
     def _name_lost(self, own: Standing) -> None:
@@ -173,6 +184,8 @@ class CommonPath:
         if self._over.is_set() or self._process != os.getpid():
             return
         self._over.set()
+        if self._is_refused or self._silence.is_said:  # there is nobody to tell
+            return
         self._thread.join(2 * _LONGEST_PAUSE)
         try:
             self._tell(self._standing(left=why))
@@ -189,13 +202,67 @@ class CommonPath:
             if base is None or not is_member_of(base):
                 self._forget()
                 return
+            self._is_asked = True
             try:
                 self._tell(self._standing())
                 self._look(now, min(now - before, 2 * self._pause))
             except RuntimeError as error:
                 _log.info("rank %d: the store is gone, nobody is watched: %s", self.rank, error)
-                return
+                self._is_refused = True
+                self._dial()
+                continue
+            self._is_asked = self._is_refused = False
             before = now
+
+    def _dial(self) -> None:
+        """Connect to the store anew, if this rank waits for others, and the store is there and the same."""
+        if oldest_wait(self) is None:  # who has served it may just have come to the end
+            return
+        try:
+            found = connected_anew(self._store)
+            if found.check([f"at/{self.rank}"]):
+                self._store = found
+        except RuntimeError as error:
+            _log.info("rank %d still cannot reach the store: %s", self.rank, error)
+
+    # In the thread that watches the store, as the other one may wait for it.
+
+    def _watch_store(self) -> None:
+        before = perf_counter()
+        while not self._over.wait(_STORE_SECONDS):
+            # Of a time in which this process itself was stopped, it has heard nothing.
+            now = perf_counter()
+            passed, before = min(now - before, 2 * _STORE_SECONDS), now
+            is_waiting = oldest_wait(self) is not None
+            is_needed = is_waiting or not self._is_refused  # as above
+            news = self._silence.hear(self._is_asked, passed, self.seconds, is_needed=is_needed, is_waiting=is_waiting)
+            if news is not Reach.SAME:
+                self._report(news)
+            if news is Reach.OVER:
+                self._end_cut_off()
+                return
+
+    def _report(self, news: Reach) -> None:
+        here = f"rank {self.rank} on {socket.gethostname()}"
+        match news:
+            case Reach.LOST:
+                _log.warning(
+                    "%s cannot reach the job's store at %s: it has not answered for %.1f s; is the network cut, or the "
+                    "machine of the store gone? What snapshots have kept stays. If it is not reached within %g s, and "
+                    "this rank waits for others, its waits end, and so does the process",
+                    here, address_of(self._store), self._silence.seconds, self.seconds,
+                )  # fmt: skip
+            case Reach.BACK:
+                _log.warning("%s has reached the job's store again", here)
+            case _:
+                _log.error("%s has not reached the job's store for %.1f s", here, self._silence.seconds)
+
+    def _end_cut_off(self) -> None:
+        """End the waits of this rank, and the process, unless `hetu-fx launch` runs the script in it once more."""
+        why = f"the job's store at {address_of(self._store)} has not answered for {self._silence.seconds:.1f} s"
+        threading.Thread(target=end_communication, args=(why, self._over), daemon=True).start()
+        if "HETU_FX_START" not in os.environ:
+            threading.Thread(target=_exit_cut_off).start()  # no daemon: the interpreter waits for it
 
     def _standing(self, left: str | None = None) -> Standing:
         self._beat += 1
@@ -277,6 +344,14 @@ def end_communication(why: str, until: threading.Event) -> None:
             path.cut(why)
         sever()
         until.wait(_CUT_SECONDS)
+
+
+def _exit_cut_off() -> None:
+    """End this process once its script has ended, or after a while, with the status of what may be tried again."""
+    threading.main_thread().join(_EXIT_SECONDS)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(os.EX_TEMPFAIL)
 
 
 def leave_paths(why: str) -> None:

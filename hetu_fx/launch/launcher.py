@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 from hetu_fx.base.torch_private import TCPStore
@@ -49,7 +50,7 @@ class JobLauncher:
     def run(self) -> int:
         """Run the job to its end; return the exit status."""
         self._events = None if self.spec.events is None else JsonLines(self.spec.events, "a")
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        before = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             while self.status is None:
                 self._fill_up()
@@ -61,6 +62,8 @@ class JobLauncher:
             return self.status
         finally:
             self._end_all()
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     # What happens.
 
@@ -250,6 +253,11 @@ class JobLauncher:
             self._events.tell({"event": event, "seconds": time.monotonic() if at is None else at, **what})
 
 
+def _leave(number: int, frame: FrameType | None) -> None:
+    print(f"hetu-fx launch: {signal.Signals(number).name}: all workers are told to end", file=sys.stderr)
+    sys.exit(128 + number)
+
+
 class StoreProcess:
     """A process that serves a new store on `port` of this machine until `end`, or until its parent is gone.
 
@@ -268,6 +276,8 @@ class StoreProcess:
 
 
 def _serve(channel: socket.socket) -> int:
+    for number in (signal.SIGTERM, signal.SIGINT):  # workers that are told to end still meet here
+        signal.signal(number, signal.SIG_IGN)
     seconds = timedelta(seconds=STORE_SECONDS)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=seconds)
     channel.send(str(store.port).encode())

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hetu_fx.base.documents import read_json
+from hetu_fx.base.documents import MOST_BYTES, json_of, open_regular, read_json
 from hetu_fx.errors import AlignError
 from hetu_fx.report.read import read_log
 
@@ -92,11 +92,11 @@ def read_losses(path: Path) -> tuple[float, ...]:
 
 def _is_log(path: Path) -> bool:
     """Tell whether the first line of a file is an entry of a log."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        first = file.readline()
+    with open_regular(path, AlignError) as file:
+        first = file.readline(MOST_BYTES)
     try:
-        entry = json.loads(first)
-    except json.JSONDecodeError:
+        entry = json_of(first, str(path), AlignError, constants=True)
+    except AlignError:
         return False
     return isinstance(entry, dict) and "event" in entry
 

@@ -87,7 +87,7 @@ def read_call(path: Path) -> Call:
         raise AlignError(f"{path}: {what}; give a file of hetu-fx align --save")
     try:
         tensors = load_file(str(path.with_suffix(".safetensors")))
-    except (OSError, SafetensorError) as error:
+    except (MemoryError, OSError, SafetensorError) as error:
         raise AlignError(f"cannot read the tensors of {path}: {error}; save the op again") from error
     return _call(path, record, tensors)
 

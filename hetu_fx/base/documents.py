@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
+import stat
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from hetu_fx.errors import HetuFxError
 
@@ -29,15 +32,76 @@ def kind_of(value: object) -> str:
     return f"{name}: {text if len(text) <= 60 else text[:57] + '...'}"
 
 
+MOST_BYTES = 256 << 20
+"""Of a document; a training state has some 500 for each parameter."""
+
+
 def read_json(path: str | os.PathLike[str], error: type[HetuFxError]) -> Any:
-    """Read a JSON file strictly: no key twice, no NaN; raise `error` with the path and the line."""
+    """Read a JSON file strictly, as `json_of` does; it must be a regular file, of `MOST_BYTES` at most.
+
+    Raises:
+        HetuFxError: `error`, with the path and the line.
+    """
+    return json_of(read_bytes(path, error), os.fspath(path), error)
+
+
+def read_bytes(path: str | os.PathLike[str], error: type[HetuFxError], folder: int | None = None) -> bytes:
+    """Read a document, of `MOST_BYTES` at most; see `open_regular`."""
+    with open_regular(path, error, folder) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MOST_BYTES:
+            raise error(f"cannot read {os.fspath(path)}: it has {size} bytes; a document has {MOST_BYTES} at most")
+        return file.read(size)
+
+
+@contextmanager
+def told_as_damaged(where: str, error: type[HetuFxError]) -> Iterator[None]:
+    """Raise `error` where what a document means cannot be read, as it has another form than what was written."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
-    except OSError as problem:
-        raise error(f"cannot read {os.fspath(path)}: {problem.strerror}") from problem
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as problem:
+        raise error(f"{where} is damaged: {type(problem).__name__}: {problem}") from problem
+
+
+def json_of(data: bytes | str, where: str, error: type[HetuFxError], *, constants: bool = False) -> Any:
+    """Return what a JSON text means, read strictly: no key twice, no number too large, no endless nesting.
+
+    Args:
+        data: the text, or its bytes.
+        where: it stands, for errors.
+        error: what is raised otherwise, with the line.
+        constants: take NaN and Infinity too, as Python writes them.
+    """
+    constant = float if constants else _refuse_constant
+    try:
+        text = data if isinstance(data, str) else data.decode("utf-8")
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=constant, parse_float=_finite)
     except ValueError as problem:
-        raise error(f"{os.fspath(path)} is not valid JSON: {problem}") from problem
+        raise error(f"{where} is not valid JSON: {problem}") from problem
+    except RecursionError as problem:
+        raise error(f"{where} is not valid JSON: values are nested too deeply") from problem
+
+
+def open_regular(
+    path: str | os.PathLike[str], error: type[HetuFxError], folder: int | None = None, *, writable: bool = False
+) -> BinaryIO:
+    """Open a regular file for reading; never waits, as a pipe would have it.
+
+    Args:
+        path: to be read.
+        error: what is raised where it cannot be.
+        folder: an open folder that a relative `path` stands in.
+        writable: open it for writing too.
+    """
+    access = os.O_RDWR if writable else os.O_RDONLY
+    try:
+        handle = os.open(path, access | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    except (OSError, ValueError) as problem:  # a name with a NUL in it is a ValueError
+        raise error(f"cannot read {os.fspath(path)}: {getattr(problem, 'strerror', problem)}") from problem
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise error(f"cannot read {os.fspath(path)}: it is no regular file")
+    return open(handle, "r+b" if writable else "rb")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -50,6 +114,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _refuse_constant(text)
 
 
 def json_text(value: Any, indent: int = 0, width: int = 100) -> str:
@@ -77,7 +146,7 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(aside, _mode_of(target))
+        os.chmod(aside, target.stat().st_mode & 0o777 if target.exists() else usual_mode())
         os.replace(aside, target)
     except BaseException:
         Path(aside).unlink(missing_ok=True)
@@ -85,10 +154,8 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     sync(target.parent)
 
 
-def _mode_of(target: Path) -> int:
-    """Keep an existing file's permissions; mkstemp's 0600 would hide a new one from everybody else."""
-    if target.exists():
-        return target.stat().st_mode & 0o777
+def usual_mode() -> int:
+    """Return the permissions of a new file; what makes files of 0600 hides them from everybody else."""
     umask = os.umask(0)
     os.umask(umask)
     return 0o666 & ~umask

@@ -5,7 +5,7 @@ A checkpoint is one folder, there whole or not at all:
     model.safetensors, or numbered files and an index     whole tensors, as `from_pretrained` reads them
     config.json, ...                                      what the caller's `write_config` writes
     hetu_fx/training_state*                               optimizer state, by parameter name (no pickle)
-    hetu_fx_manifest.json                                 sizes and SHA-256 sums, written last
+    hetu_fx_manifest.json                                 sizes and sums, written last
 
 Every function is collective over `table`, and the ranks share the file system. `save_model` and `load_model` are for a
 parallel model, under the user's names; the others for any tensors.
@@ -13,9 +13,13 @@ parallel model, under the user's names; the others for any tensors.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +27,12 @@ from torch import Tensor, nn
 from hetu_fx.base.checks import size_parts
 from hetu_fx.base.frameworks import config_writer
 from hetu_fx.base.progress import telling
-from hetu_fx.checkpoint.folders import MANIFEST, check_folder, replaced_folder, settle
-from hetu_fx.checkpoint.optimizer_files import Parameters, TrainingFiles, write_training_state
-from hetu_fx.checkpoint.tensor_files import WeightFiles, whole_tensor, write_weights
-from hetu_fx.comm_ops.wire.consensus import together
+from hetu_fx.checkpoint.folders import replaced_folder
+from hetu_fx.checkpoint.left_overs import place_of
+from hetu_fx.checkpoint.open_folder import OpenFolder
+from hetu_fx.checkpoint.optimizer_files import Parameters, RestoredTraining, TrainingFiles, write_training_state
+from hetu_fx.checkpoint.tensor_files import Key, WeightFiles, whole_tensor, write_weights
+from hetu_fx.comm_ops.wire.consensus import alike, any_of, together
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import CheckpointError
 from hetu_fx.switching.runtime import Runtime
@@ -34,6 +40,11 @@ from hetu_fx.switching.runtime import Runtime
 TRAINING = "hetu_fx"
 # The default of save_pretrained; units are decimal there too.
 MAX_SHARD_SIZE = "50GB"
+
+# A writer needs the time between two renames to put a folder in place.
+_TRIES, _PAUSE_SECONDS = 20, 0.05
+
+T = TypeVar("T")
 
 
 def save_model(
@@ -82,7 +93,7 @@ def load_model(
         runtime: what runs the model.
         folder: a checkpoint of `save_model`, or weights that `save_pretrained` wrote.
         optimizer: gets its state back, if it was saved.
-        verify: compare SHA-256 sums too.
+        verify: compare the sums of all files whole, not only of what this run reads.
 
     Returns the saved `extra`; empty without an optimizer.
 
@@ -178,36 +189,102 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Read weights into tensors of any layout, and an optimizer's state; return the saved `extra`, empty without one.
 
-    Each rank reads only what it owns, whatever layout and number of ranks wrote it. A folder without a manifest (one
-    that `save_pretrained` wrote) is read as it is. `verify` also checks SHA-256 sums. The optimizer must hold the same
-    parameters, by name, in the same groups. No tensor is changed unless names, shapes and dtypes all fit; raises
-    CheckpointError that lists what does not.
+    Each rank reads only what it owns, whatever layout and number of ranks wrote it, and compares the sums of that;
+    with `verify`, those of everything in the folder. One without a manifest (that `save_pretrained` wrote) is read as
+    it is. A folder that is replaced meanwhile is read once more. The optimizer must hold the same parameters, by name,
+    in the same groups.
+
+    Raises:
+        CheckpointError: on all ranks, that lists what does not fit; no tensor, and nothing of the optimizer, has been
+            changed then.
     """
     wanted = {name: tensor for name, tensor in tensors.items() if name not in (aliases or {})}
-    together(table, lambda: _open_folder(folder, table.rank, verify))
 
-    def load() -> None:
-        files = WeightFiles(folder)
-        names = _match_names(files, wanted, aliases or {})
-        _check_fit(files, wanted, names)
+    def read(opened: OpenFolder) -> Checkpoint:
+        if table.rank == 0 and (verify or opened.manifest is not None or opened.has_folder(TRAINING)):
+            opened.check_sizes()
+        opened.check_sums(_sums_of_all(opened, verify)[table.rank :: table.size])
+        return Checkpoint.read(opened, wanted, aliases or {}, optimizer, parameters or {})
+
+    checkpoint = _read_alike(folder, read, table)
+    return together(table, lambda: checkpoint.put(optimizer))
+
+
+def _sums_of_all(opened: OpenFolder, verify: bool) -> list[str]:
+    """Return the files of which all is to be summed: those whose parts have no sums, or all."""
+    files = opened.manifest.files if opened.manifest else {}
+    return [name for name, entry in files.items() if verify or entry.how == "sha256"]
+
+
+def _read_alike(folder: Path, read: Callable[[OpenFolder], T], table: GroupTable) -> T:
+    """Return what is read of a folder, on all ranks of the same one; collective. Raises what reading raises."""
+    for tries_left in reversed(range(_TRIES)):
+        with ExitStack() as held:
+            opened: list[OpenFolder] = []
+            try:
+                found = together(table, partial(_open_and_read, folder, read, held, opened))
+            except Exception:  # on all ranks
+                if not any_of(table, [_is_replaced(folder, opened)])[0] or not tries_left:
+                    raise
+            else:
+                manifest = opened[0].manifest
+                if table.size == 1 or alike(table, manifest.identity if manifest else 0):
+                    return found
+        time.sleep(_PAUSE_SECONDS)
+    raise CheckpointError(f"{folder} is replaced again and again while it is read; hint: save to a folder per step")
+
+
+def _open_and_read(folder: Path, read: Callable[[OpenFolder], T], held: ExitStack, opened: list[OpenFolder]) -> T:
+    opened.append(held.enter_context(OpenFolder(place_of(folder))))
+    return read(opened[0])
+
+
+def _is_replaced(folder: Path, opened: Sequence[OpenFolder]) -> bool:
+    """Tell whether a writer is at work between what was tried and now."""
+    if opened:
+        return not opened[0].is_in_place()
+    return folder.is_dir() or place_of(folder) != folder
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What was read of a folder, and found to fit: nothing but memory is missing to put it in place."""
+
+    files: WeightFiles | None
+    tensors: Mapping[str, tuple[Key, Tensor]]
+    training: RestoredTraining | None
+
+    @classmethod
+    def read(
+        cls,
+        opened: OpenFolder,
+        wanted: Mapping[str, Tensor],
+        aliases: Mapping[str, str],
+        optimizer: torch.optim.Optimizer | None,
+        parameters: Parameters,
+    ) -> Checkpoint:
+        """Read what is wanted here. Raises CheckpointError."""
+        files, tensors = None, {}
+        if wanted:
+            files = WeightFiles(opened)
+            names = _match_names(files, wanted, aliases)
+            _check_fit(files, wanted, names)
+            tensors = {name: (whole_tensor(names[name]), tensor) for name, tensor in wanted.items()}
+            for key, tensor in tensors.values():
+                files.check(key, tensor)
+        if optimizer is None:
+            return cls(files, tensors, None)
+        return cls(files, tensors, TrainingFiles.open(opened, TRAINING).read(optimizer, parameters))
+
+    def put(self, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+        """Put it in place; returns the saved `extra`, empty without an optimizer."""
         with torch.no_grad():
-            for name, tensor in wanted.items():
-                files.fill(whole_tensor(names[name]), tensor)
-
-    if wanted:
-        together(table, load)
-    if optimizer is None:
-        return {}
-    return together(table, lambda: TrainingFiles.open(folder / TRAINING).load(optimizer, parameters or {}))
-
-
-def _open_folder(folder: Path, rank: int, verify: bool) -> None:
-    if rank == 0:
-        settle(folder)
-        if not folder.is_dir():
-            raise CheckpointError(f"there is no checkpoint at {folder}")
-        if verify or (folder / MANIFEST).is_file() or (folder / TRAINING).is_dir():
-            check_folder(folder, sums=verify)
+            for key, tensor in self.tensors.values():
+                assert self.files is not None
+                self.files.fill(key, tensor)
+        if self.training is None or optimizer is None:
+            return {}
+        return self.training.put(optimizer)
 
 
 def _match_names(files: WeightFiles, wanted: Mapping[str, Tensor], aliases: Mapping[str, str]) -> dict[str, str]:

@@ -1,76 +1,146 @@
-"""Folders that are there whole or not at all: written beside, checked by a manifest, put in place by a rename.
+"""Folders that are there whole or not at all: written beside, sealed by a manifest, put in place by a rename.
 
 While a folder is replaced the old one is kept under another name until the new one stands in its place; a
-crash in between leaves one of them complete, and `settle` puts that one back.
+crash in between leaves one of them complete: it is read where it lies, and the next writer puts it back. Nothing is
+replaced but a complete folder of this kind, with nothing in it that its manifest does not name.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import contextlib
+import errno
+import fcntl
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
 from pathlib import Path
 
 from hetu_fx.base.documents import sync
+from hetu_fx.checkpoint.left_overs import is_complete, left_over_name, left_overs
+from hetu_fx.checkpoint.manifest import MANIFEST, FileEntry, manifest_text
+from hetu_fx.checkpoint.open_folder import OpenFolder
 from hetu_fx.comm_ops.wire.consensus import from_first, together
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import CheckpointError, HetuFxError, OtherRankError
 
-MANIFEST = "hetu_fx_manifest.json"
-FORMAT = "hetu_fx.folder/1"
 
+@contextmanager
+def replaced_folder(folder: Path, table: GroupTable, error: type[HetuFxError] = CheckpointError) -> Iterator[Path]:
+    """Give an empty folder to write in, on all ranks, that becomes `folder` when the block ends. Collective.
 
-@dataclass(frozen=True, slots=True)
-class FolderKind:
-    """What makes a folder whole.
+    Every rank may write files of its own names. Whatever fails inside, on any rank, leaves `folder` as it was, and
+    nothing beside it. The ranks must share the file system. Of a symbolic link what it leads to is replaced.
 
-    Attributes:
-        error: what is raised where it cannot be written.
-        is_whole: tells whether all of it is there.
-        seal: writes what says so, on one rank, when all else is there.
+    Raises:
+        HetuFxError: `error`, on all ranks, where one cannot write, another process writes the same folder, or
+            something stands there that is no complete folder of this kind.
     """
+    folder = Path(os.path.realpath(folder))
+    token = from_first(table, secrets.token_hex(4))
+    staging = folder.parent / left_over_name(folder.name, token, is_new=True)
+    with ExitStack() as lock:
+        try:
+            together(table, lambda: _begin(folder, staging, error, lock) if table.rank == 0 else None)
+            try:
+                yield staging
+                together(table, lambda: _sync_files(staging))
+                together(table, lambda: _commit(folder, staging, token) if table.rank == 0 else None)
+            except BaseException:
+                shutil.rmtree(staging, ignore_errors=True)
+                raise
+        except (OSError, OtherRankError) as problem:
+            raise error(f"cannot write {folder}: {problem}; is the disk full, or not writable?") from problem
 
-    error: type[HetuFxError]
-    is_whole: Callable[[Path], bool]
-    seal: Callable[[Path], None] = lambda _: None
+
+def _begin(folder: Path, staging: Path, error: type[HetuFxError], lock: ExitStack) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock.enter_context(_locked(folder, error))
+    _settle(folder)
+    if why := why_not_replaced(folder):
+        raise error(
+            f"{folder} is there, and would be replaced as a whole, but {why}; hint: give a folder that does not exist, "
+            "or move what is there away"
+        )
+    staging.mkdir()
 
 
 @contextmanager
-def replaced_folder(folder: Path, table: GroupTable, kind: FolderKind | None = None) -> Iterator[Path]:
-    """Give an empty folder to write in, on all ranks, that becomes `folder` when the block ends. Collective.
+def _locked(folder: Path, error: type[HetuFxError]) -> Iterator[None]:
+    """Be the only process that writes a folder; the lock goes with the process.
 
-    Every rank may write files of its own names. Whatever fails inside, on any rank, leaves `folder` as it was.
-    The ranks must share the file system. `kind` is a checkpoint where it is left out. Raises the kind's error, on all
-    ranks, where one cannot write.
+    Raises:
+        HetuFxError: `error`, which says who writes it.
     """
-    folder, kind = folder.absolute(), kind or CHECKPOINT
-    token = from_first(table, secrets.token_hex(4))
-    staging = folder.parent / f".{folder.name}.new-{token}"
-    try:
-        together(table, lambda: _begin(folder, staging, kind) if table.rank == 0 else None)
+    path = folder.parent / f".{folder.name}.writing"
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            yield staging
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
+            if not _lock(handle):
+                who = os.read(handle, 200).decode(errors="replace") or "another process"
+                raise error(f"{folder} is being written by {who}; hint: give each run a folder of its own")
+            if not _is_at(path, handle):  # who held it has removed it
+                continue
+            os.ftruncate(handle, 0)
+            now = datetime.now().isoformat(" ", "seconds")
+            os.write(handle, f"process {os.getpid()} of {socket.gethostname()} since {now}".encode())
+            try:
+                yield
+            finally:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+            return
+        finally:
+            os.close(handle)
+
+
+def _lock(handle: int) -> bool:
+    """Lock an open file; tells whether no other process has. File systems without locks are taken at their word."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as problem:
+        if problem.errno == errno.EWOULDBLOCK:
+            return False
+        if problem.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
-        together(table, lambda: _sync_files(staging))
-        together(table, lambda: _commit(folder, staging, token, kind) if table.rank == 0 else None)
-    except (OSError, OtherRankError) as error:
-        raise kind.error(f"cannot write {folder}: {error}; is the disk full, or not writable?") from error
+    return True
 
 
-def _begin(folder: Path, staging: Path, kind: FolderKind) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    settle(folder, kind)
-    for orphan in folder.parent.glob(f".{folder.name}.new-*"):
-        shutil.rmtree(orphan)
-    staging.mkdir()
+def _is_at(path: Path, handle: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(handle))
+    except FileNotFoundError:
+        return False
+
+
+def why_not_replaced(folder: Path) -> str:
+    """Say what speaks against replacing what stands at a path; empty where nothing is lost but a complete folder."""
+    if not os.path.lexists(folder):
+        return ""
+    try:
+        if folder.is_dir() and not any(folder.iterdir()):
+            return ""
+        with OpenFolder(folder) as opened:
+            opened.check_sizes()
+            known = {MANIFEST, *(opened.manifest.files if opened.manifest else ())}
+    except (OSError, CheckpointError) as problem:
+        return f"it is no complete folder that hetu_fx wrote ({problem})"
+    foreign = sorted(name for name in _names(folder) if name not in known)
+    return f"it holds {foreign[0]!r}, which is not of it" if foreign else ""
+
+
+def _names(folder: Path) -> Iterator[str]:
+    """Yield the relative paths of all that is in a folder but folders with something in them."""
+    for place, folders, files in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(place, name))]
+        for name in [*files, *links]:
+            yield os.path.relpath(os.path.join(place, name), folder)
+        if not files and not folders:
+            yield os.path.relpath(place, folder)
 
 
 def _sync_files(staging: Path) -> None:
@@ -79,12 +149,12 @@ def _sync_files(staging: Path) -> None:
         sync(path)
 
 
-def _commit(folder: Path, staging: Path, token: str, kind: FolderKind) -> None:
+def _commit(folder: Path, staging: Path, token: str) -> None:
     """Put the new folder in the place of the old one; the old one goes only once the new one is there."""
-    kind.seal(staging)
-    for part in sorted({path.parent for path in _files(staging)}):
+    seal(staging)
+    for part in sorted({path.parent for path in _files(staging)} | {staging}):
         sync(part)
-    old = folder.parent / f".{folder.name}.old-{token}"
+    old = folder.parent / left_over_name(folder.name, token, is_new=False)
     if folder.exists():
         os.rename(folder, old)
     os.rename(staging, folder)
@@ -92,81 +162,50 @@ def _commit(folder: Path, staging: Path, token: str, kind: FolderKind) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _write_manifest(folder: Path) -> None:
-    """Write the sizes and SHA-256 sums of all files of a folder into its manifest, and sync it."""
-    files = {
-        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": digest(path)} for path in _files(folder)
-    }
+def seal(folder: Path) -> None:
+    """Write the sizes and sums of all files of a folder into its manifest, which makes it whole, and sync it."""
     path = folder / MANIFEST
-    path.write_text(json.dumps({"format": FORMAT, "files": files}, indent=1, sort_keys=True) + "\n")
+    path.write_text(manifest_text({str(file.relative_to(folder)): FileEntry.of(file) for file in _files(folder)}))
     sync(path)
 
 
-def check_folder(folder: Path, *, sums: bool = False) -> None:
-    """Raise CheckpointError unless every file that the manifest names has its size (and its SHA-256 sum)."""
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise CheckpointError(f"{folder} is no complete checkpoint: {MANIFEST} is missing; use latest(parent)")
-    try:
-        files = json.loads(path.read_text())["files"]
-    except (ValueError, KeyError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
-    for name, expected in sorted(files.items()):
-        file = folder / name
-        size = file.stat().st_size if file.is_file() else None
-        if size != expected["bytes"]:
-            raise CheckpointError(f"{file} is torn: {size} bytes instead of {expected['bytes']}")
-        if sums and digest(file) != expected["sha256"]:
-            raise CheckpointError(f"{file} is damaged: its SHA-256 sum is not that of the manifest")
-
-
-def is_complete(folder: Path) -> bool:
-    """Tell whether a folder has a manifest and all its files have their sizes."""
-    try:
-        check_folder(folder)
-    except CheckpointError:
-        return False
-    return True
-
-
-CHECKPOINT = FolderKind(CheckpointError, is_complete, _write_manifest)
-
-
-def settle(folder: Path, kind: FolderKind = CHECKPOINT) -> None:
-    """Put back what a crash in the middle of a replacement left under another name; one process alone."""
-    folder = folder.absolute()
-    if folder.exists():
-        for old in folder.parent.glob(f".{folder.name}.old-*"):
-            shutil.rmtree(old)
-        return
-    for name in ("new", "old"):
-        for left in sorted(folder.parent.glob(f".{folder.name}.{name}-*")):
-            if kind.is_whole(left):
-                os.rename(left, folder)
-                return
+def _settle(folder: Path) -> None:
+    """Put back what a crash in the middle of a replacement left under another name, and remove the rest; locked."""
+    those = [left for left in left_overs(folder.parent) if left.name == folder.name]
+    if not os.path.lexists(folder):
+        whole = next((left for left in those if is_complete(left.path)), None)
+        if whole is not None:
+            os.rename(whole.path, folder)
+            those.remove(whole)
+    for left in those:
+        shutil.rmtree(left.path)
 
 
 def latest(parent: Path) -> Path | None:
-    """Return the newest complete folder in `parent`, by the number that ends its name, or None.
+    """Return the newest complete folder in `parent`, by the number that ends its name; None where there is none.
 
-    Folders without a manifest, torn ones, and those that were being written are skipped.
+    Folders without a manifest, torn ones, and those that are being written are skipped. Of one whose replacement a
+    crash has ended the name is returned, under which `load` finds it.
+
+    Raises:
+        CheckpointError: `parent` is there, but cannot be looked into.
     """
-    if not parent.is_dir():
+    if not os.path.lexists(parent):
         return None
-    complete = [path for path in parent.iterdir() if path.is_dir() and path.name[0] != "." and is_complete(path)]
-    return max(complete, key=_age, default=None)
+    places = {left.name: left.path for left in reversed(left_overs(parent)) if is_complete(left.path)}
+    places |= {name: parent / name for name in os.listdir(parent) if name[0] != "."}
+    ages = {name: _age(name, place) for name, place in places.items() if is_complete(place)}
+    newest = max(ages, key=lambda name: ages[name], default=None)
+    return None if newest is None else parent / newest
 
 
-def _age(path: Path) -> tuple[int, float, str]:
-    number = re.search(r"(\d+)$", path.name)
-    return int(number[1]) if number else -1, (path / MANIFEST).stat().st_mtime, path.name
+def _age(name: str, place: Path) -> tuple[int, float, str]:
+    number = re.search(r"(\d+)$", name)
+    try:
+        return int(number[1]) if number else -1, (place / MANIFEST).stat().st_mtime, name
+    except OSError:  # it is being replaced
+        return -2, 0.0, name
 
 
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
-
-
-def digest(path: Path) -> str:
-    """Return the SHA-256 sum of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

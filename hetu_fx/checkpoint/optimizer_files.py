@@ -8,7 +8,9 @@ caller adds. Nothing is pickled.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from hetu_fx.base.documents import told_as_damaged
+from hetu_fx.checkpoint.open_folder import OpenFolder
 from hetu_fx.checkpoint.tensor_files import BoxFiles, Key, RankShards
 from hetu_fx.errors import CheckpointError
 from hetu_fx.switching.home.ops import HomeTensor
@@ -113,46 +117,65 @@ def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+@dataclass(frozen=True)
+class RestoredTraining:
+    """A training state that was read, and found to fit an optimizer; nothing of that has been changed."""
+
+    options: tuple[Mapping[str, Any], ...]
+    state: Mapping[nn.Parameter, dict[str, Any]]
+    extra: Mapping[str, Any]
+
+    def put(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Put it into the optimizer; returns the caller's own values."""
+        for group, options in zip(optimizer.param_groups, self.options, strict=True):
+            group.update(options)
+        optimizer.state.clear()
+        optimizer.state.update(self.state)  # type: ignore[arg-type]
+        return dict(self.extra)
+
+
 class TrainingFiles:
     """A saved training state: its document, and the files that hold its tensors."""
 
-    def __init__(self, document: Mapping[str, Any], boxes: BoxFiles) -> None:
-        self.document, self.boxes = document, boxes
-        if document.get("format") != FORMAT:
-            raise CheckpointError(f"{boxes.where} has format {document.get('format')!r}, expected {FORMAT!r}")
+    def __init__(self, document: Any, boxes: BoxFiles) -> None:
+        """Take a document and its files. Raises CheckpointError where the document is of another form."""
+        told = document.get("format") if isinstance(document, dict) else None
+        if told != FORMAT:
+            raise CheckpointError(f"{boxes.where} has format {told!r}, expected {FORMAT!r}")
+        self.boxes = boxes
+        with told_as_damaged(f"the training state of {boxes.where}", CheckpointError):
+            self.groups = [(tuple(map(str, group["params"])), dict(group["options"])) for group in document["groups"]]
+            self.state = {name: dict(saved) for name, saved in document["state"].items()}
+            self.extra = dict(document["extra"])
 
     @classmethod
-    def open(cls, folder: Path) -> TrainingFiles:
-        """Open what `write_training_state` wrote on all ranks. Raises CheckpointError."""
-        path = folder / STATE
-        try:
-            document: dict[str, Any] = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"cannot read {path}: {error}") from error
-        return cls(document, BoxFiles(sorted(folder.glob("training_state-*.safetensors")), folder))
+    def open(cls, opened: OpenFolder, folder: str) -> TrainingFiles:
+        """Open what `write_training_state` wrote on all ranks in a folder of an open one. Raises CheckpointError."""
+        document = opened.document(f"{folder}/{STATE}", constants=True)
+        files = [opened.tensors(name) for name in opened.names(folder, ".safetensors")]
+        return cls(document, BoxFiles(files, opened.path / folder))
 
-    def load(self, optimizer: torch.optim.Optimizer, parameters: Parameters) -> dict[str, Any]:
-        """Put the saved state into an optimizer over the same parameters; give the caller's own values.
+    def read(self, optimizer: torch.optim.Optimizer, parameters: Parameters) -> RestoredTraining:
+        """Return the saved state for an optimizer over the same parameters, which is left as it is.
 
-        Nothing is changed unless all of it fits. Raises CheckpointError.
+        Raises:
+            CheckpointError: something of it does not fit.
         """
         names = _names(optimizer, parameters)
-        groups = self._check_groups(optimizer, names)
-        state: dict[nn.Parameter, dict[str, Any]] = {}
-        for name, saved in self.document["state"].items():
-            parameter = parameters[name]
-            on_device = any(groups[name].get(flag) for flag in ("capturable", "fused"))
-            state[parameter] = {k: self._value(name, k, v, parameter, on_device) for k, v in saved.items()}
-        for group, saved in zip(optimizer.param_groups, self.document["groups"], strict=True):
-            group.update({key: _restore(value) for key, value in saved["options"].items()})
-        optimizer.state.clear()
-        optimizer.state.update(state)  # type: ignore[arg-type]
-        return dict(self.document["extra"])
+        self._check_groups(optimizer, names)
+        with told_as_damaged(f"the training state of {self.boxes.where}", CheckpointError):
+            pairs = zip(self.groups, optimizer.param_groups, strict=True)
+            options = [_options(saved, now) for (_, saved), now in pairs]
+            of_parameter = {name: own for (those, _), own in zip(self.groups, options, strict=True) for name in those}
+            state = {
+                parameters[name]: self._state(name, saved, of_parameter[name], parameters[name])
+                for name, saved in self.state.items()
+            }
+        return RestoredTraining(tuple(options), state, self.extra)
 
-    def _check_groups(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Mapping[str, Any]]:
-        """Return each parameter's saved options, once the groups are found to be the same."""
-        here = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-        saved = [group["params"] for group in self.document["groups"]]
+    def _check_groups(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+        here = [tuple(names[id(parameter)] for parameter in group["params"]) for group in optimizer.param_groups]
+        saved = [those for those, _ in self.groups]
         if here != saved:
             ours, theirs = {n for g in here for n in g}, {n for g in saved for n in g}
             raise CheckpointError(
@@ -160,28 +183,77 @@ class TrainingFiles:
                 f"{sorted(ours - theirs)}, unknown here {sorted(theirs - ours)}, groups of "
                 f"{[len(g) for g in here]} here and {[len(g) for g in saved]} in the file"
             )
-        return {name: group["options"] for group in self.document["groups"] for name in group["params"]}
 
-    def _value(self, name: str, key: str, saved: Any, parameter: nn.Parameter, on_device: bool) -> Any:
+    def _state(
+        self, name: str, saved: Mapping[str, Any], options: Mapping[str, Any], parameter: nn.Parameter
+    ) -> dict[str, Any]:
+        return {key: self._value(name, key, value, options, parameter) for key, value in saved.items()}
+
+    def _value(self, name: str, key: str, saved: Any, options: Mapping[str, Any], parameter: nn.Parameter) -> Any:
         if not isinstance(saved, dict) or "shape" not in saved:
             value = _restore(saved)
-            return value.to(parameter.device) if isinstance(value, Tensor) and on_device else value
-        shape, dtype = tuple(saved["shape"]), getattr(torch, saved["dtype"])
+            if key == "step" and not _is_finite(value):
+                raise ValueError(f"state 'step' of {name!r} is {value}")
+            on_device = isinstance(value, Tensor) and any(options.get(flag) for flag in ("capturable", "fused"))
+            return value.to(parameter.device) if on_device else value
+        shape, dtype = tuple(saved["shape"]), _dtype_of(saved["dtype"])
+        self.boxes.check_shape((name, key), shape)  # before memory is taken for it
         if isinstance(parameter, HomeTensor) and shape == parameter.home_layout.shape:
             value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         else:
             value = torch.zeros(shape, dtype=dtype, device=parameter.device)
+        self.boxes.check((name, key), value)
         self.boxes.fill((name, key), value)
         return value
+
+
+def _options(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group's saved options, of the kinds that the optimizer has now. Raises ValueError."""
+    missing = sorted(now.keys() - saved.keys() - {"params", "param_names"} - _OF_SCHEDULERS)
+    if missing:
+        raise ValueError(f"the options {missing} of a group are missing")
+    restored = {key: _restore(value) for key, value in saved.items()}
+    for key, value in restored.items():
+        if key in now and not _fits(value, now[key]):
+            raise ValueError(f"the option {key!r} is {value!r}, where the optimizer has {now[key]!r}")
+    return restored
+
+
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
+"""Options that a scheduler has put into the groups: the one that was saved may have had none."""
+
+
+def _fits(value: Any, now: Any) -> bool:
+    """Tell whether an option can stand in the place of another."""
+    if value is None or now is None or isinstance(now, (bool, str)):
+        return not isinstance(value, str) or isinstance(now, str)
+    if isinstance(now, (tuple, list)):
+        return isinstance(value, (tuple, list)) and len(value) == len(now) and all(map(_fits, value, now))
+    return _is_finite(value) or value == now
+
+
+def _is_finite(value: Any) -> bool:
+    """Tell whether a value is a finite number, in a tensor of no dims or not."""
+    number = value.item() if isinstance(value, Tensor) else value
+    return isinstance(number, (int, float)) and math.isfinite(number)
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype of torch")
+    return found
 
 
 def _restore(saved: Any) -> Any:
     match saved:
         case {"number": number, "dtype": dtype}:
-            return torch.tensor(number, dtype=getattr(torch, dtype))
+            return torch.tensor(number, dtype=_dtype_of(dtype))
         case {"tuple": items}:
             return tuple(map(_restore, items))
         case list():
             return [_restore(item) for item in saved]
-        case _:
+        case None | bool() | int() | float() | str():
             return saved
+        case _:
+            raise ValueError(f"{saved!r} is no value of an optimizer")

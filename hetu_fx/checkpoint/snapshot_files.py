@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from hetu_fx.checkpoint.snapshot_folders import job_folder
-from hetu_fx.checkpoint.tensor_files import Bounds, Key, RankShards, boxes_in, open_safetensors
+from hetu_fx.checkpoint.summed_files import SummedFile
+from hetu_fx.checkpoint.tensor_files import Bounds, Key, RankShards, boxes_in
 from hetu_fx.cluster.host import node_name
 from hetu_fx.errors import CheckpointError
 
@@ -148,9 +150,12 @@ def plan_transfers(
     )
 
 
-FORMAT = "hetu_fx.snapshot/1"
+FORMAT = "hetu_fx.snapshot/2"
 
 _ASIDE = ".writing-"
+_DOCUMENT = "document"
+
+_log = logging.getLogger("hetu_fx.snapshots")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +193,7 @@ class Memory:
 
     def write(self, part: SnapshotPart, pieces: RankShards, document: Mapping[str, Any]) -> None:
         """Write a part. Raises CheckpointError, with nothing left behind."""
-        metadata = {"format": FORMAT, "document": json.dumps(document)}
+        metadata = {"format": FORMAT, _DOCUMENT: json.dumps(document)}
         self._put(part, lambda aside: pieces.write(aside, metadata))
 
     def receive(self, part: SnapshotPart, size: int, fill: Callable[[Tensor], None]) -> None:
@@ -214,14 +219,33 @@ class Memory:
         path = self.path(part)
         return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
 
+    def open(self, part: SnapshotPart) -> SummedFile:
+        """Open a part's file. Raises CheckpointError where it is damaged, or of another format."""
+        file = SummedFile(self.path(part))
+        if file.metadata.get("format") != FORMAT:
+            raise CheckpointError(f"{file.path} has format {file.metadata.get('format')!r}, expected {FORMAT!r}")
+        if file.sum is None:
+            raise CheckpointError(f"{file.path} is damaged: it has no sums")
+        return file
+
     def header(self, part: SnapshotPart) -> Header:
         """Read what a part's file says of itself. Raises CheckpointError."""
-        path = self.path(part)
-        file = open_safetensors(path)
-        metadata = file.metadata() or {}
-        if metadata.get("format") != FORMAT:
-            raise CheckpointError(f"{path} has format {metadata.get('format')!r}, expected {FORMAT!r}")
-        return Header(path.stat().st_size, tuple(boxes_in(file).values()), json.loads(metadata["document"]))
+        file = self.open(part)
+        document = file.document(_DOCUMENT, constants=True)
+        return Header(file.path.stat().st_size, tuple(boxes_in(file).values()), document)
+
+    def sound_parts(self) -> tuple[SnapshotPart, ...]:
+        """Return the parts that are there and have the sums of what was written; others are told by a warning."""
+        return tuple(part for part in self.parts() if self._is_sound(part))
+
+    def _is_sound(self, part: SnapshotPart) -> bool:
+        try:
+            self.header(part)
+            self.open(part).check_all()
+        except CheckpointError as error:
+            _log.warning("a part of a snapshot is left out: %s", error)
+            return False
+        return True
 
     def keep_only(self, moment: Moment, holder: int) -> None:
         """Remove what rank `holder` keeps of other moments, and what anyone keeps of other lives."""

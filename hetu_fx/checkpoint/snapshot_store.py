@@ -153,42 +153,33 @@ def find_snapshot(
     Raises CheckpointError where a part cannot be read.
     """
     nodes = of_all(table, node_name())
-    choice = choose(dict(zip(nodes, of_all(table, memory.parts()), strict=True)))
+    node = nodes[table.rank]
+    is_first = nodes.index(node) == table.rank
+    told = of_all(table, together(table, lambda: memory.sound_parts() if is_first else ()))
+    found = {name: told[nodes.index(name)] for name in nodes}
+    choice = choose(found)
     moment = choice.moment
     if moment is None:
         return choice, None
-    headers = _headers(memory, table, moment, choice, nodes)
+    local = {part.owner: part for part in found[node] if part.moment == moment}
+    mine = [owner for owner, where in enumerate(choice.nodes) if is_first and where[0] == node]
+    headers = _headers(memory, table, local, mine)
     boxes = {name: _boxes_of(tensor) for name, tensor in tensors.items()}
     needs = [owner for owner, header in enumerate(headers) if _meets(header, boxes)]
     transfers = plan_transfers(choice, nodes, of_all(table, needs))
     sizes = [header.size for header in headers]
     # Together, as other ranks of a node use what its first one receives.
-    together(table, lambda: _carry_out(transfers, memory, table, moment, sizes))
-    local = _local(memory, moment)
-    files = together(table, lambda: BoxFiles([memory.path(local[owner]) for owner in needs], memory.folder))
+    together(table, lambda: _carry_out(transfers, memory, table, moment, local, sizes))
+    local |= {t.owner: SnapshotPart(moment, t.owner, t.owner) for t in transfers if nodes[t.receiver] == node}
+    files = together(table, lambda: BoxFiles([memory.open(local[owner]) for owner in needs], memory.folder))
     return choice, FoundSnapshot(moment, tuple(header.document for header in headers), files)
 
 
-def _local(memory: Memory, moment: Moment) -> dict[int, SnapshotPart]:
-    """Return one part here of each owner at a moment."""
-    return {part.owner: part for part in memory.parts() if part.moment == moment}
-
-
-def _headers(
-    memory: Memory, table: GroupTable, moment: Moment, choice: SnapshotChoice, nodes: Sequence[str]
-) -> list[Header]:
-    """Read each part's header on the first rank of the first node that has it, and tell all ranks."""
-    node = nodes[table.rank]
-
-    def read() -> dict[int, Header]:
-        if nodes.index(node) != table.rank:
-            return {}
-        local = _local(memory, moment)
-        return {owner: memory.header(local[owner]) for owner, where in enumerate(choice.nodes) if where[0] == node}
-
-    told = of_all(table, together(table, read))
+def _headers(memory: Memory, table: GroupTable, local: Mapping[int, SnapshotPart], mine: Iterable[int]) -> list[Header]:
+    """Read the headers of the parts of some owners here, and tell all ranks; together they have those of all owners."""
+    told = of_all(table, together(table, lambda: {owner: memory.header(local[owner]) for owner in mine}))
     everything = {owner: header for headers in told for owner, header in headers.items()}
-    return [everything[owner] for owner in range(moment.world)]
+    return [everything[owner] for owner in sorted(everything)]
 
 
 def _boxes_of(tensor: Tensor) -> tuple[Bounds, ...]:
@@ -207,15 +198,19 @@ def _meets(header: Header, wanted: Mapping[str, Iterable[Bounds]]) -> bool:
 
 
 def _carry_out(
-    transfers: Iterable[PartTransfer], memory: Memory, table: GroupTable, moment: Moment, sizes: Sequence[int]
+    transfers: Iterable[PartTransfer],
+    memory: Memory,
+    table: GroupTable,
+    moment: Moment,
+    local: Mapping[int, SnapshotPart],
+    sizes: Sequence[int],
 ) -> None:
     """Send and receive what this rank has a part in, in the order that all ranks keep."""
     for transfer in transfers:
         owner = transfer.owner
         with guarded("bringing a snapshot", (transfer.sender, transfer.receiver), table):
             if table.rank == transfer.sender:
-                part = _local(memory, moment)[owner]
-                post((), [(transfer.receiver, memory.bytes_of(part), Tag.SNAPSHOTS)], table).wait()
+                post((), [(transfer.receiver, memory.bytes_of(local[owner]), Tag.SNAPSHOTS)], table).wait()
             elif table.rank == transfer.receiver:
                 _receive(memory, SnapshotPart(moment, owner, owner), sizes[owner], transfer.sender, table)
 

@@ -17,10 +17,10 @@ from hetu_fx.checkpoint import joining
 from hetu_fx.checkpoint.checkpoint import load_model, tensors_of
 from hetu_fx.checkpoint.folders import latest
 from hetu_fx.checkpoint.heartbeats import watch_each_other
-from hetu_fx.checkpoint.optimizer_files import TrainingFiles, state_tensors, training_document
+from hetu_fx.checkpoint.optimizer_files import RestoredTraining, TrainingFiles, state_tensors, training_document
 from hetu_fx.checkpoint.snapshot_files import Memory, SnapshotChoice
 from hetu_fx.checkpoint.snapshot_store import FoundSnapshot, SnapshotWriter, find_snapshot
-from hetu_fx.checkpoint.tensor_files import Key
+from hetu_fx.checkpoint.tensor_files import Key, whole_tensor
 from hetu_fx.comm_ops.wire.consensus import StepFacts, from_first, together
 from hetu_fx.comm_ops.wire.groups import using
 from hetu_fx.errors import CheckpointError, StateError
@@ -133,7 +133,8 @@ class Snapshots:
         with using(table):
             choice, found = find_snapshot(self._memory, table, tensors_of(self._runtime))
             if found is not None:
-                return together(table, lambda: self._put(found))
+                training = together(table, lambda: self._check(found))
+                return together(table, lambda: self._put(found, training))
         return self._from_checkpoint(choice)
 
     def tell(self) -> dict[str, float]:
@@ -152,7 +153,7 @@ class Snapshots:
 
     def _tensors(self) -> Iterator[tuple[Key, Tensor]]:
         for name, tensor in tensors_of(self._runtime).items():
-            yield (name, ""), tensor
+            yield whole_tensor(name), tensor
         yield from state_tensors(self._optimizer, self._runtime.homes)
 
     def _document(self, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,19 +166,25 @@ class Snapshots:
             "random": _random_states(),
         }
 
-    def _put(self, found: FoundSnapshot) -> Resumed:
-        runtime, document = self._runtime, found.documents[0]
-        tensors = tensors_of(runtime)
+    def _check(self, found: FoundSnapshot) -> RestoredTraining:
+        """Read all of a snapshot, which must fit; nothing is changed."""
+        document, tensors = found.documents[0], tensors_of(self._runtime)
         differing = sorted(set(_described(tensors).items()) ^ set(document["tensors"].items()))
         if differing:
             raise CheckpointError(
                 f"the snapshot in {self._memory.folder} is of another model, which differs in {differing[:8]}; "
                 f"give another folder, or remove it"
             )
+        for name, tensor in tensors.items():
+            found.boxes.check(whole_tensor(name), tensor)
+        return TrainingFiles(document["training"], found.boxes).read(self._optimizer, self._runtime.homes)
+
+    def _put(self, found: FoundSnapshot, training: RestoredTraining) -> Resumed:
+        runtime, document = self._runtime, found.documents[0]
         with torch.no_grad():
-            for name, tensor in tensors.items():
-                found.boxes.fill((name, ""), tensor)
-        extra = TrainingFiles(document["training"], found.boxes).load(self._optimizer, runtime.homes)
+            for name, tensor in tensors_of(runtime).items():
+                found.boxes.fill(whole_tensor(name), tensor)
+        extra = training.put(self._optimizer)
         runtime.resume(int(document["step"]), float(document["guess"]))
         if found.moment.world == runtime.table.size:
             _set_random_states(found.documents[runtime.table.rank]["random"])

@@ -12,17 +12,18 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.local import index
 from hetu_fx.annotations.region import Box, Interval
+from hetu_fx.base.documents import told_as_damaged
 from hetu_fx.base.frameworks import weight_names
+from hetu_fx.checkpoint.open_folder import OpenFolder
+from hetu_fx.checkpoint.summed_files import SummedFile, write_summed
 from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
 from hetu_fx.comm_ops.wire.bsr_run import run_moves
 from hetu_fx.comm_ops.wire.groups import GroupTable
@@ -33,6 +34,8 @@ from hetu_fx.switching.home.tensor import mark_written
 
 Bounds = tuple[Interval, ...]
 Key = tuple[str, str]
+
+_BOXES = "boxes"
 
 
 def whole_tensor(name: str) -> Key:
@@ -59,11 +62,11 @@ class RankShards:
         return made
 
     def write(self, path: Path, metadata: Mapping[str, str]) -> None:
-        """Write the pieces to one file, with their boxes and `metadata` in its header.
+        """Write the pieces to one file, with their boxes, their sums and `metadata` in its header.
 
         Raises OSError, SafetensorError.
         """
-        save_file(self.tensors, str(path), metadata={**metadata, "boxes": json.dumps(self.boxes)})
+        write_summed(path, self.tensors, {**metadata, _BOXES: json.dumps(self.boxes)})
 
 
 def _counted(value: Tensor, rank: int) -> Iterator[tuple[Box, Tensor]]:
@@ -78,7 +81,7 @@ def _counted(value: Tensor, rank: int) -> Iterator[tuple[Box, Tensor]]:
 class SavedBox:
     """One box of one tensor in one file."""
 
-    file: Path
+    file: SummedFile
     entry: str
     bounds: Bounds
 
@@ -86,75 +89,92 @@ class SavedBox:
 class BoxFiles:
     """Files of boxes, open for reading; together they hold whole tensors, or the part that is wanted here."""
 
-    def __init__(self, paths: Iterable[Path], where: Path) -> None:
+    def __init__(self, files: Iterable[SummedFile], where: Path) -> None:
         self.where = where
         self.boxes: dict[Key, list[SavedBox]] = {}
-        self._files: dict[Path, Any] = {}
-        for path in paths:
-            for entry, (key, bounds) in boxes_in(self.file(path)).items():
-                self.boxes.setdefault(key, []).append(SavedBox(path, entry, bounds))
+        for file in files:
+            for entry, (key, bounds) in boxes_in(file).items():
+                self.boxes.setdefault(key, []).append(SavedBox(file, entry, bounds))
 
-    def file(self, path: Path) -> Any:
-        """Return an open file."""
-        if path not in self._files:
-            self._files[path] = open_safetensors(path)
-        return self._files[path]
+    def check_shape(self, key: Key, shape: Sequence[int]) -> None:
+        """Compare the shape of a saved tensor, before memory is taken for it.
 
-    def fill(self, key: Key, target: Tensor) -> None:
-        """Fill a tensor, home (this rank's piece only) or plain, from the saved boxes that meet it.
-
-        Raises CheckpointError where elements or the dtype differ from what is saved.
+        Raises:
+            CheckpointError: its boxes do not fill it.
         """
-        if isinstance(target, HomeTensor):
-            layout = target.home_layout
-            self._fill(key, target.local, list(zip(layout.boxes, layout.region.local_boxes, strict=False)))
-            mark_written([target])
-        else:
-            everything = Box(tuple((0, size) for size in target.shape))
-            self._fill(key, target, [(everything, everything)])
+        boxes = [saved.bounds for saved in self.boxes.get(key, ())]
+        ends = tuple(max(stops) for stops in zip(*([stop for _, stop in box] for box in boxes), strict=True))
+        if (ends != tuple(shape) and 0 not in shape) or sum(map(math.prod, map(_sizes, boxes))) != math.prod(shape):
+            raise CheckpointError(
+                f"{self.where} holds boxes {boxes[:4]} of {_spelled(key)}, which do not make {tuple(shape)}"
+            )
 
-    def _fill(self, key: Key, dense: Tensor, chunks: Sequence[Chunk]) -> None:
+    def check(self, key: Key, target: Tensor) -> None:
+        """Read all that `fill` would put into a tensor, and compare its sums; the tensor is left as it is.
+
+        Raises:
+            CheckpointError: elements are missing, the dtype is another one, or a sum differs.
+        """
         filled = 0
-        for saved in self.boxes.get(key, []):
-            for box, place in chunks:
-                common = meeting(saved.bounds, box.bounds)
-                if common is not None:
-                    stored = self.file(saved.file).get_slice(saved.entry)
-                    value = _read_box(stored, _within(common, saved.bounds, None))
-                    if value.dtype != dense.dtype:
-                        raise CheckpointError(
-                            f"{self.where} has {_spelled(key)} in {value.dtype}, which is {dense.dtype} here"
-                        )
-                    dense[_within(common, box.bounds, place.bounds)].copy_(value)
-                    filled += value.numel()
-        wanted = sum(math.prod(stop - start for start, stop in box.bounds) for box, _ in chunks)
+        for saved, there, _ in self._meetings(key, target):
+            saved.file.check(saved.entry, there)
+            value = saved.file.value(saved.entry)[there]
+            if value.dtype != target.dtype:
+                raise CheckpointError(
+                    f"{self.where} has {_spelled(key)} in {value.dtype}, which is {target.dtype} here"
+                )
+            filled += value.numel()
+        wanted = sum(math.prod(stop - start for start, stop in box.bounds) for box, _ in _chunks_of(target))
         if filled != wanted:
             raise CheckpointError(
                 f"{self.where} holds {filled} of {wanted} elements of {_spelled(key)}: a rank's file is missing"
             )
 
+    def fill(self, key: Key, target: Tensor) -> None:
+        """Fill a tensor, home (this rank's piece only) or plain, from what `check` has found to be there."""
+        dense = target.local if isinstance(target, HomeTensor) else target
+        for saved, there, here in self._meetings(key, target):
+            dense[here].copy_(saved.file.value(saved.entry)[there])
+        if isinstance(target, HomeTensor):
+            mark_written([target])
 
-def _read_box(stored: Any, where: tuple[slice, ...]) -> Tensor:
-    """Read a box of a stored tensor (a scalar for no dims)."""
-    box: Tensor = stored[where]
-    return box
+    def _meetings(self, key: Key, target: Tensor) -> Iterator[tuple[SavedBox, tuple[slice, ...], tuple[slice, ...]]]:
+        """Yield the saved boxes that meet a tensor, and where they do: in what is saved, and in what is here."""
+        for saved in self.boxes.get(key, []):
+            for box, place in _chunks_of(target):
+                common = meeting(saved.bounds, box.bounds)
+                if common is not None:
+                    yield saved, _within(common, saved.bounds, None), _within(common, box.bounds, place.bounds)
 
 
-def open_safetensors(path: Path) -> Any:
-    """Open a safetensors file lazily. Raises CheckpointError where it is missing or torn."""
-    try:
-        return safe_open(str(path), framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+def _chunks_of(target: Tensor) -> list[Chunk]:
+    if isinstance(target, HomeTensor):
+        layout = target.home_layout
+        return list(zip(layout.boxes, layout.region.local_boxes, strict=False))
+    everything = Box(tuple((0, size) for size in target.shape))
+    return [(everything, everything)]
 
 
-def boxes_in(file: Any) -> dict[str, tuple[Key, Bounds]]:
-    """Return (tensor, box) by entry of an open file."""
-    header = json.loads((file.metadata() or {}).get("boxes", "{}"))
-    return {
-        entry: ((name, key), tuple((start, stop) for start, stop in bounds))
-        for entry, (name, key, bounds) in header.items()
-    }
+def boxes_in(file: SummedFile) -> dict[str, tuple[Key, Bounds]]:
+    """Return (tensor, box) by entry of an open file.
+
+    Raises:
+        CheckpointError: they are not boxes of the file's tensors.
+    """
+    header = file.document(_BOXES, "{}")
+    with told_as_damaged(f"{file.path}: its boxes", CheckpointError):
+        boxes = {
+            entry: ((name, key), tuple((start, stop) for start, stop in bounds))
+            for entry, (name, key, bounds) in header.items()
+        }
+        fit = all(_sizes(bounds) == tuple(file.value(entry).shape) for entry, (_, bounds) in boxes.items())
+    if not fit:
+        raise CheckpointError(f"{file.path} is damaged: its boxes are not those of its tensors")
+    return boxes
+
+
+def _sizes(bounds: Bounds) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in bounds)
 
 
 def _within(common: Bounds, bounds: Bounds, place: Bounds | None) -> tuple[slice, ...]:
@@ -208,7 +228,7 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: 
         wholes = bring_to_first({name: tensors[name].detach() for name in names}, table)
         if table.rank == 0 and failed is None:
             try:
-                save_file(wholes, str(folder / file), metadata=dict(weight_names().metadata))
+                write_summed(folder / file, wholes, weight_names().metadata)
             except (OSError, SafetensorError) as error:
                 failed = error
     if failed is not None:
@@ -250,30 +270,28 @@ def _plain(tensor: Tensor | None) -> Tensor:
 class WeightFiles(BoxFiles):
     """Consolidated weights, open for reading: each tensor is one box in one file, by `index`."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__((), folder)
+    def __init__(self, folder: OpenFolder) -> None:
+        super().__init__((), folder.path)
         self.index = _read_index(folder)
+        self._files = {name: folder.tensors(name) for name in sorted(set(self.index.values()))}
 
     def form_of(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Return the shape and the dtype of a stored tensor, which can be filled from then on."""
-        path = self.where / self.index[name]
-        try:
-            stored = self.file(path).get_slice(name)
-        except SafetensorError as error:
-            raise CheckpointError(f"{path} does not hold {name!r}, which the index places there: {error}") from error
-        shape = tuple(stored.get_shape())
-        self.boxes[whole_tensor(name)] = [SavedBox(path, name, tuple((0, size) for size in shape))]
-        return shape, _read_box(stored, (slice(0, 0),) * len(shape)).dtype
+        file = self._files[self.index[name]]
+        value = file.value(name)
+        bounds = tuple((0, size) for size in value.shape)
+        self.boxes[whole_tensor(name)] = [SavedBox(file, name, bounds)]
+        return tuple(value.shape), value.dtype
 
 
-def _read_index(folder: Path) -> dict[str, str]:
+def _read_index(folder: OpenFolder) -> dict[str, str]:
     names = weight_names()
-    if (folder / names.index).is_file():
-        try:
-            return dict(json.loads((folder / names.index).read_text())["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{folder / names.index} is damaged: {error}") from error
-    if not (folder / names.whole).is_file():
-        raise CheckpointError(f"{folder} holds no weights: neither {names.index} nor {names.whole} is there")
-    with open_safetensors(folder / names.whole) as file:
-        return dict.fromkeys(file.keys(), names.whole)
+    if names.index in folder:
+        index = folder.document(names.index)
+        files = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+            raise CheckpointError(f"{folder.path / names.index} is damaged: it has no 'weight_map' of names of files")
+        return files
+    if names.whole not in folder:
+        raise CheckpointError(f"{folder.path} holds no weights: neither {names.index} nor {names.whole} is there")
+    return dict.fromkeys(folder.tensors(names.whole).names, names.whole)

@@ -6,11 +6,11 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hetu_fx.base.documents import write_atomically
+from hetu_fx.base.documents import read_json, told_as_damaged, write_atomically
+from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.planner.simulate.timeline import Event, Timeline
 
 
@@ -77,12 +77,13 @@ class RunRecord:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> RunRecord:
-        """Read what `write` wrote."""
-        raw = json.loads(Path(path).read_text())
-        raw["records"] = tuple(_read_step(record) for record in raw["records"])
-        raw["even_shares"] = {state: _read_throughput(t) for state, t in raw["even_shares"].items()}
-        raw["measured"], raw["predicted"] = map(_read_timeline, (raw["measured"], raw["predicted"]))
-        return cls(**raw)
+        """Read what `write` wrote. Raises EnvironmentProblem."""
+        raw = read_json(path, EnvironmentProblem)
+        with told_as_damaged(os.fspath(path), EnvironmentProblem):
+            raw["records"] = tuple(_read_step(record) for record in raw["records"])
+            raw["even_shares"] = {state: _read_throughput(t) for state, t in raw["even_shares"].items()}
+            raw["measured"], raw["predicted"] = map(_read_timeline, (raw["measured"], raw["predicted"]))
+            return cls(**raw)
 
     @property
     def new_plans(self) -> frozenset[str]:

@@ -19,8 +19,9 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
+from hetu_fx.base.documents import json_of, open_regular, told_as_damaged
 from hetu_fx.emulate.cleanup import PROCESSES_FILE, SCRIPT, is_dead, remove_run, start_time, sweep
 from hetu_fx.emulate.limits import (
     CgroupV1,
@@ -135,6 +136,7 @@ CONTROL_VARIABLE = "HETU_FX_EMULATE_CONTROL"
 
 
 STATE_FILE = "state.json"
+MOST_STATE_BYTES = 1 << 20
 
 
 def change_speed(rank: int, speed: float, control: str | os.PathLike[str] | None = None) -> None:
@@ -147,7 +149,7 @@ def change_speed(rank: int, speed: float, control: str | os.PathLike[str] | None
     """
     folder = _control_folder(control)
     with _locked_state(folder) as file:
-        state = json.load(file)
+        state = _read_state(file)
         speeds = list(state["speeds"])
         if not 0 <= rank < len(speeds):
             raise EnvironmentProblem(f"no rank {rank} to change: the emulation runs ranks 0 to {len(speeds) - 1}")
@@ -163,13 +165,13 @@ def change_speed(rank: int, speed: float, control: str | os.PathLike[str] | None
 def current_speeds(control: str | os.PathLike[str] | None = None) -> tuple[float, ...]:
     """Return the speeds of a running emulation (see change_speed), changes included."""
     with _locked_state(_control_folder(control)) as file:
-        return tuple(json.load(file)["speeds"])
+        return tuple(map(float, _read_state(file)["speeds"]))
 
 
 def current_cores(control: str | os.PathLike[str] | None = None) -> float:
     """Return the cores that the ranks of a running emulation (see change_speed) share; not all of them can be given."""
     with _locked_state(_control_folder(control)) as file:
-        return float(json.load(file)["num_cores"])
+        return float(_read_state(file)["num_cores"])
 
 
 def _write_first_state(folder: Path, plan: RunPlan) -> None:
@@ -183,6 +185,18 @@ def _write_first_state(folder: Path, plan: RunPlan) -> None:
         "num_cores": num_cores(plan.limiter),
     }
     (folder / STATE_FILE).write_text(json.dumps(state))
+
+
+def _read_state(file: BinaryIO) -> dict[str, Any]:
+    where = f"the emulation's {STATE_FILE}"
+    state: dict[str, Any] = json_of(file.read(MOST_STATE_BYTES), where, EnvironmentProblem)
+    with told_as_damaged(where, EnvironmentProblem):
+        if not all(type(state[key]) is list for key in ("bases", "speeds")):
+            raise TypeError("'bases' and 'speeds' are no lists")
+        numbers = [state["num_cores"], *state["speeds"]]
+        if any(type(number) not in (int, float) for number in numbers):
+            raise TypeError(f"{numbers} are not all numbers")
+    return state
 
 
 def _limiter_of(state: dict[str, Any]) -> Limiter:
@@ -214,18 +228,16 @@ def _control_folder(control: str | os.PathLike[str] | None) -> Path:
 
 
 @contextlib.contextmanager
-def _locked_state(folder: Path) -> Iterator[IO[str]]:
-    try:
-        file = (folder / STATE_FILE).open("r+")
-    except OSError as error:
-        raise EnvironmentProblem(f"no running emulation in {folder} ({error.strerror})") from error
-    with file:
+def _locked_state(folder: Path) -> Iterator[BinaryIO]:
+    if not (folder / STATE_FILE).is_file():
+        raise EnvironmentProblem(f"no running emulation in {folder}: there is no {STATE_FILE} in it")
+    with open_regular(folder / STATE_FILE, EnvironmentProblem, writable=True) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield file
 
 
-def _rewrite(file: IO[str], state: dict[str, Any]) -> None:
+def _rewrite(file: BinaryIO, state: dict[str, Any]) -> None:
     file.seek(0)
     file.truncate()
-    json.dump(state, file)
+    file.write(json.dumps(state).encode())
     file.flush()

@@ -1,6 +1,6 @@
 """Write what runs to a folder (`write`), and run it elsewhere (`load`)."""
 
-FORMAT = "hetu_fx.export/2"
+FORMAT = "hetu_fx.export/3"
 OPS = (
     "hetu_fx.comm_ops.ops.table",
     "hetu_fx.transforms.rewrites.random_ops",

@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from hetu_fx.errors import ExportError
-from hetu_fx.export.load import checked, chunks_of, read_manifest, stale_torch
+from hetu_fx.checkpoint.open_folder import OpenFolder
+from hetu_fx.errors import CheckpointError
+from hetu_fx.export.load import chunks_of, opened_export, stale_torch
 from hetu_fx.plans.plan import Plan
 
 _MOST_TOLD = 5
@@ -64,7 +65,7 @@ class Exported:
 
 
 def check_exported(folder: str | Path, *, model: nn.Module | None = None, plan: Plan | None = None) -> Exported:
-    """Look at an export: its files' hashes, the version of torch, and what is given of the present.
+    """Look at an export: its files' sums, the version of torch, and what is given of the present.
 
     Args:
         folder: that `model.hetu.export` wrote.
@@ -75,30 +76,21 @@ def check_exported(folder: str | Path, *, model: nn.Module | None = None, plan: 
         ExportError: the folder is no export, or of another format.
     """
     folder = Path(folder)
-    manifest = read_manifest(folder)
-    stale = stale_torch(manifest)
-    if model is not None:
-        stale += _stale_model(manifest["model"], model_facts(model))
-    if plan is not None:
-        stale += _stale_plan(folder, manifest, plan)
-    return Exported(folder, manifest, tuple(_damaged(folder, manifest)), tuple(stale))
+    with opened_export(folder) as (opened, manifest):
+        stale = stale_torch(manifest)
+        if model is not None:
+            stale += _stale_model(manifest["model"], model_facts(model))
+        if plan is not None:
+            stale += _stale_plan(folder, manifest, plan)
+        return Exported(folder, manifest, tuple(_damaged(opened)), tuple(stale))
 
 
-def _damaged(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
-    for entry in _files(manifest):
+def _damaged(opened: OpenFolder) -> Iterator[str]:
+    for name in opened.manifest.files if opened.manifest else ():
         try:
-            checked(folder, entry)
-        except ExportError as error:
-            yield str(error)
-
-
-def _files(value: Any) -> Iterator[Mapping[str, str]]:
-    """Yield all that a manifest says of files with their hashes."""
-    if isinstance(value, Mapping):
-        if "sha256" in value:
-            yield {"file": value["file"], "sha256": value["sha256"]}
-    for inner in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
-        yield from _files(inner)
+            opened.check_sums([name])
+        except CheckpointError as error:
+            yield f"{error}; export again"
 
 
 def model_facts(model: nn.Module) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,10 +15,14 @@ from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import parse_annotation
 from hetu_fx.annotations.local import local_part
-from hetu_fx.checkpoint.folders import digest
-from hetu_fx.checkpoint.tensor_files import open_safetensors
-from hetu_fx.errors import ExportError
+from hetu_fx.base.documents import told_as_damaged
+from hetu_fx.checkpoint.left_overs import place_of
+from hetu_fx.checkpoint.manifest import MANIFEST
+from hetu_fx.checkpoint.open_folder import OpenFolder
+from hetu_fx.errors import CheckpointError, ExportError
 from hetu_fx.export import FORMAT
+
+_MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -75,18 +79,18 @@ def load_exported(folder: str | Path, variant: str, rank: int, chunk: int = 0) -
         ExportError: the folder is no export, was written by another format, has no such graph, or is damaged.
     """
     folder = Path(folder)
-    manifest = read_manifest(folder)
-    try:
-        entry = chunks_of(manifest["variants"][variant]["ranks"][str(rank)])[chunk]
-    except (KeyError, IndexError) as error:
-        known = {name: sorted(v["ranks"]) for name, v in manifest["variants"].items()}
-        asked = f"{variant!r} for rank {rank}" + f", chunk {chunk}" * (chunk > 0)
-        raise ExportError(f"{folder} has no graph of variant {asked}; it has {known}") from error
-    module = _module(folder, manifest, entry)
-    loaded = ExportedRank(rank, module, tuple(entry["slots"]), tuple(entry["results"]))
-    if manifest["weights"]:
-        loaded.load_weights(_Beside(folder, manifest["weights"]))
-    return loaded
+    with opened_export(folder) as (opened, manifest):
+        try:
+            entry = chunks_of(manifest["variants"][variant]["ranks"][str(rank)])[chunk]
+        except (KeyError, IndexError) as error:
+            known = {name: sorted(v["ranks"]) for name, v in manifest["variants"].items()}
+            asked = f"{variant!r} for rank {rank}" + f", chunk {chunk}" * (chunk > 0)
+            raise ExportError(f"{folder} has no graph of variant {asked}; it has {known}") from error
+        module = _module(opened, manifest, entry)
+        loaded = ExportedRank(rank, module, tuple(entry["slots"]), tuple(entry["results"]))
+        if manifest["weights"]:
+            loaded.load_weights(_Beside(opened, manifest["weights"]))
+        return loaded
 
 
 def chunks_of(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -101,22 +105,23 @@ def load_single(folder: str | Path, mode: str) -> nn.Module:
     of `load_exported`.
     """
     folder = Path(folder)
-    manifest = read_manifest(folder)
-    entry = manifest["single"]["graphs"].get(mode, {"missing": f"it has {sorted(manifest['single']['graphs'])}"})
-    if "missing" in entry:
-        raise ExportError(f"{folder} has no single-device graph for {mode}: {entry['missing']}")
-    module = _module(folder, manifest, entry)
-    if manifest["weights"]:
-        beside = _Beside(folder, manifest["weights"])
-        read = {name: beside[name] for name, _ in module.named_parameters()}
-        module.load_state_dict(read, strict=False, assign=True)
-    return module
+    with opened_export(folder) as (opened, manifest):
+        entry = manifest["single"]["graphs"].get(mode, {"missing": f"it has {sorted(manifest['single']['graphs'])}"})
+        if "missing" in entry:
+            raise ExportError(f"{folder} has no single-device graph for {mode}: {entry['missing']}")
+        module = _module(opened, manifest, entry)
+        if manifest["weights"]:
+            beside = _Beside(opened, manifest["weights"])
+            read = {name: beside[name] for name, _ in module.named_parameters()}
+            module.load_state_dict(read, strict=False, assign=True)
+        return module
 
 
-def _module(folder: Path, manifest: Mapping[str, Any], entry: Mapping[str, str]) -> nn.Module:
+def _module(opened: OpenFolder, manifest: Mapping[str, Any], entry: Mapping[str, str]) -> nn.Module:
     for reason in stale_torch(manifest):
-        warnings.warn(f"{folder} is stale: {reason}", stacklevel=3)
-    return torch.export.load(checked(folder, entry)).module()
+        warnings.warn(f"{opened.path} is stale: {reason}", stacklevel=3)
+    with opened.file(entry["file"]) as file:
+        return torch.export.load(file).module()
 
 
 def stale_torch(manifest: Mapping[str, Any]) -> list[str]:
@@ -130,12 +135,13 @@ def stale_torch(manifest: Mapping[str, Any]) -> list[str]:
 class _Beside(Mapping[str, Tensor]):
     """Whole parameters in the files beside the graphs; each is read when it is asked for, so that one takes memory."""
 
-    def __init__(self, folder: Path, entries: Mapping[str, Any]) -> None:
-        self.folder, self.entries = folder, entries
+    def __init__(self, opened: OpenFolder, entries: Mapping[str, Any]) -> None:
+        self.opened, self.entries = opened, entries
 
     def __getitem__(self, name: str) -> Tensor:
-        found: Tensor = open_safetensors(self.folder / self.entries[name]["file"]).get_tensor(name)
-        return found
+        file = self.opened.tensors(self.entries[name]["file"])
+        file.check(name)
+        return file.value(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
@@ -144,30 +150,29 @@ class _Beside(Mapping[str, Tensor]):
         return len(self.entries)
 
 
-def checked(folder: Path, entry: Mapping[str, str]) -> Path:
-    """Return the path of an exported file that is as it was written. Raises `ExportError`."""
-    path = folder / entry["file"]
+@contextmanager
+def opened_export(folder: Path) -> Iterator[tuple[OpenFolder, Mapping[str, Any]]]:
+    """Give an export, open, and what it says of itself.
+
+    Raises:
+        ExportError: it is none, of another format, or damaged; or what is read of it meanwhile is.
+    """
     try:
-        found = digest(path)
-    except OSError as error:
-        raise ExportError(f"{path} cannot be read: {error.strerror}; export again") from error
-    if found != entry["sha256"]:
-        raise ExportError(f"{path} has changed since it was exported (its hash differs); export again")
-    return path
+        with OpenFolder(place_of(folder)) as opened, told_as_damaged(f"the export {folder}", ExportError):
+            yield opened, _read_manifest(opened)
+    except CheckpointError as error:
+        raise ExportError(f"{error}; export again") from error
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return what an export says of itself. Raises `ExportError` where the folder is none, or of another format."""
-    path = folder / "manifest.json"
-    if not path.exists():
-        raise ExportError(f"{folder} is no export: there is no manifest.json in it")
-    try:
-        manifest: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
-        raise ExportError(f"{path} is damaged: {error}; export again") from error
-    if manifest.get("format") != FORMAT:
+def _read_manifest(opened: OpenFolder) -> Mapping[str, Any]:
+    if opened.manifest is None or _MANIFEST not in opened:
+        raise ExportError(f"{opened.path} is no export: there is no {_MANIFEST} that {MANIFEST} names in it")
+    manifest = opened.document(_MANIFEST)
+    found = manifest.get("format") if isinstance(manifest, dict) else None
+    if found != FORMAT:
         raise ExportError(
-            f"{path} has format {manifest.get('format')!r}, this version reads {FORMAT!r}; export the model again, or "
-            f"load it with the version of hetu_fx that wrote it"
+            f"{opened.path / _MANIFEST} has format {found!r}, this version reads {FORMAT!r}; export the model again, "
+            f"or load it with the version of hetu_fx that wrote it"
         )
-    return manifest
+    told: Mapping[str, Any] = manifest
+    return told

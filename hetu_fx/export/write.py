@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetu_fx.checkpoint.folders import FolderKind, replaced_folder
+from hetu_fx.checkpoint.folders import replaced_folder, why_not_replaced
 from hetu_fx.comm_ops.wire.consensus import of_all, together
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import ExportError
@@ -33,7 +33,7 @@ from hetu_fx.export.device import device_runnable, parts_of, results_of, slot_no
 from hetu_fx.export.onnx_file import check_onnx_is_there
 from hetu_fx.export.picture import draw
 from hetu_fx.export.runnable import export_runnable
-from hetu_fx.export.write_single import WEIGHTS, file_entry, write_beside, write_single
+from hetu_fx.export.write_single import file_entry, write_beside, write_single
 from hetu_fx.graph import meta
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import Program
@@ -65,7 +65,7 @@ def export_runtime(runtime: Runtime, folder: Path, *, weights: bool = True, onnx
     programs, table = runtime.execution.programs, runtime.table
     together(table, lambda: _check(folder, weights, onnx) if table.rank == 0 else None)
     runtime.in_flight.settle()
-    with using(table), replaced_folder(folder, table, _EXPORT) as aside:
+    with using(table), replaced_folder(folder, table, ExportError) as aside:
         runtime.buffers.sync()
         single = write_single(runtime, programs, aside, weights=weights, onnx=onnx)
         beside = {} if weights else write_beside(runtime, aside)
@@ -77,20 +77,13 @@ def export_runtime(runtime: Runtime, folder: Path, *, weights: bool = True, onnx
         together(table, lambda: _finish(runtime, aside, single, beside, variants) if table.rank == 0 else None)
 
 
-def _is_export(folder: Path) -> bool:
-    return (folder / "manifest.json").is_file()
-
-
-_EXPORT = FolderKind(ExportError, _is_export)
-
-
 def _check(folder: Path, weights: bool, onnx: bool) -> None:
     if onnx:
         check_onnx_is_there()
     if onnx and not weights:
         raise ExportError("an ONNX file has its weights inside; export with weights=True, or without onnx=True")
-    if folder.exists() and not _is_export(folder):
-        raise ExportError(f"{folder} exists and is not an export; choose another folder")
+    if why := why_not_replaced(folder):  # before anything is exported, which takes long
+        raise ExportError(f"{folder} is there, and {why}; hint: choose another folder")
 
 
 def _export_variant(
@@ -169,7 +162,6 @@ def _finish(
         "world": runtime.table.size,
         "single": single,
         "weights": beside,
-        "weight_files": [file_entry(path, aside) for path in sorted((aside / WEIGHTS).glob("*.safetensors"))],
         "variants": {
             name: {
                 "plan": _write_plan(runtime.variants[name].plan, aside / "plans" / f"{name}.json"),

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from hetu_fx.checkpoint.checkpoint import MAX_SHARD_SIZE, aliases_of, parse_size
-from hetu_fx.checkpoint.folders import digest
 from hetu_fx.checkpoint.tensor_files import plan_shards, write_weights
 from hetu_fx.comm_ops.wire.consensus import together
 from hetu_fx.export.onnx_file import write_onnx
@@ -81,5 +80,5 @@ def _write_graph(
 
 
 def file_entry(path: Path, folder: Path) -> dict[str, str]:
-    """Name a file inside the export's folder, with its hash."""
-    return {"file": path.relative_to(folder).as_posix(), "sha256": digest(path)}
+    """Name a file inside the export's folder."""
+    return {"file": path.relative_to(folder).as_posix()}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from hetu_fx.base.documents import json_of, read_bytes, told_as_damaged
 from hetu_fx.errors import EnvironmentProblem, StateError
 from hetu_fx.report.run_log import FORMAT, Entry
 
@@ -35,24 +34,19 @@ def read_log(path: str | os.PathLike[str]) -> tuple[Entry, ...]:
         EnvironmentProblem: the file cannot be read.
         StateError: it is no log, or one of a format that this release does not know.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise EnvironmentProblem(f"cannot read the log {path}: {error.strerror}") from error
-    found = list(_entries(path, lines))
+    found = list(_entries(path, read_bytes(path, EnvironmentProblem).splitlines()))
     reader = _READERS[_format(path, found)]
-    return tuple(map(reader, found))
+    with told_as_damaged(os.fspath(path), StateError):
+        return tuple(map(reader, found))
 
 
-def _entries(path: str | os.PathLike[str], lines: Sequence[str]) -> Iterator[Entry]:
+def _entries(path: str | os.PathLike[str], lines: Sequence[bytes]) -> Iterator[Entry]:
     for number, line in enumerate(lines, 1):
         try:
-            yield json.loads(line)
-        except json.JSONDecodeError as error:
+            yield json_of(line, f"line {number} of {path}", StateError, constants=True)
+        except StateError:
             if number < len(lines):
-                raise StateError(
-                    f"{path}, line {number} is no JSON: {error}; give a log as hetu_fx wrote it"
-                ) from error
+                raise
 
 
 def _format(path: str | os.PathLike[str], found: Sequence[Entry]) -> str:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import json
+import math
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +21,13 @@ from torch import Tensor, nn
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.checkpoint import checkpoint, folders
 from hetu_fx.checkpoint.checkpoint import parse_size
-from hetu_fx.checkpoint.folders import is_complete, latest
-from hetu_fx.checkpoint.tensor_files import plan_shards
+from hetu_fx.checkpoint.folders import latest
+from hetu_fx.checkpoint.left_overs import is_complete
+from hetu_fx.checkpoint.manifest import MANIFEST
+from hetu_fx.checkpoint.open_folder import OpenFolder
+from hetu_fx.checkpoint.tensor_files import WeightFiles, plan_shards
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.errors import CheckpointError, ExportError, OtherRankError
+from hetu_fx.errors import CheckpointError
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
 
 save_checkpoint = partial(checkpoint.save_checkpoint, table=GroupTable.dry(0, 1))
@@ -38,12 +46,12 @@ def weights(fill: float = 0.0) -> dict[str, Tensor]:
 def test_one_file_is_what_hugging_face_reads(tmp_path: Path) -> None:
     tied = {**weights(), "head": weights()["embed"]}
     save_checkpoint(tmp_path / "out", tied, aliases={"head": "embed"})
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [folders.MANIFEST, "model.safetensors"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [MANIFEST, "model.safetensors"]
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == weights().keys()
     assert all(torch.equal(found[name], value) for name, value in weights().items())
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}
+        assert file.metadata()["format"] == "pt"
 
 
 def test_shards_and_index_are_those_of_the_hub_library() -> None:
@@ -98,32 +106,6 @@ def test_a_failed_save_leaves_the_old_one(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_what_one_rank_cannot_write_is_refused_alike_on_all(tmp_path: Path) -> None:
-    def replace_where(error: Exception) -> None:
-        with folders.replaced_folder(tmp_path / "out", GroupTable.dry(0, 1)):
-            raise error
-
-    for error in (OSError("No space left"), OtherRankError("another rank failed: rank 0: No space left")):
-        with pytest.raises(CheckpointError, match=r"cannot write .*/out: .*No space left; is the disk full"):
-            replace_where(error)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_other_folders_are_replaced_alike_with_an_error_of_their_own(tmp_path: Path) -> None:
-    kind = folders.FolderKind(ExportError, lambda folder: (folder / "whole").is_file())
-    with folders.replaced_folder(tmp_path / "out", GroupTable.dry(0, 1), kind) as staging:
-        (staging / "whole").write_text("")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["whole"]
-    (tmp_path / "out").rename(tmp_path / ".out.old-1")  # as a crash between two renames leaves it
-    (tmp_path / ".out.new-1").mkdir()
-    with (
-        pytest.raises(ExportError, match="cannot write"),
-        folders.replaced_folder(tmp_path / "out", GroupTable.dry(0, 1), kind),
-    ):
-        raise OSError("No space left")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["whole"]
-
-
 @pytest.mark.parametrize("renames", [0, 1, 2])
 def test_a_crash_while_replacing_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int) -> None:
     save_checkpoint(tmp_path / "out", weights())
@@ -144,8 +126,10 @@ def test_a_crash_while_replacing_loses_nothing(tmp_path: Path, monkeypatch: pyte
                 save_checkpoint(tmp_path / "out", weights(1.0))
         else:
             save_checkpoint(tmp_path / "out", weights(1.0))
-    target = weights(5.0)
+    before, target = sorted(os.listdir(tmp_path)), weights(5.0)
+    assert latest(tmp_path) == tmp_path / "out"
     load_checkpoint(tmp_path / "out", target, verify=True)
+    assert sorted(os.listdir(tmp_path)) == before  # a reader does not write
     assert torch.equal(target["embed"], weights(0.0 if renames == 0 else 1.0)["embed"])
     save_checkpoint(tmp_path / "out", weights(2.0))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -163,8 +147,8 @@ def test_torn_and_damaged_folders_are_refused_and_skipped(tmp_path: Path) -> Non
         load_checkpoint(tmp_path / "step-11", weights())
     file = tmp_path / "step-10" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
-    with pytest.raises(CheckpointError, match="SHA-256"):
-        load_checkpoint(tmp_path / "step-10", weights(), verify=True)
+    with pytest.raises(CheckpointError, match="is damaged: the sum of bytes 0 to"):
+        load_checkpoint(tmp_path / "step-10", weights())
     assert latest(tmp_path / "empty") is None
 
 
@@ -206,6 +190,101 @@ def test_training_goes_on_as_if_never_stopped(
         its.step()
     assert torch.equal(model.weight, other.weight)
     assert not any("pkl" in path.name or path.suffix in (".bin", ".pt") for path in tmp_path.rglob("*"))
+
+
+def _changed(document: dict[str, Any], **options: object) -> None:
+    document["groups"][0]["options"] |= options
+
+
+FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "a rate that is a word": (lambda found: _changed(found, lr="x"), "option 'lr' is 'x', where the optimizer has 0.5"),
+    "a rate without end": (lambda found: _changed(found, lr=math.inf), "option 'lr' is inf"),
+    "momenta of another number": (lambda found: _changed(found, betas={"tuple": [0.9]}), "option 'betas'"),
+    "an option that is missing": (lambda found: found["groups"][0]["options"].pop("eps"), "options .'eps'. of a group"),
+    "a step that is no number": (
+        lambda found: found["state"]["weight"]["step"].update(number=math.nan),
+        "state 'step' of 'weight' is nan",
+    ),
+    "a shape that has no room": (
+        lambda found: found["state"]["weight"]["exp_avg"].update(shape=[2**40, 2**20]),
+        "boxes .* of state 'exp_avg' of 'weight', which do not make",
+    ),
+    "another shape": (lambda found: found["state"]["weight"]["exp_avg"].update(shape=[3, 4]), "which do not make"),
+    "a dtype that is none": (
+        lambda found: found["state"]["weight"]["exp_avg"].update(dtype="load"),
+        "'load' is no dtype of torch",
+    ),
+    "a parameter that is none": (lambda found: found["state"].update(other={}), "KeyError: 'other'"),
+    "no groups": (lambda found: found.pop("groups"), "KeyError: 'groups'"),
+    "another format": (lambda found: found.update(format="x"), "has format 'x', expected 'hetu_fx.training/1'"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_training_state_that_cannot_be_is_refused_and_changes_nothing(tmp_path: Path, fault: str) -> None:
+    model, optimizer = trained(torch.optim.AdamW, lr=0.1)
+    parameters = dict(model.named_parameters())
+    save_checkpoint(tmp_path / "out", parameters, optimizer=optimizer, parameters=parameters)
+    path = tmp_path / "out" / "hetu_fx" / "training_state.json"
+    change, told = FAULTS[fault]
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+    folders.seal(tmp_path / "out")
+    model, optimizer = trained(torch.optim.AdamW, lr=0.5)
+    parameters = dict(model.named_parameters())
+    before = copy.deepcopy((list(parameters.values()), optimizer.state_dict()))
+    with pytest.raises(CheckpointError, match=told):
+        load_checkpoint(tmp_path / "out", parameters, optimizer=optimizer, parameters=parameters)
+    torch.testing.assert_close((list(parameters.values()), optimizer.state_dict()), before, rtol=0, atol=0)
+
+
+def test_what_a_caller_adds_may_have_no_end(tmp_path: Path) -> None:
+    model, optimizer = trained(torch.optim.SGD, lr=0.1)
+    parameters, extra = dict(model.named_parameters()), {"best": math.inf}
+    save_checkpoint(tmp_path / "out", {}, optimizer=optimizer, parameters=parameters, extra=extra)
+    assert load_checkpoint(tmp_path / "out", {}, optimizer=optimizer, parameters=parameters) == extra
+
+
+@pytest.mark.parametrize("file", ["../model.safetensors", "/etc/passwd", "a/../../b", "", 7])
+def test_an_index_does_not_lead_out_of_its_folder(tmp_path: Path, file: object) -> None:
+    save_file({"x": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": file}}))
+    with pytest.raises(CheckpointError, match=r"no file inside its folder|no 'weight_map' of names of files"):
+        load_checkpoint(tmp_path / "in", {"x": torch.zeros(2)})
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_folder_that_is_replaced_while_it_is_read_is_read_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    save_checkpoint(tmp_path / "out", weights())
+    left = list(range(times))
+
+    def replaced_meanwhile(opened: OpenFolder) -> WeightFiles:
+        if left:
+            save_checkpoint(tmp_path / "out", weights(1.0 + left.pop()))
+        return WeightFiles(opened)
+
+    monkeypatch.setattr(checkpoint, "WeightFiles", replaced_meanwhile)
+    target = weights(9.0)
+    load_checkpoint(tmp_path / "out", target)
+    assert all(torch.equal(target[name], value) for name, value in weights(1.0).items())
+
+
+def test_a_folder_of_the_first_format_is_read_and_its_sums_compared(tmp_path: Path) -> None:
+    save_file(weights(), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    data = (tmp_path / "model.safetensors").read_bytes()
+    entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    manifest = {"format": "hetu_fx.folder/1", "files": {"model.safetensors": entry}}
+    (tmp_path / MANIFEST).write_text(json.dumps(manifest))
+    target = weights(5.0)
+    load_checkpoint(tmp_path, target)
+    assert torch.equal(target["embed"], weights()["embed"])
+    (tmp_path / "model.safetensors").write_bytes(data[:-1] + b"x")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged: its sum is"):
+        load_checkpoint(tmp_path, target)
 
 
 def test_state_of_other_parameters_is_refused(tmp_path: Path) -> None:

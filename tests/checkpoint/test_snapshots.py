@@ -145,6 +145,25 @@ def test_what_is_in_no_memory_is_named_and_the_last_checkpoint_taken(
     assert_equal(after, run)
 
 
+def test_a_damaged_part_is_left_out_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    broken = Run(tmp_path / "memory", checkpoints=tmp_path / "saved")
+    broken.train(0, 1)
+    broken.model.hetu.save(tmp_path / "saved" / "step-1", optimizer=broken.optimizer)
+    at_step_1 = [value.clone() for value in broken.state]
+    broken.train(1, 3)
+    (part,) = (tmp_path / "memory").rglob("*.safetensors")
+    data = bytearray(part.read_bytes())
+    data[-5] ^= 1
+    part.write_bytes(data)
+    after = Run(tmp_path / "memory", checkpoints=tmp_path / "saved")
+    with caplog.at_level(logging.WARNING, "hetu_fx"):
+        resumed = after.snapshots.resume()
+    assert resumed.source == "checkpoint"
+    assert all(torch.equal(a, b) for a, b in zip(after.state, at_step_1, strict=True))
+    assert "a part of a snapshot is left out" in caplog.text
+    assert "is damaged: the sum of bytes" in caplog.text
+
+
 def test_a_snapshot_of_another_model_is_refused(tmp_path: Path) -> None:
     Run(tmp_path).train(0, 1)
     with pytest.raises(CheckpointError, match=r"is of another model, which differs in .*down\.weight"):

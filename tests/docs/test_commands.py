@@ -165,6 +165,9 @@ HELD = {
     "python -m tests.random_programs --seconds 600 --seed N": Held(
         by="random_programs/test_random_programs.py::test_random_programs_train_as_on_one_device_or_are_refused"
     ),
+    "python -m tests.broken_files --faults 2000 --seed N": Held(
+        by="broken_files/test_broken_files.py::test_a_broken_file_is_refused_or_gives_the_true_values"
+    ),
     "python -m tests.scripts": SCRIPTS,
     "python -m tests.scripts --page docs/scripts.md": SCRIPTS,
     "python -m tests.scripts --area finetuning": SCRIPTS,

@@ -78,4 +78,4 @@ def test_the_command_lists_checks_and_says_it_in_json(
     assert main(["exported", str(export), "--plan", str(other), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert len(found["stale"]) == 1
-    assert "training.pt2 has changed since it was exported" in found["damaged"][0]
+    assert "training.pt2 is torn: 4 bytes instead of" in found["damaged"][0]

@@ -49,7 +49,7 @@ def _ops(values: Any, where: str) -> dict[str, str]:
     """Read overrides by name of op."""
     for name, way in values.items():
         op_named(name, where)
-        if way not in MANNERS:
+        if not isinstance(way, str) or way not in MANNERS:
             told = nearest(way, tuple(MANNERS)) if isinstance(way, str) else ""
             raise AlignError(
                 f"{where}: {name!r} must be one of {', '.join(map(repr, MANNERS))}, not {kind_of(way)}{told}"

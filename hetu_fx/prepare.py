@@ -17,6 +17,7 @@ from torch import nn
 from hetu_fx.base.device_types import HOST, DeviceType, type_of
 from hetu_fx.base.forked import settle_after_fork
 from hetu_fx.base.frameworks import launchers, torch_optimizer
+from hetu_fx.base.launcher_end import end_with_torchrun
 from hetu_fx.base.progress import telling
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import LocalFacts, agree, by_first, of_all, together
@@ -90,6 +91,7 @@ def prepare(wanted: Preparation, make_try: MakeTry | None = None) -> tuple[Runti
     examples of unequal sizes differ), and on what follows from that.
     """
     settle_after_fork()
+    end_with_torchrun()
     join_world()
     table = GroupTable(watched_group(wanted.process_group, wanted.settings.wait_seconds))
     _warn_if_alone(table)

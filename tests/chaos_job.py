@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetu_fx.checkpoint.snapshot_files import SHARED_MEMORY, read_name
+from hetu_fx.checkpoint.snapshot_files import read_name
+from hetu_fx.checkpoint.snapshot_folders import SHARED_MEMORY
 from hetu_fx.launch.job import LaunchSpec
 from hetu_fx.launch.worker import run as launch
 from tests.chaos_network import Network
@@ -120,7 +121,7 @@ class Job(Record):
     def forget(self, processes: tuple[int, ...]) -> None:
         """Remove what these have kept of snapshots."""
         ranks = [self.starts()[-1]["workers"].index(process) for process in processes]
-        for path in SHARED_MEMORY.glob(f"hetu_fx_snapshots-*-{self.process}-*/*/*"):
+        for path in SHARED_MEMORY.glob(f"hetu_fx_snapshots-*/launcher-*-{self.process}-*/*/*"):
             part = read_name(path.name)
             if part is not None and part.holder in ranks:
                 path.unlink(missing_ok=True)

@@ -3,6 +3,9 @@
 A thread of every process tells the store where its process stands, and, while that waits, reads where the others do.
 Once it has waited too long for one that is elsewhere, it leaves the verdict in the store and cuts the connections of
 its groups (gloo cannot be aborted), so that every wait of every rank ends; what comes out of the wait is the verdict.
+
+Where the store does not answer, the process is cut off from the job. It says so, and dials on. If it waits for others
+all the while, its waits end in the end, and so does the process: its launcher may start it again.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import atexit
 import logging
 import math
 import os
+import socket
 import sys
 import threading
 import time
@@ -23,11 +27,11 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hetu_fx.base.torch_private import PrefixStore, Store, is_member_of
+from hetu_fx.base.torch_private import PrefixStore, Store, address_of, connected_anew, is_member_of
 from hetu_fx.comm_ops.wire.calls import last, place_of, whereabouts
 from hetu_fx.comm_ops.wire.shutdown import finish_at_exit, sever
-from hetu_fx.comm_ops.wire.standings import Standing, Standings, Wait, oldest_wait
-from hetu_fx.errors import DivergedError, EnvironmentProblem
+from hetu_fx.comm_ops.wire.standings import Reach, Standing, Standings, StoreSilence, Wait, oldest_wait
+from hetu_fx.errors import CommError, DivergedError, EnvironmentProblem
 
 WAIT_SECONDS = 60.0
 VARIABLE = "HETU_FX_WAIT_SECONDS"
@@ -37,7 +41,10 @@ _SHORTEST_PAUSE = 0.05
 _POLL_SECONDS = 0.002
 _BEATS = 3  # without which a rank is dead, once its connection is
 _NEWS_SECONDS = 0.2  # in which all ranks of a message have told where they are
-_VERDICT = f"verdict/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"  # an earlier start may have left its own
+_STORE_SECONDS = 0.25  # between looks at whether the store answers
+_EXIT_SECONDS = 30.0  # for a script to end by itself once it is cut off
+_CUT_SECONDS = 0.01  # between cuts of connections: some may just be being opened
+_VERDICT = "verdict"  # each start has a part of the store that nobody has written to
 
 _log = logging.getLogger("hetu_fx.waits")
 
@@ -45,15 +52,12 @@ _log = logging.getLogger("hetu_fx.waits")
 def patience(asked: float | None) -> float:
     """Return the seconds that ranks wait for one that is elsewhere: as asked, else as the environment says, else 60.
 
-    `hetu-fx launch` watches its processes itself, so that there it is infinite unless someone asks.
-
     Raises:
         EnvironmentProblem: it is no number above 0.
     """
     told = os.environ.get(VARIABLE)
-    default = math.inf if "HETU_FX_START" in os.environ else WAIT_SECONDS
     try:
-        seconds = asked if asked is not None else default if told is None else float(told)
+        seconds = asked if asked is not None else WAIT_SECONDS if told is None else float(told)
     except ValueError:
         seconds = math.nan
     if not seconds > 0:
@@ -85,10 +89,12 @@ class CommonPath:
         self._process, self._beat, self._known = os.getpid(), 0, Standings()
         self._inside_until = perf_counter()
         self._warned: Wait | None = None
-        self._over = threading.Event()
+        self._over, self._cut, self._cut_why = threading.Event(), threading.Event(), ""
+        self._is_asked, self._is_refused, self._silence = False, False, StoreSilence()
         self._tell(self._standing())
         self._thread = threading.Thread(target=self._work, daemon=True, name="hetu_fx_common_path")
         self._thread.start()
+        threading.Thread(target=self._watch_store, daemon=True, name="hetu_fx_store").start()
         finish_at_exit(self)
 
     @property
@@ -98,9 +104,11 @@ class CommonPath:
     # In the threads that communicate.
 
     def check(self) -> None:
-        """Raise DivergedError if a rank has left the path."""
+        """Raise DivergedError if a rank has left the path, CommError if communication has been ended."""
         if self.broken is not None:
             raise DivergedError(self.broken)
+        if self._cut.is_set():
+            raise CommError(f"rank {self.rank}: communication has been ended: {self._cut_why}")
 
     def meet(self, name: str, members: Sequence[int]) -> None:
         """Wait until all `members`, ranks of the group, have come to the meeting of that name, which there is once."""
@@ -112,13 +120,20 @@ class CommonPath:
             time.sleep(_POLL_SECONDS if absent else 0)
 
     def explain(self, what: str) -> None:
-        """Raise DivergedError if waiting for `what` has failed because a rank has left, or is dead."""
+        """Raise DivergedError if waiting for `what` has failed because a rank has left, or is dead.
+
+        CommError if communication has been ended from here.
+        """
+        self.check()
+        asking = Wait(what, perf_counter(), self)  # the store may be cut off, as the others may
         try:
             self._hear_verdict()
             if self.broken is None:
                 self._name_lost(replace(self._standing(), waits_for=what, seconds=0.0))
         except RuntimeError:  # the store is gone, with the rank that served it
             _log.info("rank %d cannot ask where the others are: the store is gone", self.rank)
+        finally:
+            asking.end()
         self.check()
 
     def _name_lost(self, own: Standing) -> None:
@@ -127,9 +142,10 @@ class CommonPath:
         known.hear(self._told(), 0.0)
         lost = known.astray(own, math.inf)
         if not lost:
-            time.sleep(seconds)
+            self._cut.wait(seconds)
+            self.check()
             known.hear(self._told(), seconds)
-            lost = known.silent_for(seconds)
+            lost = known.astray(own, math.inf) or known.silent_for(seconds)
         if lost and self.broken is None:
             self._break(known.verdict(self.rank, own, lost, 2 * seconds))
 
@@ -158,11 +174,18 @@ class CommonPath:
         for base in [base for base, path in tuple(_over.items()) if path is self]:
             _over.pop(base, None)
 
+    def cut(self, why: str) -> None:
+        """End this rank's waits, from any thread: those that look at memory look here, too."""
+        self._cut_why = self._cut_why or why
+        self._cut.set()
+
     def leave(self, why: str) -> None:
-        """Tell the others that this process ends."""
+        """Tell the others that this process takes part no longer."""
         if self._over.is_set() or self._process != os.getpid():
             return
         self._over.set()
+        if self._is_refused or self._silence.is_said:  # there is nobody to tell
+            return
         self._thread.join(2 * _LONGEST_PAUSE)
         try:
             self._tell(self._standing(left=why))
@@ -179,13 +202,67 @@ class CommonPath:
             if base is None or not is_member_of(base):
                 self._forget()
                 return
+            self._is_asked = True
             try:
                 self._tell(self._standing())
                 self._look(now, min(now - before, 2 * self._pause))
             except RuntimeError as error:
                 _log.info("rank %d: the store is gone, nobody is watched: %s", self.rank, error)
-                return
+                self._is_refused = True
+                self._dial()
+                continue
+            self._is_asked = self._is_refused = False
             before = now
+
+    def _dial(self) -> None:
+        """Connect to the store anew, if this rank waits for others, and the store is there and the same."""
+        if oldest_wait(self) is None:  # who has served it may just have come to the end
+            return
+        try:
+            found = connected_anew(self._store)
+            if found.check([f"at/{self.rank}"]):
+                self._store = found
+        except RuntimeError as error:
+            _log.info("rank %d still cannot reach the store: %s", self.rank, error)
+
+    # In the thread that watches the store, as the other one may wait for it.
+
+    def _watch_store(self) -> None:
+        before = perf_counter()
+        while not self._over.wait(_STORE_SECONDS):
+            # Of a time in which this process itself was stopped, it has heard nothing.
+            now = perf_counter()
+            passed, before = min(now - before, 2 * _STORE_SECONDS), now
+            is_waiting = oldest_wait(self) is not None
+            is_needed = is_waiting or not self._is_refused  # as above
+            news = self._silence.hear(self._is_asked, passed, self.seconds, is_needed=is_needed, is_waiting=is_waiting)
+            if news is not Reach.SAME:
+                self._report(news)
+            if news is Reach.OVER:
+                self._end_cut_off()
+                return
+
+    def _report(self, news: Reach) -> None:
+        here = f"rank {self.rank} on {socket.gethostname()}"
+        match news:
+            case Reach.LOST:
+                _log.warning(
+                    "%s cannot reach the job's store at %s: it has not answered for %.1f s; is the network cut, or the "
+                    "machine of the store gone? What snapshots have kept stays. If it is not reached within %g s, and "
+                    "this rank waits for others, its waits end, and so does the process",
+                    here, address_of(self._store), self._silence.seconds, self.seconds,
+                )  # fmt: skip
+            case Reach.BACK:
+                _log.warning("%s has reached the job's store again", here)
+            case _:
+                _log.error("%s has not reached the job's store for %.1f s", here, self._silence.seconds)
+
+    def _end_cut_off(self) -> None:
+        """End the waits of this rank, and the process, unless `hetu-fx launch` runs the script in it once more."""
+        why = f"the job's store at {address_of(self._store)} has not answered for {self._silence.seconds:.1f} s"
+        threading.Thread(target=end_communication, args=(why, self._over), daemon=True).start()
+        if "HETU_FX_START" not in os.environ:
+            threading.Thread(target=_exit_cut_off).start()  # no daemon: the interpreter waits for it
 
     def _standing(self, left: str | None = None) -> Standing:
         self._beat += 1
@@ -260,11 +337,31 @@ def join_path(path: CommonPath, group: ProcessGroup) -> ProcessGroup:
     return group
 
 
-@atexit.register
-def _tell_end() -> None:
-    """Tell the others why this process ends, before its connections do."""
-    error = getattr(sys, "last_value", None)
-    place = place_of(error)
-    why = "" if error is None else f"{type(error).__name__}: {error}{place and f', at {place}'}"
+def end_communication(why: str, until: threading.Event) -> None:
+    """End all communication of this process until an event is set: it may be opening connections."""
+    while not until.is_set():
+        for path in tuple(_over.values()):
+            path.cut(why)
+        sever()
+        until.wait(_CUT_SECONDS)
+
+
+def _exit_cut_off() -> None:
+    """End this process once its script has ended, or after a while, with the status of what may be tried again."""
+    threading.main_thread().join(_EXIT_SECONDS)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(os.EX_TEMPFAIL)
+
+
+def leave_paths(why: str) -> None:
+    """Tell the others that this process takes part no longer, and why, before its connections end."""
     for path in tuple(_over.values()):
         path.leave(why)
+
+
+@atexit.register
+def _tell_end() -> None:
+    error = getattr(sys, "last_value", None)
+    place = place_of(error)
+    leave_paths("" if error is None else f"{type(error).__name__}: {error}{place and f', at {place}'}")

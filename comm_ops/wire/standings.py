@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from enum import Enum, auto
 
 WAY_OUT = (
     "Every process must make the same calls of the model, of its loss and of its parameters, in the same order. If one "
@@ -121,6 +122,42 @@ class Standings:
         if standing.left is None and silent >= bound / 2:
             return f"has given no sign of life for {silent:.1f} s (is it stopped, or dead?); before, it {standing}"
         return str(standing)
+
+
+CUT_OFF_SECONDS = 2.5
+"""For so long the store may take to answer; with the pause before it is asked, it is said within 5 seconds."""
+
+
+class Reach(Enum):
+    """What is new about the way to the store: nothing, it is cut off, it is there again, or it is given up."""
+
+    SAME = auto()
+    LOST = auto()
+    BACK = auto()
+    OVER = auto()
+
+
+@dataclass
+class StoreSilence:
+    """For how long the store has not answered, and whether that has been said."""
+
+    seconds: float = 0.0
+    is_said: bool = False
+
+    def hear(self, is_asked: bool, passed: float, bound: float, *, is_needed: bool, is_waiting: bool) -> Reach:
+        """Take in whether an answer is still awaited; so much time has passed since the last call.
+
+        It is said where the answer is needed, and given up after `bound` seconds where this rank waits for others, who
+        may have gone on without it by then.
+        """
+        self.seconds = self.seconds + passed if is_asked else 0.0
+        if not is_asked and self.is_said:
+            self.is_said = False
+            return Reach.BACK
+        if self.seconds > CUT_OFF_SECONDS and is_needed and not self.is_said:
+            self.is_said = True
+            return Reach.LOST
+        return Reach.OVER if self.is_said and is_waiting and self.seconds > bound else Reach.SAME
 
 
 class Wait:

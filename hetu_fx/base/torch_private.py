@@ -436,7 +436,11 @@ def new_named_group(members: list[int], me: int, name: str, timeout: timedelta) 
 
 def store_of_world() -> Store:
     """Return what the ranks of the world have met in, by a connection of its own where it is one."""
-    store: Any = _world.pg_map[_get_default_group()][1]
+    return connected_anew(_world.pg_map[_get_default_group()][1])
+
+
+def connected_anew(store: Any) -> Store:
+    """Return a store by a connection of its own; the same where it is none of connections."""
     kind = getattr(store, "_underlying_non_prefix_store", store)
     found: Store = store.clone() if isinstance(kind, TCPStore) else store
     return found
@@ -446,9 +450,13 @@ def host_of_world() -> str | None:
     """Return the host of the store in which the ranks of the world have met, where that is on a network."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    store = _world.pg_map[_get_default_group()][1]
-    kind = getattr(store, "_underlying_non_prefix_store", store)
-    return kind.host if isinstance(kind, TCPStore) else None
+    return address_of(_world.pg_map[_get_default_group()][1]).rpartition(":")[0] or None
+
+
+def address_of(store: Store) -> str:
+    """Return where a store is served, for messages; "" for one that is no TCPStore."""
+    found: Any = getattr(store, "_underlying_non_prefix_store", store)
+    return f"{found.host}:{found.port}" if isinstance(found, TCPStore) else ""
 
 
 def is_member_of(group: ProcessGroup) -> bool:

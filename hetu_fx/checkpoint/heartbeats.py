@@ -18,14 +18,13 @@ from contextlib import suppress
 
 from hetu_fx.base.torch_private import Store
 from hetu_fx.cluster.host import node_name
+from hetu_fx.comm_ops.wire.common_path import end_communication
 from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.rendezvous import launcher_store
-from hetu_fx.comm_ops.wire.shutdown import sever
 from hetu_fx.errors import StateError
 
 LEFT = "left"  # the sign of one that has nothing more to do
-SEVER_SECONDS = 0.01
 
 _log = logging.getLogger("hetu_fx.snapshots")
 
@@ -119,8 +118,7 @@ class Heartbeats:
         for rank in set(lost) & set(self._local):
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._local[rank], signal.SIGKILL)
-        while not self._over.wait(SEVER_SECONDS):
-            sever()
+        end_communication(f"{named} has given no sign of life", self._over)
 
 
 def _key(rank: int) -> str:

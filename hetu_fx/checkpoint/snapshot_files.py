@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import re
-import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from hetu_fx.checkpoint.snapshot_folders import job_folder
 from hetu_fx.checkpoint.summed_files import SummedFile
 from hetu_fx.checkpoint.tensor_files import Bounds, Key, RankShards, boxes_in
 from hetu_fx.cluster.host import node_name
-from hetu_fx.emulate.cleanup import start_time
 from hetu_fx.errors import CheckpointError
 
 
@@ -152,31 +151,11 @@ def plan_transfers(
 
 
 FORMAT = "hetu_fx.snapshot/2"
-SHARED_MEMORY = Path("/dev/shm")
 
-_PREFIX = "hetu_fx_snapshots"
 _ASIDE = ".writing-"
 _DOCUMENT = "document"
 
 _log = logging.getLogger("hetu_fx.snapshots")
-
-
-def launcher_folder() -> Path:
-    """Return where the processes of this job's launcher keep snapshots on this node.
-
-    It is named by the launcher (the parent process, by id and start), so that workers that it starts again find what
-    those before them left, and no other job does. Folders of this user's launchers that are gone are removed.
-    """
-    _remove_left_over()
-    parent = os.getppid()
-    return SHARED_MEMORY / f"{_PREFIX}-{os.getuid()}-{parent}-{start_time(parent)}"
-
-
-def _remove_left_over() -> None:
-    for folder in SHARED_MEMORY.glob(f"{_PREFIX}-{os.getuid()}-*-*"):
-        *_, process, start = folder.name.split("-")
-        if str(start_time(int(process))) != start:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,8 +175,8 @@ class Memory:
 
     @classmethod
     def at(cls, folder: Path | None) -> Memory:
-        """Open this node's part of a folder (None: that of the launcher), made if need be. Raises CheckpointError."""
-        place = (launcher_folder() if folder is None else folder.absolute()) / node_name()
+        """Open this node's part of a folder (None: that of the job), made if need be. Raises CheckpointError."""
+        place = (job_folder() if folder is None else folder.absolute()) / node_name()
         with _guarded(place):
             place.mkdir(parents=True, exist_ok=True)
         return cls(place)

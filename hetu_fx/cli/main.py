@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import get_args
 
 from hetu_fx.cli.align import add_align, call_align
+from hetu_fx.cli.clean import add_clean, call_clean
 from hetu_fx.cli.completion import SHELLS, completion
 from hetu_fx.cli.doctor import add_doctor, call_doctor
 from hetu_fx.cli.environment import call_env
@@ -243,6 +244,7 @@ COMMANDS = {
     "doctor": Command("say what is wrong with the installation, the machine or the job", add_doctor, call_doctor),
     "demo": Command("train a model on four unequal emulated devices, and compare", _add_demo, _call_demo),
     "launch": Command("run a script in several processes; lost ones do not end the others", _add_launch, _call_launch),
+    "clean": Command("list and remove snapshots in memory of jobs that no longer run", add_clean, call_clean),
     "log": Command("say what the log of a run holds: variants, times, changes", _add_log, _call_log),
     "report": Command("write the log of a run as one HTML page", _add_report, _call_report),
     "passes": Command("list all graph passes in their order", _add_json, _call_passes),

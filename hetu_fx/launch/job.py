@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hetu_fx.base.launcher_end import end_with
 from hetu_fx.errors import EnvironmentProblem
 
 
@@ -210,6 +211,7 @@ def start_worker(work: Callable[[MessageChannel], int], others: Iterable[int]) -
     def be_worker(end: socket.socket) -> int:
         life.hold()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         channel = MessageChannel(end)
         try:
             return work(channel)
@@ -229,15 +231,17 @@ def start_worker(work: Callable[[MessageChannel], int], others: Iterable[int]) -
 def forked(act: Callable[[socket.socket], int], others: Iterable[int]) -> tuple[int, socket.socket]:
     """Start a process that ends with the status of `act`; return it, and the other end of what `act` is given.
 
-    It leaves go of `others`, file descriptors that are the parent's alone.
+    It leaves go of `others`, file descriptors that are the parent's alone, and is killed when the parent is gone.
     """
     here, there = socket.socketpair()
+    parent = os.getpid()
     process = os.fork()
     if process:
         there.close()
         return process, here
     status = 1
     try:
+        end_with(parent)
         for descriptor in (here.fileno(), *others):
             os.close(descriptor)
         status = act(there)

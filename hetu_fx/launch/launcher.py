@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 from hetu_fx.base.addresses import LOOPBACK
@@ -50,7 +51,7 @@ class JobLauncher:
     def run(self) -> int:
         """Run the job to its end; return the exit status."""
         self._events = None if self.spec.events is None else JsonLines(self.spec.events, "a")
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        before = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             while self.status is None:
                 self._fill_up()
@@ -62,6 +63,8 @@ class JobLauncher:
             return self.status
         finally:
             self._end_all()
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     # What happens.
 
@@ -93,10 +96,12 @@ class JobLauncher:
             case "stopped":
                 worker.state = "idle"
                 self._say("stopped", worker=worker.process, rank=worker.rank, reason=message["reason"])
+                if self.failed_at is None:  # nobody was lost: a run that ends so each time must not begin for ever
+                    self._count_loss(f"{worker.name} stopped: {message['reason']}")
                 self._fail(f"{worker.name} stopped: {message['reason']}")
             case "done":
-                worker.state = "done"
-                if all(w.state == "done" for w in self._members()):
+                worker.state = "done" if self.failed_at is None else "idle"
+                if self.failed_at is None and all(w.state == "done" for w in self._members()):
                     self.status = 0
 
     def _notice_gone(self) -> None:
@@ -124,13 +129,17 @@ class JobLauncher:
             print(f"hetu-fx launch: {worker.name} {how_ended(code)}", file=sys.stderr)
             return
         reason = worker.verdict or f"{worker.name} {how_ended(code)}"
-        self.losses, self.lost_at = self.losses + 1, seen
+        self.lost_at = seen
         self._say("lost", worker=worker.process, rank=worker.rank, reason=reason, at=seen)
+        self._count_loss(reason)
+        if self.status is None and worker.state in ("running", "done"):
+            self._fail(reason)
+
+    def _count_loss(self, reason: str) -> None:
+        self.losses += 1
         if self.losses > self.spec.max_losses:
             print(f"hetu-fx launch: {self.losses} workers are lost, the last: {reason}", file=sys.stderr)
             self.status = GAVE_UP_STATUS
-        elif worker.state in ("running", "done"):
-            self._fail(reason)
 
     def _fail(self, reason: str) -> None:
         """Tell all others that this run is over."""
@@ -245,6 +254,11 @@ class JobLauncher:
             self._events.tell({"event": event, "seconds": time.monotonic() if at is None else at, **what})
 
 
+def _leave(number: int, frame: FrameType | None) -> None:
+    print(f"hetu-fx launch: {signal.Signals(number).name}: all workers are told to end", file=sys.stderr)
+    sys.exit(128 + number)
+
+
 class StoreProcess:
     """A process that serves a new store on `port` of this machine until `end`, or until its parent is gone.
 
@@ -263,6 +277,8 @@ class StoreProcess:
 
 
 def _serve(channel: socket.socket) -> int:
+    for number in (signal.SIGTERM, signal.SIGINT):  # workers that are told to end still meet here
+        signal.signal(number, signal.SIG_IGN)
     store = store_served_at(LOOPBACK, 0, timedelta(seconds=STORE_SECONDS))
     channel.send(str(store.port).encode())
     return len(channel.recv(1))  # nobody writes: the other end is closed, or gone

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hetu_fx.checkpoint import joining
+from hetu_fx.comm_ops.wire.common_path import end_communication, leave_paths
 from hetu_fx.comm_ops.wire.shutdown import leave_world, sever
 from hetu_fx.comm_ops.wire.standings import oldest_wait
 from hetu_fx.errors import CommError
@@ -28,7 +29,6 @@ from hetu_fx.launch.launcher import JobLauncher
 
 # Time for the launcher to tell that a worker is lost, after an error that may come of it.
 NEWS_SECONDS = 2.0
-SEVER_SECONDS = 0.01
 LOST_STATUS = 75  # EX_TEMPFAIL: the launcher is gone
 
 
@@ -40,11 +40,10 @@ class Order:
     lost: threading.Event = field(default_factory=threading.Event)
     over: threading.Event = field(default_factory=threading.Event)
 
-    def end_communication(self) -> None:
-        """Cut connections until the run is over: it may be opening some."""
+    def end_communication(self, why: str) -> None:
+        """End this process's waits until the run is over here."""
         self.lost.set()
-        while not self.over.wait(SEVER_SECONDS):
-            sever()
+        end_communication(why, self.over)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ class Worker:
         order: Order | None = None
         for message in self.channel.messages():
             if message["kind"] == "lost" and order is not None:
-                threading.Thread(target=order.end_communication, daemon=True).start()
+                threading.Thread(target=order.end_communication, args=(message["reason"],), daemon=True).start()
             elif message["kind"] == "join":
                 joining.asked.set()
             else:
@@ -101,7 +100,7 @@ class Worker:
         made = _outcome(self.script)
         if made.status and not (order.lost.wait(NEWS_SECONDS) or made.reason.startswith(CommError.__name__)):
             return made.status
-        _clean_up()
+        _clean_up(made.reason)
         order.over.set()
         self.channel.send(made.kind, reason=made.reason)
         return 0
@@ -127,8 +126,9 @@ def _outcome(script: str) -> ScriptOutcome:
     return ScriptOutcome("done")
 
 
-def _clean_up() -> None:
-    """Leave the world, and free what the script has left."""
+def _clean_up(why: str) -> None:
+    """Leave the world, which the others are told first, and free what the script has left."""
+    leave_paths(why)
     sever()
     gc.collect()
     with suppress(RuntimeError):  # a group whose peers are gone already

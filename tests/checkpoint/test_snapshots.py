@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from torch import nn
 
 import hetu_fx
 from hetu_fx.checkpoint import joining, snapshot_files
-from hetu_fx.checkpoint.snapshot_files import launcher_folder
 from hetu_fx.checkpoint.snapshots import Snapshots
 from hetu_fx.errors import CheckpointError, StateError
 
@@ -186,15 +184,3 @@ def test_a_finished_run_frees_the_memory_and_a_failed_one_does_not(tmp_path: Pat
 def test_snapshots_after_no_steps_are_refused(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="every 0 steps"):
         Run(tmp_path, every=0)
-
-
-def test_the_folder_of_a_launcher_is_its_own_and_those_of_launchers_that_are_gone_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(snapshot_files, "SHARED_MEMORY", tmp_path)
-    own = launcher_folder()
-    own.mkdir()
-    gone = tmp_path / own.name.replace(str(os.getppid()), "4194304")
-    gone.mkdir()
-    assert launcher_folder() == own
-    assert [path.name for path in tmp_path.iterdir()] == [own.name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import threading
@@ -53,11 +54,7 @@ def run(folder: Path, behaviour: Behaviour, **options: Any) -> tuple[int, list[d
 def launch(
     folder: Path, work: Callable[[LaunchSpec, MessageChannel], int], **options: Any
 ) -> tuple[int, list[dict[str, Any]]]:
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        status = JobLauncher(spec(folder, **options), work).run()
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    status = JobLauncher(spec(folder, **options), work).run()
     return status, [json.loads(line) for line in (folder / "events").read_text().splitlines()]
 
 
@@ -174,6 +171,72 @@ def test_the_launcher_gives_up_after_so_many_losses(tmp_path: Path) -> None:
         return False
 
     assert run(tmp_path, dies, nproc=1, max_losses=2)[0] == GAVE_UP_STATUS
+
+
+def test_the_launcher_gives_up_after_so_many_runs_that_end_without_a_loss(tmp_path: Path) -> None:
+    def stops(environment: dict[str, str], channel: MessageChannel) -> bool:
+        channel.send("stopped", reason="CommError: all-reduce failed")
+        return False
+
+    status, events = run(tmp_path, stops, nproc=1, max_losses=2)
+    assert (status, worlds(events)) == (GAVE_UP_STATUS, [1, 1, 1])
+
+
+def test_a_job_is_not_done_where_one_has_stopped_before_the_others_are_done(tmp_path: Path) -> None:
+    def work(spec: LaunchSpec, channel: MessageChannel) -> int:
+        channel.send("ready")
+        for message in channel.messages():
+            match message["kind"], message.get("environment"):
+                case "start", {"HETU_FX_START": "0", "RANK": "0"}:
+                    channel.send("stopped", reason="CommError: rank 1 has gone")
+                case "start", {"HETU_FX_START": "1"}:
+                    channel.send("done", reason="")
+                case "lost", _:  # its end and this have crossed
+                    channel.send("done", reason="")
+                case "end", _:
+                    return 0
+        return 1
+
+    status, events = launch(tmp_path, work)
+    assert (status, worlds(events)) == (0, [2, 2])
+
+
+def _stops_itself(environment: dict[str, str], channel: MessageChannel) -> bool:
+    if environment["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return False
+
+
+def _launched_in_a_process(folder: Path, behaviour: Behaviour) -> tuple[int, list[int]]:
+    """Run a job of two workers in a process; return it, and descriptors of its workers once they have started."""
+    process = os.fork()
+    if not process:
+        try:
+            os._exit(JobLauncher(spec(folder, grace_seconds=2.0), worker(behaviour)).run())
+        except SystemExit as end:
+            os._exit(int(end.code or 0))
+        finally:
+            os._exit(1)
+    deadline = time.monotonic() + 120
+    while not (folder / "events").exists() or "start" not in (folder / "events").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    (start,) = [json.loads(line) for line in (folder / "events").read_text().splitlines()]
+    return process, [os.pidfd_open(one) for one in start["workers"]]
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=lambda of: str(of)
+)
+def test_no_worker_stays_behind_its_launcher_not_even_a_stopped_one(
+    tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    launcher, workers = _launched_in_a_process(tmp_path, _stops_itself)
+    os.kill(launcher, number)
+    assert os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1]) == status
+    for ended in workers:
+        assert select.select([ended], [], [], 120)[0]  # readable once the process has ended
+        os.close(ended)
 
 
 @pytest.mark.parametrize(

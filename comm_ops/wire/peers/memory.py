@@ -31,6 +31,7 @@ from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
 from hetu_fx.comm_ops.wire.peers.rooms import Area, Room, area_bytes, behind, is_room, seen
 from hetu_fx.comm_ops.wire.peers.shared import WORD_BYTES, Place, SharedMemory, mapped, shared_memory
+from hetu_fx.comm_ops.wire.shutdown import release_at_exit
 
 Found = TypeVar("Found")
 
@@ -102,7 +103,7 @@ class Peers:
 
     Attributes:
         processes: by rank.
-        words: addresses of something of theirs, by rank: who cannot be read there has gone.
+        words: addresses of a word of theirs, and the word, by rank: who does not have it there any more has gone.
         boards: theirs, by rank.
         own: this rank's board.
         counts: of the exchanges that have begun, by number; the same on all ranks.
@@ -112,7 +113,7 @@ class Peers:
     """
 
     processes: Mapping[int, int]
-    words: Mapping[int, int]
+    words: Mapping[int, tuple[int, bytes]]
     boards: Mapping[int, Board]
     own: Board
     counts: Counter[int] = field(default_factory=Counter)
@@ -190,12 +191,9 @@ class Peers:
         return found
 
     def lives(self, rank: int) -> bool:
-        """Tell whether a rank's process is there."""
-        try:
-            _copy(self.processes[rank], self.words[rank], ctypes.addressof(ctypes.c_char()), 1)
-        except OSError:  # or another process has its number
-            return False
-        return True
+        """Tell whether a rank still takes part: its process is there, and has not left the world."""
+        address, word = self.words[rank]
+        return _word_at(self.processes[rank], address) == word
 
 
 def _gone(rank: int) -> RuntimeError:
@@ -299,7 +297,8 @@ def mutual_peers(table: GroupTable, ranks: tuple[int, ...], num_slots: int = BOA
         return Peers({}, {}, {}, Board(mmap.mmap(-1, 1)))
     shared.close()
     known = [rank for rank in found if table.rank in seen_by[rank]]
-    processes, words = ({rank: told[rank][part] for rank in known} for part in (0, 1))
+    processes = {rank: told[rank].process for rank in known}
+    words = {rank: (told[rank].address, told[rank].word) for rank in known}
     boards = {rank: Board(found[rank]) for rank in known}
     areas = {rank: behind(found[rank], board_bytes) for rank in known} if room_bytes else {}
     area = Area(behind(shared.memory, board_bytes)[:room_bytes]) if room_bytes else None
@@ -318,9 +317,9 @@ class _Introduction(NamedTuple):
     @classmethod
     def own(cls, shared: SharedMemory | None) -> _Introduction:
         """Introduce this process."""
-        return cls(
-            os.getpid(), ctypes.addressof(_word), bytes(_word), None if shared is None else shared.place, network_name()
-        )
+        release_at_exit(_own)
+        place = None if shared is None else shared.place
+        return cls(os.getpid(), ctypes.addressof(_own.word), bytes(_own.word), place, network_name())
 
     def seen(self) -> mmap.mmap | None:
         """Return what the process shares, if its memory can be read."""
@@ -329,7 +328,21 @@ class _Introduction(NamedTuple):
         return mapped(self.process, self.shared, for_tensors=True)
 
 
-_word = (ctypes.c_char * WORD_BYTES).from_buffer(bytearray(os.urandom(WORD_BYTES)))
+class _OwnWord:
+    """A word of this process that nobody can guess, another one in each world that it joins.
+
+    Others look for it: it goes with the process, or when that leaves the world and lives on (`hetu-fx launch`).
+    """
+
+    def __init__(self) -> None:
+        self.word = (ctypes.c_char * WORD_BYTES).from_buffer(bytearray(os.urandom(WORD_BYTES)))
+
+    def release(self) -> None:
+        """Take part no longer, as far as others can see."""
+        self.word.raw = os.urandom(WORD_BYTES)
+
+
+_own = _OwnWord()
 
 
 def told_by_all(table: GroupTable, ranks: tuple[int, ...], value: Any) -> list[Any]:

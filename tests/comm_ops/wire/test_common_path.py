@@ -12,8 +12,7 @@ from hetu_fx.errors import EnvironmentProblem
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (VARIABLE, "HETU_FX_START"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv(VARIABLE, raising=False)
 
 
 def test_what_is_asked_counts_more_than_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,12 +22,6 @@ def test_what_is_asked_counts_more_than_the_environment(monkeypatch: pytest.Monk
     assert patience(3.0) == 3.0
     monkeypatch.setenv(VARIABLE, "inf")
     assert patience(None) == math.inf
-
-
-def test_a_job_whose_launcher_watches_waits_as_long_as_groups_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HETU_FX_START", "0")
-    assert patience(None) == math.inf
-    assert patience(5.0) == 5.0
 
 
 @pytest.mark.parametrize("told", ["soon", "0", "-1", "nan"])

@@ -54,8 +54,7 @@ def run(how: str, launcher: Sequence[str] = ()) -> list[tuple[int, str]]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(WORLD)}
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    one = ["-m", __name__, how]
-    commands = [[sys.executable, *launcher, *one]] if launcher else [[sys.executable, *one]] * WORLD
+    commands = [[sys.executable, *launcher]] if launcher else [[sys.executable, *_module(how)]] * WORLD
     started = [
         subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
         for rank, command in enumerate(commands)
@@ -67,6 +66,14 @@ def run(how: str, launcher: Sequence[str] = ()) -> list[tuple[int, str]]:
             process.kill()
 
 
+def _module(how: str) -> list[str]:
+    return ["-m", __name__, how]
+
+
+LAUNCHERS = {
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}", *_module("fewer")],
+    "hetu-fx launch": ["-m", "hetu_fx.cli", "launch", f"--nproc={WORLD}", "--", __file__, "exit"],
+}
 REASONS = {
     "exit": "rank 1: has left the program; its last call was",
     "fewer": "rank 1: has left the program; its last call was",
@@ -87,8 +94,9 @@ def test_who_is_left_says_who_has_left(how: str) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.timeout(300)
-def test_under_torchrun_too() -> None:
-    ((code, told),) = run("fewer", ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"])
+@pytest.mark.parametrize("launcher", list(LAUNCHERS))
+def test_under_launchers_too(launcher: str) -> None:
+    ((code, told),) = run("by a launcher", LAUNCHERS[launcher])
     assert code == 1
     assert REASONS["fewer"] in told
 

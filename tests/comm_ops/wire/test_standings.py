@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetu_fx.comm_ops.wire.standings import Standing, Standings
+from hetu_fx.comm_ops.wire.standings import CUT_OFF_SECONDS, Reach, Standing, Standings, StoreSilence
 
 BOUND = 10.0
 WAITS = Standing(1, call="run", place="train.py:31", waits_for="agreement on the step", seconds=BOUND)
@@ -62,3 +62,35 @@ def test_the_verdict_says_where_everyone_is() -> None:
 
 def test_standings_are_written_and_read() -> None:
     assert Standing.read(WAITS.write()) == WAITS
+
+
+def _heard(silence: StoreSilence, *, is_asked: bool = True, passed: float = 1.0, waits: bool, refused: bool) -> Reach:
+    return silence.hear(is_asked, passed, BOUND, is_needed=waits or not refused, is_waiting=waits)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_store_that_does_not_answer_is_said_at_once_and_given_up_after_the_bound(refused: bool) -> None:
+    silence, news = StoreSilence(), []
+    while not news or news[-1] is not Reach.OVER:
+        news.append(_heard(silence, waits=True, refused=refused))
+    lost = next(seconds for seconds in range(100) if seconds > CUT_OFF_SECONDS)
+    assert news.index(Reach.LOST) + 1 == lost
+    assert news.count(Reach.SAME) == len(news) - 2
+    assert len(news) == BOUND + 1
+
+
+def test_a_store_that_answers_in_time_is_no_news_and_one_that_answers_late_is_back() -> None:
+    silence = StoreSilence()
+    assert _heard(silence, passed=CUT_OFF_SECONDS, waits=True, refused=False) is Reach.SAME
+    assert _heard(silence, is_asked=False, waits=True, refused=False) is Reach.SAME
+    assert _heard(silence, passed=CUT_OFF_SECONDS + 1, waits=True, refused=False) is Reach.LOST
+    assert _heard(silence, is_asked=False, waits=True, refused=False) is Reach.BACK
+    assert _heard(silence, is_asked=False, waits=True, refused=False) is Reach.SAME
+
+
+def test_who_waits_for_nobody_is_not_ended_and_needs_no_store_whose_process_has_ended() -> None:
+    silence = StoreSilence()
+    assert _heard(silence, passed=10 * BOUND, waits=False, refused=True) is Reach.SAME
+    assert _heard(silence, waits=False, refused=False) is Reach.LOST
+    assert _heard(silence, waits=False, refused=False) is Reach.SAME
+    assert _heard(silence, waits=True, refused=False) is Reach.OVER

@@ -44,6 +44,8 @@ MAX_SHARD_SIZE = "50GB"
 # A writer needs the time between two renames to put a folder in place.
 _TRIES, _PAUSE_SECONDS = 20, 0.05
 
+_STEP = "hetu_fx_step"
+
 T = TypeVar("T")
 
 
@@ -79,7 +81,7 @@ def save_model(
             max_shard_size=max_shard_size,
             optimizer=optimizer,
             parameters=runtime.homes,
-            extra={"hetu_fx_step": runtime.step, **(extra or {})},
+            extra={_STEP: runtime.step, **(extra or {})},
             table=runtime.table,
         )
 
@@ -111,8 +113,21 @@ def load_model(
             verify=verify,
             table=runtime.table,
         )
-    runtime.resume(int(extra.pop("hetu_fx_step", runtime.step)))
-    return extra
+    runtime.resume(_step_of(extra, runtime.step))
+    return {key: value for key, value in extra.items() if key != _STEP}
+
+
+def saved_step(folder: Path) -> int:
+    """Return how many steps the model of a checkpoint had seen; 0 where that was not saved. Raises CheckpointError."""
+    with OpenFolder(place_of(folder)) as opened:
+        return _step_of(TrainingFiles.open(opened, TRAINING).extra, 0) if opened.has_folder(TRAINING) else 0
+
+
+def _step_of(extra: Mapping[str, Any], otherwise: int) -> int:
+    step = extra.get(_STEP, otherwise)
+    if type(step) is not int or step < 0:
+        raise CheckpointError(f"the checkpoint is damaged: its step is {step!r}; hint: load another one")
+    return step
 
 
 def tensors_of(runtime: Runtime) -> dict[str, Tensor]:
@@ -274,7 +289,9 @@ class Checkpoint:
                 files.check(key, tensor)
         if optimizer is None:
             return cls(files, tensors, None)
-        return cls(files, tensors, TrainingFiles.open(opened, TRAINING).read(optimizer, parameters))
+        training = TrainingFiles.open(opened, TRAINING).read(optimizer, parameters)
+        _step_of(training.extra, 0)
+        return cls(files, tensors, training)
 
     def put(self, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """Put it in place; returns the saved `extra`, empty without an optimizer."""

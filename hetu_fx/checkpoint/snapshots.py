@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hetu_fx.base.device_types import device_types
 from hetu_fx.checkpoint import joining
-from hetu_fx.checkpoint.checkpoint import load_model, tensors_of
+from hetu_fx.checkpoint.checkpoint import load_model, saved_step, tensors_of
 from hetu_fx.checkpoint.folders import latest
 from hetu_fx.checkpoint.heartbeats import watch_each_other
 from hetu_fx.checkpoint.optimizer_files import RestoredTraining, TrainingFiles, state_tensors, training_document
@@ -120,10 +120,11 @@ class Snapshots:
             self.close()
 
     def resume(self) -> Resumed:
-        """Put the newest whole snapshot, or else the last checkpoint, into model and optimizer; collective.
+        """Put the newest whole snapshot, or the last checkpoint if that is of a later step, into model and optimizer.
 
-        Any number of processes under any plan reads what any other wrote. Random numbers of torch go on as they were
-        if the number of processes is the same.
+        Collective. A job of the same name may have left a snapshot long ago, and gone on elsewhere since. Any number of
+        processes under any plan reads what any other wrote. Random numbers of torch go on as they were if the number
+        of processes is the same.
 
         Raises:
             CheckpointError: on every process, if there is something to go on from that does not fit.
@@ -132,10 +133,11 @@ class Snapshots:
         self._runtime.in_flight.settle()
         with using(table):
             choice, found = find_snapshot(self._memory, table, tensors_of(self._runtime))
-            if found is not None:
+            newest, step = from_first(table, together(table, self._last_checkpoint))
+            if found is not None and (newest is None or found.moment.step >= step):
                 training = together(table, lambda: self._check(found))
                 return together(table, lambda: self._put(found, training))
-        return self._from_checkpoint(choice)
+        return self._from_checkpoint(choice, newest)
 
     def tell(self) -> dict[str, float]:
         """Say whether this process knows of one that is ready to join."""
@@ -190,9 +192,15 @@ class Snapshots:
             _set_random_states(found.documents[runtime.table.rank]["random"])
         return Resumed("memory", runtime.step, extra)
 
-    def _from_checkpoint(self, choice: SnapshotChoice) -> Resumed:
-        table, parent = self._runtime.table, self.checkpoints
-        newest = from_first(table, latest(parent) if parent is not None and table.rank == 0 else None)
+    def _last_checkpoint(self) -> tuple[Path | None, int]:
+        """Return the last checkpoint, and the step that it was saved after; 0 where that cannot be read."""
+        newest = None if self.checkpoints is None else latest(self.checkpoints)
+        try:
+            return newest, 0 if newest is None else saved_step(newest)
+        except CheckpointError:  # told where it is to be loaded
+            return newest, 0
+
+    def _from_checkpoint(self, choice: SnapshotChoice, newest: Path | None) -> Resumed:
         for moment, owners in choice.lost:
             _log.warning(
                 "the snapshot of step %d is lost: the parts of ranks %s of %d are in no memory; going on from %s",

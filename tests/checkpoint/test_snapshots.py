@@ -145,6 +145,17 @@ def test_what_is_in_no_memory_is_named_and_the_last_checkpoint_taken(
     assert_equal(after, run)
 
 
+def test_a_checkpoint_of_a_later_step_is_taken_before_an_old_snapshot(tmp_path: Path) -> None:
+    old, later = Run(tmp_path / "memory"), Run(tmp_path / "elsewhere")
+    old.train(0, 1)
+    later.train(0, 3)
+    later.model.hetu.save(tmp_path / "saved" / "last", optimizer=later.optimizer)
+    after = Run(tmp_path / "memory", checkpoints=tmp_path / "saved")
+    resumed = after.snapshots.resume()
+    assert (resumed.source, resumed.step) == ("checkpoint", 3)
+    assert_equal(after, later)
+
+
 def test_a_damaged_part_is_left_out_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     broken = Run(tmp_path / "memory", checkpoints=tmp_path / "saved")
     broken.train(0, 1)

@@ -29,6 +29,14 @@ def node_name() -> str:
     return os.environ.get("HETU_FX_NODE") or f"{socket.gethostname()}@{_digest('pid')}"
 
 
+def memory_name() -> str:
+    """Return HETU_FX_NODE, else the hostname: where a machine finds what it has kept, in a new container or boot too.
+
+    Machines of one name have folders of one name, each on its own disks; on shared ones files have names of their own.
+    """
+    return os.environ.get("HETU_FX_NODE") or socket.gethostname()
+
+
 def network_name() -> str:
     """Return a name that those processes have which share this one's network, and so its loopback."""
     return f"network@{_digest('net')}"

@@ -15,13 +15,15 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
+from hetu_fx.base.machine import node_name, short_names
 from hetu_fx.base.torch_private import Store
-from hetu_fx.cluster.host import node_name
 from hetu_fx.comm_ops.wire.common_path import end_communication
 from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.rendezvous import launcher_store
+from hetu_fx.emulate.cleanup import start_time
 from hetu_fx.errors import StateError
 
 LEFT = "left"  # the sign of one that has nothing more to do
@@ -54,21 +56,52 @@ def watched_by(rank: int, nodes: Sequence[str]) -> tuple[int, ...]:
     return tuple(sorted((local | {(rank + 1) % len(nodes)}) - {rank}))
 
 
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A rank's process.
+
+    Attributes:
+        node: that it is on.
+        process: its id there.
+        started: its start time there (`emulate.cleanup.start_time`), which no other process of this id has.
+    """
+
+    node: str
+    process: int
+    started: int | None
+
+    @classmethod
+    def own(cls) -> Peer:
+        """Return this process."""
+        return cls(node_name(), os.getpid(), start_time(os.getpid()))
+
+    def opened(self) -> int | None:
+        """Return a descriptor of the process, if it is seen here: a number may be another process's by then."""
+        try:
+            found = os.pidfd_open(self.process)
+        except ProcessLookupError:
+            return None
+        if start_time(self.process) == self.started:
+            return found
+        os.close(found)
+        return None
+
+
 class Heartbeats:
     """Gives signs of life of this rank, and ends communication once another one gives none for `seconds`.
 
     Args:
         store: with a connection of its own.
         rank: of this process.
-        peers: node and process of each rank.
+        peers: by rank.
         seconds: the bound.
     """
 
-    def __init__(self, store: Store, rank: int, peers: Sequence[tuple[str, int]], seconds: float) -> None:
+    def __init__(self, store: Store, rank: int, peers: Sequence[Peer], seconds: float) -> None:
         self._store, self._rank, self._peers, self._bound = store, rank, peers, seconds
-        self._watched = watched_by(rank, [node for node, _ in peers])
-        # Descriptors: a number may be another process's by then.
-        self._local = {other: os.pidfd_open(peers[other][1]) for other in self._watched if self._is_local(other)}
+        self._watched = watched_by(rank, [peer.node for peer in peers])
+        local = {other: peers[other].opened() for other in self._watched if peers[other].node == peers[rank].node}
+        self._local = {other: process for other, process in local.items() if process is not None}
         self._silences = Silences(self._watched)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True, name="hetu_fx_heartbeats")
@@ -84,9 +117,6 @@ class Heartbeats:
             self._store.set(_key(self._rank), LEFT)
         while self._local:
             os.close(self._local.popitem()[1])
-
-    def _is_local(self, rank: int) -> bool:
-        return self._peers[rank][0] == self._peers[self._rank][0]
 
     def _work(self) -> None:
         pause, last = self._bound / 10, time.monotonic()
@@ -113,7 +143,8 @@ class Heartbeats:
 
     def _end(self, lost: Sequence[int]) -> None:
         """End those that are here, and all communication until this process ends: it may be opening connections."""
-        named = ", ".join(f"rank {rank} (process {self._peers[rank][1]} on {self._peers[rank][0]})" for rank in lost)
+        nodes = short_names([peer.node for peer in self._peers])
+        named = ", ".join(f"rank {rank} (process {self._peers[rank].process} on {nodes[rank]})" for rank in lost)
         _log.warning("%s has given no sign of life for %g s; all are to be started again", named, self._bound)
         for rank in set(lost) & set(self._local):
             with suppress(ProcessLookupError):
@@ -135,6 +166,6 @@ def watch_each_other(table: GroupTable, seconds: float | None) -> Heartbeats | N
     is_whole_world = table.size == int(os.environ.get("WORLD_SIZE", "1"))
     if seconds is None or table.size == 1 or not is_whole_world or "HETU_FX_START" in os.environ:
         return None
-    peers = of_all(table, (node_name(), os.getpid()))
+    peers = of_all(table, Peer.own())
     store = launcher_store()
     return None if store is None else Heartbeats(store, table.rank, peers, seconds)

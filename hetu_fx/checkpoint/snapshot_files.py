@@ -19,10 +19,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from hetu_fx.base.machine import memory_name
 from hetu_fx.checkpoint.snapshot_folders import job_folder
 from hetu_fx.checkpoint.summed_files import SummedFile
 from hetu_fx.checkpoint.tensor_files import Bounds, Key, RankShards, boxes_in
-from hetu_fx.cluster.host import node_name
 from hetu_fx.errors import CheckpointError
 
 
@@ -176,7 +176,7 @@ class Memory:
     @classmethod
     def at(cls, folder: Path | None) -> Memory:
         """Open this node's part of a folder (None: that of the job), made if need be. Raises CheckpointError."""
-        place = (job_folder() if folder is None else folder.absolute()) / node_name()
+        place = (job_folder() if folder is None else folder.absolute()) / memory_name()
         with _guarded(place):
             place.mkdir(parents=True, exist_ok=True)
         return cls(place)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hetu_fx.base import machine
-from hetu_fx.base.machine import network_name, node_name, short_names
+from hetu_fx.base.machine import memory_name, network_name, node_name, short_names
 
 needs_namespaces = pytest.mark.skipif(os.geteuid() != 0, reason="only root may make namespaces")
 
@@ -19,6 +19,14 @@ needs_namespaces = pytest.mark.skipif(os.geteuid() != 0, reason="only root may m
 def test_the_name_of_a_node_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HETU_FX_NODE", "rack7")
     assert node_name() == "rack7"
+
+
+def test_what_a_machine_keeps_has_its_name_over_boots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HETU_FX_NODE", "rack7")
+    assert memory_name() == "rack7"
+    monkeypatch.delenv("HETU_FX_NODE")
+    monkeypatch.setattr(machine, "_BOOT", tmp_path / "another")
+    assert memory_name() == socket.gethostname()
 
 
 def test_a_node_is_named_by_its_hostname_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from hetu_fx.checkpoint.heartbeats import LEFT, Heartbeats, Silences, watch_each_other, watched_by
+from hetu_fx.checkpoint.heartbeats import LEFT, Heartbeats, Peer, Silences, watch_each_other, watched_by
 from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.emulate.cleanup import start_time
 from hetu_fx.errors import StateError
 
 BOUND = 0.2
@@ -41,8 +43,23 @@ def test_everyone_watches_its_node_and_the_next_rank(nodes: str, watched: list[t
     assert [watched_by(rank, nodes) for rank in range(len(nodes))] == watched
 
 
+OWN = Peer("here", os.getpid(), start_time(os.getpid()))
+
+
+def peer_of(process: int) -> Peer:
+    return Peer("here", process, start_time(process))
+
+
+def test_a_process_is_not_taken_for_another_one_of_its_number(silent: subprocess.Popen[bytes]) -> None:
+    other = replace(peer_of(silent.pid), started=1)
+    gone = replace(OWN, process=2**22 + 1)  # above the system's highest
+    assert other.opened() is None
+    assert gone.opened() is None
+    Heartbeats(HashStore(), 0, [OWN, other, gone], BOUND).close()
+
+
 def test_a_silent_process_of_this_node_is_ended(silent: subprocess.Popen[bytes]) -> None:
-    beats = Heartbeats(HashStore(), 0, [("here", os.getpid()), ("here", silent.pid)], BOUND)
+    beats = Heartbeats(HashStore(), 0, [OWN, peer_of(silent.pid)], BOUND)
     try:
         assert silent.wait(timeout=120) == -signal.SIGKILL
     finally:
@@ -53,7 +70,7 @@ def test_what_another_has_found_holds_for_all(silent: subprocess.Popen[bytes]) -
     store = HashStore()
     store.set("lost", "1")
     store.set("beat/1", LEFT)  # to this one it is not silent
-    beats = Heartbeats(store, 0, [("here", os.getpid()), ("here", silent.pid)], BOUND)
+    beats = Heartbeats(store, 0, [OWN, peer_of(silent.pid)], BOUND)
     try:
         assert silent.wait(timeout=120) == -signal.SIGKILL
     finally:
@@ -62,7 +79,7 @@ def test_what_another_has_found_holds_for_all(silent: subprocess.Popen[bytes]) -
 
 def test_who_has_closed_has_left() -> None:
     store = HashStore()
-    Heartbeats(store, 0, [("here", os.getpid())], BOUND).close()
+    Heartbeats(store, 0, [OWN], BOUND).close()
     assert store.get("beat/0").decode() == LEFT
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Split
-from hetu_fx.checkpoint.snapshot_files import Memory
+from hetu_fx.checkpoint.snapshot_files import Memory, Moment, SnapshotPart
 from hetu_fx.checkpoint.snapshot_store import SnapshotWriter, find_snapshot
 from hetu_fx.checkpoint.tensor_files import Key, RankShards
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
@@ -156,12 +156,14 @@ def test_on_three_ranks(name: str, gloo_checks: Any) -> None:
     assert not failures, "\n".join(failures)
 
 
-def test_what_is_half_written_is_no_part(tmp_path: Path) -> None:
+def test_what_is_half_written_is_no_part_and_what_is_foreign_stays(tmp_path: Path) -> None:
     memory = Memory.at(tmp_path)
-    (memory.folder / ".writing-something").touch()
+    part = SnapshotPart(Moment(1, "a0", 1), 0, 0)
+    (memory.folder / f".writing-{part.file_name}").write_bytes(b"torn")
+    (memory.folder / "notes.txt").write_text("of the user")
     assert memory.parts() == ()
     memory.remove_unfinished()
-    assert list(memory.folder.iterdir()) == []
+    assert [path.name for path in memory.folder.iterdir()] == ["notes.txt"]
 
 
 def test_a_part_of_one_rank_has_plain_tensors_on_rank_0_only() -> None:

@@ -1,6 +1,7 @@
 # make demo and make test need nothing but Python 3.11 or newer: the first call makes .venv.
 #
-#   make test      every test: first those that need no processes, then the distributed ones
+#   make test      every test: first those that need no processes, then the distributed ones; and an eighth of the
+#                  benchmarks, another one for each commit: do they still run?
 #   make parity    the whole parity matrix (make test runs a covering selection)
 #   make lint      ruff (rules and format) and mypy
 #   make docs      build the documentation site in build/site
@@ -52,6 +53,7 @@ test: setup
 	@$(PYTEST) -m "distributed and not gpu" --timeout 600 -n auto --maxprocesses 2 --dist loadfile
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 	  $(PYTEST) -m gpu --timeout 600 || [ $$? = 5 ]; fi
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 timeout 900 $(BIN)/python -m benchmarks.smoke --share 8 --seconds 400
 
 parity: setup
 	@HETU_FX_PARITY=full $(PYTEST) tests/end_to_end -m "distributed and not gpu" --timeout 3600

@@ -123,6 +123,14 @@ def test_the_smallest_case_has_few_of_all_and_judges_nothing(
     assert "MISSED" in capsys.readouterr().out
 
 
+def test_shares_of_the_benchmarks_make_all_of_them() -> None:
+    names = smoke.benchmarks()
+    shares = [smoke.share_of(names, 8, f"{commit:x}") for commit in range(8)]
+    assert sorted(name for share in shares for name in share) == names
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert int(smoke.commit(), 16) >= 0
+
+
 def test_a_benchmark_that_does_not_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> int:
         raise AttributeError("captures has no capture")

@@ -9,9 +9,10 @@ import contextlib
 import io
 import json
 import os
+import subprocess
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
@@ -29,8 +30,10 @@ def main() -> int:
     made = parser("smoke", "The smallest case of every benchmark: does it still run?")
     made.add_argument("names", nargs="*", metavar="NAME", help="these only (default: all)")
     made.add_argument("--seconds", type=float, default=110, help="for one of them at most (default: %(default)s)")
+    made.add_argument("--share", type=int, default=1, metavar="N", help="every N-th alone, another for each commit")
     options = made.parse_args()
-    rows = list(rows_of(options.names or benchmarks(), options.seconds))
+    names = share_of(options.names or benchmarks(), options.share, commit())
+    rows = list(rows_of(names, options.seconds))
     broken = sum(row["runs"] != "yes" for row in rows)
     bar, used = Bar("benchmarks that do not run", broken, 0, at_least=False), getrusage(RUSAGE_CHILDREN)
     return finish("smoke", [bar], rows, processor_seconds=used.ru_utime + used.ru_stime)
@@ -41,6 +44,18 @@ def benchmarks() -> list[str]:
     packages = {file.parent.name for file in FOLDER.glob("*/__main__.py")}
     modules = {file.stem for file in FOLDER.glob("*.py") if file.stem != "__init__"}
     return sorted((packages | modules) - {Path(__file__).parent.name})
+
+
+def share_of(names: Sequence[str], shares: int, commit: str) -> Sequence[str]:
+    """Return every so manieth of the names; which ones is drawn by the commit, so that all have their turn."""
+    return names[int(commit, 16) % shares :: shares]
+
+
+def commit() -> str:
+    """Return the commit that is checked out, in hexadecimal digits; "0" where that is not known."""
+    asked = ["git", "-C", str(FOLDER), "rev-parse", "HEAD"]
+    found = subprocess.run(asked, capture_output=True, text=True, check=False)
+    return found.stdout.strip() if found.returncode == 0 else "0"
 
 
 def module_of(name: str) -> str:

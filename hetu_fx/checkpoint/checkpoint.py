@@ -226,9 +226,10 @@ def load_checkpoint(
 
 
 def _sums_of_all(opened: OpenFolder, verify: bool) -> list[str]:
-    """Return the files of which all is to be summed: those whose parts have no sums, or all."""
+    """Return the files of which all is to be summed: those of tensors whose parts have no sums, older ones, or all."""
     files = opened.manifest.files if opened.manifest else {}
-    return [name for name, entry in files.items() if verify or entry.how == "sha256"]
+    whole = {name for name, entry in files.items() if entry.how == "sha256" or name.endswith(".safetensors")}
+    return [name for name, entry in files.items() if verify or (name in whole and entry.how != "header_xxh3")]
 
 
 def _read_alike(folder: Path, read: Callable[[OpenFolder], T], table: GroupTable) -> T:

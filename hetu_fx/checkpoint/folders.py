@@ -157,7 +157,12 @@ def _commit(folder: Path, staging: Path, token: str) -> None:
     old = folder.parent / left_over_name(folder.name, token, is_new=False)
     if folder.exists():
         os.rename(folder, old)
-    os.rename(staging, folder)
+    try:
+        os.rename(staging, folder)
+    except OSError:
+        with contextlib.suppress(OSError):  # it stays where it is found, too
+            os.rename(old, folder)
+        raise
     sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 

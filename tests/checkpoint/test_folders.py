@@ -149,6 +149,25 @@ def test_a_full_disk_leaves_nothing_half_made(tmp_path: Path, monkeypatch: pytes
     assert names(tmp_path) == ["out"]
 
 
+def test_where_the_new_one_cannot_take_its_place_the_old_one_is_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "out", "before")
+    rename = os.rename
+
+    def refuse(source: Path, target: Path) -> None:
+        if ".new-" in source.name:
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", refuse)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            write(tmp_path / "out", "after")
+    assert content(tmp_path / "out") == "before"
+    assert names(tmp_path) == ["out"]
+
+
 def test_what_one_rank_cannot_write_is_refused_alike_on_all(tmp_path: Path) -> None:
     def replace_where(error: Exception) -> None:
         with replaced_folder(tmp_path / "out", ALONE):

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -61,7 +62,9 @@ def job_folder() -> Path:
     Raises:
         CheckpointError: the user's folder is not theirs alone, or another job of this name uses it.
     """
-    top, launcher = _own_folder(SHARED_MEMORY / f"hetu_fx_snapshots-{os.getuid()}"), _launcher()
+    top, launcher = _own_folder(_top()), _launcher()
+    if top.parent != SHARED_MEMORY:
+        _log.warning("there is no %s to write to; snapshots are kept in %s", SHARED_MEMORY, top)
     name = job_name(os.environ)
     folder = top / (launcher if name is None else _file_name(name))
     _use(folder, launcher)
@@ -100,8 +103,14 @@ class JobFolder:
 
 def job_folders() -> tuple[JobFolder, ...]:
     """Return the folders of this user's jobs on this node, by name. Raises CheckpointError as `job_folder` does."""
-    top = SHARED_MEMORY / f"hetu_fx_snapshots-{os.getuid()}"
+    top = _top()
     return tuple(map(_looked_at, _folders(_own_folder(top)))) if top.exists() else ()
+
+
+def _top() -> Path:
+    """Return the folder of all jobs of this user: in shared memory, or among temporary files where there is none."""
+    place = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+    return place / f"hetu_fx_snapshots-{os.getuid()}"
 
 
 def _folders(top: Path) -> list[Path]:

@@ -55,6 +55,7 @@ class SnapshotWriter:
         self.life = from_first(table, secrets.token_hex(8))
         self.holders = holders(of_all(table, node_name()))
         self.last: Moment | None = None  # the newest that is known to be whole
+        self._is_failing = False
         self._aside = _own_table(table, self.life)
         self._executor = ThreadPoolExecutor(1, "hetu_fx_snapshots")
         self._pending: Future[None] | None = None
@@ -81,12 +82,14 @@ class SnapshotWriter:
         if self._fails_anywhere(failed):
             return
         self.memory.keep_only(moment, self.rank)
-        self.last = moment
+        self.last, self._is_failing = moment, False
 
     def _fails_anywhere(self, failure: CheckpointError | None) -> bool:
         """Tell whether some rank cannot store this snapshot; then the one before stays."""
         if failure is not None:
-            _log.warning("rank %d: this snapshot is given up: %s", self.rank, failure)
+            level = logging.DEBUG if self._is_failing else logging.WARNING  # told once, not after each step
+            _log.log(level, "rank %d: this snapshot is given up: %s", self.rank, failure)
+            self._is_failing = True
         if self.world == 1:
             return failure is not None
         failures = torch.tensor([failure is not None], dtype=torch.int32)

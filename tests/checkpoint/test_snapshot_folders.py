@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +45,17 @@ def another_job(folder: Path, launcher: str) -> Iterator[None]:
         yield
         assert process.stdin is not None
         process.stdin.close()
+
+
+def test_without_shared_memory_snapshots_are_among_temporary_files_and_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(snapshot_folders, "SHARED_MEMORY", tmp_path / "none")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with caplog.at_level(logging.WARNING, "hetu_fx"):
+        folder = job_folder()
+    assert folder.parent == top(tmp_path)
+    assert f"there is no {tmp_path / 'none'} to write to; snapshots are kept in {top(tmp_path)}" in caplog.text
 
 
 def top(tmp_path: Path) -> Path:

@@ -167,7 +167,7 @@ def check_exchanges_may_be_under_way_together(rank: int, world: int, folder: Pat
 
 def check_ranks_of_other_networks_are_not_read(rank: int, world: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "_network", lambda: min(rank, 1))
+        patch.setattr(memory, "network_name", lambda: f"network {min(rank, 1)}")
         table = GroupTable(name="networks")
         assert peers_of(table, (0, 1, 2)) is None
         if rank > 0:

@@ -103,7 +103,7 @@ def check_other_messages_are_sent(rank: int, world: int, folder: Path) -> None:
 
 def check_ranks_of_other_networks_send(rank: int, world: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "_network", lambda: min(rank, 1))
+        patch.setattr(memory, "network_name", lambda: f"network {min(rank, 1)}")
         table = opened("networks")
     x = torch.empty(5000)
     assert table.mail is not None

@@ -230,9 +230,7 @@ class Memory:
 
     def header(self, part: SnapshotPart) -> Header:
         """Read what a part's file says of itself. Raises CheckpointError."""
-        file = self.open(part)
-        document = file.document(_DOCUMENT, constants=True)
-        return Header(file.path.stat().st_size, tuple(boxes_in(file).values()), document)
+        return _header(self.open(part))
 
     def sound_parts(self) -> tuple[SnapshotPart, ...]:
         """Return the parts that are there and have the sums of what was written; others are told by a warning."""
@@ -240,8 +238,9 @@ class Memory:
 
     def _is_sound(self, part: SnapshotPart) -> bool:
         try:
-            self.header(part)
-            self.open(part).check_all()
+            file = self.open(part)
+            _header(file)
+            file.check_all()
         except CheckpointError as error:
             _log.warning("a part of a snapshot is left out: %s", error)
             return False
@@ -267,6 +266,11 @@ class Memory:
         for path in self.folder.iterdir():
             if path.name.startswith(_ASIDE) and read_name(path.name.removeprefix(_ASIDE)) is not None:
                 path.unlink(missing_ok=True)
+
+
+def _header(file: SummedFile) -> Header:
+    document = file.document(_DOCUMENT, constants=True)
+    return Header(file.path.stat().st_size, tuple(boxes_in(file).values()), document)
 
 
 @contextlib.contextmanager

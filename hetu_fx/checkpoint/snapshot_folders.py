@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from hetu_fx.emulate.cleanup import start_time
+from hetu_fx.emulate.cleanup import pid_namespace, start_time
 from hetu_fx.errors import CheckpointError
 
 JOB_VARIABLE = "HETU_FX_JOB"
@@ -148,12 +148,7 @@ def _own_folder(path: Path) -> Path:
 def _launcher() -> str:
     """Return a name of the parent process that no other process has on this machine."""
     parent = os.getppid()
-    return f"launcher-{_process_namespace()}-{parent}-{start_time(parent)}"
-
-
-def _process_namespace() -> int:
-    namespace = Path("/proc/self/ns/pid")
-    return namespace.stat().st_ino if namespace.exists() else 0
+    return f"launcher-{pid_namespace()}-{parent}-{start_time(parent)}"
 
 
 def _file_name(name: str) -> str:
@@ -212,7 +207,7 @@ def _is_used(folder: Path) -> bool:
 def _lives(launcher: str) -> bool | None:
     """Tell whether a launcher of this name lives; None where that cannot be seen from here."""
     found = _LAUNCHER.fullmatch(launcher)
-    if found is None or int(found[1]) != _process_namespace():
+    if found is None or int(found[1]) != pid_namespace():
         return None
     return str(start_time(int(found[2]))) == found[3]
 

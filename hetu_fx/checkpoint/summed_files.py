@@ -10,7 +10,6 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -79,7 +78,7 @@ class SummedFile:
         self._sums = self._read_sums()
         self._checked: set[tuple[str, int]] = set()
 
-    @cached_property
+    @property
     def sum(self) -> str | None:
         """Return the sum of all that the file holds; None for a file without sums."""
         return self.metadata.get(_SUM)

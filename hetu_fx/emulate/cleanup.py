@@ -31,7 +31,7 @@ SCRIPT = Path(__file__)
 
 def run_name(serial: int) -> str:
     """Name the `serial`-th run of this process."""
-    return f"hetu-fx-{_pid_namespace()}-{os.getpid()}-{start_time(os.getpid())}-{serial}"
+    return f"hetu-fx-{pid_namespace()}-{os.getpid()}-{start_time(os.getpid())}-{serial}"
 
 
 def start_time(pid: int) -> int | None:
@@ -47,7 +47,7 @@ def start_time(pid: int) -> int | None:
 def is_dead(name: str) -> bool:
     """Tell whether the process that runs the run `name` is surely gone."""
     match = RUN_NAME.match(name)
-    if match is None or int(match[1]) != _pid_namespace():
+    if match is None or int(match[1]) != pid_namespace():
         return False
     return start_time(int(match[2])) != int(match[3])
 
@@ -124,8 +124,10 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _pid_namespace() -> int:
-    return os.stat("/proc/self/ns/pid").st_ino
+def pid_namespace() -> int:
+    """Return the number of the namespace in which ids of processes hold; 0 where the system has none."""
+    namespace = Path("/proc/self/ns/pid")
+    return namespace.stat().st_ino if namespace.exists() else 0
 
 
 def _run_names(cgroup_bases: tuple[Path, ...]) -> Iterator[str]:

@@ -29,17 +29,19 @@ from hetu_fx.graph.capture_failure import (
     explain_failure,
     inference_is_no_grad,
     no_backward_is_lost,
+    reason,
     watch_fixed_sizes,
 )
 from hetu_fx.graph.containers import Tree, flatten, unflatten
 from hetu_fx.graph.example import Example, make_example
 from hetu_fx.graph.graph import OBSERVED, Graph, OutputKind
-from hetu_fx.graph.lengths import open_lengths
 from hetu_fx.graph.neutral import PARAMETERS, OnHost, device_of, stand_in_device, state_at
 from hetu_fx.graph.numbers import later, plain_values, steady, with_numbers
 from hetu_fx.graph.regions import casts
 from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, count_rows, row_dims_of
 from hetu_fx.graph.shared_memory import overlapping
+from hetu_fx.graph.tracing.known_values import KnownValues
+from hetu_fx.graph.tracing.lengths import open_lengths
 
 Autocasts = tuple[tuple[str, torch.dtype], ...]
 """The kinds of devices for which torch.autocast is on, and what it casts to."""
@@ -219,6 +221,7 @@ class _Program(nn.Module):
             seen = stack.enter_context(NothingUnseen())
             stack.enter_context(no_backward_is_lost())
             stack.enter_context(inference_is_no_grad())
+            stack.enter_context(KnownValues())
             if self.on_host is not None:
                 stack.enter_context(self.on_host)
             for device_type, dtype in self.autocasts_traced:
@@ -395,4 +398,4 @@ def _static_notes(program: _Program, example: Example, error: Exception, *, rest
 
 
 def _fixed(what: str, error: Exception, where: str = "") -> str:
-    return f"{what} is fixed by the model{where}: {str(error).strip().splitlines()[0]}"
+    return f"{what} is fixed by the model{where}: {reason(error)}"

@@ -44,7 +44,7 @@ MOST_ELEMENTS = 2**24  # of all arguments of a function that is tried
 def explain_failure(error: Exception) -> CaptureError:
     """Make the error that the user sees of one that torch.export raised."""
     line = _line_in_message(str(error)) or _line_in_traceback(error.__traceback__) or "unknown line"
-    return CaptureError(f"cannot capture the model at {line}: {_reason(error)}; {WAY_OUT}")
+    return CaptureError(f"cannot capture the model at {line}: {reason(error)}; {WAY_OUT}")
 
 
 @contextlib.contextmanager
@@ -70,7 +70,8 @@ def _line_of_caller() -> str:
     return _line_in_frames(traceback.extract_stack()) or "unknown line"
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """Return the kind of an error and the first line of what it says."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}".rstrip(".")
 

@@ -1,0 +1,1 @@
+"""What a forward is under while it is traced, so that more of it can be."""

@@ -335,7 +335,14 @@ LOOKUP = {
         sample(x(6, 4), [flags(6)]),
     ],
     "_unsafe_index.Tensor": [sample(x(6, 4), [ids(6, 3)])],
-    "index_put": [sample(x(6, 4), [ids(6, 3)], x(3, 4)), sample(x(6, 4), [ids(6, 3)], x(3, 4), True)],
+    "index_put": [
+        sample(x(6, 4), [ids(6, 3)], x(3, 4)),
+        sample(x(6, 4), [ids(6, 3)], x(3, 4), True),
+        sample(x(3, 4, 4), [None, torch.arange(4), torch.arange(4)], x(4)),
+        sample(x(3, 4, 4), [None, torch.arange(4), torch.arange(4)], x(3, 4), True),
+        sample(x(4, 3, 4), [torch.arange(4), None, torch.arange(4)], x(4, 3)),
+        sample(x(3, 4, 6), [None, None, torch.arange(4)], x(3, 1, 4)),
+    ],
     "_unsafe_index_put": [sample(x(6, 4), [ids(6, 3)], x(3, 4))],
     "gather": [sample(x(3, 4), 1, ids(4, 3, 6)), sample(x(6, 4), 1, ids(4, 3, 6))],
     "scatter.src": [sample(x(3, 6), 1, ids(6, 3, 4), x(3, 4))],
@@ -379,6 +386,29 @@ LOSS = {
         Sample((signed(3, 4), x(3, 4), x(3, 4)), fixed=(2,)),
     ],
     "soft_margin_loss": [Sample((x(3, 4), x(3, 4)), fixed=(1,))],
+    "hinge_embedding_loss": [sample(x(3, 4), signed(3, 4).sign(), 0.9, r) for r in (0, 1, 2)],
+    "margin_ranking_loss": [
+        *(sample(x(3, 4), x(3, 4), signed(3, 4).sign(), 0.5, r) for r in (0, 1, 2)),
+        sample(x(3, 4), x(3, 1), signed(3, 4).sign(), 0.5, 1),
+    ],
+    "triplet_margin_loss": [
+        *(sample(x(3, 4), x(3, 4), x(3, 4), 5.0, 2.0, 1e-6, r == 1, r) for r in (0, 1, 2)),
+        sample(x(3, 4, 6), x(3, 1, 6), x(3, 4, 6), 5.0),
+        sample(x(4), x(4), x(4), 5.0),
+    ],
+    "cosine_embedding_loss": [
+        *(sample(signed(6, 4), signed(6, 4), signed(6).sign(), -0.5, r) for r in (0, 1, 2)),
+        sample(signed(4), signed(4), torch.ones((), dtype=F64)),
+    ],
+    "multi_margin_loss": [
+        *(sample(x(6, 4), ids(4, 6), 2, 1.0, None, r) for r in (0, 1, 2)),
+        Sample((x(6, 4), ids(4, 6), 1, 1.0, x(4)), fixed=(2,)),
+        sample(x(4), ids(4, 1)),
+    ],
+    "multilabel_margin_loss": [
+        *(sample(x(3, 4), torch.tensor([[3, 0, -1, 1], [1, -1, 0, 2], [2, 1, 0, -1]]), r) for r in (0, 1, 2)),
+        sample(x(4), torch.tensor([1, 3, -1, 0])),
+    ],
     "poisson_nll_loss": [sample(x(3, 4), x(3, 4), True, False, 1e-8, r) for r in (0, 1, 2)],
 }
 CONVOLUTION = {

@@ -26,7 +26,7 @@ from hetu_fx.deduction.rules.build import (
 )
 from hetu_fx.deduction.rules.call import Call, Shape
 from hetu_fx.deduction.rules.forms import KEEPS_ZEROS, Lacking, PartCall, ShardedForm, Traits
-from hetu_fx.deduction.rules.rule import NOTHING, Dim, Dims, Factoring, Rule, names_in
+from hetu_fx.deduction.rules.rule import NOTHING, Dim, Dims, Factoring, Rule
 from hetu_fx.deduction.rules.size import Size, integer
 
 aten = torch.ops.aten
@@ -95,18 +95,19 @@ def _result_place(places: dict[int, int]) -> int:
 
 
 def put(call: Call) -> Factoring:
-    """Write values at positions; all that is indexed stays whole, unless rows are only permuted."""
+    """Write values at positions of some dims; these stay whole, unless rows are only permuted; others pass."""
     dims = dims_of(call.operands[0].shape)
     if call.pointers and len(dims) == 1:
         return Factoring((dims,) * len(call.operands), (dims,))
     _, *indices, written = call.operands
-    places = _index_places(call)
-    if any(index.is_bool for index in indices) or any(i != dim for i, dim in places.items()):
+    if any(index.is_bool for index in indices):
         return opaque(call)
-    looked, rest = dims_of(broadcast_shape([index.shape for index in indices]), "i"), dims[len(places) :]
-    index_dims = [broadcast(index.shape, looked) for index in indices]
-    values = broadcast(written.shape, (*looked, *rest))
-    whole = names(dims, [*places]) | names_in(index_dims) | names(values[: len(values) - len(rest)])
+    places = _index_places(call)
+    looked = dims_of(broadcast_shape([index.shape for index in indices]), "i")
+    at, rest = _result_place(places), [dim for i, dim in enumerate(dims) if i not in places.values()]
+    index_dims = (broadcast(index.shape, looked) for index in indices)
+    values = broadcast(written.shape, (*rest[:at], *looked, *rest[at:]))
+    whole = names(dims, [*places.values()]) | names(looked)
     return Factoring((dims, *index_dims, values), (dims,), whole=whole, linear=(frozenset({0, len(indices) + 1}),))
 
 

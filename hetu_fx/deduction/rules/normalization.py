@@ -129,6 +129,27 @@ def compared(call: Call) -> Factoring:
     return _reduced(call, tuple(broadcast(operand.shape, rows) for operand in call.operands), rows, NOTHING, NOTHING)
 
 
+def _compared_vectors(call: Call) -> Factoring:
+    """Compare vectors by how far they are apart, or what way they point: their last dim stays whole, all else is rows.
+
+    Labels of pairs have no last dim.
+    """
+    full = dims_of(broadcast_shape([operand.shape for operand in call.operands if operand.argument != "target"]))
+    rows = full[:-1]
+    operands = tuple(broadcast(op.shape, rows if op.argument == "target" else full) for op in call.operands)
+    return _reduced(call, operands, rows, names(full[-1:]), NOTHING)
+
+
+def _set_apart(call: Call) -> Factoring:
+    """Hold scores of classes, which stay whole, against each other, row by row."""
+    scores = call.operands[0].shape
+    dims = dims_of(scores)
+    rows, classes = dims[:-1], dims[-1:]
+    others = {"weight": classes, "target": dims if call.shape("target") == scores else rows}
+    operands = tuple(broadcast(operand.shape, others.get(operand.argument, dims)) for operand in call.operands)
+    return _reduced(call, operands, rows, names(classes), NOTHING)
+
+
 def _reduced(
     call: Call, operands: tuple[Dims, ...], rows: Dims, whole: frozenset[str], sharded: frozenset[str]
 ) -> Factoring:
@@ -198,5 +219,8 @@ RULES: tuple[Rule, ...] = (
         compared,
         *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div"),
         *("binary_cross_entropy_with_logits", "soft_margin_loss", "poisson_nll_loss"),
+        *("margin_ranking_loss", "hinge_embedding_loss"),
     ),
+    *built(_compared_vectors, "triplet_margin_loss", "cosine_embedding_loss"),
+    *built(_set_apart, "multi_margin_loss", "multilabel_margin_loss"),
 )

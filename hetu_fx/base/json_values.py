@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -46,23 +47,35 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _are_integers(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_integer, value))
+    return isinstance(value, float) or (_is_integer(value) and abs(value) <= sys.float_info.max)
 
 
 INTEGER = Values("a whole number", _is_integer)
 NUMBER = Values("a number", _is_number, lambda value, _: float(value))
 TEXT = Values("a string", lambda value: isinstance(value, str))
 FLAG = Values("true or false", lambda value: isinstance(value, bool))
-INTEGERS = Values("a list of whole numbers", _are_integers, lambda value, _: tuple(value), list)
 PAIRS = Values("an object", is_object, lambda value, _: tuple(value.items()), dict)
 
 
+def _list_of(what: str, one: Values) -> Values:
+    """Return a list of plain values, as a tuple; `what` says several of them."""
+
+    def fit(values: Any) -> bool:
+        return _is_list(values) and all(map(one.fits, values))
+
+    def read(values: Any, where: str) -> Any:
+        return tuple(one.read(value, where) for value in values)
+
+    return Values(f"a list of {what}", fit, read, list)
+
+
+INTEGERS = _list_of("whole numbers", INTEGER)
+NUMBERS = _list_of("numbers", NUMBER)
+TEXTS = _list_of("strings", TEXT)
+
+
 def many(one: Values) -> Values:
-    """Return a list of values of one kind, as a tuple."""
+    """Return a list of objects of one kind, which look at what they are read from, as a tuple."""
 
     def read(values: Any, where: str) -> Any:
         return tuple(one.read(value, f"{where}[{i}]") for i, value in enumerate(values))

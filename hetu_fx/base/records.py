@@ -15,7 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from hetu_fx.base.documents import json_text, kind_of, nearest, read_json, write_atomically
-from hetu_fx.base.json_values import FLAG, INTEGER, INTEGERS, NUMBER, TEXT, Values, is_object, many
+from hetu_fx.base.json_values import FLAG, INTEGER, INTEGERS, NUMBER, NUMBERS, TEXT, TEXTS, Values, is_object, many
 from hetu_fx.errors import HetuFxError
 
 T = TypeVar("T")
@@ -120,11 +120,12 @@ class JsonObject(Generic[T]):
         """Return the value of a JSON object; raise the record's error with the place."""
         if not is_object(value):
             raise self.error(f"{where} must be an object, not {kind_of(value)}")
+        known = self.known
         for key in value:
             if key in self.later:
                 raise self.error(f"{where}: {key!r} is not supported; {self.later[key]}")
-            if key not in self.known:
-                raise self.error(f"{where}: unknown key {key!r}{nearest(str(key), self.known)}")
+            if key not in known:
+                raise self.error(f"{where}: unknown key {key!r}{nearest(str(key), known)}")
         if self.format:
             self._check_format(value, where)
         return self.read_among(value, where)
@@ -226,7 +227,8 @@ def record(
 
 def _values_of(hint: Any, error: type[HetuFxError]) -> Values:
     """Return how values of a type stand in a file."""
-    plain: dict[Any, Values] = {int: INTEGER, float: NUMBER, str: TEXT, bool: FLAG, tuple[int, ...]: INTEGERS}
+    plain: dict[Any, Values] = {int: INTEGER, float: NUMBER, str: TEXT, bool: FLAG}
+    plain |= {tuple[int, ...]: INTEGERS, tuple[float, ...]: NUMBERS, tuple[str, ...]: TEXTS}
     if hint in plain:
         return plain[hint]
     if is_dataclass(hint) and isinstance(hint, type):

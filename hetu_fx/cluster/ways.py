@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hetu_fx.base.checks import check_not_negative, check_positive
-from hetu_fx.base.json_values import TEXT, many
+from hetu_fx.base.json_values import TEXTS
 from hetu_fx.base.records import Key, record
 from hetu_fx.comm_ops.plans.ways import PLACES, WAYS, Way, quickest, stood_twice
 from hetu_fx.errors import ClusterError
@@ -27,7 +27,7 @@ WAY = record(
     ClusterError,
     like=Way,
     order="way types where bytes_per_second latency_seconds",
-    types=Key(many(TEXT)),
+    types=Key(TEXTS),
     latency_seconds=Key(written="always"),
 )
 

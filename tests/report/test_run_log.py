@@ -21,6 +21,7 @@ from hetu_fx.errors import BatchError, EnvironmentProblem, StateError
 from hetu_fx.planner.dispatch.assignment import Planned
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.plans.plan import Plan
+from hetu_fx.report import read
 from hetu_fx.report.read import read_log
 from hetu_fx.report.run_log import Batch, Entry, State, entries, grown
 from hetu_fx.report.sinks import JsonLines, ProgressSink, Scalars, tensorboard_writer
@@ -251,11 +252,53 @@ def test_a_file_that_is_no_log_is_refused(tmp_path: Path) -> None:
     other.write_text('{"event": "start", "format": "hetu_fx.log/9"}\n')
     with pytest.raises(StateError, match=r"format 'hetu_fx.log/9'.* reads hetu_fx.log/1, hetu_fx.log/2"):
         read_log(other)
-    other.write_text('{"event": "start", "format": "hetu_fx.log/1"}\nnonsense\n{}\n')
+    start = '{"event": "start", "format": "hetu_fx.log/1", "processes": 1, "variants": []}\n'
+    other.write_text(f"{start}nonsense\n{{}}\n")
     with pytest.raises(StateError, match=r"line 2 of .* is not valid JSON"):
         read_log(other)
     with pytest.raises(EnvironmentProblem, match="No such file"):
         read_log(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "value", "told"),
+    [
+        (1, "plans", [{"name": "a", "plan": {"format": "hetu_fx.plan/1", "pipelines": 3}}], r"start\.plans\[0\]\.plan"),
+        (1, "variants", [1], "start: 'variants' must be a list of strings"),
+        (2, "seconds", "long", "step: 'seconds' must be a number, not a string"),
+        (2, "compute_seconds", [0.5, None], "step: 'compute_seconds' must be a list of numbers"),
+        (2, "second", 1.0, "step: unknown key 'second' .did you mean 'seconds'"),
+        (2, "event", "stop", "there is no entry 'stop' .did you mean 'step'"),
+        (3, "rates", {"first": 2.0}, r"health: 'rates' has keys \['first'\]"),
+    ],
+)
+def test_an_entry_that_is_not_as_it_is_written_is_refused_with_its_line_and_its_key(
+    tmp_path: Path, line: int, key: str, value: Any, told: str
+) -> None:
+    start = {"event": "start", "format": "hetu_fx.log/2", "processes": 1, "variants": ["a"]}
+    step = {"event": "step", "step": 1, "variant": "a", "seconds": 1.0, "predicted_seconds": None}
+    entries: list[dict[str, Any]] = [start, step, {"event": "health", "step": 1, "rates": {"1": 2.0}}]
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    assert len(read_log(broken)) == 3
+    entries[line - 1][key] = value
+    broken.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    with pytest.raises(StateError, match=f"line {line} of .*broken.jsonl: {told}"):
+        read_log(broken)
+
+
+def test_a_line_without_an_end_is_refused_before_it_is_read_whole(
+    log_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / "long.jsonl"
+    long.write_bytes(log_file.read_bytes())
+    longest = max(map(len, log_file.read_bytes().splitlines()))
+    monkeypatch.setattr(read, "MOST_LINE_BYTES", longest + 1)
+    assert len(read_log(long)) == len(read_log(log_file)), "the bound is a line's, not the file's"
+    with long.open("ab") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(StateError, match=f"has more than {longest + 1} bytes"):
+        read_log(long)
 
 
 def test_a_picture_is_drawn(log_file: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import groupby
 
 from hetu_fx.base.documents import nearest
-from hetu_fx.base.json_values import TEXT, many
+from hetu_fx.base.json_values import TEXTS
 from hetu_fx.base.records import Key, record
 from hetu_fx.errors import ProfileError
 
@@ -142,5 +142,5 @@ STATE = record(
     ProfileError,
     order="dtype gradient master optimizer slots",
     optimizer=Key(written="always"),
-    slots=Key(many(TEXT)),
+    slots=Key(TEXTS),
 )

@@ -9,12 +9,10 @@ import sys
 from collections.abc import Sequence
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 
-WORLD = 2
-BOUND = 5.0
+from tests.ranks.stepping import WORLD, watched
+
 SECONDS = 100.0
 
 
@@ -30,18 +28,7 @@ def leave(how: str) -> None:
 
 def work(how: str) -> None:
     """Train three steps; rank 1 leaves after the first, or has fewer batches."""
-    import hetu_fx
-
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model, x = nn.Linear(4, 3), torch.randn(4, 4)
-    model = hetu_fx.auto_parallelize(
-        model,
-        (x,),
-        plan=hetu_fx.Plan.data_parallel(range(WORLD)),
-        loss_fn=lambda output, input: output.pow(2).mean(),
-        wait_seconds=BOUND,
-    )
+    model, x = watched()
     rank = int(os.environ["RANK"])
     for step in range(2 if rank == 1 and how == "fewer" else 3):
         if rank == 1 and step == 1:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-WORLD = 2
-BOUND = 5.0
+from tests.ranks.stepping import WORLD, watched
+
 SECONDS = 150.0
 SERVE = (
     "import sys, torch.distributed as dist;"
@@ -23,20 +23,8 @@ SERVE = (
 
 def work(folder: Path) -> None:
     """Take a step; once the store does not answer any more, rank 0 waits for rank 1, which has work of its own."""
-    import torch
-    from torch import nn
-
-    import hetu_fx
-
-    torch.set_num_threads(1)
-    model, x, rank = nn.Linear(4, 3), torch.zeros(4, 4), os.environ["RANK"]
-    model = hetu_fx.auto_parallelize(
-        model,
-        (x,),
-        plan=hetu_fx.Plan.data_parallel(range(WORLD)),
-        loss_fn=lambda output, input: output.pow(2).mean(),
-        wait_seconds=BOUND,
-    )
+    model, x = watched()
+    rank = os.environ["RANK"]
     model(x).loss.backward()
     (folder / f"ready{rank}").touch()
     while not (folder / "cut").exists():

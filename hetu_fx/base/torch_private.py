@@ -35,6 +35,7 @@ from torch.autograd.function import _is_setup_context_defined
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_group, _new_process_group_helper, _world
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
 from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
 from torch.utils import _pytree as pytree  # nested values: what arguments and results of ops are
 from torch.utils._device import _device_constructors

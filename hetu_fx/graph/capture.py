@@ -29,6 +29,7 @@ from hetu_fx.graph.capture_failure import (
     explain_failure,
     inference_is_no_grad,
     no_backward_is_lost,
+    reads_values,
     reason,
     watch_fixed_sizes,
 )
@@ -132,7 +133,7 @@ def _captured(
 
 def _traced(program: _Program, tensors: Mapping[str, torch.Tensor]) -> _Traced:
     """Trace, twice where the output has plain values: what is not the same both times would be wrong in every step."""
-    exported, example, notes = _export(program, tensors)
+    exported, example, notes = _export_known(program, tensors)
     tree, more = program.output.tree(), program.output.more
     if plain_values(tree):
         with contextlib.suppress(Exception), later():
@@ -210,6 +211,7 @@ class _Program(nn.Module):
         self.output = _OutputStructure()
         self.around = around
         self.asked, self.numbers = asked, numbers
+        self.computes = False
         self.row_dims: RowDims = {}
         self.ties = tied_buffers(model)
 
@@ -221,7 +223,8 @@ class _Program(nn.Module):
             seen = stack.enter_context(NothingUnseen())
             stack.enter_context(no_backward_is_lost())
             stack.enter_context(inference_is_no_grad())
-            stack.enter_context(KnownValues())
+            if self.computes:
+                stack.enter_context(KnownValues())
             if self.on_host is not None:
                 stack.enter_context(self.on_host)
             for device_type, dtype in self.autocasts_traced:
@@ -306,6 +309,23 @@ def _surroundings() -> Iterator[None]:
 
 def _say_nothing(record: logging.LogRecord) -> bool:
     return False
+
+
+def _export_known(
+    program: _Program, tensors: Mapping[str, torch.Tensor]
+) -> tuple[ExportedProgram, Example, tuple[str, ...]]:
+    """Export, once more where Python reads values, with those computed that follow from constants alone."""
+    try:
+        return _export(program, tensors)
+    except CaptureError as error:
+        if not reads_values(error):
+            raise
+        first_error = error
+    program.computes = True
+    try:
+        return _export(program, tensors)
+    except CaptureError as error:
+        raise first_error from error
 
 
 def _export(program: _Program, tensors: Mapping[str, torch.Tensor]) -> tuple[ExportedProgram, Example, tuple[str, ...]]:

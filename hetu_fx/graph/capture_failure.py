@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from hetu_fx.base import torch_private
 from hetu_fx.base.dtypes import as_reals, carries_gradient, in_double
-from hetu_fx.base.torch_private import is_fake, is_setup_context_defined, tree_leaves
+from hetu_fx.base.torch_private import GuardOnDataDependentSymNode, is_fake, is_setup_context_defined, tree_leaves
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
 
@@ -45,6 +45,11 @@ def explain_failure(error: Exception) -> CaptureError:
     """Make the error that the user sees of one that torch.export raised."""
     line = _line_in_message(str(error)) or _line_in_traceback(error.__traceback__) or "unknown line"
     return CaptureError(f"cannot capture the model at {line}: {reason(error)}; {WAY_OUT}")
+
+
+def reads_values(error: CaptureError) -> bool:
+    """Tell whether an error that was raised for one of torch.export's says that Python reads a tensor's values."""
+    return isinstance(error.__context__, GuardOnDataDependentSymNode)
 
 
 @contextlib.contextmanager

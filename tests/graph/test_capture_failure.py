@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph.capture import capture
-from hetu_fx.graph.capture_failure import is_derivative
+from hetu_fx.graph.capture_failure import is_derivative, reason
 from tests.graph.compare import run_on_one_device
 
 
@@ -99,3 +99,7 @@ def test_functions_are_captured_and_checked_where_apply_is_of_c_as_in_torch_2_14
         with pytest.raises(CaptureError, match="Rounded"):
             capture(Calls(Rounded), (torch.randn(5, 4),))
     torch.testing.assert_close(output, model(x))
+
+
+def test_an_error_without_a_message_has_a_reason() -> None:
+    assert reason(AssertionError()) == "AssertionError: no message"

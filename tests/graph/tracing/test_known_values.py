@@ -105,17 +105,3 @@ def test_encoders_and_transformers_take_a_mask_that_is_made_in_forward() -> None
 
     graph = capture(Model(), {"x": torch.randn(6, 5, 8)})
     assert graph.batch_symbol is not None
-
-
-def test_a_bare_assertion_on_the_batch_fixes_it() -> None:
-    class Even(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            assert x.shape[0] % 2 == 0
-            return nn.functional.cross_entropy(self.layer(x), y)
-
-    graph = capture(Even(), {"x": torch.randn(8, 4), "y": torch.arange(8) % 4})
-    assert "AssertionError: no message" in " ".join(graph.notes)

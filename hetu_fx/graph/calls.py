@@ -63,11 +63,14 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Tell whether a node calls an op that draws from torch's generator: torch tags most, others can be given one."""
-    if not isinstance(node.target, OpOverload):
-        return False
-    tagged = torch.Tag.nondeterministic_seeded in node.target.tags
-    return tagged or any(str(given.type) == "Optional[Generator]" for given in schema(node.target).arguments)
+    """Tell whether a node calls an op that draws from torch's generator."""
+    return isinstance(node.target, OpOverload) and is_random_op(node.target)
+
+
+def is_random_op(op: OpOverload[..., Any]) -> bool:
+    """Tell whether an op draws from torch's generator: torch tags most, others can be given one."""
+    tagged = torch.Tag.nondeterministic_seeded in op.tags
+    return tagged or any(str(given.type) == "Optional[Generator]" for given in schema(op).arguments)
 
 
 def draws(node: fx.Node) -> bool:

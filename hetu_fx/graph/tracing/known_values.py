@@ -11,10 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from hetu_fx.base.device_types import HOST
-from hetu_fx.base.torch_private import TorchDispatchMode, tree_leaves, tree_map, untraced
+from hetu_fx.base.torch_private import (
+    OpOverload,
+    TorchDispatchMode,
+    tree_leaves,
+    tree_map,
+    untraced,
+    written_names,
+)
+from hetu_fx.graph.calls import bound, is_random_op
 
 aten = torch.ops.aten
 
@@ -22,6 +29,7 @@ MOST_ELEMENTS = 2**22
 """In all that is computed for one trace: masks and tables, of which there are few, not what is computed with."""
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _UNSET = (aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.new_empty_strided)
+_READS = aten._local_scalar_dense.default
 _UNKNOWN = object()
 
 
@@ -31,7 +39,7 @@ class KnownValues(TorchDispatchMode):
     supports_higher_order_operators = True  # which are never known
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         # By the number of the traced tensor, which is kept so that its number stays its own.
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
         self._elements = 0
@@ -44,7 +52,7 @@ class KnownValues(TorchDispatchMode):
             return op(*args, **named)
         leaves = tree_leaves((args, named))
         value = self._computed(op, args, named) if self._is_known(op, leaves) else _UNKNOWN
-        if op is aten._local_scalar_dense.default and value is not _UNKNOWN:
+        if op is _READS and value is not _UNKNOWN:
             return value
         traced = op(*args, **named)
         if value is _UNKNOWN:
@@ -53,8 +61,8 @@ class KnownValues(TorchDispatchMode):
             self._remember(tree_leaves(traced), tree_leaves(value))
         return traced
 
-    def _is_known(self, op: OpOverload, leaves: Iterable[Any]) -> bool:
-        if op.namespace != "aten" or op.overloadpacket in _UNSET or torch.Tag.nondeterministic_seeded in op.tags:
+    def _is_known(self, op: OpOverload[..., Any], leaves: Iterable[Any]) -> bool:
+        if op.namespace != "aten" or op.overloadpacket in _UNSET or is_random_op(op):
             return False
         return all(map(self._is_constant, leaves))
 
@@ -63,9 +71,9 @@ class KnownValues(TorchDispatchMode):
             return id(leaf) in self._known
         if isinstance(leaf, torch.device):
             return leaf == HOST
-        return not isinstance(leaf, (*_SYMBOLS, torch.Generator))
+        return not isinstance(leaf, _SYMBOLS)
 
-    def _computed(self, op: OpOverload, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def _computed(self, op: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         args, named = tree_map(self._value, (args, named))
         with untraced(), torch.no_grad():
             try:
@@ -85,15 +93,13 @@ class KnownValues(TorchDispatchMode):
             if self._elements <= MOST_ELEMENTS:
                 self._known[id(one)] = (one, value)
 
-    def _forget_written(self, op: OpOverload, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    def _forget_written(self, op: OpOverload[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Forget what an op has written to, and all that lies in the same memory."""
-        given = {**dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)), **named}
-        for argument in op._schema.arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                written = [leaf for leaf in tree_leaves(given.get(argument.name)) if id(leaf) in self._known]
-                places = {self._value(leaf).untyped_storage().data_ptr() for leaf in written}
-                self._known = {
-                    number: (traced, value)
-                    for number, (traced, value) in self._known.items()
-                    if value.untyped_storage().data_ptr() not in places
-                }
+        given = bound(op, args, named)
+        written = [leaf for name in written_names(op) for leaf in tree_leaves(given[name]) if id(leaf) in self._known]
+        places = {self._value(leaf).untyped_storage().data_ptr() for leaf in written}
+        self._known = {
+            number: (traced, value)
+            for number, (traced, value) in self._known.items()
+            if value.untyped_storage().data_ptr() not in places
+        }

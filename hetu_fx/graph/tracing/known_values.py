@@ -22,6 +22,7 @@ from hetu_fx.base.torch_private import (
     written_names,
 )
 from hetu_fx.graph.calls import bound, is_random_op
+from hetu_fx.graph.meta import storages_of
 
 aten = torch.ops.aten
 
@@ -50,15 +51,18 @@ class KnownValues(TorchDispatchMode):
         named = dict(kwargs or {})
         if not isinstance(op, OpOverload):
             return op(*args, **named)
-        leaves = tree_leaves((args, named))
-        value = self._computed(op, args, named) if self._is_known(op, leaves) else _UNKNOWN
-        if op is _READS and value is not _UNKNOWN:
-            return value
+        known = self._is_known(op, tree_leaves((args, named)))
+        if op is _READS and known:
+            return self._computed(op, args, named)
         traced = op(*args, **named)
+        made = _tensors(traced)
+        value = self._computed(op, args, named) if known and self._are_few(made) else _UNKNOWN
         if value is _UNKNOWN:
             self._forget_written(op, args, named)
         else:
-            self._remember(tree_leaves(traced), tree_leaves(value))
+            self._known.update(
+                (id(one), pair) for one, pair in zip(made, zip(made, _tensors(value), strict=True), strict=True)
+            )
         return traced
 
     def _is_known(self, op: OpOverload[..., Any], leaves: Iterable[Any]) -> bool:
@@ -84,22 +88,20 @@ class KnownValues(TorchDispatchMode):
     def _value(self, leaf: Any) -> Any:
         return self._known[id(leaf)][1] if isinstance(leaf, Tensor) else leaf
 
-    def _remember(self, traced: list[Any], values: list[Any]) -> None:
-        for one, value in zip(traced, values, strict=True):
-            if not isinstance(one, Tensor) or value.device != HOST:
-                continue
-            if id(one) not in self._known:
-                self._elements += value.numel()
-            if self._elements <= MOST_ELEMENTS:
-                self._known[id(one)] = (one, value)
+    def _are_few(self, made: list[Tensor]) -> bool:
+        """Tell whether there is room for more tensors, before memory is taken for them."""
+        sizes = [one.numel() for one in made if id(one) not in self._known]
+        if any(isinstance(size, _SYMBOLS) for size in sizes):
+            return False
+        self._elements += sum(sizes)
+        return self._elements <= MOST_ELEMENTS
 
     def _forget_written(self, op: OpOverload[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Forget what an op has written to, and all that lies in the same memory."""
+        """Forget what an op has written to, and all that lies in the same memory, whichever view of it was written."""
         given = bound(op, args, named)
-        written = [leaf for name in written_names(op) for leaf in tree_leaves(given[name]) if id(leaf) in self._known]
-        places = {self._value(leaf).untyped_storage().data_ptr() for leaf in written}
-        self._known = {
-            number: (traced, value)
-            for number, (traced, value) in self._known.items()
-            if value.untyped_storage().data_ptr() not in places
-        }
+        places = storages_of(_tensors([given[name] for name in written_names(op)]))
+        self._known = {number: pair for number, pair in self._known.items() if places.isdisjoint(storages_of(pair[0]))}
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]

@@ -81,13 +81,35 @@ def _written_to_by_a_view(x: Tensor) -> Tensor:
     return table.any()
 
 
+def _written_to_by_a_part_of_open_length(x: Tensor) -> Tensor:
+    table = torch.zeros(9)
+    table[: x.shape[0]] = 1
+    return table.any()
+
+
+def _large(x: Tensor) -> Tensor:
+    return torch.ones(2**12, 2**12).any()
+
+
 def _filled_at_random(x: Tensor) -> Tensor:
     table = torch.zeros(3)
     table.uniform_()
     return table.any()
 
 
-@pytest.mark.parametrize("made", [_random, _unset, _of_values, _written_to, _written_to_by_a_view, _filled_at_random])
+@pytest.mark.parametrize(
+    "made",
+    [
+        _random,
+        _unset,
+        _of_values,
+        _written_to,
+        _written_to_by_a_view,
+        _written_to_by_a_part_of_open_length,
+        _large,
+        _filled_at_random,
+    ],
+)
 def test_what_differs_between_calls_is_not_known(made: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(CaptureError, match=r"cannot capture the model at test_known_values\.py"):
         captured(made)

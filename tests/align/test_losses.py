@@ -64,10 +64,11 @@ def test_too_few_losses_and_a_reference_without_losses_are_refused() -> None:
 def test_losses_are_read_from_lists_and_from_logs(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[1, 2.5]")
     assert read_losses(tmp_path / "list.json") == (1.0, 2.5)
+    ran = {"step": 1, "variant": "a", "seconds": 1.0}
     entries = [
-        {"event": "start", "format": FORMAT},
-        {"event": "step", "loss": 3.0},
-        {"event": "evaluation", "loss": 9.0},
+        {"event": "start", "format": FORMAT, "processes": 1, "variants": ["a"]},
+        {"event": "step", "loss": 3.0, "predicted_seconds": None, **ran},
+        {"event": "evaluation", "loss": 9.0, **ran},
     ]
     (tmp_path / "run.jsonl").write_text("\n".join(map(json.dumps, entries)))
     assert read_losses(tmp_path / "run.jsonl") == (3.0,)

@@ -325,6 +325,7 @@ def _export_known(
     try:
         return _export(program, tensors)
     except CaptureError as error:
+        program.computes = False  # it did not help, and what is tried next may not need it
         raise first_error from error
 
 

@@ -14,6 +14,7 @@ from hetu_fx.graph import meta
 
 aten = torch.ops.aten
 
+_UNSET = (aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.new_empty_strided)
 NEW_STORAGE = frozenset({aten.lift_fresh_copy.default, aten.clone.default, aten._to_copy.default})
 
 
@@ -71,6 +72,16 @@ def is_random_op(op: OpOverload[..., Any]) -> bool:
     """Tell whether an op draws from torch's generator: torch tags most, others can be given one."""
     tagged = torch.Tag.nondeterministic_seeded in op.tags
     return tagged or any(str(given.type) == "Optional[Generator]" for given in schema(op).arguments)
+
+
+def is_unset(node: fx.Node) -> bool:
+    """Tell whether a node's value is memory that nobody has written to."""
+    return isinstance(node.target, OpOverload) and is_unset_op(node.target)
+
+
+def is_unset_op(op: OpOverload[..., Any]) -> bool:
+    """Tell whether what an op makes is memory that nobody has written to."""
+    return op.overloadpacket in _UNSET
 
 
 def draws(node: fx.Node) -> bool:

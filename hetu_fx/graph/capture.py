@@ -65,6 +65,7 @@ def capture(
     casts_on_host: bool = False,
     row_dims: AskedRowDims = NOTHING_ASKED,
     numbers: bool = True,
+    fixed: bool = False,
 ) -> Graph:
     """Capture the forward of `model` on batches like `batch` as a graph.
 
@@ -83,13 +84,14 @@ def capture(
         casts_on_host: torch.autocast casts what it casts on the host, wherever the model is.
         row_dims: which dims of inputs count the rows of the batch; of others their sizes, and the graph, tell.
         numbers: Python numbers that the forward reads from tensors are outputs too, beside a loss.
+        fixed: the graph is for batches of just these sizes.
 
     Raises:
         CaptureError: the model cannot be captured; names the line and the way out.
         BatchError: `row_dims` does not fit the batch, or the graph that it leads to.
     """
     input_tree, tensors = flatten_batch(batch)
-    program = _Program(model, input_tree, tuple(tensors), loss_fn, around, row_dims, numbers)
+    program = _Program(model, input_tree, tuple(tensors), loss_fn, around, row_dims, numbers, fixed)
     with in_mode(model, training), _surroundings():
         graph = _captured(program, tensors, training, device or device_of(model, tensors), casts_on_host)
     _check_written_alone(graph, model)
@@ -199,6 +201,7 @@ class _Program(nn.Module):
         around: Around,
         asked: AskedRowDims,
         numbers: bool,
+        fixed: bool,
     ) -> None:
         super().__init__()
         self.model = model
@@ -210,7 +213,7 @@ class _Program(nn.Module):
         self.on_host: OnHost | None = None
         self.output = _OutputStructure()
         self.around = around
-        self.asked, self.numbers = asked, numbers
+        self.asked, self.numbers, self.fixed = asked, numbers, fixed
         self.computes = False
         self.row_dims: RowDims = {}
         self.ties = tied_buffers(model)
@@ -335,10 +338,11 @@ def _export(program: _Program, tensors: Mapping[str, torch.Tensor]) -> tuple[Exp
     What fixes a batch most often is `len(x)`: the second attempt leaves it open, at a cost for every other call of it.
     The next ones take other dims for rows, where sizes or a trace show some.
     """
-    on_host = program.on_host is not None
-    example = make_example(
-        tensors, program.model, row_dims_of(tensors, program.asked), keep_batch=False, on_host=on_host
-    )
+    on_host, row_dims = program.on_host is not None, row_dims_of(tensors, program.asked)
+    kept = make_example(tensors, program.model, row_dims, keep_batch=True, on_host=on_host)
+    if program.fixed:
+        return _export_fixed(program, kept), kept, ()
+    example = make_example(tensors, program.model, row_dims, keep_batch=False, on_host=on_host)
     try:
         return _export_once(program, example, batch=True, rest=True), example, ()
     except CaptureError:
@@ -351,18 +355,22 @@ def _export(program: _Program, tensors: Mapping[str, torch.Tensor]) -> tuple[Exp
             return exported, example, () if rest else (_fixed("every size but the batch", first_error),)
     for find in (_only_dims_of_that_size, _dims_that_a_trace_shows):
         with contextlib.suppress(Exception):
-            found = find(program, tensors, example.row_dims)
+            found = find(program, tensors, row_dims)
             shown = make_example(tensors, program.model, found, keep_batch=False, on_host=on_host)
             return _export_once(program, shown, batch=True, rest=True), shown, ()
-    kept = make_example(tensors, program.model, example.row_dims, keep_batch=True, on_host=on_host)
     with contextlib.suppress(Exception):
         exported = _export_once(program, kept, batch=False, rest=True)
         return exported, kept, _static_notes(program, example, first_error, rest=True)
-    try:
-        exported = _export_once(program, kept, batch=False, rest=False)
-    except Exception as error:  # not of what was taken for rows or lengths: all sizes are numbers here
-        raise explain_failure(error) from first_error
+    exported = _export_fixed(program, kept)
     return exported, kept, _static_notes(program, example, first_error, rest=False)
+
+
+def _export_fixed(program: _Program, example: Example) -> ExportedProgram:
+    """Export with all sizes static: what fails is not of what was taken for rows or lengths."""
+    try:
+        return _export_once(program, example, batch=False, rest=False)
+    except Exception as error:
+        raise explain_failure(error) from error
 
 
 def _only_dims_of_that_size(program: _Program, tensors: Mapping[str, torch.Tensor], tried: RowDims) -> RowDims:

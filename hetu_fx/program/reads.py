@@ -176,6 +176,8 @@ def shown(value: Any) -> str:
             text = "{" + ", ".join(sorted(map(shown, value))) + "}"
         case Tensor():
             text = f"a tensor of shape {list(value.shape)}"
+        case torch.SymInt() | torch.SymFloat() | torch.SymBool():
+            text = "a number of a batch"
         case _ if value is ABSENT or isinstance(value, (*PLAIN, Memory)):
             text = repr(value)
         case _ if callable(value) and not isinstance(value, type | torch.nn.Module):

@@ -17,11 +17,12 @@ from torch import nn
 from hetu_fx.base.torch_private import BACKWARD_HOOKS, CALLS, FORWARD_HOOKS, parameter_slots
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph.bind import Batch, as_call, flatten_batch
-from hetu_fx.graph.capture import capture
+from hetu_fx.graph.capture import Around, capture
 from hetu_fx.graph.graph import Graph
 from hetu_fx.graph.neutral import stand_in_device
 from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, row_dims_of
 from hetu_fx.program.access import Access, put
+from hetu_fx.program.caches import are_caches
 from hetu_fx.program.contents import PLAIN
 from hetu_fx.program.hooks import check_hooks, hooks_must_change
 from hetu_fx.program.not_kept import NotKept, is_of_the_trace
@@ -123,13 +124,14 @@ class Tracer:
         return self._traced_again(batch, training, traced) if traced.watch.changed else traced
 
     def _traced_again(self, batch: Batch, training: bool, before: _Traced) -> _Traced:
-        """Trace a forward once more, as it has left itself: one that has only marked that it has run is the same.
+        """Return the trace of a forward that has left itself otherwise, where it keeps no state by that.
+
+        One that has only marked that it has run is traced as it has left itself; a cache is made anew in every step.
 
         Raises:
-            CaptureError: it is not, or leaves itself otherwise again.
+            CaptureError: it keeps state.
         """
         changed = before.watch.changed
-        told = "; ".join(f"{access.label}: {shown(access.copy)} -> {shown(left)}" for access, left in changed)
         if all(isinstance(left, PLAIN) and access.space is not None for access, left in changed):
             for access, left in changed:
                 put(access.space or {}, access.name, left)
@@ -138,17 +140,48 @@ class Tracer:
                 return again
             for access, _ in changed:
                 access.put_back()
+        elif self._are_caches(batch, training, before):
+            names = ", ".join(access.label for access, _ in changed)
+            note = f"the forward keeps what follows from sizes ({names}): it is made anew in every step, and not kept"
+            return replace(before, source=before.source.with_note(note))
+        told = "; ".join(f"{access.label}: {shown(access.copy)} -> {shown(left)}" for access, left in changed)
         raise CaptureError(
             f"the forward keeps state in Python, which a captured graph cannot do: {told} (before and after a call); "
             f"keep it in a buffer (register_buffer), change it outside of the forward, or use "
             f'hetu_fx.auto_parallelize(..., capture="eager")'
         )
 
+    def _are_caches(self, batch: Batch, training: bool, before: _Traced) -> bool:
+        loss_fn = self._loss_fn_for(batch, training)
+
+        def capture_calls(calls: nn.Module, batches: Batch) -> Graph:
+            watch = Watch(self.model, None)
+            return self._captured(calls, batches, training, watch, partial(_watching, watch), fixed=True)
+
+        kept = [access for access, _ in before.watch.changed]
+        return are_caches(kept, self.model, loss_fn, batch, before.program, capture_calls)
+
     def _trace_once(self, batch: Batch, training: bool) -> _Traced:
         loss_fn = self._loss_fn_for(batch, training)
         watch = Watch(self.model, loss_fn)
-        device = next((home.device for home in self.model.parameters()), None)
         frozen = frozenset(n for n, p in self.model.named_parameters() if not p.requires_grad)
+        graph = self._captured(
+            self.model,
+            batch,
+            training,
+            watch,
+            partial(self._around, watch),
+            loss_fn=loss_fn,
+            row_dims=self.row_dims,
+            numbers=self.outputs == "all" or (self.outputs == "auto" and not training),
+        )
+        return _Traced(graph, frozen, watch, self.overrides)
+
+    def _captured(
+        self, module: nn.Module, batch: Batch, training: bool, watch: Watch, around: Around, **how: Any
+    ) -> Graph:
+        """Capture the model, or a module that calls it."""
+        device = next((home.device for home in self.model.parameters()), None)
         # Also before parameters are home tensors: export leaves weak references to what it traces, and a tensor that
         # has some cannot be swapped for its home tensor.
         with (
@@ -157,19 +190,15 @@ class Tracer:
             hooks_must_change(self.model),
             self._without_what_is_lost(watch),
         ):
-            around = partial(self._around, watch)
-            graph = capture(
-                self.model,
+            return capture(
+                module,
                 batch,
-                loss_fn=loss_fn,
                 training=training,
                 around=around,
                 device=device,
                 casts_on_host=self.casts_on_host,
-                row_dims=self.row_dims,
-                numbers=self.outputs == "all" or (self.outputs == "auto" and not training),
+                **how,
             )
-        return _Traced(graph, frozen, watch, self.overrides)
 
     @contextmanager
     def _around(self, watch: Watch) -> Iterator[Mapping[str, Any]]:
@@ -201,6 +230,12 @@ class Tracer:
         except TypeError:
             return None
         return self.loss_fn
+
+
+@contextmanager
+def _watching(watch: Watch) -> Iterator[Mapping[str, Any]]:
+    with watch.watching():
+        yield {}
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetu_fx.base.torch_private import CALLS, LISTED_SLOTS, SLOTS
+from hetu_fx.base.torch_private import CALLS, LISTED_SLOTS, SLOTS, buffer_slots, not_saved
 from hetu_fx.program.access import Access, own_value
 from hetu_fx.program.code_reads import CodeReads
 from hetu_fx.program.contents import PLAIN, frozen, same
@@ -42,7 +42,8 @@ class Watch:
         loss_fn: what makes the loss, if the model does not.
 
     Attributes:
-        changed: attributes that the forward has read and left otherwise, which a graph cannot do, and what it has left.
+        changed: attributes that the forward has read and left otherwise, which a graph cannot do, and what it has left;
+            buffers that it has registered, filled or made of another form.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
@@ -64,11 +65,14 @@ class Watch:
         """Note what is read and written inside, in this thread; what was noted before is forgotten."""
         self._forget()
         modules = [(place(name), module) for name, module in self.model.named_modules()]
+        self._buffers = [(label, module, dict(buffer_slots(module))) for label, module in modules]
         self._of_the_model = {id(vars(module)) for _, module in modules}
         if isinstance(self.loss_fn, nn.Module):
             modules += [(f"loss_fn{name and '.'}{name}", module) for name, module in self.loss_fn.named_modules()]
         with ExitStack() as self._patches:
             self._patch(nn.Module)
+            for _, module in modules:
+                self._patches.callback(not_saved(module).intersection_update, set(not_saved(module)))
             for label, module in modules:
                 self._know(vars(module), label)
             for kind in {type(module) for _, module in modules}:
@@ -106,10 +110,20 @@ class Watch:
         return self._written.values()
 
     def _finish(self) -> None:
-        self.changed = [(access, access.now) for access in self._read.values() if not same(access.now, access.copy)]
+        changed = [access for access in self._read.values() if not same(access.now, access.copy)]
+        self.changed = [(access, frozen(access.now)) for access in (*changed, *self._new_buffers())]
         for access, _ in self.changed:
             access.put_back()
         self._written = {key: (access, access.now) for key, (access, _) in self._written.items()}
+
+    def _new_buffers(self) -> Iterator[Access]:
+        """Yield places for buffers that have one now, and had none before or one of another form."""
+        for label, module, before in self._buffers:
+            slots = buffer_slots(module)
+            for name, buffer in slots.items():
+                old = before.get(name, ABSENT)
+                if buffer is not None and (not isinstance(old, Tensor) or _form(old) != _form(buffer)):
+                    yield Access(f"buffer {name!r} of {label}", module, slots, name, old, old)
 
     def _know(self, owner: Any, label: str) -> None:
         self._known.setdefault(id(owner), (label, owner))  # kept, as long as its number counts
@@ -205,6 +219,10 @@ class Watch:
             if type(value) not in self._kinds:
                 self._kinds.add(type(value))
                 self._patch(type(value))
+
+
+def _form(tensor: Tensor) -> Any:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _is_config(value: Any) -> bool:

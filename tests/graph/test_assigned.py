@@ -110,9 +110,9 @@ class Registered(Model):
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        (Grown, r"makes the buffer 'inner.mean', torch.float64 \[\] on cpu into torch.float64 \[2\] on cpu"),
-        (Lazy, "makes the buffer 'first', and is another one with it than without"),
-        (Registered, r"registers the buffers \['last'\]"),
+        (Grown, r"buffer 'mean' of module 'inner': a tensor of shape \[\] -> a tensor of shape \[2\]"),
+        (Lazy, r"buffer 'first' of the model: None -> a tensor of shape \[4\]"),
+        (Registered, r"buffer 'last' of the model: none -> a tensor of shape \[4\]"),
     ],
 )
 def test_what_cannot_be_written_to_the_buffer_that_stood_there_is_refused(kind: type[Model], says: str) -> None:

@@ -21,7 +21,7 @@ from hetu_fx.base.torch_private import (
     untraced,
     written_names,
 )
-from hetu_fx.graph.calls import bound, is_random_op
+from hetu_fx.graph.calls import bound, is_random_op, is_unset_op
 from hetu_fx.graph.meta import storages_of
 
 aten = torch.ops.aten
@@ -29,7 +29,6 @@ aten = torch.ops.aten
 MOST_ELEMENTS = 2**22
 """In all that is computed for one trace: masks and tables, of which there are few, not what is computed with."""
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_UNSET = (aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.new_empty_strided)
 _READS = aten._local_scalar_dense.default
 _UNKNOWN = object()
 
@@ -66,7 +65,7 @@ class KnownValues(TorchDispatchMode):
         return traced
 
     def _is_known(self, op: OpOverload[..., Any], leaves: Iterable[Any]) -> bool:
-        if op.namespace != "aten" or op.overloadpacket in _UNSET or is_random_op(op):
+        if op.namespace != "aten" or is_unset_op(op) or is_random_op(op):
             return False
         return all(map(self._is_constant, leaves))
 

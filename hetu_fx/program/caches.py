@@ -1,0 +1,289 @@
+"""Tell a cache that a forward fills (`if self.grid is None: self.grid = ...`) from state, by calling it twice.
+
+What is kept must follow from sizes and constants alone, and a call that finds it must make the same as one that does
+not: two graphs of fixed sizes are compared, each of a call after another one, whose batch has the same sizes, larger
+and smaller ones. Such a cache is made anew by each captured graph, and left alone where it is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from hetu_fx.base.torch_private import tree_leaves
+from hetu_fx.errors import CaptureError
+from hetu_fx.graph import meta
+from hetu_fx.graph.bind import Batch, as_call, flatten_batch
+from hetu_fx.graph.calls import is_random, is_unset
+from hetu_fx.graph.containers import unflatten
+from hetu_fx.graph.graph import Graph, LeafKind
+from hetu_fx.program.access import Access
+from hetu_fx.program.contents import PLAIN
+from hetu_fx.program.program import Program, evaluate
+
+LossFn = Callable[..., Any]
+Capture = Callable[[nn.Module, Batch], Graph]
+
+_MOST_ELEMENTS = 2**24  # of all values of a graph that are computed to be compared
+_ULPS = 8
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+@dataclass(frozen=True, eq=False)
+class _About:
+    """What `TwoCalls` is about: no part of the module, and nothing that torch.export gives back as it was.
+
+    Attributes:
+        loss_fn: makes the loss.
+        kept: attributes that the forward leaves otherwise.
+        outlines: what is kept besides tensors after each call of the last trace.
+    """
+
+    loss_fn: LossFn | None
+    kept: Sequence[Access]
+    outlines: list[str]
+
+
+class TwoCalls(nn.Module):
+    """Calls a model twice, and returns what both calls make and what is kept after each.
+
+    Args:
+        model: the user's.
+        loss_fn: what makes the loss, if the model does not.
+        kept: attributes that its forward reads and leaves otherwise; they are put back at the end.
+        forgets: put them back between the calls, too.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn | None, kept: Sequence[Access], *, forgets: bool) -> None:
+        super().__init__()
+        self.model, self.forgets = model, forgets
+        self.about = _About(loss_fn, kept, [])
+
+    def forward(self, first: Batch, second: Batch) -> dict[str, Any]:
+        """Return the outputs of both calls, and the tensors that are kept after the first, and after both."""
+        self.about.outlines.clear()
+        try:
+            made = self._call(first)
+            kept = self._kept()
+            if self.forgets:
+                self._put_back()
+            return {"first": made, "kept": kept, "second": self._call(second), "still": self._kept()}
+        finally:
+            self._put_back()
+
+    def _call(self, batch: Batch) -> Any:
+        args, kwargs = as_call(batch)
+        output = self.model(*args, **kwargs)
+        loss_fn = self.about.loss_fn
+        return output if loss_fn is None else (output, loss_fn(output, *args, **kwargs))
+
+    def _kept(self) -> list[Tensor]:
+        """Return the tensors that are kept."""
+        leaves = [leaf for access in self.about.kept for leaf in tree_leaves(access.now)]
+        self.about.outlines.append(" ".join(repr(leaf) if isinstance(leaf, PLAIN) else "*" for leaf in leaves))
+        return [_as_tensor(leaf) for leaf in leaves if not isinstance(leaf, PLAIN)]
+
+    def _put_back(self) -> None:
+        for access in self.about.kept:
+            access.put_back()
+
+
+def _as_tensor(leaf: Any) -> Tensor:
+    """Return a tensor of what is kept. Raises `CaptureError` for an object of which nothing is known."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach()
+    if isinstance(leaf, _SYMBOLS):
+        return torch.scalar_tensor(leaf)  # type: ignore[arg-type]
+    raise CaptureError(f"an object of type {type(leaf).__name__} is kept")
+
+
+def are_caches(
+    kept: Sequence[Access],
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    batch: Batch,
+    program: Program,
+    capture: Capture,
+) -> bool:
+    """Tell whether attributes that a forward has left otherwise are caches, which change nothing that it makes.
+
+    Args:
+        kept: the attributes, which have again what they had before.
+        model: the user's.
+        loss_fn: what makes the loss, if the model does not.
+        batch: the example.
+        program: of a call that has found them as they were.
+        capture: gives the graph of another module, of which the model is a part, for a batch of just these sizes.
+    """
+
+    keeps, forgets = (TwoCalls(model, loss_fn, kept, forgets=forgets) for forgets in (False, True))
+
+    def graph(calls: TwoCalls, other: Batch) -> Graph | None:
+        try:
+            return capture(calls, (other, batch))
+        except CaptureError:
+            return None
+
+    for number, other in enumerate(_first_batches(batch, program)):
+        forgetting = graph(forgets, other)
+        if forgetting is None and number:
+            continue  # the forward takes no batches of such sizes
+        keeping = graph(keeps, other)
+        if forgetting is None or keeping is None or not _are_alike(keeping, forgetting):
+            return False
+        if number == 0 and not (len(set(keeps.about.outlines)) == 1 and _stays(keeping)):
+            return False
+    return True
+
+
+def _first_batches(batch: Batch, program: Program) -> Iterator[Batch]:
+    """Yield what the first call is given: the same sizes, then others, larger and smaller, one size after another."""
+    yield batch
+    tree, tensors = flatten_batch(batch)
+    known = program.bind({name: tensors[name] for name in program.shapes})
+    sizes = {size for shape in program.shapes.values() for size in shape}
+    for changed in sorted((size for size in sizes if size.__class__ is not int or size > 1), key=str):
+        number = known[changed] if changed in known else changed
+        if isinstance(number, int):  # else it is made of others
+            for other in {3 * number, max(2, number // 2)} - {number}:
+                resized = {
+                    name: tensors[name].new_zeros(
+                        evaluate(tuple(other if size == changed else size for size in shape), {**known, changed: other})
+                    )
+                    for name, shape in program.shapes.items()
+                }
+                yield unflatten(tree, {**tensors, **resized})
+
+
+def _stays(keeping: Graph) -> bool:
+    """Tell whether the same tensors are kept after a second call, and follow from sizes and constants."""
+    values = _Values(keeping, {})
+    kept, still = _outputs(keeping, ("kept",)).values(), _outputs(keeping, ("still",)).values()
+    return [values.numbers[x] for x in kept] == [values.numbers[x] for x in still] and values.steady.issuperset(kept)
+
+
+def _outputs(graph: Graph, keys: tuple[str, ...]) -> dict[str, fx.Node]:
+    """Return the outputs of two calls under some keys, by name."""
+    pairs = zip(graph.outputs, graph.output_values, strict=True)
+    return {leaf.name: node for leaf, node in pairs if leaf.name.partition(".")[0] in keys}
+
+
+def _are_alike(keeping: Graph, forgetting: Graph) -> bool:
+    """Tell whether both calls make the same in two graphs."""
+    numbers = dict[Any, int]()
+    values = _Values(keeping, numbers), _Values(forgetting, numbers)
+    made, others = (_outputs(graph, ("first", "second")) for graph in (keeping, forgetting))
+    if not made or made.keys() != others.keys():
+        return False
+    pairs = [(node, others[name]) for name, node in made.items()]
+    seen = set[tuple[fx.Node, fx.Node]]()
+    while pairs:
+        pair = one, other = pairs.pop()
+        if pair in seen or values[0].numbers[one] == values[1].numbers[other]:
+            continue
+        seen.add(pair)
+        if one in values[0].steady and other in values[1].steady:
+            if not _equal(values[0].computed(one), values[1].computed(other)):
+                return False
+        elif values[0].form(one) == values[1].form(other):
+            pairs += zip(one.all_input_nodes, other.all_input_nodes, strict=True)
+        else:
+            return False
+    return True
+
+
+class _Values:
+    """The values of a graph: which are the same as others, and which follow from constants alone.
+
+    Args:
+        graph: of fixed sizes; its ops have no effects.
+        known: the numbers of values by what they are, of several graphs.
+    """
+
+    def __init__(self, graph: Graph, known: dict[Any, int]) -> None:
+        self.graph, self._known = graph, known
+        self._computed: dict[fx.Node, Any] = {}
+        self._elements = 0
+        self._draws = dict(zip(filter(_is_random, graph.graph.nodes), count()))
+
+    @cached_property
+    def numbers(self) -> Mapping[fx.Node, int]:
+        """Return a number for each node; values of one number are the same."""
+        found: dict[fx.Node, int] = {}
+        for node in self.graph.graph.nodes:
+            if node.op != "output":
+                key = (self.form(node), tuple(found[given] for given in node.all_input_nodes))
+                found[node] = self._known.setdefault(key, len(self._known))
+        return found
+
+    def form(self, node: fx.Node) -> Any:
+        """Return what a value is, but for what it is made of."""
+        if node.op == "placeholder":
+            leaf = self.graph.leaf_of(node)
+            if leaf.kind is not LeafKind.CONSTANT:
+                return leaf.kind, leaf.name
+            value = self.graph.constants[leaf.name].detach().cpu().contiguous()
+            return leaf.kind, value.dtype, tuple(value.shape), value.view(-1).view(torch.uint8).numpy().tobytes()
+        order = {given: place for place, given in enumerate(node.all_input_nodes)}
+        literals = fx.node.map_arg((node.args, node.kwargs), lambda given: f"%{order[given]}")
+        return node.target, repr(literals), self._draws.get(node)
+
+    @cached_property
+    def steady(self) -> frozenset[fx.Node]:
+        """Return the values that follow from constants alone, as all sizes are."""
+        found = set[fx.Node]()
+        for node in self.graph.graph.nodes:
+            is_constant = node.op == "placeholder" and self.graph.leaf_of(node).kind is LeafKind.CONSTANT
+            if is_constant or (_is_steady_op(node) and found.issuperset(node.all_input_nodes)):
+                found.add(node)
+        return frozenset(found)
+
+    def computed(self, node: fx.Node) -> Any:
+        """Compute a steady value; None where it is too large."""
+        with torch.no_grad():
+            for one in self._needed(node):
+                self._computed[one] = self._compute(one)
+        return self._computed[node]
+
+    def _needed(self, node: fx.Node) -> list[fx.Node]:
+        found, todo = set[fx.Node](), [node]
+        while todo:
+            one = todo.pop()
+            if one not in found and one not in self._computed:
+                found.add(one)
+                todo += one.all_input_nodes
+        return [one for one in self.graph.graph.nodes if one in found]
+
+    def _compute(self, node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            return self.graph.constants[self.graph.leaf_of(node).name]
+        self._elements += meta.numel(node) if meta.is_tensor(node) else 0
+        given = [self._computed[one] for one in node.all_input_nodes]
+        if self._elements > _MOST_ELEMENTS or any(value is None for value in given):
+            return None
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._computed.__getitem__)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _is_random(node: fx.Node) -> bool:
+    return node.op == "call_function" and is_random(node)
+
+
+def _is_steady_op(node: fx.Node) -> bool:
+    return node.op == "call_function" and not is_random(node) and not is_unset(node)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Tell whether two values are the same but for the last bits: how ops round depends on where a part lies."""
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return one is not None and type(one) is type(other) and one == other
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    rounding = _ULPS * torch.finfo(one.dtype).eps if one.dtype.is_floating_point or one.dtype.is_complex else 0.0
+    return torch.allclose(one, other, rtol=rounding, atol=0.0, equal_nan=True)

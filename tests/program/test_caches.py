@@ -1,0 +1,249 @@
+"""What a forward keeps is a cache where a call that finds it makes the same: it is captured; all else is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hetu_fx.check.verdict import judge
+from hetu_fx.errors import CaptureError
+from hetu_fx.lockstep import Lockstep, train_alone
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.program.program import Program
+from hetu_fx.program.reads import Reads
+from hetu_fx.program.tracer import Tracer
+
+
+class Keeping(nn.Module):
+    """Multiplies what its layers make by what `act` makes of itself, with room to keep that.
+
+    Args:
+        act: act(self, x), x of shape (rows, length, 4), gives what (rows, length, 4) is multiplied by.
+    """
+
+    empty: Tensor | None
+
+    def __init__(self, act: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.second, self.act = nn.Linear(4, 8), nn.Linear(8, 4), act
+        self.kept: Any = None
+        self.tables: dict[str, Any] = {}
+        self.register_buffer("empty", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.act(self, x)
+        return (self.second(torch.tanh(self.first(x))) * kept).pow(2).mean()
+
+
+def a_table_of_one_length(module: Any, x: Tensor) -> Tensor:
+    if module.kept is None or module.kept.shape[0] != x.shape[1]:
+        module.kept = torch.arange(x.shape[1], dtype=x.dtype)
+    return module.kept[:, None]
+
+
+def a_table_that_grows(module: Any, x: Tensor) -> Tensor:
+    if module.kept is None or module.kept.shape[0] < x.shape[1]:
+        module.kept = torch.outer(torch.arange(x.shape[1], dtype=x.dtype), torch.full((4,), 0.3, dtype=x.dtype)).cos()
+    return module.kept[: x.shape[1]]
+
+
+def a_table_in_a_dictionary(module: Any, x: Tensor) -> Tensor:
+    if "table" not in module.tables or module.tables["table"].shape[0] != x.shape[1]:
+        module.tables["table"] = torch.ones(x.shape[1], dtype=x.dtype).cumsum(0)
+    return module.tables["table"][:, None]
+
+
+def a_buffer_that_is_registered(module: Any, x: Tensor) -> Tensor:
+    if not hasattr(module, "mask") or module.mask.shape[0] < x.shape[1]:
+        module.register_buffer("mask", torch.ones(x.shape[1], 4, dtype=x.dtype).tril(), persistent=False)
+    return module.mask[: x.shape[1]]
+
+
+def a_buffer_that_was_empty(module: Any, x: Tensor) -> Tensor:
+    if module.empty is None or module.empty.shape[0] != x.shape[1]:
+        module.empty = torch.arange(x.shape[1]).to(x.dtype)
+    return module.empty[:, None]
+
+
+def a_mask_of_all_rows(module: Any, x: Tensor) -> Tensor:
+    if module.kept is None or module.kept.shape[:2] != x.shape[:2]:
+        module.kept = torch.ones(x.shape[0], x.shape[1], 1, dtype=x.dtype)
+    return module.kept
+
+
+def a_table_of_a_fixed_size(module: Any, x: Tensor) -> Tensor:
+    if module.kept is None:
+        module.kept = torch.arange(4, dtype=x.dtype)
+    return module.kept
+
+
+CACHES = [
+    a_table_of_one_length,
+    a_table_that_grows,
+    a_table_in_a_dictionary,
+    a_buffer_that_is_registered,
+    a_buffer_that_was_empty,
+    a_mask_of_all_rows,
+    a_table_of_a_fixed_size,
+]
+
+
+def the_mean_of_the_first_batch(module: Any, x: Tensor) -> Tensor:
+    if module.kept is None:
+        module.kept = x.mean()
+    return module.kept
+
+
+def the_length_of_the_first_batch(module: Any, x: Tensor) -> Tensor:
+    if module.kept is None:
+        module.kept = torch.ones(()) / x.shape[1]
+    return module.kept
+
+
+def a_number_of_the_first_batch(module: Any, x: Tensor) -> Any:
+    if module.kept is None:
+        module.kept = x.shape[1]
+    return module.kept
+
+
+def the_rows_of_the_first_batch(module: Any, x: Tensor) -> Tensor:
+    if module.kept is None:
+        module.kept = torch.ones(()) * x.shape[0]
+    return module.kept
+
+
+def a_count_of_calls(module: Any, x: Tensor) -> Tensor:
+    module.kept = torch.ones(()) if module.kept is None else module.kept + 1
+    return module.kept
+
+
+def the_first_random_numbers(module: Any, x: Tensor) -> Tensor:
+    if module.kept is None:
+        module.kept = torch.rand(4)
+    return module.kept
+
+
+def the_first_dropout(module: Any, x: Tensor) -> Tensor:
+    if module.kept is None:
+        module.kept = nn.functional.dropout(torch.ones(4), 0.5)
+    return module.kept
+
+
+def a_value_of_the_weights(module: Any, x: Tensor) -> Tensor:
+    if module.kept is None:
+        module.kept = module.first.weight.detach().sum()
+    return module.kept
+
+
+def memory_that_is_not_set(module: Any, x: Tensor) -> Tensor:
+    if module.kept is None:
+        module.kept = torch.empty(4)
+    return module.kept
+
+
+def a_list_that_grows(module: Any, x: Tensor) -> int:
+    module.tables.setdefault("seen", []).append(torch.ones(2))
+    return len(module.tables["seen"])
+
+
+def a_table_of_the_longest_batch(module: Any, x: Tensor) -> Tensor:
+    if module.kept is None or module.kept.shape[0] < x.shape[1]:
+        module.kept = torch.linspace(0, 1, x.shape[1])
+    return module.kept[: x.shape[1], None]
+
+
+def the_last_output(module: Any, x: Tensor) -> Tensor:
+    before, module.kept = module.kept, x.mean((1, 2), keepdim=True)
+    return module.kept if before is None else before
+
+
+STATE = [
+    the_mean_of_the_first_batch,
+    the_length_of_the_first_batch,
+    a_number_of_the_first_batch,
+    the_rows_of_the_first_batch,
+    a_count_of_calls,
+    the_first_random_numbers,
+    the_first_dropout,
+    a_value_of_the_weights,
+    memory_that_is_not_set,
+    a_list_that_grows,
+    a_table_of_the_longest_batch,
+    the_last_output,
+]
+
+
+def traced(model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> tuple[Program, Reads]:
+    return Tracer(model, loss_fn).trace({"x": torch.randn(6, 5, 4)}, True)
+
+
+@pytest.mark.parametrize("act", CACHES)
+def test_a_cache_is_captured_and_left_alone(act: Callable[[Any, Tensor], Any]) -> None:
+    model = Keeping(act)
+    before = dict(vars(model)), set(model._non_persistent_buffers_set)
+    program, reads = traced(model)
+    assert any("keeps what follows from sizes" in note for note in program.graph.notes)
+    assert program.graph.batch_symbol is not None
+    assert (dict(vars(model)), model._non_persistent_buffers_set) == before
+    assert (model.kept, model.empty, model.tables, hasattr(model, "mask")) == (None, None, {}, False)
+    assert reads.hold()
+
+
+@pytest.mark.parametrize("act", STATE)
+def test_state_is_refused_and_left_as_it_was(act: Callable[[Any, Tensor], Any]) -> None:
+    model = Keeping(act)
+    with pytest.raises(CaptureError, match="keeps state in Python"):
+        traced(model)
+    assert (model.kept, model.tables) == (None, {})
+
+
+def test_what_a_loss_function_keeps_on_the_model_is_told_alike() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.kept = nn.Linear(4, 4), None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = a_table_of_a_fixed_size(self, x) if self.kept is None else self.kept
+            return self.layer(x) * self.kept
+
+    program, _ = traced(Model(), lambda output, x: output.pow(2).mean())
+    assert program.loss_name == "loss"
+
+
+def test_what_is_kept_of_the_rows_of_a_batch_is_not_taken_for_a_cache_by_equal_rows() -> None:
+    """Rows of a mask are compared by nothing: one device goes on with the first batch's, or fails."""
+
+    def act(module: Any, x: Tensor) -> Tensor:
+        if module.kept is None:
+            module.kept = torch.ones(x.shape[0], 1, 1).cumsum(0)
+        return module.kept.sum()
+
+    with pytest.raises(CaptureError, match="keeps state in Python"):
+        traced(Keeping(act))
+
+
+PLANS = {
+    "replicas of unequal shares": Plan.data_parallel((0, 1), (3, 1)),
+    "tensor parallel": Plan((Pipeline((Stage((0, 1)),)),)),
+    "a group beside a device": Plan((Pipeline((Stage((0, 1), (2, 1)),), share=2), Pipeline((Stage((2,)),)))),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_caches_are_those_of_one_device_in_batches_of_other_sizes(plan: Plan) -> None:
+    how = Lockstep(partial(torch.optim.SGD, lr=0.1))
+    for act in CACHES:
+        torch.manual_seed(0)
+        model = Keeping(act).double()
+        given = [{"x": torch.randn(rows, length, 4).double()} for rows, length in ((8, 5), (8, 3), (4, 7), (8, 5))]
+        alone, made = train_alone(model, given, how), how.train(model, given, plan)
+        alone.state.pop("mask", None)  # one device leaves it registered
+        alone.state.pop("empty", None)
+        verdict = judge("plan", alone, made, 1e-10, "")
+        assert verdict.verdict == "equal", (act, verdict)

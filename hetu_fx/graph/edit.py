@@ -216,17 +216,7 @@ def alike_call(node: fx.Node) -> fx.Node | None:
 
 
 def _is_usable(other: fx.Node, node: fx.Node) -> bool:
-    return other is not node and meta.has_value(other) and not _is_data_dependent(meta.value(other))
-
-
-def _is_data_dependent(example: Any) -> bool:
-    return any(meta.hint(size) == meta.DATA_DEPENDENT for leaf in tree_leaves(example) for size in _sizes(leaf))
-
-
-def _sizes(leaf: Any) -> tuple[meta.Size, ...]:
-    if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape)
-    return (leaf,) if isinstance(leaf, torch.SymInt) else ()
+    return other is not node and meta.has_value(other) and not meta.is_data_dependent(other)
 
 
 def _looks_of_arguments(node: fx.Node) -> Any:

@@ -149,6 +149,11 @@ def depends_on_all_rows(item: fx.Node | Size, graph: HasBatchSymbol) -> bool:
     return _depends_on(item, graph.all_rows)
 
 
+def is_data_dependent(node: fx.Node) -> bool:
+    """Tell whether only the values of a batch tell a size of a node's value, or the size that it is."""
+    return any(hint(size) == DATA_DEPENDENT for size in _sizes_of(value(node)))
+
+
 def _depends_on(item: fx.Node | Size, symbol: sympy.Symbol | None) -> bool:
     sizes = _sizes_of(value(item)) if isinstance(item, fx.Node) else [item]
     return symbol is not None and any(_contains(size, symbol) for size in sizes)

@@ -178,8 +178,30 @@ def cut_stages(graph: Graph, flow: Flow, blocks: tuple[int, ...]) -> Mapping[fx.
         if node.op == "call_function" and flow.is_mixed(node):
             before = [stages[n] for n in node.all_input_nodes if n in stages]
             stages[node] = max([positions[node], *before])
+    _keep_open_sizes_inside(stages, flow)
     _check_stages(stages, len(blocks))
     return stages
+
+
+def _keep_open_sizes_inside(stages: dict[fx.Node, int], flow: Flow) -> None:
+    """Move values of a size that only values tell (the rows of an expert) to where they are read: none is sent.
+
+    Raises:
+        PlanError: one is read by several stages, or made by an op that reads parameters of an earlier one.
+    """
+    for node in reversed(stages):
+        if not meta.is_data_dependent(node):
+            continue
+        readers = [stages[user] for user in node.users if user in stages]
+        first = min(readers, default=stages[node])
+        if flow.parameters.isdisjoint(arg for arg in node.all_input_nodes if arg.op == "placeholder"):
+            stages[node] = first
+        if any(stage > stages[node] for stage in readers):
+            raise PlanError(
+                f"a value of a size that only the values of a batch tell ({meta.source_line(node)}) is made in stage "
+                f"{stages[node]} and read in {sorted(set(readers))}: it cannot be sent\nhint: use one stage, or cut "
+                f"the blocks elsewhere"
+            )
 
 
 def _by_blocks(graph: Graph, blocks: tuple[int, ...]) -> Mapping[fx.Node, int]:

@@ -54,6 +54,8 @@ def _leading_name(
     name = firsts.pop() if len(firsts) == 1 else None
     if name is None or name in factoring.whole | factoring.sharded | factoring.pinned:
         return None
+    if name in factoring.placed and len(parts[name]) > 1:  # a part of one of several is no range of positions
+        return None
     for position, dims in enumerate(factoring.operands):
         if position in factoring.unread:
             continue

@@ -79,6 +79,28 @@ def test_causal_attention_can_be_cut_by_queries_if_it_is_told_where_they_are() -
     assert op.cut_at(sequence).placed == {sequence}
 
 
+def test_causal_attention_over_a_sequence_of_pairs_stays_whole() -> None:
+    """Pairs have two positions each, so that a part of them is no range of as many positions."""
+
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.angles = nn.Parameter(torch.randn(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = torch.view_as_complex(x.unflatten(1, (-1, 2)).transpose(-1, -2).contiguous())
+            turned = torch.view_as_real(z * torch.polar(torch.ones_like(self.angles), self.angles)[:, None])
+            y = turned.transpose(-1, -2).flatten(1, 2)
+            return nn.functional.scaled_dot_product_attention(y, y, y, is_causal=True).sum()
+
+    graph = capture(Pairs(), (torch.randn(3, 8, 6),))
+    factors = analyse(graph)
+    op = op_of(graph, factors, "scaled_dot_product_attention.default")
+    (outer, _inner) = op.results[0][1]
+    assert outer in op.whole
+    assert outer not in op.apart
+
+
 def test_what_accumulates_along_the_sequence_stays_whole() -> None:
     graph, factors, sequence = analysed()
     op = op_of(graph, factors, "cumsum.default")

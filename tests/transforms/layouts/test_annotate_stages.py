@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hetu_fx.errors import PlanError
+from hetu_fx.graph import meta
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import Program
 from hetu_fx.transforms.layouts.annotate import Annotate
@@ -95,3 +96,32 @@ def test_a_first_layer_with_more_than_half_of_the_parameters_is_a_stage_of_its_o
 def test_a_stage_that_would_hold_nothing_is_refused(layers: Program) -> None:
     with pytest.raises(PlanError, match=r"stage\(s\) \[\d(, \d)*\] of 9 would hold no operation.*use fewer stages"):
         cut_stages(layers.graph, layers.flow, (0,) * 9)
+
+
+class Experts(nn.Module):
+    """Layers by turns, each for the rows that a gate has chosen it for."""
+
+    def __init__(self, *, shares_rows: bool) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(4, 2), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.shares_rows = shares_rows
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen, made = self.gate(x).argmax(-1), torch.zeros_like(x)
+        (shared,) = torch.where(chosen == 0)
+        for number, expert in enumerate(self.experts):
+            (rows,) = (shared,) if self.shares_rows else torch.where(chosen == number)
+            made = made.index_add(0, rows, expert(x[rows]))
+        return made.pow(2).mean()
+
+
+def test_values_of_a_size_that_only_values_tell_are_made_where_they_are_read() -> None:
+    first, second = stages_of(program_of(Experts(shares_rows=False), {"x": torch.randn(6, 4)}), (0,), (1,))
+    assert not any(map(meta.is_data_dependent, (*first.sent, *second.received)))
+    assert first.sent
+
+
+def test_a_value_of_such_a_size_that_two_stages_read_is_refused_by_name() -> None:
+    program = program_of(Experts(shares_rows=True), {"x": torch.randn(6, 4)})
+    with pytest.raises(PlanError, match=r"only the values of a batch tell \(test_annotate_stages\.py"):
+        stages_of(program, (0,), (1,))

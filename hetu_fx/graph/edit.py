@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch import fx
 
-from hetu_fx.base.torch_private import FloorDiv, Mod, PythonMod, tree_leaves, tree_map
+from hetu_fx.base.torch_private import FloorDiv, Mod, PythonMod, tree_map
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import Size
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind, OutputLeaf, drop_dead_nodes

@@ -15,12 +15,13 @@ from typing import Any
 
 import sympy
 import torch
-from torch import fx, nn
+from torch import fx
 
 from hetu_fx.base.torch_private import FakeTensorMode, OpOverload
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
-from hetu_fx.graph.calls import is_view, viewed_argument, written_arguments
+from hetu_fx.graph.calls import callee, is_view, viewed_argument, written_arguments
+from hetu_fx.graph.edit import needed_for
 
 Layout = tuple[Sequence[int], int]
 """The order of dims in memory, outermost first, and by how much the innermost one's stride is larger than 1."""
@@ -35,16 +36,23 @@ def check_layouts(graph: fx.Graph) -> None:
     Only graphs whose writes have not been rewritten yet say so.
     """
     asked = list(_seen_writes(graph))
-    if not asked:
+    # What leads to them is mostly little, and alike in all layouts; where it is not, the whole must run in a layout.
+    needed = needed_for(asked)
+    if not _unlike(asked, [node for node in graph.nodes if node in needed]):
         return
-    found = [shared for case in _cases(graph) if (shared := _shared(graph, asked, *case)) is not None]
-    for node in asked:
-        if len({node in shared for shared in found}) != 1:
-            raise CaptureError(
-                f"{node.target} at {meta.source_line(node)} gives a view of a value or a copy of it, by how the batch "
-                "and the parameters lie in memory, and one of the two is written to later\n"
-                "hint: take a copy (`.clone()`) before the write, or write out of place"
-            )
+    for node in _unlike(asked, list(graph.nodes)):
+        raise CaptureError(
+            f"{node.target} at {meta.source_line(node)} gives a view of a value or a copy of it, by how the batch "
+            "and the parameters lie in memory, and one of the two is written to later\n"
+            "hint: take a copy (`.clone()`) before the write, or write out of place"
+        )
+
+
+def _unlike(asked: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Return the ops that share memory in some layouts in which all nodes run, and in others not, or that never run."""
+    cases = _cases(nodes) if asked else ()
+    found = [shared for case in cases if (shared := _shared(nodes, asked, *case)) is not None]
+    return [node for node in asked if len({node in shared for shared in found}) != 1]
 
 
 def _seen_writes(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -120,7 +128,7 @@ def _root(node: fx.Node, owners: Mapping[fx.Node, fx.Node]) -> fx.Node:
     return node
 
 
-def _cases(graph: fx.Graph) -> Iterator[tuple[Layout, Mapping[sympy.Symbol, int]]]:
+def _cases(nodes: Sequence[fx.Node]) -> Iterator[tuple[Layout, Mapping[sympy.Symbol, int]]]:
     """Yield layouts, with sizes of one, to try: the usual one with the example's sizes first."""
     usual = range(DIMS)
     yield (usual, 1), {}
@@ -132,24 +140,29 @@ def _cases(graph: fx.Graph) -> Iterator[tuple[Layout, Mapping[sympy.Symbol, int]
     for start in usual[2:]:  # channels last, time first
         yield ([0, *usual[start:], *usual[1:start]], 1), {}
         yield ([*usual[start:], *usual[:start]], 1), {}
-    leaves = [node for node in graph.nodes if node.op == "placeholder" and meta.is_tensor(node)]
+    leaves = [node for node in nodes if node.op == "placeholder" and meta.is_tensor(node)]
     sizes = [size for node in leaves for size in meta.shape(node) if meta.is_symbolic(size)]
     for symbol in dict.fromkeys(symbol for size in sizes for symbol in meta.expression(size).free_symbols):
         yield (usual, 1), {symbol: 1}
 
 
 def _shared(
-    graph: fx.Graph, asked: Collection[fx.Node], layout: Layout, sizes: Mapping[sympy.Symbol, int]
+    nodes: Sequence[fx.Node], asked: Collection[fx.Node], layout: Layout, sizes: Mapping[sympy.Symbol, int]
 ) -> set[fx.Node] | None:
-    """Return which ops share their argument's memory in a layout; None where the program does not run in it."""
+    """Return which ops share their argument's memory in a layout; None where nodes do not run in it."""
+    made: dict[fx.Node, Any] = {}
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        given = [_laid_out(node, layout, sizes) for node in graph.nodes if node.op == "placeholder"]
-        run = _Run(graph, asked)
         try:
-            run.run(*given)
+            for node in nodes:
+                made[node] = _laid_out(node, layout, sizes) if node.op == "placeholder" else _result(node, made)
         except Exception:  # of sizes or strides that an op refuses, or of values that no fake tensor has
             return None
-    return run.sharing
+    return {node for node in asked if meta.storages_of(made[node]) & meta.storages_of(made[node.all_input_nodes[0]])}
+
+
+def _result(node: fx.Node, made: Mapping[fx.Node, Any]) -> Any:
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
+    return None if node.op == "output" else callee(node)(*args, **kwargs)
 
 
 def _laid_out(node: fx.Node, layout: Layout, sizes: Mapping[sympy.Symbol, int]) -> Any:
@@ -162,21 +175,6 @@ def _laid_out(node: fx.Node, layout: Layout, sizes: Mapping[sympy.Symbol, int]) 
     for dim in reversed([dim for dim in order if dim < len(shape)] + list(range(DIMS, len(shape)))):
         strides[dim], stride = stride, stride * max(shape[dim], 1)
     return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
-
-
-class _Run(fx.Interpreter):
-    """Runs a graph and notes which of some ops give views of their arguments."""
-
-    def __init__(self, graph: fx.Graph, asked: Collection[fx.Node]) -> None:
-        super().__init__(nn.Module(), graph=graph)
-        self.asked, self.sharing = asked, set[fx.Node]()
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Run a node."""
-        result = super().run_node(n)
-        if n in self.asked and meta.storages_of(result) & meta.storages_of(self.env[n.all_input_nodes[0]]):
-            self.sharing.add(n)
-        return result
 
 
 def overlapping(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:

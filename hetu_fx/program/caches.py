@@ -22,6 +22,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.bind import Batch, as_call, flatten_batch
 from hetu_fx.graph.calls import is_random, is_unset
 from hetu_fx.graph.containers import unflatten
+from hetu_fx.graph.edit import needed_for
 from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.program.access import Access
 from hetu_fx.program.contents import PLAIN
@@ -246,19 +247,12 @@ class _Values:
 
     def computed(self, node: fx.Node) -> Any:
         """Compute a steady value; None where it is too large."""
+        needed = needed_for([node], lambda one: () if one in self._computed else one.all_input_nodes)
         with torch.no_grad():
-            for one in self._needed(node):
-                self._computed[one] = self._compute(one)
+            for one in self.graph.graph.nodes:
+                if one in needed and one not in self._computed:
+                    self._computed[one] = self._compute(one)
         return self._computed[node]
-
-    def _needed(self, node: fx.Node) -> list[fx.Node]:
-        found, todo = set[fx.Node](), [node]
-        while todo:
-            one = todo.pop()
-            if one not in found and one not in self._computed:
-                found.add(one)
-                todo += one.all_input_nodes
-        return [one for one in self.graph.graph.nodes if one in found]
 
     def _compute(self, node: fx.Node) -> Any:
         if node.op == "placeholder":

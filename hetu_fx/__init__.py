@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hetu_fx.batches.sampler import nested_batch as nested_batch
     from hetu_fx.checkpoint.staging import PartsStager as PartsStager
     from hetu_fx.cluster.cluster import Cluster as Cluster
+    from hetu_fx.comm_ops.wire.objects.messages import broadcast_object as broadcast_object
     from hetu_fx.deduction.rules.registry import register_rule as register_rule
     from hetu_fx.errors import HetuFxError as HetuFxError
     from hetu_fx.handle import Handle as Handle
@@ -71,6 +72,7 @@ _HOMES = {
     "TokenBudgetSampler": "hetu_fx.batches.sampler",
     "WeightNames": "hetu_fx.base.frameworks",
     "auto_parallelize": "hetu_fx.api",
+    "broadcast_object": "hetu_fx.comm_ops.wire.objects.messages",
     "full_tensor": "hetu_fx.switching.home.ops",
     "measure": "hetu_fx.planner.api",
     "nested_batch": "hetu_fx.batches.sampler",

@@ -97,7 +97,8 @@ def work(result: Path, name: str, *, quick: bool) -> int:
         cluster = measured_cluster(ranks, costs, subject.make, small, seconds=MEASURE_SECONDS, rounds=PROFILE_ROUNDS)
         say(str(cluster))
         set_speeds(equal)
-        entered = by_first(ranks, lambda: entries(program.at(costs), cluster))
+        told = by_first(ranks, lambda: {who: vars(e) for who, e in entries(program.at(costs), cluster).items()})
+        entered = {who: Entry(**entry) for who, entry in told.items()}
         steps = {who: Training(race, entry.plan, cluster) for who, entry in entered.items()}
         set_speeds(race.speeds)
         seconds = run_rounds(steps, rounds=QUICK_ROUNDS if quick else ROUNDS)

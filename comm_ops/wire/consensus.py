@@ -20,6 +20,7 @@ from torch import Tensor
 from hetu_fx import errors
 from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded, using
+from hetu_fx.comm_ops.wire.objects.messages import broadcast, gather
 from hetu_fx.comm_ops.wire.small_sums import reduce_small
 from hetu_fx.errors import BatchError, HetuFxError, OtherRankError
 
@@ -250,22 +251,13 @@ def digest_of(text: str) -> int:
 
 
 def from_first(table: GroupTable, value: T) -> T:
-    """Return rank 0's value on every rank; collective."""
-    values = [value]
-    if table.size > 1:
-        with using(table), guarded("word from rank 0", range(table.size)):
-            table.transport.from_one(values, table.to_global(0), table.base)
-    return values[0]
+    """Return rank 0's value on every rank; collective. Raises as `messages.broadcast` does."""
+    return broadcast(value, table)
 
 
 def of_all(table: GroupTable, value: T) -> list[T]:
-    """Return the values of all ranks, in their order; collective."""
-    if table.size == 1:
-        return [value]
-    values = [value] * table.size
-    with using(table), guarded("agreement", range(table.size)):
-        table.transport.of_all(values, value, table.base)
-    return values
+    """Return the values of all ranks, in their order; collective. Raises as `messages.gather` does."""
+    return [value] if table.size == 1 else gather(value, table, table.base, range(table.size), "agreement")
 
 
 def by_first(table: GroupTable, act: Callable[[], T]) -> T:

@@ -63,12 +63,6 @@ class Transport(Protocol):
     def reduce_scatter(self, result: Flat, parts: list[Flat], group: Group, *, is_async: bool = False) -> Work | None:
         """Sum over the members what each has for this one; `parts` in the order of the group, all of one size."""
 
-    def from_one(self, values: list[Any], source: int, group: Group) -> None:
-        """Replace the objects in `values` by those of the rank `source`."""
-
-    def of_all(self, values: list[Any], value: Any, group: Group) -> None:
-        """Fill `values`, in the order of the group, with the objects of its members."""
-
     def post(
         self, receives: Sequence[WorldMessage], sends: Sequence[WorldMessage], group: Group
     ) -> tuple[Sequence[Work], Sequence[Work]]:
@@ -118,14 +112,6 @@ class ProcessTransport:
             result.tensor, [part.tensor for part in parts], group=group, async_op=is_async
         )
         return work
-
-    def from_one(self, values: list[Any], source: int, group: Group) -> None:
-        """Broadcast pickles."""
-        dist.broadcast_object_list(values, src=source, group=group)
-
-    def of_all(self, values: list[Any], value: Any, group: Group) -> None:
-        """Gather pickles."""
-        dist.all_gather_object(values, value, group=group)
 
     def post(
         self, receives: Sequence[WorldMessage], sends: Sequence[WorldMessage], group: Group

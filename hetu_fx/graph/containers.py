@@ -10,7 +10,7 @@ import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -90,6 +90,7 @@ class Withheld:
     """
 
     __slots__ = ("attributes", "name", "type_name")
+    TOLD_FIELDS: ClassVar = ("name", "type_name", "attributes")
 
     def __init__(self, name: str, type_name: str, attributes: Iterable[str]) -> None:
         self.name, self.type_name, self.attributes = name, type_name, frozenset(attributes)

@@ -86,11 +86,8 @@ class Processes(ParallelStrategy):
             dist.barrier(device_ids=None if self.root_device.index is None else [self.root_device.index])
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Return what one process has."""
-        held = [obj]
-        if self.is_distributed:
-            dist.broadcast_object_list(held, src)
-        return held[0]
+        """Return what one process has: of what `hetu_fx.broadcast_object` takes, and StateError else."""
+        return hetu_fx.broadcast_object(obj, src) if self.is_distributed else obj
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Return a tensor's mean, sum, ... over all processes; what is no tensor as it is."""

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.comm_ops.wire.consensus import by_first, from_first
+from hetu_fx.comm_ops.wire.consensus import by_first
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.errors import HetuFxError, StateError
+from hetu_fx.errors import CommError, HetuFxError
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.adapt.background import Background
 from hetu_fx.switching.adapt.tried import TriedPlans
@@ -106,11 +106,15 @@ class Replanning:
     def take(self) -> tuple[Asked, Made | HetuFxError]:
         """Return the plan that is ready, or what went wrong, on every rank; collective."""
         assert self.asked is not None, "facts say that a plan is ready which nobody has asked for"
-        asked, outcome = self.asked, from_first(self.table, self._outcome())
-        self.asked = None
-        if isinstance(outcome, Made):
-            self.tried.note(outcome.plan, outcome.tried)
-        return asked, outcome
+        asked, self.asked = self.asked, None
+        try:
+            made = by_first(self.table, self._result)
+        except CommError:
+            raise
+        except HetuFxError as error:
+            return asked, error
+        self.tried.note(made.plan, made.tried)
+        return asked, made
 
     def make_now(self, asked: Asked, cluster: Cluster) -> Made:
         """Make a plan while all ranks wait; collective. Raises on every rank what went wrong."""
@@ -126,13 +130,9 @@ class Replanning:
         seconds = perf_counter() - start
         return Made(plan, seconds, self.variants.deduced(plan, layouts), self.tried.ask_here(plan))
 
-    def _outcome(self) -> Made | HetuFxError:
-        if self._background is None:
-            return StateError("this rank makes no plans")  # only what rank 0 says is sent
-        try:
-            return self._background.result()
-        except HetuFxError as error:
-            return error
+    def _result(self) -> Made:
+        assert self._background is not None, "rank 0 makes plans"
+        return self._background.result()
 
 
 NEAR = 0.05

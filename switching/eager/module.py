@@ -8,7 +8,6 @@ the others do, and all ranks raise together.
 from __future__ import annotations
 
 import inspect
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -285,29 +284,13 @@ def tell(table: GroupTable, mine: OutputForm | Exception | None) -> dict[int, Ou
         Exception: this rank's own.
         StateError: another rank failed, or its output cannot be told; on all other ranks.
     """
-    packed, problem = _packed(mine)
-    everyone = of_all(table, packed)
-    if problem is not None:
-        raise problem
+    everyone = of_all(table, f"{type(mine).__name__}: {mine}" if isinstance(mine, Exception) else mine)
+    if isinstance(mine, Exception):
+        raise mine
     failed = [f"rank {rank}: {told}" for rank, told in enumerate(everyone) if isinstance(told, str)]
     if failed:
         raise StateError(f"the module failed on another rank: {'; '.join(failed)}")
-    return {rank: pickle.loads(told) for rank, told in enumerate(everyone) if isinstance(told, bytes)}
-
-
-def _packed(mine: OutputForm | Exception | None) -> tuple[bytes | str | None, Exception | None]:
-    if mine is None:
-        return None, None
-    if isinstance(mine, Exception):
-        return f"{type(mine).__name__}: {mine}", mine
-    try:
-        return pickle.dumps(mine), None
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        problem = StateError(
-            f"the module's output cannot be described to the other ranks: {error}; define the class of its output at "
-            f"the top level of a module"
-        )
-        return f"{type(problem).__name__}: {problem}", problem
+    return {rank: told for rank, told in enumerate(everyone) if isinstance(told, OutputForm)}
 
 
 def common_form(forms: Mapping[int, OutputForm]) -> OutputForm:

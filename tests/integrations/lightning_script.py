@@ -185,7 +185,10 @@ class Runs:
         few = DataLoader(TensorDataset(*data[: BATCH + 1]), BATCH // 2)
         whole = DataLoader(data, BATCH // self.world)
         before = self.trainer().validate(model, whole, verbose=False)
-        made = self.fitted(model, self.trainer(num_sanity_val_steps=2))
+        trainer = self.trainer(num_sanity_val_steps=2)
+        made = self.fitted(model, trainer)
+        told = trainer.strategy.broadcast({"path": self.folder / "a", "rank": trainer.global_rank}, self.world - 1)
+        made["told"] = [told["path"] == self.folder / "a", told["rank"] + 1 == self.world]
         after = [self.trainer().validate(model, whole, verbose=False), self.trainer().test(model, whole, verbose=False)]
         predicted = torch.cat(self.trainer().predict(model, few))
         return {**made, "evaluated": [before, *after], "predicted": predicted}

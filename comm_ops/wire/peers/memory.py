@@ -28,7 +28,8 @@ from torch import Tensor
 
 from hetu_fx.base.machine import network_name
 from hetu_fx.comm_ops.wire.flat import Flat
-from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
+from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.comm_ops.wire.objects.messages import gather
 from hetu_fx.comm_ops.wire.peers.rooms import Area, Room, area_bytes, behind, is_room, seen
 from hetu_fx.comm_ops.wire.peers.shared import WORD_BYTES, Place, SharedMemory, mapped, shared_memory
 from hetu_fx.comm_ops.wire.shutdown import release_at_exit
@@ -347,10 +348,8 @@ _own = _OwnWord()
 
 def told_by_all(table: GroupTable, ranks: tuple[int, ...], value: Any) -> list[Any]:
     """Return what all ranks say, in the order of their group."""
-    values = [value] * len(ranks)
-    with guarded("agreement on what memory can be read", ranks, table):
-        table.transport.of_all(values, value, table.group(ranks))
-    return values
+    order = sorted(ranks, key=table.to_global)
+    return gather(value, table, table.group(ranks), order, "agreement on what memory can be read")
 
 
 def _word_at(process: int, address: int) -> bytes | None:

@@ -1,12 +1,10 @@
 """Carries messages between ranks that are threads of one process and take turns; see `hetu_fx.comm_ops.wire.transport`.
 
-Tensors are copied, and objects pickled, so that ranks share no more than processes do. Sums are made in the order of
-the ranks.
+Tensors are copied, so that ranks share no more than processes do. Sums are made in the order of the ranks.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -125,15 +123,6 @@ class ThreadTransport:
         call = Call("reduce_scatter", _form(result, parts))
         return self._meet(group, call, (result, parts), _reduce_scatter, is_async)
 
-    def from_one(self, values: list[Any], source: int, group: Members) -> None:
-        """Give everybody a copy of his own."""
-        call = Call("objects", f"rank {source}")
-        self._meet(group, call, values, partial(_from_one, source), False)
-
-    def of_all(self, values: list[Any], value: Any, group: Members) -> None:
-        """Give everybody copies of his own."""
-        self._meet(group, Call("objects", "all"), (values, pickle.dumps(value)), _of_all, False)
-
     def post(
         self, receives: Sequence[WorldMessage], sends: Sequence[WorldMessage], group: Members
     ) -> tuple[list[LetterWork], list[LetterWork]]:
@@ -195,15 +184,3 @@ def _reduce_scatter(brought: Mapping[int, tuple[Flat, list[Flat]]]) -> None:
         for other in others:
             total += other
         result.tensor.copy_(total)
-
-
-def _from_one(source: int, brought: Mapping[int, list[Any]]) -> None:
-    pickled = pickle.dumps(brought[source])
-    for rank, values in brought.items():
-        if rank != source:
-            values[:] = pickle.loads(pickled)
-
-
-def _of_all(brought: Mapping[int, tuple[list[Any], bytes]]) -> None:
-    for values, _ in brought.values():
-        values[:] = [pickle.loads(pickled) for _, pickled in brought.values()]

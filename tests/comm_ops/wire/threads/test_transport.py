@@ -100,6 +100,19 @@ def test_objects_are_copies():
     assert all(one is not shared for values in found for one in values)
 
 
+def test_an_object_that_cannot_be_told_is_an_error_on_all():
+    seen = []
+
+    def work(table):
+        try:
+            of_all(table, object() if table.rank == 1 else "fine")
+        except StateError as error:
+            seen.append(type(error).__name__)
+
+    run_in_threads(3, work)
+    assert sorted(seen) == ["OtherRankError", "OtherRankError", "StateError"]
+
+
 def test_an_error_of_one_rank_is_raised_on_all_as_among_processes():
     seen = []
 

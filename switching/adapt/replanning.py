@@ -5,7 +5,7 @@ Every rank asks for the same plan, from facts that all have agreed on. Rank 0 al
 ready, and so all ranks receive it then. What went wrong in planning is received in its place.
 
 The process deduces the plan's graph too, which is the same for all ranks and most of what the first step under the plan
-would wait for (three quarters to nine tenths of making its graphs); it travels with the plan, as 0.15 MB for 550 nodes.
+would wait for (three quarters to nine tenths of making its graphs); it travels with the plan, as 0.3 MB for 550 nodes.
 The process is one that `begin` has started before training; one that is started later slows the step that follows.
 
 What a plan is made for, besides model and devices, and which plans have been made: the same on every rank.

@@ -156,7 +156,7 @@ def kind_of(cls: type) -> Kind | None:
         return _tuple_kind(cls, cls._fields) if hasattr(cls, "_fields") else None
     told: tuple[str, ...] | None = getattr(cls, "TOLD_FIELDS", None)
     if told is None and is_dataclass(cls) and cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-        told = tuple(field.name for field in fields(cls))
+        told = tuple(field.name for field in fields(cls) if field.init)  # its `__post_init__` makes the others
     return None if told is None else _object_kind(cls, told)
 
 

@@ -1,12 +1,12 @@
 """Objects of one rank to all, and of all ranks to all: the bytes of `codec` by the collectives of a table's transport.
 
-The first message is of a fixed size, into which most objects fit; what is longer follows in a second one, of a size
+The first message is of a fixed size, into which most objects fit. What is longer follows, of a size that is bounded and
 that all have been told. A rank whose object cannot be told says that in its place: all ranks raise, and none waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,12 +17,9 @@ from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable, active, guarded
 from hetu_fx.comm_ops.wire.objects.codec import read, write
 from hetu_fx.comm_ops.wire.transport import Group
-from hetu_fx.errors import CommError, OtherRankError
+from hetu_fx.errors import CommError, OtherRankError, StateError
 
 T = TypeVar("T")
-Exchange = Callable[[bytes], Sequence[bytes]]
-"""Brings bytes of this rank to others, and returns theirs: as many of each as this rank gave."""
-
 FIRST_BYTES = 1024
 _SIZE_BYTES = 8
 
@@ -45,7 +42,10 @@ def broadcast_object(value: T, source: int = 0) -> T:
     Raises:
         StateError: it has something else inside; the message says what and where. On all processes.
     """
-    return broadcast(value, active(), source)
+    table = active()
+    if source not in range(table.size):
+        raise StateError(f"process {source} is to tell the others something; give one of 0 to {table.size - 1}")
+    return broadcast(value, table, source)
 
 
 def broadcast(value: T, table: GroupTable, source: int = 0) -> T:
@@ -57,12 +57,14 @@ def broadcast(value: T, table: GroupTable, source: int = 0) -> T:
     """
     if table.size == 1:
         return value
-    data, problem = _written(value) if table.rank == source else (b"", None)
+    is_source = table.rank == source
+    data, problem = _framed(value) if is_source else (b"", None)
     with guarded(f"word from rank {source}", range(table.size), table):
-        (came,) = _exchanged(data, lambda part: (_broadcast(part, source, table),), [source])
+        first = _broadcast(data[:FIRST_BYTES], FIRST_BYTES, source, table, table.base)
+        (came,) = _completed([first], data, [source], table, table.base)
     if problem is not None:
         raise problem
-    return value if table.rank == source else _read([came], [source])[0]
+    return value if is_source else _read([came], [source])[0]
 
 
 def gather(value: T, table: GroupTable, group: Group, ranks: Sequence[int], what: str) -> list[T]:
@@ -79,20 +81,22 @@ def gather(value: T, table: GroupTable, group: Group, ranks: Sequence[int], what
         StateError: this rank's object cannot be told; an OtherRankError on the others.
         CommError: what came cannot be read.
     """
-    data, problem = _written(value)
+    data, problem = _framed(value)
     with guarded(what, ranks, table):
-        came = _exchanged(data, lambda part: _all_gather(part, len(ranks), table, group), ranks)
+        firsts = _all_gather(data[:FIRST_BYTES], len(ranks), table, group)
+        came = _completed(firsts, data, ranks, table, group)
     if problem is not None:
         raise problem
     return _read(came, ranks)
 
 
-def _written(value: Any) -> tuple[bytes, Exception | None]:
-    """Return a value as bytes, or what is to be said in its place and to be raised here."""
+def _framed(value: Any) -> tuple[bytes, Exception | None]:
+    """Return a value as bytes after their number, or what is to be said in its place and to be raised here."""
     try:
-        return write(value), None
-    except Exception as problem:  # whatever it is, the others must not wait for this rank
-        return write(_Refused(f"{type(problem).__name__}: {problem}")), problem
+        data, problem = write(value), None
+    except Exception as error:  # whatever it is, the others must not wait for this rank
+        data, problem = write(_Refused(f"{type(error).__name__}: {error}")), error
+    return len(data).to_bytes(_SIZE_BYTES) + data, problem
 
 
 def _read(came: Sequence[bytes], ranks: Sequence[int]) -> list[Any]:
@@ -104,35 +108,42 @@ def _read(came: Sequence[bytes], ranks: Sequence[int]) -> list[Any]:
     return values
 
 
-def _exchanged(data: bytes, exchange: Exchange, ranks: Sequence[int]) -> list[bytes]:
-    """Bring bytes of any number to others, and return theirs. Raises CommError, on all ranks, for too many."""
-    framed = len(data).to_bytes(_SIZE_BYTES) + data
-    firsts = exchange(_filled(framed[:FIRST_BYTES], FIRST_BYTES))
-    sizes = [_SIZE_BYTES + int.from_bytes(first[:_SIZE_BYTES]) for first in firsts]
-    if max(sizes) > _SIZE_BYTES + MOST_BYTES:
-        told = ", ".join(f"rank {rank}: {size - _SIZE_BYTES}" for rank, size in zip(ranks, sizes, strict=True))
+def _completed(
+    firsts: Sequence[bytes], data: bytes, ranks: Sequence[int], table: GroupTable, group: Group
+) -> list[bytes]:
+    """Return all bytes of the ranks whose first ones have come; `data` are this rank's.
+
+    Raises:
+        CommError: a rank has announced too many; on all ranks, before memory is taken.
+    """
+    sizes = [int.from_bytes(first[:_SIZE_BYTES]) for first in firsts]
+    if max(sizes) > MOST_BYTES:
+        told = ", ".join(f"rank {rank}: {size}" for rank, size in zip(ranks, sizes, strict=True))
         raise CommError(f"ranks tell each other {MOST_BYTES} bytes at most, and have announced: {told}")
-    rest = max(sizes) - FIRST_BYTES
-    if rest > 0:
-        others = exchange(_filled(framed[FIRST_BYTES:], rest))
-        firsts = [first + other for first, other in zip(firsts, others, strict=True)]
-    return [first[_SIZE_BYTES:size] for first, size in zip(firsts, sizes, strict=True)]
+    came = []
+    for rank, first, size in zip(ranks, firsts, sizes, strict=True):
+        rest = _SIZE_BYTES + size - FIRST_BYTES
+        own = data[FIRST_BYTES:] if rank == table.rank else b""
+        whole = first + _broadcast(own, rest, rank, table, group) if rest > 0 else first
+        came.append(whole[_SIZE_BYTES : _SIZE_BYTES + size])
+    return came
 
 
-def _filled(data: bytes, size: int) -> bytes:
-    return data.ljust(size, b"\0")
+def _buffer(data: bytes, size: int, table: GroupTable, group: Group) -> torch.Tensor:
+    filled = bytearray(data.ljust(size, b"\0"))
+    return torch.frombuffer(filled, dtype=torch.uint8).to(table.transport.device(group))
 
 
-def _broadcast(data: bytes, source: int, table: GroupTable) -> bytes:
-    buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(table.transport.device(table.base))
-    work = table.transport.broadcast(Flat(buffer), table.to_global(source), table.base)
+def _broadcast(data: bytes, size: int, source: int, table: GroupTable, group: Group) -> bytes:
+    buffer = _buffer(data, size, table, group)
+    work = table.transport.broadcast(Flat(buffer), table.to_global(source), group)
     if work is not None:
         work.wait()
     return buffer.cpu().numpy().tobytes()
 
 
-def _all_gather(data: bytes, size: int, table: GroupTable, group: Group) -> list[bytes]:
-    own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(table.transport.device(group))
-    everyone = own.new_empty(size, len(data))
+def _all_gather(data: bytes, count: int, table: GroupTable, group: Group) -> list[bytes]:
+    own = _buffer(data, FIRST_BYTES, table, group)
+    everyone = own.new_empty(count, FIRST_BYTES)
     table.transport.all_gather([Flat(row) for row in everyone.unbind()], Flat(own), group)
     return [row.tobytes() for row in everyone.cpu().numpy()]

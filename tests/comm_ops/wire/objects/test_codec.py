@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.comm_ops.wire.objects import codec
 from hetu_fx.comm_ops.wire.objects.codec import MOST_DEPTH, read, write
 from hetu_fx.comm_ops.wire.peers.shared import Place
@@ -237,7 +238,10 @@ def test_any_change_of_a_byte_gives_a_value_or_an_error_of_ours() -> None:
                 continue
 
 
-def test_a_class_checks_itself_when_it_is_read() -> None:
+def test_a_class_checks_itself_and_makes_what_follows_from_its_fields_when_it_is_read() -> None:
     data = write(Plan.single(0)).replace(b"1f1b", b"1f9b")
     with pytest.raises(HetuFxError, match="1f9b"):
         read(data, "a test")
+    annotation = Annotation.replicated((0, 1))
+    assert b"_hash" not in write(annotation)
+    assert hash(again(annotation)) == hash(annotation)

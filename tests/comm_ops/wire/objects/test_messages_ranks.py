@@ -45,6 +45,8 @@ def check_some_ranks_tell_each_other_in_the_order_of_their_group(rank: int, worl
 def check_any_process_can_tell_the_others(rank: int, world: int, folder: Path) -> None:
     told = {"path": folder, "scores": [float("inf"), 0.1]}
     assert hetu_fx.broadcast_object(told if rank == 2 else Unknown(), 2) == told
+    with pytest.raises(StateError, match="process 3 is to tell the others something; give one of 0 to 2"):
+        hetu_fx.broadcast_object(told, 3)
 
 
 def check_what_cannot_be_told_is_an_error_on_all(rank: int, world: int, folder: Path) -> None:

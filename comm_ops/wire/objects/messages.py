@@ -20,7 +20,7 @@ from hetu_fx.comm_ops.wire.transport import Group
 from hetu_fx.errors import CommError, OtherRankError, StateError
 
 T = TypeVar("T")
-FIRST_BYTES = 1024
+FIRST_BYTES = 4096
 _SIZE_BYTES = 8
 
 

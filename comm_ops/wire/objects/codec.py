@@ -102,7 +102,7 @@ class _Writer:
         self._depth = 0
 
     def told(self, value: Any) -> Any:
-        cls = type(value)
+        cls: type = type(value)
         if cls in _PLAIN or (cls is int and -_MOST_INT < value < _MOST_INT) or (cls is float and isfinite(value)):
             return value
         key = id(value)

@@ -193,7 +193,7 @@ def _object_kind(cls: type, labels: tuple[str, ...]) -> Kind:
         return [getattr(value, label) for label in labels]
 
     def made(parts: Parts) -> Any:
-        value = object.__new__(cls)
+        value: Any = object.__new__(cls)
         for label, part in zip(labels, parts, strict=True):
             object.__setattr__(value, label, part)
         if check is not None:

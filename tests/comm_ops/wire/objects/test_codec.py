@@ -132,7 +132,7 @@ class Pair(NamedTuple):
     x: int
 
 
-def local() -> type:
+def local() -> Any:
     class Local(Enum):
         A = 1
 

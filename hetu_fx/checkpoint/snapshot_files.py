@@ -10,7 +10,8 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from hetu_fx.base.machine import memory_name
+from hetu_fx.base.words import bytes_text
 from hetu_fx.checkpoint.snapshot_folders import job_folder
 from hetu_fx.checkpoint.summed_files import SummedFile
 from hetu_fx.checkpoint.tensor_files import Bounds, Key, RankShards, boxes_in
@@ -191,28 +193,51 @@ class Memory:
             found = [read_name(entry.name) for entry in entries]
         return tuple(sorted(part for part in found if part is not None))
 
-    def write(self, part: SnapshotPart, pieces: RankShards, document: Mapping[str, Any]) -> None:
-        """Write a part. Raises CheckpointError, with nothing left behind."""
+    def write(self, part: SnapshotPart, pieces: RankShards, document: Mapping[str, Any]) -> int:
+        """Write a part; return its size. Raises CheckpointError, with nothing left behind."""
         metadata = {"format": FORMAT, _DOCUMENT: json.dumps(document)}
-        self._put(part, lambda aside: pieces.write(aside, metadata))
+        with self._unfinished(part, pieces.num_bytes) as aside:
+            pieces.write(aside, metadata)
+            size = aside.stat().st_size
+            self._finish(part, aside)
+        return size
 
-    def receive(self, part: SnapshotPart, size: int, fill: Callable[[Tensor], None]) -> None:
-        """Have `fill` write a part's bytes, given as a tensor of uint8. Raises CheckpointError."""
+    def room_for(self, part: SnapshotPart, size: int) -> Tensor:
+        """Return memory for the bytes of a part that is to arrive, as a tensor of uint8; see `arrived`.
 
-        def put(aside: Path) -> None:
-            fill(torch.from_file(str(aside), shared=True, size=size, dtype=torch.uint8))
+        Raises CheckpointError, with nothing left behind.
+        """
+        with self._unfinished(part, size) as aside:
+            file = os.open(aside, os.O_CREAT | os.O_RDWR | os.O_TRUNC, 0o600)
+            try:
+                os.posix_fallocate(file, 0, size)  # or the first write to a page that is not there ends the process
+            finally:
+                os.close(file)
+            return torch.from_file(str(aside), shared=True, size=size, dtype=torch.uint8)
 
-        self._put(part, put)
+    def arrived(self, part: SnapshotPart) -> None:
+        """Tell that all of a part for which room was made is there. Raises CheckpointError."""
+        with self._unfinished(part, 0) as aside:
+            self._finish(part, aside)
 
-    def _put(self, part: SnapshotPart, write: Callable[[Path], None]) -> None:
+    @contextlib.contextmanager
+    def _unfinished(self, part: SnapshotPart, num_bytes: int) -> Iterator[Path]:
+        """Give the path of a part that is not whole yet, in a folder that is gone where the block raises.
+
+        It has a folder for itself, as safetensors writes to a file of a name of its own first.
+        """
         aside = self.folder / f"{_ASIDE}{part.file_name}"
-        try:
-            with _guarded(self.folder):
-                write(aside)
-                os.rename(aside, self.path(part))
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
+        with _guarded(self.folder, num_bytes):
+            try:
+                aside.mkdir(exist_ok=True)
+                yield aside / part.file_name
+            except BaseException:
+                _remove(aside)
+                raise
+
+    def _finish(self, part: SnapshotPart, aside: Path) -> None:
+        os.rename(aside, self.path(part))
+        aside.parent.rmdir()
 
     def bytes_of(self, part: SnapshotPart) -> Tensor:
         """Return a part's file as a tensor of uint8; it is read when it is used."""
@@ -254,18 +279,34 @@ class Memory:
 
     def remove(self, holder: int) -> None:
         """Remove what a rank keeps, and folders that are empty then."""
-        for part in self.parts():
-            if part.holder == holder:
-                self.path(part).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another rank, which had the last files here, removes the folder
+            for part in self.parts():
+                if part.holder == holder:
+                    self.path(part).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # another rank still has files here
             self.folder.rmdir()
             self.folder.parent.rmdir()
+
+    def give_up(self, moment: Moment, holder: int) -> None:
+        """Remove what rank `holder` keeps of a moment, finished or not; the folder itself may be gone."""
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            part = read_name(path.name.removeprefix(_ASIDE))
+            if part is not None and (part.moment, part.holder) == (moment, holder):
+                _remove(path)
 
     def remove_unfinished(self) -> None:
         """Remove what was being written when processes ended; nobody may be writing."""
         for path in self.folder.iterdir():
             if path.name.startswith(_ASIDE) and read_name(path.name.removeprefix(_ASIDE)) is not None:
-                path.unlink(missing_ok=True)
+                _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, or a folder with what is in it; others may do so at the same time."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _header(file: SummedFile) -> Header:
@@ -274,10 +315,12 @@ def _header(file: SummedFile) -> Header:
 
 
 @contextlib.contextmanager
-def _guarded(where: Path) -> Iterator[None]:
+def _guarded(where: Path, num_bytes: int = 0) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
+        free = bytes_text(shutil.disk_usage(where).free if where.is_dir() else 0)
         raise CheckpointError(
-            f"cannot write a snapshot to {where}: {error}; is the memory full? Another folder can be given"
+            f"cannot write a snapshot to {where}: {error}; it needs {bytes_text(num_bytes)}, free are {free}\n"
+            f"hint: make room there, or give another folder: snapshots(folder=...)"
         ) from error

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -75,56 +74,54 @@ class SnapshotWriter:
 
     def _store(self, moment: Moment, pieces: RankShards, document: Mapping[str, Any]) -> None:
         own = SnapshotPart(moment, self.rank, self.rank)
-        failed = _failure_of(lambda: self.memory.write(own, pieces, document))
-        if self._fails_anywhere(failed):
-            return
-        failed = _failure_of(lambda: self._exchange(own))
-        if self._fails_anywhere(failed):
+        sizes = self._of_all(lambda: self.memory.write(own, pieces, document))
+        if sizes is None or not self._exchange(own, sizes):
+            self.memory.give_up(moment, self.rank)  # the one before stays, and may need the room
             return
         self.memory.keep_only(moment, self.rank)
+        if self._is_failing:
+            _log.warning("rank %d: snapshots are taken again, from step %d on", self.rank, moment.step)
         self.last, self._is_failing = moment, False
 
-    def _fails_anywhere(self, failure: CheckpointError | None) -> bool:
-        """Tell whether some rank cannot store this snapshot; then the one before stays."""
-        if failure is not None:
-            level = logging.DEBUG if self._is_failing else logging.WARNING  # told once, not after each step
-            _log.log(level, "rank %d: this snapshot is given up: %s", self.rank, failure)
-            self._is_failing = True
-        if self.world == 1:
-            return failure is not None
-        failures = torch.tensor([failure is not None], dtype=torch.int32)
-        with guarded("agreement on a snapshot", range(self.world), self._aside):
-            dist.all_reduce(failures, group=self._aside.base)
-        return bool(failures)
-
-    def _exchange(self, own: SnapshotPart) -> None:
-        """Send this rank's part to the rank that keeps a copy, and keep those of others."""
+    def _exchange(self, own: SnapshotPart, sizes: Sequence[int]) -> bool:
+        """Send this rank's part to the rank that keeps a copy, and keep those of others; tell whether all could."""
         holder = self.holders[self.rank]
         if holder is None:
-            return
-        mine = self.memory.bytes_of(own)
-        sizes = torch.zeros(self.world, dtype=torch.int64)
-        sizes[self.rank] = mine.numel()
+            return True
+        kept = [SnapshotPart(own.moment, owner, self.rank) for owner, at in enumerate(self.holders) if at == self.rank]
+        rooms = dict[SnapshotPart, Tensor]()
+
+        def make_room() -> int:
+            rooms.update({part: self.memory.room_for(part, sizes[part.owner]) for part in kept})
+            return len(rooms)
+
+        def keep() -> int:
+            for part in kept:
+                self.memory.arrived(part)
+            return len(kept)
+
+        if self._of_all(make_room) is None:  # before anything is sent: who sends waits for who receives
+            return False
         with guarded("copies of snapshots", range(self.world), self._aside):
-            dist.all_reduce(sizes, group=self._aside.base)
-            sent = post((), [(holder, mine, Tag.SNAPSHOTS)], self._aside)
-            kept = [owner for owner, holder in enumerate(self.holders) if holder == self.rank]
-            failures = [_failure_of(partial(self._keep, own.moment, owner, int(sizes[owner]))) for owner in kept]
-            sent.wait()
-        for failure in filter(None, failures):
-            raise failure
+            arriving = [(part.owner, room, Tag.SNAPSHOTS) for part, room in rooms.items()]
+            post(arriving, [(holder, self.memory.bytes_of(own), Tag.SNAPSHOTS)], self._aside).wait()
+        return self._of_all(keep) is not None
 
-    def _keep(self, moment: Moment, owner: int, size: int) -> None:
-        """Receive another rank's part."""
-        _receive(self.memory, SnapshotPart(moment, owner, self.rank), size, owner, self._aside)
-
-
-def _failure_of(act: Any) -> CheckpointError | None:
-    try:
-        act()
-    except CheckpointError as error:
-        return error
-    return None
+    def _of_all(self, act: Callable[[], int]) -> list[int] | None:
+        """Do something local on every rank; return the numbers that it gives, of 0 or more. None where one fails."""
+        numbers = torch.zeros(self.world, dtype=torch.int64)
+        try:
+            numbers[self.rank] = act()
+        except CheckpointError as error:
+            numbers[self.rank] = -1
+            level = logging.DEBUG if self._is_failing else logging.WARNING  # told once, not after each step
+            _log.log(level, "rank %d: this snapshot is given up: %s", self.rank, error)
+            self._is_failing = True
+        if self.world > 1:
+            with guarded("agreement on a snapshot", range(self.world), self._aside):
+                dist.all_reduce(numbers, group=self._aside.base)
+        found: list[int] = numbers.tolist()
+        return None if min(found) < 0 else found
 
 
 def _own_table(table: GroupTable, life: str) -> GroupTable:
@@ -170,10 +167,11 @@ def find_snapshot(
     boxes = {name: _boxes_of(tensor) for name, tensor in tensors.items()}
     needs = [owner for owner, header in enumerate(headers) if _meets(header, boxes)]
     transfers = plan_transfers(choice, nodes, of_all(table, needs))
-    sizes = [header.size for header in headers]
-    # Together, as other ranks of a node use what its first one receives.
-    together(table, lambda: _carry_out(transfers, memory, table, moment, local, sizes))
     local |= {t.owner: SnapshotPart(moment, t.owner, t.owner) for t in transfers if nodes[t.receiver] == node}
+    arriving = [local[t.owner] for t in transfers if t.receiver == table.rank]
+    rooms = together(table, lambda: {part: memory.room_for(part, headers[part.owner].size) for part in arriving})
+    # Together, as other ranks of a node use what its first one receives.
+    together(table, lambda: _carry_out(transfers, memory, table, local, rooms))
     files = together(table, lambda: BoxFiles([memory.open(local[owner]) for owner in needs], memory.folder))
     return choice, FoundSnapshot(moment, tuple(header.document for header in headers), files)
 
@@ -204,9 +202,8 @@ def _carry_out(
     transfers: Iterable[PartTransfer],
     memory: Memory,
     table: GroupTable,
-    moment: Moment,
     local: Mapping[int, SnapshotPart],
-    sizes: Sequence[int],
+    rooms: Mapping[SnapshotPart, Tensor],
 ) -> None:
     """Send and receive what this rank has a part in, in the order that all ranks keep."""
     for transfer in transfers:
@@ -215,13 +212,5 @@ def _carry_out(
             if table.rank == transfer.sender:
                 post((), [(transfer.receiver, memory.bytes_of(local[owner]), Tag.SNAPSHOTS)], table).wait()
             elif table.rank == transfer.receiver:
-                _receive(memory, SnapshotPart(moment, owner, owner), sizes[owner], transfer.sender, table)
-
-
-def _receive(memory: Memory, part: SnapshotPart, size: int, sender: int, table: GroupTable) -> None:
-    """Receive a part of so many bytes from another rank."""
-
-    def fill(target: Tensor) -> None:
-        post([(sender, target, Tag.SNAPSHOTS)], (), table).wait()
-
-    memory.receive(part, size, fill)
+                post([(transfer.sender, rooms[local[owner]], Tag.SNAPSHOTS)], (), table).wait()
+                memory.arrived(local[owner])

@@ -61,6 +61,11 @@ class RankShards:
                 made.boxes[entry] = (name, key, box.bounds)
         return made
 
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of all pieces."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
     def write(self, path: Path, metadata: Mapping[str, str]) -> None:
         """Write the pieces to one file, with their boxes, their sums and `metadata` in its header.
 

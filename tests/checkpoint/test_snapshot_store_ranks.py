@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Split
-from hetu_fx.checkpoint.snapshot_files import Memory, Moment, SnapshotPart
+from hetu_fx.checkpoint.snapshot_files import Memory, Moment, SnapshotPart, read_name
 from hetu_fx.checkpoint.snapshot_store import SnapshotWriter, find_snapshot
 from hetu_fx.checkpoint.tensor_files import Key, RankShards
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
@@ -133,8 +135,38 @@ def check_one_that_cannot_be_kept_leaves_the_one_before(rank: int, world: int, f
     assert_found(memory, table, 1)
 
 
+def check_a_copy_that_cannot_be_kept_leaves_the_one_before_and_nothing_else(
+    rank: int, world: int, folder: Path
+) -> None:
+    memory = on_node(rank, folder / "copies")
+    writer = SnapshotWriter(memory, GroupTable())
+    layout = home_layout(Annotation.on((0,)), (300, 300), rank, world)  # more than may be in a file on other ranks
+    tensors = {"large": HomeTensor.from_full(torch.ones(300, 300), layout)}
+    for step, last in ((1, 1), (2, 1), (3, 1), (4, 4)):
+        with small_files(1 << 16) if rank and last < step else nullcontext():
+            writer.write(step, named(tensors), {})
+            writer.wait()
+        assert writer.last is not None
+        assert writer.last.step == last
+        dist.barrier()
+        found = [read_name(path.name) for path in memory.folder.iterdir()]
+        assert {part and part.moment.step for part in found} == {last}
+        dist.barrier()
+
+
+@contextmanager
+def small_files(num_bytes: int) -> Iterator[None]:
+    """Have no larger files: whoever makes room for one is refused, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 class FullMemory(Memory):
-    def write(self, *_: Any) -> None:
+    def write(self, *_: Any) -> int:
         raise CheckpointError("no space left on device")
 
 
@@ -159,11 +191,24 @@ def test_on_three_ranks(name: str, gloo_checks: Any) -> None:
 def test_what_is_half_written_is_no_part_and_what_is_foreign_stays(tmp_path: Path) -> None:
     memory = Memory.at(tmp_path)
     part = SnapshotPart(Moment(1, "a0", 1), 0, 0)
-    (memory.folder / f".writing-{part.file_name}").write_bytes(b"torn")
+    room = memory.room_for(part, 5)
+    room.copy_(torch.frombuffer(bytearray(b"half "), dtype=torch.uint8))
+    (beside,) = memory.folder.iterdir()
+    (beside / ".tmpXXXXXX").write_bytes(b"torn")  # as safetensors names what it has not written to its end
     (memory.folder / "notes.txt").write_text("of the user")
     assert memory.parts() == ()
     memory.remove_unfinished()
     assert [path.name for path in memory.folder.iterdir()] == ["notes.txt"]
+
+
+def test_who_removes_the_last_part_removes_the_folder_also_for_ranks_that_have_none(tmp_path: Path) -> None:
+    memory = Memory.at(tmp_path / "job")
+    memory.write(SnapshotPart(Moment(1, "a0", 2), 0, 0), RankShards(), {})
+    memory.remove(1)
+    assert len(memory.parts()) == 1
+    memory.remove(0)
+    memory.remove(1)
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_part_of_one_rank_has_plain_tensors_on_rank_0_only() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,6 +111,25 @@ def test_a_step_that_cannot_be_kept_is_not_the_one_where_a_process_joins(tmp_pat
     writer.memory = there
     with pytest.raises(joining.Joining, match="after step 2"):
         run.train(1, STEPS)
+
+
+def test_what_cannot_be_kept_is_told_once_with_what_it_needs_and_so_is_its_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path)
+    writer = run.snapshots._writer
+    writer.memory, there = snapshot_files.Memory(tmp_path / "gone"), writer.memory
+    run.train(0, 3)
+    assert len(caplog.records) == 1
+    told = (
+        rf"this snapshot is given up: cannot write a snapshot to {tmp_path / 'gone'}: .*; it needs 1.4. kB, free are 0 "
+    )
+    assert re.search(told, caplog.text)
+    writer.memory = there
+    run.train(3, 5)
+    assert [record.getMessage() for record in caplog.records[1:]] == [
+        "rank 0: snapshots are taken again, from step 4 on"
+    ]
 
 
 def test_random_numbers_of_torch_go_on(tmp_path: Path) -> None:

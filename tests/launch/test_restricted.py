@@ -29,10 +29,10 @@ needs_namespaces = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("memory", "told", "last_step"),
     [
-        ("size=1m", "this snapshot is given up: cannot write a snapshot to /dev/shm", "None"),
+        ("size=3m", "this snapshot is given up: cannot write a snapshot to /dev/shm", "None"),
         ("ro", "there is no /dev/shm to write to; snapshots are kept in", "3"),
     ],
-    ids=["1 MB of shared memory", "no shared memory"],
+    ids=["shared memory for parts and not for their copies", "no shared memory"],
 )
 def test_two_ranks_train_and_what_they_do_without_is_told_once(
     tmp_path: Path, memory: str, told: str, last_step: str

@@ -1,10 +1,10 @@
 """Inflicts faults on a training run at random moments, and checks what comes out of it.
 
 `python -m tests.chaos --faults 200 --seed 1` runs `chaos_script.py` under `hetu-fx launch`: processes are killed and
-stopped (also two at once, and with what they keep in memory), come back, are slow, compute what is no number; the disk
-is full, the network slow or cut for a while. It passes if the run never hangs, its parameters equal those of one
-process without faults, and no batch is lost or repeated. Prints a line for each fault, a table at the end (also where
-it fails or is interrupted), and as its last line one JSON object.
+stopped (also two at once, and with what they keep in memory), get no more memory, come back, are slow, compute what is
+no number; the disk or the shared memory is full, the network slow or cut for a while. It passes if the run never hangs,
+its parameters equal those of one process without faults, and no batch is lost or repeated. Prints a line for each
+fault, a table at the end (also where it fails or is interrupted), and as its last line one JSON object.
 """
 
 from __future__ import annotations

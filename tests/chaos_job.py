@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
 import traceback
 from collections.abc import Callable
@@ -14,15 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from hetu_fx.checkpoint.snapshot_files import read_name
-from hetu_fx.checkpoint.snapshot_folders import SHARED_MEMORY
 from hetu_fx.launch.job import LaunchSpec
 from hetu_fx.launch.worker import run as launch
-from tests.chaos_network import Network
+from tests.chaos_machine import Disk, MemoryLimits, Network, SharedMemory
 from tests.chaos_record import ChaosError, Record
 
 SCRIPT = Path(__file__).with_name("chaos_script.py")
 PAUSE_SECONDS = 0.002
-DISK_MIB = 16
 END_SECONDS = 8.0  # more than the launcher gives its processes to end
 LAST_STEPS = 20  # that a run still does once it is told to end: more than any process may be ahead of what it has told
 
@@ -42,41 +39,6 @@ def set_steps(folder: Path, steps: int) -> None:
     (folder / "steps.new").rename(folder / "steps")
 
 
-class Disk:
-    """The file system that a run saves to: a small one of its own, where this user may mount one.
-
-    `refusal` is why it is none of its own; empty where it is.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(folder)]
-        if os.geteuid():
-            self.refusal = "only root may mount a small file system"
-            return
-        made = subprocess.run(mount, capture_output=True, text=True, check=False)
-        self.refusal = (made.stderr.strip() or f"mount ended with {made.returncode}") if made.returncode else ""
-
-    def fill(self) -> None:
-        """Leave no space on it."""
-        with (self.folder / "ballast").open("wb", buffering=0) as file:
-            try:
-                while True:
-                    file.write(bytes(4096))
-            except OSError:
-                return
-
-    def free(self) -> None:
-        """Give the space back."""
-        (self.folder / "ballast").unlink()
-
-    def close(self) -> None:
-        """Unmount it."""
-        if not self.refusal:
-            subprocess.run(["umount", "--lazy", str(self.folder)], check=True)
-
-
 class Job(Record):
     """A run of the script under `hetu-fx launch`."""
 
@@ -84,13 +46,14 @@ class Job(Record):
         folder.mkdir(parents=True)
         super().__init__(folder)
         self.bounds = bounds
-        self.disk = Disk(folder / "saved")
+        self.disk, self.memory, self.limits = Disk(folder / "saved"), SharedMemory(), MemoryLimits()
         set_steps(folder, 10**9)
         self.network = Network(self.bad_network)
         self.process = os.fork()
         if not self.process:
-            os._exit(_launch(self.spec(processes), folder, self.network))
+            os._exit(_launch(self.spec(processes), folder, self.network, self.memory))
         self.network.belongs_to(self.process)
+        self.memory.belongs_to(self.process)
         self.status: int | None = None
 
     def spec(self, processes: int) -> LaunchSpec:
@@ -121,7 +84,7 @@ class Job(Record):
     def forget(self, processes: tuple[int, ...]) -> None:
         """Remove what these have kept of snapshots."""
         ranks = [self.starts()[-1]["workers"].index(process) for process in processes]
-        for path in SHARED_MEMORY.glob(f"hetu_fx_snapshots-*/launcher-*-{self.process}-*/*/*"):
+        for path in self.memory.folder.glob(f"hetu_fx_snapshots-*/launcher-*-{self.process}-*/*/*"):
             part = read_name(path.name)
             if part is not None and part.holder in ranks:
                 path.unlink(missing_ok=True)
@@ -164,15 +127,17 @@ class Job(Record):
                 os.kill(self.process, signal.SIGKILL)  # its processes end with it
             time.sleep(PAUSE_SECONDS)
         self.disk.close()
+        self.limits.close()
 
 
-def _launch(spec: LaunchSpec, folder: Path, network: Network) -> int:
+def _launch(spec: LaunchSpec, folder: Path, *places: Network | SharedMemory) -> int:
     """Run a job in this process, a fork, with its output in a file."""
     output = os.open(folder / "output", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
     try:
-        network.enter()
+        for place in places:
+            place.enter()
         return launch(spec)
     except SystemExit as end:  # by a signal
         return int(end.code or 0)

@@ -11,12 +11,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from tests.chaos_job import Job
-from tests.chaos_network import SLOW_BITS_PER_SECOND
+from tests.chaos_machine import SLOW_BITS_PER_SECOND, Space
 
 LATER = ("forward", "backward", "sync", "step", "snapshot", "switch", "save")
 EARLY = ("plan", "load")
 SLOW_PART = 0.3  # of the time after which a process is taken for stopped
 CALM_STEPS = 3
+PENDING_STEPS = 2  # a snapshot is known to be whole after the next one's step at the latest
 SLOW_NETWORK_SECONDS = 2.0  # at least
 NO_NETWORK_SECONDS = 1.0  # less than any bound
 
@@ -57,6 +58,12 @@ def _take_memory_too(job: Job, victims: tuple[int, ...]) -> None:
         os.kill(victim, signal.SIGKILL)
 
 
+def _starve(job: Job, victims: tuple[int, ...]) -> None:
+    """Give no more memory to processes: the kernel kills them."""
+    for victim in victims:
+        job.limits.starve(victim)
+
+
 # What else may go wrong at the same time. The victim is the process whose phase is waited for after that.
 
 Trouble = Callable[[Job, int, random.Random], AbstractContextManager[None]]
@@ -82,6 +89,35 @@ def _full_disk(job: Job, victim: int, chance: random.Random) -> Iterator[None]:
         yield
     finally:
         job.disk.free()
+
+
+@contextmanager
+def _full_memory(job: Job, victim: int, chance: random.Random) -> Iterator[None]:
+    """Have no room for snapshots; begins once one has been given up."""
+    began = time.monotonic()
+    try:
+        job.wait_for("a snapshot that is given up", _while_full(job.memory, lambda: _gives_up(job, began)))
+        yield
+    finally:
+        job.memory.free()
+
+
+def _while_full(space: Space, find: Callable[[], object]) -> Callable[[], object]:
+    """Return what finds something, and takes before what room a run has made by removing files of its own."""
+
+    def look() -> object:
+        space.fill()
+        return find()
+
+    return look
+
+
+def _gives_up(job: Job, after: float) -> bool:
+    return any(line["step"] - line["kept"] > PENDING_STEPS for line in job.steps(after))
+
+
+def _keeps(job: Job, after: float) -> bool:
+    return any(line["step"] - line["kept"] <= PENDING_STEPS for line in job.steps(after))
 
 
 @contextmanager
@@ -143,7 +179,16 @@ def _has_nan(job: Job, fault: Fault, chance: random.Random) -> None:
 def _has_full_disk(job: Job, fault: Fault, chance: random.Random) -> None:
     """Nothing can be saved for a while: the training goes on."""
     with _full_disk(job, fault.victims[0], chance):
-        job.wait_for(f"a failed save after {fault}", lambda: job.told("save_failed", fault.done))
+        fails = _while_full(job.disk, lambda: job.told("save_failed", fault.done))
+        job.wait_for(f"a failed save after {fault}", fails)
+
+
+def _has_full_memory(job: Job, fault: Fault, chance: random.Random) -> None:
+    """No snapshot can be kept for a while: the training goes on, and so do snapshots after that."""
+    with _full_memory(job, fault.victims[0], chance):
+        _wait_for_steps(job, fault, time.monotonic())
+    freed = time.monotonic()
+    job.wait_for(f"a snapshot after {fault}", lambda: _keeps(job, freed))
 
 
 def _has_slow_network(job: Job, fault: Fault, chance: random.Random) -> None:
@@ -172,21 +217,31 @@ LOSSES = {
     "kill both, memory": Loss(2, _take_memory_too, early=()),
     "kill, nan": Loss(1, _signals(KILL), _no_number, ("load",), ()),
     "kill, full": Loss(1, _signals(KILL), _full_disk, ("save",), ()),
+    "kill, full memory": Loss(1, _signals(KILL), _full_memory, ("snapshot",), ()),
+    "out of memory": Loss(1, _starve),
     "kill, slow network": Loss(1, _signals(KILL), _slow_network),
 }
 PASSING: dict[str, Passing] = {
     "slow": _is_slow,
     "nan": _has_nan,
     "full": _has_full_disk,
+    "full memory": _has_full_memory,
     "slow network": _has_slow_network,
     "no network": _has_no_network,
 }
 KINDS = (*LOSSES, *PASSING)
 NEEDS_DISK = ("full", "kill, full")
+NEEDS_MEMORY = ("full memory", "kill, full memory")
+NEEDS_LIMITS = ("out of memory",)
 NEEDS_NETWORK = ("slow network", "no network", "kill, slow network")
 
 
 def left_out(job: Job) -> dict[str, str]:
     """Return the kinds of faults that cannot be done here, and why."""
-    refusals = ((NEEDS_DISK, job.disk.refusal), (NEEDS_NETWORK, job.network.refusal))
-    return {kind: refusal for kinds, refusal in refusals if refusal for kind in kinds}
+    needs = (
+        (NEEDS_DISK, job.disk),
+        (NEEDS_MEMORY, job.memory),
+        (NEEDS_LIMITS, job.limits),
+        (NEEDS_NETWORK, job.network),
+    )
+    return {kind: place.refusal for kinds, place in needs if place.refusal for kind in kinds}

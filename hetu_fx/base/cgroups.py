@@ -1,4 +1,4 @@
-"""The cgroups that this process is in, and how much time of cores and memory they let it have.
+"""The cgroups that a process is in: how much time of cores and memory they let it have, and whom they have ended.
 
 Reads only. Both versions of the hierarchies, in containers too.
 """
@@ -59,6 +59,38 @@ def _memory_used(folder: Path) -> int:
     used = read(folder / "memory.current") or read(folder / "memory.usage_in_bytes")
     pages = dict(line.split() for line in read(folder / "memory.stat").splitlines())
     return int(used or 0) - int(pages.get("total_inactive_file") or pages.get("inactive_file") or 0)
+
+
+def memory_kills_in(folder: Path) -> int:
+    """Return how many processes of a memory cgroup the kernel has killed as memory ran out; 0 where it does not say."""
+    lines = (read(folder / "memory.events") or read(folder / "memory.oom_control")).splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+
+
+class MemoryKills:
+    """Which of some processes the kernel has killed as memory ran out, by the counts of their cgroups."""
+
+    def __init__(self) -> None:
+        self._cgroups: dict[int, Path] = {}
+        self._accounted: dict[Path, int] = {}
+
+    def watch(self, process: int) -> None:
+        """Note the memory cgroup of a process while it lives: of one that has ended, version 1 does not tell."""
+        proc = Path("/proc")
+        for folder in _around(read(proc / "self/mounts"), read(proc / str(process) / "cgroup"), "memory")[:1]:
+            self._cgroups[process] = folder
+            self._accounted.setdefault(folder, memory_kills_in(folder))
+
+    def cgroup_of(self, process: int) -> Path | None:
+        """Return the cgroup of a process that was killed, if the kernel has killed there as memory ran out.
+
+        A count is of any process of the cgroup, and stands for one of those that are asked for.
+        """
+        folder = self._cgroups.pop(process, None)
+        if folder is None or memory_kills_in(folder) <= self._accounted[folder]:
+            return None
+        self._accounted[folder] += 1
+        return folder
 
 
 def _around(mounts: str, own: str, controller: str) -> list[Path]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
 
-from hetu_fx.base.cgroups import quota_of, read, v1_folder, v2_root
+from hetu_fx.base.cgroups import memory_kills_in, quota_of, v1_folder, v2_root
 from hetu_fx.emulate.spec import EmulateSpec
 from hetu_fx.errors import EnvironmentProblem
 
@@ -171,11 +171,7 @@ def rank_folders(limiter: Limiter, name: str, rank: int) -> tuple[Path, ...]:
 
 def num_memory_kills(limiter: Limiter, name: str, rank: int) -> int:
     """Count the processes of `rank` that the kernel killed for memory."""
-    lines: list[str] = []
-    for folder in rank_folders(limiter, name, rank):
-        for file in ("memory.oom_control", "memory.events"):
-            lines += read(folder / file).splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+    return sum(map(memory_kills_in, rank_folders(limiter, name, rank)))
 
 
 def assign_cores(speeds: tuple[float, ...], cores: tuple[int, ...]) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 from hetu_fx.base.addresses import LOOPBACK
+from hetu_fx.base.cgroups import MemoryKills
 from hetu_fx.comm_ops.wire.rendezvous import store_served_at
 from hetu_fx.emulate.processes import how_ended
 from hetu_fx.launch.job import LaunchSpec, Message, MessageChannel, WorkerProcess, forked, start_worker, verdicts
@@ -46,6 +47,7 @@ class JobLauncher:
     status: int | None = None
     store: StoreProcess | None = None
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    _memory_kills: MemoryKills = field(default_factory=MemoryKills)
     _events: JsonLines | None = None
 
     def run(self) -> int:
@@ -89,6 +91,7 @@ class JobLauncher:
                 worker.wait = None
             case "ready":
                 worker.state = "idle"
+                self._memory_kills.watch(worker.process)
             case "ends":
                 worker.has_said_so = True
             case "left":
@@ -128,12 +131,22 @@ class JobLauncher:
             self.status = code
             print(f"hetu-fx launch: {worker.name} {how_ended(code)}", file=sys.stderr)
             return
-        reason = worker.verdict or f"{worker.name} {how_ended(code)}"
+        reason = self._reason(worker, code)
+        if worker.gone_at is not None:  # it has been said that it is gone, and not yet why
+            print(f"hetu-fx launch: {reason}", file=sys.stderr)
         self.lost_at = seen
         self._say("lost", worker=worker.process, rank=worker.rank, reason=reason, at=seen)
         self._count_loss(reason)
         if self.status is None and worker.state in ("running", "done"):
             self._fail(reason)
+
+    def _reason(self, worker: WorkerProcess, code: int) -> str:
+        """Say why a process is lost that has ended with an exit code, -n for signal n."""
+        if worker.verdict or code != -signal.SIGKILL:
+            return worker.verdict or f"{worker.name} {how_ended(code)}"
+        cgroup = self._memory_kills.cgroup_of(worker.process)
+        by = "" if cgroup is None else f", by the kernel: memory has run out in its cgroup {cgroup}"
+        return f"{worker.name} {how_ended(code)}{by}"
 
     def _count_loss(self, reason: str) -> None:
         self.losses += 1

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hetu_fx.base.cgroups import quota_of, quota_within
+from hetu_fx.base import cgroups
+from hetu_fx.base.cgroups import MemoryKills, memory_kills_in, quota_of, quota_within
 
 
 @pytest.fixture
@@ -44,3 +45,25 @@ def test_a_path_that_is_the_hosts_stands_for_what_is_mounted(v2: str, tmp_path: 
 def test_without_a_hierarchy_there_is_no_quota(tmp_path: Path) -> None:
     assert quota_within("proc /proc proc rw 0 0\n", "0::/\n") is None
     assert quota_of(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "kills"),
+    [
+        ("memory.oom_control", "oom_kill_disable 0\nunder_oom 1\noom_kill 2\n", 2),
+        ("memory.events", "max 7\noom 4\noom_kill 3\noom_group_kill 0\n", 3),
+        ("memory.max", "max\n", 0),
+    ],
+)
+def test_it_is_counted_whom_the_kernel_has_killed_for_memory(tmp_path: Path, file: str, text: str, kills: int) -> None:
+    (tmp_path / file).write_text(text)
+    assert memory_kills_in(tmp_path) == kills
+
+
+def test_a_kill_is_accounted_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cgroups, "_around", lambda mounts, own, controller: [tmp_path])
+    kills = MemoryKills()
+    for process, count in ((1, 4), (2, 5), (3, 5)):
+        (tmp_path / "memory.events").write_text(f"oom_kill {count}\n")
+        kills.watch(process)
+    assert [kills.cgroup_of(process) for process in (1, 2, 4)] == [tmp_path, None, None]

@@ -19,6 +19,7 @@ from hetu_fx.cli.main import main
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.launch.job import LaunchSpec, MessageChannel
 from hetu_fx.launch.launcher import GAVE_UP_STATUS, JobLauncher
+from tests.chaos_machine import MemoryLimits
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
@@ -85,6 +86,31 @@ def test_the_others_go_on_in_their_processes_when_one_is_killed(tmp_path: Path) 
     assert [event["reason"] for event in events if event["event"] == "lost"] == [
         f"rank 1 (process {first[1]}) was ended by SIGKILL"
     ]
+
+
+def test_of_one_that_the_kernel_kills_as_memory_runs_out_that_is_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def work(spec: LaunchSpec, channel: MessageChannel) -> int:
+        limits.starve(os.getpid(), 1 << 26)
+        return worker(needs_more)(spec, channel)
+
+    def needs_more(environment: dict[str, str], channel: MessageChannel) -> bool:
+        if is_first(environment, 1):
+            bytearray(1 << 28)
+        return environment["HETU_FX_START"] != "0"
+
+    limits = MemoryLimits()
+    if limits.refusal:
+        pytest.skip(limits.refusal)
+    try:
+        status, events = launch(tmp_path, work)
+    finally:
+        limits.close()
+    assert (status, worlds(events)) == (0, [2, 1])
+    (reason,) = [event["reason"] for event in events if event["event"] == "lost"]
+    assert "was ended by SIGKILL, by the kernel: memory has run out in its cgroup /" in reason
+    assert f"hetu-fx launch: {reason}" in capfd.readouterr().err
 
 
 def test_a_lost_one_is_replaced_where_all_are_needed(tmp_path: Path) -> None:

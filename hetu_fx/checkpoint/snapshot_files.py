@@ -321,6 +321,6 @@ def _guarded(where: Path, num_bytes: int = 0) -> Iterator[None]:
     except (OSError, RuntimeError, SafetensorError) as error:
         free = bytes_text(shutil.disk_usage(where).free if where.is_dir() else 0)
         raise CheckpointError(
-            f"cannot write a snapshot to {where}: {error}; it needs {bytes_text(num_bytes)}, free are {free}\n"
+            f"cannot write a snapshot to {where}: {error}; it needs {bytes_text(num_bytes)}, and {free} are free\n"
             f"hint: make room there, or give another folder: snapshots(folder=...)"
         ) from error

@@ -7,6 +7,7 @@ import itertools
 import os
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from hetu_fx.checkpoint.snapshot_folders import SHARED_MEMORY
@@ -102,12 +103,9 @@ class Space:
 
     def fill(self) -> None:
         """Leave no space; again, where something has been removed meanwhile."""
-        with (self.folder / "ballast").open("ab", buffering=0) as file:
-            try:
-                while True:
-                    file.write(bytes(4096))
-            except OSError:
-                return
+        with suppress(OSError), (self.folder / "ballast").open("ab", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
 
     def free(self) -> None:
         """Give the space back."""

@@ -68,10 +68,10 @@ def test_ranks_that_leave_are_told_of_and_no_process_and_nothing_torn_stays(tmp_
     options = ["--multi_gpu", "--num_machines", "1", "--num_processes", str(WORLD), "--max_restarts", str(len(TOLD))]
     module = [sys.executable, "-m", "accelerate.commands.launch", *options, "--module", __name__, str(tmp_path)]
     environment = {**os.environ, **STORE_PER_START, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
-    launcher = subprocess.Popen(
-        [*SharedMemory().command(), *module],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    output = tmp_path / "output"
+    with output.open("w") as file:
+        command = [*SharedMemory().command(), *module]
+        launcher = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
     try:
         for start, fault in enumerate(TOLD):
             ranks = [os.pidfd_open(number_in(tmp_path / f"rank{rank}_{start}", launcher)) for rank in range(WORLD)]
@@ -81,20 +81,22 @@ def test_ranks_that_leave_are_told_of_and_no_process_and_nothing_torn_stays(tmp_
                 launcher.terminate()
             for rank in ranks:
                 assert select.select([rank], [], [], SECONDS)[0], fault  # readable once the process has ended
-        output = launcher.communicate(timeout=SECONDS)[0]
+        assert launcher.wait(SECONDS) != 0
+    except BaseException:
+        print(output.read_text())
+        raise
     finally:
         launcher.kill()
-    assert launcher.returncode != 0
-    assert [fault for fault, told in TOLD.items() if told not in output] == []
+    assert [fault for fault, told in TOLD.items() if told not in output.read_text()] == []
     if not SharedMemory().refusal:
         check_memory(Path(f"/proc/self/fd/{memory}"), step=len(TOLD))
 
 
-def number_in(path: Path, launcher: subprocess.Popen[str]) -> int:
+def number_in(path: Path, launcher: subprocess.Popen[bytes]) -> int:
     """Return the number in a file, once it is there."""
     deadline = time.monotonic() + SECONDS
     while not path.exists() or not path.read_text():
-        assert launcher.poll() is None, launcher.communicate()[0]
+        assert launcher.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
     return int(path.read_text())

@@ -12,8 +12,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hetu_fx.base.frameworks import offer
-from hetu_fx.base.garbage import without_collections
 from hetu_fx.base.imports import import_after
+from hetu_fx.base.memory import without_collections
 from hetu_fx.export.known_ops import know_ops_in_time
 
 if TYPE_CHECKING:

@@ -81,7 +81,7 @@ class Handle:
         of training steps after a change to it, beside those of steps without one. `homes` has a `HomeEvent` each time
         that homes were changed, with the reason where they have followed a plan, and that what was left for later had
         arrived: bytes and seconds of both. `captures` has a `CaptureEvent` for each time that the model was captured:
-        for which batches, what had changed since the last time, and the seconds.
+        for which batches, what had changed since the last time, and the seconds. The last 4,096 of each are kept.
         """
         report = self._runtime.report
         self._runtime.charge_groups()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hetu_fx.base.checks import check_not_negative
+from hetu_fx.base.memory import Log
 from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
@@ -69,13 +70,13 @@ class IdleMemory:
         limit_bytes: of one rank.
         num_bytes: what they kept when the last batch began, on the rank where each takes most.
         copies_dropped: how often copies that were still good have been evicted.
-        events: what happened to graphs so far.
+        events: what happened to graphs last, and how often something did.
     """
 
     def __init__(self, table: GroupTable, limit_bytes: int) -> None:
         self.table, self.limit_bytes = table, limit_bytes
         self.num_bytes = self.copies_dropped = 0
-        self.events: list[GraphEvent] = []
+        self.events: Log[GraphEvent] = Log()
         self._uses = 0
 
     @contextmanager
@@ -86,7 +87,7 @@ class IdleMemory:
         yield variant
         seconds = variant.first_use.graph_seconds - before
         if seconds:
-            self.events.append(GraphEvent("built", step, variant.name, variant.compute.graph_bytes, seconds))
+            self.events.note(GraphEvent("built", step, variant.name, variant.compute.graph_bytes, seconds))
 
     def settle(self, variants: Mapping[str, Variant], running: str, step: int) -> None:
         """Evict what is too much of what variants keep that do not run; collective."""
@@ -111,7 +112,7 @@ class IdleMemory:
             compute.drop_copies()
             self.copies_dropped += 1
         else:
-            self.events.append(GraphEvent("evicted", step, name, compute.graph_bytes))
+            self.events.note(GraphEvent("evicted", step, name, compute.graph_bytes))
             compute.drop()
 
     def _agree(self, computes: Sequence[Compute]) -> None:

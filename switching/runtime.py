@@ -322,7 +322,7 @@ class Runtime:
         self.step += self._trains
         if self._trains:
             self.whole.drop()
-        made, timer, built = [], ComputeTimer(self.clock, self.host), len(self.idle.events)
+        made, timer, built = [], ComputeTimer(self.clock, self.host), self.idle.events.count
         for part in division.parts:
             self._become(part.variant)
             inputs = self._inputs(division.counts, part.rows, timer)
@@ -333,7 +333,7 @@ class Runtime:
             rows = tuple(map(len, part.rows.pipelines))
             self.report = LastStep(self.current, rows, timer, division.planned, division.work)
         if self._trains and division.planned is None:
-            self.times.train(self.current, self.switches, builds=len(self.idle.events) > built)
+            self.times.train(self.current, self.switches, builds=self.idle.events.count > built)
         joined = division.joined(made)
         self.report.loss = SeenLoss(joined.loss)
         return joined.output if self.execution.loss_fn is None else joined

@@ -8,14 +8,16 @@ product uses any.
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache, partial, wraps
 from operator import attrgetter
+from types import FunctionType
 from typing import Any, cast
 from unittest import mock
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,7 @@ from torch._subclasses.fake_tensor import is_fake as is_fake
 from torch.autograd.function import _is_setup_context_defined
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_group, _new_process_group_helper, _world
+from torch.fx import graph_module
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
 from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
@@ -292,6 +295,50 @@ def without_fake_tensor_cache() -> AbstractContextManager[None]:
     """
     patch: AbstractContextManager[None] = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
     return patch
+
+
+def drop_traced_inputs(mode: FakeTensorMode) -> None:
+    """Let a mode that torch.export has traced in forget its inputs: of use to nobody once that is over.
+
+    Their symbolic sizes hold the environment of the mode in C++, where Python's search for garbage does not look, and
+    the environment holds them: such a ring stays for all time.
+    """
+    environment = mode.shape_env
+    if environment is not None and environment.tracked_fakes:
+        environment.tracked_fakes.clear()
+
+
+def clear_caches_of_sizes() -> None:
+    """Let torch forget what it has found out about symbolic sizes: by this it holds every environment there ever was.
+
+    What is asked again of graphs that are still there is worked out again.
+    """
+    for method in vars(ShapeEnv).values():
+        if hasattr(method, "cache_clear"):
+            method.cache_clear()
+
+
+@cache
+def drop_sources_with_graphs() -> None:
+    """Let torch keep the source of a compiled fx graph, for tracebacks, only as long as its code lives, from now on.
+
+    By itself it keeps the sources of all graphs, of which an export makes six.
+    """
+    execute = graph_module._exec_with_source
+
+    @wraps(execute)
+    def execute_and_drop(source: str, names: dict[str, Any], *rest: Any, **more: Any) -> None:
+        execute(source, names, *rest, **more)
+        for made in [one for one in names.values() if isinstance(one, FunctionType) and one.__globals__ is names]:
+            finalize(made.__code__, _drop_source, made.__code__.co_filename).atexit = False
+
+    graph_module._exec_with_source = execute_and_drop  # type: ignore[assignment]
+
+
+def _drop_source(name: str) -> None:
+    if name.startswith("<eval_with_key>"):  # others are files
+        graph_module._loader.eval_cache.pop(name, None)
+        linecache.cache.pop(name, None)
 
 
 @contextmanager

@@ -17,8 +17,15 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 
 from hetu_fx.base.device_types import HOST, device_types, is_elsewhere
-from hetu_fx.base.garbage import without_collections
-from hetu_fx.base.torch_private import without_fake_tensor_cache
+from hetu_fx.base.memory import without_collections
+from hetu_fx.base.torch_private import (
+    FakeTensorMode,
+    clear_caches_of_sizes,
+    detect_fake_mode,
+    drop_sources_with_graphs,
+    drop_traced_inputs,
+    without_fake_tensor_cache,
+)
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
 from hetu_fx.graph.assemble import Assembly
@@ -182,6 +189,7 @@ class _OutputStructure:
     found: Tree | None = None
     more: Tree | None = None
     asks_layout: str = ""
+    mode: FakeTensorMode | None = None
 
     def tree(self) -> Tree:
         """Return the structure of the model's output."""
@@ -219,6 +227,7 @@ class _Program(nn.Module):
         self.ties = tied_buffers(model)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.output.mode = detect_fake_mode(tensors)
         self._tie_rows(dict(zip(self.names, tensors, strict=True)))
         batch = unflatten(self.input_tree, dict(zip(self.names, tensors, strict=True)))
         args, kwargs = as_call(batch)
@@ -294,7 +303,9 @@ def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def _surroundings() -> Iterator[None]:
     """Trace with gradients on, ambient autocast off, and give back the random state as it was."""
+    drop_sources_with_graphs()
     with contextlib.ExitStack() as stack:
+        stack.callback(clear_caches_of_sizes)
         for kind, _ in ambient_autocasts():
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.enter_context(torch.enable_grad())
@@ -409,17 +420,25 @@ def _other_than(tried: RowDims, found: RowDims) -> RowDims:
 
 def _export_once(program: _Program, example: Example, *, batch: bool, rest: bool) -> ExportedProgram:
     program.row_dims = example.row_dims
-    shapes = example.dynamic_shapes(Dim("batch", min=1) if batch else Dim.STATIC, rest_is_dynamic=rest)
+    rows: Any = Dim("batch", min=1) if batch else Dim.STATIC
+    return _export_in(program, example, example.dynamic_shapes(rows, rest_is_dynamic=rest))
+
+
+def _export_in(program: _Program, example: Example, shapes: Any) -> ExportedProgram:
+    """Export with these dynamic shapes; the trace leaves nothing behind, also where it fails."""
     inputs = tuple(example.tensors.values())
-    return torch.export.export(program, inputs, dynamic_shapes={"tensors": shapes}, strict=False)
+    try:
+        return torch.export.export(program, inputs, dynamic_shapes={"tensors": shapes}, strict=False)
+    finally:
+        if program.output.mode is not None:
+            drop_traced_inputs(program.output.mode)
+            program.output.mode = None
 
 
 def _static_notes(program: _Program, example: Example, error: Exception, *, rest: bool) -> tuple[str, ...]:
     """Say that the batch is static, and which line made it so (found by letting export fix it)."""
     with contextlib.suppress(Exception), watch_fixed_sizes() as lines:
-        inputs = tuple(example.tensors.values())
-        shapes = example.dynamic_shapes(Dim.AUTO, rest_is_dynamic=False)
-        torch.export.export(program, inputs, dynamic_shapes={"tensors": shapes}, strict=False)
+        _export_in(program, example, example.dynamic_shapes(Dim.AUTO, rest_is_dynamic=False))
     where = f" at {lines[0]}" if lines else ""
     why = f"{where} (len(x) and comparisons fix a size; row_dims says where rows are not dim 0)"
     note = _fixed("the batch size", error, why)

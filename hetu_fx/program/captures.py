@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from hetu_fx.base.memory import Log
 from hetu_fx.base.progress import telling
 from hetu_fx.errors import BatchError, CaptureError, StateError
 from hetu_fx.graph.bind import Batch, GivenBatch, as_call, input_tensors
@@ -47,7 +48,7 @@ class Programs:
         tracer: captures it.
         observers: of its submodules, whose outputs are outputs of its programs.
         current: the program that was last asked for.
-        events: the captures so far.
+        events: the last captures, each with its reason, and how many there were.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Programs:
         self.current: Program | None = None
         self._latest: dict[bool, Captured] = {}
         self._last: dict[bool, LastMatch] = {}
-        self.events: list[CaptureEvent] = []
+        self.events: Log[CaptureEvent] = Log()
         self._structures = [self.structure]
         self._kept = KeptCaptures()
         self._recurring = Recurring()
@@ -216,7 +217,7 @@ class Programs:
         self._look()  # a forward may register hooks when it first runs
         found = Captured(form, program, self.structure, reads, given.constants, ambient_autocasts())
         seconds = perf_counter() - start
-        self.events.append(CaptureEvent(form, why, seconds))
+        self.events.note(CaptureEvent(form, why, seconds))
         if why:
             _log.info("the model is captured again: %s", "; ".join(why))
         changed = why or self._other_constants(given)

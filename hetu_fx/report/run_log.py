@@ -34,6 +34,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from hetu_fx.base.memory import Log
 from hetu_fx.base.records import Document
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.cluster.host import peak_bytes
@@ -80,8 +81,8 @@ class State:
         variants: all there are.
         rates: straggling rates of devices, of those that are not 1.
         planned: of the last batch, if it had sequences of mixed lengths.
-        graphs: what has happened to graphs.
-        homes: what has happened to homes.
+        graphs: what has happened to graphs since the state before.
+        homes: what has happened to homes since then.
         cluster: the devices and links; None if nobody knows.
         peak_bytes: of each process, as told.
     """
@@ -111,12 +112,12 @@ class Batch:
 
 def entries(before: State, after: State, batch: Batch | None) -> Iterator[Entry]:
     """Yield what happened between two states, of which the later one has run `batch` (None: nothing yet)."""
-    yield from map(_graph_entry, after.graphs[len(before.graphs) :])
+    yield from map(_graph_entry, after.graphs)
     if batch is not None:
         if before.variant not in ("", after.variant):
             yield {"event": "switch", "step": after.step, "from": before.variant, "to": after.variant}
         yield _batch_entry(before, after, batch)
-    yield from map(_home_entry, after.homes[len(before.homes) :])
+    yield from map(_home_entry, after.homes)
     for name in after.variants:
         if name not in before.variants:
             yield {"event": "plan", "step": after.step, **_plan(name, after.variants[name])}
@@ -188,10 +189,10 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._before = State(
             step=runtime.step,
             variants=dict(runtime.variants),
-            graphs=tuple(runtime.idle.events),
-            homes=tuple(runtime.in_flight.events),
             cluster=adaptation.cluster,
         )
+        self._logs: tuple[Log[Any], ...] = runtime.idle.events, runtime.in_flight.events
+        self._counts = [log.count for log in self._logs]
         self._begun: tuple[float, int] | None = None
         self._peak_bytes, self._looked = 0, -math.inf
         if sinks:
@@ -242,7 +243,8 @@ class RunLog(AbstractContextManager["RunLog"]):
     def _state(self) -> State:
         runtime, report = self._runtime, self._runtime.report
         rates = {device: rate for device, rate in self._adaptation.rates.items() if rate != 1.0}
-        happened = tuple(runtime.idle.events), tuple(runtime.in_flight.events)
+        happened = [log.since(count) for log, count in zip(self._logs, self._counts, strict=True)]
+        self._counts = [log.count for log in self._logs]
         variants = dict(runtime.variants)
         cluster = self._adaptation.cluster
         return State(runtime.step, report.variant, report.rows, variants, rates, report.planned, *happened, cluster)

@@ -115,7 +115,7 @@ class HomesFollow:
         self._has_told = False
         self._times = UpdateTimes(clock_of(next(runtime.model.parameters()).device))
         self._updates: dict[int, deque[float]] = {}
-        self._updated_after = 0
+        self._events_seen = 0
         self._changes = 0
 
     def tell(self) -> dict[str, float]:
@@ -146,10 +146,10 @@ class HomesFollow:
         for rank, seconds in enumerate(updates):
             if seconds:
                 self._updates.setdefault(rank, deque(maxlen=RECENT_STEPS)).append(seconds)
-        changes = sum(event.event == "moved" for event in self.runtime.in_flight.events)
-        if self._updated_after != changes:
-            self._updated_after = changes
+        events = self.runtime.in_flight.events
+        if any(event.event == "moved" for event in events.since(self._events_seen)):
             self._updates.clear()
+        self._events_seen = events.count
 
     @property
     def _is_due(self) -> bool:

@@ -6,39 +6,19 @@ noted, as devices of unlike kinds run other kernels for it; the rates of the ste
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from torch import Tensor
 
+from hetu_fx.base.memory import Log
 from hetu_fx.base.per_rank import PerRank
 from hetu_fx.switching.home.values import Signed, mark_value
 
-T = TypeVar("T")
 Rates = tuple[tuple[tuple[str, tuple[float, ...]], ...], ...]
 """Of one step, by group of parameters: the numbers that the optimizer goes by, by name."""
 
-_MOST_KEPT = 4096
 _ROUND = "journal_round"
-
-
-class Log(Generic[T]):
-    """The last of what was noted, and how much was noted in all."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._kept: deque[T] = deque(maxlen=_MOST_KEPT)
-
-    def note(self, item: T) -> None:
-        """Note one more."""
-        self.count += 1
-        self._kept.append(item)
-
-    def since(self, count: int) -> list[T]:
-        """Return what was noted after the first `count`, so far as it is kept."""
-        new = min(self.count - count, len(self._kept))
-        return list(self._kept)[-new:] if new else []
 
 
 class Journal:

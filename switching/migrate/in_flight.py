@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hetu_fx.base.memory import Log
 from hetu_fx.base.per_rank import PerRank
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.serial_threads import InTurn, Turn
@@ -74,12 +75,12 @@ class InFlightState:
         steps: tells the training steps so far, for the events.
 
     Attributes:
-        events: what has happened so far.
+        events: what has happened last, and how often something has.
     """
 
     def __init__(self, table: GroupTable, steps: Callable[[], int] = lambda: 0) -> None:
         self.table, self._steps = table, steps
-        self.events: list[HomeEvent] = []
+        self.events: Log[HomeEvent] = Log()
         self._journey: _Journey | None = None
         self._lock = RLock()  # a reader may be any thread
         finish_at_exit(self)
@@ -126,7 +127,7 @@ class InFlightState:
 
     def tell_moved(self, plan: SwitchPlan, seconds: float, why: str = "") -> None:
         """Record a change of home that training has waited for."""
-        self.events.append(HomeEvent("moved", self._steps(), plan.now.total_bytes, seconds, seconds, why))
+        self.events.note(HomeEvent("moved", self._steps(), plan.now.total_bytes, seconds, seconds, why))
 
     def _finish(self, journey: _Journey) -> None:
         asked = perf_counter()
@@ -140,7 +141,7 @@ class InFlightState:
             raise error
         start, end = journey.times
         waited, num_bytes = perf_counter() - asked, journey.plan.total_bytes
-        self.events.append(HomeEvent("arrived", self._steps(), num_bytes, end - start, waited))
+        self.events.note(HomeEvent("arrived", self._steps(), num_bytes, end - start, waited))
 
     def _wait(self, journey: _Journey) -> None:
         # Each wait in the thread is bounded by the groups' timeout: a bucket that takes longer has failed by then.

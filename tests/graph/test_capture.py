@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
+import linecache
 import warnings
 from collections import OrderedDict
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
@@ -16,6 +18,7 @@ from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import LeafKind, OutputKind
 from tests.graph.compare import assert_same_as_eager, run_on_one_device
 from tests.model_zoo import SAMPLES, captured, to_double
+from tests.program.flat_memory import environments, sources
 
 aten = torch.ops.aten
 
@@ -355,3 +358,30 @@ def test_captures_without_warnings() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         capture(nn.Linear(3, 2), (torch.randn(4, 3),))
+
+
+class OnlyFive(nn.Module):
+    """Fixes its batch, which takes a capture several traces, the first of which fail."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean() * (2.0 if x.shape[0] == 5 else 1.0)
+
+
+@pytest.mark.parametrize("model", [nn.Linear(3, 2), OnlyFive()])
+def test_traces_leave_nothing_behind_whether_they_succeed_or_not(model: nn.Module) -> None:
+    batch = (torch.randn(5, 3),)
+    capture(model, batch)
+    before = environments(), sources()
+    for _ in range(3):
+        capture(model, batch)
+        assert (environments(), sources()) == before
+
+
+def test_the_source_of_a_graph_is_there_for_tracebacks_as_long_as_the_graph() -> None:
+    capture(nn.Linear(3, 2), (torch.randn(5, 3),))
+    graph = fx.symbolic_trace(nn.Linear(3, 2))
+    name = graph.forward.__func__.__code__.co_filename
+    assert "linear(" in "".join(linecache.getlines(name))
+    del graph
+    gc.collect()
+    assert linecache.getlines(name) == []

@@ -1,8 +1,8 @@
 """Does a run that steps, switches and captures again and again keep anything? `python -m tests.program.flat_memory`.
 
 Each rank trains a small model by two variants in turn, and changes a value that the graph fixes every few steps. Prints
-what it has at some steps, and as its last line one JSON object; the status is 1 where memory or descriptors have grown
-between a fifth of the run, when as many captures are kept as ever will be, and its end.
+what it has at some steps, and as its last line one JSON object; the status is 1 where there is more memory, descriptors
+or remains of captures at the end than after a fifth of the run, when as many captures are kept as ever will be.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.fx import graph_module
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import hetu_fx
 from hetu_fx.base.documents import table_text
 from tests.spawned import results_of
 
 BAR = 1.02
+MORE_OBJECTS = 60
+"""For each capture, that may stay: events, and entries of sympy's caches, which are bounded. A trace is hundreds."""
 SECONDS = 3000.0
 NAMES = ("rows", "columns")
 
@@ -44,6 +48,8 @@ class Held:
         memory_bytes: that are resident.
         descriptors: that are open.
         threads: of the operating system.
+        environments: of symbolic sizes, of which each trace makes one.
+        sources: of graphs, which torch keeps for tracebacks.
         objects: that Python's garbage collector knows, once it has collected.
     """
 
@@ -53,6 +59,8 @@ class Held:
     memory_bytes: int
     descriptors: int
     threads: int
+    environments: int
+    sources: int
     objects: int
 
 
@@ -89,22 +97,39 @@ def held_by(world: int, steps: int, per_switch: int, per_capture: int, looks: in
             yield _held(step, switches, len(model.hetu.stats["captures"]))
 
 
-def _held(step: int, switches: int, captures: int) -> Held:
+def environments() -> int:
+    """Return how many environments of symbolic sizes there are, once garbage is collected."""
     gc.collect()
+    return sum(type(one) is ShapeEnv for one in gc.get_objects())
+
+
+def sources() -> int:
+    """Return of how many graphs torch keeps the source."""
+    return len(graph_module._loader.eval_cache)
+
+
+def _held(step: int, switches: int, captures: int) -> Held:
+    traces = environments(), sources()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     descriptors, threads = (len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task"))
     memory = pages * resource.getpagesize()
-    return Held(step, switches, captures, memory, descriptors, threads, len(gc.get_objects()))
+    return Held(step, switches, captures, memory, descriptors, threads, *traces, len(gc.get_objects()))
+
+
+def more(first: Held, last: Held) -> list[str]:
+    """Say of what there is more at the last look than at the first; of what is counted, which is exact."""
+    spare = {"objects": MORE_OBJECTS * (last.captures - first.captures)}
+    return [
+        f"{name}: {getattr(first, name)} -> {getattr(last, name)}"
+        for name in ("descriptors", "threads", "environments", "sources", "objects")
+        if getattr(last, name) > getattr(first, name) + spare.get(name, 0)
+    ]
 
 
 def grown(found: list[Held]) -> list[str]:
     """Say what has grown from the first look to the last."""
     first, last = found[0], found[-1]
-    told = [
-        f"{name}: {getattr(first, name)} -> {getattr(last, name)}"
-        for name in ("descriptors", "threads")
-        if getattr(last, name) > getattr(first, name)
-    ]
+    told = more(first, last)
     if last.memory_bytes > BAR * first.memory_bytes:
         told.append(f"memory: {first.memory_bytes} -> {last.memory_bytes} bytes, more than {BAR} times")
     return told

@@ -55,4 +55,4 @@ class Watching:
     @property
     def why(self) -> str:
         """Return why the model was captured last."""
-        return "; ".join(self.programs.events[-1].why)
+        return "; ".join(list(self.programs.events)[-1].why)

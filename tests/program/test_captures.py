@@ -236,7 +236,7 @@ def test_captures_are_bounded_and_the_one_that_was_not_used_for_longest_goes_fir
     assert not programs.holds(scaled)
     assert programs.find(batch, True) is first
     assert programs.find({**batch, "scale": 2.0}, True) is not scaled
-    assert len(programs.events) == 4
+    assert programs.events.count == 4
 
 
 def test_a_program_that_is_not_kept_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:

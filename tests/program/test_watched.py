@@ -58,7 +58,7 @@ def test_what_becomes_again_what_it_was_finds_its_program() -> None:
         watching.model.scale = value
         last = watching.program()
     assert last is first
-    assert len(watching.programs.events) == 2
+    assert watching.programs.events.count == 2
 
 
 def test_what_the_forward_does_not_read_changes_nothing() -> None:

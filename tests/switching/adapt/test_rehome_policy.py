@@ -80,7 +80,7 @@ class Ran:
 
     def switch_home(self, targets: Any, optimizers: Any, *, why: str) -> Any:
         self.moved.append((self.step, targets["w"]))
-        self.in_flight.events.append(HomeEvent("moved", self.step, 1, 0.0, 0.0, why))
+        self.in_flight.events.note(HomeEvent("moved", self.step, 1, 0.0, 0.0, why))
         return SimpleNamespace(summary=lambda: "")
 
     def adopt(self) -> None:

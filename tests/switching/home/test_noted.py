@@ -11,7 +11,7 @@ from torch import nn
 
 from hetu_fx.annotations.annotation import Annotation, Split
 from hetu_fx.switching.home import noted, stepped
-from hetu_fx.switching.home.journal import Journal, Log, journal
+from hetu_fx.switching.home.journal import Journal, journal
 from hetu_fx.switching.home.noted import Numbers, StepRates, TensorCounts
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
 
@@ -26,15 +26,6 @@ def home() -> Any:
 @pytest.fixture(autouse=True)
 def _another_round() -> None:
     journal().next_round()
-
-
-def test_a_log_gives_what_came_later_so_far_as_it_is_kept() -> None:
-    log: Log[int] = Log()
-    for number in range(5000):
-        log.note(number)
-    assert log.since(4998) == [4998, 4999]
-    assert log.since(5000) == []
-    assert len(log.since(0)) == 4096
 
 
 def test_tensors_are_counted_once_a_round_however_often_they_are_written() -> None:

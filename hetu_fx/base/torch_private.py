@@ -297,21 +297,21 @@ def without_fake_tensor_cache() -> AbstractContextManager[None]:
     return patch
 
 
-def drop_traced_inputs(mode: FakeTensorMode) -> None:
-    """Let a mode that torch.export has traced in forget its inputs: of use to nobody once that is over.
+def drop_traced_inputs(mode: FakeTensorMode | None) -> None:
+    """Let a mode that torch.export has traced in forget its inputs: they are of use to nobody once that is over.
 
-    Their symbolic sizes hold the environment of the mode in C++, where Python's search for garbage does not look, and
-    the environment holds them: such a ring stays for all time.
+    Their symbolic sizes hold the mode's environment in C++, where Python's search for garbage does not look, and the
+    environment holds them: such a ring is never freed. None: there was no trace.
     """
-    environment = mode.shape_env
+    environment = None if mode is None else mode.shape_env
     if environment is not None and environment.tracked_fakes:
         environment.tracked_fakes.clear()
 
 
 def clear_caches_of_sizes() -> None:
-    """Let torch forget what it has found out about symbolic sizes: by this it holds every environment there ever was.
+    """Let torch forget what it has answered about symbolic sizes: the caches hold the environments of all traces.
 
-    What is asked again of graphs that are still there is worked out again.
+    What is asked once more about graphs that are still there is worked out once more.
     """
     for method in vars(ShapeEnv).values():
         if hasattr(method, "cache_clear"):
@@ -320,9 +320,9 @@ def clear_caches_of_sizes() -> None:
 
 @cache
 def drop_sources_with_graphs() -> None:
-    """Let torch keep the source of a compiled fx graph, for tracebacks, only as long as its code lives, from now on.
+    """From now on, let torch keep the source of an fx graph, which tracebacks show, only as long as its code lives.
 
-    By itself it keeps the sources of all graphs, of which an export makes six.
+    By itself it keeps the sources of all graphs; an export makes six.
     """
     execute = graph_module._exec_with_source
 
@@ -336,7 +336,7 @@ def drop_sources_with_graphs() -> None:
 
 
 def _drop_source(name: str) -> None:
-    if name.startswith("<eval_with_key>"):  # others are files
+    if name.startswith("<eval_with_key>"):  # other names are of files
         graph_module._loader.eval_cache.pop(name, None)
         linecache.cache.pop(name, None)
 

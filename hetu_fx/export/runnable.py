@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from hetu_fx.base.torch_private import detect_fake_mode, drop_traced_inputs
 from hetu_fx.errors import ExportError
 from hetu_fx.graph import meta
 from hetu_fx.graph.capture import casting
@@ -121,6 +122,7 @@ def export_runnable(runnable: Runnable, values: Mapping[str, Tensor], where: str
             exported = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic, strict=False)
     except Exception as error:
         raise ExportError(f"{where} cannot be exported: {type(error).__name__}: {error}") from error
+    drop_traced_inputs(detect_fake_mode([node.meta.get("val") for node in exported.graph.nodes]))
     for node in exported.graph.nodes:
         meta.forget_traces(node)
     exported.example_inputs = None

@@ -425,14 +425,13 @@ def _export_once(program: _Program, example: Example, *, batch: bool, rest: bool
 
 
 def _export_in(program: _Program, example: Example, shapes: Any) -> ExportedProgram:
-    """Export with these dynamic shapes; the trace leaves nothing behind, also where it fails."""
+    """Export with these dynamic shapes; the inputs of the trace are dropped also where it fails."""
     inputs = tuple(example.tensors.values())
     try:
         return torch.export.export(program, inputs, dynamic_shapes={"tensors": shapes}, strict=False)
     finally:
-        if program.output.mode is not None:
-            drop_traced_inputs(program.output.mode)
-            program.output.mode = None
+        drop_traced_inputs(program.output.mode)
+        program.output.mode = None
 
 
 def _static_notes(program: _Program, example: Example, error: Exception, *, rest: bool) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import fx, nn
 from torch._inductor.codecache import CppPythonBindingsCodeCache
+from torch.fx import graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.optim import optimizer
 
@@ -147,6 +148,8 @@ def examples() -> Mapping[str, Any]:
         "_group_tensors_by_device_and_dtype": optimizer.Optimizer,
         "_boxed_call": make_boxed_func(print),
         "_set_replacement": ShapeEnv,
+        "_exec_with_source": graph_module,
+        "_loader": graph_module,
         "_underlying_non_prefix_store": torch._C._distributed_c10d.PrefixStore,
         "_get_backend": group,
         "_group_start": as_described("ProcessGroupNCCL"),

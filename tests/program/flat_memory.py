@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.fx import graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import hetu_fx
 from hetu_fx.base.documents import table_text
+from tests.ranks.stepping import watched
 from tests.spawned import results_of
 
 BAR = 1.02
@@ -64,31 +64,17 @@ class Held:
     objects: int
 
 
-class Net(nn.Module):
-    """Its graph fixes `factor`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
-        self.factor = 1.0
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": (self.layers(x) * self.factor).square().mean()}
-
-
 def held_by(world: int, steps: int, per_switch: int, per_capture: int, looks: int) -> Iterator[Held]:
     """Train, and yield what this process has at `looks` steps at equal distances."""
     made = hetu_fx.Plan.data_parallel(range(world)), hetu_fx.Plan.tensor_parallel(range(world))
     plans = [replace(plan, name=name) for plan, name in zip(made, NAMES, strict=True)]
-    batch = {"x": torch.ones(2, 6, 16)}
-    net = Net()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
-    model: Any = hetu_fx.auto_parallelize(net, batch, plan=plans, optimizer=optimizer)
+    model, x = watched(*plans)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     switches, before = 0, ""
     for step in range(1, steps + 1):
         model.factor = 1.0 + step // per_capture
         model.hetu.switch(NAMES[step // per_switch % len(NAMES)])
-        model(**batch)["loss"].backward()
+        model(x).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         switches += before not in ("", model.hetu.current)
@@ -136,7 +122,6 @@ def grown(found: list[Held]) -> list[str]:
 
 
 def _work(rank: int, world: int, store: str, arguments: tuple[int, ...], results: Any) -> None:
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     if world > 1:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}

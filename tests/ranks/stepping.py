@@ -1,29 +1,41 @@
-"""A small model whose ranks watch each other, for tests of ranks that leave, stop, or cannot be reached."""
+"""A small model whose ranks watch each other, for tests of ranks that leave, stop, cannot be reached, or go on long."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import torch
+from torch import nn
+
+import hetu_fx
 
 WORLD = 2
 BOUND = 5.0
 """Seconds that a rank waits for the others before it looks what has become of them."""
 
 
-def watched() -> tuple[Any, Any]:
-    """Return a model of `WORLD` ranks, and the input that it takes, once the job's variables are set."""
-    import torch
-    from torch import nn
+class Scaled(nn.Module):
+    """Its graph fixes `factor`."""
 
-    import hetu_fx
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.factor = 1.0
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.factor
+
+
+def watched(*plans: hetu_fx.Plan) -> tuple[Any, Any]:
+    """Return a model of `WORLD` ranks, or of plans, and the input that it takes, once the job's variables are set."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model, x = nn.Linear(4, 3), torch.randn(4, 4)
+    model, x = Scaled(), torch.randn(4, 4)
     model = hetu_fx.auto_parallelize(
         model,
         (x,),
-        plan=hetu_fx.Plan.data_parallel(range(WORLD)),
-        loss_fn=lambda output, input: output.pow(2).mean(),
+        plan=plans or hetu_fx.Plan.data_parallel(range(WORLD)),
+        loss_fn=lambda output, x: output.pow(2).mean(),
         wait_seconds=BOUND,
     )
     return model, x

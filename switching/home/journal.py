@@ -36,6 +36,7 @@ class Journal:
         self.numbers: Log[float] = Log()
         self.values: Log[Signed] = Log()
         self.steps: Log[Rates] = Log()
+        self._rates: Rates = ()
         self._round = 0
         self._is_stepping = False
 
@@ -48,7 +49,9 @@ class Journal:
         """Note a step of an optimizer, whose writes do not count; None if it has no home parameters."""
         self._is_stepping = True
         if rates is not None:
-            self.steps.note(rates)
+            if rates != self._rates:
+                self._rates = rates
+            self.steps.note(self._rates)  # one object for steps by the same rates: a kilobyte each
 
     def end_step(self) -> None:
         """Note writes again."""

@@ -85,6 +85,18 @@ def test_steps_of_optimizers_are_noted_by_their_numbers_and_their_writes_are_not
     assert counts.number == 1
 
 
+def test_steps_by_the_same_numbers_are_held_once() -> None:
+    parameter = nn.Parameter(home())
+    parameter.grad = home()
+    optimizer, rates = torch.optim.Adam([parameter], lr=0.25), StepRates()
+    for rate in (0.25, 0.25, 0.5):
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+    first, second, third = rates.detail
+    assert first is second
+    assert first != third
+
+
 def test_steps_of_plain_parameters_are_not_noted() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.ones(2)

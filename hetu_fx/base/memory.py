@@ -30,8 +30,8 @@ class Log(Generic[T]):
 
     def note(self, item: T) -> None:
         """Note one more."""
-        self.count += 1
         self._kept.append(item)
+        self.count += 1  # last: who reads meanwhile, in another thread, gets it the next time
 
     def since(self, count: int) -> list[T]:
         """Return what was noted after the first `count`, so far as it is kept."""

@@ -243,11 +243,11 @@ class RunLog(AbstractContextManager["RunLog"]):
     def _state(self) -> State:
         runtime, report = self._runtime, self._runtime.report
         rates = {device: rate for device, rate in self._adaptation.rates.items() if rate != 1.0}
-        happened = [log.since(count) for log, count in zip(self._logs, self._counts, strict=True)]
-        self._counts = [log.count for log in self._logs]
+        graphs, homes = (log.since(count) for log, count in zip(self._logs, self._counts, strict=True))
+        self._counts = [count + len(new) for count, new in zip(self._counts, (graphs, homes), strict=True)]
         variants = dict(runtime.variants)
         cluster = self._adaptation.cluster
-        return State(runtime.step, report.variant, report.rows, variants, rates, report.planned, *happened, cluster)
+        return State(runtime.step, report.variant, report.rows, variants, rates, report.planned, graphs, homes, cluster)
 
     def _tell(self, entry: Entry) -> None:
         for sink in self._sinks:

@@ -146,10 +146,10 @@ class HomesFollow:
         for rank, seconds in enumerate(updates):
             if seconds:
                 self._updates.setdefault(rank, deque(maxlen=RECENT_STEPS)).append(seconds)
-        events = self.runtime.in_flight.events
-        if any(event.event == "moved" for event in events.since(self._events_seen)):
+        events = self.runtime.in_flight.events.since(self._events_seen)
+        self._events_seen += len(events)
+        if any(event.event == "moved" for event in events):
             self._updates.clear()
-        self._events_seen = events.count
 
     @property
     def _is_due(self) -> bool:

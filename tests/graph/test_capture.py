@@ -374,7 +374,8 @@ def test_traces_leave_nothing_behind_whether_they_succeed_or_not(model: nn.Modul
     before = environments(), sources()
     for _ in range(3):
         capture(model, batch)
-        assert (environments(), sources()) == before
+        assert environments() <= before[0]
+        assert sources() <= before[1]
 
 
 def test_the_source_of_a_graph_is_there_for_tracebacks_as_long_as_the_graph() -> None:

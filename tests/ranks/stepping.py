@@ -19,18 +19,18 @@ class Scaled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 4)
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
         self.factor = 1.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) * self.factor
+        return self.layers(x) * self.factor
 
 
 def watched(*plans: hetu_fx.Plan) -> tuple[Any, Any]:
     """Return a model of `WORLD` ranks, or of plans, and the input that it takes, once the job's variables are set."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model, x = Scaled(), torch.randn(4, 4)
+    model, x = Scaled(), torch.randn(2, 6, 16)
     model = hetu_fx.auto_parallelize(
         model,
         (x,),

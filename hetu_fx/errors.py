@@ -11,6 +11,7 @@ HetuFxError
  |- ClusterError         a malformed cluster (file)
  |- ProfileError         a malformed profile (file), or one without what a search needs
  |- BatchError           a batch that does not fit the captured model, or differs between ranks
+ |- ForwardCheckError    the forward checks values of a batch, and raises for them
  |- AlignError           a file of ops to align, or a way to run them, that cannot be
  |- CheckError           a plan that was tried, and does not give what one device gives
  |- StateError           a call at the wrong time, or state that is not where it should be
@@ -99,6 +100,15 @@ class BatchError(HetuFxError):
 
     Way out: bring what the message asks for: the same inputs on all ranks, sizes that the model was captured with, a
     mask where sequences are padded.
+    """
+
+
+class ForwardCheckError(HetuFxError):
+    """The model's forward checks values of a batch, and raises for them; every rank raises it, whoever has the rows.
+
+    It is of the type that the forward raises as well, so that `except ValueError` catches it.
+
+    Way out: see what the message says of the values; the line that it names is the check.
     """
 
 

@@ -20,6 +20,7 @@ from hetu_fx.transforms.lowering.overlap import Overlap
 from hetu_fx.transforms.lowering.recompute import Recompute
 from hetu_fx.transforms.lowering.weights_later import WeightsLater
 from hetu_fx.transforms.rewrites.all_rows import AllRows
+from hetu_fx.transforms.rewrites.count_checks import CountChecks
 from hetu_fx.transforms.rewrites.counter_rng import Randomness
 from hetu_fx.transforms.rewrites.global_mean import BatchStatistics, GlobalMean
 from hetu_fx.transforms.rewrites.op_overrides import OpOverrides, Override
@@ -51,7 +52,8 @@ class Pass(Protocol[Given, Made]):
 REWRITES: tuple[Pass[Graph, Graph], ...] = (
     GlobalMean(),
     BatchStatistics(),  # after means: both divide by global counts, which are numbered in this order
-    AllRows(),  # after both: rows that only add up need not be gathered
+    CountChecks(),  # after means, whose counts are numbered first
+    AllRows(),  # after all three: rows that only add up need not be gathered
     Randomness(),
     Override(),  # after what writes ops anew that it may name
     PerSequence(),  # after dropout of attention weights is written out, which sequences do not run with

@@ -37,6 +37,7 @@ from torch.autograd.function import _is_setup_context_defined
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_group, _new_process_group_helper, _world
 from torch.fx import graph_module
+from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
 from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
@@ -354,6 +355,21 @@ def watching_sizes(see: Callable[[Any], None]) -> Iterator[None]:
         return replace(shape_env, symbol, value, *rest, **more)
 
     with mock.patch.object(ShapeEnv, "_set_replacement", watched):
+        yield
+
+
+@contextmanager
+def answering_guards(answer: Callable[[Any, Exception], bool]) -> Iterator[None]:
+    """Let `answer` say whether a condition on what tensors hold is true, with the error that a trace has for it."""
+    guard = SymNode.guard_bool
+
+    def guarded(node: SymNode, file: str, line: int) -> bool:
+        try:
+            return guard(node, file, line)
+        except GuardOnDataDependentSymNode as error:
+            return answer(node.expr, error)
+
+    with mock.patch.object(SymNode, "guard_bool", guarded):
         yield
 
 

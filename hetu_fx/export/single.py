@@ -75,7 +75,7 @@ def _zeros(leaf: Leaf) -> Tensor:
 
 
 def _training(graph: Graph) -> Graph:
-    return graph.select(lambda leaf: not leaf.name.startswith(OBSERVED))
+    return graph.select(lambda leaf: leaf.kind is not OutputKind.CHECK and not leaf.name.startswith(OBSERVED))
 
 
 def _inference(programs: Programs, program: Program, evaluation: Graph) -> Graph:

@@ -18,6 +18,7 @@ from hetu_fx.errors import BatchError, CaptureError
 from hetu_fx.graph import meta
 from hetu_fx.graph.blocks import find_blocks
 from hetu_fx.graph.capture_failure import WAY_OUT
+from hetu_fx.graph.checks import Check
 from hetu_fx.graph.clean import clean, name_masks
 from hetu_fx.graph.containers import Constant, Opaque, TensorSlot, Tree, WithheldNumber, walk, without_opaque
 from hetu_fx.graph.example import Example, order_in_memory
@@ -42,6 +43,7 @@ class Assembly:
     """An exported program and what is needed to make a Graph of it.
 
     `copies` are constants that the trace has read as copies, with the tensors themselves, by the number of the copy.
+    The program's last outputs are those of `checks`.
     """
 
     model: nn.Module
@@ -55,6 +57,7 @@ class Assembly:
     observed: Tree | None = None
     asks_layout: str = ""
     copies: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    checks: tuple[Check, ...] = ()
 
     def graph(self, training: bool, notes: tuple[str, ...]) -> Graph:
         """Make the Graph.
@@ -95,6 +98,7 @@ class Assembly:
             observed=None if self.observed is None else without_opaque(self.observed),
             layout=self._layout(),
             conditions=meta.conditions(flat, symbol),
+            checks=self.checks,
         ).with_note(*notes, *self._notes(), *_without_rows(leaves))
 
     def _leaves(self, flat: fx.Graph) -> tuple[Leaf, ...]:
@@ -132,6 +136,8 @@ class Assembly:
         names = [slot.name or "output" for slot in slots]
         output = flat.output_node()
         values: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
+        first_check = len(values) - len(self.checks)
+        values, asked = values[:first_check], values[first_check:]
         if self.has_loss_fn:
             _check_loss(values[-1])
             loss: int | None = len(names)
@@ -142,8 +148,9 @@ class Assembly:
                 names.append(LOSS)
         else:
             loss = _index_of_loss(names, values)
-        output.args = (tuple(values),)
-        return tuple(_output_leaf(name, index == loss) for index, name in enumerate(names))
+        output.args = ((*values, *asked),)
+        made = (_output_leaf(name, index == loss) for index, name in enumerate(names))
+        return *made, *(OutputLeaf(check.name, OutputKind.CHECK) for check in self.checks)
 
     def _buffer_updates(
         self, flat: fx.Graph, leaves: tuple[Leaf, ...], written: Mapping[fx.Node, fx.Node]

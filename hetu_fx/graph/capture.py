@@ -20,6 +20,7 @@ from hetu_fx.base.device_types import HOST, device_types, is_elsewhere
 from hetu_fx.base.memory import without_collections
 from hetu_fx.base.torch_private import (
     FakeTensorMode,
+    GuardOnDataDependentSymNode,
     clear_caches_of_sizes,
     detect_fake_mode,
     drop_sources_with_graphs,
@@ -36,10 +37,10 @@ from hetu_fx.graph.capture_failure import (
     explain_failure,
     inference_is_no_grad,
     no_backward_is_lost,
-    reads_values,
     reason,
     watch_fixed_sizes,
 )
+from hetu_fx.graph.checks import Check
 from hetu_fx.graph.containers import Tree, flatten, unflatten
 from hetu_fx.graph.example import Example, make_example
 from hetu_fx.graph.graph import OBSERVED, Graph, OutputKind
@@ -50,6 +51,7 @@ from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, count_r
 from hetu_fx.graph.shared_memory import overlapping
 from hetu_fx.graph.tracing.known_values import KnownValues
 from hetu_fx.graph.tracing.lengths import open_lengths
+from hetu_fx.graph.tracing.raising_checks import RaisingChecks
 
 Autocasts = tuple[tuple[str, torch.dtype], ...]
 """The kinds of devices for which torch.autocast is on, and what it casts to."""
@@ -143,12 +145,12 @@ def _captured(
 def _traced(program: _Program, tensors: Mapping[str, torch.Tensor]) -> _Traced:
     """Trace, twice where the output has plain values: what is not the same both times would be wrong in every step."""
     exported, example, notes = _export_known(program, tensors)
-    tree, more = program.output.tree(), program.output.more
+    tree, more, checks = program.output.tree(), program.output.more, program.output.checks
     if plain_values(tree):
         with contextlib.suppress(Exception), later():
             _export_once(program, example, batch=False, rest=False)
             tree = steady(tree, program.output.tree())
-    return _Traced(exported, example, notes, tree, more)
+    return _Traced(exported, example, notes, tree, more, checks)
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,7 @@ class _Traced:
     notes: tuple[str, ...]
     output_tree: Tree
     observed: Tree | None
+    checks: tuple[Check, ...]
 
     def graph(self, program: _Program, training: bool) -> Graph:
         """Make the graph of it."""
@@ -175,6 +178,7 @@ class _Traced:
             numbers=program.numbers,
             copies={} if program.on_host is None else program.on_host.copies,
             asks_layout=program.output.asks_layout,
+            checks=self.checks,
         )
         return assembly.graph(training, self.notes)
 
@@ -190,6 +194,7 @@ class _OutputStructure:
     more: Tree | None = None
     asks_layout: str = ""
     mode: FakeTensorMode | None = None
+    checks: tuple[Check, ...] = ()
 
     def tree(self) -> Tree:
         """Return the structure of the model's output."""
@@ -222,7 +227,7 @@ class _Program(nn.Module):
         self.output = _OutputStructure()
         self.around = around
         self.asked, self.numbers, self.fixed = asked, numbers, fixed
-        self.computes = False
+        self.reading: RaisingChecks | None = None
         self.row_dims: RowDims = {}
         self.ties = tied_buffers(model)
 
@@ -235,8 +240,9 @@ class _Program(nn.Module):
             seen = stack.enter_context(NothingUnseen())
             stack.enter_context(no_backward_is_lost())
             stack.enter_context(inference_is_no_grad())
-            if self.computes:
+            if self.reading is not None:
                 stack.enter_context(KnownValues())
+                stack.enter_context(self.reading.answering())
             if self.on_host is not None:
                 stack.enter_context(self.on_host)
             for device_type, dtype in self.autocasts_traced:
@@ -250,9 +256,9 @@ class _Program(nn.Module):
             if more:
                 self.output.more, further = flatten({f"{OBSERVED} {name}": value for name, value in more.items()})
                 values |= further
-            if self.loss_fn is None:
-                return tuple(values.values())
-            return (*values.values(), self.loss_fn(output, *args, **kwargs))
+            loss = () if self.loss_fn is None else (self.loss_fn(output, *args, **kwargs),)
+            violations = () if self.reading is None else self.reading.violations()
+            return (*values.values(), *loss, *violations)
 
     def _tie_rows(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Have the trace know from the start that all inputs of the batch have the same number of rows.
@@ -328,37 +334,43 @@ def _say_nothing(record: logging.LogRecord) -> bool:
 def _export_known(
     program: _Program, tensors: Mapping[str, torch.Tensor]
 ) -> tuple[ExportedProgram, Example, tuple[str, ...]]:
-    """Export, once more where Python reads values, with those computed that follow from constants alone."""
+    """Export; where Python reads values, those that follow from constants are computed, and checks are answered."""
+    with contextlib.suppress(GuardOnDataDependentSymNode):
+        return _export(program, tensors, reads=False)
+    program.reading = reading = RaisingChecks()
+    with contextlib.suppress(CaptureError):
+        return _export(program, tensors)
+    program.reading = None  # it did not help, and what is tried next may not need it
     try:
         return _export(program, tensors)
     except CaptureError as error:
-        if not reads_values(error):
-            raise
-        first_error = error
-    program.computes = True
-    try:
-        return _export(program, tensors)
-    except CaptureError as error:
-        program.computes = False  # it did not help, and what is tried next may not need it
-        raise first_error from error
+        raise reading.refusal or error from error.__cause__
 
 
-def _export(program: _Program, tensors: Mapping[str, torch.Tensor]) -> tuple[ExportedProgram, Example, tuple[str, ...]]:
+def _export(
+    program: _Program, tensors: Mapping[str, torch.Tensor], *, reads: bool = True
+) -> tuple[ExportedProgram, Example, tuple[str, ...]]:
     """Export with all sizes dynamic, or else with the batch alone, or else with a static batch, or all sizes static.
 
     What fixes a batch most often is `len(x)`: the second attempt leaves it open, at a cost for every other call of it.
     The next ones take other dims for rows, where sizes or a trace show some.
+
+    Raises:
+        CaptureError: no attempt has gone through.
+        GuardOnDataDependentSymNode: the first has not, as Python reads values; unless it `reads` them.
     """
     on_host, row_dims = program.on_host is not None, row_dims_of(tensors, program.asked)
     kept = make_example(tensors, program.model, row_dims, keep_batch=True, on_host=on_host)
     if program.fixed:
-        return _export_fixed(program, kept), kept, ()
+        return _export_fixed(program, kept, reads=reads), kept, ()
     example = make_example(tensors, program.model, row_dims, keep_batch=False, on_host=on_host)
     try:
         return _export_once(program, example, batch=True, rest=True), example, ()
     except CaptureError:
         raise
     except Exception as error:
+        if isinstance(error, GuardOnDataDependentSymNode) and not reads:
+            raise
         first_error = error
     for rest in (True, False):
         with contextlib.suppress(Exception), open_lengths():
@@ -372,15 +384,17 @@ def _export(program: _Program, tensors: Mapping[str, torch.Tensor]) -> tuple[Exp
     with contextlib.suppress(Exception):
         exported = _export_once(program, kept, batch=False, rest=True)
         return exported, kept, _static_notes(program, example, first_error, rest=True)
-    exported = _export_fixed(program, kept)
+    exported = _export_fixed(program, kept, reads=reads)
     return exported, kept, _static_notes(program, example, first_error, rest=False)
 
 
-def _export_fixed(program: _Program, example: Example) -> ExportedProgram:
+def _export_fixed(program: _Program, example: Example, *, reads: bool) -> ExportedProgram:
     """Export with all sizes static: what fails is not of what was taken for rows or lengths."""
     try:
         return _export_once(program, example, batch=False, rest=False)
     except Exception as error:
+        if isinstance(error, GuardOnDataDependentSymNode) and not reads:
+            raise
         raise explain_failure(error) from error
 
 
@@ -421,23 +435,29 @@ def _other_than(tried: RowDims, found: RowDims) -> RowDims:
 def _export_once(program: _Program, example: Example, *, batch: bool, rest: bool) -> ExportedProgram:
     program.row_dims = example.row_dims
     rows: Any = Dim("batch", min=1) if batch else Dim.STATIC
-    return _export_in(program, example, example.dynamic_shapes(rows, rest_is_dynamic=rest))
+    exported = _exported(program, example, example.dynamic_shapes(rows, rest_is_dynamic=rest))
+    program.output.checks = () if program.reading is None else program.reading.checks
+    return exported
 
 
-def _export_in(program: _Program, example: Example, shapes: Any) -> ExportedProgram:
-    """Export with these dynamic shapes; the inputs of the trace are dropped also where it fails."""
+def _exported(program: _Program, example: Example, shapes: Any) -> ExportedProgram:
+    """Export with these dynamic shapes; the inputs of a trace are dropped also where it fails."""
     inputs = tuple(example.tensors.values())
-    try:
-        return torch.export.export(program, inputs, dynamic_shapes={"tensors": shapes}, strict=False)
-    finally:
-        drop_traced_inputs(program.output.mode)
-        program.output.mode = None
+
+    def trace() -> ExportedProgram:
+        try:
+            return torch.export.export(program, inputs, dynamic_shapes={"tensors": shapes}, strict=False)
+        finally:
+            drop_traced_inputs(program.output.mode)
+            program.output.mode = None
+
+    return trace() if program.reading is None else program.reading.settled(trace)
 
 
 def _static_notes(program: _Program, example: Example, error: Exception, *, rest: bool) -> tuple[str, ...]:
     """Say that the batch is static, and which line made it so (found by letting export fix it)."""
     with contextlib.suppress(Exception), watch_fixed_sizes() as lines:
-        _export_in(program, example, example.dynamic_shapes(Dim.AUTO, rest_is_dynamic=False))
+        _exported(program, example, example.dynamic_shapes(Dim.AUTO, rest_is_dynamic=False))
     where = f" at {lines[0]}" if lines else ""
     why = f"{where} (len(x) and comparisons fix a size; row_dims says where rows are not dim 0)"
     note = _fixed("the batch size", error, why)

@@ -33,6 +33,10 @@ WAY_OUT = (
     'rewrite the line, or use hetu_fx.auto_parallelize(..., capture="eager"), which runs the module '
     "as it is, data parallel with uneven shares"
 )
+READS_VALUES = (
+    "it reads numbers from tensors and goes on by them, which a graph does not have when it is made: bool(), int(), "
+    "range() or a size of what a tensor holds"
+)
 SAID_AT = "The following call raised this error:"
 
 Function = type[torch.autograd.Function]
@@ -45,11 +49,6 @@ def explain_failure(error: Exception) -> CaptureError:
     """Make the error that the user sees of one that torch.export raised."""
     line = _line_in_message(str(error)) or _line_in_traceback(error.__traceback__) or "unknown line"
     return CaptureError(f"cannot capture the model at {line}: {reason(error)}; {WAY_OUT}")
-
-
-def reads_values(error: CaptureError) -> bool:
-    """Tell whether an error that was raised for one of torch.export's says that Python reads a tensor's values."""
-    return isinstance(error.__context__, GuardOnDataDependentSymNode)
 
 
 @contextlib.contextmanager
@@ -75,8 +74,16 @@ def _line_of_caller() -> str:
     return _line_in_frames(traceback.extract_stack()) or "unknown line"
 
 
+def user_frame() -> tuple[str, str]:
+    """Return "file.py:41" of the user's innermost line that is running, and what that line says."""
+    frame = next(reversed(_outside(traceback.extract_stack())), None)
+    return ("unknown line", "") if frame is None else (_short(frame.filename, frame.lineno or 0), frame.line or "")
+
+
 def reason(error: Exception) -> str:
-    """Return the kind of an error and the first line of what it says."""
+    """Return the kind of an error and the first line of what it says; of what torch says of values, what it means."""
+    if isinstance(error, GuardOnDataDependentSymNode):
+        return READS_VALUES
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}".rstrip(".")
 
@@ -91,9 +98,13 @@ def _line_in_traceback(trace: TracebackType | None) -> str | None:
 
 
 def _line_in_frames(frames: traceback.StackSummary) -> str | None:
-    hidden = (*meta.NOT_THE_USERS, contextlib.__file__, torch_private.__file__)
-    outside = [frame for frame in frames if not frame.filename.startswith(hidden)]
+    outside = _outside(frames)
     return _short(outside[-1].filename, outside[-1].lineno or 0) if outside else None
+
+
+def _outside(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    hidden = (*meta.NOT_THE_USERS, contextlib.__file__, torch_private.__file__)
+    return [frame for frame in frames if not frame.filename.startswith(hidden)]
 
 
 def _short(path: str, line: int) -> str:

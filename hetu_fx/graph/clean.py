@@ -39,6 +39,9 @@ MADE_LIKE: dict[Any, Callable[..., Any]] = {
     aten.new_full.default: aten.full.default, aten.new_empty.default: aten.empty.memory_format,
 }  # fmt: skip
 SLICE_DEFAULTS = [None, 0, None, None, 1]
+OVER_ALL: dict[Any, Callable[..., Any]] = {
+    aten._is_all_true.default: aten.all.default, aten._is_any_true.default: aten.any.default,
+}  # fmt: skip
 DROPOUTS = frozenset({aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default})
 
 
@@ -144,14 +147,23 @@ def _simplify_cat(node: fx.Node) -> fx.Node | None:
     return None
 
 
+def _simplify_truth(node: fx.Node) -> fx.Node:
+    return _instead(node, OVER_ALL[node.target], operand(node))
+
+
 def _simplify_item(node: fx.Node) -> fx.Node | None:
-    """Take the operand itself where broadcasting tensors together left it as it was."""
+    """Take an operand of those that are broadcast together: itself where it is as large as all, or made as large as one
+    that is."""
     source, index = node.args
     if not isinstance(source, fx.Node) or source.target is not aten.broadcast_tensors.default:
         return None
     taken = source.args[0][index]  # type: ignore[index]
     assert isinstance(taken, fx.Node)
-    return taken if meta.same_shape(node, taken) else None
+    if meta.same_shape(node, taken):
+        return taken
+    largest = (one for one in source.args[0] if isinstance(one, fx.Node) and meta.same_shape(node, one))  # type: ignore[union-attr]
+    found = next(largest, None)
+    return None if found is None else _instead(node, aten.expand_as.default, taken, found)
 
 
 RULES: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
@@ -161,6 +173,7 @@ RULES: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     **dict.fromkeys(DROPOUTS, _simplify_dropout),
     **dict.fromkeys(SQUEEZES, _simplify_squeeze),
     **dict.fromkeys(MADE_LIKE, _simplify_new),
+    **dict.fromkeys(OVER_ALL, _simplify_truth),
     aten.slice.Tensor: _simplify_slice,
     aten.detach.default: _simplify_detach,
     aten.add.Tensor: _simplify_add,

@@ -21,6 +21,7 @@ from torch import fx
 from hetu_fx.base.words import bytes_text
 from hetu_fx.graph import meta
 from hetu_fx.graph.blocks import block_index
+from hetu_fx.graph.checks import Check
 from hetu_fx.graph.containers import Tree, loss_alone, unflatten
 from hetu_fx.graph.row_dims import RowDims
 
@@ -43,6 +44,7 @@ class OutputKind(StrEnum):
     VALUE = "value"
     BUFFER_UPDATE = "buffer_update"
     COUNT = "count"  # a local count, to be summed over micro-batches and replicas
+    CHECK = "check"  # more than zero, or true, where the forward raises
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,7 @@ class Graph:
         layout: how inputs must lie in memory, where the forward has asked for that; else None.
         conditions: what must hold of the sizes of a batch, as it did of the example's: ops, or the forward itself, have
             compared sizes and gone on by what came out.
+        checks: what the forward asks of values and raises by, each with an output of its name: CHECK, or a COUNT.
     """
 
     graph: fx.Graph
@@ -167,6 +170,7 @@ class Graph:
     observed: Tree | None = None
     layout: InputLayout | None = None
     conditions: tuple[sympy.Expr, ...] = ()
+    checks: tuple[Check, ...] = ()
 
     def __post_init__(self) -> None:
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]

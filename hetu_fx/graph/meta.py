@@ -36,6 +36,8 @@ from hetu_fx.errors import CaptureError
 
 ModuleStack = tuple[tuple[str, str], ...]
 Size = int | torch.SymInt
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+"""What stands for numbers in a trace that only a batch tells."""
 
 DATA_DEPENDENT = -1
 TRACES = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "custom")
@@ -168,7 +170,7 @@ def _sizes_of(example: Any) -> list[Any]:
 
 
 def _contains(size: Any, symbol: Any) -> bool:
-    symbolic = isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool))
+    symbolic = isinstance(size, SYMBOLIC)
     return symbolic and symbol in size.node.expr.free_symbols
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.base.torch_private import tree_leaves
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
@@ -33,7 +34,6 @@ Capture = Callable[[nn.Module, Batch], Graph]
 
 _MOST_ELEMENTS = 2**24  # of all values of a graph that are computed to be compared
 _ULPS = 8
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +99,7 @@ def _as_tensor(leaf: Any) -> Tensor:
     """Return a tensor of what is kept. Raises `CaptureError` for an object of which nothing is known."""
     if isinstance(leaf, Tensor):
         return leaf.detach()
-    if isinstance(leaf, _SYMBOLS):
+    if isinstance(leaf, meta.SYMBOLIC):
         return torch.scalar_tensor(leaf)  # type: ignore[arg-type]
     raise CaptureError(f"an object of type {type(leaf).__name__} is kept")
 
@@ -165,21 +165,27 @@ def _first_batches(batch: Batch, program: Program) -> Iterator[Batch]:
 def _stays(keeping: Graph) -> bool:
     """Tell whether the same tensors are kept after a second call, and follow from sizes and constants."""
     values = _Values(keeping, {})
-    kept, still = _outputs(keeping, ("kept",)).values(), _outputs(keeping, ("still",)).values()
+    kept, still = _outputs(keeping, "kept").values(), _outputs(keeping, "still").values()
     return [values.numbers[x] for x in kept] == [values.numbers[x] for x in still] and values.steady.issuperset(kept)
 
 
-def _outputs(graph: Graph, keys: tuple[str, ...]) -> dict[str, fx.Node]:
-    """Return the outputs of two calls under some keys, by name."""
+def _outputs(graph: Graph, *keys: str) -> dict[str, fx.Node]:
+    """Return the outputs under some keys of what two calls return, by name."""
     pairs = zip(graph.outputs, graph.output_values, strict=True)
     return {leaf.name: node for leaf, node in pairs if leaf.name.partition(".")[0] in keys}
+
+
+def _made(graph: Graph) -> dict[str, fx.Node]:
+    """Return all outputs but what is kept: what calls return, what they write to buffers, what they check."""
+    named = {leaf.name: node for leaf, node in zip(graph.outputs, graph.output_values, strict=True)}
+    return {name: node for name, node in named.items() if name not in _outputs(graph, "kept", "still")}
 
 
 def _are_alike(keeping: Graph, forgetting: Graph) -> bool:
     """Tell whether both calls make the same in two graphs."""
     numbers = dict[Any, int]()
     values = _Values(keeping, numbers), _Values(forgetting, numbers)
-    made, others = (_outputs(graph, ("first", "second")) for graph in (keeping, forgetting))
+    made, others = _made(keeping), _made(forgetting)
     if not made or made.keys() != others.keys():
         return False
     pairs = [(node, others[name]) for name, node in made.items()]
@@ -279,5 +285,5 @@ def _equal(one: Any, other: Any) -> bool:
         return one is not None and type(one) is type(other) and one == other
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    rounding = _ULPS * torch.finfo(one.dtype).eps if one.dtype.is_floating_point or one.dtype.is_complex else 0.0
+    rounding = _ULPS * torch.finfo(one.dtype).eps if carries_gradient(one.dtype) else 0.0
     return torch.allclose(one, other, rtol=rounding, atol=0.0, equal_nan=True)

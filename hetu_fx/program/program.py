@@ -17,6 +17,7 @@ from hetu_fx.base.torch_private import tree_leaves
 from hetu_fx.deduction.factors.factors import FactorMap
 from hetu_fx.errors import BatchError, DeductionError, PlanError
 from hetu_fx.graph import meta
+from hetu_fx.graph.checks import Check
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind
 from hetu_fx.graph.row_dims import RowDims, count_rows, with_rows
 from hetu_fx.plans.plan import Plan
@@ -133,6 +134,19 @@ class Program:
     def counts(self) -> tuple[str, ...]:
         """Return the names of the global counts that the graph divides by."""
         return tuple(leaf.name for leaf in self.graph.leaves_of(LeafKind.COUNT))
+
+    @cached_property
+    def checks(self) -> tuple[Check, ...]:
+        """Return what the forward checks of values in the middle of a step."""
+        made = {leaf.name for leaf, _ in self.graph.outputs_of(OutputKind.CHECK)}
+        return tuple(check for check in self.graph.checks if check.name in made)
+
+    def check_counts(self, counts: Sequence[float | Tensor]) -> None:
+        """Raise what the forward raises for values of its inputs, by the counts of the whole batch, in their order."""
+        asked = {check.name: check for check in self.graph.checks}
+        for name, count in zip(self.counts, counts, strict=True):
+            if name in asked and count > 0:
+                raise asked[name].error()
 
     @cached_property
     def prologue(self) -> Prologue:

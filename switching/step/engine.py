@@ -44,12 +44,14 @@ class StageOutcome:
         loss: sum of the micro-batches' losses; None if the stage has none, or no rows.
         values: per output name, one tensor per micro-batch that had rows.
         updates: new buffer values by name, of the last micro-batch.
+        checks: by the name of a check, the sum over micro-batches of what it says; more than zero where it raises.
     """
 
     timer: ComputeTimer
     loss: Tensor | None = None
     values: dict[str, list[Tensor]] = field(default_factory=dict)
     updates: dict[str, Tensor] = field(default_factory=dict)
+    checks: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -194,6 +196,9 @@ class Engine:
                     outcome.values.setdefault(result.name, []).append(kept)
                 case ResultKind.BUFFER_UPDATE:
                     outcome.updates[result.name] = value.detach()
+                case ResultKind.CHECK:
+                    before = outcome.checks.get(result.name)
+                    outcome.checks[result.name] = value if before is None else before + value
         return sent, loss
 
     def _receive(self, chunk: Chunk, micro: MicroBatchFeeds, train: bool) -> dict[str, Tensor]:

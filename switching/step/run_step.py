@@ -6,11 +6,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hetu_fx.comm_ops.wire.consensus import any_of
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import BatchError, StateError
 from hetu_fx.graph import meta
@@ -75,6 +77,7 @@ class _GraphStep(StepFrame):
         self.outcome = StageOutcome(timer=inputs.timer)
 
     def run(self) -> LossAndOutput:
+        self.program.check_counts(self.inputs.counts)
         micro_batches = self._micro_batches()
         compute = self.parameters(self.stage.bridge)
         if self.device is None:
@@ -85,6 +88,7 @@ class _GraphStep(StepFrame):
             values = self._run_scheduled(micro_batches, compute)
         else:
             values = self._run_under_autograd(micro_batches, compute)
+        self._check_values()
         if self.trains and self.stage.updates:
             self.inputs.buffers.write(self.outcome.updates, self.stage.updates_of(self._pipelines_that_ran()))
             self.inputs.buffers.sync()  # scripts read buffers where they stand
@@ -96,6 +100,17 @@ class _GraphStep(StepFrame):
             return LossAndOutput(None, self.program.graph.rebuild(made))
         loss = made[self.program.loss_name] = self.global_loss(local, self.stage.contributes_loss)
         return LossAndOutput(loss, self.program.graph.rebuild(made))
+
+    def _check_values(self) -> None:
+        """Raise on all ranks what the forward raises for rows of any; collective if it may."""
+        checks = self.program.checks
+        if not checks:
+            return
+        own = self.outcome.checks  # of the stages of this rank, which may make none
+        found = dict(zip(own, torch.stack(list(own.values())).tolist(), strict=True)) if own else {}
+        raises = any_of(self.table, [found.get(check.name, 0) > 0 for check in checks])
+        for check in compress(checks, raises):
+            raise check.error()
 
     def _pipelines_that_ran(self) -> tuple[int, ...]:
         pipelines = range(len(self.variant.plan.pipelines))

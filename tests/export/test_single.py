@@ -200,6 +200,28 @@ def test_a_forward_that_needs_labels_has_no_inference_graph_and_it_is_said(tmp_p
     assert not (found.folder / "single" / "inference.pt2").exists()
 
 
+class Checked(nn.Module):
+    """A forward that checks values of its input and of what it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> tuple[Tensor, ...]:
+        logits = self.linear(x)
+        if x.isnan().any() or not logits.isfinite().all():
+            raise ValueError("no numbers")
+        return (logits,) if labels is None else (nn.functional.cross_entropy(logits, labels), logits)
+
+
+def test_checks_of_values_are_left_out(tmp_path: Path) -> None:
+    found = export(Checked(), {"x": torch.randn(4, 3), "labels": torch.randint(0, 2, (4,))}, tmp_path / "export")
+    graphs = found.manifest["single"]["graphs"]
+    assert {mode: sorted(graph["outputs"].values()) for mode, graph in graphs.items()} == {
+        "training": ["loss", "value"], "evaluation": ["loss", "value"], "inference": ["value"],
+    }  # fmt: skip
+
+
 def test_a_model_that_has_changed_since_its_last_step_is_refused(tmp_path: Path) -> None:
     model: Any = Tagger()
     hetu_fx.auto_parallelize(model, batch_of(), plan=Plan.single())

@@ -113,6 +113,26 @@ def test_labels_are_told_by_the_loss_and_neighbours_are_seen(between: nn.Module,
     assert bool(differences(model, batch)) is seen
 
 
+class Checking(Tagger):
+    """Raises for tags below a number, and for scores that no weights make."""
+
+    def __init__(self, lowest: int) -> None:
+        super().__init__(nn.Identity(), -7)
+        self.lowest = lowest
+
+    def forward(self, words: Tensor, tags: Tensor) -> Tensor:
+        if tags.min() < self.lowest:
+            raise ValueError("a tag is too small")
+        assert (self.embedding(words) < 99).all()
+        return super().forward(words, tags)
+
+
+@pytest.mark.parametrize(("lowest", "kinds"), [(-7, set()), (0, {OutputKind.COUNT.value})])
+def test_a_check_of_values_sees_what_fills_them_where_it_raises_for_that(lowest: int, kinds: set[str]) -> None:
+    batch = {"words": torch.ones(4, LENGTH, dtype=torch.long), "tags": torch.ones(4, LENGTH, dtype=torch.long)}
+    assert differences(Checking(lowest), batch) == kinds
+
+
 class Hiding(nn.Module):
     """A mean over the tokens that a mask does not hide."""
 

@@ -29,6 +29,7 @@ from hetu_fx.transforms.lowering.recompute import Recompute
 from hetu_fx.transforms.lowering.weights_later import WeightsLater
 from hetu_fx.transforms.passes import DUMP_VARIABLE, PASSES, REWRITES, Pass, run_pass
 from hetu_fx.transforms.rewrites.all_rows import AllRows
+from hetu_fx.transforms.rewrites.count_checks import CountChecks
 from hetu_fx.transforms.rewrites.counter_rng import Randomness
 from hetu_fx.transforms.rewrites.global_mean import BatchStatistics, GlobalMean
 from hetu_fx.transforms.rewrites.op_overrides import OpOverrides, Override
@@ -79,6 +80,19 @@ class Packed(nn.Module):
         heads, number = x.unflatten(2, (2, 3)).transpose(1, 2), (document == 0).cumsum(1)
         mask = number[:, None, :, None] == number[:, None, None]
         return F.scaled_dot_product_attention(heads, heads, heads, mask).sum()
+
+
+class Checked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.layer(x)
+        if y.max() >= 3:
+            raise ValueError("a label is too large")
+        assert not h.isnan().any()
+        return F.cross_entropy(h, y)
 
 
 class Block(nn.Module):
@@ -145,6 +159,7 @@ def before_and_after(graph_pass: Pass[Any, Any], given: Any) -> str:
         (AllRows(), Paired(), (torch.randn(4, 6),)),
         (GlobalMean(), Classifier(), CLASSIFIED),
         (BatchStatistics(), Normalized(), (torch.randn(4, 6),)),
+        (CountChecks(), Checked(), (torch.randn(4, 6), torch.randint(0, 3, (4,)))),
         (Randomness(), Dropped(), (torch.randn(4, 6),)),
         (Override(OpOverrides({"aten.linear.default": "up-cast"})), Classifier(), CLASSIFIED),
         (PerSequence(), Packed(), (torch.randn(4, 5, 6), torch.arange(5).expand(4, -1).clone())),
@@ -189,6 +204,6 @@ def test_a_run_is_logged_by_number_and_dumped_where_that_is_asked_for(
     with caplog.at_level(logging.DEBUG, "hetu_fx.passes"):
         made = run_pass(Randomness(), run_pass(GlobalMean(), graph))
     said = [record.getMessage() for record in caplog.records if record.name == "hetu_fx.passes"]
-    assert [line.split(":")[0] for line in said] == ["00 global_mean", "03 randomness"]
+    assert [line.split(":")[0] for line in said] == ["00 global_mean", "04 randomness"]
     assert sorted(path.name for path in (tmp_path / "rank3").iterdir()) == ["000_global_mean.txt", "001_randomness.txt"]
     assert (tmp_path / "rank3" / "001_randomness.txt").read_text() == f"{show_stage(made)}\n"

@@ -293,8 +293,8 @@ def _is_made(leaf: OutputLeaf, wants_values: bool) -> bool:
 def read_outside(annotated: AnnotatedGraph) -> frozenset[fx.Node]:
     """Return outputs, what goes to other stages, and what is read by something else than an op on tensors."""
     graph = annotated.graph
-    kinds = (OutputKind.LOSS, OutputKind.BUFFER_UPDATE, *((OutputKind.VALUE,) if annotated.wants_values else ()))
-    outputs = {node for kind in kinds for _, node in graph.outputs_of(kind)}
+    pairs = zip(graph.outputs, graph.output_values, strict=True)
+    outputs = {node for leaf, node in pairs if _is_made(leaf, annotated.wants_values)}
     sent = {node for layout in annotated.layouts for node in stage_nodes(annotated, layout).sent}
     return frozenset(outputs | sent | {node for node in graph.graph.nodes if _has_other_readers(node, annotated)})
 

@@ -41,6 +41,7 @@ class ResultKind(StrEnum):
     LOSS = "loss"
     VALUE = "value"
     BUFFER_UPDATE = "buffer_update"
+    CHECK = "check"
     SENT = "sent"
 
 

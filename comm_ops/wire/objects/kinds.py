@@ -153,7 +153,8 @@ def kind_of(cls: type) -> Kind | None:
     if not cls.__module__.startswith(OURS):
         return None
     if issubclass(cls, tuple):
-        return _tuple_kind(cls, cls._fields) if hasattr(cls, "_fields") else None
+        names = getattr(cls, "_fields", None)
+        return None if names is None else _tuple_kind(cls, names)
     told: tuple[str, ...] | None = getattr(cls, "TOLD_FIELDS", None)
     if told is None and is_dataclass(cls) and cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         told = tuple(field.name for field in fields(cls) if field.init)  # its `__post_init__` makes the others

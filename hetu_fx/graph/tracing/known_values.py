@@ -22,13 +22,12 @@ from hetu_fx.base.torch_private import (
     written_names,
 )
 from hetu_fx.graph.calls import bound, is_random_op, is_unset_op
-from hetu_fx.graph.meta import storages_of
+from hetu_fx.graph.meta import SYMBOLIC, storages_of
 
 aten = torch.ops.aten
 
 MOST_ELEMENTS = 2**22
 """In all that is computed for one trace: masks and tables, of which there are few, not what is computed with."""
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _READS = aten._local_scalar_dense.default
 _UNKNOWN = object()
 
@@ -74,7 +73,7 @@ class KnownValues(TorchDispatchMode):
             return id(leaf) in self._known
         if isinstance(leaf, torch.device):
             return leaf == HOST
-        return not isinstance(leaf, _SYMBOLS)
+        return not isinstance(leaf, SYMBOLIC)
 
     def _computed(self, op: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         args, named = tree_map(self._value, (args, named))
@@ -90,7 +89,7 @@ class KnownValues(TorchDispatchMode):
     def _are_few(self, made: list[Tensor]) -> bool:
         """Tell whether there is room for more tensors, before memory is taken for them."""
         sizes = [one.numel() for one in made if id(one) not in self._known]
-        if any(isinstance(size, _SYMBOLS) for size in sizes):
+        if any(isinstance(size, SYMBOLIC) for size in sizes):
             return False
         self._elements += sum(sizes)
         return self._elements <= MOST_ELEMENTS

@@ -17,6 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,6 +76,8 @@ def _of_memory(parts: Parts) -> Tensor:
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
+_OF_NUMPY = tuple(np.dtype(code).type for code in "?bBhHiIlLqQefdFD")  # without those wider than Python's
+
 _KINDS: Mapping[type, Kind] = {
     tuple: Kind("tuple", lambda value: value, tuple),
     list: Kind("list", lambda value: value, list),
@@ -88,6 +91,7 @@ _KINDS: Mapping[type, Kind] = {
     torch.dtype: Kind("dtype", lambda value: (str(value),), lambda parts: _DTYPES[parts[0]]),
     torch.device: Kind("device", lambda value: (str(value),), lambda parts: torch.device(*parts)),
     Tensor: Kind("tensor", _tensor_apart, _of_memory),  # it comes to the host, whatever device it is on
+    **dict.fromkeys(_OF_NUMPY, Kind("number", lambda value: (value.item(),), lambda parts: parts[0])),  # as Python's
 }
 
 

@@ -35,8 +35,9 @@ def broadcast_object(value: T, source: int = 0) -> T:
     """Return on every process what one process has; collective. Nothing is pickled, and nothing of it is run.
 
     Args:
-        value: numbers, text, bytes, None, lists, tuples, dicts, sets, paths, enums, `torch.dtype`, `torch.device`,
-            dense tensors (they come to the host), and plans and clusters of hetu_fx; looked at on one process only.
+        value: numbers (those of numpy come as Python's), text, bytes, None, lists, tuples, dicts, sets, paths, enums,
+            `torch.dtype`, `torch.device`, dense tensors (they come to the host), and plans and clusters of hetu_fx;
+            looked at on one process only.
         source: that process, by its number.
 
     Raises:

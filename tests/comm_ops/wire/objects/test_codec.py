@@ -13,6 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -85,6 +86,13 @@ def test_of_nan_the_payload_is_kept() -> None:
 
 
 @pytest.mark.parametrize(
+    "number", [np.float64(0.1), np.float32(0.1), np.int64(-5), np.bool_(True), np.uint64(2**64 - 1)]
+)
+def test_numbers_of_numpy_come_back_as_those_of_python(number: Any) -> None:
+    assert (again(number), type(again(number))) == (number, type(number.item()))
+
+
+@pytest.mark.parametrize(
     "x",
     [
         torch.arange(6.0).view(2, 3).t(),
@@ -148,6 +156,8 @@ def local() -> Any:
         (Plan((Pipeline((Stage((0,)),)),), name=lambda: "x"), r"function .* at \.name"),  # type: ignore[arg-type]
         (Counter("ab"), "collections.Counter"),
         (defaultdict(int), "collections.defaultdict"),
+        (np.ones(2), "numpy.ndarray"),
+        (np.longdouble(1), "numpy.longdouble"),
         ([print], "builtins.builtin_function_or_method"),
         ([int], r"class builtins:int.* no container.* at \[0\]"),
         (local().A, "Local"),

@@ -40,7 +40,7 @@ class Check:
 def _joint_type(kind: type[Exception]) -> type[ForwardCheckError]:
     """Return a type of errors that are caught as a check's, and as what the forward raises."""
     names = {
-        "__module__": ForwardCheckError.__module__,
+        "__module__": __name__,  # and not where errors are listed
         "__str__": BaseException.__str__,  # a KeyError shows its text as a key
         "__reduce__": lambda error: (ForwardCheckError, error.args),  # another process has no such type
     }

@@ -105,7 +105,7 @@ class RaisingChecks:
         self._asked: list[_Question] = []
         self._answers: dict[Any, bool] = {}
         self._numbers = ReadNumbers()
-        self._raised: Exception | None = None
+        self._raised: tuple[type[Exception], str] | None = None  # not the error: it would keep the trace
 
     @property
     def checks(self) -> tuple[Check, ...]:
@@ -120,7 +120,7 @@ class RaisingChecks:
             try:
                 yield
             except Exception as error:
-                self._raised = error if _is_of_the_forward(error) else None
+                self._raised = (type(error), _text(error)) if _is_of_the_forward(error) else None
                 raise
 
     def violations(self) -> tuple[Tensor, ...]:
@@ -196,8 +196,7 @@ class RaisingChecks:
         question = self._asked[number]
         tried = question.first_answer != self._goes_on
         if self._raised is not None and len(self._asked) == number + 1:
-            kind, text = type(self._raised), _text(self._raised)
-            check = Check(f"check_{number}", question.where, question.code, kind, text)
+            check = Check(f"check_{number}", question.where, question.code, *self._raised)
             self._decided.append(_Decision(question.site, not tried, check))
             self._goes_on = False
         elif self._goes_on:
@@ -209,7 +208,7 @@ class RaisingChecks:
         """Note where the answer that was left to the last question raises, too."""
         if self._raised is not None and len(self._asked) == len(self._decided) > self._passed:
             last = self._decided[-1].check
-            self._refused(last.where, f"asks `{last.code}`, and raises either way ({_text(self._raised)})")
+            self._refused(last.where, f"asks `{last.code}`, and raises either way ({self._raised[1]})")
 
     def _refused(self, where: str, why: str) -> _Unanswered:
         self.refusal = CaptureError(

@@ -68,7 +68,7 @@ def held_by(world: int, steps: int, per_switch: int, per_capture: int, looks: in
     """Train, and yield what this process has at `looks` steps at equal distances."""
     made = hetu_fx.Plan.data_parallel(range(world)), hetu_fx.Plan.tensor_parallel(range(world))
     plans = [replace(plan, name=name) for plan, name in zip(made, NAMES, strict=True)]
-    model, x = watched(*plans)
+    model, x = watched(*plans, wait_seconds=SECONDS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     switches, before = 0, ""
     for step in range(1, steps + 1):

@@ -26,7 +26,7 @@ class Scaled(nn.Module):
         return self.layers(x) * self.factor
 
 
-def watched(*plans: hetu_fx.Plan) -> tuple[Any, Any]:
+def watched(*plans: hetu_fx.Plan, wait_seconds: float = BOUND) -> tuple[Any, Any]:
     """Return a model of `WORLD` ranks, or of plans, and the input that it takes, once the job's variables are set."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -36,6 +36,6 @@ def watched(*plans: hetu_fx.Plan) -> tuple[Any, Any]:
         (x,),
         plan=plans or hetu_fx.Plan.data_parallel(range(WORLD)),
         loss_fn=lambda output, x: output.pow(2).mean(),
-        wait_seconds=BOUND,
+        wait_seconds=wait_seconds,
     )
     return model, x

@@ -9,14 +9,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import coverage
-from benchmarks.coverage import CAPTURED, YES, _is_green, _known_rows, _note, _options, rows_of
+from benchmarks.coverage import _is_green, _options
+from benchmarks.families import trials
 from benchmarks.families.cells import LIMITS, PLANS, InFloat64, Subject, cast, worst_difference
-from benchmarks.families.families import FAMILIES, Family
-from hetu_fx.errors import DivergedError
+from benchmarks.families.families import FAMILIES
+from benchmarks.families.family import Family
+from benchmarks.families.trials import (
+    CAPTURED,
+    CRASH,
+    NOT_PLAIN,
+    PLAIN,
+    REFUSED,
+    Heard,
+    _logged,
+    row_of,
+    tried,
+    verdict,
+)
+from hetu_fx.errors import DivergedError, PlanError
 
 GOOD = {"differences": {"loss": 1e-12, "gradient": 1e-11}}
-ROW = dict.fromkeys(("family", "kind", CAPTURED, "rules", *PLANS, "reason"), "")
+BEFORE: Heard = {PLAIN: {}, CAPTURED: {"unknown_ops": []}}
 KINDS = {
     "complex rotations that q and k share": ("deepseek_v2 (dense)", "TP2"),
     "complex kernels": ("net: s4d", "DP 3:1"),
@@ -28,16 +41,14 @@ KINDS = {
 """What plans have been wrong or refused for, with the cell in which that shows."""
 
 
-def noted(*records: dict[str, object]) -> dict[str, str]:
-    row = ROW | {"captured": YES, "rules": YES}
-    for plan, record in zip(PLANS, records, strict=True):
-        _note(row, plan, record, FAMILIES["llama"])
-    return row
+def noted(*records: dict[str, object], **before: dict[str, object]) -> dict[str, str]:
+    heard = {**BEFORE, **dict(zip(PLANS, records, strict=True)), **before}
+    return row_of(FAMILIES["llama"], heard, tuple(PLANS))
 
 
 def test_a_family_is_green_if_every_plan_agrees_within_the_limits() -> None:
     assert _is_green(noted(*[GOOD] * 5))
-    assert not _is_green(noted(*[GOOD] * 5) | {"rules": "no"})
+    assert not _is_green(noted(*[GOOD] * 5, captured={"unknown_ops": ["aten.unknown"]}))
 
 
 @pytest.mark.parametrize(
@@ -45,8 +56,8 @@ def test_a_family_is_green_if_every_plan_agrees_within_the_limits() -> None:
     [
         ({"differences": {"loss": 0.0, "gradient": 1e-9}}, "wrong 1e-09", "TP2: differs by 1.0e-09"),
         ({"differences": {"loss": float("nan"), "gradient": 0.0}}, "wrong nan", "TP2: differs by nan"),
-        ({"refused": "PlanError: no"}, "refused", "TP2: PlanError: no"),
-        ({"broken": "a process died"}, "broken", "TP2: a process died"),
+        ({REFUSED: "PlanError: no"}, "refused", "TP2: PlanError: no"),
+        ({CRASH: "a process died"}, "crash", "TP2: a process died"),
     ],
 )
 def test_one_bad_plan_is_marked_and_is_the_reason(record: dict[str, object], mark: str, reason: str) -> None:
@@ -55,20 +66,45 @@ def test_one_bad_plan_is_marked_and_is_the_reason(record: dict[str, object], mar
     assert (row["TP2"], row["reason"]) == (mark, reason)
 
 
+@pytest.mark.parametrize(
+    ("heard", "kind"),
+    [
+        ({}, NOT_PLAIN),
+        ({PLAIN: {NOT_PLAIN: "ValueError: no such size"}}, NOT_PLAIN),
+        ({PLAIN: {}}, CRASH),
+        ({PLAIN: {}, CAPTURED: {REFUSED: "CaptureError: no"}}, REFUSED),
+        (BEFORE, CRASH),
+    ],
+)
+def test_every_cell_is_what_the_first_step_that_failed_says(heard: Heard, kind: str) -> None:
+    assert verdict(FAMILIES["llama"], heard, "TP2").kind == kind
+
+
+def test_reasons_are_counted_without_names_places_and_numbers() -> None:
+    told = ["PlanError: 'add_1' (a.py:3) has 4 rows", "PlanError: 'mul' (b.py:17) has 11 rows", "PlanError: no"]
+    assert dict(trials.counted(told)) == {"PlanError: '...' (line) has N rows": 2, "PlanError: no": 1}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_wrong_once_is_as_on_one_device(kind: str) -> None:
     name, plan = KINDS[kind]
     subject = Subject(FAMILIES[name])
+    subject.capture()
     found = subject.try_plan(plan)
     assert max(found.values()) <= max(LIMITS[subject.family.dtype])
 
 
 def test_a_family_that_dies_or_diverges_is_told_and_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     class Fake:
-        unknown_ops = ()
-
         def __init__(self, family: Family) -> None:
             self.name = family.name
+            if self.name == "vit":
+                raise ValueError("no such size")
+
+        def capture(self) -> list[str]:
+            if self.name == "opt":
+                raise PlanError("no")
+            return []
 
         def try_plan(self, plan: str) -> dict[str, float]:
             if self.name == "gpt2" and plan == "PP2":
@@ -77,12 +113,16 @@ def test_a_family_that_dies_or_diverges_is_told_and_costs_the_others_nothing(mon
                 raise DivergedError("ranks differ")
             return {"loss": 0.0, "gradient": 0.0}
 
-    monkeypatch.setattr(coverage, "Subject", Fake)
+    monkeypatch.setattr(trials, "Subject", Fake)
     monkeypatch.setattr("sys.argv", ["coverage"])
-    rows = {row["family"]: row for row in rows_of([FAMILIES[name] for name in ("gpt2", "bert", "llama")], _options())}
-    assert [_is_green(row) for row in rows.values()] == [False, False, True]
-    assert (rows["gpt2"]["TP2"], rows["gpt2"]["PP2"], rows["gpt2"]["TP2 + TP1"]) == ("0e+00", "broken", "broken")
-    assert (rows["bert"]["TP2"], rows["bert"]["reason"]) == ("broken", "TP2: DivergedError: ranks differ")
+    families, plans = [FAMILIES[name] for name in ("gpt2", "bert", "vit", "opt", "llama")], tuple(PLANS)
+    found = tried(families, plans, _options())
+    rows = {family.name: row_of(family, found[family.name], plans) for family in families}
+    assert [_is_green(row) for row in rows.values()] == [False, False, False, False, True]
+    assert (rows["gpt2"]["TP2"], rows["gpt2"]["PP2"], rows["gpt2"]["TP2 + TP1"]) == ("0e+00", "crash", "crash")
+    assert (rows["bert"]["TP2"], rows["bert"]["reason"]) == ("crash", "TP2: DivergedError: ranks differ")
+    assert (rows["vit"]["TP2"], rows["vit"]["reason"]) == (NOT_PLAIN, "ValueError: no such size")
+    assert (rows["opt"]["TP2"], rows["opt"]["reason"]) == ("refused", "PlanError: no")
 
 
 def test_complex_weights_are_cast_with_both_numbers() -> None:
@@ -108,8 +148,10 @@ def test_nothing_is_cast_down_from_float64() -> None:
     assert [value.dtype for value in found] == [torch.float64] * 3 + [torch.float32]
 
 
-def test_rows_of_an_interrupted_run_are_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_families_of_an_interrupted_run_are_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "log.jsonl"
-    log.write_text(json.dumps({"cell": ["llama", "TP2"]}) + "\n" + json.dumps({"row": ROW | {"family": "gpt2"}}) + "\n")
+    log.write_text(json.dumps({"family": "gpt2", "heard": {PLAIN: {NOT_PLAIN: "no"}}}) + "\n")
     monkeypatch.setattr("sys.argv", ["coverage", "--resume", "--log", str(log)])
-    assert list(_known_rows(_options())) == ["gpt2"]
+    assert list(_logged(_options())) == ["gpt2"]
+    monkeypatch.setattr(trials, "Subject", None)  # nothing is left to try
+    assert tried([FAMILIES["gpt2"]], tuple(PLANS), _options()) == {"gpt2": {PLAIN: {NOT_PLAIN: "no"}}}

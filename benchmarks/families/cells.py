@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.families.batches import Batch
-from benchmarks.families.families import Family
+from benchmarks.families.family import Family
 from hetu_fx.cli.compare import draws_random_numbers
 from hetu_fx.deduction.factors.analyse import UnknownOpWarning
-from hetu_fx.lockstep import Lockstep, Step, Trained, train_alone
+from hetu_fx.lockstep import Lockstep, Step, train_alone
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 
 SIZES = ((8, 11), (7, 13))  # rows and tokens of the batches; the first is the example
@@ -69,10 +69,9 @@ def _kept(argument: Any) -> Any:
 
 
 class Subject:
-    """A family on trial: what one device computes, and its model, captured once for all ranks of all plans.
+    """A family on trial: its model, and what one device computes, as plain PyTorch.
 
-    Attributes:
-        unknown_ops: the warnings about ops without a rule.
+    Whatever a model does that does not train plainly is raised.
     """
 
     def __init__(self, family: Family) -> None:
@@ -80,31 +79,43 @@ class Subject:
         torch.manual_seed(17)
         self.model = cast(family.make(), family.dtype)
         self.batches = [self._batch(*sizes, seed) for seed, sizes in enumerate(SIZES)]
-        with exactly(family.dtype), warnings.catch_warnings(record=True) as told:
+        self.micro_batches = 1 if _has_batch_norm(self.model) else family.micro_batches
+        with exactly(family.dtype):
+            self.alone = train_alone(self.model, self.batches, AS_RANKS)
+        if not all(math.isfinite(step.loss) and step.gradients for step in self.alone.steps):
+            raise NotTrainedError("the loss is no number, or no parameter has a gradient")
+
+    def capture(self) -> list[str]:
+        """Capture the model, once for all ranks of all plans; return the names of ops without a rule."""
+        with exactly(self.family.dtype), warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             self.captured = AS_RANKS.capture(self.model, self.batches[0])
             self.captured.programs.first(self.batches[1], training=True)  # ranks compute in float64 without the mode
-            self.alone = self._alone()
+            if draws_random_numbers(self.model, self.batches[0]):  # hetu_fx has random numbers of its own
+                self.alone = AS_RANKS.train(self.model, self.batches, Plan.single(0), self.captured)
         found = [warning.message for warning in told if issubclass(warning.category, UnknownOpWarning)]
-        self.unknown_ops = sorted({str(message).split(" ")[1] for message in found})
+        return sorted({str(message).split(" ")[1] for message in found})
 
     def try_plan(self, name: str) -> dict[str, float]:
         """Run every batch under a plan; return the worst relative difference of the loss and of any gradient."""
-        plan = PLANS[name](self.family.micro_batches)
+        plan = PLANS[name](self.micro_batches)
         made = AS_RANKS.train(self.model, self.batches, plan, self.captured)
         found = [_differences(*steps) for steps in zip(made.steps, self.alone.steps, strict=True)]
         return {what: max(each[what] for each in found) for what in found[0]}
-
-    def _alone(self) -> Trained:
-        """Train on one device: as plain PyTorch, unless the model draws random numbers: hetu_fx has its own."""
-        if draws_random_numbers(self.model, self.batches[0]):
-            return AS_RANKS.train(self.model, self.batches, Plan.single(0), self.captured)
-        return train_alone(self.model, self.batches, AS_RANKS)
 
     def _batch(self, rows: int, length: int, seed: int) -> Batch:
         torch.manual_seed(100 + seed)
         length = SIZES[0][1] if self.family.fixed_length else length
         return in_dtype(self.family.batch(rows, length), self.family.dtype)
+
+
+class NotTrainedError(Exception):
+    """What plain PyTorch makes of a model is no training."""
+
+
+def _has_batch_norm(model: nn.Module) -> bool:
+    """Tell whether the model works out something from the whole batch."""
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
 def _differences(made: Step, alone: Step) -> dict[str, float]:

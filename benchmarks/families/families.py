@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,7 @@ from benchmarks.families import batches
 from benchmarks.families.autoencoders import AUTOENCODERS
 from benchmarks.families.classifiers import CLASSIFIERS, SEGMENTERS
 from benchmarks.families.configs import FIXED_LENGTH, IN_FLOAT32, KINDS, WHOLE_BATCH
+from benchmarks.families.family import Family
 from benchmarks.families.nets import NETS, NETS_OF_PIXELS
 from benchmarks.families.recurrent import CELLS, LAYERS
 from benchmarks.families.spectral import FIELDS, ROTATED, SIGNALS
@@ -35,29 +35,6 @@ AUTO: Mapping[str, tuple[Any, batches.MakeBatch]] = {
     "speech frames": (hf.AutoModelForSpeechSeq2Seq, batches.framed_spectrogram),
     "caption": (hf.AutoModelForImageTextToText, batches.captioned),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """A model family in its smallest form.
-
-    Fields:
-        name: the model type; unique.
-        kind: what it is trained for.
-        make: makes the model, in training mode, without dropout.
-        batch: makes batches of so many rows and tokens.
-        dtype: what it can be computed in; torch's grouped matrix products know no float64.
-        micro_batches: 1 for a model that works out something from the whole batch (batch norm).
-        fixed_length: whether its graph is for one sequence length (a loop over positions).
-    """
-
-    name: str
-    kind: str
-    make: Callable[[], nn.Module]
-    batch: batches.MakeBatch
-    dtype: torch.dtype = torch.float64
-    micro_batches: int = 2
-    fixed_length: bool = False
 
 
 def _pretrained(kind: str, name: str, options: Mapping[str, Any]) -> Family:

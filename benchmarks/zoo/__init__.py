@@ -1,0 +1,1 @@
+"""Models of published libraries as they are, on trial as model families are: `python -m benchmarks.zoo`."""

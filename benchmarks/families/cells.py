@@ -82,8 +82,8 @@ class Subject:
         self.micro_batches = 1 if _has_batch_norm(self.model) else family.micro_batches
         with exactly(family.dtype):
             self.alone = train_alone(self.model, self.batches, AS_RANKS)
-        if not all(math.isfinite(step.loss) and step.gradients for step in self.alone.steps):
-            raise NotTrainedError("the loss is no number, or no parameter has a gradient")
+        if not all(map(_is_training, self.alone.steps)):
+            raise NotTrainedError("the loss is no number, or gradients are none, all zero or no numbers")
 
     def capture(self) -> list[str]:
         """Capture the model, once for all ranks of all plans; return the names of ops without a rule."""
@@ -111,6 +111,11 @@ class Subject:
 
 class NotTrainedError(Exception):
     """What plain PyTorch makes of a model is no training."""
+
+
+def _is_training(step: Step) -> bool:
+    norm = sum(float(gradient.norm()) for gradient in step.gradients.values())
+    return math.isfinite(step.loss) and math.isfinite(norm) and norm > 0
 
 
 def _has_batch_norm(model: nn.Module) -> bool:

@@ -49,7 +49,7 @@ def main() -> int:
     families, plans = chosen(options), tuple(options.plan or PLANS)
     found = tried(families, plans, options)
     verdicts = [verdict(family, found[family.name], plan) for family in families for plan in plans]
-    rows = [*(row_of(family, found[family.name], plans) for family in families), *_absent(plans)]
+    rows = [*(row_of(family, found[family.name], plans) for family in families), *absent(plans)]
     for kind, counts in reasons(verdicts).items():
         print(*(f"{count:4} {kind}: {reason}" for reason, count in counts.most_common()), sep="\n")
     if options.write_docs:
@@ -94,7 +94,7 @@ def reasons(verdicts: Sequence[Verdict]) -> Mapping[str, Counter[str]]:
     }
 
 
-def _absent(plans: Sequence[str]) -> list[Row]:
+def absent(plans: Sequence[str]) -> list[Row]:
     """Make a row for each library that is not installed."""
     missing = {name: library.missing for name, library in LIBRARIES.items() if library.missing}
     empty = dict.fromkeys(("kind", "captured", "rules", *plans), "")

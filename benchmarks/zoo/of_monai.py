@@ -135,7 +135,6 @@ OF_ONE_HOT: Mapping[str, Options] = {
 OF_IMAGES: Mapping[str, Options] = {
     "SSIMLoss": {"spatial_dims": 2, "win_size": 5},
     "LocalNormalizedCrossCorrelationLoss": {"spatial_dims": 2, "kernel_size": 3},
-    "GlobalMutualInformationLoss": {"num_bins": 8},
     "JukeboxLoss": {"spatial_dims": 2},
 }
 

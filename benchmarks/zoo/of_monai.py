@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from benchmarks.families.batches import CLASSES, Batch, MakeBatch, classes
 from benchmarks.families.family import Family
-from benchmarks.zoo.objectives import Loss, cross_entropy, first, of_library
+from benchmarks.zoo.objectives import Loss, cross_entropy, first, of_library, scored
 
 Options = Mapping[str, Any]
 
@@ -87,32 +87,6 @@ def _net(name: str, options: Options) -> nn.Module:
     return made
 
 
-class Scored(nn.Module):
-    """Two convolutions, and a loss of MONAI over what they score."""
-
-    def __init__(self, make: Callable[[], nn.Module], channels: int, target: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, channels, 1))
-        self.loss = make()
-        self.target = target
-
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        """Give the loss of a batch, alone."""
-        return first(self.loss(self.net(x), self.target(target)))
-
-
-def _as_is(target: Tensor) -> Tensor:
-    return target
-
-
-def _in_channels(target: Tensor) -> Tensor:
-    return target[:, None].to(torch.get_default_dtype())
-
-
-def _one_hot(target: Tensor) -> Tensor:
-    return functional.one_hot(target, PLACES).movedim(-1, 1).double()
-
-
 ONE_HOT: Options = {"to_onehot_y": True, "softmax": True}
 OF_CLASSES: Mapping[str, Options] = {
     "DiceLoss": ONE_HOT,
@@ -148,8 +122,19 @@ def _places(rows: int, length: int, name: str = "x", size: int = SIZE) -> Batch:
     return {name: torch.randn(rows, 1, size, size), "target": torch.randint(0, PLACES, (rows, size, size))}
 
 
+def _places_in_channels(rows: int, length: int) -> Batch:
+    labels = torch.randint(0, PLACES, (rows, 1, SIZE, SIZE))
+    return {"input": torch.randn(rows, 1, SIZE, SIZE), "target": labels.to(torch.float)}
+
+
+def _one_hot_places(rows: int, length: int) -> Batch:
+    labels = torch.randint(0, PLACES, (rows, SIZE, SIZE))
+    hot = functional.one_hot(labels, PLACES).movedim(-1, 1)
+    return {"input": torch.randn(rows, 1, SIZE, SIZE), "target": hot.to(torch.float)}
+
+
 def _images(rows: int, length: int) -> Batch:
-    return {"x": torch.rand(rows, 1, SIZE, SIZE), "target": torch.rand(rows, 1, SIZE, SIZE)}
+    return {"input": torch.rand(rows, 1, SIZE, SIZE), "target": torch.rand(rows, 1, SIZE, SIZE)}
 
 
 def _classed(rows: int, length: int) -> Batch:
@@ -166,10 +151,8 @@ def _trained_on(batch: MakeBatch, loss: Loss, found: Mapping[str, Options]) -> l
     return of_library("monai", {name: partial(_net, name, options) for name, options in found.items()}, loss, batch)
 
 
-def _over(
-    batch: MakeBatch, channels: int, target: Callable[[Tensor], Tensor], found: Mapping[str, Options]
-) -> list[Family]:
-    made = {name: partial(Scored, partial(_loss, name, options), channels, target) for name, options in found.items()}
+def _over(batch: MakeBatch, channels: int, found: Mapping[str, Options]) -> list[Family]:
+    made = {name: partial(scored, partial(_loss, name, options), 1, channels) for name, options in found.items()}
     return of_library("monai", made, None, batch, micro_batches=1)
 
 
@@ -177,7 +160,7 @@ FAMILIES = [
     *_trained_on(_places, _scores, SEGMENTERS),
     *_trained_on(partial(_places, name="x_in", size=2 * SIZE), _scores, WINDOWED),
     *_trained_on(_classed, cross_entropy, CLASSIFIERS),
-    *_over(_places, PLACES, _in_channels, OF_CLASSES),
-    *_over(_places, PLACES, _one_hot, OF_ONE_HOT),
-    *_over(_images, 1, _as_is, OF_IMAGES),
+    *_over(_places_in_channels, PLACES, OF_CLASSES),
+    *_over(_one_hot_places, PLACES, OF_ONE_HOT),
+    *_over(_images, 1, OF_IMAGES),
 ]

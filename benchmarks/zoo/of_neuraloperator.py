@@ -17,8 +17,7 @@ from benchmarks.zoo.objectives import Loss, first, of_library, squared_error
 Options = Mapping[str, Any]
 
 GRID = 16
-FIELD: Options = {"in_channels": 2, "out_channels": 1, "hidden_channels": 8, "n_layers": 2}
-MODES: Options = FIELD | {"n_modes": (6, 6)}
+MODES: Options = {"in_channels": 2, "out_channels": 1, "hidden_channels": 8, "n_layers": 2, "n_modes": (6, 6)}
 OPERATORS: Mapping[str, Options] = {
     "FNO": MODES,
     "FNO (instance norm)": MODES | {"norm": "instance_norm"},
@@ -30,14 +29,6 @@ OPERATORS: Mapping[str, Options] = {
     "FNO (no grid)": MODES | {"positional_embedding": None},
     "TFNO": MODES | {"factorization": "Tucker", "rank": 0.5},
     "TFNO (CP)": MODES | {"factorization": "CP", "rank": 0.5},
-    "UNO": FIELD
-    | {
-        "uno_out_channels": (8, 8),
-        "uno_n_modes": ((6, 6), (6, 6)),
-        "uno_scalings": ((0.5, 0.5), (2, 2)),
-        "channel_mlp_skip": "linear",
-        "horizontal_skips_map": {1: 0},
-    },
 }
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch_geometric.nn import dense
 
 from benchmarks.families.batches import CLASSES, Batch, classes
+from benchmarks.families.family import Family
 from benchmarks.zoo.objectives import of_library
 
 FEATURES, WIDTH, NODES, CLUSTERS = 6, 8, 10, 4
@@ -75,13 +76,13 @@ def _batch(rows: int, length: int) -> Batch:
     }
 
 
-FAMILIES = of_library(
-    "PyG",
-    {
-        **{name: partial(Graphs, layer) for name, layer in LAYERS.items()},
-        **{name: partial(Graphs, dense.DenseSAGEConv, pool) for name, pool in POOLS.items()},
-        "DMoNPooling": Modular,
-    },
-    None,
-    _batch,
-)
+FAMILIES: list[Family] = [
+    *of_library("PyG", {name: partial(Graphs, layer) for name, layer in LAYERS.items()}, None, _batch),
+    *of_library(
+        "PyG",
+        {name: partial(Graphs, dense.DenseSAGEConv, pool) for name, pool in POOLS.items()} | {"DMoNPooling": Modular},
+        None,
+        _batch,
+        micro_batches=1,
+    ),
+]

@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.families.batches import Batch
 from benchmarks.families.family import Family
-from benchmarks.zoo.objectives import Objective, cross_entropy, of_library
+from benchmarks.zoo.objectives import cross_entropy, of_library, scored
 
 Options = Mapping[str, Any]
 
@@ -51,16 +51,13 @@ def _net(name: str, options: Options) -> nn.Module:
     return made
 
 
-def _scorer() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, PLACES, 1))
-
-
 def _places(size: int, name: str, rows: int, length: int) -> Batch:
     return {name: torch.randn(rows, 3, size, size), "target": torch.randint(0, PLACES, (rows, size, size))}
 
 
-def _by_loss(name: str, options: Options) -> nn.Module:
-    return Objective(_scorer(), getattr(losses, name)(**options))
+def _loss(name: str, options: Options) -> nn.Module:
+    made: nn.Module = getattr(losses, name)(**options)
+    return made
 
 
 FAMILIES: list[Family] = [
@@ -76,7 +73,7 @@ FAMILIES: list[Family] = [
     ),
     *of_library(
         "segmentation_models",
-        {name: partial(_by_loss, name, options) for name, options in LOSSES.items()},
+        {name: partial(scored, partial(_loss, name, options), 3, PLACES) for name, options in LOSSES.items()},
         None,
         partial(_places, 16, "input"),
         micro_batches=1,

@@ -34,7 +34,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     hf.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     families = [family for family in FAMILIES.values() if _is_chosen(family.name, options)]
-    plans = () if options.graphs else tuple(PLANS)
+    plans = () if options.graphs else tuple(options.plan or PLANS)
     found = tried(families, plans, options)
     rows = [row_of(family, found[family.name], plans) for family in families]
     if options.write_docs:
@@ -46,6 +46,7 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     made = parser("coverage", "Run model families under plans and compare them with one device.")
     made.add_argument("--graphs", action="store_true", help="only capture and look up rules, run no plan")
+    made.add_argument("--write-docs", action="store_true", help="write docs/coverage.md")
     return made.parse_args()
 
 

@@ -65,7 +65,6 @@ def parser(name: str, purpose: str) -> argparse.ArgumentParser:
         default=SECONDS_PER_CELL,
         help="for a cell, after which a family is given up; the machine may have other work (default: %(default)s)",
     )
-    made.add_argument("--write-docs", action="store_true", help="write docs/coverage.md")
     made.add_argument("--log", type=Path, help="a file for what each cell came to, errors in full, one JSON a line")
     made.add_argument("--resume", action="store_true", help="take over the families that are in the log already")
     return made

@@ -60,6 +60,7 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     made = parser("zoo", "Train models of published libraries under plans and compare them with one device.")
     made.add_argument("--shard", default="1/1", metavar="I/N", help="only the I-th of N parts of the models, I from 1")
+    made.add_argument("--write-docs", action="store_true", help="write its part of docs/coverage.md")
     return made.parse_args()
 
 

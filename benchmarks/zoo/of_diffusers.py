@@ -14,7 +14,7 @@ from benchmarks.families.batches import Batch, MakeBatch, classes
 from benchmarks.families.family import Family
 from benchmarks.zoo.objectives import of_library, squared_error
 
-Options = Mapping[str, Any]
+Options = dict[str, Any]
 
 GROUPS: Options = {"norm_num_groups": 4}
 UNET: Options = GROUPS | {
@@ -172,7 +172,7 @@ SOUNDS: Mapping[str, Options] = {
         "sample_size": 16,
         "in_channels": 4,
         "out_channels": 4,
-        "block_out_channels": (8, 8),
+        "block_out_channels": (32, 32),
         "extra_in_channels": 16,
         "down_block_types": ("DownBlock1DNoSkip", "AttnDownBlock1D"),
         "up_block_types": ("AttnUpBlock1D", "UpBlock1DNoSkip"),

@@ -16,7 +16,7 @@ from benchmarks.families.batches import CLASSES, Batch, MakeBatch, classes
 from benchmarks.families.family import Family
 from benchmarks.zoo.objectives import Loss, cross_entropy, first, of_library, scored
 
-Options = Mapping[str, Any]
+Options = dict[str, Any]
 
 SIZE, PLACES = 32, 3  # of images; classes of places
 FLAT: Options = {"spatial_dims": 2, "in_channels": 1, "out_channels": PLACES}

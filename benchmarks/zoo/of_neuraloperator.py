@@ -14,7 +14,7 @@ from benchmarks.families.batches import Batch
 from benchmarks.families.family import Family
 from benchmarks.zoo.objectives import Loss, first, of_library, squared_error
 
-Options = Mapping[str, Any]
+Options = dict[str, Any]
 
 GRID = 16
 MODES: Options = {"in_channels": 2, "out_channels": 1, "hidden_channels": 8, "n_layers": 2, "n_modes": (6, 6)}

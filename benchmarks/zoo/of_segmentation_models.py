@@ -15,7 +15,7 @@ from benchmarks.families.batches import Batch
 from benchmarks.families.family import Family
 from benchmarks.zoo.objectives import cross_entropy, of_library, scored
 
-Options = Mapping[str, Any]
+Options = dict[str, Any]
 
 PLACES = 3
 SMALL: Options = {"encoder_name": "timm-mobilenetv3_small_minimal_100", "encoder_weights": None, "classes": PLACES}

@@ -14,7 +14,7 @@ from torch import nn
 from benchmarks.families import batches
 from benchmarks.zoo.objectives import cross_entropy, images_of, of_library
 
-Options = Mapping[str, Any]
+Options = dict[str, Any]
 
 VIT: Options = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 4}
 WINDOWS: Options = {"img_size": 64, "window_size": 4, "embed_dim": 24, "depths": (1, 2), "num_heads": (2, 4)}

@@ -22,7 +22,7 @@ from benchmarks.families.batches import CLASSES, VOCABULARY, Batch, words
 from benchmarks.families.family import Family
 from benchmarks.zoo.objectives import cross_entropy, images_of, of_library, squared_error
 
-Options = Mapping[str, Any]
+Options = dict[str, Any]
 
 LAYERS: Options = {"dim": 16, "depth": 2, "heads": 2, "attn_dim_head": 8}
 LONGEST, CHANNELS = 32, 6

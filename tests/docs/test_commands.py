@@ -149,6 +149,7 @@ HELD = {
     "python examples/plan_ahead.py": EXAMPLE,
     "pip install 'hetu-fx[onnx]'": INSTALL,
     "pip install 'hetu-fx[lightning]'": INSTALL,
+    "pip install 'hetu-fx[zoo]'": INSTALL,
     "make test": CI,
     "make lint": CI,
     "make docs": Held(by="docs/test_pages.py::test_the_site_is_built_without_a_warning"),
@@ -196,6 +197,7 @@ HELD = {
             "ring_attention",
             "traces",
             "transport",
+            "zoo",
         )
     },
     "python -m benchmarks.straggler": BENCHMARK,

@@ -173,7 +173,7 @@ SOUNDS: Mapping[str, Options] = {
         "in_channels": 4,
         "out_channels": 4,
         "block_out_channels": (32, 32),
-        "extra_in_channels": 16,
+        "extra_in_channels": 64,
         "down_block_types": ("DownBlock1DNoSkip", "AttnDownBlock1D"),
         "up_block_types": ("AttnUpBlock1D", "UpBlock1DNoSkip"),
     },

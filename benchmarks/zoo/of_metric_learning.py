@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -13,9 +12,11 @@ from torch import Tensor, nn
 from benchmarks.families.batches import Batch
 from benchmarks.zoo.objectives import of_library
 
+Options = dict[str, Any]
+
 FEATURES, WIDTH, CLASSES = 12, 8, 3
 
-OF_PAIRS: Mapping[str, Mapping[str, Any]] = {
+OF_PAIRS: dict[str, Options] = {
     "AngularLoss": {},
     "CircleLoss": {},
     "ContrastiveLoss": {},
@@ -37,7 +38,7 @@ OF_PAIRS: Mapping[str, Mapping[str, Any]] = {
     "TripletMarginLoss": {},
     "TupletMarginLoss": {},
 }
-OF_CLASSES: Mapping[str, Mapping[str, Any]] = {
+OF_CLASSES: dict[str, Options] = {
     name: {"num_classes": CLASSES, "embedding_size": WIDTH}
     for name in (
         "ArcFaceLoss",
@@ -56,7 +57,7 @@ OF_CLASSES: Mapping[str, Mapping[str, Any]] = {
 class Embedded(nn.Module):
     """A net that embeds rows, and a loss over their embeddings and classes."""
 
-    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, options: Options) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
         self.loss = getattr(losses, name)(**options)

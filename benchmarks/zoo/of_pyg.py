@@ -49,7 +49,7 @@ class Graphs(nn.Module):
         if self.pool is not None:
             x, adj, *losses = self.pool(x, adj, self.clusters(x))
         scores = self.head(self.second(x, adj).mean(1))
-        return functional.cross_entropy(scores, labels) + sum(losses)
+        return sum(losses, functional.cross_entropy(scores, labels))
 
 
 class Modular(nn.Module):
@@ -64,7 +64,7 @@ class Modular(nn.Module):
     def forward(self, x: Tensor, adj: Tensor, labels: Tensor) -> Tensor:
         """Give the loss of the classes and those of the clusters."""
         _, x, _, *losses = self.pool(self.first(x, adj).relu(), adj)
-        return functional.cross_entropy(self.head(x.mean(1)), labels) + sum(losses)
+        return sum(losses, functional.cross_entropy(self.head(x.mean(1)), labels))
 
 
 def _batch(rows: int, length: int) -> Batch:

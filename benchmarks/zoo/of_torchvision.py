@@ -19,26 +19,31 @@ FRAMES, VIDEO, PLACES = 4, 32, 64  # of a video, its size, and that of images wh
 
 
 def _resnet(block: type[nn.Module], **options: int) -> nn.Module:
-    return resnet.ResNet(block, [1, 1, 1, 1], num_classes=CLASSES, **options)
+    made: nn.Module = resnet.ResNet(block, [1, 1, 1, 1], num_classes=CLASSES, **options)
+    return made
 
 
 def _convnext() -> nn.Module:
     settings = [convnext.CNBlockConfig(8, 16, 1), convnext.CNBlockConfig(16, None, 1)]
-    return convnext.ConvNeXt(settings, num_classes=CLASSES)
+    made: nn.Module = convnext.ConvNeXt(settings, num_classes=CLASSES)
+    return made
 
 
 def _vit() -> nn.Module:
-    return models.VisionTransformer(32, 8, 2, 2, 16, 32, num_classes=CLASSES)
+    made: nn.Module = models.VisionTransformer(32, 8, 2, 2, 16, 32, num_classes=CLASSES)
+    return made
 
 
 def _swin(block: type[nn.Module], merging: type[nn.Module]) -> nn.Module:
-    return swin_transformer.SwinTransformer(
+    made: nn.Module = swin_transformer.SwinTransformer(
         [2, 2], 8, [2, 2], [2, 2], [4, 4], num_classes=CLASSES, block=block, downsample_layer=merging
     )
+    return made
 
 
 def _maxvit() -> nn.Module:
-    return models.MaxVit((64, 64), 8, 4, [8, 8], [1, 1], 4, 0.0, num_classes=CLASSES)
+    made: nn.Module = models.MaxVit((64, 64), 8, 4, [8, 8], [1, 1], 4, 0.0, num_classes=CLASSES)
+    return made
 
 
 def _efficientnet() -> nn.Module:
@@ -47,7 +52,8 @@ def _efficientnet() -> nn.Module:
         efficientnet.FusedMBConvConfig(2, 3, 2, 8, 16, 1),
         efficientnet.MBConvConfig(4, 5, 2, 16, 16, 2),
     ]
-    return efficientnet.EfficientNet(settings, 0.0, num_classes=CLASSES)
+    made: nn.Module = efficientnet.EfficientNet(settings, 0.0, num_classes=CLASSES)
+    return made
 
 
 CLASSIFIERS: Mapping[int, Mapping[str, Make]] = {

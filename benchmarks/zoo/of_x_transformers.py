@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -134,7 +134,7 @@ def _pairs(rows: int, length: int) -> Batch:
     return {"src": words(rows, length), "tgt": words(rows, length)}
 
 
-TEXTS = {
+TEXTS: Mapping[str, Callable[[], nn.Module]] = {
     **{name: partial(_texts, options, {}) for name, options in IN_LAYERS.items()},
     **{name: partial(_texts, {}, options) for name, options in IN_WRAPPER.items()},
     "encoder": _masked,

@@ -20,6 +20,12 @@ aten = torch.ops.aten
 End = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+@pytest.fixture(autouse=True)
+def _distributions_are_checked() -> None:
+    """Turn their checks on, as they are until torch.compile, in another test of this process, turns them off."""
+    torch.distributions.Distribution.set_default_validate_args(True)
+
+
 class Net(nn.Module):
     """A layer, and what makes a loss of inputs, labels and its output."""
 

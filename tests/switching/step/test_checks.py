@@ -34,6 +34,12 @@ IN_ONE_GO = [name for name in PLANS if "pipeline" not in name]
 End = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+@pytest.fixture(autouse=True)
+def _distributions_are_checked() -> None:
+    """Turn their checks on, as they are until torch.compile, in another test of this process, turns them off."""
+    torch.distributions.Distribution.set_default_validate_args(True)
+
+
 class Net(nn.Module):
     """Two layers, and what makes a loss of inputs, labels and their output."""
 

@@ -321,9 +321,10 @@ def _surroundings() -> Iterator[None]:
         stack.enter_context(without_fake_tensor_cache())
         stack.enter_context(without_collections())  # a tenth of a trace, which keeps nearly all that it makes
         warnings.simplefilter("ignore")
-        guards = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-        guards.addFilter(_say_nothing)
-        stack.callback(guards.removeFilter, _say_nothing)
+        for name in ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor"):  # of each attempt
+            logger = logging.getLogger(name)
+            logger.addFilter(_say_nothing)
+            stack.callback(logger.removeFilter, _say_nothing)
         yield
 
 

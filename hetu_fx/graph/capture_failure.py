@@ -139,11 +139,25 @@ class NothingUnseen(TorchFunctionMode):
                     f"forward sets requires_grad of a parameter to {wanted} ({_line_of_caller()}), and a graph trains "
                     f"what is trained before it; set it outside, use `weight.detach()`, or {WAY_OUT}"
                 )
+        if func == _DATA:
+            return args[0].detach()  # which a trace sees
+        if func == _SETS_DATA and isinstance(args[0], nn.Parameter):
+            return self._keep_data(*args)
         if func in _LAYOUTS and not sys._getframe(1).f_code.co_filename.startswith(meta.NOT_THE_USERS):
             self.asks_layout = self.asks_layout or _line_of_caller()
         return func(*args, **(kwargs or {}))
 
+    def _keep_data(self, parameter: nn.Parameter, data: Tensor) -> None:
+        """Let a parameter have its own memory again, as a cast to its own dtype gives it; refuse any other."""
+        same = meta.storages_of(parameter) == meta.storages_of(data) and parameter.stride() == data.stride()
+        if not same or (parameter.shape, parameter.dtype) != (data.shape, data.dtype):
+            raise CaptureError(
+                f"forward gives a parameter of shape {tuple(parameter.shape)} and {parameter.dtype} other data "
+                f"({_line_of_caller()}), and a graph reads what is there before it; do so outside, or {WAY_OUT}"
+            )
 
+
+_DATA, _SETS_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
 _LAYOUTS = (Tensor.is_contiguous, Tensor.stride)
 _HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 _FREEZING = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]

@@ -216,6 +216,12 @@ class _Functionalizer:
                 return self._broadcast(args[1], args[0])
             case aten.fill_.Scalar:
                 return self._insert(aten.full_like.default, (args[0], args[1]))
+            case aten.fill_diagonal_.default if len(meta.shape(args[0])) == 2 and not any(
+                (*args[2:], *kwargs.values())
+            ):
+                diagonal = self._insert(aten.diagonal.default, (args[0],))
+                filled = self._insert(aten.full_like.default, (diagonal, args[1]))
+                return self._put(aten.diagonal_scatter.default, args[0], filled)
             case aten.zero_.default:
                 return self._insert(aten.zeros_like.default, (args[0],))
             case _:

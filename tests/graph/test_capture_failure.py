@@ -103,3 +103,23 @@ def test_functions_are_captured_and_checked_where_apply_is_of_c_as_in_torch_2_14
 
 def test_an_error_without_a_message_has_a_reason() -> None:
     assert reason(AssertionError()) == "AssertionError: no message"
+
+
+class Casts(nn.Module):
+    """Casts its weight where it stands, as libraries of losses do."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight, self.dtype = nn.Parameter(torch.ones(3, 2)), dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = self.weight.data.to(self.dtype)
+        return (x @ self.weight.to(x.dtype)).sum()
+
+
+def test_a_parameter_may_be_given_its_own_data_and_no_other() -> None:
+    batch = (torch.randn(4, 3),)
+    weight, _ = (leaf.name for leaf in capture(Casts(torch.float32), batch).leaves)
+    assert weight == "weight"
+    with pytest.raises(CaptureError, match=r"other data \(test_capture_failure\.py:"):
+        capture(Casts(torch.float64), batch)

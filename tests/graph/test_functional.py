@@ -47,6 +47,14 @@ def views_before_and_after(self: Program, x: torch.Tensor) -> torch.Tensor:
     return (before * y[:, 4]).sum() + second.pow(2).sum()
 
 
+def a_filled_diagonal(self: Program, x: torch.Tensor) -> torch.Tensor:
+    y = self.linear(x)
+    similar = y @ y.t()
+    similar.fill_diagonal_(0.5)
+    y.fill_diagonal_(2.0)
+    return (similar * similar).sum() + y.pow(2).sum()
+
+
 def masks_and_puts(self: Program, x: torch.Tensor) -> torch.Tensor:
     y = self.linear(x).clone()
     y.masked_fill_(x > 1, 0.25)

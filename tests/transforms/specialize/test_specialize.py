@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate
-from hetu_fx.errors import DeductionError
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import Program
 from hetu_fx.transforms.show import op_name
@@ -189,10 +188,13 @@ def test_a_stage_has_its_own_slots_and_results_only(llama: Program) -> None:
     assert all("layers.1" in slot.name for slot in last.slots if "layers" in slot.name)
 
 
-def test_a_size_made_of_activations_is_not_sent_to_another_stage() -> None:
+def test_a_size_made_of_activations_is_made_by_the_stage_that_reads_it() -> None:
     program = program_of(Chosen(), (torch.randn(4, 6),))
-    with pytest.raises(DeductionError, match=r"size computed from activations \('.*test_specialize\.py:\d+"):
-        device_graph(program, Plan((pipeline((0,), (1,)),)), 0, wants_values=True)
+    plan = Plan((pipeline((0,), (1,)),))
+    first, second = (device_graph(program, plan, rank, wants_values=True) for rank in (0, 1))
+    taken, received = second.graph.find_nodes(op="call_function", target=torch.ops.aten.index.Tensor), second.slots
+    assert len(taken) == 1
+    assert [slot.name for slot in received if slot.kind is SlotKind.RECEIVED] == [one.name for one in first.results]
 
 
 def test_columns_of_the_batch_are_cut_where_a_group_splits_them() -> None:

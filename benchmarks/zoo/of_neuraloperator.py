@@ -41,13 +41,14 @@ def _fields(rows: int, length: int) -> Batch:
     return {"x": torch.randn(rows, 2, GRID, GRID), "target": torch.randn(rows, 1, GRID, GRID)}
 
 
+# Of a sum over rows, which is theirs by default, each rank has its part, as under DistributedDataParallel.
 def _lp(output: Any, target: Tensor) -> Tensor:
-    loss: Tensor = losses.LpLoss(d=2, p=2)(first(output), target)
+    loss: Tensor = losses.LpLoss(d=2, p=2, reduction="mean")(first(output), target)
     return loss
 
 
 def _h1(output: Any, target: Tensor) -> Tensor:
-    loss: Tensor = losses.H1Loss(d=2)(first(output), target)
+    loss: Tensor = losses.H1Loss(d=2, reduction="mean")(first(output), target)
     return loss
 
 

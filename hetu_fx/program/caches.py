@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ Capture = Callable[[nn.Module, Batch], Graph]
 
 _MOST_ELEMENTS = 2**24  # of all values of a graph that are computed to be compared
 _ULPS = 8
+_PLAIN = (*PLAIN, slice, EllipsisType)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,8 +89,8 @@ class TwoCalls(nn.Module):
     def _kept(self) -> list[Tensor]:
         """Return the tensors that are kept."""
         leaves = [leaf for access in self.about.kept for leaf in tree_leaves(access.now)]
-        self.about.outlines.append(" ".join(repr(leaf) if isinstance(leaf, PLAIN) else "*" for leaf in leaves))
-        return [_as_tensor(leaf) for leaf in leaves if not isinstance(leaf, PLAIN)]
+        self.about.outlines.append(" ".join(repr(leaf) if isinstance(leaf, _PLAIN) else "*" for leaf in leaves))
+        return [_as_tensor(leaf) for leaf in leaves if not isinstance(leaf, _PLAIN)]
 
     def _put_back(self) -> None:
         for access in self.about.kept:

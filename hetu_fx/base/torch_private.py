@@ -374,6 +374,22 @@ def answering_guards(answer: Callable[[Any, Exception], bool]) -> Iterator[None]
 
 
 @contextmanager
+def noting_guards() -> Iterator[list[Exception]]:
+    """Collect the errors that a trace raises inside where conditions depend on what tensors hold."""
+    guard, errors = SymNode.guard_bool, list[Exception]()
+
+    def noted(node: SymNode, file: str, line: int) -> bool:
+        try:
+            return guard(node, file, line)
+        except GuardOnDataDependentSymNode as error:
+            errors.append(error)
+            raise
+
+    with mock.patch.object(SymNode, "guard_bool", noted):
+        yield errors
+
+
+@contextmanager
 def keeping_sizes() -> Iterator[None]:
     """Run composite ops on fake tensors by kernels in Python, as torch.export does; some in C++ fix dynamic sizes."""
     with enable_python_dispatcher():

@@ -25,6 +25,7 @@ from hetu_fx.base.torch_private import (
     detect_fake_mode,
     drop_sources_with_graphs,
     drop_traced_inputs,
+    noting_guards,
     without_fake_tensor_cache,
 )
 from hetu_fx.errors import CaptureError
@@ -36,6 +37,7 @@ from hetu_fx.graph.capture_failure import (
     NothingUnseen,
     explain_failure,
     inference_is_no_grad,
+    is_caught_by_the_user,
     no_backward_is_lost,
     reason,
     watch_fixed_sizes,
@@ -447,10 +449,14 @@ def _exported(program: _Program, example: Example, shapes: Any) -> ExportedProgr
 
     def trace() -> ExportedProgram:
         try:
-            return torch.export.export(program, inputs, dynamic_shapes={"tensors": shapes}, strict=False)
+            with noting_guards() as errors:
+                exported = torch.export.export(program, inputs, dynamic_shapes={"tensors": shapes}, strict=False)
         finally:
             drop_traced_inputs(program.output.mode)
             program.output.mode = None
+        for error in filter(is_caught_by_the_user, errors):  # no call but a trace raises it
+            raise error
+        return exported
 
     return trace() if program.reading is None else program.reading.settled(trace)
 

@@ -88,6 +88,11 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}".rstrip(".")
 
 
+def is_caught_by_the_user(error: Exception) -> bool:
+    """Tell whether an error that was raised and caught came up to code of the user's or of a library."""
+    return _line_in_traceback(error.__traceback__) is not None
+
+
 def _line_in_message(message: str) -> str | None:
     frame = meta.innermost_frame(message.partition(SAID_AT)[2])
     return _short(*frame) if frame else None

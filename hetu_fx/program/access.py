@@ -47,6 +47,8 @@ class Access:
                 held.update(self.copy)
         if self.space is not None:
             put(self.space, self.name, self.before)
+        elif self.now is not self.before and self.before is not ABSENT:
+            setattr(self.owner, self.name, self.before)
 
 
 def put(space: Space, name: str, value: Any) -> None:
@@ -59,4 +61,9 @@ def put(space: Space, name: str, value: Any) -> None:
 
 def own_value(owner: Any, space: Space | None, name: str) -> Any:
     """Return what an object itself has under a name, in its space if it has one; `ABSENT` if nothing."""
-    return getattr(owner, name, ABSENT) if space is None else space.get(name, ABSENT)
+    if space is not None:
+        return space.get(name, ABSENT)
+    try:  # past what notes accesses
+        return (type if isinstance(owner, type) else object).__getattribute__(owner, name)
+    except AttributeError:
+        return ABSENT

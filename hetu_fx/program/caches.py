@@ -1,14 +1,15 @@
 """Tell a cache that a forward fills (`if self.grid is None: self.grid = ...`) from state, by calling it twice.
 
 What is kept must follow from sizes and constants alone, and a call that finds it must make the same as one that does
-not: two graphs of fixed sizes are compared, each of a call after another one, whose batch has the same sizes, larger
-and smaller ones. Such a cache is made anew by each captured graph, and left alone where it is kept.
+not: two graphs of fixed sizes are compared, each of a call after another one, which has the same sizes, larger or
+smaller ones, other plain values, or the other mode. Such a cache is made anew by each captured graph, and left alone
+where it is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 from types import EllipsisType
@@ -23,7 +24,8 @@ from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
 from hetu_fx.graph.bind import Batch, as_call, flatten_batch
 from hetu_fx.graph.calls import is_random, is_unset
-from hetu_fx.graph.containers import unflatten
+from hetu_fx.graph.capture import in_mode
+from hetu_fx.graph.containers import Constant, Tree, map_leaves, unflatten, walk
 from hetu_fx.graph.edit import needed_for
 from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.program.access import Access
@@ -61,18 +63,28 @@ class TwoCalls(nn.Module):
         loss_fn: what makes the loss, if the model does not.
         kept: attributes that its forward reads and leaves otherwise; they are put back at the end.
         forgets: put them back between the calls, too.
+        other_mode: make the first call in evaluation, where the model is in training, or the reverse.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn | None, kept: Sequence[Access], *, forgets: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn | None,
+        kept: Sequence[Access],
+        *,
+        forgets: bool,
+        other_mode: bool = False,
+    ) -> None:
         super().__init__()
-        self.model, self.forgets = model, forgets
+        self.model, self.forgets, self.other_mode = model, forgets, other_mode
         self.about = _About(loss_fn, kept, [])
 
     def forward(self, first: Batch, second: Batch) -> dict[str, Any]:
         """Return the outputs of both calls, and the tensors that are kept after the first, and after both."""
         self.about.outlines.clear()
         try:
-            made = self._call(first)
+            with in_mode(self.model, self.model.training is not self.other_mode):
+                made = self._call(first)
             kept = self._kept()
             if self.forgets:
                 self._put_back()
@@ -126,6 +138,7 @@ def are_caches(
     """
 
     keeps, forgets = (TwoCalls(model, loss_fn, kept, forgets=forgets) for forgets in (False, True))
+    in_other_mode = [TwoCalls(model, loss_fn, kept, forgets=forgets, other_mode=True) for forgets in (False, True)]
 
     def graph(calls: TwoCalls, other: Batch) -> Graph | None:
         try:
@@ -133,35 +146,66 @@ def are_caches(
         except CaptureError:
             return None
 
-    for number, other in enumerate(_first_batches(batch, program)):
+    def agree(other: Batch, keeps: TwoCalls, forgets: TwoCalls) -> bool | None:
+        """Tell whether a call after one of another batch makes the same; None where the forward takes no such batch."""
         forgetting = graph(forgets, other)
-        if forgetting is None and number:
-            continue  # the forward takes no batches of such sizes
-        keeping = graph(keeps, other)
-        if forgetting is None or keeping is None or not _are_alike(keeping, forgetting):
-            return False
-        if number == 0 and not (len(set(keeps.about.outlines)) == 1 and _stays(keeping)):
+        keeping = None if forgetting is None else graph(keeps, other)
+        return None if forgetting is None else keeping is not None and _are_alike(keeping, forgetting)
+
+    again = graph(keeps, batch)
+    if again is None or len(set(keeps.about.outlines)) != 1 or not _stays(again) or not agree(batch, keeps, forgets):
+        return False
+    if agree(batch, *in_other_mode) is False:
+        return False
+    for one in _other_first_batches(batch, program):
+        found = next((said for other in one.batches if (said := agree(other, keeps, forgets)) is not None), None)
+        if found is False or (found is None and one.is_open):
             return False
     return True
 
 
-def _first_batches(batch: Batch, program: Program) -> Iterator[Batch]:
-    """Yield what the first call is given: the same sizes, then others, larger and smaller, one size after another."""
-    yield batch
+@dataclass(frozen=True, eq=False)
+class _Others:
+    """Batches that differ from the example in one way, of which the first is tried that the forward takes.
+
+    Attributes:
+        batches: by how likely it is that the forward takes them.
+        is_open: the graph takes batches that differ so; a forward that takes none of these is not known.
+    """
+
+    batches: Iterable[Batch]
+    is_open: bool
+
+
+def _other_first_batches(batch: Batch, program: Program) -> Iterator[_Others]:
+    """Yield what else the first call is given: other sizes, larger and smaller, and other plain values, one by one."""
     tree, tensors = flatten_batch(batch)
     known = program.bind({name: tensors[name] for name in program.shapes})
+
+    def resized(changed: Any, number: int) -> Batch:
+        shapes = {
+            name: tuple(number if size == changed else size for size in shape) for name, shape in program.shapes.items()
+        }
+        sizes = {**known, changed: number}
+        made = {name: tensors[name].new_zeros(evaluate(shape, sizes)) for name, shape in shapes.items()}
+        other: Batch = unflatten(tree, {**tensors, **made})
+        return other
+
     sizes = {size for shape in program.shapes.values() for size in shape}
     for changed in sorted((size for size in sizes if size.__class__ is not int or size > 1), key=str):
-        number = known[changed] if changed in known else changed
+        number = known.get(changed, changed)
         if isinstance(number, int):  # else it is made of others
-            for other in {3 * number, max(2, number // 2)} - {number}:
-                resized = {
-                    name: tensors[name].new_zeros(
-                        evaluate(tuple(other if size == changed else size for size in shape), {**known, changed: other})
-                    )
-                    for name, shape in program.shapes.items()
-                }
-                yield unflatten(tree, {**tensors, **resized})
+            for numbers in ((3 * number, 2 * number, number + 1), (number // 2, number - 1)):
+                others = [resized(changed, other) for other in numbers if other > 1]
+                yield _Others(others, is_open=changed in known and bool(others))
+    for leaf in walk(tree):
+        if isinstance(leaf, Constant) and isinstance(leaf.value, bool | int | float):
+            other = replace(leaf, value=not leaf.value if isinstance(leaf.value, bool) else leaf.value + 1)
+            yield _Others([unflatten(_with_leaf(tree, leaf, other), tensors)], is_open=False)
+
+
+def _with_leaf(tree: Tree, leaf: Constant, other: Constant) -> Tree:
+    return map_leaves(tree, lambda one: other if one is leaf else one)
 
 
 def _stays(keeping: Graph) -> bool:

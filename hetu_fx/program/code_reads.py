@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from hetu_fx.program.contents import PLAIN
+from hetu_fx.program.contents import PLAIN, frozen
 from hetu_fx.program.reads import Read
 
 _STDLIB = sysconfig.get_path("stdlib")
@@ -31,6 +31,7 @@ class CodeReads:
 
     Attributes:
         found: plain values and functions, by where they are.
+        before: what they were, and had in them, when they were found.
     """
 
     def __init__(self, reach: Callable[[Any, str], None]) -> None:
@@ -38,6 +39,8 @@ class CodeReads:
         self._seen: set[int] = set()
         self._looked_into: set[tuple[int, frozenset[str]]] = set()
         self.found: dict[tuple[int, str], Read] = {}
+        self.before: dict[tuple[int, str], tuple[Any, Any]] = {}
+        self._memos: dict[int, tuple[Any, int]] = {}
 
     def look_at_class(self, kind: type) -> None:
         """Look at the functions of a class and of those that it is made from, up to torch's."""
@@ -50,6 +53,9 @@ class CodeReads:
     def look_at(self, function: Any) -> None:
         """Look at a function, and at those that it calls."""
         function = getattr(function, "__func__", function)
+        if _remembers(function) and id(function) not in self._memos:
+            self._memos[id(function)] = function, function.cache_info().misses
+            function = function.__wrapped__
         if not isinstance(function, FunctionType) or id(function) in self._seen:
             return
         self._seen.add(id(function))
@@ -64,6 +70,12 @@ class CodeReads:
                     self._found(function.__globals__, name, value, f"global {name!r} of {_file(function)}", own)
                     self._look_into(value, _names(function.__code__))
 
+    def forget(self) -> None:
+        """Let functions that remember what they return (`functools.cache`) forget it, if a trace has called them."""
+        for function, misses in self._memos.values():
+            if function.cache_info().misses != misses:
+                function.cache_clear()
+
     def _look_into(self, value: Any, names: frozenset[str]) -> None:
         """Look at what code that has these names may read of a module or of a class of the user's."""
         if not _is_own_space(value) or (id(value), names) in self._looked_into:
@@ -75,13 +87,18 @@ class CodeReads:
             self._look_into(item, names)
 
     def _found(self, owner: Any, name: str, value: Any, label: str, own: bool) -> None:
-        if isinstance(value, FunctionType | MethodType):
+        if isinstance(value, FunctionType | MethodType) or _remembers(value):
             self.look_at(value)
         if not own or isinstance(value, type | ModuleType):
             return
         self._reach(value, label)
         if isinstance(value, (*PLAIN, *_CONTAINERS, FunctionType, MethodType)):
             self.found[id(owner), name] = Read(label, owner, name)
+            self.before.setdefault((id(owner), name), (value, frozen(value)))
+
+
+def _remembers(function: Any) -> bool:
+    return all(hasattr(function, name) for name in ("cache_info", "cache_clear", "__wrapped__"))
 
 
 def _names(code: CodeType) -> frozenset[str]:

@@ -80,7 +80,11 @@ class Watch:
             if isinstance(self.loss_fn, FunctionType | MethodType):
                 self._code.look_at(self.loss_fn)
             with self.surroundings.watching():
-                yield
+                try:
+                    yield
+                except BaseException:  # also what ends a trace in the middle: the next one finds what this one found
+                    self._put_back()
+                    raise
         self._finish()
 
     def reads(self, others: Iterable[Read]) -> Reads:
@@ -109,12 +113,29 @@ class Watch:
         """Return what the forward has written without reading it first, and the values that it has left."""
         return self._written.values()
 
+    def _put_back(self) -> None:
+        """Let attributes and buffers be what they were."""
+        written = (access for access, _ in self._written.values())
+        for access in (*self._read.values(), *written, *self._new_buffers(), *self._globals()):
+            if not same(access.now, access.copy):
+                access.put_back()
+        self._code.forget()
+
     def _finish(self) -> None:
-        changed = [access for access in self._read.values() if not same(access.now, access.copy)]
+        self._code.forget()
+        accesses = (*self._read.values(), *self._globals())
+        changed = [access for access in accesses if not same(access.now, access.copy)]
         self.changed = [(access, frozen(access.now)) for access in (*changed, *self._new_buffers())]
         for access, _ in self.changed:
             access.put_back()
         self._written = {key: (access, access.now) for key, (access, _) in self._written.items()}
+
+    def _globals(self) -> Iterator[Access]:
+        """Yield what functions may read besides their arguments: globals, closures, attributes of classes."""
+        for key, read in self._code.found.items():
+            if key in self._code.before:
+                space = read.owner if type(read.owner) is dict else None
+                yield Access(read.label, read.owner, space, read.name, *self._code.before[key])
 
     def _new_buffers(self) -> Iterator[Access]:
         """Yield places for buffers that have one now, and had none before or one of another form."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -165,6 +166,12 @@ def a_table_of_the_longest_batch(module: Any, x: Tensor) -> Tensor:
     return module.kept[: x.shape[1], None]
 
 
+def a_table_of_the_mode(module: Any, x: Tensor) -> Tensor:
+    if module.kept is None:
+        module.kept = torch.arange(4, dtype=x.dtype) * (0.5 if module.training else 1.0)
+    return module.kept
+
+
 def the_last_output(module: Any, x: Tensor) -> Tensor:
     before, module.kept = module.kept, x.mean((1, 2), keepdim=True)
     return module.kept if before is None else before
@@ -182,6 +189,7 @@ STATE = [
     memory_that_is_not_set,
     a_list_that_grows,
     a_table_of_the_longest_batch,
+    a_table_of_the_mode,
     the_last_output,
 ]
 
@@ -236,6 +244,49 @@ def test_what_is_kept_of_the_rows_of_a_batch_is_not_taken_for_a_cache_by_equal_r
         traced(Keeping(act))
 
 
+def test_a_cache_that_goes_by_a_plain_value_is_told_by_other_values() -> None:
+    class Model(nn.Module):
+        kept = None
+
+        def __init__(self, *, looks: bool) -> None:
+            super().__init__()
+            self.layer, self.looks, self.shape = nn.Linear(4, 4), looks, None
+
+        def forward(self, x: Tensor, causal: bool) -> Tensor:
+            if self.kept is None or (self.looks and self.shape != causal):
+                self.kept, self.shape = torch.ones(4, 4).tril() if causal else torch.ones(4, 4), causal
+            return (self.layer(x) @ self.kept).pow(2).mean()
+
+    batch = {"x": torch.randn(6, 4), "causal": True}
+    with pytest.raises(CaptureError, match="keeps state in Python"):
+        Tracer(Model(looks=False), None).trace(batch, True)
+    program, _ = Tracer(Model(looks=True), None).trace(batch, True)
+    assert program.graph.notes
+
+
+def test_a_forward_that_takes_few_sizes_is_tried_with_those_that_it_takes() -> None:
+    def act(module: Any, x: Tensor) -> Tensor:
+        if x.shape[1] not in (8, 16, 32):
+            raise ValueError
+        return the_length_of_the_first_batch(module, x)
+
+    with pytest.raises(CaptureError, match="keeps state in Python"):
+        Tracer(Keeping(act), None).trace({"x": torch.randn(6, 8, 4)}, True)
+
+
+def test_a_cache_and_a_check_of_values_do_not_disturb_each_other() -> None:
+    def act(module: Any, x: Tensor) -> Tensor:
+        kept = a_table_of_a_fixed_size(module, x)
+        if x.max() > 9:
+            raise ValueError("large")
+        return kept
+
+    model = Keeping(act)
+    program, _ = traced(model)
+    assert len(program.checks) == 1
+    assert model.kept is None
+
+
 PLANS = {
     "replicas of unequal shares": Plan.data_parallel((0, 1), (3, 1)),
     "tensor parallel": Plan((Pipeline((Stage((0, 1)),)),)),
@@ -255,3 +306,53 @@ def test_caches_are_those_of_one_device_in_batches_of_other_sizes(plan: Plan) ->
         alone.state.pop("empty", None)
         verdict = judge("plan", alone, made, 1e-10, "")
         assert verdict.verdict == "equal", (act, verdict)
+
+
+STEP = 0
+SEEN: dict[str, Tensor] = {}
+TABLES: dict[int, Tensor] = {}
+
+
+@functools.cache
+def table_of(length: int) -> Tensor:
+    return torch.arange(length, dtype=torch.float64)
+
+
+def a_count_in_a_global(module: Any, x: Tensor) -> float:
+    global STEP
+    STEP += 1
+    return 1.0 / STEP
+
+
+def a_count_on_the_class(module: Any, x: Tensor) -> float:
+    Counted.count += 1
+    return 1.0 / Counted.count
+
+
+def a_mean_in_a_global(module: Any, x: Tensor) -> Tensor:
+    if "mean" not in SEEN:
+        SEEN["mean"] = x.mean()
+    return SEEN["mean"]
+
+
+class Counted:
+    count = 0
+
+
+@pytest.mark.parametrize("act", [a_count_in_a_global, a_count_on_the_class, a_mean_in_a_global])
+def test_state_outside_of_the_model_is_refused_and_left_as_it_was(act: Callable[[Any, Tensor], Any]) -> None:
+    with pytest.raises(CaptureError, match="keeps state in Python"):
+        traced(Keeping(act))
+    assert (STEP, Counted.count, SEEN) == (0, 0, {})
+
+
+def test_a_cache_in_a_global_and_one_of_a_function_have_nothing_of_a_trace() -> None:
+    def act(module: Any, x: Tensor) -> Tensor:
+        if x.shape[1] not in TABLES:
+            TABLES[x.shape[1]] = torch.ones(x.shape[1]).cumsum(0)
+        return TABLES[x.shape[1]][:, None] * table_of(4)
+
+    program, _ = traced(Keeping(act))
+    assert program.graph.notes
+    assert TABLES == {}
+    assert table_of.cache_info().currsize == 0

@@ -33,7 +33,7 @@ MOST_CHECKS = 64
 """In one forward: each takes a trace of its own, up to where it raises."""
 
 _RAISE = dis.opmap["RAISE_VARARGS"]
-_TORCH_THAT_CHECKS = ("distributions", "nn", "functional.py")
+_TORCH_THAT_CHECKS = ("distributions", "nn", "functional.py", "__init__.py")
 """What of torch raises for its users, and not for the trace."""
 _TRACES = "hetu_fx.graph.capture"
 _FAKE = re.compile(r"FakeTensor\(\.\.\.(?:[^()]|\([^()]*\))*\)")
@@ -146,13 +146,15 @@ class RaisingChecks:
             error: BaseException | None = None
             try:
                 made = trace()
-            except (Exception, _Undecided) as raised:  # whatever a forward raises for an answer
+            except (Exception, SystemExit, _Undecided) as raised:  # whatever a forward raises for an answer
                 error = raised
             except _Otherwise:
                 self._decided, self._passed, self._goes_on = [], 0, False
                 continue
             if len(self._asked) > len(self._decided):
                 self._decide(error)
+            elif error is None and self.refusal is not None:
+                raise self.refusal  # which the forward has caught
             elif error is None:
                 del self._decided[len(self._asked) :]
                 self._passed = len(self._decided)

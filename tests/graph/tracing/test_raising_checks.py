@@ -265,3 +265,15 @@ def test_traces_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     captured(_normal)
     before_reading = 4
     assert len(counted) <= before_reading + 3 + 1
+
+
+def test_a_question_whose_error_the_forward_catches_is_not_taken_for_answered() -> None:
+    def end(x: Tensor, y: Tensor, h: Tensor) -> Tensor:
+        try:
+            h = h * 2 if x.max() > 3 else h
+        except Exception:  # as libraries do around what may not work
+            h = h * 5
+        return h.sum()
+
+    with pytest.raises(CaptureError, match=r"test_raising_checks\.py:\d+.*goes on either way"):
+        captured(end)

@@ -313,7 +313,7 @@ class _Branches(_Base):
         return functional.cross_entropy(self.last(hidden), labels)
 
 
-@script("branches on a value", refused="data-dependent")
+@script("branches on a value", refused="goes on either way")
 def _(job: Job) -> Results:
     model = _built(_Branches)
     (batch,) = batches(1)

@@ -57,4 +57,4 @@ def test_machines_that_do_not_reach_each_other_say_so_at_once_on_all_ranks(tmp_p
     for one in told:
         assert "rank 1 at 10.77.0.2 cannot reach rank 2 at 10.77.0.3" in one["error"]
         assert VARIABLE in one["error"]
-        assert one["seconds"] < 30.0
+        assert one["seconds"] < 60.0  # half a minute, and as much where the machine has other work

@@ -108,3 +108,11 @@ def losses_in_double(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.float)  # which `in_double` replaces
     in_double()
+
+
+@pytest.fixture
+def distributions_checked() -> None:
+    """Turn checks of distributions on, as they are until torch.compile in another test turns them off."""
+    import torch
+
+    torch.distributions.Distribution.set_default_validate_args(True)

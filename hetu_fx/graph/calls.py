@@ -24,6 +24,12 @@ def callee(node: fx.Node) -> Callable[..., Any]:
     return node.target
 
 
+def called_on(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """Return what the function that an op node calls makes of the values of other nodes."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+    return callee(node)(*args, **kwargs)
+
+
 def overload(node: fx.Node) -> OpOverload[..., Any]:
     """Return the torch op that a node calls; only for nodes that call one."""
     assert isinstance(node.target, OpOverload)

@@ -20,7 +20,7 @@ from torch import fx
 from hetu_fx.base.torch_private import FakeTensorMode, OpOverload
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
-from hetu_fx.graph.calls import callee, is_view, viewed_argument, written_arguments
+from hetu_fx.graph.calls import called_on, is_view, viewed_argument, written_arguments
 from hetu_fx.graph.edit import needed_for
 
 Layout = tuple[Sequence[int], int]
@@ -154,15 +154,11 @@ def _shared(
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         try:
             for node in nodes:
-                made[node] = _laid_out(node, layout, sizes) if node.op == "placeholder" else _result(node, made)
+                if node.op != "output":
+                    made[node] = _laid_out(node, layout, sizes) if node.op == "placeholder" else called_on(node, made)
         except Exception:  # of sizes or strides that an op refuses, or of values that no fake tensor has
             return None
     return {node for node in asked if meta.storages_of(made[node]) & meta.storages_of(made[node.all_input_nodes[0]])}
-
-
-def _result(node: fx.Node, made: Mapping[fx.Node, Any]) -> Any:
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
-    return None if node.op == "output" else callee(node)(*args, **kwargs)
 
 
 def _laid_out(node: fx.Node, layout: Layout, sizes: Mapping[sympy.Symbol, int]) -> Any:

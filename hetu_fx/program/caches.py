@@ -23,7 +23,7 @@ from hetu_fx.base.torch_private import tree_leaves
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
 from hetu_fx.graph.bind import Batch, as_call, flatten_batch
-from hetu_fx.graph.calls import is_random, is_unset
+from hetu_fx.graph.calls import called_on, is_random, is_unset
 from hetu_fx.graph.capture import in_mode
 from hetu_fx.graph.containers import Constant, Tree, map_leaves, unflatten, walk
 from hetu_fx.graph.edit import needed_for
@@ -152,8 +152,10 @@ def are_caches(
         keeping = None if forgetting is None else graph(keeps, other)
         return None if forgetting is None else keeping is not None and _are_alike(keeping, forgetting)
 
-    again = graph(keeps, batch)
-    if again is None or len(set(keeps.about.outlines)) != 1 or not _stays(again) or not agree(batch, keeps, forgets):
+    keeping, forgetting = graph(keeps, batch), graph(forgets, batch)
+    if keeping is None or forgetting is None or not _are_alike(keeping, forgetting):
+        return False
+    if len(set(keeps.about.outlines)) != 1 or not _stays(keeping):
         return False
     if agree(batch, *in_other_mode) is False:
         return False
@@ -263,7 +265,7 @@ class _Values:
         self.graph, self._known = graph, known
         self._computed: dict[fx.Node, Any] = {}
         self._elements = 0
-        self._draws = dict(zip(filter(_is_random, graph.graph.nodes), count()))
+        self._draws = dict(zip(filter(is_random, graph.graph.nodes), count()))
 
     @cached_property
     def numbers(self) -> Mapping[fx.Node, int]:
@@ -313,12 +315,7 @@ class _Values:
         given = [self._computed[one] for one in node.all_input_nodes]
         if self._elements > _MOST_ELEMENTS or any(value is None for value in given):
             return None
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._computed.__getitem__)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _is_random(node: fx.Node) -> bool:
-    return node.op == "call_function" and is_random(node)
+        return called_on(node, self._computed)
 
 
 def _is_steady_op(node: fx.Node) -> bool:

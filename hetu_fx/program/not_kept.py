@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from hetu_fx.base.torch_private import tree_leaves
 from hetu_fx.errors import StateError
+from hetu_fx.graph.meta import SYMBOLIC
 from hetu_fx.program.contents import PLAIN
 
 
@@ -52,6 +52,4 @@ def is_of_the_trace(value: Any) -> bool:
         case list() | tuple() | set() | frozenset():
             return any(map(is_of_the_trace, value))
         case _:
-            return isinstance(value, Tensor | torch.SymInt | torch.SymFloat | torch.SymBool) or not (
-                isinstance(value, PLAIN) or callable(value)
-            )
+            return isinstance(value, (Tensor, *SYMBOLIC)) or not (isinstance(value, PLAIN) or callable(value))

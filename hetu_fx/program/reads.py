@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hetu_fx.base.torch_private import version
+from hetu_fx.graph.meta import SYMBOLIC
 from hetu_fx.program.contents import PLAIN, Memory, can_change, frozen, same
 from hetu_fx.program.structure import told_hook, type_name
 
@@ -176,7 +177,7 @@ def shown(value: Any) -> str:
             text = "{" + ", ".join(sorted(map(shown, value))) + "}"
         case Tensor():
             text = f"a tensor of shape {list(value.shape)}"
-        case torch.SymInt() | torch.SymFloat() | torch.SymBool():
+        case _ if isinstance(value, SYMBOLIC):
             text = "a number of a batch"
         case _ if value is ABSENT or isinstance(value, (*PLAIN, Memory)):
             text = repr(value)

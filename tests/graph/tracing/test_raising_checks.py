@@ -18,12 +18,7 @@ from hetu_fx.graph.tracing import raising_checks
 
 aten = torch.ops.aten
 End = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def _distributions_are_checked() -> None:
-    """Turn their checks on, as they are until torch.compile, in another test of this process, turns them off."""
-    torch.distributions.Distribution.set_default_validate_args(True)
+pytestmark = pytest.mark.usefixtures("distributions_checked")
 
 
 class Net(nn.Module):

@@ -28,6 +28,9 @@ from hetu_fx.comm_ops.wire.consensus import from_first, together
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import CheckpointError, HetuFxError, OtherRankError
 
+MOST_LOOKS = 100
+"""At a folder in which something is replaced each time: a look takes a millisecond, a save far longer."""
+
 
 @contextmanager
 def replaced_folder(folder: Path, table: GroupTable, error: type[HetuFxError] = CheckpointError) -> Iterator[Path]:
@@ -197,11 +200,28 @@ def latest(parent: Path) -> Path | None:
     """
     if not os.path.lexists(parent):
         return None
+    for _ in range(MOST_LOOKS):
+        before = _entries(parent)
+        newest = _newest(parent)
+        if _entries(parent) == before:
+            break
+    return None if newest is None else parent / newest
+
+
+def _entries(parent: Path) -> set[tuple[str, int]]:
+    """Return names and inodes of what a folder holds: others as soon as something in it has been replaced."""
+    try:
+        with os.scandir(parent) as entries:
+            return {(entry.name, entry.inode()) for entry in entries}
+    except OSError as error:
+        raise CheckpointError(f"cannot read {parent}: {error.strerror}") from error
+
+
+def _newest(parent: Path) -> str | None:
     places = {left.name: left.path for left in reversed(left_overs(parent)) if is_complete(left.path)}
     places |= {name: parent / name for name in os.listdir(parent) if name[0] != "."}
     ages = {name: _age(name, place) for name, place in places.items() if is_complete(place)}
-    newest = max(ages, key=lambda name: ages[name], default=None)
-    return None if newest is None else parent / newest
+    return max(ages, key=lambda name: ages[name], default=None)
 
 
 def _age(name: str, place: Path) -> tuple[int, float, str]:

@@ -11,7 +11,7 @@ import pytest
 
 from hetu_fx.checkpoint import folders
 from hetu_fx.checkpoint.folders import latest, replaced_folder
-from hetu_fx.checkpoint.left_overs import place_of
+from hetu_fx.checkpoint.left_overs import LeftOver, place_of
 from hetu_fx.checkpoint.manifest import MANIFEST
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import CheckpointError, ExportError, HetuFxError, OtherRankError
@@ -201,6 +201,28 @@ def test_what_a_crash_between_two_renames_left_is_found_and_put_back(tmp_path: P
     assert names(tmp_path) == sorted([f".{name}.new-01234567", f".{name}.old-01234567", "step-3"])  # only looked at
     write(tmp_path / name, "next")
     assert names(tmp_path) == sorted([name, "step-3"])
+
+
+@pytest.mark.parametrize("other", ["step-3", None])
+def test_what_is_replaced_while_it_is_looked_for_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str | None
+) -> None:
+    write(tmp_path / "step-7", "old")
+    if other:
+        write(tmp_path / other)
+    write(tmp_path / ".step-7.new-01234567", "new")
+    looked, renamed = folders.left_overs, list[Path]()
+
+    def renaming(parent: Path) -> list[LeftOver]:
+        found = [
+            left for left in looked(parent) if renamed or not left.is_new
+        ]  # it was not sealed when it was looked at
+        if not renamed:
+            renamed.append((tmp_path / "step-7").rename(tmp_path / ".step-7.old-01234567"))
+        return found
+
+    monkeypatch.setattr(folders, "left_overs", renaming)
+    assert latest(tmp_path) == tmp_path / "step-7"
 
 
 def test_what_was_not_sealed_before_a_crash_does_not_count(tmp_path: Path) -> None:

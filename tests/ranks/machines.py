@@ -6,6 +6,7 @@ Each is one process that holds its namespaces and dies as a whole by one kill.
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -66,7 +67,7 @@ def machines(folder: Path, hostnames: Sequence[str], hosts: Mapping[int, str] | 
         hostnames: one for each; they may be the same.
         hosts: what the /etc/hosts of a machine says besides, by its number.
     """
-    own = f"hm{os.getpid() % 100000}"
+    own = f"hm{secrets.token_hex(3)}"  # new each time: the kernel takes away the links of a namespace some time later
     with ExitStack() as stack:
         _ip(stack, f"link add {own}b type bridge", f"link del {own}b")
         _ip(stack, f"link set {own}b up")

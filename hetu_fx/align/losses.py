@@ -93,7 +93,7 @@ def read_losses(path: Path) -> tuple[float, ...]:
 def _is_log(path: Path) -> bool:
     """Tell whether the first line of a file is an entry of a log."""
     with open_regular(path, AlignError) as file:
-        first = file.readline(MOST_BYTES)
+        first = file.readline(MOST_BYTES >> 4)  # a longer one is no entry, but may be a list
     try:
         entry = json_of(first, str(path), AlignError, constants=True)
     except AlignError:

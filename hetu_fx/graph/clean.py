@@ -33,6 +33,7 @@ COPIES = frozenset({
     aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.alias.default, aten.clone.default,
 })  # fmt: skip
 VIEWS = frozenset({aten.view.default, aten.reshape.default, aten.expand.default, aten.view_as.default})
+VIEWS_OF_PAIRS = frozenset({aten.view_as_complex.default, aten.view.dtype})
 SQUEEZES = frozenset({aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims})
 MADE_LIKE: dict[Any, Callable[..., Any]] = {
     aten.new_zeros.default: aten.zeros.default, aten.new_ones.default: aten.ones.default,
@@ -95,6 +96,16 @@ def _simplify_view(node: fx.Node) -> fx.Node | None:
     if node.target is aten.view.default:
         node.target = aten.reshape.default
     return None
+
+
+def _lay_out_operand(node: fx.Node) -> None:
+    """Give an op that takes one order in memory only its operand in it; a trace leaves out what its example has."""
+    given = operand(node)
+    if not _is_call(given, aten.contiguous.default):
+        with node.graph.inserting_before(node):
+            made = node.graph.call_function(aten.contiguous.default, (given,))
+        meta.copy_meta(given, made, with_value=True)
+        node.update_arg(0, made)
 
 
 def _simplify_squeeze(node: fx.Node) -> fx.Node | None:
@@ -173,6 +184,7 @@ RULES: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     **dict.fromkeys(DROPOUTS, _simplify_dropout),
     **dict.fromkeys(SQUEEZES, _simplify_squeeze),
     **dict.fromkeys(MADE_LIKE, _simplify_new),
+    **dict.fromkeys(VIEWS_OF_PAIRS, _lay_out_operand),
     **dict.fromkeys(OVER_ALL, _simplify_truth),
     aten.slice.Tensor: _simplify_slice,
     aten.detach.default: _simplify_detach,

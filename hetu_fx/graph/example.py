@@ -81,9 +81,11 @@ def make_example(
 
 
 def order_in_memory(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the dims of a tensor as they lie in memory, outermost first."""
+    """Return the dims of a tensor as they lie in memory, outermost first; of an expanded one as they do in a copy."""
     dims = range(tensor.dim())
-    return tuple(dims if tensor.is_contiguous() else sorted(dims, key=tensor.stride, reverse=True))
+    if tensor.is_contiguous():
+        return tuple(dims)
+    return tuple(sorted(dims, key=torch.empty_like(tensor, device="meta").stride, reverse=True))
 
 
 def _zeros(shape: tuple[int, ...], order: tuple[int, ...], **how: Any) -> torch.Tensor:

@@ -132,6 +132,8 @@ def _read_latest(folder: Path) -> Any:
     try:
         found = latest(folder / SAVED)
     except HetuFxError as error:
+        if not (folder / SAVED).is_dir():
+            raise
         raise AssertionError("latest() raises, and hides whole folders") from error
     if not (folder / SAVED).is_dir():
         raise CheckpointError(f"latest() finds {found} where there is no folder")

@@ -136,6 +136,34 @@ def test_complex_numbers_train_as_on_one_device(name: str, plan: str) -> None:
     assert verdict.verdict == "equal", verdict
 
 
+class Pairs(nn.Module):
+    """Numbers that are read as pairs; a trace of such as lie one behind the other has no copy of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.unflatten(-1, (4, 2)).contiguous())
+        return self.last(torch.tanh(self.first(torch.view_as_real(pairs * pairs).flatten(-2))))
+
+
+ORDERS = {"rows first": (0, 1, 2), "rows last": (1, 2, 0), "pairs apart": (2, 0, 1)}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_batch_may_lie_otherwise_in_memory_than_the_one_before(order: str, plan: str) -> None:
+    torch.manual_seed(5)
+    model, double = in_double_precision(WithLoss(Pairs())), {"dtype": torch.float64}
+    batches = [{"x": torch.randn(8, 10, 8, **double), "target": torch.randn(8, 10, 3, **double)} for _ in range(2)]
+    dims = ORDERS[order]
+    batches[1]["x"] = batches[1]["x"].permute(dims).contiguous().permute([dims.index(dim) for dim in range(3)])
+    alone = train_alone(model, batches, Lockstep())
+    verdict = judge(plan, alone, Lockstep().train(model, batches, PLANS[plan]), 1e-10, "")
+    assert verdict.verdict == "equal", verdict
+
+
 class FewChannels(nn.Module):
     """Waves of fewer channels than there are devices, made of more."""
 

@@ -41,6 +41,12 @@ def entry_text(entry: Entry) -> str:
             return f"step {entry['step']}: processes have had up to {told} MB"
         case "health":
             return f"step {entry['step']}: {rates_text(entry['rates'])}"
+        case "gathered":
+            names, size = (
+                ", ".join(dict.fromkeys(op["op"] for op in entry["ops"])),
+                sum(op["bytes"] for op in entry["ops"]),
+            )
+            return f"step {entry['step']}: {entry['variant']!r} gathers {size / 1e6:.3g} MB for {names or 'nothing'}"
         case "switch":
             return f"step {entry['step']}: {entry['from']!r} -> {entry['to']!r}"
         case "built":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.deduction.factors.analyse import UnknownOpWarning
 from hetu_fx.graph.capture import capture
 from hetu_fx.planner.count.count import program_costs
 from hetu_fx.planner.gathered import gathered_ops
@@ -205,6 +206,39 @@ def test_an_op_that_needs_split_columns_whole_is_named_with_the_price_that_deduc
     assert one.seconds is not None
     assert more.seconds is not None
     assert one.seconds < more.seconds < 2 * one.seconds, "a message takes as long to start"
+
+
+def doubled(x: Tensor) -> Tensor:
+    made: Tensor = torch.ops.hetu_gathered_tests.doubled(x)
+    return made
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _an_op_without_a_rule() -> Iterator[None]:
+    with torch.library._scoped_library("hetu_gathered_tests", "DEF") as library:
+        library.define("doubled(Tensor x) -> Tensor")
+        library.impl("doubled", lambda x: 2 * x, "CompositeExplicitAutograd")
+        yield
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "kind"),
+    [
+        (Columns(doubled), SPLIT, "no rule"),
+        (Views(lambda u, v: (doubled(u) - v).square().mean()), SHARES, "rows, no rule"),
+    ],
+    ids=["columns", "rows"],
+)
+def test_of_an_op_without_a_rule_the_cure_is_a_rule(model: nn.Module, plan: Plan, kind: str) -> None:
+    names = ("x",) if isinstance(model, Columns) else ("x", "y")
+    with pytest.warns(UnknownOpWarning):
+        program = program_of(model, *names)
+    ops = {one.op: one for one in found(program, plan)}
+    one = ops.pop("hetu_gathered_tests.doubled.default")
+    assert one.kind == kind
+    assert "register_rule" in one.cure
+    assert (one.seconds or 0.0) > 0
+    assert [*ops] == (["aten.sub.Tensor"] if kind.startswith("rows") else []), "which reads it beside other rows"
 
 
 def test_micro_batches_send_in_turn() -> None:

@@ -260,8 +260,9 @@ class _OnAxis:
     def _is_forced(self, node: fx.Node, need: Need) -> bool:
         """Tell whether an op needs a value whole as its rule, or that it has none, does not let it be cut."""
         op, state = self.step.annotated.factors.op(node), self._lies(need.node)
-        is_whole = isinstance(state, SplitOn) and isinstance(need.state, Whole)
-        return is_whole and state.factor in op.whole - op.apart.keys()
+        if not isinstance(state, SplitOn) or not isinstance(need.state, Whole):
+            return False
+        return state.factor in op.whole - op.apart.keys()
 
     def _made(self, node: fx.Node, needs: Sequence[Need], layouts: Sequence[StageLayout]) -> GatheredOp:
         kind = "whole" if self.step.annotated.factors.op(node).known else "no rule"
@@ -279,7 +280,7 @@ class _OnAxis:
     def _sent(self, layout: StageLayout, needs: Sequence[Need]) -> float:
         (rows, count), groups = self._micro_batches(layout), layout.groups(self.axis)
         prices = self._prices(rows)
-        turns = {need.node: GATHER * (1 + self._sums_cotangent(need)) for need in needs}
+        turns = {need.node: GATHER * (1 + self.deduction.sums_cotangent(need)) for need in needs}
         return count * max(
             sum(self.step.sent(ranks, prices.num_bytes[node], turn) for node, turn in turns.items()) for ranks in groups
         )
@@ -292,14 +293,11 @@ class _OnAxis:
                 need.node,
                 self._lies(need.node),
                 WHOLE,
-                summed=self._sums_cotangent(need),
+                summed=self.deduction.sums_cotangent(need),
                 trained=need.node in trained,
             )
             for need in needs
         )
-
-    def _sums_cotangent(self, need: Need) -> bool:
-        return self.deduction.sums_cotangent(need)
 
     @once
     def _prices(self, rows: int) -> Prices:

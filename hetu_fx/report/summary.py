@@ -42,11 +42,9 @@ def entry_text(entry: Entry) -> str:
         case "health":
             return f"step {entry['step']}: {rates_text(entry['rates'])}"
         case "gathered":
-            names, size = (
-                ", ".join(dict.fromkeys(op["op"] for op in entry["ops"])),
-                sum(op["bytes"] for op in entry["ops"]),
-            )
-            return f"step {entry['step']}: {entry['variant']!r} gathers {size / 1e6:.3g} MB for {names or 'nothing'}"
+            size, names = sum(op["bytes"] for op in entry["ops"]), dict.fromkeys(op["op"] for op in entry["ops"])
+            told = f"{size / 1e6:.3g} MB for {', '.join(names)}" if names else "nothing any more"
+            return f"step {entry['step']}: {entry['variant']!r} gathers {told}"
         case "switch":
             return f"step {entry['step']}: {entry['from']!r} -> {entry['to']!r}"
         case "built":

@@ -223,7 +223,7 @@ def test_what_is_gathered_is_told_once_and_again_when_it_changes(tmp_path: Path)
     assert entry_text(entry) == "step 3: 'short' gathers 2.5 MB for aten.matmul.default"
     assert list(entries(priced, priced, None)) == []
     (gone,) = entries(priced, state(4, "short", gathered={"short": ()}), None)
-    assert entry_text(gone) == "step 4: 'short' gathers 0 MB for nothing"
+    assert entry_text(gone) == "step 4: 'short' gathers nothing any more"
     assert list(entries(alone, state(3, "short", gathered={"short": ()}), None)) == [], "nothing is not told"
 
 

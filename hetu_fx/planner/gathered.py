@@ -92,6 +92,10 @@ class _Step:
         """Return what ops cost per row, run whole."""
         return work_of(self.annotated, nodes, partial(meta.size_at, sizes_at(self.annotated.graph, self.rows)))
 
+    def kind(self, node: fx.Node, known: str, unknown: str) -> str:
+        """Return the kind of what is gathered for an op, of which a rule is known or not."""
+        return known if self.annotated.factors.op(node).known else unknown
+
     def made(
         self, kind: str, node: fx.Node, num_bytes: float, seconds: float | None, repeated: float | None
     ) -> GatheredOp:
@@ -190,8 +194,7 @@ def _of_rows(step: _Step) -> Iterator[GatheredOp]:
         yield replace(_met("fixed batch", every, ranks, step), op="the model", line="", path="", source="")
         return
     for one in found:
-        is_known = step.annotated.factors.op(one.op).known
-        yield _met("rows" if is_known else "rows, no rule", one, ranks, step)
+        yield _met(step.kind(one.op, "rows", "rows, no rule"), one, ranks, step)
 
 
 def _met(kind: str, one: _Meeting, ranks: Sequence[int], step: _Step) -> GatheredOp:
@@ -265,7 +268,7 @@ class _OnAxis:
         return state.factor in op.whole - op.apart.keys()
 
     def _made(self, node: fx.Node, needs: Sequence[Need], layouts: Sequence[StageLayout]) -> GatheredOp:
-        kind = "whole" if self.step.annotated.factors.op(node).known else "no rule"
+        kind = self.step.kind(node, "whole", "no rule")
         sent = max(self._sent(layout, needs) for layout in layouts)
         is_priced = self.step.cluster is not None
         seconds = max(self._seconds(layout, needs) for layout in layouts) if is_priced else None

@@ -19,13 +19,13 @@ from hetu_fx.checkpoint.snapshots import STOPPED_SECONDS, Snapshots
 from hetu_fx.errors import StateError
 from hetu_fx.export.write import export_runtime
 from hetu_fx.graph.bind import Batch, as_call
-from hetu_fx.graph.graph import GatheredRows
+from hetu_fx.planner.values.gathered_op import gathered_text
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captured import CaptureEvent
 from hetu_fx.program.loss_type import LossType
 from hetu_fx.program.observed import Observation, Observer
 from hetu_fx.program.program import Program
-from hetu_fx.report.run_log import RunLog, Sink
+from hetu_fx.report.run_log import RunLog, Sink, gathered_under
 from hetu_fx.report.sinks import JsonLines, ProgressSink, Scalars, tensorboard_writer
 from hetu_fx.switching.adapt.adaptation import Adaptation
 from hetu_fx.switching.adapt.rehome import Home, Optimizers, Rehoming
@@ -207,18 +207,13 @@ class Handle:
     def explain(self) -> str:
         """Return the current plan as a table, with what was predicted, and what its first use has taken here.
 
-        And what was found when it was tried before it trained, and for which ops rows are gathered.
+        And what was found when it was tried before it trained, and what is gathered because no rule splits it.
         """
         self._runtime.charge_groups()
         plan = self.plan.explain(range(self._runtime.table.size))
         tried, use = self.checks[self.current], self._runtime.variants[self.current].first_use
-        return "\n".join((plan, f"tried: {tried}", f"first use: {use}", *map(str, self._gathered)))
-
-    @property
-    def _gathered(self) -> tuple[GatheredRows, ...]:
-        """Return for which ops rows are gathered under the current plan."""
-        is_split = len(self.plan.pipelines) > 1
-        return self._program.graph.gathered if is_split and self._program is not None else ()
+        gathered = gathered_under(self.current, self._runtime, self._adaptation)
+        return "\n".join((plan, f"tried: {tried}", f"first use: {use}", *gathered_text(gathered)))
 
     def add_variant(self, plan: Plan, name: str | None = None) -> str:
         """Add a plan; returns its name. Collective, as every process must have the same variants.

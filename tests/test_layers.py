@@ -44,7 +44,7 @@ FLOORS = (
     "planner.search",
     "switching.migrate switching.eviction switching.settings switching.variants switching.whole switching.members",
     "switching.step",
-    "planner.dispatch",
+    "planner.dispatch planner.gathered",
     "planner.simulate",
     "planner.price",
     "planner.count",

@@ -18,7 +18,6 @@ import sympy
 import torch
 from torch import fx
 
-from hetu_fx.base.words import bytes_text
 from hetu_fx.graph import meta
 from hetu_fx.graph.blocks import block_index
 from hetu_fx.graph.checks import Check
@@ -80,25 +79,6 @@ class OutputLeaf:
 
 
 @dataclass(frozen=True)
-class GatheredRows:
-    """An op in which rows meet, which is given those of all replicas.
-
-    Attributes:
-        op: its name.
-        where: the user's line, "file.py:41".
-        num_bytes: of what it reads of the example batch's rows, which each replica sends to the others.
-    """
-
-    op: str
-    where: str
-    num_bytes: int
-
-    def __str__(self) -> str:
-        size = bytes_text(self.num_bytes)
-        return f"{self.op} ({self.where}) needs all rows of the batch, which are gathered: {size} of the example's"
-
-
-@dataclass(frozen=True)
 class FixedRows:
     """The rows of a batch where a graph takes one number of them only.
 
@@ -141,7 +121,6 @@ class Graph:
         fixed_rows: where the batch is static, its rows; a `batch_symbol` then stands for those of a replica, which the
             others' are gathered to. None also where no input has rows.
         all_rows: the symbol of the rows that all replicas have together, where some value has them; else None.
-        gathered: for which ops rows are gathered, where they are spread over replicas.
         block_paths: FQNs of the repeated blocks, in order of execution.
         constants: values of the CONSTANT leaves by name.
         training: whether the model was in training mode.
@@ -165,7 +144,6 @@ class Graph:
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     fixed_rows: FixedRows | None = None
     all_rows: sympy.Symbol | None = None
-    gathered: tuple[GatheredRows, ...] = ()
     notes: tuple[str, ...] = ()
     observed: Tree | None = None
     layout: InputLayout | None = None

@@ -9,6 +9,7 @@ an op is to run on the host, whatever device runs the graph) and "uncast" (True 
 from __future__ import annotations
 
 import copy
+import linecache
 import math
 import os
 import re
@@ -185,6 +186,12 @@ def source_line(node: fx.Node) -> str:
     """Return where the node comes from as "file.py:41", or "unknown line"."""
     frame = innermost_frame(node.meta.get("stack_trace") or "")
     return f"{os.path.basename(frame[0])}:{frame[1]}" if frame else "unknown line"
+
+
+def source_text(node: fx.Node) -> str:
+    """Return the text of the line that the node comes from; "" where it is not known."""
+    frame = innermost_frame(node.meta.get("stack_trace") or "")
+    return linecache.getline(*frame).strip() if frame else ""
 
 
 def set_module_stack(node: fx.Node, stack: ModuleStack) -> None:

@@ -10,6 +10,7 @@ from hetu_fx.base.json_values import INTEGER, INTEGERS, NUMBER, NUMBERS, TEXT, T
 from hetu_fx.base.records import REQUIRED, Document, JsonObject, Key
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import HetuFxError, StateError
+from hetu_fx.planner.values.gathered_op import GATHERED_OP
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.plans.plan import Plan
 from hetu_fx.report.run_log import Entry
@@ -97,6 +98,7 @@ _FORMS: Mapping[str, JsonObject[Entry]] = {
     "cluster": _form(_AT | _keys({"cluster": _or_null(_document(Cluster))})),
     "health": _form(_AT | _keys({"rates": _RATES})),
     "memory": _form(_AT | _keys({"peak_bytes": NUMBERS})),
+    "gathered": _form(_AT | _keys({"variant": TEXT, "ops": many(GATHERED_OP.values)})),
     "switch": _form(_AT | _keys({"from": TEXT, "to": TEXT})),
     "built": _form(_AT | _keys({"variant": TEXT, "bytes": NUMBER, "seconds": NUMBER})),
     "evicted": _form(_AT | _keys({"variant": TEXT, "bytes": NUMBER})),

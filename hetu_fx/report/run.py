@@ -10,15 +10,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 
+from hetu_fx.base.json_values import many
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import HetuFxError
 from hetu_fx.planner.simulate.simulate import simulate
 from hetu_fx.planner.simulate.simulation import Simulation
+from hetu_fx.planner.values.gathered_op import GATHERED_OP, GatheredOp
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
 from hetu_fx.report.run_log import Entry
 from hetu_fx.report.summary import steps_of
+
+_OPS = many(GATHERED_OP.values)
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,12 @@ class LoggedRun:
         """Return the variants with a plan that have trained, in that order; where none has, all that have a plan."""
         ran = dict.fromkeys(entry["variant"] for entry in self.steps)
         return [name for name in ran if name in self.plans] or list(self.plans)
+
+    @cached_property
+    def gathered(self) -> dict[str, tuple[GatheredOp, ...]]:
+        """Return what variants gather because no rule splits it, as told last; nothing of those that gather nothing."""
+        told = {entry["variant"]: entry["ops"] for entry in self.log if entry["event"] == "gathered"}
+        return {name: _OPS.read(ops, f"gathered of {name!r}") for name, ops in told.items() if ops}
 
     @cached_property
     def peak_bytes(self) -> list[int]:

@@ -9,6 +9,7 @@ An entry is a mapping that JSON can say; a file has one a line (`JsonLines`). Ki
     health      the devices' straggling rates changed: those that are not 1
     memory      processes have had more memory than was told: the most that each has had (`hetu_fx.cluster.host`), 0 for
                 those that do not log
+    gathered    what a variant gathers in a step because no rule splits it, by op (`GatheredOp`), where that is anything
     switch      another variant than the step before runs
     built       graphs of a variant were made: their bytes, and the seconds that it took
     evicted     graphs of a variant that did not run were dropped, so that such variants keep to their bound
@@ -40,11 +41,15 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.cluster.host import peak_bytes
 from hetu_fx.comm_ops.wire.consensus import StepFacts
 from hetu_fx.planner.dispatch.assignment import Planned
+from hetu_fx.planner.values.gathered_op import GATHERED_OP, GatheredOp
 from hetu_fx.planner.values.profile_file import Profile
+from hetu_fx.program.program import Program
 from hetu_fx.switching.adapt.adaptation import Adaptation
 from hetu_fx.switching.eviction import GraphEvent
+from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.migrate.in_flight import HomeEvent
 from hetu_fx.switching.runtime import Runtime
+from hetu_fx.switching.step.compiled_plans import GraphVariant
 from hetu_fx.switching.step.variant import Variant
 
 FORMAT = "hetu_fx.log/2"
@@ -85,6 +90,7 @@ class State:
         homes: what has happened to homes since then.
         cluster: the devices and links; None if nobody knows.
         peak_bytes: of each process, as told.
+        gathered: what variants gather because no rule splits it, of those that have trained.
     """
 
     step: int = 0
@@ -97,6 +103,7 @@ class State:
     homes: Sequence[HomeEvent] = ()
     cluster: Cluster | None = None
     peak_bytes: tuple[int, ...] = ()
+    gathered: Mapping[str, tuple[GatheredOp, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +133,10 @@ def entries(before: State, after: State, batch: Batch | None) -> Iterator[Entry]
     if before.rates != after.rates:
         rates = {str(device): rate for device, rate in after.rates.items()}
         yield {"event": "health", "step": after.step, "rates": rates}
+    for name, found in after.gathered.items():
+        if found != before.gathered.get(name, ()):
+            ops = [GATHERED_OP.write(one) for one in found]
+            yield {"event": "gathered", "step": after.step, "variant": name, "ops": ops}
     if before.peak_bytes != after.peak_bytes:
         yield {"event": "memory", "step": after.step, "peak_bytes": list(after.peak_bytes)}
 
@@ -174,6 +185,19 @@ def _batch_entry(before: State, after: State, batch: Batch) -> Entry:
     return {"event": "step", "step": after.step, **ran, **times}
 
 
+def gathered_under(name: str, runtime: Runtime, adaptation: Adaptation) -> tuple[GatheredOp, ...]:
+    """Return what a variant gathers because no rule splits it; nothing of a module that runs as it is."""
+    program, variant = _trained_program(runtime), runtime.variants[name]
+    if program is None or not isinstance(variant, GraphVariant):
+        return ()
+    return variant.gathered(program, adaptation.costs.rows, adaptation.cluster)
+
+
+def _trained_program(runtime: Runtime) -> Program | None:
+    """Return the graph that was last asked for in training; None of a module that runs as it is."""
+    return runtime.execution.program if isinstance(runtime.execution, GraphExecution) else None
+
+
 class RunLog(AbstractContextManager["RunLog"]):
     """Tells its sinks what a run does, from now until it is closed; a context manager.
 
@@ -195,6 +219,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._counts = [log.count for log in self._logs]
         self._begun: tuple[float, int] | None = None
         self._peak_bytes, self._looked = 0, -math.inf
+        self._gathered_of: dict[str, tuple[object, ...]] = {}
         if sinks:
             self._tell(self._start())
 
@@ -247,7 +272,19 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._counts = [count + len(new) for count, new in zip(self._counts, (graphs, homes), strict=True)]
         variants = dict(runtime.variants)
         cluster = self._adaptation.cluster
-        return State(runtime.step, report.variant, report.rows, variants, rates, report.planned, graphs, homes, cluster)
+        ran = runtime.step, report.variant, report.rows, variants, rates, report.planned
+        return State(*ran, graphs, homes, cluster, gathered=self._gathered(report.variant))
+
+    def _gathered(self, name: str) -> Mapping[str, tuple[GatheredOp, ...]]:
+        """Return what variants gather; of the one that ran last anew, where its plan, graph or devices have changed."""
+        program, variant = _trained_program(self._runtime), self._runtime.variants.get(name)
+        if program is None or variant is None:
+            return self._before.gathered
+        asked = variant.plan, program.fingerprint, self._adaptation.cluster
+        if self._gathered_of.get(name) == asked:
+            return self._before.gathered
+        self._gathered_of[name] = asked
+        return {**self._before.gathered, name: gathered_under(name, self._runtime, self._adaptation)}
 
     def _tell(self, entry: Entry) -> None:
         for sink in self._sinks:

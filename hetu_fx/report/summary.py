@@ -41,6 +41,10 @@ def entry_text(entry: Entry) -> str:
             return f"step {entry['step']}: processes have had up to {told} MB"
         case "health":
             return f"step {entry['step']}: {rates_text(entry['rates'])}"
+        case "gathered":
+            size, names = sum(op["bytes"] for op in entry["ops"]), dict.fromkeys(op["op"] for op in entry["ops"])
+            told = f"{size / 1e6:.3g} MB for {', '.join(names)}" if names else "nothing any more"
+            return f"step {entry['step']}: {entry['variant']!r} gathers {told}"
         case "switch":
             return f"step {entry['step']}: {entry['from']!r} -> {entry['to']!r}"
         case "built":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import is_
@@ -24,6 +24,8 @@ from hetu_fx.comm_ops.wire.consensus import by_first, together
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import LeafKind, OutputKind
+from hetu_fx.planner.gathered import gathered_ops
+from hetu_fx.planner.values.gathered_op import KINDS, GatheredOp
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import Program, deduce_program
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
@@ -199,6 +201,13 @@ class GraphCompute(Compute):
         found = self._stages.get(program, {}).get(key)
         return None if found in self._outdated else found
 
+    def deduced(self, program: Program) -> DeducedGraph:
+        """Return the program under this layout, deduced anew where no graph has been made of it."""
+        stages = self._stages.get(program, {}).values()
+        known = next((stage.deduced for stage in stages), None)
+        deduce = Deduce(self.table.topology)
+        return known or deduce_program(program, self.plan, wants_values=not program.loss_name, deduce=deduce)
+
     def made(self, program: Program, key: StageKey) -> StagePlan:
         """Make the program under this layout, or lead what has been made to the present homes; collective."""
         stages = self._stages.setdefault(program, {})
@@ -253,7 +262,7 @@ class GraphCompute(Compute):
     def _make(self, program: Program, data: bytes) -> StagePlan:
         deduced = _read(program, data)
         if self.table.rank == 0:
-            _warn_of_gathers(deduced.annotated)
+            _warn_of(gathered_ops(deduced, self.plan, cluster=self._cluster))
         layouts = deduced.annotated.layouts_of(self.table.rank)
         devices = tuple(self._device(deduced, chunk) for chunk in range(max(1, len(layouts))))
         made = tuple(device for device in devices if device is not None)
@@ -278,8 +287,11 @@ class GraphCompute(Compute):
         device = run_pass(Recompute(deduced.annotated), device)
         if self.backend is None:  # compiled graphs make all gradients at once
             device = run_pass(WeightsLater(self.plan.schedule), device)
-        cluster = self.table.topology if isinstance(self.table.topology, Cluster) else None
-        return run_pass(Overlap(deduced.annotated, cluster, on_host=self.device.type == HOST.type), device)
+        return run_pass(Overlap(deduced.annotated, self._cluster, on_host=self.device.type == HOST.type), device)
+
+    @property
+    def _cluster(self) -> Cluster | None:
+        return self.table.topology if isinstance(self.table.topology, Cluster) else None
 
     @property
     def _is_alone(self) -> bool:
@@ -336,9 +348,10 @@ class GatheredRowsWarning(UserWarning):
     """An op in which rows meet is given the rows of all replicas, each of which computes the whole."""
 
 
-def _warn_of_gathers(annotated: AnnotatedGraph) -> None:
-    for gathered in annotated.graph.gathered if annotated.splits_batch else ():
-        warnings.warn(f"{gathered}; every replica computes the whole", GatheredRowsWarning, stacklevel=2)
+def _warn_of(gathered: Iterable[GatheredOp]) -> None:
+    for one in gathered:
+        if KINDS[one.kind].is_warned_of:
+            warnings.warn(str(one), GatheredRowsWarning, stacklevel=2)
 
 
 def _read(program: Program, data: bytes) -> DeducedGraph:
@@ -400,3 +413,7 @@ class GraphVariant(Variant):
             return known
         with self.first_use.making():
             return self.compute.made(program, key)
+
+    def gathered(self, program: Program, rows: int, cluster: Cluster | None) -> tuple[GatheredOp, ...]:
+        """Return what a step of so many rows gathers because no rule splits it; see `gathered_ops`."""
+        return gathered_ops(self.compute.deduced(program), self.plan, rows, cluster)

@@ -8,12 +8,14 @@ from dataclasses import replace
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.step import predict
+from hetu_fx.planner.values.gathered_op import GATHERED_OP, GatheredOp
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.report.run_log import FORMAT, Entry
 from tests.planner.examples import paper, transformer
 
+GATHERED = GatheredOp("rows", "aten.matmul.default", "loss.py:4", 8, 2.5e6, "head", "return u @ v.t() < 0", 0.002)
 NAMES = ("first", "a plan for a device that is slow")
 
 
@@ -47,6 +49,7 @@ def _steps(devices: int, steps: int, plans: list[Plan], later: Entry) -> Iterato
         yield _step(number, NAMES[index], plans[index], devices)
         if number == 1:
             yield {"event": "memory", "step": number, "peak_bytes": [10**8 + rank for rank in range(devices)]}
+            yield {"event": "gathered", "step": number, "variant": NAMES[0], "ops": [GATHERED_OP.write(GATHERED)]}
 
 
 def _step(number: int, name: str, plan: Plan, devices: int) -> Entry:

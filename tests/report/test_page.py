@@ -11,6 +11,7 @@ import pytest
 
 from hetu_fx.cli.main import main
 from hetu_fx.planner.simulate.timeline import Event
+from hetu_fx.planner.values.gathered_op import GATHERED_OP
 from hetu_fx.report.page.charts import PLACES, places
 from hetu_fx.report.page.page import SECTIONS, html_page, report_json
 from hetu_fx.report.page.timeline import drawn
@@ -19,7 +20,7 @@ from hetu_fx.report.read import read_log
 from hetu_fx.report.run import LoggedRun
 from hetu_fx.report.run_log import Entry
 from tests.base.seen_html import Seen
-from tests.report.logs import NAMES, log
+from tests.report.logs import GATHERED, NAMES, log
 
 OLD = (
     {"event": "start", "format": "hetu_fx.log/1", "processes": 2, "variants": ["a<b"]},
@@ -126,6 +127,18 @@ def test_devices_are_those_that_the_first_steps_have_corrected() -> None:
     corrected: dict[str, Any] = json.loads(json.dumps(entries[0]["cluster"]).replace("3000000000.0", "9e9"))
     entries.append({"event": "cluster", "step": 3, "cluster": corrected})
     assert LoggedRun(entries).cluster.device(1).flops_per_second == 9e9  # type: ignore[union-attr]
+
+
+def test_what_is_gathered_is_told_by_variant_with_its_line_and_what_would_avoid_it() -> None:
+    entries = log(2, 3)
+    told = report_json(entries)["gathered"]
+    assert told == {NAMES[0]: [{**GATHERED_OP.write(GATHERED), "cure": GATHERED.cure}]}
+    page = html_page(entries, "run")
+    assert "loss.py:4, in head: return u @ v.t() &lt; 0" in page
+    assert GATHERED.cure in page
+    entries.append({"event": "gathered", "step": 3, "variant": NAMES[0], "ops": []})
+    assert report_json(entries)["gathered"] == {}
+    assert "gathered" not in Seen(html_page(entries, "run")).anchors, "where nothing is, nothing is said"
 
 
 def test_the_command_writes_the_page_beside_the_log_or_prints_json(

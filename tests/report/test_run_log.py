@@ -19,6 +19,7 @@ from hetu_fx.cli.main import main
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import BatchError, EnvironmentProblem, StateError
 from hetu_fx.planner.dispatch.assignment import Planned
+from hetu_fx.planner.values.gathered_op import GATHERED_OP
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.plans.plan import Plan
 from hetu_fx.report import read
@@ -28,6 +29,7 @@ from hetu_fx.report.sinks import JsonLines, ProgressSink, Scalars, tensorboard_w
 from hetu_fx.report.summary import draw, entry_text, summaries, summary_text
 from hetu_fx.switching.eviction import GraphEvent
 from hetu_fx.switching.migrate.in_flight import HomeEvent
+from tests.report.logs import GATHERED
 
 SHORT, LONG = (
     SimpleNamespace(plan=Plan.single(), predicted_seconds=seconds, planned_rates={}) for seconds in (1.5, 0.0)
@@ -212,6 +214,17 @@ def test_a_log_of_the_first_format_is_read_as_one_of_today(tmp_path: Path) -> No
     first, read = read_log(old)
     assert (first["plans"], first["cluster"], first["profile"], read["loss"]) == ((), None, None, None)
     assert [entry_text(entry) for entry in (first, read)] == ["2 processes, variants a", "step 1  a  1 s"]
+
+
+def test_what_is_gathered_is_told_once_and_again_when_it_changes(tmp_path: Path) -> None:
+    alone, priced = state(3, "short"), state(3, "short", gathered={"short": (GATHERED,)})
+    (entry,) = entries(alone, priced, None)
+    assert (entry["event"], entry["variant"], entry["ops"]) == ("gathered", "short", [GATHERED_OP.write(GATHERED)])
+    assert entry_text(entry) == "step 3: 'short' gathers 2.5 MB for aten.matmul.default"
+    assert list(entries(priced, priced, None)) == []
+    (gone,) = entries(priced, state(4, "short", gathered={"short": ()}), None)
+    assert entry_text(gone) == "step 4: 'short' gathers nothing any more"
+    assert list(entries(alone, state(3, "short", gathered={"short": ()}), None)) == [], "nothing is not told"
 
 
 def test_steps_after_a_switch_are_summed_up_apart() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ from torch import nn
 import hetu_fx
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.plans.prediction import Prediction
 from hetu_fx.report.page.page import SECTIONS, report_json
 from hetu_fx.report.read import read_log
+from hetu_fx.switching.step.compiled_plans import GatheredRowsWarning
 
 WORLD, STEPS = 2, 4
 PLANS = (Plan.data_parallel([0, 1], [3, 1]), Plan((Pipeline((Stage((0,)), Stage((1,))), micro_batches=2),)))
@@ -59,7 +63,8 @@ def check_losses_and_the_memory_of_all_are_in_the_log(rank: int, world: int, fol
             told = report_json(read_log(file))
             assert [entry["loss"] for entry in told["losses"]] == losses, (told["losses"], losses)
             assert all(count > 1e8 for count in told["memory"]["peak_bytes"])
-            assert all(told[key] for key in SECTIONS if key != "changes")
+            assert all(told[key] for key in SECTIONS if key not in ("changes", "gathered"))
+            assert told["gathered"] == {}
 
 
 def check_a_process_that_does_not_log_is_waited_for_by_none(rank: int, world: int, folder: Path) -> None:
@@ -68,6 +73,39 @@ def check_a_process_that_does_not_log_is_waited_for_by_none(rank: int, world: in
     if rank == 0:
         peaks = report_json(read_log(file))["memory"]["peak_bytes"]
         assert (peaks[0] > 1e8, peaks[1]) == (True, 0)
+
+
+class Pairs(Tower):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        u = self.blocks[0](x)
+        return (u @ u.t()).logsumexp(1).mean()
+
+
+def check_what_is_gathered_is_warned_of_explained_and_logged_alike(rank: int, world: int, folder: Path) -> None:
+    file, x = folder / "pairs.jsonl", torch.randn(8, 8)
+    plan = replace(PLANS[0], predicted=Prediction(0.5))
+    model: Any = hetu_fx.auto_parallelize(Pairs(), (x,), plan=plan, cluster=Cluster.on_paper([3e9, 1e9]), data="global")
+    before = model.hetu.explain()
+    with warnings.catch_warnings(record=True) as seen, model.hetu.log(file):
+        warnings.simplefilter("always", GatheredRowsWarning)
+        for _ in range(2):
+            model(x).backward()
+    told = [str(one.message) for one in seen if one.category is GatheredRowsWarning]
+    assert len(told) == (rank == 0)
+    assert model.hetu.explain().endswith(before[before.index("gathered in a step") :]), "before the first step too"
+    if rank == 0:
+        ((variant, (op,)),) = report_json(read_log(file))["gathered"].items()
+        assert (variant, op["op"], op["rows"], op["bytes"]) == (
+            model.hetu.current,
+            "aten.matmul.default",
+            8,
+            2 * 8 * 8 * 4,
+        )
+        assert op["share"] == op["seconds"] / 0.5
+        for text in (model.hetu.explain(), told[0]):
+            assert all(part in text for part in (op["op"], op["line"], op["source"], op["cure"])), text
+        (entry,) = (one for one in read_log(file) if one["event"] == "gathered")
+        assert entry["step"] == 1
 
 
 @pytest.mark.distributed

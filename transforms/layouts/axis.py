@@ -74,12 +74,13 @@ class AxisDeduction:
         """Return the values that are exchanged along the axis, then those whose cotangents are."""
         needs = [need for decision in self.decisions.values() for need in decision.needs]
         values = dict.fromkeys(need.node for need in needs if self.states[need.node] != need.state)
-        return (*values, *dict.fromkeys(need.node for need in needs if self._sums_cotangent(need)))
+        return (*values, *dict.fromkeys(need.node for need in needs if self.sums_cotangent(need)))
 
     def _differs(self, need: Need) -> bool:
-        return self._sums_cotangent(need) or self.states[need.node] != need.state
+        return self.sums_cotangent(need) or self.states[need.node] != need.state
 
-    def _sums_cotangent(self, need: Need) -> bool:
+    def sums_cotangent(self, need: Need) -> bool:
+        """Tell whether an op gives back summands of a value's cotangent that are added up within the graph."""
         return need.summed_cotangent and need.node not in self.summed_cotangents
 
 

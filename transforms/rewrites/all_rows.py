@@ -22,7 +22,7 @@ from hetu_fx.deduction.rules.call import set_entry, thawed
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument, is_random
 from hetu_fx.graph.edit import SIZE_OPS, Rewrite, insert, needed_for, reached_from, replace
-from hetu_fx.graph.graph import GatheredRows, Graph, LeafKind, OutputKind, drop_dead_nodes
+from hetu_fx.graph.graph import Graph, LeafKind, OutputKind, drop_dead_nodes
 from hetu_fx.transforms.rewrites.counter_rng import with_random_state
 from hetu_fx.transforms.rewrites.counts import CountingRewrite
 from hetu_fx.transforms.rewrites.fixed_rows import gather_inputs
@@ -37,9 +37,9 @@ class AllRows:
 
     Requires: a captured graph whose means are sums over counts. One in which no rows meet is left as it is.
     Ensures: every op can be cut by rows, or reads the rows of the whole batch, whose number is the graph's `all_rows`;
-        outputs that begin with rows have a replica's own there. `gathered` tells what is gathered for which op. Where
-        it is not known how the rows of a value lie in its dim, a note says so, and the graph is as it was. Of a graph
-        with a static batch, the inputs are gathered, and every replica runs all of it.
+        outputs that begin with rows have a replica's own there. Where it is not known how the rows of a value lie in
+        its dim, a note says so, and the graph is as it was. Of a graph with a static batch, the inputs are gathered,
+        and every replica runs all of it. What is gathered for which op says `planner.gathered`.
 
         %scores = matmul(%a, %b_t)    ->    %all_a = hetu.place_rows(%a, %random_state, %rows, 0, 1, 1)
                                             %all_b_t = hetu.place_rows(%b_t, %random_state, %rows, 1, 1, 1)
@@ -105,7 +105,6 @@ class _Gathering(CountingRewrite):
         total: how many rows all replicas have, as an example.
         whole: what has been gathered so far, by what a replica has of it.
         own: what a replica has of what is made of all rows, by that.
-        gathered: what for which op, for the user.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -116,7 +115,6 @@ class _Gathering(CountingRewrite):
         self.total = meta.fresh_size(self.graph.graph, "all_rows", graph.batch_symbol)
         self.whole: dict[fx.Node, fx.Node] = {}
         self.own: dict[fx.Node, fx.Node] = {}
-        self.gathered: list[GatheredRows] = []
         self.given_graph, self.factors = graph, analyse(graph)
         self._total: fx.Node | None = None
 
@@ -133,7 +131,7 @@ class _Gathering(CountingRewrite):
             return self.given_graph
         self._cut_outputs()
         drop_dead_nodes(self.graph.graph)
-        return self.graph.evolve(all_rows=meta.expression(self.total), gathered=tuple(self.gathered))
+        return self.graph.evolve(all_rows=meta.expression(self.total))
 
     def _starts(self, node: fx.Node) -> bool:
         """Tell whether rows meet in an op: it has a row for each pair, or cannot be cut by the rows that it reads."""
@@ -183,9 +181,6 @@ class _Gathering(CountingRewrite):
         ]
         for source in sources:
             node.replace_input_with(source, self._of_all(source, node))
-        values = [source for source in sources if meta.is_tensor(source) and not self._is_of_sizes(source)]
-        if values and self._starts(node):
-            self.gathered.append(GatheredRows(str(node.target), meta.source_line(node), sum(map(_num_bytes, values))))
         self._has_all_rows(node)
 
     def _read_numbers(self, node: fx.Node) -> None:
@@ -320,7 +315,3 @@ class _Gathering(CountingRewrite):
                     rows = self.sizes.of_expression(self.graph.batch_symbol)
                     values[i] = insert(here, OWN, node, self._state(), rows, 0, 1, 1)
         here.args = (tuple(values),)
-
-
-def _num_bytes(value: fx.Node) -> int:
-    return meta.numel(value) * meta.dtype(value).itemsize

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from hetu_fx.graph import meta
-from hetu_fx.graph.graph import FixedRows, GatheredRows, Graph, Leaf, LeafKind, drop_dead_nodes
+from hetu_fx.graph.graph import FixedRows, Graph, Leaf, LeafKind, drop_dead_nodes
 from hetu_fx.graph.row_dims import with_rows
 from hetu_fx.transforms.rewrites.counter_rng import with_random_state
 from hetu_fx.transforms.rewrites.row_ops import insert_placed
@@ -30,13 +30,11 @@ def gather_inputs(graph: Graph) -> Graph:
     rows = meta.fresh_size(made.graph, "rows", fixed.number)
     first = next(node for node in made.graph.nodes if node.op != "placeholder")
     leaves = tuple(_cut(leaf, fixed, rows) for leaf in made.leaves)
-    read = [leaf for leaf in leaves if leaf.row_dim is not None and leaf.node.users]
-    for leaf in read:
-        _gather(leaf, fixed.number, state, first)
+    for leaf in leaves:
+        if leaf.row_dim is not None and leaf.node.users:
+            _gather(leaf, fixed.number, state, first)
     drop_dead_nodes(made.graph)
-    num_bytes = sum(meta.numel(leaf.node) * meta.dtype(leaf.node).itemsize for leaf in read)
-    gathered = GatheredRows("the model", "its batch size is fixed", num_bytes)
-    return made.evolve(leaves=leaves, batch_symbol=meta.expression(rows), gathered=(gathered,))
+    return made.evolve(leaves=leaves, batch_symbol=meta.expression(rows))
 
 
 def _cut(leaf: Leaf, fixed: FixedRows, rows: torch.SymInt) -> Leaf:

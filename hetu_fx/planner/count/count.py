@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
-from typing import Any
+from functools import partial, reduce
+from operator import add
+from typing import Any, Protocol
 
 import sympy
 import torch
@@ -21,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.base.torch_private import OpOverload, tree_leaves, tree_map
+from hetu_fx.deduction.factors.factors import FactorMap
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import is_view
 from hetu_fx.graph.edit import reached_from
@@ -33,6 +35,7 @@ from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.shared import RowSums, Tied
 from hetu_fx.program.program import Program
+from hetu_fx.transforms.layouts.flow import Flow
 from hetu_fx.transforms.layouts.work_shares import WorkShares
 
 
@@ -128,7 +131,8 @@ def _counted(
 ) -> ProgramCosts:
     graph = program.graph
     profile = _Profile(program, shares, partial(meta.size_at, sizes or {}))
-    summed = [profile.bytes_of(node) for node in program.summed_over_rows]
+    at_rows = partial(meta.size_at, {**(sizes or {}), **sizes_at(graph, rows or profile.example_rows)})
+    summed = [value_bytes(node, at_rows) for node in program.summed_over_rows]
     for node in graph.graph.nodes:
         if node.op == "call_function":
             profile.add_op(node)
@@ -152,6 +156,11 @@ def _counted(
     )
 
 
+def sizes_at(graph: Graph, rows: int) -> dict[sympy.Symbol, int]:
+    """Return what the symbols of a graph that count rows stand for where there are so many, over all replicas."""
+    return {symbol: rows for symbol in (graph.batch_symbol, graph.all_rows) if symbol is not None}
+
+
 def example_rows(graph: Graph, size_of: SizeOf = meta.hint) -> int:
     """Return the number of rows of the example batch, or of the batch whose sizes are given."""
     sizes = [size for leaf in graph.leaves_of(LeafKind.INPUT) for size in _sizes(leaf.node)]
@@ -161,6 +170,30 @@ def example_rows(graph: Graph, size_of: SizeOf = meta.hint) -> int:
 
 def _sizes(node: fx.Node) -> list[meta.Size]:
     return list(meta.shape(node)) if meta.is_tensor(node) else []
+
+
+class Analysed(Protocol):
+    """A graph of which it is known what its ops do to classes, and what its values depend on."""
+
+    @property
+    def graph(self) -> Graph:
+        """The graph."""
+
+    @property
+    def factors(self) -> FactorMap:
+        """Its factor classes."""
+
+    @property
+    def flow(self) -> Flow:
+        """What its values depend on."""
+
+
+def work_of(analysed: Analysed, nodes: Iterable[fx.Node], size_of: SizeOf) -> PartCosts:
+    """Return what some ops cost per row, if every device runs them whole."""
+    profile = _Profile(analysed, WorkShares(analysed.factors, frozenset()), size_of)
+    for node in nodes:
+        profile.add_op(node)
+    return reduce(add, (part.costs() for part in profile.parts))
 
 
 @dataclass(slots=True)
@@ -186,7 +219,7 @@ class _Part:
 class _Profile:
     """The totals of all parts while the graph is walked: before, each block, after."""
 
-    def __init__(self, program: Program, shares: WorkShares, size_of: SizeOf) -> None:
+    def __init__(self, program: Analysed, shares: WorkShares, size_of: SizeOf) -> None:
         graph, self._flow = program.graph, program.flow
         self.shares, self._size_of, self.example_rows = shares, size_of, example_rows(graph, size_of)
         self.parts = [_Part() for _ in range(graph.num_blocks + 2)]
@@ -306,16 +339,22 @@ class _Profile:
 
     def bytes_of(self, node: fx.Node) -> int:
         """Return the bytes of a value."""
-        return sum(self._numel(tensor) * tensor.element_size() for tensor in _tensors(node))
+        return value_bytes(node, self._size_of)
 
     def _num_elements(self, node: fx.Node) -> int:
-        return sum(map(self._numel, _tensors(node)))
-
-    def _numel(self, tensor: torch.Tensor) -> int:
-        return math.prod(map(self._size_of, tensor.shape))
+        return sum(_numel(tensor, self._size_of) for tensor in _tensors(node))
 
     def _last_use(self, node: fx.Node) -> int:
         return max((self.part_of(user) for user in node.users if user in self._mixed), default=0)
+
+
+def value_bytes(node: fx.Node, size_of: SizeOf = meta.hint) -> int:
+    """Return the bytes of a node's value, of all of its tensors; 0 of what has none."""
+    return sum(_numel(tensor, size_of) * tensor.element_size() for tensor in _tensors(node))
+
+
+def _numel(tensor: torch.Tensor, size_of: SizeOf) -> int:
+    return math.prod(map(size_of, tensor.shape))
 
 
 def owners(graph: Graph, mixed: Collection[fx.Node], part_of: Callable[[fx.Node], int]) -> dict[fx.Node, int]:

@@ -11,7 +11,7 @@ from html import escape
 from typing import Any
 
 from hetu_fx.base.markup import CLASS, STYLE
-from hetu_fx.report.page import changes, cluster, losses, memory, plans, steps, timeline, traffic
+from hetu_fx.report.page import changes, cluster, gathered, losses, memory, plans, steps, timeline, traffic
 from hetu_fx.report.run import LoggedRun
 from hetu_fx.report.run_log import Entry
 from hetu_fx.report.summary import entry_text
@@ -53,6 +53,7 @@ SECTIONS: Mapping[str, Section] = {
     "timeline": Section("One step: predicted and measured", timeline.html, timeline.data),
     "memory": Section("Memory", memory.html, memory.data),
     "traffic": Section("Traffic of one step", traffic.html, traffic.data),
+    "gathered": Section("What is gathered, as no rule splits it", gathered.html, gathered.data),
     "cluster": Section("Cluster", cluster.html, cluster.data),
     "plans": Section("Plans", plans.html, plans.data),
     "changes": Section("What changed", changes.html, changes.data),

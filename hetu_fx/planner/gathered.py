@@ -1,0 +1,322 @@
+"""What is gathered because no rule splits it: for which ops, and what that takes in a step.
+
+Rows: an op in which rows meet reads those of all replicas, each of which has placed its own among zeros. They are
+summed, as all sums over rows in the middle of a step are, and priced as these (`RowSums`). Every replica then computes
+the same, up to where it takes its own rows again.
+
+Inside stages: an op that needs whole what a group splits is given it whole, and gives summands of its gradient, or all
+of it, back. That is priced as deduction has weighed it (`Prices`).
+
+What an op that runs whole computes beside its share is priced as work of stages is (`price.stage`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+
+from torch import fx
+
+from hetu_fx.base.once import once
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.graph import meta
+from hetu_fx.planner.count.count import example_rows, sizes_at, value_bytes, work_of
+from hetu_fx.planner.price.links import ring_traffic, turn_traffic
+from hetu_fx.planner.price.stage import GATHER, SUM, compute_lines
+from hetu_fx.planner.values.gathered_op import GatheredOp
+from hetu_fx.planner.values.part_costs import PartCosts
+from hetu_fx.planner.values.shared import RowSums
+from hetu_fx.plans.plan import Plan, micro_batch_rows, pipeline_rows
+from hetu_fx.transforms.layouts.annotated_graph import CONTEXT, FINE, TENSOR, AnnotatedGraph, StageLayout, stage_nodes
+from hetu_fx.transforms.layouts.axis import AxisDeduction
+from hetu_fx.transforms.layouts.deduce import prices_of
+from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
+from hetu_fx.transforms.layouts.reshard_cost import Prices
+from hetu_fx.transforms.layouts.states import WHOLE, AxisState, Need, SplitOn, Summed, Whole
+from hetu_fx.transforms.rewrites.row_ops import PLACE
+
+
+def gathered_ops(
+    deduced: DeducedGraph, plan: Plan, rows: int | None = None, cluster: Cluster | None = None
+) -> tuple[GatheredOp, ...]:
+    """Return what a step gathers because no rule splits it, by op; first what takes longest.
+
+    Args:
+        deduced: a program with the plan on it.
+        plan: that, or one of the same compute layout; its prediction is what shares are of.
+        rows: of a step, over all replicas; None: as many as the example has.
+        cluster: the devices; None: seconds are not known.
+    """
+    step = _Step(deduced, plan, rows or example_rows(deduced.annotated.graph), cluster)
+    found = [*_of_rows(step), *_inside_stages(step)]
+    return tuple(sorted(found, key=lambda one: (-(one.seconds or 0.0), -one.num_bytes, one.line, one.op)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """A step of so many rows under a plan."""
+
+    deduced: DeducedGraph
+    plan: Plan
+    rows: int
+    cluster: Cluster | None
+
+    @property
+    def annotated(self) -> AnnotatedGraph:
+        return self.deduced.annotated
+
+    @cached_property
+    def pipeline_rows(self) -> tuple[int, ...]:
+        return pipeline_rows(self.rows, self.plan)
+
+    def bytes_of(self, node: fx.Node, rows: int | None = None) -> int:
+        """Return the bytes of a value of some rows; None: of all."""
+        sizes = sizes_at(self.annotated.graph, self.rows if rows is None else rows)
+        return value_bytes(node, partial(meta.size_at, sizes))
+
+    def sent(self, ranks: Sequence[int], num_bytes: float, turns: int) -> float:
+        """Return what the device sends that sends most, of what goes round a ring."""
+        traffic = (
+            ring_traffic([ranks], num_bytes, turns)
+            if self.cluster is None
+            else turn_traffic(ranks, num_bytes, turns, self.cluster)
+        )
+        by_sender: dict[int, float] = defaultdict(float)
+        for sender, _, size in traffic:
+            by_sender[sender] += size
+        return max(by_sender.values(), default=0.0)
+
+    def work(self, nodes: Iterable[fx.Node]) -> PartCosts:
+        """Return what ops cost per row, run whole."""
+        return work_of(self.annotated, nodes, partial(meta.size_at, sizes_at(self.annotated.graph, self.rows)))
+
+    def kind(self, node: fx.Node, known: str, unknown: str) -> str:
+        """Return the kind of what is gathered for an op, of which a rule is known or not."""
+        return known if self.annotated.factors.op(node).known else unknown
+
+    def made(
+        self, kind: str, node: fx.Node, num_bytes: float, seconds: float | None, repeated: float | None
+    ) -> GatheredOp:
+        """Return the record of an op."""
+        stack, predicted = meta.module_stack(node), self.plan.predicted
+        return GatheredOp(
+            kind=kind,
+            op=str(node.target),
+            line=meta.source_line(node),
+            rows=self.rows,
+            num_bytes=num_bytes,
+            path=stack[-1][0] if stack else "",
+            source=meta.source_text(node),
+            seconds=seconds,
+            repeated_seconds=repeated,
+            share=seconds / predicted.seconds if seconds is not None and predicted and predicted.seconds else None,
+        )
+
+
+@dataclass(eq=False)
+class _Meeting:
+    """An op that reads rows of all replicas: the values that these sum for it, and what each then computes whole."""
+
+    op: fx.Node
+    summed: list[fx.Node] = field(default_factory=list)
+    work: list[fx.Node] = field(default_factory=list)
+
+
+class _Meetings:
+    """Finds where rows meet, from the first op to the last.
+
+    Attributes:
+        found: the ops that read rows of all replicas, each value being counted for its first reader.
+        of: for each value that is whole on every replica as its rows were gathered, the op that they were for.
+        placed: values in summands that replicas have placed, and what is linear in them.
+        counted: those of `placed` that are work of an op already.
+        returned: values whose cotangents are summed for an op already.
+    """
+
+    def __init__(self, deduced: DeducedGraph) -> None:
+        self.batch = deduced.batch
+        self.found: list[_Meeting] = []
+        self.of: dict[fx.Node, _Meeting] = {}
+        self.placed: set[fx.Node] = set()
+        self.counted: set[fx.Node] = set()
+        self.returned: set[fx.Node] = set()
+        for node in deduced.annotated.graph.graph.nodes:
+            if node.op == "call_function":
+                self._visit(node)
+
+    def _visit(self, node: fx.Node) -> None:
+        needs = self.batch.needs(node)
+        fresh = [need.node for need in needs if self._is_gathered(need)]
+        if fresh:
+            self.found.append(_Meeting(node, fresh, list(self._linear(fresh))))
+            self.of.update(dict.fromkeys(fresh, self.found[-1]))
+        meetings = [self.of[source] for source in node.all_input_nodes if source in self.of]
+        for need in needs if meetings else ():
+            self._return(need)
+        if meetings and isinstance(self.batch.states.get(node), Whole):
+            self.of[node] = meetings[-1]
+            meetings[-1].work.append(node)
+        elif node.target is PLACE or self._is_linear(node):
+            self.placed.add(node)
+
+    def _is_gathered(self, need: Need) -> bool:
+        return need.node in self.placed and need.node not in self.of and isinstance(need.state, Whole)
+
+    def _is_linear(self, node: fx.Node) -> bool:
+        is_summed = isinstance(self.batch.states.get(node), Summed)
+        return is_summed and not self.placed.isdisjoint(node.all_input_nodes)
+
+    def _linear(self, values: Iterable[fx.Node]) -> Iterator[fx.Node]:
+        """Yield what replicas compute of what they have placed until it is summed."""
+        waiting = list(values)
+        while waiting:
+            node = waiting.pop()
+            if node in self.placed - self.counted and node.target is not PLACE:
+                self.counted.add(node)
+                yield node
+                waiting.extend(node.all_input_nodes)
+
+    def _return(self, need: Need) -> None:
+        """Count the sum of a cotangent."""
+        if self.batch.sums_cotangent(need) and need.node in self.of and need.node not in self.returned:
+            self.returned.add(need.node)
+            self.of[need.node].summed.append(need.node)
+
+
+def _of_rows(step: _Step) -> Iterator[GatheredOp]:
+    """Yield the ops in which rows of several replicas meet; of a graph of one batch size, the model."""
+    ranks = [pipeline.devices[0] for pipeline in step.plan.pipelines]
+    found = _Meetings(step.deduced).found if len(ranks) > 1 else []
+    if found and step.annotated.graph.fixed_rows is not None:
+        every = _Meeting(found[0].op, [n for one in found for n in one.summed], [n for one in found for n in one.work])
+        yield replace(_met("fixed batch", every, ranks, step), op="the model", line="", path="", source="")
+        return
+    for one in found:
+        yield _met(step.kind(one.op, "rows", "rows, no rule"), one, ranks, step)
+
+
+def _met(kind: str, one: _Meeting, ranks: Sequence[int], step: _Step) -> GatheredOp:
+    sizes = list(map(step.bytes_of, one.summed))
+    sums = RowSums(len(sizes), float(sum(sizes)))
+    sent = sum(step.sent(ranks, size, SUM) for size in sizes)
+    seconds = None if step.cluster is None else sums.seconds(ranks, step.cluster)
+    return step.made(kind, one.op, sent, seconds, _repeated_by_replicas(one.work, step))
+
+
+def _repeated_by_replicas(nodes: Sequence[fx.Node], step: _Step) -> float | None:
+    """Return by how much longer ops take that every replica runs on all rows, where that is most."""
+    if step.cluster is None:
+        return None
+    work, cluster = step.work(nodes), step.cluster
+    pairs = zip(step.plan.pipelines, step.pipeline_rows, strict=True)
+    return max(
+        line.slope * (step.rows - own)
+        for pipeline, own in pairs
+        for line in compute_lines(pipeline.stages[0], work, cluster)
+    )
+
+
+def _inside_stages(step: _Step) -> Iterator[GatheredOp]:
+    """Yield the ops that need whole what devices of a stage split."""
+    deduced = step.deduced
+    for axis, deduction in ((CONTEXT, deduced.context), (TENSOR, deduced.tensor_split), (FINE, deduced.fine)):
+        layouts = [layout for layout in deduced.annotated.layouts if layout.axes[axis].ways > 1]
+        if layouts:
+            yield from _OnAxis(step, axis, deduction, layouts).found()
+
+
+@dataclass(frozen=True, eq=False)
+class _OnAxis:
+    """One axis of stages, and those that have it."""
+
+    step: _Step
+    axis: int
+    deduction: AxisDeduction
+    layouts: Sequence[StageLayout]
+
+    def found(self) -> Iterator[GatheredOp]:
+        """Yield the ops; a value that several of them need whole is counted for the first."""
+        needed = {layout: stage_nodes(self.step.annotated, layout).needed for layout in self.layouts}
+        for node, needs in self._forced.items():
+            layouts = [layout for layout in self.layouts if node in needed[layout]]
+            if layouts:
+                yield self._made(node, needs, layouts)
+
+    @cached_property
+    def _forced(self) -> dict[fx.Node, list[Need]]:
+        """Return what ops need whole, each value for the first of them."""
+        found: dict[fx.Node, list[Need]] = {}
+        seen: set[fx.Node] = set()
+        for node in self.step.annotated.graph.graph.nodes:
+            for need in self.deduction.needs(node):
+                if need.node not in seen and self._is_forced(node, need):
+                    seen.add(need.node)
+                    found.setdefault(node, []).append(need)
+        return found
+
+    def _lies(self, node: fx.Node) -> AxisState:
+        """Return how a value comes out of its op: it may be put together for its readers at once."""
+        return self.deduction.made.get(node, self.deduction.states[node])
+
+    def _is_forced(self, node: fx.Node, need: Need) -> bool:
+        """Tell whether an op needs a value whole as its rule, or that it has none, does not let it be cut."""
+        op, state = self.step.annotated.factors.op(node), self._lies(need.node)
+        if not isinstance(state, SplitOn) or not isinstance(need.state, Whole):
+            return False
+        return state.factor in op.whole - op.apart.keys()
+
+    def _made(self, node: fx.Node, needs: Sequence[Need], layouts: Sequence[StageLayout]) -> GatheredOp:
+        kind = self.step.kind(node, "whole", "no rule")
+        sent = max(self._sent(layout, needs) for layout in layouts)
+        is_priced = self.step.cluster is not None
+        seconds = max(self._seconds(layout, needs) for layout in layouts) if is_priced else None
+        repeated = max(self._repeated(node, layout) for layout in layouts) if is_priced else None
+        return self.step.made(kind, node, sent, seconds, repeated)
+
+    def _micro_batches(self, layout: StageLayout) -> tuple[int, int]:
+        """Return the rows of a pipeline's largest micro-batch, and how many micro-batches have rows."""
+        rows, count = self.step.pipeline_rows[layout.pipeline], self.step.plan.pipelines[layout.pipeline].micro_batches
+        return micro_batch_rows(rows, count)[0], min(rows, count)
+
+    def _sent(self, layout: StageLayout, needs: Sequence[Need]) -> float:
+        (rows, count), groups = self._micro_batches(layout), layout.groups(self.axis)
+        prices = self._prices(rows)
+        turns = {need.node: GATHER * (1 + self.deduction.sums_cotangent(need)) for need in needs}
+        return count * max(
+            sum(self.step.sent(ranks, prices.num_bytes[node], turn) for node, turn in turns.items()) for ranks in groups
+        )
+
+    def _seconds(self, layout: StageLayout, needs: Sequence[Need]) -> float:
+        rows, count = self._micro_batches(layout)
+        prices, trained = self._prices(rows), self.step.annotated.flow.differentiable
+        return count * sum(
+            prices.change(
+                need.node,
+                self._lies(need.node),
+                WHOLE,
+                summed=self.deduction.sums_cotangent(need),
+                trained=need.node in trained,
+            )
+            for need in needs
+        )
+
+    @once
+    def _prices(self, rows: int) -> Prices:
+        """Return the prices of what moves of a micro-batch."""
+        moved = {need.node for needs in self._forced.values() for need in needs}
+        nodes = self.step.annotated.graph.graph.nodes
+        sizes = [self.step.bytes_of(node, rows) if node in moved else 0 for node in nodes]
+        return prices_of(self.step.annotated, self.axis, self.step.cluster, sizes)
+
+    def _repeated(self, node: fx.Node, layout: StageLayout) -> float:
+        """Return by how much longer an op takes that each device of a stage runs whole, where that is most."""
+        assert self.step.cluster is not None
+        if self.deduction.decisions[node].factor is not None:
+            return 0.0
+        work, stage = self.step.work([node]), self.step.annotated.stage(layout)
+        cut = replace(work, split_flops=work.flops, split_traffic_bytes=work.traffic_bytes)
+        rows = self.step.pipeline_rows[layout.pipeline]
+        whole, parts = (compute_lines(stage, one, self.step.cluster) for one in (work, cut))
+        return max(rows * (line.slope - part.slope) for line, part in zip(whole, parts, strict=True))

@@ -19,7 +19,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.blocks import find_blocks
 from hetu_fx.graph.capture_failure import WAY_OUT
 from hetu_fx.graph.checks import Check
-from hetu_fx.graph.clean import clean, name_masks
+from hetu_fx.graph.clean import clean, merge_detached, name_masks
 from hetu_fx.graph.containers import Constant, Opaque, TensorSlot, Tree, WithheldNumber, walk, without_opaque
 from hetu_fx.graph.example import Example, order_in_memory
 from hetu_fx.graph.functional import functionalize
@@ -77,6 +77,7 @@ class Assembly:
         leaves = self._merge_tied(flat, self._leaves(flat))
         outputs = self._outputs(flat)
         differentiable = [leaf.node for leaf in leaves if _may_carry_gradient(leaf)]
+        merge_detached(flat)
         outputs += self._buffer_updates(flat, leaves, functionalize(flat, differentiable))
         detach_at_exits(flat, differentiable)
         clean(flat)

@@ -58,6 +58,19 @@ def clean(graph: fx.Graph) -> None:
     drop_dead_nodes(graph)
 
 
+def merge_detached(graph: fx.Graph) -> None:
+    """Take a detached tensor that is made of nothing for that tensor: torch makes both where a trace computes values.
+
+    It carries no gradient, so that they differ in nothing, and a write to one is a write to the other: so this comes
+    before writes are followed.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.detach.default):
+        made = node.args[0]
+        if isinstance(made, fx.Node) and made.op == "call_function" and not made.all_input_nodes:
+            node.replace_all_uses_with(made)
+            graph.erase_node(node)
+
+
 def _simplified(node: fx.Node) -> fx.Node | None:
     return RULES[node.target](node) if node.target in RULES else None
 

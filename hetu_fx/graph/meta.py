@@ -166,7 +166,7 @@ def _sizes_of(example: Any) -> list[Any]:
         return list(example.shape)
     if isinstance(example, (tuple, list)):
         return [size for item in example for size in _sizes_of(item)]
-    return [example]
+    return [] if example is None else [example]  # a gradient that an op was not asked for
 
 
 def _contains(size: Any, symbol: Any) -> bool:
@@ -297,9 +297,9 @@ def infer(node: fx.Node) -> Any:
         set_value(node, node.target(*args, **kwargs))
     fixed = {symbol: size for symbol, size in replaced_sizes(known).items() if symbol not in before}
     if fixed:
-        sizes = ", ".join(f"{symbol} to {size}" for symbol, size in fixed.items())
+        sizes = ", ".join(str(size) for size in fixed.values() if not size.free_symbols) or "others of its sizes"
         raise CaptureError(
-            f"{node.target} at {source_line(node)} fixes sizes that depend on the batch ({sizes}): it would be right "
+            f"{node.target} at {source_line(node)} fixes sizes that depend on the batch to {sizes}: it would be right "
             "for batches like the example alone\n"
             "hint: pass sizes to the op as numbers, or compute what it computes with other ops"
         )

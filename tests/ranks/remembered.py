@@ -139,7 +139,7 @@ def play(
     tree, tensors = flatten_batch(batch)
     example = make_example(tensors, model, graph.row_dims or row_dims_of(tensors, row_dims), keep_batch=False)
     args, kwargs = as_call(unflatten(tree, example.tensors))
-    with in_mode(model, training), unwritten(model), torch.no_grad(), torch.random.fork_rng(devices=[]), around():
+    with in_mode(model, training), unwritten(model), torch.random.fork_rng(devices=[]), around():
         output = model(*args, **kwargs)
         if loss_fn is not None:
             loss_fn(output, *args, **kwargs)
@@ -154,4 +154,4 @@ def unwritten(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for buffer, value in before:
-            buffer.copy_(value)
+            buffer.data.copy_(value)

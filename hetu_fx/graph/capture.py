@@ -55,6 +55,7 @@ from hetu_fx.graph.tracing.averaged_statistics import averaged_statistics
 from hetu_fx.graph.tracing.derivatives import Derivatives, DerivativeTaken, transforms_as_derivatives
 from hetu_fx.graph.tracing.known_values import KnownValues
 from hetu_fx.graph.tracing.lengths import open_lengths
+from hetu_fx.graph.tracing.matrix_constraints import checked_at_once
 from hetu_fx.graph.tracing.raising_checks import RaisingChecks
 
 Autocasts = tuple[tuple[str, torch.dtype], ...]
@@ -248,6 +249,7 @@ class _Program(nn.Module):
             stack.enter_context(inference_is_no_grad())
             stack.enter_context(averaged_statistics())
             stack.enter_context(transforms_as_derivatives())
+            stack.enter_context(checked_at_once())
             if derivatives is not None:
                 stack.enter_context(derivatives.seen())
             if self.reading is not None:

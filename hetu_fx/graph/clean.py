@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -58,16 +58,19 @@ def clean(graph: fx.Graph) -> None:
     drop_dead_nodes(graph)
 
 
-def merge_detached(graph: fx.Graph) -> None:
-    """Take a detached tensor that is made of nothing for that tensor: torch makes both where a trace computes values.
+def merge_detached(graph: fx.Graph, carriers: Collection[fx.Node]) -> None:
+    """Take the detached form of a tensor that carries no gradient for that tensor: they differ in nothing.
 
-    It carries no gradient, so that they differ in nothing, and a write to one is a write to the other: so this comes
-    before writes are followed.
+    A write to one is a write to the other, so this comes before writes are followed. Torch makes both where a trace
+    computes values.
+
+    Args:
+        graph: flat.
+        carriers: the nodes that carry a gradient.
     """
     for node in graph.find_nodes(op="call_function", target=aten.detach.default):
-        made = node.args[0]
-        if isinstance(made, fx.Node) and made.op == "call_function" and not made.all_input_nodes:
-            node.replace_all_uses_with(made)
+        if operand(node) not in carriers:
+            node.replace_all_uses_with(operand(node))
             graph.erase_node(node)
 
 

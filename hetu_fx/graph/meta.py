@@ -58,6 +58,7 @@ class HasBatchSymbol(Protocol):
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+UNKNOWN_LINE = "unknown line"
 NOT_THE_USERS = (TORCH_FOLDER, OWN_FOLDER, "torch/")  # torch records some of its own frames by a short path
 
 
@@ -184,7 +185,13 @@ def innermost_frame(stack_trace: str) -> tuple[str, int] | None:
 def source_line(node: fx.Node) -> str:
     """Return where the node comes from as "file.py:41", or "unknown line"."""
     frame = innermost_frame(node.meta.get("stack_trace") or "")
-    return f"{os.path.basename(frame[0])}:{frame[1]}" if frame else "unknown line"
+    return f"{os.path.basename(frame[0])}:{frame[1]}" if frame else UNKNOWN_LINE
+
+
+def set_source_line(node: fx.Node, where: str) -> None:
+    """Let a node come from a line, "file.py:41"."""
+    path, _, line = where.rpartition(":")
+    node.meta["stack_trace"] = f'File "{path}", line {line}'
 
 
 def set_module_stack(node: fx.Node, stack: ModuleStack) -> None:

@@ -83,8 +83,11 @@ def key_of(it: Tracer, batch: Batch, training: bool) -> Any:
 
 def played(it: Tracer, batch: Batch, training: bool, known: Known) -> Any:
     """Return a trace of the model that has the program of another one; None if the two have read other things."""
-    with mock.patch.object(tracer, "capture", partial(play, known.source)):
-        found = trace_once(it, batch, training)
+    try:
+        with mock.patch.object(tracer, "capture", partial(play, known.source)):
+            found = trace_once(it, batch, training)
+    except Exception:  # parameters have no values in a capture, and a forward may check what it makes of them
+        return None
     if found.watch.changed or not known.read <= read_by(found):
         return None
     vars(found)["program"] = copy.copy(known.program)  # a model has one for each of its captures

@@ -17,8 +17,8 @@ from torch import fx
 from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import operand
-from hetu_fx.graph.edit import insert
-from hetu_fx.graph.graph import Graph, OutputKind, drop_dead_nodes
+from hetu_fx.graph.edit import insert, needed_for, reached_from
+from hetu_fx.graph.graph import Graph, LeafKind, OutputKind, drop_dead_nodes
 from hetu_fx.transforms.rewrites.counts import CountingRewrite, row_local_nodes
 
 aten = torch.ops.aten
@@ -85,7 +85,18 @@ class _ChecksRewrite(CountingRewrite):
         for name in known:
             self._add(name, counts[name])
         drop_dead_nodes(self.graph.graph)
+        self._detach()
         return self.graph
+
+    def _detach(self) -> None:
+        """Detach what checks read of the rest of the graph: a parameter that one looks at has no gradient of that."""
+        checks = [node for _, node in self.graph.outputs_of(OutputKind.CHECK)]
+        others = [node for node in self.graph.output_values if node not in checks]
+        asking = needed_for(checks) - needed_for(others)
+        for node in [one for one in self.graph.graph.nodes if one in asking]:
+            for source in node.all_input_nodes:
+                if source not in asking and meta.is_tensor(source) and carries_gradient(meta.dtype(source)):
+                    node.replace_input_with(source, insert(node, aten.detach.default, source))
 
     def visit(self, node: fx.Node) -> None:
         """Leave ops as they are: outputs are rewritten."""
@@ -96,9 +107,16 @@ class _ChecksRewrite(CountingRewrite):
         return [name for name, found in raising.items() if row_local.issuperset(found)][:MOST_COUNTED]
 
     def _count(self, check: fx.Node, found: Sequence[fx.Node]) -> fx.Node:
-        """Return how many elements of some truth values are true, for a check."""
+        """Return how many elements of some truth values are true, for a check; what has no rows, once for each row."""
         numbers = [self._made(check, aten.sum.default, one) for one in found]
-        return reduce(lambda one, other: self._made(check, aten.add.Tensor, one, other), numbers)
+        count = reduce(lambda one, other: self._made(check, aten.add.Tensor, one, other), numbers)
+        if self.graph.batch_symbol is None or count in self._of_the_batch():
+            return count
+        return self._made(check, aten.mul.Tensor, count, self.sizes.of_expression(self.graph.batch_symbol))
+
+    def _of_the_batch(self) -> frozenset[fx.Node]:
+        """Return what changes with the batch."""
+        return reached_from(self.graph, [leaf.node for leaf in self.graph.leaves_of(LeafKind.INPUT)])
 
     def _true(self, node: fx.Node, wanted: bool) -> Iterable[fx.Node]:
         """Yield truth values, of which some element is true if, and only if, some element of `node` is as `wanted`."""

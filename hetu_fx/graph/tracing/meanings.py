@@ -53,6 +53,10 @@ _NO_FAKE = Meaning(
     "it calls an op of which torch does not know what shapes it makes",
     "register that (torch.library.register_fake), or use other ops",
 )
+_NEEDS_NONE = Meaning(
+    "it takes a derivative by or of a tensor that needs no gradient in the forward, as inputs do not",
+    "call requires_grad_() on it in the forward",
+)
 _FIXED = Meaning(
     "its code holds for some sizes only",
     "name the dims that count rows (row_dims), or compare sizes outside of the forward",
@@ -63,6 +67,7 @@ _MEANINGS = {
     r"functorch|GradTrackingTensor|BatchedTensor|TensorWrapper|vmap": TRANSFORMS,
     r"'Tensor' object has no attribute 'constant'": TRANSFORMS,
     r"numpy|tolist": _NUMPY,
+    r"ensors does not require grad": _NEEDS_NONE,
     r"constant's list|is not tracked with proxy": _UNSEEN,
     r"^UnsupportedOperator|fake impl|[Mm]eta kernel|'Meta' backend|UnsupportedFakeTensor": _NO_FAKE,
     r"^GuardOnDataDependent|^DataDependent|^DynamicOutputShape|^PendingUnbacked|data-dependent": READS_VALUES,

@@ -12,6 +12,7 @@ from torch.nn.functional import mse_loss
 from hetu_fx.check.verdict import judge
 from hetu_fx.lockstep import Lockstep, train_alone
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.program.captures import Programs
 
 PLANS = {
     "alone": Plan.single(),
@@ -124,3 +125,9 @@ def test_what_export_refuses_trains_as_on_one_device(kind: type[nn.Module], plan
     alone, made = train_alone(model, batches(3), how), how.train(model, batches(3), PLANS[plan])
     verdict = judge("", alone, made, 1e-10, "")
     assert verdict.verdict == "equal", verdict
+
+
+@pytest.mark.parametrize("kind", [Energy, Bends])
+def test_rows_of_forces_are_apart(kind: type[nn.Module]) -> None:
+    program = Programs(model_of(kind), None).first(batches(1)[0], training=True)
+    assert not program.graph.gathered

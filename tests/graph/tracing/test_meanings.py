@@ -112,6 +112,10 @@ def goes_backward(net: Net, x: Tensor, y: Tensor, h: Tensor) -> Tensor:
     return h.sum()
 
 
+def by_an_input(net: Net, x: Tensor, y: Tensor, h: Tensor) -> Tensor:
+    return torch.autograd.grad(h.sum(), x)[0].sum()
+
+
 def of_another_call(net: Net, x: Tensor, y: Tensor, h: Tensor) -> Tensor:
     return h.sum() * torch.tensor(np.asarray(h.detach().cpu()).sum())
 
@@ -129,7 +133,7 @@ def cholesky(net: Net, x: Tensor, y: Tensor, h: Tensor) -> Tensor:
 
 REFUSED = (
     branches, counts, as_float, maps, pushes, by_numpy, splits, pairs, unique, view, normalized, bagged, packed,
-    packed_by_a_list, transformed, jacobian, goes_backward, of_another_call, loops, cholesky,
+    packed_by_a_list, transformed, jacobian, goes_backward, by_an_input, of_another_call, loops, cholesky,
 )  # fmt: skip
 
 

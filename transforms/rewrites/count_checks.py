@@ -52,8 +52,9 @@ class CountChecks:
 
     Requires: a captured graph.
     Ensures: outputs of kind CHECK are whole numbers without dims, more than zero where the forward raises. Where it
-        raises for any element, they are sums over rows. Some that are made of inputs and constants alone, row by row,
-        are outputs of kind COUNT, which are known before the step.
+        raises for any element, they are sums over rows, and so are those of parameters, which count once for each row;
+        no gradient goes back from any. Some that are made of inputs and constants alone, row by row, are outputs of
+        kind COUNT, which are known before the step.
 
         %any = any(%negative)      ->      %number = sum(%negative)
         return (%loss, %any)               return (%loss, %number)
@@ -108,11 +109,15 @@ class _ChecksRewrite(CountingRewrite):
 
     def _count(self, check: fx.Node, found: Sequence[fx.Node]) -> fx.Node:
         """Return how many elements of some truth values are true, for a check; what has no rows, once for each row."""
-        numbers = [self._made(check, aten.sum.default, one) for one in found]
-        count = reduce(lambda one, other: self._made(check, aten.add.Tensor, one, other), numbers)
-        if self.graph.batch_symbol is None or count in self._of_the_batch():
-            return count
-        return self._made(check, aten.mul.Tensor, count, self.sizes.of_expression(self.graph.batch_symbol))
+        of_the_batch = self._of_the_batch()
+        numbers = [self._number(check, one, has_rows=one in of_the_batch) for one in found]
+        return reduce(lambda one, other: self._made(check, aten.add.Tensor, one, other), numbers)
+
+    def _number(self, check: fx.Node, truths: fx.Node, *, has_rows: bool) -> fx.Node:
+        number = self._made(check, aten.sum.default, truths)
+        if has_rows or self.graph.batch_symbol is None:
+            return number
+        return self._made(check, aten.mul.Tensor, number, self.sizes.of_expression(self.graph.batch_symbol))
 
     def _of_the_batch(self) -> frozenset[fx.Node]:
         """Return what changes with the batch."""

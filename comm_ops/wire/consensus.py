@@ -363,8 +363,9 @@ def _check_equal(table: GroupTable, gathered: Sequence[Numbers], facts: LocalFac
         told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(signatures))
         raise BatchError(
             f"the ranks' batches differ in keys, dtypes or static values, or their models do, or the graph that these "
-            f"led to (told by its hash); make them alike: change a model on all ranks in the same way, before the same "
-            f"step, and use the same version of every package. {_unlike(states)}{told}"
+            f"led to (told by its hash). {_unlike(states)}{told}\n"
+            "hint: give all ranks the same keys, dtypes and static values in a step (one task for all), change a model "
+            "on all ranks in the same way, before the same step, and use the same version of every package"
         )
     for i, name in enumerate(() if facts.sizes_may_differ else facts.size_names):
         sizes = [int(row[_FIRST_SIZE + i]) for row in gathered]

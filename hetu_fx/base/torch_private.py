@@ -9,7 +9,7 @@ product uses any.
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache, partial, wraps
@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
+from torch._functorch import eager_transforms
 from torch._guards import detect_fake_mode as detect_fake_mode  # the mode that given values were made in
 from torch._ops import HigherOrderOperator as HigherOrderOperator  # regions of a captured graph
 from torch._ops import OpOverload as OpOverload  # what a node of a captured graph calls
@@ -37,6 +38,7 @@ from torch.autograd.function import _is_setup_context_defined
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_group, _new_process_group_helper, _world
 from torch.fx import graph_module
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, has_proxy_slot, set_proxy_slot
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
@@ -71,6 +73,7 @@ foreach_copy = torch._foreach_copy_
 foreach_mul = torch._foreach_mul_
 unflatten_dense_tensors = torch._C._nn.unflatten_dense_tensors
 
+GRAD_AND_VALUE: Callable[..., tuple[Any, Any]] = eager_transforms.grad_and_value_impl  # what torch.func.grad calls
 transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # of torch.func; None outside
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # whether the backward under way may be repeated
 
@@ -111,6 +114,16 @@ def op_names() -> tuple[str, ...]:
     found = (name.partition("::") for name in torch._C._dispatch_get_all_op_names())
     return tuple(f"{space}.{name if '.' in name else f'{name}.default'}" for space, _, name in found)
 
+
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm  # what has the forward of all batch norms
+
+
+def check_input_of_norm(norm: Any, x: Tensor) -> None:
+    """Raise ValueError for an input that has other dims than a batch norm takes."""
+    norm._check_input_dim(x)
+
+
+pack_padded_sequence = torch._C._VariableFunctions._pack_padded_sequence
 
 # Attributes of tensors, storages and modules.
 version: Callable[[Tensor], int] = attrgetter("_version")  # how often it has been written in place
@@ -373,20 +386,47 @@ def answering_guards(answer: Callable[[Any, Exception], bool]) -> Iterator[None]
         yield
 
 
-@contextmanager
-def noting_guards() -> Iterator[list[Exception]]:
-    """Collect the errors that a trace raises inside where conditions depend on what tensors hold."""
-    guard, errors = SymNode.guard_bool, list[Exception]()
+class _Composites(dict[Any, Callable[..., Any]]):
+    """All ops that torch makes of others, with what makes them."""
 
-    def noted(node: SymNode, file: str, line: int) -> bool:
-        try:
-            return guard(node, file, line)
-        except GuardOnDataDependentSymNode as error:
-            errors.append(error)
-            raise
+    def __contains__(self, op: object) -> bool:
+        return isinstance(op, OpOverload) and op._can_decompose()
 
-    with mock.patch.object(SymNode, "guard_bool", noted):
-        yield errors
+    def __getitem__(self, op: Any) -> Callable[..., Any]:
+        return op.decompose  # type: ignore[no-any-return]
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def is_of_transforms(target: Any) -> bool:
+    """Tell whether what a node calls enters or leaves a transform of torch.func."""
+    return str(getattr(target, "__module__", "")).startswith("torch._functorch")
+
+
+def instead_of_grad_and_value(taken: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Let torch.func's grad and grad_and_value be `taken`, by function, numbers of arguments, whether it has more than
+    a value to give, and what it is given; all transforms around them stay."""
+    return mock.patch.object(eager_transforms, "grad_and_value_impl", taken)
+
+
+def without_composites() -> AbstractContextManager[Any]:
+    """Let the trace under way have what composite ops are made of, as autograd does, and not them."""
+    mode = get_proxy_mode()
+    assert mode is not None, "a trace is under way"
+    made: AbstractContextManager[Any] = mode.enable_decompositions(_Composites())
+    return made
+
+
+def give_name_in_trace(tensor: Tensor, known: Iterable[Tensor]) -> None:
+    """Let a tensor be in the trace under way what the first of others is that it knows; nothing inside of its ops."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return
+    tracer = mode.tracer
+    found = next((one for one in known if has_proxy_slot(one, tracer)), None)
+    if found is not None:
+        set_proxy_slot(tensor, tracer, get_proxy_slot(found, tracer))
 
 
 @contextmanager

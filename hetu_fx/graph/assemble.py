@@ -19,13 +19,13 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.blocks import find_blocks
 from hetu_fx.graph.capture_failure import WAY_OUT
 from hetu_fx.graph.checks import Check
-from hetu_fx.graph.clean import clean, name_masks
+from hetu_fx.graph.clean import clean, merge_detached, name_masks
 from hetu_fx.graph.containers import Constant, Opaque, TensorSlot, Tree, WithheldNumber, walk, without_opaque
 from hetu_fx.graph.example import Example, order_in_memory
 from hetu_fx.graph.functional import functionalize
 from hetu_fx.graph.graph import FixedRows, Graph, InputLayout, Leaf, LeafKind, OutputKind, OutputLeaf
 from hetu_fx.graph.numbers import settled_numbers
-from hetu_fx.graph.regions import detach_at_exits, inline_regions
+from hetu_fx.graph.regions import detach_at_exits, gradient_carriers, inline_regions
 from hetu_fx.graph.row_dims import AskedRowDims
 
 LOSS = "loss"
@@ -77,6 +77,7 @@ class Assembly:
         leaves = self._merge_tied(flat, self._leaves(flat))
         outputs = self._outputs(flat)
         differentiable = [leaf.node for leaf in leaves if _may_carry_gradient(leaf)]
+        merge_detached(flat, gradient_carriers(flat, differentiable))
         outputs += self._buffer_updates(flat, leaves, functionalize(flat, differentiable))
         detach_at_exits(flat, differentiable)
         clean(flat)
@@ -138,6 +139,8 @@ class Assembly:
         values: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
         first_check = len(values) - len(self.checks)
         values, asked = values[:first_check], values[first_check:]
+        for check, node in zip(self.checks, asked, strict=True):
+            _give_line(node, check)
         if self.has_loss_fn:
             _check_loss(values[-1])
             loss: int | None = len(names)
@@ -215,6 +218,14 @@ class Assembly:
         for leaf in walk(self.input_tree):
             if isinstance(leaf, Opaque):
                 yield f"input {leaf.name!r} is of type {leaf.type_name}: it is baked in as it is"
+
+
+def _give_line(node: fx.Node, check: Check) -> None:
+    """Let what is made at the end of a trace, of values that a check has asked for, be of the check's line."""
+    if node.op == "call_function" and meta.source_line(node) == meta.UNKNOWN_LINE:
+        meta.set_source_line(node, check.where)
+        for made in node.all_input_nodes:
+            _give_line(made, check)
 
 
 def _is_input(leaf: Leaf) -> bool:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -21,11 +21,11 @@ from hetu_fx.base.memory import without_collections
 from hetu_fx.base.torch_private import (
     FakeTensorMode,
     GuardOnDataDependentSymNode,
+    answering_guards,
     clear_caches_of_sizes,
     detect_fake_mode,
     drop_sources_with_graphs,
     drop_traced_inputs,
-    noting_guards,
     without_fake_tensor_cache,
 )
 from hetu_fx.errors import CaptureError
@@ -51,8 +51,11 @@ from hetu_fx.graph.numbers import later, plain_values, steady, with_numbers
 from hetu_fx.graph.regions import casts
 from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, count_rows, row_dims_of
 from hetu_fx.graph.shared_memory import overlapping
+from hetu_fx.graph.tracing.averaged_statistics import averaged_statistics
+from hetu_fx.graph.tracing.derivatives import Derivatives, DerivativeTaken, transforms_as_derivatives
 from hetu_fx.graph.tracing.known_values import KnownValues
 from hetu_fx.graph.tracing.lengths import open_lengths
+from hetu_fx.graph.tracing.matrix_constraints import checked_at_once
 from hetu_fx.graph.tracing.raising_checks import RaisingChecks
 
 Autocasts = tuple[tuple[str, torch.dtype], ...]
@@ -230,6 +233,7 @@ class _Program(nn.Module):
         self.around = around
         self.asked, self.numbers, self.fixed = asked, numbers, fixed
         self.reading: RaisingChecks | None = None
+        self.takes_derivatives = False
         self.row_dims: RowDims = {}
         self.ties = tied_buffers(model)
 
@@ -239,9 +243,15 @@ class _Program(nn.Module):
         batch = unflatten(self.input_tree, dict(zip(self.names, tensors, strict=True)))
         args, kwargs = as_call(batch)
         with contextlib.ExitStack() as stack:
-            seen = stack.enter_context(NothingUnseen())
+            derivatives = Derivatives() if self.takes_derivatives else None
+            seen = stack.enter_context(NothingUnseen(derivatives))
             stack.enter_context(no_backward_is_lost())
             stack.enter_context(inference_is_no_grad())
+            stack.enter_context(averaged_statistics())
+            stack.enter_context(transforms_as_derivatives())
+            stack.enter_context(checked_at_once())
+            if derivatives is not None:
+                stack.enter_context(derivatives.seen())
             if self.reading is not None:
                 stack.enter_context(KnownValues())
                 stack.enter_context(self.reading.answering())
@@ -449,7 +459,20 @@ def _exported(program: _Program, example: Example, shapes: Any) -> ExportedProgr
 
     def trace() -> ExportedProgram:
         try:
-            with noting_guards() as errors:
+            return traced()
+        except DerivativeTaken:
+            program.takes_derivatives = True
+            return traced()
+
+    def traced() -> ExportedProgram:
+        errors: list[Exception] = []
+
+        def note(_: Any, error: Exception) -> NoReturn:
+            errors.append(error)
+            raise error
+
+        try:
+            with answering_guards(note):
                 exported = torch.export.export(program, inputs, dynamic_shapes={"tensors": shapes}, strict=False)
         finally:
             drop_traced_inputs(program.output.mode)

@@ -12,7 +12,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
@@ -20,23 +20,23 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from hetu_fx.base import torch_private
 from hetu_fx.base.dtypes import as_reals, carries_gradient, in_double
-from hetu_fx.base.torch_private import GuardOnDataDependentSymNode, is_fake, is_setup_context_defined, tree_leaves
+from hetu_fx.base.torch_private import is_fake, is_setup_context_defined, tree_leaves
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
+from hetu_fx.graph.tracing.derivatives import Derivatives, DerivativeTaken
+from hetu_fx.graph.tracing.meanings import Meaning, meaning_of
 
-WAY_OUT = (
-    'rewrite the line, or use hetu_fx.auto_parallelize(..., capture="eager"), which runs the module '
-    "as it is, data parallel with uneven shares"
+EAGER = (
+    'use hetu_fx.auto_parallelize(..., capture="eager"), which runs the module as it is, data parallel with uneven '
+    "shares"
 )
-READS_VALUES = (
-    "it reads numbers from tensors and goes on by them, which a graph does not have when it is made: bool(), int(), "
-    "range() or a size of what a tensor holds"
-)
+WAY_OUT = f"rewrite the line, or {EAGER}"
 SAID_AT = "The following call raised this error:"
 
 Function = type[torch.autograd.Function]
@@ -48,7 +48,15 @@ MOST_ELEMENTS = 2**24  # of all arguments of a function that is tried
 def explain_failure(error: Exception) -> CaptureError:
     """Make the error that the user sees of one that torch.export raised."""
     line = _line_in_message(str(error)) or _line_in_traceback(error.__traceback__) or "unknown line"
+    meaning = meaning_of(error)
+    if meaning is not None:
+        return refusal(line, meaning)
     return CaptureError(f"cannot capture the model at {line}: {reason(error)}; {WAY_OUT}")
+
+
+def refusal(line: str, meaning: Meaning) -> CaptureError:
+    """Make the error that the user sees where a line does what no graph has."""
+    return CaptureError(f"cannot capture the model at {line}: {meaning.words}\nhint: {meaning.cure}, or {EAGER}")
 
 
 @contextlib.contextmanager
@@ -81,9 +89,10 @@ def user_frame() -> tuple[str, str]:
 
 
 def reason(error: Exception) -> str:
-    """Return the kind of an error and the first line of what it says; of what torch says of values, what it means."""
-    if isinstance(error, GuardOnDataDependentSymNode):
-        return READS_VALUES
+    """Return the kind of an error and the first line of what it says; of torch's words about traces, what they mean."""
+    meaning = meaning_of(error)
+    if meaning is not None:
+        return meaning.words
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}".rstrip(".")
 
@@ -119,11 +128,17 @@ def _short(path: str, line: int) -> str:
 class NothingUnseen(TorchFunctionMode):
     """Refuses calls of which a graph says nothing, though gradients depend on them.
 
+    Args:
+        derivatives: lets the trace see those that the forward takes; None: it does not.
+
     Attributes:
         asks_layout: the line at which the user's code asks how a tensor lies in memory; empty if it does not.
     """
 
-    asks_layout = ""
+    def __init__(self, derivatives: Derivatives | None = None) -> None:
+        super().__init__()
+        self.derivatives = derivatives
+        self.asks_layout = ""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for argument in tree_leaves((args, kwargs)):
@@ -132,6 +147,12 @@ class NothingUnseen(TorchFunctionMode):
                     f"a trainable tensor of shape {tuple(argument.shape)} is used that is not a parameter of the "
                     "model; register it in the model (a loss function with parameters belongs into the model)"
                 )
+        if func is torch.autograd.grad:
+            if self.derivatives is None:
+                raise DerivativeTaken
+            return self.derivatives.taken(args, kwargs or {})
+        if (meaning := _REFUSED.get(func)) is not None and (func not in _RENORMALIZE or (kwargs or {}).get("max_norm")):
+            raise refusal(_line_of_caller(), meaning)
         if func in _HOOKS:
             raise CaptureError(
                 f"forward registers a hook on a value ({_line_of_caller()}), and a captured graph has none; write what "
@@ -163,6 +184,27 @@ class NothingUnseen(TorchFunctionMode):
 
 
 _DATA, _SETS_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
+_RENORMALIZE = (functional.embedding, functional.embedding_bag)  # where they are given a norm
+_REFUSED: Mapping[Any, Meaning] = {
+    **dict.fromkeys(
+        _RENORMALIZE,
+        Meaning(
+            "it normalizes rows of an embedding's weight in place (max_norm), and a graph writes to no parameter",
+            "leave max_norm out, and scale what is looked up: "
+            "rows * (max_norm / rows.norm(dim=-1, keepdim=True)).clamp(max=1)",
+        ),
+    ),
+    torch_private.pack_padded_sequence: Meaning(
+        "it packs sequences by their lengths (pack_padded_sequence), and a graph has no sizes that values tell",
+        "give the recurrent layer the padded sequences, and take the last step of each by its length (output.gather); "
+        "steps after that change nothing before it, unless the layer is bidirectional",
+    ),
+    Tensor.backward: Meaning(
+        "it calls backward(), which leaves gradients in tensors, and a graph makes values only",
+        "take them by torch.autograd.grad(..., create_graph=True)",
+    ),
+}
+"""Functions that no graph can have, with what a forward does that calls them."""
 _LAYOUTS = (Tensor.is_contiguous, Tensor.stride)
 _HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 _FREEZING = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]

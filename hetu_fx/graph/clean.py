@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -43,6 +43,9 @@ SLICE_DEFAULTS = [None, 0, None, None, 1]
 OVER_ALL: dict[Any, Callable[..., Any]] = {
     aten._is_all_true.default: aten.all.default, aten._is_any_true.default: aten.any.default,
 }  # fmt: skip
+OF_PARTS: dict[Any, Callable[..., Any]] = {
+    aten.select_backward.default: aten.select_scatter.default, aten.slice_backward.default: aten.slice_scatter.default,
+}  # fmt: skip
 DROPOUTS = frozenset({aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default})
 
 
@@ -57,6 +60,22 @@ def clean(graph: fx.Graph) -> None:
             node.replace_all_uses_with(replacement)
             graph.erase_node(node)
     drop_dead_nodes(graph)
+
+
+def merge_detached(graph: fx.Graph, carriers: Collection[fx.Node]) -> None:
+    """Take the detached form of a tensor that carries no gradient for that tensor: they differ in nothing.
+
+    A write to one is a write to the other, so this comes before writes are followed. Torch makes both where a trace
+    computes values.
+
+    Args:
+        graph: flat.
+        carriers: the nodes that carry a gradient.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.detach.default):
+        if operand(node) not in carriers:
+            node.replace_all_uses_with(operand(node))
+            graph.erase_node(node)
 
 
 def _simplified(node: fx.Node) -> fx.Node | None:
@@ -125,6 +144,14 @@ def _simplify_new(node: fx.Node) -> fx.Node:
     return _instead(node, MADE_LIKE[node.target], *node.args[1:], dtype=example.dtype, device=example.device)
 
 
+def _simplify_part(node: fx.Node) -> fx.Node:
+    """Put the gradient of a part into zeros, which other ops do as well."""
+    gradient, sizes, *place = node.args
+    example = meta.value(node)
+    zeros = _instead(node, aten.zeros.default, sizes, dtype=example.dtype, device=example.device)
+    return _instead(node, OF_PARTS[node.target], zeros, gradient, *place)
+
+
 def _simplify_slice(node: fx.Node) -> fx.Node | None:
     given = list(node.args) + SLICE_DEFAULTS[len(node.args) :]
     start, end, step = given[2:]
@@ -186,6 +213,7 @@ RULES: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     **dict.fromkeys(MADE_LIKE, _simplify_new),
     **dict.fromkeys(VIEWS_OF_PAIRS, _lay_out_operand),
     **dict.fromkeys(OVER_ALL, _simplify_truth),
+    **dict.fromkeys(OF_PARTS, _simplify_part),
     aten.slice.Tensor: _simplify_slice,
     aten.detach.default: _simplify_detach,
     aten.add.Tensor: _simplify_add,

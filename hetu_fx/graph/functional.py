@@ -53,23 +53,10 @@ def functionalize(graph: fx.Graph, differentiable: Collection[fx.Node]) -> dict[
     Raises:
         CaptureError: for a write that cannot be followed (to several tensors, through unusual views).
     """
-    _merge_detached(graph)
     if not any(written_arguments(node) or _updates_statistics(node) for node in graph.nodes):
         return {}
     check_layouts(graph)
     return _Functionalizer(graph, gradient_carriers(graph, differentiable)).run()
-
-
-def _merge_detached(graph: fx.Graph) -> None:
-    """Take a detached tensor that is made of nothing for that tensor: torch makes both where a trace computes values.
-
-    It carries no gradient, so that they differ in nothing, and a write to one is a write to the other.
-    """
-    for node in graph.find_nodes(op="call_function", target=aten.detach.default):
-        made = node.args[0]
-        if isinstance(made, fx.Node) and made.op == "call_function" and not made.all_input_nodes:
-            node.replace_all_uses_with(made)
-            graph.erase_node(node)
 
 
 def _updates_statistics(node: fx.Node) -> bool:
@@ -251,7 +238,8 @@ class _Functionalizer:
         output, *statistics = self._instance_norm(*args) if of_rows else self._batch_norm(*args)
         for written, value in zip(node.args[3:5], statistics, strict=True):
             assert isinstance(written, fx.Node)
-            self.changed.add(self._root(written))
+            if self._root(written).op == "placeholder":
+                self.changed.add(self._root(written))
             self._write(written, value)
         several = node.target is aten.native_batch_norm.default
         self.replaced.update(self._results(node, output, *args) if several else {node: output})

@@ -59,6 +59,7 @@ class HasBatchSymbol(Protocol):
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+UNKNOWN_LINE = "unknown line"
 NOT_THE_USERS = (TORCH_FOLDER, OWN_FOLDER, "torch/")  # torch records some of its own frames by a short path
 
 
@@ -167,7 +168,7 @@ def _sizes_of(example: Any) -> list[Any]:
         return list(example.shape)
     if isinstance(example, (tuple, list)):
         return [size for item in example for size in _sizes_of(item)]
-    return [example]
+    return [] if example is None else [example]  # a gradient that an op was not asked for
 
 
 def _contains(size: Any, symbol: Any) -> bool:
@@ -185,7 +186,13 @@ def innermost_frame(stack_trace: str) -> tuple[str, int] | None:
 def source_line(node: fx.Node) -> str:
     """Return where the node comes from as "file.py:41", or "unknown line"."""
     frame = innermost_frame(node.meta.get("stack_trace") or "")
-    return f"{os.path.basename(frame[0])}:{frame[1]}" if frame else "unknown line"
+    return f"{os.path.basename(frame[0])}:{frame[1]}" if frame else UNKNOWN_LINE
+
+
+def set_source_line(node: fx.Node, where: str) -> None:
+    """Let a node come from a line, "file.py:41"."""
+    path, _, line = where.rpartition(":")
+    node.meta["stack_trace"] = f'File "{path}", line {line}'
 
 
 def source_text(node: fx.Node) -> str:
@@ -304,9 +311,9 @@ def infer(node: fx.Node) -> Any:
         set_value(node, node.target(*args, **kwargs))
     fixed = {symbol: size for symbol, size in replaced_sizes(known).items() if symbol not in before}
     if fixed:
-        sizes = ", ".join(f"{symbol} to {size}" for symbol, size in fixed.items())
+        sizes = ", ".join(str(size) for size in fixed.values() if not size.free_symbols) or "others of its sizes"
         raise CaptureError(
-            f"{node.target} at {source_line(node)} fixes sizes that depend on the batch ({sizes}): it would be right "
+            f"{node.target} at {source_line(node)} fixes sizes that depend on the batch to {sizes}: it would be right "
             "for batches like the example alone\n"
             "hint: pass sizes to the op as numbers, or compute what it computes with other ops"
         )

@@ -17,10 +17,17 @@ from torch import fx
 
 from hetu_fx.base.device_types import device_types
 from hetu_fx.base.dtypes import autocast_casts, carries_gradient
-from hetu_fx.base.torch_private import HigherOrderOperator, OpOverload, dispatch_has_kernel, dispatch_name
+from hetu_fx.base.torch_private import (
+    HigherOrderOperator,
+    OpOverload,
+    dispatch_has_kernel,
+    dispatch_name,
+    is_of_transforms,
+)
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
-from hetu_fx.graph.capture_failure import WAY_OUT
+from hetu_fx.graph.capture_failure import WAY_OUT, refusal
+from hetu_fx.graph.tracing.meanings import TRANSFORMS
 
 aten = torch.ops.aten
 
@@ -107,6 +114,8 @@ def _emit_region(fresh: fx.Graph, node: fx.Node, values: dict[fx.Node, Any], mod
 
 
 def _emit_op(fresh: fx.Graph, node: fx.Node, values: dict[fx.Node, Any], modes: RegionModes) -> fx.Node:
+    if is_of_transforms(node.target):
+        raise refusal(meta.source_line(node), TRANSFORMS)
     copy = fresh.node_copy(node, values.__getitem__)
     meta.set_grad_enabled(copy, modes.grad_enabled)
     if modes.forbids_casts:

@@ -211,8 +211,8 @@ class Programs:
             with telling("capturing the model"):
                 program, reads = self.tracer.trace(given.batch, training)
         except CaptureError as error:
-            if misfit:  # the model itself does not take such a size
-                raise BatchError(misfit) from error
+            if misfit:  # the model itself does not take such a size, or cannot be captured once more
+                raise BatchError(f"{misfit}\nit is not captured for this size, as: {error}") from error
             raise
         self._look()  # a forward may register hooks when it first runs
         found = Captured(form, program, self.structure, reads, given.constants, ambient_autocasts())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,7 +104,7 @@ def read_batch(batch: Batch, programs: Programs, training: bool, *, shared: bool
     tensors, needing = match.tensors, needing_gradients(match.tensors, match.program.row_dims)
     facts: LocalFacts | None = match.notes.get("facts")
     if facts is None or needing or facts.sizes_may_differ is shared:
-        facts = _facts(match, programs, needing, shared=shared)
+        facts = _facts(match, programs, needing, given.constants, shared=shared)
         if not needing and not facts.values:
             match.notes["facts"] = facts
     elif match.program.prologue.reads_values:
@@ -111,8 +112,11 @@ def read_batch(batch: Batch, programs: Programs, training: bool, *, shared: bool
     return ReadBatch(match.program, tensors, facts, match.bindings)
 
 
-def _facts(match: Match, programs: Programs, needing: Mapping[str, Tensor], *, shared: bool) -> LocalFacts:
+def _facts(
+    match: Match, programs: Programs, needing: Mapping[str, Tensor], plain: Mapping[str, Any], *, shared: bool
+) -> LocalFacts:
     program, tensors = match.program, match.tensors
+    given = {f"input {name!r}": repr(value) for name, value in plain.items()}
     sizes = sizes_besides_rows(tensors, program.row_dims)
     values = {f"input {name!r}": float(tensor.detach()) for name, tensor in tensors.items() if tensor.dim() == 0}
     return LocalFacts(
@@ -127,7 +131,7 @@ def _facts(match: Match, programs: Programs, needing: Mapping[str, Tensor], *, s
         counts=_counts(program, tensors, match.rows),
         values=tuple(values.values()),
         value_names=tuple(values),
-        state=lambda: programs.facts(program),
+        state=lambda: {**given, **programs.facts(program)},
     )
 
 

@@ -160,6 +160,8 @@ def examples() -> Mapping[str, Any]:
         "_devices": gloo._Options,
         "_threads": gloo._Options,
         "_load_library_inner": CppPythonBindingsCodeCache,
+        "_can_decompose": torch.ops.aten.linear.default,
+        "_check_input_dim": nn.BatchNorm1d(2),
         "_is_param": nn.Parameter(torch.zeros(2).as_subclass(OwnTensor)),
     }
 

@@ -285,6 +285,9 @@ VIEW = {
 NORMALIZATION = {
     **{op: [sample(x(3, 4, 6), -1)] for op in ("softmax.int", "log_softmax.int", "_safe_softmax")},
     **{op: [sample(x(3, 4, 6), -1, False)] for op in ("_softmax", "_log_softmax")},
+    **{
+        op: [sample(x(3, 4, 6), x(3, 4, 6), -1, F64)] for op in ("_softmax_backward_data", "_log_softmax_backward_data")
+    },
     "layer_norm": [sample(x(3, 4, 6), [6], x(6), x(6)), sample(x(3, 4, 6), [4, 6])],
     "native_layer_norm": [sample(x(3, 4, 6), [6], x(6), x(6), 1e-5)],
     "_weight_norm": [sample(x(3, 4, 6), x(1, 1, 6), 2), sample(x(3, 4), x(3, 1))],

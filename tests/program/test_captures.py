@@ -218,8 +218,10 @@ def test_a_size_that_a_program_fixes_has_a_program_of_its_own_and_is_told_as_the
 def test_a_size_that_the_model_itself_does_not_take_is_the_batchs_error() -> None:
     programs = Programs(Stepping(), None)
     programs.find({"x": torch.ones(2, 3)}, True)
-    with pytest.raises(BatchError, match="dim 1 of input 'x' has size 6, but the captured graph needs 3"):
+    with pytest.raises(BatchError, match="dim 1 of input 'x' has size 6, but the captured graph needs 3") as caught:
         programs.find({"x": torch.ones(2, 6)}, True)
+    assert "not captured for this size, as: cannot capture the model at test_captures.py" in str(caught.value)
+    assert "IndexError" in str(caught.value)
 
 
 def test_captures_are_bounded_and_the_one_that_was_not_used_for_longest_goes_first(

@@ -83,8 +83,11 @@ def key_of(it: Tracer, batch: Batch, training: bool) -> Any:
 
 def played(it: Tracer, batch: Batch, training: bool, known: Known) -> Any:
     """Return a trace of the model that has the program of another one; None if the two have read other things."""
-    with mock.patch.object(tracer, "capture", partial(play, known.source)):
-        found = trace_once(it, batch, training)
+    try:
+        with mock.patch.object(tracer, "capture", partial(play, known.source)):
+            found = trace_once(it, batch, training)
+    except Exception:  # parameters have no values in a capture, and a forward may check what it makes of them
+        return None
     if found.watch.changed or not known.read <= read_by(found):
         return None
     vars(found)["program"] = copy.copy(known.program)  # a model has one for each of its captures
@@ -139,7 +142,7 @@ def play(
     tree, tensors = flatten_batch(batch)
     example = make_example(tensors, model, graph.row_dims or row_dims_of(tensors, row_dims), keep_batch=False)
     args, kwargs = as_call(unflatten(tree, example.tensors))
-    with in_mode(model, training), unwritten(model), torch.no_grad(), torch.random.fork_rng(devices=[]), around():
+    with in_mode(model, training), unwritten(model), torch.random.fork_rng(devices=[]), around():
         output = model(*args, **kwargs)
         if loss_fn is not None:
             loss_fn(output, *args, **kwargs)
@@ -154,4 +157,4 @@ def unwritten(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for buffer, value in before:
-            buffer.copy_(value)
+            buffer.data.copy_(value)

@@ -17,8 +17,8 @@ from torch import fx
 from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import operand
-from hetu_fx.graph.edit import insert
-from hetu_fx.graph.graph import Graph, OutputKind, drop_dead_nodes
+from hetu_fx.graph.edit import insert, needed_for, reached_from
+from hetu_fx.graph.graph import Graph, LeafKind, OutputKind, drop_dead_nodes
 from hetu_fx.transforms.rewrites.counts import CountingRewrite, row_local_nodes
 
 aten = torch.ops.aten
@@ -52,8 +52,9 @@ class CountChecks:
 
     Requires: a captured graph.
     Ensures: outputs of kind CHECK are whole numbers without dims, more than zero where the forward raises. Where it
-        raises for any element, they are sums over rows. Some that are made of inputs and constants alone, row by row,
-        are outputs of kind COUNT, which are known before the step.
+        raises for any element, they are sums over rows, and so are those of parameters, which count once for each row;
+        no gradient goes back from any. Some that are made of inputs and constants alone, row by row, are outputs of
+        kind COUNT, which are known before the step.
 
         %any = any(%negative)      ->      %number = sum(%negative)
         return (%loss, %any)               return (%loss, %number)
@@ -85,7 +86,18 @@ class _ChecksRewrite(CountingRewrite):
         for name in known:
             self._add(name, counts[name])
         drop_dead_nodes(self.graph.graph)
+        self._detach()
         return self.graph
+
+    def _detach(self) -> None:
+        """Detach what checks read of the rest of the graph: a parameter that one looks at has no gradient of that."""
+        checks = [node for _, node in self.graph.outputs_of(OutputKind.CHECK)]
+        others = [node for node in self.graph.output_values if node not in checks]
+        asking = needed_for(checks) - needed_for(others)
+        for node in [one for one in self.graph.graph.nodes if one in asking]:
+            for source in node.all_input_nodes:
+                if source not in asking and meta.is_tensor(source) and carries_gradient(meta.dtype(source)):
+                    node.replace_input_with(source, insert(node, aten.detach.default, source))
 
     def visit(self, node: fx.Node) -> None:
         """Leave ops as they are: outputs are rewritten."""
@@ -96,9 +108,20 @@ class _ChecksRewrite(CountingRewrite):
         return [name for name, found in raising.items() if row_local.issuperset(found)][:MOST_COUNTED]
 
     def _count(self, check: fx.Node, found: Sequence[fx.Node]) -> fx.Node:
-        """Return how many elements of some truth values are true, for a check."""
-        numbers = [self._made(check, aten.sum.default, one) for one in found]
+        """Return how many elements of some truth values are true, for a check; what has no rows, once for each row."""
+        of_the_batch = self._of_the_batch()
+        numbers = [self._number(check, one, has_rows=one in of_the_batch) for one in found]
         return reduce(lambda one, other: self._made(check, aten.add.Tensor, one, other), numbers)
+
+    def _number(self, check: fx.Node, truths: fx.Node, *, has_rows: bool) -> fx.Node:
+        number = self._made(check, aten.sum.default, truths)
+        if has_rows or self.graph.batch_symbol is None:
+            return number
+        return self._made(check, aten.mul.Tensor, number, self.sizes.of_expression(self.graph.batch_symbol))
+
+    def _of_the_batch(self) -> frozenset[fx.Node]:
+        """Return what changes with the batch."""
+        return reached_from(self.graph, [leaf.node for leaf in self.graph.leaves_of(LeafKind.INPUT)])
 
     def _true(self, node: fx.Node, wanted: bool) -> Iterable[fx.Node]:
         """Yield truth values, of which some element is true if, and only if, some element of `node` is as `wanted`."""

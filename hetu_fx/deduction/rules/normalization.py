@@ -29,6 +29,12 @@ def softmax(call: Call) -> Factoring:
     return replace(factoring, sharded=names(factoring.operands[0], [call.dim()]))
 
 
+def _softmax_gradient(call: Call) -> Factoring:
+    """Take the gradient of a softmax, of which one dim stays whole."""
+    dims = dims_of(call.operands[0].shape)
+    return Factoring((dims, dims), (dims,), whole=names(dims, [call.dim()]))
+
+
 def _over_last_dims(call: Call) -> Factoring:
     """Normalize over the last dims, which stay whole and which weight and bias have (layer and RMS norm)."""
     dims = dims_of(call.operands[0].shape)
@@ -207,6 +213,7 @@ RULES: tuple[Rule, ...] = (
     *built(softmax, "softmax.int", traits=Traits(sharded=ShardedForm(_softmax_over_parts))),
     *built(softmax, "log_softmax.int", traits=Traits(sharded=ShardedForm(_log_softmax_over_parts))),
     *built(softmax, "_softmax", "_log_softmax", "_safe_softmax"),
+    *built(_softmax_gradient, "_softmax_backward_data", "_log_softmax_backward_data"),
     *built(_over_last_dims, "layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"),
     *built(_over_groups, "group_norm"),
     *built(_over_all_but_one, "_weight_norm"),

@@ -7,8 +7,6 @@ and what was asked is an output of it, which every step looks at.
 
 from __future__ import annotations
 
-import dis
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -21,10 +19,10 @@ import torch
 from torch import Tensor
 
 from hetu_fx.base.torch_private import answering_guards
-from hetu_fx.errors import CaptureError, HetuFxError
-from hetu_fx.graph import meta
+from hetu_fx.errors import CaptureError
 from hetu_fx.graph.capture_failure import WAY_OUT, user_frame
 from hetu_fx.graph.checks import Check
+from hetu_fx.graph.tracing.meanings import is_of_the_forward
 from hetu_fx.graph.tracing.read_numbers import ReadNumbers
 
 T = TypeVar("T")
@@ -32,9 +30,6 @@ T = TypeVar("T")
 MOST_CHECKS = 64
 """In one forward: each takes a trace of its own, up to where it raises."""
 
-_RAISE = dis.opmap["RAISE_VARARGS"]
-_TORCH_THAT_CHECKS = ("distributions", "nn", "functional.py", "__init__.py")
-"""What of torch raises for its users, and not for the trace."""
 _TRACES = "hetu_fx.graph.capture"
 _FAKE = re.compile(r"FakeTensor\(\.\.\.(?:[^()]|\([^()]*\))*\)")
 _CURE = (
@@ -120,7 +115,7 @@ class RaisingChecks:
             try:
                 yield
             except Exception as error:
-                self._raised = (type(error), _text(error)) if _is_of_the_forward(error) else None
+                self._raised = (type(error), _text(error)) if is_of_the_forward(error) else None
                 raise
 
     def violations(self) -> tuple[Tensor, ...]:
@@ -233,16 +228,3 @@ def _site() -> _Site:
 def _text(error: Exception) -> str:
     """Return what an error says; tensors of the trace, of which it has no values, as others would be."""
     return _FAKE.sub("tensor(...)", str(error)).replace("FakeTensor", "Tensor")
-
-
-def _is_of_the_forward(error: Exception) -> bool:
-    """Tell whether the forward, or what of torch checks for its users, raises an error by a statement."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    if last is None or isinstance(error, HetuFxError):
-        return False
-    code = last.tb_frame.f_code
-    in_torch, inside = code.co_filename.startswith(meta.TORCH_FOLDER), code.co_filename.removeprefix(meta.TORCH_FOLDER)
-    checks = not in_torch or inside.split(os.sep)[0] in _TORCH_THAT_CHECKS
-    return checks and code.co_code[last.tb_lasti] == _RAISE

@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from hetu_fx.comm_ops.wire.consensus import agree
+from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.comm_ops.wire.threads.run import run_in_threads
 from hetu_fx.errors import BatchError
 from hetu_fx.program.batch import batch_of
 from hetu_fx.program.captures import Programs
@@ -92,3 +95,30 @@ def test_inputs_with_different_rows_are_refused(programs: Programs) -> None:
 def test_an_argument_that_forward_does_not_have_is_refused(programs: Programs) -> None:
     with pytest.raises(BatchError, match="does not fit the model's forward: too many positional"):
         read(programs, *[torch.ones(2, 9)] * 40)
+
+
+class Tasks(nn.Module):
+    """Does one of two tasks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 1)})
+
+    def forward(self, x: torch.Tensor, task: str) -> torch.Tensor:
+        return self.heads[task](x).square().mean()
+
+
+def test_several_tasks_in_one_step_are_refused_on_all_ranks_by_name() -> None:
+    told: list[str] = []
+
+    def step(table: GroupTable) -> None:
+        programs = Programs(Tasks(), None)
+        given = batch_of(programs.signature, (), {"x": torch.ones(2, 3), "task": "ab"[table.rank]})
+        with pytest.raises(BatchError) as caught:
+            agree(table, read_batch(given, programs, training=True, shared=False).facts)
+        told.append(str(caught.value))
+
+    run_in_threads(2, step)
+    assert len(told) == 2
+    assert all("input 'task' is 'a' on rank 0, 'b' on rank 1" in text for text in told)
+    assert all("hint: " in text for text in told)

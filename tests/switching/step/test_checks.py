@@ -82,9 +82,15 @@ def categorical(x: Tensor, y: Tensor, h: Tensor) -> Tensor:
     return -torch.distributions.Categorical(logits=h).log_prob(y).mean()
 
 
+def multivariate(x: Tensor, y: Tensor, h: Tensor) -> Tensor:
+    turned = (y[:, None, None] >= 4) * torch.tensor([[0.0, 1.0], [0.0, 0.0]], dtype=torch.float64)
+    covariance = torch.diag_embed(2 + h[:, :2].tanh()) + turned  # which is then not symmetric
+    return -torch.distributions.MultivariateNormal(h[:, 2:], covariance).log_prob(x[:, :2]).mean()
+
+
 ENDS: dict[End, type[Exception]] = {
     labels: ValueError, activations: AssertionError, normal: ValueError, gaussian: ValueError, categorical: ValueError,
-    of_all_rows: RuntimeError,
+    of_all_rows: RuntimeError, multivariate: ValueError,
 }  # fmt: skip
 CAPTURED: dict[End, tuple[Net, GraphExecution]] = {}
 
@@ -132,6 +138,31 @@ def test_a_check_in_an_early_stage_is_raised_by_all(name: str) -> None:
     bad["x"][3] = float("inf")
     with pytest.raises(OverflowError, match="hidden"):
         Lockstep().train(model, [batch(), bad], PLANS[name], execution)
+
+
+class Bounded(Net):
+    """Checks a parameter, which it also trains."""
+
+    def __init__(self) -> None:
+        super().__init__(labels)
+        self.register_buffer("most", torch.tensor(1e9, dtype=torch.float64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.first.bias.abs().sum().item() > self.most.item():
+            raise ValueError("a large bias")
+        return super().forward(x, y)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_parameter_is_checked_under_every_plan_and_has_its_gradient(name: str) -> None:
+    torch.manual_seed(1)
+    model, how = Bounded(), Lockstep(seconds=60)
+    batches = [batch(), batch()]
+    verdict = judge("", train_alone(model, batches, how), how.train(model, batches, PLANS[name]), 1e-10, "")
+    assert verdict.verdict == "equal", verdict
+    model.most.fill_(1e-3)
+    with pytest.raises(ValueError, match="a large bias"):
+        how.train(model, batches, PLANS[name])
 
 
 def test_what_is_asked_of_inputs_and_of_activations_is_found_where_it_belongs() -> None:

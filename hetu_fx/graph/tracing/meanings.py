@@ -1,0 +1,100 @@
+"""What torch's words about a trace mean to who wrote the model, and what to do about it.
+
+Torch says "Could not guard on data-dependent expression Eq(u0, 1)" where Python reads values; nobody has
+written a `u0`.
+"""
+
+from __future__ import annotations
+
+import dis
+import os
+import re
+from dataclasses import dataclass
+
+from hetu_fx.errors import HetuFxError
+from hetu_fx.graph import meta
+
+_RAISE = dis.opmap["RAISE_VARARGS"]
+_TORCH_THAT_CHECKS = ("distributions", "nn", "functional.py", "__init__.py")
+"""What of torch raises for its users, and not for the trace."""
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What an error means.
+
+    Attributes:
+        words: what the forward does, after "it".
+        cure: what to do instead, as a command.
+    """
+
+    words: str
+    cure: str
+
+
+READS_VALUES = Meaning(
+    "it reads numbers from tensors and goes on by them, which a graph does not have when it is made: bool(), int(), "
+    "range() or a size of what a tensor holds",
+    "choose between values by torch.where, and pass sizes and lengths as Python numbers",
+)
+_NUMPY = Meaning(
+    "it makes an array of numpy, or a list, of a tensor, which has no values when a graph is made",
+    "compute it by ops of torch, or outside of the forward",
+)
+TRANSFORMS = Meaning(
+    "it calls a transform of torch.func (grad, vmap, jacrev, ...), which a trace does not see through",
+    "take derivatives by torch.autograd.grad(..., create_graph=True), and write vmap as ops over one more dim",
+)
+_UNSEEN = Meaning(
+    "it uses a tensor that its trace has not seen made: by code that is not of torch, or in an earlier call",
+    "make it in the forward, by ops of torch, of inputs, parameters and buffers",
+)
+_NO_FAKE = Meaning(
+    "it calls an op of which torch does not know what shapes it makes",
+    "register that (torch.library.register_fake), or use other ops",
+)
+_NEEDS_NONE = Meaning(
+    "it takes a derivative by or of a tensor that needs no gradient in the forward, as inputs do not",
+    "call requires_grad_() on it in the forward",
+)
+_FIXED = Meaning(
+    "its code holds for some sizes only",
+    "name the dims that count rows (row_dims), or compare sizes outside of the forward",
+)
+_OTHER = Meaning("torch.export cannot follow what it does there", "rewrite the line")
+
+_MEANINGS = {
+    r"functorch|GradTrackingTensor|BatchedTensor|TensorWrapper|vmap": TRANSFORMS,
+    r"'Tensor' object has no attribute 'constant'": TRANSFORMS,
+    r"numpy|tolist": _NUMPY,
+    r"ensors does not require grad": _NEEDS_NONE,
+    r"constant's list|is not tracked with proxy": _UNSEEN,
+    r"^UnsupportedOperator|fake impl|[Mm]eta kernel|'Meta' backend|UnsupportedFakeTensor": _NO_FAKE,
+    r"^GuardOnDataDependent|^DataDependent|^DynamicOutputShape|^PendingUnbacked|data-dependent": READS_VALUES,
+    r"value out of a tracing tensor": READS_VALUES,
+    r"unbacked|\b(?:zuf|u)\d+\b|got FakeTensor|int.* FakeTensor": READS_VALUES,
+    r"[Cc]onstraints? violat|^ConstraintViolation|specializ|\bs\d+\b|SymInt|SymFloat|SymBool": _FIXED,
+    r"FakeTensor|SymNode|[Pp]roxy|torch\._|TORCH_LOGS|file an issue": _OTHER,
+}  # fmt: skip
+"""By what its type and text have in them; the first that fits."""
+
+
+def meaning_of(error: BaseException) -> Meaning | None:
+    """Return what an error of a trace means, where its own words would not tell; None where they do."""
+    if isinstance(error, HetuFxError) or is_of_the_forward(error):
+        return None
+    said = f"{type(error).__name__}: {error}"
+    return next((meaning for pattern, meaning in _MEANINGS.items() if re.search(pattern, said)), None)
+
+
+def is_of_the_forward(error: BaseException) -> bool:
+    """Tell whether the forward, or what of torch checks for its users, raises an error by a statement."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or isinstance(error, HetuFxError):
+        return False
+    code = last.tb_frame.f_code
+    in_torch, inside = code.co_filename.startswith(meta.TORCH_FOLDER), code.co_filename.removeprefix(meta.TORCH_FOLDER)
+    checks = not in_torch or inside.split(os.sep)[0] in _TORCH_THAT_CHECKS
+    return checks and code.co_code[last.tb_lasti] == _RAISE

@@ -47,8 +47,12 @@ MOST_ELEMENTS = 2**24  # of all arguments of a function that is tried
 
 def explain_failure(error: Exception) -> CaptureError:
     """Make the error that the user sees of one that torch.export raised."""
-    line = _line_in_message(str(error)) or _line_in_traceback(error.__traceback__) or "unknown line"
-    return CaptureError(f"cannot capture the model at {line}: {reason(error)}; {WAY_OUT}")
+    return CaptureError(f"cannot capture the model at {line_of(error)}: {reason(error)}; {WAY_OUT}")
+
+
+def line_of(error: BaseException) -> str:
+    """Return "file.py:41" of the user's innermost line that an error of a trace comes from."""
+    return _line_in_message(str(error)) or _line_in_traceback(error.__traceback__) or "unknown line"
 
 
 @contextlib.contextmanager

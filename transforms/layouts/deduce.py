@@ -218,10 +218,11 @@ def _check_sums(annotated: AnnotatedGraph, batch: AxisDeduction) -> None:
     summed = (node for node in updates if isinstance(batch.states.get(node), Summed))
     node = next(chain(batch.talking(), summed), None)
     if node is not None:
+        readers = ", ".join(f"{gathered.op} ({gathered.where})" for gathered in annotated.graph.gathered)
         raise PlanError(
             f"'{node.name}' ({meta.source_line(node)}) needs the rows of the whole batch in the middle of the model, "
             f"which pipeline stages and micro-batches cannot give; use a plan whose pipelines have one stage and one "
-            f"micro-batch"
+            f"micro-batch" + f"\nrows are gathered for {readers}" * bool(readers)
         )
 
 

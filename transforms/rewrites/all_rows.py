@@ -23,6 +23,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument, is_random
 from hetu_fx.graph.edit import SIZE_OPS, Rewrite, insert, needed_for, reached_from, replace
 from hetu_fx.graph.graph import GatheredRows, Graph, LeafKind, OutputKind, drop_dead_nodes
+from hetu_fx.graph.leaves.ops import told_op
 from hetu_fx.transforms.rewrites.counter_rng import with_random_state
 from hetu_fx.transforms.rewrites.counts import CountingRewrite
 from hetu_fx.transforms.rewrites.fixed_rows import gather_inputs
@@ -185,7 +186,7 @@ class _Gathering(CountingRewrite):
             node.replace_input_with(source, self._of_all(source, node))
         values = [source for source in sources if meta.is_tensor(source) and not self._is_of_sizes(source)]
         if values and self._starts(node):
-            self.gathered.append(GatheredRows(str(node.target), meta.source_line(node), sum(map(_num_bytes, values))))
+            self.gathered.append(GatheredRows(told_op(node), meta.source_line(node), sum(map(_num_bytes, values))))
         self._has_all_rows(node)
 
     def _read_numbers(self, node: fx.Node) -> None:

@@ -28,16 +28,16 @@ def leaf(module_or_class: L) -> L:
     Raises:
         CaptureError: it is no module and no class of modules.
     """
-    is_class = isinstance(module_or_class, type)
-    if not (issubclass(module_or_class, nn.Module) if is_class else isinstance(module_or_class, nn.Module)):  # type: ignore[arg-type]
+    kind = module_or_class if isinstance(module_or_class, type) else type(module_or_class)
+    if not issubclass(kind, nn.Module):
         raise CaptureError(
             f"hetu_fx.leaf is for a module or a class of modules, not for {module_or_class!r}\n"
             "hint: put what the function does into the forward of an nn.Module, and name that"
         )
-    if is_class:
+    if isinstance(module_or_class, type):
         setattr(module_or_class, _MARK, True)
     else:
-        vars(module_or_class)[_MARK] = True  # not by setattr, which some classes of modules refuse
+        module_or_class.__dict__[_MARK] = True  # not by setattr, which some classes of modules refuse
     return module_or_class
 
 

@@ -33,6 +33,7 @@ WAY_OUT = (
     'rewrite the line, or use hetu_fx.auto_parallelize(..., capture="eager"), which runs the module '
     "as it is, data parallel with uneven shares"
 )
+INTO_A_MODULE = "move it into the forward of a module of its own, which becomes a leaf (see hetu_fx.leaf)"
 READS_VALUES = (
     "it reads numbers from tensors and goes on by them, which a graph does not have when it is made: bool(), int(), "
     "range() or a size of what a tensor holds"
@@ -47,7 +48,7 @@ MOST_ELEMENTS = 2**24  # of all arguments of a function that is tried
 
 def explain_failure(error: Exception) -> CaptureError:
     """Make the error that the user sees of one that torch.export raised."""
-    return CaptureError(f"cannot capture the model at {line_of(error)}: {reason(error)}; {WAY_OUT}")
+    return CaptureError(f"cannot capture the model at {line_of(error)}: {reason(error)}; {INTO_A_MODULE}, {WAY_OUT}")
 
 
 def line_of(error: BaseException) -> str:
@@ -186,7 +187,7 @@ def no_backward_is_lost() -> Iterator[None]:
             raise CaptureError(
                 f"the model calls {cls.__qualname__} ({_line_of_caller()}), an autograd function whose backward is not "
                 f"the derivative of its forward (tried on random numbers), and a captured graph has its forward "
-                f"only; {WAY_OUT}"
+                f"only; {INTO_A_MODULE}, {WAY_OUT}"
             )
         return found.__get__(None, cls)(*args, **kwargs)
 

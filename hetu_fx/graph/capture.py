@@ -262,8 +262,8 @@ class _Program(nn.Module):
             for device_type, dtype in self.autocasts_traced:
                 stack.enter_context(torch.autocast(device_type, dtype=dtype))
             stack.enter_context(written_back(self.model, self.ties))
-            stack.enter_context(self.leaves.tracing(inputs, self.autocasts_traced))
             more = stack.enter_context(self.around())
+            stack.enter_context(self.leaves.tracing(inputs, self.autocasts_traced))  # ends before what is around
             output = self.model(*args, **kwargs)
             self.output.asks_layout = seen.asks_layout
             tree, values = with_numbers(*flatten(output))

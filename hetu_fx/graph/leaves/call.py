@@ -179,6 +179,7 @@ class OpaqueCall:
         results: the names of the tensors in that.
         written: the buffers that it writes to; their values are results, too.
         forms: of all results, as texts.
+        left: attributes of its modules that a call leaves otherwise than it has found them.
     """
 
     name: str
@@ -187,6 +188,7 @@ class OpaqueCall:
     results: tuple[str, ...]
     written: tuple[str, ...]
     forms: tuple[str, ...]
+    left: tuple[tuple[nn.Module, str], ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.forms) == len(self.results) + len(self.written), "one for each"

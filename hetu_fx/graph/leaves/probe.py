@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hetu_fx.base.dtypes import carries_gradient, in_double
+from hetu_fx.base.torch_private import is_fake
 from hetu_fx.errors import StateError
 from hetu_fx.graph.leaves.call import Invocation, OpaqueCall, Ran, are_alike, new_name
 from hetu_fx.graph.leaves.forms import Form, Shapes, found_size
@@ -89,12 +90,17 @@ class Question:
             SizesAreFixed: it takes the example's sizes alone.
         """
         kept = [(vars(module), dict(vars(module))) for module in self._modules]
+        before = _attributes(self._modules)
         try:
             calls = list(self._calls())
+            changed = _changed(before, _attributes(self._modules))
         finally:
             for space, attributes in kept:
                 space.clear()
                 space.update(attributes)
+        if any(number == _GLOBAL for number, _ in changed):
+            raise CannotBeLeaf(f"it changes {', '.join(self._told(changed))}")
+        left = tuple((self._modules[number], name) for number, name in changed)
         first = calls[0].ran
         written = tuple(name for name in self.invocation.buffers if any(name in one.ran.written for one in calls))
         names = (*first.tensors, *written)
@@ -102,9 +108,14 @@ class Question:
         if not forms:
             raise CannotBeLeaf("it returns no tensor")
         name = new_name(self.invocation.label, self.called)
-        return OpaqueCall(name, self.invocation, first.output, tuple(first.tensors), written, forms)
+        return OpaqueCall(name, self.invocation, first.output, tuple(first.tensors), written, forms, left)
 
-    @property
+    def _told(self, attributes: Sequence[tuple[int, str]]) -> list[str]:
+        """Say which attributes and globals are meant."""
+        kinds = [type(module).__name__ for module in self._modules]
+        return [f"global {name}" if number == _GLOBAL else f"{name} of {kinds[number]}" for number, name in attributes]
+
+    @cached_property
     def _modules(self) -> tuple[nn.Module, ...]:
         return tuple(self.called.modules()) if isinstance(self.called, nn.Module) else ()
 
@@ -141,18 +152,20 @@ class Question:
             raise CannotBeLeaf(f"it cannot be tried on random numbers ({told})") from errors[0]
 
     def _check_first(self, first: _Call) -> None:
-        """Refuse what makes something else of the same, keeps something, or reads what it is not given."""
-        left = _attributes(self._modules)
+        """Refuse what makes something else of the same, keeps something, or reads what it is not given.
+
+        What it leaves in attributes is none, if what was there before changes neither that nor what it makes.
+        """
         again = self._call(self.example, first.fill)
+        left = _attributes(self._modules)
         other = self._call(self.example, first.fill, seed=1)
+        after = self._call(self.example, first.fill)
         for name, tensor in first.ran.tensors.items():
-            if not _agree(tensor, again.ran.tensors.get(name)):
+            if not all(_agree(tensor, one.ran.tensors.get(name)) for one in (again, after)):
                 raise CannotBeLeaf(f"two calls on the same values make other values of its result {name or 'output'!r}")
-        changed = sorted(
-            name for name, value in _attributes(self._modules).items() if not _agree(left.get(name), value)
-        )
+        changed = _changed(left, _attributes(self._modules))
         if changed:
-            raise CannotBeLeaf(f"it keeps state in attributes: {', '.join(changed)}")
+            raise CannotBeLeaf(f"it keeps state in attributes: {', '.join(self._told(changed))}")
         own = {id(tensor) for tensor in other.ran.inputs}
         strange = next((x for x in _read_by(list(other.ran.tensors.values())) if id(x) not in own), None)
         if strange is not None:
@@ -254,25 +267,32 @@ def _random_states() -> Any:
     return random.getstate(), None if state is None else (state[0], state[1].tobytes(), *state[2:])
 
 
-def _attributes(modules: Sequence[nn.Module]) -> dict[str, Any]:
+_GLOBAL = -1
+"""The number, in the place of a module's, of what has globals."""
+_Attributes = Mapping[tuple[int, str], Any]
+
+
+def _attributes(modules: Sequence[nn.Module]) -> _Attributes:
     """Return what modules have besides state, hooks and submodules, and globals that they name; as copies."""
-    found = dict[str, Any]()
+    found = dict[tuple[int, str], Any]()
     for number, module in enumerate(modules):
         kind = type(module)
-        for name, value in vars(module).items():
-            if not name.startswith("_"):
-                found[f"{name} of {kind.__name__}" + f" ({number})" * bool(number)] = _copied(value)
+        found |= {(number, name): _copied(value) for name, value in vars(module).items() if not name.startswith("_")}
         function = getattr(kind.forward, "__wrapped__", kind.forward)
         space = getattr(function, "__globals__", {})
         names = getattr(getattr(function, "__code__", None), "co_names", ())
-        found |= {f"global {name}": _copied(space[name]) for name in names if name in space}
+        found |= {(_GLOBAL, name): _copied(space[name]) for name in names if name in space}
     return found
+
+
+def _changed(before: _Attributes, after: _Attributes) -> list[tuple[int, str]]:
+    return [key for key in {**before, **after} if not _agree(before.get(key), after.get(key))]
 
 
 def _copied(value: Any) -> Any:
     match value:
-        case Tensor():
-            return value.detach().clone()
+        case Tensor():  # one of a trace that has failed has no values
+            return value if is_fake(value) else value.detach().clone()
         case dict():
             return {key: _copied(item) for key, item in value.items()}
         case list() | tuple():
@@ -287,6 +307,8 @@ def _agree(first: Any, second: Any) -> bool:
     """Tell whether two values are the same, tensors up to rounding."""
     match first, second:
         case Tensor(), Tensor():
+            if is_fake(first) or is_fake(second):
+                return first is second
             if (first.shape, first.dtype) != (second.shape, second.dtype):
                 return False
             tolerance = TOLERANCES.get(first.dtype, 1e-4)

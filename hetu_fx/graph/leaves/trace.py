@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import sympy
 import torch
@@ -66,6 +66,21 @@ class _Unknown(BaseException):
 
     def __init__(self, target: _Target, key: Any, question: Question) -> None:
         self.target, self.key, self.question = target, key, question
+
+
+class _OfALeaf:
+    """Stands in an attribute that a leaf leaves when it is called, which no graph has; says so when it is used."""
+
+    def __init__(self, target: _Target, name: str) -> None:
+        vars(self).update(_target=target, _name=name)
+
+    def _use(self, *_: Any, **__: Any) -> NoReturn:
+        why = f"the forward around it reads the attribute {self._name!r} that it leaves"  # type: ignore[attr-defined]
+        raise LeafRefused(self._target, why)  # type: ignore[attr-defined]
+
+    __getattr__ = __call__ = __getitem__ = __iter__ = __len__ = __bool__ = __float__ = __int__ = __index__ = _use
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _use
+    __lt__ = __le__ = __gt__ = __ge__ = __contains__ = __format__ = __torch_function__ = _use
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,6 +165,7 @@ class Leaves:
         self._inputs: Mapping[str, Tensor] | None = None
         self._autocasts: Autocasts = ()
         self._thread = threading.get_ident()
+        self._hidden = list[tuple[dict[str, Any], str, Any]]()
         self.used: dict[str, OpaqueCall] = {}
 
     # While nothing is traced.
@@ -286,6 +302,12 @@ class Leaves:
             yield
         finally:
             self._inputs = None
+            for space, name, value in reversed(self._hidden):
+                if value is _ABSENT:
+                    space.pop(name, None)
+                else:
+                    space[name] = value
+            self._hidden = []
 
     def function(self, called: Callable[..., Any]) -> Callable[..., Any]:
         """Return what is to be called in the place of the function that makes the loss."""
@@ -309,6 +331,11 @@ class Leaves:
         self.used[call.name] = call
         operands = [*state[0].values(), *state[1].values()]
         made = LEAF(list(tensors.values()), operands, None, 0, call.name, list(call.forms))
+        for module, attribute in call.left:
+            space = vars(module)
+            if not isinstance(space.get(attribute), _OfALeaf):
+                self._hidden.append((space, attribute, space.get(attribute, _ABSENT)))
+                space[attribute] = _OfALeaf(target, attribute)
         count = len(call.results)
         for name, value in zip(call.written, made[count:], strict=True):
             with torch.no_grad():

@@ -259,6 +259,43 @@ def test_sizes_that_it_is_given_stay_sizes() -> None:
     assert call.forms == ("float32 1*0.0 4",)
 
 
+def test_what_it_leaves_in_an_attribute_for_itself_is_no_state() -> None:
+    def leaves(part: Part, h: Tensor) -> Tensor:
+        part.seen = int((h > 0).sum())
+        return by_values(part, h) * part.seen
+
+    assert len(graph_of(leaves).graph.find_nodes(op="call_function", target=LEAF)) == 1
+
+
+class Balanced(nn.Module):
+    """Leaves a second loss in an attribute, as layers of experts do."""
+
+    extra: Tensor
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.extra = h.square().mean() if h.mean() > 0 else h.abs().mean()
+        return h
+
+
+class Adds(nn.Module):
+    """Adds the loss that a layer has left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.balanced = nn.Linear(4, 4), Balanced()
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.balanced(self.first(x))
+        return made.sum() + self.balanced.extra
+
+
+def test_what_it_leaves_in_an_attribute_for_others_makes_these_a_leaf_with_it() -> None:
+    with pytest.warns(LeafWarning, match=r"0 \(Adds\) is a leaf"):
+        capture(nn.Sequential(Adds(), nn.Identity()), {"input": torch.randn(6, 4)})
+    with pytest.raises(CaptureError, match=r"balanced \(Balanced\): the forward around it reads the attribute 'extra'"):
+        capture(Adds(), {"x": torch.randn(6, 4)})
+
+
 def test_a_cache_that_it_fills_is_left_as_it_was() -> None:
     def caches(part: Part, h: Tensor) -> Tensor:
         part.seen = part.seen or 3

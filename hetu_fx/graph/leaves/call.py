@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from hetu_fx.base.device_types import HOST
 from hetu_fx.base.dtypes import carries_gradient
-from hetu_fx.base.torch_private import version
+from hetu_fx.base.torch_private import listing_weights, version
 from hetu_fx.errors import StateError
 from hetu_fx.graph import meta
 from hetu_fx.graph.containers import Constant, Opaque, TensorSlot, Tree, flatten, unflatten, walk
@@ -41,7 +41,8 @@ class Holder(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call it."""
-        return self.inner.forward(*args, **kwargs) if self.called is None else self.called(*args, **kwargs)
+        with listing_weights(self):
+            return self.inner.forward(*args, **kwargs) if self.called is None else self.called(*args, **kwargs)
 
 
 @dataclass(frozen=True, eq=False)

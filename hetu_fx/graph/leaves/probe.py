@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hetu_fx.base.dtypes import carries_gradient, in_double
-from hetu_fx.base.torch_private import is_fake
+from hetu_fx.base.torch_private import LISTED_SLOTS, is_fake
 from hetu_fx.errors import StateError
 from hetu_fx.graph.leaves.call import Invocation, OpaqueCall, Ran, are_alike, new_name
 from hetu_fx.graph.leaves.forms import Form, Shapes, found_size
@@ -267,6 +267,7 @@ def _random_states() -> Any:
     return random.getstate(), None if state is None else (state[0], state[1].tobytes(), *state[2:])
 
 
+_OWN = frozenset((*vars(nn.Module()), *LISTED_SLOTS))
 _GLOBAL = -1
 """The number, in the place of a module's, of what has globals."""
 _Attributes = Mapping[tuple[int, str], Any]
@@ -277,7 +278,7 @@ def _attributes(modules: Sequence[nn.Module]) -> _Attributes:
     found = dict[tuple[int, str], Any]()
     for number, module in enumerate(modules):
         kind = type(module)
-        found |= {(number, name): _copied(value) for name, value in vars(module).items() if not name.startswith("_")}
+        found |= {(number, name): _copied(value) for name, value in vars(module).items() if name not in _OWN}
         function = getattr(kind.forward, "__wrapped__", kind.forward)
         space = getattr(function, "__globals__", {})
         names = getattr(getattr(function, "__code__", None), "co_names", ())

@@ -171,6 +171,19 @@ class Ragged(nn.Module):
         return F.pad(short, (0, WIDTH - width)) + h
 
 
+class Recurrent(nn.Module):
+    """Runs a recurrent layer over features, as far as values tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(1, WIDTH, batch_first=True)
+
+    def forward(self, h: Tensor) -> Tensor:
+        steps = int((h.mean(0) > 0).sum().clamp(2, WIDTH))
+        made: Tensor = self.layer(h[:, :steps, None])[1][0]
+        return made
+
+
 class Sharpened(nn.Module):
     """Rounds what it is given, and passes gradients on: its backward is not the derivative of its forward."""
 
@@ -201,6 +214,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "numpy": InNumpy,
     "experts": Experts,
     "ragged": Ragged,
+    "recurrent": Recurrent,
     "straight through": Sharpened,
 }
 KINDS = (*LOSSES, *LAYERS)

@@ -18,6 +18,7 @@ PLANS = {
     "rows 3:1": Plan.data_parallel((0, 1), (3, 1)),
     "tensor parallel": Plan.tensor_parallel((0, 1)),
     "mixed": Plan((Pipeline((Stage((0, 1)),), share=3), Pipeline((Stage((2,)),)))),
+    "stages": Plan((Pipeline((Stage((0,)), Stage((1,)))),)),
 }
 
 
@@ -52,7 +53,7 @@ def test_a_part_is_found_by_itself_with_a_warning_that_names_it(kind: str) -> No
 
 
 @pytest.mark.parametrize("kind", ["dice", "numpy"])
-def test_micro_batches_and_stages_are_refused_by_its_name(kind: str) -> None:
+def test_micro_batches_are_refused_by_its_name(kind: str) -> None:
     model, part = made(kind)
     hetu_fx.leaf(part)
     plan = Plan((Pipeline((Stage((0,)),), share=3, micro_batches=2), Pipeline((Stage((1,)),))))

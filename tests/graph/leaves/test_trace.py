@@ -155,6 +155,11 @@ def _keeps_state(part: Part, h: Tensor) -> Tensor:
     return by_values(part, h)
 
 
+def _keeps_state_in_private(part: Part, h: Tensor) -> Tensor:
+    part._calls = getattr(part, "_calls", 0) + 1  # type: ignore[assignment]
+    return by_values(part, h)
+
+
 def _draws_in_python(part: Part, h: Tensor) -> Tensor:
     return by_values(part, h) * random.random()
 
@@ -186,6 +191,7 @@ def _returns_a_number(part: Part, h: Tensor) -> Tensor:
     ("does", "why"),
     [
         (_keeps_state, "keeps state in attributes: seen of Part"),
+        (_keeps_state_in_private, "keeps state in attributes: _calls of Part"),
         (_draws_in_python, "draws numbers of `random`"),
         (_tells_the_time, "two calls on the same values"),
         (_writes_to_its_input, "writes to a tensor that it is given"),

@@ -32,9 +32,10 @@ def candidates_of(error: BaseException, model: nn.Module, root: CodeType, loss: 
     paths = {id(vars(module)): (path, module) for path, module in model.named_modules()}
     for one in _chain(error):
         frames = _frames(one)
-        inside = next((number for number, frame in enumerate(frames) if frame.f_code is root), None)
-        if inside is not None:
-            return list(_candidates(frames[inside + 1 :], paths, loss))[::-1]
+        # Of the last trace: an error that somebody keeps, and raises again, has the frames of all of them.
+        inside = [number for number, frame in enumerate(frames) if frame.f_code is root]
+        if inside:
+            return list(_candidates(frames[inside[-1] + 1 :], paths, loss))[::-1]
     return []
 
 

@@ -247,9 +247,12 @@ class Leaves:
         return self._first_of(target.around, target.why)
 
     def _first_of(self, candidates: Sequence[Candidate], why: str) -> _Target | None:
-        known = {id(target.called) for target in self._targets}
+        known = {id(target.called) for target in self._targets} | self._refused
+        # A module that the forward makes itself is another one in each trace: that the last one is a leaf is in vain.
+        used = {id(self._owner[name]) for name in self.used}
+        in_vain = {(target.path, type(target.called)) for target in self._targets if id(target) not in used}
         for number, one in enumerate(candidates):
-            if id(one.called) not in self._refused and id(one.called) not in known:
+            if id(one.called) not in known and (one.path, type(one.called)) not in in_vain:
                 return _Target.of(one.path, one.called, why, candidates[number + 1 :])
         return None
 

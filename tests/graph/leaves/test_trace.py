@@ -302,6 +302,27 @@ def test_what_it_leaves_in_an_attribute_for_others_makes_these_a_leaf_with_it() 
         capture(Adds(), {"x": torch.randn(6, 4)})
 
 
+class Halves(nn.Module):
+    """Goes on by values."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h / 2 if h.mean() > 0 else h
+
+
+class Makes(nn.Module):
+    """Makes the module that it calls in its forward."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        made: Tensor = Halves()(h)
+        return made
+
+
+def test_the_module_around_one_that_the_forward_makes_itself_is_the_leaf() -> None:
+    with pytest.warns(LeafWarning, match=r"1 \(Makes\) is a leaf"):
+        graph = capture(nn.Sequential(nn.Linear(4, 4), Makes()), {"input": torch.randn(6, 4)})
+    assert [call.label for call in graph.leaf_calls] == ["1 (Makes)"]
+
+
 def test_a_cache_that_it_fills_is_left_as_it_was() -> None:
     def caches(part: Part, h: Tensor) -> Tensor:
         part.seen = part.seen or 3

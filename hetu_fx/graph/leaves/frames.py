@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 
 _FORWARD = "forward"
+_OF_TRACES = ("hetu_fx.graph.", "torch.export", "torch._export")
+"""How names of packages begin whose modules are around the user's in a trace."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,10 +34,11 @@ def candidates_of(error: BaseException, model: nn.Module, root: CodeType, loss: 
     paths = {id(vars(module)): (path, module) for path, module in model.named_modules()}
     for one in _chain(error):
         frames = _frames(one)
-        # Of the last trace: an error that somebody keeps, and raises again, has the frames of all of them.
+        # An error that somebody keeps, and raises again, has frames of several traces, the last one's first.
         inside = [number for number, frame in enumerate(frames) if frame.f_code is root]
         if inside:
-            return list(_candidates(frames[inside[-1] + 1 :], paths, loss))[::-1]
+            own = frames[inside[0] + 1 : inside[1] if len(inside) > 1 else None]
+            return list(_candidates(own, paths, loss))[::-1]
     return []
 
 
@@ -45,7 +48,7 @@ def _candidates(frames: Sequence[FrameType], paths: Any, loss: CodeType) -> Iter
         if frame.f_code is loss:
             yield Candidate("loss_fn", frame.f_locals["function"])
         found = frame.f_locals.get("self") if frame.f_code.co_name == _FORWARD else None
-        if isinstance(found, nn.Module):
+        if isinstance(found, nn.Module) and not type(found).__module__.startswith(_OF_TRACES):
             # A trace has stand-ins of modules, with the attributes of what they stand for.
             path, module = paths.get(id(vars(found)), (f"loss_fn.{type(found).__name__}", found))
             if path and id(module) not in seen:

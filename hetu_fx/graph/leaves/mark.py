@@ -25,6 +25,9 @@ def leaf(module_or_class: L) -> L:
     forward is run twice in a step, as its backward calls it again. May be a decorator of a class. Say so before
     `hetu_fx.auto_parallelize`.
 
+    Args:
+        module_or_class: the module, or the class, whose subclasses are leaves, too.
+
     Raises:
         CaptureError: it is no module and no class of modules.
     """

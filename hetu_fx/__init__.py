@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hetu_fx.comm_ops.wire.objects.messages import broadcast_object as broadcast_object
     from hetu_fx.deduction.rules.registry import register_rule as register_rule
     from hetu_fx.errors import HetuFxError as HetuFxError
+    from hetu_fx.graph.leaves.mark import leaf as leaf
     from hetu_fx.handle import Handle as Handle
     from hetu_fx.planner.api import measure as measure
     from hetu_fx.planner.api import plan as plan
@@ -74,6 +75,7 @@ _HOMES = {
     "auto_parallelize": "hetu_fx.api",
     "broadcast_object": "hetu_fx.comm_ops.wire.objects.messages",
     "full_tensor": "hetu_fx.switching.home.ops",
+    "leaf": "hetu_fx.graph.leaves.mark",
     "measure": "hetu_fx.planner.api",
     "nested_batch": "hetu_fx.batches.sampler",
     "plan": "hetu_fx.planner.api",

@@ -156,6 +156,20 @@ def without_weak_references(model: nn.Module) -> Iterator[None]:
             layer._flat_weight_refs = [None if weight is None else ref(weight) for weight in layer._flat_weights]
 
 
+@contextmanager
+def listing_weights(model: nn.Module) -> Iterator[None]:
+    """Let recurrent layers list the parameters that they have now, which they read from a list of their own."""
+    layers = [(vars(one), one) for one in model.modules() if isinstance(one, nn.RNNBase)]
+    before = [space[LISTED_SLOTS[0]] for space, _ in layers]
+    try:
+        for space, layer in layers:
+            space[LISTED_SLOTS[0]] = [getattr(layer, name) for name in layer._flat_weights_names]
+        yield
+    finally:
+        for (space, _), listed in zip(layers, before, strict=True):
+            space[LISTED_SLOTS[0]] = listed
+
+
 def is_written(argument: Any) -> bool:
     """Tell whether an op writes to an argument of its schema."""
     return argument.alias_info is not None and argument.alias_info.is_write

@@ -38,7 +38,7 @@ from hetu_fx.deduction.rules.registry import registered_rules
 from hetu_fx.errors import CheckError, HetuFxError
 from hetu_fx.graph import meta
 from hetu_fx.graph.bind import Batch, as_call, flatten_batch
-from hetu_fx.graph.capture import casting
+from hetu_fx.graph.tracing.autocasts import casting
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.batch import batch_of
 from hetu_fx.program.program import Program

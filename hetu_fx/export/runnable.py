@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 from hetu_fx.base.torch_private import detect_fake_mode, drop_traced_inputs
 from hetu_fx.errors import ExportError
 from hetu_fx.graph import meta
-from hetu_fx.graph.capture import casting
 from hetu_fx.graph.containers import Constant, Entries, Items, Opaque, TensorSlot, Tree, flatten, unflatten, walk
+from hetu_fx.graph.tracing.autocasts import casting
 
 CPU = torch.device("cpu")
 

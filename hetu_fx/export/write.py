@@ -63,6 +63,7 @@ def export_runtime(runtime: Runtime, folder: Path, *, weights: bool = True, onnx
             "model.hetu.save(folder), or make it capturable and use capture='graph'"
         )
     programs, table = runtime.execution.programs, runtime.table
+    _check_leaves(programs.training)
     together(table, lambda: _check(folder, weights, onnx) if table.rank == 0 else None)
     runtime.in_flight.settle()
     with using(table), replaced_folder(folder, table, ExportError) as aside:
@@ -75,6 +76,16 @@ def export_runtime(runtime: Runtime, folder: Path, *, weights: bool = True, onnx
             if isinstance(variant, GraphVariant)
         }
         together(table, lambda: _finish(runtime, aside, single, beside, variants) if table.rank == 0 else None)
+
+
+def _check_leaves(program: Program) -> None:
+    """Refuse graphs that call modules as they are: these are Python, of which an archive has nothing."""
+    if program.graph.leaf_calls:
+        labels = ", ".join(dict.fromkeys(call.label for call in program.graph.leaf_calls))
+        raise ExportError(
+            f"the model calls {labels} as it is (see hetu_fx.leaf), which no exported graph can do\n"
+            "hint: save its weights by model.hetu.save(folder), or export the model without it"
+        )
 
 
 def _check(folder: Path, weights: bool, onnx: bool) -> None:

@@ -24,6 +24,7 @@ from hetu_fx.graph.containers import Constant, Opaque, TensorSlot, Tree, Withhel
 from hetu_fx.graph.example import Example, order_in_memory
 from hetu_fx.graph.functional import functionalize
 from hetu_fx.graph.graph import FixedRows, Graph, InputLayout, Leaf, LeafKind, OutputKind, OutputLeaf
+from hetu_fx.graph.leaves.call import OpaqueCall
 from hetu_fx.graph.numbers import settled_numbers
 from hetu_fx.graph.regions import detach_at_exits, gradient_carriers, inline_regions
 from hetu_fx.graph.row_dims import AskedRowDims
@@ -58,6 +59,7 @@ class Assembly:
     asks_layout: str = ""
     copies: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     checks: tuple[Check, ...] = ()
+    leaf_calls: tuple[OpaqueCall, ...] = ()
 
     def graph(self, training: bool, notes: tuple[str, ...]) -> Graph:
         """Make the Graph.
@@ -100,6 +102,7 @@ class Assembly:
             layout=self._layout(),
             conditions=meta.conditions(flat, symbol),
             checks=self.checks,
+            leaf_calls=self.leaf_calls,
         ).with_note(*notes, *self._notes(), *_without_rows(leaves))
 
     def _leaves(self, flat: fx.Graph) -> tuple[Leaf, ...]:

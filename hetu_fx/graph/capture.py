@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
-from hetu_fx.base.device_types import HOST, device_types, is_elsewhere
+from hetu_fx.base.device_types import is_elsewhere
 from hetu_fx.base.memory import without_collections
 from hetu_fx.base.torch_private import (
     FakeTensorMode,
@@ -46,11 +46,14 @@ from hetu_fx.graph.checks import Check
 from hetu_fx.graph.containers import Tree, flatten, unflatten
 from hetu_fx.graph.example import Example, make_example
 from hetu_fx.graph.graph import OBSERVED, Graph, OutputKind
+from hetu_fx.graph.leaves.call import OpaqueCall
+from hetu_fx.graph.leaves.trace import LeafWarning, Leaves
 from hetu_fx.graph.neutral import PARAMETERS, OnHost, device_of, stand_in_device, state_at
 from hetu_fx.graph.numbers import later, plain_values, steady, with_numbers
 from hetu_fx.graph.regions import casts
 from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, count_rows, row_dims_of
 from hetu_fx.graph.shared_memory import overlapping
+from hetu_fx.graph.tracing.autocasts import ambient_autocasts
 from hetu_fx.graph.tracing.averaged_statistics import averaged_statistics
 from hetu_fx.graph.tracing.derivatives import Derivatives, DerivativeTaken, transforms_as_derivatives
 from hetu_fx.graph.tracing.known_values import KnownValues
@@ -58,8 +61,6 @@ from hetu_fx.graph.tracing.lengths import open_lengths
 from hetu_fx.graph.tracing.matrix_constraints import checked_at_once
 from hetu_fx.graph.tracing.raising_checks import RaisingChecks
 
-Autocasts = tuple[tuple[str, torch.dtype], ...]
-"""The kinds of devices for which torch.autocast is on, and what it casts to."""
 LossFn = Callable[..., torch.Tensor]
 Around = Callable[[], AbstractContextManager[Mapping[str, Any]]]
 
@@ -105,9 +106,13 @@ def capture(
         BatchError: `row_dims` does not fit the batch, or the graph that it leads to.
     """
     input_tree, tensors = flatten_batch(batch)
-    program = _Program(model, input_tree, tuple(tensors), loss_fn, around, row_dims, numbers, fixed)
+    place = device or device_of(model, tensors)
+    leaves = Leaves(model, loss_fn, place, (_Program.forward.__code__, _call.__code__))
+    program = _Program(model, input_tree, tuple(tensors), loss_fn, around, row_dims, numbers, fixed, leaves)
     with in_mode(model, training), _surroundings():
-        graph = _captured(program, tensors, training, device or device_of(model, tensors), casts_on_host)
+        graph = leaves.captured(lambda: _captured(program, tensors, training, place, casts_on_host))
+    for told in leaves.warnings():
+        warnings.warn(told, LeafWarning, stacklevel=2)
     _check_written_alone(graph, model)
     return graph
 
@@ -132,6 +137,7 @@ def _captured(
     device: torch.device,
     casts_on_host: bool,
 ) -> Graph:
+    program.reading = None
     if not is_elsewhere(device):
         return _traced(program, tensors).graph(program, training)
     if casts_on_host or all(kind != device.type for kind, _ in program.autocasts):
@@ -151,11 +157,12 @@ def _traced(program: _Program, tensors: Mapping[str, torch.Tensor]) -> _Traced:
     """Trace, twice where the output has plain values: what is not the same both times would be wrong in every step."""
     exported, example, notes = _export_known(program, tensors)
     tree, more, checks = program.output.tree(), program.output.more, program.output.checks
+    calls = tuple(program.leaves.used.values())
     if plain_values(tree):
         with contextlib.suppress(Exception), later():
             _export_once(program, example, batch=False, rest=False)
             tree = steady(tree, program.output.tree())
-    return _Traced(exported, example, notes, tree, more, checks)
+    return _Traced(exported, example, notes, tree, more, checks, calls)
 
 
 @dataclass(frozen=True)
@@ -168,6 +175,7 @@ class _Traced:
     output_tree: Tree
     observed: Tree | None
     checks: tuple[Check, ...]
+    leaf_calls: tuple[OpaqueCall, ...]
 
     def graph(self, program: _Program, training: bool) -> Graph:
         """Make the graph of it."""
@@ -184,6 +192,7 @@ class _Traced:
             copies={} if program.on_host is None else program.on_host.copies,
             asks_layout=program.output.asks_layout,
             checks=self.checks,
+            leaf_calls=self.leaf_calls,
         )
         return assembly.graph(training, self.notes)
 
@@ -220,6 +229,7 @@ class _Program(nn.Module):
         asked: AskedRowDims,
         numbers: bool,
         fixed: bool,
+        leaves: Leaves,
     ) -> None:
         super().__init__()
         self.model = model
@@ -232,6 +242,7 @@ class _Program(nn.Module):
         self.output = _OutputStructure()
         self.around = around
         self.asked, self.numbers, self.fixed = asked, numbers, fixed
+        self.leaves = leaves
         self.reading: RaisingChecks | None = None
         self.takes_derivatives = False
         self.row_dims: RowDims = {}
@@ -239,8 +250,9 @@ class _Program(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         self.output.mode = detect_fake_mode(tensors)
-        self._tie_rows(dict(zip(self.names, tensors, strict=True)))
-        batch = unflatten(self.input_tree, dict(zip(self.names, tensors, strict=True)))
+        inputs = dict(zip(self.names, tensors, strict=True))
+        self._tie_rows(inputs)
+        batch = unflatten(self.input_tree, inputs)
         args, kwargs = as_call(batch)
         with contextlib.ExitStack() as stack:
             derivatives = Derivatives() if self.takes_derivatives else None
@@ -261,6 +273,7 @@ class _Program(nn.Module):
                 stack.enter_context(torch.autocast(device_type, dtype=dtype))
             stack.enter_context(written_back(self.model, self.ties))
             more = stack.enter_context(self.around())
+            stack.enter_context(self.leaves.tracing(inputs, self.autocasts_traced))  # ends before what is around
             output = self.model(*args, **kwargs)
             self.output.asks_layout = seen.asks_layout
             tree, values = with_numbers(*flatten(output))
@@ -268,9 +281,14 @@ class _Program(nn.Module):
             if more:
                 self.output.more, further = flatten({f"{OBSERVED} {name}": value for name, value in more.items()})
                 values |= further
-            loss = () if self.loss_fn is None else (self.loss_fn(output, *args, **kwargs),)
+            loss = () if self.loss_fn is None else (self._loss(output, *args, **kwargs),)
             violations = () if self.reading is None else self.reading.violations()
             return (*values.values(), *loss, *violations)
+
+    def _loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        assert self.loss_fn is not None, "it is asked for where there is one"
+        (given,) = self.loss_fn.args
+        return _call(self.leaves.function(given), *args, **kwargs)
 
     def _tie_rows(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Have the trace know from the start that all inputs of the batch have the same number of rows.
@@ -279,30 +297,6 @@ class _Program(nn.Module):
         """
         numbers = [tensors[name].shape[dim] for name, dim in self.row_dims.items()]
         assert all(number == numbers[0] for number in numbers), "the example was made so"
-
-
-def ambient_autocasts() -> Autocasts:
-    """Return the kinds of devices for which torch.autocast is on, and the dtype that it casts to."""
-    kinds = [kind.name for kind in device_types() if torch.is_autocast_enabled(kind.name)]
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
-
-
-@contextlib.contextmanager
-def casting(autocasts: Autocasts) -> Iterator[None]:
-    """Let these autocasts be on inside, and no others."""
-    with contextlib.ExitStack() as stack:
-        for kind, _ in ambient_autocasts():
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        for kind, dtype in autocasts:
-            stack.enter_context(torch.autocast(kind, dtype=dtype))
-        yield
-
-
-@contextlib.contextmanager
-def casting_on_host(device: torch.device) -> Iterator[None]:
-    """Let the autocast that is on for a device's type be on for the host inside, and no other."""
-    with casting(tuple((HOST.type, dtype) for kind, dtype in ambient_autocasts() if kind == device.type)):
-        yield
 
 
 @contextlib.contextmanager
@@ -405,6 +399,8 @@ def _export_fixed(program: _Program, example: Example, *, reads: bool) -> Export
     """Export with all sizes static: what fails is not of what was taken for rows or lengths."""
     try:
         return _export_once(program, example, batch=False, rest=False)
+    except CaptureError:
+        raise
     except Exception as error:
         if isinstance(error, GuardOnDataDependentSymNode) and not reads:
             raise
@@ -481,7 +477,8 @@ def _exported(program: _Program, example: Example, shapes: Any) -> ExportedProgr
             raise error
         return exported
 
-    return trace() if program.reading is None else program.reading.settled(trace)
+    reading = program.reading
+    return program.leaves.answered(trace if reading is None else lambda: reading.settled(trace))
 
 
 def _static_notes(program: _Program, example: Example, error: Exception, *, rest: bool) -> tuple[str, ...]:

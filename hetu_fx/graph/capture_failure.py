@@ -36,6 +36,7 @@ EAGER = (
     'use hetu_fx.auto_parallelize(..., capture="eager"), which runs the module as it is, data parallel with uneven '
     "shares"
 )
+INTO_A_MODULE = "move it into the forward of a module of its own, which becomes a leaf (see hetu_fx.leaf)"
 WAY_OUT = f"rewrite the line, or {EAGER}"
 SAID_AT = "The following call raised this error:"
 
@@ -47,16 +48,20 @@ MOST_ELEMENTS = 2**24  # of all arguments of a function that is tried
 
 def explain_failure(error: Exception) -> CaptureError:
     """Make the error that the user sees of one that torch.export raised."""
-    line = _line_in_message(str(error)) or _line_in_traceback(error.__traceback__) or "unknown line"
-    meaning = meaning_of(error)
+    line, meaning = line_of(error), meaning_of(error)
     if meaning is not None:
         return refusal(line, meaning)
-    return CaptureError(f"cannot capture the model at {line}: {reason(error)}; {WAY_OUT}")
+    return CaptureError(f"cannot capture the model at {line}: {reason(error)}; {INTO_A_MODULE}, {WAY_OUT}")
+
+
+def line_of(error: BaseException) -> str:
+    """Return "file.py:41" of the user's innermost line that an error of a trace comes from."""
+    return _line_in_message(str(error)) or _line_in_traceback(error.__traceback__) or "unknown line"
 
 
 def refusal(line: str, meaning: Meaning) -> CaptureError:
     """Make the error that the user sees where a line does what no graph has."""
-    return CaptureError(f"cannot capture the model at {line}: {meaning.words}\nhint: {meaning.cure}, or {EAGER}")
+    return CaptureError(f"cannot capture the model at {line}: {meaning.words}\nhint: {meaning.cure}, {INTO_A_MODULE}, or {EAGER}")
 
 
 @contextlib.contextmanager
@@ -224,7 +229,7 @@ def no_backward_is_lost() -> Iterator[None]:
             raise CaptureError(
                 f"the model calls {cls.__qualname__} ({_line_of_caller()}), an autograd function whose backward is not "
                 f"the derivative of its forward (tried on random numbers), and a captured graph has its forward "
-                f"only; {WAY_OUT}"
+                f"only; {INTO_A_MODULE}, {WAY_OUT}"
             )
         return found.__get__(None, cls)(*args, **kwargs)
 

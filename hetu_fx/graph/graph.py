@@ -22,6 +22,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.blocks import block_index
 from hetu_fx.graph.checks import Check
 from hetu_fx.graph.containers import Tree, loss_alone, unflatten
+from hetu_fx.graph.leaves.call import OpaqueCall
 from hetu_fx.graph.row_dims import RowDims
 
 
@@ -131,6 +132,7 @@ class Graph:
         conditions: what must hold of the sizes of a batch, as it did of the example's: ops, or the forward itself, have
             compared sizes and gone on by what came out.
         checks: what the forward asks of values and raises by, each with an output of its name: CHECK, or a COUNT.
+        leaf_calls: calls of modules that no capture goes into, which ops of the graph make by their names.
     """
 
     graph: fx.Graph
@@ -149,6 +151,7 @@ class Graph:
     layout: InputLayout | None = None
     conditions: tuple[sympy.Expr, ...] = ()
     checks: tuple[Check, ...] = ()
+    leaf_calls: tuple[OpaqueCall, ...] = ()
 
     def __post_init__(self) -> None:
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]

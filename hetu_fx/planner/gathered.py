@@ -22,6 +22,7 @@ from torch import fx
 from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.graph import meta
+from hetu_fx.graph.leaves.ops import LEAF, told_op
 from hetu_fx.planner.count.count import example_rows, sizes_at, value_bytes, work_of
 from hetu_fx.planner.price.links import ring_traffic, turn_traffic
 from hetu_fx.planner.price.stage import GATHER, SUM, compute_lines
@@ -93,7 +94,9 @@ class _Step:
         return work_of(self.annotated, nodes, partial(meta.size_at, sizes_at(self.annotated.graph, self.rows)))
 
     def kind(self, node: fx.Node, known: str, unknown: str) -> str:
-        """Return the kind of what is gathered for an op, of which a rule is known or not."""
+        """Return the kind of what is gathered for an op, which is a leaf, or of which a rule is known or not."""
+        if node.target is LEAF:
+            return "leaf"
         return known if self.annotated.factors.op(node).known else unknown
 
     def made(
@@ -103,7 +106,7 @@ class _Step:
         stack, predicted = meta.module_stack(node), self.plan.predicted
         return GatheredOp(
             kind=kind,
-            op=str(node.target),
+            op=told_op(node),
             line=meta.source_line(node),
             rows=self.rows,
             num_bytes=num_bytes,

@@ -11,8 +11,8 @@ import torch
 
 from hetu_fx.errors import BatchError
 from hetu_fx.graph.bind import Batch, GivenBatch
-from hetu_fx.graph.capture import ambient_autocasts
 from hetu_fx.graph.example import order_in_memory
+from hetu_fx.graph.tracing.autocasts import ambient_autocasts
 
 _TOGETHER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _MOST_ORDERS = 64

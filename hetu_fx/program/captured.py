@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hetu_fx.errors import BatchError
 from hetu_fx.graph.bind import GivenBatch
-from hetu_fx.graph.capture import Autocasts
 from hetu_fx.graph.example import order_in_memory
+from hetu_fx.graph.tracing.autocasts import Autocasts
 from hetu_fx.program.program import Bindings, Program
 from hetu_fx.program.reads import Reads
 from hetu_fx.program.structure import Structure, differences

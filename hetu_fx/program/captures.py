@@ -18,9 +18,10 @@ from hetu_fx.base.memory import Log
 from hetu_fx.base.progress import telling
 from hetu_fx.errors import BatchError, CaptureError, StateError
 from hetu_fx.graph.bind import Batch, GivenBatch, as_call, input_tensors
-from hetu_fx.graph.capture import ambient_autocasts, casting, casting_on_host, in_mode
+from hetu_fx.graph.capture import in_mode
 from hetu_fx.graph.graph import Graph
 from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims
+from hetu_fx.graph.tracing.autocasts import ambient_autocasts, casting, casting_on_host
 from hetu_fx.program.batch import Arguments, form_of, likeness_of
 from hetu_fx.program.captured import Captured, CaptureEvent, LastMatch, Match, Sizes, sizes_of
 from hetu_fx.program.hooks import check_global_hooks

@@ -19,6 +19,7 @@ from hetu_fx.errors import BatchError, DeductionError, PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.checks import Check
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind
+from hetu_fx.graph.leaves.call import without_number
 from hetu_fx.graph.row_dims import RowDims, count_rows, with_rows
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.loss_type import LossType, loss_type
@@ -162,7 +163,7 @@ class Program:
         told = (*_CONSTANTS, int) if self.graph.takes_any_rows else _CONSTANTS
         lines = (
             f"{node.name} {node.target} {node.all_input_nodes} "
-            f"{[leaf for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, told)]}"
+            f"{[_told(leaf) for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, told)]}"
             for node in self.graph.graph.nodes
         )
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
@@ -298,6 +299,13 @@ def deduce_program(program: Program, plan: Plan, *, wants_values: bool, deduce: 
 
 
 _CONSTANTS = (bool, float, str, torch.dtype)
+
+
+def _told(constant: object) -> object:
+    """Return what a constant says on all ranks."""
+    return without_number(constant) if isinstance(constant, str) else constant
+
+
 Bindings = Mapping[sympy.Symbol, int]
 
 

@@ -16,8 +16,8 @@ from hetu_fx.comm_ops.wire.consensus import any_of
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import BatchError, StateError
 from hetu_fx.graph import meta
-from hetu_fx.graph.capture import ambient_autocasts, casting
 from hetu_fx.graph.graph import OBSERVED
+from hetu_fx.graph.tracing.autocasts import ambient_autocasts, casting
 from hetu_fx.plans.schedule import Order, forwards, orders_of
 from hetu_fx.program.loss_type import LossType
 from hetu_fx.program.program import Bindings, Program

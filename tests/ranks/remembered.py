@@ -61,7 +61,8 @@ def remembered(it: Tracer, batch: Batch, training: bool) -> Any:
     if key in _known and (again := played(it, batch, training, _known[key])):
         return again
     found = trace_once(it, batch, training)
-    if key is not None and not found.watch.changed:
+    # A graph with a leaf calls the very module that it was captured from.
+    if key is not None and not found.watch.changed and not found.source.leaf_calls:
         _known[key] = Known(found.source, found.program, read_by(found))
     return found
 

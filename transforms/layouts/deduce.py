@@ -32,6 +32,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.calls import draws
 from hetu_fx.graph.edit import reached_from
 from hetu_fx.graph.graph import LeafKind, OutputKind
+from hetu_fx.graph.leaves.ops import told_op
 from hetu_fx.plans.schedule import cuts_backwards
 from hetu_fx.transforms.layouts.annotated_graph import (
     CONTEXT,
@@ -218,10 +219,11 @@ def _check_sums(annotated: AnnotatedGraph, batch: AxisDeduction) -> None:
     summed = (node for node in updates if isinstance(batch.states.get(node), Summed))
     node = next(chain(batch.talking(), summed), None)
     if node is not None:
+        readers = ", ".join(f"{told_op(one)} ({meta.source_line(one)})" for one in batch.talking())
         raise PlanError(
             f"'{node.name}' ({meta.source_line(node)}) needs the rows of the whole batch in the middle of the model, "
             f"which pipeline stages and micro-batches cannot give; use a plan whose pipelines have one stage and one "
-            f"micro-batch"
+            f"micro-batch" + f"\nrows are gathered for {readers}" * bool(readers)
         )
 
 

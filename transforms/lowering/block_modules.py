@@ -19,10 +19,11 @@ from torch import fx, nn
 
 from hetu_fx.graph import meta
 from hetu_fx.graph.blocks import block_index
+from hetu_fx.graph.leaves.ops import LEAF
 from hetu_fx.transforms.lowering.checkpoint import CheckpointedRun
 from hetu_fx.transforms.rewrites.counter_rng import DROPOUT, UNIFORM
 
-SITES = {DROPOUT: 3, UNIFORM: 2}
+SITES = {DROPOUT: 3, UNIFORM: 2, LEAF: 3}
 """Which argument of an op that draws tells it from others that do the same: a number that each call is given."""
 
 _known: WeakValueDictionary[Hashable, BlockModule] = WeakValueDictionary()

@@ -25,6 +25,7 @@ from hetu_fx.base.per_rank import PerRank
 from hetu_fx.base.torch_private import foreach_copy, keeps_graph
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.graph.calls import draws
+from hetu_fx.graph.leaves.ops import LEAF, told_op
 from hetu_fx.transforms.lowering.traffic import communications
 from hetu_fx.transforms.rewrites.counter_rng import DROPOUT, UNIFORM
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph
@@ -53,6 +54,8 @@ def _why_not(node: fx.Node) -> str | None:
         return None
     if draws(node) or node.target in (DROPOUT, UNIFORM):
         return f"{node.target} draws random numbers, by what the host knows"
+    if node.target is LEAF:
+        return f"{told_op(node)} is called as it is, by the host"
     if any(tag in getattr(node.target, "tags", ()) for tag in _TOLD_BY_VALUES):
         return f"the host waits for what {node.target} finds"
     device = node.kwargs.get("device")

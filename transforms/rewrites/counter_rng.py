@@ -18,6 +18,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument, arguments, draws, operand
 from hetu_fx.graph.edit import Rewrite, add_leaf, cast, insert, replace
 from hetu_fx.graph.graph import Graph, LeafKind
+from hetu_fx.graph.leaves.ops import LEAF
 from hetu_fx.graph.meta import HALVES
 from hetu_fx.transforms.rewrites import random_ops  # noqa: F401 - registers hetu::dropout and hetu::uniform
 from hetu_fx.transforms.rewrites.counts import linear_factor
@@ -75,6 +76,7 @@ class _RandomnessRewrite(Rewrite):
             aten.feature_alpha_dropout.default: self._alpha_dropout,
             aten.scaled_dot_product_attention.default: self._attention,
             **dict.fromkeys(RECURRENT, self._recurrent),
+            LEAF: self._leaf,
         }
 
     def visit(self, node: fx.Node) -> None:
@@ -160,6 +162,12 @@ class _RandomnessRewrite(Rewrite):
     def _attention(self, node: fx.Node) -> fx.Node | None:
         p = argument(node, "dropout_p")
         return _explicit_attention(node, lambda weights: self.drop(node, weights, p)) if p else None
+
+    def _leaf(self, node: fx.Node) -> None:
+        """Let a leaf draw from the state, if it draws: all replicas call it on the same rows."""
+        values, state, _, _, *rest = arguments(node).values()
+        node.args, node.kwargs = (values, state, self._state(), self.sites, *rest), {}
+        self.sites += 1
 
     def _recurrent(self, node: fx.Node) -> None:
         with_dropout_apart(node, lambda value, p: self.drop(node, value, p))

@@ -1,4 +1,4 @@
-"""Rules of the ops between a replica's own rows and those of all."""
+"""Rules of the ops between a replica's own rows and those of all, and of those that read them whole."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _over(size: Size, part: Size) -> Size:
 
 
 RULES: tuple[Rule, ...] = (
-    *built(opaque, "_local_scalar_dense"),
+    *built(opaque, "_local_scalar_dense", "hetu.leaf.default"),
     *built(_moved, "hetu.place_rows.default", source="rows", result="all"),
     *built(_moved, "hetu.own_rows.default", source="all", result="rows"),
 )

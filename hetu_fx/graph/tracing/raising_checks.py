@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hetu_fx.base.torch_private import answering_guards
 from hetu_fx.errors import CaptureError
-from hetu_fx.graph.capture_failure import WAY_OUT, user_frame
+from hetu_fx.graph.capture_failure import INTO_A_MODULE, WAY_OUT, user_frame
 from hetu_fx.graph.checks import Check
 from hetu_fx.graph.tracing.meanings import is_of_the_forward
 from hetu_fx.graph.tracing.read_numbers import ReadNumbers
@@ -34,7 +34,7 @@ _TRACES = "hetu_fx.graph.capture"
 _FAKE = re.compile(r"FakeTensor\(\.\.\.(?:[^()]|\([^()]*\))*\)")
 _CURE = (
     "hint: leave the check out (torch.distributions: validate_args=False), choose between values by torch.where, "
-    f"or {WAY_OUT}"
+    f"{INTO_A_MODULE}, {WAY_OUT}"
 )
 
 

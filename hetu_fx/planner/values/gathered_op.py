@@ -19,7 +19,7 @@ class Kind:
     Attributes:
         why: what is said of the op in a warning.
         cure: what would avoid it.
-        is_warned_of: whether the first step warns of it; what has no rule is warned of when the model is captured.
+        is_warned_of: whether the first step warns of it; what has no rule, and leaves, are warned of when the model is captured.
     """
 
     why: str
@@ -32,6 +32,11 @@ _ALONE = "a plan with one pipeline has all rows in one place"
 KINDS: Mapping[str, Kind] = {
     "rows": Kind(_ALL, f"a loss that is a sum or a mean over rows is not gathered; {_ALONE}"),
     "rows, no rule": Kind(_ALL, f"if it works row by row, say so with hetu_fx.register_rule; {_ALONE}"),
+    "leaf": Kind(
+        "is called as it is, and once more for its backward, on whole values, which are gathered; every device does so",
+        "write it without reading values in Python, so that it can be captured",
+        is_warned_of=False,
+    ),
     "fixed batch": Kind(
         "takes one batch size only: its inputs are gathered; every replica computes the whole",
         f"let the forward take any number of rows, as the warning of the capture says; {_ALONE}",

@@ -1,0 +1,114 @@
+"""The op that calls a leaf, and the one that its backward is, which calls the leaf again.
+
+- `values`, `state`: what the leaf is given, and its parameters and buffers: never written to, all whole;
+- `random_state`, `site`: what its random numbers follow from (see `transforms.rewrites.random_ops`);
+- `name`: of the call in this process (`leaves.call`); `forms`: of its results (`leaves.forms`).
+
+To a compiler both are opaque.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from hetu_fx.base.dtypes import carries_gradient
+from hetu_fx.graph.calls import argument
+from hetu_fx.graph.leaves.call import call_of_name, label_in, seed_of
+from hetu_fx.graph.leaves.forms import read_form
+
+_SIGNATURE = "Tensor[] values, Tensor[] state, Tensor? random_state, SymInt site, str name, str[] forms"
+
+
+@torch.library.custom_op("hetu::leaf", mutates_args=(), schema=f"({_SIGNATURE}) -> Tensor[]")
+def _call_leaf(
+    values: Sequence[Tensor],
+    state: Sequence[Tensor],
+    random_state: Tensor | None,
+    site: int,
+    name: str,
+    forms: Sequence[str],
+) -> list[Tensor]:
+    """Return what a leaf makes, and what it leaves in the buffers that it writes to.
+
+    Raises:
+        StateError: its results are not of these forms.
+    """
+    return call_of_name(name).made([*values, *state], seed_of(random_state, site))
+
+
+@_call_leaf.register_fake
+def _(
+    values: Sequence[Tensor], state: Sequence[Tensor], random_state: Tensor | None, site: int, name: str, forms: Any
+) -> list[Tensor]:
+    shapes = [tensor.shape for tensor in values]
+    like = next((tensor for tensor in (*values, *state)), torch.empty(()))
+    found = map(read_form, forms)
+    return [like.new_empty(form.shape(shapes), dtype=form.dtype) for form in found]
+
+
+@torch.library.custom_op(
+    "hetu::leaf_backward",
+    mutates_args=(),
+    schema=f"(Tensor[] cotangents, {_SIGNATURE}, int[] wanted) -> Tensor[]",
+)
+def _call_leaf_backward(
+    cotangents: Sequence[Tensor],
+    values: Sequence[Tensor],
+    state: Sequence[Tensor],
+    random_state: Tensor | None,
+    site: int,
+    name: str,
+    forms: Sequence[str],
+    wanted: Sequence[int],
+) -> list[Tensor]:
+    """Return the gradients of the `wanted` ones of values and state, by those of the results that can have some."""
+    return call_of_name(name).gradients([*values, *state], seed_of(random_state, site), cotangents, wanted)
+
+
+@_call_leaf_backward.register_fake
+def _(
+    cotangents: Sequence[Tensor],
+    values: Sequence[Tensor],
+    state: Sequence[Tensor],
+    random_state: Tensor | None,
+    site: int,
+    name: str,
+    forms: Any,
+    wanted: Sequence[int],
+) -> list[Tensor]:
+    operands = [*values, *state]
+    return [operands[place].new_empty(operands[place].shape) for place in wanted]
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    values, state, random_state, *ctx.call = inputs
+    ctx.num_values, ctx.num_state = len(values), len(state)
+    ctx.save_for_backward(*values, *state, random_state)
+
+
+def _backward(ctx: Any, cotangents: Sequence[Tensor]) -> tuple[Any, ...]:
+    *operands, random_state = ctx.saved_tensors
+    values, state = operands[: ctx.num_values], operands[ctx.num_values :]
+    site, name, forms = ctx.call
+    given = [one for one, form in zip(cotangents, map(read_form, forms), strict=True) if carries_gradient(form.dtype)]
+    needed = [*ctx.needs_input_grad[0], *ctx.needs_input_grad[1]]
+    wanted = [place for place, is_needed in enumerate(needed) if is_needed]
+    made = torch.ops.hetu.leaf_backward(given, values, state, random_state, site, name, list(forms), wanted)
+    gradients = [None] * len(operands)
+    for place, gradient in zip(wanted, made, strict=True):
+        gradients[place] = gradient
+    return gradients[: ctx.num_values], gradients[ctx.num_values :], None, None, None, None
+
+
+_call_leaf.register_autograd(_backward, setup_context=_remember)
+
+LEAF = torch.ops.hetu.leaf.default
+
+
+def told_op(node: fx.Node) -> str:
+    """Return what an op is, for people: the leaf that it calls, or its name."""
+    return f"leaf {label_in(argument(node, 'name'))}" if node.target is LEAF else str(node.target)

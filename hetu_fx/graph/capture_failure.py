@@ -61,7 +61,8 @@ def line_of(error: BaseException) -> str:
 
 def refusal(line: str, meaning: Meaning) -> CaptureError:
     """Make the error that the user sees where a line does what no graph has."""
-    return CaptureError(f"cannot capture the model at {line}: {meaning.words}\nhint: {meaning.cure}, {INTO_A_MODULE}, or {EAGER}")
+    cure = f"{meaning.cure}, {INTO_A_MODULE}, or {EAGER}"
+    return CaptureError(f"cannot capture the model at {line}: {meaning.words}\nhint: {cure}")
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ class Kind:
     Attributes:
         why: what is said of the op in a warning.
         cure: what would avoid it.
-        is_warned_of: whether the first step warns of it; what has no rule, and leaves, are warned of when the model is captured.
+        is_warned_of: whether the first step warns of it; of what has no rule, and of leaves, the capture does.
     """
 
     why: str

@@ -11,8 +11,11 @@ from torch.nn.functional import mse_loss
 
 from hetu_fx.check.verdict import judge
 from hetu_fx.lockstep import Lockstep, train_alone
+from hetu_fx.planner.gathered import gathered_ops
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.program.captures import Programs
+from hetu_fx.transforms.layouts.annotate import Annotate
+from hetu_fx.transforms.layouts.deduce import Deduce
 
 PLANS = {
     "alone": Plan.single(),
@@ -130,4 +133,5 @@ def test_what_export_refuses_trains_as_on_one_device(kind: type[nn.Module], plan
 @pytest.mark.parametrize("kind", [Energy, Bends])
 def test_rows_of_forces_are_apart(kind: type[nn.Module]) -> None:
     program = Programs(model_of(kind), None).first(batches(1)[0], training=True)
-    assert not program.graph.gathered
+    deduced = Deduce()(Annotate(PLANS["rows 3:1"], wants_values=False)(program.analysed))
+    assert not gathered_ops(deduced, PLANS["rows 3:1"])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
@@ -71,6 +71,12 @@ def modules_of(function: Any) -> Iterator[nn.Module]:
             for item in (function.func, *function.args, *function.keywords.values()):
                 yield from modules_of(item)
         case FunctionType():
-            found = inspect.getclosurevars(function)
-            around = (*found.nonlocals.values(), *found.globals.values())
-            yield from (item for item in around if isinstance(item, nn.Module))
+            yield from (item for item in _around(function) if isinstance(item, nn.Module))
+
+
+def _around(function: FunctionType) -> Iterator[Any]:
+    """Yield what a function names of globals, and of what is around it; not what has no value yet."""
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):
+            yield cell.cell_contents
+    yield from (function.__globals__.get(name) for name in function.__code__.co_names)

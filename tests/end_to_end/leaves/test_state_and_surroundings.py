@@ -92,6 +92,19 @@ def test_explain_names_what_is_gathered_for_it() -> None:
     assert str(node.args[4]).startswith("loss (Pairs) ")
 
 
+def test_programs_with_leaves_are_the_same_on_ranks_that_have_counted_other_captures() -> None:
+    programs = [Lockstep().capture(model_with(Codes()), batch_of(8)).programs.current for _ in range(2)]
+    first, second = (program.graph.leaf_calls[0].name for program in programs if program is not None)
+    assert first != second
+    assert len({program.fingerprint for program in programs if program is not None}) == 1
+
+
+def test_a_plan_is_tried_with_leaves_in_the_model() -> None:
+    model = parallel(Codes(), check=True)
+    (check,) = model.hetu.checks.values()  # type: ignore[operator]
+    assert str(check).startswith("checked: loss and 4 gradients are those of the module")
+
+
 class Turns(nn.Module):
     """Makes another form of output for some values than it did when it was tried."""
 

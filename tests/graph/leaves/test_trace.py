@@ -323,6 +323,21 @@ def test_the_module_around_one_that_the_forward_makes_itself_is_the_leaf() -> No
     assert [call.label for call in graph.leaf_calls] == ["1 (Makes)"]
 
 
+def test_its_backward_draws_the_numbers_of_its_forward() -> None:
+    def drops(part: Part, h: Tensor) -> Tensor:
+        return F.dropout(h * 2 if h.mean() > 0 else h * 3, 0.5)
+
+    graph = graph_of(drops)
+    (node,) = graph.graph.find_nodes(op="call_function", target=LEAF)
+    state = [torch.zeros(meta.hints(operand)) for operand in node.args[1]]
+    x = torch.rand(50, 4, requires_grad=True)
+    made = [LEAF([x], state, torch.tensor([7, step, 0]), 1, *node.args[4:])[0] for step in (3, 3, 4)]
+    assert torch.equal(made[0], made[1])
+    assert not torch.equal(made[0], made[2])
+    made[0].sum().backward()
+    torch.testing.assert_close(x.grad, made[0].detach() / x.detach())
+
+
 def test_a_cache_that_it_fills_is_left_as_it_was() -> None:
     def caches(part: Part, h: Tensor) -> Tensor:
         part.seen = part.seen or 3

@@ -9,7 +9,7 @@ product uses any.
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache, partial, wraps
@@ -432,15 +432,22 @@ def without_composites() -> AbstractContextManager[Any]:
     return made
 
 
-def give_name_in_trace(tensor: Tensor, known: Iterable[Tensor]) -> None:
-    """Let a tensor be in the trace under way what the first of others is that it knows; nothing inside of its ops."""
+def is_traced(tensor: Tensor) -> bool:
+    """Tell whether the trace under way knows a tensor; False inside of its ops."""
     mode = get_proxy_mode()
-    if mode is None:
-        return
-    tracer = mode.tracer
-    found = next((one for one in known if has_proxy_slot(one, tracer)), None)
-    if found is not None:
-        set_proxy_slot(tensor, tracer, get_proxy_slot(found, tracer))
+    return mode is not None and has_proxy_slot(tensor, mode.tracer)
+
+
+def is_between_ops() -> bool:
+    """Tell whether a trace is under way, and not inside of an op."""
+    return get_proxy_mode() is not None
+
+
+def give_name_in_trace(tensor: Tensor, known: Tensor) -> None:
+    """Let a tensor be in the trace under way what another one is that it knows; to be called between ops."""
+    mode = get_proxy_mode()
+    assert mode is not None, "a trace is under way"
+    set_proxy_slot(tensor, mode.tracer, get_proxy_slot(known, mode.tracer))
 
 
 @contextmanager

@@ -162,6 +162,7 @@ def examples() -> Mapping[str, Any]:
         "_load_library_inner": CppPythonBindingsCodeCache,
         "_can_decompose": torch.ops.aten.linear.default,
         "_check_input_dim": nn.BatchNorm1d(2),
+        "_flat_weights_names": nn.LSTM(2, 2),
         "_is_param": nn.Parameter(torch.zeros(2).as_subclass(OwnTensor)),
     }
 

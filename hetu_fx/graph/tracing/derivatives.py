@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from hetu_fx.base.torch_private import (
     TorchDispatchMode,
     give_name_in_trace,
     instead_of_grad_and_value,
+    is_between_ops,
+    is_traced,
     transform_level,
     tree_flatten,
     tree_map_only,
@@ -64,6 +67,21 @@ def _differentiable(given: Tensor) -> Tensor:
     return given.view_as(given) if given.requires_grad else given.detach().requires_grad_()
 
 
+@dataclass(frozen=True, eq=False)
+class _Detached:
+    """A detached tensor, which is kept so that its number stays its own.
+
+    Attributes:
+        made: the tensor.
+        source: what it was detached from.
+        is_autograds: by autograd alone, and not by the forward. Of what is made inside of an op it is not known.
+    """
+
+    made: Tensor
+    source: Tensor
+    is_autograds: bool
+
+
 class Derivatives(TorchDispatchMode):
     """Lets the trace under way see what derivatives are made of.
 
@@ -75,7 +93,7 @@ class Derivatives(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._sources: dict[int, tuple[Tensor, Tensor]] = {}  # by the number of what was made, which is kept
+        self._sources: dict[int, _Detached] = {}  # by the number of what was made
         self._is_in_backward = False
 
     @contextmanager
@@ -102,17 +120,19 @@ class Derivatives(TorchDispatchMode):
     ) -> Any:
         if op is not _DETACH:
             return op(*args, **dict(kwargs or {}))
-        if self._is_in_backward:
-            give_name_in_trace(args[0], self._before(args[0]))
+        is_autograds = is_between_ops()  # what a forward detaches comes here from inside of that op
+        if self._is_in_backward and is_autograds:
+            self._name(args[0])
         made = op(*args)
-        self._sources[id(made)] = made, args[0]
-        if self._is_in_backward:
-            give_name_in_trace(made, args)
+        self._sources[id(made)] = _Detached(made, args[0], is_autograds)
+        if self._is_in_backward and is_autograds:
+            self._name(made)
         return made
 
-    def _before(self, made: Tensor) -> Iterator[Tensor]:
-        """Yield a tensor, and what it was detached from."""
-        yield made
-        while id(made) in self._sources:
-            _, made = self._sources[id(made)]
-            yield made
+    def _name(self, tensor: Tensor) -> None:
+        """Let a tensor be what autograd has detached it from."""
+        source = tensor
+        while (known := self._sources.get(id(source))) and (known.is_autograds or not is_traced(source)):
+            source = known.source
+        if is_traced(source):
+            give_name_in_trace(tensor, source)

@@ -57,6 +57,10 @@ _NEEDS_NONE = Meaning(
     "it takes a derivative by or of a tensor that needs no gradient in the forward, as inputs do not",
     "call requires_grad_() on it in the forward",
 )
+_RECOMPUTES = Meaning(
+    "it calls a module once more while it takes a derivative, as torch.utils.checkpoint does",
+    "leave torch.utils.checkpoint out, and let the plan recompute",
+)
 _FIXED = Meaning(
     "its code holds for some sizes only",
     "name the dims that count rows (row_dims), or compare sizes outside of the forward",
@@ -67,6 +71,7 @@ _MEANINGS = {
     r"functorch|GradTrackingTensor|BatchedTensor|TensorWrapper|vmap": TRANSFORMS,
     r"'Tensor' object has no attribute 'constant'": TRANSFORMS,
     r"numpy|tolist": _NUMPY,
+    r"_export_root": _RECOMPUTES,
     r"ensors does not require grad": _NEEDS_NONE,
     r"constant's list|is not tracked with proxy": _UNSEEN,
     r"^UnsupportedOperator|fake impl|[Mm]eta kernel|'Meta' backend|UnsupportedFakeTensor": _NO_FAKE,

@@ -7,6 +7,7 @@ import sys
 import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from inspect import getattr_static
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -97,8 +98,9 @@ class CodeReads:
             self.before.setdefault((id(owner), name), (value, frozen(value)))
 
 
-def _remembers(function: Any) -> bool:
-    return all(hasattr(function, name) for name in ("cache_info", "cache_clear", "__wrapped__"))
+def _remembers(value: Any) -> bool:
+    """Tell whether a value is a function that keeps what it returns; objects that import on demand are left alone."""
+    return all(getattr_static(value, name, None) for name in ("cache_info", "cache_clear", "__wrapped__"))
 
 
 def _names(code: CodeType) -> frozenset[str]:

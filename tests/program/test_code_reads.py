@@ -48,6 +48,21 @@ def test_values_of_the_users_modules_are_found() -> None:
     assert found["tests.program.guarded.GLOBAL"] is guarded.GLOBAL
 
 
+class OnDemand:
+    """An optional package that is not installed: whatever is asked of it raises."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(f"no package has {name}")
+
+
+PACKAGE = OnDemand()
+
+
+def test_objects_that_import_on_demand_are_not_asked() -> None:
+    _, reached = reads(lambda: PACKAGE)
+    assert "global 'PACKAGE' of test_code_reads.py" in reached
+
+
 def test_functions_of_libraries_are_not_looked_into() -> None:
     assert reads(json.dumps) == ({}, [])
 

@@ -7,7 +7,7 @@ import functools
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -81,6 +81,7 @@ def capture(
     row_dims: AskedRowDims = NOTHING_ASKED,
     numbers: bool = True,
     fixed: bool = False,
+    leaves: Collection[nn.Module] | None = None,
 ) -> Graph:
     """Capture the forward of `model` on batches like `batch` as a graph.
 
@@ -100,6 +101,7 @@ def capture(
         row_dims: which dims of inputs count the rows of the batch; of others their sizes, and the graph, tell.
         numbers: Python numbers that the forward reads from tensors are outputs too, beside a loss.
         fixed: the graph is for batches of just these sizes.
+        leaves: modules that are called as they are, besides those that the user has named; None: they are found.
 
     Raises:
         CaptureError: the model cannot be captured; names the line and the way out.
@@ -107,11 +109,12 @@ def capture(
     """
     input_tree, tensors = flatten_batch(batch)
     place = device or device_of(model, tensors)
-    leaves = Leaves(model, loss_fn, place, (_Program.forward.__code__, _call.__code__))
-    program = _Program(model, input_tree, tuple(tensors), loss_fn, around, row_dims, numbers, fixed, leaves)
+    codes = _Program.forward.__code__, _call.__code__
+    these = Leaves(model, loss_fn, place, codes, leaves, around)
+    program = _Program(model, input_tree, tuple(tensors), loss_fn, around, row_dims, numbers, fixed, these)
     with in_mode(model, training), _surroundings():
-        graph = leaves.captured(lambda: _captured(program, tensors, training, place, casts_on_host))
-    for told in leaves.warnings():
+        graph = these.captured(lambda: _captured(program, tensors, training, place, casts_on_host))
+    for told in these.warnings():
         warnings.warn(told, LeafWarning, stacklevel=2)
     _check_written_alone(graph, model)
     return graph

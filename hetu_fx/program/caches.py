@@ -28,6 +28,7 @@ from hetu_fx.graph.capture import in_mode
 from hetu_fx.graph.containers import Constant, Tree, map_leaves, unflatten, walk
 from hetu_fx.graph.edit import needed_for
 from hetu_fx.graph.graph import Graph, LeafKind
+from hetu_fx.graph.leaves.ops import told_arguments
 from hetu_fx.program.access import Access
 from hetu_fx.program.contents import PLAIN
 from hetu_fx.program.program import Program, evaluate
@@ -286,7 +287,7 @@ class _Values:
             value = self.graph.constants[leaf.name].detach().cpu().contiguous()
             return leaf.kind, value.dtype, tuple(value.shape), value.view(-1).view(torch.uint8).numpy().tobytes()
         order = {given: place for place, given in enumerate(node.all_input_nodes)}
-        literals = fx.node.map_arg((node.args, node.kwargs), lambda given: f"%{order[given]}")
+        literals = fx.node.map_arg(told_arguments(node), lambda given: f"%{order[given]}")
         return node.target, repr(literals), self._draws.get(node)
 
     @cached_property

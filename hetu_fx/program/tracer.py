@@ -154,9 +154,12 @@ class Tracer:
     def _are_caches(self, batch: Batch, training: bool, before: _Traced) -> bool:
         loss_fn = self._loss_fn_for(batch, training)
 
+        leaves = {module for call in before.source.leaf_calls for module in call.invocation.holder.children()}
+
         def capture_calls(calls: nn.Module, batches: Batch) -> Graph:
             watch = Watch(self.model, None)
-            return self._captured(calls, batches, training, watch, partial(_watching, watch), fixed=True)
+            around = partial(_watching, watch)
+            return self._captured(calls, batches, training, watch, around, fixed=True, leaves=leaves)
 
         kept = [access for access, _ in before.watch.changed]
         return are_caches(kept, self.model, loss_fn, batch, before.program, capture_calls)

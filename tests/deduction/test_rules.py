@@ -16,7 +16,8 @@ CALLS = [(op, i) for op in sorted(RULES) for i in range(len(SAMPLES.get(op, ()))
 
 def test_every_rule_has_a_sample() -> None:
     wildcards = {op for op in RULES if "*" in op}
-    assert sorted(set(RULES) - set(SAMPLES) - wildcards) == []
+    of_captures = {"hetu.leaf.default"}  # calls what a capture has met: tests/graph/leaves
+    assert sorted(set(RULES) - set(SAMPLES) - wildcards - of_captures) == []
 
 
 @pytest.mark.parametrize(("op", "index"), CALLS)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hetu_fx.check.verdict import judge
 from hetu_fx.errors import CaptureError
+from hetu_fx.graph.leaves.trace import LeafWarning
 from hetu_fx.lockstep import Lockstep, train_alone
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.program.program import Program
@@ -356,3 +357,34 @@ def test_a_cache_in_a_global_and_one_of_a_function_have_nothing_of_a_trace() -> 
     assert program.graph.notes
     assert TABLES == {}
     assert table_of.cache_info().currsize == 0
+
+
+class BiggestOf(nn.Module):
+    """Goes on by a value, and has a function keep a table."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        table_in_a_global(x.shape[1])
+        return x * 2 if float(x.max()) > 0 else x
+
+
+class KeepingBesideALeaf(Keeping):
+    def __init__(self, act: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__(act)
+        self.biggest = BiggestOf()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.biggest(x))
+
+
+def table_in_a_global(length: int) -> Tensor:
+    if length not in TABLES:
+        TABLES[length] = torch.arange(length)
+    return TABLES[length]
+
+
+def test_a_cache_may_be_beside_a_leaf_whose_trial_leaves_globals_alone() -> None:
+    with pytest.warns(LeafWarning, match=r"biggest \(BiggestOf\) is a leaf"):
+        program, _ = traced(KeepingBesideALeaf(a_table_of_one_length))
+    assert [call.label for call in program.graph.leaf_calls] == ["biggest (BiggestOf)"]
+    assert any("keeps what follows from sizes" in note for note in program.graph.notes)
+    assert TABLES == {}

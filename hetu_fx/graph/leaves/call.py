@@ -324,9 +324,12 @@ def call_of_name(name: str) -> OpaqueCall:
 _numbers = itertools.count()
 
 
-def new_name(label: str, called: object) -> str:
-    """Return a name for an op that calls a leaf: its label, a digest of its code, and a number of this process."""
-    return f"{label} {_digest_of_code(called)}#{next(_numbers)}"
+def new_name(invocation: Invocation, called: object) -> str:
+    """Return a name for an op that calls a leaf: its label, a digest of code and call, and a number of this process."""
+    modes = [training for _, training in invocation.modes]
+    told = (*_told_code(called), told_tree(invocation.given), f"{invocation.differentiable} {modes}")
+    digest = hashlib.sha256("\n".join(told).encode()).hexdigest()[:8]
+    return f"{invocation.label} {digest}#{next(_numbers)}"
 
 
 def without_number(name: str) -> str:
@@ -339,13 +342,12 @@ def label_in(name: str) -> str:
     return without_number(name).rpartition(" ")[0]
 
 
-def _digest_of_code(called: object) -> str:
-    """Return a digest of the code of a function, or of the classes of a module and its submodules, up to torch's."""
+def _told_code(called: object) -> list[str]:
+    """Return what the code of a function says, or of the classes of a module and its submodules, up to torch's."""
     kinds = (
         {kind for module in called.modules() for kind in type(module).__mro__} if isinstance(called, nn.Module) else ()
     )
     own = [kind for kind in kinds if not kind.__module__.startswith(("torch.", "builtins"))]
     functions = [value for kind in own for value in vars(kind).values()] if own else [called]
     codes = [code for function in functions if (code := getattr(function, "__code__", None)) is not None]
-    told = sorted(f"{code.co_qualname} {code.co_names} {code.co_code.hex()}" for code in codes)
-    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:8]
+    return sorted(f"{code.co_qualname} {code.co_names} {code.co_code.hex()}" for code in codes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from functools import partial
 from types import FunctionType, MethodType
@@ -49,13 +49,13 @@ def is_marked(module: nn.Module) -> bool:
     return bool(vars(module).get(_MARK, False)) or any(vars(kind).get(_MARK, False) for kind in type(module).__mro__)
 
 
-def marked_modules(model: nn.Module, loss_fn: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost marked modules of a model and of what makes its loss, each once, with their names."""
+def leaf_modules(model: nn.Module, loss_fn: Any, given: Collection[nn.Module] = ()) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost modules of a model and of what makes its loss that are marked or given, once, with names."""
     seen = set[int]()
     roots = [("", model), *((f"loss_fn.{type(one).__name__}", one) for one in modules_of(loss_fn))]
     for prefix, root in roots:
         for name, module in root.named_modules():
-            if id(module) not in seen and is_marked(module):
+            if id(module) not in seen and (module in given or is_marked(module)):
                 seen.update(map(id, module.modules()))
                 yield ".".join(part for part in (prefix, name) if part), module
 

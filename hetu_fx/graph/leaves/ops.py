@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 
 from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.graph.calls import argument
-from hetu_fx.graph.leaves.call import call_of_name, label_in, seed_of
+from hetu_fx.graph.leaves.call import call_of_name, label_in, seed_of, without_number
 from hetu_fx.graph.leaves.forms import read_form
 
 _SIGNATURE = "Tensor[] values, Tensor[] state, Tensor? random_state, SymInt site, str name, str[] forms"
@@ -107,6 +108,13 @@ def _backward(ctx: Any, cotangents: Sequence[Tensor]) -> tuple[Any, ...]:
 _call_leaf.register_autograd(_backward, setup_context=_remember)
 
 LEAF = torch.ops.hetu.leaf.default
+
+
+def told_arguments(node: fx.Node) -> Any:
+    """Return an op's (args, kwargs) as they are in every capture: of the name of a leaf not its number."""
+    if node.target is not LEAF:
+        return node.args, node.kwargs
+    return map_aggregate((node.args, node.kwargs), lambda item: without_number(item) if isinstance(item, str) else item)
 
 
 def told_op(node: fx.Node) -> str:

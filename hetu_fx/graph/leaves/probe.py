@@ -107,7 +107,7 @@ class Question:
         forms = tuple(str(self._form(name, calls)) for name in names)
         if not forms:
             raise CannotBeLeaf("it returns no tensor")
-        name = new_name(self.invocation.label, self.called)
+        name = new_name(self.invocation, self.called)
         return OpaqueCall(name, self.invocation, first.output, tuple(first.tensors), written, forms, left)
 
     def _told(self, attributes: Sequence[tuple[int, str]]) -> list[str]:

@@ -10,7 +10,8 @@ import contextlib
 import functools
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType
@@ -28,7 +29,7 @@ from hetu_fx.graph.capture_failure import line_of, reason
 from hetu_fx.graph.containers import Leaf, Opaque, TensorSlot, Tree, flatten, map_leaves, unflatten
 from hetu_fx.graph.leaves.call import Holder, Invocation, OpaqueCall, know, told_tree
 from hetu_fx.graph.leaves.frames import Candidate, candidates_of
-from hetu_fx.graph.leaves.mark import marked_modules
+from hetu_fx.graph.leaves.mark import leaf_modules
 from hetu_fx.graph.leaves.ops import LEAF
 from hetu_fx.graph.leaves.probe import CannotBeLeaf, Operand, Question
 from hetu_fx.graph.tracing.autocasts import Autocasts
@@ -143,15 +144,26 @@ class Leaves:
         loss_fn: what makes its loss.
         device: where the model is.
         codes: of the functions that call the model, and the loss function (see `candidates_of`).
+        given: modules that are leaves besides those that the user has named; None: they are found.
+        around: entered around calls outside of a trace, as around traces: what a forward leaves in Python is put back.
 
     Attributes:
         used: the calls that the last trace has made.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: Any, device: torch.device, codes: tuple[CodeType, CodeType]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Any,
+        device: torch.device,
+        codes: tuple[CodeType, CodeType],
+        given: Collection[nn.Module] | None = None,
+        around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
         self._model, self._codes = model, codes
         self._device = HOST if device.type == "meta" else device
-        self._targets = [_Target.of(path, module) for path, module in marked_modules(model, loss_fn)]
+        self._finds, self._around = given is None, around
+        self._targets = [_Target.of(path, module) for path, module in leaf_modules(model, loss_fn, given or ())]
         if any(not target.path for target in self._targets):
             raise CaptureError(
                 "hetu_fx.leaf names the whole model, of which nothing would be parallel\n"
@@ -208,7 +220,8 @@ class Leaves:
             except _Unknown as unknown:
                 target, key, question = unknown.target, unknown.key, unknown.question
             try:
-                call = question.answer()
+                with self._around():
+                    call = question.answer()
             except CannotBeLeaf as error:
                 raise LeafRefused(target, str(error)) from error
             know(call)
@@ -234,6 +247,8 @@ class Leaves:
 
     def _found_by(self, error: CaptureError) -> _Target | None:
         """Return what to make a leaf as a capture was refused; None where nothing can be."""
+        if not self._finds:
+            return None
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         candidates = candidates_of(error, self._model, *self._codes)
         return self._first_of(candidates, f"{line_of(cause)}: {reason(cause)}")

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from hetu_fx.errors import CaptureError
-from hetu_fx.graph.leaves.mark import is_marked, leaf, marked_modules, modules_of
+from hetu_fx.graph.leaves.mark import is_marked, leaf, leaf_modules, modules_of
 
 
 class Marked(nn.Module):
@@ -39,7 +39,7 @@ def test_a_class_names_its_modules_and_those_of_its_subclasses() -> None:
 def test_only_the_outermost_is_told() -> None:
     model = nn.Sequential(Marked(), nn.Sequential(nn.ReLU(), Below()))
     leaf(model[1])
-    assert [name for name, _ in marked_modules(model, None)] == ["0", "1"]
+    assert [name for name, _ in leaf_modules(model, None)] == ["0", "1"]
 
 
 def test_those_of_a_loss_function_are_told_too() -> None:
@@ -50,7 +50,7 @@ def test_those_of_a_loss_function_are_told_too() -> None:
 
     for function in (loss, loss.forward, partial(loss), around):
         assert list(modules_of(function)) == [loss]
-        assert list(marked_modules(model, function)) == [("loss_fn.Marked", loss)]
+        assert list(leaf_modules(model, function)) == [("loss_fn.Marked", loss)]
 
 
 @pytest.mark.parametrize("given", [print, int, "loss"])

@@ -43,7 +43,7 @@ def step(model: Any, number: int, **how: Any) -> torch.Tensor:
 
 
 def test_a_model_that_cannot_be_captured_is_told_the_line_and_the_way_out() -> None:
-    with pytest.raises(CaptureError, match=r"models\.py:\d+: .*capture=\"eager\""):
+    with pytest.raises(CaptureError, match=r"(?s)models\.py:\d+: .*capture=\"eager\""):
         hetu_fx.auto_parallelize(make(Choosy), batch(5, 0))
 
 

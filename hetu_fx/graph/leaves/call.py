@@ -100,7 +100,8 @@ class Invocation:
         if strange is not None:
             raise StateError(f"leaf {self.label} returns a {strange.type_name}, but a leaf returns tensors")
         left = {name: state[f"{_INNER}.{name}"] for name in self.buffers}
-        written = frozenset(name for name, one in zip(self.buffers, kept, strict=True) if _is_other(left[name], one))
+        given = zip(self.buffers, kept, operands[len(self.differentiable) :], strict=True)
+        written = frozenset(name for name, one, before in given if _is_other(left[name], one, before))
         return Ran(tree, tensors, left, written, inputs)
 
     def _inputs(self, operands: Sequence[Tensor], also: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
@@ -146,8 +147,14 @@ class Invocation:
             raise StateError(f"leaf {self.label} freezes a parameter\nhint: do so outside of its forward")
 
 
-def _is_other(left: Tensor, copy: Tensor) -> bool:
-    return left is not copy or version(copy) > 0
+def _is_other(left: Tensor, copy: Tensor, before: Tensor) -> bool:
+    """Tell whether a buffer was written to: also where no version counts it, as in batch norms and by `.data`."""
+    return left is not copy or version(copy) > 0 or not hold_the_same(copy, before)
+
+
+def hold_the_same(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors of one shape hold the same numbers, none of which may be one, too."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,6 +188,7 @@ class OpaqueCall:
         written: the buffers that it writes to; their values are results, too.
         forms: of all results, as texts.
         left: attributes of its modules that a call leaves otherwise than it has found them.
+        shares: a result may share memory with another, or with what it is given; the op's have memory of their own.
     """
 
     name: str
@@ -190,6 +198,7 @@ class OpaqueCall:
     written: tuple[str, ...]
     forms: tuple[str, ...]
     left: tuple[tuple[nn.Module, str], ...] = ()
+    shares: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.forms) == len(self.results) + len(self.written), "one for each"
@@ -327,7 +336,8 @@ _numbers = itertools.count()
 def new_name(invocation: Invocation, called: object) -> str:
     """Return a name for an op that calls a leaf: its label, a digest of code and call, and a number of this process."""
     modes = [training for _, training in invocation.modes]
-    told = (*_told_code(called), told_tree(invocation.given), f"{invocation.differentiable} {modes}")
+    how = f"{invocation.sizes} {invocation.differentiable} {modes} {invocation.autocasts}"
+    told = (*_told_code(called), told_tree(invocation.given), how)
     digest = hashlib.sha256("\n".join(told).encode()).hexdigest()[:8]
     return f"{invocation.label} {digest}#{next(_numbers)}"
 

@@ -47,7 +47,8 @@ def _candidates(frames: Sequence[FrameType], paths: Any, loss: CodeType) -> Iter
     for frame in frames:
         if frame.f_code is loss:
             yield Candidate("loss_fn", frame.f_locals["function"])
-        found = frame.f_locals.get("self") if frame.f_code.co_name == _FORWARD else None
+        first = frame.f_code.co_varnames[:1] if frame.f_code.co_name == _FORWARD else ()
+        found = frame.f_locals.get(*first) if first else None
         if isinstance(found, nn.Module) and not type(found).__module__.startswith(_OF_TRACES):
             # A trace has stand-ins of modules, with the attributes of what they stand for.
             path, module = paths.get(id(vars(found)), (f"loss_fn.{type(found).__name__}", found))

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import getattr_static
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import sympy
@@ -20,14 +23,17 @@ from torch import Tensor, nn
 from hetu_fx.base.dtypes import carries_gradient, in_double
 from hetu_fx.base.torch_private import LISTED_SLOTS, is_fake
 from hetu_fx.errors import StateError
-from hetu_fx.graph.leaves.call import Invocation, OpaqueCall, Ran, are_alike, new_name
+from hetu_fx.graph import meta
+from hetu_fx.graph.leaves.call import Invocation, OpaqueCall, Ran, are_alike, hold_the_same, new_name
 from hetu_fx.graph.leaves.forms import Form, Shapes, found_size
 
 Environment = Mapping[sympy.Symbol, int]
 TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9}
 """By how much values of two calls may differ, relative and absolute: sums may be added up in another order."""
-_FILLS = ("both", "ones", "zeros")
-"""What whole numbers and truths are in a call: zeros and ones in turn, or all alike."""
+_LINEAR = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-3, torch.complex64: 1e-3}
+"""By how much the gradient of a sum may differ from the sum of gradients, in times of the largest."""
+_FILLS = ("both", "ones", "zeros", "signed")
+"""What whole numbers and truths are in a call: zeros and ones in turn, or all alike; numbers are positive, or not."""
 _OTHERS = ((1, 1), (1, 3), (2, 0), (4, 0))
 """Sizes that are tried beside the example's: so many times that, and so much more. A forward may want even ones."""
 
@@ -108,7 +114,36 @@ class Question:
         if not forms:
             raise CannotBeLeaf("it returns no tensor")
         name = new_name(self.invocation, self.called)
-        return OpaqueCall(name, self.invocation, first.output, tuple(first.tensors), written, forms, left)
+        shares = any(one.shares for one in calls)
+        call = OpaqueCall(name, self.invocation, first.output, tuple(first.tensors), written, forms, left, shares)
+        self._check_backward(call, calls[0])
+        return call
+
+    def _check_backward(self, call: OpaqueCall, first: _Call) -> None:
+        """Refuse a backward that is not linear: a rank has a part of the gradient, and parts are added up after it.
+
+        Raises:
+            CannotBeLeaf: the gradients of a sum are not the sum of gradients.
+        """
+        wanted = [place for place, is_trained in enumerate(self.invocation.differentiable) if is_trained]
+        names = (*call.results, *call.written)
+        results = [first.ran.tensors.get(name, first.ran.buffers.get(name)) for name in names]
+        roots = [x for x in results if x is not None and carries_gradient(x.dtype)]
+        if not wanted or not any(root.requires_grad for root in roots):
+            return
+        source = torch.Generator().manual_seed(0)
+        small, large = ([scale * _signed(x.shape, x.dtype, source).to(x.device) for x in roots] for scale in (1, 100))
+        both = [one + other for one, other in zip(small, large, strict=True)]
+        found = [call.gradients(first.operands, 0, cotangents, wanted) for cotangents in (small, large, both)]
+        for one, other, sum_ in zip(*found, strict=True):
+            scale = float(sum_.abs().max()) if sum_.numel() else 0.0
+            if not torch.allclose(
+                one + other, sum_, rtol=0, atol=scale * _LINEAR.get(sum_.dtype, 1e-2), equal_nan=True
+            ):
+                raise CannotBeLeaf(
+                    "its backward is not linear in the gradient that it is given (a hook, or an autograd function, "
+                    "clips or scales it), of which each rank has a part only"
+                )
 
     def _told(self, attributes: Sequence[tuple[int, str]]) -> list[str]:
         """Say which attributes and globals are meant."""
@@ -206,14 +241,18 @@ class Question:
         shapes = [one.sizes(environment) for one in self.values]
         operands = [_filled(shape, one.dtype, fill, source) for shape, one in zip(shapes, self.values, strict=True)]
         operands += [_of_state(one, source) for one in self.state]
-        ran = self.invocation.run([tensor.to(self.device) for tensor in operands], seed)
+        operands = [tensor.to(self.device) for tensor in operands]
+        before = [tensor.clone() for tensor in operands]
+        ran = self.invocation.run(operands, seed)
+        if not all(map(hold_the_same, operands, before)):
+            raise StateError(f"leaf {self.invocation.label} writes to a tensor that it is given, or to a parameter")
         strange = next((name for name, tensor in ran.tensors.items() if tensor.device != self.device), None)
         if strange is not None:
             raise StateError(
                 f"leaf {self.invocation.label} makes its result {strange or 'output'!r} on "
                 f"{ran.tensors[strange].device}, but what it is given is on {self.device}"
             )
-        return _Call(fill, shapes, ran)
+        return _Call(fill, shapes, ran, before)
 
     def _form(self, name: str, calls: Sequence[_Call]) -> Form:
         tensors = [one.ran.tensors[name] if name in one.ran.tensors else one.ran.buffers[name] for one in calls]
@@ -238,27 +277,39 @@ class Question:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """A call: of what kind values were, the shapes of those that it was given, and what it has made."""
+    """A call: of what kind values were, the shapes of those that it was given, what it has made, and of what."""
 
     fill: str
     shapes: Shapes
     ran: Ran
+    operands: Sequence[Tensor]
+
+    @property
+    def shares(self) -> bool:
+        """Whether results share memory with each other, or with what was given."""
+        made = list(self.ran.tensors.values())
+        storages = [meta.storages_of(one) for one in (*made, list(self.ran.inputs))]
+        return len(set().union(*storages)) < sum(map(len, storages))
 
 
 def _filled(shape: Sequence[int], dtype: torch.dtype, fill: str, source: torch.Generator) -> Tensor:
     if carries_gradient(dtype):
-        return (torch.rand(tuple(shape), generator=source, dtype=in_double(dtype)) * 0.6 + 0.2).to(dtype)
+        return _signed(shape, dtype, source) + (0 if fill == "signed" else 0.5)
     count = torch.Size(shape).numel()
-    made = {"both": torch.arange(count) % 2, "ones": torch.ones(count), "zeros": torch.zeros(count)}[fill]
+    made = {"ones": torch.ones(count), "zeros": torch.zeros(count)}.get(fill, torch.arange(count) % 2)
     return made.reshape(tuple(shape)).to(dtype)
+
+
+def _signed(shape: Sequence[int], dtype: torch.dtype, source: torch.Generator) -> Tensor:
+    """Return random numbers between -0.3 and 0.3."""
+    return (torch.rand(tuple(shape), generator=source, dtype=in_double(dtype)) * 0.6 - 0.3).to(dtype)
 
 
 def _of_state(one: Operand, source: torch.Generator) -> Tensor:
     """Return values of a parameter, which has none while it is captured, or of a buffer."""
     if one.known is not None:
         return one.known.detach()
-    values = _filled(one.shape, one.dtype, "both", source)
-    return values - 0.45 if carries_gradient(one.dtype) else values
+    return _filled(one.shape, one.dtype, "signed", source) + (0.05 if carries_gradient(one.dtype) else 0)
 
 
 def _random_states() -> Any:
@@ -268,6 +319,10 @@ def _random_states() -> Any:
 
 
 _OWN = frozenset((*vars(nn.Module()), *LISTED_SLOTS))
+_DEPTH = 4
+"""Objects in objects are looked at so deep."""
+_OBJECT = object()
+"""The key, beside those of its attributes, of an object itself."""
 _GLOBAL = -1
 """The number, in the place of a module's, of what has globals."""
 _Attributes = Mapping[tuple[int, str], Any]
@@ -290,18 +345,22 @@ def _changed(before: _Attributes, after: _Attributes) -> list[tuple[int, str]]:
     return [key for key in {**before, **after} if not _agree(before.get(key), after.get(key))]
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Any, depth: int = 0) -> Any:
     match value:
         case Tensor():  # one of a trace that has failed has no values
             return value if is_fake(value) else value.detach().clone()
         case dict():
-            return {key: _copied(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_copied(item) for item in value]
+            return {key: _copied(item, depth) for key, item in value.items()}
+        case list() | tuple() | deque():
+            return [_copied(item, depth) for item in value]
         case set():
             return set(value)
-        case _:
+        case type() | ModuleType() | FunctionType() | MethodType() | nn.Module():
             return value
+    if type(value).__module__ == "numpy":
+        return repr(value.tolist()) if hasattr(value, "tolist") else value
+    own = getattr_static(value, "__dict__", None) and vars(value)
+    return value if own is None or depth == _DEPTH else {_OBJECT: value, **_copied(dict(own), depth + 1)}
 
 
 def _agree(first: Any, second: Any) -> bool:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from hetu_fx.base.device_types import HOST
+from hetu_fx.base.torch_private import version
 from hetu_fx.base.words import bytes_text
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
@@ -32,7 +33,7 @@ from hetu_fx.graph.leaves.frames import Candidate, candidates_of
 from hetu_fx.graph.leaves.mark import leaf_modules
 from hetu_fx.graph.leaves.ops import LEAF
 from hetu_fx.graph.leaves.probe import CannotBeLeaf, Operand, Question
-from hetu_fx.graph.tracing.autocasts import Autocasts
+from hetu_fx.graph.tracing.autocasts import Autocasts, ambient_autocasts
 
 T = TypeVar("T")
 
@@ -178,6 +179,8 @@ class Leaves:
         self._autocasts: Autocasts = ()
         self._thread = threading.get_ident()
         self._hidden = list[tuple[dict[str, Any], str, Any]]()
+        self._shared = list[tuple[_Target, Tensor, int]]()
+        self._ambient: Autocasts = ()
         self.used: dict[str, OpaqueCall] = {}
 
     # While nothing is traced.
@@ -315,9 +318,11 @@ class Leaves:
     def tracing(self, inputs: Mapping[str, Tensor], autocasts: Autocasts) -> Iterator[None]:
         """Trace inside, with these inputs and casts."""
         self._inputs, self._autocasts, self.used = inputs, autocasts, {}
-        self._thread = threading.get_ident()
+        self._thread, self._ambient = threading.get_ident(), ambient_autocasts()
+        self._shared = list[tuple[_Target, Tensor, int]]()
         try:
             yield
+            self._check_unwritten()
         finally:
             self._inputs = None
             for space, name, value in reversed(self._hidden):
@@ -326,6 +331,17 @@ class Leaves:
                 else:
                     space[name] = value
             self._hidden = []
+
+    def _check_unwritten(self) -> None:
+        """Refuse leaves that share memory with what they are given, if it is written to after them.
+
+        Raises:
+            LeafRefused: so it is.
+        """
+        target = next((target for target, tensor, before in self._shared if version(tensor) != before), None)
+        if target is not None:
+            why = "it returns what it is given, or a view of that, and one of the two is written to later"
+            raise LeafRefused(target, why)
 
     def function(self, called: Callable[..., Any]) -> Callable[..., Any]:
         """Return what is to be called in the place of the function that makes the loss."""
@@ -349,6 +365,8 @@ class Leaves:
         self.used[call.name] = call
         operands = [*state[0].values(), *state[1].values()]
         made = LEAF(list(tensors.values()), operands, None, 0, call.name, list(call.forms))
+        if call.shares:
+            self._shared += [(target, one, version(one)) for one in (*tensors.values(), *operands, *made)]
         for module, attribute in call.left:
             space = vars(module)
             if not isinstance(space.get(attribute), _OfALeaf):
@@ -367,6 +385,7 @@ class Leaves:
         key = (
             id(target),
             told_tree(invocation.given),
+            tuple(invocation.sizes.items()),
             tuple((str(one.shape), one.dtype) for one in values),
             invocation.differentiable,
             tuple(training for _, training in invocation.modes),
@@ -394,7 +413,7 @@ class Leaves:
             tuple(state[1]),
             tuple(carries),
             modes,
-            self._autocasts,
+            self._autocasts if ambient_autocasts() == self._ambient else ambient_autocasts(),
         )
 
     def _example(self) -> Mapping[sympy.Symbol, int]:

@@ -10,6 +10,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import getattr_static
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from hetu_fx.base.dtypes import carries_gradient, in_double
-from hetu_fx.base.torch_private import LISTED_SLOTS, is_fake
+from hetu_fx.base.torch_private import LISTED_SLOTS, TorchDispatchMode, is_fake, tree_leaves
 from hetu_fx.errors import StateError
 from hetu_fx.graph import meta
 from hetu_fx.graph.leaves.call import Invocation, OpaqueCall, Ran, are_alike, hold_the_same, new_name
@@ -73,6 +74,7 @@ class Question:
         state: its parameters and buffers.
         example: the example's sizes, by the symbols that stand for them.
         device: where it is called.
+        strange: parameters and buffers of the model that are not its own.
     """
 
     called: Any
@@ -81,6 +83,7 @@ class Question:
     state: tuple[Operand, ...]
     example: Environment
     device: torch.device
+    strange: Sequence[Tensor] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -95,15 +98,10 @@ class Question:
             CannotBeLeaf: no op can do what it does.
             SizesAreFixed: it takes the example's sizes alone.
         """
-        kept = [(vars(module), dict(vars(module))) for module in self._modules]
         before = _attributes(self._modules)
-        try:
+        with self._attributes_kept():
             calls = list(self._calls())
             changed = _changed(before, _attributes(self._modules))
-        finally:
-            for space, attributes in kept:
-                space.clear()
-                space.update(attributes)
         if any(number == _GLOBAL for number, _ in changed):
             raise CannotBeLeaf(f"it changes {', '.join(self._told(changed))}")
         left = tuple((self._modules[number], name) for number, name in changed)
@@ -116,8 +114,20 @@ class Question:
         name = new_name(self.invocation, self.called)
         shares = any(one.shares for one in calls)
         call = OpaqueCall(name, self.invocation, first.output, tuple(first.tensors), written, forms, left, shares)
-        self._check_backward(call, calls[0])
+        with self._attributes_kept():
+            self._check_backward(call, calls[0])
         return call
+
+    @contextmanager
+    def _attributes_kept(self) -> Iterator[None]:
+        """Let the modules have the attributes afterwards that they have now."""
+        kept = [(vars(module), dict(vars(module))) for module in self._modules]
+        try:
+            yield
+        finally:
+            for space, attributes in kept:
+                space.clear()
+                space.update(attributes)
 
     def _check_backward(self, call: OpaqueCall, first: _Call) -> None:
         """Refuse a backward that is not linear: a rank has a part of the gradient, and parts are added up after it.
@@ -134,12 +144,14 @@ class Question:
         source = torch.Generator().manual_seed(0)
         small, large = ([scale * _signed(x.shape, x.dtype, source).to(x.device) for x in roots] for scale in (1, 100))
         both = [one + other for one, other in zip(small, large, strict=True)]
-        found = [call.gradients(first.operands, 0, cotangents, wanted) for cotangents in (small, large, both)]
+        try:
+            found = [call.gradients(first.operands, 0, cotangents, wanted) for cotangents in (small, large, both)]
+        except Exception as error:  # whatever it raises for values that it was not meant for
+            raise CannotBeLeaf(f"its backward cannot be tried on random numbers ({_first_line(error)})") from error
         for one, other, sum_ in zip(*found, strict=True):
-            scale = float(sum_.abs().max()) if sum_.numel() else 0.0
-            if not torch.allclose(
-                one + other, sum_, rtol=0, atol=scale * _LINEAR.get(sum_.dtype, 1e-2), equal_nan=True
-            ):
+            largest = float(sum_.abs().nan_to_num(0, 0, 0).max()) if sum_.numel() else 0.0
+            tolerance = largest * _LINEAR.get(sum_.dtype, 1e-2)
+            if not torch.allclose(one + other, sum_, rtol=0, atol=tolerance, equal_nan=True):
                 raise CannotBeLeaf(
                     "its backward is not linear in the gradient that it is given (a hook, or an autograd function, "
                     "clips or scales it), of which each rank has a part only"
@@ -183,8 +195,7 @@ class Question:
             except Exception as error:  # whatever it raises for values that it was not meant for
                 errors.append(error)
         if len(errors) == len(_FILLS):
-            told = f"{type(errors[0]).__name__}: {errors[0]}".splitlines()[0]
-            raise CannotBeLeaf(f"it cannot be tried on random numbers ({told})") from errors[0]
+            raise CannotBeLeaf(f"it cannot be tried on random numbers ({_first_line(errors[0])})") from errors[0]
 
     def _check_first(self, first: _Call) -> None:
         """Refuse what makes something else of the same, keeps something, or reads what it is not given.
@@ -193,7 +204,10 @@ class Question:
         """
         again = self._call(self.example, first.fill)
         left = _attributes(self._modules)
-        other = self._call(self.example, first.fill, seed=1)
+        with _Read() as read:
+            other = self._call(self.example, first.fill, seed=1)
+        if any(meta.storages_of(tensor) & read.storages for tensor in self.strange):
+            raise CannotBeLeaf("it reads a parameter or buffer of the model that is none of it, which may change")
         after = self._call(self.example, first.fill)
         for name, tensor in first.ran.tensors.items():
             if not all(_agree(tensor, one.ran.tensors.get(name)) for one in (again, after)):
@@ -312,6 +326,24 @@ def _of_state(one: Operand, source: torch.Generator) -> Tensor:
     return _filled(one.shape, one.dtype, "signed", source) + (0.05 if carries_gradient(one.dtype) else 0)
 
 
+class _Read(TorchDispatchMode):
+    """Notes the memory that ops are given inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages = set[Any]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note it, and run the op."""
+        given = [one for one in tree_leaves((args, kwargs or {})) if isinstance(one, Tensor)]
+        self.storages |= meta.storages_of(given)
+        return func(*args, **(kwargs or {}))
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
 def _random_states() -> Any:
     numpy = sys.modules.get("numpy")
     state = None if numpy is None else numpy.random.get_state()
@@ -319,7 +351,7 @@ def _random_states() -> Any:
 
 
 _OWN = frozenset((*vars(nn.Module()), *LISTED_SLOTS))
-_DEPTH = 4
+_DEPTH = 2
 """Objects in objects are looked at so deep."""
 _OBJECT = object()
 """The key, beside those of its attributes, of an object itself."""

@@ -12,7 +12,7 @@ import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import CodeType
 from typing import Any, NoReturn, TypeVar
@@ -224,7 +224,7 @@ class Leaves:
                 target, key, question = unknown.target, unknown.key, unknown.question
             try:
                 with self._around():
-                    call = question.answer()
+                    call = replace(question, strange=self._not_of(target)).answer()
             except CannotBeLeaf as error:
                 raise LeafRefused(target, str(error)) from error
             know(call)
@@ -415,6 +415,11 @@ class Leaves:
             modes,
             self._autocasts if ambient_autocasts() == self._ambient else ambient_autocasts(),
         )
+
+    def _not_of(self, target: _Target) -> list[Tensor]:
+        """Return the parameters and buffers of the model that a leaf does not have; not while a trace is under way."""
+        own = {id(one) for module in target.modules for one in (*module.parameters(), *module.buffers())}
+        return [one for one in (*self._model.parameters(), *self._model.buffers()) if id(one) not in own]
 
     def _example(self) -> Mapping[sympy.Symbol, int]:
         """Return the example's sizes, by the symbols that stand for them."""

@@ -33,6 +33,49 @@ def test_buffers_that_it_writes_are_those_of_one_device(plan: str) -> None:
         torch.testing.assert_close(found.state[name], value, rtol=1e-10, atol=1e-12)
 
 
+class Normed(nn.Module):
+    """Has a norm, whose statistics are written to without any count of that, and moves codes by `.data`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.mean.data.mul_(0.9).add_(h.detach().mean(0))  # type: ignore[operator, union-attr]
+        return self.norm(h) * self.mean if float(h.abs().max()) < 99 else h
+
+
+class Asked(nn.Module):
+    """Is given a size, once of rows and once of columns, and casts inside."""
+
+    def forward(self, h: Tensor, size: int) -> Tensor:
+        return h * size if float(h.abs().max()) < 99 else h
+
+
+class Sized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.layer = hetu_fx.leaf(Asked()), nn.Linear(6, 6)
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = self.asked(h, h.shape[1]) + self.asked(h, h.shape[0]).tanh()
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.layer(h).double()
+
+
+@pytest.mark.parametrize("part", [Normed, Sized])
+@pytest.mark.parametrize("plan", PLANS)
+def test_statistics_and_sizes_are_those_of_one_device(part: type[nn.Module], plan: str) -> None:
+    torch.manual_seed(0)
+    model, batches = Model(middle=part()).double(), [batch_of(8), batch_of(6)]
+    if part is Normed:
+        hetu_fx.leaf(model.middle)
+    alone, found = train_alone(model, batches, Lockstep()), Lockstep().train(model, batches, PLANS[plan])
+    for name, value in alone.state.items():
+        torch.testing.assert_close(found.state[name], value, rtol=1e-10, atol=1e-12)
+
+
 def trained(plan: Plan, seed: int = 0) -> Trained:
     return Lockstep(seed=seed).train(model_with(Noisy()), [batch_of(8), batch_of(8)], plan)
 

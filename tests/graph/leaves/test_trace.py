@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 import time
+from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -32,6 +35,8 @@ class Part(nn.Module):
         self.layer = nn.Linear(4, 4)
         self.register_buffer("count", torch.zeros(()))
         self.does, self.seen = does, 0
+        self.numbers, self.meter, self.queue = np.zeros(2), SimpleNamespace(count=0), deque[Tensor](maxlen=3)
+        self.aside = list[nn.Linear]()
 
     def forward(self, h: Tensor) -> Tensor:
         return self.does(self, h)
@@ -44,6 +49,7 @@ class Model(nn.Module):
         super().__init__()
         self.first = nn.Linear(4, 4)
         self.around = nn.Sequential(nn.Tanh(), Part(does))
+        self.around[1].aside.append(self.first)
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = self.around(self.first(x))
@@ -183,8 +189,43 @@ def _reads_a_strange_parameter(part: Part, h: Tensor) -> Tensor:
     return by_values(part, h) * _STRANGE
 
 
+def _reads_a_strange_buffer(part: Part, h: Tensor) -> Tensor:
+    return by_values(part, h) * part.aside[0].weight.detach()[0, 0]
+
+
 def _returns_a_number(part: Part, h: Tensor) -> Tensor:
     return h.mean().item()  # type: ignore[return-value]
+
+
+def _writes_by_data(part: Part, h: Tensor) -> Tensor:
+    h.data.clamp_(min=0.3)
+    return by_values(part, h)
+
+
+def _writes_by_numpy(part: Part, h: Tensor) -> Tensor:
+    h.detach().numpy()[...] = 1.0
+    return by_values(part, h)
+
+
+def _counts_in_an_array(part: Part, h: Tensor) -> Tensor:
+    part.numbers[0] += 1
+    return by_values(part, h)
+
+
+def _counts_in_an_object(part: Part, h: Tensor) -> Tensor:
+    part.meter.count += 1
+    return by_values(part, h)
+
+
+def _remembers_in_a_queue(part: Part, h: Tensor) -> Tensor:
+    part.queue.append(h.detach().mean())
+    return by_values(part, h)
+
+
+def _clips_its_gradient(part: Part, h: Tensor) -> Tensor:
+    made = by_values(part, h)
+    made.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    return made
 
 
 @pytest.mark.parametrize(
@@ -197,6 +238,13 @@ def _returns_a_number(part: Part, h: Tensor) -> Tensor:
         (_writes_to_its_input, "writes to a tensor that it is given"),
         (_makes_a_size_of_values, "does not follow from the sizes of its inputs"),
         (_reads_a_strange_parameter, r"a trainable tensor of shape \(4,\) that is no parameter"),
+        (_reads_a_strange_buffer, "a parameter or buffer of the model that is none of it"),
+        (_writes_by_data, "writes to a tensor that it is given"),
+        (_writes_by_numpy, "writes to a tensor that it is given"),
+        (_counts_in_an_array, "keeps state in attributes: numbers of Part"),
+        (_counts_in_an_object, "keeps state in attributes: meter of Part"),
+        (_remembers_in_a_queue, "keeps state in attributes: queue of Part"),
+        (_clips_its_gradient, "backward is not linear"),
         (_returns_a_number, "differs between two calls|returns no tensor"),
     ],
 )
@@ -346,3 +394,25 @@ def test_a_cache_that_it_fills_is_left_as_it_was() -> None:
     model = leaf_model(caches)
     capture(model, {"x": torch.randn(6, 4)})
     assert model.around[1].seen == 0
+
+
+class Writes(nn.Module):
+    """Writes in place to what a leaf has returned, or not."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.part, self.act = nn.Linear(4, 4), leaf(Part(_returns_a_view)), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        return (h + self.act(self.part(h))).sum()
+
+
+def _returns_a_view(part: Part, h: Tensor) -> Tensor:
+    return h[:] if h.mean() < 9 else h
+
+
+def test_a_view_of_its_input_may_be_read_but_not_written_to() -> None:
+    capture(Writes(torch.exp), {"x": torch.randn(6, 4)})
+    with pytest.raises(CaptureError, match="returns what it is given, or a view of that, and one"):
+        capture(Writes(torch.exp_), {"x": torch.randn(6, 4)})

@@ -10,13 +10,14 @@ To a compiler both are opaque.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from hetu_fx.base.dtypes import carries_gradient
+from hetu_fx.errors import StateError
 from hetu_fx.graph.calls import argument
 from hetu_fx.graph.leaves.call import call_of_name, label_in, seed_of, without_number
 from hetu_fx.graph.leaves.forms import read_form
@@ -105,7 +106,19 @@ def _backward(ctx: Any, cotangents: Sequence[Tensor]) -> tuple[Any, ...]:
     return gradients[: ctx.num_values], gradients[ctx.num_values :], None, None, None, None
 
 
+def _refuse(ctx: Any, *_: Any) -> NoReturn:
+    raise StateError(
+        f"a gradient of leaf {label_in(ctx.name)} is part of the loss (a penalty?), and has no derivative\n"
+        "hint: take the derivative of what is not behind a leaf, or name a leaf that has all of it (hetu_fx.leaf)"
+    )
+
+
+def _remember_name(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    *_, ctx.name, _, _ = inputs
+
+
 _call_leaf.register_autograd(_backward, setup_context=_remember)
+_call_leaf_backward.register_autograd(_refuse, setup_context=_remember_name)
 
 LEAF = torch.ops.hetu.leaf.default
 

@@ -164,3 +164,25 @@ def test_a_result_of_another_form_is_an_error_of_the_step() -> None:
     model.middle.register_forward_pre_hook(lambda module, args: (args[0] * 1e9,))
     with pytest.raises(StateError, match=r"middle \(Turns\) made its result.*and now as"):
         model(**batch)
+
+
+class Penalised(nn.Module):
+    """Adds the gradient of what a leaf makes to the loss."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.body, self.part = nn.Linear(6, 6), hetu_fx.leaf(part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.body(x))
+        made = self.part(h).square().sum()
+        (slope,) = torch.autograd.grad(made, h, create_graph=True)
+        return made + slope.square().sum()
+
+
+def test_a_gradient_of_a_leaf_in_the_loss_is_refused_by_name() -> None:
+    model = Penalised(Turns()).double()
+    how = {"plan": Plan.data_parallel((0,)), "check": False}
+    parallel = hetu_fx.auto_parallelize(model, {"x": batch_of(8)["x"]}, **how)  # type: ignore[arg-type]
+    with pytest.raises(StateError, match=r"a gradient of leaf part \(Turns\) is part of the loss"):
+        parallel(x=batch_of(8)["x"]).backward()

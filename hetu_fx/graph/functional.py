@@ -31,7 +31,8 @@ SAME_VALUE = frozenset({
     aten.alias.default, aten.contiguous.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device,
     aten.to.other, aten.type_as.default, aten.lift_fresh.default, aten.dropout.default,
 })  # fmt: skip
-NORMS = frozenset({aten.batch_norm.default, aten.native_batch_norm.default, aten.instance_norm.default})
+WITH_STATISTICS = frozenset({aten.native_batch_norm.default, aten._native_batch_norm_legit.default})
+NORMS = frozenset({aten.batch_norm.default, aten.instance_norm.default, *WITH_STATISTICS})
 OWN_INVERSE = frozenset({aten.transpose.int, aten.t.default, aten.swapaxes.default, aten.mT.default})
 SCATTERS = {
     aten.slice.Tensor: aten.slice_scatter.default,
@@ -60,7 +61,7 @@ def functionalize(graph: fx.Graph, differentiable: Collection[fx.Node]) -> dict[
 
 
 def _updates_statistics(node: fx.Node) -> bool:
-    """Tell whether a norm writes to its running statistics, of which its schema says nothing."""
+    """Tell whether a norm writes to its running statistics, of which most schemas say nothing."""
     return node.target in NORMS and bool(node.args[5]) and node.args[3] is not None
 
 
@@ -70,7 +71,8 @@ class _Functionalizer:
     def __init__(self, graph: fx.Graph, carriers: Collection[fx.Node]) -> None:
         self.graph = graph
         self.carriers = carriers
-        self.parents = {node: parent for node in graph.nodes if (parent := viewed_argument(node)) is not None}
+        views = ((node, viewed_argument(node)) for node in graph.nodes if node.target not in NORMS)
+        self.parents = {node: parent for node, parent in views if parent is not None}
         self.versions: dict[fx.Node, int] = {}
         self.cached: dict[fx.Node, tuple[int, fx.Node]] = {}
         self.replaced: dict[fx.Node, fx.Node] = {}  # norms that update statistics: views and writes name the old node
@@ -83,11 +85,10 @@ class _Functionalizer:
             self.here = node
             if node.op == "placeholder":
                 continue
-            written = written_arguments(node)
-            if written:
-                self._rewrite_write(node, written)
-            elif _updates_statistics(node):
+            if _updates_statistics(node):
                 self._rewrite_norm(node)
+            elif written := written_arguments(node):
+                self._rewrite_write(node, written)
             elif node in self.parents and self._version(node):
                 self.cached.pop(node, None)  # a view of something written before: taken where it is read
             else:
@@ -241,7 +242,7 @@ class _Functionalizer:
             if self._root(written).op == "placeholder":
                 self.changed.add(self._root(written))
             self._write(written, value)
-        several = node.target is aten.native_batch_norm.default
+        several = node.target in WITH_STATISTICS
         self.replaced.update(self._results(node, output, *args) if several else {node: output})
 
     def _results(self, node: fx.Node, output: fx.Node, x: Any, *rest: Any) -> dict[fx.Node, fx.Node]:

@@ -104,7 +104,21 @@ class Weighs(Energy):
         return loss + 0.1 * sum(slope.square().sum() for slope in slopes)
 
 
-KINDS = (Averages, Energy, Attends, Bends, Steers, Weighs)
+class Criticises(Energy):
+    """Is held to slopes of one through a norm over the batch, as a critic is by its gradient penalty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 6, bias=False), nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x.requires_grad_()
+        made = self.layers(torch.tanh(self.norm(self.first(x)))).squeeze(-1)
+        (slope,) = torch.autograd.grad(made.sum(), x, create_graph=True)
+        return mse_loss(made, y) + (slope.norm(dim=1) - 1).square().mean()
+
+
+KINDS = (Averages, Energy, Attends, Bends, Steers, Weighs, Criticises)
 
 
 def batches(number: int) -> list[dict[str, Tensor]]:
@@ -128,6 +142,8 @@ def test_what_export_refuses_trains_as_on_one_device(kind: type[nn.Module], plan
     alone, made = train_alone(model, batches(3), how), how.train(model, batches(3), PLANS[plan])
     verdict = judge("", alone, made, 1e-10, "")
     assert verdict.verdict == "equal", verdict
+    for name, value in alone.state.items():
+        torch.testing.assert_close(made.state[name], value, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", [Energy, Bends])

@@ -15,13 +15,13 @@ import re
 import secrets
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 
 from hetu_fx.base.documents import sync
-from hetu_fx.checkpoint.left_overs import is_complete, left_over_name, left_overs
+from hetu_fx.checkpoint.left_overs import entries, is_complete, left_over_name, left_overs
 from hetu_fx.checkpoint.manifest import MANIFEST, FileEntry, manifest_text
 from hetu_fx.checkpoint.open_folder import OpenFolder
 from hetu_fx.comm_ops.wire.consensus import from_first, together
@@ -201,25 +201,16 @@ def latest(parent: Path) -> Path | None:
     if not os.path.lexists(parent):
         return None
     for _ in range(MOST_LOOKS):
-        before = _entries(parent)
-        newest = _newest(parent)
-        if _entries(parent) == before:
+        before = entries(parent)
+        newest = _newest(parent, before)
+        if entries(parent) == before:
             break
     return None if newest is None else parent / newest
 
 
-def _entries(parent: Path) -> set[tuple[str, int]]:
-    """Return names and inodes of what a folder holds: others as soon as something in it has been replaced."""
-    try:
-        with os.scandir(parent) as entries:
-            return {(entry.name, entry.inode()) for entry in entries}
-    except OSError as error:
-        raise CheckpointError(f"cannot read {parent}: {error.strerror}") from error
-
-
-def _newest(parent: Path) -> str | None:
+def _newest(parent: Path, names: Iterable[str]) -> str | None:
     places = {left.name: left.path for left in reversed(left_overs(parent)) if is_complete(left.path)}
-    places |= {name: parent / name for name in os.listdir(parent) if name[0] != "."}
+    places |= {name: parent / name for name in names if name[0] != "."}
     ages = {name: _age(name, place) for name, place in places.items() if is_complete(place)}
     return max(ages, key=lambda name: ages[name], default=None)
 

@@ -31,13 +31,18 @@ def left_over_name(name: str, token: str, *, is_new: bool) -> str:
     return f".{name}.{'new' if is_new else 'old'}-{token}"
 
 
-def left_overs(parent: Path) -> list[LeftOver]:
-    """Return what lies in a folder under the names of replacements, new ones first. Raises CheckpointError."""
+def entries(parent: Path) -> dict[str, int]:
+    """Return the inodes of what a folder holds, by name: others once it is replaced. Raises CheckpointError."""
     try:
-        names = os.listdir(parent)
+        with os.scandir(parent) as found:
+            return {entry.name: entry.inode() for entry in found}
     except OSError as error:
         raise CheckpointError(f"cannot read {parent}: {error.strerror}") from error
-    found = [(name, match) for name in names if (match := _LEFT_OVER.fullmatch(name))]
+
+
+def left_overs(parent: Path) -> list[LeftOver]:
+    """Return what lies in a folder under the names of replacements, new ones first. Raises CheckpointError."""
+    found = [(name, match) for name in entries(parent) if (match := _LEFT_OVER.fullmatch(name))]
     those = [LeftOver(parent / name, match[1], match[2] == "new") for name, match in found]
     return sorted(those, key=lambda one: (not one.is_new, one.path))
 

@@ -403,6 +403,7 @@ class Leaves:
         given = map_leaves(tree, lambda leaf: _as_slot(leaf, tensors, sizes, target))
         carries = [tensor.requires_grad for tensor in (*tensors.values(), *state[0].values())]
         modes = tuple((module, module.training) for module in target.modules)
+        ambient = ambient_autocasts()
         return Invocation(
             target.label,
             target.holder,
@@ -413,7 +414,7 @@ class Leaves:
             tuple(state[1]),
             tuple(carries),
             modes,
-            self._autocasts if ambient_autocasts() == self._ambient else ambient_autocasts(),
+            self._autocasts if ambient == self._ambient else ambient,
         )
 
     def _not_of(self, target: _Target) -> list[Tensor]:

@@ -7,9 +7,10 @@ before it measures, for the same reasons (its artifact's warm-up).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,8 +128,9 @@ class GraphExecution:
         sequences = sequences_of(given)
         if sequences is not None:
             return self.sequences.read(sequences, training, shared=shared)
-        batch = read_batch(given, self.programs, training, shared=shared)
-        return RowReading(batch.facts, batch, self.fillings)
+        read = partial(read_batch, given, self.programs, training, shared=shared)
+        batch = read()
+        return RowReading(batch.facts, batch, self.fillings, read)
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,16 @@ class RowReading(Reading[GraphVariant]):
 
     batch: ReadBatch
     fillings: Fillings
+    read: Callable[..., ReadBatch]
+
+    def takes(self, rows: int) -> bool:
+        """Tell whether its program holds for so many rows."""
+        return self.batch.program.takes_rows(self.batch.bindings, rows)
+
+    def of_rows(self, rows: int) -> RowReading:
+        """Return it with the program that holds for so many rows."""
+        batch = self.read(rows=rows)
+        return replace(self, facts=batch.facts, batch=batch)
 
     def filled(self, facts: StepFacts, outputs: str) -> RowReading:
         """Return it filled up to the longest rows of all ranks."""

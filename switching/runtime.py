@@ -242,12 +242,22 @@ class Runtime:
         self.idle.settle(self.variants, self.current, self.step)
 
     def _agree(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Reading[Any], StepFacts]:
-        """Read the batch and agree with all ranks; an error on one rank is raised on all."""
+        """Read the batch and agree with all ranks; once more where what was found does not hold for all rows together.
+
+        An error on one rank is raised on all.
+        """
+        shared = self.settings.shared
+        read = partial(self.execution.read, args, kwargs, self.model.training, shared=shared)
+        batch, facts = self._agree_on(read)
+        rows = batch.facts.rows if shared else sum(facts.rows)
+        return (batch, facts) if batch.takes(rows) else self._agree_on(partial(batch.of_rows, rows))
+
+    def _agree_on(self, read: Callable[[], Reading[Any]]) -> tuple[Reading[Any], StepFacts]:
         batch: Reading[Any] | None = None
         local: LocalFacts | Exception
         told: dict[str, float] = {}
         try:
-            batch = self.execution.read(args, kwargs, self.model.training, shared=self.settings.shared)
+            batch = read()
             told |= {"compute_seconds": self._compute_seconds(), "host_seconds": self.report.host_seconds}
             told |= self.writes.told
             same = partial(batch.same_inputs, shared=self.settings.shared)

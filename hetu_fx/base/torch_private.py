@@ -50,6 +50,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.functions import FloorDiv as FloorDiv  # how sizes are made of others
 from torch.utils._sympy.functions import Mod as Mod
 from torch.utils._sympy.functions import PythonMod as PythonMod
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
 
 tree_flatten = pytree.tree_flatten
 tree_flatten_with_path = pytree.tree_flatten_with_path
@@ -467,6 +469,15 @@ def size_guards(mode: FakeTensorMode) -> list[Any]:
     environment = mode.shape_env
     replaced = [] if environment is None else [environment.replace(guard.expr) for guard in environment.guards]
     return [guard for guard in replaced if guard.free_symbols]
+
+
+def forget_guard(mode: FakeTensorMode, condition: Any, symbol: Any) -> None:
+    """Have a mode's trace not know any more what it has found out of one size: it may be any number but 0 and 1."""
+    environment = mode.shape_env
+    assert environment is not None, "it has found something out"
+    environment.guards[:] = [guard for guard in environment.guards if environment.replace(guard.expr) != condition]
+    environment.var_to_range[symbol] = ValueRanges(2, int_oo)
+    environment._update_version_counter()
 
 
 def new_size(mode: FakeTensorMode, name: str, example: int) -> Any:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from hetu_fx.errors import BatchError
-from hetu_fx.graph.containers import Constant, Opaque, TensorSlot, Tree, flatten, walk
+from hetu_fx.graph.containers import Constant, Opaque, TensorSlot, Tree, flatten, unflatten, walk
 from hetu_fx.graph.graph import Graph, LeafKind
+from hetu_fx.graph.row_dims import RowDims, with_rows
 
 Batch = Mapping[str, Any] | tuple[Any, ...]
 
@@ -69,6 +70,18 @@ class GivenBatch:
     def objects(self) -> Mapping[str, str]:
         """Return the types of what is neither a tensor, a plain value nor a container of them, by name."""
         return {leaf.name: leaf.type_name for leaf in self._others if isinstance(leaf, Opaque)}
+
+    def of_rows(self, row_dims: RowDims, rows: int) -> Batch:
+        """Return a batch like it of so many rows, these again and again; zeros where it has none."""
+
+        def of_rows(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+            if not tensor.shape[dim]:
+                return tensor.new_zeros(with_rows(tuple(tensor.shape), dim, rows))
+            return tensor.index_select(dim, torch.arange(rows, device=tensor.device) % tensor.shape[dim])
+
+        made = {name: of_rows(self.tensors[name].detach(), dim) for name, dim in row_dims.items()}
+        batch: Batch = unflatten(self.tree, {**self.tensors, **made})
+        return batch
 
     @property
     def has_only_tensors(self) -> bool:

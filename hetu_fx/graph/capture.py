@@ -55,6 +55,7 @@ from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, count_r
 from hetu_fx.graph.shared_memory import overlapping
 from hetu_fx.graph.tracing.autocasts import ambient_autocasts
 from hetu_fx.graph.tracing.averaged_statistics import averaged_statistics
+from hetu_fx.graph.tracing.compared_rows import ComparedRows
 from hetu_fx.graph.tracing.derivatives import Derivatives, DerivativeTaken, transforms_as_derivatives
 from hetu_fx.graph.tracing.known_values import KnownValues
 from hetu_fx.graph.tracing.lengths import open_lengths
@@ -62,6 +63,7 @@ from hetu_fx.graph.tracing.matrix_constraints import checked_at_once
 from hetu_fx.graph.tracing.raising_checks import RaisingChecks
 
 LossFn = Callable[..., torch.Tensor]
+_ROWS = {True: Dim("batch", min=1), False: Dim.STATIC}
 Around = Callable[[], AbstractContextManager[Mapping[str, Any]]]
 
 
@@ -391,11 +393,45 @@ def _export(
             found = find(program, tensors, row_dims)
             shown = make_example(tensors, program.model, found, keep_batch=False, on_host=on_host)
             return _export_once(program, shown, batch=True, rest=True), shown, ()
+    for shown in (example, kept):
+        with contextlib.suppress(Exception), open_lengths():
+            return _export_comparing_rows(program, tensors, shown), shown, ()
     with contextlib.suppress(Exception):
         exported = _export_once(program, kept, batch=False, rest=True)
         return exported, kept, _static_notes(program, example, first_error, rest=True)
     exported = _export_fixed(program, kept, reads=reads)
     return exported, kept, _static_notes(program, example, first_error, rest=False)
+
+
+def _export_comparing_rows(program: _Program, tensors: Mapping[str, torch.Tensor], example: Example) -> ExportedProgram:
+    """Export what goes on by comparisons of the number of rows, for the numbers for which these come out alike.
+
+    A comparison that makes no difference is forgotten: a trace on the other side of it shows that.
+
+    Raises:
+        CaptureError: the number of rows is fixed, or the trace does not hold for the user's.
+    """
+    made = _export_once(program, example, batch=Dim.AUTO, rest=True)
+    compared = ComparedRows.of(made, example)
+    if not compared.takes(count_rows(tensors, example.row_dims)):
+        raise CaptureError("the trace holds for other numbers of rows")
+    if program.reading is None and compared.others is not None:
+        _forget_what_makes_no_difference(program, tensors, example, compared)
+    return made
+
+
+def _forget_what_makes_no_difference(
+    program: _Program, tensors: Mapping[str, torch.Tensor], example: Example, compared: ComparedRows
+) -> None:
+    on_host, dims = program.on_host is not None, example.row_dims
+    there = make_example(tensors, program.model, dims, keep_batch=False, on_host=on_host, least=compared.others)
+    found, program.output = program.output, _OutputStructure()
+    with contextlib.suppress(Exception):
+        made = _export_once(program, there, batch=Dim.AUTO, rest=True)
+        same_output = repr(program.output.found) == repr(found.found) and not program.leaves.used
+        if same_output and compared.is_same_beside(ComparedRows.of(made, there)):
+            compared.forget()
+    program.output = found
 
 
 def _export_fixed(program: _Program, example: Example, *, reads: bool) -> ExportedProgram:
@@ -444,9 +480,10 @@ def _other_than(tried: RowDims, found: RowDims) -> RowDims:
     return found
 
 
-def _export_once(program: _Program, example: Example, *, batch: bool, rest: bool) -> ExportedProgram:
+def _export_once(program: _Program, example: Example, *, batch: Any, rest: bool) -> ExportedProgram:
+    """Export, `batch` saying what the number of rows may be (`Dim`): True for any, False for the example's."""
     program.row_dims = example.row_dims
-    rows: Any = Dim("batch", min=1) if batch else Dim.STATIC
+    rows: Any = _ROWS[batch] if isinstance(batch, bool) else batch
     exported = _exported(program, example, example.dynamic_shapes(rows, rest_is_dynamic=rest))
     program.output.checks = () if program.reading is None else program.reading.checks
     return exported

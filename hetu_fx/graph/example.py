@@ -56,6 +56,7 @@ def make_example(
     *,
     keep_batch: bool,
     on_host: bool = False,
+    least: int | None = None,
 ) -> Example:
     """Make the inputs to trace `model` with.
 
@@ -64,8 +65,9 @@ def make_example(
         row_dims: which of their dims count the rows of the batch.
         keep_batch: keep the example's batch size; else it may grow, to differ from 1 and all other sizes.
         on_host: make them on the host, wherever the user's are.
+        least: the rows to begin with, instead of the user's.
     """
-    rows = count_rows(tensors, row_dims)
+    rows = least or count_rows(tensors, row_dims)
     rows = rows if keep_batch or not row_dims else _distinct_rows(rows, tensors, row_dims, model)
     on_meta = next((tensor.device for tensor in model.parameters() if tensor.is_meta), None)
     zeros = {

@@ -27,7 +27,7 @@ from hetu_fx.program.captured import Captured, CaptureEvent, LastMatch, Match, S
 from hetu_fx.program.hooks import check_global_hooks
 from hetu_fx.program.kept import KeptCaptures, Recurring
 from hetu_fx.program.lazy import check_shapes
-from hetu_fx.program.program import AS_IT_STANDS, Program
+from hetu_fx.program.program import AS_IT_STANDS, Bindings, Program
 from hetu_fx.program.structure import Structure
 from hetu_fx.program.tracer import Forward, Tracer
 from hetu_fx.transforms.rewrites.op_overrides import OpOverrides
@@ -116,11 +116,16 @@ class Programs:
         """Return the program for batches like this one; see `match`."""
         return self.match(GivenBatch.of(batch), training).program
 
-    def match(self, given: GivenBatch, training: bool) -> Match:
+    def match(self, given: GivenBatch, training: bool, rows: int | None = None) -> Match:
         """Return the program for a batch; captures the model the first time, and where it has changed.
 
         Programs are kept: where a model becomes again what it was, so does the program. A program that fixes sizes has
-        one like it for every other size.
+        one like it for every other size, and one that compares its rows another one for where that comes out otherwise.
+
+        Args:
+            given: the batch, as this rank has it.
+            training: the mode that the model is to be in.
+            rows: what the batch has over all ranks; None: not known yet.
 
         Raises:
             CaptureError: the model cannot be captured.
@@ -128,25 +133,25 @@ class Programs:
         """
         if self.model.training is not training:
             with in_mode(self.model, training):
-                return self.match(given, training)
+                return self.match(given, training, rows)
         with self._casts():
-            return self._match(given, training)
+            return self._match(given, training, rows)
 
     def _casts(self) -> AbstractContextManager[None]:
         """Turn the autocast that is on into that of the host, where that casts."""
         parameter = next(self.model.parameters(), None) if self.tracer.casts_on_host else None
         return nullcontext() if parameter is None else casting_on_host(parameter.device)
 
-    def _match(self, given: GivenBatch, training: bool) -> Match:
+    def _match(self, given: GivenBatch, training: bool, rows: int | None) -> Match:
         check_global_hooks()
         self._look()
         likeness = likeness_of(given), self.observers.names
         last = self._last.get(training)
         known = None if last is None else last.of(likeness, self.structure, given)
-        if last is not None and known is not None:
+        if last is not None and known is not None and _takes(known.program, known.bindings, rows):
             return self._use(last.captured, known, training)
         form = self._form(given, training)
-        found, sizes = self._known(form, given) or self._capture(form, given, training)
+        found, sizes = self._known(form, given, rows) or self._capture(form, given, training, rows)
         match = Match(found.program, given.tensors, *sizes, f"{form} state {self.structure.digest}")
         self._last.pop(training, None)
         if given.has_only_tensors:
@@ -197,20 +202,20 @@ class Programs:
         self.structure = known or Structure(self.model)
         self._structures = [self.structure, *(one for one in self._structures if one is not known)][:_MOST_STRUCTURES]
 
-    def _known(self, form: str, given: GivenBatch) -> tuple[Captured, Sizes] | None:
+    def _known(self, form: str, given: GivenBatch, rows: int | None) -> tuple[Captured, Sizes] | None:
         for one in self._kept.of_form(form):
             if one.holds(self.structure):
                 sizes = sizes_of(one.program, given)
-                if not isinstance(sizes, str):
+                if not isinstance(sizes, str) and _takes(one.program, sizes[1], rows):
                     return one, sizes
         return None
 
-    def _capture(self, form: str, given: GivenBatch, training: bool) -> tuple[Captured, Sizes]:
+    def _capture(self, form: str, given: GivenBatch, training: bool, rows: int | None) -> tuple[Captured, Sizes]:
         start = perf_counter()
-        misfit, why = self._why(form, given)
+        misfit, why = self._why(form, given, rows)
         try:
             with telling("capturing the model"):
-                program, reads = self.tracer.trace(given.batch, training)
+                program, reads = self.tracer.trace(self._example(form, given, rows), training)
         except CaptureError as error:
             if misfit:  # the model itself does not take such a size, or cannot be captured once more
                 raise BatchError(f"{misfit}\nit is not captured for this size, as: {error}") from error
@@ -226,14 +231,22 @@ class Programs:
         sizes = sizes_of(program, given)
         if isinstance(sizes, str):
             raise BatchError(sizes)
+        if rows is not None:
+            program.check_rows(sizes[1], rows)
         return found, sizes
 
-    def _why(self, form: str, given: GivenBatch) -> tuple[str, tuple[str, ...]]:
+    def _example(self, form: str, given: GivenBatch, rows: int | None) -> Batch:
+        """Return a batch to trace: as it was given, or of so many rows, by what an earlier program takes for rows."""
+        dims = next((one.program.row_dims for one in self._kept.of_form(form) if one.program.row_dims), None)
+        return given.batch if rows is None or dims is None else given.of_rows(dims, rows)
+
+    def _why(self, form: str, given: GivenBatch, rows: int | None) -> tuple[str, tuple[str, ...]]:
         """Return the size that keeps a program that holds from being used ("": none does), and what is to be told."""
         alike = self._kept.of_form(form)
         held = next((one for one in alike if one.holds(self.structure)), None)
         if held is not None:
-            misfit = str(sizes_of(held.program, given))
+            sizes = sizes_of(held.program, given)
+            misfit = sizes if isinstance(sizes, str) else f"the forward compares the rows of a batch, which are {rows}"
             return misfit, (misfit,)
         return "", alike[0].changes(self.structure) if alike else ()
 
@@ -245,6 +258,10 @@ class Programs:
             for name, value in given.constants.items()
             if name in before and repr(before[name]) != repr(value)
         )
+
+
+def _takes(program: Program, bindings: Bindings, rows: int | None) -> bool:
+    return rows is None or program.takes_rows(bindings, rows)
 
 
 def example_size(example: Batch, programs: Programs, program: Program) -> tuple[int, int]:

@@ -93,8 +93,16 @@ class Program:
 
     def check_rows(self, bindings: Bindings, rows: int) -> None:
         """Raise `BatchError` unless the graph holds for a batch of so many rows, over all ranks."""
+        self._check(True, self._with_rows(bindings, rows))
+
+    def takes_rows(self, bindings: Bindings, rows: int) -> bool:
+        """Tell whether the graph holds for a batch of so many rows, over all ranks."""
+        known = frozenset(self._with_rows(bindings, rows).items())
+        return all(_holds(condition, known) for condition in self._conditions[True])
+
+    def _with_rows(self, bindings: Bindings, rows: int) -> Bindings:
         symbol = self.graph.batch_symbol
-        self._check(True, bindings if symbol is None else {**bindings, symbol: rows})
+        return bindings if symbol is None else {**bindings, symbol: rows}
 
     def holds(self, sizes: Bindings) -> bool:
         """Tell whether the graph holds for batches of some sizes, as far as these tell."""

@@ -91,8 +91,8 @@ class ReadBatch:
         return MicroBatchRows(tensors, len(interval), interval.start, bindings)
 
 
-def read_batch(batch: Batch, programs: Programs, training: bool, *, shared: bool) -> ReadBatch:
-    """Read the batch of a call of the model; `shared`: every rank passes the same.
+def read_batch(batch: Batch, programs: Programs, training: bool, *, shared: bool, rows: int | None = None) -> ReadBatch:
+    """Read the batch of a call of the model; `shared`: every rank passes the same; `rows`: of all ranks, where known.
 
     Raises:
         BatchError: it does not fit the captured program, or has objects that no graph takes.
@@ -100,7 +100,7 @@ def read_batch(batch: Batch, programs: Programs, training: bool, *, shared: bool
     """
     given = GivenBatch.of(batch)
     given.check_no_objects()
-    match = programs.match(given, training)
+    match = programs.match(given, training, rows)
     tensors, needing = match.tensors, needing_gradients(match.tensors, match.program.row_dims)
     facts: LocalFacts | None = match.notes.get("facts")
     if facts is None or needing or facts.sizes_may_differ is shared:

@@ -148,10 +148,11 @@ class StagePlan:
         loss = self.deduced.annotated.graph.loss
         if self.device is None or loss is None:
             return False
-        layout = self.device.layout
-        holders = self.deduced.annotated.stages[layout.pipeline][-1].devices
+        pipeline, annotated = self.device.layout.pipeline, self.deduced.annotated
+        stages, stage_of = annotated.stages[pipeline], annotated.stage_of[pipeline]
+        holders = stages[stage_of.get(loss, len(stages) - 1)].devices  # not the last, where no loss is made of that
         spread = isinstance(self.deduced.batch.states[loss], Summed)
-        return self.device.rank == holders[0] and (spread or layout.pipeline == 0)
+        return self.device.rank == holders[0] and (spread or pipeline == 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,6 +156,18 @@ class Reading(ABC, Generic[V]):
         """
         return self
 
+    def takes(self, rows: int) -> bool:
+        """Tell whether it can be a part of so many rows, those of all ranks; alike on all of them."""
+        return True
+
+    def of_rows(self, rows: int) -> Reading[V]:
+        """Return it read anew, as a part of so many rows.
+
+        Raises:
+            HetuFxError: the model does not take so many.
+        """
+        return self
+
     def same_inputs(self, *, shared: bool) -> Mapping[str, Tensor]:
         """Return the inputs that all ranks must pass alike, but numbers: all, where the batch is `shared`."""
         return {}

@@ -148,6 +148,7 @@ def examples() -> Mapping[str, Any]:
         "_group_tensors_by_device_and_dtype": optimizer.Optimizer,
         "_boxed_call": make_boxed_func(print),
         "_set_replacement": ShapeEnv,
+        "_update_version_counter": ShapeEnv,
         "_exec_with_source": graph_module,
         "_loader": graph_module,
         "_underlying_non_prefix_store": torch._C._distributed_c10d.PrefixStore,

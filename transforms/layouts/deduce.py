@@ -15,6 +15,7 @@ has two.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -82,6 +83,10 @@ FIXED_COPIES = 4
 
 MOST_GATHERED = 0.5
 """The share of what is left beside those that gathered keys and values may fill."""
+
+
+_MOST_TOLD = 5
+"""Ops that a refusal names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,7 +224,9 @@ def _check_sums(annotated: AnnotatedGraph, batch: AxisDeduction) -> None:
     summed = (node for node in updates if isinstance(batch.states.get(node), Summed))
     node = next(chain(batch.talking(), summed), None)
     if node is not None:
-        readers = ", ".join(f"{told_op(one)} ({meta.source_line(one)})" for one in batch.talking())
+        told = Counter(f"{told_op(one)} ({meta.source_line(one)})" for one in batch.talking())
+        readers = ", ".join(name if count == 1 else f"{count} x {name}" for name, count in told.most_common(_MOST_TOLD))
+        readers += f" and {len(told) - _MOST_TOLD} more" * (len(told) > _MOST_TOLD)
         raise PlanError(
             f"'{node.name}' ({meta.source_line(node)}) needs the rows of the whole batch in the middle of the model, "
             f"which pipeline stages and micro-batches cannot give; use a plan whose pipelines have one stage and one "

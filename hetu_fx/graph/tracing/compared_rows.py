@@ -1,0 +1,91 @@
+"""Forwards that compare the number of rows: a trace holds for the numbers for which that comes out alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+from hetu_fx.base.torch_private import detect_fake_mode, forget_guard, size_guards
+from hetu_fx.errors import CaptureError
+from hetu_fx.graph import meta
+from hetu_fx.graph.example import Example
+
+_MOST = 4096
+"""Rows up to which a number is looked for that a comparison tells from the others."""
+
+
+@dataclass(frozen=True, eq=False)
+class ComparedRows:
+    """What a trace has found out of the number of rows.
+
+    Attributes:
+        exported: the trace.
+        symbol: of the number.
+        conditions: that it has gone on by; some may be of other sizes, too.
+    """
+
+    exported: ExportedProgram
+    symbol: sympy.Symbol
+    conditions: tuple[sympy.Expr, ...]
+
+    @classmethod
+    def of(cls, exported: ExportedProgram, example: Example) -> ComparedRows:
+        """Find the conditions of a trace that was made with this example.
+
+        Raises:
+            CaptureError: the trace has fixed the number of rows.
+        """
+        nodes = [node for node in exported.graph.nodes if node.op == "placeholder"][-len(example.tensors) :]
+        shapes = dict(zip(example.tensors, map(meta.shape, nodes), strict=True))
+        sizes = {meta.expression(shapes[name][dim]) for name, dim in example.row_dims.items()}
+        symbol = sizes.pop() if len(sizes) == 1 else None
+        if not isinstance(symbol, sympy.Symbol):
+            raise CaptureError("the number of rows is fixed")
+        found = dict.fromkeys(size_guards(detect_fake_mode([node.meta["val"] for node in nodes])))
+        return cls(exported, symbol, tuple(one for one in found if symbol in one.free_symbols))
+
+    def takes(self, rows: int) -> bool:
+        """Tell whether the trace holds for so many rows, as far as they alone tell."""
+        return all(one.subs(self.symbol, rows) is not sympy.false for one in self.conditions)
+
+    @property
+    def others(self) -> int | None:
+        """Return a number of rows on the other side of the one thing that is asked of them; None where it is not one.
+
+        The least, but for the first two, which a trace takes for others than the rest.
+        """
+        if len(self.conditions) != 1 or self.conditions[0].free_symbols != {self.symbol}:
+            return None
+        numbers = range(3, _MOST)
+        return next((rows for rows in numbers if not self.takes(rows)), None)
+
+    def is_same_beside(self, other: ComparedRows) -> bool:
+        """Tell whether this is the trace of another number of rows, too, for which the one condition does not hold."""
+        opposite = [sympy.Not(one) for one in other.conditions]
+        return list(self.conditions) == opposite and _told(self.exported) == _told(other.exported)
+
+    def forget(self) -> None:
+        """Let the trace hold for all numbers of rows."""
+        mode = detect_fake_mode([node.meta["val"] for node in self.exported.graph.nodes if "val" in node.meta])
+        for condition in self.conditions:
+            forget_guard(mode, condition, self.symbol)
+
+
+def _told(exported: ExportedProgram) -> list[Any]:
+    """Return what a trace consists of, its constants included."""
+    graphs = [one.graph for one in exported.graph_module.modules() if isinstance(one, fx.GraphModule)]
+    nodes = [node for node in chain.from_iterable(graph.nodes for graph in graphs) if node.op != "call_module"]
+    told = [(node.op, str(node.target), str(node.args), str(node.kwargs), _told_value(node)) for node in nodes]
+    constants = {name: value.tolist() for name, value in exported.constants.items() if isinstance(value, torch.Tensor)}
+    return [told, repr(constants)]
+
+
+def _told_value(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    return f"{value.dtype} {tuple(value.shape)} {value.stride()}" if isinstance(value, torch.Tensor) else str(value)

@@ -1,0 +1,70 @@
+"""Models whose forward compares the number of rows: one device decides, whatever each replica has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hetu_fx.check.verdict import judge
+from hetu_fx.lockstep import Lockstep, train_alone
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
+
+PLANS = {
+    "rows 3:1": Plan((Pipeline((Stage((0,)),), share=3), Pipeline((Stage((1,)),), share=1))),
+    "two stages": Plan((Pipeline((Stage((0,)), Stage((1,)))),)),
+}
+ROWS = (8, 12, 7, 8)
+FORWARDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda h: h.contiguous() if h.shape[0] >= 10 else h,
+    "from ten on": lambda h: h * 2 if h.shape[0] >= 10 else h * 3,
+    "pairs": lambda h: h[0::2] - h[1::2] if h.shape[0] % 2 == 0 else h,
+    "more than its width": lambda h: h * 2 if h.shape[0] > h.shape[1] + 2 else h * 3,
+}
+
+
+class Block(nn.Module):
+    """A layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Compares(nn.Module):
+    """Calls a function of rows between blocks and the loss."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(6, 6)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.function(x)).square().mean()
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("forward", FORWARDS.values(), ids=FORWARDS)
+def test_rows_of_all_replicas_decide(forward: Callable[[Tensor], Tensor], plan: Plan) -> None:
+    torch.manual_seed(0)
+    model = Compares(forward).double()
+    batches = [{"x": torch.randn(rows, 6).double()} for rows in ROWS]
+    how = Lockstep(ranks=3, rows=(3, 2, 100))
+    verdict = judge("", train_alone(model, batches, how), how.train(model, batches, plan), 1e-10, "")
+    assert verdict.verdict == "equal", verdict
+
+
+def test_a_batch_that_all_ranks_have_whole_is_counted_once() -> None:
+    torch.manual_seed(0)
+    model = Compares(FORWARDS["from ten on"]).double()
+    batches = [{"x": torch.randn(rows, 6).double()} for rows in ROWS]
+    how = Lockstep(ranks=2)
+    made = how.train(model, batches, PLANS["rows 3:1"])
+    assert judge("", train_alone(model, batches, how), made, 1e-10, "").verdict == "equal"

@@ -25,6 +25,7 @@ from hetu_fx.errors import StateError
 from hetu_fx.graph import meta
 from hetu_fx.graph.containers import Constant, Opaque, TensorSlot, Tree, flatten, unflatten, walk
 from hetu_fx.graph.leaves.forms import read_form
+from hetu_fx.graph.leaves.uses import note_uses
 from hetu_fx.graph.tracing.autocasts import Autocasts, casting
 
 _INNER = "inner"
@@ -225,6 +226,8 @@ class OpaqueCall:
     ) -> list[Tensor]:
         """Return the gradients of some operands by those of all results that can have any; zeros where there is none.
 
+        Which there are is noted (`leaves.uses`).
+
         Raises:
             StateError: as `made`.
         """
@@ -239,6 +242,7 @@ class OpaqueCall:
             roots, given = zip(*pairs, strict=True)
             with torch.enable_grad():
                 found = torch.autograd.grad(roots, inputs, given, allow_unused=True)
+        note_uses(self.name, (place for place, dx in zip(wanted, found, strict=True) if dx is not None))
         made = [torch.zeros_like(x) if dx is None else dx for x, dx in zip(inputs, found, strict=True)]
         return _with_own_memory(made, [*operands, *cotangents])
 

@@ -29,6 +29,8 @@ _NO_GRADIENT = {
     *(aten.rand_like.default, aten.randn_like.default),
     *(aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
 }
+_STATISTICS = {aten.native_layer_norm.default: (1, 2), aten.native_group_norm.default: (1, 2)}
+"""Results without gradient: means and deviations, which only a backward reads."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,8 @@ def uses_in(graph: Graph) -> list[Use]:
 def _carries_gradient(node: fx.Node) -> bool:
     """Tell whether the value has gradients if an operand has: by its op and its kind; a tuple may hold one that has."""
     if node.target in _NO_GRADIENT or not meta.has_tensor(node):
+        return False
+    if is_item(node) and node.args[1] in _STATISTICS.get(whole_of(node).target, ()):
         return False
     return not meta.is_tensor(node) or carries_gradient(meta.dtype(node))
 

@@ -7,8 +7,9 @@ other can be sent instead.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -29,7 +30,10 @@ _NO_GRADIENT = {
     *(aten.rand_like.default, aten.randn_like.default),
     *(aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
 }
-_STATISTICS = {aten.native_layer_norm.default: (1, 2), aten.native_group_norm.default: (1, 2)}
+_STATISTICS: Mapping[Any, tuple[int, ...]] = {
+    aten.native_layer_norm.default: (1, 2),
+    aten.native_group_norm.default: (1, 2),
+}
 """Results without gradient: means and deviations, which only a backward reads."""
 
 

@@ -100,6 +100,12 @@ class Invocation:
         strange = next((leaf for leaf in walk(tree) if isinstance(leaf, Opaque)), None)
         if strange is not None:
             raise StateError(f"leaf {self.label} returns a {strange.type_name}, but a leaf returns tensors")
+        layouts = {str(one.layout) for one in tensors.values() if one.layout is not torch.strided or one.is_nested}
+        if layouts:
+            raise StateError(
+                f"leaf {self.label} returns a tensor of layout {min(layouts)}, but a leaf returns dense ones\n"
+                "hint: return made.to_dense()"
+            )
         left = {name: state[f"{_INNER}.{name}"] for name in self.buffers}
         given = zip(self.buffers, kept, operands[len(self.differentiable) :], strict=True)
         written = frozenset(name for name, one, before in given if _is_other(left[name], one, before))

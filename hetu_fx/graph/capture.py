@@ -410,7 +410,7 @@ def _check_rows_are_not_counted(program: _Program, example: Example) -> None:
     if not program.leaves.opens_rows:
         return
     try:
-        with refusing_counted_rows():
+        with open_lengths(), refusing_counted_rows():
             _export_once(program, example, batch=True, rest=False)
     except RowsAreCounted:
         raise

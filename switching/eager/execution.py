@@ -235,7 +235,8 @@ class _EagerStep(StepFrame):
         rows = self.leaves_of(self._own_rows())
         parameters = self.parameters(self.variant.bridge)
         if self.trains and not self.is_direct:
-            used = Used(lambda here, _: self.variant.used_anywhere(here))
+            variant = self.variant  # what a collector has must not lead back to the step, which has the collector
+            used = Used(lambda here, _: variant.used_anywhere(here))
             collector = self.collector(self.variant.bridge, parameters, overlaps=True, used=used)
             collector.listen()
             parameters = collector.leaves

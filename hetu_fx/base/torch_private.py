@@ -51,6 +51,7 @@ from torch.utils._sympy.functions import FloorDiv as FloorDiv  # how sizes are m
 from torch.utils._sympy.functions import Mod as Mod
 from torch.utils._sympy.functions import PythonMod as PythonMod
 from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 from torch.utils._sympy.value_ranges import ValueRanges
 
 tree_flatten = pytree.tree_flatten
@@ -371,16 +372,21 @@ def _drop_source(name: str) -> None:
         linecache.cache.pop(name, None)
 
 
+def is_told_by_values(symbol: Any) -> bool:
+    """Tell whether a symbol stands for a size that only the values of a batch tell."""
+    return symbol_is_type(symbol, SymT.UNBACKED_INT)
+
+
 @contextmanager
-def watching_sizes(see: Callable[[Any], None]) -> Iterator[None]:
-    """Let `see` have all that a trace replaces a dynamic size by; nothing where torch does that elsewhere."""
+def watching_sizes(see: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Let `see` have each size that a trace replaces, and by what; nothing where torch does that elsewhere."""
     replace = getattr(ShapeEnv, "_set_replacement", None)
     if replace is None:
         yield
         return
 
     def watched(shape_env: ShapeEnv, symbol: Any, value: Any, *rest: Any, **more: Any) -> Any:
-        see(value)
+        see(symbol, value)
         return replace(shape_env, symbol, value, *rest, **more)
 
     with mock.patch.object(ShapeEnv, "_set_replacement", watched):

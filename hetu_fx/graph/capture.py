@@ -35,11 +35,13 @@ from hetu_fx.graph.assigned import tied_buffers, written_back
 from hetu_fx.graph.bind import Batch, as_call, flatten_batch
 from hetu_fx.graph.capture_failure import (
     NothingUnseen,
+    RowsAreCounted,
     explain_failure,
     inference_is_no_grad,
     is_caught_by_the_user,
     no_backward_is_lost,
     reason,
+    refusing_counted_rows,
     watch_fixed_sizes,
 )
 from hetu_fx.graph.checks import Check
@@ -393,8 +395,9 @@ def _export(
             found = find(program, tensors, row_dims)
             shown = make_example(tensors, program.model, found, keep_batch=False, on_host=on_host)
             return _export_once(program, shown, batch=True, rest=True), shown, ()
+    _check_rows_are_not_counted(program, example)
     for shown in (example, kept):
-        with contextlib.suppress(Exception), open_lengths():
+        with contextlib.suppress(Exception), open_lengths(), refusing_counted_rows():
             return _export_comparing_rows(program, tensors, shown), shown, ()
     with contextlib.suppress(Exception):
         exported = _export_once(program, kept, batch=False, rest=True)
@@ -432,6 +435,23 @@ def _forget_what_makes_no_difference(
         if same_output and compared.is_same_beside(ComparedRows.of(made, there)):
             compared.forget()
     program.output = found
+
+
+def _check_rows_are_not_counted(program: _Program, example: Example) -> None:
+    """Refuse what takes a count of values for the rows, so that a leaf is made of it, before the rows are fixed.
+
+    Raises:
+        RowsAreCounted: there is such a line, and something around it may be a leaf.
+    """
+    if not program.leaves.opens_rows:
+        return
+    try:
+        with open_lengths(), refusing_counted_rows():
+            _export_once(program, example, batch=True, rest=False)
+    except RowsAreCounted:
+        raise
+    except Exception:  # whatever keeps the rows from being open besides: they are fixed then
+        return
 
 
 def _export_fixed(program: _Program, example: Example, *, reads: bool) -> ExportedProgram:

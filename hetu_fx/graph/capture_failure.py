@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from hetu_fx.base import torch_private
 from hetu_fx.base.dtypes import as_reals, carries_gradient, in_double
-from hetu_fx.base.torch_private import is_fake, is_setup_context_defined, tree_leaves
+from hetu_fx.base.torch_private import is_fake, is_setup_context_defined, is_told_by_values, tree_leaves
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
 from hetu_fx.graph.tracing.derivatives import Derivatives, DerivativeTaken
@@ -74,13 +74,34 @@ def watch_fixed_sizes() -> Iterator[list[str]]:
     """
     lines: list[str] = []
 
-    def note(value: Any) -> None:
+    def note(_: Any, value: Any) -> None:
         line = _line_in_frames(traceback.extract_stack())
         if value.is_number and line is not None:
             lines.append(line)
 
     with torch_private.watching_sizes(note):
         yield lines
+
+
+class RowsAreCounted(CaptureError):
+    """A forward goes on by how many values are of some kind, and takes that for the number of rows."""
+
+
+@contextlib.contextmanager
+def refusing_counted_rows() -> Iterator[None]:
+    """Refuse what makes a number that values tell (`x[mask]`) another size, at the line that does.
+
+    Raises:
+        RowsAreCounted: there is such a line.
+    """
+
+    def see(symbol: Any, value: Any) -> None:
+        others = getattr(value, "free_symbols", ())
+        if is_told_by_values(symbol) and any(not is_told_by_values(other) for other in others):
+            raise RowsAreCounted("it takes how many values are of some kind for a size that it knows, as the rows")
+
+    with torch_private.watching_sizes(see):
+        yield
 
 
 def _line_of_caller() -> str:

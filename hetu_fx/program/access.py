@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from hetu_fx.program.contents import frozen
 from hetu_fx.program.reads import ABSENT, Space
 
 
@@ -33,6 +34,10 @@ class Access:
     def now(self) -> Any:
         """Return what the owner itself has there now."""
         return own_value(self.owner, self.space, self.name)
+
+    def as_now(self) -> Access:
+        """Return an access to the same attribute, before which it is what it is now."""
+        return replace(self, before=self.now, copy=frozen(self.now))
 
     def put_back(self) -> None:
         """Let the owner have again what it had."""

@@ -83,15 +83,16 @@ class TwoCalls(nn.Module):
     def forward(self, first: Batch, second: Batch) -> dict[str, Any]:
         """Return the outputs of both calls, and the tensors that are kept after the first, and after both."""
         self.about.outlines.clear()
+        before = [access.as_now() for access in self.about.kept]  # each trace has buffers of its own
         try:
             with in_mode(self.model, self.model.training is not self.other_mode):
                 made = self._call(first)
             kept = self._kept()
             if self.forgets:
-                self._put_back()
+                _put_back(before)
             return {"first": made, "kept": kept, "second": self._call(second), "still": self._kept()}
         finally:
-            self._put_back()
+            _put_back(before)
 
     def _call(self, batch: Batch) -> Any:
         args, kwargs = as_call(batch)
@@ -105,9 +106,10 @@ class TwoCalls(nn.Module):
         self.about.outlines.append(" ".join(repr(leaf) if isinstance(leaf, _PLAIN) else "*" for leaf in leaves))
         return [_as_tensor(leaf) for leaf in leaves if not isinstance(leaf, _PLAIN)]
 
-    def _put_back(self) -> None:
-        for access in self.about.kept:
-            access.put_back()
+
+def _put_back(before: Iterable[Access]) -> None:
+    for access in before:
+        access.put_back()
 
 
 def _as_tensor(leaf: Any) -> Tensor:

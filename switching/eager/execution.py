@@ -39,6 +39,7 @@ from hetu_fx.switching.step.batches import same_inputs
 from hetu_fx.switching.step.execution import LossAndOutput, Reading, StepInputs, check_takes_any_row
 from hetu_fx.switching.step.frame import StepFrame, ValueRoute
 from hetu_fx.switching.step.rows import rows_for_pipeline
+from hetu_fx.switching.step.used import Used
 from hetu_fx.switching.step.variant import Variant
 
 BY_ROWS = (
@@ -234,7 +235,9 @@ class _EagerStep(StepFrame):
         rows = self.leaves_of(self._own_rows())
         parameters = self.parameters(self.variant.bridge)
         if self.trains and not self.is_direct:
-            collector = self.collector(self.variant.bridge, parameters, overlaps=True, used=self.variant.used_anywhere)
+            variant = self.variant  # what a collector has must not lead back to the step, which has the collector
+            used = Used(lambda here, _: variant.used_anywhere(here))
+            collector = self.collector(self.variant.bridge, parameters, overlaps=True, used=used)
             collector.listen()
             parameters = collector.leaves
         self._share_buffers()

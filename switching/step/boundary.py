@@ -67,12 +67,13 @@ class StepBackward:
 
     def _run(self, gradients: Sequence[Tensor | None], nodes: Sequence[Any]) -> tuple[Tensor | None, ...]:
         self._check(gradients)
-        self.collector.begin(nodes)
+        self.collector.begin(nodes, of_outputs=any(gradient is not None for gradient in gradients[1:]))
         keeps = keeps_graph()
         pairs = [(p, g) for p, g in zip(self.pieces, gradients, strict=True) if g is not None and p.requires_grad]
         if pairs:
             start = self.collector.host.now()
-            torch.autograd.backward([p for p, _ in pairs], [g for _, g in pairs], retain_graph=keeps)
+            with self.collector.noting():
+                torch.autograd.backward([p for p, _ in pairs], [g for _, g in pairs], retain_graph=keeps)
             self.collector.host.leave_out(start)
         self.is_over = not keeps or self.collector.ran_ahead
         home = self.collector.finish(goes_on=not self.is_over)

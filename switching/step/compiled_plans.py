@@ -34,6 +34,7 @@ from hetu_fx.switching.bridge.plan import taken_once
 from hetu_fx.switching.home.ops import layout_of
 from hetu_fx.switching.step.engine import Chunk, Engine
 from hetu_fx.switching.step.stage_p2p import Ends, StageP2P
+from hetu_fx.switching.step.used import GraphUse
 from hetu_fx.switching.step.variant import Variant
 from hetu_fx.transforms.layouts.annotated_graph import AnnotatedGraph, StageLayout
 from hetu_fx.transforms.layouts.deduce import Deduce
@@ -105,6 +106,11 @@ class StagePlan:
     @once
     def _updates_of_some(self, pipelines: tuple[int, ...]) -> Mapping[str, Annotation]:
         return _update_annotations(self.deduced, pipelines)
+
+    @cached_property
+    def use(self) -> GraphUse:
+        """Return what tells which parameters a backward reaches."""
+        return GraphUse(self.deduced.annotated.graph)
 
     @cached_property
     def random_states(self) -> tuple[str, ...]:

@@ -25,10 +25,11 @@ from hetu_fx.program.program import Bindings, evaluate
 from hetu_fx.switching.bridge.bridge import Bridge
 from hetu_fx.switching.step.boundary import StepBackward, TiedInput, tied
 from hetu_fx.switching.step.execution import StepInputs
-from hetu_fx.switching.step.gradients import Collector, UsedAnywhere
+from hetu_fx.switching.step.gradients import Collector
 from hetu_fx.switching.step.loss import GlobalLoss, LossGradient, applied
 from hetu_fx.switching.step.rows import RowPlan, at_pipelines, at_ranks, move_tensor
 from hetu_fx.switching.step.timer import ComputeTimer
+from hetu_fx.switching.step.used import Used
 from hetu_fx.switching.step.variant import Variant
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.layouts.states import Summed
@@ -181,9 +182,7 @@ class StepFrame:
             return {entry.name: self.variant.homes[entry.name] for entry in bridge.plan.entries}
         return self.variant.compute.gather(bridge)
 
-    def collector(
-        self, bridge: Bridge, compute: Mapping[str, Tensor], *, overlaps: bool, used: UsedAnywhere | None = None
-    ) -> Collector:
+    def collector(self, bridge: Bridge, compute: Mapping[str, Tensor], *, overlaps: bool, used: Used) -> Collector:
         """Make the compute tensors leaves of this step's autograd graph, before the model runs; once.
 
         See `Collector` for `overlaps` and `used`. Backward of what this rank returns ends in the collector.

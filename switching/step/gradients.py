@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -21,9 +22,9 @@ from hetu_fx.switching.bridge.bridge import Bridge, Reduction
 from hetu_fx.switching.home.ops import as_home
 from hetu_fx.switching.step.execution import StepInputs
 from hetu_fx.switching.step.loss import LossGradient
+from hetu_fx.switching.step.used import Used
 from hetu_fx.switching.step.variant import Variant
 
-UsedAnywhere = Callable[[Collection[str]], Collection[str]]
 RunAgain = Callable[[float], None]
 
 ALIKE = 0.5, 2.0
@@ -42,9 +43,7 @@ class Collector:
         ran_ahead: backward runs in forward, long before the gradient of the loss is known.
         overlaps: gradients may travel beside the backward; not where replicas talk in the middle of the model, whose
             messages must not be interleaved with those of the bridge.
-        used: tells which parameters some rank has used, of which this one has used the given ones; the others get no
-            gradient. On one device they would have none, which is not a gradient of zeros: optimizers pass them over,
-            weight decay included. None: all are used.
+        used: tells which parameters have a gradient; the others get none.
 
     Attributes:
         run_again: makes all gradients again, in the leaves, by a backward that begins with the gradient of the loss
@@ -61,7 +60,7 @@ class Collector:
         loss_gradient: LossGradient,
         ran_ahead: bool,
         overlaps: bool,
-        used: UsedAnywhere | None = None,
+        used: Used,
     ) -> None:
         self.bridge, self.homes, self.kept, self.timer = bridge, variant.homes, variant.kept_back, inputs.timer
         self.host = inputs.host
@@ -72,7 +71,8 @@ class Collector:
         self._syncs, self._trained_here = inputs.syncs_gradients, trained_here
         self._reduction = self._begun()
         self.ran_ahead, self._loss_gradient, self._overlaps = ran_ahead, loss_gradient, overlaps
-        self._used_anywhere, self._handed_on = used, set[str]()
+        self._used, self._handed_on = used, set[str]()
+        self._is_of_outputs = False
         self.run_again: RunAgain | None = None
         self._has_hooks = False
         self.kept.settle()
@@ -92,7 +92,11 @@ class Collector:
     def _may_travel(self) -> bool:
         return self._overlaps and self._reduction is not None and (self._sums_first or not self.ran_ahead)
 
-    def begin(self, nodes: Sequence[Any]) -> None:
+    def noting(self) -> AbstractContextManager[object]:
+        """Return what every backward of the step runs in."""
+        return self._used.noting()
+
+    def begin(self, nodes: Sequence[Any], *, of_outputs: bool) -> None:
         """Say that backward begins: what the user has cleared of earlier gradients counts no more.
 
         Gradients that the user takes one by one, by hooks or by torch.autograd.grad, are kept neither back nor beside
@@ -100,7 +104,9 @@ class Collector:
 
         Args:
             nodes: of autograd that take the gradients of the trained parameters, and maybe others.
+            of_outputs: other outputs than the loss have gradients.
         """
+        self._is_of_outputs = of_outputs
         self.kept.forget_cleared(self.homes)
         keeps = self._reduction is None or self.kept.bridge is not None
         if keeps and not self._adds_up(nodes):
@@ -178,7 +184,8 @@ class Collector:
         if self.run_again is not None and self._must_run_again():
             for leaf in self.leaves.values():
                 leaf.grad = None
-            self.run_again(self._loss_gradient.ran_again())
+            with self.noting():
+                self.run_again(self._loss_gradient.ran_again())
         home = self._brought_home(self._left())
         if goes_on:
             self._reduction = self._begun()
@@ -202,17 +209,19 @@ class Collector:
         if not sums_first:
             self._multiply(list(left.values()))
         if self._reduction is None:
-            self.kept.add(self.bridge, left, {name: self.homes[name] for name in self._used(left)})
+            self.kept.add(self.bridge, left, {name: self.homes[name] for name in self._used_by_some(left)})
             return {}
+        before = self.kept.shown
         self.kept.withdraw(self.homes)
-        used = {*self._handed_on, *left, *self.kept.local} if self._used_anywhere else ()
+        used = {*self._handed_on, *left, *self.kept.local}
         self._join_kept(left, list(self.kept.local))
         home = self._reduction.finish(left)
         if sums_first:
             self._multiply(list(home.values()))
         if not home:
             return {}
-        return as_home({name: home[name] for name in self._used(used) if name in home}, self.homes)
+        names = {*self._used_by_some(used), *before}
+        return as_home({name: home[name] for name in self.trained if name in names and name in home}, self.homes)
 
     def _join_kept(self, left: dict[str, Tensor], names: Iterable[str]) -> None:
         """Put what was kept of some gradients with what is left of them."""
@@ -221,9 +230,10 @@ class Collector:
             if joined is not None:
                 left[name] = joined
 
-    def _used(self, here: Collection[str]) -> Collection[str]:
+    def _used_by_some(self, here: Collection[str]) -> list[str]:
         """Return what some rank has used, of which this one has used what is `here`; collective if ranks may differ."""
-        return self.trained if self._used_anywhere is None else self._used_anywhere(here)
+        found = self._used.anywhere(here, self._is_of_outputs)
+        return [name for name in self.trained if name in found]
 
     def _must_run_again(self) -> bool:
         """Tell whether float16 gradients were made under another scale than the loss has, so that some were lost."""

@@ -74,6 +74,8 @@ class _GraphStep(StepFrame):
             needing=batch.needing,
             row_dims=self.program.row_dims,
         )
+        # A compiled backward returns zeros for None, which the collector leaves out.
+        self.is_direct = self.is_direct and not (self.stage.use.all_uses and variant.compute.backend)
         self.outcome = StageOutcome(timer=inputs.timer)
 
     def run(self) -> LossAndOutput:
@@ -206,7 +208,8 @@ class _GraphStep(StepFrame):
             orders = self._orders(len(micro_batches), train=True)
             feeds, timer = self._shared_feeds(collector.leaves), self.outcome.timer
             run = partial(self.stage.engine.run, orders, micro_batches, feeds, train=True, timer=timer)
-            self.outcome = run(root=self.root, before_last_gradients=self._listening(collector))
+            with collector.noting():
+                self.outcome = run(root=self.root, before_last_gradients=self._listening(collector))
             rerun = partial(_run_again, run, self._scale, self.table)
         if self.program.in_float16:
             collector.run_again = rerun
@@ -234,7 +237,8 @@ class _GraphStep(StepFrame):
 
     def _collector(self, compute: Mapping[str, Tensor]) -> Collector:
         """Make the compute tensors leaves of this step's autograd graph."""
-        return self.collector(self.stage.bridge, compute, overlaps=not self.stage.talks_in_step)
+        used = self.stage.use.used(self.table, has_loss=bool(self.program.loss_name))
+        return self.collector(self.stage.bridge, compute, overlaps=not self.stage.talks_in_step, used=used)
 
     def _local_loss(self) -> Tensor:
         """Return this rank's part of the loss, zero where it computes none."""

@@ -79,6 +79,11 @@ class KeptBack:
         """Tell whether there is a step that can have its backward and has not had it."""
         return bool(self.begun)
 
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """Return what has a gradient that is kept back."""
+        return tuple(self._shown)
+
     def settle(self) -> None:
         """Wait for the messages of a step whose loss has not been asked for its gradient, which it may be yet."""
         left, self.under_way = self.under_way, None

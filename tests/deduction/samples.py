@@ -277,6 +277,7 @@ VIEW = {
     "dstack": [sample([x(3, 4, 2), x(3, 4, 1)]), sample([x(3, 4), x(3, 4)])],
     "unfold": [sample(x(3, 8), 1, 4, 2)],
     "diagonal": [sample(x(3, 4, 4), 0, 1, 2)],
+    "diagonal_scatter": [sample(x(3, 4, 4), x(3, 4), 0, 1, 2), sample(x(4, 3, 4), x(3, 3), 1, 0, 2)],
     "slice_scatter": [sample(x(6, 4), x(3, 4), 0, 1, 4), sample(x(6, 4), x(6, 4), 0)],
     "select_scatter": [sample(x(6, 4), x(6), 1, 2)],
     "view_as_complex": [sample(x(3, 4, 2))],
@@ -290,6 +291,13 @@ NORMALIZATION = {
     },
     "layer_norm": [sample(x(3, 4, 6), [6], x(6), x(6)), sample(x(3, 4, 6), [4, 6])],
     "native_layer_norm": [sample(x(3, 4, 6), [6], x(6), x(6), 1e-5)],
+    "native_layer_norm_backward": [
+        *(
+            Sample((x(3, 4, 6), x(3, 4, 6), [6], x(3, 4, 1), x(3, 4, 1), w, w, [True, False, False]), fixed=(2, 3))
+            for w in (x(6), None)
+        ),
+        Sample((x(3, 4), x(3, 4), [4], x(3, 1), x(3, 1), x(4), x(4), [True, True, True]), fixed=(2, 3)),
+    ],
     "_weight_norm": [sample(x(3, 4, 6), x(1, 1, 6), 2), sample(x(3, 4), x(3, 1))],
     "rms_norm": [sample(x(3, 4, 6), [6], x(6))],
     "_fused_rms_norm": [sample(x(3, 4, 6), [6], x(6), 1e-5)],
@@ -384,6 +392,17 @@ LOSS = {
         op: [sample(x(3, 4), x(3, 4), reduction=r) for r in (0, 1, 2)]
         for op in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div")
     },
+    **{
+        op: [sample(x(3, 4) if r == 0 else x(), x(3, 4), x(3, 4), r, *more) for r in (0, 1, 2)]
+        for op, more in (
+            ("mse_loss_backward", ()),
+            ("smooth_l1_loss_backward", (1.0,)),
+            ("huber_loss_backward", (1.0,)),
+        )
+    },
+    "binary_cross_entropy_backward": [
+        Sample((x(3, 4) if r == 0 else x(), x(3, 4), x(3, 4), None, r), fixed=(2,)) for r in (0, 1, 2)
+    ],
     "binary_cross_entropy_with_logits": [
         *(Sample((signed(3, 4), x(3, 4), None, x(4), r), fixed=(2,)) for r in (0, 1, 2)),
         Sample((signed(3, 4), x(3, 4), x(3, 4)), fixed=(2,)),

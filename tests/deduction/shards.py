@@ -78,7 +78,8 @@ def as_tensor(item: Any) -> torch.Tensor | None:
 
 
 def flat(result: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(result) if isinstance(result, tuple | list) else (result,)
+    """Return the tensors of a result; a gradient that was not asked for is none."""
+    return tuple(one for one in result if one is not None) if isinstance(result, tuple | list) else (result,)
 
 
 def cuts_of(size: int, unit: int) -> list[list[Cut]]:

@@ -29,6 +29,8 @@ class Keeping(nn.Module):
     """
 
     empty: Tensor | None
+    short: Tensor
+    saved: Tensor
 
     def __init__(self, act: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
@@ -36,6 +38,8 @@ class Keeping(nn.Module):
         self.kept: Any = None
         self.tables: dict[str, Any] = {}
         self.register_buffer("empty", None)
+        self.register_buffer("short", torch.zeros(1), persistent=False)
+        self.register_buffer("saved", torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
         kept = self.act(self, x)
@@ -72,6 +76,19 @@ def a_buffer_that_was_empty(module: Any, x: Tensor) -> Tensor:
     return module.empty[:, None]
 
 
+def a_buffer_of_another_size(module: Any, x: Tensor) -> Tensor:
+    if module.short is None or module.short.shape[0] != x.shape[1]:
+        module.short = torch.zeros(x.shape[1], dtype=x.dtype)
+        module.short[1:] = torch.arange(1, x.shape[1], dtype=x.dtype)
+    return module.short[:, None]
+
+
+def a_buffer_that_is_saved(module: Any, x: Tensor) -> Tensor:
+    if module.saved.shape[0] < x.shape[1]:
+        module.saved = torch.arange(x.shape[1]).to(x.dtype)
+    return module.saved[: x.shape[1], None]
+
+
 def a_mask_of_all_rows(module: Any, x: Tensor) -> Tensor:
     if module.kept is None or module.kept.shape[:2] != x.shape[:2]:
         module.kept = torch.ones(x.shape[0], x.shape[1], 1, dtype=x.dtype)
@@ -97,6 +114,8 @@ CACHES = [
     a_table_in_a_dictionary,
     a_buffer_that_is_registered,
     a_buffer_that_was_empty,
+    a_buffer_of_another_size,
+    a_buffer_that_is_saved,
     a_mask_of_all_rows,
     places_in_a_dictionary,
     a_table_of_a_fixed_size,
@@ -113,6 +132,18 @@ def the_length_of_the_first_batch(module: Any, x: Tensor) -> Tensor:
     if module.kept is None:
         module.kept = torch.ones(()) / x.shape[1]
     return module.kept
+
+
+def the_sum_of_a_batch_in_a_buffer(module: Any, x: Tensor) -> Tensor:
+    if module.short.shape[0] != x.shape[1]:
+        module.short = x.detach().sum((0, 2))
+    return module.short[:, None]
+
+
+def the_mean_of_what_a_buffer_was(module: Any, x: Tensor) -> Tensor:
+    if module.saved.shape[0] != x.shape[1]:
+        module.saved = module.saved.mean().repeat(x.shape[1]) + 1
+    return module.saved[:, None]
 
 
 def a_number_of_the_first_batch(module: Any, x: Tensor) -> Any:
@@ -181,6 +212,8 @@ def the_last_output(module: Any, x: Tensor) -> Tensor:
 STATE = [
     the_mean_of_the_first_batch,
     the_length_of_the_first_batch,
+    the_sum_of_a_batch_in_a_buffer,
+    the_mean_of_what_a_buffer_was,
     a_number_of_the_first_batch,
     the_rows_of_the_first_batch,
     a_count_of_calls,
@@ -208,6 +241,7 @@ def test_a_cache_is_captured_and_left_alone(act: Callable[[Any, Tensor], Any]) -
     assert program.graph.batch_symbol is not None
     assert (dict(vars(model)), model._non_persistent_buffers_set) == before
     assert (model.kept, model.empty, model.tables, hasattr(model, "mask")) == (None, None, {}, False)
+    assert (model.short.shape, model.saved.shape) == ((1,), (1,))
     assert reads.hold()
 
 
@@ -303,8 +337,8 @@ def test_caches_are_those_of_one_device_in_batches_of_other_sizes(plan: Plan) ->
         model = Keeping(act).double()
         given = [{"x": torch.randn(rows, length, 4).double()} for rows, length in ((8, 5), (8, 3), (4, 7), (8, 5))]
         alone, made = train_alone(model, given, how), how.train(model, given, plan)
-        alone.state.pop("mask", None)  # one device leaves it registered
-        alone.state.pop("empty", None)
+        for name in ("mask", "empty", "short", "saved"):  # one device leaves them as it has filled them
+            alone.state.pop(name, None)
         verdict = judge("plan", alone, made, 1e-10, "")
         assert verdict.verdict == "equal", (act, verdict)
 

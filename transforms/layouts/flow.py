@@ -7,7 +7,9 @@ other can be sent instead.
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -15,15 +17,24 @@ from torch import fx
 from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.deduction.factors.factors import FactorMap
 from hetu_fx.graph import meta
-from hetu_fx.graph.edit import reached_from
-from hetu_fx.graph.graph import Graph, LeafKind
+from hetu_fx.graph.calls import argument
+from hetu_fx.graph.edit import needed_for, reached_from
+from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
+from hetu_fx.graph.leaves.ops import LEAF, operands_of
+from hetu_fx.graph.leaves.uses import Use
 
 aten = torch.ops.aten
 _NO_GRADIENT = {
     aten.detach.default,
     *(aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default),
     *(aten.rand_like.default, aten.randn_like.default),
+    *(aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
 }
+_STATISTICS: Mapping[Any, tuple[int, ...]] = {
+    aten.native_layer_norm.default: (1, 2),
+    aten.native_group_norm.default: (1, 2),
+}
+"""Results without gradient: means and deviations, which only a backward reads."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +74,43 @@ def flow_of(graph: Graph, frozen: frozenset[str] = frozenset()) -> Flow:
     )
 
 
+def parameters_with_gradient(graph: Graph, uses: Collection[Use], *, of_outputs: bool) -> frozenset[str]:
+    """Return the names of parameters that a backward reaches; others have no gradient, which is not one of zeros.
+
+    Args:
+        graph: what it goes back through.
+        uses: which operands calls of leaves have made gradients of.
+        of_outputs: whether it begins at all outputs, and not at the loss alone.
+    """
+
+    def sources(node: fx.Node) -> Sequence[fx.Node]:
+        if not _carries_gradient(node):
+            return ()
+        if node.target is not LEAF:
+            return node.all_input_nodes
+        name = argument(node, "name")
+        return [operand for place, operand in enumerate(operands_of(node)) if (name, place) in uses]
+
+    kinds = (OutputKind.LOSS, OutputKind.VALUE) if of_outputs else (OutputKind.LOSS,)
+    reached = needed_for((node for kind in kinds for _, node in graph.outputs_of(kind)), sources)
+    return frozenset(leaf.name for leaf in graph.leaves_of(LeafKind.PARAMETER) if leaf.node in reached)
+
+
+def uses_in(graph: Graph) -> list[Use]:
+    """Return all operands that calls of leaves may make gradients of, in the order of the graph, which ranks share."""
+    return [
+        (argument(node, "name"), place)
+        for node in graph.graph.find_nodes(op="call_function", target=LEAF)
+        for place, operand in enumerate(operands_of(node))
+        if carries_gradient(meta.dtype(operand))
+    ]
+
+
 def _carries_gradient(node: fx.Node) -> bool:
     """Tell whether the value has gradients if an operand has: by its op and its kind; a tuple may hold one that has."""
     if node.target in _NO_GRADIENT or not meta.has_tensor(node):
+        return False
+    if is_item(node) and node.args[1] in _STATISTICS.get(whole_of(node).target, ()):
         return False
     return not meta.is_tensor(node) or carries_gradient(meta.dtype(node))
 

@@ -21,6 +21,7 @@ from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import Size, argument, bound, callee, operand, overload
 from hetu_fx.graph.graph import Leaf
+from hetu_fx.graph.leaves.ops import LEAF
 from hetu_fx.transforms.layouts.annotated_graph import TENSOR, StageLayout, is_size, stage_nodes
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.layouts.states import WHOLE, Need, SplitOn, States, Summed
@@ -254,10 +255,14 @@ class _Builder:
     def _operands(self, node: fx.Node) -> list[fx.Node]:
         columns = zip(*(deduction.needs(node) for deduction in (*self.inside, self.batch)), strict=True)
         operands = [self._edge(needs, self._alike(node, i)) for i, needs in enumerate(columns)]
-        target = None if self.low is None else cast_target(node, self.low)
-        if target is None:
+        if self.low is None:
             return operands
         sources = [need.node for need in self.inside[0].needs(node)]
+        if node.target is LEAF:  # it is called in the dtypes that it was captured with
+            return [self._cast(*pair, meta.dtype(pair[0])) for pair in zip(sources, operands, strict=True)]
+        target = cast_target(node, self.low)
+        if target is None:
+            return operands
         return [self._cast(*pair, target) for pair in zip(sources, operands, strict=True)]
 
     def _cast(self, source: fx.Node, value: fx.Node, target: torch.dtype) -> fx.Node:

@@ -10,7 +10,18 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from hetu_fx.deduction.rules.build import broadcast, broadcast_shape, built, dims_of, grouped, kept, names, replaced
+from hetu_fx.deduction.rules.build import (
+    FIRST,
+    broadcast,
+    broadcast_shape,
+    built,
+    dims_of,
+    grouped,
+    kept,
+    names,
+    opaque,
+    replaced,
+)
 from hetu_fx.deduction.rules.call import Call
 from hetu_fx.deduction.rules.forms import Lacking, PartCall, ShardedForm, Traits, known
 from hetu_fx.deduction.rules.rule import NOTHING, Dims, Factoring, LiteralSize, Rule
@@ -44,6 +55,18 @@ def _over_last_dims(call: Call) -> Factoring:
     statistics = tuple(() if i in last else dim for i, dim in enumerate(dims))
     results = tuple(dims if shape == call.operands[0].shape else statistics for shape in call.results)
     return Factoring(operands, results, whole=names(dims, last))
+
+
+def _gradient_over_last_dims(call: Call) -> Factoring:
+    """Take the gradient of a layer norm, of which the last dims stay whole; with those of weight and bias all dims."""
+    dims = dims_of(call.operands[0].shape)
+    if len(call.results) > 1:
+        return opaque(call)
+    count = len(call.arguments["normalized_shape"])
+    last = range(len(dims) - count, len(dims))
+    statistics = tuple(() if i in last else dim for i, dim in enumerate(dims))
+    operands = (dims, dims, statistics, statistics, *(dims[len(dims) - count :] for _ in call.operands[4:]))
+    return Factoring(operands, (dims,), whole=names(dims, last), linear=FIRST)
 
 
 def _over_groups(call: Call) -> Factoring:
@@ -135,6 +158,14 @@ def compared(call: Call) -> Factoring:
     return _reduced(call, tuple(broadcast(operand.shape, rows) for operand in call.operands), rows, NOTHING, NOTHING)
 
 
+def _gradient_of_compared(call: Call) -> Factoring:
+    """Take the gradient of a loss of elements; that of a mean goes by how many there are, which stay whole."""
+    dims = dims_of(call.results[0])
+    operands = tuple(broadcast(operand.shape, dims) for operand in call.operands)
+    whole = names(dims) if call.integer("reduction") == MEAN else NOTHING
+    return Factoring(operands, (dims,), whole=whole, linear=FIRST)
+
+
 def _compared_vectors(call: Call) -> Factoring:
     """Compare vectors by how far they are apart, or what way they point: their last dim stays whole, all else is rows.
 
@@ -215,6 +246,7 @@ RULES: tuple[Rule, ...] = (
     *built(softmax, "_softmax", "_log_softmax", "_safe_softmax"),
     *built(_softmax_gradient, "_softmax_backward_data", "_log_softmax_backward_data"),
     *built(_over_last_dims, "layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"),
+    *built(_gradient_over_last_dims, "native_layer_norm_backward"),
     *built(_over_groups, "group_norm"),
     *built(_over_all_but_one, "_weight_norm"),
     *built(_per_channel, *BATCH_NORMS),
@@ -227,6 +259,10 @@ RULES: tuple[Rule, ...] = (
         *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div"),
         *("binary_cross_entropy_with_logits", "soft_margin_loss", "poisson_nll_loss"),
         *("margin_ranking_loss", "hinge_embedding_loss"),
+    ),
+    *built(
+        _gradient_of_compared,
+        *("mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "binary_cross_entropy_backward"),
     ),
     *built(_compared_vectors, "triplet_margin_loss", "cosine_embedding_loss"),
     *built(_set_apart, "multi_margin_loss", "multilabel_margin_loss"),

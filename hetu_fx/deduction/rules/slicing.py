@@ -171,6 +171,15 @@ def diagonal(call: Call) -> Factoring:
     return Factoring((dims,), (target,), whole=names(dims, pair) | frozenset(last), linear=FIRST)
 
 
+def _diagonal_written(call: Call) -> Factoring:
+    """Write a tensor on the diagonal of two dims, which stay whole, as does its last one."""
+    dims, pair = dims_of(call.operands[0].shape), [call.dim("dim1"), call.dim("dim2")]
+    last = named("diagonal", call.operands[1].shape[-1])
+    written = (*(dim for i, dim in enumerate(dims) if i not in pair), last)
+    whole = names(dims, pair) | frozenset(last)
+    return Factoring((dims, written), (dims,), whole=whole, linear=(frozenset({0, 1}),))
+
+
 RULES: tuple[Rule, ...] = (
     *built(sliced, "slice.Tensor", "narrow", traits=KEEPS_ZEROS),
     *built(reduced, "select.int", "unbind.int", traits=KEEPS_ZEROS, linear=True, whole=True),
@@ -186,6 +195,7 @@ RULES: tuple[Rule, ...] = (
     *built(_unfolded, "unfold"),
     *built(diagonal, "diagonal", "linalg_diagonal"),
     *built(_on_diagonal, "diag_embed"),
+    *built(_diagonal_written, "diagonal_scatter"),
     *built(kept, "fliplr", whole=(1,), linear=True),
     *built(kept, "flipud", whole=(0,), linear=True),
     *built(_turned, "rot90"),

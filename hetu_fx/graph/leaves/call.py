@@ -25,6 +25,7 @@ from hetu_fx.errors import StateError
 from hetu_fx.graph import meta
 from hetu_fx.graph.containers import Constant, Opaque, TensorSlot, Tree, flatten, unflatten, walk
 from hetu_fx.graph.leaves.forms import read_form
+from hetu_fx.graph.leaves.uses import note_uses
 from hetu_fx.graph.tracing.autocasts import Autocasts, casting
 
 _INNER = "inner"
@@ -99,6 +100,12 @@ class Invocation:
         strange = next((leaf for leaf in walk(tree) if isinstance(leaf, Opaque)), None)
         if strange is not None:
             raise StateError(f"leaf {self.label} returns a {strange.type_name}, but a leaf returns tensors")
+        layouts = {str(one.layout) for one in tensors.values() if one.layout is not torch.strided or one.is_nested}
+        if layouts:
+            raise StateError(
+                f"leaf {self.label} returns a tensor of layout {min(layouts)}, but a leaf returns dense ones\n"
+                "hint: return made.to_dense()"
+            )
         left = {name: state[f"{_INNER}.{name}"] for name in self.buffers}
         given = zip(self.buffers, kept, operands[len(self.differentiable) :], strict=True)
         written = frozenset(name for name, one, before in given if _is_other(left[name], one, before))
@@ -225,6 +232,8 @@ class OpaqueCall:
     ) -> list[Tensor]:
         """Return the gradients of some operands by those of all results that can have any; zeros where there is none.
 
+        Which there are is noted (`leaves.uses`).
+
         Raises:
             StateError: as `made`.
         """
@@ -239,6 +248,7 @@ class OpaqueCall:
             roots, given = zip(*pairs, strict=True)
             with torch.enable_grad():
                 found = torch.autograd.grad(roots, inputs, given, allow_unused=True)
+        note_uses(self.name, (place for place, dx in zip(wanted, found, strict=True) if dx is not None))
         made = [torch.zeros_like(x) if dx is None else dx for x, dx in zip(inputs, found, strict=True)]
         return _with_own_memory(made, [*operands, *cotangents])
 

@@ -21,6 +21,7 @@ from hetu_fx.errors import StateError
 from hetu_fx.graph.calls import argument
 from hetu_fx.graph.leaves.call import call_of_name, label_in, seed_of, without_number
 from hetu_fx.graph.leaves.forms import read_form
+from hetu_fx.graph.leaves.uses import RAN, Use, noting_uses
 
 _SIGNATURE = "Tensor[] values, Tensor[] state, Tensor? random_state, SymInt site, str name, str[] forms"
 
@@ -99,10 +100,13 @@ def _backward(ctx: Any, cotangents: Sequence[Tensor]) -> tuple[Any, ...]:
     given = [one for one, form in zip(cotangents, map(read_form, forms), strict=True) if carries_gradient(form.dtype)]
     needed = [*ctx.needs_input_grad[0], *ctx.needs_input_grad[1]]
     wanted = [place for place, is_needed in enumerate(needed) if is_needed]
-    made = torch.ops.hetu.leaf_backward(given, values, state, random_state, site, name, list(forms), wanted)
+    uses = set[Use]()
+    with noting_uses(uses):
+        made = torch.ops.hetu.leaf_backward(given, values, state, random_state, site, name, list(forms), wanted)
+    is_traced = (name, RAN) not in uses  # by a compiler, which has all of them
     gradients = [None] * len(operands)
     for place, gradient in zip(wanted, made, strict=True):
-        gradients[place] = gradient
+        gradients[place] = gradient if is_traced or (name, place) in uses else None
     return gradients[: ctx.num_values], gradients[ctx.num_values :], None, None, None, None
 
 
@@ -121,6 +125,11 @@ _call_leaf.register_autograd(_backward, setup_context=_remember)
 _call_leaf_backward.register_autograd(_refuse, setup_context=_remember_name)
 
 LEAF = torch.ops.hetu.leaf.default
+
+
+def operands_of(node: fx.Node) -> list[fx.Node]:
+    """Return what a call of a leaf is given: values, parameters and buffers, in order."""
+    return [*argument(node, "values"), *argument(node, "state")]
 
 
 def told_arguments(node: fx.Node) -> Any:

@@ -26,13 +26,13 @@ from hetu_fx.base.torch_private import version
 from hetu_fx.base.words import bytes_text
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
-from hetu_fx.graph.capture_failure import line_of, reason
+from hetu_fx.graph.capture_failure import RowsAreCounted, line_of, reason
 from hetu_fx.graph.containers import Leaf, Opaque, TensorSlot, Tree, flatten, map_leaves, unflatten
 from hetu_fx.graph.leaves.call import Holder, Invocation, OpaqueCall, know, told_tree
 from hetu_fx.graph.leaves.frames import Candidate, candidates_of
 from hetu_fx.graph.leaves.mark import leaf_modules
 from hetu_fx.graph.leaves.ops import LEAF
-from hetu_fx.graph.leaves.probe import CannotBeLeaf, Operand, Question
+from hetu_fx.graph.leaves.probe import CannotBeLeaf, Operand, Question, SizesAreFixed
 from hetu_fx.graph.tracing.autocasts import Autocasts, ambient_autocasts
 
 T = TypeVar("T")
@@ -96,6 +96,7 @@ class _Target:
         why: the line that no graph has, and why; empty if the user has named it.
         around: what may be a leaf if it cannot.
         is_guessed: it is like one that was found, in another of the repeated blocks; if it cannot, nothing is to be.
+        opens_rows: it is there so that batches may have any number of rows; a graph can be made of it for one.
         holder: calls it.
     """
 
@@ -105,6 +106,7 @@ class _Target:
     why: str = ""
     around: Sequence[Candidate] = ()
     is_guessed: bool = False
+    opens_rows: bool = False
     holder: Holder = field(init=False)
 
     def __post_init__(self) -> None:
@@ -150,6 +152,7 @@ class Leaves:
 
     Attributes:
         used: the calls that the last trace has made.
+        opens_rows: whether something may become a leaf so that batches may have any number of rows.
     """
 
     def __init__(
@@ -164,6 +167,7 @@ class Leaves:
         self._model, self._codes = model, codes
         self._device = HOST if device.type == "meta" else device
         self._finds, self._around = given is None, around
+        self.opens_rows = self._finds
         self._targets = [_Target.of(path, module) for path, module in leaf_modules(model, loss_fn, given or ())]
         if any(not target.path for target in self._targets):
             raise CaptureError(
@@ -205,6 +209,8 @@ class Leaves:
             except CaptureError as error:
                 cause, self._reasons = error, []
                 found = self._found_by(error)
+            if found is None and self._keeps_rows_fixed(cause):
+                continue
             if found is None:
                 raise self._told(cause) from cause.__cause__
             self._targets = [*self._not_inside(found), found, *self._like(found)]
@@ -225,7 +231,9 @@ class Leaves:
             try:
                 with self._around():
                     call = replace(question, strange=self._not_of(target)).answer()
-            except CannotBeLeaf as error:
+            except (CannotBeLeaf, SizesAreFixed) as error:
+                if isinstance(error, SizesAreFixed) and not target.opens_rows:
+                    raise
                 raise LeafRefused(target, str(error)) from error
             know(call)
             self._known[key], self._owner[call.name] = call, target
@@ -254,7 +262,8 @@ class Leaves:
             return None
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         candidates = candidates_of(error, self._model, *self._codes)
-        return self._first_of(candidates, f"{line_of(cause)}: {reason(cause)}")
+        why, opens_rows = f"{line_of(cause)}: {reason(cause)}", isinstance(error, RowsAreCounted)
+        return self._first_of(candidates, why, opens_rows=opens_rows)
 
     def _instead_of(self, refused: LeafRefused) -> _Target | None:
         """Return what to make a leaf as another one cannot be; None where nothing can be."""
@@ -262,16 +271,24 @@ class Leaves:
         self._refused.add(id(target.called))
         self._reasons.append(f"{target.label}: {refused.why}")
         self._targets.remove(target)
-        return self._first_of(target.around, target.why)
+        return self._first_of(target.around, target.why, opens_rows=target.opens_rows)
 
-    def _first_of(self, candidates: Sequence[Candidate], why: str) -> _Target | None:
+    def _keeps_rows_fixed(self, cause: CaptureError) -> bool:
+        """Let batches have one number of rows, if something was to be a leaf for others, and cannot; tell if so."""
+        others = [target for target in self._targets if not target.opens_rows]
+        gives_up = self.opens_rows and (isinstance(cause, RowsAreCounted) or len(others) < len(self._targets))
+        if gives_up:
+            self.opens_rows, self._targets = False, others
+        return gives_up
+
+    def _first_of(self, candidates: Sequence[Candidate], why: str, *, opens_rows: bool) -> _Target | None:
         known = {id(target.called) for target in self._targets} | self._refused
         # A module that the forward makes itself is another one in each trace: that the last one is a leaf is in vain.
         used = {id(self._owner[name]) for name in self.used}
         in_vain = {(target.path, type(target.called)) for target in self._targets if id(target) not in used}
         for number, one in enumerate(candidates):
             if id(one.called) not in known and (one.path, type(one.called)) not in in_vain:
-                return _Target.of(one.path, one.called, why, candidates[number + 1 :])
+                return _Target.of(one.path, one.called, why, candidates[number + 1 :], False, opens_rows)
         return None
 
     def _like(self, found: _Target) -> Iterator[_Target]:
@@ -279,7 +296,7 @@ class Leaves:
         known = {id(target.called) for target in self._targets} | self._refused
         for path, module in self._model.named_modules() if isinstance(found.called, nn.Module) else ():
             if module is not found.called and id(module) not in known:
-                like = _Target.of(path, module, found.why, (), True)
+                like = _Target.of(path, module, found.why, (), True, found.opens_rows)
                 if like.kind == found.kind:
                     yield like
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -118,7 +119,22 @@ class Criticises(Energy):
         return mse_loss(made, y) + (slope.norm(dim=1) - 1).square().mean()
 
 
-KINDS = (Averages, Energy, Attends, Bends, Steers, Weighs, Criticises)
+class OfForcesAlone(Energy):
+    """Learns of forces alone, of an energy with a distance in it: the last bias has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x.requires_grad_()
+        places = self.norm(x)
+        energy = self.layers(places).sum() + mse_loss(places, torch.zeros_like(x), reduction="sum")
+        (forces,) = torch.autograd.grad(energy, x, create_graph=True)
+        return (forces + x.detach()).square().mean()
+
+
+KINDS = (Averages, Energy, Attends, Bends, Steers, Weighs, Criticises, OfForcesAlone)
 
 
 def batches(number: int) -> list[dict[str, Tensor]]:
@@ -146,7 +162,17 @@ def test_what_export_refuses_trains_as_on_one_device(kind: type[nn.Module], plan
         torch.testing.assert_close(made.state[name], value, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [Energy, Bends])
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_a_derivative_does_not_use_has_no_gradient(plan: str) -> None:
+    model, how = model_of(OfForcesAlone), Lockstep(partial(torch.optim.AdamW, lr=0.1, weight_decay=0.3))
+    alone, made = train_alone(model, batches(2), how), how.train(model, batches(2), PLANS[plan])
+    assert "layers.4.bias" not in alone.steps[0].gradients
+    assert made.steps[0].gradients.keys() == alone.steps[0].gradients.keys()
+    for name, value in alone.state.items():
+        torch.testing.assert_close(made.state[name], value, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", [Energy, Bends, OfForcesAlone])
 def test_rows_of_forces_are_apart(kind: type[nn.Module]) -> None:
     program = Programs(model_of(kind), None).first(batches(1)[0], training=True)
     deduced = Deduce()(Annotate(PLANS["rows 3:1"], wants_values=False)(program.analysed))

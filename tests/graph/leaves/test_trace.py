@@ -34,7 +34,7 @@ class Part(nn.Module):
         super().__init__()
         self.layer = nn.Linear(4, 4)
         self.register_buffer("count", torch.zeros(()))
-        self.does, self.seen = does, 0
+        self.does, self.seen, self.total = does, 0, torch.tensor(20_000)
         self.numbers, self.meter, self.queue = np.zeros(2), SimpleNamespace(count=0), deque[Tensor](maxlen=3)
         self.aside = list[nn.Linear]()
 
@@ -97,8 +97,7 @@ def test_values_and_gradients_are_those_of_the_module() -> None:
         found.backward()
         torch.testing.assert_close(found, expected)
         for name, parameter in named.items():
-            own = torch.zeros_like(parameter) if gradients[name] is None else gradients[name]
-            torch.testing.assert_close(parameter.grad, own)
+            torch.testing.assert_close(parameter.grad, gradients[name])
 
 
 def leaf_model(does: Does) -> Model:
@@ -207,8 +206,17 @@ def _writes_by_numpy(part: Part, h: Tensor) -> Tensor:
     return by_values(part, h)
 
 
+def _returns_a_sparse_tensor(part: Part, h: Tensor) -> Tensor:
+    return by_values(part, h).to_sparse()
+
+
 def _counts_in_an_array(part: Part, h: Tensor) -> Tensor:
     part.numbers[0] += 1
+    return by_values(part, h)
+
+
+def _counts_from_far_up(part: Part, h: Tensor) -> Tensor:
+    part.total = part.total + 1
     return by_values(part, h)
 
 
@@ -241,7 +249,9 @@ def _clips_its_gradient(part: Part, h: Tensor) -> Tensor:
         (_reads_a_strange_buffer, "a parameter or buffer of the model that is none of it"),
         (_writes_by_data, "writes to a tensor that it is given"),
         (_writes_by_numpy, "writes to a tensor that it is given"),
+        (_returns_a_sparse_tensor, r"returns a tensor of layout torch\.sparse_coo"),
         (_counts_in_an_array, "keeps state in attributes: numbers of Part"),
+        (_counts_from_far_up, "keeps state in attributes: total of Part"),
         (_counts_in_an_object, "keeps state in attributes: meter of Part"),
         (_remembers_in_a_queue, "keeps state in attributes: queue of Part"),
         (_clips_its_gradient, "backward is not linear"),

@@ -153,6 +153,7 @@ def auto_parallelize(
         align,
         cuda_graphs,
         AskedRowDims(row_dims or {}),
+        works_by_rows=check is False,
     )
     handle = _make_parallel(preparation, wants_checks(check))
     if warm:

@@ -60,7 +60,7 @@ class Handle:
 
         See docs/checked.md.
         """
-        return {name: self._adaptation.tried.found(plan) for name, plan in self.variants.items()}
+        return {name: self._adaptation.tried.found(plan).says for name, plan in self.variants.items()}
 
     @property
     def current(self) -> str:

@@ -143,7 +143,12 @@ class Variant:
 
     `compute` is what runs under the plan's compute layout; variants of the same layout share it. `facts` are what a
     policy is told of it.
+
+    Attributes:
+        repeats_rows: each pipeline takes all rows of a batch.
     """
+
+    repeats_rows = False
 
     def __init__(self, name: str, plan: Plan, compute: Compute, planned_rates: Mapping[int, float]) -> None:
         self.name = name

@@ -78,6 +78,7 @@ class EagerVariant(Variant):
     ) -> None:
         super().__init__(name, plan, compute, planned_rates)
         self.mode, self.repeats_rows = mode, len(plan.pipelines) > 1 and not mode.by_rows
+        self.rows_told = f"all of them on each device, as {mode.why}" if self.repeats_rows else ""
         self._bridge = self._made()
 
     @property

@@ -125,11 +125,11 @@ def prepare(wanted: Preparation, make_try: MakeTry | None = None) -> tuple[Runti
             device = str(next(wanted.model.parameters()).device)
             with telling("measuring devices and links"):
                 cluster = table.topology = cluster or Cluster.measure(table, device=device)
-            planned, *plans = _planned(planned, cluster, tried, table)
-        planner = _planner_like(plans if wanted.plan != "auto" else (), planned)
+            plans = (_auto_plan(planned, cluster, tried, table),)
         priced, layouts = together(table, partial(_checked, wanted, execution, plans, costs, cluster, table))
         for plan in priced:
             tried.ask(plan)
+        planner = _planner_like(() if wanted.plan == "auto" else plans, _as_tried(planned, tried))
     settings = replace(wanted.settings, seed=seed)
     runtime = make_runtime(wanted.model, wanted.optimizer, table, execution, priced, layouts, settings)
     health = wanted.settings.health
@@ -154,25 +154,27 @@ def _tried_plans(
     return tried
 
 
-def _planned(
-    planned: PlannedProgram | PlannedModule, cluster: Cluster, tried: TriedPlans, table: GroupTable
-) -> tuple[PlannedProgram | PlannedModule, Plan]:
-    """Return the plan that is made where none is given, and what has made it; collective.
+def _auto_plan(planned: PlannedProgram | PlannedModule, cluster: Cluster, tried: TriedPlans, table: GroupTable) -> Plan:
+    """Return the plan that is made where none is given; collective.
 
     Where replicas of a module would all run the whole batch, it is a plan for one device.
     """
     with telling("planning") as tell:
         plan = by_first(table, partial(planned.plan, cluster, "auto", tell=tell))
     if isinstance(planned, PlannedProgram) or len(plan.pipelines) == 1:
-        return planned, plan
-    mode = tried.ask(plan).mode
-    if mode.by_rows:
-        return planned, plan
-    alone = planned.on_one_device()
-    plan = by_first(table, partial(alone.plan, cluster, "auto"))
+        return plan
+    found = tried.ask(plan)
+    if found.mode.by_rows:
+        return plan
+    plan = by_first(table, partial(planned.on_one_device().plan, cluster, "auto"))
     if table.rank == 0 and len(plan.pipelines) == 1:
-        warnings.warn(on_one_device_text(mode, plan), LeafWarning, stacklevel=6)
-    return alone, plan
+        warnings.warn(on_one_device_text(found.mode, plan), LeafWarning, stacklevel=6)
+    return plan
+
+
+def _as_tried(planned: PlannedProgram | PlannedModule, tried: TriedPlans) -> PlannedProgram | PlannedModule:
+    """Return what is planned for, which goes by what was found: a module may not work row by row."""
+    return planned if isinstance(planned, PlannedProgram) or tried.all_by_rows else planned.on_one_device()
 
 
 def _planner_like(plans: Sequence[Plan], planned: PlannedProgram | PlannedModule) -> Planner:

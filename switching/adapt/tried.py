@@ -43,6 +43,11 @@ class TriedPlans:
         self._table, self._try, self._untried = table, try_plan, untried
         self._found: dict[Plan, Tried] = {}
 
+    @property
+    def all_by_rows(self) -> bool:
+        """Tell whether replicas of a module run their own rows under every plan that was asked for."""
+        return all(found.mode.by_rows for found in self._found.values() or [self._untried])
+
     def ask(self, plan: Plan) -> Tried:
         """Try a plan on rank 0, and return on every rank what was found; collective.
 

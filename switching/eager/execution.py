@@ -343,9 +343,10 @@ class _EagerStep(StepFrame):
         try:
             with self.inputs.timer:
                 made = self.module.call(self.batch, rows, parameters)
+            form = form_of_output(made, sized=self.inputs.rows.repeats)
         except Exception as error:  # whatever the user's code raises is told to all ranks, and raised by `tell`
             return None, error
-        return made, form_of_output(made, sized=self.inputs.rows.repeats)
+        return made, form
 
     def _routes(self, forms: Mapping[int, OutputForm], form: OutputForm) -> tuple[ValueRoute, ...]:
         """Return the ways of the outputs other than the loss to this rank's rows, if they are wanted."""

@@ -21,7 +21,7 @@ class RandomNumbers:
     Attributes:
         generators: those of torch, by the types of devices: of the host, and of the rank's device.
         python: that of Python's `random`.
-        numpy: that of `numpy.random`; empty where nobody has imported it.
+        numpy: that of `numpy.random`; empty where nobody has imported it, or it is not numpy's own generator.
     """
 
     generators: Mapping[str, bytes]
@@ -57,7 +57,8 @@ class RandomNumbers:
 
 
 def _of_numpy() -> tuple[Any, ...]:
-    if "numpy" not in sys.modules:
+    state = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else {}
+    if isinstance(state, dict):  # of another generator than numpy's own, which somebody has put there
         return ()
-    name, words, *others = sys.modules["numpy"].random.get_state()
+    name, words, *others = state
     return (name, tuple(words.tolist()), *others)

@@ -187,6 +187,16 @@ def test_an_eager_loss_that_adds_up_over_rows_is_tried_as_a_sum(tmp_path: Path) 
     assert "a sum over rows, is shared out among ranks" in tried.says
 
 
+def test_equal_shares_of_an_eager_module_are_tried_on_unlike_rows(tmp_path: Path) -> None:
+    class Rooted(Mlp):  # equal replicas of half the rows each would not show it
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return super().forward(x, labels) * (1.0 if len(x) % 2 == 0 else 2.0)
+
+    batch = mlp_batch(8)
+    tried = checker_of(Rooted(), batch, tmp_path, eager=True).try_plan(Plan.data_parallel((0, 1)))
+    assert not tried.mode.by_rows
+
+
 def test_an_eager_module_that_takes_no_other_rows_than_all_gets_them(tmp_path: Path) -> None:
     class Whole(Mlp):
         def forward(self, x: Tensor, labels: Tensor) -> Tensor:

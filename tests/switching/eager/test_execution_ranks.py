@@ -235,8 +235,9 @@ def check_what_meets_in_the_batch_runs_on_all_rows(rank: int, world: int, folder
     assert "each replica runs all rows, as by rows it would be wrong" in said, said
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05, weight_decay=0.3) for m in (model, plain)]
     for number, owned in enumerate([(5, 0, 3), (2, 4, 1), (0, 0, 7)]):
+        data = meeting(sum(owned), number)
         torch.manual_seed(rank)  # of its own, as scripts have it that draw other rows on each rank
-        data, before = meeting(sum(owned), number), torch.get_rng_state()
+        before = torch.get_rng_state()
         x = own(data, rank, owned)["x"].requires_grad_()
         loss = model(x=x)["loss"]
         assert rank == 0 or torch.equal(torch.get_rng_state(), before)

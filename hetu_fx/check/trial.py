@@ -156,7 +156,7 @@ class Found:
 def _seeded() -> Iterator[RandomNumbers]:
     """Draw the same random numbers inside, each time; give what they are drawn from."""
     with RandomNumbers.of(HOST).drawn(HOST):
-        torch.manual_seed(SEED)
+        torch.default_generator.manual_seed(SEED)  # of the host alone
         random.seed(SEED)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(SEED)

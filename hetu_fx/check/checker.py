@@ -197,7 +197,8 @@ class Checker:
         tell("making it small", 0, 3)
         ready = self._ready(plan, start)
         tell("as all ranks", 1, 3)
-        found, mode = None, ready.case.eager
+        found: Found | None = None
+        mode = ready.case.eager
         if mode is not None and mode.by_rows:
             found = self._by_rows(ready, start)
             if not found.is_right:

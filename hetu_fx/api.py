@@ -108,18 +108,17 @@ def auto_parallelize(
             in one process, in float64, and must give the loss, gradients and buffers of the module on one device. At
             most 10 seconds, once for each model, plan and version; `model.hetu.checks` says what was found, or why a
             plan was not checked. False leaves it out, as does HETU_FX_CHECK=0 in the environment; True tries whatever
-            the environment says.
+            the environment says. With capture="eager", False also says that the module works row by row.
 
     With capture="eager" a plan's pipelines must each be one stage of one device and one micro-batch
-    (`Plan.data_parallel`). The loss (the model's or loss_fn's) must be a mean over its rows: each device's is weighted
-    by its share of the rows, which is exact for means over rows. A mean over tokens, of which rows have unequal
-    numbers, is weighted by rows too, and then differs from the mean over all tokens; a warning says so. What the
-    forward works out from all rows (batch statistics) it works out from each device's own. Inputs whose
-    dim 0 is as large as the first one's in `batch` are cut by rows; outputs other than the loss must have one entry
-    per row in dim 0 (on one device they may be anything). Buffers that the forward writes in training (running
-    statistics) stay each device's own until an evaluation, a save or a change of plan takes over those of the plan's
-    first device. Dropout draws from torch's own generator on each device, so masks depend on the plan. There is
-    nothing to export.
+    (`Plan.data_parallel`). Each device runs its own rows where the check has shown that this gives what one device
+    gives, or check=False says so: the loss is a mean over rows, or a sum, and rows do not meet. Otherwise each device
+    runs the module on all rows, which gives what one device gives and takes as long; a warning says why, and
+    plan="auto" takes one device. Inputs whose dim 0 is as large as the first one's in `batch` have rows; by rows,
+    outputs other than the loss must have one entry per row in dim 0, buffers that the forward writes in training
+    (running statistics) stay each device's own until an evaluation, a save or a change of plan takes over those of the
+    plan's first device, and dropout draws from torch's own generator on each device. There is nothing to export. See
+    docs/eager.md.
 
     Raises:
         HetuFxError: on every process; says what, where, the values and the way out.
@@ -153,6 +152,7 @@ def auto_parallelize(
         align,
         cuda_graphs,
         AskedRowDims(row_dims or {}),
+        works_by_rows=check is False,
     )
     handle = _make_parallel(preparation, wants_checks(check))
     if warm:

@@ -60,7 +60,7 @@ class Handle:
 
         See docs/checked.md.
         """
-        return {name: self._adaptation.tried.found(plan) for name, plan in self.variants.items()}
+        return {name: self._adaptation.tried.found(plan).says for name, plan in self.variants.items()}
 
     @property
     def current(self) -> str:
@@ -211,9 +211,10 @@ class Handle:
         """
         self._runtime.charge_groups()
         plan = self.plan.explain(range(self._runtime.table.size))
-        tried, use = self.checks[self.current], self._runtime.variants[self.current].first_use
+        tried, variant = self.checks[self.current], self._runtime.variants[self.current]
+        rows = [f"rows: {variant.rows_told}"] if variant.rows_told else []
         gathered = gathered_under(self.current, self._runtime, self._adaptation)
-        return "\n".join((plan, f"tried: {tried}", f"first use: {use}", *gathered_text(gathered)))
+        return "\n".join((plan, *rows, f"tried: {tried}", f"first use: {variant.first_use}", *gathered_text(gathered)))
 
     def add_variant(self, plan: Plan, name: str | None = None) -> str:
         """Add a plan; returns its name. Collective, as every process must have the same variants.

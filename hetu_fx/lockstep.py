@@ -35,6 +35,7 @@ from hetu_fx.prepare import homes_for, make_runtime
 from hetu_fx.program.captures import Programs
 from hetu_fx.switching.adapt.lost import bring_near
 from hetu_fx.switching.eager.execution import EagerExecution
+from hetu_fx.switching.eager.row_mode import RowMode
 from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.migrate.plan import SwitchPlan
 from hetu_fx.switching.runtime import Runtime
@@ -80,7 +81,8 @@ class Lockstep:
         loss_fn: makes the loss of a model that returns none.
         row_dims: which dims of inputs count rows, as for `auto_parallelize`.
         seed: of the random numbers that the model draws.
-        eager: the module itself runs on every rank (`capture="eager"`).
+        eager: how replicas share a batch where the module itself runs on every rank (`capture="eager"`); None: graphs
+            run.
         seconds: after which training is given up, between two messages; None: never.
     """
 
@@ -94,7 +96,7 @@ class Lockstep:
     loss_fn: Callable[..., Any] | None = None
     row_dims: Mapping[str, int | None] = field(default_factory=dict)
     seed: int = 0
-    eager: bool = False
+    eager: RowMode | None = None
     seconds: float | None = None
 
     def capture(self, model: nn.Module, batch: Batch) -> GraphExecution:
@@ -135,7 +137,7 @@ class Lockstep:
         elsewhere = {str(p.device) for p in model.parameters() if p.device.type != "cpu"}
         if elsewhere:
             raise StateError(f"the model is on {sorted(elsewhere)}, from where no rank takes it; move it to the host")
-        execution = None if self.eager else captured or self.capture(model, batches[0])
+        execution = None if self.eager is not None else captured or self.capture(model, batches[0])
         with _unwritten_is_nan(), telling(f"training as {ranks} ranks") as tell:
             own = [execution.programs.arguments.batch(*as_call(batch)) for batch in batches] if execution else batches
             run = _Run(self, model, own, plans, execution, tell)
@@ -245,15 +247,21 @@ class _Run:
 
     def _runtime(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, table: GroupTable) -> Runtime:
         settings = Settings(shared=self.how.rows is None, outputs="auto", seed=self.how.seed)
-        execution = self.execution or EagerExecution(
-            model, self.how.loss_fn, self.batches[0], AskedRowDims(self.how.row_dims)
-        )
+        execution = self.execution or self._as_it_is(model)
         table.know_types([self._device(rank).type for rank in range(table.size)])
         table.connect(self._device(table.rank))
         with using(table):
             table.topology = self.how.cluster
             layouts = together(table, lambda: homes_for(self.plans, model, execution, self.how.cluster, table))
         return make_runtime(model, optimizer, table, execution, self.plans, layouts, settings)
+
+    def _as_it_is(self, model: nn.Module) -> EagerExecution:
+        how, mode = self.how, self.how.eager
+        asked, shared = AskedRowDims(how.row_dims), how.rows is None
+        made = EagerExecution(model, how.loss_fn, self.batches[0], asked, shared=shared)
+        assert mode is not None, "a module that runs as it is has one"
+        made.mode_of = lambda plan: mode
+        return made
 
     def _step(self, number: int, runtime: Runtime, batch: Batch, made: _OfRank) -> None:
         """Run a step forward and backward."""

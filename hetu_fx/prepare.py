@@ -27,6 +27,7 @@ from hetu_fx.comm_ops.wire.peers.rounds import open_rounds
 from hetu_fx.comm_ops.wire.process_group import create_world
 from hetu_fx.errors import EnvironmentProblem, PlanError, ProfileError, StateError
 from hetu_fx.graph.bind import as_call
+from hetu_fx.graph.leaves.trace import LeafWarning
 from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims
 from hetu_fx.graph.shared_memory import overlapping
 from hetu_fx.planner.captured_program import CapturedProgram, PlannedProgram
@@ -42,8 +43,9 @@ from hetu_fx.program.lazy import initialize_lazy
 from hetu_fx.program.program import AS_IT_STANDS
 from hetu_fx.switching.adapt.adaptation import Adaptation
 from hetu_fx.switching.adapt.replanning import Conditions, Planner
-from hetu_fx.switching.adapt.tried import TriedPlans, TryPlan
-from hetu_fx.switching.eager.execution import EagerExecution
+from hetu_fx.switching.adapt.tried import NOT_TRIED, Tried, TriedPlans, TryPlan
+from hetu_fx.switching.eager.execution import EagerExecution, on_one_device_text
+from hetu_fx.switching.eager.row_mode import BY_ROWS
 from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
 from hetu_fx.switching.home.ops import HomeTensor, layout_of
@@ -61,7 +63,11 @@ _WITHOUT_GAIN_COMPILED = ("zero_bubble",)  # compiled backwards make all gradien
 
 @dataclass(frozen=True)
 class Preparation:
-    """What the user asked for; see `hetu_fx.auto_parallelize`."""
+    """What the user asked for; see `hetu_fx.auto_parallelize`.
+
+    Attributes:
+        works_by_rows: the user has said that a module that runs as it is works row by row.
+    """
 
     model: nn.Module
     batch: Mapping[str, Any] | tuple[Any, ...]
@@ -76,6 +82,7 @@ class Preparation:
     align: OpOverrides | str | Path | None = None
     cuda_graphs: bool = False
     row_dims: AskedRowDims = NOTHING_ASKED
+    works_by_rows: bool = False
 
 
 MakeTry = Callable[[Preparation, Execution[Any], int], TryPlan]
@@ -113,17 +120,16 @@ def prepare(wanted: Preparation, make_try: MakeTry | None = None) -> tuple[Runti
         if cluster is not None and set(cluster.ranks) == set(range(table.size)):
             table.know_ways(cluster.ways, cluster.nodes)
         planned = program.at(costs)
-        planner = _planner_like(plans or (), planned)
+        tried = _tried_plans(wanted, execution, make_try, table)
         if plans is None:
             device = str(next(wanted.model.parameters()).device)
             with telling("measuring devices and links"):
                 cluster = table.topology = cluster or Cluster.measure(table, device=device)
-            with telling("planning") as tell:
-                plans = (by_first(table, partial(planned.plan, cluster, "auto", tell=tell)),)
+            plans = (_auto_plan(planned, cluster, tried, table),)
         priced, layouts = together(table, partial(_checked, wanted, execution, plans, costs, cluster, table))
-        tried = TriedPlans(table, together(table, lambda: make_try and make_try(wanted, execution, table.size)))
         for plan in priced:
             tried.ask(plan)
+        planner = _planner_like(() if wanted.plan == "auto" else plans, _as_tried(planned, tried))
     settings = replace(wanted.settings, seed=seed)
     runtime = make_runtime(wanted.model, wanted.optimizer, table, execution, priced, layouts, settings)
     health = wanted.settings.health
@@ -134,6 +140,41 @@ def prepare(wanted: Preparation, make_try: MakeTry | None = None) -> tuple[Runti
     if cluster is not None:
         adaptation.replanning.begin()
     return runtime, adaptation
+
+
+def _tried_plans(
+    wanted: Preparation, execution: Execution[Any], make_try: MakeTry | None, table: GroupTable
+) -> TriedPlans:
+    """Return what tries plans; a module that runs as it is goes by what is found."""
+    make = together(table, lambda: make_try and make_try(wanted, execution, table.size))
+    untried = Tried(NOT_TRIED.says, BY_ROWS) if wanted.works_by_rows else NOT_TRIED
+    tried = TriedPlans(table, make, untried)
+    if isinstance(execution, EagerExecution):
+        execution.mode_of = lambda plan: tried.found(plan).mode
+    return tried
+
+
+def _auto_plan(planned: PlannedProgram | PlannedModule, cluster: Cluster, tried: TriedPlans, table: GroupTable) -> Plan:
+    """Return the plan that is made where none is given; collective.
+
+    Where replicas of a module would all run the whole batch, it is a plan for one device.
+    """
+    with telling("planning") as tell:
+        plan = by_first(table, partial(planned.plan, cluster, "auto", tell=tell))
+    if isinstance(planned, PlannedProgram) or len(plan.pipelines) == 1:
+        return plan
+    found = tried.ask(plan)
+    if found.mode.by_rows:
+        return plan
+    plan = by_first(table, partial(planned.on_one_device().plan, cluster, "auto"))
+    if table.rank == 0 and len(plan.pipelines) == 1:
+        warnings.warn(on_one_device_text(found.mode, plan), LeafWarning, stacklevel=6)
+    return plan
+
+
+def _as_tried(planned: PlannedProgram | PlannedModule, tried: TriedPlans) -> PlannedProgram | PlannedModule:
+    """Return what is planned for, which goes by what was found: a module may not work row by row."""
+    return planned if isinstance(planned, PlannedProgram) or tried.all_by_rows else planned.on_one_device()
 
 
 def _planner_like(plans: Sequence[Plan], planned: PlannedProgram | PlannedModule) -> Planner:
@@ -229,9 +270,9 @@ def _execution_of(
                 f"module draws from torch's own generator: call torch.manual_seed"
             )
         case "eager":
-            module = EagerExecution(wanted.model, wanted.loss_fn, wanted.batch, wanted.row_dims)
-            if ranks > 1:
-                module.check_rows_are_known()
+            shared = wanted.settings.shared
+            module = EagerExecution(wanted.model, wanted.loss_fn, wanted.batch, wanted.row_dims, shared=shared)
+            module.check_rows_are_known(ranks)
             return module, ModuleProgram(wanted.model)
         case other:
             raise StateError(f"capture={other!r} is not known; use 'graph' or 'eager'")

@@ -194,7 +194,7 @@ class Runtime:
                 self._settle()
 
     def _warm(self, variant: Variant, batch: Reading[Any], facts: StepFacts) -> None:
-        inputs = self._inputs(facts.counts, self._rows(variant.plan, facts), ComputeTimer(self.clock, self.host))
+        inputs = self._inputs(facts.counts, self._rows(variant, facts), ComputeTimer(self.clock, self.host))
         inputs = replace(inputs, stand_by=_rest, tell=_say_nothing)
         batch.build(variant, inputs)
         if variant.facts.fits(_batch_facts(facts)):
@@ -224,9 +224,9 @@ class Runtime:
     def _by_rows(self, batch: Reading[Any], facts: StepFacts) -> Division[Any]:
         """Return a batch of rows as one part, of the variant that is chosen for it."""
         name = self.variants.chosen(_batch_facts(facts))
-        plan = self.variants[name].plan
-        check_takes_any_row(plan, facts.longest)
-        return Division((VariantPart(name, self._rows(plan, facts), batch.run),), facts.counts)
+        variant = self.variants[name]
+        check_takes_any_row(variant.plan, facts.longest)
+        return Division((VariantPart(name, self._rows(variant, facts), batch.run),), facts.counts)
 
     def _become(self, name: str) -> None:
         """Change the variant inside a step: gradients that it keeps back stay with it."""
@@ -369,11 +369,12 @@ class Runtime:
             tell=self.execution.observers.tell,
         )
 
-    def _rows(self, plan: Plan, facts: StepFacts) -> RowPlan:
+    def _rows(self, variant: Variant, facts: StepFacts) -> RowPlan:
         check_rows(facts.rows, shared=self.settings.shared)
-        last = self._last_rows
+        plan, last = variant.plan, self._last_rows
         if last is None or last[0] is not plan or last[1] != facts.rows:
-            self._last_rows = last = plan, facts.rows, plan_rows(plan, facts.rows, shared=self.settings.shared)
+            rows = plan_rows(plan, facts.rows, shared=self.settings.shared, repeats=variant.repeats_rows)
+            self._last_rows = last = plan, facts.rows, rows
         return last[2]
 
 

@@ -52,6 +52,12 @@ def rows_for(plan: Plan, world: int) -> int:
     return min(numbers, key=lambda rows: (_idle(plan, rows, 1), _idle(plan, rows, _ROWS), _hidden(plan, rows), rows))
 
 
+def uneven_rows_for(plan: Plan, world: int) -> int:
+    """Return so many rows, or one more, that pipelines of equal shares have unlike ones too: later batches may."""
+    rows = rows_for(plan, world)
+    return rows + (len(plan.pipelines) > 1 and len(set(pipeline_rows(rows, plan))) == 1)
+
+
 def _idle(plan: Plan, rows: int, each: int) -> int:
     """Return how many pipelines have not so many rows in each micro-batch."""
     counts = zip(pipeline_rows(rows, plan), plan.pipelines, strict=True)

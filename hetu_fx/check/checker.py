@@ -24,6 +24,7 @@ from hetu_fx.check.batch import (
     length_for,
     rows_for,
     rows_of_ranks,
+    uneven_rows_for,
     with_few_micro_batches,
     with_few_pipelines,
 )
@@ -31,18 +32,21 @@ from hetu_fx.check.blocks import KeptBlocks, same_ops
 from hetu_fx.check.kept import Answer, KeptAnswers, default_folder, key_of
 from hetu_fx.check.model import Template
 from hetu_fx.check.narrow import Narrowing
-from hetu_fx.check.report import failure_text
-from hetu_fx.check.trial import Case, Found, Reference, alone, tried
+from hetu_fx.check.report import differences_text, failure_text
+from hetu_fx.check.trial import Case, Found, Reference, adds_up, alone, tried
 from hetu_fx.cluster.host import memory_left
 from hetu_fx.deduction.rules.registry import registered_rules
 from hetu_fx.errors import CheckError, HetuFxError
 from hetu_fx.graph import meta
 from hetu_fx.graph.bind import Batch, as_call, flatten_batch
+from hetu_fx.graph.row_dims import count_rows
 from hetu_fx.graph.tracing.autocasts import casting
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.batch import batch_of
 from hetu_fx.program.program import Program
+from hetu_fx.switching.adapt.tried import Tried
 from hetu_fx.switching.eager.execution import EagerExecution
+from hetu_fx.switching.eager.row_mode import BY_ROWS, NOT_KNOWN, RowMode
 from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.step.execution import Execution
 
@@ -57,6 +61,8 @@ SHARE_OF_MEMORY = 0.25
 MANY_RANKS = 8
 """Ranks of plans above which of pipelines that are alike two are tried."""
 
+_DRAWS = "it draws random numbers, of which each replica would draw others (check=False says that it may)"
+_SUMS = 1e-5  # that the losses of parts of a batch may add up to besides that of the batch: some are of float32
 _BYTES = 8  # of a number
 _COPIES = 4  # of all parameters: one device's, its gradients, the ranks' homes, and what is on its way
 _COPIES_OF_REPLICA = 3  # what a pipeline computes with, its gradients, and those on their way home
@@ -126,10 +132,10 @@ class Checker:
         self.world, self.shared, self.seconds = world, shared, seconds
         self.answers = KeptAnswers(folder or default_folder())
         self.problem, self.template = "", None
+        self.program: Program | None = None
         args, kwargs = as_call(batch)
-        self.eager = isinstance(execution, EagerExecution)
         if isinstance(execution, EagerExecution):
-            self.program: Program | None = None
+            self.problem = _problem_of(execution)
             self.batch = batch_of(execution.module.signature, args, kwargs)
             self.row_dims = execution.read(args, kwargs, True, shared=shared).batch.row_dims
         else:
@@ -138,35 +144,38 @@ class Checker:
             self.batch = execution.programs.arguments.batch(args, kwargs)
             self.row_dims = self.program.row_dims
         try:
-            self.template = Template.of(model, loss_fn)
+            self.template = None if self.problem else Template.of(model, loss_fn)
         except HetuFxError as error:
             self.problem = str(error)
 
-    def try_plan(self, plan: Plan) -> str:
+    def try_plan(self, plan: Plan) -> Tried:
         """Try a plan, unless that has been done; return what was found.
 
         Raises:
             CheckError: it does not give what one device gives.
         """
         if self.program is None:  # nothing tells a module from one with other code, and no capture is needed
-            return self._answer("", plan).says
+            return self._tried(plan)[0]
         key = self._key(plan, self.program)
         known = self.answers.get(key)
         if known is None:
-            known = self._answer(key, plan)
+            tried, was_checked = self._tried(plan)
+            known = Answer(key, was_checked, tried.says)
             self.answers.put(known)
-        return known.says
+        return Tried(known.says)
 
-    def _answer(self, key: str, plan: Plan) -> Answer:
-        start = time.monotonic()
+    def _tried(self, plan: Plan) -> tuple[Tried, bool]:
+        """Return what was found, and whether the plan was checked."""
+        start, was_checked = time.monotonic(), False
         with telling("trying the plan") as tell, _surroundings():
             try:
-                answer = Answer(key, True, self._says(self._found(plan, start, tell), start))
+                tried = self._found(plan, start, tell)
+                was_checked = True
             except NotChecked as why:
-                answer = Answer(key, False, f"not checked: {why}")
-        level = logging.INFO if answer.was_checked else logging.WARNING
-        _log.log(level, "plan %s: %s", plan.summary(), answer.says)
-        return answer
+                unknown = f"nobody knows whether it works row by row: {why} (check=False says that it does)"
+                tried = Tried(f"not checked: {why}", RowMode(False, why=unknown))
+        _log.log(logging.INFO if was_checked else logging.WARNING, "plan %s: %s", plan.summary(), tried.says)
+        return tried, was_checked
 
     def _key(self, plan: Plan, program: Program) -> str:
         asked = replace(plan, name=None, predicted=None, max_length=None).to_json()
@@ -178,8 +187,8 @@ class Checker:
         """Return the sizes and dtypes of the example."""
         return {name: (tuple(x.shape), str(x.dtype)) for name, x in flatten_batch(self.batch)[1].items()}
 
-    def _found(self, plan: Plan, start: float, tell: Tell) -> tuple[Found, Ready]:
-        """Make a case and try it.
+    def _found(self, plan: Plan, start: float, tell: Tell) -> Tried:
+        """Make a case and try it; of a module that runs as it is by rows first, then with all rows on each replica.
 
         Raises:
             CheckError: what differs, and the case.
@@ -187,26 +196,51 @@ class Checker:
         """
         tell("making it small", 0, 3)
         ready = self._ready(plan, start)
-        left = self._left(start, self._needs(ready))
         tell("as all ranks", 1, 3)
+        found: Found | None = None
+        mode = ready.case.eager
+        if mode is not None and mode.by_rows:
+            found = self._by_rows(ready, start)
+            if not found.is_right:
+                mode = RowMode(False, adds_up=mode.adds_up, why=f"by rows it would be wrong: {differences_text(found)}")
+                found, ready = None, replace(ready, case=replace(ready.case, eager=mode))
+        found = found or self._checked(plan, ready, start, tell)
+        return Tried(self._says(found, ready, start), mode or NOT_KNOWN)
+
+    def _by_rows(self, ready: Ready, start: float) -> Found:
+        """Return what replicas make of a case that each run their own rows."""
         try:
-            found = tried(ready.case, ready.reference, ready.captured, left)
-        except TimeoutError as error:
-            raise NotChecked(f"it would take more than {self.seconds:.0f} s") from error
+            return self._compared(ready, start)
+        except NotChecked:
+            raise
+        except Exception as error:  # a module may refuse some rows, or take another number of them for granted
+            return Found(failure=f"{type(error).__name__}: {error}")
+
+    def _checked(self, plan: Plan, ready: Ready, start: float, tell: Tell) -> Found:
+        """Return what one step as all ranks gives, where that is what one device gives; raises as `_found` does."""
+        cause: Exception | None = None
+        try:
+            found = self._compared(ready, start)
         except HetuFxError as error:
             raise NotChecked(f"the small case is refused: {error}") from error
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise NotChecked(f"there is not enough memory: {error}") from error
         except Exception as error:  # one device has gone through the same step
-            found = Found(failure=f"{type(error).__name__}: {error}")
-            raise CheckError(failure_text(plan, ready.case, found, ready.captured, ready.blocks)) from error
+            found, cause = Found(failure=f"{type(error).__name__}: {error}"), error
         if not found.is_right:
             tell("looking for the first op that differs", 2, 3)
-            raise CheckError(failure_text(plan, ready.case, found, ready.captured, ready.blocks))
-        return found, ready
+            raise CheckError(failure_text(plan, ready.case, found, ready.captured, ready.blocks)) from cause
+        return found
 
-    def _says(self, made: tuple[Found, Ready], start: float) -> str:
-        found, ready = made
+    def _compared(self, ready: Ready, start: float) -> Found:
+        """Try a case in the time that is left."""
+        left = self._left(start, self._needs(ready))
+        try:
+            return tried(ready.case, ready.reference, ready.captured, left)
+        except TimeoutError as error:
+            raise NotChecked(f"it would take more than {self.seconds:.0f} s") from error
+
+    def _says(self, found: Found, ready: Ready, start: float) -> str:
         count = len(found.gradients or {})
         against = "the captured graph on one device, as the model draws random numbers" if found.beside_graph else ""
         against = against or "the module on one device"
@@ -214,8 +248,11 @@ class Checker:
         return (
             f"checked: loss and {count} gradients are those of {against} to {found.most:.0e}{shared} "
             f"({ready.case.plan.summary()}; {ready.blocks.told()}{self._rows_told(ready.case)}, "
-            f"{time.monotonic() - start:.1f} s)"
+            f"{time.monotonic() - start:.1f} s){self._whole_told(ready.case)}"
         )
+
+    def _whole_told(self, case: Case) -> str:
+        return f"; each replica runs all rows, as {case.eager.why}" if case.eager and case.eager.why else ""
 
     def _rows_told(self, case: Case) -> str:
         return f"rows {list(case.rows)} by rank" if case.rows is not None else "the same rows on all ranks"
@@ -252,14 +289,14 @@ class Checker:
         self._check_bytes(small, blocks, narrowing)
         model, loss_fn = self.template.made(blocks.dropped, narrowing, cut.dtype)
         model.train()
-        if self.eager:
+        if self.program is None:
             _without_dropout(model)
         world = 1 + max(small.devices)
         fixed = self.program is not None and not self.program.graph.takes_any_rows
-        rows = rows_for(small, world)
+        rows = rows_for(small, world) if self.program is not None else uneven_rows_for(small, world)
         batch = self._batch(Sizes(rows, length_for(small) if cut.lengths else None), narrowing, cut.dtype)
         own = None if self.shared or fixed or world == 1 else rows_of_ranks(rows, world)
-        case = Case(model, loss_fn, batch, small, own, self.row_dims, cut.dtype, self.eager)
+        case = Case(model, loss_fn, batch, small, own, self.row_dims, cut.dtype)
         return self._run_alone(case, blocks, cut)
 
     def _run_alone(self, case: Case, blocks: KeptBlocks, cut: Cut) -> Ready:
@@ -267,9 +304,7 @@ class Checker:
         if not reference.module.steps[0].loss == reference.module.steps[0].loss:
             raise NotChecked("the loss of the small case is no number on one device")
         if self.program is None:
-            if reference.is_random:
-                raise NotChecked("the module draws random numbers, of which each device draws its own")
-            return Ready(case, reference, None, blocks)
+            return Ready(replace(case, eager=_first_mode(case, reference)), reference, None, blocks)
         captured = case.how().capture(case.model, case.batch)
         if captured.program.graph.num_blocks != len(blocks.kept):
             raise NotChecked("cut down it has other blocks")
@@ -324,6 +359,25 @@ def _in_one_dtype(plan: Plan) -> Plan:
 
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def _problem_of(execution: EagerExecution) -> str:
+    """Return why a module cannot be tried: of entries of lists nobody knows which rows to take; else nothing."""
+    lists = execution.module.in_lists
+    return f"input {lists[0]!r} is in a list, whose entries may be samples" if lists else ""
+
+
+def _first_mode(case: Case, reference: Reference) -> RowMode:
+    """Return how replicas of a module are to share a case: by rows, where one device shows what that has to give."""
+    if reference.is_random and len(case.plan.pipelines) > 1:
+        return RowMode(False, why=_DRAWS)
+    (step,), tensors = reference.module.steps, flatten_batch(case.batch)[1]
+    try:
+        halves = rows_of_ranks(count_rows(tensors, case.row_dims), 2)
+        return RowMode(by_rows=True, adds_up=adds_up(case, halves, step.loss, _SUMS))
+    except Exception as error:  # it does not take as few rows
+        _log.debug("the losses of halves of the batch are not known: %s", error)
+        return BY_ROWS
 
 
 def _without_dropout(model: nn.Module) -> None:

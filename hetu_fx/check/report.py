@@ -26,7 +26,7 @@ def failure_text(plan: Plan, case: Case, found: Found, captured: GraphExecution 
     first = "" if captured is None else first_wrong(case, found, captured)
     lines = [
         f"the plan {plan.summary()} was tried on a small case of the model, and does not give what one device gives: "
-        f"{_differences(found)}",
+        f"{differences_text(found)}",
         *([first] if first else []),
         *_hints(case),
         f"case: {json.dumps(_case(case, plan, blocks))}",
@@ -35,16 +35,20 @@ def failure_text(plan: Plan, case: Case, found: Found, captured: GraphExecution 
 
 
 def _hints(case: Case) -> list[str]:
-    other = (
-        "the module computes something from all rows of the batch that its loss is no mean over rows of; use one "
-        "device, or make the model capturable"
-        if case.eager
-        else "report the case below, and use another plan meanwhile"
-    )
-    return [f"hint: {other}; check=False trains all the same, and gives what stands above"]
+    if case.eager is not None:
+        return [
+            "hint: each replica has run all rows, and yet they differ: let the module follow from its inputs, "
+            "parameters and the random numbers of torch, random and numpy.random alone, or use one device "
+            "(hetu_fx.Plan.single())"
+        ]
+    return [
+        "hint: report the case below, and use another plan meanwhile; check=False trains all the same, and gives what "
+        "stands above"
+    ]
 
 
-def _differences(found: Found) -> str:
+def differences_text(found: Found) -> str:
+    """Return what differs from one device, and by how much."""
     if found.failure:
         return f"its ranks do not go through a step: {found.failure}"
     said = []
@@ -81,7 +85,7 @@ def _case(case: Case, plan: Plan, blocks: KeptBlocks) -> dict[str, Any]:
         "model": type(case.model).__qualname__,
         "blocks": [len(blocks.kept), len(blocks.paths)],
         "dtype": str(case.dtype),
-        "capture": "eager" if case.eager else "graph",
+        "capture": "graph" if case.eager is None else "eager",
         "versions": {"torch": torch.__version__, "python": platform.python_version(), "hetu_fx": code_digest()[:12]},
     }
 

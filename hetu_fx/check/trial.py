@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from hetu_fx.base.device_types import HOST
 from hetu_fx.base.dtypes import is_real
 from hetu_fx.check.batch import split_rows_of
 from hetu_fx.check.verdict import differences
@@ -18,6 +22,8 @@ from hetu_fx.graph.bind import Batch, as_call, flatten_batch
 from hetu_fx.lockstep import Lockstep, Step, Trained, loss_of, train_alone
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import Program
+from hetu_fx.switching.eager.random_numbers import RandomNumbers
+from hetu_fx.switching.eager.row_mode import RowMode
 from hetu_fx.switching.graph_execution import GraphExecution
 
 SEED = 0
@@ -57,7 +63,7 @@ class Case:
         rows: which rows each rank brings; None: all bring the whole batch.
         row_dims: which dim of each input counts rows.
         dtype: of real numbers, as far as the model does not say another one.
-        eager: the module itself runs on every rank.
+        eager: how replicas share the batch where the module itself runs on every rank; None: graphs run.
     """
 
     model: nn.Module
@@ -67,7 +73,7 @@ class Case:
     rows: tuple[int, ...] | None
     row_dims: Mapping[str, int]
     dtype: torch.dtype
-    eager: bool = False
+    eager: RowMode | None = None
 
     @property
     def world(self) -> int:
@@ -146,13 +152,22 @@ class Found:
         return max([self.loss_difference, *(self.gradients or {}).values(), *(self.buffers or {}).values()])
 
 
+@contextmanager
+def _seeded() -> Iterator[RandomNumbers]:
+    """Draw the same random numbers inside, each time; give what they are drawn from."""
+    with RandomNumbers.of(HOST).drawn(HOST):
+        torch.default_generator.manual_seed(SEED)  # of the host alone
+        random.seed(SEED)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(SEED)
+        yield RandomNumbers.of(HOST)
+
+
 def alone(case: Case) -> Reference:
     """Train one step of a case on one device, as the module itself."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        before = torch.get_rng_state()
+    with _seeded() as numbers:
         made = train_alone(case.model, [case.batch], case.how())
-        return Reference(made, is_random=not torch.equal(before, torch.get_rng_state()))
+        return Reference(made, is_random=RandomNumbers.of(HOST) != numbers)
 
 
 def tried(case: Case, reference: Reference, captured: GraphExecution | None, seconds: float | None = None) -> Found:
@@ -164,19 +179,24 @@ def tried(case: Case, reference: Reference, captured: GraphExecution | None, sec
         HetuFxError: the plan is refused, for the model or for the case's sizes.
         TimeoutError: it takes longer than `seconds`.
     """
-    beside_graph = reference.is_random and not case.eager
+    beside_graph = reference.is_random and case.eager is None
     right = reference.module
     if beside_graph:
         single = replace(case, plan=Plan.single(0), rows=None)
         right = single.how(seconds).train(case.model, [case.batch], single.plan, captured)
+    shared_out = case.eager is not None and case.eager.adds_up and case.rows is not None and case.world > 1
+    if shared_out:
+        right = _divided(right, case.world)
     tolerance = _TOLERANCES.get(case.dtype if captured is None else _lowest_dtype(captured.program), _LOWEST)
     try:
-        made = case.how(seconds).train(case.model, [case.batch], case.plan, captured)
+        with _seeded():
+            made = case.how(seconds).train(case.model, [case.batch], case.plan, captured)
     except CommError as error:
         return Found(tolerance=tolerance, failure=f"{type(error).__name__}: {error}", beside_graph=beside_graph)
-    found = compared(right, made, tolerance)
-    if not found.is_right and (shared := compared(_divided(right, case.world), made, tolerance)).is_right:
-        found = replace(shared, shared_out=True) if _adds_up(case, right.steps[0].loss) else found
+    found = replace(compared(right, made, tolerance), shared_out=shared_out)
+    if case.eager is None and not found.is_right:
+        shared = compared(_divided(right, case.world), made, tolerance)
+        found = replace(shared, shared_out=True) if shared.is_right and _is_sum(case, right) else found
     return replace(found, beside_graph=beside_graph)
 
 
@@ -198,17 +218,21 @@ def _divided(right: Trained, ranks: int) -> Trained:
     return Trained([Step(step.loss / ranks, gradients)], right.state)
 
 
-def _adds_up(case: Case, loss: float) -> bool:
+def _is_sum(case: Case, right: Trained) -> bool:
     """Tell whether the loss of a batch is the sum of those of its ranks' rows."""
-    if case.rows is None or len(case.rows) < 2:
-        return False
+    rows, (step,) = case.rows or (), right.steps
+    return len(rows) > 1 and adds_up(case, rows, step.loss, _TOLERANCES[torch.float32].relative)
+
+
+def adds_up(case: Case, counts: Sequence[int], loss: float, tolerance: float) -> bool:
+    """Tell whether the loss of a batch is the sum of those of so many of its rows each."""
     total = 0.0
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        for own in split_rows_of(case.batch, case.row_dims, case.rows):
+    with _seeded(), torch.no_grad():
+        for own in split_rows_of(case.batch, case.row_dims, counts):
             args, kwargs = as_call(own)
             output = case.how().copied(case.model)(*args, **kwargs)
             total += float(loss_of(output if case.loss_fn is None else case.loss_fn(output, *args, **kwargs)))
-    return abs(total - loss) <= _TOLERANCES[torch.float32].relative * abs(loss)
+    return loss != 0 and abs(total - loss) <= tolerance * abs(loss)
 
 
 def _lowest_dtype(program: Program) -> torch.dtype:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import nn
@@ -41,30 +42,50 @@ class ModuleProgram:
 
 @dataclass(frozen=True, eq=False)
 class PlannedModule:
-    """A model that runs as the module it is, and is planned for: all that counts is what a step costs."""
+    """A model that runs as the module it is, and is planned for: all that counts is what a step costs.
+
+    Attributes:
+        costs: of a step.
+        splits_rows: devices share the rows; else each would run all of them, and one is as good as many.
+    """
 
     costs: ProgramCosts
+    splits_rows: bool = True
+
+    def on_one_device(self) -> PlannedModule:
+        """Return it with plans for one device each."""
+        return replace(self, splits_rows=False)
 
     def plan(self, cluster: Cluster, name: str, *, tell: Tell = nobody) -> Plan:
         """Share the rows out so that the last device is done earliest; devices too slow for a row are left out.
 
-        That is soon done, and tells nothing.
+        That is soon done, and tells nothing. Rows that are not shared out all go to the fastest device that has room.
 
         Raises `PlanError` where the whole model does not fit a device.
         """
+        problems: Sequence[str] = ()
+        for plan in (self._spread(cluster),) if self.splits_rows else self._alone(cluster):
+            predicted = predict(plan, self.costs, cluster)
+            problems = memory_problems(predicted, cluster)
+            if not problems:
+                return Plan(plan.pipelines, name=name, predicted=predicted)
+        raise PlanError(
+            f"parameters, gradients and optimizer states do not fit ({'; '.join(problems)}), and capture='eager' "
+            f"has the whole model on every device; use larger devices, or make the model capturable"
+        )
+
+    def _spread(self, cluster: Cluster) -> Plan:
         seconds = [partial(_seconds, device.speed) for device in cluster.devices]
         shares = spread(self.costs.rows, seconds)
         assert shares is not None, "without limits every total can be shared out"
         used = [(device.rank, rows) for device, rows in zip(cluster.devices, shares, strict=True) if rows]
-        plan = Plan.data_parallel([rank for rank, _ in used], [rows for _, rows in used])
-        predicted = predict(plan, self.costs, cluster)
-        problems = memory_problems(predicted, cluster)
-        if problems:
-            raise PlanError(
-                f"parameters, gradients and optimizer states do not fit ({'; '.join(problems)}), and capture='eager' "
-                f"has the whole model on every device; use larger devices, or make the model capturable"
-            )
-        return Plan(plan.pipelines, name=name, predicted=predicted)
+        return Plan.data_parallel([rank for rank, _ in used], [rows for _, rows in used])
+
+    def _alone(self, cluster: Cluster) -> Iterator[Plan]:
+        """Yield plans for one device, the fastest first; then one for all, which share the optimizer's states."""
+        for device in sorted(cluster.devices, key=lambda device: -device.speed):
+            yield Plan.single(device.rank)
+        yield self._spread(cluster)
 
 
 def _seconds(speed: float, rows: int) -> float:

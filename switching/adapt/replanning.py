@@ -23,7 +23,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import CommError, HetuFxError
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.adapt.background import Background
-from hetu_fx.switching.adapt.tried import TriedPlans
+from hetu_fx.switching.adapt.tried import Tried, TriedPlans
 from hetu_fx.switching.variants import Variants
 
 Planner = Callable[[Cluster, str], Plan]
@@ -32,12 +32,12 @@ Planner = Callable[[Cluster, str], Plan]
 @dataclass(frozen=True)
 class Made:
     """A plan, the seconds that making it took (0 where it was known), what has been deduced for it, and what was found
-    when it was tried ("": it was known)."""
+    when it was tried (None: it was known)."""
 
     plan: Plan
     seconds: float = 0.0
     deduced: bytes | None = None
-    tried: str = ""
+    tried: Tried | None = None
 
 
 @dataclass(frozen=True)
@@ -113,15 +113,19 @@ class Replanning:
             raise
         except HetuFxError as error:
             return asked, error
-        self.tried.note(made.plan, made.tried)
+        self._note(made)
         return asked, made
 
     def make_now(self, asked: Asked, cluster: Cluster) -> Made:
         """Make a plan while all ranks wait; collective. Raises on every rank what went wrong."""
         self.drop()
         made = by_first(self.table, lambda: self._made((asked, cluster, self.variants.layouts())))
-        self.tried.note(made.plan, made.tried)
+        self._note(made)
         return made
+
+    def _note(self, made: Made) -> None:
+        if made.tried is not None:
+            self.tried.note(made.plan, made.tried)
 
     def _made(self, wanted: _Wanted) -> Made:
         start, (asked, cluster, layouts) = perf_counter(), wanted

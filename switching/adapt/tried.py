@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from hetu_fx.comm_ops.wire.consensus import by_first
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.plans.plan import Plan
+from hetu_fx.switching.eager.row_mode import NOT_KNOWN, RowMode
 
-TryPlan = Callable[[Plan], str]
+
+@dataclass(frozen=True)
+class Tried:
+    """What was found when a plan was tried.
+
+    Attributes:
+        says: that, or why it was not tried, in words.
+        mode: of a module that runs as it is: how its replicas share a batch under the plan.
+    """
+
+    says: str
+    mode: RowMode = NOT_KNOWN
+
+
+TryPlan = Callable[[Plan], Tried]
 """Tries a plan on this rank alone, and returns what was found; raises CheckError where the plan is wrong."""
 
-NOT_TRIED = "not checked: check=False"
+NOT_TRIED = Tried("not checked: check=False")
 
 
 class TriedPlans:
@@ -20,32 +36,38 @@ class TriedPlans:
     Args:
         table: all ranks.
         try_plan: how a plan is tried, asked on rank 0 only; None: none is.
+        untried: what is to be said of a plan that was not tried.
     """
 
-    def __init__(self, table: GroupTable, try_plan: TryPlan | None) -> None:
-        self._table, self._try = table, try_plan
-        self._found: dict[Plan, str] = {}
+    def __init__(self, table: GroupTable, try_plan: TryPlan | None, untried: Tried = NOT_TRIED) -> None:
+        self._table, self._try, self._untried = table, try_plan, untried
+        self._found: dict[Plan, Tried] = {}
 
-    def ask(self, plan: Plan) -> str:
+    @property
+    def all_by_rows(self) -> bool:
+        """Tell whether replicas of a module run their own rows under every plan that was asked for."""
+        return all(found.mode.by_rows for found in self._found.values() or [self._untried])
+
+    def ask(self, plan: Plan) -> Tried:
         """Try a plan on rank 0, and return on every rank what was found; collective.
 
         Raises:
             CheckError: on every rank, where the plan does not give what one device gives.
         """
         if self._try is None:
-            return NOT_TRIED
+            return self._untried
         if plan not in self._found:
             self._found[plan] = by_first(self._table, lambda: self.ask_here(plan))
         return self._found[plan]
 
-    def ask_here(self, plan: Plan) -> str:
+    def ask_here(self, plan: Plan) -> Tried:
         """Try a plan on this rank, which no other rank hears of; raises as `ask` does."""
-        return NOT_TRIED if self._try is None else self._try(plan)
+        return self._untried if self._try is None else self._try(plan)
 
-    def note(self, plan: Plan, found: str) -> None:
+    def note(self, plan: Plan, found: Tried) -> None:
         """Know what was found of a plan, as all ranks have been told."""
         self._found[plan] = found
 
-    def found(self, plan: Plan) -> str:
+    def found(self, plan: Plan) -> Tried:
         """Return what was found of a plan; that it was not tried, where nothing was."""
-        return self._found.get(plan, NOT_TRIED)
+        return self._found.get(plan, self._untried)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial
+from hetu_fx.base.dtypes import is_real
+from hetu_fx.base.words import bytes_text
 from hetu_fx.comm_ops.plans.cost import Topology
 from hetu_fx.comm_ops.wire.consensus import any_of
 from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.comm_ops.wire.objects.messages import broadcast
 from hetu_fx.errors import PlanError
 from hetu_fx.graph.bind import Batch
 from hetu_fx.graph.containers import loss_alone, unflatten
+from hetu_fx.graph.leaves.trace import LeafWarning
 from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims
+from hetu_fx.graph.tracing.autocasts import ambient_autocasts
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.observed import Observers
 from hetu_fx.program.structure import Structure
@@ -29,32 +35,51 @@ from hetu_fx.switching.eager.module import (
     EagerModule,
     EagerOutput,
     OutputForm,
+    check_same,
     common_form,
     eager_routes,
     form_of_output,
     tell,
 )
+from hetu_fx.switching.eager.random_numbers import RandomNumbers
+from hetu_fx.switching.eager.row_mode import NOT_KNOWN, RowMode
 from hetu_fx.switching.home.ops import layout_of
 from hetu_fx.switching.step.batches import same_inputs
 from hetu_fx.switching.step.execution import LossAndOutput, Reading, StepInputs, check_takes_any_row
-from hetu_fx.switching.step.frame import StepFrame, ValueRoute
+from hetu_fx.switching.step.frame import StepFrame, ValueRoute, share_of_loss
 from hetu_fx.switching.step.rows import rows_for_pipeline
 from hetu_fx.switching.step.used import Used
 from hetu_fx.switching.step.variant import Variant
 
-BY_ROWS = (
-    "capture='eager' with several replicas: each replica's loss is weighted by its share of the rows. That is exact "
-    "for a mean over rows; a mean over tokens, of which rows have unequal numbers, or a loss divided by a given number "
-    "differs from that of one device, as the module does not tell what it divides by. What the forward works out from "
-    "all rows (batch statistics), it works out from each replica's own"
+_BY_ROWS_TEXT = (
+    "capture='eager' with several replicas: each runs its own rows, as the example has shown, or check=False says, "
+    "that this gives what one device gives. In later batches a mean over tokens, of which rows have unequal numbers, "
+    "or anything else that the forward works out from several rows and the example does not show, would differ from "
+    "one device"
+)
+_CURE = (
+    "hint: leave capture='eager' out: the parts that need all rows become leaves, and all else is parallel; "
+    "hetu_fx.leaf(module) names the smallest one"
 )
 
 
-class EagerVariant(Variant):
-    """A data parallel plan, and the bridge to and from its replicas."""
+def on_one_device_text(mode: RowMode, plan: Plan) -> str:
+    """Return the warning that a plan for one device was made, and why."""
+    return (
+        f"capture='eager', plan='auto': device {plan.devices[0]} alone runs the module, on all rows of the batch, as "
+        f"{mode.why}; more devices would each do the whole batch's work\n{_CURE}"
+    )
 
-    def __init__(self, name: str, plan: Plan, compute: Compute, planned_rates: Mapping[int, float]) -> None:
+
+class EagerVariant(Variant):
+    """A data parallel plan, and the bridge to and from its replicas, which share a batch as `mode` says."""
+
+    def __init__(
+        self, name: str, plan: Plan, compute: Compute, planned_rates: Mapping[int, float], mode: RowMode
+    ) -> None:
         super().__init__(name, plan, compute, planned_rates)
+        self.mode, self.repeats_rows = mode, len(plan.pipelines) > 1 and not mode.by_rows
+        self.rows_told = f"all of them on each device, as {mode.why}" if self.repeats_rows else ""
         self._bridge = self._made()
 
     @property
@@ -77,9 +102,10 @@ class EagerVariant(Variant):
             return self.compute.bridge_between([self._entry(name, home) for name, home in self.homes.items()])
 
     def _entry(self, name: str, home: nn.Parameter) -> BridgeEntry:
-        """Every replica reads a copy, and has a summand of the gradient."""
+        """Every replica reads a copy, and has a summand of the gradient; all of it where it has run all rows."""
         copies = _on_replicas(self.plan)
-        gradient = Annotation.on(self.plan.devices, Partial(len(self.plan.devices)))
+        summands = Annotation.on(self.plan.devices, Partial(len(self.plan.devices)))
+        gradient = copies if self.repeats_rows else summands
         trained = name in self.trained
         at_home = layout_of(home).annotation
         return BridgeEntry(name, tuple(home.shape), home.dtype, at_home, copies, gradient if trained else copies)
@@ -100,19 +126,21 @@ def _on_replicas(plan: Plan) -> Annotation:
 
 
 class EagerExecution:
-    """Runs the module itself on every device, each on its share of the rows.
+    """Runs the module itself on every device: each on its share of the rows where that is right, else on all rows.
 
     Args:
         model: the user's.
         loss_fn: makes the loss of its output; None if the model does.
         example: a batch like those to come; tells which inputs have rows.
         row_dims: what the user has said of that.
+        shared: every rank passes the same batch.
+
+    Attributes:
+        mode_of: how replicas share a batch under a plan, the same on all ranks.
 
     Raises:
         BatchError: the example has no rows.
     """
-
-    variant = EagerVariant
 
     def __init__(
         self,
@@ -120,9 +148,36 @@ class EagerExecution:
         loss_fn: Callable[..., Any] | None,
         example: Batch,
         row_dims: AskedRowDims = NOTHING_ASKED,
+        *,
+        shared: bool = False,
     ) -> None:
         self.module = EagerModule(model, loss_fn, example, row_dims)
-        self.loss_fn, self.observers = loss_fn, Observers(model)
+        self.loss_fn, self.observers, self._shared = loss_fn, Observers(model), shared
+        self.mode_of: Callable[[Plan], RowMode] = lambda plan: NOT_KNOWN
+
+    def variant(self, name: str, plan: Plan, compute: Compute, planned_rates: Mapping[int, float]) -> EagerVariant:
+        """Return a variant; with several replicas rank 0 warns of what that means."""
+        mode = self.mode_of(plan)
+        if mode.by_rows and self.module.in_lists:
+            mode = RowMode(False, why=f"{self._lists} may be a list of samples")
+        made = EagerVariant(name, plan, compute, planned_rates, mode)
+        if len(plan.pipelines) > 1 and made.table.rank == 0:
+            said = self._whole_rows_text(made) if made.repeats_rows else _BY_ROWS_TEXT
+            warnings.warn(said, LeafWarning if made.repeats_rows else UserWarning, stacklevel=2)
+        return made
+
+    def _whole_rows_text(self, variant: EagerVariant) -> str:
+        size = bytes_text(self.module.row_bytes)
+        gathered = "" if self._shared else f"; the rows of all ranks are gathered on each, {size} of the example's"
+        return (
+            f"capture='eager': each of {len(variant.plan.devices)} devices runs the module on all rows of the batch, "
+            f"as {variant.mode.why}: each does the whole batch's work{gathered}\n{_CURE}"
+        )
+
+    @property
+    def _lists(self) -> str:
+        lists = dict.fromkeys(name.rpartition(".")[0] for name in self.module.in_lists)
+        return "input " + " and ".join(map(repr, lists))
 
     @property
     def forward(self) -> Forward:
@@ -139,24 +194,25 @@ class EagerExecution:
         """Return what the module consisted of when a batch was last read."""
         return self.module.structure
 
-    def check_rows_are_known(self) -> None:
-        """Refuse entries of lists for several ranks: they may be samples, and their dim 0 then no row of the batch.
+    def check_rows_are_known(self, ranks: int) -> None:
+        """Refuse entries of lists of several ranks, each with its own: nobody knows how they are put together.
+
+        They may be samples, and their dim 0 then no row of the batch.
 
         Raises:
             PlanError: naming them.
         """
-        if names := self.module.in_lists:
+        if (names := self.module.in_lists) and ranks > 1 and not self._shared:
             lists = dict.fromkeys(name.rpartition(".")[0] for name in names)
-            told = " and ".join(map(repr, lists))
             raise PlanError(
-                f"input {told} is a list of tensors, which capture='eager' cannot share out over replicas: dim 0 of "
-                f"each may count rows, or each may be a sample (an image of channels, height and width)\n"
+                f"{self._lists} is a list of tensors, which capture='eager' cannot put together of several ranks: "
+                f"dim 0 of each may count rows, or each may be a sample (an image of channels, height and width)\n"
                 f"hint: say row_dims={dict.fromkeys(lists, 0)} if dim 0 of each counts rows; pass samples as one "
-                f"tensor, padded, or train the model by torch's DistributedDataParallel"
+                f"tensor, padded, or the same whole batch on all ranks, with data='global'"
             )
 
     def check(self, plan: Plan, world_size: int) -> None:
-        """Raise PlanError unless every pipeline is one device and one micro-batch; warn of what rows weigh."""
+        """Raise PlanError unless every pipeline is one device and one micro-batch."""
         for index, pipeline in enumerate(plan.pipelines):
             if len(pipeline.devices) > 1 or pipeline.micro_batches > 1:
                 raise PlanError(
@@ -177,9 +233,7 @@ class EagerExecution:
                 )
         check_takes_any_row(plan)
         plan.check(num_blocks=0, world_size=world_size)
-        if len(plan.pipelines) > 1:
-            self.check_rows_are_known()
-            warnings.warn(BY_ROWS, stacklevel=2)
+        self.check_rows_are_known(world_size)
 
     def compute_annotations(self, plan: Plan) -> Mapping[str, Annotation]:
         """Return that every replica reads all parameters."""
@@ -227,8 +281,14 @@ class _EagerStep(StepFrame):
     variant: EagerVariant
 
     def __init__(self, module: EagerModule, variant: EagerVariant, batch: EagerBatch, inputs: StepInputs) -> None:
-        gives_values = inputs.wants_values(has_loss=True, training=module.model.training)
-        super().__init__(variant, inputs, gives_values=gives_values, needing=batch.needing, row_dims=batch.row_dims)
+        super().__init__(
+            variant,
+            inputs,
+            scale=share_of_loss(inputs, variant.table, adds_up=variant.mode.adds_up),
+            gives_values=inputs.wants_values(has_loss=True, training=module.model.training),
+            needing=batch.needing,
+            row_dims=batch.row_dims,
+        )
         self.module, self.batch = module, batch
 
     def run(self) -> LossAndOutput:
@@ -241,8 +301,11 @@ class _EagerStep(StepFrame):
             collector.listen()
             parameters = collector.leaves
         self._share_buffers()
-        made, told = self._attempt(rows, parameters)
+        with self._same_numbers():
+            made, told = self._attempt(rows, parameters)
         forms = tell(self.table, told)
+        if self.inputs.rows.repeats:
+            check_same(forms, self._dtypes())
         form = common_form(forms)
         routes = self._routes(forms, form)
         local = self._local_loss(form, made) if form.loss_name else None
@@ -251,7 +314,7 @@ class _EagerStep(StepFrame):
         tree = form.tree if values else loss_alone(form.tree)
         if local is None:
             return LossAndOutput(None, unflatten(tree, values))
-        loss = values[form.loss_name] = self.global_loss(local, made is not None)
+        loss = values[form.loss_name] = self.global_loss(local, made is not None and self._contributes)
         return LossAndOutput(loss, unflatten(tree, values))
 
     def _own_rows(self) -> dict[str, Tensor]:
@@ -267,8 +330,9 @@ class _EagerStep(StepFrame):
         model, buffers = self.module.model, self.inputs.buffers
         if model.training:
             pipelines = zip(self.variant.plan.pipelines, self.inputs.rows.pipelines, strict=True)
-            owner = next(pipeline.devices[0] for pipeline, rows in pipelines if rows)
-            buffers.mark_written((name for name, _ in model.named_buffers()), owner)
+            ran = [pipeline.devices[0] for pipeline, rows in pipelines if rows]
+            owners = ran if self.inputs.rows.repeats else ran[:1]
+            buffers.mark_written((name for name, _ in model.named_buffers()), owners)
         else:
             buffers.sync()
 
@@ -282,9 +346,10 @@ class _EagerStep(StepFrame):
         try:
             with self.inputs.timer:
                 made = self.module.call(self.batch, rows, parameters)
+            form = form_of_output(made, sized=self.inputs.rows.repeats)
         except Exception as error:  # whatever the user's code raises is told to all ranks, and raised by `tell`
             return None, error
-        return made, form_of_output(made)
+        return made, form
 
     def _routes(self, forms: Mapping[int, OutputForm], form: OutputForm) -> tuple[ValueRoute, ...]:
         """Return the ways of the outputs other than the loss to this rank's rows, if they are wanted."""
@@ -295,7 +360,34 @@ class _EagerStep(StepFrame):
         return eager_routes(forms, dims, self.variant.plan, self.inputs.rows, shared=shared)
 
     def _local_loss(self, form: OutputForm, made: EagerOutput | None) -> Tensor:
-        """Return this replica's part of the mean over all rows, from its mean over its own; zero where it has none."""
+        """Return what this replica has of the loss: of a mean by its share of the rows; zero where it has none."""
         if made is None or made.loss is None:
             return torch.zeros((), dtype=form.loss_dtype, device=self.variant.device)
+        if self.inputs.rows.repeats or self.variant.mode.adds_up:
+            return made.loss
         return made.loss * (len(self.interval) / self.inputs.rows.total)
+
+    @property
+    def _contributes(self) -> bool:
+        """Whether the loss of this replica is added to the others': of replicas that have the same, one's is."""
+        return not self.inputs.rows.repeats or self.table.rank == self.variant.plan.devices[0]
+
+    @contextmanager
+    def _same_numbers(self) -> Iterator[None]:
+        """Let replicas that run the same rows draw the random numbers of the first; collective, where there are some.
+
+        Those of the others are for what their scripts draw.
+        """
+        if not self.inputs.rows.repeats:
+            yield
+            return
+        first, device = self.variant.plan.devices[0], self.variant.device
+        numbers = broadcast(RandomNumbers.of(device) if self.table.rank == first else None, self.table, first)
+        assert numbers is not None, "the first replica has told them"
+        with nullcontext() if self.table.rank == first else numbers.drawn(device):
+            yield
+
+    def _dtypes(self) -> set[torch.dtype]:
+        """Return in which dtypes the module may compute."""
+        homes = {home.dtype for home in self.variant.homes.values() if is_real(home.dtype)}
+        return homes | {dtype for _, dtype in ambient_autocasts()}

@@ -8,7 +8,8 @@ the others do, and all ranks raise together.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
@@ -99,6 +100,7 @@ class EagerModule:
         structure: of the module when a batch was last read.
         in_lists: entries of lists in the example that were taken to have rows by their sizes alone: entries of a list
             may as well be samples, as a detector's images are.
+        row_bytes: of the example's tensors with rows.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class EagerModule:
         args, kwargs = as_call(example)
         batch = self.read(args, kwargs, training=True)  # notes which inputs have rows
         row_dims.check_names(batch.tensors)
+        self.row_bytes = sum(batch.tensors[name].nbytes for name in batch.row_dims)
         self.in_lists = tuple(n for n in _in_lists(batch.tree) if n in batch.row_dims and not row_dims.has(n))
 
     def become(self, replaced: Forward | None) -> None:
@@ -250,12 +253,14 @@ class OutputForm:
         values: its tensors but the loss.
         loss_name: where the loss stands; empty if there is none.
         loss_dtype: the loss's.
+        size: what it amounts to: its loss, and the sizes of what has real numbers; may be no number.
     """
 
     tree: Tree
     values: Mapping[str, Spec]
     loss_name: str
     loss_dtype: torch.dtype
+    size: float = 0.0
 
     @property
     def constants(self) -> dict[str, object]:
@@ -265,14 +270,48 @@ class OutputForm:
     def alike(self) -> OutputForm:
         """Return what must be alike on all replicas: sizes and plain values may differ."""
         values = {name: replace(spec, shape=(len(spec.shape),)) for name, spec in self.values.items()}
-        return replace(self, tree=_without_constants(self.tree, self.constants), values=values)
+        return replace(self, tree=_without_constants(self.tree, self.constants), values=values, size=0.0)
 
 
-def form_of_output(output: EagerOutput) -> OutputForm:
-    """Return the form of what this rank's replica made."""
+def form_of_output(output: EagerOutput, *, sized: bool = False) -> OutputForm:
+    """Return the form of what this rank's replica made; `sized`: with what it amounts to, for which a host waits."""
     values = {name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in output.values.items()}
     dtype = torch.float64 if output.loss is None else output.loss.dtype
-    return OutputForm(without_opaque(output.tree), values, output.loss_name, dtype)
+    return OutputForm(without_opaque(output.tree), values, output.loss_name, dtype, _size(output) if sized else 0.0)
+
+
+def _size(output: EagerOutput) -> float:
+    made = [tensor.detach().abs().double().sum() for tensor in output.values.values() if is_real(tensor.dtype)]
+    return float(sum(made, torch.zeros(()) if output.loss is None else output.loss.detach().double()))
+
+
+def check_same(forms: Mapping[int, OutputForm], dtypes: Iterable[torch.dtype]) -> None:
+    """Refuse outputs that differ between replicas which all have run the same rows.
+
+    Args:
+        forms: of their outputs, by rank.
+        dtypes: in which they compute: more than their rounding is a difference.
+
+    Raises:
+        StateError: on all ranks.
+    """
+    own = (form.loss_dtype for form in forms.values())
+    rounding = max(torch.finfo(dtype).eps for dtype in (*dtypes, *own))
+    sizes = {rank: form.size for rank, form in forms.items()}
+    first, *others = sizes.values()
+    if any(not _are_near(first, other, rounding) for other in others):
+        raise StateError(
+            f"replicas that all run the whole batch have made other values of it: losses and outputs amount to {sizes} "
+            f"by rank, though each draws the same random numbers of torch, random and numpy.random\n"
+            f"hint: let the module follow from its inputs, parameters and these generators alone, or use one device: "
+            f"hetu_fx.Plan.single()"
+        )
+
+
+def _are_near(one: float, other: float, rounding: float) -> bool:
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return str(one) == str(other)
+    return abs(one - other) <= math.sqrt(rounding) * max(abs(one), abs(other)) + rounding
 
 
 def tell(table: GroupTable, mine: OutputForm | Exception | None) -> dict[int, OutputForm]:
@@ -336,8 +375,10 @@ def eager_routes(
 ) -> tuple[ValueRoute, ...]:
     """Return how each output but the loss goes back to the ranks whose rows it belongs to; the same on all ranks.
 
+    Where replicas have all run all rows, what has none comes back whole.
+
     Raises:
-        StateError: on all ranks, for an output of several replicas that has not one entry per row.
+        StateError: on all ranks, for an output of several replicas that has not one entry per row, of their own rows.
     """
     for name, values in _differing_constants(forms).items():
         raise StateError(
@@ -356,7 +397,8 @@ def _route(name: str, specs: Mapping[int, Spec], plan: Plan, rows: RowPlan, shar
     held = {pipeline.devices[0]: len(part) for pipeline, part in zip(plan.pipelines, rows.pipelines, strict=True)}
     first, found = next(iter(specs.values())), _dims_with_rows(specs, held)
     clear = found[:1] if usual and found[:1] == [0] else found
-    if len(clear) != 1 and len(plan.pipelines) > 1:
+    is_whole = rows.repeats and not found and len({spec.shape for spec in specs.values()}) == 1
+    if len(clear) != 1 and len(plan.pipelines) > 1 and not is_whole:
         shapes = {rank: list(spec.shape) for rank, spec in specs.items()}
         raise StateError(
             f"output {name!r} has shapes {shapes} by rank, whose replicas have {held} rows: replicas' outputs other "

@@ -179,14 +179,14 @@ class Buffers:
         yield buffer
         self._own_writes[name] = self._own_writes.get(name, 0) + version(buffer) - before
 
-    def mark_written(self, names: Iterable[str], owner: int) -> None:
-        """Remember buffers that each rank writes for itself; the values of rank `owner` will count."""
+    def mark_written(self, names: Iterable[str], owners: Sequence[int]) -> None:
+        """Remember buffers that ranks write for themselves; the values of `owners`, all alike, will count."""
         found = set(names)
         self._counted = {name: buffer for name, buffer in self._counted.items() if name not in found}
-        self._let_count(found, owner)
+        self._let_count(found, owners)
 
-    def _let_count(self, names: Iterable[str], owner: int) -> None:
-        self._stale.update(dict.fromkeys(names, Annotation.on((owner,))))
+    def _let_count(self, names: Iterable[str], owners: Sequence[int]) -> None:
+        self._stale.update(dict.fromkeys(names, Annotation.replicated(owners)))
 
     def take_from_first(self, names: Sequence[str]) -> None:
         """Give all ranks the values that rank 0 has in these; collective. Buffers that are gone are forgotten.
@@ -197,7 +197,7 @@ class Buffers:
         there = {name for name, _ in self.model.named_buffers()}
         self._stale = {name: at for name, at in self._stale.items() if name in there}
         if names:
-            self._let_count(names, 0)
+            self._let_count(names, (0,))
             self.sync()
 
     def _make_plain(self) -> None:

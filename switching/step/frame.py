@@ -5,6 +5,7 @@ Outputs other than the loss go back to the ranks whose rows they belong to, thei
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -128,6 +129,23 @@ class BringBack(torch.autograd.Function):
             ctx.table,
         )
         return (back if ctx.holds else torch.zeros_like(ctx.like), None, None, None, None)
+
+
+def share_of_loss(inputs: StepInputs, table: GroupTable, *, adds_up: bool) -> float:
+    """Return what part of the loss each rank returns; the first step says so where it is not all of it.
+
+    That is a part where ranks bring rows of their own and the loss is a sum over rows (`adds_up`).
+    """
+    if inputs.shared or table.size == 1 or not adds_up:
+        return 1.0
+    if inputs.step == 0 and table.rank == 0:
+        warnings.warn(
+            f"the loss is a sum over rows: each of {table.size} ranks returns the sum over all rows divided by "
+            f"{table.size}, so that the mean over ranks is right, as under DistributedDataParallel\n"
+            f"hint: multiply it by {table.size} for the sum itself, or return a mean",
+            stacklevel=2,
+        )
+    return 1.0 / table.size
 
 
 class StepFrame:

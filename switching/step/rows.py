@@ -33,11 +33,13 @@ class RowPlan:
         owned: the rows that each rank brings, by number in the global batch.
         pipelines: the rows of each pipeline.
         micro_batches: for each pipeline, the rows of its micro-batches (some may be empty).
+        repeats: each of several pipelines takes all rows, and makes the same of them.
     """
 
     owned: tuple[range, ...]
     pipelines: tuple[range, ...]
     micro_batches: tuple[tuple[range, ...], ...]
+    repeats: bool = False
 
     @property
     def total(self) -> int:
@@ -56,16 +58,20 @@ def check_rows(owned_rows: tuple[int, ...], *, shared: bool) -> None:
         raise BatchError("the batch has no rows on any rank")
 
 
-def plan_rows(plan: Plan, owned_rows: tuple[int, ...], *, shared: bool) -> RowPlan:
+def plan_rows(plan: Plan, owned_rows: tuple[int, ...], *, shared: bool, repeats: bool = False) -> RowPlan:
     """Return the row plan of a step.
 
     Args:
         plan: says the pipelines' shares and micro-batches.
         owned_rows: rows that each rank brings.
         shared: all ranks bring the same rows (`data="global"`).
+        repeats: each pipeline takes all rows, in one micro-batch, whatever its share.
     """
     total = owned_rows[0] if shared else sum(owned_rows)
     owned = tuple(range(0, total) for _ in owned_rows) if shared else _intervals(0, owned_rows)
+    if repeats:
+        each = tuple(range(0, total) for _ in plan.pipelines)
+        return RowPlan(owned, each, tuple((rows,) for rows in each), repeats=len(each) > 1)
     split = split_rows(total, plan)
     pipelines = _intervals(0, tuple(map(sum, split)))
     micro = tuple(_intervals(p.start, rows) for p, rows in zip(pipelines, split, strict=True))
@@ -147,9 +153,12 @@ def at_pipelines(
 ) -> Annotation:
     """Return where a tensor lies as pipelines read it, or an output after they have run.
 
-    That is by rows over the pipelines; as summands of a sum over rows; or, if rows do not matter, on the first
-    pipeline that had some.
+    That is by rows over the pipelines; as summands of a sum over rows; as copies where each takes all rows; or, if rows
+    do not matter, on the first pipeline that had some.
     """
+    if rows.repeats:
+        devices = tuple(DeviceGroup(tuple(group)) for group in groups)
+        return Annotation(devices, tuple(shardings), Duplicate(len(groups)))
     if len(groups) == 1 or (rows_dim is None and not summed):
         first = next(i for i, interval in enumerate(rows.pipelines) if len(interval))
         return Annotation((DeviceGroup(tuple(groups[first])),), (shardings[first],))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -27,7 +26,7 @@ from hetu_fx.switching.step.compiled_plans import GraphVariant, StagePlan
 from hetu_fx.switching.step.engine import Feeds, MicroBatchFeeds, StageOutcome
 from hetu_fx.switching.step.execution import LossAndOutput, StepInputs
 from hetu_fx.switching.step.filling import as_brought, narrowed, share_of
-from hetu_fx.switching.step.frame import StepFrame, ValueRoute, value_routes
+from hetu_fx.switching.step.frame import StepFrame, ValueRoute, share_of_loss, value_routes
 from hetu_fx.switching.step.gradients import Collector, RunAgain
 from hetu_fx.transforms.specialize.device_graph import SlotKind
 
@@ -67,7 +66,7 @@ class _GraphStep(StepFrame):
         super().__init__(
             variant,
             inputs,
-            scale=_share_of_loss(self.program, inputs, variant.table),
+            scale=share_of_loss(inputs, variant.table, adds_up=self.program.loss_type is LossType.SUM),
             may_run_ahead=runs_ahead,
             in_float16=in_float16,
             gives_values=self.wants_values and bool(self.program.loss_name),
@@ -276,20 +275,6 @@ def _check_rows_can_be_put_together(
             f"the batch size is fixed in this model's graph, so that the rows of {variant.table.size} ranks cannot be "
             f"put together ({why}); give all ranks the same whole batch with data='global', or rewrite the line"
         )
-
-
-def _share_of_loss(program: Program, inputs: StepInputs, table: GroupTable) -> float:
-    """Return what part of the loss each rank returns; the first step says so where it is not all of it."""
-    if inputs.shared or table.size == 1 or program.loss_type is not LossType.SUM:
-        return 1.0
-    if inputs.step == 0 and table.rank == 0:
-        warnings.warn(
-            f"the loss is a sum over rows: each of {table.size} ranks returns the sum over all rows divided by "
-            f"{table.size}, so that the mean over ranks is right, as under DistributedDataParallel\n"
-            f"hint: multiply it by {table.size} for the sum itself, or return a mean",
-            stacklevel=2,
-        )
-    return 1.0 / table.size
 
 
 def _rest(gradient: float) -> None:

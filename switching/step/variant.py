@@ -148,7 +148,14 @@ class Variant:
 
     `compute` is what runs under the plan's compute layout; variants of the same layout share it. `facts` are what a
     policy is told of it.
+
+    Attributes:
+        repeats_rows: each pipeline takes all rows of a batch.
+        rows_told: how pipelines share the rows, where that is not as the plan says; else empty.
     """
+
+    repeats_rows = False
+    rows_told = ""
 
     def __init__(self, name: str, plan: Plan, compute: Compute, planned_rates: Mapping[int, float]) -> None:
         self.name = name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from hetu_fx.check import checker as module
 from hetu_fx.comm_ops.ops import table
 from hetu_fx.deduction.rules.registry import register_rule, unregister_rule
 from hetu_fx.errors import CheckError
+from hetu_fx.plans.plan import Plan
+from hetu_fx.switching.eager.row_mode import BY_ROWS, RowMode
 from hetu_fx.switching.step import batches
 from tests.check.nets import GROUP, SHARES, STAGES, Contrast, Mlp, Tokens, checker_of, graph_of, mlp_batch, tokens_batch
 
@@ -62,7 +65,7 @@ def wrong_rule() -> Iterator[None]:
 
 @pytest.mark.parametrize("plan", [SHARES, STAGES], ids=["replicas", "stages"])
 def test_what_is_right_is_told_with_what_was_cut(plan, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    says = checker_of(Tokens(), tokens_batch(), tmp_path).try_plan(plan)
+    says = checker_of(Tokens(), tokens_batch(), tmp_path).try_plan(plan).says
     assert says.startswith("checked: loss and 11 gradients are those of the module on one device to "), says
     assert "2 of 5 blocks" in says
 
@@ -118,9 +121,9 @@ def test_a_crash_of_the_ranks_is_told_as_such(tmp_path: Path, monkeypatch: pytes
 
 def test_what_was_found_is_kept_for_the_same_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = mlp_batch()
-    says = checker_of(Mlp(), batch, tmp_path).try_plan(SHARES)
+    says = checker_of(Mlp(), batch, tmp_path).try_plan(SHARES).says
     monkeypatch.setattr(module, "tried", None)  # nothing is tried again
-    assert checker_of(Mlp(), batch, tmp_path).try_plan(SHARES) == says
+    assert checker_of(Mlp(), batch, tmp_path).try_plan(SHARES).says == says
 
 
 def test_what_is_wrong_is_tried_again(tmp_path: Path, wrong_rule: None) -> None:
@@ -143,12 +146,12 @@ def test_another_rule_is_another_question(tmp_path: Path) -> None:
 
 def test_a_model_that_is_too_large_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SHARE_OF_MEMORY", 1e-9)
-    says = checker_of(Mlp(), mlp_batch(), tmp_path).try_plan(SHARES)
+    says = checker_of(Mlp(), mlp_batch(), tmp_path).try_plan(SHARES).says
     assert says.startswith("not checked: no small case of the model runs: 92 numbers in the parameters"), says
 
 
 def test_a_trial_ends_in_time(tmp_path: Path) -> None:
-    says = checker_of(Mlp(), mlp_batch(), tmp_path, seconds=0.0).try_plan(SHARES)
+    says = checker_of(Mlp(), mlp_batch(), tmp_path, seconds=0.0).try_plan(SHARES).says
     assert says == "not checked: it would take more than 0 s"
 
 
@@ -157,22 +160,69 @@ def test_a_model_that_cannot_be_copied_says_so(tmp_path: Path) -> None:
     execution = graph_of(model, mlp_batch())
     model.lock = threading.Lock()
     checker = module.Checker(model, None, mlp_batch(), execution, world=2, shared=False, folder=tmp_path)
-    says = checker.try_plan(SHARES)
+    says = checker.try_plan(SHARES).says
     assert says.startswith("not checked: the model cannot be copied: TypeError"), says
 
 
 def test_an_eager_module_is_held_against_one_device(tmp_path: Path) -> None:
-    says = checker_of(Mlp(), mlp_batch(), tmp_path, eager=True).try_plan(SHARES)
+    says = checker_of(Mlp(), mlp_batch(), tmp_path, eager=True).try_plan(SHARES).says
     assert says.startswith("checked: loss and 4 gradients"), says
 
 
-def test_an_eager_loss_over_pairs_of_rows_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("plan", [SHARES, Plan.data_parallel((0, 1))])
+def test_an_eager_loss_over_pairs_of_rows_needs_all_rows(plan: Plan, tmp_path: Path) -> None:
     batch = {"x": torch.randn(6, 6), "other": torch.randn(6, 6)}
-    with pytest.raises(CheckError, match=r"the loss is .*first.weight by (?s:.*)hint: the module computes something"):
-        checker_of(Contrast(), batch, tmp_path, eager=True).try_plan(SHARES)
+    tried = checker_of(Contrast(), batch, tmp_path, eager=True).try_plan(plan)
+    assert not tried.mode.by_rows
+    assert re.search(r"^checked: .*each replica runs all rows, as by rows .*the loss is .*first.weight by", tried.says)
 
 
-def test_an_eager_module_that_draws_is_tried_without_dropout_or_not_at_all(tmp_path: Path) -> None:
+def test_an_eager_loss_that_adds_up_over_rows_is_tried_as_a_sum(tmp_path: Path) -> None:
+    class Adds(Mlp):
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return super().forward(x, labels) * len(x)
+
+    tried = checker_of(Adds(), mlp_batch(), tmp_path, eager=True).try_plan(SHARES)
+    assert tried.mode == RowMode(by_rows=True, adds_up=True)
+    assert "a sum over rows, is shared out among ranks" in tried.says
+
+
+def test_equal_shares_of_an_eager_module_are_tried_on_unlike_rows(tmp_path: Path) -> None:
+    class Rooted(Mlp):  # equal replicas of half the rows each would not show it
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return super().forward(x, labels) * (1.0 if len(x) % 2 == 0 else 2.0)
+
+    batch = mlp_batch(8)
+    tried = checker_of(Rooted(), batch, tmp_path, eager=True).try_plan(Plan.data_parallel((0, 1)))
+    assert not tried.mode.by_rows
+
+
+def test_an_eager_module_that_takes_no_other_rows_than_all_gets_them(tmp_path: Path) -> None:
+    class Whole(Mlp):
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            if len(x) < 4:
+                raise ValueError("too few rows")
+            return super().forward(x, labels)
+
+    tried = checker_of(Whole(), mlp_batch(), tmp_path, eager=True).try_plan(SHARES)
+    assert not tried.mode.by_rows
+    assert "too few rows" in tried.mode.why
+
+
+def test_an_eager_module_that_runs_all_rows_and_differs_is_told(tmp_path: Path) -> None:
+    class Strays(Mlp):
+        calls = 0
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            Strays.calls += 1
+            return super().forward(x, labels) * Strays.calls
+
+    tried = checker_of(Strays(), mlp_batch(), tmp_path, eager=True).try_plan(SHARES)
+    assert not tried.mode.by_rows
+    assert re.search("^not checked: the small case is refused: replicas that all run the whole batch", tried.says)
+
+
+def test_an_eager_module_that_draws_is_tried_without_dropout_or_on_all_rows(tmp_path: Path) -> None:
     class Dropped(Mlp):
         def __init__(self, noise: float) -> None:
             super().__init__()
@@ -182,10 +232,10 @@ def test_an_eager_module_that_draws_is_tried_without_dropout_or_not_at_all(tmp_p
             x = x + torch.randn(x.shape) * self.noise if self.noise else x
             return super().forward(self.drop(x), labels)
 
-    says = [checker_of(Dropped(n), mlp_batch(), tmp_path, eager=True).try_plan(SHARES) for n in (0.0, 1.0)]
-    assert says[0].startswith("checked: ")
-    assert "not checked" in says[1]
-    assert "draws random numbers" in says[1]
+    tried = [checker_of(Dropped(n), mlp_batch(), tmp_path, eager=True).try_plan(SHARES) for n in (0.0, 1.0)]
+    assert all(one.says.startswith("checked: ") for one in tried)
+    assert tried[0].mode == BY_ROWS
+    assert "draws random numbers" in tried[1].mode.why
 
 
 def test_a_module_that_draws_is_held_against_its_graph(tmp_path: Path) -> None:
@@ -193,5 +243,5 @@ def test_a_module_that_draws_is_held_against_its_graph(tmp_path: Path) -> None:
         def forward(self, x: Tensor, labels: Tensor) -> Tensor:
             return super().forward(nn.functional.dropout(x, 0.5), labels)
 
-    says = checker_of(Dropped(), mlp_batch(), tmp_path).try_plan(SHARES)
+    says = checker_of(Dropped(), mlp_batch(), tmp_path).try_plan(SHARES).says
     assert "those of the captured graph on one device, as the model draws random numbers" in says

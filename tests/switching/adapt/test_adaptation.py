@@ -20,7 +20,7 @@ from hetu_fx.plans.prediction import Prediction
 from hetu_fx.switching.adapt.adaptation import CALIBRATED, Adaptation, calibrated, expected_seconds
 from hetu_fx.switching.adapt.health import HealthTracker
 from hetu_fx.switching.adapt.replanning import Asked, Conditions, Made
-from hetu_fx.switching.adapt.tried import TryPlan
+from hetu_fx.switching.adapt.tried import NOT_TRIED, Tried, TryPlan
 from hetu_fx.switching.step.report import LastStep
 from tests.planner.examples import paper, rising, transformer
 
@@ -267,7 +267,7 @@ def test_a_planner_that_fails_is_told_and_leaves_all_as_it_was(caplog: pytest.Lo
 
 def trying(try_plan: TryPlan, monkeypatch: pytest.MonkeyPatch) -> Adaptation:
     """Make an adaptation whose planner finds another plan than the one that runs, and whose plans are tried."""
-    monkeypatch.setattr("hetu_fx.api.try_of", lambda *given: lambda plan: try_plan(plan) if plan.name else "")
+    monkeypatch.setattr("hetu_fx.api.try_of", lambda *given: lambda plan: try_plan(plan) if plan.name else NOT_TRIED)
     model = hetu_fx.auto_parallelize(Line(), {"x": torch.randn(4, 3)}, plan=Plan.single(), check=True)
     made: Adaptation = model.hetu._adaptation
     made.cluster = paper(1)
@@ -275,7 +275,7 @@ def trying(try_plan: TryPlan, monkeypatch: pytest.MonkeyPatch) -> Adaptation:
     return made
 
 
-def wrong(plan: Plan) -> str:
+def wrong(plan: Plan) -> Tried:
     """Try a plan, and find it wrong."""
     raise CheckError(f"the plan {plan.name} does not give what one device gives")
 
@@ -284,11 +284,11 @@ def test_a_plan_that_is_made_while_training_is_tried_and_what_was_found_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     here = os.getpid()
-    adaptation = trying(lambda plan: f"tried, {os.getpid() == here} that it was here", monkeypatch)
+    adaptation = trying(lambda plan: Tried(f"tried, {os.getpid() == here} that it was here"), monkeypatch)
     adaptation.adapt({0: 2.0})
     take_over(adaptation)
     variants = adaptation.runtime.variants
-    assert adaptation.tried.found(variants["slow-0x2"].plan) == "tried, False that it was here"
+    assert adaptation.tried.found(variants["slow-0x2"].plan).says == "tried, False that it was here"
 
 
 def test_a_plan_that_is_made_while_training_and_is_wrong_is_told_and_no_variant(

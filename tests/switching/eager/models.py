@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 WIDTH = 6
 
@@ -72,6 +73,26 @@ class Normed(nn.Module):
         scale = 2.0 if float(x.detach().abs().max()) > 0 else 1.0
         out = scale * self.norm(x)
         return {"loss": (out**2).mean(), "out": out}
+
+
+class Meets(nn.Module):
+    """Works out everything from all rows: statistics, pairs, a branch on a sum; drops, and returns what has no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop, self.last = nn.BatchNorm1d(WIDTH), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH)
+        self.double()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor | int]:
+        out = self.last(self.drop(self.norm(x)))
+        pairs = cross_entropy(out @ x.T, torch.arange(len(x)))
+        loss = pairs if float(x.detach().sum()) > 0 else 2 * pairs
+        return {"loss": loss, "out": out, "most": out.abs().amax(), "rows": len(x)}
+
+
+def meeting(rows: int, seed: int) -> dict[str, Tensor]:
+    """Make a batch for it."""
+    return {"x": batch(rows, seed)["x"]}
 
 
 def squared_error(output: Tensor, x: Tensor, depth: Tensor, target: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from hetu_fx.errors import BatchError, CaptureError, ExportError, HetuFxError, P
 from hetu_fx.graph.containers import Constant, Entries, TensorSlot
 from hetu_fx.graph.row_dims import AskedRowDims
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from hetu_fx.switching.eager.execution import BY_ROWS, EagerExecution
+from hetu_fx.switching.eager.execution import EagerExecution
 from hetu_fx.switching.eager.module import OutputForm, Spec, common_form, eager_routes
 from hetu_fx.switching.step.rows import plan_rows
 from tests.switching.eager.models import Choosy, Predicts, Told, batch, make, squared_error
@@ -165,13 +165,6 @@ def test_a_loss_fn_must_give_a_scalar() -> None:
         model(**batch(5, 1))
 
 
-def test_several_replicas_are_warned_that_losses_are_weighted_by_rows() -> None:
-    execution = EagerExecution(make(Choosy), None, batch(8, 0))
-    with pytest.warns(UserWarning, match="weighted by its share of the rows"):
-        execution.check(Plan.data_parallel((0, 1)), 2)
-    assert "tokens" in BY_ROWS
-
-
 def form(rows: int, told: object = None, **values: tuple[int, ...]) -> OutputForm:
     specs = {name: Spec(shape, torch.float64) for name, shape in values.items()}
     tree = Entries(dict, ("told", *values), (Constant("told", told), *map(TensorSlot, values)))
@@ -240,6 +233,6 @@ def test_entries_of_a_list_may_be_samples_and_are_cut_only_where_that_is_asked_f
     with pytest.raises(PlanError, match=r"'images' is a list of tensors, .*\nhint: say row_dims=\{'images': 0\} if"):
         execution.check(replicas, 2)
     with pytest.raises(PlanError, match="'images' is a list of tensors"):  # whatever the plan, where batches differ
-        execution.check_rows_are_known()
-    with pytest.warns(UserWarning, match="weighted by its share of the rows"):
-        EagerExecution(Pictures(), None, images, AskedRowDims({"images": 0})).check(replicas, 2)
+        execution.check_rows_are_known(2)
+    EagerExecution(Pictures(), None, images, AskedRowDims({"images": 0})).check(replicas, 2)
+    EagerExecution(Pictures(), None, images, shared=True).check(replicas, 2)  # nothing is put together

@@ -15,7 +15,18 @@ import hetu_fx
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import BatchError, ExportError, HetuFxError, StateError
 from hetu_fx.plans.plan import Plan
-from tests.switching.eager.models import Choosy, Fails, Normed, Predicts, Told, batch, make, squared_error
+from tests.switching.eager.models import (
+    Choosy,
+    Fails,
+    Meets,
+    Normed,
+    Predicts,
+    Told,
+    batch,
+    make,
+    meeting,
+    squared_error,
+)
 
 WORLD = 3
 UNEVEN = Plan.data_parallel((0, 1), (3, 1))
@@ -23,10 +34,12 @@ EVERYBODY = Plan.data_parallel((2, 0, 1), (4, 2, 1))
 Cuts = tuple[int, ...]
 
 
-def parallel(model: nn.Module, plan: Any = UNEVEN, example: Any = None, **options: Any) -> Any:
+def parallel(model: nn.Module, plan: Any = UNEVEN, example: Any = None, check: Any = False, **options: Any) -> Any:
+    """Make a model parallel as it is; it works row by row, unless that is to be tried."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return hetu_fx.auto_parallelize(model, example or batch(6, 0), plan=plan, capture="eager", **options)
+        example = example or batch(6, 0)
+        return hetu_fx.auto_parallelize(model, example, plan=plan, capture="eager", check=check, **options)
 
 
 def own(whole: dict[str, Tensor], rank: int, owned: Cuts) -> dict[str, Tensor]:
@@ -213,6 +226,83 @@ def check_a_plan_that_cuts_the_module_is_refused_everywhere(rank: int, world: in
     model = parallel(make(Choosy), UNEVEN)
     with pytest.raises(HetuFxError, match="one device in one micro-batch"):
         model.hetu.add_variant(Plan.tensor_parallel((0, 1)))
+
+
+def check_what_meets_in_the_batch_runs_on_all_rows(rank: int, world: int, folder: Path) -> None:
+    plain = make(Meets)
+    model = parallel(copy.deepcopy(plain), example=meeting(6, 0), check=True)
+    (said,) = model.hetu.checks.values()
+    assert "each replica runs all rows, as by rows it would be wrong" in said, said
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05, weight_decay=0.3) for m in (model, plain)]
+    for number, owned in enumerate([(5, 0, 3), (2, 4, 1), (0, 0, 7)]):
+        data = meeting(sum(owned), number)
+        torch.manual_seed(rank)  # of its own, as scripts have it that draw other rows on each rank
+        before = torch.get_rng_state()
+        x = own(data, rank, owned)["x"].requires_grad_()
+        loss = model(x=x)["loss"]
+        assert rank == 0 or torch.equal(torch.get_rng_state(), before)
+        torch.manual_seed(0)
+        whole = data["x"].requires_grad_()
+        expected = plain(x=whole)["loss"]
+        torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12)
+        (2 * expected).backward()
+        (2 * loss).backward()
+        torch.testing.assert_close(x.grad, own({"x": whole.grad}, rank, owned)["x"] * world, rtol=1e-10, atol=1e-12)
+        assert_same(model, plain, gradients=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(model, plain)
+    assert model.hetu.stats["rows"] == (7, 7)
+    if rank < 2:
+        torch.testing.assert_close(model.norm.running_mean, plain.norm.running_mean)
+    data = meeting(5, 9)
+    found, expected = model.eval()(**own(data, rank, (2, 0, 3))), plain.eval()(**data)
+    torch.testing.assert_close(found["out"], own({"out": expected["out"].detach()}, rank, (2, 0, 3))["out"])
+    torch.testing.assert_close(found["most"], expected["most"].detach())
+    assert found["rows"] == 5
+    torch.testing.assert_close(model.norm.running_mean, plain.norm.running_mean)
+
+
+def check_gradients_of_all_rows_wait_for_the_sync(rank: int, world: int, folder: Path) -> None:
+    plain = make(Meets)
+    model = parallel(copy.deepcopy(plain), [EVERYBODY, Plan.single(1)], meeting(6, 0), check="auto")
+    plain.drop.p = model.drop.p = 0.0
+    with model.no_sync():
+        model(**own(meeting(6, 1), rank, (2, 2, 2)))["loss"].backward()
+    model(**own(meeting(7, 2), rank, (3, 0, 4)))["loss"].backward()
+    for data in (meeting(6, 1), meeting(7, 2)):
+        plain(**data)["loss"].backward()
+    assert_same(model, plain, gradients=True)
+    model.hetu.switch("variant1")  # one device runs it: all rows are there
+    model(**own(meeting(4, 3), rank, (1, 1, 2)))["loss"].backward()
+    plain(**meeting(4, 3))["loss"].backward()
+    assert_same(model, plain, gradients=True)
+
+
+def check_a_loss_may_be_computed_outside_of_outputs_of_all_rows(rank: int, world: int, folder: Path) -> None:
+    plain = make(Meets)
+    plain.drop.p = 0.0
+    model = parallel(copy.deepcopy(plain), EVERYBODY, meeting(6, 0), check="auto", outputs="all")
+    data, owned = meeting(9, 1), (4, 2, 3)
+    mine, whole = model(**own(data, rank, owned)), plain(**data)
+    (mine["out"].square().sum() / 3 + mine["most"]).backward()
+    (whole["out"].square().sum() / 9 + whole["most"]).backward()
+    assert_same(model, plain, gradients=True)
+
+
+def check_one_device_runs_what_no_plan_makes_faster(rank: int, world: int, folder: Path) -> None:
+    plain = make(Meets)
+    cluster = Cluster.on_paper((2e9, 4e9, 2e9))
+    for check, devices in (("auto", (1,)), (False, (1, 0, 2))):
+        model = copy.deepcopy(plain)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            hetu_fx.auto_parallelize(model, meeting(8, 0), capture="eager", check=check, cluster=cluster)
+        assert sorted(model.hetu.plan.devices) == sorted(devices)
+        told = [str(one.message) for one in caught]
+        alone = "device 1 alone runs the module, on all rows of the batch, as nobody has tried"
+        assert any(alone in text for text in told) == (rank == 0 and check == "auto"), told
 
 
 @pytest.mark.distributed

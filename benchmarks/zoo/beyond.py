@@ -49,6 +49,10 @@ QUICK = ("timm: test_vit", "diffusers: PriorTransformer", "PyG: DenseSAGEConv")
 SMALLEST = "diffusers: PriorTransformer"
 PROCESSES, COMPILED = "processes", "inductor"
 TITLES = {PROCESSES: "two processes", COMPILED: "inductor"}
+TOLD = {
+    PROCESSES: "by two processes over gloo, which bring 5 and 3 of 8 rows",
+    COMPILED: "compiled by inductor, as ranks of one process",
+}
 
 
 def ways() -> Mapping[str, Way]:
@@ -110,8 +114,8 @@ def _section(rows: Sequence[Row], found: Sequence[str]) -> str:
     asked = " ".join(f"--way {way}" for way in found)
     return "\n".join(
         [
-            f"Written by `python -m benchmarks.zoo {asked} --write-docs`: the same by two processes over gloo,",
-            "which bring 5 and 3 of 8 rows, and compiled. Each model is tried under one plan.",
+            f"Written by `python -m benchmarks.zoo {asked} --write-docs`: a selection, each model under one plan,",
+            f"{' and '.join(TOLD[way] for way in found)}.",
             "",
             page.markdown(["family", "plan", *(TITLES[way] for way in found), "reason"], rows),
             "",

@@ -49,7 +49,7 @@ QUICK = ("timm: test_vit", "diffusers: PriorTransformer", "PyG: DenseSAGEConv")
 SMALLEST = "diffusers: PriorTransformer"
 PROCESSES, COMPILED = "processes", "inductor"
 TITLES = {PROCESSES: "two processes", COMPILED: "inductor"}
-TOLD = {
+DESCRIPTIONS = {
     PROCESSES: "by two processes over gloo, which bring 5 and 3 of 8 rows",
     COMPILED: "compiled by inductor, as ranks of one process",
 }
@@ -115,7 +115,7 @@ def _section(rows: Sequence[Row], found: Sequence[str]) -> str:
     return "\n".join(
         [
             f"Written by `python -m benchmarks.zoo {asked} --write-docs`: a selection, each model under one plan,",
-            f"{' and '.join(TOLD[way] for way in found)}.",
+            f"{' and '.join(DESCRIPTIONS[way] for way in found)}.",
             "",
             page.markdown(["family", "plan", *(TITLES[way] for way in found), "reason"], rows),
             "",

@@ -83,6 +83,7 @@ class Lockstep:
         seed: of the random numbers that the model draws.
         eager: how replicas share a batch where the module itself runs on every rank (`capture="eager"`); None: graphs
             run.
+        backend: what compiles device graphs, as `compile` of `auto_parallelize`; None: they run as they are.
         seconds: after which training is given up, between two messages; None: never.
     """
 
@@ -97,12 +98,13 @@ class Lockstep:
     row_dims: Mapping[str, int | None] = field(default_factory=dict)
     seed: int = 0
     eager: RowMode | None = None
+    backend: Any = None
     seconds: float | None = None
 
     def capture(self, model: nn.Module, batch: Batch) -> GraphExecution:
         """Capture a copy of a model, which stays as it is: for all ranks, and for several trainings of equal models."""
         asked = AskedRowDims(self.row_dims)
-        return GraphExecution(Programs(self.copied(model), self.loss_fn, row_dims=asked), batch, None)
+        return GraphExecution(Programs(self.copied(model), self.loss_fn, row_dims=asked), batch, self.backend)
 
     def copied(self, model: nn.Module) -> nn.Module:
         """Copy a model; parameters that nothing updates are parameters of the same memory."""
@@ -128,6 +130,29 @@ class Lockstep:
             DivergedError: ranks make calls that do not fit together, wait in vain, or have unlike copies.
             TimeoutError: it takes more than `seconds`.
         """
+        with self._running(model, batches, plans, captured) as (ranks, run):
+            return join_ranks(run_in_threads(ranks, run.train, self.seconds))
+
+    def train_rank(
+        self,
+        model: nn.Module,
+        batches: Sequence[Batch],
+        plans: Plan | Sequence[Plan],
+        table: GroupTable,
+        captured: GraphExecution | None = None,
+    ) -> RankTrained:
+        """Do what `train` does as one of its ranks, each of which is a process; collective. `join_ranks` takes all.
+
+        Waits are bounded by the timeout of the table, not by `seconds`. Raises as `train` does.
+        """
+        with self._running(model, batches, plans, captured) as (_, run):
+            return run.train(table)
+
+    @contextmanager
+    def _running(
+        self, model: nn.Module, batches: Sequence[Batch], plans: Plan | Sequence[Plan], captured: GraphExecution | None
+    ) -> Iterator[tuple[int, _Run]]:
+        """Yield how many ranks there are, and the training, as each of them does it."""
         plans = (plans,) if isinstance(plans, Plan) else tuple(plans)
         ranks = self.ranks or 1 + max(max(plan.devices) for plan in plans)
         if self.rows is not None and len(self.rows) != ranks:
@@ -140,8 +165,7 @@ class Lockstep:
         execution = None if self.eager is not None else captured or self.capture(model, batches[0])
         with _unwritten_is_nan(), telling(f"training as {ranks} ranks") as tell:
             own = [execution.programs.arguments.batch(*as_call(batch)) for batch in batches] if execution else batches
-            run = _Run(self, model, own, plans, execution, tell)
-            return _joined(run_in_threads(ranks, run.train, self.seconds))
+            yield ranks, _Run(self, model, own, plans, execution, tell)
 
 
 def train_alone(model: nn.Module, batches: Sequence[Batch], how: Lockstep) -> Trained:
@@ -207,7 +231,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class _OfRank:
+class RankTrained:
     """What a rank has after a training: losses by step, gradients by step, and parameters and buffers."""
 
     losses: list[float]
@@ -227,12 +251,12 @@ class _Run:
     execution: GraphExecution | None
     tell: Tell
 
-    def train(self, table: GroupTable) -> _OfRank:
+    def train(self, table: GroupTable) -> RankTrained:
         """Train as the rank of this table; collective."""
         model = moved(self.how.copied(self.model), self._device(table.rank))
         optimizer = None if self.how.make_optimizer is None else self.how.make_optimizer(_trained(model))
         runtime = self._runtime(model, optimizer, table)
-        made = _OfRank([], [], {}, {})
+        made = RankTrained([], [], {}, {})
         for number, batch in enumerate(self.batches):
             if number and self.how.lost_by_step is not None:
                 plan, lost = self.plans[self._place(number)], self.how.lost_by_step[number]
@@ -263,7 +287,7 @@ class _Run:
         made.mode_of = lambda plan: mode
         return made
 
-    def _step(self, number: int, runtime: Runtime, batch: Batch, made: _OfRank) -> None:
+    def _step(self, number: int, runtime: Runtime, batch: Batch, made: RankTrained) -> None:
         """Run a step forward and backward."""
         runtime.variants.pin(tuple(runtime.variants)[self._place(number)])
         args, kwargs = as_call(self._own(runtime.table.rank, batch))
@@ -301,8 +325,12 @@ class _Run:
         return HOST if self.how.devices is None else torch.device(self.how.devices[rank])
 
 
-def _joined(ranks: Sequence[_OfRank]) -> Trained:
-    """Return what ranks have together."""
+def join_ranks(ranks: Sequence[RankTrained]) -> Trained:
+    """Return what ranks, given in their order, have together.
+
+    Raises:
+        DivergedError: their losses differ.
+    """
     steps = []
     for number in range(len(ranks[0].losses)):
         loss = _same([rank.losses[number] for rank in ranks], f"the loss of step {number}")

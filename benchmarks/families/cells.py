@@ -16,14 +16,17 @@ from torch.overrides import TorchFunctionMode
 from benchmarks.families.batches import Batch
 from benchmarks.families.family import Family
 from hetu_fx.cli.compare import draws_random_numbers
+from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.deduction.factors.analyse import UnknownOpWarning
-from hetu_fx.lockstep import Lockstep, Step, train_alone
+from hetu_fx.lockstep import Lockstep, RankTrained, Step, Trained, train_alone
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 
 SIZES = ((8, 11), (7, 13))  # rows and tokens of the batches; the first is the example
 AS_RANKS = Lockstep(partial(torch.optim.SGD, lr=0.0), ranks=3, rows=(4, 2, 2))  # every step with the same parameters
 LIMITS = {torch.float64: (1e-10, 1e-10), torch.float32: (1e-5, 1e-4)}  # of the loss and of every gradient
 FLOOR = 1e-3  # of the largest gradient: in smaller ones an error counts that is 1e-13 of the largest
+CAST_DOWN = 1e-6
+"""How far from plain PyTorch a model may be under a plan of one device that has leaves, which may cast to float32."""
 MakePlan = Callable[[int], Plan]
 
 
@@ -73,16 +76,20 @@ class Subject:
     """A family on trial: its model, and what one device computes, as plain PyTorch.
 
     Whatever a model does that does not train plainly is raised.
+
+    Args:
+        family: what is on trial.
+        how: it is trained under plans.
     """
 
-    def __init__(self, family: Family) -> None:
-        self.family = family
+    def __init__(self, family: Family, how: Lockstep = AS_RANKS) -> None:
+        self.family, self._how = family, how
         torch.manual_seed(17)
         self.model = cast(family.make(), family.dtype)
         self.batches = [self._batch(*sizes, seed) for seed, sizes in enumerate(SIZES)]
         self.micro_batches = 1 if _has_batch_norm(self.model) else family.micro_batches
         with exactly(family.dtype):
-            self.alone = train_alone(self.model, self.batches, AS_RANKS)
+            self.alone = train_alone(self.model, self.batches, how)
         if not all(map(_is_training, self.alone.steps)):
             raise NotTrainedError("the loss is no number, or gradients are none, all zero or no numbers")
 
@@ -90,19 +97,25 @@ class Subject:
         """Capture the model, once for all ranks of all plans; return the names of ops without a rule."""
         with exactly(self.family.dtype), warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            self.captured = AS_RANKS.capture(self.model, self.batches[0])
-            self.captured.programs.first(self.batches[1], training=True)  # ranks compute in float64 without the mode
-            if draws_random_numbers(self.model, self.batches[0]):  # hetu_fx has random numbers of its own
-                self.alone = AS_RANKS.train(self.model, self.batches, Plan.single(0), self.captured)
+            self.captured = self._how.capture(self.model, self.batches[0])
+            program = self.captured.programs.first(self.batches[1], training=True)
+            draws = draws_random_numbers(self.model, self.batches[0])
+        if draws or program.graph.leaf_calls:  # ranks compute in float64 without the mode, but for what leaves cast
+            single = self._how.train(self.model, self.batches, Plan.single(0), self.captured)
+            if draws or max(worst_differences(single, self.alone).values()) <= CAST_DOWN:
+                self.alone = single  # hetu_fx has random numbers of its own
         found = [warning.message for warning in told if issubclass(warning.category, UnknownOpWarning)]
         return sorted({str(message).split(" ")[1] for message in found})
 
     def try_plan(self, name: str) -> dict[str, float]:
         """Run every batch under a plan; return the worst relative difference of the loss and of any gradient."""
+        made = self._how.train(self.model, self.batches, PLANS[name](self.micro_batches), self.captured)
+        return worst_differences(made, self.alone)
+
+    def try_rank(self, name: str, table: GroupTable) -> RankTrained:
+        """Run every batch under a plan as one rank, of processes that all do; return what it has."""
         plan = PLANS[name](self.micro_batches)
-        made = AS_RANKS.train(self.model, self.batches, plan, self.captured)
-        found = [_differences(*steps) for steps in zip(made.steps, self.alone.steps, strict=True)]
-        return {what: max(each[what] for each in found) for what in found[0]}
+        return self._how.train_rank(self.model, self.batches, plan, table, self.captured)
 
     def _batch(self, rows: int, length: int, seed: int) -> Batch:
         torch.manual_seed(100 + seed)
@@ -122,6 +135,12 @@ def _is_training(step: Step) -> bool:
 def _has_batch_norm(model: nn.Module) -> bool:
     """Tell whether the model works out something from the whole batch."""
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+
+def worst_differences(made: Trained, alone: Trained) -> dict[str, float]:
+    """Return the worst relative difference of the loss and of any gradient, of all steps."""
+    found = [_differences(*steps) for steps in zip(made.steps, alone.steps, strict=True)]
+    return {what: max(each[what] for each in found) for what in found[0]}
 
 
 def _differences(made: Step, alone: Step) -> dict[str, float]:

@@ -20,19 +20,22 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from benchmarks.families.cells import LIMITS, PLANS, Subject
+from benchmarks.families.cells import AS_RANKS, LIMITS, PLANS, Subject
 from benchmarks.families.family import Family
 from benchmarks.kit import report
 from benchmarks.kit.forks import Tell, in_forks
 from hetu_fx.errors import DivergedError, HetuFxError
+from hetu_fx.lockstep import Lockstep
 
 SECONDS_PER_CELL = 240.0
 PLAIN, CAPTURED, YES = "plain", "captured", "yes"
 RIGHT, WRONG, REFUSED, CRASH, NOT_PLAIN = "right", "wrong", "refused", "crash", "does not train plainly"
 REASON_LENGTH = 160
+LOCKSTEP = "lockstep"
 
 Row = dict[str, str]
 Record = Mapping[str, Any]
+RunPlan = Callable[[Subject, str], Record]
 Heard = Mapping[str, Record]
 """What a family has come to: plainly, captured, and under each plan."""
 
@@ -70,14 +73,49 @@ def parser(name: str, purpose: str) -> argparse.ArgumentParser:
     return made
 
 
-def tried(families: Sequence[Family], plans: Sequence[str], options: argparse.Namespace) -> dict[str, Heard]:
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How families are tried.
+
+    Fields:
+        name: unique.
+        work: tries one family under plans, and tells.
+        processes: that this takes.
+        silence: for how many times the seconds of a cell it may say nothing.
+    """
+
+    name: str
+    work: Callable[[Family, Sequence[str], float, Tell], None]
+    processes: int = 1
+    silence: int = 1
+
+
+def in_lockstep(how: Lockstep = AS_RANKS) -> Callable[[Family, Sequence[str], float, Tell], None]:
+    """Return what tries a family as all ranks of one process."""
+
+    def work(family: Family, plans: Sequence[str], seconds: float, tell: Tell) -> None:
+        try_family(family, plans, how, lambda subject, plan: {"differences": subject.try_plan(plan)}, tell)
+
+    return work
+
+
+AS_EVER = Way(LOCKSTEP, in_lockstep())
+
+
+def tried(
+    families: Sequence[Family], plans: Sequence[str], options: argparse.Namespace, way: Way = AS_EVER
+) -> dict[str, Heard]:
     """Try families, several at once; what an interrupted run has logged is taken over."""
     by_name = {family.name: family for family in families}
-    known = {name: heard for name, heard in _logged(options).items() if name in by_name}
+    known = {name: heard for name, heard in _logged(options, way).items() if name in by_name}
     left = [name for name in by_name if name not in known]
-    for name, heard in in_forks(left, partial(_try, by_name, plans), _at_once(), options.seconds):
+
+    def work(name: str, tell: Tell) -> None:
+        way.work(by_name[name], plans, options.seconds, tell)
+
+    for name, heard in in_forks(left, work, max(1, _at_once() // way.processes), way.silence * options.seconds):
         known[name] = dict(heard)
-        _log(options.log, {"family": name, "heard": known[name]})
+        _log(options.log, {"family": name, "way": way.name, "heard": known[name]})
         print(" | ".join(row_of(by_name[name], known[name], plans).values()), file=sys.stderr, flush=True)
     return {name: known[name] for name in by_name}
 
@@ -86,21 +124,22 @@ def _at_once() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _try(families: Mapping[str, Family], plans: Sequence[str], name: str, tell: Tell) -> None:
+def try_family(family: Family, plans: Sequence[str], how: Lockstep, run: RunPlan, tell: Tell) -> None:
     """Train a family plainly, capture it and run it under plans; tell what each came to."""
     try:
-        subject = Subject(families[name])
+        subject = Subject(family, how)
     except Exception as error:  # whatever a model does when it is built or trained plainly is its row's reason
         tell((PLAIN, _failure(NOT_PLAIN, error)))
         return
     tell((PLAIN, {}))
-    captured = _attempt(lambda: {"unknown_ops": subject.capture()})
+    captured = attempt(lambda: {"unknown_ops": subject.capture()})
     tell((CAPTURED, captured))
     for plan in plans if "unknown_ops" in captured else ():
-        tell((plan, _attempt(lambda plan=plan: {"differences": subject.try_plan(plan)})))  # type: ignore[misc]
+        tell((plan, attempt(partial(run, subject, plan))))
 
 
-def _attempt(work: Callable[[], Record]) -> Record:
+def attempt(work: Callable[[], Record]) -> Record:
+    """Return what some work came to, which is its error where it has one."""
     start = perf_counter()
     try:
         record = work()
@@ -184,8 +223,9 @@ def _log(file: Path | None, record: Record) -> None:
             lines.write(json.dumps(record) + "\n")
 
 
-def _logged(options: argparse.Namespace) -> dict[str, Heard]:
+def _logged(options: argparse.Namespace, way: Way) -> dict[str, Heard]:
     """Read what families of a run that was interrupted came to."""
     if not options.resume or options.log is None or not options.log.exists():
         return {}
-    return {record["family"]: record["heard"] for record in map(json.loads, options.log.read_text().splitlines())}
+    records = map(json.loads, options.log.read_text().splitlines())
+    return {record["family"]: record["heard"] for record in records if record.get("way", LOCKSTEP) == way.name}

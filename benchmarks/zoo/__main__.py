@@ -2,7 +2,8 @@
 
 Each is a small model of a library, whose code nobody has written with hetu_fx in mind. Plain PyTorch trains it on one
 device; then it is captured and trained under each plan, as all ranks of one process. What is refused is counted by its
-reason. Libraries come by the extra `zoo`; what is not installed is left out, and the table says so.
+reason. Libraries come by the extra `zoo`; what is not installed is left out, and the table says so. `--way` tries a
+selection by processes, and compiled (`beyond`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from benchmarks.families.trials import (
 )
 from benchmarks.kit import report
 from benchmarks.kit.smallest import is_smallest
+from benchmarks.zoo import beyond
 from benchmarks.zoo.libraries import LIBRARIES
 
 PLANS = ("DP 3:1", "TP2", "TP2 + TP1", "PP2")
@@ -46,6 +48,8 @@ def main() -> int:
     options = _options()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    if options.way:
+        return beyond.finish(options)
     families, plans = chosen(options), tuple(options.plan or PLANS)
     found = tried(families, plans, options)
     verdicts = [verdict(family, found[family.name], plan) for family in families for plan in plans]
@@ -60,6 +64,13 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     made = parser("zoo", "Train models of published libraries under plans and compare them with one device.")
     made.add_argument("--shard", default="1/1", metavar="I/N", help="only the I-th of N parts of the models, I from 1")
+    made.add_argument(
+        "--way",
+        action="append",
+        default=[],
+        choices=list(beyond.TITLES),
+        help="a selection by two processes over gloo, or compiled, each model under one plan; may be repeated",
+    )
     made.add_argument("--write-docs", action="store_true", help="write its part of docs/coverage.md")
     return made.parse_args()
 

@@ -2,7 +2,8 @@
 
 Rows: an op in which rows meet reads those of all replicas, each of which has placed its own among zeros. They are
 summed, as all sums over rows in the middle of a step are, and priced as these (`RowSums`). Every replica then computes
-the same, up to where it takes its own rows again.
+the same, up to where it takes its own rows again (`count.meetings`), which the planner prices too
+(`ProgramCosts.of_replica`).
 
 Inside stages: an op that needs whole what a group splits is given it whole, and gives summands of its gradient, or all
 of it, back. That is priced as deduction has weighed it (`Prices`).
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from torch import fx
@@ -24,19 +25,21 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.graph import meta
 from hetu_fx.graph.leaves.ops import LEAF, told_op
 from hetu_fx.planner.count.count import example_rows, sizes_at, value_bytes, work_of
+from hetu_fx.planner.count.meetings import Meeting, Meetings
 from hetu_fx.planner.price.links import ring_traffic, turn_traffic
 from hetu_fx.planner.price.stage import GATHER, SUM, compute_lines
 from hetu_fx.planner.values.gathered_op import GatheredOp
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.shared import RowSums
 from hetu_fx.plans.plan import Plan, micro_batch_rows, pipeline_rows
+from hetu_fx.transforms.layouts.analysed_graph import AnalysedGraph
 from hetu_fx.transforms.layouts.annotated_graph import CONTEXT, FINE, TENSOR, AnnotatedGraph, StageLayout, stage_nodes
 from hetu_fx.transforms.layouts.axis import AxisDeduction
 from hetu_fx.transforms.layouts.deduce import prices_of
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.layouts.reshard_cost import Prices
-from hetu_fx.transforms.layouts.states import WHOLE, AxisState, Need, SplitOn, Summed, Whole
-from hetu_fx.transforms.rewrites.row_ops import PLACE
+from hetu_fx.transforms.layouts.states import WHOLE, AxisState, Need, SplitOn, Whole
+from hetu_fx.transforms.layouts.work_shares import WorkShares, work_shares
 
 
 def gathered_ops(
@@ -89,9 +92,18 @@ class _Step:
             by_sender[sender] += size
         return max(by_sender.values(), default=0.0)
 
-    def work(self, nodes: Iterable[fx.Node]) -> PartCosts:
-        """Return what ops cost per row, run whole."""
-        return work_of(self.annotated, nodes, partial(meta.size_at, sizes_at(self.annotated.graph, self.rows)))
+    def work(self, nodes: Iterable[fx.Node], shares: WorkShares | None = None) -> PartCosts:
+        """Return what ops cost per row, of which groups share this; None: nothing."""
+        size_of = partial(meta.size_at, sizes_at(self.annotated.graph, self.rows))
+        return work_of(self.annotated, nodes, size_of, shares)
+
+    @cached_property
+    def shares(self) -> WorkShares | None:
+        """Return what tensor parallel groups share, as the planner counts it; None where there are none."""
+        annotated = self.annotated
+        if all(len(stage.devices) == 1 for pipeline in self.plan.pipelines for stage in pipeline.stages):
+            return None
+        return work_shares(AnalysedGraph(annotated.graph, annotated.factors, annotated.flow), self.plan.split)
 
     def kind(self, node: fx.Node, known: str, unknown: str) -> str:
         """Return the kind of what is gathered for an op, which is a leaf, or of which a rule is known or not."""
@@ -118,89 +130,19 @@ class _Step:
         )
 
 
-@dataclass(eq=False)
-class _Meeting:
-    """An op that reads rows of all replicas: the values that these sum for it, and what each then computes whole."""
-
-    op: fx.Node
-    summed: list[fx.Node] = field(default_factory=list)
-    work: list[fx.Node] = field(default_factory=list)
-
-
-class _Meetings:
-    """Finds where rows meet, from the first op to the last.
-
-    Attributes:
-        found: the ops that read rows of all replicas, each value being counted for its first reader.
-        of: for each value that is whole on every replica as its rows were gathered, the op that they were for.
-        placed: values in summands that replicas have placed, and what is linear in them.
-        counted: those of `placed` that are work of an op already.
-        returned: values whose cotangents are summed for an op already.
-    """
-
-    def __init__(self, deduced: DeducedGraph) -> None:
-        self.batch = deduced.batch
-        self.found: list[_Meeting] = []
-        self.of: dict[fx.Node, _Meeting] = {}
-        self.placed: set[fx.Node] = set()
-        self.counted: set[fx.Node] = set()
-        self.returned: set[fx.Node] = set()
-        for node in deduced.annotated.graph.graph.nodes:
-            if node.op == "call_function":
-                self._visit(node)
-
-    def _visit(self, node: fx.Node) -> None:
-        needs = self.batch.needs(node)
-        fresh = [need.node for need in needs if self._is_gathered(need)]
-        if fresh:
-            self.found.append(_Meeting(node, fresh, list(self._linear(fresh))))
-            self.of.update(dict.fromkeys(fresh, self.found[-1]))
-        meetings = [self.of[source] for source in node.all_input_nodes if source in self.of]
-        for need in needs if meetings else ():
-            self._return(need)
-        if meetings and isinstance(self.batch.states.get(node), Whole):
-            self.of[node] = meetings[-1]
-            meetings[-1].work.append(node)
-        elif node.target is PLACE or self._is_linear(node):
-            self.placed.add(node)
-
-    def _is_gathered(self, need: Need) -> bool:
-        return need.node in self.placed and need.node not in self.of and isinstance(need.state, Whole)
-
-    def _is_linear(self, node: fx.Node) -> bool:
-        is_summed = isinstance(self.batch.states.get(node), Summed)
-        return is_summed and not self.placed.isdisjoint(node.all_input_nodes)
-
-    def _linear(self, values: Iterable[fx.Node]) -> Iterator[fx.Node]:
-        """Yield what replicas compute of what they have placed until it is summed."""
-        waiting = list(values)
-        while waiting:
-            node = waiting.pop()
-            if node in self.placed - self.counted and node.target is not PLACE:
-                self.counted.add(node)
-                yield node
-                waiting.extend(node.all_input_nodes)
-
-    def _return(self, need: Need) -> None:
-        """Count the sum of a cotangent."""
-        if self.batch.sums_cotangent(need) and need.node in self.of and need.node not in self.returned:
-            self.returned.add(need.node)
-            self.of[need.node].summed.append(need.node)
-
-
 def _of_rows(step: _Step) -> Iterator[GatheredOp]:
     """Yield the ops in which rows of several replicas meet; of a graph of one batch size, the model."""
     ranks = [pipeline.devices[0] for pipeline in step.plan.pipelines]
-    found = _Meetings(step.deduced).found if len(ranks) > 1 else []
+    found = Meetings(step.annotated.graph, step.deduced.batch).found if len(ranks) > 1 else []
     if found and step.annotated.graph.fixed_rows is not None:
-        every = _Meeting(found[0].op, [n for one in found for n in one.summed], [n for one in found for n in one.work])
+        every = Meeting(found[0].op, [n for one in found for n in one.summed], [n for one in found for n in one.work])
         yield replace(_met("fixed batch", every, ranks, step), op="the model", line="", path="", source="")
         return
     for one in found:
         yield _met(step.kind(one.op, "rows", "rows, no rule"), one, ranks, step)
 
 
-def _met(kind: str, one: _Meeting, ranks: Sequence[int], step: _Step) -> GatheredOp:
+def _met(kind: str, one: Meeting, ranks: Sequence[int], step: _Step) -> GatheredOp:
     sizes = list(map(step.bytes_of, one.summed))
     sums = RowSums(len(sizes), float(sum(sizes)))
     sent = sum(step.sent(ranks, size, SUM) for size in sizes)
@@ -212,7 +154,7 @@ def _repeated_by_replicas(nodes: Sequence[fx.Node], step: _Step) -> float | None
     """Return by how much longer ops take that every replica runs on all rows, where that is most."""
     if step.cluster is None:
         return None
-    work, cluster = step.work(nodes), step.cluster
+    work, cluster = step.work(nodes, step.shares), step.cluster
     pairs = zip(step.plan.pipelines, step.pipeline_rows, strict=True)
     return max(
         line.slope * (step.rows - own)

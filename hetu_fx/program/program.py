@@ -201,7 +201,7 @@ class Program:
     @cached_property
     def loss_type(self) -> LossType:
         """Return what the loss is: a proven sum over rows is shared out to ranks, any other is one device's for all."""
-        return loss_type(self.analysed, self._batch_axis)
+        return loss_type(self.analysed, self.batch_axis)
 
     @property
     def row_dims(self) -> RowDims:
@@ -239,15 +239,15 @@ class Program:
     @property
     def mixes_rows(self) -> bool:
         """Tell whether rows meet in the middle of the model (or its batch is fixed): no micro-batches then."""
-        return self._batch_axis is None or self._batch_axis.talks
+        return self.batch_axis is None or self.batch_axis.talks
 
     @property
     def summed_over_rows(self) -> tuple[fx.Node, ...]:
         """Return the values that replicas sum in the middle of a step, and those whose cotangents they sum."""
-        return () if self._batch_axis is None else self._batch_axis.exchanged
+        return () if self.batch_axis is None else self.batch_axis.exchanged
 
     @cached_property
-    def _batch_axis(self) -> AxisDeduction | None:
+    def batch_axis(self) -> AxisDeduction | None:
         """Return how values lie where rows are spread over replicas; None where they cannot be."""
         rows = frozenset(factor for factor in self.factors.classes if factor.is_batch)
         if self.graph.batch_symbol is None:

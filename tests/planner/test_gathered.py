@@ -13,10 +13,13 @@ from torch.nn import functional as F
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.deduction.factors.analyse import UnknownOpWarning
 from hetu_fx.graph.capture import capture
+from hetu_fx.graph.leaves.trace import LeafWarning
 from hetu_fx.planner.count.count import program_costs
 from hetu_fx.planner.gathered import gathered_ops
 from hetu_fx.planner.price.step import predict, row_sum_seconds
+from hetu_fx.planner.simulate.simulate import simulated_seconds
 from hetu_fx.planner.values.gathered_op import GatheredOp
+from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.program.program import Program, make_program
 from hetu_fx.transforms.layouts.annotate import Annotate
@@ -106,6 +109,60 @@ def test_what_all_replicas_compute_is_priced_beside_their_shares(scores: Program
     flops = 2 * 400 * 400 * 3
     assert alike.repeated_seconds is not None
     assert alike.repeated_seconds > 3 * flops / 2 / 2e9, "half of the product, forward and backward, and what follows"
+
+
+@pytest.mark.parametrize("plan", [SHARES, Plan.data_parallel((0, 1), (1, 1))], ids=["3:1", "even"])
+def test_what_all_replicas_compute_is_in_the_predicted_step(scores: Program, plan: Plan) -> None:
+    costs = program_costs(scores, memory=False)
+    shared = replace(costs, gathered_work=PartCosts())
+    (one,) = found(scores, plan)
+    steps = [predict(plan, each, DEVICES) for each in (costs, shared)]
+    more, less = ([dict(device.seconds)["compute"] for device in step.devices] for step in steps)
+    assert max(a - b for a, b in zip(more, less, strict=True)) == pytest.approx(one.repeated_seconds)
+    assert steps[0].seconds > steps[1].seconds
+    assert predict(Plan.single(), costs, DEVICES) == predict(Plan.single(), shared, DEVICES)
+    assert simulated_seconds(plan, costs, DEVICES) > simulated_seconds(plan, shared, DEVICES)
+
+
+def test_a_program_in_which_no_rows_meet_has_no_work_on_gathered_rows() -> None:
+    assert program_costs(program_of(Views(of_rows), "x", "y"), memory=False).gathered_work == PartCosts()
+
+
+class Judged(nn.Module):
+    """A loss whose Python reads a value, so that no capture goes into it."""
+
+    def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        scores = u @ v.t()
+        if float(scores.detach().sum()) > 1e9:
+            return scores.sum()
+        return F.cross_entropy(scores, torch.arange(len(u)))
+
+
+@pytest.fixture(scope="module")
+def judged() -> Program:
+    with pytest.warns(LeafWarning):
+        return program_of(Views(Judged()), "x", "y")
+
+
+@pytest.mark.parametrize("rows", [4, 32])
+def test_a_leaf_takes_the_flops_of_its_calls_one_of_which_is_in_the_backward(judged: Program, rows: int) -> None:
+    work = program_costs(judged, rows=rows, memory=False).gathered_work
+    assert work.flops == pytest.approx(4 / 3 * 2 * rows * 3), "of a row"
+    assert work.traffic_bytes > 4 / 3 * 2 * 4 * rows, "scores are read and made at least"
+
+
+def test_a_leaf_is_counted_beside_the_rest_of_the_program(judged: Program, scores: Program) -> None:
+    leaf, ops = (program_costs(one, memory=False).whole for one in (judged, scores))
+    product = 2 * 4 * 3
+    assert ops.flops == pytest.approx(2 * 2 * 6 * 3 + product)
+    assert leaf.flops == pytest.approx(ops.flops + product / 3)
+    assert leaf.num_ops > ops.num_ops - 2, "those that torch is asked for in the leaf, not one"
+
+
+def test_what_a_leaf_takes_on_every_replica_is_told(judged: Program, scores: Program) -> None:
+    (leaf,), (op,) = found(judged, SHARES, 400), found(scores, SHARES, 400)
+    assert leaf.kind == "leaf"
+    assert (leaf.repeated_seconds or 0.0) > (op.repeated_seconds or 0.0)
 
 
 def test_what_replicas_make_of_their_own_rows_by_all_rows_is_not_counted_as_repeated() -> None:

@@ -26,6 +26,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.containers import Constant, Opaque, TensorSlot, Tree, flatten, unflatten, walk
 from hetu_fx.graph.leaves.forms import read_form
 from hetu_fx.graph.leaves.uses import note_uses
+from hetu_fx.graph.leaves.work import NO_WORK, WorkBySize
 from hetu_fx.graph.tracing.autocasts import Autocasts, casting
 
 _INNER = "inner"
@@ -196,6 +197,7 @@ class OpaqueCall:
         forms: of all results, as texts.
         left: attributes of its modules that a call leaves otherwise than it has found them.
         shares: a result may share memory with another, or with what it is given; the op's have memory of their own.
+        work: what a call takes, by the sizes of what it is given.
     """
 
     name: str
@@ -206,6 +208,7 @@ class OpaqueCall:
     forms: tuple[str, ...]
     left: tuple[tuple[nn.Module, str], ...] = ()
     shares: bool = False
+    work: WorkBySize = NO_WORK
 
     def __post_init__(self) -> None:
         assert len(self.forms) == len(self.results) + len(self.written), "one for each"

@@ -9,19 +9,22 @@ To a compiler both are opaque.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
+from torch.utils.flop_counter import register_flop_formula
 
 from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.errors import StateError
+from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument
 from hetu_fx.graph.leaves.call import call_of_name, label_in, seed_of, without_number
 from hetu_fx.graph.leaves.forms import read_form
 from hetu_fx.graph.leaves.uses import RAN, Use, noting_uses
+from hetu_fx.graph.leaves.work import Work
 
 _SIGNATURE = "Tensor[] values, Tensor[] state, Tensor? random_state, SymInt site, str name, str[] forms"
 
@@ -130,6 +133,19 @@ LEAF = torch.ops.hetu.leaf.default
 def operands_of(node: fx.Node) -> list[fx.Node]:
     """Return what a call of a leaf is given: values, parameters and buffers, in order."""
     return [*argument(node, "values"), *argument(node, "state")]
+
+
+@register_flop_formula(torch.ops.hetu.leaf)
+def _flops(
+    values: Sequence[Sequence[int]], state: Any, random_state: Any, site: Any, name: str, *_: Any, **__: Any
+) -> int:
+    return round(call_of_name(name).work.at(values).flops)
+
+
+def work_in(node: fx.Node, size_of: Callable[[meta.Size], int]) -> Work:
+    """Return what a leaf's op takes, forward; `size_of` says what sizes are."""
+    shapes = [list(map(size_of, meta.shape(value))) for value in argument(node, "values")]
+    return call_of_name(argument(node, "name")).work.at(shapes)
 
 
 def told_arguments(node: fx.Node) -> Any:

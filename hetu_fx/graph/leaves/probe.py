@@ -27,6 +27,7 @@ from hetu_fx.errors import StateError
 from hetu_fx.graph import meta
 from hetu_fx.graph.leaves.call import Invocation, OpaqueCall, Ran, are_alike, hold_the_same, new_name
 from hetu_fx.graph.leaves.forms import Form, Shapes, found_size
+from hetu_fx.graph.leaves.work import CountWork, Work, WorkBySize
 
 Environment = Mapping[sympy.Symbol, int]
 TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9}
@@ -113,7 +114,9 @@ class Question:
             raise CannotBeLeaf("it returns no tensor")
         name = new_name(self.invocation, self.called)
         shares = any(one.shares for one in calls)
-        call = OpaqueCall(name, self.invocation, first.output, tuple(first.tensors), written, forms, left, shares)
+        work = WorkBySize.of((one.shapes, one.work) for one in calls if one.fill == calls[0].fill)
+        results = tuple(first.tensors)
+        call = OpaqueCall(name, self.invocation, first.output, results, written, forms, left, shares, work)
         with self._attributes_kept():
             self._check_backward(call, calls[0])
         return call
@@ -258,7 +261,8 @@ class Question:
         operands += [_of_state(one, source) for one in self.state]
         operands = [tensor.to(self.device) for tensor in operands]
         before = [tensor.clone() for tensor in operands]
-        ran = self.invocation.run(operands, seed)
+        with CountWork() as counted:
+            ran = self.invocation.run(operands, seed)
         if not all(map(hold_the_same, operands, before)):
             raise StateError(f"leaf {self.invocation.label} writes to a tensor that it is given, or to a parameter")
         strange = next((name for name, tensor in ran.tensors.items() if tensor.device != self.device), None)
@@ -267,7 +271,7 @@ class Question:
                 f"leaf {self.invocation.label} makes its result {strange or 'output'!r} on "
                 f"{ran.tensors[strange].device}, but what it is given is on {self.device}"
             )
-        return _Call(fill, shapes, ran, before)
+        return _Call(fill, shapes, ran, before, counted.work)
 
     def _form(self, name: str, calls: Sequence[_Call]) -> Form:
         tensors = [one.ran.tensors[name] if name in one.ran.tensors else one.ran.buffers[name] for one in calls]
@@ -292,12 +296,13 @@ class Question:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """A call: of what kind values were, the shapes of those that it was given, what it has made, and of what."""
+    """A call: the kind and the shapes of what it was given, what it has made, of what, and what that took."""
 
     fill: str
     shapes: Shapes
     ran: Ran
     operands: Sequence[Tensor]
+    work: Work
 
     @property
     def shares(self) -> bool:

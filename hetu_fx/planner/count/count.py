@@ -4,6 +4,8 @@ FLOPs are counted by torch's own formulas, by running each distinct op on meta t
 sizes or of given ones. Activations are what products read and make (and views of it share it), which is what min-cut
 rematerialisation keeps, near enough. A value that batch and parameters reach belongs to one part; masks and
 tables that only one of them reaches are computed wherever they are read, and cross no boundary.
+
+A leaf takes what its calls have taken when it was captured (`graph.leaves.work`).
 """
 
 from __future__ import annotations
@@ -27,16 +29,22 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.calls import is_view
 from hetu_fx.graph.edit import reached_from
 from hetu_fx.graph.graph import Graph, LeafKind
+from hetu_fx.graph.leaves.ops import LEAF, work_in
+from hetu_fx.graph.leaves.work import Work
 from hetu_fx.planner.count.liveness import program_memory
+from hetu_fx.planner.count.meetings import Meetings
 from hetu_fx.planner.count.peaks import EVERYWHERE
 from hetu_fx.planner.count.products import contracted_size, multiplies_weights
 from hetu_fx.planner.values.footprint import ProgramMemory
-from hetu_fx.planner.values.part_costs import PartCosts
+from hetu_fx.planner.values.part_costs import NO_COSTS, PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.shared import RowSums, Tied
 from hetu_fx.program.program import Program
 from hetu_fx.transforms.layouts.flow import Flow
 from hetu_fx.transforms.layouts.work_shares import WorkShares
+
+LEAF_CALLS = 4 / 3
+"""How many calls of a leaf count for one: backward calls it again, so that it takes four forwards, other ops three."""
 
 
 class FlopCounter:
@@ -151,9 +159,18 @@ def _counted(
         memory=profile.memory() if memory else None,
         tied=tuple(profile.tied),
         row_sums=RowSums(len(summed), float(sum(summed))),
+        gathered_work=_gathered_work(program, at_rows, shares),
         sequence_units=program.sequence_units if memory else 1,
         head_units=program.head_units if memory else 1,
     )
+
+
+def _gathered_work(program: Program, size_of: SizeOf, shares: WorkShares) -> PartCosts:
+    """Return what every one of several replicas does of all rows, per row."""
+    axis = program.batch_axis
+    found = [] if axis is None else Meetings(program.graph, axis).found
+    nodes = [node for one in found for node in one.work]
+    return work_of(program, nodes, size_of, shares).work if nodes else NO_COSTS
 
 
 def sizes_at(graph: Graph, rows: int) -> dict[sympy.Symbol, int]:
@@ -188,9 +205,11 @@ class Analysed(Protocol):
         """What its values depend on."""
 
 
-def work_of(analysed: Analysed, nodes: Iterable[fx.Node], size_of: SizeOf) -> PartCosts:
-    """Return what some ops cost per row, if every device runs them whole."""
-    profile = _Profile(analysed, WorkShares(analysed.factors, frozenset()), size_of)
+def work_of(
+    analysed: Analysed, nodes: Iterable[fx.Node], size_of: SizeOf, shares: WorkShares | None = None
+) -> PartCosts:
+    """Return what some ops cost per row; without `shares`, if every device of a group runs them whole."""
+    profile = _Profile(analysed, shares or WorkShares(analysed.factors, frozenset()), size_of)
     for node in nodes:
         profile.add_op(node)
     return reduce(add, (part.costs() for part in profile.parts))
@@ -242,8 +261,8 @@ class _Profile:
         """Count an op."""
         if not meta.has_tensor(node) or not isinstance(node.target, OpOverload):
             return  # getitem and arithmetic of sizes
-        part = self.parts[self.part_of(node)]
-        part.add("num_ops", 1)
+        part, inside = self.parts[self.part_of(node)], self._inside(node)
+        part.add("num_ops", 1 if inside is None else self._calls(node) * inside.num_ops)
         if node not in self._of_batch:
             return
         flops, is_cut = self._flops(node), self.shares.shares_work(node)
@@ -253,9 +272,7 @@ class _Profile:
             part.add("attention_flops", flops / rows, is_cut)
         if flops:
             self._keep([node, *node.all_input_nodes])
-        elif not is_view(node):
-            moved = sum(self.bytes_of(other) for other in (node, *node.all_input_nodes))
-            part.add("traffic_bytes", moved / rows, is_cut, self.shares.shares_sequence(node))
+        part.add("traffic_bytes", self._traffic_bytes(node, flops) / rows, is_cut, self.shares.shares_sequence(node))
         for source in self.shares.gathered(node):
             if source in self._gathered or source not in self._mixed:
                 continue
@@ -291,10 +308,26 @@ class _Profile:
             reader.add("beside_bytes", self._held_bytes(node) / self.example_rows)
             reader.add("num_beside", 1)
 
-    def _flops(self, node: fx.Node) -> int:
+    def _inside(self, node: fx.Node) -> Work | None:
+        """Return what is done in the call of a leaf; None of other ops."""
+        return work_in(node, self._size_of) if node.target is LEAF else None
+
+    def _calls(self, node: fx.Node) -> float:
+        """Return how often an op's forward counts, which a leaf's backward does once more."""
+        return LEAF_CALLS if node.target is LEAF and node in self._flow.differentiable else 1
+
+    def _traffic_bytes(self, node: fx.Node, flops: float) -> float:
+        """Return the bytes that an op moves which is no product, or that ops in a leaf move which are none."""
+        inside = self._inside(node)
+        if inside is not None:
+            return self._calls(node) * inside.traffic_bytes
+        moves = not flops and not is_view(node)
+        return sum(map(self.bytes_of, (node, *node.all_input_nodes))) if moves else 0
+
+    def _flops(self, node: fx.Node) -> float:
         """Return torch's count; for an op that torch has no formula for, what its rule says of products."""
         contracted = contracted_size(node, self.shares.factors)
-        return self._counter.flops(node) or 2 * contracted * self._num_elements(node)
+        return self._calls(node) * self._counter.flops(node) or 2 * contracted * self._num_elements(node)
 
     def _keep(self, nodes: Iterable[fx.Node]) -> None:
         """Count values as kept for the backward: once for all views of it, and not what no gradient needs."""

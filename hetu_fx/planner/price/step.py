@@ -220,7 +220,7 @@ def _runs(plan: Plan, costs: ProgramCosts, cluster: Cluster, like: Sequence[int]
     for first, pipeline, rows in zip(like, plan.parts(costs.num_blocks), pipeline_rows(costs.rows, plan), strict=True):
         if first not in known:
             largest = max(1, micro_batch_rows(rows, pipeline.micro_batches)[0])
-            found = stage_costs(pipeline, costs.under(plan), cluster, largest)
+            found = stage_costs(pipeline, costs.under(plan).of_replica(rows), cluster, largest)
             known[first] = tuple(overlapped(one, largest, plan.schedule, cluster) for one in found)
         yield pipeline, rows, known[first]
 

@@ -95,10 +95,12 @@ class _StepJobs:
         count = len(plan.pipelines)
         self.like = fold.like if fold else tuple(range(count))
         self._rows = split_rows(self.costs.rows, plan)
-        self.lanes = {
-            i: PipelineLane.of(plan, i, self._rows[i][0], self.costs, cluster) for i in dict.fromkeys(self.like)
-        }
+        self.lanes = {i: self._lane(i) for i in dict.fromkeys(self.like)}
         self.buckets = buckets(costs, [lane.pipeline.stops for lane in self.lanes.values()])
+
+    def _lane(self, number: int) -> PipelineLane:
+        rows = self._rows[number]
+        return PipelineLane.of(self.plan, number, rows[0], self.costs.of_replica(sum(rows)), self.cluster)
 
     @cached_property
     def shards(self) -> dict[int, HeldShard]:

@@ -101,6 +101,16 @@ class PartCosts:
             sequence_activation_bytes=0.0,
         )
 
+    @property
+    def work(self) -> PartCosts:
+        """Return what grows with rows but is not kept: what is done, and sent inside a group, in no message more."""
+        kept = {name: 0 for name in _NAMES if name.startswith("num_") or name in _HELD}
+        return replace(self, **kept)
+
+    def times(self, factor: float) -> PartCosts:
+        """Return the costs of so many times as many rows, of `work`: counts and parameters would be multiplied too."""
+        return PartCosts(*(value * factor if value else value for value in _VALUES(self)))
+
     def narrowed(self, share: float, gathered: float) -> PartCosts:
         """Return the costs of a device that has `share` of what a tensor parallel group cuts, as all that there is.
 
@@ -177,4 +187,13 @@ class PartCosts:
         return self.parameter_bytes - self.split_parameter_bytes * (1 - share)
 
 
-_VALUES = attrgetter(*(field.name for field in fields(PartCosts)))
+_NAMES = tuple(field.name for field in fields(PartCosts))
+_VALUES = attrgetter(*_NAMES)
+_HELD = frozenset(
+    (
+        *("activation_bytes", "split_activation_bytes", "sequence_activation_bytes"),
+        *("parameter_bytes", "split_parameter_bytes", "repeated_parameter_bytes", "late_parameter_bytes"),
+    )
+)
+
+NO_COSTS = PartCosts()

@@ -16,7 +16,7 @@ from hetu_fx.base.json_values import many, numbered
 from hetu_fx.base.records import REQUIRED, Document, Key, record, repeated
 from hetu_fx.errors import ProfileError
 from hetu_fx.planner.values.footprint import PartMemory, ProgramMemory
-from hetu_fx.planner.values.part_costs import PartCosts
+from hetu_fx.planner.values.part_costs import NO_COSTS, PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.shared import ROW_SUMS, Tied
 from hetu_fx.planner.values.state import STATE, UNSAID, ParameterState
@@ -197,9 +197,13 @@ _KEYS: dict[str, Any] = {
     "boundary_bytes": Key(repeated(_BOUNDARY), written="always"),
     "tied": Key(many(record(Tied, ProfileError, split_bytes=Key(default=0.0, written="always")).values)),
     "row_sums": Key(ROW_SUMS),
+    "gathered_work": Key(_PART, default=NO_COSTS),
     "memory": Key(_MEMORY),
 }
-_ORDER = "rows units sequence_units head_units repeated_parts before blocks after boundary_bytes tied row_sums memory"
+_ORDER = (
+    "rows units sequence_units head_units repeated_parts before blocks after boundary_bytes tied row_sums "
+    "gathered_work memory"
+)
 _WIDE = record(ProgramCosts, ProfileError, order=_ORDER, **_KEYS)
 PROGRAM = record(ProgramCosts, ProfileError, order=f"{_ORDER} wide", wide=Key(_WIDE), **_KEYS)
 

@@ -18,7 +18,7 @@ from hetu_fx.base.once import once
 from hetu_fx.errors import PlanError, ProfileError
 from hetu_fx.planner.values.footprint import PartMemory, ProgramMemory, StageFootprint
 from hetu_fx.planner.values.line import Amount, Line
-from hetu_fx.planner.values.part_costs import PartCosts
+from hetu_fx.planner.values.part_costs import NO_COSTS, PartCosts
 from hetu_fx.planner.values.shared import NO_ROW_SUMS, RowSums, Tied, gradients_of, pending_of
 from hetu_fx.planner.values.state import UNSAID, ParameterState
 from hetu_fx.plans.plan import Attention, Plan, Stage
@@ -29,16 +29,16 @@ from hetu_fx.plans.recomputed import RecomputedOps
 class ProgramCosts:
     """Costs of a step with `rows` rows in all.
 
-    boundary_bytes[k] is what one row hands over from block k to k + 1. `units` is how many parts the
-    class that tensor parallelism cuts has (key-value heads, say): a group's ratios are whole numbers that
-    add up to it; 1 means that nothing can be cut. `memory` is what each part holds; None: what its
-    activation_bytes say. `tied` are the parameters that several parts read; parts are numbered from 0, which stands
-    before the blocks. `row_sums` are what replicas sum in the middle of a step. `state` is what stands beside
-    parameters. `sequence_units` is by how many devices a sequence can be shared at most (its tokens), 1 where context
-    parallel stages cannot run the program, `head_units` by how many attention can be shared by heads. `wide` are the
-    costs for tensor parallel groups of more devices than `units`, whole multiples of it up to `wide.units`:
-    `repeated_parts` of those is `units`, each of which several devices hold where nothing finer is cut. None where
-    there are no such groups.
+    boundary_bytes[k] is what one row hands over from block k to k + 1. `units` is how many parts the class that tensor
+    parallelism cuts has (key-value heads, say): a group's ratios are whole numbers that add up to it; 1 means that
+    nothing can be cut. `memory` is what each part holds; None: what its activation_bytes say. `tied` are the parameters
+    that several parts read; parts are numbered from 0, which stands before the blocks. `row_sums` are what replicas sum
+    in the middle of a step. `gathered_work` is what every one of several replicas does of all rows, per row: of its own
+    the parts count it. `state` is what stands beside parameters. `sequence_units` is by how many devices a sequence can
+    be shared at most (its tokens), 1 where context parallel stages cannot run the program, `head_units` by how many
+    attention can be shared by heads. `wide` are the costs for tensor parallel groups of more devices than `units`,
+    whole multiples of it up to `wide.units`: `repeated_parts` of those is `units`, each of which several devices hold
+    where nothing finer is cut. None where there are no such groups.
     """
 
     rows: int
@@ -50,6 +50,7 @@ class ProgramCosts:
     memory: ProgramMemory | None = None
     tied: tuple[Tied, ...] = ()
     row_sums: RowSums = NO_ROW_SUMS
+    gathered_work: PartCosts = NO_COSTS
     state: ParameterState = UNSAID
     sequence_units: int = 1
     repeated_parts: int = 1
@@ -132,13 +133,26 @@ class ProgramCosts:
         before, *blocks, after = map(part, self.parts)
         held = None if self.memory is None else memory(self.memory)
         wide = None if self.wide is None else self.wide._each(part, memory)
-        return replace(self, before=before, blocks=tuple(blocks), after=after, memory=held, wide=wide)
+        work = part(self.gathered_work)
+        changed = {"before": before, "after": after, "memory": held, "wide": wide, "gathered_work": work}
+        return replace(self, blocks=tuple(blocks), **changed)  # type: ignore[arg-type]
 
     def under(self, plan: Plan) -> ProgramCosts:
         """Return the costs as a plan asks for them."""
         if plan.sequence_parallel:
             return self.in_sequence
         return self.attending(plan.attention)
+
+    @once
+    def of_replica(self, rows: int) -> ProgramCosts:
+        """Return the costs for one of several replicas, which has so many rows of its own.
+
+        What it does of those of others too counts as work of its own, of the last part: such a program is not cut.
+        """
+        if not 0 < rows < self.rows or self.gathered_work == NO_COSTS:
+            return self
+        wide = None if self.wide is None else self.wide.of_replica(rows)
+        return replace(self, after=self.after + self.gathered_work.times(self.rows / rows - 1), wide=wide)
 
     def attending(self, attention: Attention) -> ProgramCosts:
         """Return the costs for context parallel groups that attend so."""
@@ -367,6 +381,7 @@ def _combined(programs: Sequence[ProgramCosts], weights: Sequence[float]) -> Pro
         before=_part([program.before for program in programs], weights),
         blocks=tuple(_part(parts, weights) for parts in blocks),
         after=_part([program.after for program in programs], weights),
+        gathered_work=_part([program.gathered_work for program in programs], weights),
         boundary_bytes=tuple(_sum(sizes, weights) for sizes in edges),
         memory=_memory(programs, weights),
         wide=_combined(wide, weights) if len(wide) == len(programs) else None,

@@ -234,3 +234,21 @@ def test_stages_sync_inside_their_node_where_those_that_hold_the_same_stand_ther
     # the rings of both stages share the link between the nodes
     assert found[1] == pytest.approx((first + last) / 2 / across.inter.bytes_per_second, rel=0.01)
     assert predict(plan, FOUR_BLOCKS, within).seconds < predict(plan, FOUR_BLOCKS, across).seconds
+
+
+def test_every_replica_does_work_on_gathered_rows_whole() -> None:
+    work = PartCosts(flops=1e9)
+    costs = ProgramCosts(8, PartCosts(flops=2e9), (), work, gathered_work=work)
+    plan, cluster = Plan.data_parallel((0, 1), (3, 1)), paper(3, 1)
+    seconds = [dict(device.seconds)["compute"] for device in predict(plan, costs, cluster).devices]
+    assert seconds == pytest.approx([3 * (6 * 2e9 + 8 * 1e9) / 3e9, 3 * (2 * 2e9 + 8 * 1e9) / 1e9])
+    alone = dict(predict(Plan.single(0), costs, cluster).devices[0].seconds)["compute"]
+    assert alone == pytest.approx(3 * 8 * 3e9 / 3e9), "one replica has all rows anyway"
+
+
+def test_a_group_shares_of_work_on_gathered_rows_what_it_shares_of_others() -> None:
+    work = PartCosts(flops=1e9, split_flops=1e9)
+    costs = ProgramCosts(8, PartCosts(), (), work, units=2, gathered_work=work)
+    plan = Plan((Pipeline((Stage((0, 1)),)), Pipeline((Stage((2,)),))))
+    seconds = [dict(device.seconds)["compute"] for device in predict(plan, costs, paper(1, 1, 1)).devices]
+    assert seconds == pytest.approx([3 * 8 * 0.5, 3 * 8 * 0.5, 3 * 8])

@@ -238,3 +238,10 @@ def test_sums_take_what_products_do_not_hide_and_all_their_bytes_travel() -> Non
     assert still_sent == pytest.approx(sent)
     assert told(recompute=1, **hidden)[0] == pytest.approx(told(recompute=1, **hidden)[1])
     assert told("zero-bubble", **hidden)[0] == pytest.approx(told("zero-bubble")[0])
+
+
+def test_every_replica_does_work_on_gathered_rows_whole() -> None:
+    work = PartCosts(flops=1e9)
+    costs = ProgramCosts(8, PartCosts(flops=2e9), (), work, gathered_work=work)
+    plan = Plan((pipeline(0, rows=3), pipeline(1, rows=1)))
+    assert simulate(plan, costs, free(3, 1)).seconds == pytest.approx(3 * (2 * 2e9 + 8 * 1e9) / 1e9)

@@ -71,7 +71,7 @@ def nodes_of(graph: Graph, target: object) -> list[fx.Node]:
 def test_no_value_has_its_own_rows_twice_and_the_batch_can_be_cut(loss: Loss) -> None:
     program = program_of(loss)
     assert program.graph.all_rows is not None
-    assert program._batch_axis is not None, "rows can be spread over replicas"
+    assert program.batch_axis is not None, "rows can be spread over replicas"
     assert program.mixes_rows
     assert program.loss_type is LossType.NEITHER
     for node in filter(meta.is_tensor, program.graph.graph.nodes):

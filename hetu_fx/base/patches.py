@@ -17,7 +17,7 @@ class _Handle(Protocol):
     def remove(self) -> None: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one is looked up at each home tensor that is made
 class Patch:
     """One attribute of another library that is replaced while there are parallel models.
 
@@ -63,7 +63,7 @@ class Patch:
         return partial(setattr, owner, self.name, original)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one is looked up at each home tensor that is made
 class Hook:
     """One hook on all objects of a kind of another library, while there are parallel models.
 

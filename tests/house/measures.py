@@ -107,7 +107,7 @@ def patches(tree: Tree) -> Iterator[Finding]:
         own = {node.attr for node in module.nodes if isinstance(node, ast.Attribute) and _root(node) in ("self", "cls")}
         foreign = {name for name, meaning in module.imports.items() if not meaning.startswith("hetu_fx")}
         foreign |= {target for target, value in _aliases(module) if _root(value) in foreign}
-        for node in module.nodes:
+        for node in filter(_may_patch, module.nodes):
             if isinstance(node, ast.Call):
                 found = _is_patching_call(node, foreign, module.imports)
             else:
@@ -180,16 +180,13 @@ def _shared(named: Iterable[tuple[str, Module]]) -> Iterator[Finding]:
 
 def _uses(tree: Tree, wanted: set[str]) -> Iterator[Finding]:
     for module in tree:
+        if wanted.isdisjoint(module.imports.values()) and "functools" not in module.imports.values():
+            continue
         owners = {id(one): node.name for node in module.nodes for one in getattr(node, "decorator_list", ())}
-        heads = {id(one): owners.get(id(node), "") for node in module.nodes for one in _heads(node)}
+        heads = {id(node.func): owners.get(id(node), "") for node in module.nodes if isinstance(node, ast.Call)}
         for node in module.nodes:
             if isinstance(node, ast.Name | ast.Attribute) and _meaning(node, module.imports) in wanted:
                 yield Finding(module.folder, f"{module.name}.{owners.get(id(node)) or heads.get(id(node), '')}")
-
-
-def _heads(node: ast.AST) -> tuple[ast.AST, ...]:
-    """Return what a call calls."""
-    return (node.func,) if isinstance(node, ast.Call) else ()
 
 
 def _meaning(node: ast.AST, imports: Mapping[str, str]) -> str:
@@ -208,11 +205,15 @@ def _root(node: ast.AST) -> str:
 
 def _aliases(module: Module) -> Iterator[tuple[str, ast.AST]]:
     """Yield (name, value) of what is assigned an attribute of something."""
-    for node in module.nodes:
+    for node in filter(_may_patch, module.nodes):
         for target in _targets(node):
             value = getattr(node, "value", None)
             if isinstance(target, ast.Name) and isinstance(value, ast.Attribute):
                 yield target.id, value
+
+
+def _may_patch(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call | ast.Assign | ast.Delete | ast.AnnAssign | ast.AugAssign)
 
 
 def _targets(node: ast.AST) -> Iterator[ast.AST]:

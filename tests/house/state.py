@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 
 from tests.house.tree import Function, Module, Tree
 
@@ -76,17 +76,24 @@ def _changes_self(node: ast.AST) -> bool:
 
 def _changed(module: Module) -> Iterator[str]:
     """Yield the full names that functions of a module change, its own and imported ones."""
-    for function in module.nodes:
-        if isinstance(function, Function):
-            local = _local_names(function)
-            for node in ast.walk(function):
-                for name in _changed_by(node) - local:
-                    yield module.imports.get(name, f"{module.name}.{name}")
+    for function in _outer_functions(module.tree):
+        nodes = tuple(ast.walk(function))
+        changed = {name for node in nodes for name in _changed_by(node)}
+        for name in changed - _local_names(nodes) if changed else ():
+            yield module.imports.get(name, f"{module.name}.{name}")
 
 
-def _local_names(function: Function) -> Set[str]:
-    """Return the names that mean something of the function's own."""
-    nodes = tuple(ast.walk(function))
+def _outer_functions(tree: ast.AST) -> Iterator[Function]:
+    """Yield the functions of a module and of its classes; what is defined in them counts as theirs."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, Function):
+            yield node
+        elif not isinstance(node, ast.expr):
+            yield from _outer_functions(node)
+
+
+def _local_names(nodes: Sequence[ast.AST]) -> Set[str]:
+    """Return the names that mean something of a function's own, by its nodes."""
     stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     given = {node.arg for node in nodes if isinstance(node, ast.arg)}
     return (stored | given) - {name for node in nodes if isinstance(node, ast.Global) for name in node.names}

@@ -34,8 +34,8 @@ class Module:
 
     @cached_property
     def nodes(self) -> tuple[ast.AST, ...]:
-        """All nodes of the tree."""
-        return tuple(ast.walk(self.tree))
+        """All nodes of the tree, but those that say how a name is used, which are the most."""
+        return tuple(node for node in ast.walk(self.tree) if not isinstance(node, ast.expr_context))
 
     @cached_property
     def imports(self) -> Mapping[str, str]:
@@ -95,7 +95,8 @@ def importers(tree: Tree) -> Mapping[str, set[str]]:
     """Return the modules that import each one, the one that gives the public names left out."""
     names, found = {module.name for module in tree}, defaultdict(set)
     for module in tree:
-        for imported, _ in imports_of(module.name, module.tree, module.stem == "__init__"):
+        body = [node for node in module.nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+        for imported, _ in imports_of(module.name, ast.Module(body, []), module.stem == "__init__"):
             target = module_of(imported, names)
             if target not in (None, module.name) and module.name != FACADE:
                 found[target].add(module.name)

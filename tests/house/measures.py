@@ -17,7 +17,11 @@ from tests.test_layers import ROOT
 ENTRIES = {"main"}  # named by pyproject.toml or by `python -m`
 CACHES = {"functools.cache", "functools.lru_cache", "functools.cached_property"}
 OWN_CACHES = {"hetu_fx.base.once.once", "hetu_fx.base.once.once_beside"}
-PATCHES = {"hetu_fx.base.patches.Patch", "hetu_fx.base.patches.Hook"}
+PATCHES = {  # the last is where the table was, for commits of before
+    "hetu_fx.base.patches.Patch",
+    "hetu_fx.base.patches.Hook",
+    "hetu_fx.integrations.patching.Patch",
+}
 IN_PLACE = {"append", "clear", "extend", "insert", "pop", "remove", "setdefault", "update"}
 GLOBAL_HOOK = re.compile(r"torch\..*\.register_(optimizer|module)_\w*hook")
 

@@ -16,6 +16,7 @@ from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.base import patches
 from hetu_fx.base.patches import Patch, known_patches, put_in, register_patch, take_out
 from hetu_fx.errors import EnvironmentProblem
+from hetu_fx.switching.home import stepped  # noqa: F401  (with its hooks, and what sorts lists)
 from hetu_fx.switching.home.layout import home_layout
 from hetu_fx.switching.home.ops import HomeTensor
 from hetu_fx.switching.migrate import in_flight  # noqa: F401  (with its hook)

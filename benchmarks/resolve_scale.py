@@ -22,7 +22,7 @@ from benchmarks.kit.report import Bar, Row, finish, parser
 from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, Partial, Sharding, Split, State
 from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
 from hetu_fx.comm_ops.resolve.resolution import CommStep, Resolution, TopStep
-from hetu_fx.comm_ops.resolve.resolve import resolve, resolve_edge
+from hetu_fx.comm_ops.resolve.resolve import resolve
 
 TENSOR_PARALLEL = 8
 WIDTH, FEED_FORWARD, KEYS, SEQUENCE = 8192, 28672, 1024, 4096
@@ -62,7 +62,7 @@ class Edge:
         """Resolve it."""
         if self.gradient is None:
             return resolve(self.source, self.target, self.shape)
-        return resolve_edge(self.source, self.target, self.gradient, self.shape)
+        return resolve(self.source, self.target, self.shape, self.gradient)
 
 
 def block(ranks: Sequence[int]) -> Iterator[Edge]:

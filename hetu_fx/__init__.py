@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from hetu_fx.base.frameworks import offer
 from hetu_fx.base.imports import import_after
 from hetu_fx.base.memory import without_collections
-from hetu_fx.export.known_ops import know_ops_in_time
 
 if TYPE_CHECKING:
     from hetu_fx.api import auto_parallelize as auto_parallelize
@@ -89,7 +88,7 @@ __all__ = [*sorted(_HOMES)]
 
 offer("hetu_fx.integrations.transformers", "hetu_fx.integrations.accelerate")
 import_after("lightning.pytorch.strategies", "hetu_fx.integrations.lightning.registered")
-know_ops_in_time()
+import_after("torch.export.pt2_archive", "hetu_fx.export.known_ops")
 
 
 def __getattr__(name: str) -> Any:

@@ -37,6 +37,7 @@ from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.planner.values.options import Choice
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.state import ParameterState
+from hetu_fx.plans.homes import homes_near, speeds
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs
 from hetu_fx.program.lazy import initialize_lazy
@@ -50,7 +51,6 @@ from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
 from hetu_fx.switching.home.ops import HomeTensor, layout_of
 from hetu_fx.switching.home.parameters import move_home, move_optimizer_state
-from hetu_fx.switching.home.placement import homes_near, speeds
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.settings import Settings
 from hetu_fx.switching.step.execution import Execution

@@ -17,9 +17,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hetu_fx import Framework, Launcher, register_framework
+from hetu_fx.base.patches import Patch, register_patch
 from hetu_fx.errors import EnvironmentProblem, StateError
 from hetu_fx.integrations.accelerate_plugins import check_plugins
-from hetu_fx.integrations.patching import Patch, patch_what_is_loaded, register_patch
+from hetu_fx.integrations.patching import patch_what_is_loaded
 
 MARK = "_is_accelerate_prepared"  # accelerate leaves objects with it alone
 TO_COME = "to come"  # the mark of a parallel model that has not met an Accelerator yet

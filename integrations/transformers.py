@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from hetu_fx import Framework, Handle, LossType, WeightNames, register_framework
-from hetu_fx.integrations.patching import Patch, register_patch
+from hetu_fx.base.patches import Patch, register_patch
 
 
 @runtime_checkable

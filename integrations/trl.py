@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hetu_fx.integrations.patching import Patch, register_patch
+from hetu_fx.base.patches import Patch, register_patch
 from hetu_fx.integrations.transformers import counting_rows_once
 
 _IGNORED = -100

@@ -24,11 +24,11 @@ from hetu_fx.comm_ops.wire.calls import note
 from hetu_fx.comm_ops.wire.consensus import Count, LocalFacts, StepFacts, agree, by_first, together
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import StateError
+from hetu_fx.plans.homes import homes_near, speeds
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.eviction import IdleMemory
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
 from hetu_fx.switching.home.parameters import Buffers, bring_home
-from hetu_fx.switching.home.placement import homes_near, speeds
 from hetu_fx.switching.home.shared import SharedHomes
 from hetu_fx.switching.home.writes import Writes
 from hetu_fx.switching.members import Members

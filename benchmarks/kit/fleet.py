@@ -206,7 +206,9 @@ def measured_cluster(
 def measured_devices(table: GroupTable, *, seconds: float, device: str = "cpu") -> Cluster:
     """Measure the devices for so long, and collectives as `hetu-fx measure` does; collective."""
     cluster = Cluster.measure(table, seconds=SECONDS if is_smallest() else seconds, device=device)
-    return replace(cluster, collectives=time_collectives(table, groups_to_time(cluster), device))
+    return replace(
+        cluster, collectives=time_collectives(table, groups_to_time(cluster.groups, cluster.devices), device)
+    )
 
 
 class Alone:

@@ -12,7 +12,7 @@ from hetu_fx.errors import DeductionError, PlanError
 from hetu_fx.planner.count.graph_problem import GraphProblem
 from hetu_fx.planner.search.hap.assemble import HapResult
 from hetu_fx.planner.search.hap.forms import SynthesisRules
-from hetu_fx.planner.search.hap.priced import run_of
+from hetu_fx.planner.search.hap.priced import deduce_plan, run_of
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.search.hap.to_plan import translations
 from hetu_fx.planner.search.hap.to_program import sayable, stage_of
@@ -41,7 +41,7 @@ def rows_of(case: Case) -> Iterator[Row]:
     by_rows = run_seconds(problem, by_speed(cluster), cluster)
     for factors in (True, False):
         each = found_program(problem, cluster, factors=factors)
-        runs = run_of(problem, each.plan, cluster).seconds
+        runs = run_of(problem, each.plan, deduce_plan(problem, each.plan, cluster), cluster).seconds
         near = best_near(problem, each.found, cluster)
         nearest = float("inf") if near is None else run_seconds(problem, near, cluster)
         regions = each.plan.pipelines[0].stages[0].program
@@ -80,7 +80,7 @@ def best_near(problem: GraphProblem, found: HapResult, cluster: Cluster) -> Plan
 def run_seconds(problem: GraphProblem, plan: Plan, cluster: Cluster) -> float:
     """Return what a plan takes as it runs; infinite where it is no program of all devices, or cannot run."""
     try:
-        return run_of(problem, plan, cluster).seconds
+        return run_of(problem, plan, deduce_plan(problem, plan, cluster), cluster).seconds
     except (PlanError, DeductionError):
         return float("inf")
 

@@ -28,33 +28,28 @@ def resolve(
     source: Annotation,
     target: Annotation,
     shape: Sequence[int | None],
+    target_cotangent: Annotation | None = None,
     *,
     topology: Topology | None = None,
     itemsize: int = 4,
 ) -> Resolution:
-    """Find the steps from `source` to `target` for a tensor of global `shape` (None: symbolic, never split).
+    """Find the steps from `source` to `target`, and their adjoints, from `target_cotangent` to cotangent(source).
 
-    The gradient of the result is taken to be `cotangent(target)`. Among several ways the fastest on the links of
-    `topology` (hashable) is taken, for entries of `itemsize` bytes; without one, the way that moves fewest bytes.
-    Raises RefusedError, a ResolveError with one of the reasons of `Refusal`.
+    Among several ways the fastest on the links of `topology` is taken; without one, the way that moves fewest bytes.
+
+    Args:
+        source, target: annotations of the tensor.
+        shape: its global sizes; None: symbolic, and never split.
+        target_cotangent: annotation of the result's gradient. None: cotangent(target), from which it can differ only
+            in duplicates that are partial.
+        topology: the links, hashable.
+        itemsize: bytes of an entry.
+
+    Raises:
+        RefusedError: a ResolveError with one of the reasons of `Refusal`.
     """
-    return resolve_edge(source, target, cotangent(target), shape, topology=topology, itemsize=itemsize)
-
-
-def resolve_edge(
-    source: Annotation,
-    target: Annotation,
-    target_cotangent: Annotation,
-    shape: Sequence[int | None],
-    *,
-    topology: Topology | None = None,
-    itemsize: int = 4,
-) -> Resolution:
-    """Find the steps as `resolve` does, with adjoints from `target_cotangent` back to cotangent(source).
-
-    `target_cotangent` is cotangent(target), but for duplicates that may be partial there.
-    """
-    return _resolve(source, target, target_cotangent, tuple(shape), StepPrices(topology, itemsize))
+    gradient = cotangent(target) if target_cotangent is None else target_cotangent
+    return _resolve(source, target, gradient, tuple(shape), StepPrices(topology, itemsize))
 
 
 @lru_cache(maxsize=16384)

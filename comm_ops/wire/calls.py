@@ -24,6 +24,8 @@ import torch
 
 _OURS = "hetu_fx"
 _STARTERS = ("launch", "cli", "emulate", "demo")  # packages of ours that run scripts, further out
+_STARTERS_FOLDERS = tuple(os.path.join(folder, name) for folder in sys.modules[_OURS].__path__ for name in _STARTERS)
+_LIBRARY_FOLDERS = (os.path.dirname(torch.__file__), *map(sysconfig.get_path, ("stdlib", "platstdlib")))
 _ENGINE = "_engine_run_backward"  # of torch.autograd.graph: its callers wait in it for a backward
 _SHOWN_CHARACTERS = 80
 _MOST_FRAMES = 1000
@@ -148,24 +150,14 @@ def _our_folders() -> tuple[str, ...]:
     return tuple(folder for name in own for folder in getattr(sys.modules[name], "__path__", ()))
 
 
-@cache
-def _starters_folders() -> tuple[str, ...]:
-    return tuple(os.path.join(folder, name) for folder in sys.modules[_OURS].__path__ for name in _STARTERS)
-
-
-@cache
-def _library_folders() -> tuple[str, ...]:
-    return (os.path.dirname(torch.__file__), sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"])
-
-
 @lru_cache(maxsize=4096)  # every step looks at the functions on its stack
 def _is_inner(file: str, function: str) -> bool:
     outside = not _is_ours(file, function) and not file.startswith("<frozen")
-    return not outside or _is_below(file, _starters_folders()) or _is_below(file, _library_folders())
+    return not outside or _is_below(file, _STARTERS_FOLDERS) or _is_below(file, _LIBRARY_FOLDERS)
 
 
 def _is_ours(file: str, function: str) -> bool:
-    is_below = _is_below(file, _our_folders()) and not _is_below(file, _starters_folders())
+    is_below = _is_below(file, _our_folders()) and not _is_below(file, _STARTERS_FOLDERS)
     return is_below or function == _ENGINE
 
 

@@ -54,6 +54,8 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 from torch.utils._sympy.value_ranges import ValueRanges
 
+from hetu_fx.base.patches import Patch, register_patch
+
 tree_flatten = pytree.tree_flatten
 tree_flatten_with_path = pytree.tree_flatten_with_path
 tree_leaves = pytree.tree_leaves
@@ -111,7 +113,6 @@ overload_name: Callable[[Any], str] = attrgetter("_overloadname")
 dispatch_name: Callable[[Any], str] = attrgetter("_name")  # as the dispatcher's tables have it
 
 
-@cache
 def op_names() -> tuple[str, ...]:
     """Return the names of all ops that torch has now, as nodes print them: aten.linear.default."""
     found = (name.partition("::") for name in torch._C._dispatch_get_all_op_names())
@@ -266,43 +267,40 @@ def mark_parameter(tensor: Tensor) -> None:
     tensor._is_param = True
 
 
-def types_of_list_kernels() -> list[list[type[Tensor]]]:
-    """Return torch's lists of the types that clipping and optimizers give to kernels over lists; they can be added to.
-
-    Torch decides by exact type; what is not in these runs tensor by tensor.
-    """
-    from torch.optim import optimizer
-    from torch.utils import _foreach_utils
-
-    found = [getattr(module, "_foreach_supported_types", None) for module in (_foreach_utils, optimizer)]
-    return [types for types in found if types is not None]
+# Where patches are put: module, class ("": the module itself), attribute.
+TYPES_OF_LIST_KERNELS = (  # what clipping and optimizers give to kernels over lists, by exact type; else one by one
+    ("torch.utils._foreach_utils", "", "_foreach_supported_types"),
+    ("torch.optim.optimizer", "", "_foreach_supported_types"),
+)
+SORT_OF_LISTS = ("torch.optim.optimizer", "Optimizer", "_group_tensors_by_device_and_dtype")
 
 
-def give_list_kernels(others: Callable[[Lists, bool], tuple[Lists, Callable[[], None]] | None]) -> None:
-    """Let torch's optimizers give other tensors to their kernels over lists than they hold.
+def sorting_others(others: Callable[[Lists, bool], tuple[Lists, Callable[[], None]] | None]) -> Callable[[Any], Any]:
+    """Return what makes of SORT_OF_LISTS one by which optimizers give other tensors to kernels over lists.
 
-    They sort all their lists by device and dtype once in a step, before the first kernel; nothing where they do not.
+    They sort all their lists by device and dtype once in a step, before the first kernel.
 
     Args:
         others: takes the lists of one step (parameters, gradients, states), and whether positions in them are told;
             returns what kernels are to be given, and what to call once they have run. None: what there is.
     """
-    kind: Any = torch.optim.Optimizer
-    sort = getattr(kind, "_group_tensors_by_device_and_dtype", None)
-    if sort is None:
-        return
 
-    @wraps(sort)
-    def sort_others(lists: Lists, with_indices: bool = False) -> dict[Any, Any]:
-        found = None if torch.compiler.is_compiling() else others(lists, with_indices)
-        if found is None:
-            return sort(lists, with_indices)  # type: ignore[no-any-return]
-        groups = _Groups()
-        groups.end = found[1]
-        groups.update(sort(found[0], with_indices))
-        return groups
+    def wrap(original: Any) -> Any:
+        sort = original.__func__
 
-    kind._group_tensors_by_device_and_dtype = staticmethod(sort_others)
+        @wraps(sort)
+        def sort_others(lists: Lists, with_indices: bool = False) -> dict[Any, Any]:
+            found = None if torch.compiler.is_compiling() else others(lists, with_indices)
+            if found is None:
+                return sort(lists, with_indices)  # type: ignore[no-any-return]
+            groups = _Groups()
+            groups.end = found[1]
+            groups.update(sort(found[0], with_indices))
+            return groups
+
+        return staticmethod(sort_others)
+
+    return wrap
 
 
 class _Groups(dict[Any, Any]):
@@ -349,13 +347,8 @@ def clear_caches_of_sizes() -> None:
             method.cache_clear()
 
 
-@cache
-def drop_sources_with_graphs() -> None:
-    """From now on, let torch keep the source of an fx graph, which tracebacks show, only as long as its code lives.
-
-    By itself it keeps the sources of all graphs; an export makes six.
-    """
-    execute = graph_module._exec_with_source
+def _dropping_sources(execute: Callable[..., None]) -> Callable[..., None]:
+    """Return what executes the source of an fx graph, and keeps it only as long as its code lives."""
 
     @wraps(execute)
     def execute_and_drop(source: str, names: dict[str, Any], *rest: Any, **more: Any) -> None:
@@ -363,13 +356,27 @@ def drop_sources_with_graphs() -> None:
         for made in [one for one in names.values() if isinstance(one, FunctionType) and one.__globals__ is names]:
             finalize(made.__code__, _drop_source, made.__code__.co_filename).atexit = False
 
-    graph_module._exec_with_source = execute_and_drop  # type: ignore[assignment]
+    return execute_and_drop
 
 
 def _drop_source(name: str) -> None:
     if name.startswith("<eval_with_key>"):  # other names are of files
         graph_module._loader.eval_cache.pop(name, None)
         linecache.cache.pop(name, None)
+
+
+register_patch(
+    Patch(
+        "torch",
+        "torch.fx.graph_module",
+        "",
+        "_exec_with_source",
+        why="the sources of all graphs, which tracebacks show, would be kept for good; an export makes six",
+        tested="2.13",
+        wrap=_dropping_sources,
+        is_needed=False,
+    )
+)
 
 
 def is_told_by_values(symbol: Any) -> bool:

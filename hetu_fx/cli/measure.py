@@ -86,7 +86,9 @@ def call_measure(options: argparse.Namespace, rest: Sequence[str]) -> int:
     rank = table.rank
     with telling("measuring devices and links"):
         cluster = Cluster.measure(table, device=device)
-        cluster = replace(cluster, collectives=time_collectives(table, groups_to_time(cluster), device))
+        cluster = replace(
+            cluster, collectives=time_collectives(table, groups_to_time(cluster.groups, cluster.devices), device)
+        )
         types = of_all(table, torch.device(device).type)
         cluster = replace(cluster, ways=measure_ways(table, cluster.nodes, types, device, all_ways=True))
         found = of_all(table, speedups(device, PRECISION_SECONDS))

@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,9 +27,6 @@ from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.p2p import Message, Tag, post
 from hetu_fx.comm_ops.wire.two_level import all_gather_by, all_reduce_by, reduce_scatter_by
-
-if TYPE_CHECKING:
-    from hetu_fx.cluster.cluster import Cluster
 
 _LATENCY_ROUNDS = 20
 _BANDWIDTH_ROUNDS = 3  # so many that a device with a CPU quota has used up what it saved while it waited
@@ -213,18 +209,18 @@ class TimedGroup:
     num_nodes: int = 0
 
 
-def groups_to_time(cluster: Cluster) -> tuple[TimedGroup, ...]:
-    """Return the groups of a cluster to time: its largest node, all, and of each kind some of every size.
+def groups_to_time(groups: Mapping[str, tuple[int, ...]], devices: Sequence[Device]) -> tuple[TimedGroup, ...]:
+    """Return the groups of a cluster to time: those given (its largest node, all), and of each kind some of every size.
 
     Inside the node that has most of a kind's alike devices 2, 4, 8 of them; across nodes one of each.
     """
-    found = [TimedGroup(where, ranks) for where, ranks in cluster.groups.items()]
+    found = [TimedGroup(where, ranks) for where, ranks in groups.items()]
     alike: dict[tuple[str, float], list[Device]] = {}
-    for device in cluster.devices:
+    for device in devices:
         alike.setdefault((device.kind, device.flops_per_second), []).append(device)
-    for (kind, _), devices in sorted(alike.items(), key=lambda pair: (-len(pair[1]), pair[0])):
+    for (kind, _), of_kind in sorted(alike.items(), key=lambda pair: (-len(pair[1]), pair[0])):
         if kind not in {group.kind for group in found}:
-            found += _of_kind(kind, devices)
+            found += _of_kind(kind, of_kind)
     return tuple(found)
 
 

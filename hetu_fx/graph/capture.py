@@ -18,13 +18,13 @@ from torch.export import Dim, ExportedProgram
 
 from hetu_fx.base.device_types import is_elsewhere
 from hetu_fx.base.memory import without_collections
+from hetu_fx.base.patches import put_in
 from hetu_fx.base.torch_private import (
     FakeTensorMode,
     GuardOnDataDependentSymNode,
     answering_guards,
     clear_caches_of_sizes,
     detect_fake_mode,
-    drop_sources_with_graphs,
     drop_traced_inputs,
     without_fake_tensor_cache,
 )
@@ -322,7 +322,7 @@ def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def _surroundings() -> Iterator[None]:
     """Trace with gradients on, ambient autocast off, and give back the random state as it was."""
-    drop_sources_with_graphs()
+    put_in("torch")
     with contextlib.ExitStack() as stack:
         stack.callback(clear_caches_of_sizes)
         for kind, _ in ambient_autocasts():

@@ -2,6 +2,8 @@
 
 The contract is that of its strategy for DistributedDataParallel: every process brings its own rows, and the mean of all
 processes' losses is trained on.
+
+Parameters of no module that runs in parallel are whole in each process, and their gradients are averaged.
 """
 
 from __future__ import annotations
@@ -27,9 +29,28 @@ from torch.optim import Optimizer
 
 import hetu_fx
 from hetu_fx.errors import StateError
-from hetu_fx.integrations.lightning.outside import average_gradients
 from hetu_fx.integrations.lightning.parts import Parts
 from hetu_fx.integrations.lightning.processes import Processes
+
+
+def _average_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Average gradients over all processes, those of a process that has none as zeros; collective.
+
+    After each backward, also while gradients are accumulated: what has been averaged before is the same on all, and
+    stays as it is.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    has = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
+    has = has.to(trained[0].device)
+    dist.all_reduce(has, dist.ReduceOp.MAX)
+    for parameter, somewhere in zip(trained, has.tolist(), strict=True):
+        if somewhere:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
 
 Plans = hetu_fx.Plan | Sequence[hetu_fx.Plan] | str | Path
 
@@ -130,7 +151,7 @@ class HetuStrategy(Processes):
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Average the gradients of what does not run in parallel, as DistributedDataParallel does."""
-        average_gradients(self.parts.outside())
+        _average_gradients(self.parts.outside())
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:

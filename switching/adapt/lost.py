@@ -16,8 +16,8 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import by_first, together
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
+from hetu_fx.plans.homes import homes_near, speeds
 from hetu_fx.plans.plan import Plan
-from hetu_fx.switching.home.placement import homes_near, speeds
 from hetu_fx.switching.migrate.plan import SwitchPlan
 from hetu_fx.switching.migrate.state_tensors import TrainingState, with_layout
 from hetu_fx.switching.runtime import Runtime

@@ -17,9 +17,9 @@ import torch
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.comm_ops.wire.consensus import StepFacts, by_first, of_all, together
 from hetu_fx.errors import PlanError, StateError
+from hetu_fx.plans.homes import homes_near, speeds
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.adapt.adaptation import Adaptation
-from hetu_fx.switching.home.placement import homes_near, speeds
 from hetu_fx.switching.migrate.plan import SwitchPlan
 from hetu_fx.switching.migrate.state_tensors import check_optimizers
 from hetu_fx.switching.runtime import Runtime

@@ -18,11 +18,11 @@ from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import StepFacts, any_of, together
 from hetu_fx.planner.price.step_end import Housed, home_end_seconds, move_seconds, owned_bytes, update_seconds_per_byte
+from hetu_fx.plans.homes import homes_near
 from hetu_fx.switching.adapt.adaptation import Adaptation
 from hetu_fx.switching.adapt.own_times import UpdateTimes
 from hetu_fx.switching.adapt.rehome import Rehoming
 from hetu_fx.switching.bridge.plan import BridgeEntry
-from hetu_fx.switching.home.placement import homes_near
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.step.timer import clock_of
 

@@ -29,7 +29,7 @@ from hetu_fx.errors import CommError, StateError
 from hetu_fx.switching.home.held import JOINT, Held, Key, Readings, is_copy, part_of, source_of, why_not
 from hetu_fx.switching.home.memory import let_go_of_wholes
 from hetu_fx.switching.home.names import Names
-from hetu_fx.switching.home.tensor import READ_WHOLE, HomeTensor, gather_whole
+from hetu_fx.switching.home.tensor import OPS, HomeTensor, gather_whole
 
 _PAUSE_SECONDS = 0.005
 _MARGIN_SECONDS = 10.0  # who is asked tells why it does not answer before who asks gives up
@@ -212,4 +212,4 @@ def _read_whole(home: HomeTensor) -> torch.Tensor:
     return runs[-1].whole(home, None) if runs else gather_whole([home])[0]
 
 
-READ_WHOLE[:] = [_read_whole]
+OPS.read_whole = _read_whole  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ are). Their steps are noted in the journal, with what they go by.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,6 +15,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from hetu_fx.base.patches import Hook, register_patch
 from hetu_fx.switching.home import list_steps
 from hetu_fx.switching.home.journal import Rates, journal
 from hetu_fx.switching.home.parameters import cut_optimizer_state
@@ -65,5 +67,10 @@ def _end(*_: object) -> None:
     journal().end_step()
 
 
-register_optimizer_step_pre_hook(_begin)
-register_optimizer_step_post_hook(_end)
+for register, hook, why in (
+    (register_optimizer_step_pre_hook, _begin, "steps would not be noted, and loaded states of optimizers not cut"),
+    (register_optimizer_step_post_hook, _end, "what follows a step would be taken for a part of it"),
+):
+    register_patch(
+        Hook("torch", "torch.optim.optimizer", register.__name__, why, tested="2.13", register=partial(register, hook))
+    )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from hetu_fx.annotations.local import index
+from hetu_fx.base.patches import put_in
 from hetu_fx.base.torch_private import (
     disabled_torch_function,
     increment_version,
@@ -34,9 +35,27 @@ from hetu_fx.switching.home.piece_copies import note_copy, note_swap
 
 T = TypeVar("T")
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-OPS: dict[Any, Handler] = {}
-FIND_HANDLER: list[Callable[[Any], Handler]] = []
-READ_WHOLE: list[Callable[[HomeTensor], torch.Tensor]] = []  # filled by `shared`: how one rank alone reads the whole
+
+
+class OpTable(dict[Any, Handler]):
+    """What serves each op on home tensors; one that has no entry is looked for once.
+
+    Attributes:
+        find: tells what serves an op without an entry; given by `ops`.
+        read_whole: gathers a tensor's whole on this rank; given by `shared`, by which one rank alone may ask.
+    """
+
+    find: Callable[[Any], Handler]
+
+    def read_whole(self, home: HomeTensor) -> torch.Tensor:
+        return gather_whole([home])[0]
+
+    def __missing__(self, func: Any) -> Handler:
+        self[func] = found = counting_writes(func, self.find(func))
+        return found
+
+
+OPS = OpTable()
 
 
 class HomeTensor(AsksForWhole):
@@ -63,6 +82,7 @@ class HomeTensor(AsksForWhole):
                 f"rank {layout.rank} owns a piece of shape {tuple(layout.local_shape)} of a tensor of shape "
                 f"{layout.shape} under {layout.annotation}, got a piece of shape {tuple(local.shape)}"
             )
+        put_in("torch")
         return wrap(local.detach(), layout, requires_grad)
 
     @classmethod
@@ -71,17 +91,14 @@ class HomeTensor(AsksForWhole):
         if tuple(full.shape) != layout.shape:
             raise StateError(f"home tensor of shape {layout.shape} cannot be cut from {tuple(full.shape)}")
         piece = layout.take(full.detach())
-        return wrap(piece.clone(memory_format=torch.contiguous_format), layout, requires_grad)
+        return HomeTensor(piece.clone(memory_format=torch.contiguous_format), layout, requires_grad)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an op by its entry in OPS, which is looked for once per op."""
-        handler = OPS.get(func)
-        if handler is None:
-            handler = OPS[func] = counting_writes(func, FIND_HANDLER[0](func))
-        return handler(func, args, kwargs or {})
+        """Run an op by its entry in OPS."""
+        return OPS[func](func, args, kwargs or {})
 
     if not TYPE_CHECKING:  # or any name would pass as an attribute
 
@@ -160,7 +177,7 @@ class HomeTensor(AsksForWhole):
 
     def gathered(self) -> torch.Tensor:
         """Return a copy of the whole on this rank; the others need not ask too, but see `switching.home.shared`."""
-        return READ_WHOLE[0](self) if READ_WHOLE else gather_whole([self])[0]
+        return OPS.read_whole(self)
 
     # The protocol of torch.distributed.checkpoint (_checkpointable._Checkpointable).
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from threading import RLock
 from time import perf_counter
 from typing import Literal
@@ -20,6 +20,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hetu_fx.base.memory import Log
+from hetu_fx.base.patches import Hook, put_in, register_patch
 from hetu_fx.base.per_rank import PerRank
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.serial_threads import InTurn, Turn
@@ -105,7 +106,7 @@ class InFlightState:
         pieces = [(tensor, stand_ins[key]) for key, tensor in tensors.items()]
         self._journey = _Journey(plan, pieces, InTurn().start(work), times)
         _under_way().append(self)
-        _hold_optimizers_back()
+        put_in("torch")
 
     def settle(self) -> None:
         """Wait until nothing is on its way; from any thread.
@@ -157,19 +158,22 @@ class InFlightState:
 _under_way: PerRank[list[InFlightState]] = PerRank(list)
 
 
-@cache
-def _hold_optimizers_back() -> None:
-    """Have optimizers' steps wait for what is under way, from now on.
-
-    All optimizers: those that are known may be wrapped in one without hooks of its own (accelerate's are). For good: a
-    hook that ran and took itself away would break the call of those after it.
-    """
-    register_optimizer_step_pre_hook(_settle_all)
-
-
 def _settle_all(*_: object) -> None:
     for in_flight in tuple(_under_way()):
         in_flight.settle()
+
+
+# On all optimizers: those that are known may be wrapped in one without hooks of its own (accelerate's are).
+register_patch(
+    Hook(
+        "torch",
+        "torch.optim.optimizer",
+        "register_optimizer_step_pre_hook",
+        why="optimizers would step without the state that is still on its way",
+        tested="2.13",
+        register=partial(register_optimizer_step_pre_hook, _settle_all),
+    )
+)
 
 
 def _taken_away(tensor: HomeTensor, settle: Callable[[], None]) -> HomeTensor:

@@ -16,9 +16,8 @@ from torch import fx, nn
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch.fx import graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.optim import optimizer
 
-from tests.house import trees
+from tests.house.tree import trees
 
 HOME = "hetu_fx.base.torch_private"
 HOMES = (HOME, "hetu_fx.base.torch_compile", "hetu_fx.base.cpp_library")  # the others: of torch's compilers
@@ -144,12 +143,9 @@ def examples() -> Mapping[str, Any]:
         "_non_persistent_buffers_set": nn.Linear(2, 2),
         "_flat_weight_refs": nn.GRU(2, 2),
         "_flat_weights": nn.GRU(2, 2),
-        "_foreach_supported_types": optimizer,
-        "_group_tensors_by_device_and_dtype": optimizer.Optimizer,
         "_boxed_call": make_boxed_func(print),
         "_set_replacement": ShapeEnv,
         "_update_version_counter": ShapeEnv,
-        "_exec_with_source": graph_module,
         "_loader": graph_module,
         "_underlying_non_prefix_store": torch._C._distributed_c10d.PrefixStore,
         "_get_backend": group,

@@ -67,7 +67,7 @@ def test_what_is_larger_takes_no_less_whatever_a_smaller_one_has_waited() -> Non
 
 def test_groups_of_every_size_of_a_kind_are_timed_and_one_across_its_nodes() -> None:
     cluster = Cluster.on_paper([1e9] * 6 + [2e9], nodes="aaaabbb", kinds=["x"] * 6 + ["y"])
-    assert groups_to_time(cluster) == (
+    assert groups_to_time(cluster.groups, cluster.devices) == (
         TimedGroup("intra", (0, 1, 2, 3)),
         TimedGroup("inter", tuple(range(7))),
         TimedGroup("intra", (0, 1), "x", 1),

@@ -8,7 +8,7 @@ import torch
 from hetu_fx.annotations.annotation import DeviceGroup, cotangent, parse_annotation
 from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
 from hetu_fx.comm_ops.plans.cost import EqualLinks
-from hetu_fx.comm_ops.resolve.resolve import resolve_edge
+from hetu_fx.comm_ops.resolve.resolve import resolve
 from hetu_fx.comm_ops.wire.bsr_run import run_moves
 from hetu_fx.comm_ops.wire.groups import active
 from tests.oracles.annotation_reference import shard
@@ -96,7 +96,7 @@ def check_edge(source, target, gradient, topology, rank: int) -> None:
     incoming = shard(weight, gradient, generator.standard_normal)
     x = torch.from_numpy(held.get(rank, np.zeros((0,) * len(SHAPE)))).requires_grad_()
     y = x
-    for call in resolve_edge(source, target, gradient, SHAPE, topology=topology).calls(rank):
+    for call in resolve(source, target, SHAPE, gradient, topology=topology).calls(rank):
         y = getattr(torch.ops.hetu, call.op)(y, *call.args)
     if target.holds(rank) and not target.has_partial:
         assert_close(y.detach(), shard(value, target)[rank], "value")

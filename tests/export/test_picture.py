@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import hetu_fx
-from hetu_fx.export.outline import MOST_BOXES, Box, outline
-from hetu_fx.export.picture import draw
+from hetu_fx.export.picture import MOST_BOXES, Box, draw, outline
 from hetu_fx.export.single import runnable_of
 from hetu_fx.graph import meta
 from hetu_fx.graph.capture import capture

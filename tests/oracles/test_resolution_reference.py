@@ -8,7 +8,7 @@ import pytest
 from hetu_fx.annotations.annotation import parse_annotation
 from hetu_fx.comm_ops.ops.table import COMM_OPS
 from hetu_fx.comm_ops.resolve.resolution import OpCall
-from hetu_fx.comm_ops.resolve.resolve import resolve, resolve_edge
+from hetu_fx.comm_ops.resolve.resolve import resolve
 from tests.oracles.annotation_reference import shard
 from tests.oracles.resolution_reference import run, run_adjoint
 from tests.oracles.traffic import adjoint_calls
@@ -81,7 +81,7 @@ def test_every_op_is_played():
     played = set()
     for texts in edges:
         source, target, gradient = map(parse_annotation, texts)
-        resolution = resolve_edge(source, target, gradient, VALUE.shape)
+        resolution = resolve(source, target, VALUE.shape, gradient)
         played |= {step.op for step in resolution.steps}
         run(resolution, shard(VALUE, source))
         run_adjoint(resolution, shard(VALUE, gradient))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hetu_fx
-from tests.house import trees
+from tests.house.tree import trees
 from tests.switching.clocks import Ahead
 
 OWNERS = {"hetu_fx.switching.runtime", "hetu_fx.switching.variants"}

@@ -19,7 +19,7 @@ from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial, Split
 from hetu_fx.cluster.chips import find_chip
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.plans.cost import EqualLinks, Topology
-from hetu_fx.comm_ops.resolve.resolve import resolve_edge
+from hetu_fx.comm_ops.resolve.resolve import resolve
 from hetu_fx.deduction.factors.factors import FactorMap, OpFactors
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph
@@ -208,7 +208,7 @@ def _change(
 
 def _one_way(source: Annotation, target: Annotation, back: Annotation, topology: Topology) -> Price:
     ways = len(source.ranks)
-    resolution = resolve_edge(source, target, back, (ways, ways))
+    resolution = resolve(source, target, (ways, ways), back)
     small, large = (resolution.seconds(size, topology) for size in (1, _LARGE))
     per_byte = (large - small) / (_LARGE - 1) / ways**2
     return Price(small - per_byte * ways**2, per_byte)

@@ -15,7 +15,7 @@ from torch import fx
 from hetu_fx.annotations.annotation import Annotation, Shape, Split, State, cotangent
 from hetu_fx.comm_ops.ops.table import COMM_OPS
 from hetu_fx.comm_ops.resolve.resolution import OpCall, Resolution, resized
-from hetu_fx.comm_ops.resolve.resolve import resolve_edge
+from hetu_fx.comm_ops.resolve.resolve import resolve
 from hetu_fx.deduction.factors.factors import FactorClass
 from hetu_fx.graph.calls import Size
 from hetu_fx.transforms.layouts.annotated_graph import StageLayout
@@ -85,7 +85,7 @@ class Reshards:
         source, back = (summands if state == SUMMED else target), cotangent(target)
         if summed:
             back = replace(back, top=summands.top)
-        return self.resolved(node, value, resolve_edge(source, target, back, self.deduced.shape(node)))
+        return self.resolved(node, value, resolve(source, target, self.deduced.shape(node), back))
 
     def resolved(self, node: fx.Node, value: fx.Node, resolution: Resolution, parts: DimParts | None = None) -> fx.Node:
         """Add the calls of a resolution; with `parts`, in those instead of what stands in for them."""
@@ -124,8 +124,8 @@ class _AxisReshard:
         back = self._annotation(SUMMED) if summed else cotangent(target)
         shape = self._shape(ends)
         if view is None:
-            return self._resolved(value, resolve_edge(source, target, back, shape))
-        return self._in_view(value, resolve_edge(source, target, back, view.shape(shape)), view, state)
+            return self._resolved(value, resolve(source, target, shape, back))
+        return self._in_view(value, resolve(source, target, view.shape(shape), back), view, state)
 
     def _exchanged(self, value: fx.Node, state: AxisState, wanted: AxisState) -> fx.Node:
         """Cut a value in other parts: what a gather joins is cut at once, so that each device gets its part alone."""
@@ -156,7 +156,7 @@ class _AxisReshard:
             assert isinstance(split, Split)
             shape[split.dim] = split.outer * sum(split.units) * split.inner
         source, target = (self._annotation(end) for end in (state, wanted))
-        (call,) = resolve_edge(source, target, cotangent(target), shape).calls(self.reshards.rank)
+        (call,) = resolve(source, target, shape).calls(self.reshards.rank)
         return resized(call, self.reshards.sizes.parts(factor, end.segment).sizes) if is_open else call
 
     def _in_view(self, value: fx.Node, resolution: Resolution, view: DimView, state: AxisState) -> fx.Node:
@@ -180,7 +180,7 @@ class _AxisReshard:
         shape[split.dim] = split.outer * sum(split.units) * split.inner
         source, target = (self._annotation(end, view) for end in ends)
         back = self._annotation(SUMMED) if summed else cotangent(target)
-        resolution = resolve_edge(source, target, back, shape)
+        resolution = resolve(source, target, shape, back)
         parts = self.reshards.sizes.parts(cut.factor, cut.segment)
         if view is None:
             return self._resolved(value, resolution, parts)

@@ -18,7 +18,7 @@ from torch import fx
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial, Split
 from hetu_fx.comm_ops.resolve.resolution import Resolution
-from hetu_fx.comm_ops.resolve.resolve import resolve_edge
+from hetu_fx.comm_ops.resolve.resolve import resolve
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import Size, operand
 from hetu_fx.graph.edit import computed
@@ -104,7 +104,7 @@ class PartCall:
         """Sum a value with the first operand's dims over the devices; its cotangent is the same on all of them."""
         ways = len(self.devices)
         source, target = (Annotation.on(self.devices, state) for state in (Partial(ways), Duplicate(ways)))
-        return self.communicate(summand, resolve_edge(source, target, target, (None,) * self.rank))
+        return self.communicate(summand, resolve(source, target, (None,) * self.rank, target))
 
     def joined(self, piece: fx.Node, dim: int, *, summed: bool) -> fx.Node:
         """Put pieces of size 2 in `dim` side by side, one per device; `summed` if cotangents are summands."""
@@ -112,7 +112,7 @@ class PartCall:
         source, target = (Annotation.on(self.devices, state) for state in (Split.even(dim, ways), Duplicate(ways)))
         gradient = Annotation.on(self.devices, Partial(ways)) if summed else target
         shape = tuple(2 * ways if i == dim else None for i in range(self.rank))
-        return self.communicate(piece, resolve_edge(source, target, gradient, shape))
+        return self.communicate(piece, resolve(source, target, shape, gradient))
 
     def in_full(self) -> fx.Node:
         """Return the first operand, `self` of torch's schema, in a dtype that sums can be made in."""

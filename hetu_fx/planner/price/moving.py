@@ -23,8 +23,8 @@ from hetu_fx.comm_ops.plans.cost import messages_cost
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.placement import holders_of
 from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.homes import homes_near
 from hetu_fx.plans.plan import Plan, Stage
-from hetu_fx.switching.home.placement import homes_near
 
 
 @dataclass(frozen=True, slots=True)

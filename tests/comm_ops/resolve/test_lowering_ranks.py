@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hetu_fx.annotations.annotation import cotangent, parse_annotation
 from hetu_fx.comm_ops.ops.table import COMM_OPS
 from hetu_fx.comm_ops.resolve.resolution import AxisStep, MoveStep, TopStep
-from hetu_fx.comm_ops.resolve.resolve import resolve_edge
+from hetu_fx.comm_ops.resolve.resolve import resolve
 from tests.oracles.annotation_reference import shard, unshard
 
 UNION = "{[0,1] S(1, 2:1); [2]}"
@@ -44,7 +44,7 @@ def steps():
     """List (op name, step, cotangent of its target) of all edges that one step makes."""
     for edge in EDGES:
         source, target, gradient = map(parse_annotation, edge)
-        for step in resolve_edge(source, target, gradient, SHAPE).steps:
+        for step in resolve(source, target, SHAPE, gradient).steps:
             yield step, source, target, gradient
 
 

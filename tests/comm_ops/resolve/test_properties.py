@@ -14,7 +14,7 @@ from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
 from hetu_fx.comm_ops.plans.cost import EqualLinks
 from hetu_fx.comm_ops.plans.transition import Transition, parse_transition
 from hetu_fx.comm_ops.resolve.resolution import AxisStep, MoveStep, TopStep
-from hetu_fx.comm_ops.resolve.resolve import resolve, resolve_edge
+from hetu_fx.comm_ops.resolve.resolve import resolve
 from tests.oracles.annotation_reference import shard, unshard
 from tests.oracles.annotation_samples import random_annotation, random_cotangent, random_pair
 from tests.oracles.resolution_reference import run, run_adjoint
@@ -83,7 +83,7 @@ def test_adjoints_are_adjoint(seed):
     shape = random.choice(SHAPES)
     source, target = random_pair(random, DEVICES[: random.choice((4, 6, 8, 12))], shape)
     gradient = random_cotangent(random, target)
-    resolution = resolve_edge(source, target, gradient, shape, topology=random.choice((None, NODES)))
+    resolution = resolve(source, target, shape, gradient, topology=random.choice((None, NODES)))
     x, y = noisy(value(shape), source), noisy(value(shape, seed=9), gradient)
     forward, backward = run(resolution, x), run_adjoint(resolution, y)
     check(cotangent(source), backward, value(shape, seed=9))

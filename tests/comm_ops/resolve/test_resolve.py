@@ -6,7 +6,7 @@ import torch
 
 from hetu_fx.annotations.annotation import cotangent, parse_annotation
 from hetu_fx.comm_ops.plans.cost import EqualLinks
-from hetu_fx.comm_ops.resolve.resolve import Refusal, RefusedError, resolve, resolve_edge
+from hetu_fx.comm_ops.resolve.resolve import Refusal, RefusedError, resolve
 from hetu_fx.errors import ResolveError
 from tests.comm_ops.changes import EDGES
 from tests.oracles.annotation_reference import shard, unshard
@@ -121,12 +121,12 @@ def test_each_change_gets_its_steps_and_they_are_right(source, target, expected)
 
 @pytest.mark.parametrize(("source", "target", "gradient"), EDGES)
 def test_gradients_come_back_through_every_kind_of_step(source, target, gradient):
-    edge = [parse_annotation(text) for text in (source, target, gradient)]
-    resolution = resolve_edge(*edge, SHAPE)
+    gradient = parse_annotation(gradient)
+    resolution = resolve(parse_annotation(source), parse_annotation(target), SHAPE, gradient)
     check(resolution)
     generator = np.random.default_rng(1)
     weight, back = generator.standard_normal(SHAPE), cotangent(resolution.source)
-    found = run_adjoint(resolution, shard(weight, edge[2], generator.standard_normal))
+    found = run_adjoint(resolution, shard(weight, gradient, generator.standard_normal))
     for rank, array in shard(weight, back).items():
         np.testing.assert_allclose(found[rank], array, atol=1e-12)
 
@@ -142,9 +142,9 @@ def test_megatrons_edges_have_their_adjoints():
         (p, s, s): ("reduce_scatter", ([0, 1], 0, [12, 12], 1, 1)),
     }
     for (source, target, gradient), expected in calls.items():
-        (call,) = resolve_edge(source, target, gradient, SHAPE).calls(1)
+        (call,) = resolve(source, target, SHAPE, gradient).calls(1)
         assert (call.op, call.args) == expected
-    assert resolve_edge(d, d, d, SHAPE).calls(0) == ()
+    assert resolve(d, d, SHAPE, d).calls(0) == ()
 
 
 def test_symbolic_dims_pass_where_they_are_whole():
@@ -225,7 +225,7 @@ def test_measured_links_decide(source, target, by_bytes, by_seconds):
 )
 def test_what_is_refused_gives_a_reason_of_the_list(source, target, gradient, shape, reason):
     with pytest.raises(RefusedError) as caught:
-        resolve_edge(*map(parse_annotation, (source, target, gradient)), shape)
+        resolve(parse_annotation(source), parse_annotation(target), shape, parse_annotation(gradient))
     assert caught.value.reason is reason
     assert isinstance(caught.value, ResolveError)
 
@@ -240,4 +240,4 @@ def test_what_does_not_fit_is_refused_with_both_annotations():
         resolved("[0-2] S(0, 3)", "[0-2] D(3)", (8,))
     s, d = parse_annotation("[0,1] S(0, 2)"), parse_annotation("[0,1] D(2)")
     with pytest.raises(ResolveError, match="cannot annotate the gradient"):
-        resolve_edge(s, d, s, (8,))
+        resolve(s, d, (8,), s)

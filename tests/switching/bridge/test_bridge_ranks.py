@@ -19,9 +19,9 @@ from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.comm_ops.resolve.lowering import Lowering
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.peers import memory
+from hetu_fx.plans.homes import make_home_layouts
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry, Reduction
 from hetu_fx.switching.home.layout import home_layout
-from hetu_fx.switching.home.placement import make_home_layouts
 from tests.oracles.annotation_reference import shard
 from tests.oracles.annotation_samples import random_annotation, random_cotangent
 

@@ -14,9 +14,9 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation, Split
-from hetu_fx.switching.home import tensor as home_tensors
 from hetu_fx.switching.home.memory import let_go_of_wholes
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
+from hetu_fx.switching.home.tensor import OPS
 
 CUT = home_layout(Annotation.on((0, 1), Split(0, (2, 1))), (6, 4), 0, 2)
 WHOLE = torch.arange(24.0).view(6, 4)
@@ -40,7 +40,7 @@ def gathered(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gathered]:
         found.append(ref(whole))
         return whole
 
-    monkeypatch.setattr(home_tensors, "READ_WHOLE", [read])
+    monkeypatch.setattr(OPS, "read_whole", read)
     yield found
     let_go_of_wholes()
 

@@ -20,7 +20,6 @@ from hetu_fx.planner.count.graph_problem import problem_of
 from hetu_fx.planner.make_plan import make_plans
 from hetu_fx.planner.search.contiguous import CONTIGUOUS
 from hetu_fx.planner.search.hap.entry import HAP
-from hetu_fx.planner.search.hap.priced import run_of
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.search.hap.to_plan import translations
 from hetu_fx.planner.search.problem import Candidates, predict_by_costs
@@ -30,7 +29,7 @@ from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs
 from hetu_fx.transforms.layouts.analysed_graph import Analyse
 from tests.model_zoo import SAMPLES, captured, example
-from tests.planner.search.hap.graphs import Stack
+from tests.planner.search.hap.graphs import Stack, run_of_plan
 from tests.planner.search.hap.released import of_bandwidths
 from tests.planner.search.nets import UNEQUAL, Convolutions, Perceptron, images, mean_square, problem
 from tests.transforms.plans import program_of, same_in_group
@@ -82,7 +81,7 @@ def test_the_program_is_a_plan_too_and_the_best_by_its_own_prices() -> None:
     assert prediction.seconds == found[program]
     assert dict(prediction.devices[0].seconds)["compute"] > 0
     assert asked.captured is not None
-    own = {plan: run_of(asked.captured.hap, plan, UNEQUAL).seconds for plan in found}
+    own = {plan: run_of_plan(asked.captured.hap, plan, UNEQUAL).seconds for plan in found}
     assert min(own, key=lambda plan: own[plan]) == program
     (best,) = make_plans(asked, "hap")
     assert best.has_program == (found[program] < min(without_program(found).values()))

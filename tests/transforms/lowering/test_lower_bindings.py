@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from hetu_fx.transforms.lowering.bindings import FUNCTIONS, METHODS, by_bindings
+from hetu_fx.transforms.lowering.lower import FUNCTIONS, METHODS, by_bindings
 
 aten = torch.ops.aten
 X, Y, W, B = torch.randn(2, 3, 4), torch.randn(2, 3, 4), torch.randn(4, 4), torch.randn(4)

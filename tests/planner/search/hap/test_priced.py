@@ -8,12 +8,11 @@ from torch import nn
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.count.graph_problem import GraphProblem
-from hetu_fx.planner.search.hap.priced import run_of
 from hetu_fx.planner.search.hap.prices import Collectives
 from hetu_fx.planner.search.hap.states import ChangeKind
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.program import OpRegion
-from tests.planner.search.hap.graphs import TWO_TO_ONE, convolutions, graph_problem, perceptron
+from tests.planner.search.hap.graphs import TWO_TO_ONE, convolutions, graph_problem, perceptron, run_of_plan
 
 ROWS, GROUP = Plan.data_parallel((0, 1), (2, 1)), Plan.tensor_parallel((0, 1), (2, 1))
 
@@ -22,7 +21,7 @@ ROWS, GROUP = Plan.data_parallel((0, 1), (2, 1)), Plan.tensor_parallel((0, 1), (
 def test_rows_for_each_device_take_their_share_of_the_work_and_a_sum_of_each_parameters_gradient(
     problem: GraphProblem,
 ) -> None:
-    run = run_of(problem, ROWS, TWO_TO_ONE)
+    run = run_of_plan(problem, ROWS, TWO_TO_ONE)
     parameters = [tensor for tensor in problem.program.tensors if tensor.kind == "parameter"]
     assert sorted(map(str, run.transfers)) == sorted(f"all-reduce of {each.name} (gradient)" for each in parameters)
     ops, program = problem.program.ops, problem.program
@@ -34,7 +33,7 @@ def test_rows_for_each_device_take_their_share_of_the_work_and_a_sum_of_each_par
 
 def test_a_group_sums_what_follows_a_product_of_parts_and_the_gradient_of_what_enters_one() -> None:
     plan = Plan((Pipeline((Stage((0, 1), (2, 1)),)),), split=(("second.weight", 0),))
-    run = run_of(perceptron(), plan, TWO_TO_ONE)
+    run = run_of_plan(perceptron(), plan, TWO_TO_ONE)
     kinds = [str(transfer) for transfer in run.transfers]
     assert "all-reduce of linear_2" in kinds
     assert "all-reduce of relu (gradient)" in kinds
@@ -45,14 +44,14 @@ def test_a_group_sums_what_follows_a_product_of_parts_and_the_gradient_of_what_e
 
 def test_what_is_moved_is_what_deduction_says_is_exchanged() -> None:
     for problem in (perceptron(), convolutions()):
-        run = run_of(problem, GROUP, TWO_TO_ONE)
+        run = run_of_plan(problem, GROUP, TWO_TO_ONE)
         moved = {transfer.tensor for transfer in run.transfers}
         changed = {change.tensor for step in run.program.steps for change in step.changes if change.transfers}
         assert moved == changed != set()
 
 
 def test_each_device_holds_its_share_of_what_is_split_and_all_of_what_is_not() -> None:
-    alone, group = (run_of(perceptron(), plan, TWO_TO_ONE).held for plan in (Plan.single(0), GROUP))
+    alone, group = (run_of_plan(perceptron(), plan, TWO_TO_ONE).held for plan in (Plan.single(0), GROUP))
     shares = ((2 / 3, 1 / 3),)
     assert group.on_device(1, shares) < group.on_device(0, shares) < alone.on_device(0, ((1.0,),))
 
@@ -62,7 +61,7 @@ def test_regions_with_ratios_of_their_own_take_their_share_and_the_move_from_one
         regions = (OpRegion("second:*", "rows", own), OpRegion("*", "rows"))
         return Plan((Pipeline((Stage((0, 1), (2, 1), program=regions),)),))
 
-    alike, apart = (run_of(perceptron(), plan, TWO_TO_ONE) for plan in (stage(), stage(1, 2)))
+    alike, apart = (run_of_plan(perceptron(), plan, TWO_TO_ONE) for plan in (stage(), stage(1, 2)))
     assert alike.ratios == ((2 / 3, 1 / 3),)
     assert apart.ratios == ((2 / 3, 1 / 3), (1 / 3, 2 / 3))
     moves = [each for each in apart.transfers if each.change is ChangeKind.SHIFT]
@@ -88,11 +87,11 @@ class Turned(nn.Module):
 
 def test_a_parameter_that_is_read_through_a_view_has_its_home_too() -> None:
     problem = graph_problem(Turned, {"x": torch.randn(6, 8)})
-    run = run_of(problem, ROWS, TWO_TO_ONE)
+    run = run_of_plan(problem, ROWS, TWO_TO_ONE)
     assert [name for step in run.program.steps for name, _ in step.homes] == ["weight"]
 
 
 def test_a_plan_of_stages_is_no_program_of_all_devices() -> None:
     plan = Plan((Pipeline((Stage((0,)), Stage((1,)))),))
     with pytest.raises(PlanError, match=r"\[0\] > \[1\] is no program of all devices together; give rows"):
-        run_of(perceptron(), plan, TWO_TO_ONE)
+        run_of_plan(perceptron(), plan, TWO_TO_ONE)

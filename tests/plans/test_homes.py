@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, Sharding, Split
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
+from hetu_fx.plans.homes import homes_near, make_home_layouts, shared_out, speeds
 from hetu_fx.plans.plan import Plan
-from hetu_fx.switching.home.placement import homes_near, make_home_layouts, shared_out, speeds
 
 REPLICAS = Annotation.on((0, 1, 2), Duplicate(3))
 TP_IN_DP = Annotation.on((0, 1, 2, 3), Duplicate(2), Split(0, (1, 1)))

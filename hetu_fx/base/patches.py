@@ -1,0 +1,126 @@
+"""What is replaced in other libraries, torch among them: one table, put in when a parallel model meets them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from threading import Lock
+from typing import Any, Protocol
+
+from hetu_fx.errors import EnvironmentProblem
+
+
+class _Handle(Protocol):
+    def remove(self) -> None: ...
+
+
+@dataclass(frozen=True, eq=False)  # one is looked up at each home tensor that is made
+class Patch:
+    """One attribute of another library that is replaced while there are parallel models.
+
+    Attributes:
+        library: what it is installed as.
+        module, owner, name: where the attribute is: the module, the class in it ("": the module itself), and its name.
+        why: what would be wrong without it.
+        tested: the beginning of the versions that it was tested with.
+        wrap: makes what is put in, from what was there; for models that are not parallel it does what that does.
+        is_needed: False: nothing is wrong without it, only slow, so that a library may lack the attribute.
+    """
+
+    library: str
+    module: str
+    owner: str
+    name: str
+    why: str
+    tested: str
+    wrap: Callable[[Any], Any]
+    is_needed: bool = True
+
+    def __str__(self) -> str:
+        place = ".".join(filter(None, (self.module, self.owner, self.name)))
+        return f"{place} ({self.library} {self.tested}): {self.why}"
+
+    def put_in(self) -> Callable[[], None]:
+        """Replace the attribute; return what puts the original back.
+
+        Raises:
+            EnvironmentProblem: the installed version has no such attribute, which is needed.
+        """
+        module = sys.modules[self.module]
+        owner = getattr(module, self.owner, None) if self.owner else module
+        if owner is None or self.name not in vars(owner):
+            if not self.is_needed:
+                return _nothing
+            raise EnvironmentProblem(
+                f"{self.library} {version(self.library)} has no {self.module}.{self.owner}.{self.name}, which "
+                f"is needed: {self.why}; install {self.library}=={self.tested}.*"
+            )
+        original = vars(owner)[self.name]
+        setattr(owner, self.name, self.wrap(original))
+        return partial(setattr, owner, self.name, original)
+
+
+@dataclass(frozen=True, eq=False)  # one is looked up at each home tensor that is made
+class Hook:
+    """One hook on all objects of a kind of another library, while there are parallel models.
+
+    Attributes:
+        library, module, why, tested: as of a Patch.
+        name: the function that registers the hook, for messages.
+        register: registers it, and returns its handle.
+    """
+
+    library: str
+    module: str
+    name: str
+    why: str
+    tested: str
+    register: Callable[[], _Handle]
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name} ({self.library} {self.tested}): {self.why}"
+
+    def put_in(self) -> Callable[[], None]:
+        """Register the hook; return what takes it away."""
+        return self.register().remove
+
+
+_known: list[Patch | Hook] = []
+_ways_back: dict[Patch | Hook, Callable[[], None]] = {}
+_lock = Lock()  # ranks may be threads of one process
+
+
+def register_patch(patch: Patch | Hook) -> None:
+    """Have a patch put in as soon as its module is loaded and a parallel model is there."""
+    _known.append(patch)
+
+
+def known_patches() -> tuple[Patch | Hook, ...]:
+    """Return all that is registered, whether it is in or not."""
+    return tuple(_known)
+
+
+def put_in(library: str | None = None) -> None:
+    """Put in the patches of a library (None: of all), as far as it is loaded by now; what is in stays.
+
+    Raises:
+        EnvironmentProblem: the installed version lacks what is needed.
+    """
+    with _lock:
+        for patch in _known:
+            if patch not in _ways_back and library in (None, patch.library) and patch.module in sys.modules:
+                _ways_back[patch] = patch.put_in()
+
+
+def take_out(library: str) -> None:
+    """Put back what was there before in a library; the next `put_in` puts its patches in again."""
+    with _lock:
+        for patch in [one for one in _ways_back if one.library == library]:
+            _ways_back.pop(patch)()
+
+
+def _nothing() -> None:
+    """There is nothing to put back."""

@@ -48,6 +48,7 @@ class Exchange:
     ranks: tuple[int, ...] = ()
     works: list[Any] = field(default_factory=list)
     finish: Callable[[], object] | None = None
+    table: GroupTable | None = None
 
     @property
     def has_arrived(self) -> bool:
@@ -56,7 +57,7 @@ class Exchange:
 
     def wait(self) -> None:
         """Block until all messages are through, or raise CommError after the group's timeout."""
-        with guarded("exchange", self.ranks):
+        with guarded("exchange", self.ranks, self.table):
             self._arrive()
         self._finish()
 
@@ -117,13 +118,13 @@ def _start_gather(parts: Sequence[Flat], ranks: Sequence[int], table: GroupTable
     if table.is_native(parts[0].tensor.device) and all(part.tensor.numel() for part in parts):
         ordered = [parts[i] for i in table.order(ranks)]
         work = table.transport.all_gather(ordered, parts[table.position(ranks)], group, is_async=True)
-        return Exchange(tuple(ranks), [work])
+        return Exchange(tuple(ranks), [work], table=table)
     works = [
         table.transport.broadcast(part, table.to_global(rank), group)
         for rank, part in zip(ranks, parts, strict=True)
         if part.tensor.numel()
     ]
-    return Exchange(tuple(ranks), works)
+    return Exchange(tuple(ranks), works, table=table)
 
 
 def _start_sum(
@@ -146,7 +147,7 @@ def _start_sum(
     turned = [*ranks[here + 1 :], *ranks[:here]]
     sends = [(rank, outgoing[rank], tag) for rank in turned if outgoing[rank].numel()]
     posted = post(receives, sends, table, table.group(ranks), is_staged=is_staged)
-    return Exchange(tuple(ranks), [posted], lambda: sum_into(result, list(summands.values())))
+    return Exchange(tuple(ranks), [posted], lambda: sum_into(result, list(summands.values())), table=table)
 
 
 def sum_into(result: Tensor, summands: Sequence[Tensor]) -> None:
@@ -194,7 +195,9 @@ def sum_all(buffer: Flat, ranks: Sequence[int]) -> Exchange:
         return Exchange()
     table = active()
     wire = _to_wire(buffer, ranks, table)
-    exchange = Exchange(tuple(ranks), [table.transport.all_reduce(wire, table.group(tuple(ranks)), is_async=True)])
+    exchange = Exchange(
+        tuple(ranks), [table.transport.all_reduce(wire, table.group(tuple(ranks)), is_async=True)], table=table
+    )
     return exchange if wire is buffer else exchange.then(lambda: buffer.copy_from(wire))
 
 
@@ -228,7 +231,7 @@ def begin_sum(x: Tensor, ranks: Sequence[int], table: GroupTable, *, is_async: b
         return UnderWay(result, _start_sum(outgoing, result, ranks, table, Tag.SUMMANDS, is_staged=is_staged))
     result = wire.clone() if wire.data_ptr() == x.data_ptr() else wire
     work = table.transport.all_reduce(Flat.over(result), table.group(ranks), is_async=is_async)
-    return UnderWay(result, Exchange(tuple(ranks), [] if work is None else [work]))
+    return UnderWay(result, Exchange(tuple(ranks), [] if work is None else [work], table=table))
 
 
 def _sum_by_parts(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:
@@ -244,7 +247,7 @@ def _start_staged_gather(parts: Sequence[Tensor], ranks: Sequence[int], table: G
     receives = [(r, x, Tag.EXCHANGE) for r, x in zip(ranks, parts, strict=True) if r != table.rank and x.numel()]
     turned = [*ranks[here + 1 :], *ranks[:here]] if parts[here].numel() else []
     sends = [(rank, parts[here], Tag.EXCHANGE) for rank in turned]
-    return Exchange(tuple(ranks), [post(receives, sends, table, table.group(ranks), is_staged=True)])
+    return Exchange(tuple(ranks), [post(receives, sends, table, table.group(ranks), is_staged=True)], table=table)
 
 
 def gather_parts(x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], table: GroupTable) -> list[Tensor]:
@@ -291,7 +294,7 @@ def begin_reduce(
         return UnderWay(result, _start_sum(outgoing, result, ranks, table, Tag.SUMMANDS, is_staged=is_staged))
     ordered = [Flat.over(wires[i]) for i in table.order(ranks)]
     work = table.transport.reduce_scatter(Flat.over(result), ordered, table.group(ranks), is_async=is_async)
-    return UnderWay(result, Exchange(tuple(ranks), [] if work is None else [work], wires.clear))
+    return UnderWay(result, Exchange(tuple(ranks), [] if work is None else [work], wires.clear, table=table))
 
 
 def exchange_parts(

@@ -270,8 +270,8 @@ class CommonPath:
         if where.call:
             self._inside_until = now
         since = max(self._inside_until, last.at) if wait is None else wait.start
-        waits_for = "" if wait is None else wait.what
-        return Standing(self._beat, where.call, where.place, waits_for, now - since, last.text, last.steps, left)
+        waits_for, table = ("", "") if wait is None else (wait.what, wait.table)
+        return Standing(self._beat, where.call, where.place, waits_for, now - since, last.text, last.steps, left, table)
 
     def _tell(self, standing: Standing) -> None:
         self._store.set(f"at/{self.rank}", standing.write())

@@ -394,7 +394,7 @@ class _Waiting(AbstractContextManager[None]):
         table = self._table
         self._working = _present().working if table.pauses_work else None
         self._before = table.waited_seconds  # of waits inside this one, too
-        self._wait = Wait(self._what, perf_counter(), table.path)
+        self._wait = Wait(self._what, perf_counter(), table.path, table._name)
         if self._working is not None:
             self._working.pause()
 

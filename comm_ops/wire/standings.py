@@ -30,6 +30,7 @@ class Standing:
         last: its last call, "" if there was none.
         steps: calls of models so far.
         left: why its process has ended; None while it runs.
+        table: of ranks whose communication it waits for: each model has its own.
     """
 
     beat: int = 0
@@ -40,6 +41,7 @@ class Standing:
     last: str = ""
     steps: int = 0
     left: str | None = None
+    table: str = ""
 
     @classmethod
     def read(cls, text: str) -> Standing:
@@ -88,7 +90,8 @@ class Standings:
     def astray(self, own: Standing, bound: float) -> tuple[int, ...]:
         """Return the ranks that this one waits for in vain: they have left, or are not in its call for `bound` seconds.
 
-        A rank that is at work in a call of ours will come. Where all wait, some in other calls, those are named.
+        A rank that is at work in a call of ours will come. Where all wait, some in other calls or for
+        another model's, those are named.
         """
         left = tuple(rank for rank, standing in self.told.items() if standing is not None and standing.left is not None)
         if left or own.seconds < bound:
@@ -100,7 +103,7 @@ class Standings:
         if gone := sorted({*away, *(self.told.keys() - here.keys())}):
             return tuple(gone)
         waiting = {r: s for r, s in here.items() if s.waits_for and s.seconds >= bound / 2}
-        elsewhere = tuple(r for r, s in waiting.items() if s.call != own.call)
+        elsewhere = tuple(r for r, s in waiting.items() if (s.call, s.table) != (own.call, own.table))
         return elsewhere if waiting.keys() == self.told.keys() else ()
 
     def verdict(self, rank: int, own: Standing, astray: tuple[int, ...], bound: float) -> str:
@@ -161,15 +164,17 @@ class StoreSilence:
 
 
 class Wait:
-    """A communication under way: what it is, since when (time.perf_counter), and among whom, if they are watched.
+    """A communication under way: what it is, since when (time.perf_counter), among whom, if they are watched.
+
+    `table` is the name of the table that it goes by.
 
     This process says that it waits from when it is made to its `end`.
     """
 
-    __slots__ = ("among", "start", "what")
+    __slots__ = ("among", "start", "table", "what")
 
-    def __init__(self, what: str, start: float, among: object | None = None) -> None:
-        self.what, self.start, self.among = what, start, among
+    def __init__(self, what: str, start: float, among: object | None = None, table: str = "") -> None:
+        self.what, self.start, self.among, self.table = what, start, among, table
         _waits.append(self)
 
     def end(self) -> None:

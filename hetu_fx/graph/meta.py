@@ -276,7 +276,7 @@ def num_dims(node: fx.Node) -> int | None:
     return known
 
 
-def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
+def fake_mode(graph: fx.Graph) -> FakeTensorMode:
     """Return the mode that the graph's example values belong to."""
     examples = [node.meta["val"] for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
     mode = detect_fake_mode(examples)
@@ -290,7 +290,7 @@ def conditions(graph: fx.Graph, batch_symbol: Any) -> tuple[sympy.Expr, ...]:
     That a size is not 1 is such a condition too: the trace has broadcast and squeezed nothing for its sake. Rows may be
     1, as was said to torch.export.
     """
-    found = dict.fromkeys(size_guards(_fake_mode(graph)))
+    found = dict.fromkeys(size_guards(fake_mode(graph)))
     inputs = [size for node in graph.nodes if node.op == "placeholder" and is_tensor(node) for size in shape(node)]
     others = dict.fromkeys(s for size in inputs if is_symbolic(size) for s in expression(size).free_symbols)
     not_one = [sympy.Ge(symbol, 2) for symbol in others if symbol != batch_symbol]
@@ -305,7 +305,7 @@ def infer(node: fx.Node) -> Any:
     """
     args, kwargs = tree_map(_argument_value, (node.args, node.kwargs))
     assert callable(node.target)
-    known = detect_fake_mode(tree_leaves((args, kwargs))) or _fake_mode(node.graph)
+    known = detect_fake_mode(tree_leaves((args, kwargs))) or fake_mode(node.graph)
     before = replaced_sizes(known)
     with known, torch.no_grad(), keeping_sizes():
         set_value(node, node.target(*args, **kwargs))
@@ -336,7 +336,7 @@ def substitute(node: fx.Node, symbol: sympy.Symbol, size: torch.SymInt) -> None:
             return torch.empty_strided(sizes, strides, dtype=item.dtype, device=item.device)
         return replaced(item)
 
-    mode = _fake_mode(node.graph)
+    mode = fake_mode(node.graph)
     with mode, without_guards(mode):
         set_value(node, tree_map(renewed, value(node)))
 
@@ -349,7 +349,7 @@ def fresh_placeholder_value(
     graph: fx.Graph, size: tuple[Size, ...], kind: torch.dtype, device: torch.device | None = None
 ) -> Any:
     """Make an example value for a placeholder of the graph, on the cpu if no device is named."""
-    with _fake_mode(graph):
+    with fake_mode(graph):
         return torch.empty(size, dtype=kind, device=device)
 
 
@@ -357,7 +357,7 @@ def fresh_size(graph: fx.Graph, name: str, like: sympy.Symbol | int) -> torch.Sy
     """Make a symbolic size that is no other's; its example is a number, or that of a symbol of the graph."""
     examples = (size for node in graph.nodes for size in _sizes_of(node.meta.get("val")))
     alike = (hint(size) for size in examples if is_symbolic(size) and expression(size) == like)
-    made: torch.SymInt = new_size(_fake_mode(graph), name, like if isinstance(like, int) else next(alike))
+    made: torch.SymInt = new_size(fake_mode(graph), name, like if isinstance(like, int) else next(alike))
     return made
 
 

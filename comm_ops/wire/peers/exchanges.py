@@ -158,7 +158,7 @@ def start_here(
     """
     what = f"{act.__name__} of {list(sizes)} {buffer.tensor.dtype}"
     acting = partial(act, sizes=sizes, peers=peers)
-    return Exchange(tuple(ranks), [_Reading(acting, buffer, ranks, 1 + number, peers, table, what)])
+    return Exchange(tuple(ranks), [_Reading(acting, buffer, ranks, 1 + number, peers, table, what)], table=table)
 
 
 def _slot_of(number: int, count: int, ranks: Sequence[int]) -> int:
@@ -201,7 +201,7 @@ def gather_pieces_here(
 
     dtypes = {str(x.tensor.dtype) for x in (*pieces, *(room for of_rank in rooms.values() for room in of_rank))}
     what = f"gather_pieces_here of {list(sizes)} {sorted(dtypes)}"
-    return Exchange(tuple(ranks), [_Reading(act, places, ranks, 1 + number, peers, table, what)])
+    return Exchange(tuple(ranks), [_Reading(act, places, ranks, 1 + number, peers, table, what)], table=table)
 
 
 def sum_all_here(reading: _Reading, addresses: Addresses, sizes: Sequence[int], peers: Peers) -> None:
@@ -360,4 +360,4 @@ def _begun(
     room: Room | None = None,
 ) -> Exchange:
     told = f"{what} of {sizes} {own.dtype}"
-    return Exchange(tuple(ranks), [_Reading(act, Flat.over(own), ranks, 0, peers, table, told, room=room)])
+    return Exchange(tuple(ranks), [_Reading(act, Flat.over(own), ranks, 0, peers, table, told, room=room)], table=table)

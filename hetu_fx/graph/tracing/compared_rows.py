@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from hetu_fx.base.torch_private import detect_fake_mode, forget_guard, size_guards
+from hetu_fx.base.torch_private import forget_guard, size_guards
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
 from hetu_fx.graph.example import Example
@@ -47,7 +47,7 @@ class ComparedRows:
         symbol = sizes.pop() if len(sizes) == 1 else None
         if not isinstance(symbol, sympy.Symbol):
             raise CaptureError("the number of rows is fixed")
-        found = dict.fromkeys(size_guards(detect_fake_mode([node.meta["val"] for node in nodes])))
+        found = dict.fromkeys(size_guards(meta.fake_mode(exported.graph)))
         return cls(exported, symbol, tuple(one for one in found if symbol in one.free_symbols))
 
     def takes(self, rows: int) -> bool:
@@ -72,9 +72,8 @@ class ComparedRows:
 
     def forget(self) -> None:
         """Let the trace hold for all numbers of rows."""
-        mode = detect_fake_mode([node.meta["val"] for node in self.exported.graph.nodes if "val" in node.meta])
         for condition in self.conditions:
-            forget_guard(mode, condition, self.symbol)
+            forget_guard(meta.fake_mode(self.exported.graph), condition, self.symbol)
 
 
 def _told(exported: ExportedProgram) -> list[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hetu_fx.comm_ops.wire.standings import CUT_OFF_SECONDS, Reach, Standing, Standings, StoreSilence
@@ -34,6 +36,12 @@ def _standings(*others: Standing | None, silent: float = 0.0) -> Standings:
 )
 def test_a_rank_is_named_only_if_it_will_not_come(others: list[Standing | None], astray: tuple[int, ...]) -> None:
     assert _standings(*others).astray(WAITS, BOUND) == astray
+
+
+def test_ranks_that_wait_for_unlike_models_are_named() -> None:
+    own, other = (replace(WAITS, table=table) for table in ("of one model", "of another"))
+    assert _standings(other).astray(own, BOUND) == (1,)
+    assert _standings(own).astray(own, BOUND) == ()
 
 
 def test_nobody_but_who_has_left_is_named_before_the_bound() -> None:

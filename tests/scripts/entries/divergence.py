@@ -12,7 +12,7 @@ from tests.scripts.job import Batch, Job, loss_of, whole
 from tests.scripts.script import Results, script
 from tests.scripts.settings import SEVERAL
 
-AWAY = "did not come to where rank"
+AWAY, UNLIKE = "did not come to where rank", "unlike calls"
 PATIENCE, LONGER = 3.0, 7.0  # seconds: the bound of waits, and more than that
 Act = Callable[[nn.Module, torch.optim.Optimizer, Batch], object]
 
@@ -154,7 +154,7 @@ def _(job: Job) -> Results:
     return {}
 
 
-@script("skips backward on one rank", refused=AWAY, settings=SEVERAL)
+@script("skips backward on one rank", refused=UNLIKE, settings=SEVERAL)
 def _(job: Job) -> Results:
     model, optimizer, rows = _start(job)
     for _ in range(2):
@@ -173,9 +173,6 @@ def _(job: Job) -> Results:
         time.sleep(2.0)
     _step(model, optimizer, rows)
     return {}
-
-
-UNLIKE = "unlike calls"
 
 
 @script("takes a norm on one rank while the others take a sum", refused=UNLIKE, settings=SEVERAL)
@@ -204,7 +201,7 @@ def _(job: Job) -> Results:
     return {}
 
 
-@script("calls backward of two models' losses in unlike order", refused=UNLIKE, settings=SEVERAL)
+@script("calls backward of two models' losses in unlike order", refused=AWAY, settings=SEVERAL)
 def _(job: Job) -> Results:
     model, _, rows = _start(job)
     other, batch = job.mlp()

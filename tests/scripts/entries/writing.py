@@ -184,7 +184,7 @@ def _(job: Job) -> Results:
     return {}
 
 
-@script("loads on rank 0 alone in a copy", refused="written unequally often", settings=("dp2",))
+@script("loads on rank 0 alone in a copy", refused="make the same writes on all ranks", settings=("dp2",))
 def _(job: Job) -> Results:
     model, batch = job.mlp()
     job.parallel(model, batch)

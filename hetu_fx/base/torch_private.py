@@ -9,6 +9,7 @@ product uses any.
 from __future__ import annotations
 
 import linecache
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -415,6 +416,20 @@ def answering_guards(answer: Callable[[Any, Exception], bool]) -> Iterator[None]
         yield
 
 
+@contextmanager
+def watching_comparisons(see: Callable[[Any, bool, str], None]) -> Iterator[None]:
+    """Let `see` have each condition on sizes by which Python goes on: it, whether it holds, and the file that asks."""
+    decide = SymNode.bool_
+
+    def decided(node: SymNode) -> bool:
+        holds = decide(node)
+        see(node.expr, holds, sys._getframe(2).f_code.co_filename)  # past SymBool's own method
+        return holds
+
+    with mock.patch.object(SymNode, "bool_", decided):
+        yield
+
+
 class _Composites(dict[Any, Callable[..., Any]]):
     """All ops that torch makes of others, with what makes them."""
 
@@ -494,9 +509,9 @@ def forget_guard(mode: FakeTensorMode, condition: Any, symbol: Any) -> None:
 
 
 def new_size(mode: FakeTensorMode, name: str, example: int) -> Any:
-    """Make a symbolic size for tensors of a mode that is no size of theirs."""
+    """Make a symbolic size for tensors of a mode that is no size of theirs; its example is 2 at least."""
     assert mode.shape_env is not None, "a captured graph has symbolic sizes"
-    source = ConstantSource(name)
+    source, example = ConstantSource(name), max(example, 2)  # torch takes 0 and 1 for fixed
     symbol = mode.shape_env.create_symbol(example, source, DimDynamic.DYNAMIC)
     return mode.shape_env.create_symintnode(symbol, hint=example, source=source)
 

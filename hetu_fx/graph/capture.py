@@ -26,6 +26,7 @@ from hetu_fx.base.torch_private import (
     clear_caches_of_sizes,
     detect_fake_mode,
     drop_traced_inputs,
+    watching_comparisons,
     without_fake_tensor_cache,
 )
 from hetu_fx.errors import CaptureError
@@ -200,6 +201,7 @@ class _Traced:
             asks_layout=program.output.asks_layout,
             checks=self.checks,
             leaf_calls=self.leaf_calls,
+            is_of_more_rows=program.output.is_of_more_rows,
         )
         return assembly.graph(training, self.notes)
 
@@ -216,6 +218,21 @@ class _OutputStructure:
     asks_layout: str = ""
     mode: FakeTensorMode | None = None
     checks: tuple[Check, ...] = ()
+    rows: Any = None
+
+    def __init__(self) -> None:
+        self.not_of_one: set[Any] = set()
+
+    @property
+    def is_of_more_rows(self) -> bool:
+        """Tell whether the forward has gone on by there being more than one row, which a trace takes for granted."""
+        return self.rows in self.not_of_one
+
+    def compare(self, condition: Any, holds: bool, file: str) -> None:
+        """Take in what a line asks of sizes: those of which one would be answered otherwise."""
+        if meta.is_of_a_forward(file):
+            others = (symbol for symbol in condition.free_symbols if condition.subs(symbol, 1) != holds)
+            self.not_of_one.update(others)
 
     def tree(self) -> Tree:
         """Return the structure of the model's output."""
@@ -253,6 +270,7 @@ class _Program(nn.Module):
         self.reading: RaisingChecks | None = None
         self.takes_derivatives = False
         self.row_dims: RowDims = {}
+        self.has_one_row = False
         self.ties = tied_buffers(model)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -304,6 +322,7 @@ class _Program(nn.Module):
         """
         numbers = [tensors[name].shape[dim] for name, dim in self.row_dims.items()]
         assert all(number == numbers[0] for number in numbers), "the example was made so"
+        self.output.rows = meta.expression(numbers[0]) if numbers else None
 
 
 @contextlib.contextmanager
@@ -374,6 +393,7 @@ def _export(
         GuardOnDataDependentSymNode: the first has not, as Python reads values; unless it `reads` them.
     """
     on_host, row_dims = program.on_host is not None, row_dims_of(tensors, program.asked)
+    program.has_one_row = bool(row_dims) and count_rows(tensors, row_dims) == 1
     kept = make_example(tensors, program.model, row_dims, keep_batch=True, on_host=on_host)
     if program.fixed:
         return _export_fixed(program, kept, reads=reads), kept, ()
@@ -396,7 +416,7 @@ def _export(
             shown = make_example(tensors, program.model, found, keep_batch=False, on_host=on_host)
             return _export_once(program, shown, batch=True, rest=True), shown, ()
     _check_rows_are_not_counted(program, example)
-    for shown in (example, kept):
+    for shown in () if program.has_one_row else (example, kept):
         with contextlib.suppress(Exception), open_lengths(), refusing_counted_rows():
             return _export_comparing_rows(program, tensors, shown), shown, ()
     with contextlib.suppress(Exception):
@@ -404,6 +424,10 @@ def _export(
         return exported, kept, _static_notes(program, example, first_error, rest=True)
     exported = _export_fixed(program, kept, reads=reads)
     return exported, kept, _static_notes(program, example, first_error, rest=False)
+
+
+class _OneRow(Exception):
+    """A trace for any number of rows has taken for granted that there is more than the one that there is."""
 
 
 def _export_comparing_rows(program: _Program, tensors: Mapping[str, torch.Tensor], example: Example) -> ExportedProgram:
@@ -505,6 +529,8 @@ def _export_once(program: _Program, example: Example, *, batch: Any, rest: bool)
     program.row_dims = example.row_dims
     rows: Any = _ROWS[batch] if isinstance(batch, bool) else batch
     exported = _exported(program, example, example.dynamic_shapes(rows, rest_is_dynamic=rest))
+    if batch is not False and program.has_one_row and program.output.is_of_more_rows:
+        raise _OneRow("the forward asks whether there is one row, and there is")
     program.output.checks = () if program.reading is None else program.reading.checks
     return exported
 
@@ -528,7 +554,7 @@ def _exported(program: _Program, example: Example, shapes: Any) -> ExportedProgr
             raise error
 
         try:
-            with answering_guards(note):
+            with answering_guards(note), watching_comparisons(program.output.compare):
                 exported = torch.export.export(program, inputs, dynamic_shapes={"tensors": shapes}, strict=False)
         finally:
             drop_traced_inputs(program.output.mode)

@@ -203,7 +203,8 @@ class Programs:
         self._structures = [self.structure, *(one for one in self._structures if one is not known)][:_MOST_STRUCTURES]
 
     def _known(self, form: str, given: GivenBatch, rows: int | None) -> tuple[Captured, Sizes] | None:
-        for one in self._kept.of_form(form):
+        open_first = sorted(self._kept.of_form(form), key=lambda one: one.program.graph.batch_symbol is None)
+        for one in open_first:  # a rank's own rows may be as many as a graph of just so many has
             if one.holds(self.structure):
                 sizes = sizes_of(one.program, given)
                 if not isinstance(sizes, str) and _takes(one.program, sizes[1], rows):
@@ -261,7 +262,8 @@ class Programs:
 
 
 def _takes(program: Program, bindings: Bindings, rows: int | None) -> bool:
-    return rows is None or program.takes_rows(bindings, rows)
+    fixed = program.graph.fixed_rows
+    return rows is None or (program.takes_rows(bindings, rows) and (fixed is None or fixed.number == rows))
 
 
 def example_size(example: Batch, programs: Programs, program: Program) -> tuple[int, int]:

@@ -178,6 +178,8 @@ HELD = {
     "python -m benchmarks.NAME --quick": BENCHMARK,
     "python -m benchmarks.align --write-docs": BENCHMARK,
     "python -m benchmarks.coverage --write-docs": BENCHMARK,
+    "python -m benchmarks.zoo --write-docs": BENCHMARK,
+    "python -m benchmarks.zoo --way processes": BENCHMARK,
     "python -m benchmarks.mutants --scripts": BENCHMARK,
     **{
         f"python -m benchmarks.{name}": BENCHMARK

@@ -68,3 +68,24 @@ def test_a_batch_that_all_ranks_have_whole_is_counted_once() -> None:
     how = Lockstep(ranks=2)
     made = how.train(model, batches, PLANS["rows 3:1"])
     assert judge("", train_alone(model, batches, how), made, 1e-10, "").verdict == "equal"
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda h: h - h.mean(0) if len(h) > 1 else h,
+        lambda h: h * 3 if h.shape[0] == 1 else h * 2,
+        lambda h: torch.stack([h.squeeze(), h.squeeze() * 2]).sum(0),
+    ],
+    ids=["more than one", "one", "squeezed"],
+)
+@pytest.mark.parametrize("rows", [(8, 1, 7), (1, 8, 1)], ids=["later", "first"])
+def test_a_batch_of_one_row_is_what_it_is_to_one_device(
+    forward: Callable[[Tensor], Tensor], rows: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    model = Compares(forward).double()
+    batches = [{"x": torch.randn(number, 6).double()} for number in rows]
+    how = Lockstep(ranks=2)
+    made = how.train(model, batches, PLANS["rows 3:1"])
+    assert judge("", train_alone(model, batches, how), made, 1e-10, "").verdict == "equal"

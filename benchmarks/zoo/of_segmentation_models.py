@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -45,6 +46,9 @@ LOSSES: Mapping[str, Options] = {
     "SoftCrossEntropyLoss": {"smooth_factor": 0.1},
 }
 
+IN_FLOAT32 = "LovaszLoss"
+"""Takes a dot product of what it has cast to float32, which nothing keeps from a leaf, and of what it was given."""
+
 
 def _net(name: str, options: Options) -> nn.Module:
     made: nn.Module = getattr(models, name)(**SMALL, **options)
@@ -71,11 +75,14 @@ FAMILIES: list[Family] = [
             partial(_places, size, "x"),
         )
     ),
-    *of_library(
-        "segmentation_models",
-        {name: partial(scored, partial(_loss, name, options), 3, PLACES) for name, options in LOSSES.items()},
-        None,
-        partial(_places, 16, "input"),
-        micro_batches=1,
+    *(
+        replace(family, dtype=torch.float32) if family.name.endswith(IN_FLOAT32) else family
+        for family in of_library(
+            "segmentation_models",
+            {name: partial(scored, partial(_loss, name, options), 3, PLACES) for name, options in LOSSES.items()},
+            None,
+            partial(_places, 16, "input"),
+            micro_batches=1,
+        )
     ),
 ]

@@ -105,10 +105,10 @@ class Sizes:
     def _make(self, expression: Any) -> fx.Node | None:
         if expression in self.symbols:
             return self._insert(aten.sym_size.int, *self.symbols[expression])
-        target = SIZE_OPS.get(type(expression))
+        target, operands = operation_of(expression)
         if target is None:
             return None
-        parts = [self.of_expression(part) for part in expression.args]
+        parts = [self.of_expression(operand) for operand in operands]
         if any(part is None for part in parts):
             return None
         result = parts[0]
@@ -127,7 +127,14 @@ class Sizes:
         return placeholders[-1]
 
 
-SIZE_OPS: dict[Any, Callable[..., Any]] = {
+def operation_of(size: Any) -> tuple[Callable[..., Any] | None, tuple[Any, ...]]:
+    """Return what a size is made by of others, and these; a power is a product. None: of none, or unknown."""
+    if isinstance(size, sympy.Pow) and size.exp.is_Integer and size.exp > 1:
+        return operator.mul, (size.base,) * int(size.exp)
+    return _SIZE_OPS.get(type(size)), getattr(size, "args", ())
+
+
+_SIZE_OPS: dict[Any, Callable[..., Any]] = {
     sympy.Add: operator.add, sympy.Mul: operator.mul, FloorDiv: operator.floordiv, Mod: operator.mod,
     PythonMod: operator.mod,
 }  # fmt: skip

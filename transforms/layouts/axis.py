@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from torch import fx
 
@@ -169,8 +170,14 @@ class _CotangentMarks:
             self.summed.update(results)
         if decision is not None:
             self.marked[node] = self._marked(node, decision)
-            for need in self.marked[node].needs if node in self.flow.differentiable else ():
+            for need in self.marked[node].needs if self._has_cotangent(results) else ():
                 self.flags[need.node].append(need.summed_cotangent)
+
+    def _has_cotangent(self, results: Iterable[fx.Node]) -> bool:
+        """Tell whether results may have one: what is read for its form alone (`zeros_like`) has none to give back."""
+        made = [result for result in results if result in self.flow.differentiable]
+        users = chain.from_iterable(result.users for result in made)
+        return any(user.op == "output" or user in self.flow.differentiable for user in users)
 
     def _passes_on(self, node: fx.Node, decision: OpStrategy | None) -> bool:
         """Tell whether summands of a cotangent go on as such; not those of a leaf that is split, and read whole."""

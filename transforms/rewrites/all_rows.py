@@ -21,7 +21,7 @@ from hetu_fx.deduction.factors.analyse import analyse
 from hetu_fx.deduction.rules.call import set_entry, thawed
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument, is_random
-from hetu_fx.graph.edit import SIZE_OPS, Rewrite, insert, needed_for, reached_from, replace
+from hetu_fx.graph.edit import Rewrite, insert, needed_for, operation_of, reached_from, replace
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind, drop_dead_nodes
 from hetu_fx.transforms.rewrites.counter_rng import with_random_state
 from hetu_fx.transforms.rewrites.counts import CountingRewrite
@@ -240,10 +240,10 @@ class _Gathering(CountingRewrite):
         """Return a size with as many rows as all replicas have."""
         if expression == self.graph.batch_symbol:
             return self._total_size(here)
-        operation = SIZE_OPS.get(getattr(expression, "func", None))
+        operation, operands = operation_of(expression)
         if operation is None:
             raise _UnknownLayout(f"it is not known what {expression} is for the rows of all replicas")
-        first, *rest = (self._part(part, here) for part in expression.args)
+        first, *rest = (self._part(part, here) for part in operands)
         made: fx.Node = reduce(partial(insert, here, operation), rest, first)
         return made
 

@@ -124,6 +124,7 @@ OTHERS: dict[str, Loss] = {
     "spectra": of_spectra,
     "deviation": lambda m, h, y: h.std(0).mean(),
     "log of a sum": lambda m, h, y: h.logsumexp(0).mean(),
+    "a norm of pairs of tokens": lambda m, h, y: torch.linalg.vector_norm(h @ h.mT) / (h @ h.mT).numel(),
     "quantile": lambda m, h, y: h.flatten().quantile(0.3),
     "median": lambda m, h, y: h.flatten().median(),
     "norm": lambda m, h, y: h.norm(),

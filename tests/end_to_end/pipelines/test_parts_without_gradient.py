@@ -1,4 +1,4 @@
-"""Pipelines whose last blocks make nothing of the loss, as decoders that read what is before them."""
+"""Pipelines of models whose parts have no gradient: blocks after the loss, values that are read for their sizes."""
 
 from __future__ import annotations
 
@@ -46,6 +46,42 @@ def test_the_loss_of_an_earlier_stage_is_returned(plan: Plan) -> None:
     torch.manual_seed(0)
     model = ReadsEarly().double()
     batches = [{"x": torch.randn(rows, 6).double()} for rows in (7, 4)]
+    how = Lockstep(ranks=3)
+    verdict = judge("", train_alone(model, batches, how), how.train(model, batches, plan), 1e-10, "")
+    assert verdict.verdict == "equal", verdict
+
+
+class HalfBiased(nn.Module):
+    """Adds a bias of which a part is set to zero, as attention does that has none for keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(6, 6) / 6), nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias.clone()
+        bias[2:4].zero_()
+        return torch.tanh(nn.functional.linear(x, self.weight, bias))
+
+
+class HalfBiasedBlocks(nn.Module):
+    """Two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(HalfBiased() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def test_a_parameter_that_is_also_read_for_its_size_has_summands_of_its_gradient() -> None:
+    torch.manual_seed(0)
+    model = HalfBiasedBlocks().double()
+    batches = [{"x": torch.randn(rows, 6).double()} for rows in (7, 4)]
+    plan = Plan((Pipeline((Stage((0,)), Stage((1,))), micro_batches=2), Pipeline((Stage((2,)),))))
     how = Lockstep(ranks=3)
     verdict = judge("", train_alone(model, batches, how), how.train(model, batches, plan), 1e-10, "")
     assert verdict.verdict == "equal", verdict

@@ -9,7 +9,6 @@ product uses any.
 from __future__ import annotations
 
 import linecache
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -413,20 +412,6 @@ def answering_guards(answer: Callable[[Any, Exception], bool]) -> Iterator[None]
             return answer(node.expr, error)
 
     with mock.patch.object(SymNode, "guard_bool", guarded):
-        yield
-
-
-@contextmanager
-def watching_comparisons(see: Callable[[Any, bool, str], None]) -> Iterator[None]:
-    """Let `see` have each condition on sizes by which Python goes on: it, whether it holds, and the file that asks."""
-    decide = SymNode.bool_
-
-    def decided(node: SymNode) -> bool:
-        holds = decide(node)
-        see(node.expr, holds, sys._getframe(2).f_code.co_filename)  # past SymBool's own method
-        return holds
-
-    with mock.patch.object(SymNode, "bool_", decided):
         yield
 
 

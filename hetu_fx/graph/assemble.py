@@ -60,7 +60,7 @@ class Assembly:
     copies: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     checks: tuple[Check, ...] = ()
     leaf_calls: tuple[OpaqueCall, ...] = ()
-    is_of_more_rows: bool = False
+    takes_one_row: bool = False
 
     def graph(self, training: bool, notes: tuple[str, ...]) -> Graph:
         """Make the Graph.
@@ -101,7 +101,7 @@ class Assembly:
             constants=self._constants(leaves),
             observed=None if self.observed is None else without_opaque(self.observed),
             layout=self._layout(),
-            conditions=meta.conditions(flat, symbol, more_rows=self.is_of_more_rows),
+            conditions=meta.conditions(flat, symbol, takes_one_row=self.takes_one_row),
             checks=self.checks,
             leaf_calls=self.leaf_calls,
         ).with_note(*notes, *self._notes(), *_without_rows(leaves))

@@ -26,7 +26,6 @@ from hetu_fx.base.torch_private import (
     clear_caches_of_sizes,
     detect_fake_mode,
     drop_traced_inputs,
-    watching_comparisons,
     without_fake_tensor_cache,
 )
 from hetu_fx.errors import CaptureError
@@ -201,7 +200,7 @@ class _Traced:
             asks_layout=program.output.asks_layout,
             checks=self.checks,
             leaf_calls=self.leaf_calls,
-            is_of_more_rows=program.output.is_of_more_rows,
+            takes_one_row=program.has_one_row,
         )
         return assembly.graph(training, self.notes)
 
@@ -218,21 +217,6 @@ class _OutputStructure:
     asks_layout: str = ""
     mode: FakeTensorMode | None = None
     checks: tuple[Check, ...] = ()
-    rows: Any = None
-
-    def __init__(self) -> None:
-        self.not_of_one: set[Any] = set()
-
-    @property
-    def is_of_more_rows(self) -> bool:
-        """Tell whether the forward has gone on by there being more than one row, which a trace takes for granted."""
-        return self.rows in self.not_of_one
-
-    def compare(self, condition: Any, holds: bool, file: str) -> None:
-        """Take in what a line asks of sizes: those of which one would be answered otherwise."""
-        if meta.is_of_a_forward(file):
-            others = (symbol for symbol in condition.free_symbols if condition.subs(symbol, 1) != holds)
-            self.not_of_one.update(others)
 
     def tree(self) -> Tree:
         """Return the structure of the model's output."""
@@ -322,7 +306,6 @@ class _Program(nn.Module):
         """
         numbers = [tensors[name].shape[dim] for name, dim in self.row_dims.items()]
         assert all(number == numbers[0] for number in numbers), "the example was made so"
-        self.output.rows = meta.expression(numbers[0]) if numbers else None
 
 
 @contextlib.contextmanager
@@ -427,7 +410,7 @@ def _export(
 
 
 class _OneRow(Exception):
-    """A trace for any number of rows has taken for granted that there is more than the one that there is."""
+    """A trace for more rows does not hold for the one that there is."""
 
 
 def _export_comparing_rows(program: _Program, tensors: Mapping[str, torch.Tensor], example: Example) -> ExportedProgram:
@@ -529,8 +512,12 @@ def _export_once(program: _Program, example: Example, *, batch: Any, rest: bool)
     program.row_dims = example.row_dims
     rows: Any = _ROWS[batch] if isinstance(batch, bool) else batch
     exported = _exported(program, example, example.dynamic_shapes(rows, rest_is_dynamic=rest))
-    if batch is not False and program.has_one_row and program.output.is_of_more_rows:
-        raise _OneRow("the forward asks whether there is one row, and there is")
+    if batch is not False and program.has_one_row:
+        found, program.output = program.output, _OutputStructure()
+        of_one = _exported(program, example.of_rows(1), example.dynamic_shapes(Dim.STATIC, rest_is_dynamic=rest))
+        program.output = found
+        if not ComparedRows.of(exported, example).is_same_for_one(of_one):
+            raise _OneRow("what is traced for more rows than one does not hold for one")
     program.output.checks = () if program.reading is None else program.reading.checks
     return exported
 
@@ -554,7 +541,7 @@ def _exported(program: _Program, example: Example, shapes: Any) -> ExportedProgr
             raise error
 
         try:
-            with answering_guards(note), watching_comparisons(program.output.compare):
+            with answering_guards(note):
                 exported = torch.export.export(program, inputs, dynamic_shapes={"tensors": shapes}, strict=False)
         finally:
             drop_traced_inputs(program.output.mode)

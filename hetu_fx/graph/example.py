@@ -7,7 +7,7 @@ are the user's, and devices where it is not traced on the host.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,11 @@ class Example:
     def rows(self) -> list[Any]:
         """Return the number of rows of each input that has some."""
         return [self.tensors[name].shape[dim] for name, dim in self.row_dims.items()]
+
+    def of_rows(self, rows: int) -> Example:
+        """Return it with another number of rows."""
+        made = {name: self.tensors[name].narrow(dim, 0, rows).contiguous() for name, dim in self.row_dims.items()}
+        return replace(self, tensors={**self.tensors, **made})
 
     def dynamic_shapes(self, batch: Any, *, rest_is_dynamic: bool) -> tuple[dict[int, Any], ...]:
         """Return what torch.export takes: for each tensor, its dynamic dims, the batch dim being `batch`."""

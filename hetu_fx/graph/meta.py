@@ -60,13 +60,7 @@ FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 UNKNOWN_LINE = "unknown line"
-_MODULES_FOLDER = TORCH_FOLDER + "nn" + os.sep
 NOT_THE_USERS = (TORCH_FOLDER, OWN_FOLDER, "torch/")  # torch records some of its own frames by a short path
-
-
-def is_of_a_forward(file: str) -> bool:
-    """Tell whether lines of a file say what is computed: users' own, and those of torch's modules."""
-    return not file.startswith(NOT_THE_USERS) or file.startswith(_MODULES_FOLDER)
 
 
 def value(node: fx.Node) -> Any:
@@ -290,16 +284,16 @@ def fake_mode(graph: fx.Graph) -> FakeTensorMode:
     return mode
 
 
-def conditions(graph: fx.Graph, batch_symbol: Any, *, more_rows: bool) -> tuple[sympy.Expr, ...]:
+def conditions(graph: fx.Graph, batch_symbol: Any, *, takes_one_row: bool) -> tuple[sympy.Expr, ...]:
     """Return what a trace has found out of its sizes and gone on by, but for sizes that are equal or fixed.
 
     That a size is not 1 is such a condition too: the trace has broadcast and squeezed nothing for its sake. Rows may be
-    1, as was said to torch.export, unless the forward has asked whether they are `more_rows`.
+    1 where a trace of one row has come out alike (`takes_one_row`).
     """
     found = dict.fromkeys(size_guards(fake_mode(graph)))
     inputs = [size for node in graph.nodes if node.op == "placeholder" and is_tensor(node) for size in shape(node)]
     others = dict.fromkeys(s for size in inputs if is_symbolic(size) for s in expression(size).free_symbols)
-    not_one = [sympy.Ge(symbol, 2) for symbol in others if symbol != batch_symbol or more_rows]
+    not_one = [sympy.Ge(symbol, 2) for symbol in others if symbol != batch_symbol or not takes_one_row]
     return (*found, *(condition for condition in not_one if condition not in found))
 
 

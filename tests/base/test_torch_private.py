@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -147,7 +146,6 @@ def examples() -> Mapping[str, Any]:
         "_boxed_call": make_boxed_func(print),
         "_set_replacement": ShapeEnv,
         "_update_version_counter": ShapeEnv,
-        "_getframe": sys,
         "_loader": graph_module,
         "_underlying_non_prefix_store": torch._C._distributed_c10d.PrefixStore,
         "_get_backend": group,

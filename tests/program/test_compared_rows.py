@@ -9,8 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from hetu_fx.check.verdict import judge
+from hetu_fx.errors import BatchError
+from hetu_fx.graph.bind import GivenBatch
 from hetu_fx.lockstep import Lockstep, train_alone
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.program.captures import Programs
 
 PLANS = {
     "rows 3:1": Plan((Pipeline((Stage((0,)),), share=3), Pipeline((Stage((1,)),), share=1))),
@@ -75,9 +78,10 @@ def test_a_batch_that_all_ranks_have_whole_is_counted_once() -> None:
     [
         lambda h: h - h.mean(0) if len(h) > 1 else h,
         lambda h: h * 3 if h.shape[0] == 1 else h * 2,
-        lambda h: torch.stack([h.squeeze(), h.squeeze() * 2]).sum(0),
+        lambda h: h.squeeze().softmax(0),
+        lambda h: h.softmax(-1),
     ],
-    ids=["more than one", "one", "squeezed"],
+    ids=["more than one", "one", "squeezed", "by itself"],
 )
 @pytest.mark.parametrize("rows", [(8, 1, 7), (1, 8, 1)], ids=["later", "first"])
 def test_a_batch_of_one_row_is_what_it_is_to_one_device(
@@ -89,3 +93,17 @@ def test_a_batch_of_one_row_is_what_it_is_to_one_device(
     how = Lockstep(ranks=2)
     made = how.train(model, batches, PLANS["rows 3:1"])
     assert judge("", train_alone(model, batches, how), made, 1e-10, "").verdict == "equal"
+
+
+def test_a_batch_norm_of_one_row_is_refused_as_by_torch() -> None:
+    model = Compares(nn.BatchNorm1d(6)).double()
+    batches = [{"x": torch.randn(number, 6).double()} for number in (8, 1)]
+    with pytest.raises(BatchError, match="Expected more than 1 value per channel"):
+        Lockstep().train(model, batches, Plan.single(0))
+
+
+def test_a_graph_of_more_rows_that_holds_for_one_takes_any_rows() -> None:
+    programs = Programs(Compares(lambda h: h.softmax(-1)), None)
+    found = [programs.match(GivenBatch.of({"x": torch.randn(rows, 6)}), True, rows).program for rows in (8, 1, 8, 1)]
+    assert [program.graph.takes_any_rows for program in found] == [True] * 4
+    assert found[1] is found[3]

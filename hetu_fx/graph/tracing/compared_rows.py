@@ -16,6 +16,7 @@ from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
 from hetu_fx.graph.example import Example
 
+_OF_SIZES = frozenset({torch.ops.aten._assert_scalar.default, torch.ops.aten.sym_constrain_range_for_size.default})
 _MOST = 4096
 """Rows up to which a number is looked for that a comparison tells from the others."""
 
@@ -70,6 +71,10 @@ class ComparedRows:
         opposite = [sympy.Not(one) for one in other.conditions]
         return list(self.conditions) == opposite and _told(self.exported) == _told(other.exported)
 
+    def is_same_for_one(self, of_one: ExportedProgram) -> bool:
+        """Tell whether a trace of one row has come out alike: nothing was squeezed, or asked, for its sake."""
+        return _told_for_one(self.exported, self.symbol) == _told_for_one(of_one, self.symbol)
+
     def forget(self) -> None:
         """Let the trace hold for all numbers of rows."""
         for condition in self.conditions:
@@ -83,6 +88,29 @@ def _told(exported: ExportedProgram) -> list[Any]:
     told = [(node.op, str(node.target), str(node.args), str(node.kwargs), _told_value(node)) for node in nodes]
     constants = {name: value.tolist() for name, value in exported.constants.items() if isinstance(value, torch.Tensor)}
     return [told, repr(constants)]
+
+
+def _told_for_one(exported: ExportedProgram, rows: sympy.Symbol) -> list[Any]:
+    """Return what a trace makes of one row: its tensors in order, each with what it is made of."""
+    numbers: dict[fx.Node, int] = {}
+
+    def of_one(size: Any) -> Any:
+        return meta.expression(size).subs(rows, 1) if meta.is_symbolic(size) else size
+
+    def read(argument: fx.Node) -> Any:
+        made = argument.meta.get("val")
+        return of_one(made) if isinstance(made, meta.SYMBOLIC) else f"%{numbers.get(argument, argument.name)}"
+
+    told: list[Any] = []
+    for graph in (one.graph for one in exported.graph_module.modules() if isinstance(one, fx.GraphModule)):
+        for node in graph.nodes:
+            made = node.meta.get("val")
+            if node.op == "call_module" or isinstance(made, meta.SYMBOLIC) or node.target in _OF_SIZES:
+                continue
+            numbers[node] = len(numbers)
+            form = (made.dtype, [of_one(size) for size in made.shape]) if isinstance(made, torch.Tensor) else ""
+            told.append(str((node.op, node.target, fx.node.map_arg((node.args, node.kwargs), read), form)))
+    return told
 
 
 def _told_value(node: fx.Node) -> str:

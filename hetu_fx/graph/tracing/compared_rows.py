@@ -16,7 +16,13 @@ from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
 from hetu_fx.graph.example import Example
 
-_OF_SIZES = frozenset({torch.ops.aten._assert_scalar.default, torch.ops.aten.sym_constrain_range_for_size.default})
+aten = torch.ops.aten
+
+_OF_SIZES = frozenset({aten._assert_scalar.default, aten.sym_constrain_range_for_size.default})
+_SAME_WHERE_SHAPES_ARE = frozenset({
+    aten.slice.Tensor, aten.expand.default, aten.view.default, aten.reshape.default, aten.contiguous.default,
+    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.narrow.default, aten.alias.default,
+})  # fmt: skip
 _MOST = 4096
 """Rows up to which a number is looked for that a comparison tells from the others."""
 
@@ -97,6 +103,10 @@ def _told_for_one(exported: ExportedProgram, rows: sympy.Symbol) -> list[Any]:
     def of_one(size: Any) -> Any:
         return meta.expression(size).subs(rows, 1) if meta.is_symbolic(size) else size
 
+    def form_of(node: fx.Node) -> Any:
+        made = node.meta.get("val")
+        return (made.dtype, [of_one(size) for size in made.shape]) if isinstance(made, torch.Tensor) else ""
+
     def read(argument: fx.Node) -> Any:
         made = argument.meta.get("val")
         return of_one(made) if isinstance(made, meta.SYMBOLIC) else f"%{numbers.get(argument, argument.name)}"
@@ -107,8 +117,12 @@ def _told_for_one(exported: ExportedProgram, rows: sympy.Symbol) -> list[Any]:
             made = node.meta.get("val")
             if node.op == "call_module" or isinstance(made, meta.SYMBOLIC) or node.target in _OF_SIZES:
                 continue
-            numbers[node] = len(numbers)
-            form = (made.dtype, [of_one(size) for size in made.shape]) if isinstance(made, torch.Tensor) else ""
+            form = form_of(node)
+            source = node.args[0] if node.target in _SAME_WHERE_SHAPES_ARE else None
+            if isinstance(source, fx.Node) and form_of(source) == form:
+                numbers[node] = numbers[source]
+                continue
+            numbers[node] = len(told)
             told.append(str((node.op, node.target, fx.node.map_arg((node.args, node.kwargs), read), form)))
     return told
 

@@ -52,9 +52,12 @@ def rows_for(plan: Plan, world: int) -> int:
     return min(numbers, key=lambda rows: (_idle(plan, rows, 1), _idle(plan, rows, _ROWS), _hidden(plan, rows), rows))
 
 
-def uneven_rows_for(plan: Plan, world: int) -> int:
-    """Return so many rows, or one more, that pipelines of equal shares have unlike ones too: later batches may."""
-    rows = rows_for(plan, world)
+def uneven_rows_for(plan: Plan, world: int, given: int) -> int:
+    """Return as many rows as are given, up to 64: what they have in common shows in few of them or in none.
+
+    One more where pipelines of equal shares would have equal ones: later batches may not.
+    """
+    rows = max(rows_for(plan, world), min(given, MOST_ROWS))
     return rows + (len(plan.pipelines) > 1 and len(set(pipeline_rows(rows, plan))) == 1)
 
 
@@ -159,8 +162,9 @@ def cut_rows(batch: Batch, dims: Mapping[str, int], rows: int, dtype: torch.dtyp
 
 
 def _rows_of(tensor: Tensor, dim: int, rows: int) -> Tensor:
-    """Return the first rows of a tensor, again and again if it has too few."""
-    return tensor.index_select(dim, torch.arange(rows, device=tensor.device) % max(1, tensor.size(dim)))
+    """Return rows of a tensor, as far apart as they can be; again and again if it has too few."""
+    given, places = tensor.size(dim), torch.arange(rows, device=tensor.device)
+    return tensor.index_select(dim, places * given // rows if given > rows else places % max(1, given))
 
 
 def with_few_pipelines(plan: Plan) -> Plan:

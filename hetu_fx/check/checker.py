@@ -293,7 +293,7 @@ class Checker:
             _without_dropout(model)
         world = 1 + max(small.devices)
         fixed = self.program is not None and not self.program.graph.takes_any_rows
-        rows = rows_for(small, world) if self.program is not None else uneven_rows_for(small, world)
+        rows = rows_for(small, world) if self.program is not None else uneven_rows_for(small, world, self._given_rows)
         batch = self._batch(Sizes(rows, length_for(small) if cut.lengths else None), narrowing, cut.dtype)
         own = None if self.shared or fixed or world == 1 else rows_of_ranks(rows, world)
         case = Case(model, loss_fn, batch, small, own, self.row_dims, cut.dtype)
@@ -312,6 +312,11 @@ class Checker:
         if not is_whole and not same_ops(self.program.graph, captured.program.graph, blocks):
             raise NotChecked("cut down it runs other ops")
         return Ready(case, reference, captured, blocks)
+
+    @property
+    def _given_rows(self) -> int:
+        """Return how many rows the example has."""
+        return count_rows(flatten_batch(self.batch)[1], self.row_dims)
 
     def _batch(self, sizes: Sizes, narrowing: Narrowing, dtype: torch.dtype) -> Batch:
         if self.program is not None:

@@ -197,6 +197,22 @@ def test_equal_shares_of_an_eager_module_are_tried_on_unlike_rows(tmp_path: Path
     assert not tried.mode.by_rows
 
 
+@pytest.mark.parametrize("place", [0, 9, 19])
+def test_an_eager_mean_over_tokens_of_which_one_row_has_fewer_needs_all_rows(place: int, tmp_path: Path) -> None:
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(6, 8)
+
+        def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+            return (self.first(x).square().mean(-1) * kept).sum() / kept.sum()
+
+    batch = {"x": torch.randn(20, 3, 6), "kept": torch.ones(20, 3)}
+    batch["kept"][place, 1:] = 0
+    tried = checker_of(Tokens(), batch, tmp_path, eager=True).try_plan(SHARES)
+    assert not tried.mode.by_rows
+
+
 def test_an_eager_module_that_takes_no_other_rows_than_all_gets_them(tmp_path: Path) -> None:
     class Whole(Mlp):
         def forward(self, x: Tensor, labels: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from hetu_fx.base.device_types import HOST
-from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.base.torch_private import listing_weights, version
 from hetu_fx.errors import StateError
 from hetu_fx.graph import meta
@@ -231,9 +230,9 @@ class OpaqueCall:
         return _with_own_memory(results, operands)
 
     def gradients(
-        self, operands: Sequence[Tensor], seed: int, cotangents: Sequence[Tensor], wanted: Sequence[int]
+        self, operands: Sequence[Tensor], seed: int, cotangents: Mapping[int, Tensor], wanted: Sequence[int]
     ) -> list[Tensor]:
-        """Return the gradients of some operands by those of all results that can have any; zeros where there is none.
+        """Return the gradients of some operands by those of results, by their places; zeros where there is none.
 
         Which there are is noted (`leaves.uses`).
 
@@ -243,8 +242,7 @@ class OpaqueCall:
         ran = self.invocation.run(operands, seed, wanted)
         results = self._results(ran)
         self._check(ran, results)
-        differentiable = [tensor for tensor in results if carries_gradient(tensor.dtype)]
-        pairs = [(y, dy) for y, dy in zip(differentiable, cotangents, strict=True) if y.requires_grad]
+        pairs = [(results[place], dy) for place, dy in cotangents.items() if results[place].requires_grad]
         inputs = [ran.inputs[place] for place in wanted]
         found: Sequence[Tensor | None] = [None] * len(inputs)
         if pairs:
@@ -253,7 +251,7 @@ class OpaqueCall:
                 found = torch.autograd.grad(roots, inputs, given, allow_unused=True)
         note_uses(self.name, (place for place, dx in zip(wanted, found, strict=True) if dx is not None))
         made = [torch.zeros_like(x) if dx is None else dx for x, dx in zip(inputs, found, strict=True)]
-        return _with_own_memory(made, [*operands, *cotangents])
+        return _with_own_memory(made, [*operands, *cotangents.values()])
 
     def _results(self, ran: Ran) -> list[Tensor]:
         """Return the results in order; those that are missing are left out, which `_check` notices."""

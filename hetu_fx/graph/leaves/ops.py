@@ -59,10 +59,11 @@ def _(
 @torch.library.custom_op(
     "hetu::leaf_backward",
     mutates_args=(),
-    schema=f"(Tensor[] cotangents, {_SIGNATURE}, int[] wanted) -> Tensor[]",
+    schema=f"(Tensor[] cotangents, int[] places, {_SIGNATURE}, int[] wanted) -> Tensor[]",
 )
 def _call_leaf_backward(
     cotangents: Sequence[Tensor],
+    places: Sequence[int],
     values: Sequence[Tensor],
     state: Sequence[Tensor],
     random_state: Tensor | None,
@@ -71,13 +72,15 @@ def _call_leaf_backward(
     forms: Sequence[str],
     wanted: Sequence[int],
 ) -> list[Tensor]:
-    """Return the gradients of the `wanted` ones of values and state, by those of the results that can have some."""
-    return call_of_name(name).gradients([*values, *state], seed_of(random_state, site), cotangents, wanted)
+    """Return the gradients of the `wanted` ones of values and state, by those of the results in some places."""
+    given = dict(zip(places, cotangents, strict=True))
+    return call_of_name(name).gradients([*values, *state], seed_of(random_state, site), given, wanted)
 
 
 @_call_leaf_backward.register_fake
 def _(
     cotangents: Sequence[Tensor],
+    places: Sequence[int],
     values: Sequence[Tensor],
     state: Sequence[Tensor],
     random_state: Tensor | None,
@@ -94,18 +97,22 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     values, state, random_state, *ctx.call = inputs
     ctx.num_values, ctx.num_state = len(values), len(state)
     ctx.save_for_backward(*values, *state, random_state)
+    ctx.set_materialize_grads(False)  # zeros would be gradients of what makes nothing of the loss
 
 
-def _backward(ctx: Any, cotangents: Sequence[Tensor]) -> tuple[Any, ...]:
+def _backward(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
     *operands, random_state = ctx.saved_tensors
     values, state = operands[: ctx.num_values], operands[ctx.num_values :]
     site, name, forms = ctx.call
-    given = [one for one, form in zip(cotangents, map(read_form, forms), strict=True) if carries_gradient(form.dtype)]
+    pairs = enumerate(zip(cotangents, map(read_form, forms), strict=True))
+    given = {place: one for place, (one, form) in pairs if one is not None and carries_gradient(form.dtype)}
     needed = [*ctx.needs_input_grad[0], *ctx.needs_input_grad[1]]
     wanted = [place for place, is_needed in enumerate(needed) if is_needed]
     uses = set[Use]()
     with noting_uses(uses):
-        made = torch.ops.hetu.leaf_backward(given, values, state, random_state, site, name, list(forms), wanted)
+        made = torch.ops.hetu.leaf_backward(
+            list(given.values()), list(given), values, state, random_state, site, name, list(forms), wanted
+        )
     is_traced = (name, RAN) not in uses  # by a compiler, which has all of them
     gradients = [None] * len(operands)
     for place, gradient in zip(wanted, made, strict=True):

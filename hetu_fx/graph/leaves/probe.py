@@ -141,12 +141,15 @@ class Question:
         wanted = [place for place, is_trained in enumerate(self.invocation.differentiable) if is_trained]
         names = (*call.results, *call.written)
         results = [first.ran.tensors.get(name, first.ran.buffers.get(name)) for name in names]
-        roots = [x for x in results if x is not None and carries_gradient(x.dtype)]
-        if not wanted or not any(root.requires_grad for root in roots):
+        roots = {n: x for n, x in enumerate(results) if x is not None and carries_gradient(x.dtype)}
+        if not wanted or not any(root.requires_grad for root in roots.values()):
             return
         source = torch.Generator().manual_seed(0)
-        small, large = ([scale * _signed(x.shape, x.dtype, source).to(x.device) for x in roots] for scale in (1, 100))
-        both = [one + other for one, other in zip(small, large, strict=True)]
+        small, large = (
+            {place: scale * _signed(x.shape, x.dtype, source).to(x.device) for place, x in roots.items()}
+            for scale in (1, 100)
+        )
+        both = {place: small[place] + large[place] for place in roots}
         try:
             found = [call.gradients(first.operands, 0, cotangents, wanted) for cotangents in (small, large, both)]
         except Exception as error:  # whatever it raises for values that it was not meant for

@@ -40,12 +40,36 @@ class Deaf(nn.Module):
         return h * self.own if float(sign.sum()) > 0 else self.own.expand(h.shape[0], WIDTH) * 2
 
 
+class Pair(nn.Module):
+    """Returns what two layers make, of which nobody reads the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.unread = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, h: Tensor, sign: Tensor) -> tuple[Tensor, Tensor]:
+        return self.read(h) * float(sign.sum() > 0), self.unread(h)
+
+
+class ReadsFirst(nn.Module):
+    """Returns the first of what a part returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = hetu_fx.leaf(Pair())
+
+    def forward(self, h: Tensor, sign: Tensor) -> Tensor:
+        first, _ = self.pair(h, sign)
+        return first + h
+
+
 class Switched(nn.Module):
     """Gives a part in its middle the inputs as well."""
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
-        self.body, self.part, self.head = nn.Linear(WIDTH, WIDTH), hetu_fx.leaf(part), nn.Linear(WIDTH, 3)
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.part = part if isinstance(part, ReadsFirst) else hetu_fx.leaf(part)
         self.aside = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, y: Tensor, sign: Tensor) -> Tensor:
@@ -72,7 +96,7 @@ def trains_as_alone(model: nn.Module, plan: Plan, batches: list[dict[str, Tensor
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("part", [Halves, Deaf])
+@pytest.mark.parametrize("part", [Halves, Deaf, ReadsFirst])
 def test_what_a_leaf_does_not_use_in_a_step_has_no_gradient_of_it(part: type[nn.Module], plan: str) -> None:
     torch.manual_seed(0)
     trains_as_alone(Switched(part()).double(), PLANS[plan], [batch_of(sign) for sign in (1, -1, 1)])

@@ -250,7 +250,8 @@ class Runtime:
         read = partial(self.execution.read, args, kwargs, self.model.training, shared=shared)
         batch, facts = self._agree_on(read)
         rows = batch.facts.rows if shared else sum(facts.rows)
-        return (batch, facts) if batch.takes(rows) else self._agree_on(partial(batch.of_rows, rows))
+        is_right = not rows or batch.takes(rows)  # what has no rows is refused by what runs it
+        return (batch, facts) if is_right else self._agree_on(partial(batch.of_rows, rows))
 
     def _agree_on(self, read: Callable[[], Reading[Any]]) -> tuple[Reading[Any], StepFacts]:
         batch: Reading[Any] | None = None

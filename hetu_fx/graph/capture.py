@@ -511,13 +511,12 @@ def _export_once(program: _Program, example: Example, *, batch: Any, rest: bool)
     """Export, `batch` saying what the number of rows may be (`Dim`): True for any, False for the example's."""
     program.row_dims = example.row_dims
     rows: Any = _ROWS[batch] if isinstance(batch, bool) else batch
-    exported = _exported(program, example, example.dynamic_shapes(rows, rest_is_dynamic=rest))
-    if batch is not False and program.has_one_row:
-        found, program.output = program.output, _OutputStructure()
+    of_one = None
+    if batch is not False and program.has_one_row:  # first: calls of leaves, and outputs, are those of the last trace
         of_one = _exported(program, example.of_rows(1), example.dynamic_shapes(Dim.STATIC, rest_is_dynamic=rest))
-        program.output = found
-        if not ComparedRows.of(exported, example).is_same_for_one(of_one):
-            raise _OneRow("what is traced for more rows than one does not hold for one")
+    exported = _exported(program, example, example.dynamic_shapes(rows, rest_is_dynamic=rest))
+    if of_one is not None and not ComparedRows.of(exported, example).is_same_for_one(of_one):
+        raise _OneRow("what is traced for more rows than one does not hold for one")
     program.output.checks = () if program.reading is None else program.reading.checks
     return exported
 
@@ -556,8 +555,11 @@ def _exported(program: _Program, example: Example, shapes: Any) -> ExportedProgr
 
 def _static_notes(program: _Program, example: Example, error: Exception, *, rest: bool) -> tuple[str, ...]:
     """Say that the batch is static, and which line made it so (found by letting export fix it)."""
+    output, calls = program.output, dict(program.leaves.used)  # of the trace that counts
+    program.output = _OutputStructure()
     with contextlib.suppress(Exception), watch_fixed_sizes() as lines:
         _exported(program, example, example.dynamic_shapes(Dim.AUTO, rest_is_dynamic=False))
+    program.output, program.leaves.used = output, calls
     where = f" at {lines[0]}" if lines else ""
     why = f"{where} (len(x) and comparisons fix a size; row_dims says where rows are not dim 0)"
     note = _fixed("the batch size", error, why)

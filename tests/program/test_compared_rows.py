@@ -95,6 +95,43 @@ def test_a_batch_of_one_row_is_what_it_is_to_one_device(
     assert judge("", train_alone(model, batches, how), made, 1e-10, "").verdict == "equal"
 
 
+class ReadsValues(nn.Module):
+    """A layer whose Python reads values: a leaf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.linear(h * 2 if float(h.sum()) > 1e9 else h)
+
+
+@pytest.mark.parametrize("brought", [None, (3, 2, 100)], ids=["all bring the same", "each brings some"])
+def test_a_leaf_takes_one_row_as_well(brought: tuple[int, ...] | None) -> None:
+    torch.manual_seed(0)
+    model = Compares(ReadsValues()).double()
+    batches = [{"x": torch.randn(number, 6).double()} for number in (8, 1, 7)]
+    how = Lockstep(ranks=3, rows=brought)
+    made = how.train(model, batches, PLANS["rows 3:1"])
+    assert judge("", train_alone(model, batches, how), made, 1e-10, "").verdict == "equal"
+
+
+def test_a_leaf_in_a_graph_of_one_row_alone_is_that_of_its_trace() -> None:
+    class Squeezes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = ReadsValues()
+
+        def forward(self, h: Tensor) -> Tensor:
+            return self.part(h).squeeze().softmax(0)
+
+    torch.manual_seed(0)
+    model = Compares(Squeezes()).double()
+    batches = [{"x": torch.randn(number, 6).double()} for number in (8, 1, 7)]
+    made = Lockstep(ranks=2).train(model, batches, PLANS["rows 3:1"])
+    assert judge("", train_alone(model, batches, Lockstep(ranks=2)), made, 1e-10, "").verdict == "equal"
+
+
 def test_a_batch_norm_of_one_row_is_refused_as_by_torch() -> None:
     model = Compares(nn.BatchNorm1d(6)).double()
     batches = [{"x": torch.randn(number, 6).double()} for number in (8, 1)]

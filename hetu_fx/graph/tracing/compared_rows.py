@@ -15,6 +15,7 @@ from hetu_fx.base.torch_private import forget_guard, size_guards
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
 from hetu_fx.graph.example import Example
+from hetu_fx.graph.leaves.ops import LEAF, told_arguments
 
 aten = torch.ops.aten
 
@@ -123,8 +124,14 @@ def _told_for_one(exported: ExportedProgram, rows: sympy.Symbol) -> list[Any]:
                 numbers[node] = numbers[source]
                 continue
             numbers[node] = len(told)
-            told.append(str((node.op, node.target, fx.node.map_arg((node.args, node.kwargs), read), form)))
+            told.append(str((node.op, node.target, fx.node.map_arg(_arguments(node), read), form)))
     return told
+
+
+def _arguments(node: fx.Node) -> tuple[Any, Any]:
+    """Return an op's arguments, but what a leaf says of its results in other sizes, whose own are told."""
+    args, kwargs = told_arguments(node)
+    return (args[:-1] if node.target is LEAF else args), kwargs
 
 
 def _told_value(node: fx.Node) -> str:

@@ -435,13 +435,22 @@ def _forget_what_makes_no_difference(
 ) -> None:
     on_host, dims = program.on_host is not None, example.row_dims
     there = make_example(tensors, program.model, dims, keep_batch=False, on_host=on_host, least=compared.others)
-    found, program.output = program.output, _OutputStructure()
-    with contextlib.suppress(Exception):
+    with _beside(program) as found, contextlib.suppress(Exception):
         made = _export_once(program, there, batch=Dim.AUTO, rest=True)
         same_output = repr(program.output.found) == repr(found.found) and not program.leaves.used
         if same_output and compared.is_same_beside(ComparedRows.of(made, there)):
             compared.forget()
-    program.output = found
+
+
+@contextlib.contextmanager
+def _beside(program: _Program) -> Iterator[_OutputStructure]:
+    """Trace what is only looked at: outputs, which it gives, and calls of leaves stay those of the trace before."""
+    output, calls = program.output, dict(program.leaves.used)
+    program.output = _OutputStructure()
+    try:
+        yield output
+    finally:
+        program.output, program.leaves.used = output, calls
 
 
 def _check_rows_are_not_counted(program: _Program, example: Example) -> None:
@@ -511,12 +520,13 @@ def _export_once(program: _Program, example: Example, *, batch: Any, rest: bool)
     """Export, `batch` saying what the number of rows may be (`Dim`): True for any, False for the example's."""
     program.row_dims = example.row_dims
     rows: Any = _ROWS[batch] if isinstance(batch, bool) else batch
-    of_one = None
-    if batch is not False and program.has_one_row:  # first: calls of leaves, and outputs, are those of the last trace
-        of_one = _exported(program, example.of_rows(1), example.dynamic_shapes(Dim.STATIC, rest_is_dynamic=rest))
     exported = _exported(program, example, example.dynamic_shapes(rows, rest_is_dynamic=rest))
-    if of_one is not None and not ComparedRows.of(exported, example).is_same_for_one(of_one):
-        raise _OneRow("what is traced for more rows than one does not hold for one")
+    if batch is not False and program.has_one_row:
+        with _beside(program) as found:
+            of_one = _exported(program, example.of_rows(1), example.dynamic_shapes(Dim.STATIC, rest_is_dynamic=rest))
+            is_same = repr(program.output.found) == repr(found.found)
+        if not is_same or not ComparedRows.of(exported, example).is_same_for_one(of_one):
+            raise _OneRow("what is traced for more rows than one does not hold for one")
     program.output.checks = () if program.reading is None else program.reading.checks
     return exported
 
@@ -555,11 +565,8 @@ def _exported(program: _Program, example: Example, shapes: Any) -> ExportedProgr
 
 def _static_notes(program: _Program, example: Example, error: Exception, *, rest: bool) -> tuple[str, ...]:
     """Say that the batch is static, and which line made it so (found by letting export fix it)."""
-    output, calls = program.output, dict(program.leaves.used)  # of the trace that counts
-    program.output = _OutputStructure()
-    with contextlib.suppress(Exception), watch_fixed_sizes() as lines:
+    with _beside(program), contextlib.suppress(Exception), watch_fixed_sizes() as lines:
         _exported(program, example, example.dynamic_shapes(Dim.AUTO, rest_is_dynamic=False))
-    program.output, program.leaves.used = output, calls
     where = f" at {lines[0]}" if lines else ""
     why = f"{where} (len(x) and comparisons fix a size; row_dims says where rows are not dim 0)"
     note = _fixed("the batch size", error, why)

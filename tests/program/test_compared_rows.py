@@ -79,9 +79,10 @@ def test_a_batch_that_all_ranks_have_whole_is_counted_once() -> None:
         lambda h: h - h.mean(0) if len(h) > 1 else h,
         lambda h: h * 3 if h.shape[0] == 1 else h * 2,
         lambda h: h.squeeze().softmax(0),
+        lambda h: h * torch.tensor([2.0 if len(h) > 1 else 3.0], dtype=h.dtype),
         lambda h: h.softmax(-1),
     ],
-    ids=["more than one", "one", "squeezed", "by itself"],
+    ids=["more than one", "one", "squeezed", "a constant", "by itself"],
 )
 @pytest.mark.parametrize("rows", [(8, 1, 7), (1, 8, 1)], ids=["later", "first"])
 def test_a_batch_of_one_row_is_what_it_is_to_one_device(

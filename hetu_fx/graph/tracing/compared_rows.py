@@ -93,8 +93,11 @@ def _told(exported: ExportedProgram) -> list[Any]:
     graphs = [one.graph for one in exported.graph_module.modules() if isinstance(one, fx.GraphModule)]
     nodes = [node for node in chain.from_iterable(graph.nodes for graph in graphs) if node.op != "call_module"]
     told = [(node.op, str(node.target), str(node.args), str(node.kwargs), _told_value(node)) for node in nodes]
-    constants = {name: value.tolist() for name, value in exported.constants.items() if isinstance(value, torch.Tensor)}
-    return [told, repr(constants)]
+    return [told, _constants(exported)]
+
+
+def _constants(exported: ExportedProgram) -> str:
+    return repr({name: value.tolist() for name, value in exported.constants.items() if isinstance(value, torch.Tensor)})
 
 
 def _told_for_one(exported: ExportedProgram, rows: sympy.Symbol) -> list[Any]:
@@ -112,7 +115,7 @@ def _told_for_one(exported: ExportedProgram, rows: sympy.Symbol) -> list[Any]:
         made = argument.meta.get("val")
         return of_one(made) if isinstance(made, meta.SYMBOLIC) else f"%{numbers.get(argument, argument.name)}"
 
-    told: list[Any] = []
+    told: list[Any] = [_constants(exported)]
     for graph in (one.graph for one in exported.graph_module.modules() if isinstance(one, fx.GraphModule)):
         for node in graph.nodes:
             made = node.meta.get("val")

@@ -246,9 +246,9 @@ class SequenceReading(Reading[GraphVariant]):
             )
             for found in assignments
         ]
-        world = variants[0].table.size
+        world, count = variants[0].table.size, len(self.sequences.lengths)
         parts = tuple(
-            VariantPart(r.assignment.variant, row_plan(r.assignment, world), partial(run_step, r)) for r in rows
+            VariantPart(r.assignment.variant, row_plan(r.assignment, world, count), partial(run_step, r)) for r in rows
         )
         counts = tuple(map(sum, zip(*(one.counts for one in rows), strict=True)))
 

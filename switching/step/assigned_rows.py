@@ -83,15 +83,20 @@ def _check_lengths(lengths: Mapping[str, tuple[int, ...]]) -> None:
         raise BatchError(f"a batch has sequences of {list(first)} tokens; give one or more, of one token or more each")
 
 
-def row_plan(assignment: Assignment, world_size: int) -> RowPlan:
-    """Return which rows each micro-batch has, counted in the order of the assignment; every rank brings all."""
+def row_plan(assignment: Assignment, world_size: int, sequences: int) -> RowPlan:
+    """Return which rows each micro-batch has, counted in the order of the assignment; every rank brings all.
+
+    A forward that compares rows compares all `sequences` of the step, on one device; the graph of several is a lone
+    one's too.
+    """
     sizes = [[len(micro.rows) for micro in micro_batches] for micro_batches in assignment.pipelines]
     stops = [0, *accumulate(size for pipeline in sizes for size in pipeline)]
     intervals = starmap(range, pairwise(stops))
     micro_batches = tuple(tuple(next(intervals) for _ in pipeline) for pipeline in sizes)
     starts = [0, *accumulate(map(sum, sizes))]
     pipelines = tuple(starmap(range, pairwise(starts)))
-    return RowPlan((range(0, stops[-1]),) * world_size, pipelines, micro_batches)
+    others = max(2, sequences) - stops[-1]
+    return RowPlan((range(0, stops[-1]),) * world_size, pipelines, micro_batches, others=others)
 
 
 def first_rows(micro_batches: Sequence[PackedMicroBatch]) -> tuple[int, ...]:

@@ -34,16 +34,18 @@ class RowPlan:
         pipelines: the rows of each pipeline.
         micro_batches: for each pipeline, the rows of its micro-batches (some may be empty).
         repeats: each of several pipelines takes all rows, and makes the same of them.
+        others: how many rows more the batch has, which other parts of the step run.
     """
 
     owned: tuple[range, ...]
     pipelines: tuple[range, ...]
     micro_batches: tuple[tuple[range, ...], ...]
     repeats: bool = False
+    others: int = 0
 
     @property
     def total(self) -> int:
-        """Return the number of rows of the global batch."""
+        """Return the number of rows of the global batch, or of what this part of the step runs of it."""
         return self.pipelines[-1].stop
 
 

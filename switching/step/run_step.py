@@ -264,7 +264,7 @@ def _check_rows_can_be_put_together(
     Raises:
         BatchError: on every rank.
     """
-    program.check_rows(bindings, inputs.rows.total)
+    program.check_rows(bindings, inputs.rows.total + inputs.rows.others)
     is_put_together = variant.table.size > 1 and not inputs.shared
     if is_put_together and program.doubt:
         raise BatchError(program.doubt)

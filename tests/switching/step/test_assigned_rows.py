@@ -50,7 +50,7 @@ def test_rows_are_counted_over_pipelines() -> None:
         (),
         (PackedMicroBatch(((3, 4),), 9),),
     )
-    plan = row_plan(Assignment("any", pipelines, 0.0), world_size=2)
+    plan = row_plan(Assignment("any", pipelines, 0.0), world_size=2, sequences=9)
     assert plan.pipelines == (range(0, 3), range(3, 3), range(3, 4))
     assert plan.micro_batches == ((range(0, 2), range(2, 3)), (), (range(3, 4),))
     assert plan.owned == (range(0, 4), range(0, 4))

@@ -55,7 +55,7 @@ class OneRank(GroupTable):
     """The table of a rank that talks to nobody."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.topology = rank, None
+        self.rank, self.topology, self._name = rank, None, "of one rank"
 
     def is_native(self, device: torch.device) -> bool:
         return True

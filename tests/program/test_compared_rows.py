@@ -28,23 +28,15 @@ FORWARDS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Block(nn.Module):
-    """A layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
-
-
 class Compares(nn.Module):
     """Calls a function of rows between blocks and the loss."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(6, 6)
+        self.blocks, self.head = (
+            nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2)),
+            nn.Linear(6, 6),
+        )
         self.function = function
 
     def forward(self, x: Tensor) -> Tensor:

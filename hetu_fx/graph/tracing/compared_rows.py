@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import sympy
@@ -90,10 +90,14 @@ class ComparedRows:
 
 def _told(exported: ExportedProgram) -> list[Any]:
     """Return what a trace consists of, its constants included."""
-    graphs = [one.graph for one in exported.graph_module.modules() if isinstance(one, fx.GraphModule)]
-    nodes = [node for node in chain.from_iterable(graph.nodes for graph in graphs) if node.op != "call_module"]
-    told = [(node.op, str(node.target), str(node.args), str(node.kwargs), _told_value(node)) for node in nodes]
+    told = [(n.op, str(n.target), str(n.args), str(n.kwargs), _told_value(n)) for n in _nodes(exported)]
     return [told, _constants(exported)]
+
+
+def _nodes(exported: ExportedProgram) -> Iterator[fx.Node]:
+    """Yield the nodes of a trace and of the regions in it, but torch's own call that checks sizes."""
+    graphs = (one.graph for one in exported.graph_module.modules() if isinstance(one, fx.GraphModule))
+    return (node for graph in graphs for node in graph.nodes if node.op != "call_module")
 
 
 def _constants(exported: ExportedProgram) -> str:
@@ -116,18 +120,16 @@ def _told_for_one(exported: ExportedProgram, rows: sympy.Symbol) -> list[Any]:
         return of_one(made) if isinstance(made, meta.SYMBOLIC) else f"%{numbers.get(argument, argument.name)}"
 
     told: list[Any] = [_constants(exported)]
-    for graph in (one.graph for one in exported.graph_module.modules() if isinstance(one, fx.GraphModule)):
-        for node in graph.nodes:
-            made = node.meta.get("val")
-            if node.op == "call_module" or isinstance(made, meta.SYMBOLIC) or node.target in _OF_SIZES:
-                continue
-            form = form_of(node)
-            source = node.args[0] if node.target in _SAME_WHERE_SHAPES_ARE else None
-            if isinstance(source, fx.Node) and form_of(source) == form:
-                numbers[node] = numbers[source]
-                continue
-            numbers[node] = len(told)
-            told.append(str((node.op, node.target, fx.node.map_arg(_arguments(node), read), form)))
+    for node in _nodes(exported):
+        if isinstance(node.meta.get("val"), meta.SYMBOLIC) or node.target in _OF_SIZES:
+            continue
+        form = form_of(node)
+        source = node.args[0] if node.target in _SAME_WHERE_SHAPES_ARE else None
+        if isinstance(source, fx.Node) and form_of(source) == form:
+            numbers[node] = numbers[source]
+            continue
+        numbers[node] = len(told)
+        told.append(str((node.op, node.target, fx.node.map_arg(_arguments(node), read), form)))
     return told
 
 

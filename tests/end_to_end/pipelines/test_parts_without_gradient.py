@@ -13,23 +13,12 @@ from hetu_fx.plans.plan import Pipeline, Plan, Stage
 TWO_STAGES = Pipeline((Stage((0,)), Stage((1,))))
 
 
-class Block(nn.Module):
-    """A layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
-
-
 class ReadsEarly(nn.Module):
     """Takes the loss of what the second of four blocks makes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         made = []
@@ -48,6 +37,25 @@ def test_the_loss_of_an_earlier_stage_is_returned(plan: Plan) -> None:
     batches = [{"x": torch.randn(rows, 6).double()} for rows in (7, 4)]
     how = Lockstep(ranks=3)
     verdict = judge("", train_alone(model, batches, how), how.train(model, batches, plan), 1e-10, "")
+    assert verdict.verdict == "equal", verdict
+
+
+class KeepsStatistics(ReadsEarly):
+    """Has batch norms, whose statistics keep the last blocks in the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(4)
+        )
+
+
+def test_the_loss_is_returned_where_the_last_stage_has_statistics_alone() -> None:
+    torch.manual_seed(0)
+    model = KeepsStatistics().double()
+    batches = [{"x": torch.randn(rows, 6).double()} for rows in (7, 4)]
+    how = Lockstep()
+    verdict = judge("", train_alone(model, batches, how), how.train(model, batches, Plan((TWO_STAGES,))), 1e-10, "")
     assert verdict.verdict == "equal", verdict
 
 

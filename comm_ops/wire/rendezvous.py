@@ -18,7 +18,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -84,47 +84,68 @@ def _agree_on_addresses(store: Store, rank: int, world: int, host: str) -> str:
     Raises:
         EnvironmentProblem: on all ranks, which names the addresses of two that do not reach each other.
     """
+    meeting = _Meeting(store, rank, world)
     own = _outcome(lambda: asdict(Reach.own(host)))
-    reaches = [Reach(**told) for told in _exchange(store, "reach", rank, range(world), own, SECONDS)]
+    reaches = [Reach(**told) for told in meeting.exchange("reach", range(world), own, SECONDS)]
     addresses = addresses_of(reaches)
     networks = [reach.network for reach in reaches]
     firsts = sorted({network: at for at, network in reversed(list(enumerate(networks)))}.values())
     if len(firsts) > 1:
-        _try(store, rank, addresses, firsts)
+        _try(meeting, addresses, firsts)
     return addresses[rank]
 
 
-def _try(store: Store, rank: int, addresses: Sequence[str], firsts: Sequence[int]) -> None:
+def _try(meeting: _Meeting, addresses: Sequence[str], firsts: Sequence[int]) -> None:
     """Have the first rank of each network connect to all others; all ranks hear what has come of it."""
+    rank = meeting.rank
     with ExitStack() as listening:
         port, dialled = None, None
         if rank in firsts:
             port = _outcome(lambda: listening.enter_context(_server(addresses[rank])).getsockname()[1])
-        ports = _exchange(store, "port", rank, firsts, port, TELL_SECONDS)
+        ports = meeting.exchange("port", firsts, port, TELL_SECONDS)
         if rank in firsts:
             others = [(at, addresses[at], at_port) for at, at_port in zip(firsts, ports, strict=True) if at != rank]
             dialled = _outcome(lambda: _dial(rank, addresses[rank], others))
-        _exchange(store, "dialled", rank, firsts, dialled, TELL_SECONDS)
+        meeting.exchange("dialled", firsts, dialled, TELL_SECONDS)
 
 
-def _exchange(store: Store, what: str, rank: int, tell: Iterable[int], own: Any, seconds: float) -> list[Any]:
-    """Return what some ranks tell, once all of them have; raises on all ranks what one of them tells it failed with."""
-    keys = {at: f"{_ROOT}/{what}/{at}" for at in tell}
-    if rank in keys:
-        store.set(keys[rank], json.dumps(own))
-    try:
-        store.wait(list(keys.values()), timedelta(seconds=seconds))
-    except RuntimeError as error:
-        absent = [at for at, key in keys.items() if not store.check([key])]
-        raise EnvironmentProblem(
-            f"ranks {absent} have not told within {seconds:g} s where they are reached ({what}); look for the reason "
-            "in their output"
-        ) from error
-    told = [json.loads(text) for text in store.multi_get(list(keys.values()))]
-    failed = [(at, one["failed"]) for at, one in zip(keys, told, strict=True) if "failed" in one]
-    if failed:
-        raise EnvironmentProblem("; ".join(f"rank {at}: {reason}" for at, reason in failed[:_MOST_TOLD]))
-    return [one["found"] for one in told]
+@dataclass(frozen=True)
+class _Meeting:
+    """Ranks that tell each other things in a store, which the first of them may serve."""
+
+    store: Store
+    rank: int
+    world: int
+
+    def exchange(self, what: str, tell: Iterable[int], own: Any, seconds: float) -> list[Any]:
+        """Return what some ranks tell, once all of them have; raises on all ranks what one of them failed with."""
+        keys = {at: f"{_ROOT}/{what}/{at}" for at in tell}
+        if self.rank in keys:
+            self.store.set(keys[self.rank], json.dumps(own))
+        try:
+            self.store.wait(list(keys.values()), timedelta(seconds=seconds))
+        except RuntimeError as error:
+            absent = [at for at, key in keys.items() if not self.store.check([key])]
+            raise self._failure(
+                what,
+                f"ranks {absent} have not told within {seconds:g} s where they are reached ({what}); look for the "
+                "reason in their output",
+                absent,
+            ) from error
+        told = [json.loads(text) for text in self.store.multi_get(list(keys.values()))]
+        failed = [(at, one["failed"]) for at, one in zip(keys, told, strict=True) if "failed" in one]
+        if failed:
+            raise self._failure(what, "; ".join(f"rank {at}: {reason}" for at, reason in failed[:_MOST_TOLD]))
+        return [one["found"] for one in told]
+
+    def _failure(self, what: str, reason: str, absent: Sequence[int] = ()) -> EnvironmentProblem:
+        """Return the error to raise; on the first rank, with which the store ends, once the others know it too."""
+        known = {at: f"{_ROOT}/{what}/known/{at}" for at in range(self.world) if at not in absent}
+        self.store.set(f"{_ROOT}/{what}/known/{self.rank}", "")
+        if self.rank == 0:
+            with suppress(RuntimeError):  # a rank that is gone comes to know nothing
+                self.store.wait(list(known.values()), timedelta(seconds=TELL_SECONDS))
+        return EnvironmentProblem(reason)
 
 
 def _outcome(find: Callable[[], Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import traceback
 from datetime import timedelta
@@ -23,6 +24,9 @@ from tests.scripts.verdict import Outcome, Raised, Returned
 WAIT_SECONDS = 8.0
 """The bound of hetu_fx's waits; scripts that are refused by it take that long."""
 
+STUCK_SECONDS = 10.0
+"""So long before a script's bound a rank prints where its threads stand, also where none of them runs Python."""
+
 
 def serve(rank: int, world: int, setting: str, port: int, orders: Connection) -> None:
     """Run scripts as they are named, with a folder and a number, until the other end closes.
@@ -42,7 +46,10 @@ def serve(rank: int, world: int, setting: str, port: int, orders: Connection) ->
             name, folder, number = orders.recv()
         except EOFError:
             return
-        orders.send(_outcome(known[name].run, setting, rank, world, port, folder, number))
+        faulthandler.dump_traceback_later(known[name].seconds - STUCK_SECONDS)
+        outcome = _outcome(known[name].run, setting, rank, world, port, folder, number)
+        faulthandler.cancel_dump_traceback_later()
+        orders.send(outcome)
 
 
 def outcome_alone(script: Script, setting: str, folder: Path) -> Outcome:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore, Store
@@ -69,6 +72,36 @@ def test_an_error_of_one_rank_is_raised_on_all(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Reach, "own", own)
     with ThreadPoolExecutor(WORLD) as ranks:
         assert set(ranks.map(failed, range(WORLD))) == {"rank 1: there is no interface eth7"}
+
+
+def test_the_rank_whose_store_it_is_leaves_after_all_others_know_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, late = HashStore(), threading.Event()
+
+    class SlowStore:
+        """The store as ranks see it whose answers come when the first rank waits for them."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            assert late.wait(30)
+            return store.multi_get(keys)
+
+    def own(host: str) -> Reach:
+        raise EnvironmentProblem("there is no interface eth7")
+
+    def failed(rank: int) -> bool:
+        seen: Any = SlowStore() if rank else store
+        with pytest.raises(EnvironmentProblem):
+            rendezvous._agree_on_addresses(seen, rank, WORLD, "here")
+        return store.check([f"hetu_fx/meeting/reach/known/{at}" for at in range(WORLD)])
+
+    monkeypatch.setattr(Reach, "own", own)
+    with ThreadPoolExecutor(WORLD) as ranks:
+        told = [ranks.submit(failed, rank) for rank in range(WORLD)]
+        store.wait(["hetu_fx/meeting/reach/known/0"], timedelta(seconds=30))  # the first one knows, and waits
+        late.set()
+        assert told[0].result()
 
 
 def test_ranks_of_several_networks_try_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:

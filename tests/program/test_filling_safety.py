@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -93,6 +94,25 @@ def test_filling_leaves_no_trace_in(name: str) -> None:
 def test_filling_is_seen_by(name: str) -> None:
     make, batch = TRACED[name]
     assert "loss" in differences(make(), batch)
+
+
+class Ordered(nn.Module):
+    """A classifier of a series by what is in its middle, or at its top."""
+
+    def __init__(self, take: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.take, self.head = take, nn.Linear(1, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.take(x)[:, None]), labels)
+
+
+@pytest.mark.parametrize(
+    "take", [lambda x: x.median(1).values, lambda x: x.amax(1), lambda x: x.topk(2, 1).values.sum(1)]
+)
+def test_filling_is_seen_by_what_orders_a_series(take: Callable[[Tensor], Tensor]) -> None:
+    batch = {"x": torch.randn(4, LENGTH), "labels": torch.tensor([0, 1, 0, 1])}
+    assert "loss" in differences(Ordered(take), batch)
 
 
 def test_what_a_head_takes_for_padding_must_be_what_fills_the_rows() -> None:

@@ -149,6 +149,19 @@ def test_a_forward_that_only_marks_that_it_has_run_is_captured(act: Any) -> None
     assert watching.program() is watching.program()
 
 
+class Weighs(Writing):
+    """Weighs its first result otherwise than later ones, by a tensor that its code makes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.tensor(0.5) if not self.calls else torch.tensor(1.0)
+        return super().forward(x) * weight
+
+
+def test_a_mark_by_which_a_constant_is_another_one_is_state() -> None:
+    with pytest.raises(CaptureError, match="keeps state in Python"):
+        Watching(Weighs(marks_that_it_has_run)).program()
+
+
 def test_a_tensor_that_the_forward_leaves_cannot_be_used() -> None:
     watching = Watching(Writing(leaves_a_tensor))
     watching.program()

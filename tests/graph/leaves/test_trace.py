@@ -56,6 +56,13 @@ class Model(nn.Module):
         return made.sum()
 
 
+def normalizes(part: Part, h: Tensor) -> Tensor:
+    """Has a bias of which nothing is left, so that its gradient is rounding."""
+    made = part.layer(h)
+    made = made - made.mean(0)
+    return made if made.sum() > -1 else h
+
+
 def by_values(part: Part, h: Tensor) -> Tensor:
     return part.layer(h) if h.mean() > 0 else h * 2
 
@@ -80,6 +87,10 @@ def test_a_call_is_one_op_with_the_state_as_operands() -> None:
     (made,) = meta.value(node)
     assert meta.expression(made.shape[0]) == graph.batch_symbol
     assert [call.label for call in graph.leaf_calls] == ["around.1 (Part)"]
+
+
+def test_a_bias_whose_gradient_is_rounding_keeps_no_part_from_being_a_leaf() -> None:
+    assert [call.label for call in graph_of(normalizes).leaf_calls] == ["around.1 (Part)"]
 
 
 def test_values_and_gradients_are_those_of_the_module() -> None:

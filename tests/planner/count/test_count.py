@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hetu_fx.graph.bind import input_tensors
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph
-from hetu_fx.planner.count.count import FlopCounter, example_rows, program_costs
+from hetu_fx.planner.count.count import FlopCounter, example_rows, program_costs, value_bytes
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.program.program import make_program
@@ -22,6 +22,23 @@ from tests.model_zoo import LENGTH, SAMPLES, captured, example, to_double
 from tests.planner.examples import paper
 from tests.planner.programs import analysed, uncut
 from tests.transforms.plans import zoo_program
+
+
+class Chosen(nn.Module):
+    """Reads the rows of a class, as many as the labels tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        chosen = torch.nonzero(labels > 1)[:, 0]
+        return self.layer(x)[chosen].pow(2).sum() / (len(chosen) + 1)
+
+
+def test_a_size_that_values_tell_costs_no_bytes_below_zero() -> None:
+    graph = capture(Chosen(), {"x": torch.randn(8, 6), "labels": torch.arange(8) % 4})
+    assert all(value_bytes(node) >= 0 for node in graph.graph.nodes)
 
 
 class Stack(nn.Module):

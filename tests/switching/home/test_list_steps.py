@@ -155,6 +155,50 @@ def test_kernels_of_a_step_are_given_pieces(name: str, monkeypatch: pytest.Monke
     assert optimizer in dict(numbered()), "its steps are followed"
 
 
+AS_TORCH_MAKES_THEM: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adadelta": torch.optim.Adadelta,
+    "adagrad": torch.optim.Adagrad,
+    "adam": lambda p: torch.optim.Adam(p, amsgrad=True, weight_decay=0.1),
+    "adamax": torch.optim.Adamax,
+    "adamw": torch.optim.AdamW,
+    "asgd": torch.optim.ASGD,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "rmsprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
+    "rprop": torch.optim.Rprop,
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+}
+
+
+@pytest.mark.parametrize("name", AS_TORCH_MAKES_THEM)
+def test_small_pieces_on_a_host_are_stepped_by_lists_as_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, made = AS_TORCH_MAKES_THEM[name], list[torch.optim.Optimizer]()
+    found = trained(lambda p: [made.append(make(p)), made[0]][1])
+    assert [group["foreach"] for group in made[0].param_groups] == [None]
+    monkeypatch.setattr(list_steps, "_SMALL_BYTES", -1)
+    for (*_, piece), (*_, other) in zip(found, trained(make), strict=True):
+        torch.testing.assert_close(piece, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "options", [{"foreach": False}, {"fused": True}, {"differentiable": True}, {"lr": torch.tensor(0.1)}], ids=str
+)
+def test_a_group_that_asks_for_something_else_gets_it(options: dict[str, Any]) -> None:
+    optimizer = torch.optim.AdamW(homes(), **options)
+    list_steps.begin_step(optimizer)
+    assert optimizer.param_groups[0]["foreach"] is options.get("foreach")
+    list_steps.end_step()
+
+
+def test_a_step_that_fails_leaves_a_group_as_it_was_once_another_one_begins() -> None:
+    optimizer = torch.optim.AdamW(homes())
+    list_steps.begin_step(optimizer)
+    assert optimizer.param_groups[0]["foreach"] is True
+    list_steps.begin_step(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
+    assert optimizer.param_groups[0]["foreach"] is None
+    list_steps.end_step()
+
+
 def test_kernels_of_another_optimizer_are_given_home_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     trained(OPTIMIZERS["adamw"])
     trained(lambda p: OwnAdamW(p, foreach=True))  # so that all kernels are known

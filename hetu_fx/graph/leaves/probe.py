@@ -34,7 +34,7 @@ TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9}
 """By how much values of two calls may differ, relative and absolute: sums may be added up in another order."""
 _LINEAR = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-3, torch.complex64: 1e-3}
 """By how much the gradient of a sum may differ from the sum of gradients, in times of the largest."""
-_NEGLIGIBLE = 1e-4  # of the largest gradient
+_NEGLIGIBLE = 1e-2  # of the largest gradient
 _FILLS = ("both", "ones", "zeros", "signed")
 """What whole numbers and truths are in a call: zeros and ones in turn, or all alike; numbers are positive, or not."""
 _OTHERS = ((1, 1), (1, 3), (2, 0), (4, 0))

@@ -398,7 +398,9 @@ class _Waiting(AbstractContextManager[None]):
         if self._working is not None:
             self._working.pause()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         table, start = self._table, self._wait.start
         self._wait.end()
         if self._working is not None:

@@ -6,7 +6,7 @@ noted, as devices of unlike kinds run other kernels for it; the rates of the ste
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -61,7 +61,8 @@ class Journal:
         """Note what an op writes to, its first argument, and with which numbers."""
         if self._is_stepping:
             return
-        for tensor in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
+        written: Sequence[Any] = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+        for tensor in written:
             fields = vars(tensor)
             if "local" in fields and fields.get(_ROUND) != self._round:  # a home tensor: plain ones are each rank's own
                 fields[_ROUND] = self._round

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from examples.demo.record import RunRecord, StepRecord, Throughput
 from hetu_fx.align.call import Call
 from hetu_fx.align.losses import read_losses
 from hetu_fx.align.saved import read_call, save_call
 from hetu_fx.base.records import Document
 from hetu_fx.check.kept import Answer, KeptAnswers
-from hetu_fx.demo.record import RunRecord, StepRecord, Throughput
 from hetu_fx.emulate.emulate import current_cores, current_speeds
 from hetu_fx.planner.simulate.timeline import Event, Timeline
 from hetu_fx.planner.values.profile_file import BlockTime, Profile, Slowdown

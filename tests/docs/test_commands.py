@@ -50,7 +50,7 @@ BENCHMARK = Held(why="minutes long, of this machine; its module and its options 
 CI = Held(why="CI is this (.ci/run); its target is looked up")
 
 HELD = {
-    "make demo": Held(why="minutes long; its parts are tested in tests/demo, its target is looked up"),
+    "make demo": Held(why="minutes long; its parts are tested in tests/examples/demo, its target is looked up"),
     "pip install -e '.[hf,ui]'": INSTALL,
     'pip install -e ".[hf,lightning]" peft': INSTALL,
     "python train.py": Held(run=True),

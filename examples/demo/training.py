@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hetu_fx.demo.data import (
+from examples.demo.data import (
     Batch,
     Text,
     digest,
@@ -25,11 +25,11 @@ from hetu_fx.demo.data import (
     own_rows,
     train_step,
 )
-from hetu_fx.demo.devices import Devices
-from hetu_fx.demo.record import StepRecord, Throughput
-from hetu_fx.demo.report import Loaded, Reference
-from hetu_fx.demo.screen import Screen
-from hetu_fx.demo.settings import DemoSettings
+from examples.demo.devices import Devices
+from examples.demo.record import StepRecord, Throughput
+from examples.demo.report import Loaded, Reference
+from examples.demo.screen import Screen
+from examples.demo.settings import DemoSettings
 from hetu_fx.handle import Handle
 from hetu_fx.planner.simulate.timeline import Event
 from hetu_fx.plans.differences import diff

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from hetu_fx.demo.settings import DemoSettings
+from examples.demo.settings import DemoSettings
 from hetu_fx.emulate.emulate import change_speed, current_cores, current_speeds
 
 # Ends with its parent, or after its time, whatever happens.

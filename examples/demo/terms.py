@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from examples.demo.record import RunRecord, StepRecord
 from hetu_fx.base.documents import table_text
-from hetu_fx.demo.record import RunRecord, StepRecord
 from hetu_fx.planner.simulate.timeline import Event
 from hetu_fx.plans.plan import Plan
 from hetu_fx.plans.prediction import DeviceCost

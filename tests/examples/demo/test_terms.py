@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetu_fx.demo.terms import PREDICTED, StepTerms, covered
+from examples.demo.terms import PREDICTED, StepTerms, covered
 from hetu_fx.planner.price.step import TERMS
 from hetu_fx.planner.simulate.timeline import Event
 from hetu_fx.plans.prediction import DeviceCost

@@ -1,4 +1,4 @@
-"""One process of the demo: `python -m hetu_fx.demo.rank`, started by `hetu-fx demo` under the emulator."""
+"""One process of the demo: `python -m examples.demo.rank`, started by the demo under the emulator."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 
 import hetu_fx
+from examples.demo.data import Text, digest, library_pieces, loss_of, make_model, make_optimizer, num_parameters
+from examples.demo.devices import Devices, Quotas
+from examples.demo.record import RunRecord, Throughput
+from examples.demo.screen import make_screen
+from examples.demo.settings import DemoSettings, settings_for
+from examples.demo.training import Training, even_shares, rows_of_this_rank
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import by_first, of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.demo.data import Text, digest, library_pieces, loss_of, make_model, make_optimizer, num_parameters
-from hetu_fx.demo.devices import Devices, Quotas
-from hetu_fx.demo.record import RunRecord, Throughput
-from hetu_fx.demo.screen import make_screen
-from hetu_fx.demo.settings import DemoSettings, settings_for
-from hetu_fx.demo.training import Training, even_shares, rows_of_this_rank
 from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.count.count import program_costs
 from hetu_fx.planner.make_plan import PlanOptions, make_plan
@@ -122,7 +122,7 @@ class Rank:
 
 def main() -> None:
     """Read the command line and work."""
-    parser = argparse.ArgumentParser("python -m hetu_fx.demo.rank", description=__doc__)
+    parser = argparse.ArgumentParser("python -m examples.demo.rank", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--quotas", action="store_true", help="the devices' speeds are CPU quotas")

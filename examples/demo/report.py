@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from examples.demo.record import RunRecord, StepRecord, steady, throughput
+from examples.demo.settings import DemoSettings
+from examples.demo.terms import terms_text
 from hetu_fx.base.documents import table_text
-from hetu_fx.demo.record import RunRecord, StepRecord, steady, throughput
-from hetu_fx.demo.settings import DemoSettings
-from hetu_fx.demo.terms import terms_text
 from hetu_fx.planner.simulate.timeline import Event, Timeline
 
 PALETTE = ("#4c9be8", "#e8b84c", "#c77dba", "#2f6f4f", "#7d7d7d", "#8c6d4f", "#4cb8b0")

@@ -1,6 +1,6 @@
 """The main job: train an unmodified transformers model on unequal emulated devices, and compare.
 
-`hetu-fx demo` starts the ranks under the emulator (`demo_rank`), then trains the same model on one process,
+`python -m examples.demo` starts the ranks under the emulator (`rank`), then trains the same model on one process,
 reads the checkpoint back, and says and draws what came out. Nothing that it prints is decided beforehand.
 """
 
@@ -16,14 +16,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetu_fx.demo.settings import DemoSettings, settings_for
+from examples.demo.settings import DemoSettings, settings_for
 from hetu_fx.emulate.emulate import EmulateSpec, Output, plan_run, run
 from hetu_fx.emulate.limits import Affinity, Limiter, num_cores
 from hetu_fx.emulate.plan import LimitChoice
 from hetu_fx.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
-    from hetu_fx.demo.report import Comparison, Loaded
+    from examples.demo.report import Comparison, Loaded
 
 DEFAULT_FOLDER = Path("runs/demo")
 TIMEOUT_SECONDS = 900.0
@@ -86,11 +86,11 @@ def _run_ranks(folder: Path, settings: DemoSettings, *, quick: bool, limit: Limi
     quotas = not isinstance(limiter, Affinity)
     # With quotas they start at equal speeds: a device of 0.2 cores takes half a minute to import torch.
     spec = EmulateSpec(speeds=settings.equal_speeds(num_cores(limiter)) if quotas else settings.speeds)
-    print(f"hetu-fx demo: {settings.world_size} processes of {_speeds_text(settings, limiter)}", flush=True)
+    print(f"demo: {settings.world_size} processes of {_speeds_text(settings, limiter)}", flush=True)
     flags = ["--quick"] * quick + ["--quotas"] * quotas
     return run(
         spec,
-        [sys.executable, "-m", "hetu_fx.demo.rank", str(folder), *flags],
+        [sys.executable, "-m", "examples.demo.rank", str(folder), *flags],
         output=Output(prefix=False, only_rank=0),
         timeout_seconds=TIMEOUT_SECONDS,
         limit=limit,
@@ -106,10 +106,10 @@ def _speeds_text(settings: DemoSettings, limiter: Limiter) -> str:
 
 def _conclude(folder: Path, settings: DemoSettings) -> tuple[Comparison, Loaded]:
     """Train on one process, read the checkpoint, compare, and write the rest."""
-    from hetu_fx.demo.record import RunRecord
-    from hetu_fx.demo.report import compare, comparison_text, draw_run, write_files
-    from hetu_fx.demo.screen import make_screen
-    from hetu_fx.demo.training import load_checkpoint, train_alone
+    from examples.demo.record import RunRecord
+    from examples.demo.report import compare, comparison_text, draw_run, write_files
+    from examples.demo.screen import make_screen
+    from examples.demo.training import load_checkpoint, train_alone
 
     screen = make_screen()
     record = RunRecord.read(folder / "run.json")

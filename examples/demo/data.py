@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from examples.demo.settings import DemoSettings
 from hetu_fx.batches.packing import IGNORED
-from hetu_fx.demo.settings import DemoSettings
 from hetu_fx.errors import EnvironmentProblem
 
 START, PAD = 256, 257

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetu_fx.batches.packing import IGNORED
-from hetu_fx.demo import demo
-from hetu_fx.demo.data import (
+from examples.demo import demo
+from examples.demo.data import (
     PAD,
     START,
     Text,
@@ -24,10 +23,10 @@ from hetu_fx.demo.data import (
     own_rows,
     stacked,
 )
-from hetu_fx.demo.demo import MARK, make_room
-from hetu_fx.demo.devices import changes
-from hetu_fx.demo.record import RunRecord, StepRecord, Throughput, steady, throughput
-from hetu_fx.demo.report import (
+from examples.demo.demo import MARK, make_room
+from examples.demo.devices import changes
+from examples.demo.record import RunRecord, StepRecord, Throughput, steady, throughput
+from examples.demo.report import (
     Comparison,
     Loaded,
     Reference,
@@ -37,9 +36,10 @@ from hetu_fx.demo.report import (
     draw_run,
     phases,
 )
-from hetu_fx.demo.screen import Screen, make_screen
-from hetu_fx.demo.settings import FULL, QUICK, DemoSettings
-from hetu_fx.demo.training import health_text
+from examples.demo.screen import Screen, make_screen
+from examples.demo.settings import FULL, QUICK, DemoSettings
+from examples.demo.training import health_text
+from hetu_fx.batches.packing import IGNORED
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.planner.simulate.timeline import Event, Timeline
 from hetu_fx.plans.plan import Plan

@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import fx
 
-from hetu_fx.align.call import Call
-from hetu_fx.align.distinct import DistinctOp, distinct_ops
-from hetu_fx.align.judge import Tolerances, Verdict, judge
-from hetu_fx.align.run import Made
-from hetu_fx.align.tolerances import class_of
-from hetu_fx.align.way import Runner, Way
 from hetu_fx.base.progress import Tell, nobody
 from hetu_fx.errors import AlignError
 from hetu_fx.graph.graph import Graph
+from hetu_fx_align.call import Call
+from hetu_fx_align.distinct import DistinctOp, distinct_ops
+from hetu_fx_align.judge import Tolerances, Verdict, judge
+from hetu_fx_align.run import Made
+from hetu_fx_align.tolerances import class_of
+from hetu_fx_align.way import Runner, Way
 
 
 @dataclass(frozen=True, eq=False)

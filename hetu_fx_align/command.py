@@ -1,9 +1,10 @@
-"""`hetu-fx align SCRIPT:FUNCTION`: a model's ops in two ways and in an up-cast reference, as a table and JSON."""
+"""`hetu-fx-align SCRIPT:FUNCTION`: a model's ops in two ways and in an up-cast reference, as a table and JSON."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,23 +12,24 @@ from typing import TYPE_CHECKING, Any
 from hetu_fx.base.documents import table_text
 from hetu_fx.base.progress import telling
 from hetu_fx.cli.given import check_folder, function_named, local_device
-from hetu_fx.errors import AlignError
+from hetu_fx.errors import AlignError, HetuFxError
 
 if TYPE_CHECKING:
-    from hetu_fx.align.report import Report
-    from hetu_fx.align.way import Way
+    from hetu_fx_align.report import Report
+    from hetu_fx_align.way import Way
 
 _HEADER = ("op", "class", "sizes", "module", "way", "what", "error", "cosine", "allowed", "verdict")
 SHOWN = 12
 _LONGEST = 40  # letters of sizes
 
 
-def add_align(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `hetu-fx align`."""
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser of `hetu-fx-align`."""
+    parser = argparse.ArgumentParser("hetu-fx-align", description=__doc__)
     parser.usage = (
-        "hetu-fx align SCRIPT.py:FUNCTION [--ways fp32,bf16] [options]\n"
-        "       hetu-fx align --replay FILE [--ways fp32,bf16]\n"
-        "       hetu-fx align --losses LOSSES REFERENCE"
+        "hetu-fx-align SCRIPT.py:FUNCTION [--ways fp32,bf16] [options]\n"
+        "       hetu-fx-align --replay FILE [--ways fp32,bf16]\n"
+        "       hetu-fx-align --losses LOSSES REFERENCE"
     )
     parser.add_argument(
         "model", nargs="?", metavar="SCRIPT:FUNCTION", help="returns (model, batch); the model returns its loss"
@@ -51,10 +53,19 @@ def add_align(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--losses", type=Path, nargs=2, metavar="FILE", help="compare two trainings: lists or logs")
     parser.add_argument("--steps", type=int, default=300, help="losses that are compared (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    return parser
 
 
-def call_align(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Run `hetu-fx align`; the status is 0 where all is within what is allowed, else 1."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `hetu-fx-align`; the status is 0 where all is within what is allowed, else 1, or 2 for an explained error."""
+    try:
+        return _run(make_parser().parse_args(arguments))
+    except HetuFxError as error:
+        print(f"hetu-fx-align: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace) -> int:
     if sum(given is not None for given in (options.model, options.replay, options.losses)) != 1:
         raise AlignError("nothing to align; give one of SCRIPT:FUNCTION, --replay FILE and --losses FILE FILE")
     if options.losses is not None:
@@ -65,7 +76,7 @@ def call_align(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _losses(options: argparse.Namespace) -> int:
-    from hetu_fx.align.losses import compare_losses, read_losses
+    from hetu_fx_align.losses import compare_losses, read_losses
 
     found = compare_losses(*map(read_losses, options.losses), steps=options.steps)
     told = (
@@ -78,8 +89,8 @@ def _losses(options: argparse.Namespace) -> int:
 
 
 def _replayed(options: argparse.Namespace) -> Report:
-    from hetu_fx.align.report import replay
-    from hetu_fx.align.saved import read_call
+    from hetu_fx_align.report import replay
+    from hetu_fx_align.saved import read_call
 
     return replay(read_call(options.replay), _ways(options.ways), _tolerances(options.tolerance))
 
@@ -87,7 +98,7 @@ def _replayed(options: argparse.Namespace) -> Report:
 def _aligned(options: argparse.Namespace) -> Report:
     import torch
 
-    from hetu_fx.align.report import align_model, save_worst
+    from hetu_fx_align.report import align_model, save_worst
 
     if options.overrides is not None:
         check_folder("--overrides", options.overrides, AlignError)
@@ -107,8 +118,8 @@ def _placed(model: Any, batch: Any, options: argparse.Namespace) -> tuple[Any, A
     """Return the model and its batch on the device, in the dtype that is asked for."""
     import torch
 
-    from hetu_fx.align.way import Way, dtype_named
     from hetu_fx.base.torch_private import tree_map_only
+    from hetu_fx_align.way import Way, dtype_named
 
     dtype = None if options.dtype is None else dtype_named(options.dtype)
     place = Way("", dtype=dtype, device=local_device(options.device))
@@ -117,14 +128,14 @@ def _placed(model: Any, batch: Any, options: argparse.Namespace) -> tuple[Any, A
 
 def _ways(text: str) -> tuple[Way, ...]:
     """Return the ways of a list: by name, or made by a function."""
-    from hetu_fx.align.way import Way, way_named
+    from hetu_fx_align.way import Way, way_named
 
     def one(name: str) -> Way:
         if ":" not in name:
             return way_named(name)
         made: Any = function_named(name)()
         if not isinstance(made, Way):
-            raise AlignError(f"{name} returns {type(made).__name__}, no hetu_fx.align.way.Way; let it return one")
+            raise AlignError(f"{name} returns {type(made).__name__}, no hetu_fx_align.way.Way; let it return one")
         return made
 
     return tuple(map(one, text.split(",")))

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from hetu_fx.align.call import Call
-from hetu_fx.align.interpret import call_of, interpret, module_of_node
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph
+from hetu_fx_align.call import Call
+from hetu_fx_align.interpret import call_of, interpret, module_of_node
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,15 +13,15 @@ from typing import Any
 
 from torch import fx
 
-from hetu_fx.align.difference import difference
-from hetu_fx.align.interpret import is_op, module_of_node
-from hetu_fx.align.run import first_line
-from hetu_fx.align.seen import Leaves, Noise, Seen, in_float64, seen_run, wide
-from hetu_fx.align.tolerances import is_compared
-from hetu_fx.align.way import Runner
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import overload
 from hetu_fx.graph.graph import Graph
+from hetu_fx_align.difference import difference
+from hetu_fx_align.interpret import is_op, module_of_node
+from hetu_fx_align.run import first_line
+from hetu_fx_align.seen import Leaves, Noise, Seen, in_float64, seen_run, wide
+from hetu_fx_align.tolerances import is_compared
+from hetu_fx_align.way import Runner
 
 MARGIN = 4.0
 """A value may be so many times as far off as in the run that is disturbed at random; errors of real ops add up more

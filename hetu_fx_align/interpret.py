@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from hetu_fx.align.call import Call
 from hetu_fx.base.device_types import HOST
 from hetu_fx.base.torch_private import OpOverload, tree_leaves, tree_map
 from hetu_fx.errors import AlignError
@@ -18,6 +17,7 @@ from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.graph.placed import place_ops
 from hetu_fx.transforms.rewrites.counter_rng import Randomness
+from hetu_fx_align.call import Call
 
 SEED = 0
 Values = Mapping[fx.Node, Any]

@@ -10,12 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hetu_fx.align.call import Call, coarsest
-from hetu_fx.align.difference import Difference, difference, scale_of
-from hetu_fx.align.run import Made, disturbed, first_line, reference_of, run_both_ways, run_in, up_cast
-from hetu_fx.align.tolerances import allowed, class_of, is_compared
-from hetu_fx.align.way import Runner
 from hetu_fx.base.dtypes import carries_gradient, wider
+from hetu_fx_align.call import Call, coarsest
+from hetu_fx_align.difference import Difference, difference, scale_of
+from hetu_fx_align.run import Made, disturbed, first_line, reference_of, run_both_ways, run_in, up_cast
+from hetu_fx_align.tolerances import allowed, class_of, is_compared
+from hetu_fx_align.way import Runner
 
 RESPONSES = 2.0
 """So many times what a result changes by when the arguments are rounded is allowed, beside the class's tolerance."""

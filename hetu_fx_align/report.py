@@ -1,4 +1,4 @@
-"""What `hetu-fx align` finds: ops by how far off they are, runs of the whole model, and what to do about it."""
+"""What `hetu-fx-align` finds: ops by how far off they are, runs of the whole model, and what to do about it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 from torch import nn
 
-from hetu_fx.align.align import AlignedOp, Runners, align_call, align_ops, runners_of
-from hetu_fx.align.call import Call
-from hetu_fx.align.distinct import DistinctOp
-from hetu_fx.align.drift import WholeRun, whole_run
-from hetu_fx.align.interpret import graph_to_align, values_of_leaves
-from hetu_fx.align.judge import Tolerances
-from hetu_fx.align.saved import save_call
-from hetu_fx.align.way import Way
 from hetu_fx.base.progress import Tell, nobody
 from hetu_fx.graph.bind import Batch
 from hetu_fx.transforms.rewrites.op_overrides import ON_HOST, UP_CAST, OpOverrides
+from hetu_fx_align.align import AlignedOp, Runners, align_call, align_ops, runners_of
+from hetu_fx_align.call import Call
+from hetu_fx_align.distinct import DistinctOp
+from hetu_fx_align.drift import WholeRun, whole_run
+from hetu_fx_align.interpret import graph_to_align, values_of_leaves
+from hetu_fx_align.judge import Tolerances
+from hetu_fx_align.saved import save_call
+from hetu_fx_align.way import Way
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hetu_fx.align.call import Call
-from hetu_fx.align.way import Runner
 from hetu_fx.base.dtypes import carries_gradient, in_double, wider
 from hetu_fx.base.torch_private import tree_leaves
+from hetu_fx_align.call import Call
+from hetu_fx_align.way import Runner
 
 SEED = 0
 WIDE = torch.float64

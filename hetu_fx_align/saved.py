@@ -12,10 +12,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hetu_fx.align.call import Call
 from hetu_fx.base.documents import json_text, kind_of, nearest, read_json, write_atomically
 from hetu_fx.errors import AlignError
 from hetu_fx.transforms.rewrites.op_overrides import op_named
+from hetu_fx_align.call import Call
 
 FORMAT = "hetu_fx.op/1"
 KEYS = ("format", "op", "args", "kwargs", "needs_gradient")
@@ -77,14 +77,14 @@ def read_call(path: Path) -> Call:
     """
     record = read_json(path, AlignError)
     if not isinstance(record, dict):
-        raise AlignError(f"{path} must be an object, not {kind_of(record)}; give a file of hetu-fx align --save")
+        raise AlignError(f"{path} must be an object, not {kind_of(record)}; give a file of hetu-fx-align --save")
     for key in record:
         if key not in KEYS:
             raise AlignError(f"{path}: unknown key {key!r}{nearest(str(key), KEYS)}")
     missing = [key for key in KEYS if key not in record]
     if missing or record["format"] != FORMAT:
         what = f"{missing[0]!r} is missing" if missing else f"format is {record['format']!r}, not {FORMAT!r}"
-        raise AlignError(f"{path}: {what}; give a file of hetu-fx align --save")
+        raise AlignError(f"{path}: {what}; give a file of hetu-fx-align --save")
     try:
         tensors = load_file(str(path.with_suffix(".safetensors")))
     except (MemoryError, OSError, SafetensorError) as error:

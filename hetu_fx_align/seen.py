@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from hetu_fx.align.call import Call
-from hetu_fx.align.difference import scale_of
-from hetu_fx.align.interpret import call_of, interpret, loss_of_graph
-from hetu_fx.align.run import SEED, in_widest, shaken, up_cast
-from hetu_fx.align.tolerances import allowed, class_of
 from hetu_fx.base.dtypes import carries_gradient, in_double
 from hetu_fx.base.torch_private import tree_leaves, tree_map_only
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import overload
 from hetu_fx.graph.graph import Graph
+from hetu_fx_align.call import Call
+from hetu_fx_align.difference import scale_of
+from hetu_fx_align.interpret import call_of, interpret, loss_of_graph
+from hetu_fx_align.run import SEED, in_widest, shaken, up_cast
+from hetu_fx_align.tolerances import allowed, class_of
 
 Leaves = Mapping[fx.Node, Tensor]
 RunCall = Callable[[Call], Any]

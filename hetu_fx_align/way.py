@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from hetu_fx.align.call import Call
 from hetu_fx.base.device_types import CPU, CUDA
 from hetu_fx.base.documents import nearest
 from hetu_fx.base.dtypes import is_real
 from hetu_fx.errors import AlignError
+from hetu_fx_align.call import Call
 
 Replacement = Callable[..., Any]
 """Called as replacement(op, *args, **kwargs) in the place of an op."""

@@ -23,7 +23,6 @@ FLOORS = (
     "cli",
     "integrations",
     "launch",
-    "align",
     "api",
     "check",
     "forwards",
@@ -69,6 +68,7 @@ FLOORS = (
     "annotations base",
     "errors",
 )
+BESIDE = ("hetu_fx_align", "examples")  # what uses the product and is not part of it
 FACADE = "hetu_fx"  # hetu_fx/__init__.py: gives the public names, imports nothing of the top floor
 OUTSIDE = ("hetu_fx.cli", "hetu_fx.integrations")  # these may use the public names
 
@@ -202,6 +202,16 @@ def test_the_core_never_imports_an_integration() -> None:
         f"{place}: {name} imports {target}"
         for name, target, place in edges()
         if target.startswith("hetu_fx.integrations") and not name.startswith(OUTSIDE)
+    ]
+    assert not users, "\n".join(users)
+
+
+def test_the_product_imports_nothing_that_is_beside_it() -> None:
+    users = [
+        f"{path.relative_to(ROOT)}:{line}: {name} imports {imported}"
+        for name, path in MODULES.items()
+        for imported, line in imports_of(name, ast.parse(path.read_text()), path.name == "__init__.py")
+        if imported.startswith(BESIDE)
     ]
     assert not users, "\n".join(users)
 

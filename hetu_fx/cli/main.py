@@ -16,7 +16,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import get_args
 
-from hetu_fx.cli.align import add_align, call_align
 from hetu_fx.cli.clean import add_clean, call_clean
 from hetu_fx.cli.completion import SHELLS, completion
 from hetu_fx.cli.doctor import add_doctor, call_doctor
@@ -216,7 +215,6 @@ COMMANDS = {
     "plan": Command("make a plan for devices that need not be there, or show one", add_plan, call_plan, more_of_plan),
     "simulate": Command("run a step of a plan on paper: timeline, memory, links", add_simulate, call_simulate),
     "verify": Command("train a model under plans and on one device, and compare", add_verify, call_verify),
-    "align": Command("run a model's ops in two ways, and find the one that is wrong", add_align, call_align),
     "doctor": Command("say what is wrong with the installation, the machine or the job", add_doctor, call_doctor),
     "launch": Command("run a script in several processes; lost ones do not end the others", _add_launch, _call_launch),
     "clean": Command("list and remove snapshots in memory of jobs that no longer run", add_clean, call_clean),

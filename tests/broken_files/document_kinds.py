@@ -11,9 +11,6 @@ from typing import Any
 import torch
 
 from examples.demo.record import RunRecord, StepRecord, Throughput
-from hetu_fx.align.call import Call
-from hetu_fx.align.losses import read_losses
-from hetu_fx.align.saved import read_call, save_call
 from hetu_fx.base.records import Document
 from hetu_fx.check.kept import Answer, KeptAnswers
 from hetu_fx.emulate.emulate import current_cores, current_speeds
@@ -24,6 +21,9 @@ from hetu_fx.report.page.page import report_json
 from hetu_fx.report.read import read_log
 from hetu_fx.report.summary import to_json
 from hetu_fx.transforms.rewrites.op_overrides import OpOverrides
+from hetu_fx_align.call import Call
+from hetu_fx_align.losses import read_losses
+from hetu_fx_align.saved import read_call, save_call
 from tests.broken_files.kind import Kind, Promise
 from tests.broken_files.trained import plain
 from tests.planner.examples import paper, transformer

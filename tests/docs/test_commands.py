@@ -36,8 +36,8 @@ INSTALL = Held(why="needs a package index; its extras are looked up")
 MEASURE = Held(by="cli/test_measure.py::test_devices_and_blocks_are_measured_and_planned_from_the_files")
 PLANNED = Held(by="test_planning_page.py::test_the_page_shows_what_the_commands_print_and_the_tables_that_there_are")
 TORCHRUN = Held(by="integrations/test_launchers.py::test_torchrun_trains_like_one_process")
-ALIGN = Held(by="cli/test_align.py::test_honest_dtypes_are_within_and_the_table_has_a_row_per_op_and_way")
-ALIGN_FILES = Held(by="cli/test_align.py::test_a_wrong_op_is_named_saved_replayed_and_overridden")
+ALIGN = Held(by="hetu_fx_align/test_command.py::test_honest_dtypes_are_within_and_the_table_has_a_row_per_op_and_way")
+ALIGN_FILES = Held(by="hetu_fx_align/test_command.py::test_a_wrong_op_is_named_saved_replayed_and_overridden")
 VERIFY = Held(by="cli/test_verify.py::test_plans_train_what_one_device_trains")
 VERIFY_ALL = Held(by="cli/test_verify.py::test_all_ranks_of_plans_train_in_this_process_what_one_device_trains")
 SEVERAL = Held(why="needs more processes or GPUs than CI has; its programs are read, each is run on fewer elsewhere")
@@ -65,16 +65,16 @@ HELD = {
     "torchrun --nproc-per-node 4 -m hetu_fx.cli verify my_script:make_model --plan auto": SEVERAL,
     "torchrun --nproc-per-node 8 -m hetu_fx.cli doctor --device cuda": SEVERAL,
     "torchrun --nproc-per-node 8 -m hetu_fx.cli measure my_model:example --device cuda": SEVERAL,
-    "hetu-fx align my_script.py:make_model": ALIGN,
-    "hetu-fx align my_script.py:make_model --ways eager,inductor": Held(
-        why="compiles each op, minutes; benchmarks.align does; with aot_eager in align/test_align.py"
+    "hetu-fx-align my_script.py:make_model": ALIGN,
+    "hetu-fx-align my_script.py:make_model --ways eager,inductor": Held(
+        why="compiles each op, minutes; benchmarks.align does; with aot_eager in hetu_fx_align/test_align.py"
     ),
-    "hetu-fx align my_script.py:make_model --ways cpu,cuda --dtype bf16": SEVERAL,
-    "hetu-fx align my_script.py:make_model --save ops --worst 5": ALIGN_FILES,
-    "hetu-fx align my_script.py:make_model --overrides align.json": ALIGN_FILES,
-    "hetu-fx align --replay ops/01-aten.softmax.int.json --ways cpu,cuda": ALIGN_FILES,
-    "hetu-fx align --losses run.jsonl reference.json": Held(
-        by="cli/test_align.py::test_losses_of_two_trainings_are_compared"
+    "hetu-fx-align my_script.py:make_model --ways cpu,cuda --dtype bf16": SEVERAL,
+    "hetu-fx-align my_script.py:make_model --save ops --worst 5": ALIGN_FILES,
+    "hetu-fx-align my_script.py:make_model --overrides align.json": ALIGN_FILES,
+    "hetu-fx-align --replay ops/01-aten.softmax.int.json --ways cpu,cuda": ALIGN_FILES,
+    "hetu-fx-align --losses run.jsonl reference.json": Held(
+        by="hetu_fx_align/test_command.py::test_losses_of_two_trainings_are_compared"
     ),
     "hetu-fx clean --yes": Held(by="cli/test_clean.py::test_what_is_stale_is_listed_and_removed_on_demand_alone"),
     "hetu-fx doctor": DOCTOR,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from hetu_fx.align.way import Way
+from hetu_fx_align.way import Way
 
 Batch = dict[str, Tensor]
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.align.faults import wrong_backward
-from hetu_fx.align.align import runners_of
-from hetu_fx.align.distinct import distinct_ops
-from hetu_fx.align.interpret import graph_to_align, values_of_leaves
-from hetu_fx.align.report import align_model
-from hetu_fx.align.way import WAYS, Way
 from hetu_fx.errors import AlignError
-from tests.align.nets import Net, net_and_batch, wrong
+from hetu_fx_align.align import runners_of
+from hetu_fx_align.distinct import distinct_ops
+from hetu_fx_align.interpret import graph_to_align, values_of_leaves
+from hetu_fx_align.report import align_model
+from hetu_fx_align.way import WAYS, Way
+from tests.hetu_fx_align.nets import Net, net_and_batch, wrong
 
 FAULTS = {
     "1 %": lambda result: result * 1.01,

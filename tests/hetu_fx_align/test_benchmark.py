@@ -10,9 +10,9 @@ from benchmarks.align.page import document
 from benchmarks.align.subjects import EXPLAINED, NAMES, Subject
 from benchmarks.align.trainings import FAULTY
 from benchmarks.families.families import FAMILIES
-from hetu_fx.align.interpret import graph_to_align, values_of_leaves
 from hetu_fx.transforms.rewrites.op_overrides import op_named
-from tests.align.nets import net_and_batch
+from hetu_fx_align.interpret import graph_to_align, values_of_leaves
+from tests.hetu_fx_align.nets import net_and_batch
 
 DTYPE = {
     "of": "dtype: net: unet, bf16",

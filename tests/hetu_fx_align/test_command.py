@@ -1,4 +1,4 @@
-"""`hetu-fx align` finds a wrong op and says so by its table, its JSON, its files and its status."""
+"""`hetu-fx-align` finds a wrong op and says so by its table, its JSON, its files and its status."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from hetu_fx.cli.main import main
 from hetu_fx.transforms.rewrites.op_overrides import OpOverrides
+from hetu_fx_align.command import main
 
 SCRIPT = """
 import torch
 from torch import nn
 
-from hetu_fx.align.way import Way
+from hetu_fx_align.way import Way
 
 
 class Net(nn.Module):
@@ -48,7 +48,7 @@ def script(tmp_path: Path) -> Path:
 def test_honest_dtypes_are_within_and_the_table_has_a_row_per_op_and_way(
     script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["align", f"{script}:made", "--dtype", "fp32", "--worst", "2"]) == 0
+    assert main([f"{script}:made", "--dtype", "fp32", "--worst", "2"]) == 0
     head, *rows, summary, first, second = capsys.readouterr().out.splitlines()
     assert head.split()[:4] == ["op", "class", "sizes", "module"]
     assert [row.split()[-1] for row in rows] == ["within"] * 4
@@ -62,20 +62,20 @@ def test_a_wrong_op_is_named_saved_replayed_and_overridden(
 ) -> None:
     ways = f"--ways=fp32,{script}:wrong"
     files = [f"--save={tmp_path / 'ops'}", f"--overrides={tmp_path / 'align.json'}"]
-    assert main(["align", f"{script}:made", ways, "--worst=1", *files]) == 1
+    assert main([f"{script}:made", ways, "--worst=1", *files]) == 1
     told = capsys.readouterr().out
     assert "1 are not within what is allowed: aten.layer_norm.default" in told
     assert "the output of module norm drifts first, by 1.0e-02" in told
     assert OpOverrides.read(tmp_path / "align.json").ops == {"aten.layer_norm.default": "up-cast"}
     saved = tmp_path / "ops" / "01-aten.layer_norm.default.json"
-    assert main(["align", "--replay", str(saved), ways, "--json"]) == 1
+    assert main(["--replay", str(saved), ways, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert [way["verdict"] for way in found["ops"][0]["ways"]] == ["within", "differs"]
-    assert main(["align", "--replay", str(saved), ways, "--tolerance", "aten.layer_norm.default=0.1"]) == 0
+    assert main(["--replay", str(saved), ways, "--tolerance", "aten.layer_norm.default=0.1"]) == 0
 
 
 def test_json_has_ops_runs_and_overrides(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["align", f"{script}:made", "--ways=eager", "--json"]) == 0
+    assert main([f"{script}:made", "--ways=eager", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found.keys() == {"ways", "within", "ops", "whole", "overrides"}
     assert {op["op"] for op in found["ops"]} >= {"aten.linear.default", "aten.layer_norm.default"}
@@ -89,7 +89,7 @@ def test_losses_of_two_trainings_are_compared(
     reference = [1.0 + 1.0 / step for step in range(1, 301)]
     (tmp_path / "a.json").write_text(json.dumps([factor * loss for loss in reference]))
     (tmp_path / "b.json").write_text(json.dumps(reference))
-    assert main(["align", "--losses", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == status
+    assert main(["--losses", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == status
     assert capsys.readouterr().out.startswith("NOT alike" if status else "alike")
 
 
@@ -99,7 +99,7 @@ def test_losses_of_two_trainings_are_compared(
         ([], "give one of SCRIPT:FUNCTION"),
         (["my:model", "--replay=x.json"], "give one of SCRIPT:FUNCTION"),
         (["SCRIPT:made", "--ways=fp32,bf61"], "did you mean 'bf16'?"),
-        (["SCRIPT:made", "--ways=SCRIPT:no_way"], "returns int, no hetu_fx.align.way.Way"),
+        (["SCRIPT:made", "--ways=SCRIPT:no_way"], "returns int, no hetu_fx_align.way.Way"),
         (["SCRIPT:made", "--dtype=bf61"], "did you mean 'bf16'?"),
         (["SCRIPT:made", "--tolerance=aten.relu.default"], "has no number"),
         (["SCRIPT:made", "--tolerance=aten.rely.default=1"], "did you mean 'aten.relu.default'?"),
@@ -109,5 +109,5 @@ def test_losses_of_two_trainings_are_compared(
 def test_what_cannot_be_is_refused(
     words: list[str], says: str, script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["align", *(word.replace("SCRIPT", str(script)) for word in words)]) == 2
+    assert main([word.replace("SCRIPT", str(script)) for word in words]) == 2
     assert says in capsys.readouterr().err

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hetu_fx.align.difference import APART, EQUAL, difference, scale_of
+from hetu_fx_align.difference import APART, EQUAL, difference, scale_of
 
 REFERENCE = torch.tensor([3.0, 4.0])
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from hetu_fx.align.losses import LIMIT, STEPS, compare_losses, read_losses
 from hetu_fx.errors import AlignError
 from hetu_fx.report.run_log import FORMAT
+from hetu_fx_align.losses import LIMIT, STEPS, compare_losses, read_losses
 
 
 def trained(dtype: torch.dtype, fault: float = 1.0) -> list[float]:

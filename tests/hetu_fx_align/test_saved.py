@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetu_fx.align.call import Call
-from hetu_fx.align.report import align_model, replay, save_worst
-from hetu_fx.align.saved import read_call, save_call
-from hetu_fx.align.way import WAYS
 from hetu_fx.errors import AlignError
-from tests.align.nets import net_and_batch, wrong
+from hetu_fx_align.call import Call
+from hetu_fx_align.report import align_model, replay, save_worst
+from hetu_fx_align.saved import read_call, save_call
+from hetu_fx_align.way import WAYS
+from tests.hetu_fx_align.nets import net_and_batch, wrong
 
 aten = torch.ops.aten
 

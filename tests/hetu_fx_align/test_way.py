@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hetu_fx.align.call import Call
-from hetu_fx.align.tolerances import BASE, CLASSES, allowed, class_of
-from hetu_fx.align.way import DTYPES, WAYS, Runner, Way, dtype_named, way_named
 from hetu_fx.errors import AlignError
+from hetu_fx_align.call import Call
+from hetu_fx_align.tolerances import BASE, CLASSES, allowed, class_of
+from hetu_fx_align.way import DTYPES, WAYS, Runner, Way, dtype_named, way_named
 
 aten = torch.ops.aten
 

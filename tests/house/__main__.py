@@ -14,13 +14,19 @@ from collections.abc import Mapping, Sequence
 from tests.house.budget import FILE, Counts, counts, moved, read, written
 from tests.house.measures import MEASURES, function_lengths, named_by_nobody
 from tests.house.tree import Tree, at, now
-from tests.test_layers import MODULES, ROOT
+from tests.test_layers import BESIDE, MODULES, ROOT
 
 
 def files_per_folder() -> Counter[str]:
     """Count the modules in every folder of product, tests and benchmarks."""
     others = [path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
     return Counter(str(path.parent.relative_to(ROOT)) for path in (*MODULES.values(), *others))
+
+
+def lines_beside() -> dict[str, int]:
+    """Count the lines of the packages that use the product and are none of it."""
+    files = {name: sorted((ROOT / name).rglob("*.py")) for name in BESIDE}
+    return {name: sum(len(path.read_text().splitlines()) for path in paths) for name, paths in files.items()}
 
 
 def table(found: Counts, before: Counts | None) -> str:
@@ -75,9 +81,11 @@ def main(given: Sequence[str] | None = None) -> None:
         FILE.write_text(written(moved(found, limits, options.because)))
     print(table(found, before))
     print("", *(f"{value:8g}  {name}" for name, value in sizes(now()).items()), sep="\n")
+    beside = lines_beside()
+    print("packages beside, in lines:", ", ".join(f"{name} {count:,}" for name, count in beside.items()))
     in_all = {name: rows["in all"] for name, rows in found.items()}
     was = {} if before is None else {"before": {name: rows["in all"] for name, rows in before.items()}}
-    print(json.dumps({"in all": in_all, **was, "by folder": found, **sizes(now())}))
+    print(json.dumps({"in all": in_all, **was, "by folder": found, "beside": beside, **sizes(now())}))
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ from examples.demo.settings import FULL
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import by_first, from_first, of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.emulate.emulate import EmulateSpec
+from hetu_fx.launch.emulate.emulate import EmulateSpec
 from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.measure.speeds import OwnBlocks, measured_on

@@ -63,7 +63,7 @@ FLOORS = (
     "comm_ops.resolve",
     "comm_ops.ops",
     "plans cluster",
-    "comm_ops.wire emulate",
+    "comm_ops.wire",
     "comm_ops.plans comm_ops batches",
     "annotations base",
     "errors",

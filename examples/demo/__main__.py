@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import get_args
 
 from examples.demo.demo import DEFAULT_FOLDER, run_demo
-from hetu_fx.emulate.plan import LimitChoice
 from hetu_fx.errors import HetuFxError
+from hetu_fx.launch.emulate.plan import LimitChoice
 
 
 def main() -> int:

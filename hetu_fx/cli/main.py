@@ -25,10 +25,10 @@ from hetu_fx.cli.measure import add_measure, call_measure
 from hetu_fx.cli.plan import add_plan, call_plan, more_of_plan
 from hetu_fx.cli.simulate import add_simulate, call_simulate
 from hetu_fx.cli.verify import add_verify, call_verify
-from hetu_fx.emulate.emulate import EmulateSpec, Output, change_speed, plan_run, run
-from hetu_fx.emulate.plan import LimitChoice
-from hetu_fx.emulate.spec import parse_memory, parse_rate, parse_speeds
 from hetu_fx.errors import EnvironmentProblem, HetuFxError
+from hetu_fx.launch.emulate.emulate import EmulateSpec, Output, change_speed, plan_run, run
+from hetu_fx.launch.emulate.plan import LimitChoice
+from hetu_fx.launch.emulate.spec import parse_memory, parse_rate, parse_speeds
 from hetu_fx.launch.job import LaunchSpec
 
 ERROR_STATUS = 2

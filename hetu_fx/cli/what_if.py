@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from hetu_fx.base.documents import table_text
 from hetu_fx.base.words import seconds_text
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.emulate.spec import parse_rate
 from hetu_fx.errors import ClusterError
+from hetu_fx.launch.emulate.spec import parse_rate
 from hetu_fx.plans.differences import changes
 from hetu_fx.plans.plan import Plan
 

@@ -13,7 +13,7 @@ import torch
 from examples.demo.record import RunRecord, StepRecord, Throughput
 from hetu_fx.base.records import Document
 from hetu_fx.check.kept import Answer, KeptAnswers
-from hetu_fx.emulate.emulate import current_cores, current_speeds
+from hetu_fx.launch.emulate.emulate import current_cores, current_speeds
 from hetu_fx.planner.simulate.timeline import Event, Timeline
 from hetu_fx.planner.values.profile_file import BlockTime, Profile, Slowdown
 from hetu_fx.plans.plan import Plan

@@ -9,8 +9,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 
-from hetu_fx.emulate.spec import EmulateSpec
 from hetu_fx.errors import EnvironmentProblem
+from hetu_fx.launch.emulate.spec import EmulateSpec
 
 INTERFACE = "eth0"
 Command = tuple[str, ...]

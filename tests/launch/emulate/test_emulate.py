@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from hetu_fx.emulate.cleanup import is_dead, remove_run, run_name, start_time, sweep
-from hetu_fx.emulate.emulate import EmulateSpec, change_speed, current_speeds, plan_run, run
-from hetu_fx.emulate.limits import (
+from hetu_fx.base.machine import start_time
+from hetu_fx.errors import EnvironmentProblem
+from hetu_fx.launch.emulate.cleanup import is_dead, remove_run, run_name, sweep
+from hetu_fx.launch.emulate.emulate import EmulateSpec, change_speed, current_speeds, plan_run, run
+from hetu_fx.launch.emulate.limits import (
     Affinity,
     CgroupV1,
     CgroupV2,
@@ -23,10 +25,9 @@ from hetu_fx.emulate.limits import (
     shared_speeds,
     speed_settings,
 )
-from hetu_fx.emulate.network import network_commands, run_command
-from hetu_fx.emulate.plan import describe
-from hetu_fx.emulate.spec import check_cores, parse_memory, parse_rate, parse_size, parse_speeds
-from hetu_fx.errors import EnvironmentProblem
+from hetu_fx.launch.emulate.network import network_commands, run_command
+from hetu_fx.launch.emulate.plan import describe
+from hetu_fx.launch.emulate.spec import check_cores, parse_memory, parse_rate, parse_size, parse_speeds
 
 
 def test_texts_of_the_command_line_are_read() -> None:

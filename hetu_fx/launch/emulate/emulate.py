@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hetu_fx.base.documents import json_of, open_regular, told_as_damaged
-from hetu_fx.emulate.cleanup import PROCESSES_FILE, SCRIPT, is_dead, remove_run, start_time, sweep
-from hetu_fx.emulate.limits import (
+from hetu_fx.base.machine import start_time
+from hetu_fx.errors import EnvironmentProblem
+from hetu_fx.launch.emulate.cleanup import PROCESSES_FILE, is_dead, main, remove_run, sweep
+from hetu_fx.launch.emulate.limits import (
     CgroupV1,
     CgroupV2,
     Limiter,
@@ -33,11 +35,10 @@ from hetu_fx.emulate.limits import (
     speed_settings,
     this_limiter,
 )
-from hetu_fx.emulate.network import run_command
-from hetu_fx.emulate.plan import DEFAULT_PORT, LimitChoice, RunPlan, describe, plan_run, size_text
-from hetu_fx.emulate.processes import Crew, Output
-from hetu_fx.emulate.spec import EmulateSpec, check_cores, check_speed
-from hetu_fx.errors import EnvironmentProblem
+from hetu_fx.launch.emulate.network import run_command
+from hetu_fx.launch.emulate.plan import DEFAULT_PORT, LimitChoice, RunPlan, describe, plan_run, size_text
+from hetu_fx.launch.emulate.processes import Crew, Output
+from hetu_fx.launch.emulate.spec import EmulateSpec, check_cores, check_speed
 
 __all__ = ["EmulateSpec", "Output", "change_speed", "current_cores", "current_speeds", "plan_run", "run"]
 
@@ -97,9 +98,10 @@ def _prepared(plan: RunPlan) -> Iterator[Path]:
 
 
 def _start_janitor(name: str, bases: tuple[Path, ...]) -> subprocess.Popen[bytes]:
-    # By its file and isolated, so that it imports nothing of ours; in a session of its own, so that it stays.
-    script = (sys.executable, "-I", str(SCRIPT), name, *map(str, bases))
-    return subprocess.Popen(script, stdin=subprocess.PIPE, start_new_session=True)
+    # Isolated, with our own path; in a session of its own, so that it stays.
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {main.__module__} import main; main(sys.argv[1:])"
+    janitor = (sys.executable, "-I", "-c", code, name, *map(str, bases))
+    return subprocess.Popen(janitor, stdin=subprocess.PIPE, start_new_session=True)
 
 
 def _make_folder(folder: Path) -> None:

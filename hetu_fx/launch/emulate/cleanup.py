@@ -1,8 +1,8 @@
-"""Removes what an emulation left behind, by the name of the run. Stands alone on purpose.
+"""Removes what an emulation left behind, by the name of the run.
 
-The emulator starts this file as a script (the janitor): it waits until the emulator is gone, however it
+The emulator runs `main` in a process of its own (the janitor): it waits until the emulator is gone, however it
 went, and then ends the run's processes and removes its cgroups, network namespaces and control folder. It
-imports nothing of hetu_fx, so that this costs no import of torch.
+needs nothing of hetu_fx but `base.machine`, so that this costs no import of torch.
 
 A run is named hetu-fx-NAMESPACE-PID-START-SERIAL after the process that runs it (its pid namespace, pid and
 start time), so a later run can tell a dead run's leftovers from a living neighbour's.
@@ -22,26 +22,17 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from hetu_fx.base.machine import pid_namespace, start_time
+
 RUN_NAME = re.compile(r"hetu-fx-(\d+)-(\d+)-(\d+)-(\d+)")
 PROCESSES_FILE = "processes"  # in the control folder: "pid start" per rank, for runs without cgroups
 NAMESPACES = Path("/run/netns")
 KILL_SECONDS = 5.0
-SCRIPT = Path(__file__)
 
 
 def run_name(serial: int) -> str:
     """Name the `serial`-th run of this process."""
     return f"hetu-fx-{pid_namespace()}-{os.getpid()}-{start_time(os.getpid())}-{serial}"
-
-
-def start_time(pid: int) -> int | None:
-    """Return the start time of a process in clock ticks since boot; None if there is no such process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    # The second field is the command in parentheses and may hold anything; the 22nd is the start.
-    return int(stat.rpartition(")")[2].split()[19])
 
 
 def is_dead(name: str) -> bool:
@@ -124,12 +115,6 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def pid_namespace() -> int:
-    """Return the number of the namespace in which ids of processes hold; 0 where the system has none."""
-    namespace = Path("/proc/self/ns/pid")
-    return namespace.stat().st_ino if namespace.exists() else 0
-
-
 def _run_names(cgroup_bases: tuple[Path, ...]) -> Iterator[str]:
     for folder in (*cgroup_bases, NAMESPACES, Path(tempfile.gettempdir())):
         for entry in _entries(folder):
@@ -159,7 +144,3 @@ def main(arguments: list[str]) -> int:
     sys.stdin.read()
     remove_run(name, [Path(base) for base in bases])
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import get_args
 
 from hetu_fx.cli.clean import add_clean, call_clean
-from hetu_fx.cli.completion import SHELLS, completion
 from hetu_fx.cli.doctor import add_doctor, call_doctor
 from hetu_fx.cli.environment import call_env
 from hetu_fx.cli.exported import add_exported, call_exported
@@ -32,6 +31,7 @@ from hetu_fx.launch.emulate.spec import parse_memory, parse_rate, parse_speeds
 from hetu_fx.launch.job import LaunchSpec
 
 ERROR_STATUS = 2
+SHELLS = ("bash", "zsh", "fish")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,12 @@ def _add_completion(parser: argparse.ArgumentParser) -> None:
 
 def _call_completion(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx completion`."""
-    print(completion(make_parser(), options.shell), end="")
+    try:
+        import shtab
+    except ImportError as problem:
+        message = "completion needs shtab, which is not installed; pip install 'hetu-fx[completion]'"
+        raise EnvironmentProblem(message) from problem
+    print(shtab.complete(make_parser(), options.shell))
     return 0
 
 

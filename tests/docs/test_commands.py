@@ -53,6 +53,7 @@ HELD = {
     "make demo": Held(why="minutes long; its parts are tested in tests/examples/demo, its target is looked up"),
     "pip install -e '.[hf,ui]'": INSTALL,
     'pip install -e ".[hf,lightning]" peft': INSTALL,
+    "pip install 'hetu-fx[completion]'": INSTALL,
     "python train.py": Held(run=True),
     "python examples/text.py": Held(
         by="examples/test_examples.py::test_an_example_trains_in_two_processes_what_it_trains_alone"

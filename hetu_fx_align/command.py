@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetu_fx.base.documents import table_text
 from hetu_fx.base.progress import telling
 from hetu_fx.cli.given import check_folder, function_named, local_device
 from hetu_fx.errors import AlignError, HetuFxError
+from hetu_fx.show.table import table_text
 
 if TYPE_CHECKING:
     from hetu_fx_align.report import Report

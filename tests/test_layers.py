@@ -65,6 +65,7 @@ FLOORS = (
     "plans cluster",
     "comm_ops.wire",
     "comm_ops.plans comm_ops batches",
+    "show",
     "annotations base",
     "errors",
 )

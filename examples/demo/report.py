@@ -13,8 +13,8 @@ from typing import Any
 from examples.demo.record import RunRecord, StepRecord, steady, throughput
 from examples.demo.settings import DemoSettings
 from examples.demo.terms import terms_text
-from hetu_fx.base.documents import table_text
 from hetu_fx.planner.simulate.timeline import Event, Timeline
+from hetu_fx.show.table import table_text
 
 PALETTE = ("#4c9be8", "#e8b84c", "#c77dba", "#2f6f4f", "#7d7d7d", "#8c6d4f", "#4cb8b0")
 TOLERANCE = 1e-4

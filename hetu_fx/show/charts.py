@@ -10,14 +10,14 @@ from html import escape
 from statistics import median
 from typing import TypeVar
 
-from hetu_fx.base.markup import COLOURS
+from hetu_fx.show.markup import COLOURS
 
 T = TypeVar("T")
 
 PLACES = 400
 """So many places a picture has at most."""
 
-WIDTH, HEIGHT = 1000.0, 200.0
+WIDTH, HEIGHT, LANE = 1000.0, 200.0, 20.0
 
 
 def colours_of(names: Sequence[str]) -> dict[str, str]:
@@ -91,6 +91,12 @@ def plot(picture: str, top: str, first: str, last: str, bottom: str = "") -> str
     svg = f'<svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" preserveAspectRatio="none" role="img">{picture}</svg>'
     feet = "".join(f"<span>{escape(text)}</span>" for text in (first, bottom, last))
     return f'<div class="plot">{head}{svg}<div class="axis">{feet}</div></div>'
+
+
+def lane(label: str, picture: str, kind: str = "") -> str:
+    """Return one of several rows on one scale: a picture of `WIDTH` by `LANE` with what it is of at its left."""
+    svg = f'<svg viewBox="0 0 {WIDTH:.0f} {LANE:.0f}" preserveAspectRatio="none" role="img">{picture}</svg>'
+    return f'<div class="lane{kind}"><span>{escape(label)}</span>{svg}</div>'
 
 
 def finite(items: Sequence[T], value: Callable[[T], float | None]) -> list[T]:

@@ -31,6 +31,20 @@ background:var(--paper);color:var(--ink)}
 .hetu-fx .bar i{border-radius:0}.hetu-fx .short .bar{width:4rem}
 """
 
+_PAGE_STYLE = """
+:root{color-scheme:light dark}
+body{max-width:1100px;margin:0 auto;padding:1rem}
+h1{font-size:1.5rem;line-height:1.25}h2{font-size:1.2rem;margin:2rem 0 .5rem}h3{font-size:1rem;margin:1.2rem 0 .3rem}
+a{color:var(--link)}nav{display:flex;flex-wrap:wrap;gap:.2rem 1rem}
+pre{overflow:auto;max-height:32rem;background:var(--soft);padding:.7rem;border-radius:4px;font-size:.85rem;
+overflow-wrap:normal}
+svg{display:block;width:100%;background:var(--soft)}svg *{vector-effect:non-scaling-stroke}
+.plot svg{height:200px}.axis{display:flex;justify-content:space-between;font-size:.85rem;color:var(--quiet)}
+.lanes{overflow-y:auto;max-height:38rem;margin:.5rem 0}
+.lane{display:grid;grid-template-columns:6.5rem 1fr;align-items:center;font-size:.85rem}
+.lane svg{height:1.5rem}.lane.more svg{height:.8rem}.lane.more{color:var(--quiet);margin-bottom:.3rem}
+"""
+
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table of cells that are text; what is wider or higher than there is room scrolls by itself."""
@@ -80,3 +94,14 @@ def number(value: float | None, scale: float = 1.0) -> str:
 def alone(parts: str) -> str:
     """Return parts with their style, as what can stand in any page."""
     return f'<div class="{CLASS}" style="padding:.5rem"><style>{STYLE}</style>{parts}</div>'
+
+
+def page(title: str, body: str) -> str:
+    """Return a whole page that needs nothing from elsewhere, `body` below its title."""
+    name = escape(title)
+    meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    head = f"{meta}<title>{name}</title><style>{STYLE}{_PAGE_STYLE}</style>"
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n'
+        f'<body class="{CLASS}"><h1>{name}</h1>\n{body}\n</body></html>\n'
+    )

@@ -26,9 +26,9 @@ def call_exported(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from hetu_fx.plans.plan import Plan
 
     plan = None if options.plan is None else Plan.read(options.plan)
-    make = (lambda: None) if options.model is None else function_named(options.model)
+    make = None if options.model is None else function_named(options.model)
     with torch.device("meta"):  # so that it takes no memory
-        model = make()
+        model = None if make is None else make()
     found = check_exported(options.folder, model=model, plan=plan)
     print(json.dumps(found.to_json(), indent=2) if options.json else found.explain())
     return 0 if found.is_good else 1

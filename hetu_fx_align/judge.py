@@ -10,10 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hetu_fx.base.dtypes import carries_gradient, wider
+from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx_align.call import Call, coarsest
 from hetu_fx_align.difference import Difference, difference, scale_of
-from hetu_fx_align.run import Made, disturbed, first_line, reference_of, run_both_ways, run_in, up_cast
+from hetu_fx_align.run import Made, disturbed, first_line, reference_of, run_both_ways, run_in, up_cast, wider
 from hetu_fx_align.tolerances import allowed, class_of, is_compared
 from hetu_fx_align.way import Runner
 

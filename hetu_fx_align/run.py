@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hetu_fx.base.dtypes import carries_gradient, in_double, wider
+from hetu_fx.base.dtypes import carries_gradient, in_double
 from hetu_fx.base.torch_private import tree_leaves
 from hetu_fx_align.call import Call
 from hetu_fx_align.way import Runner
@@ -142,3 +142,10 @@ def disturbed(call: Call, made: Made, eps: float) -> tuple[Call, tuple[Tensor, .
         return shaken(tensor, eps / 2, source)
 
     return call.mapped(moved), tuple(map(moved, made.cotangents))
+
+
+def wider(dtype: torch.dtype, real: torch.dtype) -> torch.dtype:
+    """Return the dtype of the same kind of numbers in the precision of a real dtype."""
+    if dtype.is_complex:
+        return real.to_complex()
+    return real if dtype.is_floating_point else dtype

@@ -36,7 +36,7 @@ def test_every_folder_with_code_is_a_package(package: str) -> None:
     assert not [path for path in bare if not any(part.is_symlink() for part in path.parents)]
 
 
-def test_only_hetu_fx_and_what_is_beside_it_are_installed() -> None:
+def test_only_our_packages_are_installed() -> None:
     assert {package.split(".")[0] for package in PACKAGES} == {"hetu_fx", "hetu_fx_align"}
 
 

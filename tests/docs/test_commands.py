@@ -51,6 +51,7 @@ CI = Held(why="CI is this (.ci/run); its target is looked up")
 
 HELD = {
     "make demo": Held(why="minutes long; its parts are tested in tests/examples/demo, its target is looked up"),
+    "python -m examples.demo --quick": Held(why="starts four processes; its parts are tested in tests/examples/demo"),
     "pip install -e '.[hf,ui]'": INSTALL,
     'pip install -e ".[hf,lightning]" peft': INSTALL,
     "pip install 'hetu-fx[completion]'": INSTALL,

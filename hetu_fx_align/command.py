@@ -104,7 +104,8 @@ def _aligned(options: argparse.Namespace) -> Report:
         check_folder("--overrides", options.overrides, AlignError)
     ways, tolerances = _ways(options.ways), _tolerances(options.tolerance)
     torch.manual_seed(0)
-    model, batch = _placed(*function_named(options.model)(), options)
+    made: tuple[Any, Any] = function_named(options.model)()
+    model, batch = _placed(*made, options)
     with telling("aligning ops") as tell:
         report = align_model(model, batch, ways, tolerances, tell)
     if options.save is not None:

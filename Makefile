@@ -68,7 +68,7 @@ docs: setup
 	@$(BIN)/mkdocs build --strict --site-dir build/site
 
 demo: setup
-	@$(BIN)/hetu-fx demo
+	@$(BIN)/python -m examples.demo
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -22,7 +22,7 @@ from benchmarks.kit.models import Size, batch, llama, num_parameters
 from benchmarks.kit.report import Bar, finish, median_ratio
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import of_all
-from hetu_fx.emulate.emulate import EmulateSpec
+from hetu_fx.launch.emulate.emulate import EmulateSpec
 from hetu_fx.planner.price.step_end import Housed, home_end_seconds, owned_bytes, update_seconds_per_byte
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.adapt.rehome_policy import UpdateTimes, housed

@@ -23,7 +23,7 @@ from benchmarks.kit.memory import Recorded, measured_step, recording
 from benchmarks.kit.models import Size, batch, gpt2, llama
 from benchmarks.kit.report import Bar, Row, finish
 from benchmarks.kit.smallest import few
-from hetu_fx.emulate.emulate import EmulateSpec
+from hetu_fx.launch.emulate.emulate import EmulateSpec
 from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.price.placement import device_bytes
 from hetu_fx.planner.values.program import ProgramCosts

@@ -53,7 +53,7 @@ from benchmarks.lengths.rounds import (
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import from_first
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.emulate.emulate import EmulateSpec
+from hetu_fx.launch.emulate.emulate import EmulateSpec
 from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.dispatch.assignment import Batching
 from hetu_fx.planner.dispatch.policies import HotSPa, Hydraulis, SequencePolicy, Soonest

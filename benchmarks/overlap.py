@@ -26,7 +26,7 @@ from benchmarks.kit.report import Bar, finish
 from benchmarks.kit.smallest import few
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.emulate.emulate import EmulateSpec
+from hetu_fx.launch.emulate.emulate import EmulateSpec
 from hetu_fx.switching.step import compiled_plans
 from hetu_fx.transforms.lowering.overlap import Overlap
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph

@@ -40,12 +40,12 @@ from benchmarks.straggler import SPEED as STRAGGLER_SPEED
 from benchmarks.straggler import WORLD as STRAGGLER_WORLD
 from benchmarks.unequal import SIZE as UNEQUAL_SIZE
 from benchmarks.unequal import SPEEDS as UNEQUAL_SPEEDS
+from examples.demo.data import Text, library_pieces, make_model
+from examples.demo.settings import FULL
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import by_first, from_first, of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.demo.data import Text, library_pieces, make_model
-from hetu_fx.demo.settings import FULL
-from hetu_fx.emulate.emulate import EmulateSpec
+from hetu_fx.launch.emulate.emulate import EmulateSpec
 from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.measure.speeds import OwnBlocks, measured_on

@@ -35,7 +35,7 @@ from benchmarks.kit.smallest import few
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import from_first
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.emulate.emulate import EmulateSpec
+from hetu_fx.launch.emulate.emulate import EmulateSpec
 from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.simulate.simulate import simulate

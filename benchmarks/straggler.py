@@ -34,7 +34,7 @@ from benchmarks.kit.models import Size, batch, llama, num_parameters
 from benchmarks.kit.report import Bar, Row, finish
 from benchmarks.kit.throttle import ThrottleClock
 from hetu_fx.comm_ops.wire.consensus import by_first, of_all
-from hetu_fx.emulate.emulate import EmulateSpec
+from hetu_fx.launch.emulate.emulate import EmulateSpec
 from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.simulate.simulate import simulated_seconds

@@ -21,7 +21,7 @@ from benchmarks.kit.report import Bar, Row, finish
 from benchmarks.kit.smallest import few
 from benchmarks.predicted import Workload
 from hetu_fx.comm_ops.wire.consensus import by_first
-from hetu_fx.emulate.emulate import EmulateSpec
+from hetu_fx.launch.emulate.emulate import EmulateSpec
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.plans.plan import Plan
 from hetu_fx.plans.stage import Pipeline, Stage

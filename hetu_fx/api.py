@@ -99,7 +99,7 @@ def auto_parallelize(
             work inside hetu_fx (it captures, compiles, computes) is waited for. None: HETU_FX_WAIT_SECONDS in the
             environment, or 60; math.inf: as long as process groups wait.
         align: which ops run in a wider dtype ("up-cast") or on the host ("on host"): the path of a file that
-            `hetu-fx align --overrides` wrote, or what it says.
+            `hetu-fx-align --overrides` wrote, or what it says.
         row_dims: which dim of an input counts the rows of the batch, where it is not dim 0, or None for an input
             without rows: `{"x": 1, "mask": None}`. Names are those of forward's arguments; one of a tuple or mapping
             stands for all tensors in it, or they are named one by one ("state.0"). Of inputs that are not named, dim 0

@@ -115,7 +115,7 @@ class ForwardCheckError(HetuFxError):
 class AlignError(HetuFxError):
     """A file of op overrides, of a saved op or of losses is malformed, or a way to run ops is not known.
 
-    Way out: correct the name or the key that the message names, or let `hetu-fx align` write the file again.
+    Way out: correct the name or the key that the message names, or let `hetu-fx-align` write the file again.
     """
 
 

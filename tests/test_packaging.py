@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES: list[str] = PROJECT["tool"]["setuptools"]["packages"]
-FOLDERS: dict[str, str] = PROJECT["tool"]["setuptools"]["package-dir"]
+FOLDERS: dict[str, str] = PROJECT["tool"]["setuptools"]["package-dir"] | {"hetu_fx_align": "hetu_fx_align"}
 
 
 def packages_in(folder: Path, name: str) -> set[str]:
@@ -36,8 +36,8 @@ def test_every_folder_with_code_is_a_package(package: str) -> None:
     assert not [path for path in bare if not any(part.is_symlink() for part in path.parents)]
 
 
-def test_only_hetu_fx_is_installed() -> None:
-    assert {package.split(".")[0] for package in PACKAGES} == {"hetu_fx"}
+def test_only_our_packages_are_installed() -> None:
+    assert {package.split(".")[0] for package in PACKAGES} == {"hetu_fx", "hetu_fx_align"}
 
 
 def test_tests_are_no_package() -> None:
@@ -49,7 +49,7 @@ def test_every_link_of_the_makefile_is_a_mapped_folder_that_git_ignores() -> Non
     makefile = (ROOT / "Makefile").read_text()
     line = next(line for line in makefile.splitlines() if line.startswith("LINKED := "))
     linked = line.removeprefix("LINKED := ").split()
-    assert sorted(linked) == sorted(set(FOLDERS.values()) - {"hetu_fx"})
+    assert sorted(linked) == sorted(set(FOLDERS.values()) - {"hetu_fx", "hetu_fx_align"})
     assert {f"/hetu_fx/{name}" for name in linked} <= set((ROOT / ".gitignore").read_text().split())
 
 
@@ -58,9 +58,10 @@ def test_the_torch_range_of_make_is_the_declared_one() -> None:
     assert f"TORCH ?= {declared}\n" in (ROOT / "Makefile").read_text()
 
 
-def test_the_typing_marker_is_shipped() -> None:
-    assert (ROOT / "hetu_fx" / "py.typed").is_file()
-    assert PROJECT["tool"]["setuptools"]["package-data"]["hetu_fx"] == ["py.typed"]
+@pytest.mark.parametrize("package", ["hetu_fx", "hetu_fx_align"])
+def test_the_typing_marker_is_shipped(package: str) -> None:
+    assert (ROOT / package / "py.typed").is_file()
+    assert PROJECT["tool"]["setuptools"]["package-data"][package] == ["py.typed"]
 
 
 def test_a_test_that_would_be_run_with_nothing_fails(tmp_path: Path) -> None:

@@ -23,11 +23,11 @@ from benchmarks.align.subjects import EXPLAINED, NAMES, QUICK, subject
 from benchmarks.align.trainings import FAULTY, HONEST, losses_in, reference_losses
 from benchmarks.kit import report
 from benchmarks.kit.smallest import few
-from hetu_fx.align.align import AlignedOp, align_ops
-from hetu_fx.align.drift import whole_run
-from hetu_fx.align.judge import Verdict
-from hetu_fx.align.losses import compare_losses
-from hetu_fx.align.way import WAYS, Runner, Way
+from hetu_fx_align.align import AlignedOp, align_ops
+from hetu_fx_align.drift import whole_run
+from hetu_fx_align.judge import Verdict
+from hetu_fx_align.losses import compare_losses
+from hetu_fx_align.way import WAYS, Runner, Way
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "alignment.md"
 PARTS = ("dtype", "faults", "losses", "inductor")

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.align.subjects import Subject
-from hetu_fx.align.align import align_ops, runners_of
-from hetu_fx.align.call import Call
-from hetu_fx.align.difference import difference
-from hetu_fx.align.distinct import distinct_ops
-from hetu_fx.align.drift import whole_run
-from hetu_fx.align.tolerances import is_compared
-from hetu_fx.align.way import Runner, Way
 from hetu_fx.base.torch_private import tree_leaves, tree_map_only
+from hetu_fx_align.align import align_ops, runners_of
+from hetu_fx_align.call import Call
+from hetu_fx_align.difference import difference
+from hetu_fx_align.distinct import distinct_ops
+from hetu_fx_align.drift import whole_run
+from hetu_fx_align.tolerances import is_compared
+from hetu_fx_align.way import Runner, Way
 
 Fault = Callable[[Tensor], Tensor]
 LEAST = 5e-4

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.align.subjects import EXPLAINED
-from hetu_fx.align.losses import LIMIT
+from hetu_fx_align.losses import LIMIT
 
 Row = Mapping[str, Any]
 HEADS = ("ops", "calls", "within", "explained", "unexplained", "loss", "drifts first")

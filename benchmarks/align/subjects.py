@@ -12,8 +12,8 @@ from torch import fx
 
 from benchmarks.families.cells import SIZES, in_dtype
 from benchmarks.families.families import FAMILIES
-from hetu_fx.align.interpret import graph_to_align, values_of_leaves
 from hetu_fx.graph.graph import Graph
+from hetu_fx_align.interpret import graph_to_align, values_of_leaves
 
 NAMES = (
     "llama", "gpt2", "bert", "bart", "vit", "net: resnet", "t5", "mixtral", "mamba", "gpt_neox", "opt", "bloom",

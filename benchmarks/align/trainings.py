@@ -12,10 +12,10 @@ from torch import Tensor, fx
 from benchmarks.align.faults import by_a_transposed_dim
 from benchmarks.families.batches import VOCABULARY
 from benchmarks.families.families import FAMILIES
-from hetu_fx.align.interpret import call_of, graph_to_align, interpret, loss_of_graph, values_of_leaves
-from hetu_fx.align.losses import STEPS
-from hetu_fx.align.way import WAYS, Runner, Way
 from hetu_fx.graph.graph import LeafKind
+from hetu_fx_align.interpret import call_of, graph_to_align, interpret, loss_of_graph, values_of_leaves
+from hetu_fx_align.losses import STEPS
+from hetu_fx_align.way import WAYS, Runner, Way
 
 FAMILY, ROWS, LENGTH, RATE = "gpt2", 4, 11, 1e-3
 HONEST = WAYS["bf16"]

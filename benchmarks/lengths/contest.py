@@ -14,9 +14,9 @@ import hetu_fx
 from benchmarks.kit.contest import adamw
 from benchmarks.kit.models import Size, llama
 from benchmarks.lengths.plans import plans_of
+from examples.demo.data import library_pieces
 from hetu_fx.batches.sampler import Pieces, TokenBudgetSampler, nested_batch
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.demo.data import library_pieces
 from hetu_fx.planner.dispatch.assignment import Assignment, EligibleVariant, Request
 from hetu_fx.planner.dispatch.policies import Hydraulis, SequencePolicy
 

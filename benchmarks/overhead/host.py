@@ -40,7 +40,7 @@ from benchmarks.kit.smallest import least
 from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.peers.memory import Peers
-from hetu_fx.emulate.emulate import EmulateSpec, Output
+from hetu_fx.launch.emulate.emulate import EmulateSpec, Output
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 
 BLOCKS, WIDTH = 12, 8

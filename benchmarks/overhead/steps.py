@@ -23,8 +23,8 @@ from benchmarks.kit.fleet import rank_here, run_workers, world_here
 from benchmarks.kit.models import Size, batch, llama
 from benchmarks.kit.report import Bar, Part, Row, median_ratio
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.emulate.emulate import EmulateSpec, Output
 from hetu_fx.graph.bind import GivenBatch
+from hetu_fx.launch.emulate.emulate import EmulateSpec, Output
 from hetu_fx.program.captures import Programs
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
 

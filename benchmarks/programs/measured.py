@@ -23,7 +23,7 @@ from benchmarks.programs.priced import by_speed, run_seconds
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import by_first, from_first, of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.emulate.emulate import EmulateSpec
+from hetu_fx.launch.emulate.emulate import EmulateSpec
 from hetu_fx.planner.captured_program import CapturedProgram, PlannedProgram
 from hetu_fx.planner.search.hap.entry import HAP
 from hetu_fx.planner.search.problem import Problem, seconds_by_costs

@@ -23,7 +23,7 @@ from types import FrameType, TracebackType
 import torch
 
 _OURS = "hetu_fx"
-_STARTERS = ("launch", "cli", "emulate", "demo")  # packages of ours that run scripts, further out
+_STARTERS = ("launch", "cli")  # packages of ours that run scripts, further out
 _STARTERS_FOLDERS = tuple(os.path.join(folder, name) for folder in sys.modules[_OURS].__path__ for name in _STARTERS)
 _LIBRARY_FOLDERS = (os.path.dirname(torch.__file__), *map(sysconfig.get_path, ("stdlib", "platstdlib")))
 _ENGINE = "_engine_run_backward"  # of torch.autograd.graph: its callers wait in it for a backward

@@ -38,13 +38,6 @@ def widest(dtype: torch.dtype) -> torch.dtype:
     return in_double(dtype) if carries_gradient(dtype) else torch.int64
 
 
-def wider(dtype: torch.dtype, real: torch.dtype) -> torch.dtype:
-    """Return the dtype of the same kind of numbers in the precision of a real dtype."""
-    if dtype.is_complex:
-        return real.to_complex()
-    return real if dtype.is_floating_point else dtype
-
-
 def as_reals(x: Tensor) -> Tensor:
     """View complex numbers as pairs of real ones, in one more dim; others as they are."""
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x

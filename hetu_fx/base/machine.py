@@ -1,4 +1,4 @@
-"""Which machine and which network this process is on, told so that no two are taken for one.
+"""Which machine, network and process this is, told so that no two are taken for one.
 
 A hostname is no machine: clones of a virtual machine and containers have one name, and ids of processes mean something
 in one of them only. What the kernel drew at its start tells machines apart, and its namespaces the containers on one.
@@ -47,6 +47,22 @@ def short_names(names: Sequence[str]) -> list[str]:
     hosts = {name: found[1] if (found := _WITH_DIGEST.fullmatch(name)) else name for name in names}
     count = Counter(hosts.values())
     return [hosts[name] if count[hosts[name]] == 1 else name for name in names]
+
+
+def pid_namespace() -> int:
+    """Return the number of the namespace in which ids of processes hold; 0 where the system has none."""
+    namespace = Path("/proc/self/ns/pid")
+    return namespace.stat().st_ino if namespace.exists() else 0
+
+
+def start_time(pid: int) -> int | None:
+    """Return the start time of a process in clock ticks since boot; None if there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The second field is the command in parentheses and may hold anything; the 22nd is the start.
+    return int(stat.rpartition(")")[2].split()[19])
 
 
 def _digest(namespace: str) -> str:

@@ -17,13 +17,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from hetu_fx.base.machine import node_name, short_names
+from hetu_fx.base.machine import node_name, short_names, start_time
 from hetu_fx.base.torch_private import Store
 from hetu_fx.comm_ops.wire.common_path import end_communication
 from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.rendezvous import launcher_store
-from hetu_fx.emulate.cleanup import start_time
 from hetu_fx.errors import StateError
 
 LEFT = "left"  # the sign of one that has nothing more to do
@@ -63,7 +62,7 @@ class Peer:
     Attributes:
         node: that it is on.
         process: its id there.
-        started: its start time there (`emulate.cleanup.start_time`), which no other process of this id has.
+        started: its start time there (`machine.start_time`), which no other process of this id has.
     """
 
     node: str

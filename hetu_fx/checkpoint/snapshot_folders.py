@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from hetu_fx.emulate.cleanup import pid_namespace, start_time
+from hetu_fx.base.machine import pid_namespace, start_time
 from hetu_fx.errors import CheckpointError
 
 JOB_VARIABLE = "HETU_FX_JOB"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import assert_never
 
-from hetu_fx.emulate.limits import Affinity, CgroupV1, CgroupV2, this_limiter
+from hetu_fx.launch.emulate.limits import Affinity, CgroupV1, CgroupV2, this_limiter
 
 PACKAGES = ("hetu-fx", "torch", "numpy", "scipy", "safetensors", "transformers", "accelerate", "rich", "matplotlib")
 

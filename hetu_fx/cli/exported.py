@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
-from hetu_fx.errors import ExportError
+from hetu_fx.cli.given import function_named
 
 
 def add_exported(parser: argparse.ArgumentParser) -> None:
@@ -24,25 +20,15 @@ def add_exported(parser: argparse.ArgumentParser) -> None:
 
 def call_exported(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx exported`; the status is 1 where files are damaged or the export is stale."""
+    import torch
+
     from hetu_fx.export.check import check_exported
     from hetu_fx.plans.plan import Plan
 
     plan = None if options.plan is None else Plan.read(options.plan)
-    model = None if options.model is None else _made(options.model)
+    make = None if options.model is None else function_named(options.model)
+    with torch.device("meta"):  # so that it takes no memory
+        model = None if make is None else make()
     found = check_exported(options.folder, model=model, plan=plan)
     print(json.dumps(found.to_json(), indent=2) if options.json else found.explain())
     return 0 if found.is_good else 1
-
-
-def _made(name: str) -> Any:
-    """Return the model that a function makes, on the meta device, so that it takes no memory."""
-    import torch
-
-    module, _, function = name.partition(":")
-    sys.path.insert(0, os.getcwd())
-    try:
-        make = getattr(import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ExportError(f"cannot import {name!r}: {error}; write it as MODULE:FUNCTION, from here") from error
-    with torch.device("meta"):
-        return make()

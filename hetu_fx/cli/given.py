@@ -14,8 +14,8 @@ from typing import Any
 from hetu_fx.errors import HetuFxError, ProfileError
 
 
-def function_named(text: str) -> Callable[[], tuple[Any, Any]]:
-    """Return the function that MODULE:FUNCTION or SCRIPT.py:FUNCTION names, to be called for (model, batch).
+def function_named(text: str) -> Callable[[], Any]:
+    """Return the function that MODULE:FUNCTION or SCRIPT.py:FUNCTION names; it makes (model, batch), or a model.
 
     Modules are also looked for in the current folder.
     """
@@ -25,8 +25,8 @@ def function_named(text: str) -> Callable[[], tuple[Any, Any]]:
     module = _script(text, Path(place)) if place.endswith(".py") else _module(text, place)
     found = getattr(module, name, None)
     if not callable(found):
-        raise ProfileError(f"model {text!r}: module {place} has no function {name}; name one of (model, batch)")
-    result: Callable[[], tuple[Any, Any]] = found
+        raise ProfileError(f"model {text!r}: module {place} has no function {name}; name one that it has")
+    result: Callable[[], Any] = found
     return result
 
 

@@ -16,9 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import get_args
 
-from hetu_fx.cli.align import add_align, call_align
 from hetu_fx.cli.clean import add_clean, call_clean
-from hetu_fx.cli.completion import SHELLS, completion
 from hetu_fx.cli.doctor import add_doctor, call_doctor
 from hetu_fx.cli.environment import call_env
 from hetu_fx.cli.exported import add_exported, call_exported
@@ -26,14 +24,14 @@ from hetu_fx.cli.measure import add_measure, call_measure
 from hetu_fx.cli.plan import add_plan, call_plan, more_of_plan
 from hetu_fx.cli.simulate import add_simulate, call_simulate
 from hetu_fx.cli.verify import add_verify, call_verify
-from hetu_fx.demo.demo import DEFAULT_FOLDER, run_demo
-from hetu_fx.emulate.emulate import EmulateSpec, Output, change_speed, plan_run, run
-from hetu_fx.emulate.plan import LimitChoice
-from hetu_fx.emulate.spec import parse_memory, parse_rate, parse_speeds
 from hetu_fx.errors import EnvironmentProblem, HetuFxError
+from hetu_fx.launch.emulate.emulate import EmulateSpec, Output, change_speed, plan_run, run
+from hetu_fx.launch.emulate.plan import LimitChoice
+from hetu_fx.launch.emulate.spec import parse_memory, parse_rate, parse_speeds
 from hetu_fx.launch.job import LaunchSpec
 
 ERROR_STATUS = 2
+SHELLS = ("bash", "zsh", "fish")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +70,10 @@ def _add_emulate(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="time for the other ranks to exit after one fails (default: %(default)g)",
     )
-    _add_limit(parser)
+    parser.add_argument("--limit", choices=get_args(LimitChoice), default="auto", help="how speeds are enforced")
     parser.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
     parser.add_argument("--json", action="store_true", help="with --dry-run: print it as JSON")
     parser.add_argument("--set", metavar="RANK=SPEED", help="change the speed of a rank of the running emulation")
-
-
-def _add_limit(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--limit", choices=get_args(LimitChoice), default="auto", help="how speeds are enforced")
 
 
 def _call_emulate(options: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -134,27 +128,13 @@ def _add_completion(parser: argparse.ArgumentParser) -> None:
 
 def _call_completion(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx completion`."""
-    print(completion(make_parser(), options.shell), end="")
+    try:
+        import shtab
+    except ImportError as problem:
+        message = "completion needs shtab, which is not installed; pip install 'hetu-fx[completion]'"
+        raise EnvironmentProblem(message) from problem
+    print(shtab.complete(make_parser(), options.shell))
     return 0
-
-
-def _add_demo(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `hetu-fx demo`."""
-    parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=DEFAULT_FOLDER,
-        metavar="FOLDER",
-        help="folder for the report, its pictures and JSON",
-    )
-    _add_limit(parser)
-    _add_json(parser)
-
-
-def _call_demo(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Run `hetu-fx demo`; the status is 0 when the result is that of one process."""
-    return run_demo(options.output, quick=options.quick, limit=options.limit, as_json=options.json)
 
 
 def _add_log(parser: argparse.ArgumentParser) -> None:
@@ -240,9 +220,7 @@ COMMANDS = {
     "plan": Command("make a plan for devices that need not be there, or show one", add_plan, call_plan, more_of_plan),
     "simulate": Command("run a step of a plan on paper: timeline, memory, links", add_simulate, call_simulate),
     "verify": Command("train a model under plans and on one device, and compare", add_verify, call_verify),
-    "align": Command("run a model's ops in two ways, and find the one that is wrong", add_align, call_align),
     "doctor": Command("say what is wrong with the installation, the machine or the job", add_doctor, call_doctor),
-    "demo": Command("train a model on four unequal emulated devices, and compare", _add_demo, _call_demo),
     "launch": Command("run a script in several processes; lost ones do not end the others", _add_launch, _call_launch),
     "clean": Command("list and remove snapshots in memory of jobs that no longer run", add_clean, call_clean),
     "log": Command("say what the log of a run holds: variants, times, changes", _add_log, _call_log),

@@ -13,13 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetu_fx.base.documents import json_text, table_text
+from hetu_fx.base.documents import json_text
 from hetu_fx.base.progress import telling
 from hetu_fx.cli.files import NAMES, add_files, read_files
 from hetu_fx.cli.given import check_folder
 from hetu_fx.cli.what_if import add_changes, change_lines, changed, changes_text, differences
 from hetu_fx.errors import PlanError
 from hetu_fx.plans.plan import Plan
+from hetu_fx.show.table import table_text
 
 if TYPE_CHECKING:
     from hetu_fx.planner.search.problem import Problem

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetu_fx.base.documents import nearest, table_text
+from hetu_fx.base.documents import nearest
 from hetu_fx.base.words import bytes_of, bytes_text, ranks_text, seconds_text, share_text
 from hetu_fx.cli.files import add_files, read_files
 from hetu_fx.cli.given import check_folder
@@ -21,6 +21,7 @@ from hetu_fx.errors import PlanError
 from hetu_fx.plans.alike import alike
 from hetu_fx.plans.plan import Plan
 from hetu_fx.plans.tables import short_text
+from hetu_fx.show.table import table_text
 
 if TYPE_CHECKING:
     from hetu_fx.planner.simulate.simulation import Simulation
@@ -131,10 +132,10 @@ def _draw(made: Simulation, plan: Plan, cluster: Cluster, path: Path) -> None:
 
         write_html(_picture_of(made, plan), path)
     else:
-        from hetu_fx.cli.simulation_picture import draw
+        from hetu_fx.planner.simulate.picture import draw
 
         limits = {device.rank: device.memory_bytes for device in cluster.devices}
-        draw(_picture_of(made, plan), limits, path)
+        draw(_picture_of(made, plan), str(path), limits, form=path.suffix.removeprefix("."))
 
 
 def shown(plan: Plan) -> tuple[int, ...]:

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetu_fx.base.documents import table_text
 from hetu_fx.cli.given import function_named, local_device
 from hetu_fx.errors import BatchError, EnvironmentProblem, PlanError
+from hetu_fx.show.table import table_text
 
 if TYPE_CHECKING:
     from hetu_fx.check.verdict import Verdict

@@ -7,13 +7,13 @@ import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from hetu_fx.base.documents import table_text
 from hetu_fx.base.words import seconds_text
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.emulate.spec import parse_rate
 from hetu_fx.errors import ClusterError
+from hetu_fx.launch.emulate.spec import parse_rate
 from hetu_fx.plans.differences import changes
 from hetu_fx.plans.plan import Plan
+from hetu_fx.show.table import table_text
 
 _WIDEST = 120  # columns of a table, however wide a terminal is
 _NOT_ON_A_TERMINAL = (100, 24)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from hetu_fx.base.documents import table_text
 from hetu_fx.cluster.devices import Device, Link
 from hetu_fx.cluster.topology import Level
+from hetu_fx.show.table import table_text
 
 _COLUMNS: Mapping[str, Callable[[Device], str]] = {
     "device": lambda device: str(device.rank),

@@ -22,7 +22,7 @@ from typing import Any
 from hetu_fx.base.addresses import LOOPBACK
 from hetu_fx.base.cgroups import MemoryKills
 from hetu_fx.comm_ops.wire.rendezvous import store_served_at
-from hetu_fx.emulate.processes import how_ended
+from hetu_fx.launch.emulate.processes import how_ended
 from hetu_fx.launch.job import LaunchSpec, Message, MessageChannel, WorkerProcess, forked, start_worker, verdicts
 from hetu_fx.report.sinks import JsonLines
 

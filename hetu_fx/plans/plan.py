@@ -14,9 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from hetu_fx.base.documents import nearest, table_text
+from hetu_fx.base.documents import nearest
 from hetu_fx.base.json_values import PAIRS, many
-from hetu_fx.base.markup import alone
 from hetu_fx.base.records import Document, Key, record
 from hetu_fx.errors import PlanError
 from hetu_fx.plans.parts import PartedPipeline
@@ -24,6 +23,8 @@ from hetu_fx.plans.picture import plan_html
 from hetu_fx.plans.prediction import PREDICTION, Prediction
 from hetu_fx.plans.stage import LATER, PIPELINE, Pipeline, Stage, check_devices, reduced
 from hetu_fx.plans.tables import HEADER, busiest, device_rows, left_out_text, plan_table, program_text, rows_text
+from hetu_fx.show.markup import alone
+from hetu_fx.show.table import table_text
 
 __all__ = [
     "FORMAT",

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hetu_fx.base.checks import check_not_negative
-from hetu_fx.base.documents import table_text
 from hetu_fx.base.json_values import many, numbers
 from hetu_fx.base.records import Key, record
 from hetu_fx.base.words import ranks_text, seconds_text
 from hetu_fx.errors import PlanError
+from hetu_fx.show.table import table_text
 
 
 @dataclass(frozen=True, slots=True)

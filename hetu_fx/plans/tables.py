@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from hetu_fx.base.documents import table_text
 from hetu_fx.base.words import ranks_text, share_text
 from hetu_fx.plans.alike import FEW_DEVICES, Alike, alike, busy_text, groups_of, idle_seconds, memory_text
 from hetu_fx.plans.program import OpRegion
 from hetu_fx.plans.stage import Pipeline, Stage, ratios_text
+from hetu_fx.show.table import table_text
 
 if TYPE_CHECKING:
     from hetu_fx.plans.plan import Plan

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from hetu_fx.base.documents import table_text
-from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.report.run_log import Entry
+from hetu_fx.show.figure import new_figure
+from hetu_fx.show.table import table_text
 
 PALETTE = ("#4c9be8", "#e8b84c", "#2f6f4f", "#c77dba", "#8c6d46", "#7d7d7d")
 CHANGES = ("plan", "cluster", "health", "switch", "built", "evicted", "moved", "arrived")
@@ -149,11 +149,7 @@ def draw(log: Sequence[Entry], path: str | os.PathLike[str]) -> None:
     Raises:
         EnvironmentProblem: without matplotlib.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise EnvironmentProblem("a picture needs matplotlib; pip install 'hetu-fx[ui]'") from error
-    figure = Figure(figsize=(10, 5), layout="constrained")
+    figure = new_figure(10, 5)
     steps, health = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     _draw_steps(steps, steps_of(log))
     _draw_rates(health, log)

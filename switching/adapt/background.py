@@ -27,7 +27,7 @@ from typing import Any, Generic, NoReturn, TypeVar, cast
 import torch
 
 from hetu_fx.base.cgroups import own_quota
-from hetu_fx.emulate.cleanup import start_time
+from hetu_fx.base.machine import start_time
 from hetu_fx.errors import HetuFxError, StateError
 
 Question = TypeVar("Question")

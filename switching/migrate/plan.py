@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from hetu_fx.base.documents import table_text
 from hetu_fx.comm_ops.plans.bsr_plan import plan_moves
 from hetu_fx.errors import StateError
+from hetu_fx.show.table import table_text
 from hetu_fx.switching.migrate.buckets import StateTensor, SwitchBucket, Transport, peak_bytes, share_out
 
 FORMAT = "hetu_fx.switch/1"

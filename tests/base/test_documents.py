@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetu_fx.base.documents import json_text, nearest, read_json, table_text, write_atomically
+from hetu_fx.base.documents import json_text, nearest, read_json, write_atomically
 from hetu_fx.errors import PlanError
 
 VALUES = st.recursive(
@@ -43,7 +43,3 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_bytes(b"\xff\xfe{}")
     with pytest.raises(PlanError, match=r"x\.json is not valid JSON"):
         read_json(tmp_path / "x.json", PlanError)
-
-
-def test_tables_align_columns() -> None:
-    assert table_text(["a", "long"], [["1", "2"], ["333", ""]]) == "a    long\n1    2\n333"

@@ -14,7 +14,6 @@ from hetu_fx.base.dtypes import (
     in_double,
     is_complex,
     is_real,
-    wider,
     widest,
 )
 from tests.test_layers import MODULES
@@ -49,7 +48,7 @@ def test_double_precision_keeps_the_kind_of_numbers(dtype: torch.dtype) -> None:
     double = in_double(dtype)
     assert (is_real(double), is_complex(double)) == (is_real(dtype), is_complex(dtype))
     assert torch.promote_types(double, dtype) == double
-    assert double == (dtype if dtype in WHOLE else wider(dtype, torch.float64))
+    assert double == (dtype if dtype in WHOLE else (torch.complex128 if dtype.is_complex else torch.float64))
     assert widest(dtype) == (torch.int64 if dtype in WHOLE else double)
 
 

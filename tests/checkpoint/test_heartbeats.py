@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 from torch._C._distributed_c10d import HashStore
 
+from hetu_fx.base.machine import start_time
 from hetu_fx.checkpoint.heartbeats import LEFT, Heartbeats, Peer, Silences, watch_each_other, watched_by
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.emulate.cleanup import start_time
 from hetu_fx.errors import StateError
 
 BOUND = 0.2

@@ -12,6 +12,7 @@ from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 
 from hetu_fx.cli import main as cli
+from hetu_fx_align.command import make_parser as make_align_parser
 
 ROOT = Path(__file__).parents[2]
 NAMED = ("README.md", "CONTRIBUTING.md", "examples/README.md")
@@ -19,7 +20,7 @@ PAGES = sorted([*map(ROOT.joinpath, NAMED), *(ROOT / "docs").rglob("*.md")])
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(r"^```(sh|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`]+)`")
-PROGRAMS = ("hetu-fx", "torchrun", "accelerate", "python", "pip", "make")
+PROGRAMS = ("hetu-fx", "hetu-fx-align", "torchrun", "accelerate", "python", "pip", "make")
 SETS = re.compile(r"[A-Z_]+=\S+")
 """What stands before a command, and sets a variable of its environment."""
 
@@ -79,6 +80,8 @@ def check_words(words: Sequence[str]) -> None:
             behind = own[at + 1 :]
             if behind not in ([], ["COMMAND"]) and own[0] != "launch":
                 check_words(behind)
+        case ["hetu-fx-align", *own]:
+            make_align_parser().parse_args(own)
         case ["torchrun", *own]:
             options = get_args_parser().parse_args(own)
             if options.module:

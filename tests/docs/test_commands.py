@@ -31,13 +31,13 @@ class Held:
 
 
 DOCTOR = Held(by="cli/test_doctor.py::test_this_machine_is_looked_at_and_told_as_lines_and_as_json")
-EMULATED = Held(by="emulate/test_emulate_ranks.py::test_without_quotas_every_rank_is_pinned_and_we_are_not")
+EMULATED = Held(by="launch/emulate/test_emulate_ranks.py::test_without_quotas_every_rank_is_pinned_and_we_are_not")
 INSTALL = Held(why="needs a package index; its extras are looked up")
 MEASURE = Held(by="cli/test_measure.py::test_devices_and_blocks_are_measured_and_planned_from_the_files")
 PLANNED = Held(by="test_planning_page.py::test_the_page_shows_what_the_commands_print_and_the_tables_that_there_are")
 TORCHRUN = Held(by="integrations/test_launchers.py::test_torchrun_trains_like_one_process")
-ALIGN = Held(by="cli/test_align.py::test_honest_dtypes_are_within_and_the_table_has_a_row_per_op_and_way")
-ALIGN_FILES = Held(by="cli/test_align.py::test_a_wrong_op_is_named_saved_replayed_and_overridden")
+ALIGN = Held(by="hetu_fx_align/test_command.py::test_honest_dtypes_are_within_and_the_table_has_a_row_per_op_and_way")
+ALIGN_FILES = Held(by="hetu_fx_align/test_command.py::test_a_wrong_op_is_named_saved_replayed_and_overridden")
 VERIFY = Held(by="cli/test_verify.py::test_plans_train_what_one_device_trains")
 VERIFY_ALL = Held(by="cli/test_verify.py::test_all_ranks_of_plans_train_in_this_process_what_one_device_trains")
 SEVERAL = Held(why="needs more processes or GPUs than CI has; its programs are read, each is run on fewer elsewhere")
@@ -50,9 +50,11 @@ BENCHMARK = Held(why="minutes long, of this machine; its module and its options 
 CI = Held(why="CI is this (.ci/run); its target is looked up")
 
 HELD = {
-    "make demo": Held(why="minutes long; its parts are tested in tests/demo, its target is looked up"),
+    "make demo": Held(why="minutes long; its parts are tested in tests/examples/demo, its target is looked up"),
+    "python -m examples.demo --quick": Held(why="starts four processes; its parts are tested in tests/examples/demo"),
     "pip install -e '.[hf,ui]'": INSTALL,
     'pip install -e ".[hf,lightning]" peft': INSTALL,
+    "pip install 'hetu-fx[completion]'": INSTALL,
     "python train.py": Held(run=True),
     "python examples/text.py": Held(
         by="examples/test_examples.py::test_an_example_trains_in_two_processes_what_it_trains_alone"
@@ -65,16 +67,16 @@ HELD = {
     "torchrun --nproc-per-node 4 -m hetu_fx.cli verify my_script:make_model --plan auto": SEVERAL,
     "torchrun --nproc-per-node 8 -m hetu_fx.cli doctor --device cuda": SEVERAL,
     "torchrun --nproc-per-node 8 -m hetu_fx.cli measure my_model:example --device cuda": SEVERAL,
-    "hetu-fx align my_script.py:make_model": ALIGN,
-    "hetu-fx align my_script.py:make_model --ways eager,inductor": Held(
-        why="compiles each op, minutes; benchmarks.align does; with aot_eager in align/test_align.py"
+    "hetu-fx-align my_script.py:make_model": ALIGN,
+    "hetu-fx-align my_script.py:make_model --ways eager,inductor": Held(
+        why="compiles each op, minutes; benchmarks.align does; with aot_eager in hetu_fx_align/test_align.py"
     ),
-    "hetu-fx align my_script.py:make_model --ways cpu,cuda --dtype bf16": SEVERAL,
-    "hetu-fx align my_script.py:make_model --save ops --worst 5": ALIGN_FILES,
-    "hetu-fx align my_script.py:make_model --overrides align.json": ALIGN_FILES,
-    "hetu-fx align --replay ops/01-aten.softmax.int.json --ways cpu,cuda": ALIGN_FILES,
-    "hetu-fx align --losses run.jsonl reference.json": Held(
-        by="cli/test_align.py::test_losses_of_two_trainings_are_compared"
+    "hetu-fx-align my_script.py:make_model --ways cpu,cuda --dtype bf16": SEVERAL,
+    "hetu-fx-align my_script.py:make_model --save ops --worst 5": ALIGN_FILES,
+    "hetu-fx-align my_script.py:make_model --overrides align.json": ALIGN_FILES,
+    "hetu-fx-align --replay ops/01-aten.softmax.int.json --ways cpu,cuda": ALIGN_FILES,
+    "hetu-fx-align --losses run.jsonl reference.json": Held(
+        by="hetu_fx_align/test_command.py::test_losses_of_two_trainings_are_compared"
     ),
     "hetu-fx clean --yes": Held(by="cli/test_clean.py::test_what_is_stale_is_listed_and_removed_on_demand_alone"),
     "hetu-fx doctor": DOCTOR,
@@ -102,7 +104,9 @@ HELD = {
     ),
     "hetu-fx completion bash": Held(run=True),
     "hetu-fx completion fish": Held(run=True),
-    "hetu-fx emulate --set 2=0.1": Held(by="emulate/test_emulate_ranks.py::test_a_running_rank_changes_its_speed"),
+    "hetu-fx emulate --set 2=0.1": Held(
+        by="launch/emulate/test_emulate_ranks.py::test_a_running_rank_changes_its_speed"
+    ),
     "hetu-fx emulate --speeds 0.8,0.4 -- python train.py": EMULATED,
     "hetu-fx emulate --speeds 1.2,0.4 -- python examples/laptop_and_server.py": EMULATED,
     "hetu-fx launch --nproc 4 -- train.py": Held(by="launch/test_launcher.py::test_workers_that_are_done_end_the_job"),

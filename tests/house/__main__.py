@@ -23,6 +23,12 @@ def files_per_folder() -> Counter[str]:
     return Counter(str(path.parent.relative_to(ROOT)) for path in (*MODULES.values(), *others))
 
 
+def lines_beside() -> dict[str, int]:
+    """Count the lines of the packages that use the product and are not part of it."""
+    files = {name: sorted((ROOT / name).rglob("*.py")) for name in ("hetu_fx_align", "examples/demo")}
+    return {name: sum(len(path.read_text().splitlines()) for path in paths) for name, paths in files.items()}
+
+
 def table(found: Counts, before: Counts | None) -> str:
     """Return a row for each folder and one for all, a column for each measure: now, or before and now."""
     folders = sorted({row for rows in found.values() for row in rows} - {"in all"})
@@ -75,9 +81,11 @@ def main(given: Sequence[str] | None = None) -> None:
         FILE.write_text(written(moved(found, limits, options.because)))
     print(table(found, before))
     print("", *(f"{value:8g}  {name}" for name, value in sizes(now()).items()), sep="\n")
+    beside = lines_beside()
+    print("packages beside, in lines:", ", ".join(f"{name} {count:,}" for name, count in beside.items()))
     in_all = {name: rows["in all"] for name, rows in found.items()}
     was = {} if before is None else {"before": {name: rows["in all"] for name, rows in before.items()}}
-    print(json.dumps({"in all": in_all, **was, "by folder": found, **sizes(now())}))
+    print(json.dumps({"in all": in_all, **was, "by folder": found, "beside": beside, **sizes(now())}))
 
 
 if __name__ == "__main__":

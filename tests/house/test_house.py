@@ -7,7 +7,7 @@ from subprocess import CalledProcessError
 
 import pytest
 
-from tests.house.__main__ import main
+from tests.house.__main__ import lines_beside, main
 from tests.house.budget import FILE, Limit, above, below, complaints, counts, moved, new_names, read, written
 from tests.house.measures import MEASURES, named_by_nobody, named_in_one_file
 from tests.house.state import module_state
@@ -191,3 +191,8 @@ def test_what_is_exported_by_name_is_named() -> None:
 def test_a_measure_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--list", "class names"])
     assert "hetu_fx" in capsys.readouterr().out
+
+
+def test_packages_beside_are_counted_apart() -> None:
+    folders = {module.folder for module in now()}
+    assert all(count and name not in folders for name, count in lines_beside().items())

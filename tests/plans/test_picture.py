@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from hetu_fx.base.markup import CLASS, STYLE
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.prediction import DeviceCost, Prediction
+from hetu_fx.show.markup import CLASS, STYLE
 from tests.base.seen_html import Seen
 from tests.plans.test_tables import of_many, priced
 

@@ -26,7 +26,7 @@ from torch.fx import graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import hetu_fx
-from hetu_fx.base.documents import table_text
+from hetu_fx.show.table import table_text
 from tests.ranks.stepping import watched
 from tests.spawned import results_of
 

@@ -9,30 +9,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
 from hetu_fx.base.documents import write_atomically
 from hetu_fx.errors import EnvironmentProblem, StateError
-
-COLORS = {
-    "forward": "#4c9be8",
-    "backward": "#2f6f4f",
-    "input gradient": "#2f6f4f",
-    "weight gradient": "#7fb069",
-    "send": "#e8b84c",
-    "gather": "#c77dba",
-    "gradients": "#d1605e",
-    "optimizer": "#7d7d7d",
-    "host": "#a8a29e",
-    "communication": "#f2d9a0",
-    "group creation": "#8c6d46",
-}
-"""Colours of the picture by an event's kind; other kinds are drawn in `OTHER`."""
-
-OTHER = "#b0b0b0"
+from hetu_fx.planner.simulate.picture import draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,14 +140,14 @@ class Timeline:
         write_atomically(path, json.dumps(self.to_chrome()) + "\n")
 
     def write_png(self, path: str | os.PathLike[str]) -> None:
-        """Draw the timeline, a row per device. Raises `EnvironmentProblem` without matplotlib."""
-        _draw(self, os.fspath(path))
+        """Draw the timeline, a row per device, and what each holds. Raises `EnvironmentProblem` without matplotlib."""
+        draw(self, os.fspath(path))
 
     def _repr_png_(self) -> bytes | None:
         """Return the picture for notebooks, which show the text where there is none."""
         drawn = BytesIO()
         try:
-            _draw(self, drawn)
+            draw(self, drawn)
         except EnvironmentProblem:
             return None
         return drawn.getvalue()
@@ -194,35 +178,3 @@ def _chrome_values(counter: Counter, start: float) -> list[dict[str, Any]]:
         {"ph": "C", "pid": 0, "name": counter.label, "ts": (seconds - start) * 1e6, "args": {counter.name: value}}
         for seconds, value in counter.values
     ]
-
-
-def _draw(timeline: Timeline, target: str | BytesIO) -> None:
-    try:
-        from matplotlib.figure import Figure  # no pyplot: its global state and window system are not wanted
-    except ImportError as problem:
-        raise EnvironmentProblem(
-            f"cannot draw {target}: matplotlib is not installed; pip install 'hetu-fx[ui]', "
-            f"or write a Chrome trace with write_chrome"
-        ) from problem
-    devices = timeline.devices
-    figure = Figure(figsize=(12, 1.2 + 0.5 * len(devices)), layout="constrained")
-    axes = figure.add_subplot()
-    start = timeline.start_seconds
-    for event in timeline.events:
-        left, color = (event.start_seconds - start) * 1e3, COLORS.get(event.kind, OTHER)
-        axes.barh(event.device, event.seconds * 1e3, left=left, height=0.8, color=color, edgecolor="white")
-    axes.set_yticks(devices, [f"device {device}" for device in devices])
-    axes.invert_yaxis()
-    axes.set_xlabel("ms")
-    axes.set_title(timeline.name)
-    _add_legend(axes, {event.kind: COLORS.get(event.kind, OTHER) for event in timeline.events})
-    figure.savefig(target, format="png", dpi=120)
-
-
-def _add_legend(axes: Any, colors: Mapping[str, str]) -> None:
-    from matplotlib.patches import Patch
-
-    order = [kind for kind in COLORS if kind in colors] + sorted(set(colors) - set(COLORS))
-    handles = [Patch(color=colors[kind], label=kind or "other") for kind in order]
-    if handles:
-        axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)

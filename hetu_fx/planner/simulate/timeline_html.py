@@ -1,19 +1,17 @@
-"""A timeline as one HTML page that needs nothing else: boxes per device with names on hover, and its counters below."""
+"""A timeline as one HTML page that needs nothing else: a lane per device with names on hover, its counters below."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from hetu_fx.base.documents import write_atomically
-from hetu_fx.planner.simulate.timeline import COLORS, OTHER, Counter, Event, Timeline
-
-_WIDTH, _LEFT = 1200.0, 90.0
-_ROW, _CURVE, _GAP = 22.0, 40.0, 6.0
-_STYLE = (
-    "body{font:13px sans-serif;margin:1em}svg text{font:11px sans-serif}.key{margin-right:1em}rect:hover{opacity:.7}"
-)
+from hetu_fx.planner.simulate.picture import COLORS, OTHER
+from hetu_fx.planner.simulate.simulation import WORK
+from hetu_fx.planner.simulate.timeline import Counter, Event, Timeline
+from hetu_fx.show.charts import LANE, WIDTH, lane
+from hetu_fx.show.markup import keys, number, page
 
 
 def write_html(timeline: Timeline, path: str | os.PathLike[str]) -> None:
@@ -23,62 +21,65 @@ def write_html(timeline: Timeline, path: str | os.PathLike[str]) -> None:
 
 def html(timeline: Timeline) -> str:
     """Return the page."""
-    name = escape(timeline.name)
-    keys = "".join(map(_key, dict.fromkeys(event.kind for event in timeline.events)))
-    return (
-        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
-        f"<style>{_STYLE}</style></head><body><h1>{name}</h1><p>{timeline.seconds * 1e3:.4g} ms</p><p>{keys}</p>"
-        f"{_picture(timeline)}</body></html>\n"
-    )
+    rows = "".join(row for device in (*timeline.devices, None) for row in _rows(timeline, device))
+    told = f"<p>{number(timeline.seconds, 1e-3)} ms</p>"
+    return page(timeline.name, f'{told}{keys(colours(timeline.events))}<div class="lanes">{rows}</div>')
 
 
-def _key(kind: str) -> str:
-    color = COLORS.get(kind, OTHER)
-    return f'<span class="key"><span style="color:{color}">&#9632;</span> {escape(kind or "other")}</span>'
+def colours(events: Iterable[Event]) -> dict[str, str]:
+    """Return the colours of the kinds that events have, by name."""
+    return {event.kind or "other": COLORS.get(event.kind, OTHER) for event in events}
 
 
-def _picture(timeline: Timeline) -> str:
-    scale = (_WIDTH - _LEFT) / (timeline.seconds or 1.0)
-    top, parts = _GAP, list[str]()
-    for device in timeline.devices:
-        parts.append(f'<text x="0" y="{top + _ROW * 0.7:.1f}">device {device}</text>')
-        parts += [_box(event, timeline.start_seconds, scale, top) for event in timeline.of(device)]
-        top += _ROW + _GAP
-        for counter in timeline.counters:
-            if counter.device == device:
-                parts += _curve(counter, timeline, scale, top)
-                top += _CURVE + _GAP
+def _rows(timeline: Timeline, device: int | None) -> Iterator[str]:
+    """Yield what a device does, and its counters; with None those of no device."""
+    start, whole = timeline.start_seconds, timeline.seconds or 1.0
+    if device is not None:
+        yield device_lane(device, timeline.of(device), start, whole)
     for counter in timeline.counters:
-        if counter.device is None:
-            parts += _curve(counter, timeline, scale, top)
-            top += _CURVE + _GAP
-    return f'<svg width="{_WIDTH:.0f}" height="{top:.0f}">{"".join(parts)}</svg>'
+        if counter.device == device:
+            yield _curve(counter, start, whole)
 
 
-def _box(event: Event, start: float, scale: float, top: float) -> str:
-    left, width = _LEFT + (event.start_seconds - start) * scale, max(0.5, event.seconds * scale)
-    label = f"{event.name}: {event.seconds * 1e3:.4g} ms from {(event.start_seconds - start) * 1e3:.4g} ms"
+def device_lane(device: int, events: Sequence[Event], start: float, whole: float) -> str:
+    """Return the events of a device in a picture of `whole` seconds from `start` on."""
+    return lane(f"device {device}", "".join(_box(event, start, whole) for event in drawn(events, whole)))
+
+
+def drawn(events: Sequence[Event], whole: float) -> list[Event]:
+    """Return the events of a device that can be seen in a picture of `whole` seconds.
+
+    What is narrower than a dot, and begins in one that is taken by another of its row, is left out.
+    """
+    dot, taken, found = whole / WIDTH, dict[bool, float](), list[Event]()
+    for event in events:
+        is_work = event.kind in WORK
+        if event.seconds >= dot or event.start_seconds >= taken.get(is_work, -1.0):
+            found.append(event)
+            taken[is_work] = event.start_seconds + max(event.seconds, dot)
+    return found
+
+
+def _box(event: Event, start: float, whole: float) -> str:
+    """Return a box: work in the upper part of a lane, messages below it, as both go on at once."""
+    left, width = (event.start_seconds - start) / whole * WIDTH, max(1.0, event.seconds / whole * WIDTH)
+    top, height = (0, 13) if event.kind in WORK else (14, 6)
+    told = f"{event.name}: {number(event.seconds, 1e-3)} ms from {number(event.start_seconds - start, 1e-3)} ms"
+    fill = COLORS.get(event.kind, OTHER)
     return (
-        f'<rect x="{left:.2f}" y="{top:.1f}" width="{width:.2f}" height="{_ROW}" '
-        f'fill="{COLORS.get(event.kind, OTHER)}"><title>{escape(label)}</title></rect>'
+        f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{height}" fill="{fill}">'
+        f"<title>{escape(told)}</title></rect>"
     )
 
 
-def _curve(counter: Counter, timeline: Timeline, scale: float, top: float) -> Iterator[str]:
+def _curve(counter: Counter, start: float, whole: float) -> str:
     """Draw a counter as steps, from zero to its most."""
     most = max((value for _, value in counter.values), default=0.0)
-    end = timeline.start_seconds + timeline.seconds
+    starts = [(seconds - start) / whole * WIDTH for seconds, _ in counter.values]
     points = []
-    for (seconds, value), (until, _) in zip(counter.values, (*counter.values[1:], (end, 0.0)), strict=True):
-        height = top + _CURVE * (1 - value / most if most else 1.0)
-        points += [_point(at, timeline.start_seconds, scale, height) for at in (seconds, until)]
-    label = f"{counter.label}, at most {most:.4g}"
-    yield f'<text x="0" y="{top + _CURVE * 0.5:.1f}">{escape(counter.name)}</text>'
-    yield (
-        f'<polyline fill="none" stroke="#555" points="{" ".join(points)}"><title>{escape(label)}</title></polyline>'
-        f'<text x="{_LEFT:.0f}" y="{top + 10:.1f}">{most:.4g}</text>'
-    )
-
-
-def _point(seconds: float, start: float, scale: float, height: float) -> str:
-    return f"{_LEFT + (seconds - start) * scale:.2f},{height:.2f}"
+    for (_, value), left, right in zip(counter.values, starts, (*starts[1:], WIDTH), strict=False):
+        height = LANE * (1 - value / most if most else 1.0)
+        points += [f"{left:.1f},{height:.1f}", f"{right:.1f},{height:.1f}"]
+    told = f"<title>{escape(counter.label)}, at most {most:.4g}</title>"
+    line = f'<polyline fill="none" stroke="currentColor" points="{" ".join(points)}">{told}</polyline>'
+    return lane(f"{counter.name}, {most:.3g}", line)

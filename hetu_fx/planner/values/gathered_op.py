@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetu_fx.base.checks import check_not_negative
-from hetu_fx.base.documents import nearest, table_text
+from hetu_fx.base.documents import nearest
 from hetu_fx.base.records import Key, record
 from hetu_fx.base.words import bytes_text, seconds_text, share_text
 from hetu_fx.errors import StateError
+from hetu_fx.show.table import table_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hetu_fx.base.markup import note, number
-from hetu_fx.report.page.charts import Scale, curve, finite, places, plot
 from hetu_fx.report.run import LoggedRun
+from hetu_fx.show.charts import Scale, curve, finite, places, plot
+from hetu_fx.show.markup import note, number
 
 _COLOUR = "#4a7fd0"
 

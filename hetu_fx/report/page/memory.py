@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from hetu_fx.base.markup import COLOURS, bar, cells_table, keys, note, number
 from hetu_fx.planner.values.device_memory import TERMS
 from hetu_fx.plans.prediction import DeviceCost
 from hetu_fx.report.run import LoggedRun
+from hetu_fx.show.markup import COLOURS, bar, cells_table, keys, note, number
 
 _COLOURS = {term: COLOURS[index % len(COLOURS)] for index, term in enumerate(TERMS)}
 _MEASURED = (

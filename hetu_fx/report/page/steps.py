@@ -8,11 +8,11 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from hetu_fx.base.markup import keys, note, number, table
-from hetu_fx.report.page.charts import Scale, boxes, colours_of, levels, places, plot, shares
 from hetu_fx.report.run import LoggedRun
 from hetu_fx.report.run_log import Entry
 from hetu_fx.report.summary import HEADER, summaries, variant_row
+from hetu_fx.show.charts import Scale, boxes, colours_of, levels, places, plot, shares
+from hetu_fx.show.markup import keys, note, number, table
 
 HIGHEST = 2.0
 """A picture is this many times the median high at most, so that steps that make graphs leave room to the others."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from hetu_fx.base.markup import keys, note, number, table
-from hetu_fx.planner.simulate.simulation import WORK, Simulation
-from hetu_fx.planner.simulate.timeline import COLORS, OTHER, Event
-from hetu_fx.report.page.cluster import UNKNOWN
+from hetu_fx.planner.simulate.simulation import Simulation
+from hetu_fx.planner.simulate.timeline_html import colours, device_lane
+from hetu_fx.report.page.told import UNKNOWN
 from hetu_fx.report.run import LoggedRun
+from hetu_fx.show.charts import WIDTH, lane
+from hetu_fx.show.markup import keys, note, number, table
 
-WIDTH = 1000.0
 _MEASURED = "#4a7fd0"
 _HEADER = ("device", "predicted compute ms", "measured ms", "ratio", "predicted idle", "measured not computing")
 
@@ -57,9 +57,7 @@ def html(run: LoggedRun) -> str:
     if not run.shown:
         return note(UNKNOWN) * bool(run.steps and run.cluster is None)
     events = [event for step in run.on_paper.values() for event in step.timeline.events]
-    kinds = dict.fromkeys(event.kind for event in events)
-    colours = {kind or "other": COLORS.get(kind, OTHER) for kind in kinds} | {"measured compute": _MEASURED}
-    return keys(colours) + "".join(_variant(run, name) for name in run.shown)
+    return keys(colours(events) | {"measured compute": _MEASURED}) + "".join(_variant(run, name) for name in run.shown)
 
 
 def _variant(run: LoggedRun, name: str) -> str:
@@ -80,41 +78,9 @@ def _milliseconds(seconds: float | None) -> str:
 def _lanes(step: Simulation | None, device: dict[str, Any], measured: float | None, whole: float) -> Iterator[str]:
     rank, computed = device["device"], device["measured_compute_seconds"]
     if step is not None:
-        boxes = [_box(event, step.timeline.start_seconds, whole) for event in drawn(step.timeline.of(rank), whole)]
-        yield _lane("", f"device {rank}", "".join(boxes))
+        yield device_lane(rank, step.timeline.of(rank), step.timeline.start_seconds, whole)
     if computed is not None and measured is not None:
-        yield _lane(" more", "measured" if step is not None else f"device {rank}", _measured(computed, measured, whole))
-
-
-def _lane(kind: str, label: str, picture: str) -> str:
-    svg = f'<svg viewBox="0 0 {WIDTH:.0f} 20" preserveAspectRatio="none" role="img">{picture}</svg>'
-    return f'<div class="lane{kind}"><span>{escape(label)}</span>{svg}</div>'
-
-
-def drawn(events: Sequence[Event], whole: float) -> list[Event]:
-    """Return the events of a device that can be seen in a picture of `whole` seconds.
-
-    What is narrower than a dot, and begins in one that is taken by another of its row, is left out.
-    """
-    dot, taken, found = whole / WIDTH, dict[bool, float](), list[Event]()
-    for event in events:
-        is_work = event.kind in WORK
-        if event.seconds >= dot or event.start_seconds >= taken.get(is_work, -1.0):
-            found.append(event)
-            taken[is_work] = event.start_seconds + max(event.seconds, dot)
-    return found
-
-
-def _box(event: Event, start: float, whole: float) -> str:
-    """Return a box: work in the upper part of a lane, messages below it, as both go on at once."""
-    left, width = (event.start_seconds - start) / whole * WIDTH, max(1.0, event.seconds / whole * WIDTH)
-    top, height = (0, 13) if event.kind in WORK else (14, 6)
-    told = f"{event.name}: {number(event.seconds, 1e-3)} ms from {number(event.start_seconds - start, 1e-3)} ms"
-    fill = COLORS.get(event.kind, OTHER)
-    return (
-        f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{height}" fill="{fill}">'
-        f"<title>{escape(told)}</title></rect>"
-    )
+        yield lane("measured" if step is not None else f"device {rank}", _measured(computed, measured, whole), " more")
 
 
 def _measured(computed: float, step: float, whole: float) -> str:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from hetu_fx.base.markup import bar, cells_table, keys, note, number
+from hetu_fx.planner.simulate.picture import COLORS, OTHER
 from hetu_fx.planner.simulate.simulation import Simulation
-from hetu_fx.planner.simulate.timeline import COLORS, OTHER
 from hetu_fx.report.run import LoggedRun
+from hetu_fx.show.markup import bar, cells_table, keys, note, number
 
 KINDS: Mapping[str, str] = {
     "gather": "parameters from their homes",

@@ -37,8 +37,8 @@ def test_every_event_is_a_box_at_its_time_with_its_name() -> None:
     page = Reader(html(STEP))
     boxes = [attrs for tag, attrs in page.tags if tag == "rect"]
     assert page.open == []
-    assert [(box["x"], box["width"]) for box in boxes] == [("90.00", "370.00"), ("460.00", "740.00")]
-    assert "<b> & co: 2000 ms from 1000 ms" in page.texts
+    assert [(box["x"], box["width"]) for box in boxes] == [("0.0", "333.3"), ("333.3", "666.7")]
+    assert "<b> & co: 2,000 ms from 1,000 ms" in page.texts
     assert "a <step>" in page.texts
 
 
@@ -46,9 +46,9 @@ def test_counters_are_steps_under_their_device() -> None:
     (curve,) = [attrs["points"] for tag, attrs in Reader(html(STEP)).tags if tag == "polyline"]
     assert curve is not None
     points = [tuple(map(float, point.split(","))) for point in curve.split()]
-    assert [left for left, _ in points] == [90.0, 830.0, 830.0, 1200.0]
+    assert [left for left, _ in points] == [0.0, 666.7, 666.7, 1000.0]
     heights = [height for _, height in points]
-    assert heights[0] == heights[1] == heights[2] + 20
+    assert heights[0] == heights[1] == heights[2] + 10
     assert heights[2] == heights[3]
 
 

@@ -1,0 +1,139 @@
+"""One process of the demo: `python -m examples.demo.rank`, started by the demo under the emulator."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import hetu_fx
+from examples.demo.data import Text, digest, library_pieces, loss_of, make_model, make_optimizer, num_parameters
+from examples.demo.devices import Devices, Quotas
+from examples.demo.record import RunRecord, Throughput
+from examples.demo.screen import make_screen
+from examples.demo.settings import DemoSettings, settings_for
+from examples.demo.training import Training, even_shares, rows_of_this_rank
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.comm_ops.wire.consensus import by_first, of_all
+from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.planner.captured_program import CapturedProgram
+from hetu_fx.planner.count.count import program_costs
+from hetu_fx.planner.make_plan import PlanOptions, make_plan
+from hetu_fx.planner.measure.speeds import OwnBlocks, measured_on
+from hetu_fx.planner.simulate.simulate import simulate
+from hetu_fx.planner.simulate.timeline import Timeline
+from hetu_fx.plans.plan import Plan
+from hetu_fx.program.captures import Programs
+
+WAIT = timedelta(seconds=120)
+
+
+class Rank:
+    """One rank's way through the demo: read `work` from top to bottom."""
+
+    def __init__(self, folder: Path, settings: DemoSettings, *, quotas: bool) -> None:
+        self.folder, self.settings, self.table = folder, settings, GroupTable()
+        self.screen = make_screen(shows=dist.get_rank() == 0)
+        self.devices = Quotas(settings) if quotas else Devices(settings)
+        self.text, self.model = Text(settings, library_pieces()), make_model(settings)
+
+    def work(self) -> None:
+        """Measure, plan, train, compare, save."""
+        cluster = self._measure()
+        # Measuring and training are the subject: a device of 0.2 cores would take long over a capture.
+        self.devices.favour_first()
+        plans, predicted = self._plan(cluster)
+        self.devices.make_equal()
+        optimizer = make_optimizer(self.model, self.settings)
+        batch = rows_of_this_rank(self.text.batch(0))
+        hetu_fx.auto_parallelize(self.model, batch, plan=plans, cluster=cluster, optimizer=optimizer, check=False)
+        self.devices.make_unequal()
+
+        self.screen.head(f"Training {num_parameters(self.model) / 1e6:.1f} M parameters")
+        training = Training(self.model, optimizer, self.text, self.devices, self.screen)
+        training.run()
+        self.screen.head("The same batches by DDP with even shares, on the same devices")
+        shares = even_shares(self.text, self.devices, self.screen)
+        self._save(training, shares, cluster, predicted)
+
+    def _measure(self) -> Cluster:
+        """Measure the devices, on the model's own blocks; these are made ready while all are equally fast."""
+        self.devices.make_equal()
+        program = CapturedProgram.of(Programs(self.model, None), self.text.batch(0))
+        blocks = OwnBlocks.of(program, program.costs(memory=False), torch.device("cpu"), self.table.size)
+        self.devices.make_unequal()
+        cluster = measured_on(blocks, Cluster.measure(self.table), self.table)
+        self.screen.head("Devices, as measured")
+        self.screen.say(str(cluster))
+        return cluster
+
+    def _plan(self, cluster: Cluster) -> tuple[list[Plan], Timeline]:
+        """Plan a variant for usual batches and one for long ones; also return the first plan's simulated timeline.
+
+        Rank 0 plans and tells the others: planning is deterministic, but slow devices would take long.
+        """
+        self.screen.head("Plans, and why")
+        plans, predicted = by_first(self.table, lambda: self._planned(cluster))
+        for plan in plans:
+            self.screen.say(f"{plan.explain()}\n")
+        return plans, predicted
+
+    def _planned(self, cluster: Cluster) -> tuple[list[Plan], Timeline]:
+        batches = [self.text.batch(step) for step in (0, self.settings.long_at[0])]
+        programs = [Programs(self.model, None).first(batch, training=True) for batch in batches]
+        costs = [program_costs(p, rows=len(batch["labels"])) for p, batch in zip(programs, batches, strict=True)]
+        options = PlanOptions(name="usual", max_length=self.settings.length), PlanOptions(name="long")
+        plans = [make_plan(cost, cluster, options=own) for cost, own in zip(costs, options, strict=True)]
+        return plans, simulate(plans[0], costs[0], cluster).timeline
+
+    def _save(
+        self, training: Training, shares: Mapping[str, Throughput], cluster: Cluster, predicted: Timeline
+    ) -> None:
+        self.screen.head("Saving and exporting")
+        self.devices.make_equal()
+        handle, events = training.hetu, of_all(self.table, training.events)
+        held_out = loss_of(self.model, rows_of_this_rank(self.text.held_out()))
+        weights = {name: hetu_fx.full_tensor(parameter) for name, parameter in self.model.named_parameters()}
+        handle.save(self.folder / "checkpoint")
+        handle.export(self.folder / "export")
+        record = RunRecord(
+            records=tuple(training.records),
+            slowed=training.slowed,
+            slowed_rank=self.devices.slowed_rank,
+            even_shares=shares,
+            plans={name: plan.to_json() for name, plan in handle.variants.items()},
+            # Processes of one machine share its clock.
+            measured=Timeline(tuple(e for own in events for e in own), "measured on the emulated devices"),
+            predicted=predicted,
+            held_out_loss=held_out,
+            weights=digest(weights),
+            num_parameters=num_parameters(self.model),
+        )
+        if dist.get_rank() == 0:
+            cluster.write(self.folder / "cluster.json")
+            record.write(self.folder / "run.json")
+        self.screen.end()
+
+
+def main() -> None:
+    """Read the command line and work."""
+    parser = argparse.ArgumentParser("python -m examples.demo.rank", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--quotas", action="store_true", help="the devices' speeds are CPU quotas")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", FutureWarning)
+    dist.init_process_group("gloo", timeout=WAIT)
+    Rank(options.folder, settings_for(quick=options.quick), quotas=options.quotas).work()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

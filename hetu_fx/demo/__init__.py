@@ -1,1 +1,0 @@
-"""`hetu-fx demo`: a small model on four unequal emulated devices, beside DDP, on one screen."""

@@ -1,0 +1,93 @@
+"""A timeline as a picture: what devices do, and below it what each holds over time, where that is known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+from hetu_fx.base.words import bytes_text
+from hetu_fx.show.figure import new_figure
+
+if TYPE_CHECKING:
+    from hetu_fx.planner.simulate.timeline import Timeline
+
+COLORS = {
+    "forward": "#4c9be8",
+    "backward": "#2f6f4f",
+    "input gradient": "#2f6f4f",
+    "weight gradient": "#7fb069",
+    "send": "#e8b84c",
+    "gather": "#c77dba",
+    "gradients": "#d1605e",
+    "optimizer": "#7d7d7d",
+    "host": "#a8a29e",
+    "communication": "#f2d9a0",
+    "group creation": "#8c6d46",
+}
+"""Colours of the picture by an event's kind; other kinds are drawn in `OTHER`."""
+
+OTHER = "#b0b0b0"
+
+_WIDTH, _ROW, _EDGE, _MEMORY = 12.0, 0.35, 1.2, 3.0  # inches
+_MILLI, _GIGA = 1e-3, 1e9
+_ROOM = 1.2  # above the highest curve; limits further up are not drawn
+_LONGEST_TITLE = 110
+_FEW_CURVES = 12  # that a legend can name
+
+
+def draw(
+    timeline: Timeline, target: str | BytesIO, limits: Mapping[int, int] | None = None, *, form: str = "png"
+) -> None:
+    """Write the picture, in the form "png" or "svg"; `limits` are the devices' memory in bytes.
+
+    Raises:
+        EnvironmentProblem: without matplotlib.
+    """
+    heights = [max(2.0, _ROW * len(timeline.devices)), *([_MEMORY] if timeline.memory else [])]
+    figure = new_figure(_WIDTH, sum(heights) + _EDGE * len(heights))
+    above, *below = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
+    _draw_events(above, timeline)
+    for axes in below:
+        _draw_memory(axes, timeline, limits or {})
+    figure.axes[-1].set_xlabel("ms")
+    figure.savefig(target, format=form, dpi=120)
+
+
+def _draw_events(axes: Any, timeline: Timeline) -> None:
+    row_of = {device: row for row, device in enumerate(timeline.devices)}
+    for kind in dict.fromkeys(event.kind for event in timeline.events):
+        own = [event for event in timeline.events if event.kind == kind]
+        axes.barh(
+            [row_of[event.device] for event in own],
+            [event.seconds / _MILLI for event in own],
+            left=[(event.start_seconds - timeline.start_seconds) / _MILLI for event in own],
+            height=0.8,
+            color=COLORS.get(kind, OTHER),
+            edgecolor="white",
+            linewidth=0.3,
+            label=kind or "other",
+        )
+    axes.set_yticks(list(row_of.values()), [f"device {device}" for device in row_of])
+    axes.invert_yaxis()
+    name = timeline.name
+    axes.set_title(name if len(name) <= _LONGEST_TITLE else f"{name[:_LONGEST_TITLE]}...")
+    if timeline.events:
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+
+
+def _draw_memory(axes: Any, timeline: Timeline, limits: Mapping[int, int]) -> None:
+    curves = timeline.memory
+    for device, values in curves.items():
+        times = [(seconds - timeline.start_seconds) / _MILLI for seconds, _ in values]
+        held = [count / _GIGA for _, count in values]
+        label = f"device {device}, at most {bytes_text(max(held) * _GIGA)}"
+        axes.step([*times, timeline.seconds / _MILLI], [*held, held[-1]], where="post", label=label, linewidth=1.0)
+    top = _ROOM * max((count for values in curves.values() for _, count in values), default=1.0)
+    for limit in sorted({limits[device] for device in curves if limits.get(device, top + 1) <= top}):
+        axes.axhline(limit / _GIGA, color="#b0b0b0", linestyle="--", linewidth=0.8)
+        axes.annotate(f"limit {bytes_text(limit)}", (0.0, limit / _GIGA), fontsize=8, color="#707070")
+    axes.set_ylim(0.0, top / _GIGA)
+    axes.set_ylabel("memory, GB")
+    if len(curves) <= _FEW_CURVES:
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)

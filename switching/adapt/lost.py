@@ -1,7 +1,7 @@
 """Homes after devices are lost: what they held comes from others that hold the same, and all goes near another plan.
 
 As in Hetu v2's elastic training (section 9): states are whole on each replica (zero 0), so that a replica that has lost
-none of its devices has all of them. `hetu_fx.planner.price.moving` prices the same.
+none of its devices has all of them. `hetu_fx.planner.search.staying` prices the same.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import hetu_fx
 from hetu_fx.errors import ExportError
-from hetu_fx.export.check import check_exported
+from hetu_fx.export.load import check_exported
 from hetu_fx.plans.plan import Plan
 
 # In a process that never hears of hetu_fx.

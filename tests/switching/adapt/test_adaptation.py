@@ -16,8 +16,16 @@ from hetu_fx.comm_ops.wire.consensus import StepFacts
 from hetu_fx.errors import CheckError, PlanError
 from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from hetu_fx.plans.prediction import Prediction
-from hetu_fx.switching.adapt.adaptation import CALIBRATED, Adaptation, calibrated, expected_seconds
+from hetu_fx.plans.prediction import DeviceCost, Prediction
+from hetu_fx.plans.program import OpRegion
+from hetu_fx.switching.adapt.adaptation import (
+    CALIBRATED,
+    Adaptation,
+    at_speeds,
+    calibrated,
+    compute_seconds,
+    expected_seconds,
+)
 from hetu_fx.switching.adapt.health import HealthTracker
 from hetu_fx.switching.adapt.replanning import Asked, Conditions, Made
 from hetu_fx.switching.adapt.tried import NOT_TRIED, Tried, TryPlan
@@ -336,3 +344,22 @@ def expecting(adaptation: Adaptation, seconds: float) -> Cluster:
     assert adaptation.cluster is not None
     adaptation.runtime.variants["variant0"].expect(Prediction(seconds), {})
     return adaptation.cluster
+
+
+PLAN = Plan((Pipeline((Stage((0, 1), (2, 1), program=(OpRegion("*", "rows"),)),)),))
+PREDICTED = Prediction(
+    5.0, (DeviceCost(0, (("compute", 4.0), ("idle", 1.0)), ()), DeviceCost(1, (("compute", 5.0), ("idle", 0.0)), ()))
+)
+
+
+def test_devices_are_expected_to_compute_what_was_predicted_for_so_much_of_the_batch() -> None:
+    assert compute_seconds(replace(PLAN, predicted=PREDICTED), 0.5) == {0: 2.0, 1: 2.5}
+    assert compute_seconds(PLAN, 1.0) == {}
+
+
+def test_at_other_speeds_work_takes_longer_and_the_step_as_much_longer_as_the_device_that_is_slowed_most() -> None:
+    before, after = Cluster.on_paper([2e9, 1e9]), Cluster.on_paper([1e9, 1.25e9])
+    found = at_speeds(PREDICTED, before, after)
+    assert found.seconds == pytest.approx(10.0)
+    assert [dict(device.seconds)["compute"] for device in found.devices] == pytest.approx([8.0, 4.0])
+    assert dict(found.devices[0].seconds)["idle"] == 1.0

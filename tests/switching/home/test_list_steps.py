@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hetu_fx.annotations.annotation import Annotation, Split
-from hetu_fx.switching.home import list_steps
+from hetu_fx.switching.home import stepped
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
 from hetu_fx.switching.home.stepped import numbered
 from hetu_fx.switching.home.tensor import OPS, undisturbed
@@ -93,7 +93,7 @@ def list_kernels_of_homes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_on_pieces_write_the_same_as_often(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = trained(OPTIMIZERS[name])
-    monkeypatch.setattr(list_steps, "_POINTWISE", frozenset())
+    monkeypatch.setattr(stepped, "_POINTWISE", frozenset())
     expected = trained(OPTIMIZERS[name])
     assert [versions for *versions, _ in found] == [versions for *versions, _ in expected]
     assert all(torch.equal(piece, other) for (*_, piece), (*_, other) in zip(found, expected, strict=True))
@@ -114,7 +114,7 @@ def test_what_a_rank_has_nothing_of_comes_out_as_if_kernels_had_it(name: str, mo
         return made[-1]
 
     found = trained(make, *homes(ELSEWHERE))
-    monkeypatch.setattr(list_steps, "_POINTWISE", frozenset())
+    monkeypatch.setattr(stepped, "_POINTWISE", frozenset())
     expected = trained(make, *homes(ELSEWHERE))
     assert [versions for *versions, _ in found] == [versions for *versions, _ in expected]
     assert all(torch.equal(piece, other) for (*_, piece), (*_, other) in zip(found, expected, strict=True))

@@ -42,12 +42,12 @@ class SwitchPlan:
     transport: Transport = Transport.SENT
     num_now: int | None = None
 
-    @cached_property
+    @property
     def now(self) -> SwitchPlan:
         """Return what comes before training goes on."""
         return replace(self, buckets=self.buckets[: self.num_now], num_now=None)
 
-    @cached_property
+    @property
     def later(self) -> SwitchPlan:
         """Return what comes beside the next step."""
         return replace(self, buckets=self.buckets[len(self.now.buckets) :], num_now=None)
@@ -75,12 +75,12 @@ class SwitchPlan:
         """Return the bytes that travel."""
         return sum(self.pairs.values())
 
-    @cached_property
+    @property
     def least_bytes(self) -> int:
         """Return the bytes that receivers lack: no plan can do with less."""
         return sum(tensor.move.least_bytes for tensor in self.tensors)
 
-    @cached_property
+    @property
     def peak_extra_bytes(self) -> int:
         """Return what a rank holds, at most, beside its state while the change goes on."""
         if self.num_now is not None:

@@ -61,7 +61,6 @@ def compositions(total: int, largest: int, most: int) -> tuple[tuple[int, ...], 
     return tuple((n, *rest) for n in firsts for rest in compositions(total - n, largest, most - 1))
 
 
-@cache
 def equal_sizes(total: int, largest: int, most: int) -> tuple[tuple[int, ...], ...]:
     """Return those of `compositions` that have equal numbers."""
     sizes = [size for size in range(1, min(total, largest) + 1) if total % size == 0]

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from hetu_fx.base.dtypes import is_real
-from hetu_fx.check.model import in_dtype
-from hetu_fx.check.narrow import Narrowing
+from hetu_fx.check.model import Narrowing, in_dtype
 from hetu_fx.graph.bind import Batch, flatten_batch
 from hetu_fx.graph.containers import unflatten
 from hetu_fx.plans.plan import Pipeline, Plan, micro_batch_rows, pipeline_rows

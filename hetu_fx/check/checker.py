@@ -30,8 +30,7 @@ from hetu_fx.check.batch import (
 )
 from hetu_fx.check.blocks import KeptBlocks, same_ops
 from hetu_fx.check.kept import Answer, KeptAnswers, default_folder, key_of
-from hetu_fx.check.model import Template
-from hetu_fx.check.narrow import Narrowing
+from hetu_fx.check.model import Narrowing, Template
 from hetu_fx.check.report import differences_text, failure_text
 from hetu_fx.check.trial import Case, Found, Reference, adds_up, alone, tried
 from hetu_fx.cluster.host import memory_left

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hetu_fx.annotations.annotation import parse_annotation
 from hetu_fx.annotations.local import local_part
 from hetu_fx.base.documents import told_as_damaged
-from hetu_fx.checkpoint.left_overs import place_of
+from hetu_fx.checkpoint.folders import place_of
 from hetu_fx.checkpoint.manifest import MANIFEST
 from hetu_fx.checkpoint.open_folder import OpenFolder
 from hetu_fx.errors import CheckpointError, ExportError

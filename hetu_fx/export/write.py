@@ -37,8 +37,7 @@ from hetu_fx.export.load import model_facts
 from hetu_fx.export.onnx_file import check_onnx_is_there
 from hetu_fx.export.picture import draw
 from hetu_fx.export.runnable import Argument, Place, Result, Runnable, State, export_runnable
-from hetu_fx.export.single import file_entry, write_beside, write_single
-from hetu_fx.export.weights import MESSAGE_BYTES, check_room
+from hetu_fx.export.single import MESSAGE_BYTES, check_room, file_entry, write_beside, write_single
 from hetu_fx.graph import meta
 from hetu_fx.graph.containers import Entries, TensorSlot
 from hetu_fx.graph.graph import Graph, LeafKind

@@ -43,10 +43,9 @@ from hetu_fx.planner.search.problem import (
 from hetu_fx.planner.search.staying import with_moves
 from hetu_fx.planner.searches import DEFAULT, find_search
 from hetu_fx.planner.simulate.simulate import num_jobs
-from hetu_fx.planner.values.options import PlanOptions
+from hetu_fx.planner.values.options import PlanOptions, TimeLimit
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.planner.values.time_limit import TimeLimit
 from hetu_fx.plans.plan import Plan, Schedule, Stage
 from hetu_fx.plans.prediction import Prediction
 from hetu_fx.plans.tables import short_text

@@ -8,8 +8,16 @@ from typing import TYPE_CHECKING
 
 from hetu_fx.base.markup import COLOURS, bar, cells_table, keys, note
 from hetu_fx.base.words import ranks_text, seconds_text, share_text
-from hetu_fx.plans.alike import Group, busy_shares, busy_text, groups_of, memory_text
-from hetu_fx.plans.tables import blocks_text, left_out_text, limit_text
+from hetu_fx.plans.tables import (
+    Group,
+    blocks_text,
+    busy_shares,
+    busy_text,
+    groups_of,
+    left_out_text,
+    limit_text,
+    memory_text,
+)
 
 if TYPE_CHECKING:
     from hetu_fx.plans.plan import Plan

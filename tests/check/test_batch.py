@@ -13,7 +13,7 @@ from hetu_fx.check.batch import (
     with_few_micro_batches,
     with_few_pipelines,
 )
-from hetu_fx.check.narrow import Narrowing
+from hetu_fx.check.model import Narrowing
 from hetu_fx.plans.plan import Pipeline, Plan, Stage, micro_batch_rows, pipeline_rows
 from tests.check.nets import Tokens, graph_of, tokens_batch
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hetu_fx.check.model import Template
-from hetu_fx.check.narrow import Narrowing
+from hetu_fx.check.model import Narrowing, Template
 from hetu_fx.errors import StateError
 from tests.check.nets import Tokens, tokens_batch
 

@@ -23,9 +23,8 @@ from torch import fx
 
 from hetu_fx.deduction.factors.factors import FactorClass, FactorMap
 from hetu_fx.graph.graph import Graph, OutputKind
-from hetu_fx.transforms.layouts.beam import Branch, beam
 from hetu_fx.transforms.layouts.flow import Flow, is_item
-from hetu_fx.transforms.layouts.forward_search import ForwardWalk, Walk
+from hetu_fx.transforms.layouts.forward_search import Branch, ForwardWalk, Walk, beam
 from hetu_fx.transforms.layouts.program_choices import Choices
 from hetu_fx.transforms.layouts.program_strategies import ProgramStrategies
 from hetu_fx.transforms.layouts.reshard_cost import Prices

@@ -13,10 +13,9 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.fitting import fitted
 from hetu_fx.planner.simulate.simulate import expect, simulated_seconds
-from hetu_fx.planner.values.options import PlanOptions
+from hetu_fx.planner.values.options import PlanOptions, TimeLimit
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.planner.values.time_limit import TimeLimit
 from hetu_fx.plans.plan import Pipeline, Plan
 from hetu_fx.plans.prediction import Prediction
 

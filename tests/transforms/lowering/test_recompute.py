@@ -19,10 +19,9 @@ from hetu_fx.graph.meta import module_stack
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.recomputed import RecomputedOps
 from hetu_fx.program.program import Program
-from hetu_fx.transforms.lowering.checkpoint import Checkpoint
+from hetu_fx.transforms.lowering.checkpoint import SAVED, Checkpoint
 from hetu_fx.transforms.lowering.lower import Backend, lower
 from hetu_fx.transforms.lowering.recompute import segments_of
-from hetu_fx.transforms.lowering.saved_ops import SAVED
 from hetu_fx.transforms.lowering.traffic import communications, sends
 from tests.oracles.traffic import traffic_by_block
 from tests.transforms.cases import LENGTH, Case, batch_of

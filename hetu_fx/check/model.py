@@ -84,7 +84,7 @@ _COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 
 
 @dataclass(frozen=True, eq=False)
-class Template:
+class ModelTemplate:
     """What models like one are made of.
 
     Attributes:
@@ -98,7 +98,7 @@ class Template:
     numbers: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, model: nn.Module, loss_fn: Callable[..., Any] | None) -> Template:
+    def of(cls, model: nn.Module, loss_fn: Callable[..., Any] | None) -> ModelTemplate:
         """Take the template of a model, which is left as it is.
 
         Raises:

@@ -95,7 +95,7 @@ class Case:
 
 
 @dataclass(frozen=True, eq=False)
-class Reference:
+class TrialReference:
     """What one device makes of a case: `module`, as the module itself, and whether that draws random numbers."""
 
     module: Trained
@@ -163,14 +163,16 @@ def _seeded() -> Iterator[RandomNumbers]:
         yield RandomNumbers.of(HOST)
 
 
-def alone(case: Case) -> Reference:
+def alone(case: Case) -> TrialReference:
     """Train one step of a case on one device, as the module itself."""
     with _seeded() as numbers:
         made = train_alone(case.model, [case.batch], case.how())
-        return Reference(made, is_random=RandomNumbers.of(HOST) != numbers)
+        return TrialReference(made, is_random=RandomNumbers.of(HOST) != numbers)
 
 
-def tried(case: Case, reference: Reference, captured: GraphExecution | None, seconds: float | None = None) -> Found:
+def tried(
+    case: Case, reference: TrialReference, captured: GraphExecution | None, seconds: float | None = None
+) -> Found:
     """Train one step of a case as all ranks, and hold it against one device.
 
     A module that draws random numbers draws others than its graph: the plan is held against the graph on one device.

@@ -107,14 +107,14 @@ def _measure_meetings(
     for pairs in rounds:
         own = next((pair for pair in pairs if table.rank in pair), None)
         of_all(table, None)
-        samples = [] if own is None else _Meeting(table, own, products, count, device).samples()
+        samples = [] if own is None else _TimedMeeting(table, own, products, count, device).samples()
         values = of_all(table, meeting_seconds(samples, latencies[own]) if own else None)
         met = {rank: values[rank] for pair in pairs for rank in pair}
         found = {rank: seconds for rank, seconds in met.items() if seconds is not None} | found
     return found
 
 
-class _Meeting:
+class _TimedMeeting:
     """This rank's side of a pair that measures."""
 
     def __init__(self, table: GroupTable, pair: Pair, products: Products, count: int, device: str) -> None:

@@ -18,7 +18,16 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import CaptureError, ExportError, HetuFxError
 from hetu_fx.export.onnx_file import write_onnx
 from hetu_fx.export.picture import draw
-from hetu_fx.export.runnable import Argument, Place, Result, Runnable, State, export_runnable, open_sizes, plain_tree
+from hetu_fx.export.runnable import (
+    Argument,
+    Place,
+    Result,
+    Runnable,
+    StateSlot,
+    export_runnable,
+    open_sizes,
+    plain_tree,
+)
 from hetu_fx.graph import meta
 from hetu_fx.graph.bind import Batch
 from hetu_fx.graph.capture import in_mode
@@ -144,8 +153,8 @@ def _place(leaf: Leaf, model: nn.Module) -> Place:
     if leaf.kind is LeafKind.INPUT:
         return Argument(leaf.name, leaf.node, shape)
     if leaf.kind is LeafKind.PARAMETER:
-        return State(leaf.name, leaf.node, shape, True, model.get_parameter(leaf.name).requires_grad)
-    return State(leaf.name, leaf.node, shape, False, is_saved=leaf.kind is LeafKind.BUFFER and leaf.persistent)
+        return StateSlot(leaf.name, leaf.node, shape, True, model.get_parameter(leaf.name).requires_grad)
+    return StateSlot(leaf.name, leaf.node, shape, False, is_saved=leaf.kind is LeafKind.BUFFER and leaf.persistent)
 
 
 def held_values(graph: Graph, model: nn.Module) -> dict[str, Tensor]:

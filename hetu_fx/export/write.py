@@ -36,7 +36,7 @@ from hetu_fx.export import FORMAT
 from hetu_fx.export.load import model_facts
 from hetu_fx.export.onnx_file import check_onnx_is_there
 from hetu_fx.export.picture import draw
-from hetu_fx.export.runnable import Argument, Place, Result, Runnable, State, export_runnable
+from hetu_fx.export.runnable import Argument, Place, Result, Runnable, StateSlot, export_runnable
 from hetu_fx.export.single import MESSAGE_BYTES, check_room, file_entry, write_beside, write_single
 from hetu_fx.graph import meta
 from hetu_fx.graph.containers import Entries, TensorSlot
@@ -257,7 +257,7 @@ def device_runnable(stage: StagePlan, device: DeviceGraph, model: nn.Module) -> 
     places = tuple(
         _place(stage, device, slot, name, model) for slot, name in zip(device.slots, slots_of(device), strict=True)
     )
-    updated = {place.name: place.shape for place in places if isinstance(place, State) and not place.is_parameter}
+    updated = {place.name: place.shape for place in places if isinstance(place, StateSlot) and not place.is_parameter}
     results = tuple(
         Result(result.model_name if in_place else result.name, in_place)
         for result in results_of(device)
@@ -281,9 +281,9 @@ def _place(stage: StagePlan, device: DeviceGraph, slot: GraphSlot, named: Named,
     if slot.kind not in STATES:
         return Argument(named.name, node, shape)
     if slot.kind is SlotKind.PARAMETER:
-        return State(slot.name, node, shape, True, model.get_parameter(slot.name).requires_grad)
+        return StateSlot(slot.name, node, shape, True, model.get_parameter(slot.name).requires_grad)
     saved = {leaf.name for leaf in stage.deduced.annotated.graph.leaves_of(LeafKind.BUFFER) if leaf.persistent}
-    return State(slot.name, node, shape, False, is_saved=slot.kind is SlotKind.BUFFER and slot.name in saved)
+    return StateSlot(slot.name, node, shape, False, is_saved=slot.kind is SlotKind.BUFFER and slot.name in saved)
 
 
 def slots_of(device: DeviceGraph) -> list[Named]:

@@ -34,7 +34,7 @@ from hetu_fx.planner.price.step import memory_problems
 from hetu_fx.planner.search.problem import (
     WORTH,
     Candidates,
-    Captured,
+    CapturedCosts,
     Problem,
     Search,
     predict_by_costs,
@@ -80,7 +80,7 @@ def make_plan(
     *,
     options: PlanOptions | None = None,
     search: str = DEFAULT,
-    captured: Captured | None = None,
+    captured: CapturedCosts | None = None,
     before: Plan | None = None,
     steps_ahead: float = math.inf,
     tell: Tell = nobody,

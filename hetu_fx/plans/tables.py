@@ -98,7 +98,7 @@ def _runs(stages: Sequence[Stage], *, is_short: bool) -> Iterator[range]:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class LikeDeviceGroup:
     """Devices of stages that are alike, which do the same.
 
     Attributes:
@@ -126,14 +126,14 @@ class Group:
         return max(self.costs, key=lambda cost: cost.total_bytes)
 
 
-def groups_of(plan: Plan) -> Iterator[Group]:
+def groups_of(plan: Plan) -> Iterator[LikeDeviceGroup]:
     """Yield the devices of a plan, those together that do the same; of a short plan, of which the same is shown."""
     costs = _costs_of(plan)
     total = sum(pipeline.share for pipeline in plan.pipelines)
     for found in alike(plan):
         for shard, ranks in _like_devices(found, costs, is_short=len(plan.devices) <= FEW_DEVICES):
             own = tuple(costs[rank] for rank in ranks if rank in costs)
-            yield Group(found, ranks, found.pipeline.share / total, shard, own)
+            yield LikeDeviceGroup(found, ranks, found.pipeline.share / total, shard, own)
 
 
 def _costs_of(plan: Plan) -> Mapping[int, DeviceCost]:

@@ -26,7 +26,7 @@ from hetu_fx.plans.plan import Plan, micro_batch_rows
 from hetu_fx.plans.prediction import DeviceCost, Prediction
 from hetu_fx.switching.adapt.health import HealthTracker
 from hetu_fx.switching.adapt.own_times import Probe, Standby
-from hetu_fx.switching.adapt.replanning import ALIKE, Asked, Conditions, Made, Planner, Replanning, nearest_known
+from hetu_fx.switching.adapt.replanning import ALIKE, Asked, Conditions, MadePlan, Planner, Replanning, nearest_known
 from hetu_fx.switching.adapt.tried import TriedPlans
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.step.report import LastStep
@@ -202,7 +202,7 @@ class Adaptation:
         asked = self._asked(conditions)
         if known is not None:
             self.replanning.drop()
-            self._adopt(self._asked(known), Made(self.plans[known]))
+            self._adopt(self._asked(known), MadePlan(self.plans[known]))
             if known.distance(conditions) < ALIKE:
                 return
             asked = replace(asked, least_gain=REFINED_GAIN)
@@ -216,7 +216,7 @@ class Adaptation:
         cluster = self._known_cluster()
         asked = self._asked(Conditions.of(rates, self.runtime.variants.drained))
         known = self.plans.get(asked.conditions)
-        made = self.replanning.make_now(asked, cluster) if known is None else Made(known)
+        made = self.replanning.make_now(asked, cluster) if known is None else MadePlan(known)
         self.replanning.drop()
         self.runtime.variants.go_by(dict(asked.conditions.rates))
         return self._adopt(asked, made)
@@ -252,7 +252,7 @@ class Adaptation:
             current.expect(expect(current.plan, self.costs, cluster), rates)
         return _gains(plan, current.predicted_seconds, least_gain)
 
-    def _adopt(self, asked: Asked, made: Made) -> str:
+    def _adopt(self, asked: Asked, made: MadePlan) -> str:
         """Give the policy a plan to choose from the next step on; return its variant's name."""
         self.plans[asked.conditions] = made.plan
         rates = dict(asked.conditions.rates)
@@ -262,7 +262,7 @@ class Adaptation:
         _log.info("%s, planned in %.2g s for rates %s: %s", name, made.seconds, rates, made.plan.summary())
         return name
 
-    def _variant_for(self, rates: Mapping[int, float], made: Made, named: str) -> str:
+    def _variant_for(self, rates: Mapping[int, float], made: MadePlan, named: str) -> str:
         """Return the variant that runs a plan: one that does the same work already, expected as now, or a new one."""
         plan = made.plan
         for name, variant in self.runtime.variants.items():

@@ -52,7 +52,7 @@ Planner = Callable[[Cluster, str], Plan]
 
 
 @dataclass(frozen=True)
-class Made:
+class MadePlan:
     """A plan, the seconds that making it took (0 where it was known), what has been deduced for it, and what was found
     when it was tried (None: it was known)."""
 
@@ -91,7 +91,7 @@ class Replanning:
     def __init__(self, table: GroupTable, planner: Planner, variants: Variants, tried: TriedPlans) -> None:
         self.table, self.planner, self.variants, self.tried = table, planner, variants, tried
         self.asked: Asked | None = None
-        self._background: Background[_Wanted, Made] | None = None
+        self._background: Background[_Wanted, MadePlan] | None = None
 
     def begin(self) -> None:
         """Start the process in which plans will be made."""
@@ -125,7 +125,7 @@ class Replanning:
             self.end()
         self.asked = None
 
-    def take(self) -> tuple[Asked, Made | HetuFxError]:
+    def take(self) -> tuple[Asked, MadePlan | HetuFxError]:
         """Return the plan that is ready, or what went wrong, on every rank; collective."""
         assert self.asked is not None, "facts say that a plan is ready which nobody has asked for"
         asked, self.asked = self.asked, None
@@ -138,25 +138,25 @@ class Replanning:
         self._note(made)
         return asked, made
 
-    def make_now(self, asked: Asked, cluster: Cluster) -> Made:
+    def make_now(self, asked: Asked, cluster: Cluster) -> MadePlan:
         """Make a plan while all ranks wait; collective. Raises on every rank what went wrong."""
         self.drop()
         made = by_first(self.table, lambda: self._made((asked, cluster, self.variants.layouts())))
         self._note(made)
         return made
 
-    def _note(self, made: Made) -> None:
+    def _note(self, made: MadePlan) -> None:
         if made.tried is not None:
             self.tried.note(made.plan, made.tried)
 
-    def _made(self, wanted: _Wanted) -> Made:
+    def _made(self, wanted: _Wanted) -> MadePlan:
         start, (asked, cluster, layouts) = perf_counter(), wanted
         devices = cluster.without(tuple(asked.conditions.drained)).with_rates(dict(asked.conditions.rates))
         plan = self.planner(devices, asked.name)
         seconds = perf_counter() - start
-        return Made(plan, seconds, self.variants.deduced(plan, layouts), self.tried.ask_here(plan))
+        return MadePlan(plan, seconds, self.variants.deduced(plan, layouts), self.tried.ask_here(plan))
 
-    def _result(self) -> Made:
+    def _result(self) -> MadePlan:
         assert self._background is not None, "rank 0 makes plans"
         return self._background.result()
 

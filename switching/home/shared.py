@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hetu_fx.annotations.local import index
-from hetu_fx.base.addresses import Reach, addresses_of
+from hetu_fx.base.addresses import Contact, addresses_of
 from hetu_fx.base.per_rank import PerRank
 from hetu_fx.base.torch_private import version
 from hetu_fx.comm_ops.wire.consensus import of_all, together
@@ -26,7 +26,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.one_sided import Caller, Listener, Question, Refused
 from hetu_fx.comm_ops.wire.shutdown import finish_at_exit
 from hetu_fx.errors import CommError, StateError
-from hetu_fx.switching.home.held import COPIED, JOINT, Held, Key, Readings, is_copy, part_of, source_of, why_not
+from hetu_fx.switching.home.held import COPIED, JOINT, Key, Readable, Readings, is_copy, part_of, source_of, why_not
 from hetu_fx.switching.home.memory import let_go_of_wholes
 from hetu_fx.switching.home.piece_copies import all_copies, copy_at, swaps
 from hetu_fx.switching.home.stepped import numbered
@@ -75,18 +75,18 @@ class Names:
         origin = self.name_of(source) or self._copy_key(source)
         return None if origin is None else (*origin, COPIED, str(copied.writes), str(piece.dtype))
 
-    def held(self, key: Key) -> list[Held]:
+    def held(self, key: Key) -> list[Readable]:
         """Return what this rank holds under a key: several, if it is one of copies."""
         if key[0] == JOINT:
             return []
         if is_copy(key):
             alike = [(p, its) for p, its in all_copies() if (str(its.writes), str(p.dtype)) == key[-2:]]
-            return [Held(piece, piece, its.layout) for piece, its in alike if self._copy_key(piece) == key]
+            return [Readable(piece, piece, its.layout) for piece, its in alike if self._copy_key(piece) == key]
         if len(key) == 1:
-            return [Held.home(self.homes[key[0]])]
+            return [Readable.home(self.homes[key[0]])]
         name, number, state = key
         found = [one.state.get(self._parameters[name], {}).get(state) for one, its in numbered() if its == int(number)]
-        return [Held.home(tensor) for tensor in found if isinstance(tensor, HomeTensor)]
+        return [Readable.home(tensor) for tensor in found if isinstance(tensor, HomeTensor)]
 
     def _named(self) -> Iterator[tuple[Key, HomeTensor]]:
         for name, home in self.homes.items():
@@ -131,7 +131,7 @@ class SharedHomes:
         runs = _runs()
         runs.append(ref(self, runs.remove))
         if self.size > 1:
-            host = addresses_of(of_all(table, together(table, Reach.own)))[self.rank]
+            host = addresses_of(of_all(table, together(table, Contact.own)))[self.rank]
             self._listener = Listener(_weakly(self._answer), host, most=2 * self.size)
             finalize(self, self._listener.close)
             self._caller = Caller(of_all(table, self._listener.address), self.seconds + _MARGIN_SECONDS)
@@ -234,7 +234,7 @@ class SharedHomes:
                 raise StateError(why_not(key, held, question, self.seconds))
             time.sleep(_PAUSE_SECONDS)
 
-    def _part_now(self, key: Key, held: Sequence[Held], question: Question) -> torch.Tensor | None:
+    def _part_now(self, key: Key, held: Sequence[Readable], question: Question) -> torch.Tensor | None:
         """Return the part if it is here now; of a copy that nobody has written since also that of its source."""
         wanted = question["version"]
         read = self._read.part(key, wanted)

@@ -14,7 +14,7 @@ from hetu_fx.errors import StateError
 from hetu_fx.switching.home.journal import Rates, journal
 from hetu_fx.switching.home.parameters import Buffers
 from hetu_fx.switching.home.values import Sign
-from hetu_fx.switching.home.watch import Watch, are_alike, clean, names_of, numbers_of
+from hetu_fx.switching.home.watch import WriteWatch, are_alike, clean, names_of, numbers_of
 from hetu_fx.switching.home.watches import (
     BufferCounts,
     BufferValues,
@@ -37,7 +37,7 @@ class Writes:
 
     def __init__(self, table: GroupTable, homes: Mapping[str, nn.Parameter], buffers: Buffers) -> None:
         self.table = table
-        self.watches: tuple[Watch, ...] = ()  # alone, whatever is written is what all ranks have
+        self.watches: tuple[WriteWatch, ...] = ()  # alone, whatever is written is what all ranks have
         if table.size > 1:
             self.watches = (
                 ParameterCounts(homes),

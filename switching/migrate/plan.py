@@ -16,7 +16,7 @@ from typing import Any
 from hetu_fx.base.documents import table_text
 from hetu_fx.comm_ops.plans.bsr_plan import plan_moves
 from hetu_fx.errors import StateError
-from hetu_fx.switching.migrate.buckets import StateTensor, SwitchBucket, Transport, peak_bytes, share_out
+from hetu_fx.switching.migrate.buckets import Carrier, StateTensor, SwitchBucket, peak_bytes, share_out
 
 FORMAT = "hetu_fx.switch/1"
 EXTRA_SHARE = 0.1
@@ -39,7 +39,7 @@ class SwitchPlan:
 
     buckets: tuple[SwitchBucket, ...]
     state_bytes: tuple[int, ...]
-    transport: Transport = Transport.SENT
+    transport: Carrier = Carrier.SENT
     num_now: int | None = None
 
     @property
@@ -125,7 +125,7 @@ def plan_switch(
     *,
     extra_share: float = EXTRA_SHARE,
     least_extra_bytes: int = LEAST_EXTRA_BYTES,
-    transport: Transport = Transport.SENT,
+    transport: Carrier = Carrier.SENT,
     splits: bool = False,
 ) -> SwitchPlan:
     """Plan a change of home; a pure function, the same on every rank. What was planned lately is not planned again.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hetu_fx.check.batch import (
-    Sizes,
+    TrialSizes,
     cut_batch,
     cut_rows,
     length_for,
@@ -51,7 +51,7 @@ def test_a_length_is_one_that_a_group_can_share() -> None:
 def test_rows_and_lengths_are_cut_by_what_the_graph_says_of_its_inputs() -> None:
     given = tokens_batch(rows=6, length=24)
     program = graph_of(Tokens(blocks=2), given).program
-    made = cut_batch(given, program, Sizes(8, 5), Narrowing({1500: 128}), torch.float64)
+    made = cut_batch(given, program, TrialSizes(8, 5), Narrowing({1500: 128}), torch.float64)
     assert isinstance(made, dict)
     assert program.row_dims == {"ids": 0, "labels": 0}
     assert made["ids"].shape == made["labels"].shape == (8, 5)

@@ -29,7 +29,7 @@ from hetu_fx.transforms.layouts.flow import is_item
 
 
 @dataclass(frozen=True, slots=True)
-class OpChoice:
+class OpCut:
     """How an op runs: a part of `factor`, on summands of its operands, or all of it on every device.
 
     The parts follow the ratios of `segment`. With `factors`, gradients of parameters that it reads whole are made from
@@ -42,7 +42,7 @@ class OpChoice:
     segment: int = 0
 
 
-Choices = Mapping[fx.Node, OpChoice]
+Choices = Mapping[fx.Node, OpCut]
 
 
 def program_choices(analysed: AnalysedGraph, stage: Stage) -> Choices:
@@ -57,7 +57,7 @@ def program_choices(analysed: AnalysedGraph, stage: Stage) -> Choices:
     told = ((node, region) for node, region in found.items() if region is not None and _may_choose(analysed, node))
     ratios = segments(stage)
 
-    def choice(node: fx.Node, region: OpRegion) -> OpChoice:
+    def choice(node: fx.Node, region: OpRegion) -> OpCut:
         segment = ratios.index(region.ratios or stage.ratios)
         return replace(_choice(analysed, node, names[node], region), segment=segment)
 
@@ -110,13 +110,13 @@ def only_rearranges(node: fx.Node, op: OpFactors) -> bool:
     return made == read
 
 
-def _choice(analysed: AnalysedGraph, node: fx.Node, name: str, region: OpRegion) -> OpChoice:
+def _choice(analysed: AnalysedGraph, node: fx.Node, name: str, region: OpRegion) -> OpCut:
     if not region.is_cut:
-        return OpChoice(on_summands=region.split == SUMMANDS)
+        return OpCut(on_summands=region.split == SUMMANDS)
     op = analysed.factors.op(node)
     named = set(_named(region, analysed.factors)) & op.classes
     if not named and region.split == ROWS:
-        return OpChoice()  # what has no rows is the same on every device that has some
+        return OpCut()  # what has no rows is the same on every device that has some
     if len(named) != 1:
         what = "has none of it" if not named else f"has {len(named)} of it"
         raise PlanError(
@@ -130,7 +130,7 @@ def _choice(analysed: AnalysedGraph, node: fx.Node, name: str, region: OpRegion)
             f"{region} cuts '{name}' on {region.split!r}, which the op needs whole ({meta.source_line(node)}); "
             f"{_ways(node, analysed.factors)}"
         )
-    return OpChoice(factor, factors=region.factors)
+    return OpCut(factor, factors=region.factors)
 
 
 def sends_factors(node: fx.Node, op: OpFactors) -> frozenset[FactorClass]:

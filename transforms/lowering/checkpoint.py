@@ -74,7 +74,7 @@ class CheckpointedRun(nn.Module):
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class RecomputingModule:
     """Make the runs that are recomputed modules of their own, which keep only what they are given.
 
     Requires: a device graph.

@@ -109,7 +109,7 @@ def lower(module: fx.GraphModule, backend: Backend, fixed: Sequence[bool] = ()) 
     for block in blocks.values():
         if backend not in block.compiled:
             block.compiled[backend] = Compiled(block, compiler)
-    pieces = {name: Piece(block, block.compiled[backend]) for name, block in blocks.items()}
+    pieces = {name: BlockCall(block, block.compiled[backend]) for name, block in blocks.items()}
     return CompiledAhead(fx.GraphModule(pieces, module.graph), is_fixed, together)
 
 
@@ -166,7 +166,7 @@ Together = Callable[[], AbstractContextManager[None]]
 """Around what is compiled together; nothing of it may run before the end."""
 
 
-class Piece(nn.Module):
+class BlockCall(nn.Module):
     """A block's module, compiled for all who have it, where one module calls it."""
 
     def __init__(self, block: BlockModule, compiled: Compiled) -> None:
@@ -216,7 +216,9 @@ class CompiledAhead:
                     piece.compiled.prepared(likes, piece.open_dims)
 
 
-def _calls(module: fx.GraphModule, inputs: Sequence[Any], fixed: Sequence[bool]) -> Iterator[tuple[Piece, list[Any]]]:
+def _calls(
+    module: fx.GraphModule, inputs: Sequence[Any], fixed: Sequence[bool]
+) -> Iterator[tuple[BlockCall, list[Any]]]:
     """Yield every call of a piece, with what its inputs are like."""
     symbols, given = Symbols(), zip(inputs, fixed, strict=True)
     values, known = dict[fx.Node, Any](), dict[Hashable, Any]()
@@ -226,7 +228,10 @@ def _calls(module: fx.GraphModule, inputs: Sequence[Any], fixed: Sequence[bool])
         elif node.op == "call_function":
             values[node] = operator.getitem(*fx.map_arg(node.args, values.__getitem__))
         elif node.op == "call_module":
-            piece, arguments = cast(Piece, module.get_submodule(str(node.target))), fx.map_arg(node.args, values.get)
+            piece, arguments = (
+                cast(BlockCall, module.get_submodule(str(node.target))),
+                fx.map_arg(node.args, values.get),
+            )
             likes = [Like.of(argument) for argument in arguments]
             key = (piece, *zip(likes, map(_text, arguments), strict=True))
             if key not in known:

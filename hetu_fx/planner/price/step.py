@@ -28,7 +28,7 @@ from hetu_fx.planner.price.pipeline import Finish, finish
 from hetu_fx.planner.price.placement import device_bytes
 from hetu_fx.planner.price.stage import StageCosts, stage_costs
 from hetu_fx.planner.price.step_end import optimizer_seconds
-from hetu_fx.planner.price.ways import Bucket, Ends, Ways
+from hetu_fx.planner.price.ways import Bucket, DirectionCosts, Ways
 from hetu_fx.planner.values.device_memory import Terms
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.parts import PartedPipeline
@@ -114,11 +114,11 @@ class PricedStep:
         return max(busy.values()) + max(map(_latency, self.unlike.values())) if busy else 0.0
 
     @cached_property
-    def _gather(self) -> Ends:
+    def _gather(self) -> DirectionCosts:
         return self._ways.ends("gather")
 
     @cached_property
-    def _gradients(self) -> Ends:
+    def _gradients(self) -> DirectionCosts:
         return self._ways.ends("gradients")
 
     @property

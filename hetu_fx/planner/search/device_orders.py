@@ -104,7 +104,7 @@ def _zigzag(devices: Sequence[Device]) -> list[Device]:
 
 
 @dataclass(frozen=True, slots=True)
-class Alike:
+class LikeDevices:
     """Devices that differ in nothing but their nodes, and a little in memory, in the order of the cluster."""
 
     name: str
@@ -133,10 +133,10 @@ _PLACE = {"rank", "node", "source", "memory_bytes", "place", "nic"}
 _FACTS = attrgetter(*(field.name for field in fields(Device) if field.name not in _PLACE))
 
 
-def alike_in(cluster: Cluster) -> tuple[Alike, ...]:
+def alike_in(cluster: Cluster) -> tuple[LikeDevices, ...]:
     """Return the devices by all that they have but rank and node, those of like memory together."""
     found: dict[object, list[Device]] = {}
     for device in cluster.devices:
         size = round(math.log(device.memory_bytes, _MEMORY_STEP))
         found.setdefault((_FACTS(device), size), []).append(device)
-    return tuple(Alike(f"{some[0].kind}#{some[0].rank}", tuple(some)) for some in found.values())
+    return tuple(LikeDevices(f"{some[0].kind}#{some[0].rank}", tuple(some)) for some in found.values())

@@ -27,7 +27,7 @@ Candidates = Mapping[Plan, float]
 """Plans and their predicted seconds, by the one cost model. Plans of one `max_length` compete with each other."""
 
 
-class Captured(Protocol):
+class CapturedCosts(Protocol):
     """What only the captured graph of a program tells."""
 
     @property
@@ -107,7 +107,7 @@ class Problem:
     options: PlanOptions = field(default_factory=PlanOptions)
     before: Plan | None = None
     steps_ahead: float = math.inf
-    captured: Captured | None = field(default=None, compare=False)
+    captured: CapturedCosts | None = field(default=None, compare=False)
     tell: Tell = field(default=nobody, compare=False)
     time_limit: TimeLimit = field(default_factory=TimeLimit, compare=False)
     priced: Priced = field(default_factory=Priced, init=False, compare=False)

@@ -27,7 +27,7 @@ from hetu_fx.switching.adapt.adaptation import (
     expected_seconds,
 )
 from hetu_fx.switching.adapt.health import HealthTracker
-from hetu_fx.switching.adapt.replanning import Asked, Conditions, Made
+from hetu_fx.switching.adapt.replanning import Asked, Conditions, MadePlan
 from hetu_fx.switching.adapt.tried import NOT_TRIED, Tried, TryPlan
 from hetu_fx.switching.step.report import LastStep
 from tests.planner.examples import paper, rising, transformer
@@ -220,7 +220,7 @@ def test_a_rate_that_is_known_better_is_planned_for_while_the_plan_for_about_it_
     assert adaptation.is_planning
     assert [change.variant for change in adaptation.changes] == ["slow-0x2", "slow-0x2"], "the plan for about it"
     faster = replace(Plan.single(), zero=0, predicted=Prediction(1e-12))
-    adaptation.replanning.take = lambda: (_asked(adaptation), Made(faster))
+    adaptation.replanning.take = lambda: (_asked(adaptation), MadePlan(faster))
     adaptation._take_over()
     assert [change.variant for change in adaptation.changes] == ["slow-0x2", "slow-0x2", "slow-0x2.06"]
 
@@ -229,7 +229,7 @@ def test_a_plan_for_a_rate_that_is_known_better_is_left_alone_where_it_gains_lit
     adaptation = slow_and_known(2.0)
     runs = adaptation.runtime.variants["slow-0x2"]
     as_fast = expect(runs.plan, adaptation.costs, adaptation.cluster.with_rates({0: 2.06}))
-    adaptation.replanning.take = lambda: (_asked(adaptation), Made(replace(runs.plan, zero=0, predicted=as_fast)))
+    adaptation.replanning.take = lambda: (_asked(adaptation), MadePlan(replace(runs.plan, zero=0, predicted=as_fast)))
     adaptation._take_over()
     assert [change.variant for change in adaptation.changes] == ["slow-0x2", "slow-0x2"]
     assert runs.planned_rates == {0: 2.06}

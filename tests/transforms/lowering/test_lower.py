@@ -13,9 +13,9 @@ from torch import Tensor, fx, nn
 
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.plans.plan import Plan
-from hetu_fx.transforms.lowering.checkpoint import Checkpoint
+from hetu_fx.transforms.lowering.checkpoint import RecomputingModule
 from hetu_fx.transforms.lowering.compiled import Compiled
-from hetu_fx.transforms.lowering.lower import Backend, CompiledAhead, Piece, lower
+from hetu_fx.transforms.lowering.lower import Backend, BlockCall, CompiledAhead, lower
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph
 from tests.transforms.lowering.recorder import Recorder
 from tests.transforms.lowering.test_block_modules import WIDTH, Cut, Tower
@@ -45,7 +45,7 @@ def gradient(function: Callable[..., Any], weight: Tensor, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("backend", [None, "aot_eager", Recorder()], ids=["eager", "aot_eager", "compiler"])
 def test_gradients_are_those_of_the_model_for_any_number_of_rows(device: DeviceGraph, backend: Backend) -> None:
-    weight, function = torch.randn(5, 6), lower(Checkpoint()(device), backend)
+    weight, function = torch.randn(5, 6), lower(RecomputingModule()(device), backend)
     for rows in (4, 7):
         x = torch.randn(rows, 6)
         expected = (1 - torch.tanh(x @ weight.t()) ** 2).t() @ x
@@ -54,7 +54,7 @@ def test_gradients_are_those_of_the_model_for_any_number_of_rows(device: DeviceG
 
 def test_a_compiler_gets_the_forward_and_the_backward_once_for_all_sizes(device: DeviceGraph) -> None:
     recorder = Recorder()
-    function = lower(Checkpoint()(device), recorder)
+    function = lower(RecomputingModule()(device), recorder)
     for rows in (4, 7, 5):
         gradient(function, torch.randn(5, 6), torch.randn(rows, 6))
     assert len(recorder.graphs) == 2
@@ -62,7 +62,7 @@ def test_a_compiler_gets_the_forward_and_the_backward_once_for_all_sizes(device:
 
 def test_an_unknown_compiler_is_refused_with_what_there_is(device: DeviceGraph) -> None:
     with pytest.raises(EnvironmentProblem, match=r"compile='fast' is not known; use None, 'aot_eager', 'inductor'"):
-        lower(Checkpoint()(device), "fast")
+        lower(RecomputingModule()(device), "fast")
 
 
 def test_a_compiled_backward_has_the_sum_of_gradients_beside_those_of_weights() -> None:
@@ -106,7 +106,7 @@ class Log:
 
 def ahead(cut: Cut, log: Log) -> CompiledAhead:
     compiled = {id(block): Compiled(block, log.compiler) for block in cut.blocks}  # type: ignore[arg-type]
-    pieces = {name: Piece(block, compiled[id(block)]) for name, block in cut.cut.named_children()}  # type: ignore[arg-type]
+    pieces = {name: BlockCall(block, compiled[id(block)]) for name, block in cut.cut.named_children()}  # type: ignore[arg-type]
     fixed = [slot.name in cut.parameters for slot in cut.device.slots]
     return CompiledAhead(fx.GraphModule(pieces, cut.cut.graph), fixed, log.together)
 

@@ -36,7 +36,7 @@ from hetu_fx.planner.search.hap.program import HapStep
 from hetu_fx.planner.search.hap.search import MOST_ROUNDS, search
 from hetu_fx.planner.search.hap.states import PARTIAL
 from hetu_fx.planner.search.hap.to_plan import PARTS, Translation, one_group, translations
-from hetu_fx.planner.search.problem import Candidates, Captured, Problem
+from hetu_fx.planner.search.problem import Candidates, CapturedCosts, Problem
 from hetu_fx.planner.values.tensor_program import TensorProgram
 from hetu_fx.plans.plan import Pipeline, Plan
 from hetu_fx.plans.prediction import Prediction
@@ -72,7 +72,9 @@ def find_programs(problem: Problem) -> Candidates:
         return {}
 
 
-def _searched(captured: Captured, problem: Problem, *, factors: bool = True, rounds: int = MOST_ROUNDS) -> HapResult:
+def _searched(
+    captured: CapturedCosts, problem: Problem, *, factors: bool = True, rounds: int = MOST_ROUNDS
+) -> HapResult:
     """Return HAP's program, of what can be said."""
     options, program = problem.options, sayable(captured.hap)
     return search(
@@ -86,7 +88,7 @@ def _searched(captured: Captured, problem: Problem, *, factors: bool = True, rou
 
 
 def _with_programs(
-    captured: Captured, result: HapResult, problem: Problem, *, rounds: int = MOST_ROUNDS
+    captured: CapturedCosts, result: HapResult, problem: Problem, *, rounds: int = MOST_ROUNDS
 ) -> Iterator[tuple[Plan, float]]:
     """Yield the plans that carry a program, with their seconds, if the passes run them and they fit.
 
@@ -107,7 +109,9 @@ def _with_programs(
         yield from sorted(priced, key=lambda found: found[1])[:1]
 
 
-def _with_program(plan: Plan, captured: Captured, result: HapResult, problem: Problem) -> Iterator[tuple[Plan, float]]:
+def _with_program(
+    plan: Plan, captured: CapturedCosts, result: HapResult, problem: Problem
+) -> Iterator[tuple[Plan, float]]:
     try:
         expected = captured.expect(plan, problem.cluster)
     except (PlanError, DeductionError, ResolveError) as refusal:
@@ -123,7 +127,7 @@ def _said(result: HapResult) -> str:
     return f"hap, by its own prices: the program that was found takes {result.seconds:.4g} s: {result.why}"
 
 
-def _translations(captured: Captured, result: HapResult, problem: Problem) -> Iterator[Translation]:
+def _translations(captured: CapturedCosts, result: HapResult, problem: Problem) -> Iterator[Translation]:
     options = problem.options
     near = translations(
         captured.hap.program, result, problem.cluster, memory_fraction=options.memory_fraction, zero=options.zero
@@ -131,7 +135,7 @@ def _translations(captured: Captured, result: HapResult, problem: Problem) -> It
     yield from (each for each in near if options.sequence_parallel or not each.plan.sequence_parallel)
 
 
-def _plans(found: Translation, captured: Captured, problem: Problem) -> Iterator[Plan]:
+def _plans(found: Translation, captured: CapturedCosts, problem: Problem) -> Iterator[Plan]:
     """Yield the plan that was found, as the runtime has it: with whole parts of what is split, if there are enough."""
     plan, options = found.plan, problem.options
     if len(plan.pipelines) > 1 or len(plan.devices) == 1:

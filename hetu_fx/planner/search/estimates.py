@@ -21,8 +21,7 @@ from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.planner.price.links import hand_over_line
 from hetu_fx.planner.search.allocate import Alike, RangeSeconds, cut, deal, least_passing
-from hetu_fx.planner.search.device_orders import Groups, alike_in
-from hetu_fx.planner.search.group_kinds import GroupKinds
+from hetu_fx.planner.search.device_orders import GroupKinds, Groups, alike_in
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.search.replica import Family, Replica
 from hetu_fx.planner.search.stage_estimates import ReplicaRules, StageEstimate, StageRun, stage_estimate

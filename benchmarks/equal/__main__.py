@@ -12,7 +12,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from benchmarks.equal import contest, pipelines, replicas, shards
+from benchmarks.equal import contest, pipelines, replicas, shards, small
 from benchmarks.equal.contest import Contest, Found
 from benchmarks.kit.fleet import in_fleet, run_workers, worker_parser, write_result
 from benchmarks.kit.report import Bar, finish
@@ -35,6 +35,7 @@ def settings(*, quick: bool) -> Mapping[str, Settings]:
             f"data parallel, {replicas.SIZES[0]}": partial(replicas.compiled_contest, replicas.SIZES[0]),
             f"tensor parallel, {replicas.SIZES[0]}": partial(shards.compiled_contest, replicas.SIZES[0]),
         },
+        "small": {f"a whole loop, {small.SIZE}": small.contest},
         MEMORY: {"GPT-2": partial(replicas.memory_contest, quick=quick)},
     }
 

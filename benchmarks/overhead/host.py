@@ -11,15 +11,20 @@ other models, are in the table too: there a step finds little of its code and da
 Between stages, only the time is counted in which the thread that drives the model works: not what it waits for the
 other stage. It sleeps but for the first 0.2 ms of a wait, in which it looks again and again; what it spends on that,
 once it has looked in vain, is a column of its own.
+
+Besides, how many of hetu_fx's own functions a call of the model runs, of one micro-batch: whatever the machine is.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -34,17 +39,20 @@ from benchmarks.kit.report import Bar, Part, Row
 from benchmarks.kit.smallest import least
 from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.comm_ops.wire.peers import memory, rounds
+from hetu_fx.comm_ops.wire.peers.memory import Peers
 from hetu_fx.emulate.emulate import EmulateSpec, Output
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 
 BLOCKS, WIDTH = 12, 8
 FEW, MANY = 1, 9  # micro-batches
 STEP_BAR, MICRO_BATCH_BAR = 1.0, 0.3
+CALLS_BARS = 456, 875  # of one process, and of one of two stages
 ROWS = 2 * MANY  # so that all are alike
 IN_A_ROW = 20
 WARM_UP = 10
 TURNS = ", in turns"
+CALLS = "own calls"
+OWN = f"{Path(hetu_fx.__file__).parent}/"
 
 Milliseconds = dict[str, float]
 """Medians of one process, by who and how many micro-batches."""
@@ -59,6 +67,15 @@ def measured(*, quick: bool) -> Part:
         bar("two stages: host milliseconds a step", max(map(step_cost, two)), STEP_BAR),
         bar("two stages: host milliseconds a micro-batch", max(map(micro_batch_cost, two)), MICRO_BATCH_BAR),
     ]
+    for name, told, most in zip(("one process", "two stages"), (one, two), CALLS_BARS, strict=True):
+        bars.append(
+            Bar(
+                f"{name}: own functions run in a call of the model",
+                max(each[CALLS] for each in told),
+                most,
+                at_least=False,
+            )
+        )
     return bars, [row_of(f"{len(f)} process", rank, told) for f in (one, two) for rank, told in enumerate(f)]
 
 
@@ -108,6 +125,7 @@ def work(*, quick: bool) -> Sequence[Milliseconds]:
     with waits_apart() as waits:
         told = medians(steps, waits, rounds, in_a_row=1)
         found = {f"{name}{TURNS}": milliseconds for name, milliseconds in told.items()}
+        found[CALLS] = own_calls()
         return of_all(GroupTable(), medians(steps, waits, rounds // IN_A_ROW, in_a_row=IN_A_ROW) | found)
 
 
@@ -124,6 +142,26 @@ def medians(steps: Mapping[str, Step], waits: Waits, rounds: int, *, in_a_row: i
                     spent[name].append((seconds - of_waits) * 1e3)
                     waited[f"{name}, waits"].append(of_waits * 1e3)
     return {name: statistics.median(values) for name, values in (spent | waited).items()}
+
+
+def own_calls() -> int:
+    """Count the calls of hetu_fx's functions in a call of the model."""
+    model, own = ours(FEW)
+    count = 0
+
+    def see(frame: FrameType, event: str, _: object) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(OWN)
+
+    for is_last in (False, False, True):
+        barrier()
+        sys.setprofile(see if is_last else None)
+        try:
+            loss = loss_of(model, own)
+        finally:
+            sys.setprofile(None)
+        loss.backward()
+    return count
 
 
 def thread_seconds(step: Step, waits: Waits) -> tuple[float, float]:
@@ -143,7 +181,7 @@ class Waits:
 @contextmanager
 def waits_apart() -> Iterator[Waits]:
     """Count them meanwhile."""
-    counted, until = Waits(), memory.until
+    counted, until = Waits(), Peers.until
 
     def waiting(*what: Any) -> Any:
         start = time.thread_time()
@@ -152,7 +190,7 @@ def waits_apart() -> Iterator[Waits]:
         finally:
             counted.seconds += time.thread_time() - start
 
-    with mock.patch.object(memory, "until", waiting), mock.patch.object(rounds, "until", waiting):
+    with mock.patch.object(Peers, "until", waiting):
         yield counted
 
 
@@ -161,12 +199,18 @@ def inputs() -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
-def our_step(count: int) -> Step:
-    """Make our step of so many micro-batches; every process is a stage."""
-    model, world = Mlp(WIDTH, BLOCKS).train(), world_here()
+def ours(count: int) -> tuple[Any, Mapping[str, Tensor]]:
+    """Make our model of so many micro-batches, of which every process is a stage, and its rows here."""
+    world = world_here()
     plan = Plan((Pipeline(tuple(Stage((rank,)) for rank in range(world)), micro_batches=count),))
     own = {"x": inputs().chunk(world)[rank_here()]}
-    return gradients_of(hetu_fx.auto_parallelize(model, own, plan=plan), model.zero_grad, [own])
+    return hetu_fx.auto_parallelize(Mlp(WIDTH, BLOCKS).train(), own, plan=plan), own
+
+
+def our_step(count: int) -> Step:
+    """Make our step of so many micro-batches."""
+    model, own = ours(count)
+    return gradients_of(model, model.zero_grad, [own])
 
 
 def plain_step(count: int) -> Step:

@@ -43,12 +43,18 @@ Made = TypeVar("Made")
 
 @dataclass(slots=True)
 class Exchange:
-    """A collective under way; `wait` ends it, once, and then works out the result in place."""
+    """A collective under way; `wait` ends it, once, and then works out the result in place.
+
+    What travels has a table: ranks that wait for unlike models are told by it.
+    """
 
     ranks: tuple[int, ...] = ()
     works: list[Any] = field(default_factory=list)
     finish: Callable[[], object] | None = None
     table: GroupTable | None = None
+
+    def __post_init__(self) -> None:
+        assert self.table is not None or not self.works, "what travels does so by a table"
 
     @property
     def has_arrived(self) -> bool:
@@ -57,8 +63,9 @@ class Exchange:
 
     def wait(self) -> None:
         """Block until all messages are through, or raise CommError after the group's timeout."""
-        with guarded("exchange", self.ranks, self.table):
-            self._arrive()
+        if self.table is not None:
+            with guarded("exchange", self.ranks, self.table):
+                self._arrive()
         self._finish()
 
     def end(self) -> None:
@@ -311,7 +318,7 @@ def exchange_parts(
     turned = [*range(here + 1, len(ranks)), *range(here)]
     sends = [(ranks[i], wires[i], Tag.EXCHANGE) for i in turned if wires[i].numel()]
     with guarded("exchange", ranks, table):
-        Exchange(tuple(ranks), [post(receives, sends, table, table.group(ranks), is_staged=is_staged)]).end()
+        post(receives, sends, table, table.group(ranks), is_staged=is_staged).wait()
     return arriving
 
 

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
@@ -156,15 +157,14 @@ class LocalFacts:
         """Return this rank's number for every fact of the table, in its order."""
         told = {"rows": self.rows, "longest": self.longest, **self.told}
         assert told.keys() <= _COMBINE.keys(), f"{list(told)} are not all in the table of facts {list(_COMBINE)}"
-        return tuple(float(told.get(name, 0.0)) for name in _COMBINE)
+        return tuple([float(told.get(name, 0.0)) for name in _COMBINE])
 
     @cached_property
     def row(self) -> tuple[float, ...]:
         """Return all as it stands in the message; worked out once for the facts of batches that are alike."""
         same = digest_of(f"{self.signature}|{len(self.sizes)}|{len(self.counts)}|{len(self.values)}")
-        lists = (self.sizes, _MAX_SIZES), (self.counts, _MAX_COUNTS), (self.values, _MAX_VALUES)
-        rest = (number for given, most in lists for number in _padded(given, most))
-        return (0.0, float(same), *self.numbers, *rest)
+        lists = _padded(self.sizes, _MAX_SIZES), _padded(self.counts, _MAX_COUNTS), _padded(self.values, _MAX_VALUES)
+        return (0.0, float(same), *self.numbers, *chain.from_iterable(lists))
 
 
 def agree(table: GroupTable, facts: LocalFacts | Exception, told: Mapping[str, float] = _NOTHING) -> StepFacts:

@@ -409,13 +409,13 @@ class _Waiting(AbstractContextManager[None]):
             table.listener(self._what, start, end)
 
 
-class guarded(AbstractContextManager[None]):
+class guarded(_Waiting):
     """Turn torch.distributed's errors (a dead peer, a time-out) into CommError; count as waiting of `table`.
 
     None: of the active one. The error is a DivergedError where a rank has left the path that all must take.
     """
 
-    __slots__ = ("_ranks", "_table", "_waiting", "_what")
+    __slots__ = ("_ranks",)
 
     def __init__(self, what: str, ranks: Sequence[int], table: GroupTable | None = None) -> None:
         self._what, self._ranks, self._table = what, ranks, table or active()
@@ -424,13 +424,12 @@ class guarded(AbstractContextManager[None]):
         path = self._table.path
         if path is not None:
             path.check()
-        self._waiting = self._table.waiting(self._what)
-        self._waiting.__enter__()
+        super().__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._waiting.__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)
         if isinstance(error, RuntimeError | ValueError):
             self._fail(error)
 

@@ -227,7 +227,7 @@ def in_thread(
             act(beside)
 
     turn = _turns.setdefault(table, InTurn()).start(work)
-    return Exchange(tuple(ranks), [turn])
+    return Exchange(tuple(ranks), [turn], table=table)
 
 
 def sum_all_in_levels(

@@ -76,6 +76,7 @@ set_versions = torch._C._autograd._unsafe_set_version_counter
 Lists = Sequence[Sequence[Any]]
 foreach_copy = torch._foreach_copy_
 foreach_mul = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
 unflatten_dense_tensors = torch._C._nn.unflatten_dense_tensors
 
 GRAD_AND_VALUE: Callable[..., tuple[Any, Any]] = eager_transforms.grad_and_value_impl  # what torch.func.grad calls

@@ -44,7 +44,7 @@ from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import Program
 from hetu_fx.switching.graph_execution import GraphExecution
-from hetu_fx.switching.home.ops import layout_of, piece_of
+from hetu_fx.switching.home.ops import layout_of, pieces_of
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.step.compiled_plans import GraphVariant, StagePlan
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
@@ -218,6 +218,7 @@ def parts_of(runtime: Runtime, deduced: DeducedGraph) -> dict[str, Tensor]:
     """
     table, leaves = runtime.table, {leaf.name: leaf for leaf in deduced.parameters()}
     homes: dict[str, Any] = {name: runtime.homes[name] for name in leaves}
+    own = pieces_of(homes)
     targets = {name: deduced.parameter_annotations(leaf)[0] for name, leaf in leaves.items()}
     moves = {
         name: TensorMove(layout_of(home).annotation, targets[name], tuple(home.shape), home.element_size())
@@ -226,17 +227,13 @@ def parts_of(runtime: Runtime, deduced: DeducedGraph) -> dict[str, Tensor]:
     together(table, lambda: check_room(_bytes_here(moves, table.rank), f"the parts of rank {table.rank}"))
     found: dict[str, Tensor] = {}
     for names in plan_shards(homes, MESSAGE_BYTES).values():
-        pieces = [_piece(homes[name], table.rank) for name in names]
+        pieces = [own[name] if moves[name].source.holds(table.rank) else None for name in names]
         plan = plan_moves([moves[name] for name in names])
-        made = run_moves(plan, pieces, table, like=[piece_of(homes[name]) for name in names])
+        made = run_moves(plan, pieces, table, like=[own[name] for name in names])
         found |= {
             n: part for n, part in zip(names, made, strict=True) if part is not None and targets[n].holds(table.rank)
         }
     return {name: part.detach().to("cpu").contiguous() for name, part in found.items()}
-
-
-def _piece(home: Any, rank: int) -> Tensor | None:
-    return piece_of(home) if layout_of(home).annotation.holds(rank) else None
 
 
 def _bytes_here(moves: Mapping[str, TensorMove], rank: int) -> int:

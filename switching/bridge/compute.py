@@ -20,7 +20,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.plans.plan import Pipeline, Plan
 from hetu_fx.plans.schedule import cuts_backwards
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
-from hetu_fx.switching.home.ops import piece_of
+from hetu_fx.switching.home.ops import pieces_of
 
 
 def compute_layout(plan: Plan) -> Plan:
@@ -63,7 +63,7 @@ class Compute:
 
     def gather(self, bridge: Bridge) -> dict[str, Tensor]:
         """Return this rank's compute parameters; collective unless home has not changed since the last call."""
-        pieces = self._pieces()
+        pieces = pieces_of(self.homes)
         is_known = self._lasts_for is bridge and len(pieces) == len(self._held)
         if is_known and all(map(is_, pieces.values(), self._held)):
             return dict(self._gathered[1])
@@ -127,7 +127,7 @@ class Compute:
     def has_stale_copies(self) -> bool:
         """Tell whether copies are kept that the next gather would replace; the same on all ranks."""
         state = self._gathered[0]
-        return state is not None and state[1] != self._state(state[0], self._pieces())
+        return state is not None and state[1] != self._state(state[0], pieces_of(self.homes))
 
     @property
     def has_graphs(self) -> bool:
@@ -137,7 +137,7 @@ class Compute:
     @property
     def copy_bytes(self) -> int:
         """Return what this rank's copies take besides the homes, with which they may share memory."""
-        return bytes_besides(self._gathered[1].values(), self._pieces().values())
+        return bytes_besides(self._gathered[1].values(), pieces_of(self.homes).values())
 
     @property
     def graph_bytes(self) -> int:
@@ -170,9 +170,6 @@ class Compute:
         if bridge.shares(pieces):
             return places if is_alone else tuple(map(id, pieces.values()))
         return (*places, *map(version, pieces.values()))
-
-    def _pieces(self) -> dict[str, Tensor]:
-        return dict(zip(self.homes, map(piece_of, self.homes.values()), strict=True))
 
 
 def bytes_besides(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> int:

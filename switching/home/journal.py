@@ -61,9 +61,11 @@ class Journal:
         """Note what an op writes to, its first argument, and with which numbers."""
         if self._is_stepping:
             return
-        written = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
-        for tensor in written:
-            self._touch(tensor)
+        for tensor in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
+            fields = vars(tensor)
+            if "local" in fields and fields.get(_ROUND) != self._round:  # a home tensor: plain ones are each rank's own
+                fields[_ROUND] = self._round
+                self.tensors += 1
         for argument in (*args[1:], *kwargs.values()):
             if type(argument) is float or type(argument) is int:
                 self.numbers.note(float(argument))
@@ -71,12 +73,6 @@ class Journal:
     def write_value(self, piece: Tensor, whole: Tensor) -> None:
         """Note that a whole plain value was written, of which this piece is the rank's part."""
         self.values.note(mark_value(piece, whole))
-
-    def _touch(self, tensor: Tensor) -> None:
-        fields = vars(tensor)
-        if "local" in fields and fields.get(_ROUND) != self._round:  # a home tensor: plain ones are each rank's own
-            fields[_ROUND] = self._round
-            self.tensors += 1
 
 
 journal = PerRank(Journal)

@@ -76,9 +76,10 @@ class HomeLayout(LocalPart):
         return _counted(self.annotation, self.shape, self.world)[self.rank]
 
     @cached_property
-    def counts_all(self) -> bool:
-        """Whether every element of the piece is counted here."""
-        return sum(box.numel for box in self.counted) == math.prod(self.local_shape)
+    def _counted_places(self) -> tuple[tuple[slice, ...], ...] | None:
+        """Where the counted elements stand in the piece; None where all of them are counted."""
+        counts_all = sum(box.numel for box in self.counted) == math.prod(self.local_shape)
+        return None if counts_all else tuple(map(index, self.counted))
 
     @cached_property
     def counted_chunks(self) -> tuple[Chunk, ...]:
@@ -104,9 +105,8 @@ class HomeLayout(LocalPart):
 
     def counted_pieces(self, local: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Give views of `local` that hold each counted element once."""
-        if self.counts_all:
-            return (local,)
-        return tuple(local[index(box)] for box in self.counted)
+        places = self._counted_places
+        return (local,) if places is None else tuple([local[place] for place in places])
 
     def take(self, full: torch.Tensor) -> torch.Tensor:
         """Cut this rank's piece out of the whole tensor; a view where the piece is one box."""

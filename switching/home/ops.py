@@ -26,7 +26,7 @@ from torch import nn
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.base.dtypes import carries_gradient, is_complex, is_real, widest
 from hetu_fx.base.patches import Patch, register_patch
-from hetu_fx.base.torch_private import TYPES_OF_LIST_KERNELS, make_subclass
+from hetu_fx.base.torch_private import TYPES_OF_LIST_KERNELS, foreach_norm, make_subclass
 from hetu_fx.comm_ops.wire.collectives import reduce_world
 from hetu_fx.switching.home.async_tensor import Pending
 from hetu_fx.switching.home.gathered import WholeView, run_whole
@@ -40,6 +40,7 @@ from hetu_fx.switching.home.tensor import (
     cut_like,
     gather_whole,
     home_layout_of,
+    local_of,
     wrap,
 )
 
@@ -105,16 +106,25 @@ def _extremes(parts: torch.Tensor, world: int, what: str, *, largest: bool) -> t
     return values if largest else -values
 
 
-def _local_norm(home: HomeTensor, order: float, dtype: torch.dtype) -> torch.Tensor:
-    """Give this rank's part of a norm: that of the elements it counts, in float32 at least."""
-    if home.dtype in (torch.float16, torch.bfloat16):
-        dtype = torch.promote_types(dtype, torch.float32)
+def _local_norms(homes: Sequence[HomeTensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """Give this rank's parts of norms of a dtype: those of the elements it counts, in float32 at least."""
+    norms: dict[int, torch.Tensor] = {}
+    for own in dict.fromkeys(home.dtype for home in homes):
+        exact = dtype or own
+        if own in (torch.float16, torch.bfloat16):
+            exact = torch.promote_types(exact, torch.float32)
+        alike = [position for position, home in enumerate(homes) if home.dtype == own]
+        found = foreach_norm([_counted_values(homes[position]) for position in alike], order, dtype=exact)
+        norms.update(zip(alike, found, strict=True))
+    return [norms[position] for position in range(len(homes))]
+
+
+def _counted_values(home: HomeTensor) -> torch.Tensor:
+    """Return the elements that this rank counts, in one tensor; a zero where it counts none."""
     counted = [piece for piece in home.home_layout.counted_pieces(home.local) if piece.numel()]
-    if not counted:
-        return torch.zeros((), dtype=dtype.to_real(), device=home.device)
-    values = counted[0] if len(counted) == 1 else torch.cat([piece.reshape(-1) for piece in counted])
-    norm: torch.Tensor = torch.linalg.vector_norm(values, order, dtype=dtype)
-    return norm
+    if len(counted) == 1:
+        return counted[0]
+    return torch.cat([piece.reshape(-1) for piece in counted]) if counted else home.local.new_zeros(1)
 
 
 def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -122,7 +132,8 @@ def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if not _over_all(home, dims) or keepdim or order < 0 or is_complex(home.dtype):
         return run_whole(func, args, kwargs)
     dtype = kwargs.get("dtype") or home.dtype
-    return _pend(_local_norm(home, float(order), dtype), float(order), home.home_layout.world, dtype)
+    (part,) = _local_norms([home], float(order), dtype)
+    return _pend(part, float(order), home.home_layout.world, dtype)
 
 
 def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -131,7 +142,7 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     homes = [tensor for tensor in tensors if type(tensor) is HomeTensor]
     if order < 0:
         return [aten.linalg_vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
-    parts = torch.stack([_local_norm(home, float(order), dtype or home.dtype).double() for home in homes])
+    parts = torch.stack(_local_norms(homes, float(order), dtype)).double()
     totals = iter(_total_norms(parts, float(order), homes[0].home_layout.world).unbind())
     return [
         next(totals).to((dtype or tensor.dtype).to_real())
@@ -281,14 +292,16 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, HomeTensor) else tensor
 
 
-def piece_of(home: torch.Tensor) -> torch.Tensor:
-    """Return this rank's piece of a home parameter; that of a plain one shares its memory, and its version."""
-    return home.local if isinstance(home, HomeTensor) else home.detach()
+def pieces_of(homes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return this rank's pieces of home parameters; those of plain ones share their memory, and their versions."""
+    if set(map(type, homes.values())) <= {HomeTensor}:
+        return dict(zip(homes, map(local_of, homes.values()), strict=True))
+    return {name: home.local if isinstance(home, HomeTensor) else home.detach() for name, home in homes.items()}
 
 
 def as_home(pieces: Mapping[str, torch.Tensor], homes: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
     """Wrap pieces of gradients, which fit, in the layouts of their parameters; plain ones have plain gradients."""
-    if not all(isinstance(homes[name], HomeTensor) for name in pieces):
+    found = list(map(homes.__getitem__, pieces))
+    if not set(map(type, found)) <= {HomeTensor}:
         return dict(pieces)
-    wrapped = map(wrap, pieces.values(), map(home_layout_of, map(homes.__getitem__, pieces)))
-    return dict(zip(pieces, wrapped, strict=True))
+    return dict(zip(pieces, map(wrap, pieces.values(), map(home_layout_of, found)), strict=True))

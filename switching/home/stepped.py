@@ -6,13 +6,17 @@ are). Their steps are noted in the journal, with what they go by.
 Kernels over lists take home tensors as they are (see `pointwise`), which for 48 parameters takes 0.1 ms more in each of
 the seven to twelve of a step. What each element becomes under torch's point-wise optimizers depends on that element
 alone, so all of a step's kernels are given the pieces, once.
+
+On a host torch makes no lists of its own accord: each op on each home tensor is a dispatch then, which for small pieces
+is most of a step. Lists have copies of all pieces for a moment; so it is for small ones alone that they are asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import count
+from itertools import chain, count
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,7 +30,7 @@ from hetu_fx.base.torch_private import SORT_OF_LISTS, Lists, foreach_copy, sorti
 from hetu_fx.switching.home.journal import Rates, journal
 from hetu_fx.switching.home.parameters import cut_optimizer_state
 from hetu_fx.switching.home.pointwise import are_numbers
-from hetu_fx.switching.home.tensor import HomeTensor, PiecesWritten, home_layout_of
+from hetu_fx.switching.home.tensor import HomeTensor, PiecesWritten, home_layout_of, local_of
 
 _POINTWISE = frozenset(
     {
@@ -45,6 +49,9 @@ _POINTWISE = frozenset(
 )
 """Adafactor and Muon look at whole parameters; what a subclass does is not known."""
 
+_SMALL_BYTES = 1 << 24
+_NO_LISTS = "fused", "capturable", "differentiable"
+
 
 class _Stepping:
     """What is known of the step that is under way.
@@ -52,10 +59,12 @@ class _Stepping:
     Attributes:
         is_pointwise: its kernels may have pieces.
         uncounted: how often they write without counting it in versions, as torch's fused kernels do once.
+        listed: groups that are asked for lists in it, which torch would not make.
     """
 
     is_pointwise = False
     uncounted = 0
+    listed: Sequence[dict[str, Any]] = ()
 
 
 _stepping = PerRank(_Stepping)
@@ -63,15 +72,35 @@ _stepping = PerRank(_Stepping)
 
 def begin_step(optimizer: Optimizer) -> None:
     """Let an optimizer have pieces for its kernels, if it is a point-wise one."""
+    end_step()  # the one before may have ended by an error
     fused = {bool(group.get("fused")) for group in optimizer.param_groups}
     stepping = _stepping()
     stepping.is_pointwise = type(optimizer) in _POINTWISE and len(fused) == 1
     stepping.uncounted = int(True in fused)
+    if stepping.is_pointwise:
+        stepping.listed = list(filter(_is_small_on_host, optimizer.param_groups))
+        for group in stepping.listed:
+            group["foreach"] = True
 
 
 def end_step() -> None:
     """Let whatever follows have home tensors."""
-    _stepping().is_pointwise = False
+    stepping = _stepping()
+    stepping.is_pointwise = False
+    for group in stepping.listed:
+        group["foreach"] = None
+    stepping.listed = ()
+
+
+def _is_small_on_host(group: Mapping[str, Any]) -> bool:
+    """Tell whether torch would make no lists of a group though nothing keeps it from it, and its pieces are small."""
+    options = chain.from_iterable(value if isinstance(value, tuple) else (value,) for value in group.values())
+    if group.get("foreach", False) is not None or any(map(group.get, _NO_LISTS)):
+        return False
+    if any(isinstance(option, Tensor) for option in options) or set(map(type, group["params"])) != {HomeTensor}:
+        return False
+    pieces = list(map(local_of, group["params"]))
+    return all(map(attrgetter("is_cpu"), pieces)) and sum(map(attrgetter("nbytes"), pieces)) <= _SMALL_BYTES
 
 
 def _on_pieces(lists: Lists, with_indices: bool) -> tuple[Lists, Callable[[], None]] | None:

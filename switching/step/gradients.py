@@ -196,11 +196,10 @@ class Collector:
 
     def _left(self) -> dict[str, Tensor]:
         """Take the gradients that have not been handed on out of the leaves."""
-        left = {}
+        left: dict[str, Tensor] = {}
         for name, leaf in self.leaves.items():
-            gradient = take_gradient(leaf)
-            if gradient is not None:
-                left[name] = gradient
+            if leaf.grad is not None:  # most of another stage's have none
+                left[name], leaf.grad = in_memory(leaf.grad), None
         return left
 
     def _brought_home(self, left: dict[str, Tensor]) -> dict[str, Tensor]:

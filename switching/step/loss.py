@@ -43,7 +43,7 @@ def start_sum_by_round(number: Tensor, table: GroupTable, what: str) -> Exchange
     if table.rounds is None or not number.is_cpu or number.numel() != 1 or table.is_mixed:
         return None
     said = table.rounds.say((number.item(),), what)
-    return Exchange(tuple(range(table.size)), [said], partial(_take_heard, number, said))
+    return Exchange(tuple(range(table.size)), [said], partial(_take_heard, number, said), table)
 
 
 def _take_heard(number: Tensor, said: Round) -> None:

@@ -118,7 +118,7 @@ def _places(dim: int, length: int, offset: int, cut: Sequence[int], device: torc
         if cut_dim == dim and part:
             outer, rest = index // (part * inner), index % (part * inner)
             index = outer * (whole * inner) + start * inner + rest
-    return (index + offset) * _signed(GOLDEN)
+    return (index + offset) * _STEP
 
 
 def _mix(bits: Tensor, finish: bool) -> Tensor:
@@ -127,14 +127,12 @@ def _mix(bits: Tensor, finish: bool) -> Tensor:
     The last xorshift changes low bits alone; only keys for further dims need them.
     """
     moved = torch.empty_like(bits)
-    _xorshift(bits, moved, 30).mul_(_signed(FIRST))
-    _xorshift(bits, moved, 27).mul_(_signed(SECOND))
-    return _xorshift(bits, moved, 31) if finish else bits
-
-
-def _xorshift(bits: Tensor, moved: Tensor, distance: int) -> Tensor:
-    torch.bitwise_right_shift(bits, distance, out=moved)
-    return bits.bitwise_xor_(moved.bitwise_and_((1 << (64 - distance)) - 1))
+    for distance, kept, factor in _ROUNDS if finish else _ROUNDS[:-1]:
+        torch.bitwise_right_shift(bits, distance, out=moved)
+        bits.bitwise_xor_(moved.bitwise_and_(kept))
+        if factor != 1:
+            bits.mul_(factor)
+    return bits
 
 
 def _mixed_number(number: int) -> int:
@@ -146,3 +144,10 @@ def _mixed_number(number: int) -> int:
 
 def _signed(number: int) -> int:
     return number - (1 << 64) if number >> 63 else number
+
+
+_STEP = _signed(GOLDEN)
+_ROUNDS = tuple(
+    (distance, (1 << (64 - distance)) - 1, _signed(factor)) for distance, factor in ((30, FIRST), (27, SECOND), (31, 1))
+)
+"""Of a mix: by how far bits are shifted, which of them count, and what they are multiplied by."""

@@ -163,32 +163,41 @@ class Peers:
         Raises RuntimeError where it has gone, unless it may be, or has not come in time.
         """
         board = self.boards[rank]
-        told = board.look(slot)
-        if told.stamp >= stamp:
-            return told
 
         def told_by_now() -> Told | None:
             told = board.look(slot)
             return told if told.stamp >= stamp else None
 
-        gone = Told(stamp) if may_be_gone else None
-        return until(lambda: self.said_last(rank, told_by_now, gone), rank, table)
+        return self.until(told_by_now, rank, table, Told(stamp) if may_be_gone else None)
 
     def has_come(self, rank: int, slot: int, stamp: int) -> bool:
         """Tell whether a rank has written this stamp, or a later one, or has gone."""
         return self.look(rank, slot).stamp >= stamp or not self.lives(rank)
 
-    def said_last(self, rank: int, find: Callable[[], Found | None], if_gone: Found | None = None) -> Found | None:
-        """Return what is found of a rank; `if_gone`, if the rank has gone without.
+    def until(
+        self, find: Callable[[], Found | None], rank: int, table: GroupTable, if_gone: Found | None = None
+    ) -> Found:
+        """Look for what a rank is to bring, again and again, and return it once it is there.
 
-        Raises RuntimeError for one that has gone, where nothing is given for it.
+        `if_gone`, if the rank has gone without. Raises RuntimeError for one that has gone where nothing is given for
+        it, or that has not come in time, DivergedError where it is elsewhere.
         """
-        found = find()
-        if found is not None or self.lives(rank):
-            return found
-        found = find() or if_gone  # it may have said it, and then gone
-        if found is None:
-            raise _gone(rank)
+        start, seconds = perf_counter(), table.timeout.total_seconds()
+        while (found := find()) is None:
+            waited = perf_counter() - start
+            if waited < SPIN_SECONDS:
+                os.sched_yield()
+                continue
+            if not self.lives(rank):
+                found = find() or if_gone  # it may have said it, and then gone
+                if found is None:
+                    raise _gone(rank)
+                return found
+            if table.path is not None:
+                table.path.check()
+            if waited > seconds:
+                raise RuntimeError(f"rank {rank} has not come within {seconds:g} s")
+            sleep(min(waited * SLEEP_SHARE, MOST_SLEEP_SECONDS))
         return found
 
     def lives(self, rank: int) -> bool:
@@ -199,25 +208,6 @@ class Peers:
 
 def _gone(rank: int) -> RuntimeError:
     return RuntimeError(f"the process of rank {rank} has gone")
-
-
-def until(find: Callable[[], Found | None], rank: int, table: GroupTable) -> Found:
-    """Look for what a rank is to bring, again and again, and return it once it is there.
-
-    Raises RuntimeError where the rank has not come in time, DivergedError where it is elsewhere.
-    """
-    start, seconds = perf_counter(), table.timeout.total_seconds()
-    while (found := find()) is None:
-        waited = perf_counter() - start
-        if waited < SPIN_SECONDS:
-            os.sched_yield()
-            continue
-        if table.path is not None:
-            table.path.check()
-        if waited > seconds:
-            raise RuntimeError(f"rank {rank} has not come within {seconds:g} s")
-        sleep(min(waited * SLEEP_SHARE, MOST_SLEEP_SECONDS))
-    return found
 
 
 def _copy(process: int, address: int, place: int, size: int) -> None:

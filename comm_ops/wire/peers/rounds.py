@@ -18,7 +18,7 @@ from functools import lru_cache, partial
 from zlib import crc32
 
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
-from hetu_fx.comm_ops.wire.peers.memory import Peers, peers_of, told_by_all, until
+from hetu_fx.comm_ops.wire.peers.memory import Peers, peers_of, told_by_all
 from hetu_fx.comm_ops.wire.peers.shared import mapped, shared_memory
 from hetu_fx.comm_ops.wire.small_sums import refuse_unlike
 from hetu_fx.errors import CommError
@@ -57,17 +57,17 @@ class Rounds:
         self._forget_heard()
         kind = _kind(what, len(numbers))
         body = struct.pack(f"<{len(numbers)}d", *numbers)
-        own, start = self._memory[self._table.rank], _start_of(self._count)
+        own, start = self._memory[self._table.rank], self._count % RING * _SLOT_BYTES
         own[start + _HEAD.size : start + _HEAD.size + len(body)] = body
-        _HEAD.pack_into(own, start, self._count, kind, len(numbers), _check(self._count, kind, body))
+        _HEAD.pack_into(own, start, self._count, kind, len(numbers), crc32(body, kind) ^ self._count)
         self._begun.append(Round(self, self._count, kind, tuple(numbers), what))
         return self._begun[-1]
 
     def _forget_heard(self) -> None:
         """Hear those of half a ring ago, so that their place, and that of all before, is free on all ranks."""
-        while self._begun and (self._begun[0].is_heard or self._begun[0].number <= self._count - RING // 2):
+        while self._begun and (self._begun[0].heard or self._begun[0].number <= self._count - RING // 2):
             oldest = self._begun.popleft()
-            if not oldest.is_heard:
+            if not oldest.heard:
                 with guarded(oldest.what, range(self._table.size), self._table):
                     oldest.wait()
 
@@ -87,8 +87,7 @@ class Rounds:
     def _of(self, rank: int, of: Round) -> Numbers:
         found = self._read(rank, of.number)
         if found is None:
-            find = partial(self._peers.said_last, rank, partial(self._read, rank, of.number))
-            found = until(find, rank, self._table)
+            found = self._peers.until(partial(self._read, rank, of.number), rank, self._table)
         kind, numbers = found
         if kind != of.kind:
             refuse_unlike(self._table, of.what)
@@ -96,12 +95,12 @@ class Rounds:
 
     def _read(self, rank: int, number: int) -> tuple[int, Numbers] | None:
         """Return what a rank has said in a round, and what for; None if it has not, or is about to."""
-        memory, start = self._memory[rank], _start_of(number)
+        memory, start = self._memory[rank], number % RING * _SLOT_BYTES
         found, kind, count, check = _HEAD.unpack_from(memory, start)
         if found != number or count > MOST_NUMBERS:
             return None
         body = memory[start + _HEAD.size : start + _HEAD.size + 8 * count]
-        return (kind, struct.unpack(f"<{count}d", body)) if check == _check(number, kind, body) else None
+        return (kind, struct.unpack(f"<{count}d", body)) if check == crc32(body, kind) ^ number else None
 
 
 class Round:
@@ -111,14 +110,9 @@ class Round:
         self._rounds, self.number, self.kind, self.numbers, self.what = rounds, number, kind, numbers, what
         self.heard: list[Numbers] = []
 
-    @property
-    def is_heard(self) -> bool:
-        """Whether the others have been heard."""
-        return bool(self.heard)
-
     def is_completed(self) -> bool:
         """Tell whether `wait` would not block."""
-        return self.is_heard or self._rounds.has_come(self)
+        return bool(self.heard) or self._rounds.has_come(self)
 
     def wait(self) -> None:
         """Hear the others; see `Rounds.hear`. The caller guards it."""
@@ -130,14 +124,6 @@ class Round:
 def _kind(what: str, count: int) -> int:
     """Return a number that tells a round from those of something else."""
     return crc32(f"{what} of {count} numbers".encode())
-
-
-def _start_of(number: int) -> int:
-    return number % RING * _SLOT_BYTES
-
-
-def _check(number: int, kind: int, body: bytes) -> int:
-    return crc32(body, kind) ^ number
 
 
 def open_rounds(table: GroupTable) -> None:

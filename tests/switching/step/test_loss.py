@@ -84,7 +84,7 @@ class Message:
 
 def test_who_looks_on_waits_for_no_loss_and_sees_it_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     message = Message()
-    monkeypatch.setattr(step, "_started_sum", lambda *what: Exchange((0, 1), [message]))
+    monkeypatch.setattr(step, "_started_sum", lambda *what: Exchange((0, 1), [message], table=GroupTable()))
     loss = global_loss(torch.tensor(1.5, requires_grad=True))
     seen = SeenLoss(loss)
     assert seen.number is None

@@ -130,14 +130,14 @@ def check_what_a_process_has_said_is_heard_after_it_has_gone(rank: int, world: i
 
 
 def check_a_process_is_looked_for_by_its_number(rank: int, world: int, folder: Path) -> None:
-    found = memory.peers_of(GroupTable(name="looked for"), (0, 1, 2))
+    found = memory.peers_of(table := GroupTable(name="looked for"), (0, 1, 2))
     assert found is not None
     gone, other = replace(found, processes=dict.fromkeys(range(WORLD), 2**22 + os.getpid())), (rank + 1) % world
-    assert found.said_last(other, lambda: None, "gone") is None  # it may say it yet
-    assert gone.said_last(other, lambda: None, "gone") == "gone"
-    assert gone.said_last(other, lambda: "said", "gone") == "said"
+    assert found.lives(other)
+    assert gone.until(lambda: None, other, table, "gone") == "gone"
+    assert gone.until(lambda: "said", other, table, "gone") == "said"
     with pytest.raises(RuntimeError, match=f"process of rank {other} has gone"):
-        gone.said_last(other, lambda: None)
+        gone.until(lambda: None, other, table)
 
 
 def check_where_one_cannot_map_it_nobody_has_rounds(rank: int, world: int, folder: Path) -> None:

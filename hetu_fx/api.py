@@ -157,7 +157,7 @@ def auto_parallelize(
         AskedRowDims(row_dims or {}),
         works_by_rows=check is False,
     )
-    handle = _make_parallel(preparation, wants_checks(check))
+    handle = _make_parallel(preparation, _wants_checks(check))
     if warm:
         handle.warm(batch)
     return model
@@ -213,7 +213,7 @@ def _load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: bo
 VARIABLE = "HETU_FX_CHECK"
 
 
-def wants_checks(asked: Literal["auto"] | bool) -> bool:
+def _wants_checks(asked: Literal["auto"] | bool) -> bool:
     """Tell whether plans are tried: as asked, or as the environment says where nobody has.
 
     Raises:

@@ -42,7 +42,7 @@ _FEW = 5  # gradients that are named
 def failure_text(plan: Plan, case: Case, found: Found, captured: GraphExecution | None, blocks: KeptBlocks) -> str:
     """Return the message of an error for a plan that is wrong."""
     names = blocks.original_names()
-    first = "" if captured is None else first_wrong(case, found, captured)
+    first = "" if captured is None else _first_wrong(case, found, captured)
     lines = [
         f"the plan {plan.summary()} was tried on a small case of the model, and does not give what one device gives: "
         f"{differences_text(found)}",
@@ -116,7 +116,7 @@ def _inputs(case: Case) -> dict[str, torch.Tensor]:
 _FEW_PARTS = 12  # values that are looked at at once, where all together are refused
 
 
-def first_wrong(case: Case, found: Found, captured: GraphExecution) -> str:
+def _first_wrong(case: Case, found: Found, captured: GraphExecution) -> str:
     """Say what differs first; empty where nothing does."""
     graph = captured.program.graph
     if found.failure:

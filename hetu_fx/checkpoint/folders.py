@@ -45,7 +45,7 @@ def replaced_folder(folder: Path, table: GroupTable, error: type[HetuFxError] = 
     """
     folder = Path(os.path.realpath(folder))
     token = from_first(table, secrets.token_hex(4))
-    staging = folder.parent / left_over_name(folder.name, token, is_new=True)
+    staging = folder.parent / _left_over_name(folder.name, token, is_new=True)
     with ExitStack() as lock:
         try:
             together(table, lambda: _begin(folder, staging, error, lock) if table.rank == 0 else None)
@@ -157,7 +157,7 @@ def _commit(folder: Path, staging: Path, token: str) -> None:
     seal(staging)
     for part in sorted({path.parent for path in _files(staging)} | {staging}):
         sync(part)
-    old = folder.parent / left_over_name(folder.name, token, is_new=False)
+    old = folder.parent / _left_over_name(folder.name, token, is_new=False)
     if folder.exists():
         os.rename(folder, old)
     try:
@@ -239,7 +239,7 @@ class LeftOver:
 _LEFT_OVER = re.compile(r"\.(.+)\.(new|old)-[0-9a-f]{8}", re.DOTALL)
 
 
-def left_over_name(name: str, token: str, *, is_new: bool) -> str:
+def _left_over_name(name: str, token: str, *, is_new: bool) -> str:
     """Return the name of a folder that is to be, or was, called `name`."""
     return f".{name}.{'new' if is_new else 'old'}-{token}"
 

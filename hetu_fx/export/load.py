@@ -65,7 +65,7 @@ class Exported:
         for name, variant in self.manifest["variants"].items():
             yield f"  variant {name}: {variant['plan']['file']}"
             for rank, entry in variant["ranks"].items():
-                for one in chunks_of(entry):
+                for one in _chunks_of(entry):
                     yield f"    rank {rank}: {one['file']}  pipeline {one['pipeline']}, stage {one['stage']}"
         yield "  weights: " + ("beside the graphs" if self.manifest["weights"] else "inside the graphs")
         yield from (f"damaged: {reason}" for reason in self.damaged)
@@ -84,8 +84,8 @@ def check_exported(folder: str | Path, *, model: nn.Module | None = None, plan: 
         ExportError: the folder is no export, or of another format.
     """
     folder = Path(folder)
-    with opened_export(folder) as (opened, manifest):
-        stale = stale_torch(manifest)
+    with _opened_export(folder) as (opened, manifest):
+        stale = _stale_torch(manifest)
         if model is not None:
             stale += _stale_model(manifest["model"], model_facts(model))
         if plan is not None:
@@ -204,9 +204,9 @@ def load_exported(folder: str | Path, variant: str, rank: int, chunk: int = 0) -
         ExportError: the folder is no export, was written by another format, has no such graph, or is damaged.
     """
     folder = Path(folder)
-    with opened_export(folder) as (opened, manifest):
+    with _opened_export(folder) as (opened, manifest):
         try:
-            entry = chunks_of(manifest["variants"][variant]["ranks"][str(rank)])[chunk]
+            entry = _chunks_of(manifest["variants"][variant]["ranks"][str(rank)])[chunk]
         except (KeyError, IndexError) as error:
             known = {name: sorted(v["ranks"]) for name, v in manifest["variants"].items()}
             asked = f"{variant!r} for rank {rank}" + f", chunk {chunk}" * (chunk > 0)
@@ -218,7 +218,7 @@ def load_exported(folder: str | Path, variant: str, rank: int, chunk: int = 0) -
         return loaded
 
 
-def chunks_of(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _chunks_of(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return what a manifest says of each graph of a rank."""
     return [entry, *entry.get("chunks", [])]
 
@@ -230,7 +230,7 @@ def load_single(folder: str | Path, mode: str) -> nn.Module:
     of `load_exported`.
     """
     folder = Path(folder)
-    with opened_export(folder) as (opened, manifest):
+    with _opened_export(folder) as (opened, manifest):
         entry = manifest["single"]["graphs"].get(mode, {"missing": f"it has {sorted(manifest['single']['graphs'])}"})
         if "missing" in entry:
             raise ExportError(f"{folder} has no single-device graph for {mode}: {entry['missing']}")
@@ -243,13 +243,13 @@ def load_single(folder: str | Path, mode: str) -> nn.Module:
 
 
 def _module(opened: OpenFolder, manifest: Mapping[str, Any], entry: Mapping[str, str]) -> nn.Module:
-    for reason in stale_torch(manifest):
+    for reason in _stale_torch(manifest):
         warnings.warn(f"{opened.path} is stale: {reason}", stacklevel=3)
     with opened.file(entry["file"]) as file:
         return torch.export.load(file).module()
 
 
-def stale_torch(manifest: Mapping[str, Any]) -> list[str]:
+def _stale_torch(manifest: Mapping[str, Any]) -> list[str]:
     """Say that an export was written by another minor version of torch, if it was."""
     written, here = manifest["torch"], str(torch.__version__)
     if written.split(".")[:2] == here.split(".")[:2]:
@@ -276,7 +276,7 @@ class _Beside(Mapping[str, Tensor]):
 
 
 @contextmanager
-def opened_export(folder: Path) -> Iterator[tuple[OpenFolder, Mapping[str, Any]]]:
+def _opened_export(folder: Path) -> Iterator[tuple[OpenFolder, Mapping[str, Any]]]:
     """Give an export, open, and what it says of itself.
 
     Raises:

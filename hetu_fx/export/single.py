@@ -49,7 +49,7 @@ class Single:
     missing: Mapping[str, str]
 
 
-def single_graphs(programs: Programs) -> Single:
+def _single_graphs(programs: Programs) -> Single:
     """Capture the model as it was in its last training step, in every mode that it can be.
 
     Raises:
@@ -157,7 +157,7 @@ def _place(leaf: Leaf, model: nn.Module) -> Place:
     return StateSlot(leaf.name, leaf.node, shape, False, is_saved=leaf.kind is LeafKind.BUFFER and leaf.persistent)
 
 
-def held_values(graph: Graph, model: nn.Module) -> dict[str, Tensor]:
+def _held_values(graph: Graph, model: nn.Module) -> dict[str, Tensor]:
     """Return the values of buffers and constants that a graph reads, on the cpu, each with memory of its own."""
     found: dict[str, Any] = dict(graph.constants)
     found |= {leaf.name: model.get_buffer(leaf.name) for leaf in graph.leaves_of(LeafKind.BUFFER)}
@@ -178,8 +178,8 @@ def write_single(runtime: Runtime, programs: Programs, aside: Path, *, weights: 
     With `onnx`, the one for inference as ONNX, too.
     """
     table, homes = runtime.table, runtime.homes
-    single = together(table, lambda: single_graphs(programs) if table.rank == 0 else None)
-    values = gather_on_first(homes, table) if weights else {}
+    single = together(table, lambda: _single_graphs(programs) if table.rank == 0 else None)
+    values = _gather_on_first(homes, table) if weights else {}
     entries = together(table, lambda: _write(single, runtime.model, values, aside, onnx) if single else {})
     return {"graphs": entries, "tied": aliases_of(runtime.model)}
 
@@ -211,7 +211,7 @@ def _write_graph(
     graph: Graph, model: nn.Module, values: Mapping[str, Tensor], path: Path, onnx: bool
 ) -> dict[str, Any]:
     runnable, title = runnable_of(graph, model), f"the single-device graph for {path.stem}"
-    exported = export_runnable(runnable, {**values, **held_values(graph, model)}, title)
+    exported = export_runnable(runnable, {**values, **_held_values(graph, model)}, title)
     torch.export.save(exported, path)
     path.with_suffix(".txt").write_text(f"{graph.graph}\n")
     path.with_suffix(".svg").write_text(draw(runnable, f"{type(model).__name__}: {title}", graph.block_paths))
@@ -235,7 +235,7 @@ def file_entry(path: Path, folder: Path) -> dict[str, str]:
 MESSAGE_BYTES = 64 << 20  # of weights that travel at once: as much again is needed meanwhile
 
 
-def gather_on_first(tensors: Mapping[str, Tensor], table: GroupTable) -> dict[str, Tensor]:
+def _gather_on_first(tensors: Mapping[str, Tensor], table: GroupTable) -> dict[str, Tensor]:
     """Return whole tensors in host memory on rank 0, nothing elsewhere; collective.
 
     Raises:

@@ -133,7 +133,7 @@ def _write_graph(
     buffers = {name: runtime.buffers.read(name, at) for name, at in stage.buffers.items()}
     held = {name: _own(value) for name, value in {**stage.constants, **buffers}.items()}
     with using(GroupTable.dry(device.rank, runtime.table.size)):
-        runnable = device_runnable(stage, device, runtime.model)
+        runnable = _device_runnable(stage, device, runtime.model)
         exported = export_runnable(runnable, {**parts, **held}, f"the graph of rank {device.rank}")
     torch.export.save(exported, path)
     path.with_suffix(".txt").write_text(f"{device.graph}\n")
@@ -145,7 +145,7 @@ def _write_graph(
         "stage": device.layout.index,
         "slots": [
             _slot_entry(stage, device, slot, named.name)
-            for slot, named in zip(device.slots, slots_of(device), strict=True)
+            for slot, named in zip(device.slots, _slots_of(device), strict=True)
         ],
         "results": [{"name": r.name, "kind": r.kind} for r in results_of(device)],
     }
@@ -160,7 +160,7 @@ def _slot_entry(stage: StagePlan, device: DeviceGraph, slot: GraphSlot, name: st
     if name != slot.name:
         entry["of"] = slot.name
     if slot.kind in (SlotKind.PARAMETER, SlotKind.BUFFER):
-        node = slot_node(stage.deduced.annotated.graph, slot)
+        node = _slot_node(stage.deduced.annotated.graph, slot)
         entry["lies"] = str(stage.deduced.value_annotation(node, device.layout))
         entry["shape"] = list(meta.hints(node))
     return entry
@@ -249,10 +249,10 @@ def _numel(shape: Sequence[int | None]) -> int:
     return found
 
 
-def device_runnable(stage: StagePlan, device: DeviceGraph, model: nn.Module) -> Runnable:
+def _device_runnable(stage: StagePlan, device: DeviceGraph, model: nn.Module) -> Runnable:
     """Return what a `.pt2` is made of, for a graph that one rank runs."""
     places = tuple(
-        _place(stage, device, slot, name, model) for slot, name in zip(device.slots, slots_of(device), strict=True)
+        _place(stage, device, slot, name, model) for slot, name in zip(device.slots, _slots_of(device), strict=True)
     )
     updated = {place.name: place.shape for place in places if isinstance(place, StateSlot) and not place.is_parameter}
     results = tuple(
@@ -273,7 +273,7 @@ def _fits(stage: StagePlan, rank: int, result: Named, buffers: Mapping[str, tupl
 
 
 def _place(stage: StagePlan, device: DeviceGraph, slot: GraphSlot, named: Named, model: nn.Module) -> Place:
-    node = slot_node(stage.deduced.annotated.graph, slot)
+    node = _slot_node(stage.deduced.annotated.graph, slot)
     shape = _local_hints(stage.deduced, device, node)
     if slot.kind not in STATES:
         return Argument(named.name, node, shape)
@@ -283,7 +283,7 @@ def _place(stage: StagePlan, device: DeviceGraph, slot: GraphSlot, named: Named,
     return StateSlot(slot.name, node, shape, False, is_saved=slot.kind is SlotKind.BUFFER and slot.name in saved)
 
 
-def slots_of(device: DeviceGraph) -> list[Named]:
+def _slots_of(device: DeviceGraph) -> list[Named]:
     """Return what the graph reads, in its order: what the caller gives has the name of a keyword."""
     given = [slot for slot in device.slots if slot.kind not in STATES]
     words = dict(zip(given, _unlike(slot.name for slot in given), strict=True))
@@ -313,7 +313,7 @@ def _local_hints(deduced: DeducedGraph, device: DeviceGraph, node: fx.Node) -> t
     return tuple(hint if size is None else size for size, hint in zip(local, meta.hints(node), strict=True))
 
 
-def slot_node(graph: Graph, slot: GraphSlot) -> fx.Node:
+def _slot_node(graph: Graph, slot: GraphSlot) -> fx.Node:
     """Return the node of the whole graph that a slot of a device graph stands for."""
     if slot.kind is SlotKind.RECEIVED:
         nodes: Iterable[fx.Node] = graph.graph.nodes

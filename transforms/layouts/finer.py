@@ -64,7 +64,7 @@ def finer_cut(graph: Graph, factors: FactorMap, classes: Splits, rivals: Rivals,
     if None in inner.values():
         return None
     others = {c for c in classes - small if (c.size or 0) % size == 0 and (c.size or 0) >= widest}
-    pairs = pairs_of([c for c in others if is_plain(c, factors)], size, factors)
+    pairs = _pairs_of([c for c in others if is_plain(c, factors)], size, factors)
     coarse = (classes - pairs.keys()) | {outer for outer, _ in pairs.values()}
     fine = {c for c in inner.values() if c is not None} | {within for _, within in pairs.values()}
     return FinerCut(refined(factors, pairs), size, frozenset(coarse), frozenset(fine))
@@ -88,7 +88,7 @@ Pairs = Mapping[FactorClass, tuple[FactorClass, FactorClass]]
 """Classes with the outer and the inner one that stand for them."""
 
 
-def pairs_of(classes: Iterable[FactorClass], outer: int, factors: FactorMap) -> Pairs:
+def _pairs_of(classes: Iterable[FactorClass], outer: int, factors: FactorMap) -> Pairs:
     """Return new classes, the outer ones of size `outer`, for each of these, whose size it divides."""
     found: dict[FactorClass, tuple[FactorClass, FactorClass]] = {}
     for number, factor in zip(count(len(factors.classes), 2), sorted(classes, key=lambda c: c.id), strict=False):

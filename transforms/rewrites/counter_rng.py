@@ -30,7 +30,7 @@ aten = torch.ops.aten
 RECURRENT = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 
 
-def with_dropout_apart(node: fx.Node, drop: Callable[[fx.Node, float], fx.Node]) -> None:
+def _with_dropout_apart(node: fx.Node, drop: Callable[[fx.Node, float], fx.Node]) -> None:
     """Replace layers with dropout between them by as many ops of one layer; leave others as they are.
 
     Args:
@@ -221,7 +221,7 @@ class _RandomnessRewrite(Rewrite):
         self.sites += 1
 
     def _recurrent(self, node: fx.Node) -> None:
-        with_dropout_apart(node, lambda value, p: self.drop(node, value, p))
+        _with_dropout_apart(node, lambda value, p: self.drop(node, value, p))
 
 
 def _channels(here: fx.Node, value: fx.Node) -> fx.Node:

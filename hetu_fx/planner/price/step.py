@@ -110,7 +110,7 @@ class PricedStep:
             for (part, other), block in zip(pairwise(pipeline.parts), pipeline.stops[1:], strict=False):
                 for ends in ((part, other), (other, part)):
                     size = rows * self._costs.boundary(block)
-                    add_crossing(busy, ends[0].devices[0], ends[1].devices[0], size, self._cluster)
+                    _add_crossing(busy, ends[0].devices[0], ends[1].devices[0], size, self._cluster)
         return max(busy.values()) + max(map(_latency, self.unlike.values())) if busy else 0.0
 
     @cached_property
@@ -306,7 +306,7 @@ def _ends(pipeline: PartedPipeline, cluster: Cluster) -> list[tuple[tuple[int, i
     ]
 
 
-def add_crossing(busy: dict[Resource, float], sender: int, receiver: int, num_bytes: float, cluster: Cluster) -> None:
+def _add_crossing(busy: dict[Resource, float], sender: int, receiver: int, num_bytes: float, cluster: Cluster) -> None:
     """Add for how long bytes that go from one node to another keep the links busy that these share."""
     for end in cluster.ends(sender, receiver):
         busy[end.key] = busy.get(end.key, 0.0) + num_bytes / end.bytes_per_second

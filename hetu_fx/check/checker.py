@@ -375,10 +375,10 @@ def _first_mode(case: Case, reference: TrialReference) -> RowMode:
     """Return how replicas of a module are to share a case: by rows, where one device shows what that has to give."""
     if reference.is_random and len(case.plan.pipelines) > 1:
         return RowMode(False, why=_DRAWS)
-    (step,), tensors = reference.module.steps, flatten_batch(case.batch)[1]
+    tensors = flatten_batch(case.batch)[1]
     try:
         halves = rows_of_ranks(count_rows(tensors, case.row_dims), 2)
-        return RowMode(by_rows=True, adds_up=adds_up(case, halves, step.loss, _SUMS))
+        return RowMode(by_rows=True, adds_up=adds_up(case, halves, reference.module.steps[0].loss, _SUMS))
     except Exception as error:  # it does not take as few rows
         _log.debug("the losses of halves of the batch are not known: %s", error)
         return BY_ROWS

@@ -47,13 +47,20 @@ def failure_text(plan: Plan, case: Case, found: Found, captured: GraphExecution 
         f"the plan {plan.summary()} was tried on a small case of the model, and does not give what one device gives: "
         f"{differences_text(found)}",
         *([first] if first else []),
-        *_hints(case),
+        *_hints(case, found),
         f"case: {json.dumps(_case(case, plan, blocks))}",
     ]
     return "\n".join(_with_names(line, names) for line in lines)
 
 
-def _hints(case: Case) -> list[str]:
+def _hints(case: Case, found: Found) -> list[str]:
+    if found.remembers and case.eager is None:
+        return [
+            "hint: on one device a second step like the first gives something else: the forward goes by what it keeps "
+            "in Python (a counter, an iterator) or reads elsewhere (a clock, a file), which a graph repeats as it was; "
+            "keep it in a buffer (register_buffer), set it outside of the forward, or use "
+            'hetu_fx.auto_parallelize(..., capture="eager")'
+        ]
     if case.eager is not None:
         return [
             "hint: each replica has run all rows, and yet they differ: let the module follow from its inputs, "
@@ -73,7 +80,8 @@ def differences_text(found: Found) -> str:
     said = []
     if found.loss_is_wrong:
         right, made = found.losses
-        said.append(f"the loss is {made:.10g}, not {right:.10g}")
+        which = f" of step {found.step}" if found.step > 1 else ""
+        said.append(f"the loss{which} is {made:.10g}, not {right:.10g}")
     wrong, total = found.wrong, len(found.gradients or {}) + len(found.buffers or {})
     if wrong:
         most = sorted(wrong.items(), key=lambda entry: -entry[1])[:_FEW]

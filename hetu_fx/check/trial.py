@@ -1,4 +1,8 @@
-"""One step of a case as all ranks of its plan, in this process, beside one device."""
+"""A step of a case as all ranks of its plan, in this process, beside one device; and another one like it.
+
+The second step is what shows state that the module keeps in Python, whoever keeps it: a graph repeats what it was when
+it was captured. Where one device gives the same twice, and has no buffers, the first step is enough.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +31,7 @@ from hetu_fx.switching.eager.row_mode import RowMode
 from hetu_fx.switching.graph_execution import GraphExecution
 
 SEED = 0
+_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -96,10 +101,17 @@ class Case:
 
 @dataclass(frozen=True, eq=False)
 class TrialReference:
-    """What one device makes of a case: `module`, as the module itself, and whether that draws random numbers."""
+    """What one device makes of a case.
+
+    Attributes:
+        module: as the module itself.
+        is_random: it draws random numbers.
+        remembers: two steps are unlike, though nothing is trained, nothing drawn, and there are no buffers.
+    """
 
     module: Trained
     is_random: bool
+    remembers: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +124,8 @@ class Found:
         buffers: the same of buffers after the step.
         tolerance: how much may differ.
         failure: what kept the ranks from going through a step that one device goes through.
+        step: which step the losses are of: the first that differs, or the last.
+        remembers: one device gives something else in a second step like the first.
         shared_out: the loss is a sum over rows, which ranks share out.
         beside_graph: the plan was held against the captured graph on one device, as the module draws other numbers.
     """
@@ -121,6 +135,8 @@ class Found:
     buffers: Mapping[str, float] | None = None
     tolerance: Tolerance = _LOWEST
     failure: str = ""
+    step: int = 1
+    remembers: bool = False
     shared_out: bool = False
     beside_graph: bool = False
 
@@ -166,8 +182,19 @@ def _seeded() -> Iterator[RandomNumbers]:
 def alone(case: Case) -> TrialReference:
     """Train one step of a case on one device, as the module itself."""
     with _seeded() as numbers:
-        made = train_alone(case.model, [case.batch], case.how())
-        return TrialReference(made, is_random=RandomNumbers.of(HOST) != numbers)
+        made = train_alone(case.model, [case.batch] * _STEPS, case.how())
+        is_random = RandomNumbers.of(HOST) != numbers
+    first, *others = made.steps
+    is_alike = all(_are_same(first, other) for other in others)
+    is_told = is_alike and not made.state
+    remembers = not (is_alike or is_random or made.state)
+    return TrialReference(replace(made, steps=[first]) if is_told else made, is_random, remembers)
+
+
+def _are_same(one: Step, other: Step) -> bool:
+    """Tell whether two steps have the same numbers."""
+    pairs = ((one.gradients[name], other.gradients.get(name)) for name in one.gradients)
+    return one.loss == other.loss and all(b is not None and torch.equal(a, b) for a, b in pairs)
 
 
 def tried(
@@ -183,47 +210,55 @@ def tried(
     """
     beside_graph = reference.is_random and case.eager is None
     right = reference.module
+    batches = [case.batch] * len(right.steps)
     if beside_graph:
         single = replace(case, plan=Plan.single(0), rows=None)
-        right = single.how(seconds).train(case.model, [case.batch], single.plan, captured)
+        right = single.how(seconds).train(case.model, batches, single.plan, captured)
     shared_out = case.eager is not None and case.eager.adds_up and case.rows is not None and case.world > 1
     if shared_out:
         right = _divided(right, case.world)
     tolerance = _TOLERANCES.get(case.dtype if captured is None else _lowest_dtype(captured.program), _LOWEST)
     try:
         with _seeded():
-            made = case.how(seconds).train(case.model, [case.batch], case.plan, captured)
+            made = case.how(seconds).train(case.model, batches, case.plan, captured)
     except CommError as error:
         return Found(tolerance=tolerance, failure=f"{type(error).__name__}: {error}", beside_graph=beside_graph)
     found = replace(compared(right, made, tolerance), shared_out=shared_out)
     if case.eager is None and not found.is_right:
         shared = compared(_divided(right, case.world), made, tolerance)
         found = replace(shared, shared_out=True) if shared.is_right and _is_sum(case, right) else found
-    return replace(found, beside_graph=beside_graph)
+    return replace(found, beside_graph=beside_graph, remembers=reference.remembers)
 
 
 def compared(right: Trained, made: Trained, tolerance: Tolerance) -> Found:
-    """Compare a step under a plan with that of one device."""
-    (of_one,), (of_all,) = right.steps, made.steps
-    return Found(
-        losses=(of_one.loss, of_all.loss),
-        gradients=differences(of_one.gradients, of_all.gradients, tolerance.negligible),
-        buffers=differences(right.state, made.state, tolerance.negligible),
-        tolerance=tolerance,
-    )
+    """Compare steps under a plan with those of one device, up to the first that differs."""
+    buffers = differences(right.state, made.state, tolerance.negligible)
+    found = Found()
+    for number, (of_one, of_all) in enumerate(zip(right.steps, made.steps, strict=True), 1):
+        found = Found(
+            losses=(of_one.loss, of_all.loss),
+            gradients=differences(of_one.gradients, of_all.gradients, tolerance.negligible),
+            buffers=buffers,
+            tolerance=tolerance,
+            step=number,
+        )
+        if not found.is_right:
+            break
+    return found
 
 
 def _divided(right: Trained, ranks: int) -> Trained:
     """Return a training whose loss is shared out among ranks, as DistributedDataParallel does it."""
-    (step,) = right.steps
-    gradients = {name: gradient / ranks for name, gradient in step.gradients.items()}
-    return Trained([Step(step.loss / ranks, gradients)], right.state)
+    steps = [
+        Step(one.loss / ranks, {n: gradient / ranks for n, gradient in one.gradients.items()}) for one in right.steps
+    ]
+    return Trained(steps, right.state)
 
 
 def _is_sum(case: Case, right: Trained) -> bool:
     """Tell whether the loss of a batch is the sum of those of its ranks' rows."""
-    rows, (step,) = case.rows or (), right.steps
-    return len(rows) > 1 and adds_up(case, rows, step.loss, _TOLERANCES[torch.float32].relative)
+    rows = case.rows or ()
+    return len(rows) > 1 and adds_up(case, rows, right.steps[0].loss, _TOLERANCES[torch.float32].relative)
 
 
 def adds_up(case: Case, counts: Sequence[int], loss: float, tolerance: float) -> bool:

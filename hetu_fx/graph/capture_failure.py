@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import os
 import sys
 import traceback
@@ -42,7 +43,10 @@ SAID_AT = "The following call raised this error:"
 
 Function = type[torch.autograd.Function]
 STEP = 1e-6  # along a random direction, in float64
-TOLERANCE = 1e-4
+TOLERANCE = 1e-7
+_ROUNDING = 1e-15  # of a result, which a quotient of differences makes larger
+_DRAWS = ((None, 1.0), (1.0, 1e-3), (30.0, 1e3), (1e3, 1.0))
+"""On which numbers a function is tried (None: within 0.2 and 0.8), and how large the gradients are that it is given."""
 MOST_ELEMENTS = 2**24  # of all arguments of a function that is tried
 
 
@@ -275,10 +279,11 @@ def inference_is_no_grad() -> Iterator[None]:
 
 
 def is_derivative(function: Function, arguments: Sequence[Any]) -> bool:
-    """Tell whether a function's backward is the derivative of its forward, along a random direction.
+    """Tell whether a function's backward is the derivative of its forward, along random directions.
 
-    It is called on random numbers in the shapes of `arguments`, which may be fake tensors. False also where that
-    cannot be found out: the function fails on them, or they are very large.
+    It is called on random numbers in the shapes of `arguments`, which may be fake tensors: on small positive ones, and
+    on others of both signs and several sizes as far as it takes them. False also where that cannot be found out: the
+    function fails on the first, or they are very large.
     """
     with ThreadPoolExecutor(1) as elsewhere:  # a thread of its own is in none of the modes of a trace
         try:
@@ -307,17 +312,33 @@ def _agrees(function: Function, arguments: Sequence[Any]) -> bool:
     if sum(argument.numel() for argument in arguments if isinstance(argument, Tensor)) > MOST_ELEMENTS:
         return False
     generator = torch.Generator().manual_seed(0)
-    given = [_numbers(argument, generator) for argument in arguments]
+    (first, weight), *others = _DRAWS
+    if not _agrees_on([_numbers(argument, generator, first) for argument in arguments], function, generator, weight):
+        return False
+    for scale, weight in others:
+        given = [_numbers(argument, generator, scale) for argument in arguments]
+        with contextlib.suppress(Exception):  # it may take no such numbers, and then is not run on them
+            if _agrees_on(given, function, generator, weight) is False:
+                return False
+    return True
+
+
+def _agrees_on(given: Sequence[Any], function: Function, generator: torch.Generator, weight: float) -> bool | None:
+    """Tell whether it does so for some arguments; None where it gives no numbers for them."""
     ways = [torch.randn(x.shape, generator=generator, dtype=x.dtype) if _is_float(x) else None for x in given]
     context = _Context(given)
     results = _forward(function, context, given)
-    weights = [torch.randn(y.shape, generator=generator, dtype=y.dtype) if _is_float(y) else y for y in results]
+    drawn = (torch.randn(y.shape, generator=generator, dtype=y.dtype) if _is_float(y) else y for y in results)
+    weights = [weight * w if _is_float(w) else w for w in drawn]
     gradients = _listed(function.backward(context, *weights))
     expected = sum(_product(g, v) for g, v in zip(gradients, ways, strict=True))
     ahead, behind = (_forward(function, _Context(given), _moved(given, ways, h)) for h in (STEP, -STEP))
-    pairs = zip(weights, ahead, behind, strict=True)
-    found = sum(_product(w, a - b) / (2 * STEP) for w, a, b in pairs if _is_float(a))
-    return abs(found - expected) <= TOLERANCE * max(abs(found), abs(expected), 1.0)
+    floats = [(w, a, b) for w, a, b in zip(weights, ahead, behind, strict=True) if _is_float(a)]
+    found = sum(_product(w, a - b) / (2 * STEP) for w, a, b in floats)
+    rounding = sum(_product(w.abs(), a.abs()) for w, a, _ in floats) * _ROUNDING / STEP
+    if not math.isfinite(found + rounding):
+        return None
+    return abs(found - expected) <= TOLERANCE * max(abs(found), abs(expected)) + rounding
 
 
 def _product(gradient: Tensor | None, way: Tensor | None) -> float:
@@ -343,14 +364,17 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and carries_gradient(value.dtype)
 
 
-def _numbers(argument: Any, generator: torch.Generator) -> Any:
-    """Return positive random numbers in the shape of a tensor, ones for integers; what is no tensor as it is."""
+def _numbers(argument: Any, generator: torch.Generator, scale: float | None) -> Any:
+    """Return random numbers in the shape of a tensor, ones for integers; what is no tensor as it is."""
     if not isinstance(argument, Tensor):
         return argument
     shape = [meta.hint(size) for size in argument.shape]
     if not _is_float(argument):
         return torch.ones(shape, dtype=argument.dtype)
-    return torch.rand(shape, generator=generator, dtype=in_double(argument.dtype)) * 0.6 + 0.2
+    dtype = in_double(argument.dtype)
+    if scale is None:
+        return torch.rand(shape, generator=generator, dtype=dtype) * 0.6 + 0.2
+    return torch.randn(shape, generator=generator, dtype=dtype) * scale
 
 
 def _moved(given: Sequence[Any], ways: Sequence[Tensor | None], step: float) -> list[Any]:

@@ -120,7 +120,7 @@ def _trace_of_filling(program: Program, filling: Filling, buffers: Buffers) -> t
 
 def _differences(program: Program, filling: Filling, buffers: Buffers, number: int) -> Iterator[Difference]:
     sizes = [_sizes(program, count) for count in (_TOKENS, _TOKENS + _MORE)]
-    short = {leaf.name: _sample(leaf, sizes[0], filling) for leaf in program.inputs}
+    short = {leaf.name: _sample(leaf, sizes[0], filling, number) for leaf in program.inputs}
     shapes = {leaf.name: _shape(leaf.node, sizes[1]) for leaf in program.inputs}
     long = {name: filled_up(tensor, shapes[name], name, filling) for name, tensor in short.items()}
     before, after = (outputs_of(program, buffers, tensors, number) for tensors in (short, long))
@@ -146,13 +146,16 @@ def _shape(node: fx.Node, sizes: Bindings) -> tuple[int, ...]:
     return evaluate(tuple(meta.expression(size) for size in meta.shape(node)), sizes)
 
 
-def _sample(leaf: Leaf, sizes: Bindings, filling: Filling) -> Tensor:
-    """Return an input: positions from 0, numbers that differ, tokens that are none of padding, masks that hide none."""
+def _sample(leaf: Leaf, sizes: Bindings, filling: Filling, number: int) -> Tensor:
+    """Return an input: positions from 0, numbers that differ, tokens that are none of padding, masks that hide none.
+
+    Real numbers of up to two dims may be a mask or a series: they are ones in the first trial, and differ in others.
+    """
     shape, dtype = _shape(leaf.node, sizes), meta.dtype(leaf.node)
     if leaf.name == filling.positions:
         return torch.arange(shape[-1]).to(dtype).expand(shape).clone()
-    if carries_gradient(dtype) and len(shape) > 2:
-        return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=in_double(dtype))
+    if carries_gradient(dtype) and (number or len(shape) > 2):
+        return torch.randn(shape, generator=torch.Generator().manual_seed(number), dtype=in_double(dtype))
     hides = filling.padding.get(leaf.name) == 1
     return torch.full(shape, (0 if dtype is torch.bool else 2) if hides else 1, dtype=_doubled(dtype))
 

@@ -176,6 +176,15 @@ class Program:
         )
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
 
+    def is_like(self, other: Program) -> bool:
+        """Tell whether another one computes the same: by the same graph, with equal constants."""
+        own, others = self.graph.constants, other.graph.constants
+        return (
+            self.fingerprint == other.fingerprint
+            and own.keys() == others.keys()
+            and all(torch.equal(own[name], others[name]) for name in own)
+        )
+
     @cached_property
     def sequence_units(self) -> int:
         """Return by how many devices a sequence of the example can be shared at most, 1 where it cannot be."""

@@ -119,6 +119,27 @@ def test_a_crash_of_the_ranks_is_told_as_such(tmp_path: Path, monkeypatch: pytes
         checker_of(Mlp(), mlp_batch(), tmp_path).try_plan(SHARES)
 
 
+class Remembers(Mlp):
+    """Goes by a number in a file, which nobody sees."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = str(file)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        with open(self.file, "r+b") as file:
+            calls = len(file.read())
+            file.write(b".")
+        loss: Tensor = super().forward(x, labels)
+        return loss * (1 + calls)
+
+
+def test_state_that_nobody_sees_is_found_by_a_second_step(tmp_path: Path) -> None:
+    (tmp_path / "calls").write_bytes(b"")
+    with pytest.raises(CheckError, match=r"the loss(.|\n)*hint: on one device a second step"):
+        checker_of(Remembers(tmp_path / "calls"), mlp_batch(), tmp_path / "kept").try_plan(SHARES)
+
+
 def test_what_was_found_is_kept_for_the_same_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = mlp_batch()
     says = checker_of(Mlp(), batch, tmp_path).try_plan(SHARES).says

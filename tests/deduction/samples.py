@@ -530,8 +530,8 @@ RANDOM = {
     **{op: [Sample((x(3, 4),), values=False)] for op in ("rand_like", "randn_like", "bernoulli")},
     "bernoulli.p": [Sample((x(3, 4), 0.5), values=False)],
     **{op: [Sample(([3, 4],), values=False)] for op in ("rand", "randn")},
-    "hetu.uniform.default": [Sample((x(3, 4), torch.tensor([1, 0, 0]), 0, -1, 1, []), values=False)],
-    "hetu.dropout.default": [Sample((x(3, 4), 0.5, torch.tensor([1, 0, 0]), 0, -1, 1, []), values=False)],
+    "hetu.uniform.default": [Sample((x(3, 4), torch.tensor([1, 0, 0]), 0, [], []), values=False)],
+    "hetu.dropout.default": [Sample((x(3, 4), 0.5, torch.tensor([1, 0, 0]), 0, [], []), values=False)],
 }
 # Where rows begin differs by device, so their values have tests of their own (test_row_ops).
 ALL_ROWS = {

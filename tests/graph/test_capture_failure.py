@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -74,6 +75,58 @@ def test_derivatives_are_told_from_estimators() -> None:
     assert is_derivative(Cubed, (x, 2.0))
     assert is_derivative(Product, (x, y, mask))
     assert not is_derivative(Rounded, (x,))
+
+
+def of(forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    """Make an autograd function of one tensor; `backward` is given it and the gradient."""
+
+    class Made(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return forward(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return backward(ctx.saved_tensors[0], gradient)
+
+    return Made
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        of(lambda x: x.clamp(0, 1), lambda x, g: g),
+        of(lambda x: x.clamp(-20, 20), lambda x, g: g),
+        of(lambda x: x.clamp(0, 1), lambda x, g: g * (g * (x - x.clamp(0, 1)) >= 0)),
+        of(torch.relu, lambda x, g: g),
+        of(torch.relu, lambda x, g: g * (x > 0) * (g > 0)),
+        of(lambda x: x.clamp(min=0).sqrt(), lambda x, g: g / (2 * x.clamp(min=0).sqrt() + 1e-6)),
+        of(lambda x: x.view_as(x), lambda x, g: g.clamp(-5, 5)),
+        of(lambda x: x.view_as(x), lambda x, g: g / (g.norm() + 1e-6)),
+    ],
+    ids=["clamp", "far clamp", "clamp back", "relu", "guided relu", "safe root", "clipped", "normalized"],
+)
+def test_what_is_the_derivative_of_some_numbers_alone_is_none(function: Any) -> None:
+    assert not is_derivative(function, (torch.randn(3, 4),))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        of(torch.log, lambda x, g: g / x),
+        of(torch.sqrt, lambda x, g: g / (2 * x.sqrt())),
+        of(torch.exp, lambda x, g: g * x.exp()),
+        of(torch.relu, lambda x, g: g * (x > 0)),
+        of(lambda x: x.clamp(-1, 1), lambda x, g: g * (x.abs() < 1)),
+        of(lambda x: x * x.sigmoid(), lambda x, g: g * (x.sigmoid() * (1 + x * (1 - x.sigmoid())))),
+        of(lambda x: x.softmax(-1), lambda x, g: (y := x.softmax(-1)) * (g - (g * y).sum(-1, keepdim=True))),
+        of(lambda x: x / x.norm(), lambda x, g: (g - x * (g * x).sum() / x.norm() ** 2) / x.norm()),
+    ],
+    ids=["log", "root", "exp", "relu", "clamp", "swish", "softmax", "norm"],
+)
+def test_derivatives_are_known_whatever_numbers_they_take(function: Any) -> None:
+    assert is_derivative(function, (torch.randn(3, 4),))
 
 
 def test_a_function_that_fails_on_random_numbers_is_not_known_to_be_one() -> None:

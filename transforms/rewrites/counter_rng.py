@@ -86,7 +86,7 @@ SELU_ALPHA = 1.7580993408473766  # alpha * scale of SELU, the value alpha dropou
 def draws_by_token(graph: Graph) -> bool:
     """Tell whether something is drawn by indices that count more than rows, so that row lengths matter."""
     drawn = (node for node in graph.graph.nodes if node.target in (DROPOUT, UNIFORM))
-    return any(isinstance(argument(node, "row_length"), fx.Node) for node in drawn)
+    return any(isinstance(number, fx.Node) for node in drawn for number in argument(node, "rows"))
 
 
 def with_random_state(graph: Graph) -> tuple[Graph, fx.Node]:
@@ -104,7 +104,7 @@ class Randomness:
         RANDOM_STATE, int64[3] on the cpu (seed, step, first row), if anything is drawn at all. Sites are numbered
         in the order of the graph. Attention with dropout is written out.
 
-        %y = dropout(%x, 0.1, True)     ->     %y = hetu.dropout(%x, 0.1, %random_state, 0, 0, 1, [])
+        %y = dropout(%x, 0.1, True)     ->     %y = hetu.dropout(%x, 0.1, %random_state, 0, [0, 1, 1, 1], [])
     """
 
     name: ClassVar[str] = "randomness"
@@ -151,8 +151,11 @@ class _RandomnessRewrite(Rewrite):
         self.graph, node = with_random_state(self.graph)
         return node
 
-    def _place(self, shaped: fx.Node) -> tuple[fx.Node, int, int, int | fx.Node, list[int]]:
-        """Return state, site, row dim, row length and cut of the next draw for a tensor shaped like `shaped`."""
+    def _place(self, shaped: fx.Node) -> tuple[fx.Node, int, list[int | fx.Node], list[int]]:
+        """Return state, site, rows and cut of the next draw for a tensor shaped like `shaped`.
+
+        Rows are taken to stand outermost in their dim; where they do not, `specialize` knows it.
+        """
         site, self.sites = self.sites, self.sites + 1
         for dim, size in enumerate(meta.shape(shaped)):
             if meta.depends_on_batch(size, self.graph):
@@ -161,8 +164,8 @@ class _RandomnessRewrite(Rewrite):
                 if length is None:
                     self._note(shaped)
                     break
-                return self._state(), site, dim, length, []
-        return self._state(), site, -1, 1, []
+                return self._state(), site, [dim, length, length, 1], []
+        return self._state(), site, [], []
 
     def drop(self, here: fx.Node, value: fx.Node, p: float) -> fx.Node:
         """Insert a dropout of `value`."""

@@ -7,8 +7,9 @@ The index of an element is hashed dim by dim (splitmix64: multiply-xorshift roun
 other dims and of the batch play no part. Where the local part of a dim begins is said by:
 
 - `state`: int64[3] on the cpu: seed, step, index of the first row in the global batch;
-- `row_dim`, `row_length`: the dim whose outermost factor is the rows (-1: none), and how many of its indices one
-  row has in the whole tensor;
+- `rows`: four numbers (dim, length, inner, own) where rows of a batch are in a dim, which is (outer, rows, inner) in
+  the whole tensor: `length` of its indices are one row's, `inner` of them side by side; `own` is 0 where each device
+  has all rows, else 1;
 - `cut`: five numbers (dim, start, part, whole, inner) for each dim that is cut over devices: the dim is (outer,
   whole, inner), and the local tensor has `part` indices of the middle factor, from `start` on. Where a dim is cut
   twice, the inner cut comes first.
@@ -31,7 +32,7 @@ DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat1
 CHUNK = 1 << 16  # elements hashed at a time on a cpu, so that the rounds stay in its cache
 CUT_FIELDS = 5
 
-SIGNATURE = "Tensor state, SymInt site, int row_dim, SymInt row_length, SymInt[] cut"
+SIGNATURE = "Tensor state, SymInt site, SymInt[] rows, SymInt[] cut"
 
 
 def cut_of(dim: int, start: Size, part: Size, whole: Size, inner: int) -> list[Size]:
@@ -40,7 +41,7 @@ def cut_of(dim: int, start: Size, part: Size, whole: Size, inner: int) -> list[S
 
 
 @torch.library.custom_op("hetu::uniform", mutates_args=(), schema=f"(Tensor like, {SIGNATURE}) -> Tensor")
-def uniform(like: Tensor, state: Tensor, site: int, row_dim: int, row_length: int, cut: Sequence[int]) -> Tensor:
+def uniform(like: Tensor, state: Tensor, site: int, rows: Sequence[int], cut: Sequence[int]) -> Tensor:
     """Draw from [0, 1) for every element of a tensor like `like`, whose values are not read.
 
     Numbers have as many digits as the dtype: with more, those next to 1 would be rounded to it.
@@ -48,7 +49,7 @@ def uniform(like: Tensor, state: Tensor, site: int, row_dim: int, row_length: in
     digits = DIGITS[like.dtype]
     drawn = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     flat = drawn.reshape(-1)
-    for first, bits in _hashes(like, state, site, row_dim, row_length, cut):
+    for first, bits in _hashes(like, state, site, rows, cut):
         positive = bits.bitwise_right_shift_(64 - digits).bitwise_and_((1 << digits) - 1)
         flat[first : first + len(bits)] = positive.double().mul_(2.0**-digits)
     return drawn
@@ -60,13 +61,13 @@ def _(like: Tensor, *_: Any) -> Tensor:
 
 
 @torch.library.custom_op("hetu::dropout", mutates_args=(), schema=f"(Tensor x, float p, {SIGNATURE}) -> Tensor")
-def dropout(x: Tensor, p: float, state: Tensor, site: int, row_dim: int, row_length: int, cut: Sequence[int]) -> Tensor:
+def dropout(x: Tensor, p: float, state: Tensor, site: int, rows: Sequence[int], cut: Sequence[int]) -> Tensor:
     """Set every element to zero with probability p, and scale the others by 1 / (1 - p)."""
     if p >= 1:
         return torch.zeros_like(x)
     dropped = torch.empty(x.numel(), dtype=torch.bool, device=x.device)
     limit = round(p * (1 << 64)) - (1 << 63)  # the share p of all signed 64-bit numbers lies below
-    for first, bits in _hashes(x, state, site, row_dim, row_length, cut):
+    for first, bits in _hashes(x, state, site, rows, cut):
         torch.lt(bits, limit, out=dropped[first : first + len(bits)])
     return (x * (1 / (1 - p))).masked_fill_(dropped.view(x.shape), 0)
 
@@ -91,34 +92,41 @@ dropout.register_autograd(_drop_gradient, setup_context=_remember)
 
 
 def _hashes(
-    like: Tensor, state: Tensor, site: int, row_dim: int, row_length: int, cut: Sequence[int]
+    like: Tensor, state: Tensor, site: int, rows: Sequence[int], cut: Sequence[int]
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield 64 random bits for each element of the flat tensor, in pieces (index of the first, bits)."""
     seed, step, first_row = state.tolist()
     key = _mixed_number(_mixed_number(_mixed_number(seed) + step) + site)
     keys = torch.full((1,), _signed(key), device=like.device)
     *outer, last = like.shape or (1,)
-    places = [
-        _places(dim, length, first_row * row_length if dim == row_dim else 0, cut, like.device)
-        for dim, length in enumerate((*outer, last))
-    ]
+    counted = [_counted(dim, length, first_row, rows, cut, like.device) for dim, length in enumerate((*outer, last))]
+    places = [index * _STEP for index in counted]
     for place in places[:-1]:
         keys = _mix((keys[:, None] + place).reshape(-1), finish=True)
-    rows = max(1, CHUNK // max(1, last)) if like.device.type == "cpu" else max(1, len(keys))
-    for first in range(0, len(keys) if last else 0, rows):
-        bits = (keys[first : first + rows, None] + places[-1]).reshape(-1)
+    at_once = max(1, CHUNK // max(1, last)) if like.device.type == "cpu" else max(1, len(keys))
+    for first in range(0, len(keys) if last else 0, at_once):
+        bits = (keys[first : first + at_once, None] + places[-1]).reshape(-1)
         yield first * last, _mix(bits, finish=False)
 
 
-def _places(dim: int, length: int, offset: int, cut: Sequence[int], device: torch.device) -> Tensor:
-    """Return the indices of a local dim in the whole dim, times the counter's step."""
+def _counted(
+    dim: int, length: int, first_row: int, rows: Sequence[int], cut: Sequence[int], device: torch.device
+) -> Tensor:
+    """Return what the indices of a local dim count as in the whole dim: row by row, if it has rows."""
     index = torch.arange(length, device=device)
     for at in range(0, len(cut), CUT_FIELDS):
         cut_dim, start, part, whole, inner = cut[at : at + CUT_FIELDS]
         if cut_dim == dim and part:
             outer, rest = index // (part * inner), index % (part * inner)
             index = outer * (whole * inner) + start * inner + rest
-    return (index + offset) * _STEP
+            length = length // part * whole
+    if not length or not rows or rows[0] != dim:
+        return index
+    _, of_row, inner, own = rows
+    if inner != of_row:  # else rows are outermost, and stand as they are counted
+        here = length // of_row
+        index = index // inner % here * of_row + index // (here * inner) * inner + index % inner
+    return index + first_row * of_row * own
 
 
 def _mix(bits: Tensor, finish: bool) -> Tensor:

@@ -137,8 +137,10 @@ class _Builder:
         op = reduce(OpFactors.cut_at, cut, self.annotated.factors.op(node))
         sizes = self.sizes.in_op(cut, self._segment(node))
         args, kwargs = localized_call(node, op, self._operands(node), self.values, cut, sizes)
-        if cut and op.traits.counter_at is not None:
-            args = self._with_cuts(node, args, op.traits.counter_at, cut)
+        if op.traits.counter_at is not None:
+            args = self._with_rows(
+                node, self._with_cuts(node, args, op.traits.counter_at, cut), op.traits.counter_at - 1
+            )
         if op.traits.needs_entries and any(sizes(factor) == 0 for factor in cut):
             return self._in_output_states(node, self._of_no_entries(node, cut, args, kwargs))
         made = self._from_factors(node, args) or self._in_form(node, args, kwargs)
@@ -236,6 +238,17 @@ class _Builder:
         """Tell an op that draws which part of the whole tensor it draws for."""
         drawn = sorted((self._drawn(node, factor) for factor in cut), key=lambda pair: pair[0])
         return (*args[:at], [number for _, one in drawn for number in one], *args[at + 1 :])
+
+    def _with_rows(self, node: fx.Node, args: tuple[Any, ...], at: int) -> tuple[Any, ...]:
+        """Tell an op that draws where rows stand in the dim that has them, and whether the device has all of them."""
+        if not args[at]:
+            return args
+        dim, length, *_ = args[at]
+        classes = self.annotated.factors.dims(node)[dim]
+        rows = next((cls for cls in classes if cls.is_batch), None)
+        inner = length if rows is None else self.sizes.around(rows, classes)[1]
+        own = int(self.batch.decisions[node].factor is not None)
+        return (*args[:at], [dim, length, inner, own], *args[at + 1 :])
 
     def _drawn(self, node: fx.Node, factor: FactorClass) -> tuple[int, list[Size]]:
         """Return how much stands inside of a class that is cut, and the cut."""

@@ -155,6 +155,9 @@ class _Tracker:
             Role.CARRY: RowStep.carried,
             Role.ADD: RowStep.added,
         }
+        draws = step.factoring.random or role is Role.DRAW  # by the places at which rows stand
+        if draws and any(rows.is_local for rows in step.given):
+            raise Misuse
         return by_role.get(role, RowStep.moved)(step)
 
     def _new_origin(self) -> int:

@@ -185,8 +185,8 @@ RULES: tuple[Rule, ...] = (
     *built(counting, *COUNTING),
     *built(dropout, "dropout", "native_dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"),
     *built(_drawn_like, "rand_like", "randn_like", "bernoulli", "bernoulli.p"),
-    *built(_drawn_by_counter, "hetu.uniform.default", traits=OpTraits(counter_at=5)),
-    *built(_drawn_by_counter, "hetu.dropout.default", traits=OpTraits(counter_at=6)),
+    *built(_drawn_by_counter, "hetu.uniform.default", traits=OpTraits(counter_at=4)),
+    *built(_drawn_by_counter, "hetu.dropout.default", traits=OpTraits(counter_at=5)),
     *lines("..., [b] -> ...", "bucketize.Tensor"),
 )
 TAG_RULE = Rule("*.*.*", pointwise, "ops that torch tags as pointwise")

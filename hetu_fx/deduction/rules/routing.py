@@ -136,12 +136,14 @@ class Role(Enum):
     ADD_UP = "add_up"  # turns counts into offsets
     ADD = "add"  # moves values if it adds the number 0
     MAKE_LIKE = "make_like"  # reads a shape only
+    DRAW = "draw"  # draws by the places at which rows stand
 
 
 OPS_BY_ROLE = {
     Role.SORT: "sort sort.stable argsort argsort.stable",
     Role.COUNT_UP: "arange arange.start arange.start_step",
     Role.COUNT: "histc",
+    Role.DRAW: "hetu.dropout.default hetu.uniform.default",
     Role.ADD_UP: "cumsum",
     Role.GROUPED: "_grouped_mm transformers.grouped_mm_fallback.default",
     Role.INDEX: "index.Tensor _unsafe_index.Tensor",

@@ -34,6 +34,7 @@ TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9}
 """By how much values of two calls may differ, relative and absolute: sums may be added up in another order."""
 _LINEAR = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-3, torch.complex64: 1e-3}
 """By how much the gradient of a sum may differ from the sum of gradients, in times of the largest."""
+_NEGLIGIBLE = 1e-4  # of the largest gradient
 _FILLS = ("both", "ones", "zeros", "signed")
 """What whole numbers and truths are in a call: zeros and ones in turn, or all alike; numbers are positive, or not."""
 _OTHERS = ((1, 1), (1, 3), (2, 0), (4, 0))
@@ -155,9 +156,10 @@ class Question:
         except Exception as error:  # whatever it raises for values that it was not meant for
             raise CannotBeLeaf(f"its backward cannot be tried on random numbers ({_first_line(error)})") from error
         known = {} if self.invocation.autocasts else _LINEAR  # what is cast inside is as coarse as what it is cast to
-        for one, other, sum_ in zip(*found, strict=True):
-            largest = float(sum_.abs().nan_to_num(0, 0, 0).max()) if sum_.numel() else 0.0
-            tolerance = largest * known.get(sum_.dtype, 3e-2)
+        largest = max([float(x.abs().nan_to_num(0, 0, 0).max()) for x in found[-1] if x.numel()], default=0.0)
+        for one, other, sum_ in zip(*found, strict=True):  # one that is zero but for rounding is as exact as the others
+            own = float(sum_.abs().nan_to_num(0, 0, 0).max()) if sum_.numel() else 0.0
+            tolerance = max(own, largest * _NEGLIGIBLE) * known.get(sum_.dtype, 3e-2)
             if not torch.allclose(one + other, sum_, rtol=0, atol=tolerance, equal_nan=True):
                 raise CannotBeLeaf(
                     "its backward is not linear in the gradient that it is given (a hook, or an autograd function, "

@@ -387,7 +387,8 @@ def value_bytes(node: fx.Node, size_of: SizeOf = meta.hint) -> int:
 
 
 def _numel(tensor: torch.Tensor, size_of: SizeOf) -> int:
-    return math.prod(map(size_of, tensor.shape))
+    sizes = map(size_of, tensor.shape)
+    return math.prod(1 if size == meta.DATA_DEPENDENT else size for size in sizes)  # which nobody knows
 
 
 def owners(graph: Graph, mixed: Collection[fx.Node], part_of: Callable[[fx.Node], int]) -> dict[fx.Node, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hetu_fx.base.frameworks import frameworks
-from hetu_fx.check.ask import try_of, wants_checks
+from hetu_fx.check.checker import Checker
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.common_path import patience
 from hetu_fx.copies import Parallelize, PlainAgain, as_it_was, attach_copying
@@ -27,9 +28,11 @@ from hetu_fx.prepare import Plans, Preparation, given_overrides, prepare
 from hetu_fx.program.batch import batch_of
 from hetu_fx.switching.adapt.rehome import Rehoming
 from hetu_fx.switching.adapt.rehome_policy import HomesFollow
+from hetu_fx.switching.adapt.tried import TryPlan
 from hetu_fx.switching.home.parameters import check_assigned
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.settings import IDLE_BYTES, Settings
+from hetu_fx.switching.step.execution import Execution
 from hetu_fx.transforms.rewrites.op_overrides import OpOverrides
 
 M = TypeVar("M", bound=nn.Module)
@@ -154,7 +157,7 @@ def auto_parallelize(
         AskedRowDims(row_dims or {}),
         works_by_rows=check is False,
     )
-    handle = _make_parallel(preparation, wants_checks(check))
+    handle = _make_parallel(preparation, _wants_checks(check))
     if warm:
         handle.warm(batch)
     return model
@@ -205,3 +208,24 @@ def _load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: bo
     if assign:
         check_assigned(model, state_dict)
     return type(model).load_state_dict(model, state_dict, strict=strict)
+
+
+VARIABLE = "HETU_FX_CHECK"
+
+
+def _wants_checks(asked: Literal["auto"] | bool) -> bool:
+    """Tell whether plans are tried: as asked, or as the environment says where nobody has.
+
+    Raises:
+        StateError: something else was asked.
+    """
+    if asked not in ("auto", True, False):
+        raise StateError(f"check={asked!r} is not known; use 'auto', True or False")
+    return os.environ.get(VARIABLE, "1") != "0" if asked == "auto" else bool(asked)
+
+
+def try_of(wanted: Preparation, execution: Execution[Any], world: int) -> TryPlan:
+    """Return what tries plans of a model that is about to become parallel."""
+    return Checker(
+        wanted.model, wanted.loss_fn, wanted.batch, execution, world=world, shared=wanted.settings.shared
+    ).try_plan

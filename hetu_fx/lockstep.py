@@ -33,7 +33,7 @@ from hetu_fx.pieces import Piece, Pieces, dense, joined
 from hetu_fx.plans.plan import Plan
 from hetu_fx.prepare import homes_for, make_runtime
 from hetu_fx.program.captures import Programs
-from hetu_fx.switching.adapt.lost import bring_near
+from hetu_fx.switching.adapt.rehome import bring_near
 from hetu_fx.switching.eager.execution import EagerExecution
 from hetu_fx.switching.eager.row_mode import RowMode
 from hetu_fx.switching.graph_execution import GraphExecution

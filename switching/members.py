@@ -13,7 +13,7 @@ from hetu_fx.program.structure import Structure
 from hetu_fx.switching.home.tensor import HomeTensor
 
 
-class Members:
+class MemberWatch:
     """Notices changes of what a model consists of, on this rank.
 
     Args:

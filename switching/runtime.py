@@ -31,7 +31,7 @@ from hetu_fx.switching.home.layout import HomeLayout, home_layout
 from hetu_fx.switching.home.parameters import Buffers, bring_home
 from hetu_fx.switching.home.shared import SharedHomes
 from hetu_fx.switching.home.writes import Writes
-from hetu_fx.switching.members import Members
+from hetu_fx.switching.members import MemberWatch
 from hetu_fx.switching.migrate.in_flight import InFlightState
 from hetu_fx.switching.migrate.migrate import migrate
 from hetu_fx.switching.migrate.plan import SwitchPlan
@@ -83,7 +83,7 @@ class Runtime:
     ) -> None:
         self.model, self.table, self.execution, self.homes = model, table, execution, homes
         self.settings = settings
-        self.members = Members(model, homes)
+        self.members = MemberWatch(model, homes)
         self.buffers = Buffers(model, table)
         self.shared = SharedHomes(table, homes, settings.wait_seconds)
         self.variants = Variants(execution, table, homes)

@@ -14,7 +14,7 @@ from hetu_fx.transforms.layouts.analysed_graph import Analyse
 from hetu_fx.transforms.layouts.annotate import Annotate
 from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.lowering.block_modules import BlockModules
-from hetu_fx.transforms.lowering.checkpoint import Checkpoint
+from hetu_fx.transforms.lowering.checkpoint import RecomputingModule
 from hetu_fx.transforms.lowering.choose_algorithms import ChooseAlgorithms
 from hetu_fx.transforms.lowering.overlap import Overlap
 from hetu_fx.transforms.lowering.recompute import Recompute
@@ -77,7 +77,7 @@ PASSES: tuple[type[Pass[Any, Any]], ...] = (
     Recompute,
     WeightsLater,  # after recomputation, which finds weights by the ops that read them
     Overlap,  # after both, which look for products
-    Checkpoint,  # -> GraphModule, which is run as it is or compiled
+    RecomputingModule,  # -> GraphModule, which is run as it is or compiled
     BlockModules,  # of those that are compiled
 )
 """All passes, in their order: each takes what the one before it makes."""

@@ -10,12 +10,12 @@ from benchmarks.programs.cases import Case
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import DeductionError, PlanError
 from hetu_fx.planner.count.graph_problem import GraphProblem
+from hetu_fx.planner.search.hap.adapter import sayable, stage_of
 from hetu_fx.planner.search.hap.assemble import HapResult
 from hetu_fx.planner.search.hap.forms import SynthesisRules
 from hetu_fx.planner.search.hap.priced import deduce_plan, run_of
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.search.hap.to_plan import translations
-from hetu_fx.planner.search.hap.to_program import sayable, stage_of
 from hetu_fx.plans.plan import Pipeline, Plan
 
 BAR = 1.02

@@ -21,8 +21,8 @@ from hetu_fx.errors import PlanError
 from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.count.optimizer_state import state_of
 from hetu_fx.planner.make_plan import make_plan
-from hetu_fx.planner.price.moving import moving
 from hetu_fx.planner.search.problem import Problem
+from hetu_fx.planner.search.staying import moving
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.planted.worlds import Net, batches_of
-from hetu_fx.check.verdict import Verdict, judge
+from hetu_fx.check.verdict import TrialVerdict, judge
 from hetu_fx.lockstep import Lockstep, train_alone
 from hetu_fx.plans.plan import Plan
 
@@ -66,7 +66,7 @@ class Trace:
 class Executed(NamedTuple):
     """How a training compares with one device, and the bytes that changes of homes have moved."""
 
-    verdict: Verdict
+    verdict: TrialVerdict
     moved_bytes: list[int]
 
 

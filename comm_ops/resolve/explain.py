@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hetu_fx.base.documents import table_text
 from hetu_fx.comm_ops.plans.cost import Topology
 from hetu_fx.comm_ops.resolve.resolution import (
     CommStep,
@@ -17,6 +16,7 @@ from hetu_fx.comm_ops.resolve.resolution import (
     steps_bytes,
     steps_seconds,
 )
+from hetu_fx.show.table import table_text
 
 _MOST_LINKS = 24  # more are summed up
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch.distributed.rendezvous import rendezvous
 
-from hetu_fx.base.addresses import LOOPBACK, VARIABLE, Reach, addresses_of, family_of
+from hetu_fx.base.addresses import LOOPBACK, VARIABLE, Contact, addresses_of, family_of
 from hetu_fx.base.torch_private import PrefixStore, Store, TCPStore
 from hetu_fx.errors import EnvironmentProblem
 
@@ -85,8 +85,8 @@ def _agree_on_addresses(store: Store, rank: int, world: int, host: str) -> str:
         EnvironmentProblem: on all ranks, which names the addresses of two that do not reach each other.
     """
     meeting = _Meeting(store, rank, world)
-    own = _outcome(lambda: asdict(Reach.own(host)))
-    reaches = [Reach(**told) for told in meeting.exchange("reach", range(world), own, SECONDS)]
+    own = _outcome(lambda: asdict(Contact.own(host)))
+    reaches = [Contact(**told) for told in meeting.exchange("reach", range(world), own, SECONDS)]
     addresses = addresses_of(reaches)
     networks = [reach.network for reach in reaches]
     firsts = sorted({network: at for at, network in reversed(list(enumerate(networks)))}.values())

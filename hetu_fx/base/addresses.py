@@ -33,7 +33,7 @@ _IPV6_FILE = Path("/proc/net/if_inet6")
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class Contact:
     """How a rank reaches the rendezvous.
 
     Attributes:
@@ -47,7 +47,7 @@ class Reach:
     target: str = ""
 
     @classmethod
-    def own(cls, host: str | None = None) -> Reach:
+    def own(cls, host: str | None = None) -> Contact:
         """Find out for this process; `host` of the rendezvous (None: of the world, or as the launcher says).
 
         Raises EnvironmentProblem for an interface that this machine does not have.
@@ -58,7 +58,7 @@ class Reach:
         return cls(network_name(), _address_of(given) if given else source, target if wanted else "")
 
 
-def addresses_of(reaches: Sequence[Reach]) -> tuple[str, ...]:
+def addresses_of(reaches: Sequence[Contact]) -> tuple[str, ...]:
     """Return the address of each rank, by how all of them reach the rendezvous; alike on all ranks.
 
     Raises EnvironmentProblem where others cannot dial one.

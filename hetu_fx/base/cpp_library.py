@@ -45,7 +45,7 @@ def one_library() -> Iterator[None]:
     if getattr(_this_thread, "waits", False):
         yield
         return
-    waiting = _Waiting(threading.get_ident())
+    waiting = _WaitingKernels(threading.get_ident())
     with ExitStack() as stack:
         stack.enter_context(_changing)
         stack.enter_context(waiting.instead_of(async_compile.AsyncCompile))
@@ -98,7 +98,7 @@ class _Kernel:
         return found
 
 
-class _Waiting:
+class _WaitingKernels:
     """Kernels that wait, and the names in modules that are to have them."""
 
     def __init__(self, thread: int) -> None:

@@ -1,8 +1,9 @@
-"""Documents on disk: JSON is read strictly and written for people, files are written without tearing."""
+"""JSON documents: read strictly, written for people, without tearing; and the folders that answers are kept in."""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import math
 import os
@@ -10,7 +11,9 @@ import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, BinaryIO
 
 from hetu_fx.errors import HetuFxError
@@ -168,3 +171,20 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@cache
+def sources_digest(*packages: ModuleType) -> str:
+    """Return a digest of the sources of packages: what was right before a change of them need not be after it."""
+    digest = hashlib.sha256()
+    for package in packages:
+        folder = Path(package.__path__[0])
+        for source in sorted(folder.rglob("*.py")):
+            digest.update(source.relative_to(folder).as_posix().encode() + b"\0" + source.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def cache_folder(kind: str) -> Path:
+    """Return where something is kept for this user: $XDG_CACHE_HOME/hetu_fx/KIND, or ~/.cache/hetu_fx/KIND."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "hetu_fx" / kind

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from hetu_fx.base.dtypes import is_real
-from hetu_fx.check.model import in_dtype
-from hetu_fx.check.narrow import Narrowing
+from hetu_fx.check.model import Narrowing, in_dtype
 from hetu_fx.graph.bind import Batch, flatten_batch
 from hetu_fx.graph.containers import unflatten
 from hetu_fx.plans.plan import Pipeline, Plan, micro_batch_rows, pipeline_rows
@@ -89,14 +88,14 @@ def length_for(plan: Plan) -> int:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class TrialSizes:
     """The rows of a trial's batch, and the length of its sequences; None: as the example has it."""
 
     rows: int | None
     length: int | None = None
 
 
-def cut_batch(batch: Batch, program: Program, sizes: Sizes, narrowing: Narrowing, dtype: torch.dtype) -> Batch:
+def cut_batch(batch: Batch, program: Program, sizes: TrialSizes, narrowing: Narrowing, dtype: torch.dtype) -> Batch:
     """Return a batch like an example in other sizes, on the host, real numbers in the dtype.
 
     Where it has more rows than the example, those are taken again. Real numbers that are alike everywhere are moved.
@@ -113,7 +112,7 @@ def cut_batch(batch: Batch, program: Program, sizes: Sizes, narrowing: Narrowing
     return result
 
 
-def _wanted(now: Mapping[sympy.Symbol, int], program: Program, sizes: Sizes) -> dict[sympy.Symbol, int]:
+def _wanted(now: Mapping[sympy.Symbol, int], program: Program, sizes: TrialSizes) -> dict[sympy.Symbol, int]:
     """Return what the symbols of a program's sizes are to stand for."""
     rows = program.graph.batch_symbol
     wanted = {}

@@ -18,7 +18,7 @@ from hetu_fx.base.device_types import HOST
 from hetu_fx.base.progress import Tell, telling
 from hetu_fx.base.words import bytes_text
 from hetu_fx.check.batch import (
-    Sizes,
+    TrialSizes,
     cut_batch,
     cut_rows,
     length_for,
@@ -30,10 +30,9 @@ from hetu_fx.check.batch import (
 )
 from hetu_fx.check.blocks import KeptBlocks, same_ops
 from hetu_fx.check.kept import Answer, KeptAnswers, default_folder, key_of
-from hetu_fx.check.model import Template
-from hetu_fx.check.narrow import Narrowing
+from hetu_fx.check.model import ModelTemplate, Narrowing
 from hetu_fx.check.report import differences_text, failure_text
-from hetu_fx.check.trial import Case, Found, Reference, adds_up, alone, tried
+from hetu_fx.check.trial import Case, Found, TrialReference, adds_up, alone, tried
 from hetu_fx.cluster.host import memory_left
 from hetu_fx.deduction.rules.registry import registered_rules
 from hetu_fx.errors import CheckError, HetuFxError
@@ -98,7 +97,7 @@ class Ready:
     """A case, what one device makes of it, its graph, and which blocks it has."""
 
     case: Case
-    reference: Reference
+    reference: TrialReference
     captured: GraphExecution | None
     blocks: KeptBlocks
 
@@ -144,7 +143,7 @@ class Checker:
             self.batch = execution.programs.arguments.batch(args, kwargs)
             self.row_dims = self.program.row_dims
         try:
-            self.template = None if self.problem else Template.of(model, loss_fn)
+            self.template = None if self.problem else ModelTemplate.of(model, loss_fn)
         except HetuFxError as error:
             self.problem = str(error)
 
@@ -294,7 +293,7 @@ class Checker:
         world = 1 + max(small.devices)
         fixed = self.program is not None and not self.program.graph.takes_any_rows
         rows = rows_for(small, world) if self.program is not None else uneven_rows_for(small, world, self._given_rows)
-        batch = self._batch(Sizes(rows, length_for(small) if cut.lengths else None), narrowing, cut.dtype)
+        batch = self._batch(TrialSizes(rows, length_for(small) if cut.lengths else None), narrowing, cut.dtype)
         own = None if self.shared or fixed or world == 1 else rows_of_ranks(rows, world)
         case = Case(model, loss_fn, batch, small, own, self.row_dims, cut.dtype)
         return self._run_alone(case, blocks, cut)
@@ -318,7 +317,7 @@ class Checker:
         """Return how many rows the example has."""
         return count_rows(flatten_batch(self.batch)[1], self.row_dims)
 
-    def _batch(self, sizes: Sizes, narrowing: Narrowing, dtype: torch.dtype) -> Batch:
+    def _batch(self, sizes: TrialSizes, narrowing: Narrowing, dtype: torch.dtype) -> Batch:
         if self.program is not None:
             return cut_batch(self.batch, self.program, sizes, narrowing, dtype)
         assert sizes.rows is not None, "a case has rows"
@@ -372,7 +371,7 @@ def _problem_of(execution: EagerExecution) -> str:
     return f"input {lists[0]!r} is in a list, whose entries may be samples" if lists else ""
 
 
-def _first_mode(case: Case, reference: Reference) -> RowMode:
+def _first_mode(case: Case, reference: TrialReference) -> RowMode:
     """Return how replicas of a module are to share a case: by rows, where one device shows what that has to give."""
     if reference.is_random and len(case.plan.pipelines) > 1:
         return RowMode(False, why=_DRAWS)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -16,6 +14,7 @@ import torch
 import hetu_fx.comm_ops
 import hetu_fx.switching
 import hetu_fx.transforms
+from hetu_fx.base.documents import cache_folder, sources_digest
 from hetu_fx.base.records import Document, record
 from hetu_fx.errors import CheckError
 
@@ -49,15 +48,9 @@ def key_of(parts: Iterable[str]) -> str:
     return hashlib.sha256("\0".join([*parts, torch.__version__, code_digest()]).encode()).hexdigest()
 
 
-@cache
 def code_digest() -> str:
     """Return a digest of the sources of hetu_fx: what was right before a change need not be after it."""
-    digest = hashlib.sha256()
-    for package in _CODE:
-        folder = Path(package.__path__[0])
-        for source in sorted(folder.rglob("*.py")):
-            digest.update(source.relative_to(folder).as_posix().encode() + b"\0" + source.read_bytes() + b"\0")
-    return digest.hexdigest()
+    return sources_digest(*_CODE)
 
 
 class KeptAnswers:
@@ -103,5 +96,4 @@ class KeptAnswers:
 
 def default_folder() -> Path:
     """Return where answers are kept for this user: $XDG_CACHE_HOME/hetu_fx/checks, or ~/.cache/hetu_fx/checks."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "hetu_fx" / "checks"
+    return cache_folder("checks")

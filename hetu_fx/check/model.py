@@ -3,23 +3,78 @@
 What is kept takes little memory, so that plans which are made while training goes on can be tried when no process has
 the whole model any longer. The numbers are like the model's: a few of each parameter's own, again and again. Where they
 are all alike (a norm's weights, a bias of zeros), each is moved a little, as ones and zeros hide what is lost.
+
+Tables of embeddings, and what is as wide as they are long, are made short: a vocabulary takes most of a small model.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hetu_fx.base.device_types import HOST
-from hetu_fx.base.dtypes import is_complex, is_real
+from hetu_fx.base.dtypes import carries_gradient, is_complex, is_real
 from hetu_fx.base.torch_private import buffer_slots, parameter_slots
-from hetu_fx.check.narrow import Narrowing
 from hetu_fx.errors import StateError
+
+LONG = 1024
+"""Tables of more rows are shortened."""
+
+_SHORT = 128
+_ODD = 64  # what is left of the division by it stays, so that shards stay uneven
+
+
+@dataclass(frozen=True)
+class Narrowing:
+    """Sizes of a model that become smaller: `sizes` has the new ones by the old ones."""
+
+    sizes: Mapping[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Narrowing:
+        """Choose the sizes of a model's long tables."""
+        tables = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+        return cls({rows: _SHORT + rows % _ODD for rows in tables if rows > LONG})
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return a shape with the new sizes."""
+        return tuple(self.sizes.get(size, size) for size in shape)
+
+    def buffer(self, buffer: Tensor) -> Tensor:
+        """Return the first part of a buffer, in the new sizes."""
+        return buffer[tuple(slice(0, size) for size in self.shape(tuple(buffer.shape)))]
+
+    def apply(self, model: nn.Module) -> None:
+        """Let a model's attributes, and those of what configures it, say the new sizes."""
+        for space in _spaces(model) if self.sizes else ():
+            for key, value in space.items():
+                if type(value) is int and value in self.sizes:
+                    space[key] = self.sizes[value]
+
+    def numbers(self, tensor: Tensor) -> Tensor:
+        """Return whole numbers of an input, such as index the tables, below the new sizes."""
+        if carries_gradient(tensor.dtype) or not tensor.numel():
+            return tensor
+        largest = int(tensor.max())
+        fitting = [new for old, new in sorted(self.sizes.items()) if new <= largest < old]
+        return tensor.where(tensor < 0, tensor % fitting[0]) if fitting else tensor
+
+
+def _spaces(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Yield the attributes of modules, and of other objects that they hold."""
+    seen: set[int] = set()
+    for module in model.modules():
+        yield vars(module)
+        for value in vars(module).values():
+            if hasattr(value, "__dict__") and not isinstance(value, nn.Module | type) and id(value) not in seen:
+                seen.add(id(value))
+                yield vars(value)
+
 
 _LENGTHS = (509, 521)
 """Primes: rows of a parameter that is written from so many numbers are not alike, unless they are as long."""
@@ -29,7 +84,7 @@ _COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 
 
 @dataclass(frozen=True, eq=False)
-class Template:
+class ModelTemplate:
     """What models like one are made of.
 
     Attributes:
@@ -43,7 +98,7 @@ class Template:
     numbers: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, model: nn.Module, loss_fn: Callable[..., Any] | None) -> Template:
+    def of(cls, model: nn.Module, loss_fn: Callable[..., Any] | None) -> ModelTemplate:
         """Take the template of a model, which is left as it is.
 
         Raises:

@@ -100,7 +100,7 @@ class Case:
 
 
 @dataclass(frozen=True, eq=False)
-class Reference:
+class TrialReference:
     """What one device makes of a case.
 
     Attributes:
@@ -179,7 +179,7 @@ def _seeded() -> Iterator[RandomNumbers]:
         yield RandomNumbers.of(HOST)
 
 
-def alone(case: Case) -> Reference:
+def alone(case: Case) -> TrialReference:
     """Train one step of a case on one device, as the module itself."""
     with _seeded() as numbers:
         made = train_alone(case.model, [case.batch] * _STEPS, case.how())
@@ -188,7 +188,7 @@ def alone(case: Case) -> Reference:
     is_alike = all(_are_same(first, other) for other in others)
     is_told = is_alike and not made.state
     remembers = not (is_alike or is_random or made.state)
-    return Reference(replace(made, steps=[first]) if is_told else made, is_random, remembers)
+    return TrialReference(replace(made, steps=[first]) if is_told else made, is_random, remembers)
 
 
 def _are_same(one: Step, other: Step) -> bool:
@@ -197,7 +197,9 @@ def _are_same(one: Step, other: Step) -> bool:
     return one.loss == other.loss and all(b is not None and torch.equal(a, b) for a, b in pairs)
 
 
-def tried(case: Case, reference: Reference, captured: GraphExecution | None, seconds: float | None = None) -> Found:
+def tried(
+    case: Case, reference: TrialReference, captured: GraphExecution | None, seconds: float | None = None
+) -> Found:
     """Train one step of a case as all ranks, and hold it against one device.
 
     A module that draws random numbers draws others than its graph: the plan is held against the graph on one device.

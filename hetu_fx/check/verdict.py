@@ -34,7 +34,7 @@ class StepDifference:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TrialVerdict:
     """What became of a plan: `says` has the reason of a refusal, or what the comparison was with."""
 
     plan: str
@@ -49,12 +49,12 @@ class Verdict:
         return asdict(self)
 
 
-def judge(plan: str, alone: Trained, made: Trained, tolerance: float, says: str) -> Verdict:
+def judge(plan: str, alone: Trained, made: Trained, tolerance: float, says: str) -> TrialVerdict:
     """Compare a training under a plan with that of one device."""
     steps = tuple(_step(number, *pair) for number, pair in enumerate(zip(alone.steps, made.steps, strict=True), 1))
     name, difference = worst(alone.state, made.state)
     is_equal = all(most <= tolerance for most in (difference, *(step.most for step in steps)))
-    return Verdict(plan, "equal" if is_equal else "differs", says, steps, name, difference)
+    return TrialVerdict(plan, "equal" if is_equal else "differs", says, steps, name, difference)
 
 
 def _step(number: int, alone: Step, made: Step) -> StepDifference:

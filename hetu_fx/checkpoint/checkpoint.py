@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from hetu_fx.base.checks import size_parts
 from hetu_fx.base.frameworks import config_writer
 from hetu_fx.base.progress import telling
-from hetu_fx.checkpoint.folders import replaced_folder
-from hetu_fx.checkpoint.left_overs import place_of
+from hetu_fx.checkpoint.folders import place_of, replaced_folder
 from hetu_fx.checkpoint.open_folder import OpenFolder
 from hetu_fx.checkpoint.optimizer_files import Parameters, RestoredTraining, TrainingFiles, write_training_state
 from hetu_fx.checkpoint.tensor_files import Key, WeightFiles, whole_tensor, write_weights

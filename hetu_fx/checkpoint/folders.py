@@ -1,8 +1,8 @@
 """Folders that are there whole or not at all: written beside, sealed by a manifest, put in place by a rename.
 
 While a folder is replaced the old one is kept under another name until the new one stands in its place; a
-crash in between leaves one of them complete: it is read where it lies, and the next writer puts it back. Nothing is
-replaced but a complete folder of this kind, with nothing in it that its manifest does not name.
+crash in between leaves one of them complete: it is read where it lies (a reader never writes), and the next writer puts
+it back. Nothing is replaced but a complete folder of this kind, with nothing in it that its manifest does not name.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import shutil
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from hetu_fx.base.documents import sync
-from hetu_fx.checkpoint.left_overs import entries, is_complete, left_over_name, left_overs
 from hetu_fx.checkpoint.manifest import MANIFEST, FileEntry, manifest_text
 from hetu_fx.checkpoint.open_folder import OpenFolder
 from hetu_fx.comm_ops.wire.consensus import from_first, together
@@ -45,7 +45,7 @@ def replaced_folder(folder: Path, table: GroupTable, error: type[HetuFxError] = 
     """
     folder = Path(os.path.realpath(folder))
     token = from_first(table, secrets.token_hex(4))
-    staging = folder.parent / left_over_name(folder.name, token, is_new=True)
+    staging = folder.parent / _left_over_name(folder.name, token, is_new=True)
     with ExitStack() as lock:
         try:
             together(table, lambda: _begin(folder, staging, error, lock) if table.rank == 0 else None)
@@ -157,7 +157,7 @@ def _commit(folder: Path, staging: Path, token: str) -> None:
     seal(staging)
     for part in sorted({path.parent for path in _files(staging)} | {staging}):
         sync(part)
-    old = folder.parent / left_over_name(folder.name, token, is_new=False)
+    old = folder.parent / _left_over_name(folder.name, token, is_new=False)
     if folder.exists():
         os.rename(folder, old)
     try:
@@ -225,3 +225,55 @@ def _age(name: str, place: Path) -> tuple[int, float, str]:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOver:
+    """A folder that is to be, or was, called `name`."""
+
+    path: Path
+    name: str
+    is_new: bool
+
+
+_LEFT_OVER = re.compile(r"\.(.+)\.(new|old)-[0-9a-f]{8}", re.DOTALL)
+
+
+def _left_over_name(name: str, token: str, *, is_new: bool) -> str:
+    """Return the name of a folder that is to be, or was, called `name`."""
+    return f".{name}.{'new' if is_new else 'old'}-{token}"
+
+
+def entries(parent: Path) -> dict[str, int]:
+    """Return the inodes of what a folder holds, by name: others once it is replaced. Raises CheckpointError."""
+    try:
+        with os.scandir(parent) as found:
+            return {entry.name: entry.inode() for entry in found}
+    except OSError as error:
+        raise CheckpointError(f"cannot read {parent}: {error.strerror}") from error
+
+
+def left_overs(parent: Path) -> list[LeftOver]:
+    """Return what lies in a folder under the names of replacements, new ones first. Raises CheckpointError."""
+    found = [(name, match) for name in entries(parent) if (match := _LEFT_OVER.fullmatch(name))]
+    those = [LeftOver(parent / name, match[1], match[2] == "new") for name, match in found]
+    return sorted(those, key=lambda one: (not one.is_new, one.path))
+
+
+def is_complete(folder: Path) -> bool:
+    """Tell whether a folder has a manifest and all its files have their sizes."""
+    try:
+        with OpenFolder(folder) as opened:
+            opened.check_sizes()
+    except CheckpointError:
+        return False
+    return True
+
+
+def place_of(folder: Path) -> Path:
+    """Return where a folder lies: under its name, or, where a crash left none of this name, under another."""
+    if not os.path.lexists(folder) and folder.absolute().parent.is_dir():
+        for left in left_overs(folder.absolute().parent):
+            if left.name == folder.absolute().name and is_complete(left.path):
+                return left.path
+    return folder

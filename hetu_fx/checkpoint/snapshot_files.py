@@ -29,7 +29,7 @@ from hetu_fx.errors import CheckpointError
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class Moment:
+class SnapshotMoment:
     """A step's end in one life of the job (from one start of its processes to the next)."""
 
     step: int
@@ -41,7 +41,7 @@ class Moment:
 class SnapshotPart:
     """What `owner` counts of the state at a moment, in the memory of rank `holder` of the same life."""
 
-    moment: Moment
+    moment: SnapshotMoment
     owner: int
     holder: int
 
@@ -64,7 +64,7 @@ def read_name(name: str) -> SnapshotPart | None:
     if found is None:
         return None
     step, life, owner, world, holder = found.groups()
-    return SnapshotPart(Moment(int(step), life, int(world)), int(owner), int(holder))
+    return SnapshotPart(SnapshotMoment(int(step), life, int(world)), int(owner), int(holder))
 
 
 def holders(nodes: Sequence[str]) -> tuple[int | None, ...]:
@@ -96,9 +96,9 @@ class SnapshotChoice:
         lost: moments later than it that are incomplete, and the owners whose parts are nowhere.
     """
 
-    moment: Moment | None
+    moment: SnapshotMoment | None
     nodes: tuple[tuple[str, ...], ...] = ()
-    lost: tuple[tuple[Moment, tuple[int, ...]], ...] = ()
+    lost: tuple[tuple[SnapshotMoment, tuple[int, ...]], ...] = ()
 
 
 def choose(found: Mapping[str, Collection[SnapshotPart]]) -> SnapshotChoice:
@@ -106,11 +106,11 @@ def choose(found: Mapping[str, Collection[SnapshotPart]]) -> SnapshotChoice:
 
     A moment counts only if the parts of all ranks of its life are there: all of them finished that step.
     """
-    where: dict[Moment, dict[int, set[str]]] = {}
+    where: dict[SnapshotMoment, dict[int, set[str]]] = {}
     for node, parts in found.items():
         for part in parts:
             where.setdefault(part.moment, {}).setdefault(part.owner, set()).add(node)
-    lost: list[tuple[Moment, tuple[int, ...]]] = []
+    lost: list[tuple[SnapshotMoment, tuple[int, ...]]] = []
     for moment in sorted(where, reverse=True):
         owners = where[moment]
         missing = tuple(rank for rank in range(moment.world) if rank not in owners)
@@ -170,13 +170,13 @@ class Header:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class SnapshotMemory:
     """The parts in one node's memory. Files are written under another name, then renamed."""
 
     folder: Path
 
     @classmethod
-    def at(cls, folder: Path | None) -> Memory:
+    def at(cls, folder: Path | None) -> SnapshotMemory:
         """Open this node's part of a folder (None: that of the job), made if need be. Raises CheckpointError."""
         place = (job_folder() if folder is None else folder.absolute()) / memory_name()
         with _guarded(place):
@@ -271,7 +271,7 @@ class Memory:
             return False
         return True
 
-    def keep_only(self, moment: Moment, holder: int) -> None:
+    def keep_only(self, moment: SnapshotMoment, holder: int) -> None:
         """Remove what rank `holder` keeps of other moments, and what anyone keeps of other lives."""
         for part in self.parts():
             if part.moment != moment and (part.holder == holder or part.moment.life != moment.life):
@@ -287,7 +287,7 @@ class Memory:
             self.folder.rmdir()
             self.folder.parent.rmdir()
 
-    def give_up(self, moment: Moment, holder: int) -> None:
+    def give_up(self, moment: SnapshotMoment, holder: int) -> None:
         """Remove what rank `holder` keeps of a moment, finished or not; the folder itself may be gone."""
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             part = read_name(path.name.removeprefix(_ASIDE))

@@ -22,10 +22,10 @@ from torch import Tensor
 from hetu_fx.base.torch_private import device_types
 from hetu_fx.checkpoint.snapshot_files import (
     Header,
-    Memory,
-    Moment,
     PartTransfer,
     SnapshotChoice,
+    SnapshotMemory,
+    SnapshotMoment,
     SnapshotPart,
     choose,
     holders,
@@ -49,11 +49,11 @@ class SnapshotWriter:
     Messages have a group of their own, as they are sent beside those of the steps.
     """
 
-    def __init__(self, memory: Memory, table: GroupTable) -> None:
+    def __init__(self, memory: SnapshotMemory, table: GroupTable) -> None:
         self.memory, self.rank, self.world = memory, table.rank, table.size
         self.life = from_first(table, secrets.token_hex(8))
         self.holders = holders(of_all(table, node_name()))
-        self.last: Moment | None = None  # the newest that is known to be whole
+        self.last: SnapshotMoment | None = None  # the newest that is known to be whole
         self._is_failing = False
         self._aside = _own_table(table, self.life)
         self._executor = ThreadPoolExecutor(1, "hetu_fx_snapshots")
@@ -62,7 +62,7 @@ class SnapshotWriter:
     def write(self, step: int, tensors: Iterable[tuple[Key, Tensor]], document: Mapping[str, Any]) -> None:
         """Copy what this rank counts of `tensors` now, and store it meanwhile; the one before is waited for."""
         self.wait()
-        moment = Moment(step, self.life, self.world)
+        moment = SnapshotMoment(step, self.life, self.world)
         pieces = RankShards.of(tensors, self.rank)
         self._pending = self._executor.submit(self._store, moment, pieces, document)
 
@@ -72,7 +72,7 @@ class SnapshotWriter:
         if pending is not None:
             pending.result()
 
-    def _store(self, moment: Moment, pieces: RankShards, document: Mapping[str, Any]) -> None:
+    def _store(self, moment: SnapshotMoment, pieces: RankShards, document: Mapping[str, Any]) -> None:
         own = SnapshotPart(moment, self.rank, self.rank)
         sizes = self._of_all(lambda: self.memory.write(own, pieces, document))
         if sizes is None or not self._exchange(own, sizes):
@@ -140,13 +140,13 @@ def _own_table(table: GroupTable, life: str) -> GroupTable:
 class FoundSnapshot:
     """A whole snapshot: the document of each owner, and the files with all boxes that this rank needs."""
 
-    moment: Moment
+    moment: SnapshotMoment
     documents: tuple[Mapping[str, Any], ...]
     boxes: BoxFiles
 
 
 def find_snapshot(
-    memory: Memory, table: GroupTable, tensors: Mapping[str, Tensor]
+    memory: SnapshotMemory, table: GroupTable, tensors: Mapping[str, Tensor]
 ) -> tuple[SnapshotChoice, FoundSnapshot | None]:
     """Choose a snapshot, and bring to each node the parts of it that ranks of the node need for `tensors`; collective.
 
@@ -176,7 +176,9 @@ def find_snapshot(
     return choice, FoundSnapshot(moment, tuple(header.document for header in headers), files)
 
 
-def _headers(memory: Memory, table: GroupTable, local: Mapping[int, SnapshotPart], mine: Iterable[int]) -> list[Header]:
+def _headers(
+    memory: SnapshotMemory, table: GroupTable, local: Mapping[int, SnapshotPart], mine: Iterable[int]
+) -> list[Header]:
     """Read the headers of the parts of some owners here, and tell all ranks; together they have those of all owners."""
     told = of_all(table, together(table, lambda: {owner: memory.header(local[owner]) for owner in mine}))
     everything = {owner: header for headers in told for owner, header in headers.items()}
@@ -200,7 +202,7 @@ def _meets(header: Header, wanted: Mapping[str, Iterable[Bounds]]) -> bool:
 
 def _carry_out(
     transfers: Iterable[PartTransfer],
-    memory: Memory,
+    memory: SnapshotMemory,
     table: GroupTable,
     local: Mapping[int, SnapshotPart],
     rooms: Mapping[SnapshotPart, Tensor],

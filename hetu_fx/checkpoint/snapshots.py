@@ -18,7 +18,7 @@ from hetu_fx.checkpoint.checkpoint import load_model, saved_step, tensors_of
 from hetu_fx.checkpoint.folders import latest
 from hetu_fx.checkpoint.heartbeats import watch_each_other
 from hetu_fx.checkpoint.optimizer_files import RestoredTraining, TrainingFiles, state_tensors, training_document
-from hetu_fx.checkpoint.snapshot_files import Memory, SnapshotChoice
+from hetu_fx.checkpoint.snapshot_files import SnapshotChoice, SnapshotMemory
 from hetu_fx.checkpoint.snapshot_store import FoundSnapshot, SnapshotWriter, find_snapshot
 from hetu_fx.checkpoint.tensor_files import Key, whole_tensor
 from hetu_fx.comm_ops.wire.consensus import StepFacts, from_first, together
@@ -66,7 +66,7 @@ class Snapshots:
             raise StateError(f"snapshots every {every} steps cannot be; every=1 takes one after each")
         self._runtime, self._optimizer, self.every, self.checkpoints = runtime, optimizer, every, checkpoints
         table = runtime.table
-        self._memory = together(table, lambda: Memory.at(folder))
+        self._memory = together(table, lambda: SnapshotMemory.at(folder))
         together(table, self._memory.remove_unfinished)
         self._writer = SnapshotWriter(self._memory, table)
         self._finished = 0

@@ -15,7 +15,7 @@ from hetu_fx.api import auto_parallelize
 from hetu_fx.base.dtypes import in_double as double_of
 from hetu_fx.base.dtypes import is_complex
 from hetu_fx.base.torch_private import tree_map_only
-from hetu_fx.check.verdict import Verdict, judge
+from hetu_fx.check.verdict import TrialVerdict, judge
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import CommError, HetuFxError, PlanError, ProfileError
 from hetu_fx.graph.bind import as_call
@@ -58,7 +58,7 @@ class Training:
 
 def compare_plans(
     make: Callable[[], tuple[Any, Any]], plans: Plans, training: Training, tolerance: float
-) -> list[Verdict]:
+) -> list[TrialVerdict]:
     """Return how the model does under each plan; collective over the processes of the job.
 
     A model that draws random numbers draws others in hetu_fx than in torch: it is compared with hetu_fx on one device.
@@ -75,16 +75,16 @@ def compare_plans(
 
 def _verdict(
     name: str, plan: Plan | str, model: nn.Module, batch: Any, training: Training, against: tuple[Trained, float, str]
-) -> Verdict:
+) -> TrialVerdict:
     _tell(f"training under plan {name}")
     try:
         made = (trained if training.ranks is None else _trained_by_all)(copy.deepcopy(model), batch, plan, training)
     except CommError as error:
         if training.ranks is None:
-            return Verdict(name, "refused", str(error))
-        return Verdict(name, "differs", str(error))
+            return TrialVerdict(name, "refused", str(error))
+        return TrialVerdict(name, "differs", str(error))
     except HetuFxError as error:
-        return Verdict(name, "refused", str(error))
+        return TrialVerdict(name, "refused", str(error))
     alone, tolerance, says = against
     return judge(name, alone, made, tolerance, says)
 

@@ -22,7 +22,7 @@ def call_exported(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx exported`; the status is 1 where files are damaged or the export is stale."""
     import torch
 
-    from hetu_fx.export.check import check_exported
+    from hetu_fx.export.load import check_exported
     from hetu_fx.plans.plan import Plan
 
     plan = None if options.plan is None else Plan.read(options.plan)

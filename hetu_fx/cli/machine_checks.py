@@ -126,12 +126,12 @@ def launch_finding(environment: Mapping[str, str], launchers: Mapping[str, str])
 
 
 def _address() -> Finding:
-    from hetu_fx.base.addresses import Reach
+    from hetu_fx.base.addresses import Contact
     from hetu_fx.errors import EnvironmentProblem
 
     name = socket.gethostname()
     try:
-        reach = Reach.own()
+        reach = Contact.own()
         places = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None)})
     except EnvironmentProblem as problem:
         says, _, hint = str(problem).partition("\nhint: ")

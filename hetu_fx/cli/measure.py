@@ -75,7 +75,7 @@ def call_measure(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from hetu_fx.cluster.cluster import Cluster
     from hetu_fx.cluster.compute import speedups
     from hetu_fx.cluster.links import groups_to_time, time_collectives
-    from hetu_fx.cluster.timed_ways import measure_ways
+    from hetu_fx.cluster.measure import measure_ways
     from hetu_fx.comm_ops.wire.consensus import of_all
     from hetu_fx.comm_ops.wire.groups import GroupTable
     from hetu_fx.prepare import join_world

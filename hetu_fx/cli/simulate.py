@@ -18,9 +18,8 @@ from hetu_fx.cli.given import check_folder
 from hetu_fx.cli.what_if import add_changes, changed
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
-from hetu_fx.plans.alike import alike
 from hetu_fx.plans.plan import Plan
-from hetu_fx.plans.tables import short_text
+from hetu_fx.plans.tables import alike, short_text
 from hetu_fx.show.table import table_text
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from hetu_fx.errors import BatchError, EnvironmentProblem, PlanError
 from hetu_fx.show.table import table_text
 
 if TYPE_CHECKING:
-    from hetu_fx.check.verdict import Verdict
+    from hetu_fx.check.verdict import TrialVerdict
     from hetu_fx.plans.plan import Plan
 
 TOLERANCE = 1e-6
@@ -127,7 +127,7 @@ def _plan_file(name: str) -> Plan:
     return Plan.read(name)
 
 
-def _verdicts(options: argparse.Namespace, names: Sequence[str]) -> list[Verdict]:
+def _verdicts(options: argparse.Namespace, names: Sequence[str]) -> list[TrialVerdict]:
     """Compare in this job; collective."""
     import torch.distributed as dist
 
@@ -147,7 +147,7 @@ def _verdicts(options: argparse.Namespace, names: Sequence[str]) -> list[Verdict
             dist.destroy_process_group()
 
 
-def _verdicts_of_all(options: argparse.Namespace, names: Sequence[str]) -> list[Verdict]:
+def _verdicts_of_all(options: argparse.Namespace, names: Sequence[str]) -> list[TrialVerdict]:
     """Compare as all ranks, in this process."""
     from hetu_fx.cli.compare import Training, compare_plans
 

@@ -5,6 +5,10 @@ not come to a meeting at the same moment. A device with a CPU quota waits for it
 launched, and the time that one device waits for the other is lost to both. So two devices do pieces of compute alone,
 and the same pieces with a meeting after each; what the second takes more than the slower device's first is what the
 meetings cost.
+
+Of the ways that messages between two types of devices can take, the quicker is taken from then on: where they can leave
+from where they are, and go through the host too, network cards that do not reach a device's memory can make the detour
+the shorter one.
 """
 
 from __future__ import annotations
@@ -23,10 +27,9 @@ from hetu_fx.base.machine import short_names
 from hetu_fx.cluster.compute import Products, matmul_flops_per_second, memory_bytes_per_second, op_seconds
 from hetu_fx.cluster.devices import Device
 from hetu_fx.cluster.host import memory_limits, node_name, step_seconds
-from hetu_fx.cluster.links import measure_links
-from hetu_fx.cluster.timed_ways import measure_ways
+from hetu_fx.cluster.links import measure_links, time_pairs
 from hetu_fx.cluster.topology import TYPE
-from hetu_fx.comm_ops.plans.ways import Way
+from hetu_fx.comm_ops.plans.ways import DIRECT, PLACES, STAGED, WAYS, Ends, Way
 from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.p2p import Tag, post
@@ -104,14 +107,14 @@ def _measure_meetings(
     for pairs in rounds:
         own = next((pair for pair in pairs if table.rank in pair), None)
         of_all(table, None)
-        samples = [] if own is None else _Meeting(table, own, products, count, device).samples()
+        samples = [] if own is None else _TimedMeeting(table, own, products, count, device).samples()
         values = of_all(table, meeting_seconds(samples, latencies[own]) if own else None)
         met = {rank: values[rank] for pair in pairs for rank in pair}
         found = {rank: seconds for rank, seconds in met.items() if seconds is not None} | found
     return found
 
 
-class _Meeting:
+class _TimedMeeting:
     """This rank's side of a pair that measures."""
 
     def __init__(self, table: GroupTable, pair: Pair, products: Products, count: int, device: str) -> None:
@@ -275,3 +278,51 @@ def snapped(speeds: Sequence[float], tolerance: float = TOLERANCE) -> list[float
             result[index] = median
         left = left[len(group) :]
     return result
+
+
+def pairs_to_time(nodes: Sequence[str], types: Sequence[str]) -> Mapping[Ends, tuple[int, int]]:
+    """Return the first two ranks of each two types, inside a node and between nodes."""
+    found: dict[Ends, tuple[int, int]] = {}
+    for b in range(len(nodes)):
+        for a in range(b):
+            one, other = sorted((types[a], types[b]))
+            found.setdefault(((one, other), PLACES[nodes[a] != nodes[b]]), (a, b))
+    return found
+
+
+def ways_between(types: tuple[str, str], possible: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Return the ways between two devices, of which each could send in some ways to one of its own type."""
+    if types[0] != types[1]:
+        return (STAGED,)
+    return tuple(way for way in WAYS if all(way in own for own in possible))
+
+
+def measure_ways(
+    table: GroupTable, nodes: Sequence[str], types: Sequence[str], device: str, *, all_ways: bool = False
+) -> tuple[Way, ...]:
+    """Time the ways between types of devices; collective, the same on every rank.
+
+    Args:
+        table: the ranks.
+        nodes: that of each.
+        types: of each one's device.
+        device: where this rank computes.
+        all_ways: time those too between whose ends there is no choice.
+    """
+    possible, found = of_all(table, _own_ways(table, device)), []
+    for (ends, where), pair in pairs_to_time(nodes, types).items():
+        ways = ways_between(ends, [possible[rank] for rank in pair])
+        for way in ways if all_ways or len(ways) > 1 else ():
+            figures = time_pairs(table, [pair], device, is_staged=way == STAGED)[pair]
+            found.append(Way(way, ends, where, *figures))
+    return tuple(found)
+
+
+def _own_ways(table: GroupTable, device: str) -> tuple[str, ...]:
+    """Return the ways in which this rank's device could send to another of its type."""
+    place = torch.device(device)
+    if table.size == 1 or place == HOST:
+        return (DIRECT,)
+    sends = type_of(place).is_direct and table.is_native(place)
+    has_host = table.transport.device(table.base) == HOST
+    return (DIRECT,) * sends + (STAGED,) * has_host

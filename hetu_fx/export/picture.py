@@ -12,7 +12,7 @@ from itertools import groupby
 
 from torch import fx
 
-from hetu_fx.export.runnable import Runnable, State, open_sizes
+from hetu_fx.export.runnable import Runnable, StateSlot, open_sizes
 from hetu_fx.graph import meta
 from hetu_fx.graph.blocks import ModuleStack, block_index
 
@@ -26,7 +26,7 @@ _MOST_OPS = 4
 
 
 @dataclass(frozen=True)
-class Box:
+class PictureBox:
     """A run of ops of one module, or a communication.
 
     Attributes:
@@ -43,16 +43,16 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Group:
+class PictureGroup:
     """Boxes that stand in a repeated block, and how many blocks in a row are alike; no title: in none."""
 
     title: str
     kind: str
-    boxes: tuple[Box, ...]
+    boxes: tuple[PictureBox, ...]
     count: int = 1
 
 
-def outline(graph: fx.Graph, block_paths: Sequence[str], parameters: Mapping[fx.Node, str]) -> list[Group]:
+def outline(graph: fx.Graph, block_paths: Sequence[str], parameters: Mapping[fx.Node, str]) -> list[PictureGroup]:
     """Return the graph as boxes, in order.
 
     Args:
@@ -70,15 +70,15 @@ def outline(graph: fx.Graph, block_paths: Sequence[str], parameters: Mapping[fx.
 
 def _groups(
     nodes: Iterable[fx.Node], paths: Sequence[str], parameters: Mapping[fx.Node, str], depth: int
-) -> Iterator[Group]:
+) -> Iterator[PictureGroup]:
     for block, run in groupby(nodes, lambda node: block_index(meta.module_stack(node), paths)):
         of_block = list(run)
         path = "" if block is None else paths[block]
         kind = "" if block is None else dict(meta.module_stack(of_block[0]))[path]
-        yield Group(path, kind, tuple(_boxes(of_block, path, parameters, depth)))
+        yield PictureGroup(path, kind, tuple(_boxes(of_block, path, parameters, depth)))
 
 
-def _boxes(nodes: Iterable[fx.Node], block: str, parameters: Mapping[fx.Node, str], depth: int) -> Iterator[Box]:
+def _boxes(nodes: Iterable[fx.Node], block: str, parameters: Mapping[fx.Node, str], depth: int) -> Iterator[PictureBox]:
     for (name, kind), run in groupby(nodes, lambda node: _place(node, block, depth)):
         ops: dict[str, None] = {}
         reads: dict[str, None] = {}
@@ -87,7 +87,7 @@ def _boxes(nodes: Iterable[fx.Node], block: str, parameters: Mapping[fx.Node, st
             reads |= {_inside(parameters[read], block): None for read in node.all_input_nodes if read in parameters}
         told = (*list(ops)[:_MOST_OPS], *(("...",) if len(ops) > _MOST_OPS else ()))
         if ops or reads:
-            yield Box(name, kind, told, tuple(reads))
+            yield PictureBox(name, kind, told, tuple(reads))
 
 
 def _place(node: fx.Node, block: str, depth: int) -> tuple[str, str]:
@@ -114,9 +114,9 @@ def _op(node: fx.Node) -> str:
     return name.removeprefix("aten::")
 
 
-def _merged(groups: Iterable[Group]) -> Iterator[Group]:
+def _merged(groups: Iterable[PictureGroup]) -> Iterator[PictureGroup]:
     """Yield the groups, those that are alike and follow each other as one."""
-    last: Group | None = None
+    last: PictureGroup | None = None
     for group in groups:
         if last is not None and group.title and (group.kind, group.boxes) == (last.kind, last.boxes):
             last = replace(last, count=last.count + 1)
@@ -181,7 +181,7 @@ def draw(runnable: Runnable, title: str, block_paths: Sequence[str]) -> str:
     read = {
         node: parameters[place.node]
         for node, place in zip(placeholders, runnable.places, strict=True)
-        if isinstance(place, State) and place.is_parameter
+        if isinstance(place, StateSlot) and place.is_parameter
     }
     for group in outline(runnable.graph, block_paths, read):
         _draw_group(canvas, group)
@@ -196,7 +196,7 @@ def _sizes(node: fx.Node, local: Sequence[int]) -> str:
     return f"[{', '.join('?' if isinstance(size, str) else str(here) for size, here in sizes)}]"
 
 
-def _draw_group(canvas: _Canvas, group: Group) -> None:
+def _draw_group(canvas: _Canvas, group: PictureGroup) -> None:
     top = canvas.y
     if group.title:
         canvas.y += LINE + 10
@@ -208,7 +208,7 @@ def _draw_group(canvas: _Canvas, group: Group) -> None:
         canvas.y += GAP // 2
 
 
-def _lines(box: Box) -> list[str]:
+def _lines(box: PictureBox) -> list[str]:
     if box.kind == "communication":
         return [box.name]
     name = ": ".join(filter(None, (box.name, box.kind))) or "outside of modules"

@@ -30,7 +30,7 @@ class Argument:
 
 
 @dataclass(frozen=True)
-class State:
+class StateSlot:
     """A placeholder that the file brings along.
 
     A tied parameter has the first of its names, as in named_parameters(). What is not `is_saved` is in no state dict.
@@ -44,7 +44,7 @@ class State:
     is_saved: bool = True
 
 
-Place = Argument | State
+Place = Argument | StateSlot
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ class Runnable:
         return tuple(place for place in self.places if isinstance(place, Argument))
 
     @property
-    def states(self) -> tuple[State, ...]:
+    def states(self) -> tuple[StateSlot, ...]:
         """Return the places that the file fills."""
-        return tuple(place for place in self.places if isinstance(place, State))
+        return tuple(place for place in self.places if isinstance(place, StateSlot))
 
 
 def plain_tree(tree: Tree, names: frozenset[str]) -> Tree:
@@ -162,7 +162,7 @@ def _module(runnable: Runnable, values: Mapping[str, Tensor]) -> nn.Module:
     module = nn.Module()
     updated = {result.name for result in runnable.results if result.is_update}
     slots = [
-        _hold(module, place, values, place.name in updated) if isinstance(place, State) else place.name
+        _hold(module, place, values, place.name in updated) if isinstance(place, StateSlot) else place.name
         for place in runnable.places
     ]
     run = fx.GraphModule(nn.Module(), _on_cpu(runnable.graph))
@@ -190,7 +190,7 @@ def _signature(batch: Tree) -> inspect.Signature:
     return inspect.Signature([kind(f"arg{i}", kind.POSITIONAL_ONLY) for i in range(len(batch.children))])
 
 
-def _hold(module: nn.Module, state: State, values: Mapping[str, Tensor], is_updated: bool) -> Callable[[], Tensor]:
+def _hold(module: nn.Module, state: StateSlot, values: Mapping[str, Tensor], is_updated: bool) -> Callable[[], Tensor]:
     """Put a tensor in the module under its name; returns what gives it.
 
     Of a buffer that the graph writes at its end, backward may need what was read: that is a copy.
@@ -212,7 +212,7 @@ def _submodule(module: nn.Module, path: str) -> nn.Module:
     return module
 
 
-def _stand_in(state: State) -> nn.Parameter:
+def _stand_in(state: StateSlot) -> nn.Parameter:
     """Return a parameter without values; memory that is not touched is not taken."""
     return nn.Parameter(torch.empty(state.shape, dtype=meta.dtype(state.node)), requires_grad=state.is_trained)
 

@@ -1,16 +1,33 @@
-"""The model's own graphs for one device: for training, for evaluation, and for inference (without labels)."""
+"""The model's own graphs for one device, and their files: for training, evaluation, and inference (without labels)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from hetu_fx.checkpoint.checkpoint import MAX_SHARD_SIZE, aliases_of, parse_size
+from hetu_fx.checkpoint.tensor_files import bring_to_first, plan_shards, write_weights
+from hetu_fx.cluster.host import memory_left
+from hetu_fx.comm_ops.wire.consensus import together
+from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import CaptureError, ExportError, HetuFxError
-from hetu_fx.export.runnable import Argument, Place, Result, Runnable, State, plain_tree
+from hetu_fx.export.onnx_file import write_onnx
+from hetu_fx.export.picture import draw
+from hetu_fx.export.runnable import (
+    Argument,
+    Place,
+    Result,
+    Runnable,
+    StateSlot,
+    export_runnable,
+    open_sizes,
+    plain_tree,
+)
 from hetu_fx.graph import meta
 from hetu_fx.graph.bind import Batch
 from hetu_fx.graph.capture import in_mode
@@ -19,6 +36,7 @@ from hetu_fx.graph.edit import needed_for
 from hetu_fx.graph.graph import OBSERVED, Graph, Leaf, LeafKind, OutputKind
 from hetu_fx.program.captures import Programs
 from hetu_fx.program.program import Program
+from hetu_fx.switching.runtime import Runtime
 
 MODES = ("training", "evaluation", "inference")
 
@@ -31,7 +49,7 @@ class Single:
     missing: Mapping[str, str]
 
 
-def single_graphs(programs: Programs) -> Single:
+def _single_graphs(programs: Programs) -> Single:
     """Capture the model as it was in its last training step, in every mode that it can be.
 
     Raises:
@@ -135,11 +153,11 @@ def _place(leaf: Leaf, model: nn.Module) -> Place:
     if leaf.kind is LeafKind.INPUT:
         return Argument(leaf.name, leaf.node, shape)
     if leaf.kind is LeafKind.PARAMETER:
-        return State(leaf.name, leaf.node, shape, True, model.get_parameter(leaf.name).requires_grad)
-    return State(leaf.name, leaf.node, shape, False, is_saved=leaf.kind is LeafKind.BUFFER and leaf.persistent)
+        return StateSlot(leaf.name, leaf.node, shape, True, model.get_parameter(leaf.name).requires_grad)
+    return StateSlot(leaf.name, leaf.node, shape, False, is_saved=leaf.kind is LeafKind.BUFFER and leaf.persistent)
 
 
-def held_values(graph: Graph, model: nn.Module) -> dict[str, Tensor]:
+def _held_values(graph: Graph, model: nn.Module) -> dict[str, Tensor]:
     """Return the values of buffers and constants that a graph reads, on the cpu, each with memory of its own."""
     found: dict[str, Any] = dict(graph.constants)
     found |= {leaf.name: model.get_buffer(leaf.name) for leaf in graph.leaves_of(LeafKind.BUFFER)}
@@ -149,3 +167,99 @@ def held_values(graph: Graph, model: nn.Module) -> dict[str, Tensor]:
 def _on_cpu(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors.items():
         yield name, tensor.detach().to("cpu", copy=True).contiguous()
+
+
+FOLDER, WEIGHTS = "single", "weights"
+
+
+def write_single(runtime: Runtime, programs: Programs, aside: Path, *, weights: bool, onnx: bool) -> dict[str, Any]:
+    """Write the graphs on rank 0, and return what the manifest says of them there; collective.
+
+    With `onnx`, the one for inference as ONNX, too.
+    """
+    table, homes = runtime.table, runtime.homes
+    single = together(table, lambda: _single_graphs(programs) if table.rank == 0 else None)
+    values = _gather_on_first(homes, table) if weights else {}
+    entries = together(table, lambda: _write(single, runtime.model, values, aside, onnx) if single else {})
+    return {"graphs": entries, "tied": aliases_of(runtime.model)}
+
+
+def write_beside(runtime: Runtime, aside: Path) -> dict[str, Any]:
+    """Write the weights in safetensors files; returns where each is. Collective."""
+    folder, limit = aside / WEIGHTS, parse_size(MAX_SHARD_SIZE)
+    together(runtime.table, lambda: folder.mkdir() if runtime.table.rank == 0 else None)
+    together(runtime.table, lambda: write_weights(folder, runtime.homes, limit, runtime.table))
+    shards = plan_shards(runtime.homes, limit)
+    return {name: _form(runtime.homes[name], file) for file, names in shards.items() for name in names}
+
+
+def _form(tensor: Tensor, file: str) -> dict[str, Any]:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {"shape": list(tensor.shape), "dtype": dtype, "file": f"{WEIGHTS}/{file}"}
+
+
+def _write(single: Single, model: nn.Module, values: Mapping[str, Tensor], aside: Path, onnx: bool) -> dict[str, Any]:
+    (aside / FOLDER).mkdir()
+    entries: dict[str, Any] = {
+        mode: _write_graph(graph, model, values, aside / FOLDER / f"{mode}.pt2", onnx and mode == "inference")
+        for mode, graph in single.graphs.items()
+    }
+    return entries | {mode: {"missing": reason} for mode, reason in single.missing.items()}
+
+
+def _write_graph(
+    graph: Graph, model: nn.Module, values: Mapping[str, Tensor], path: Path, onnx: bool
+) -> dict[str, Any]:
+    runnable, title = runnable_of(graph, model), f"the single-device graph for {path.stem}"
+    exported = export_runnable(runnable, {**values, **_held_values(graph, model)}, title)
+    torch.export.save(exported, path)
+    path.with_suffix(".txt").write_text(f"{graph.graph}\n")
+    path.with_suffix(".svg").write_text(draw(runnable, f"{type(model).__name__}: {title}", graph.block_paths))
+    if onnx:
+        names = [result.name for result in runnable.results if not result.is_update]
+        write_onnx(exported, path.with_suffix(".onnx"), [arg.name for arg in runnable.arguments], names)
+    return {
+        **file_entry(path, path.parents[1]),
+        **({"onnx": file_entry(path.with_suffix(".onnx"), path.parents[1])} if onnx else {}),
+        "inputs": {leaf.name: open_sizes(leaf.node) for leaf in graph.leaves_of(LeafKind.INPUT)},
+        "outputs": {leaf.name or "output": leaf.kind.value for leaf in graph.outputs},
+        "notes": list(graph.notes),
+    }
+
+
+def file_entry(path: Path, folder: Path) -> dict[str, str]:
+    """Name a file inside the export's folder."""
+    return {"file": path.relative_to(folder).as_posix()}
+
+
+MESSAGE_BYTES = 64 << 20  # of weights that travel at once: as much again is needed meanwhile
+
+
+def _gather_on_first(tensors: Mapping[str, Tensor], table: GroupTable) -> dict[str, Tensor]:
+    """Return whole tensors in host memory on rank 0, nothing elsewhere; collective.
+
+    Raises:
+        ExportError: on every rank, where rank 0 has no room for them.
+    """
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors.values()]
+    needed = sum(sizes) + max([*sizes, min(sum(sizes), MESSAGE_BYTES)])  # a file is written a tensor at a time
+    whole = "the single-device graphs on rank 0"
+    together(table, lambda: check_room(needed, whole) if table.rank == 0 else None)
+    found: dict[str, Tensor] = {}
+    for names in plan_shards(tensors, MESSAGE_BYTES).values():
+        found |= bring_to_first({name: tensors[name].detach() for name in names}, table)
+    return found
+
+
+def check_room(needed: int, what: str) -> None:
+    """Refuse to gather weights for which this rank has no room.
+
+    Raises:
+        ExportError: says how many bytes are needed, and how many are left.
+    """
+    short = [f"{size} bytes are left of {name!r}" for name, size in memory_left(torch.device("cpu")) if size < needed]
+    if short:
+        raise ExportError(
+            f"{what} need {needed} bytes of host memory for the weights, but {'; '.join(short)}; free memory there, or "
+            f"export with weights=False, which writes them in safetensors files beside the graphs, some at a time"
+        )

@@ -16,32 +16,40 @@ known; it takes its slots (inputs, counts, values of earlier stages) by keyword.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
 
 from hetu_fx.checkpoint.folders import replaced_folder, why_not_replaced
+from hetu_fx.checkpoint.tensor_files import plan_shards
+from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
+from hetu_fx.comm_ops.wire.bsr_run import run_moves
 from hetu_fx.comm_ops.wire.consensus import of_all, together
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import ExportError
 from hetu_fx.export import FORMAT
-from hetu_fx.export.check import model_facts
-from hetu_fx.export.device import device_runnable, parts_of, results_of, slot_node, slots_of
+from hetu_fx.export.load import model_facts
 from hetu_fx.export.onnx_file import check_onnx_is_there
 from hetu_fx.export.picture import draw
-from hetu_fx.export.runnable import export_runnable
-from hetu_fx.export.write_single import file_entry, write_beside, write_single
+from hetu_fx.export.runnable import Argument, Place, Result, Runnable, StateSlot, export_runnable
+from hetu_fx.export.single import MESSAGE_BYTES, check_room, file_entry, write_beside, write_single
 from hetu_fx.graph import meta
+from hetu_fx.graph.containers import Entries, TensorSlot
+from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import Program
 from hetu_fx.switching.graph_execution import GraphExecution
+from hetu_fx.switching.home.ops import layout_of, pieces_of
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.step.compiled_plans import GraphVariant, StagePlan
+from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.lowering.weights_later import without_waiting
-from hetu_fx.transforms.specialize.device_graph import DeviceGraph, GraphSlot, SlotKind
+from hetu_fx.transforms.specialize.device_graph import DeviceGraph, GraphSlot, ResultKind, SlotKind
 
 
 def export_runtime(runtime: Runtime, folder: Path, *, weights: bool = True, onnx: bool = False) -> None:
@@ -125,7 +133,7 @@ def _write_graph(
     buffers = {name: runtime.buffers.read(name, at) for name, at in stage.buffers.items()}
     held = {name: _own(value) for name, value in {**stage.constants, **buffers}.items()}
     with using(GroupTable.dry(device.rank, runtime.table.size)):
-        runnable = device_runnable(stage, device, runtime.model)
+        runnable = _device_runnable(stage, device, runtime.model)
         exported = export_runnable(runnable, {**parts, **held}, f"the graph of rank {device.rank}")
     torch.export.save(exported, path)
     path.with_suffix(".txt").write_text(f"{device.graph}\n")
@@ -137,7 +145,7 @@ def _write_graph(
         "stage": device.layout.index,
         "slots": [
             _slot_entry(stage, device, slot, named.name)
-            for slot, named in zip(device.slots, slots_of(device), strict=True)
+            for slot, named in zip(device.slots, _slots_of(device), strict=True)
         ],
         "results": [{"name": r.name, "kind": r.kind} for r in results_of(device)],
     }
@@ -152,7 +160,7 @@ def _slot_entry(stage: StagePlan, device: DeviceGraph, slot: GraphSlot, name: st
     if name != slot.name:
         entry["of"] = slot.name
     if slot.kind in (SlotKind.PARAMETER, SlotKind.BUFFER):
-        node = slot_node(stage.deduced.annotated.graph, slot)
+        node = _slot_node(stage.deduced.annotated.graph, slot)
         entry["lies"] = str(stage.deduced.value_annotation(node, device.layout))
         entry["shape"] = list(meta.hints(node))
     return entry
@@ -188,3 +196,126 @@ def _write_plan(plan: Plan, path: Path) -> dict[str, str]:
     path.parent.mkdir(exist_ok=True)
     plan.write(path)
     return file_entry(path, path.parents[1])
+
+
+STATES = (SlotKind.PARAMETER, SlotKind.BUFFER, SlotKind.CONSTANT)
+
+
+@dataclass(frozen=True)
+class Named:
+    """A slot or a result, and the name that callers have for it."""
+
+    name: str
+    kind: str
+    model_name: str
+
+
+def parts_of(runtime: Runtime, deduced: DeducedGraph) -> dict[str, Tensor]:
+    """Return this rank's parts of the parameters, as the graph reads them; collective.
+
+    Raises:
+        ExportError: on every rank, where one has no room for them.
+    """
+    table, leaves = runtime.table, {leaf.name: leaf for leaf in deduced.parameters()}
+    homes: dict[str, Any] = {name: runtime.homes[name] for name in leaves}
+    own = pieces_of(homes)
+    targets = {name: deduced.parameter_annotations(leaf)[0] for name, leaf in leaves.items()}
+    moves = {
+        name: TensorMove(layout_of(home).annotation, targets[name], tuple(home.shape), home.element_size())
+        for name, home in homes.items()
+    }
+    together(table, lambda: check_room(_bytes_here(moves, table.rank), f"the parts of rank {table.rank}"))
+    found: dict[str, Tensor] = {}
+    for names in plan_shards(homes, MESSAGE_BYTES).values():
+        pieces = [own[name] if moves[name].source.holds(table.rank) else None for name in names]
+        plan = plan_moves([moves[name] for name in names])
+        made = run_moves(plan, pieces, table, like=[own[name] for name in names])
+        found |= {
+            n: part for n, part in zip(names, made, strict=True) if part is not None and targets[n].holds(table.rank)
+        }
+    return {name: part.detach().to("cpu").contiguous() for name, part in found.items()}
+
+
+def _bytes_here(moves: Mapping[str, TensorMove], rank: int) -> int:
+    held = (move for move in moves.values() if move.target.holds(rank))
+    sizes = [move.itemsize * _numel(move.target.local_shape(rank, move.shape)) for move in held]
+    return sum(sizes) + min(sum(sizes), MESSAGE_BYTES)
+
+
+def _numel(shape: Sequence[int | None]) -> int:
+    found = 1
+    for size in shape:
+        found *= size or 0
+    return found
+
+
+def _device_runnable(stage: StagePlan, device: DeviceGraph, model: nn.Module) -> Runnable:
+    """Return what a `.pt2` is made of, for a graph that one rank runs."""
+    places = tuple(
+        _place(stage, device, slot, name, model) for slot, name in zip(device.slots, _slots_of(device), strict=True)
+    )
+    updated = {place.name: place.shape for place in places if isinstance(place, StateSlot) and not place.is_parameter}
+    results = tuple(
+        Result(result.model_name if in_place else result.name, in_place)
+        for result in results_of(device)
+        for in_place in [_fits(stage, device.rank, result, updated)]
+    )
+    names = tuple(place.name for place in places if isinstance(place, Argument))
+    return Runnable(device.graph, places, results, Entries(dict, names, tuple(map(TensorSlot, names))))
+
+
+def _fits(stage: StagePlan, rank: int, result: Named, buffers: Mapping[str, tuple[int, ...]]) -> bool:
+    """Tell whether a result is the new value of a buffer that lies here as the graph reads it."""
+    if result.kind != ResultKind.BUFFER_UPDATE or result.model_name not in buffers:
+        return False
+    at = stage.updates[result.model_name]
+    return at.holds(rank) and at == stage.buffers[result.model_name]
+
+
+def _place(stage: StagePlan, device: DeviceGraph, slot: GraphSlot, named: Named, model: nn.Module) -> Place:
+    node = _slot_node(stage.deduced.annotated.graph, slot)
+    shape = _local_hints(stage.deduced, device, node)
+    if slot.kind not in STATES:
+        return Argument(named.name, node, shape)
+    if slot.kind is SlotKind.PARAMETER:
+        return StateSlot(slot.name, node, shape, True, model.get_parameter(slot.name).requires_grad)
+    saved = {leaf.name for leaf in stage.deduced.annotated.graph.leaves_of(LeafKind.BUFFER) if leaf.persistent}
+    return StateSlot(slot.name, node, shape, False, is_saved=slot.kind is SlotKind.BUFFER and slot.name in saved)
+
+
+def _slots_of(device: DeviceGraph) -> list[Named]:
+    """Return what the graph reads, in its order: what the caller gives has the name of a keyword."""
+    given = [slot for slot in device.slots if slot.kind not in STATES]
+    words = dict(zip(given, _unlike(slot.name for slot in given), strict=True))
+    return [Named(words.get(slot, slot.name), slot.kind.value, slot.name) for slot in device.slots]
+
+
+def results_of(device: DeviceGraph) -> list[Named]:
+    """Return what the graph makes, in its order."""
+    names = _unlike((result.name or "output" for result in device.results), keywords=False)
+    return [Named(name, result.kind.value, result.name) for name, result in zip(names, device.results, strict=True)]
+
+
+def _unlike(names: Iterable[str], keywords: bool = True) -> Iterator[str]:
+    """Yield names that are unlike each other; as keywords of a call, if asked."""
+    taken: set[str] = set()
+    for name in names:
+        word = re.sub(r"^(?=\d)|\W", "_", name) if keywords else name
+        while word in taken:
+            word += "_"
+        taken.add(word)
+        yield word
+
+
+def _local_hints(deduced: DeducedGraph, device: DeviceGraph, node: fx.Node) -> tuple[int, ...]:
+    annotation = deduced.value_annotation(node, device.layout)
+    local = annotation.local_shape(device.rank, deduced.shape(node))
+    return tuple(hint if size is None else size for size, hint in zip(local, meta.hints(node), strict=True))
+
+
+def _slot_node(graph: Graph, slot: GraphSlot) -> fx.Node:
+    """Return the node of the whole graph that a slot of a device graph stands for."""
+    if slot.kind is SlotKind.RECEIVED:
+        nodes: Iterable[fx.Node] = graph.graph.nodes
+        return next(node for node in nodes if node.name == slot.name)
+    return next(leaf.node for leaf in graph.leaves if (leaf.kind.value, leaf.name) == (slot.kind.value, slot.name))

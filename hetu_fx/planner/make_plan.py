@@ -12,17 +12,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import hetu_fx.comm_ops
 import hetu_fx.planner
+from hetu_fx.base.documents import cache_folder, sources_digest
 from hetu_fx.base.json_values import many
 from hetu_fx.base.progress import Tell, nobody
 from hetu_fx.base.records import Document, Key, record
@@ -35,7 +34,7 @@ from hetu_fx.planner.price.step import memory_problems
 from hetu_fx.planner.search.problem import (
     WORTH,
     Candidates,
-    Captured,
+    CapturedCosts,
     Problem,
     Search,
     predict_by_costs,
@@ -44,10 +43,9 @@ from hetu_fx.planner.search.problem import (
 from hetu_fx.planner.search.staying import with_moves
 from hetu_fx.planner.searches import DEFAULT, find_search
 from hetu_fx.planner.simulate.simulate import num_jobs
-from hetu_fx.planner.values.options import PlanOptions
+from hetu_fx.planner.values.options import PlanOptions, TimeLimit
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.planner.values.time_limit import TimeLimit
 from hetu_fx.plans.plan import Plan, Schedule, Stage
 from hetu_fx.plans.prediction import Prediction
 from hetu_fx.plans.tables import short_text
@@ -82,7 +80,7 @@ def make_plan(
     *,
     options: PlanOptions | None = None,
     search: str = DEFAULT,
-    captured: Captured | None = None,
+    captured: CapturedCosts | None = None,
     before: Plan | None = None,
     steps_ahead: float = math.inf,
     tell: Tell = nobody,
@@ -332,8 +330,7 @@ _CODE = (hetu_fx.planner, hetu_fx.comm_ops)  # what decides about plans, and pri
 
 def default_folder() -> Path:
     """Return where plans are kept for this user: $XDG_CACHE_HOME/hetu_fx/plans, or ~/.cache/hetu_fx/plans."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "hetu_fx" / "plans"
+    return cache_folder("plans")
 
 
 def make_or_find_plans(problem: Problem, search: str, folder: Path) -> tuple[Plan, ...]:
@@ -369,21 +366,10 @@ def question_key(problem: Problem, search: str) -> str:
         "steps_ahead": str(problem.steps_ahead),
         "before": None if problem.before is None else problem.before.to_json(),
         "captured": None if problem.captured is None else asdict(problem.captured.hap.program),
-        "code": _code_digest(),
+        "code": [metadata.version("hetu-fx"), sources_digest(*_CODE)],
     }
     text = json.dumps(question, sort_keys=True, separators=(",", ":"), default=sorted)  # sets are no JSON
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-@cache
-def _code_digest() -> str:
-    """Return a digest of the version and of the sources that plans depend on."""
-    digest = hashlib.sha256(metadata.version("hetu-fx").encode())
-    for package in _CODE:
-        folder = Path(package.__path__[0])
-        for source in sorted(folder.rglob("*.py")):
-            digest.update(source.relative_to(folder).as_posix().encode() + b"\0" + source.read_bytes() + b"\0")
-    return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,16 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from hetu_fx.base.words import ranks_text, seconds_text, share_text
-from hetu_fx.plans.alike import Group, busy_shares, busy_text, groups_of, memory_text
-from hetu_fx.plans.tables import blocks_text, left_out_text, limit_text
+from hetu_fx.plans.tables import (
+    LikeDeviceGroup,
+    blocks_text,
+    busy_shares,
+    busy_text,
+    groups_of,
+    left_out_text,
+    limit_text,
+    memory_text,
+)
 from hetu_fx.show.markup import COLOURS, bar, cells_table, keys, note
 
 if TYPE_CHECKING:
@@ -43,7 +51,7 @@ def _title(plan: Plan) -> Iterator[str]:
     yield from left_out_text(plan)
 
 
-def _row(group: Group) -> list[str]:
+def _row(group: LikeDeviceGroup) -> list[str]:
     """Return the cells of devices that do the same, as HTML; of several the most memory and the least busy."""
     found, one = group.alike, group.alike.pipeline
     pipelines, positions = group.place
@@ -53,7 +61,7 @@ def _row(group: Group) -> list[str]:
     return [*map(escape, place), *shares, *(_predicted(group) if group.costs else ("", ""))]
 
 
-def _predicted(group: Group) -> Iterator[str]:
+def _predicted(group: LikeDeviceGroup) -> Iterator[str]:
     most, busy = group.most, busy_shares(group.costs)
     yield _share(memory_text(most), most.total_bytes / most.limit_bytes if most.limit_bytes else 0.0, _MEMORY)
     yield _share(busy_text(group.costs), min(busy, default=0.0), _BUSY)

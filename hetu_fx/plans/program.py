@@ -1,9 +1,9 @@
 """Programs op by op (Zhang et al., HAP): what each op of a model is cut on over all devices of a stage.
 
 A program is a sequence of regions. A region is the ops whose names match a pattern; the first region that matches an op
-holds for it. Names are those of `hetu_fx.transforms.layouts.op_names`. A region says what its ops are cut on, in which
-ratios, and how gradients of parameters that its ops read whole are made. Where values lie otherwise than their readers
-need them, what moves them is not for the program to say.
+holds for it. Names are those of `hetu_fx.transforms.layouts.program_choices`. A region says what its ops are cut on, in
+which ratios, and how gradients of parameters that its ops read whole are made. Where values lie otherwise than their
+readers need them, what moves them is not for the program to say.
 """
 
 from __future__ import annotations

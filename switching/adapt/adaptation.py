@@ -3,6 +3,9 @@
 The first steps correct what was measured before the first plan (calibration): the model's own work tells the devices'
 speeds better than the matrix products of half a second. Later steps tell which device has become slow (health). Every
 rank sees the same agreed facts and so asks for the same plan. Training goes on until it is made (`replanning`).
+
+Of steps under plans with programs, which costs do not tell, what was predicted is expected, at other speeds: the
+prediction of the process that has planned, as the others, whose examples may have other sizes, cannot make it anew.
 """
 
 from __future__ import annotations
@@ -20,11 +23,10 @@ from hetu_fx.planner.price.stage import stage_costs
 from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan, micro_batch_rows
-from hetu_fx.plans.prediction import Prediction
+from hetu_fx.plans.prediction import DeviceCost, Prediction
 from hetu_fx.switching.adapt.health import HealthTracker
-from hetu_fx.switching.adapt.of_programs import at_speeds, compute_seconds
 from hetu_fx.switching.adapt.own_times import Probe, Standby
-from hetu_fx.switching.adapt.replanning import ALIKE, Asked, Conditions, Made, Planner, Replanning, nearest_known
+from hetu_fx.switching.adapt.replanning import ALIKE, Asked, Conditions, MadePlan, Planner, Replanning, nearest_known
 from hetu_fx.switching.adapt.tried import TriedPlans
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.step.report import LastStep
@@ -200,7 +202,7 @@ class Adaptation:
         asked = self._asked(conditions)
         if known is not None:
             self.replanning.drop()
-            self._adopt(self._asked(known), Made(self.plans[known]))
+            self._adopt(self._asked(known), MadePlan(self.plans[known]))
             if known.distance(conditions) < ALIKE:
                 return
             asked = replace(asked, least_gain=REFINED_GAIN)
@@ -214,7 +216,7 @@ class Adaptation:
         cluster = self._known_cluster()
         asked = self._asked(Conditions.of(rates, self.runtime.variants.drained))
         known = self.plans.get(asked.conditions)
-        made = self.replanning.make_now(asked, cluster) if known is None else Made(known)
+        made = self.replanning.make_now(asked, cluster) if known is None else MadePlan(known)
         self.replanning.drop()
         self.runtime.variants.go_by(dict(asked.conditions.rates))
         return self._adopt(asked, made)
@@ -250,7 +252,7 @@ class Adaptation:
             current.expect(expect(current.plan, self.costs, cluster), rates)
         return _gains(plan, current.predicted_seconds, least_gain)
 
-    def _adopt(self, asked: Asked, made: Made) -> str:
+    def _adopt(self, asked: Asked, made: MadePlan) -> str:
         """Give the policy a plan to choose from the next step on; return its variant's name."""
         self.plans[asked.conditions] = made.plan
         rates = dict(asked.conditions.rates)
@@ -260,7 +262,7 @@ class Adaptation:
         _log.info("%s, planned in %.2g s for rates %s: %s", name, made.seconds, rates, made.plan.summary())
         return name
 
-    def _variant_for(self, rates: Mapping[int, float], made: Made, named: str) -> str:
+    def _variant_for(self, rates: Mapping[int, float], made: MadePlan, named: str) -> str:
         """Return the variant that runs a plan: one that does the same work already, expected as now, or a new one."""
         plan = made.plan
         for name, variant in self.runtime.variants.items():
@@ -295,3 +297,28 @@ def calibrated(cluster: Cluster, normals: Mapping[int, float]) -> Cluster:
     known = [device for device in cluster.devices if device.rank in normals]
     speeds = snapped([d.flops_per_second / normals[d.rank] for d in known], CALIBRATED_TOLERANCE)
     return cluster.with_speeds({device.rank: speed for device, speed in zip(known, speeds, strict=True)})
+
+
+COMPUTE = "compute"
+
+
+def compute_seconds(plan: Plan, share: float) -> Mapping[int, float]:
+    """Return the compute seconds of each device for so much of the batch that was planned for.
+
+    Empty where nobody has predicted them: then no device is judged by them.
+    """
+    devices = plan.predicted.devices if plan.predicted else ()
+    return {device.rank: share * dict(device.seconds).get(COMPUTE, 0.0) for device in devices}
+
+
+def at_speeds(predicted: Prediction, before: Cluster, after: Cluster) -> Prediction:
+    """Return a prediction for devices that turn out to have other speeds: a step waits for who is slowed most."""
+    ranks = [device.rank for device in predicted.devices]
+    slowed = {rank: before.device(rank).speed / after.device(rank).speed for rank in ranks}
+    devices = tuple(_slowed(device, slowed[device.rank]) for device in predicted.devices)
+    return replace(predicted, seconds=predicted.seconds * max(slowed.values(), default=1.0), devices=devices)
+
+
+def _slowed(device: DeviceCost, factor: float) -> DeviceCost:
+    seconds = tuple((term, own * factor if term == COMPUTE else own) for term, own in device.seconds)
+    return replace(device, seconds=seconds)

@@ -2,6 +2,10 @@
 
 What the change moves is decided by `migrate.plan` and done by `migrate.migrate`; here is decided where homes
 are to be, and which devices plans may use.
+
+After devices are lost, what they held comes from others that hold the same, as in Hetu v2's elastic training (section
+9): states are whole on each replica (zero 0), so that a replica that has lost none of its devices has all of them.
+`hetu_fx.planner.search.staying` prices the same.
 """
 
 from __future__ import annotations
@@ -9,19 +13,22 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import FrameType
 
 import torch
 
 from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.annotations.states import Duplicate
+from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import StepFacts, by_first, of_all, together
+from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import PlanError, StateError
 from hetu_fx.plans.homes import homes_near, speeds
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.adapt.adaptation import Adaptation
 from hetu_fx.switching.migrate.plan import SwitchPlan
-from hetu_fx.switching.migrate.state_tensors import check_optimizers
+from hetu_fx.switching.migrate.state_tensors import TrainingState, check_optimizers, with_layout
 from hetu_fx.switching.runtime import Runtime
 
 _log = logging.getLogger("hetu_fx.home")
@@ -223,3 +230,44 @@ def _check_alike(asked: Sequence[tuple[str, list[float]]]) -> None:
     if any(one != asked[0] for one in asked):
         told = "; ".join(f"rank {rank}: near {near}, shares {shares}" for rank, (near, shares) in enumerate(asked))
         raise StateError(f"homes are asked for unlike ({told}); all ranks must do the same")
+
+
+def bring_near(
+    runtime: Runtime, plan: Plan, optimizers: Sequence[torch.optim.Optimizer], lost: Collection[int]
+) -> SwitchPlan:
+    """Bring parameters and all that belongs to them home near a plan; lost devices give nothing. Collective.
+
+    Raises StateError, on every rank, where nobody else has what a lost device held.
+    """
+    table, topology = runtime.table, runtime.table.topology
+    together(table, lambda: _leave_out(TrainingState(runtime.homes, optimizers), lost, table))
+    shapes = {name: tuple(home.shape) for name, home in runtime.homes.items()}
+    known = speeds(topology if isinstance(topology, Cluster) else None, table.size)
+    weights = [0.0 if rank in lost else speed for rank, speed in enumerate(known)]
+    near = by_first(table, lambda: homes_near(plan, runtime.execution.compute_annotations(plan), shapes, weights))
+    return runtime.switch_home(near, optimizers, overlap=False)
+
+
+def _leave_out(state: TrainingState, lost: Collection[int], table: GroupTable) -> None:
+    """Forget what lost devices, and those that hold a tensor together with them, hold of it."""
+    for (name, _), tensor in state.tensors.items():
+        before = tensor.home_layout.annotation
+        if not set(lost).isdisjoint(before.ranks):
+            left = left_of(name, before, lost)
+            with_layout(tensor, tensor.local if left.holds(table.rank) else None, left, table)
+
+
+def left_of(name: str, home: Annotation, lost: Collection[int]) -> Annotation:
+    """Return where a tensor is that was at home there, after devices are lost: the groups that have lost none.
+
+    Raises StateError where they do not have all of it.
+    """
+    pairs = zip(home.groups, home.shardings, strict=True)
+    whole = [(group, sharding) for group, sharding in pairs if set(lost).isdisjoint(group.ranks)]
+    if not whole or not isinstance(home.top, Duplicate):
+        raise StateError(
+            f"devices {sorted(lost)} are lost, and nobody else has all of {name!r}, which was at home on ranks "
+            f"{sorted(home.ranks)}; train with zero=0 on several replicas, or load a checkpoint"
+        )
+    groups, shardings = zip(*whole, strict=True)
+    return Annotation(groups, shardings, Duplicate(len(groups)) if len(groups) > 1 else None)

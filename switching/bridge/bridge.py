@@ -305,7 +305,7 @@ class BucketRun:
     @torch.no_grad()
     def start(
         self, tensors: Mapping[str, Tensor | None], device: torch.device, into: Mapping[str, Tensor] | None = None
-    ) -> UnderWay:
+    ) -> BucketUnderWay:
         """Pack this rank's tensors and start the messages, whose results are written to `into`, by name, if given.
 
         Raises StateError for a missing or misfit tensor.
@@ -315,7 +315,7 @@ class BucketRun:
         arrivals = Arrivals(self.targets, self.dtype, device, into)
         begun = [message.begin(values, empties[self._place(message, device)], arrivals) for message in self.messages]
         values = {name: value for name, value in values.items() if name in self.needed_later}  # the others are packed
-        return UnderWay(self, values, begun, arrivals)
+        return BucketUnderWay(self, values, begun, arrivals)
 
     def _place(self, message: MessageRun, device: torch.device) -> torch.device:
         """Return where the buffer of a message stands."""
@@ -374,7 +374,7 @@ class AtHome:
 
 
 @dataclass(slots=True)
-class UnderWay:
+class BucketUnderWay:
     """A bucket under way; `wait` ends it."""
 
     run: BucketRun
@@ -395,5 +395,5 @@ class UnderWay:
         return {name: arrivals.make(name) for name in self.run.wanted}
 
 
-Handle = AtHome | UnderWay
+Handle = AtHome | BucketUnderWay
 """A bucket that was started."""

@@ -25,7 +25,7 @@ dtype; or what tells readings by all ranks apart."""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Readable:
     """A tensor that others may read.
 
     Attributes:
@@ -39,7 +39,7 @@ class Held:
     layout: HomeLayout | None
 
     @classmethod
-    def home(cls, tensor: HomeTensor) -> Held:
+    def home(cls, tensor: HomeTensor) -> Readable:
         """Return a home tensor as what it is now, without waiting for its piece."""
         return cls(tensor, tensor.__dict__.get("local"), tensor.__dict__.get("home_layout"))
 
@@ -96,7 +96,7 @@ def source_of(key: Key) -> tuple[Key, int, torch.dtype]:
     return tuple(source), int(writes), getattr(torch, dtype.removeprefix("torch."))
 
 
-def why_not(key: Key, held: Sequence[Held], question: Mapping[str, Any], seconds: float) -> str:
+def why_not(key: Key, held: Sequence[Readable], question: Mapping[str, Any], seconds: float) -> str:
     """Return why a rank that asks is given nothing after so many seconds, and the way out."""
     asker, wanted = question["rank"], question["version"]
     way_out = "call full_tensor(), or model.hetu.save(folder), on every rank"

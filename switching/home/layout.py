@@ -86,7 +86,7 @@ class HomeLayout(LocalPart):
         """The counted elements as boxes: (in the global tensor, in the piece)."""
         return _chunks(self.region, self.counted)
 
-    @cached_property
+    @property
     def other_chunks(self) -> tuple[Chunk, ...]:
         """The owned elements that another rank counts, as boxes: (in the global tensor, in the piece)."""
         own = self.region.local_boxes if self.held else ()

@@ -10,7 +10,7 @@ asks, and refuses if it has made more.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from weakref import WeakMethod, finalize, ref
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hetu_fx.annotations.local import index
-from hetu_fx.base.addresses import Reach, addresses_of
+from hetu_fx.base.addresses import Contact, addresses_of
 from hetu_fx.base.per_rank import PerRank
 from hetu_fx.base.torch_private import version
 from hetu_fx.comm_ops.wire.consensus import of_all, together
@@ -26,10 +26,81 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.one_sided import Caller, Listener, Question, Refused
 from hetu_fx.comm_ops.wire.shutdown import finish_at_exit
 from hetu_fx.errors import CommError, StateError
-from hetu_fx.switching.home.held import JOINT, Held, Key, Readings, is_copy, part_of, source_of, why_not
+from hetu_fx.switching.home.held import COPIED, JOINT, Key, Readable, Readings, is_copy, part_of, source_of, why_not
 from hetu_fx.switching.home.memory import let_go_of_wholes
-from hetu_fx.switching.home.names import Names
+from hetu_fx.switching.home.piece_copies import all_copies, copy_at, swaps
+from hetu_fx.switching.home.stepped import numbered
 from hetu_fx.switching.home.tensor import OPS, HomeTensor, gather_whole
+
+
+class Names:
+    """Names of the home tensors of one run, the same on all ranks.
+
+    Args:
+        homes: the home parameters by name.
+    """
+
+    def __init__(self, homes: Mapping[str, nn.Parameter]) -> None:
+        self.homes = {name: _home(parameter) for name, parameter in homes.items()}
+        self._parameters = dict(homes)
+        self._index: dict[int, tuple[Key, HomeTensor]] = {}
+        self._swaps = -1  # before the index was made
+
+    def name_of(self, piece: torch.Tensor) -> Key | None:
+        """Return the key of the parameter, or the optimizer's state, whose piece this is; None if it is of none."""
+        for is_new in (False, True):
+            if is_new or self._swaps != swaps():
+                self._swaps = swaps()
+                self._index = {id(tensor.local): (key, tensor) for key, tensor in self._named()}
+            found = self._index.get(id(piece))
+            if found is not None and found[1].local is piece:
+                return found[0]
+            if copy_at(piece) is not None:  # not what the index has missed, most likely: there are many of them
+                return None
+        return None
+
+    def copy_name_of(self, piece: torch.Tensor) -> Key | None:
+        """Return the key of a copy of something with a name; None if it is none, or one of several."""
+        key = self._copy_key(piece)
+        if key is None or version(piece) == 0:
+            return key
+        alike = [held for held in self.held(key) if held.writes == version(piece)]
+        return key if len(alike) == 1 else None
+
+    def _copy_key(self, piece: torch.Tensor) -> Key | None:
+        copied = copy_at(piece)
+        source = None if copied is None else copied.source()
+        if copied is None or source is None:
+            return None
+        origin = self.name_of(source) or self._copy_key(source)
+        return None if origin is None else (*origin, COPIED, str(copied.writes), str(piece.dtype))
+
+    def held(self, key: Key) -> list[Readable]:
+        """Return what this rank holds under a key: several, if it is one of copies."""
+        if key[0] == JOINT:
+            return []
+        if is_copy(key):
+            alike = [(p, its) for p, its in all_copies() if (str(its.writes), str(p.dtype)) == key[-2:]]
+            return [Readable(piece, piece, its.layout) for piece, its in alike if self._copy_key(piece) == key]
+        if len(key) == 1:
+            return [Readable.home(self.homes[key[0]])]
+        name, number, state = key
+        found = [one.state.get(self._parameters[name], {}).get(state) for one, its in numbered() if its == int(number)]
+        return [Readable.home(tensor) for tensor in found if isinstance(tensor, HomeTensor)]
+
+    def _named(self) -> Iterator[tuple[Key, HomeTensor]]:
+        for name, home in self.homes.items():
+            yield (name,), home
+            for optimizer, number in numbered():
+                for key, value in list(optimizer.state.get(self._parameters[name], {}).items()):  # threads ask too
+                    if isinstance(value, HomeTensor):
+                        yield (name, str(number), str(key)), value
+
+
+def _home(parameter: nn.Parameter) -> HomeTensor:
+    assert isinstance(parameter, HomeTensor)
+    return parameter
+
 
 _PAUSE_SECONDS = 0.005
 _MARGIN_SECONDS = 10.0  # who is asked tells why it does not answer before who asks gives up
@@ -60,7 +131,7 @@ class SharedHomes:
         runs = _runs()
         runs.append(ref(self, runs.remove))
         if self.size > 1:
-            host = addresses_of(of_all(table, together(table, Reach.own)))[self.rank]
+            host = addresses_of(of_all(table, together(table, Contact.own)))[self.rank]
             self._listener = Listener(_weakly(self._answer), host, most=2 * self.size)
             finalize(self, self._listener.close)
             self._caller = Caller(of_all(table, self._listener.address), self.seconds + _MARGIN_SECONDS)
@@ -163,7 +234,7 @@ class SharedHomes:
                 raise StateError(why_not(key, held, question, self.seconds))
             time.sleep(_PAUSE_SECONDS)
 
-    def _part_now(self, key: Key, held: Sequence[Held], question: Question) -> torch.Tensor | None:
+    def _part_now(self, key: Key, held: Sequence[Readable], question: Question) -> torch.Tensor | None:
         """Return the part if it is here now; of a copy that nobody has written since also that of its source."""
         wanted = question["version"]
         read = self._read.part(key, wanted)

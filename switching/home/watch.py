@@ -19,7 +19,7 @@ SAME = (
 )
 
 
-class Watch(Protocol):
+class WriteWatch(Protocol):
     """One thing that ranks must do alike.
 
     Attributes:

@@ -26,7 +26,7 @@ from hetu_fx.switching.migrate.byte_runs import in_long_runs
 ARRIVING, LEAVING, NEW = USES = "arriving", "leaving", "new"
 
 
-class Transport(StrEnum):
+class Carrier(StrEnum):
     """How slices get to other ranks.
 
     SENT: in messages. SHARED: in messages that all ranks read where they are packed. DIRECT: all ranks read them in
@@ -44,13 +44,13 @@ class Transport(StrEnum):
 
     def packs(self, move: TensorMove, transfer: SliceTransfer) -> bool:
         """Tell whether a slice is packed in a message, or, if its rank keeps it, copied as it would be there."""
-        return self is not Transport.DIRECT or not in_long_runs(move, transfer)
+        return self is not Carrier.DIRECT or not in_long_runs(move, transfer)
 
 
-_ROOMS: Mapping[Transport, Mapping[str, int]] = {
-    Transport.SENT: {ARRIVING: 2, LEAVING: 3},
-    Transport.SHARED: {LEAVING: 2},
-    Transport.DIRECT: {LEAVING: 2},
+_ROOMS: Mapping[Carrier, Mapping[str, int]] = {
+    Carrier.SENT: {ARRIVING: 2, LEAVING: 3},
+    Carrier.SHARED: {LEAVING: 2},
+    Carrier.DIRECT: {LEAVING: 2},
 }
 
 
@@ -112,7 +112,7 @@ class SwitchBucket:
     tensors: tuple[StateTensor, ...]
     moves: BsrPlan
     completes: bool = True
-    transport: Transport = Transport.SENT
+    transport: Carrier = Carrier.SENT
     packed: BsrPlan = field(init=False, repr=False, compare=False)
     direct: BsrPlan = field(init=False, repr=False, compare=False)
 
@@ -178,10 +178,7 @@ def peak_bytes(buckets: Sequence[SwitchBucket]) -> Counter[int]:
 
 
 def share_out(
-    tensors: Sequence[StateTensor],
-    transfers: Sequence[SliceTransfer],
-    limit: int,
-    transport: Transport = Transport.SENT,
+    tensors: Sequence[StateTensor], transfers: Sequence[SliceTransfer], limit: int, transport: Carrier = Carrier.SENT
 ) -> tuple[SwitchBucket, ...]:
     """Put tensors in buckets that take `limit` bytes of a rank beside its state.
 
@@ -200,7 +197,7 @@ def share_out(
     return tuple(bucket for group in groups for bucket in _buckets(tensors, transfers, group, messages, transport))
 
 
-def _for_new_parts(loads: Sequence[Load], limit: int, transport: Transport) -> int:
+def _for_new_parts(loads: Sequence[Load], limit: int, transport: Carrier) -> int:
     """Return how much of the limit new parts may take: as much as they are of all that a rank needs room for."""
     needs: Counter[str] = Counter()
     for (what, _), num_bytes in sum(loads, Counter()).items():
@@ -235,7 +232,7 @@ def _buckets(
     transfers: Sequence[SliceTransfer],
     group: Sequence[int],
     limit: int,
-    transport: Transport,
+    transport: Carrier,
 ) -> list[SwitchBucket]:
     """Make the buckets of one group: as many as its messages need to stay below the limit, if they can be cut so."""
     place = {number: index for index, number in enumerate(group)}

@@ -27,7 +27,7 @@ RUNS_AT_ONCE = 1 << 14
 
 
 @dataclass(frozen=True)
-class Read:
+class SliceRead:
     """What a rank reads out of one sender's parts, several slices after each other, for its own parts.
 
     Attributes:
@@ -77,7 +77,7 @@ def in_long_runs(move: TensorMove, transfer: SliceTransfer) -> bool:
     return (runs - 1) * LEAST_RUN_BYTES <= transfer.numel * move.itemsize
 
 
-def reads_of(plan: BsrPlan, rank: int) -> Iterator[Read]:
+def reads_of(plan: BsrPlan, rank: int) -> Iterator[SliceRead]:
     """List what `rank` reads for a plan, by sender, in portions. What stays where it is is not read."""
     by_sender: dict[int, list[SliceTransfer]] = {}
     for transfer in plan.incoming.get(rank, ()):
@@ -102,7 +102,7 @@ def _portions(moves: Sequence[TensorMove], transfers: Sequence[SliceTransfer]) -
         yield portion
 
 
-def _read(moves: Sequence[TensorMove], transfers: Sequence[SliceTransfer]) -> Read:
+def _read(moves: Sequence[TensorMove], transfers: Sequence[SliceTransfer]) -> SliceRead:
     sides = [_sides(moves[transfer.move], transfer) for transfer in transfers]
     itemsizes = [moves[transfer.move].itemsize for transfer in transfers]
     taken, placed = (
@@ -111,7 +111,7 @@ def _read(moves: Sequence[TensorMove], transfers: Sequence[SliceTransfer]) -> Re
     )
     numbers = [transfer.move for transfer in transfers]
     of_taken, of_placed = (np.repeat(numbers, [len(runs) for runs in side]) for side in (taken, placed))
-    return Read(transfers[0].sender, (of_taken, of_placed), np.concatenate(taken), np.concatenate(placed))
+    return SliceRead(transfers[0].sender, (of_taken, of_placed), np.concatenate(taken), np.concatenate(placed))
 
 
 _Side: TypeAlias = tuple[Annotation, int, Shape, Dims]

@@ -26,13 +26,13 @@ from hetu_fx.errors import CommError, StateError
 from hetu_fx.switching.home.layout import home_layout
 from hetu_fx.switching.home.ops import HomeTensor, layout_of
 from hetu_fx.switching.home.parameters import move_optimizer_state
-from hetu_fx.switching.migrate.buckets import ARRIVING, LEAVING, StateTensor, SwitchBucket, Transport
+from hetu_fx.switching.migrate.buckets import ARRIVING, LEAVING, Carrier, StateTensor, SwitchBucket
 from hetu_fx.switching.migrate.byte_runs import Extents, reads_of
 from hetu_fx.switching.migrate.in_flight import InFlightState, StandIns
 from hetu_fx.switching.migrate.node_memory import (
+    NodeMemory,
     PeerMemory,
     ReadingRoom,
-    SharedMemory,
     addresses_of,
     all_reach,
     all_share,
@@ -79,8 +79,8 @@ def migrate(
         nodes = tuple(0 if table.topology is None else table.topology.node_of(rank) for rank in range(table.size))
         is_able = all(home.device.type == "cpu" or table.staged(home.device) for home in homes.values())
         memory = all_reach(table, [tensor.local for tensor in state.tensors.values()])
-        transport = Transport.DIRECT if memory else Transport.SHARED if all_share(table, is_able) else Transport.SENT
-        wants = later is not None and (transport is Transport.SENT if overlap is None else overlap)
+        transport = Carrier.DIRECT if memory else Carrier.SHARED if all_share(table, is_able) else Carrier.SENT
+        wants = later is not None and (transport is Carrier.SENT if overlap is None else overlap)
         is_host = all(home.device.type == "cpu" for home in homes.values())
         splits = not any_of(table, [not (wants and is_host)])[0]
         plan = together(
@@ -147,7 +147,7 @@ class _Migration:
         self.plan, self.buckets, self.state, self.table, self.is_able = plan, plan.buckets, state, table, is_able
         self.memory = memory
         self.addresses: dict[tuple[str, str], Extents] = {}  # of a tensor's old parts, by rank
-        self.shared, self.leaving = SharedMemory(), [Room() for _ in range(plan.transport.rooms[LEAVING])]
+        self.shared, self.leaving = NodeMemory(), [Room() for _ in range(plan.transport.rooms[LEAVING])]
         self.arriving = [Room() for _ in range(plan.transport.rooms.get(ARRIVING, 1))]
         self.ahead = len(self.leaving) - 1  # so many buckets are packed before they are put together
         self.packed: dict[int, Messages] = {}

@@ -5,7 +5,7 @@ where the reader might also trace the other: same user, same namespace of proces
 security module (such as Yama at a `ptrace_scope` above 0) that forbids it. Then nothing is packed, and there is no room
 for messages (`PeerMemory`).
 
-What is not read in the sender's own parts is packed in memory that processes share (`SharedMemory`). Messages over a
+What is not read in the sender's own parts is packed in memory that processes share (`NodeMemory`). Messages over a
 loopback connection are copied twice by the system, and wait for its threads; here the receiver takes its slices where
 the sender has packed them. Who shares memory with whom is found by trying: a file of a name that nobody can guess is
 there or is not. Where there is none (another machine, a container of its own, no room), messages are sent.
@@ -33,7 +33,7 @@ from hetu_fx.comm_ops.wire.flat import is_dense
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.peers.memory import system_call
 from hetu_fx.errors import StateError
-from hetu_fx.switching.migrate.byte_runs import Extents, Read, ends_of, next_extents
+from hetu_fx.switching.migrate.byte_runs import Extents, SliceRead, ends_of, next_extents
 
 MOST_EXTENTS = 1024
 """What one system call takes (IOV_MAX of Linux)."""
@@ -53,7 +53,7 @@ class PeerMemory:
 
     processes: tuple[int, ...]
 
-    def take(self, reads: Iterable[Read], senders: Extents, own: Sequence[Tensor | None]) -> None:
+    def take(self, reads: Iterable[SliceRead], senders: Extents, own: Sequence[Tensor | None]) -> None:
         """Copy slices of the ranks' parts into this rank's.
 
         Args:
@@ -149,7 +149,7 @@ _PAGE = 4096
 
 
 @dataclass(frozen=True)
-class SharedMemory:
+class NodeMemory:
     """What this rank has packed for others, and what others have packed that it can read.
 
     Attributes:
@@ -198,7 +198,7 @@ def all_share(table: GroupTable, is_able: bool) -> bool:
     return _shared[table]
 
 
-def share(table: GroupTable, room_bytes: int | None, num_rooms: int) -> SharedMemory:
+def share(table: GroupTable, room_bytes: int | None, num_rooms: int) -> NodeMemory:
     """Give this rank rooms that others can read, of at least `room_bytes` each, and open theirs; collective.
 
     None is for a rank whose messages are not in host memory: it has nothing to read or to be read.
@@ -213,7 +213,7 @@ def share(table: GroupTable, room_bytes: int | None, num_rooms: int) -> SharedMe
     finally:
         path.unlink(missing_ok=True)  # it stays as long as somebody has it open
     rooms = {rank: memory.chunk(num_rooms) for rank, memory in seen.items()}
-    return SharedMemory(() if own is None else own.chunk(num_rooms), rooms, frozenset(readers))
+    return NodeMemory(() if own is None else own.chunk(num_rooms), rooms, frozenset(readers))
 
 
 def _page_multiple(num_bytes: int) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 from hetu_fx.comm_ops.plans.bsr_plan import plan_moves
 from hetu_fx.errors import StateError
 from hetu_fx.show.table import table_text
-from hetu_fx.switching.migrate.buckets import StateTensor, SwitchBucket, Transport, peak_bytes, share_out
+from hetu_fx.switching.migrate.buckets import Carrier, StateTensor, SwitchBucket, peak_bytes, share_out
 
 FORMAT = "hetu_fx.switch/1"
 EXTRA_SHARE = 0.1
@@ -39,15 +39,15 @@ class SwitchPlan:
 
     buckets: tuple[SwitchBucket, ...]
     state_bytes: tuple[int, ...]
-    transport: Transport = Transport.SENT
+    transport: Carrier = Carrier.SENT
     num_now: int | None = None
 
-    @cached_property
+    @property
     def now(self) -> SwitchPlan:
         """Return what comes before training goes on."""
         return replace(self, buckets=self.buckets[: self.num_now], num_now=None)
 
-    @cached_property
+    @property
     def later(self) -> SwitchPlan:
         """Return what comes beside the next step."""
         return replace(self, buckets=self.buckets[len(self.now.buckets) :], num_now=None)
@@ -75,12 +75,12 @@ class SwitchPlan:
         """Return the bytes that travel."""
         return sum(self.pairs.values())
 
-    @cached_property
+    @property
     def least_bytes(self) -> int:
         """Return the bytes that receivers lack: no plan can do with less."""
         return sum(tensor.move.least_bytes for tensor in self.tensors)
 
-    @cached_property
+    @property
     def peak_extra_bytes(self) -> int:
         """Return what a rank holds, at most, beside its state while the change goes on."""
         if self.num_now is not None:
@@ -125,7 +125,7 @@ def plan_switch(
     *,
     extra_share: float = EXTRA_SHARE,
     least_extra_bytes: int = LEAST_EXTRA_BYTES,
-    transport: Transport = Transport.SENT,
+    transport: Carrier = Carrier.SENT,
     splits: bool = False,
 ) -> SwitchPlan:
     """Plan a change of home; a pure function, the same on every rank. What was planned lately is not planned again.

@@ -42,7 +42,7 @@ from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.layouts.serialize import deserialize, serialize
 from hetu_fx.transforms.layouts.states import Summed
 from hetu_fx.transforms.lowering.block_modules import BlockModules
-from hetu_fx.transforms.lowering.checkpoint import Checkpoint
+from hetu_fx.transforms.lowering.checkpoint import RecomputingModule
 from hetu_fx.transforms.lowering.choose_algorithms import ChooseAlgorithms
 from hetu_fx.transforms.lowering.lower import lower
 from hetu_fx.transforms.lowering.overlap import Overlap
@@ -326,7 +326,7 @@ class GraphCompute(Compute):
         return Engine(chunks, p2p)
 
     def _lowered(self, device: DeviceGraph, paths: tuple[str, ...]) -> Callable[..., Any]:
-        module = run_pass(Checkpoint(), device)
+        module = run_pass(RecomputingModule(), device)
         if self.backend is not None:
             module = run_pass(BlockModules(paths), module)
         fixed = [slot.kind in FIXED_SIZES for slot in device.slots]

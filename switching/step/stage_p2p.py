@@ -52,7 +52,7 @@ class StageP2P:
 
     def __init__(self, stage: int, chunks: Sequence[Ends], table: GroupTable, device: torch.device) -> None:
         self.stage, self._table, self._device = stage, table, device
-        self._ways = [_Ways.of(ends, table, device) for ends in chunks]
+        self._ways = [_StageRoutes.of(ends, table, device) for ends in chunks]
         self._orders: tuple[Order, ...] = ()
         self.start(((),) * (stage + 1))
 
@@ -98,12 +98,12 @@ class StageP2P:
         self._post((), ends=True)
 
     @property
-    def _next(self) -> _Ways:
+    def _next(self) -> _StageRoutes:
         """Return the ways of the action that is about to begin."""
         return self._ways[self._order[self._calls].chunk]
 
     @property
-    def _last(self) -> _Ways:
+    def _last(self) -> _StageRoutes:
         """Return the ways of the action that has begun last."""
         return self._ways[self._order[self._calls - 1].chunk]
 
@@ -171,7 +171,7 @@ class StageP2P:
 
 
 @dataclass(frozen=True)
-class _Ways:
+class _StageRoutes:
     """The channels of a chunk."""
 
     values_in: Sequence[Channel]
@@ -180,7 +180,7 @@ class _Ways:
     cotangents_out: Sequence[Channel]
 
     @classmethod
-    def of(cls, ends: Ends, table: GroupTable, device: torch.device) -> _Ways:
+    def of(cls, ends: Ends, table: GroupTable, device: torch.device) -> _StageRoutes:
         inward, outward = ends.handovers_in, ends.handovers_out
         given = (inward, False), (outward, False), (outward, True), (inward, True)
         return cls(*(_channels(handovers, table, device, back=back) for handovers, back in given))

@@ -20,8 +20,7 @@ from hetu_fx.checkpoint.folders import latest
 from hetu_fx.checkpoint.manifest import MANIFEST, FileEntry
 from hetu_fx.checkpoint.summed_files import SummedFile, write_summed
 from hetu_fx.errors import CheckpointError, ExportError, HetuFxError
-from hetu_fx.export.check import check_exported
-from hetu_fx.export.load import load_exported, load_single
+from hetu_fx.export.load import check_exported, load_exported, load_single
 from hetu_fx.plans.plan import Plan
 from tests.broken_files.children import Child
 from tests.broken_files.kind import Kind, Promise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hetu_fx.check.batch import (
-    Sizes,
+    TrialSizes,
     cut_batch,
     cut_rows,
     length_for,
@@ -13,7 +13,7 @@ from hetu_fx.check.batch import (
     with_few_micro_batches,
     with_few_pipelines,
 )
-from hetu_fx.check.narrow import Narrowing
+from hetu_fx.check.model import Narrowing
 from hetu_fx.plans.plan import Pipeline, Plan, Stage, micro_batch_rows, pipeline_rows
 from tests.check.nets import Tokens, graph_of, tokens_batch
 
@@ -51,7 +51,7 @@ def test_a_length_is_one_that_a_group_can_share() -> None:
 def test_rows_and_lengths_are_cut_by_what_the_graph_says_of_its_inputs() -> None:
     given = tokens_batch(rows=6, length=24)
     program = graph_of(Tokens(blocks=2), given).program
-    made = cut_batch(given, program, Sizes(8, 5), Narrowing({1500: 128}), torch.float64)
+    made = cut_batch(given, program, TrialSizes(8, 5), Narrowing({1500: 128}), torch.float64)
     assert isinstance(made, dict)
     assert program.row_dims == {"ids": 0, "labels": 0}
     assert made["ids"].shape == made["labels"].shape == (8, 5)

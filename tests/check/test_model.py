@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hetu_fx.check.model import Template
-from hetu_fx.check.narrow import Narrowing
+from hetu_fx.check.model import ModelTemplate, Narrowing
 from hetu_fx.errors import StateError
 from tests.check.nets import Tokens, tokens_batch
 
@@ -29,7 +28,7 @@ class Tied(nn.Module):
 def test_a_model_is_made_short_narrow_and_in_float64_and_the_first_one_stays() -> None:
     model = Tokens()
     before = copy.deepcopy(model.state_dict())
-    template = Template.of(model, None)
+    template = ModelTemplate.of(model, None)
     made, _ = template.made({"blocks.1", "blocks.3", "blocks.4"}, NARROW, torch.float64)
     assert [name for name, _ in made.named_children()] == ["table", "blocks", "head"]
     assert len(made.blocks) == 2
@@ -44,7 +43,7 @@ def test_a_model_is_made_short_narrow_and_in_float64_and_the_first_one_stays() -
 
 
 def test_what_is_tied_stays_so_and_what_is_alike_is_moved() -> None:
-    made, _ = Template.of(Tied(), None).made((), Narrowing(), torch.float64)
+    made, _ = ModelTemplate.of(Tied(), None).made((), Narrowing(), torch.float64)
     assert made.head.weight is made.table.weight
     assert len(made.norm.weight.unique()) == 8
     assert len(made.norm.bias.unique()) == 8
@@ -53,12 +52,14 @@ def test_what_is_tied_stays_so_and_what_is_alike_is_moved() -> None:
 
 
 def test_rows_of_a_large_parameter_are_not_alike() -> None:
-    made, _ = Template.of(nn.Linear(509, 30), None).made((), Narrowing(), torch.float64)
+    made, _ = ModelTemplate.of(nn.Linear(509, 30), None).made((), Narrowing(), torch.float64)
     assert len(made.weight.unique(dim=0)) == 30
 
 
 def test_a_loss_module_comes_along() -> None:
-    _, loss_fn = Template.of(Tied(), nn.CrossEntropyLoss(weight=torch.ones(3))).made((), Narrowing(), torch.float64)
+    _, loss_fn = ModelTemplate.of(Tied(), nn.CrossEntropyLoss(weight=torch.ones(3))).made(
+        (), Narrowing(), torch.float64
+    )
     assert isinstance(loss_fn, nn.CrossEntropyLoss)
     assert loss_fn.weight.dtype == torch.float64
 
@@ -70,4 +71,4 @@ def test_blocks_in_no_list_cannot_be_left_out() -> None:
     model = nn.Module()
     model.blocks = Named({"0": nn.Linear(2, 2), "1": nn.Linear(2, 2)})
     with pytest.raises(StateError, match="the blocks are in 'blocks', a Named, which cannot be shortened"):
-        Template.of(model, None).made({"blocks.1"}, Narrowing(), torch.float64)
+        ModelTemplate.of(model, None).made({"blocks.1"}, Narrowing(), torch.float64)

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.checkpoint import checkpoint, folders
 from hetu_fx.checkpoint.checkpoint import parse_size
-from hetu_fx.checkpoint.folders import latest
-from hetu_fx.checkpoint.left_overs import is_complete
+from hetu_fx.checkpoint.folders import is_complete, latest
 from hetu_fx.checkpoint.manifest import MANIFEST
 from hetu_fx.checkpoint.open_folder import OpenFolder
 from hetu_fx.checkpoint.tensor_files import WeightFiles, plan_shards

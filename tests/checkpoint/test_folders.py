@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from hetu_fx.checkpoint import folders
-from hetu_fx.checkpoint.folders import latest, replaced_folder
-from hetu_fx.checkpoint.left_overs import LeftOver, place_of
+from hetu_fx.checkpoint.folders import LeftOver, latest, place_of, replaced_folder
 from hetu_fx.checkpoint.manifest import MANIFEST
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import CheckpointError, ExportError, HetuFxError, OtherRankError

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetu_fx.checkpoint.snapshot_files import (
-    Moment,
     PartTransfer,
+    SnapshotMoment,
     SnapshotPart,
     choose,
     holders,
@@ -16,10 +16,10 @@ from hetu_fx.checkpoint.snapshot_files import (
     read_name,
 )
 
-OLD, NEW = Moment(8, "a0", 2), Moment(9, "a0", 2)
+OLD, NEW = SnapshotMoment(8, "a0", 2), SnapshotMoment(9, "a0", 2)
 
 
-def parts(moment: Moment, *owners: int) -> list[SnapshotPart]:
+def parts(moment: SnapshotMoment, *owners: int) -> list[SnapshotPart]:
     return [SnapshotPart(moment, owner, owner) for owner in owners]
 
 
@@ -44,7 +44,7 @@ def test_copies_stand_on_other_nodes_and_are_shared_out_evenly(nodes: list[str])
 
 
 def test_a_file_is_found_again_by_its_name() -> None:
-    part = SnapshotPart(Moment(12, "0f", 3), 2, 0)
+    part = SnapshotPart(SnapshotMoment(12, "0f", 3), 2, 0)
     assert read_name(part.file_name) == part
     assert read_name(f".writing-{part.file_name}") is None
 
@@ -61,7 +61,7 @@ def test_a_copy_stands_in_for_a_part_that_is_gone() -> None:
 
 
 def test_parts_of_two_lives_of_the_job_are_not_mixed() -> None:
-    other = Moment(9, "b1", 2)
+    other = SnapshotMoment(9, "b1", 2)
     assert choose({"a": parts(NEW, 0) + parts(other, 1)}).moment is None
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Split
-from hetu_fx.checkpoint.snapshot_files import Memory, Moment, SnapshotPart, read_name
+from hetu_fx.checkpoint.snapshot_files import SnapshotMemory, SnapshotMoment, SnapshotPart, read_name
 from hetu_fx.checkpoint.snapshot_store import SnapshotWriter, find_snapshot
 from hetu_fx.checkpoint.tensor_files import Key, RankShards
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
@@ -51,10 +51,10 @@ def named(tensors: Mapping[str, Tensor]) -> Iterator[tuple[Key, Tensor]]:
     return (((name, ""), tensor) for name, tensor in tensors.items())
 
 
-def on_node(rank: int, folder: Path) -> Memory:
+def on_node(rank: int, folder: Path) -> SnapshotMemory:
     """Stand on node a (rank 0) or b (ranks 1 and 2)."""
     os.environ["HETU_FX_NODE"] = "abb"[rank]
-    return Memory.at(folder)
+    return SnapshotMemory.at(folder)
 
 
 def lose_node(node: str, folder: Path, rank: int) -> None:
@@ -65,7 +65,7 @@ def lose_node(node: str, folder: Path, rank: int) -> None:
     dist.barrier()
 
 
-def assert_found(memory: Memory, table: GroupTable, step: int) -> None:
+def assert_found(memory: SnapshotMemory, table: GroupTable, step: int) -> None:
     tensors = homes(table.rank, table.size, fill=-1.0)
     with using(table):
         _, found = find_snapshot(memory, table, tensors)
@@ -165,7 +165,7 @@ def small_files(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-class FullMemory(Memory):
+class FullMemory(SnapshotMemory):
     def write(self, *_: Any) -> int:
         raise CheckpointError("no space left on device")
 
@@ -189,8 +189,8 @@ def test_on_three_ranks(name: str, gloo_checks: Any) -> None:
 
 
 def test_what_is_half_written_is_no_part_and_what_is_foreign_stays(tmp_path: Path) -> None:
-    memory = Memory.at(tmp_path)
-    part = SnapshotPart(Moment(1, "a0", 1), 0, 0)
+    memory = SnapshotMemory.at(tmp_path)
+    part = SnapshotPart(SnapshotMoment(1, "a0", 1), 0, 0)
     room = memory.room_for(part, 5)
     room.copy_(torch.frombuffer(bytearray(b"half "), dtype=torch.uint8))
     (beside,) = memory.folder.iterdir()
@@ -202,8 +202,8 @@ def test_what_is_half_written_is_no_part_and_what_is_foreign_stays(tmp_path: Pat
 
 
 def test_who_removes_the_last_part_removes_the_folder_also_for_ranks_that_have_none(tmp_path: Path) -> None:
-    memory = Memory.at(tmp_path / "job")
-    memory.write(SnapshotPart(Moment(1, "a0", 2), 0, 0), RankShards(), {})
+    memory = SnapshotMemory.at(tmp_path / "job")
+    memory.write(SnapshotPart(SnapshotMoment(1, "a0", 2), 0, 0), RankShards(), {})
     memory.remove(1)
     assert len(memory.parts()) == 1
     memory.remove(0)

@@ -106,7 +106,7 @@ def test_where_a_process_joins_the_script_ends_at_a_step_that_it_goes_on_from(tm
 def test_a_step_that_cannot_be_kept_is_not_the_one_where_a_process_joins(tmp_path: Path) -> None:
     run = Run(tmp_path)
     writer = run.snapshots._writer
-    writer.memory, there = snapshot_files.Memory(tmp_path / "gone"), writer.memory
+    writer.memory, there = snapshot_files.SnapshotMemory(tmp_path / "gone"), writer.memory
     run.train(0, 1)
     writer.memory = there
     with pytest.raises(joining.Joining, match="after step 2"):
@@ -118,7 +118,7 @@ def test_what_cannot_be_kept_is_told_once_with_what_it_needs_and_so_is_its_end(
 ) -> None:
     run = Run(tmp_path)
     writer = run.snapshots._writer
-    writer.memory, there = snapshot_files.Memory(tmp_path / "gone"), writer.memory
+    writer.memory, there = snapshot_files.SnapshotMemory(tmp_path / "gone"), writer.memory
     run.train(0, 3)
     assert len(caplog.records) == 1
     told = f"this snapshot is given up: cannot write a snapshot to {tmp_path / 'gone'}: "

@@ -10,7 +10,7 @@ import pytest
 
 from hetu_fx.cluster import links
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.cluster.timed_ways import measure_ways, pairs_to_time, ways_between
+from hetu_fx.cluster.measure import measure_ways, pairs_to_time, ways_between
 from hetu_fx.cluster.ways import rows_of
 from hetu_fx.comm_ops.plans.ways import DIRECT, STAGED, Way
 from hetu_fx.comm_ops.wire.groups import GroupTable

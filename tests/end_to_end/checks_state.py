@@ -20,7 +20,7 @@ from torch import nn
 import hetu_fx
 from hetu_fx.checkpoint.folders import seal
 from hetu_fx.errors import ExportError
-from hetu_fx.export import check as exports
+from hetu_fx.export import load as exports
 from hetu_fx.export.load import load_exported
 from hetu_fx.plans.plan import Plan, Stage
 from tests.end_to_end.cells import LOSS_FNS, make_model

@@ -14,7 +14,7 @@ from torch import nn
 
 import hetu_fx
 from hetu_fx.cli.main import main
-from hetu_fx.export.check import check_exported
+from hetu_fx.export.load import check_exported
 from hetu_fx.plans.plan import Plan
 
 ALONE = replace(Plan.single(), name="alone")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import hetu_fx
-from hetu_fx.export.picture import MOST_BOXES, Box, draw, outline
+from hetu_fx.export.picture import MOST_BOXES, PictureBox, draw, outline
 from hetu_fx.export.single import runnable_of
 from hetu_fx.graph import meta
 from hetu_fx.graph.capture import capture
@@ -77,7 +77,7 @@ def test_communication_is_a_box_of_its_own_and_many_modules_are_told_less_deeply
         meta.set_module_stack(value, (("part", "Part"), (f"part.m{number}", "ReLU")))
     graph.output((graph.call_function(torch.ops.hetu.all_reduce.default, (value, [0, 1], "identity")),))
     (group,) = outline(graph, (), {})
-    assert group.boxes[0] == Box("part", "Part", ("relu",))
+    assert group.boxes[0] == PictureBox("part", "Part", ("relu",))
     assert [box.kind for box in group.boxes] == ["Part", "communication"]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import hetu_fx
 from hetu_fx.errors import ExportError
-from hetu_fx.export.check import check_exported
+from hetu_fx.export.load import check_exported
 from hetu_fx.plans.plan import Plan
 
 # In a process that never hears of hetu_fx.
@@ -233,7 +233,7 @@ def test_a_model_that_has_changed_since_its_last_step_is_refused(tmp_path: Path)
 
 def test_weights_for_which_there_is_no_room_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left: Callable[..., Any] = lambda device: (("machine of node here", 100),)  # noqa: E731
-    monkeypatch.setattr("hetu_fx.export.weights.memory_left", left)
+    monkeypatch.setattr("hetu_fx.export.single.memory_left", left)
     model: Any = Tagger()
     hetu_fx.auto_parallelize(model, batch_of(), plan=Plan.single())
     with pytest.raises(ExportError, match=r"need \d+ bytes of host memory.*100 bytes.*weights=False"):

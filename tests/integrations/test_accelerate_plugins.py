@@ -16,7 +16,7 @@ from torch import nn
 
 import hetu_fx
 from hetu_fx.errors import StateError
-from hetu_fx.integrations.accelerate_plugins import PLUGINS, SIZES, Plugin, check_plugins
+from hetu_fx.integrations.accelerate import PLUGINS, SIZES, Plugin, check_plugins
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 BATCH = (torch.ones(4, 6),)

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.cluster.timed_ways import measure_ways
+from hetu_fx.cluster.measure import measure_ways
 from hetu_fx.cluster.topology import TYPE
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from tests.kinds import testkind

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetu_fx.base.dtypes import carries_gradient
-from hetu_fx.check.verdict import Verdict, judge
+from hetu_fx.check.verdict import TrialVerdict, judge
 from hetu_fx.errors import CommError, HetuFxError
 from hetu_fx.lockstep import Lockstep, Trained, train_alone
 from hetu_fx.plans.plan import Plan
@@ -123,7 +123,7 @@ class _Draws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _judged(verdict: Verdict) -> Outcome:
+def _judged(verdict: TrialVerdict) -> Outcome:
     if verdict.verdict == "equal":
         return Kind.RIGHT, ""
     worst = max(verdict.steps, key=lambda step: step.most)

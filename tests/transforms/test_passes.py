@@ -22,7 +22,7 @@ from hetu_fx.transforms.layouts.analysed_graph import Analyse
 from hetu_fx.transforms.layouts.annotate import Annotate
 from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.lowering.block_modules import BlockModules
-from hetu_fx.transforms.lowering.checkpoint import Checkpoint
+from hetu_fx.transforms.lowering.checkpoint import RecomputingModule
 from hetu_fx.transforms.lowering.choose_algorithms import ChooseAlgorithms
 from hetu_fx.transforms.lowering.overlap import Overlap
 from hetu_fx.transforms.lowering.recompute import Recompute
@@ -139,7 +139,7 @@ def chain(plan: Plan = PLAN, schedule: Schedule = "zero-bubble") -> Iterator[tup
         lambda: Recompute(made[2]),
         lambda: WeightsLater(schedule),
         lambda: Overlap(made[2], LINKS.with_speeds(dict.fromkeys(LINKS.ranks, 1e6))),  # products take as long as sums
-        lambda: Checkpoint(),
+        lambda: RecomputingModule(),
         lambda: BlockModules(graph.block_paths),
     ):
         yield make(), made[-1]

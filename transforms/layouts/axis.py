@@ -23,9 +23,8 @@ from torch import fx
 
 from hetu_fx.deduction.factors.factors import FactorClass, FactorMap
 from hetu_fx.graph.graph import Graph, OutputKind
-from hetu_fx.transforms.layouts.beam import Branch, beam
 from hetu_fx.transforms.layouts.flow import Flow, is_item
-from hetu_fx.transforms.layouts.forward_search import ForwardWalk, Walk
+from hetu_fx.transforms.layouts.forward_search import Branch, ForwardWalk, Walk, beam
 from hetu_fx.transforms.layouts.program_choices import Choices
 from hetu_fx.transforms.layouts.program_strategies import ProgramStrategies
 from hetu_fx.transforms.layouts.reshard_cost import Prices
@@ -194,14 +193,14 @@ class _CotangentMarks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
+class _AxisReading:
     """How a value is read: in which state, and what of its cotangent comes back (None: nothing)."""
 
     state: AxisState
     summed: bool | None
 
 
-Readings = frozenset[_Reading]
+Readings = frozenset[_AxisReading]
 NONE: Readings = frozenset()
 
 
@@ -267,7 +266,7 @@ class _CotangentWalk:
         for need in decision.needs if decision else ():
             summed = gives_summands(node, decision, need, self.flow, of_summands=stays) if decision else False
             back = summed if node in self.flow.differentiable and need.node in self.flow.differentiable else None
-            self._read(track, need.node, _Reading(need.state, back))
+            self._read(track, need.node, _AxisReading(need.state, back))
         return track
 
     def _seconds(self, node: fx.Node, readings: Readings, stays: bool) -> float:
@@ -279,7 +278,7 @@ class _CotangentWalk:
         moved = sum(self.prices.change(node, state, key, summed=summed, trained=trained) for key, summed in keys)
         return moved - sum(self.prices.hidden(node, state, key) for key, summed in keys if summed and trained)
 
-    def _read(self, track: _BackBranch, node: fx.Node, reading: _Reading) -> None:
+    def _read(self, track: _BackBranch, node: fx.Node, reading: _AxisReading) -> None:
         """Note how an activation is read; gradients of parameters are added up in the end, whatever else reads them."""
         if self.flow.through_inputs(node):
             track.readings[node] = track.readings.get(node, NONE) | {reading}

@@ -11,21 +11,72 @@ arise, or, if it is `hopeful`, for nothing where they could flow on; the better 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from torch import fx
 
 from hetu_fx.deduction.factors.factors import flat
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph
-from hetu_fx.transforms.layouts.beam import Branch, beam
 from hetu_fx.transforms.layouts.flow import is_item, whole_of
 from hetu_fx.transforms.layouts.reshard_cost import Prices, product_flops
 from hetu_fx.transforms.layouts.states import SUMMED, AxisState, Need, OpStrategy, SplitOn
 from hetu_fx.transforms.layouts.strategies import Strategies, gives_summands, passes_on_exactly
+
+WIDTH = 16
+"""How many walks are kept in mind at once."""
+
+_DIGITS = 9  # sums that differ by less are the same, added in another order
+
+Step = TypeVar("Step")
+
+
+class Branch(ABC, Generic[Step]):
+    """A walk so far: what it costs, how often it left what would be done if all cost the same, and its steps.
+
+    Branches that have gone the same way share those steps.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.departures = 0
+        self._trail: tuple[Any, Step] | None = None
+
+    @property
+    @abstractmethod
+    def future(self) -> object:
+        """All that its continuation depends on."""
+
+    def add(self, step: Step) -> None:
+        """Take one more step."""
+        self._trail = (self._trail, step)
+
+    def steps(self) -> Iterator[Step]:
+        """Yield the steps, the last first."""
+        trail = self._trail
+        while trail is not None:
+            trail, step = trail
+            yield step
+
+
+B = TypeVar("B", bound=Branch[Any])
+
+
+def beam(walks: Sequence[B]) -> Sequence[B]:
+    """Return the cheapest walk to each future, no more than `WIDTH` in all, in order of price, then of departures."""
+    if len(walks) == 1:
+        return walks
+    least = min(walk.seconds for walk in walks) or 1.0
+    best: dict[object, B] = {}
+    for walk in sorted(walks, key=lambda walk: (round(walk.seconds / least, _DIGITS), walk.departures)):
+        best.setdefault(walk.future, walk)
+    return tuple(best.values())[:WIDTH]
+
 
 Read = frozenset[tuple[AxisState, bool]]
 """The states in which a value has been read so far, and whether summands of its cotangent come back from there."""

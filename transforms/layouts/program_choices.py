@@ -7,6 +7,7 @@ class of it that the op has, so that twins of blocks are one region.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase as fnmatch
@@ -14,22 +15,21 @@ from fnmatch import fnmatchcase as fnmatch
 from torch import fx
 
 from hetu_fx.base.documents import nearest
-from hetu_fx.base.torch_private import OpOverload
+from hetu_fx.base.torch_private import OpOverload, schema
 from hetu_fx.comm_ops.ops.product_from_factors import PRODUCTS
 from hetu_fx.deduction.factors.factors import FactorClass, FactorMap, OpFactors, flat
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import is_view, overload
-from hetu_fx.graph.graph import LeafKind
+from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.plans.program import ROWS, SUMMANDS, LeafDim, OpRegion
 from hetu_fx.plans.stage import Stage
 from hetu_fx.transforms.layouts.analysed_graph import AnalysedGraph
 from hetu_fx.transforms.layouts.flow import is_item
-from hetu_fx.transforms.layouts.op_names import op_names
 
 
 @dataclass(frozen=True, slots=True)
-class OpChoice:
+class OpCut:
     """How an op runs: a part of `factor`, on summands of its operands, or all of it on every device.
 
     The parts follow the ratios of `segment`. With `factors`, gradients of parameters that it reads whole are made from
@@ -42,7 +42,7 @@ class OpChoice:
     segment: int = 0
 
 
-Choices = Mapping[fx.Node, OpChoice]
+Choices = Mapping[fx.Node, OpCut]
 
 
 def program_choices(analysed: AnalysedGraph, stage: Stage) -> Choices:
@@ -57,7 +57,7 @@ def program_choices(analysed: AnalysedGraph, stage: Stage) -> Choices:
     told = ((node, region) for node, region in found.items() if region is not None and _may_choose(analysed, node))
     ratios = segments(stage)
 
-    def choice(node: fx.Node, region: OpRegion) -> OpChoice:
+    def choice(node: fx.Node, region: OpRegion) -> OpCut:
         segment = ratios.index(region.ratios or stage.ratios)
         return replace(_choice(analysed, node, names[node], region), segment=segment)
 
@@ -110,13 +110,13 @@ def only_rearranges(node: fx.Node, op: OpFactors) -> bool:
     return made == read
 
 
-def _choice(analysed: AnalysedGraph, node: fx.Node, name: str, region: OpRegion) -> OpChoice:
+def _choice(analysed: AnalysedGraph, node: fx.Node, name: str, region: OpRegion) -> OpCut:
     if not region.is_cut:
-        return OpChoice(on_summands=region.split == SUMMANDS)
+        return OpCut(on_summands=region.split == SUMMANDS)
     op = analysed.factors.op(node)
     named = set(_named(region, analysed.factors)) & op.classes
     if not named and region.split == ROWS:
-        return OpChoice()  # what has no rows is the same on every device that has some
+        return OpCut()  # what has no rows is the same on every device that has some
     if len(named) != 1:
         what = "has none of it" if not named else f"has {len(named)} of it"
         raise PlanError(
@@ -130,7 +130,7 @@ def _choice(analysed: AnalysedGraph, node: fx.Node, name: str, region: OpRegion)
             f"{region} cuts '{name}' on {region.split!r}, which the op needs whole ({meta.source_line(node)}); "
             f"{_ways(node, analysed.factors)}"
         )
-    return OpChoice(factor, factors=region.factors)
+    return OpCut(factor, factors=region.factors)
 
 
 def sends_factors(node: fx.Node, op: OpFactors) -> frozenset[FactorClass]:
@@ -206,3 +206,29 @@ def _ways(node: fx.Node, factors: FactorMap) -> str:
     places = [f"{name}:{dim}" for c in able for name, dim in factors.occurrences(c)[:1]]
     rows = [ROWS] if any(c.is_batch for c in able) else []
     return f"give one of {', '.join(map(repr, (*rows, *places, 'whole')))}"
+
+
+def op_names(graph: Graph) -> Mapping[fx.Node, str]:
+    """Return the names of all ops: `<module path>:<op>`; of further ops of a kind in a module, `...:<op>#1` and so on.
+
+    The op is called as in torch's schema, without its overload: `mlp.up:linear`, or `:sum` outside of all modules.
+    """
+    seen: Counter[str] = Counter()
+    names: dict[fx.Node, str] = {}
+    for node in graph.graph.nodes:
+        if node.op == "call_function":
+            name = f"{_module_path(node)}:{_op(node)}"
+            names[node] = f"{name}#{seen[name]}" if seen[name] else name
+            seen[name] += 1
+    return names
+
+
+def _module_path(node: fx.Node) -> str:
+    stack = meta.module_stack(node)
+    return stack[-1][0] if stack else ""
+
+
+def _op(node: fx.Node) -> str:
+    if isinstance(node.target, OpOverload):
+        return schema(node.target).name.split("::")[-1]
+    return str(getattr(node.target, "__name__", node.target))

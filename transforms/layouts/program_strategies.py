@@ -16,7 +16,7 @@ from hetu_fx.deduction.factors.factors import FactorClass, flat
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Leaf, LeafKind
-from hetu_fx.transforms.layouts.program_choices import Choices, OpChoice
+from hetu_fx.transforms.layouts.program_choices import Choices, OpCut
 from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, AxisState, OpStrategy, SplitOn, Summed
 from hetu_fx.transforms.layouts.strategies import States, Strategies
 
@@ -97,15 +97,15 @@ class ProgramStrategies(Strategies):
         return frozenset(flat(self.factors.dims(node)))
 
     @cached_property
-    def _wanted(self) -> dict[fx.Node, tuple[OpChoice, ...]]:
+    def _wanted(self) -> dict[fx.Node, tuple[OpCut, ...]]:
         """Return what the program says of the readers of each value, of what reads it through views too."""
         nodes: list[fx.Node] = list(next(iter(self.choices)).graph.nodes) if self.choices else []
-        found: dict[fx.Node, tuple[OpChoice, ...]] = {}
+        found: dict[fx.Node, tuple[OpCut, ...]] = {}
         for node in reversed(nodes):
             found[node] = tuple(choice for user in node.users for choice in self._of_reader(user, found))
         return found
 
-    def _of_reader(self, user: fx.Node, found: dict[fx.Node, tuple[OpChoice, ...]]) -> Iterator[OpChoice]:
+    def _of_reader(self, user: fx.Node, found: dict[fx.Node, tuple[OpCut, ...]]) -> Iterator[OpCut]:
         if user in self.choices:
             yield self.choices[user]
         elif self.factors.is_op(user):

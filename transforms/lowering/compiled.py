@@ -14,9 +14,8 @@ from torch import fx, nn
 from hetu_fx.base.torch_compile import Symbols, budget_that_keeps, keep, keep_only, memory_budget, recomputed
 from hetu_fx.graph.calls import draws
 from hetu_fx.plans.recomputed import RecomputedOps
-from hetu_fx.transforms.lowering.checkpoint import CheckpointedRun
+from hetu_fx.transforms.lowering.checkpoint import SAVED, CheckpointedRun, contexts_of
 from hetu_fx.transforms.lowering.forms import Like, OpenDims, TensorForm, exactly, form_of, is_number
-from hetu_fx.transforms.lowering.saved_ops import SAVED, contexts_of
 from hetu_fx.transforms.lowering.traffic import sends
 
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]

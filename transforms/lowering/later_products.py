@@ -26,7 +26,7 @@ Ends = tuple[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
-class _Waiting:
+class _WaitingProduct:
     """What the gradients of a weight and a bias are made of: the product's input, and the gradient of its result."""
 
     product: Product
@@ -55,9 +55,9 @@ class LaterProducts:
     """The products of one micro-batch whose weights' gradients are still to be made."""
 
     def __init__(self) -> None:
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_WaitingProduct] = []
 
-    def add(self, waiting: _Waiting) -> None:
+    def add(self, waiting: _WaitingProduct) -> None:
         """Keep what a product's gradients are made of."""
         self._waiting.append(waiting)
 
@@ -89,7 +89,7 @@ class _LaterProduct(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Make the gradient of the input."""
         (x,) = ctx.saved_tensors
-        ctx.later.add(_Waiting(ctx.product, x.detach(), gradient, *ctx.ends))
+        ctx.later.add(_WaitingProduct(ctx.product, x.detach(), gradient, *ctx.ends))
         return ctx.product.of_input(gradient, ctx.ends[0]), None, None, None
 
 

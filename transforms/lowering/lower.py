@@ -9,28 +9,26 @@ a forward of 24 layers. A binding takes the same arguments and calls the same op
 from __future__ import annotations
 
 import copy
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from functools import cache
-from pathlib import Path
-from typing import Any
+import operator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from torch import fx
+from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from hetu_fx import comm_ops
 from hetu_fx.base.cpp_library import one_library
-from hetu_fx.base.torch_compile import aot_autograd, by_inductor
+from hetu_fx.base.documents import sources_digest
+from hetu_fx.base.torch_compile import Symbols, aot_autograd, by_inductor
 from hetu_fx.base.torch_private import is_boxed
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.transforms import rewrites
-from hetu_fx.transforms.lowering.ahead import CompiledAhead, Piece
 from hetu_fx.transforms.lowering.block_modules import BlockModule
-from hetu_fx.transforms.lowering.compiled import Compiled, Compiler
-from hetu_fx.transforms.lowering.forms import ALL_DIMS
+from hetu_fx.transforms.lowering.compiled import Compiled, Compiler, compiling
+from hetu_fx.transforms.lowering.forms import ALL_DIMS, Like, is_number, is_told_by_values
 
 aten = torch.ops.aten
 
@@ -111,7 +109,7 @@ def lower(module: fx.GraphModule, backend: Backend, fixed: Sequence[bool] = ()) 
     for block in blocks.values():
         if backend not in block.compiled:
             block.compiled[backend] = Compiled(block, compiler)
-    pieces = {name: Piece(block, block.compiled[backend]) for name, block in blocks.items()}
+    pieces = {name: BlockCall(block, block.compiled[backend]) for name, block in blocks.items()}
     return CompiledAhead(fx.GraphModule(pieces, module.graph), is_fixed, together)
 
 
@@ -132,12 +130,9 @@ def _inductor(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any
         return by_inductor(graph, inputs, _tag())
 
 
-@cache
 def _tag() -> str:
     """Return what tells our ops from others of their names: graphs that were compiled have parts of theirs inside."""
-    folders = [Path(str(package.__file__)).parent for package in (comm_ops, rewrites)]
-    sources = [path.read_bytes() for folder in folders for path in sorted(folder.rglob("*.py"))]
-    return f"hetu_fx {hashlib.sha256(b''.join(sources)).hexdigest()}"
+    return f"hetu_fx {sources_digest(comm_ops, rewrites)}"
 
 
 def _as_it_is(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
@@ -165,3 +160,94 @@ def _aot(compiler: PairCompiler) -> Compiler:
         bw_compiler=_boxed(compiler),
         partition_fn=min_cut_rematerialization_partition,
     )(graph, inputs)
+
+
+Together = Callable[[], AbstractContextManager[None]]
+"""Around what is compiled together; nothing of it may run before the end."""
+
+
+class BlockCall(nn.Module):
+    """A block's module, compiled for all who have it, where one module calls it."""
+
+    def __init__(self, block: BlockModule, compiled: Compiled) -> None:
+        super().__init__()
+        self.block, self.compiled = block, compiled  # whoever has a block keeps it, for others to find
+        self.open_dims: list[set[int]] = [set() for node in block.graph.nodes if node.op == "placeholder"]
+
+    def forward(self, *inputs: Any) -> Any:
+        """Run it."""
+        return self.compiled(inputs, self.open_dims)
+
+    def note(self, arguments: Sequence[Any]) -> None:
+        """Take note of which sizes of arguments, which are traced, are open."""
+        for known, argument in zip(self.open_dims, arguments, strict=True):
+            if isinstance(argument, Tensor):
+                known |= {d for d, size in enumerate(argument.shape) if isinstance(size, torch.SymInt)}
+
+
+class CompiledAhead:
+    """A module whose pieces are all compiled at the first call of its kind.
+
+    Which sizes are open follows from the module's inputs: what is computed of open sizes is open. Calls with gradients
+    and without are of two kinds, and so are sizes of 0 and 1 and larger ones, which compiled graphs differ by. What a
+    later call needs besides is compiled when a piece meets it.
+    """
+
+    def __init__(self, module: fx.GraphModule, fixed: Sequence[bool], together: Together) -> None:
+        self._module, self._fixed, self._together = module, fixed, together
+        self._open = tuple(i for i, is_fixed in enumerate(fixed) if not is_fixed)
+        self._prepared: set[Hashable] = set()
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run it."""
+        opened = (inputs[i] for i in self._open)
+        small = (tuple(size < 2 for size in given.shape) for given in opened if isinstance(given, Tensor))
+        kind = torch.is_grad_enabled(), *small
+        if kind not in self._prepared:
+            self._prepare(inputs)
+            self._prepared.add(kind)
+        return self._module.forward(*inputs)
+
+    def _prepare(self, inputs: Sequence[Any]) -> None:
+        calls = list(_calls(self._module, inputs, self._fixed))  # all, as each says what is open
+        with compiling, self._together():
+            for piece, likes in calls:
+                if not any(map(is_told_by_values, likes)):
+                    piece.compiled.prepared(likes, piece.open_dims)
+
+
+def _calls(
+    module: fx.GraphModule, inputs: Sequence[Any], fixed: Sequence[bool]
+) -> Iterator[tuple[BlockCall, list[Any]]]:
+    """Yield every call of a piece, with what its inputs are like."""
+    symbols, given = Symbols(), zip(inputs, fixed, strict=True)
+    values, known = dict[fx.Node, Any](), dict[Hashable, Any]()
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = _traced(symbols, *next(given))
+        elif node.op == "call_function":
+            values[node] = operator.getitem(*fx.map_arg(node.args, values.__getitem__))
+        elif node.op == "call_module":
+            piece, arguments = (
+                cast(BlockCall, module.get_submodule(str(node.target))),
+                fx.map_arg(node.args, values.get),
+            )
+            likes = [Like.of(argument) for argument in arguments]
+            key = (piece, *zip(likes, map(_text, arguments), strict=True))
+            if key not in known:
+                known[key] = symbols.run(piece.block, arguments)
+            values[node] = known[key]
+            piece.note(arguments)
+            yield piece, likes
+
+
+def _traced(symbols: Symbols, given: Any, is_fixed: bool) -> Any:
+    like = Like.of(given)
+    if isinstance(like, Like):
+        return like.form(() if is_fixed else range(len(like.sizes))).traced(symbols, like)
+    return symbols.number(like) if is_number(like) and not is_fixed else like
+
+
+def _text(argument: Any) -> str:
+    """Return what tells open sizes and numbers from each other."""
+    return str(tuple(argument.shape)) if isinstance(argument, Tensor) else str(argument)

@@ -49,7 +49,7 @@ class PerSequence:
         return _SequenceRewrite(graph).run()
 
 
-class Meaning(NamedTuple):
+class MaskMeaning(NamedTuple):
     """What a mask means: which tokens' numbers it compares, and whether that is all, or all with causality."""
 
     numbers: fx.Node
@@ -86,7 +86,7 @@ class _SequenceRewrite(Rewrite):
         return self._places[numbers]
 
 
-def _meaning(node: fx.Node, mask: fx.Node, sees: Sees) -> Meaning | None:
+def _meaning(node: fx.Node, mask: fx.Node, sees: Sees) -> MaskMeaning | None:
     """Return what a mask means for an attention; None where it is not known to keep sequences apart."""
     shapes = [[meta.expression(size) for size in meta.shape(given)] for given in node.args[:3]]  # type: ignore[arg-type]
     query, key, value = shapes
@@ -102,7 +102,7 @@ def _meaning(node: fx.Node, mask: fx.Node, sees: Sees) -> Meaning | None:
     others = terms - {SameElement(numbers, frozenset({row, column}))}
     is_causal = all(_is_causal(term, numbers, row, column) for term in others)
     is_all = sees.exact and is_causal and _never_falls(numbers)
-    return Meaning(numbers, is_all, bool(others))
+    return MaskMeaning(numbers, is_all, bool(others))
 
 
 def _is_of_tokens(numbers: fx.Node, rows: Any, tokens: Any) -> bool:

@@ -32,7 +32,7 @@ from hetu_fx.deduction.factors.factors import (
 from hetu_fx.deduction.factors.row_order import Routing, find_routing
 from hetu_fx.deduction.rules.build import opaque
 from hetu_fx.deduction.rules.call import Call, call_of
-from hetu_fx.deduction.rules.forms import NO_TRAITS, Traits
+from hetu_fx.deduction.rules.forms import NO_TRAITS, OpTraits
 from hetu_fx.deduction.rules.partition import Partition
 from hetu_fx.deduction.rules.registry import rule_for
 from hetu_fx.deduction.rules.rule import Factoring, names_in
@@ -253,7 +253,7 @@ class FactoredOp:
     call: Call
     factoring: Factoring
     known: bool
-    traits: Traits
+    traits: OpTraits
 
 
 def _factor_ops(graph: Graph, nodes: Iterable[fx.Node]) -> tuple[Mapping[fx.Node, FactoredOp], Routing]:

@@ -9,7 +9,7 @@ from functools import cached_property
 from torch import fx
 
 from hetu_fx.deduction.rules.call import Path, entries
-from hetu_fx.deduction.rules.forms import NO_TRAITS, Traits
+from hetu_fx.deduction.rules.forms import NO_TRAITS, OpTraits
 from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Leaf, LeafKind
@@ -116,7 +116,7 @@ class OpFactors:
     sharded: frozenset[FactorClass] = frozenset()
     placed: frozenset[FactorClass] = frozenset()
     travelling: Mapping[int, FactorClass] = field(default_factory=dict)
-    traits: Traits = NO_TRAITS
+    traits: OpTraits = NO_TRAITS
     apart: Mapping[FactorClass, OpFactors] = field(default_factory=dict)
 
     @property

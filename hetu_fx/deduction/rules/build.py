@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from hetu_fx.deduction.rules.call import Call, Shape
-from hetu_fx.deduction.rules.forms import NO_TRAITS, Traits
+from hetu_fx.deduction.rules.forms import NO_TRAITS, OpTraits
 from hetu_fx.deduction.rules.rule import Dim, Dims, Factoring, LiteralSize, Rule, names_in
 from hetu_fx.deduction.rules.size import Size, integer, product
 from hetu_fx.errors import RuleError
@@ -191,7 +191,7 @@ def lines(text: str, *ops: str, linear: Linear = "none") -> tuple[Rule, ...]:
 
 
 def built(
-    build: Callable[..., Factoring], *ops: str, traits: Traits = NO_TRAITS, **options: object
+    build: Callable[..., Factoring], *ops: str, traits: OpTraits = NO_TRAITS, **options: object
 ) -> tuple[Rule, ...]:
     """Return one rule per op, all by the same builder, whose docstring is the rule's text, with the same options."""
     return tuple(Rule(full_name(op), partial(build, **options), title(build), traits) for op in ops)

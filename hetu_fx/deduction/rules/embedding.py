@@ -25,7 +25,7 @@ from hetu_fx.deduction.rules.build import (
     replaced,
 )
 from hetu_fx.deduction.rules.call import Call, Shape
-from hetu_fx.deduction.rules.forms import KEEPS_ZEROS, Lacking, PartCall, ShardedForm, Traits
+from hetu_fx.deduction.rules.forms import KEEPS_ZEROS, Lacking, OpTraits, PartCall, ShardedForm
 from hetu_fx.deduction.rules.rule import NOTHING, Dim, Dims, Factoring, Rule
 from hetu_fx.deduction.rules.size import Size, integer
 
@@ -247,12 +247,12 @@ def _pick_own(shard: PartCall) -> fx.Node:
 
 
 RULES: tuple[Rule, ...] = (
-    *built(looked_up, "embedding", traits=Traits(sharded=ShardedForm(_look_up_own, Lacking.SUM))),
-    *built(_bagged, "embedding_bag", "embedding_bag.padding_idx", traits=Traits(starts=frozenset({2}))),
+    *built(looked_up, "embedding", traits=OpTraits(sharded=ShardedForm(_look_up_own, Lacking.SUM))),
+    *built(_bagged, "embedding_bag", "embedding_bag.padding_idx", traits=OpTraits(starts=frozenset({2}))),
     *built(indexed, "index.Tensor", traits=KEEPS_ZEROS),
     *built(indexed, "_unsafe_index.Tensor"),
     *built(put, "index_put", "_unsafe_index_put"),
-    *built(gathered, "gather", traits=Traits(sharded=ShardedForm(_pick_own, Lacking.SUM))),
+    *built(gathered, "gather", traits=OpTraits(sharded=ShardedForm(_pick_own, Lacking.SUM))),
     *built(scattered, "scatter.src", "scatter.value", "scatter_add"),
     *built(_picked_rows, "index_select", traits=KEEPS_ZEROS),
     *built(_added_rows, "index_add"),

@@ -154,7 +154,7 @@ def known(size: Size) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Traits:
+class OpTraits:
     """What is known of an op besides how its dims relate; what is left out does not hold.
 
     Attributes:
@@ -180,5 +180,5 @@ class Traits:
     needs_entries: bool = False
 
 
-NO_TRAITS = Traits()
-KEEPS_ZEROS = Traits(vanishing=frozenset({0}))
+NO_TRAITS = OpTraits()
+KEEPS_ZEROS = OpTraits(vanishing=frozenset({0}))

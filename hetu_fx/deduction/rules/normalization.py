@@ -23,7 +23,7 @@ from hetu_fx.deduction.rules.build import (
     replaced,
 )
 from hetu_fx.deduction.rules.call import Call
-from hetu_fx.deduction.rules.forms import Lacking, PartCall, ShardedForm, Traits, known
+from hetu_fx.deduction.rules.forms import Lacking, OpTraits, PartCall, ShardedForm, known
 from hetu_fx.deduction.rules.rule import NOTHING, Dims, Factoring, LiteralSize, Rule
 from hetu_fx.deduction.rules.size import integer
 from hetu_fx.graph import meta
@@ -241,8 +241,8 @@ BATCH_NORMS = """
 """.split()
 
 RULES: tuple[Rule, ...] = (
-    *built(softmax, "softmax.int", traits=Traits(sharded=ShardedForm(_softmax_over_parts))),
-    *built(softmax, "log_softmax.int", traits=Traits(sharded=ShardedForm(_log_softmax_over_parts))),
+    *built(softmax, "softmax.int", traits=OpTraits(sharded=ShardedForm(_softmax_over_parts))),
+    *built(softmax, "log_softmax.int", traits=OpTraits(sharded=ShardedForm(_log_softmax_over_parts))),
     *built(softmax, "_softmax", "_log_softmax", "_safe_softmax"),
     *built(_softmax_gradient, "_softmax_backward_data", "_log_softmax_backward_data"),
     *built(_over_last_dims, "layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"),
@@ -251,8 +251,8 @@ RULES: tuple[Rule, ...] = (
     *built(_over_all_but_one, "_weight_norm"),
     *built(_per_channel, *BATCH_NORMS),
     *built(_per_channel, "instance_norm", instances=True),
-    *built(_classified, "cross_entropy_loss", traits=Traits(sharded=ShardedForm(_cross_entropy_over_parts))),
-    *built(_classified, "nll_loss", "nll_loss_nd", traits=Traits(sharded=ShardedForm(_pick_own_scores, Lacking.SUM))),
+    *built(_classified, "cross_entropy_loss", traits=OpTraits(sharded=ShardedForm(_cross_entropy_over_parts))),
+    *built(_classified, "nll_loss", "nll_loss_nd", traits=OpTraits(sharded=ShardedForm(_pick_own_scores, Lacking.SUM))),
     *built(_classified, "nll_loss2d"),
     *built(
         compared,

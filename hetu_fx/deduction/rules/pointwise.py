@@ -14,7 +14,7 @@ from typing import Any
 
 from hetu_fx.deduction.rules.build import FIRST, broadcast, built, dims_of, kept, lines, literals, names, replaced
 from hetu_fx.deduction.rules.call import Call
-from hetu_fx.deduction.rules.forms import KEEPS_ZEROS, Traits
+from hetu_fx.deduction.rules.forms import KEEPS_ZEROS, OpTraits
 from hetu_fx.deduction.rules.rule import Factoring, LiteralSize, Rule
 from hetu_fx.deduction.rules.size import integer
 
@@ -165,13 +165,13 @@ RULES: tuple[Rule, ...] = (
     *built(copied, *OTHER_COPIES),
     *built(pointwise, *ZERO_AT_ZERO, traits=KEEPS_ZEROS),
     *built(pointwise, *UNARY, *BINARY),
-    *built(pointwise, "reciprocal", traits=Traits(inverse=frozenset({0}))),
+    *built(pointwise, "reciprocal", traits=OpTraits(inverse=frozenset({0}))),
     *built(added, "add.Tensor", "sub.Tensor", "subtract.Tensor"),
-    *built(multiplied, "mul.Tensor", traits=Traits(vanishing=frozenset({0, 1}))),
+    *built(multiplied, "mul.Tensor", traits=OpTraits(vanishing=frozenset({0, 1}))),
     *built(multiplied, "mul.Scalar", traits=KEEPS_ZEROS),
     *built(multiplied, "multiply.Tensor", "multiply.Scalar"),
-    *built(divided, "div.Tensor", "div.Scalar", traits=Traits(vanishing=frozenset({0}), inverse=frozenset({1}))),
-    *built(divided, "true_divide.Tensor", "divide.Tensor", traits=Traits(inverse=frozenset({1}))),
+    *built(divided, "div.Tensor", "div.Scalar", traits=OpTraits(vanishing=frozenset({0}), inverse=frozenset({1}))),
+    *built(divided, "true_divide.Tensor", "divide.Tensor", traits=OpTraits(inverse=frozenset({1}))),
     *built(divided, "div.Tensor_mode", "divide.Tensor_mode"),
     *built(added, "where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar"),
     *built(filled, "masked_fill.Scalar", "masked_fill.Tensor"),
@@ -185,8 +185,8 @@ RULES: tuple[Rule, ...] = (
     *built(counting, *COUNTING),
     *built(dropout, "dropout", "native_dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"),
     *built(_drawn_like, "rand_like", "randn_like", "bernoulli", "bernoulli.p"),
-    *built(_drawn_by_counter, "hetu.uniform.default", traits=Traits(counter_at=4)),
-    *built(_drawn_by_counter, "hetu.dropout.default", traits=Traits(counter_at=5)),
+    *built(_drawn_by_counter, "hetu.uniform.default", traits=OpTraits(counter_at=4)),
+    *built(_drawn_by_counter, "hetu.dropout.default", traits=OpTraits(counter_at=5)),
     *lines("..., [b] -> ...", "bucketize.Tensor"),
 )
 TAG_RULE = Rule("*.*.*", pointwise, "ops that torch tags as pointwise")

@@ -13,7 +13,7 @@ from torch import fx
 
 from hetu_fx.deduction.rules.build import EACH, broadcast, built, dims_of, lines, named, replaced
 from hetu_fx.deduction.rules.call import Call, Shape
-from hetu_fx.deduction.rules.forms import PartCall, Traits
+from hetu_fx.deduction.rules.forms import OpTraits, PartCall
 from hetu_fx.deduction.rules.rule import Dim, Dims, Factoring, Rule, names_in
 from hetu_fx.deduction.rules.size import ONE, Size
 from hetu_fx.graph import calls, meta
@@ -210,8 +210,8 @@ RULES: tuple[Rule, ...] = (
     *built(
         _scaled_dot_product,
         "scaled_dot_product_attention",
-        traits=Traits(placed=_causal_attention, ring=_ring_attention),
+        traits=OpTraits(placed=_causal_attention, ring=_ring_attention),
     ),
-    *built(_in_sequences, "hetu.sequence_attention.default", traits=Traits(ring=_ring_attention)),
+    *built(_in_sequences, "hetu.sequence_attention.default", traits=OpTraits(ring=_ring_attention)),
     *built(_sequence_places, "hetu.sequence_places.default"),
 )

@@ -16,7 +16,7 @@ from hetu_fx.deduction.rules.build import (
     names,
 )
 from hetu_fx.deduction.rules.call import Call
-from hetu_fx.deduction.rules.forms import Traits
+from hetu_fx.deduction.rules.forms import OpTraits
 from hetu_fx.deduction.rules.rule import NOTHING, Dims, Factoring, Rule
 
 
@@ -107,7 +107,7 @@ RULES: tuple[Rule, ...] = (
     *built(_compared_along, "cosine_similarity"),
     *built(kept_along, "cumprod", "logcumsumexp", "cummax", "cummin"),
     *built(kept_along, "cumsum", linear=True),
-    *built(_transformed, *FOURIER, traits=Traits(needs_entries=True)),
+    *built(_transformed, *FOURIER, traits=OpTraits(needs_entries=True)),
     *built(_quantiles, "quantile", "quantile.scalar", "nanquantile", "nanquantile.scalar"),
     *built(_distant, "pairwise_distance"),
     *built(_in_frames, "stft", "stft.center", "istft"),

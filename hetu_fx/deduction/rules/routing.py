@@ -18,7 +18,7 @@ from torch import fx
 
 from hetu_fx.deduction.rules.build import EACH, built, changed, dims_of, full_name, kept, names, opaque
 from hetu_fx.deduction.rules.call import Call
-from hetu_fx.deduction.rules.forms import Lacking, PartCall, ShardedForm, Traits
+from hetu_fx.deduction.rules.forms import Lacking, OpTraits, PartCall, ShardedForm
 from hetu_fx.deduction.rules.rule import Factoring, Rule
 from hetu_fx.graph.calls import callee
 
@@ -110,7 +110,7 @@ def _outside(shard: PartCall, number: fx.Node, start: fx.Node | None, ends: fx.N
     return shard.emit(aten.logical_or.default, after, shard.emit(aten.lt.Tensor, number, start))
 
 
-OWN_GROUPS = Traits(sharded=ShardedForm(_product_of_own_groups, Lacking.SPREAD))
+OWN_GROUPS = OpTraits(sharded=ShardedForm(_product_of_own_groups, Lacking.SPREAD))
 
 RULES: tuple[Rule, ...] = (
     *built(_sorted_along, "sort", "sort.stable", "argsort", "argsort.stable"),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from hetu_fx.deduction.rules.call import Call, Path
-from hetu_fx.deduction.rules.forms import NO_TRAITS, Traits
+from hetu_fx.deduction.rules.forms import NO_TRAITS, OpTraits
 from hetu_fx.deduction.rules.size import Size
 from hetu_fx.errors import RuleError
 
@@ -88,7 +88,7 @@ class Rule:
     op: str
     build: Builder
     text: str
-    traits: Traits = NO_TRAITS
+    traits: OpTraits = NO_TRAITS
 
     def __post_init__(self) -> None:
         if self.op.count(".") != 2:
@@ -106,7 +106,7 @@ def names_in(tensors: Iterable[Dims]) -> frozenset[str]:
     return frozenset(name for dims in tensors for dim in dims for name in dim)
 
 
-def _with_forms(factoring: Factoring, traits: Traits) -> Factoring:
+def _with_forms(factoring: Factoring, traits: OpTraits) -> Factoring:
     """Keep whole what may only be cut in a form of the op that it has not."""
     stays = factoring.sharded if traits.sharded is None else NOTHING
     stays |= factoring.placed if traits.placed is None else NOTHING

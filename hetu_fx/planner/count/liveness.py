@@ -20,7 +20,7 @@ from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.base.torch_private import FakeTensorMode, tree_leaves
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
-from hetu_fx.planner.count.peaks import Held, Owner, RecomputeSegments, Result, Run, Sharing, all_pieces
+from hetu_fx.planner.count.peaks import Held, OpStorages, Owner, RecomputeSegments, Run, Sharing, all_pieces
 from hetu_fx.planner.count.storages import Storages
 from hetu_fx.planner.values.footprint import Again, PartMemory, ProgramMemory, Segment
 from hetu_fx.planner.values.line import Amount
@@ -127,7 +127,7 @@ class _Runner:
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             storages.ignore(tensors)
             with storages:
-                walk = _Walk(self._graph.module(), self, storages)
+                walk = _LivenessWalk(self._graph.module(), self, storages)
                 with saved_tensors_hooks(walk.saves, lambda tensor: tensor):
                     roots = [root for root in tree_leaves(walk.run(*leaves)) if root.requires_grad]
                 parameters, results, saving = [*tensors, *walk.own.values()], walk.results, frozenset(walk.saving)
@@ -177,7 +177,7 @@ class _Runner:
         return Sharing.IN_SEQUENCE if self._shares.shares_sequence(node) else Sharing.NEVER
 
 
-class _Walk(fx.Interpreter):
+class _LivenessWalk(fx.Interpreter):
     """Runs a graph node by node, and says whose turn it is, forward and backward.
 
     `own` are the parameters by (placeholder, part that reads it): the same memory, with a gradient for each part.
@@ -188,7 +188,7 @@ class _Walk(fx.Interpreter):
         super().__init__(module)
         self._about, self._storages = runner, storages
         self.own: dict[tuple[fx.Node, int], Tensor] = {}
-        self.results: dict[str, Result] = {}
+        self.results: dict[str, OpStorages] = {}
         self.saving: set[str] = set()
 
     def saves(self, tensor: Tensor) -> Tensor:
@@ -227,7 +227,7 @@ class _Walk(fx.Interpreter):
         for tensor in made:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(takes_over)
-        self.results[n.name] = Result(storages.numbers(made), sum(map(_bytes, made)))
+        self.results[n.name] = OpStorages(storages.numbers(made), sum(map(_bytes, made)))
         return result
 
 

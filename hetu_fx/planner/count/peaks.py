@@ -119,7 +119,7 @@ PlaceOf = Callable[[Owner], Place]
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class OpStorages:
     """The storages that an op's result has, and its own bytes of them."""
 
     storages: frozenset[int]
@@ -153,7 +153,7 @@ class Run:
 
     changes: Sequence[Change[Owner]]
     gradients: frozenset[int]
-    results: Mapping[str, Result] = field(default_factory=dict)
+    results: Mapping[str, OpStorages] = field(default_factory=dict)
     saving: frozenset[str] = frozenset()
 
     def peaks(self, num_parts: int) -> tuple[tuple[PartPeaks, ...], Held]:

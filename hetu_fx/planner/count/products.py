@@ -1,7 +1,7 @@
 """Which ops of a program are products, of activations with weights or with each other: what stages may keep of blocks.
 
 Those of weights are what comes down to a product of two matrices when it runs, which is what the runtime keeps by
-(`transforms.lowering.saved_ops`); a batch of products, of experts say, counts with those of activations.
+(`transforms.lowering.checkpoint`); a batch of products, of experts say, counts with those of activations.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.program.program import Bindings, Program, deduce_program, evaluate
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
-from hetu_fx.transforms.lowering.checkpoint import Checkpoint
+from hetu_fx.transforms.lowering.checkpoint import RecomputingModule
 from hetu_fx.transforms.lowering.lower import lower
 from hetu_fx.transforms.passes import run_pass
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph, GraphSlot, SlotKind
@@ -149,7 +149,7 @@ def shard_of(program: Program, block: int, degree: int, place: torch.device = HO
     device = run_pass(Place(place), device)
     _leave_communication_out(device.graph)
     table = GroupTable.dry(device.rank, _STAGES * degree)
-    return BlockShard(program, deduced, device, table, lower(run_pass(Checkpoint(), device), None))
+    return BlockShard(program, deduced, device, table, lower(run_pass(RecomputingModule(), device), None))
 
 
 def _leave_communication_out(graph: fx.Graph) -> None:

@@ -96,7 +96,7 @@ def tensor_parallel_lines(stage: Stage, parts: PartCosts, cluster: Cluster) -> t
     return round_lines(tuple(rounds_of(stage, parts, (parts,))), cluster)
 
 
-def round_lines(rounds: Sequence[Rounds], cluster: Cluster) -> tuple[Line, Line]:
+def round_lines(rounds: Sequence[GroupRounds], cluster: Cluster) -> tuple[Line, Line]:
     """Return (2) and (2') of the forward and of the backward: of each kind and axis the slowest group."""
     forward, backward = Line(), Line()
     for kind, axis in dict.fromkeys((one.kind, one.axis) for one in rounds):
@@ -120,7 +120,7 @@ def _side_by_side(
     return Line(fixed, max(slope, *(load for (name, _), load in loads.items() if name != "compute")))
 
 
-def _round_line(one: Rounds, count: int, num_bytes: float, cluster: Cluster) -> Line:
+def _round_line(one: GroupRounds, count: int, num_bytes: float, cluster: Cluster) -> Line:
     """Return the seconds of one direction.
 
     Rows of a micro-batch go round together: where messages were timed, by what the longest of them take, not by what
@@ -139,7 +139,7 @@ SUM, GATHER = 2, 1
 
 
 @dataclass(frozen=True, slots=True)
-class Rounds:
+class GroupRounds:
     """Messages that a group of devices sends round; groups of one `kind` along one axis do so at the same time.
 
     Attributes:
@@ -159,13 +159,13 @@ class Rounds:
     axis: int = 0
 
     @classmethod
-    def of(cls, kind: int, ranks: tuple[int, ...], parts: PartCosts, share: float = 1.0, axis: int = 0) -> Rounds:
+    def of(cls, kind: int, ranks: tuple[int, ...], parts: PartCosts, share: float = 1.0, axis: int = 0) -> GroupRounds:
         """Return what a group sends round that has `share` of each row."""
         counts = parts.num_reductions, parts.num_returns
         return cls(kind, ranks, parts.reduced_bytes * share, parts.returned_bytes * share, *counts, axis)
 
 
-def rounds_of(stage: Stage, whole: PartCosts, by_device: Sequence[PartCosts], parts: int = 1) -> Iterator[Rounds]:
+def rounds_of(stage: Stage, whole: PartCosts, by_device: Sequence[PartCosts], parts: int = 1) -> Iterator[GroupRounds]:
     """Yield what goes round in a stage.
 
     Args:
@@ -176,33 +176,33 @@ def rounds_of(stage: Stage, whole: PartCosts, by_device: Sequence[PartCosts], pa
     """
     if not stage.is_grid:
         if stage.shares_sequence:
-            yield Rounds.of(GATHER, stage.devices, by_device[0])
+            yield GroupRounds.of(GATHER, stage.devices, by_device[0])
             yield from _exchanges(stage.devices, by_device[0])
         else:
             yield from _sums(stage.devices, by_device[0], parts)
         return
     for ranks, own in zip(stage.context_groups, by_device, strict=False):
-        yield Rounds.of(GATHER, ranks, own)
+        yield GroupRounds.of(GATHER, ranks, own)
     size = len(stage.tensor_groups[0])
     for ranks, (context, _) in zip(stage.tensor_groups, stage.shares[::size], strict=True):
         yield from _sums(ranks, whole, parts, context)
 
 
-def _exchanges(ranks: tuple[int, ...], costs: PartCosts) -> Iterator[Rounds]:
+def _exchanges(ranks: tuple[int, ...], costs: PartCosts) -> Iterator[GroupRounds]:
     """Yield what a group exchanges that shares attention by heads: of each device's part all but its own part."""
     sent, count = costs.exchanged_bytes / len(ranks), costs.num_exchanges
     if count:
-        yield Rounds(GATHER, ranks, sent, sent, count, count, axis=1)
+        yield GroupRounds(GATHER, ranks, sent, sent, count, count, axis=1)
 
 
-def _sums(ranks: tuple[int, ...], costs: PartCosts, parts: int, share: float = 1.0) -> Iterator[Rounds]:
+def _sums(ranks: tuple[int, ...], costs: PartCosts, parts: int, share: float = 1.0) -> Iterator[GroupRounds]:
     """Yield what a tensor parallel group sums: among those that have the same part, then among those that have all."""
     if parts == 1:
-        yield Rounds.of(SUM, ranks, costs, share)
+        yield GroupRounds.of(SUM, ranks, costs, share)
         return
     each = len(ranks) // parts
-    yield from (Rounds.of(SUM, ranks[i : i + each], costs, share) for i in range(0, len(ranks), each))
-    yield from (Rounds.of(SUM, ranks[i::each], costs, share, axis=1) for i in range(each))
+    yield from (GroupRounds.of(SUM, ranks[i : i + each], costs, share) for i in range(0, len(ranks), each))
+    yield from (GroupRounds.of(SUM, ranks[i::each], costs, share, axis=1) for i in range(each))
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ class StageCosts:
 
     stage: Stage
     by_device: tuple[PartCosts, ...]
-    rounds: tuple[Rounds, ...]
+    rounds: tuple[GroupRounds, ...]
     host: tuple[float, ...]
     compute: tuple[Line, ...]
     sums: Line

@@ -13,6 +13,7 @@ Communication is priced by the same functions as the comm ops that run.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -22,13 +23,12 @@ from hetu_fx.base.words import bytes_text
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.alike import alike
 from hetu_fx.planner.price.beside import overlapped
-from hetu_fx.planner.price.crossing import Crossing, add_crossing
 from hetu_fx.planner.price.links import Resource
 from hetu_fx.planner.price.pipeline import Finish, finish
 from hetu_fx.planner.price.placement import device_bytes
 from hetu_fx.planner.price.stage import StageCosts, stage_costs
 from hetu_fx.planner.price.step_end import optimizer_seconds
-from hetu_fx.planner.price.ways import Bucket, Ends, Ways
+from hetu_fx.planner.price.ways import Bucket, DirectionCosts, Ways
 from hetu_fx.planner.values.device_memory import Terms
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.parts import PartedPipeline
@@ -110,15 +110,15 @@ class PricedStep:
             for (part, other), block in zip(pairwise(pipeline.parts), pipeline.stops[1:], strict=False):
                 for ends in ((part, other), (other, part)):
                     size = rows * self._costs.boundary(block)
-                    add_crossing(busy, ends[0].devices[0], ends[1].devices[0], size, self._cluster)
+                    _add_crossing(busy, ends[0].devices[0], ends[1].devices[0], size, self._cluster)
         return max(busy.values()) + max(map(_latency, self.unlike.values())) if busy else 0.0
 
     @cached_property
-    def _gather(self) -> Ends:
+    def _gather(self) -> DirectionCosts:
         return self._ways.ends("gather")
 
     @cached_property
-    def _gradients(self) -> Ends:
+    def _gradients(self) -> DirectionCosts:
         return self._ways.ends("gradients")
 
     @property
@@ -276,3 +276,37 @@ def memory_problems(prediction: Prediction, cluster: Cluster, fraction: float = 
         for d in prediction.devices
         if d.total_bytes > limits[d.rank]
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """How many pipelines hand over to the same part through each link of a node: (part, node, direction)."""
+
+    counts: Counter[tuple[int, int, str]]
+    cluster: Cluster
+
+    @classmethod
+    def of(cls, pipelines: Iterable[PartedPipeline], cluster: Cluster) -> Crossing:
+        """Count those of a plan."""
+        found = (end for pipeline in pipelines for ends in _ends(pipeline, cluster) for end in ends)
+        return cls(Counter(found), cluster)
+
+    def beside(self, pipeline: PartedPipeline) -> tuple[int, ...]:
+        """Return how many pipelines, it included, share a link at each of its edges; 1 within a node."""
+        edges = _ends(pipeline, self.cluster)
+        return tuple([max((self.counts[end] for end in ends), default=1) for ends in edges])
+
+
+def _ends(pipeline: PartedPipeline, cluster: Cluster) -> list[tuple[tuple[int, int, str], ...]]:
+    """Return the links of nodes that each edge between parts uses; none within a node."""
+    nodes = [cluster.node_of(stage.devices[0]) for stage in pipeline.parts]
+    return [
+        ((index, here, "out"), (index, there, "in")) if here != there else ()
+        for index, (here, there) in enumerate(pairwise(nodes))
+    ]
+
+
+def _add_crossing(busy: dict[Resource, float], sender: int, receiver: int, num_bytes: float, cluster: Cluster) -> None:
+    """Add for how long bytes that go from one node to another keep the links busy that these share."""
+    for end in cluster.ends(sender, receiver):
+        busy[end.key] = busy.get(end.key, 0.0) + num_bytes / end.bytes_per_second

@@ -81,7 +81,7 @@ def rings_of(holders: Sequence[Stage]) -> list[Ring]:
     return [tuple(sorted(ring)) for ring in rings]
 
 
-class Way:
+class HomeWay:
     """The way of what some stages hold, one of each pipeline."""
 
     def __init__(self, stages: Sequence[Stage], costs: ProgramCosts, cluster: Cluster, zero: int) -> None:
@@ -196,7 +196,7 @@ def ring_line(direction: Direction, size: float, ring: Ring, cluster: Cluster, z
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class DirectionCosts:
     """What all ways in one direction take.
 
     Attributes:
@@ -227,10 +227,10 @@ class Ways:
         self._kinds = list(dict.fromkeys(pipeline.stops for pipeline in self._pipelines))
         self._buckets = buckets(costs, self._kinds)
 
-    def ends(self, direction: Direction) -> Ends:
+    def ends(self, direction: Direction) -> DirectionCosts:
         """Return what all ways in one direction take, if devices do nothing else."""
         if direction == "gather" and not self._plan.zero:
-            return Ends(0.0, {})
+            return DirectionCosts(0.0, {})
         free, spent, done = _Free(), defaultdict[int, float](float), [0.0]
         busy = self._busy(self._travelling(direction))
         for bucket in self._travelling(direction):
@@ -245,7 +245,7 @@ class Ways:
                 spent[rank] += seconds
         link_seconds = max(busy.values(), default=0.0)
         at_once, waits = min(BUCKETS_AT_ONCE, len(self._buckets)), self._with_waits(spent, busy, direction)
-        return Ends(max([*done, link_seconds]), waits, link_seconds, at_once)
+        return DirectionCosts(max([*done, link_seconds]), waits, link_seconds, at_once)
 
     def home_by(self, ready: Callable[[Bucket], float]) -> float:
         """Return when all gradients are home, each bucket of which is ready at some time; 0 where none travel.
@@ -292,10 +292,10 @@ class Ways:
         return found
 
     @once
-    def _way(self, holders: Holders) -> Way:
+    def _way(self, holders: Holders) -> HomeWay:
         of_kind = dict(zip(self._kinds, holders, strict=True))
         parts = [pipeline.parts[of_kind[pipeline.stops]] for pipeline in self._pipelines]
-        return Way(parts, self._costs, self._cluster, self._plan.zero)
+        return HomeWay(parts, self._costs, self._cluster, self._plan.zero)
 
     @once
     def _members(self, holders: Holders) -> list[int]:

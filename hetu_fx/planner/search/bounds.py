@@ -24,7 +24,7 @@ from hetu_fx.planner.search.problem import Problem
 
 
 @dataclass(frozen=True)
-class Bounds:
+class PlanBounds:
     """The bounds of a problem's plans."""
 
     problem: Problem

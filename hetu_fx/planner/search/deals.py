@@ -18,7 +18,7 @@ Region = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Deal:
+class DeviceAllotment:
     """So many pipelines with as many groups of each class: of neighbours, or of groups that stand far apart."""
 
     groups: Sequence[Sequence[tuple[int, ...]]]
@@ -79,7 +79,7 @@ class DealBounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TemplateRegion:
     """What templates are for: a region, with states as given, alone or beside others."""
 
     region: Region
@@ -102,11 +102,11 @@ class Place:
 class Draft:
     """A deal with its bounds, and how its pipelines run if that is known."""
 
-    deal: Deal
+    deal: DeviceAllotment
     bounds: DealBounds
     family: Family | None = None
 
-    def worked_out(self, estimates: Estimates, rows: int, place: Place) -> Queued | None:
+    def worked_out(self, estimates: Estimates, rows: int, place: TemplateRegion) -> Queued | None:
         """Return it with blocks dealt to stages, or, where they are, its template; None where no blocks fit."""
         if self.family is None:
             own = self.deal.rows(rows)
@@ -124,10 +124,10 @@ Queued = tuple[float, Draft | Template]
 """A template with its seconds, or a draft with seconds that its template is not below."""
 
 
-def deals_of(groups: Sequence[Sequence[tuple[int, ...]]], count: int) -> Iterator[Deal]:
+def deals_of(groups: Sequence[Sequence[tuple[int, ...]]], count: int) -> Iterator[DeviceAllotment]:
     """Yield the ways to make so many pipelines with as many groups of each class."""
     each = [len(found) // count for found in groups]
     if all(each):
-        yield Deal(groups, count)
+        yield DeviceAllotment(groups, count)
         if count > 1 and max(each) > 1:
-            yield Deal(groups, count, is_apart=True)
+            yield DeviceAllotment(groups, count, is_apart=True)

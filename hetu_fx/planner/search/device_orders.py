@@ -8,9 +8,10 @@ priced here.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from operator import attrgetter
 
@@ -61,7 +62,6 @@ def compositions(total: int, largest: int, most: int) -> tuple[tuple[int, ...], 
     return tuple((n, *rest) for n in firsts for rest in compositions(total - n, largest, most - 1))
 
 
-@cache
 def equal_sizes(total: int, largest: int, most: int) -> tuple[tuple[int, ...], ...]:
     """Return those of `compositions` that have equal numbers."""
     sizes = [size for size in range(1, min(total, largest) + 1) if total % size == 0]
@@ -105,7 +105,7 @@ def _zigzag(devices: Sequence[Device]) -> list[Device]:
 
 
 @dataclass(frozen=True, slots=True)
-class Alike:
+class LikeDevices:
     """Devices that differ in nothing but their nodes, and a little in memory, in the order of the cluster."""
 
     name: str
@@ -134,10 +134,46 @@ _PLACE = {"rank", "node", "source", "memory_bytes", "place", "nic"}
 _FACTS = attrgetter(*(field.name for field in fields(Device) if field.name not in _PLACE))
 
 
-def alike_in(cluster: Cluster) -> tuple[Alike, ...]:
+def alike_in(cluster: Cluster) -> tuple[LikeDevices, ...]:
     """Return the devices by all that they have but rank and node, those of like memory together."""
     found: dict[object, list[Device]] = {}
     for device in cluster.devices:
         size = round(math.log(device.memory_bytes, _MEMORY_STEP))
         found.setdefault((_FACTS(device), size), []).append(device)
-    return tuple(Alike(f"{some[0].kind}#{some[0].rank}", tuple(some)) for some in found.values())
+    return tuple(LikeDevices(f"{some[0].kind}#{some[0].rank}", tuple(some)) for some in found.values())
+
+
+class GroupKinds:
+    """What groups are by the classes of their devices, and by which of them share a node; `node` is that of a rank."""
+
+    def __init__(self, cluster: Cluster, memory: Mapping[int, int]) -> None:
+        """`memory` is usable bytes by rank."""
+        numbers: dict[Hashable, int] = {}
+        self._class = {
+            device.rank: numbers.setdefault((_but_for_place(device), memory[device.rank]), len(numbers))
+            for device in cluster.devices
+        }
+        self.node = {device.rank: cluster.node_of(device.rank) for device in cluster.devices}
+        self._kinds: dict[tuple[int, ...], Hashable] = {}
+
+    def key(self, groups: Groups) -> Hashable:
+        """Return what pipelines have in common that take the same: what groups are, and which hand over to a node."""
+        nodes = [self.node[group[0]] for group in groups]
+        return tuple(map(self.of, groups)), tuple([a != b for a, b in itertools.pairwise(nodes)])
+
+    def of(self, devices: tuple[int, ...]) -> Hashable:
+        """Return what a group is: the classes of its devices, and which share a node."""
+        if devices not in self._kinds:
+            self._kinds[devices] = self._new_kind(devices)
+        return self._kinds[devices]
+
+    def _new_kind(self, devices: tuple[int, ...]) -> Hashable:
+        nodes: dict[int, int] = {}
+        places = [nodes.setdefault(self.node[rank], len(nodes)) for rank in devices]
+        classes = tuple([self._class[rank] for rank in devices])
+        return (classes, tuple(places)) if len(nodes) > 1 else classes
+
+
+def _but_for_place(device: Device) -> Device:
+    """Return what prices know of a device besides its node; its memory is for the rules to say."""
+    return replace(device, rank=0, node="0", source="given", memory_bytes=1)

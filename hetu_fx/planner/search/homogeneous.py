@@ -18,7 +18,7 @@ from functools import cache, partial
 from typing import Protocol
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.planner.search.bounds import Bounds
+from hetu_fx.planner.search.bounds import PlanBounds
 from hetu_fx.planner.search.contiguous import replica_counts
 from hetu_fx.planner.search.device_orders import Groups
 from hetu_fx.planner.search.estimates import Estimates, rules_of
@@ -67,11 +67,11 @@ class Degrees:
         """Return the devices of a stage."""
         return self.group * self.context
 
-    def least_seconds(self, bounds: Bounds) -> float:
+    def least_seconds(self, bounds: PlanBounds) -> float:
         """Return a bound below which no such plan is."""
         return bounds.seconds(self.pipelines, self.stages, self.size)
 
-    def may_fit(self, bounds: Bounds) -> bool:
+    def may_fit(self, bounds: PlanBounds) -> bool:
         """Tell whether no bound rules out that such a plan fits memory."""
         return bounds.fits(self.pipelines, self.stages, self.group, self.context)
 
@@ -127,7 +127,7 @@ def candidates(problem: Problem, manner: Manner = PLAIN) -> Iterator[TimedArrang
 
     None is context parallel.
     """
-    trial, bounds = _Estimating(problem, manner), Bounds(problem)
+    trial, bounds = _Estimating(problem, manner), PlanBounds(problem)
     best = math.inf
     for degrees in sorted(_all_degrees(problem), key=lambda one: one.least_seconds(bounds)):
         if problem.time_limit.ends(best < math.inf):
@@ -141,7 +141,7 @@ def candidates(problem: Problem, manner: Manner = PLAIN) -> Iterator[TimedArrang
 
 def _context_candidates(problem: Problem) -> Iterator[TimedArrangement]:
     """Yield homogeneous plans whose stages share the sequence, by as few devices as are enough."""
-    trial_of, bounds = cache(partial(_Estimating, problem)), Bounds(problem)
+    trial_of, bounds = cache(partial(_Estimating, problem)), PlanBounds(problem)
     best = math.inf
     for family in sorted(_context_degrees(problem), key=lambda one: min(d.least_seconds(bounds) for d in one)):
         if problem.time_limit.ends(best < math.inf):

@@ -13,10 +13,9 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.fitting import fitted
 from hetu_fx.planner.simulate.simulate import expect, simulated_seconds
-from hetu_fx.planner.values.options import PlanOptions
+from hetu_fx.planner.values.options import PlanOptions, TimeLimit
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.planner.values.time_limit import TimeLimit
 from hetu_fx.plans.plan import Pipeline, Plan
 from hetu_fx.plans.prediction import Prediction
 
@@ -28,7 +27,7 @@ Candidates = Mapping[Plan, float]
 """Plans and their predicted seconds, by the one cost model. Plans of one `max_length` compete with each other."""
 
 
-class Captured(Protocol):
+class CapturedCosts(Protocol):
     """What only the captured graph of a program tells."""
 
     @property
@@ -108,7 +107,7 @@ class Problem:
     options: PlanOptions = field(default_factory=PlanOptions)
     before: Plan | None = None
     steps_ahead: float = math.inf
-    captured: Captured | None = field(default=None, compare=False)
+    captured: CapturedCosts | None = field(default=None, compare=False)
     tell: Tell = field(default=nobody, compare=False)
     time_limit: TimeLimit = field(default_factory=TimeLimit, compare=False)
     priced: Priced = field(default_factory=Priced, init=False, compare=False)

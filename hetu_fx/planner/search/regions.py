@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from hetu_fx.cluster.cluster import Device
 from hetu_fx.planner.price.bound import bound_seconds
 from hetu_fx.planner.search.allocate import spread
-from hetu_fx.planner.search.deals import Place, Region
+from hetu_fx.planner.search.deals import Region, TemplateRegion
 from hetu_fx.planner.search.estimates import Estimates
 from hetu_fx.planner.search.homogeneous import best_priced
 from hetu_fx.planner.search.problem import WORTH, Candidates, Problem, Search
@@ -75,7 +75,7 @@ def estimated(problem: Problem, templates: Templates | None = None) -> Iterator[
             return
         if bound > WORTH * least:
             break
-        places = [Place(region, zero, len(cut) == 1) for region in cut]
+        places = [TemplateRegion(region, zero, len(cut) == 1) for region in cut]
         count = max(1, KEPT >> 2 * (len(cut) - 1))
         below = WORTH * least if len(cut) == 1 else math.inf
         for chosen in itertools.product(*(templates.best(place, count, below) for place in places)):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hetu_fx.planner.search.problem import Candidates, Captured, Problem, widest
+from hetu_fx.planner.search.problem import Candidates, CapturedCosts, Problem, widest
 from hetu_fx.planner.values.program import ProgramCosts
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def in_all_splits(find: Find) -> Find:
     return found_in_all
 
 
-def _costs_of(split: Split, captured: Captured, most: int) -> Iterator[ProgramCosts]:
+def _costs_of(split: Split, captured: CapturedCosts, most: int) -> Iterator[ProgramCosts]:
     """Yield the costs for groups of up to `most` devices: those that split more besides, and larger ones."""
     narrow = captured.costs_of(split)
     yield narrow

@@ -8,7 +8,7 @@ import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from hetu_fx.cluster.cluster import Device
-from hetu_fx.planner.search.deals import Deal, Draft, Place, Queued, Region, deals_of
+from hetu_fx.planner.search.deals import DeviceAllotment, Draft, Queued, Region, TemplateRegion, deals_of
 from hetu_fx.planner.search.device_orders import alike_in, ranks_by_node
 from hetu_fx.planner.search.estimates import Estimates, even_estimates
 from hetu_fx.planner.search.homogeneous import stage_counts
@@ -31,7 +31,7 @@ class _Fastest:
     Blocks are dealt, and then the end of a step priced, as long as either can matter.
     """
 
-    def __init__(self, place: Place, rows: int, estimates: Estimates, queue: Iterable[Queued]) -> None:
+    def __init__(self, place: TemplateRegion, rows: int, estimates: Estimates, queue: Iterable[Queued]) -> None:
         self._place, self._rows, self._estimates = place, rows, estimates
         self._queue = [(seconds, number, one) for number, (seconds, one) in enumerate(queue)]
         heapq.heapify(self._queue)
@@ -58,9 +58,9 @@ class Templates:
         self.classes = classes_of(problem)
         self._speeds = [math.fsum(device.speed for device in members) for members in self.classes]
         self._deals: dict[Region, list[Draft]] = {}
-        self._found: dict[Place, _Fastest] = {}
+        self._found: dict[TemplateRegion, _Fastest] = {}
 
-    def best(self, place: Place, count: int, below: float = math.inf) -> list[Template]:
+    def best(self, place: TemplateRegion, count: int, below: float = math.inf) -> list[Template]:
         """Return so many of the fastest for the rows that the region's speed stands for, fastest first.
 
         Those alone that take less than `below` seconds.
@@ -70,7 +70,7 @@ class Templates:
             self._found[place] = _Fastest(place, rows, self.estimates, self.queue(place))
         return self._found[place].first(count, below)
 
-    def queue(self, place: Place) -> Iterator[Queued]:
+    def queue(self, place: TemplateRegion) -> Iterator[Queued]:
         """Yield what there may be templates of."""
         yield from ((place.least_seconds(one.bounds), one) for one in self._drafts(place.region))
 
@@ -92,7 +92,7 @@ class Templates:
         rate = math.fsum(count / one.step_seconds(count) for one, count in zip(chosen, rows, strict=True))
         return self._problem.costs.rows / rate
 
-    def _all(self, region: Region, rows: int) -> Iterator[Deal]:
+    def _all(self, region: Region, rows: int) -> Iterator[DeviceAllotment]:
         for sizes in self._sizes(region):
             groups = [self._groups(number, size) for number, size in zip(region, sizes, strict=True)]
             for count in self._counts(groups, rows):

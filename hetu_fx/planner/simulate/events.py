@@ -60,7 +60,7 @@ class Times:
 
 def play(activities: Sequence[Activity]) -> tuple[Times, ...]:
     """Return when each activity runs, from second 0. Raises `StateError` where some wait for each other."""
-    run = _Replay(activities)
+    run = _EventReplay(activities)
     run.play()
     waiting = [number for number, times in enumerate(run.times) if times is None]
     if waiting:
@@ -107,7 +107,7 @@ class _Running:
         self.since, self.rate, self.version = now, rate, self.version + 1
 
 
-class _Replay:
+class _EventReplay:
     """The state of a play. Events are (seconds, activity, version): its latency is over (-1), or it is done.
 
     Resources are numbered. `_wanted` is the share of each that its users would take at full speed: one of which no more

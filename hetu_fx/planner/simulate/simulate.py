@@ -23,7 +23,7 @@ from hetu_fx.planner.price.links import Resource, turn_traffic
 from hetu_fx.planner.price.placement import shards_of, tied_holders
 from hetu_fx.planner.price.step import predict, row_sum_seconds
 from hetu_fx.planner.price.step_end import optimizer_seconds
-from hetu_fx.planner.price.ways import Bucket, Direction, Holders, Way, buckets, ring_line
+from hetu_fx.planner.price.ways import Bucket, Direction, Holders, HomeWay, buckets, ring_line
 from hetu_fx.planner.simulate.events import play
 from hetu_fx.planner.simulate.fold import Fold
 from hetu_fx.planner.simulate.jobs import Jobs, Task
@@ -247,14 +247,14 @@ class _StepJobs:
         return self._way(bucket.holders).is_needed
 
     @once
-    def _way(self, holders: Holders) -> Way:
+    def _way(self, holders: Holders) -> HomeWay:
         """Return the way of what parts hold, of all pipelines."""
         of_lane = dict(zip(self.lanes, holders, strict=True))
         found = []
         for number, like in enumerate(self.like):
             lane, part = self.lanes[like], of_lane[like]
             found.append((lane.pipeline if number == like else self._parts[number]).parts[part])
-        return Way(found, self.costs, self.cluster, self.plan.zero)
+        return HomeWay(found, self.costs, self.cluster, self.plan.zero)
 
     @once
     def _members(self, holders: Holders) -> list[int]:

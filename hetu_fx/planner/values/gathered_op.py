@@ -14,7 +14,7 @@ from hetu_fx.show.table import table_text
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class GatheredKind:
     """Why something is gathered.
 
     Attributes:
@@ -30,24 +30,24 @@ class Kind:
 
 _ALL = "needs all rows of the batch, which are gathered; every replica computes the whole"
 _ALONE = "a plan with one pipeline has all rows in one place"
-KINDS: Mapping[str, Kind] = {
-    "rows": Kind(_ALL, f"a loss that is a sum or a mean over rows is not gathered; {_ALONE}"),
-    "rows, no rule": Kind(_ALL, f"if it works row by row, say so with hetu_fx.register_rule; {_ALONE}"),
-    "leaf": Kind(
+KINDS: Mapping[str, GatheredKind] = {
+    "rows": GatheredKind(_ALL, f"a loss that is a sum or a mean over rows is not gathered; {_ALONE}"),
+    "rows, no rule": GatheredKind(_ALL, f"if it works row by row, say so with hetu_fx.register_rule; {_ALONE}"),
+    "leaf": GatheredKind(
         "is called as it is, and once more for its backward, on whole values, which are gathered; every device does so",
         "write it without reading values in Python, so that it can be captured",
         is_warned_of=False,
     ),
-    "fixed batch": Kind(
+    "fixed batch": GatheredKind(
         "takes one batch size only: its inputs are gathered; every replica computes the whole",
         f"let the forward take any number of rows, as the warning of the capture says; {_ALONE}",
     ),
-    "whole": Kind(
+    "whole": GatheredKind(
         "needs whole what the plan splits, which is gathered",
         "let the plan split another dim, or use replicas or pipeline stages there",
         is_warned_of=False,
     ),
-    "no rule": Kind(
+    "no rule": GatheredKind(
         "has no rule, and so needs whole what the plan splits, which is gathered",
         "tell how its dims relate with hetu_fx.register_rule",
         is_warned_of=False,

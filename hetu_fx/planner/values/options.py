@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -227,3 +229,23 @@ class PlanOptions:
     def allowed(self, plans: Iterable[Plan]) -> Iterator[Plan]:
         """Yield those of some plans that have none of the features that they must not have."""
         return (plan for plan in plans if not self.refused(plan))
+
+
+class TimeLimit:
+    """A moment after which searches give what they have found.
+
+    `cut` tells whether a search did: only then might its answer be another one with more time.
+    """
+
+    def __init__(self, seconds: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """Without seconds it never comes."""
+        self._clock = clock
+        self._end = math.inf if seconds is None else clock() + seconds
+        self.cut = False
+
+    def ends(self, has_found: object) -> bool:
+        """Tell a search that could go on whether to stop: never before it has found something."""
+        if not has_found or self._clock() < self._end:
+            return False
+        self.cut = True
+        return True

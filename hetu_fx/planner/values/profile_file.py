@@ -173,14 +173,14 @@ def _check_part(where: str, numbers: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Boundary:
+class _BoundaryBytes:
     """What a file says of what one row hands over between blocks."""
 
     bytes: float
 
 
 _PART = record(PartCosts, ProfileError, check=_check_part)
-_BOUNDARY = record(lambda bytes: bytes, ProfileError, like=_Boundary, pack=_Boundary, check=_check_part)
+_BOUNDARY = record(lambda bytes: bytes, ProfileError, like=_BoundaryBytes, pack=_BoundaryBytes, check=_check_part)
 _PART_MEMORY = record(PartMemory, ProfileError, order="kept forward backward later largest again")
 _MEMORY = record(
     ProgramMemory,

@@ -77,7 +77,7 @@ class ParameterState:
     def _own(self) -> float:
         return float(SIZES.get(self.dtype or "", 1))
 
-    @cached_property
+    @property
     def kept_types(self) -> tuple[str | None, ...]:
         """Return the element types of what the optimizer keeps besides a master copy."""
         if self.slots is not None:
@@ -94,7 +94,7 @@ class ParameterState:
         """Return the bytes of gradients, as a multiple of the parameters'."""
         return self._share(self.gradient)
 
-    @cached_property
+    @property
     def update_share(self) -> float:
         """Return the bytes of a value of the optimizer's arithmetic, as a multiple of the parameters'."""
         return self._share(self.master)
@@ -102,7 +102,7 @@ class ParameterState:
     def _share(self, dtype: str | None) -> float:
         return SIZES[dtype] / self._own if dtype else 1.0
 
-    @cached_property
+    @property
     def whole_share(self) -> float:
         """Return the bytes of all of it, as a multiple of the parameters'."""
         return 1.0 + self.gradient_share + self.optimizer_share

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hetu_fx.base.addresses import Reach, addresses_of
+from hetu_fx.base.addresses import Contact, addresses_of
 from hetu_fx.base.machine import node_name, short_names
 from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
@@ -30,7 +30,7 @@ def main() -> None:
         sys.exit(3)
     table, total = GroupTable(), torch.ones(1)
     dist.all_reduce(total, group=create_group(list(range(table.size)), "another", timedelta(seconds=60)))
-    addresses = addresses_of(of_all(table, Reach.own()))
+    addresses = addresses_of(of_all(table, Contact.own()))
     nodes = of_all(table, node_name())
     own, found = torch.full((4,), table.rank, dtype=torch.uint8), torch.empty(4, dtype=torch.uint8)
     listener = Listener(lambda question: own, addresses[table.rank])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, Store
 
-from hetu_fx.base.addresses import LOOPBACK, Reach
+from hetu_fx.base.addresses import LOOPBACK, Contact
 from hetu_fx.comm_ops.wire import rendezvous
 from hetu_fx.comm_ops.wire.rendezvous import launcher_store, unused_part
 from hetu_fx.errors import EnvironmentProblem
@@ -59,17 +59,17 @@ def test_without_a_launchers_store_there_is_none(monkeypatch: pytest.MonkeyPatch
 def test_an_error_of_one_rank_is_raised_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
 
-    def own(host: str) -> Reach:
+    def own(host: str) -> Contact:
         if host == "nowhere":
             raise EnvironmentProblem("there is no interface eth7")
-        return Reach("n", "10.0.0.1", "10.0.0.1")
+        return Contact("n", "10.0.0.1", "10.0.0.1")
 
     def failed(rank: int) -> str:
         with pytest.raises(EnvironmentProblem) as caught:
             rendezvous._agree_on_addresses(store, rank, WORLD, "nowhere" if rank == 1 else "here")
         return str(caught.value)
 
-    monkeypatch.setattr(Reach, "own", own)
+    monkeypatch.setattr(Contact, "own", own)
     with ThreadPoolExecutor(WORLD) as ranks:
         assert set(ranks.map(failed, range(WORLD))) == {"rank 1: there is no interface eth7"}
 
@@ -87,7 +87,7 @@ def test_the_rank_whose_store_it_is_leaves_after_all_others_know_why(monkeypatch
             assert late.wait(30)
             return store.multi_get(keys)
 
-    def own(host: str) -> Reach:
+    def own(host: str) -> Contact:
         raise EnvironmentProblem("there is no interface eth7")
 
     def failed(rank: int) -> bool:
@@ -96,7 +96,7 @@ def test_the_rank_whose_store_it_is_leaves_after_all_others_know_why(monkeypatch
             rendezvous._agree_on_addresses(seen, rank, WORLD, "here")
         return store.check([f"hetu_fx/meeting/reach/known/{at}" for at in range(WORLD)])
 
-    monkeypatch.setattr(Reach, "own", own)
+    monkeypatch.setattr(Contact, "own", own)
     with ThreadPoolExecutor(WORLD) as ranks:
         told = [ranks.submit(failed, rank) for rank in range(WORLD)]
         store.wait(["hetu_fx/meeting/reach/known/0"], timedelta(seconds=30))  # the first one knows, and waits
@@ -105,14 +105,17 @@ def test_the_rank_whose_store_it_is_leaves_after_all_others_know_why(monkeypatch
 
 
 def test_ranks_of_several_networks_try_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, store = [Reach("n", "127.0.0.1", "127.0.0.2"), Reach("m", "127.0.0.3"), Reach("m", "127.0.0.3")], HashStore()
+    found, store = (
+        [Contact("n", "127.0.0.1", "127.0.0.2"), Contact("m", "127.0.0.3"), Contact("m", "127.0.0.3")],
+        HashStore(),
+    )
     monkeypatch.setattr("hetu_fx.base.addresses._is_loopback", lambda address: address == LOOPBACK)
-    monkeypatch.setattr(Reach, "own", lambda rank: found[int(rank)])
+    monkeypatch.setattr(Contact, "own", lambda rank: found[int(rank)])
 
     def agreed(rank: int) -> str:
         return rendezvous._agree_on_addresses(store, rank, WORLD, str(rank))
 
-    found[1] = Reach("m", "127.0.0.3", "127.0.0.2")
+    found[1] = Contact("m", "127.0.0.3", "127.0.0.2")
     with ThreadPoolExecutor(WORLD) as ranks:
         assert list(ranks.map(agreed, range(WORLD))) == ["127.0.0.2", "127.0.0.3", "127.0.0.3"]
 

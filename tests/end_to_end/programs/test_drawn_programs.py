@@ -18,8 +18,8 @@ from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
 from hetu_fx.lockstep import Lockstep, train_alone
 from hetu_fx.planner.count.graph_problem import problem_of
+from hetu_fx.planner.search.hap.adapter import sayable, stage_of
 from hetu_fx.planner.search.hap.search import search
-from hetu_fx.planner.search.hap.to_program import sayable, stage_of
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.program import OpRegion
 from tests.end_to_end.cells import LOSS_FNS, Step, check_equal, make_batch, make_model

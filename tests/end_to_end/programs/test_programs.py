@@ -16,7 +16,7 @@ from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.program import OpRegion
 from hetu_fx.transforms.layouts.analysed_graph import AnalysedGraph
 from hetu_fx.transforms.layouts.flow import is_item
-from hetu_fx.transforms.layouts.op_names import op_names
+from hetu_fx.transforms.layouts.program_choices import op_names
 from tests.end_to_end.cells import LOSS_FNS, Mlp, mlp_batch
 from tests.model_zoo import NO_DROPOUT, SAMPLES, to_double
 from tests.transforms.plans import program_of

@@ -3,10 +3,10 @@ from dataclasses import replace
 from hetu_fx.planner.count.peaks import (
     EVERYWHERE,
     Held,
+    OpStorages,
     Owner,
     PartPeaks,
     RecomputeSegments,
-    Result,
     Run,
     SegmentPeaks,
     Sharing,
@@ -89,7 +89,7 @@ RUN = Run(
         *(back(7, 20, "a"), back(1, -40, "a", "a"), back(0, -10, "x", "a")),
     ],
     gradients=frozenset(),
-    results={op: Result(frozenset({number}), 10) for op, number in NUMBERS.items()},
+    results={op: OpStorages(frozenset({number}), 10) for op, number in NUMBERS.items()},
     saving=frozenset({"a", "b", "end"}),
 )
 NONE = Held()

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hetu_fx.cluster.cluster import Link
 from hetu_fx.planner.price.fitting import fitted
 from hetu_fx.planner.search.allocate import least_longest, least_passing
-from hetu_fx.planner.search.bounds import Bounds
-from hetu_fx.planner.search.deals import Deal, Place
+from hetu_fx.planner.search.bounds import PlanBounds
+from hetu_fx.planner.search.deals import DeviceAllotment, TemplateRegion
 from hetu_fx.planner.search.estimates import Estimates, rules_of
 from hetu_fx.planner.search.homogeneous import candidates
 from hetu_fx.planner.search.problem import Problem
@@ -43,7 +43,7 @@ def test_items_take_no_less_than_what_is_said(total: int, lines: list[Line], wei
         assert least_longest(total, alike) == pytest.approx(longest)
 
 
-def deals() -> list[tuple[Templates, Deal]]:
+def deals() -> list[tuple[Templates, DeviceAllotment]]:
     templates = Templates(Problem(Profile(COSTS), CLUSTER))
     return [(templates, deal) for region in ((0,), (1,), (0, 1)) for deal in templates._all(region, COSTS.rows)]
 
@@ -60,7 +60,7 @@ def test_pipelines_and_the_end_of_a_step_take_no_less_than_what_deals_say() -> N
             met += least > 0.9 * made.seconds(COSTS.rows)
             for zero, is_alone in itertools.product((0, 1), (False, True)):
                 placed = deal.template(family, templates.estimates, zero, is_alone=is_alone)
-                assert Place((), zero, is_alone).least_seconds(bounds) <= placed.step_seconds(COSTS.rows)
+                assert TemplateRegion((), zero, is_alone).least_seconds(bounds) <= placed.step_seconds(COSTS.rows)
     assert met > len(deals()) / 2  # they are no bounds that rule nothing out
 
 
@@ -72,7 +72,7 @@ def test_nothing_is_said_of_blocks_that_differ() -> None:
 
 def test_homogeneous_plans_take_no_less_than_their_degrees_say() -> None:
     problem = Problem(Profile(COSTS), CLUSTER)
-    bounds, slowest = Bounds(problem), 0
+    bounds, slowest = PlanBounds(problem), 0
     for candidate in candidates(problem):
         least = candidate.degrees.least_seconds(bounds)
         priced = fitted(candidate.plan(problem), COSTS, CLUSTER, problem.options)

@@ -8,7 +8,7 @@ from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.price.step import memory_problems
-from hetu_fx.planner.search.deals import Place
+from hetu_fx.planner.search.deals import TemplateRegion
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.search.regions import CLASSES, cuts, estimated
 from hetu_fx.planner.search.templates import Templates, classes_of
@@ -72,9 +72,9 @@ def test_the_fastest_templates_are_those_of_all_deals_wherever_they_stand() -> N
                 made = deal.template(family, estimates, zero, is_alone=is_alone)
                 seconds = made.step_seconds(rows)
                 every[made.kind(estimates)] = min(seconds, every.get(made.kind(estimates), math.inf))
-        found = [one.step_seconds(rows) for one in templates.best(Place(region, zero, is_alone), 6)]
+        found = [one.step_seconds(rows) for one in templates.best(TemplateRegion(region, zero, is_alone), 6)]
         assert found == sorted(every.values())[:6]
-        fewer = templates.best(Place(region, zero, is_alone), 6, below=found[2])
+        fewer = templates.best(TemplateRegion(region, zero, is_alone), 6, below=found[2])
         assert [one.step_seconds(rows) for one in fewer] == [seconds for seconds in found if seconds < found[2]]
 
 

@@ -6,9 +6,8 @@ import pytest
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plans
-from hetu_fx.planner.price.moving import moving_seconds
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.search.staying import with_moves
+from hetu_fx.planner.search.staying import moving_seconds, with_moves
 from hetu_fx.planner.searches import SEARCHES
 from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.planner.values.options import PlanOptions

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.values.options import FEATURES, Choice, PlanOptions
+from hetu_fx.planner.values.options import FEATURES, Choice, PlanOptions, TimeLimit
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.program import OpRegion
 
@@ -88,3 +88,30 @@ def test_a_choice_that_cannot_be_is_refused(choice: dict[str, object], message: 
 def test_a_program_in_which_rows_meet_is_not_cut_whatever_is_allowed() -> None:
     with pytest.raises(PlanError, match="rows meet in the model"):
         PlanOptions.of_program(mixes_rows=True, choice=Choice.of(allow="pipeline"))
+
+
+class Clock:
+    """A clock."""
+
+    now = 5.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_search_goes_on_until_its_time_is_over_and_it_has_found_something() -> None:
+    clock = Clock()
+    limit = TimeLimit(10.0, clock)
+    assert not limit.ends({1: 2})
+    clock.now = 15.0
+    assert not limit.ends({})
+    assert not limit.cut
+    assert limit.ends({1: 2})
+    assert limit.cut
+
+
+def test_without_seconds_it_is_never_over() -> None:
+    clock = Clock()
+    limit = TimeLimit(clock=clock)
+    clock.now = 1e12
+    assert not limit.ends(True)

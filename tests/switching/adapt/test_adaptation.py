@@ -16,10 +16,18 @@ from hetu_fx.comm_ops.wire.consensus import StepFacts
 from hetu_fx.errors import CheckError, PlanError
 from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from hetu_fx.plans.prediction import Prediction
-from hetu_fx.switching.adapt.adaptation import CALIBRATED, Adaptation, calibrated, expected_seconds
+from hetu_fx.plans.prediction import DeviceCost, Prediction
+from hetu_fx.plans.program import OpRegion
+from hetu_fx.switching.adapt.adaptation import (
+    CALIBRATED,
+    Adaptation,
+    at_speeds,
+    calibrated,
+    compute_seconds,
+    expected_seconds,
+)
 from hetu_fx.switching.adapt.health import HealthTracker
-from hetu_fx.switching.adapt.replanning import Asked, Conditions, Made
+from hetu_fx.switching.adapt.replanning import Asked, Conditions, MadePlan
 from hetu_fx.switching.adapt.tried import NOT_TRIED, Tried, TryPlan
 from hetu_fx.switching.step.report import LastStep
 from tests.planner.examples import paper, rising, transformer
@@ -212,7 +220,7 @@ def test_a_rate_that_is_known_better_is_planned_for_while_the_plan_for_about_it_
     assert adaptation.is_planning
     assert [change.variant for change in adaptation.changes] == ["slow-0x2", "slow-0x2"], "the plan for about it"
     faster = replace(Plan.single(), zero=0, predicted=Prediction(1e-12))
-    adaptation.replanning.take = lambda: (_asked(adaptation), Made(faster))
+    adaptation.replanning.take = lambda: (_asked(adaptation), MadePlan(faster))
     adaptation._take_over()
     assert [change.variant for change in adaptation.changes] == ["slow-0x2", "slow-0x2", "slow-0x2.06"]
 
@@ -221,7 +229,7 @@ def test_a_plan_for_a_rate_that_is_known_better_is_left_alone_where_it_gains_lit
     adaptation = slow_and_known(2.0)
     runs = adaptation.runtime.variants["slow-0x2"]
     as_fast = expect(runs.plan, adaptation.costs, adaptation.cluster.with_rates({0: 2.06}))
-    adaptation.replanning.take = lambda: (_asked(adaptation), Made(replace(runs.plan, zero=0, predicted=as_fast)))
+    adaptation.replanning.take = lambda: (_asked(adaptation), MadePlan(replace(runs.plan, zero=0, predicted=as_fast)))
     adaptation._take_over()
     assert [change.variant for change in adaptation.changes] == ["slow-0x2", "slow-0x2"]
     assert runs.planned_rates == {0: 2.06}
@@ -336,3 +344,22 @@ def expecting(adaptation: Adaptation, seconds: float) -> Cluster:
     assert adaptation.cluster is not None
     adaptation.runtime.variants["variant0"].expect(Prediction(seconds), {})
     return adaptation.cluster
+
+
+PLAN = Plan((Pipeline((Stage((0, 1), (2, 1), program=(OpRegion("*", "rows"),)),)),))
+PREDICTED = Prediction(
+    5.0, (DeviceCost(0, (("compute", 4.0), ("idle", 1.0)), ()), DeviceCost(1, (("compute", 5.0), ("idle", 0.0)), ()))
+)
+
+
+def test_devices_are_expected_to_compute_what_was_predicted_for_so_much_of_the_batch() -> None:
+    assert compute_seconds(replace(PLAN, predicted=PREDICTED), 0.5) == {0: 2.0, 1: 2.5}
+    assert compute_seconds(PLAN, 1.0) == {}
+
+
+def test_at_other_speeds_work_takes_longer_and_the_step_as_much_longer_as_the_device_that_is_slowed_most() -> None:
+    before, after = Cluster.on_paper([2e9, 1e9]), Cluster.on_paper([1e9, 1.25e9])
+    found = at_speeds(PREDICTED, before, after)
+    assert found.seconds == pytest.approx(10.0)
+    assert [dict(device.seconds)["compute"] for device in found.devices] == pytest.approx([8.0, 4.0])
+    assert dict(found.devices[0].seconds)["idle"] == 1.0

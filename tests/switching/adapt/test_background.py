@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from hetu_fx.errors import PlanError, StateError
-from hetu_fx.switching.adapt import background as module
-from hetu_fx.switching.adapt.background import Background, kept_to
+from hetu_fx.switching.adapt import replanning as module
+from hetu_fx.switching.adapt.replanning import Background, kept_to
 
 
 def finished(background: Background[Any, Any]) -> Background[Any, Any]:

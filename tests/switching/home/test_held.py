@@ -10,7 +10,7 @@ import torch
 
 from hetu_fx.annotations.annotation import Annotation, Split
 from hetu_fx.errors import StateError
-from hetu_fx.switching.home.held import COPIED, JOINT, Held, Key, Readings, is_copy, part_of, source_of, why_not
+from hetu_fx.switching.home.held import COPIED, JOINT, Key, Readable, Readings, is_copy, part_of, source_of, why_not
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
 
 CUT = Annotation.on((0, 1), Split(0, (2, 1)))
@@ -38,7 +38,7 @@ def test_readings_stay_while_a_rank_writes_and_reads_on() -> None:
 
 def test_a_part_is_given_at_the_writes_that_are_asked_for() -> None:
     tensor = home(1)
-    held = Held.home(tensor)
+    held = Readable.home(tensor)
     layout = str(CUT)
     part = held.part(held.writes, layout)
     assert part is not None
@@ -50,14 +50,14 @@ def test_a_part_is_given_at_the_writes_that_are_asked_for() -> None:
 
 
 def test_a_tensor_that_lies_otherwise_is_refused() -> None:
-    held = Held.home(home())
+    held = Readable.home(home())
     with pytest.raises(StateError, match=r"it lies as .* there, as elsewhere where it is asked for"):
         held.part(held.writes, "elsewhere")
 
 
 def test_a_piece_on_its_way_is_not_given() -> None:
     tensor = home()
-    held = Held(tensor, None, None)
+    held = Readable(tensor, None, None)
     assert held.part(held.writes, str(CUT)) is None
 
 
@@ -88,12 +88,12 @@ def test_the_key_of_a_copy_tells_what_it_is_a_copy_of() -> None:
     ],
 )
 def test_what_is_not_given_is_explained(key: Key, wanted: int, text: str) -> None:
-    told = why_not(key, [Held.home(home())], question(version=wanted), 1)
+    told = why_not(key, [Readable.home(home())], question(version=wanted), 1)
     assert re.search(text, told), told
 
 
 def test_copies_of_which_there_are_several_are_explained() -> None:
     key = ("w", COPIED, "0", "torch.float32")
-    two = [Held.home(home()), Held.home(home())]
+    two = [Readable.home(home()), Readable.home(home())]
     assert "a copy of parameter 'w', of which there are 2 here after 1 s" in why_not(key, two, question(), 1)
     assert "of which there are 0 here" in why_not(key, [], question(), 1)

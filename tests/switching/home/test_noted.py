@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from hetu_fx.annotations.annotation import Annotation, Split
-from hetu_fx.switching.home import noted, stepped
+from hetu_fx.switching.home import stepped, writes
 from hetu_fx.switching.home.journal import Journal, journal
-from hetu_fx.switching.home.noted import Numbers, StepRates, TensorCounts
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
+from hetu_fx.switching.home.writes import Numbers, StepRates, TensorCounts
 
 WHOLE = torch.arange(12.0).view(6, 2)
 
@@ -144,4 +144,4 @@ def test_what_is_unlike_is_told_by_rank(watch: type[Any], told: tuple[Any, ...],
 
 
 def test_numbers_have_the_same_hash_in_every_process() -> None:
-    assert noted.clean(float("nan")) == noted.clean(float("nan"))
+    assert writes.clean(float("nan")) == writes.clean(float("nan"))

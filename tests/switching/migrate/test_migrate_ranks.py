@@ -23,7 +23,7 @@ from hetu_fx.errors import CommError, StateError
 from hetu_fx.switching.home.ops import HomeTensor
 from hetu_fx.switching.migrate import byte_runs, node_memory
 from hetu_fx.switching.migrate import migrate as migrate_module
-from hetu_fx.switching.migrate.buckets import Transport
+from hetu_fx.switching.migrate.buckets import Carrier
 from hetu_fx.switching.migrate.in_flight import InFlightState
 from hetu_fx.switching.migrate.migrate import migrate
 from hetu_fx.switching.migrate.node_memory import SHARED_MEMORY
@@ -105,11 +105,11 @@ def check_values_stay_bit_by_bit_however_small_the_buckets(rank: int, world: int
 def check_what_ranks_of_one_machine_share_is_not_sent(rank: int, world: int, folder: Path) -> None:
     plains, homes = parameters(rank)
     token = uuid5(NAMESPACE_URL, str(folder)).hex  # other jobs share memory too
-    for targets, transport in ((ELSEWHERE, Transport.DIRECT), (BEFORE, Transport.SHARED)):
+    for targets, transport in ((ELSEWHERE, Carrier.DIRECT), (BEFORE, Carrier.SHARED)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(node_memory, "uuid4", lambda: SimpleNamespace(hex=f"{token}-{uuid4().hex}"))
             patch.setattr(p2p, "post", lambda *arguments: pytest.fail("a message was sent"))
-            forbid_reading(patch, transport is Transport.SHARED and rank == 1)
+            forbid_reading(patch, transport is Carrier.SHARED and rank == 1)
             plan = moved(homes, [], targets, extra_share=1e-3, least_extra_bytes=0)
         assert plan.transport is transport
         assert_same(homes, plains)
@@ -140,7 +140,7 @@ def check_all_slices_may_be_read_where_they_are(rank: int, world: int, folder: P
             assert_same(homes, plains)
             assert_same([home.grad for home in homes], [plain.grad for plain in plains])
             assert_same([optimizer.state[home]["momentum_buffer"] for home in homes], plains)
-    assert (plan.transport, len(plan.buckets) > 1) == (Transport.DIRECT, True)
+    assert (plan.transport, len(plan.buckets) > 1) == (Carrier.DIRECT, True)
 
 
 def check_parts_that_are_not_dense_are_packed(rank: int, world: int, folder: Path) -> None:
@@ -149,7 +149,7 @@ def check_parts_that_are_not_dense_are_packed(rank: int, world: int, folder: Pat
     if rank == 1:
         columns.local = columns.local.t().contiguous().t()
         assert not columns.local.is_contiguous()
-    assert moved(homes, [], ELSEWHERE).transport is Transport.SHARED
+    assert moved(homes, [], ELSEWHERE).transport is Carrier.SHARED
     assert_same(homes, plains)
 
 
@@ -176,17 +176,17 @@ def check_messages_are_sent_where_memory_is_not_shared(rank: int, world: int, fo
                 patch.setattr(node_memory, "SHARED_MEMORY", folder / "is not there")
                 patch.setattr(node_memory, "_opened", lambda *arguments: None)
             plan = moved(homes, [], targets, extra_share=1e-3, least_extra_bytes=0)
-        assert plan.transport is (Transport.SENT if apart else Transport.SHARED)
+        assert plan.transport is (Carrier.SENT if apart else Carrier.SHARED)
         assert_same(homes, plains)
 
 
 def check_messages_are_sent_from_a_rank_that_has_no_room_to_share_any_more(rank: int, world: int, folder: Path) -> None:
     plains, homes = parameters(rank)
-    for targets, transport in ((ELSEWHERE, Transport.DIRECT), (BEFORE, Transport.SHARED)):
+    for targets, transport in ((ELSEWHERE, Carrier.DIRECT), (BEFORE, Carrier.SHARED)):
         table = GroupTable()
         assert node_memory.all_share(table, is_able=True)
         with pytest.MonkeyPatch.context() as patch:
-            forbid_reading(patch, transport is Transport.SHARED)
+            forbid_reading(patch, transport is Carrier.SHARED)
             if rank == 1:
                 patch.setattr(node_memory, "SHARED_MEMORY", folder / "is not there")
             plan = migrate(named(homes), targets, [], table, extra_share=1e-3, least_extra_bytes=0)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial, Split
 from hetu_fx.errors import StateError
 from hetu_fx.switching.migrate import plan as switch_plan
-from hetu_fx.switching.migrate.buckets import ARRIVING, LEAVING, NEW, StateTensor, Transport, peak_bytes
+from hetu_fx.switching.migrate.buckets import ARRIVING, LEAVING, NEW, Carrier, StateTensor, peak_bytes
 from hetu_fx.switching.migrate.plan import LEAST_EXTRA_BYTES, SwitchPlan
 from tests.oracles.annotation_reference import shard
 from tests.oracles.annotation_samples import random_annotation
@@ -128,9 +128,9 @@ def test_every_pair_of_ranks_has_one_message_per_bucket(seed: int) -> None:
 
 
 @settings(max_examples=40)
-@given(st.integers(0, 2**32 - 1), st.sampled_from([0.1, 0.3]), st.sampled_from(Transport))
+@given(st.integers(0, 2**32 - 1), st.sampled_from([0.1, 0.3]), st.sampled_from(Carrier))
 def test_extra_memory_of_a_rank_is_a_share_of_the_state_or_one_new_part_and_a_fifth_of_that(
-    seed: int, share: float, transport: Transport
+    seed: int, share: float, transport: Carrier
 ) -> None:
     state = random_state(seed, scale=32)
     plan = plan_switch(state, extra_share=share, least_extra_bytes=0, transport=transport)
@@ -140,8 +140,8 @@ def test_extra_memory_of_a_rank_is_a_share_of_the_state_or_one_new_part_and_a_fi
 
 
 @settings(max_examples=60)
-@given(st.integers(0, 2**32 - 1), st.sampled_from(Transport))
-def test_what_only_optimizers_use_comes_later_and_all_else_is_as_without(seed: int, transport: Transport) -> None:
+@given(st.integers(0, 2**32 - 1), st.sampled_from(Carrier))
+def test_what_only_optimizers_use_comes_later_and_all_else_is_as_without(seed: int, transport: Carrier) -> None:
     state = random_state(seed, scale=16)
     whole, split = (
         plan_switch(state, least_extra_bytes=0, transport=transport, splits=splits) for splits in (False, True)
@@ -177,7 +177,7 @@ def test_a_tensor_larger_than_the_share_comes_in_parts() -> None:
 def test_ranks_that_read_messages_where_they_are_packed_need_fewer_buckets() -> None:
     state = [weight(number) for number in range(200)]
     sent, read = (
-        plan_switch(state, least_extra_bytes=0, transport=transport) for transport in (Transport.SENT, Transport.SHARED)
+        plan_switch(state, least_extra_bytes=0, transport=transport) for transport in (Carrier.SENT, Carrier.SHARED)
     )
     assert len(read.buckets) < len(sent.buckets) * 0.6
     assert read.peak_extra_bytes <= max(read.state_bytes) / 10
@@ -187,8 +187,7 @@ def test_ranks_that_read_messages_where_they_are_packed_need_fewer_buckets() -> 
 def test_what_is_read_where_it_is_takes_no_room_for_messages() -> None:
     state = [replace(weight(number), source=COLUMNS, target=ROWS) for number in range(200)]
     packed, read = (
-        plan_switch(state, least_extra_bytes=0, transport=transport)
-        for transport in (Transport.SHARED, Transport.DIRECT)
+        plan_switch(state, least_extra_bytes=0, transport=transport) for transport in (Carrier.SHARED, Carrier.DIRECT)
     )
     assert not any(num_bytes for bucket in read.buckets for (what, _), num_bytes in bucket.load.items() if what != NEW)
     assert len(read.buckets) < len(packed.buckets)
@@ -202,7 +201,7 @@ def test_every_slice_is_packed_or_read_and_short_runs_are_packed() -> None:
         StateTensor(str(dim), "value", torch.float32, *homes, (64, 64))
         for dim, homes in enumerate(((columns, rows), (rows, columns)))
     ]
-    plan = plan_switch(state, transport=Transport.DIRECT)
+    plan = plan_switch(state, transport=Carrier.DIRECT)
     (bucket,) = plan.buckets
     found = [{bucket.tensors[t.move].parameter for t in part.transfers} for part in (bucket.direct, bucket.packed)]
     assert found == [{"0"}, {"1"}]

@@ -14,7 +14,6 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import DivergedError
 from hetu_fx.switching.home.async_tensor import Pending
 from hetu_fx.switching.step import loss as step
-from hetu_fx.switching.step import number_sums
 from hetu_fx.switching.step.loss import GlobalLoss, Guess, LossGradient, SeenLoss, applied
 from hetu_fx.switching.step.timer import ComputeTimer
 
@@ -180,7 +179,7 @@ def test_in_float16_what_ran_ahead_under_another_scale_runs_again_with_the_avera
 
 def test_losses_of_unlike_steps_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Tensor] = []
-    monkeypatch.setattr(number_sums, "sum_all", lambda buffer, ranks: sent.append(buffer.tensor) or Exchange())
+    monkeypatch.setattr(step, "sum_all", lambda buffer, ranks: sent.append(buffer.tensor) or Exchange())
     first, second = (LossGradient(GroupTable.dry(0, 2), Guess(), step=number) for number in (1, 2))
     for gradient in (first, second):
         gradient.begin(torch.tensor(1.0))

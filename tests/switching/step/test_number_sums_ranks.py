@@ -11,7 +11,7 @@ import torch
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.peers.rounds import open_rounds
 from hetu_fx.errors import DivergedError
-from hetu_fx.switching.step.number_sums import start_marked_sum, start_sum_by_round
+from hetu_fx.switching.step.loss import start_marked_sum, start_sum_by_round
 
 WORLD = 3
 

@@ -6,11 +6,14 @@ import functools
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from hetu_fx.errors import PlanError
+from hetu_fx.graph.capture import capture
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.program import OpRegion
 from hetu_fx.program.program import Program
+from hetu_fx.transforms.layouts.program_choices import op_names
 from hetu_fx.transforms.layouts.states import SplitOn
 from tests.planner.search.nets import Perceptron, mean_square
 from tests.transforms.plans import deduced, program_of, same_in_group
@@ -92,3 +95,19 @@ def test_a_program_that_does_not_fit_is_refused_with_the_place_and_the_way_out(
 ) -> None:
     with pytest.raises(PlanError, match=said):
         deduced(program(), plan(*regions))
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.up(self.up(x)) * 2 * 3).sum()
+
+
+def test_ops_are_named_by_module_and_numbered_where_they_come_again() -> None:
+    graph = capture(Twice(), {"x": torch.randn(3, 4)}, loss_fn=lambda out, **batch: out)
+    names = list(op_names(graph).values())
+    assert len(set(names)) == len(names)
+    assert {"up:linear", "up:linear#1", ":mul", ":mul#1", ":sum"} <= set(names)

@@ -9,7 +9,7 @@ from torch import nn
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.comm_ops.plans.cost import Topology, all_reduce_cost, ring_cost
 from hetu_fx.deduction.factors.factors import FactorClass
-from hetu_fx.transforms.layouts.beam import WIDTH, beam
+from hetu_fx.transforms.layouts.forward_search import WIDTH, beam
 from hetu_fx.transforms.layouts.reshard_cost import FLOPS_PER_SECOND, TYPICAL_LINKS, Prices, bytes_of, products_by_byte
 from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, AxisState, SplitOn
 from tests.transforms.plans import program_of

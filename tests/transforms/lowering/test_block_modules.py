@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.transforms.lowering.block_modules import BlockModule, BlockModules
-from hetu_fx.transforms.lowering.checkpoint import Checkpoint
+from hetu_fx.transforms.lowering.checkpoint import RecomputingModule
 from hetu_fx.transforms.lowering.lower import Backend, lower
 from hetu_fx.transforms.lowering.recompute import Recompute
 from hetu_fx.transforms.specialize.device_graph import SlotKind
@@ -57,7 +57,7 @@ class Cut:
         device = Recompute(made.annotated)(Specialize(0)(made))
         assert device is not None
         self.device, self.parameters = device, dict(model.named_parameters())
-        self.whole = Checkpoint()(device)
+        self.whole = RecomputingModule()(device)
         self.cut = BlockModules(made.annotated.graph.block_paths)(self.whole)
 
     @property

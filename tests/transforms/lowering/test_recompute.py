@@ -19,10 +19,9 @@ from hetu_fx.graph.meta import module_stack
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.recomputed import RecomputedOps
 from hetu_fx.program.program import Program
-from hetu_fx.transforms.lowering.checkpoint import Checkpoint
+from hetu_fx.transforms.lowering.checkpoint import SAVED, RecomputingModule
 from hetu_fx.transforms.lowering.lower import Backend, lower
 from hetu_fx.transforms.lowering.recompute import segments_of
-from hetu_fx.transforms.lowering.saved_ops import SAVED
 from hetu_fx.transforms.lowering.traffic import communications, sends
 from tests.oracles.traffic import traffic_by_block
 from tests.transforms.cases import LENGTH, Case, batch_of
@@ -170,7 +169,7 @@ def trained(
     device = device_graph(program, plan, 0)
     values = [given(0, slot) for slot in device.slots]
     leaves = [v.detach().clone().requires_grad_(v.requires_grad) for v in values]
-    function = lower(Checkpoint()(device), backend)
+    function = lower(RecomputingModule()(device), backend)
     with kept or nullcontext():
         (loss,) = function(*leaves)
     loss.backward()

@@ -1,28 +1,49 @@
 """The HAP search, as the table of searches knows it: plans that carry its program, and plans near it.
 
-HAP plans op by op. A plan with a program says that op by op too (`to_program`); others say how all devices share rows,
+HAP plans op by op. A plan with a program says that op by op too; others say how all devices share rows,
 or what one group of them splits. Those that come nearest are found by HAP's own prices, with their shares, and priced
 once more by the cost of all searches, for what their groups split. What a plan with a program runs is taken from the
 passes (`executed`), and its step is played on paper (`played`), as those of other plans are: HAP's prices know work and
 exchanges alone, and not what a step takes besides. So a program that sends factors is asked for without them too, and
 each with parameters in parts and on every device. What the program says and a plan cannot is noted on the plan.
+
+In a program of a plan a factor is named by a dim of a parameter or an input that has it, of one that the op reads if
+there is such. Ops of repeated blocks that do the same are one region, whose numbers are `*`. What the loss does not
+need is done whole. Views are left out, and what parameters do not reach: they follow what they are of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase as fnmatch
+from functools import cached_property
 
+from torch import fx
+
+from hetu_fx.deduction.factors.factors import FactorClass
+from hetu_fx.deduction.rules.forms import Lacking
 from hetu_fx.errors import DeductionError, PlanError, ResolveError
+from hetu_fx.graph import meta
+from hetu_fx.graph.graph import Leaf, LeafKind
+from hetu_fx.planner.count.graph_problem import GraphProblem, factor_name
 from hetu_fx.planner.price.step import memory_problems
 from hetu_fx.planner.search.hap.assemble import HapResult
 from hetu_fx.planner.search.hap.forms import SynthesisRules
+from hetu_fx.planner.search.hap.prices import rounded
+from hetu_fx.planner.search.hap.program import HapStep
 from hetu_fx.planner.search.hap.search import MOST_ROUNDS, search
+from hetu_fx.planner.search.hap.states import PARTIAL
 from hetu_fx.planner.search.hap.to_plan import PARTS, Translation, one_group, translations
-from hetu_fx.planner.search.hap.to_program import sayable, stage_of
-from hetu_fx.planner.search.problem import Candidates, Captured, Problem
+from hetu_fx.planner.search.problem import Candidates, CapturedCosts, Problem
+from hetu_fx.planner.values.tensor_program import TensorProgram
 from hetu_fx.plans.plan import Pipeline, Plan
 from hetu_fx.plans.prediction import Prediction
+from hetu_fx.plans.program import ROWS, SUMMANDS, WHOLE, LeafDim, OpRegion
+from hetu_fx.plans.stage import Stage
+from hetu_fx.transforms.layouts.flow import is_item
+from hetu_fx.transforms.layouts.program_choices import only_rearranges, op_names
 
 
 def find_plans(problem: Problem) -> Candidates:
@@ -51,7 +72,9 @@ def find_programs(problem: Problem) -> Candidates:
         return {}
 
 
-def _searched(captured: Captured, problem: Problem, *, factors: bool = True, rounds: int = MOST_ROUNDS) -> HapResult:
+def _searched(
+    captured: CapturedCosts, problem: Problem, *, factors: bool = True, rounds: int = MOST_ROUNDS
+) -> HapResult:
     """Return HAP's program, of what can be said."""
     options, program = problem.options, sayable(captured.hap)
     return search(
@@ -65,7 +88,7 @@ def _searched(captured: Captured, problem: Problem, *, factors: bool = True, rou
 
 
 def _with_programs(
-    captured: Captured, result: HapResult, problem: Problem, *, rounds: int = MOST_ROUNDS
+    captured: CapturedCosts, result: HapResult, problem: Problem, *, rounds: int = MOST_ROUNDS
 ) -> Iterator[tuple[Plan, float]]:
     """Yield the plans that carry a program, with their seconds, if the passes run them and they fit.
 
@@ -86,7 +109,9 @@ def _with_programs(
         yield from sorted(priced, key=lambda found: found[1])[:1]
 
 
-def _with_program(plan: Plan, captured: Captured, result: HapResult, problem: Problem) -> Iterator[tuple[Plan, float]]:
+def _with_program(
+    plan: Plan, captured: CapturedCosts, result: HapResult, problem: Problem
+) -> Iterator[tuple[Plan, float]]:
     try:
         expected = captured.expect(plan, problem.cluster)
     except (PlanError, DeductionError, ResolveError) as refusal:
@@ -102,7 +127,7 @@ def _said(result: HapResult) -> str:
     return f"hap, by its own prices: the program that was found takes {result.seconds:.4g} s: {result.why}"
 
 
-def _translations(captured: Captured, result: HapResult, problem: Problem) -> Iterator[Translation]:
+def _translations(captured: CapturedCosts, result: HapResult, problem: Problem) -> Iterator[Translation]:
     options = problem.options
     near = translations(
         captured.hap.program, result, problem.cluster, memory_fraction=options.memory_fraction, zero=options.zero
@@ -110,7 +135,7 @@ def _translations(captured: Captured, result: HapResult, problem: Problem) -> It
     yield from (each for each in near if options.sequence_parallel or not each.plan.sequence_parallel)
 
 
-def _plans(found: Translation, captured: Captured, problem: Problem) -> Iterator[Plan]:
+def _plans(found: Translation, captured: CapturedCosts, problem: Problem) -> Iterator[Plan]:
     """Yield the plan that was found, as the runtime has it: with whole parts of what is split, if there are enough."""
     plan, options = found.plan, problem.options
     if len(plan.pipelines) > 1 or len(plan.devices) == 1:
@@ -126,3 +151,165 @@ def _plans(found: Translation, captured: Captured, problem: Problem) -> Iterator
 def _noted(plan: Plan, found: Translation, problem: Problem) -> Plan:
     note = Prediction(found.seconds, why=f"hap, by its own prices: {found.why}")
     return replace(plan, name=problem.options.name, max_length=problem.options.max_length, predicted=note)
+
+
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+
+
+_DENOMINATORS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 30, 50, 100, 200, 500, 1000)
+"""Ratios are whole numbers that add up to one of these for each device."""
+
+NEGLIGIBLE = 0.002
+"""Ratios of smaller numbers are taken where the program takes longer by no more than this part."""
+
+
+def stage_of(problem: GraphProblem, result: HapResult) -> Stage:
+    """Return the stage of all devices that runs a program, its ratios small whole numbers.
+
+    Devices that no segment gives a part are left out. Raises `PlanError` for a factor that no parameter and no input
+    has (see `sayable`), and where fewer than two devices are left.
+    """
+    shares = _whole(result)
+    places = [place for place, each in enumerate(zip(*shares, strict=True)) if any(each)]
+    if len(places) < 2:
+        raise PlanError(f"ratios {result.ratios} leave one device all of the program; a plan of one device runs that")
+    ratios = [tuple(segment[place] for place in places) for segment in shares]
+    common = next((each for each in ratios if all(each)), (1,) * len(places))
+    regions = _Regions(problem, tuple(() if each == common else each for each in ratios))
+    program = regions.of(result.program.steps)
+    return Stage(tuple(result.ranks[place] for place in places), common, program=program)
+
+
+def _whole(result: HapResult) -> tuple[tuple[int, ...], ...]:
+    """Return the ratios of each segment in the smallest numbers that lose next to nothing."""
+    for parts in _DENOMINATORS:
+        shares = tuple(rounded(ratios, parts * len(ratios)) for ratios in result.ratios)
+        ratios = tuple(tuple(share / sum(each) for share in each) for each in shares)
+        if result.program.seconds(result.speeds, ratios) <= result.seconds * (1 + NEGLIGIBLE):
+            break
+    return shares
+
+
+def sayable(problem: GraphProblem) -> TensorProgram:
+    """Return the problem in which no op is cut on what a program cannot name."""
+    known = frozenset(factor_name(c) for c in problem.analysed.factors.classes if c.is_batch or _places(problem, c))
+    ops = (replace(op, whole=op.whole | (frozenset(op.factors) - known)) for op in problem.program.ops)
+    return replace(problem.program, ops=tuple(ops))
+
+
+def _places(problem: GraphProblem, factor: FactorClass) -> list[tuple[Leaf, int]]:
+    """Return the dims of parameters and inputs that a factor stands in."""
+    found = problem.analysed.factors.leaf_dims(factor)
+    return [(leaf, dim) for leaf, dim in found if leaf.kind in (LeafKind.PARAMETER, LeafKind.INPUT)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Regions:
+    """Says steps as regions; `ratios` are those of each segment, () where they are the stage's."""
+
+    problem: GraphProblem
+    ratios: Sequence[tuple[int, ...]]
+
+    def of(self, steps: Sequence[HapStep]) -> tuple[OpRegion, ...]:
+        """Return the regions, such that the first that matches an op says what its step does."""
+        names = op_names(self.problem.analysed.graph)
+        nodes = {names[node]: node for node in self.problem.nodes}
+        sums = self._sums(steps)
+        pairs = zip(nodes.items(), steps, strict=True)
+        exact = [self._region(name, node, step, sums) for (name, node), step in pairs]
+        rest = [node for node in names if self._is_beside(node)]
+        exact += [OpRegion(names[node], WHOLE) for node in rest]
+        folded = list(self._folded(exact, nodes | {names[node]: node for node in rest}))
+        strays = (own for own in exact if not _is_told(own, folded))
+        return (*strays, *folded)
+
+    def _is_beside(self, node: fx.Node) -> bool:
+        """Tell whether an op, and no view, is none of the problem's, as the loss does not need it."""
+        analysed, sources = self.problem.analysed, self.problem.sources
+        is_op = analysed.factors.is_op(node) and meta.has_tensor(node) and node not in self.problem.nodes
+        is_left = is_op and analysed.flow.is_mixed(node) and not is_item(node) and node not in sources
+        return is_left and not only_rearranges(node, analysed.factors.op(node))
+
+    def _sums(self, steps: Sequence[HapStep]) -> frozenset[str]:
+        """Return the tensors that come in summands: without those that ops which look across a factor add up."""
+        sums: set[str] = set()
+        for node, step in zip(self.problem.nodes, steps, strict=True):
+            adds_up = step.form.cut is not None and self._adds_up(node, self._classes[step.form.cut])
+            of_none = step.form.cut is None and sums.isdisjoint(step.op.reads)
+            if not adds_up and not of_none:
+                made = zip(step.op.makes, step.form.makes, strict=True)
+                sums |= {name for name, layout in made if layout == PARTIAL}
+        return frozenset(sums)
+
+    def _adds_up(self, node: fx.Node, factor: FactorClass) -> bool:
+        op = self.problem.analysed.factors.op(node)
+        form = op.traits.sharded if factor in op.sharded else None
+        return form is not None and form.lacking is Lacking.WHOLE
+
+    def _region(self, name: str, node: fx.Node, step: HapStep, sums: frozenset[str]) -> OpRegion:
+        form = step.form
+        if form.cut is None:
+            given = (tensor for tensor, layout in zip(step.op.reads, form.reads, strict=True) if layout == PARTIAL)
+            return OpRegion(name, WHOLE if sums.isdisjoint(given) else SUMMANDS)
+        split = self._split(node, self._classes[form.cut])
+        return OpRegion(name, split, self.ratios[form.segment], bool(form.gathered))
+
+    def _split(self, node: fx.Node, factor: FactorClass) -> str:
+        if factor.is_batch:
+            return ROWS
+        graph = self.problem.analysed.graph
+        reads = {self.problem.sources[o.node][0] for o in self.problem.analysed.factors.op(node).operands}
+        owner = graph.block_of(node)
+
+        def is_far(place: tuple[Leaf, int]) -> tuple[bool, bool]:
+            leaf, _ = place
+            return leaf.name not in reads, owner not in map(graph.block_of, leaf.node.users)
+
+        leaf, dim = min(_places(self.problem, factor), key=is_far)
+        classes = self.problem.analysed.factors.dims(leaf.node)[dim]
+        return str(LeafDim(leaf.name, dim, classes.index(factor) if len(classes) > 1 else None))
+
+    @cached_property
+    def _classes(self) -> Mapping[str, FactorClass]:
+        return {factor_name(c): c for c in self.problem.analysed.factors.classes}
+
+    def _folded(self, exact: Sequence[OpRegion], nodes: Mapping[str, fx.Node]) -> Iterator[OpRegion]:
+        """Yield a region for ops of several blocks that do the same, or one for each; the longest patterns first."""
+        twins: dict[str, list[OpRegion]] = {}
+        for region in exact:
+            twins.setdefault(_starred(region.ops), []).append(region)
+        for pattern in sorted(twins, key=lambda pattern: (-len(pattern.replace("*", "")), pattern)):
+            alike = {replace(one, ops=pattern, split=_starred(one.split)) for one in twins[pattern]}
+            one = next(iter(alike))
+            is_same = len(alike) == 1 < len(twins[pattern])
+            if is_same and all(self._means(one, own, nodes[own.ops]) for own in twins[pattern]):
+                yield one
+            else:
+                yield from twins[pattern]
+
+    def _means(self, region: OpRegion, own: OpRegion, node: fx.Node) -> bool:
+        """Tell whether a region of several ops says of one what its own does."""
+        reached = self.problem.analysed.factors.op(node).classes
+        return self._named(region) & reached == self._named(own) & reached
+
+    def _named(self, region: OpRegion) -> frozenset[FactorClass]:
+        named = region.leaf_dim
+        if named is None:
+            return frozenset()
+        factors = self.problem.analysed.factors
+        leaves = (leaf for leaf in factors.leaves if fnmatch(leaf.name, named.leaf))
+        dims = (factors.dims(leaf.node) for leaf in leaves)
+        found = (dim[named.dim] for dim in dims if named.dim < len(dim))
+        return frozenset(c for classes in found for i, c in enumerate(classes) if named.factor in (None, i))
+
+
+def _is_told(own: OpRegion, regions: Sequence[OpRegion]) -> bool:
+    """Tell whether the first region that matches an op is its own, or the one that it was folded into."""
+    first = next(region for region in regions if fnmatch(own.ops, region.ops))
+    return first == own or replace(own, ops=_starred(own.ops), split=_starred(own.split)) == first
+
+
+def _starred(name: str) -> str:
+    """Return the name of an op, or of a leaf with a dim, with `*` for the numbers of modules."""
+    path, mark, rest = name.partition(":")
+    return _NUMBER.sub(".*", path) + mark + rest

@@ -184,7 +184,7 @@ class _Columns:
     num_segments: int
     num_stages: int
 
-    @cached_property
+    @property
     def pairs(self) -> list[tuple[int, int]]:
         return list(combinations(range(self.num_segments), 2))
 

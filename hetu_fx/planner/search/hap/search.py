@@ -72,7 +72,7 @@ def search(
 
 
 @dataclass
-class _Pair:
+class _SegmentPair:
     program: HapProgram
     ratios: Ratios
     seconds: float
@@ -88,7 +88,7 @@ class _Alternation:
     rules: SynthesisRules
     memory_fraction: float
     zero: int
-    best: _Pair | None = None
+    best: _SegmentPair | None = None
     rounds: list[tuple[float, float]] = field(default_factory=list)
     found: list[Synthesised] = field(default_factory=list)
     tried: list[Ratios] = field(default_factory=list)
@@ -144,7 +144,7 @@ class _Alternation:
             return float("inf")
         seconds = program.seconds(self.speeds, ratios)
         if self.best is None or seconds < self.best.seconds * (1 - NEGLIGIBLE):
-            self.best = _Pair(program, ratios, seconds)
+            self.best = _SegmentPair(program, ratios, seconds)
         return seconds
 
     def result(self) -> HapResult:

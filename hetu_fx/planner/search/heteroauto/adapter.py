@@ -21,7 +21,7 @@ from itertools import product
 from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.deals import Place, Queued, Region
+from hetu_fx.planner.search.deals import Queued, Region, TemplateRegion
 from hetu_fx.planner.search.device_orders import Groups, alike_in, ranks_by_node
 from hetu_fx.planner.search.estimates import Blocks, rules_of
 from hetu_fx.planner.search.heteroauto.cost import HeteroResult, throughput_bound
@@ -82,7 +82,7 @@ class HeteroTemplates(Templates):
         self._families: dict[Hashable, Family] = {}
         self._kinds = Kinds()
 
-    def queue(self, place: Place) -> Iterator[Queued]:
+    def queue(self, place: TemplateRegion) -> Iterator[Queued]:
         """Yield the templates that are found."""
         rows = self.rows_of(place.region)
         for one in self._unlike_of(place.region):
@@ -167,7 +167,7 @@ class AllTemplates(HeteroTemplates):
     For some two kinds of several the former have groups of any two sizes, and little is left to find.
     """
 
-    def queue(self, place: Place) -> Iterator[Queued]:
+    def queue(self, place: TemplateRegion) -> Iterator[Queued]:
         """Yield both."""
         if len(place.region) > FREE_SIZES or 1 < len(place.region) == len(self.classes):
             yield from super().queue(place)

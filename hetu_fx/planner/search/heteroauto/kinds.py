@@ -15,7 +15,7 @@ from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster, Device, Link
 from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD
 from hetu_fx.planner.price.step_end import optimizer_seconds
-from hetu_fx.planner.search.device_orders import Alike, alike_in, ranks_by_node
+from hetu_fx.planner.search.device_orders import LikeDevices, alike_in, ranks_by_node
 from hetu_fx.planner.search.heteroauto.problem import ChipKind, EndCosts, Freedom, HeteroProblem, Layer
 from hetu_fx.planner.search.malleus.adapter import degrees, layer_line
 from hetu_fx.planner.search.problem import Problem
@@ -31,7 +31,7 @@ class Kinds:
     def __init__(self) -> None:
         self._known: dict[tuple[str, bool], _Kind] = {}
 
-    def of(self, problem: Problem, alike: Alike) -> _Kind:
+    def of(self, problem: Problem, alike: LikeDevices) -> _Kind:
         """Return the kind of devices that are alike; problems may differ in their clusters, and in what counts."""
         key = alike.name, bool(problem.profile.times)
         if key not in self._known:
@@ -91,7 +91,7 @@ class _Kind:
     lines: Mapping[int, Line]
 
     @classmethod
-    def of(cls, problem: Problem, alike: Alike) -> _Kind:
+    def of(cls, problem: Problem, alike: LikeDevices) -> _Kind:
         """Return the kind of devices that are alike. Raises `PlanError` where nothing is known of groups of them."""
         own, rate = replace(problem, cluster=replace(problem.cluster, devices=alike.devices)), alike.one.rate
         found = [(size, layer_line(own, size)) for size in degrees(own)]

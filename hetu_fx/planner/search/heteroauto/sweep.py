@@ -49,7 +49,7 @@ class _Closing:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ends:
+class _Sums:
     """The least sums of pipelines' ends, by rows and layers: infinite but for some of the rows [low, high).
 
     Left of 0 layers stand as many infinite columns as there are layers, so that shifted rows are views.
@@ -72,10 +72,10 @@ class _Ends:
         shape = (self.high - self.low, count + 1, most)
         return np.ndarray(shape, np.float64, self.values, start, (row, column, -column))
 
-    def least(self, other: _Ends) -> _Ends:
+    def least(self, other: _Sums) -> _Sums:
         """Return the lesser sums of both."""
         low, high = min(self.low, other.low), max(self.high, other.high)
-        return _Ends(np.minimum(self.values, other.values), low, high)
+        return _Sums(np.minimum(self.values, other.values), low, high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +109,10 @@ class Sweep:
         allowed = {0, *sizes}  # of 0 layers there are no stages in any case
         self._forbidden = [size for size in range(self._num_layers + 1) if size not in allowed]
         self._blank: Numbers = np.full((self._most + 1, 2 * self._num_layers + 1), np.inf)
-        self._nothing = _Ends(self._blank, 0, 0)
+        self._nothing = _Sums(self._blank, 0, 0)
         nothing = self._empty(0, 1)
         nothing.values[0, self._num_layers] = 0.0
-        self._ends: dict[tuple[Used, int | None], _Ends] = {(frozenset(), None): nothing}
+        self._ends: dict[tuple[Used, int | None], _Sums] = {(frozenset(), None): nothing}
         self._shares: dict[tuple[int, int | None, bool], _Shares] = {}
 
     def solve(self) -> tuple[float, tuple[SweepStep, ...]] | None:
@@ -138,20 +138,20 @@ class Sweep:
                 yield from self._first_stage(end, front, used, front, count)
         self._ends[used | {front}, front] = total
 
-    def _behind(self, used: Used) -> Iterator[tuple[_Ends, int | None]]:
+    def _behind(self, used: Used) -> Iterator[tuple[_Sums, int | None]]:
         """Yield the ends that consist of what is used, and what is foremost in them."""
         if not used:
             yield self._ends[used, None], None
         for index in sorted(used):
             yield self._ends[used, index], index
 
-    def _segment(self, used: Used, front: int) -> Iterator[_Ends]:
+    def _segment(self, used: Used, front: int) -> Iterator[_Sums]:
         """Yield F with 1, 2, ... stages of a choice in front of what is used, as long as there is any."""
         parts = [self._extended(end, front, behind) for end, behind in self._behind(used)]
         found = [part for part in parts if part.low < part.high]
         if not found:
             return
-        result = reduce(_Ends.least, found)
+        result = reduce(_Sums.least, found)
         yield result
         for _ in range(1, self._choices[front].most_stages):
             result = self._extended(result, front, front)
@@ -159,13 +159,13 @@ class Sweep:
                 return
             yield result
 
-    def _extended(self, end: _Ends, front: int, behind: int | None) -> _Ends:
+    def _extended(self, end: _Sums, front: int, behind: int | None) -> _Sums:
         """Return (1) with a stage in front of every end; of no rows where there is none."""
         shares, low, high = self._share(front, behind), end.low, min(end.high, self._most)
         most = shares.most[low + 1] if low < high else 0
         if not most:
             return self._nothing
-        ends = _Ends(end.values, low, high).behind_each(most)
+        ends = _Sums(end.values, low, high).behind_each(most)
         least = (ends + shares.values[low + 1 : high + 1, None, 1 : most + 1]).min(axis=2)
         if not least.min() < self._below:
             return self._nothing
@@ -173,7 +173,7 @@ class Sweep:
         result.by_layers[low + 1 : high + 1] = least
         return result
 
-    def _first_stage(self, end: _Ends, behind: int | None, used: Used, front: int, before: int) -> Iterator[_Closing]:
+    def _first_stage(self, end: _Sums, behind: int | None, used: Used, front: int, before: int) -> Iterator[_Closing]:
         """Yield the best pipeline that a first stage makes of an end, if there is one."""
         low, high = end.low, min(end.high, self._most)
         if low >= high:
@@ -201,12 +201,12 @@ class Sweep:
                 yield step
                 behind, row, left, count = step.place.behind, row - 1, left - step.layers, count - 1
 
-    def _stages_of(self, segment: Sequence[_Ends], end: _Ends, row: int, layers: int) -> int:
+    def _stages_of(self, segment: Sequence[_Sums], end: _Sums, row: int, layers: int) -> int:
         value = end.by_layers[row, layers]
         return next(count for count, part in enumerate(segment, 1) if part.by_layers[row, layers] == value)
 
     def _step_to(
-        self, value: float, shorter: Sequence[_Ends], used: Used, front: int, row: int, layers: int
+        self, value: float, shorter: Sequence[_Sums], used: Used, front: int, row: int, layers: int
     ) -> SweepStep:
         """Return the foremost stage of an end with so many layers whose sum is `value`."""
         for end, behind in [(shorter[-1], front)] if shorter else self._behind(used):
@@ -230,8 +230,8 @@ class Sweep:
         groups = None if behind is None else self._choices[behind].groups
         return StageGroups(self._choices[front].groups, groups, is_first)
 
-    def _empty(self, low: int, high: int) -> _Ends:
-        return _Ends(self._blank.copy(), low, high)
+    def _empty(self, low: int, high: int) -> _Sums:
+        return _Sums(self._blank.copy(), low, high)
 
 
 @dataclass(frozen=True, slots=True)

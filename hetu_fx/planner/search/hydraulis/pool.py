@@ -28,7 +28,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,7 +110,7 @@ class _Histogram:
         result: Numbers = scheme.times.all_seconds(self._longest.tolist()) + scheme.times.c
         return result
 
-    @cached_property
+    @property
     def is_empty(self) -> NDArray[np.bool_]:
         """Tell for (end, start) if no sequence is longer than the start and at most the end."""
         return self._longest[:, None] <= np.array(self.ends)

@@ -16,7 +16,7 @@ _ROUNDED = 1 - 1e-9  # a sum that is greater by less than rounding
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class ExchangeGoal:
     """What two pipelines of some have to reach for all to be better, whatever the others do.
 
     Attributes:
@@ -32,7 +32,7 @@ class Reach:
     rate: float
 
     @classmethod
-    def of(cls, pipelines: Sequence[Filled], total: int, seconds: float, pair: tuple[int, int]) -> Reach:
+    def of(cls, pipelines: Sequence[Filled], total: int, seconds: float, pair: tuple[int, int]) -> ExchangeGoal:
         """Return it for two of some pipelines, which do `total` micro-batches in so many seconds."""
         rest = [one for number, one in enumerate(pipelines) if number not in pair]
         missing = total - sum(most_by(one, seconds) for one in rest)

@@ -35,7 +35,7 @@ from itertools import combinations
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.allocate import spread_evenly
-from hetu_fx.planner.search.malleus.exchanges import Reach, different_pairs, exchanges, replaced
+from hetu_fx.planner.search.malleus.exchanges import ExchangeGoal, different_pairs, exchanges, replaced
 from hetu_fx.planner.search.malleus.groups import Grouping, GroupKind, groupings
 from hetu_fx.planner.search.malleus.layers import MOST_STEPS, Budget, Filled, Kinds, LayerFiller, Listing, most_below
 from hetu_fx.planner.search.malleus.mapping import (
@@ -249,7 +249,7 @@ class Placer:
         """Make the best exchange between two pipelines, if one is better than `best`."""
         better, chosen = None, None
         filled: list[Filled | None] = [*map(self.filler.fill, bins)] if best is None else [*best.pipelines]
-        reach = None if best is None else Reach.of(best.pipelines, sum(best.micro_batches), best.seconds, (i, j))
+        reach = None if best is None else ExchangeGoal.of(best.pipelines, sum(best.micro_batches), best.seconds, (i, j))
         for one, other in exchanges(bins[i], bins[j]):
             if not self._swaps.take(1):
                 break

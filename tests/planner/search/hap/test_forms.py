@@ -10,7 +10,7 @@ from hetu_fx.planner.count.graph_problem import GraphProblem, factor_name, probl
 from hetu_fx.planner.search.hap.forms import SynthesisRules, forms_of
 from hetu_fx.planner.search.hap.states import COPY, PARTIAL, SHARED, Layout, split
 from hetu_fx.program.program import make_program
-from hetu_fx.transforms.layouts.program_choices import OpChoice
+from hetu_fx.transforms.layouts.program_choices import OpCut
 from hetu_fx.transforms.layouts.program_strategies import ProgramStrategies
 from hetu_fx.transforms.layouts.sequence_parallel import UNCUT
 from hetu_fx.transforms.layouts.states import WHOLE, AxisState, OpStrategy, SplitOn, Summed
@@ -57,7 +57,7 @@ def test_an_op_that_is_cut_reads_and_makes_what_deduction_says(name: str) -> Non
         states = {operand.node: WHOLE for operand in analysed.factors.op(node).operands}
         for form in forms_of(op, problem.program, SUMS, 2):
             if form.cut is not None:
-                choices = {node: OpChoice(classes[form.cut])}
+                choices = {node: OpCut(classes[form.cut])}
                 rules = analysed.factors, analysed.flow, frozenset[FactorClass](), UNCUT, True
                 (own,) = ProgramStrategies(*rules, choices=choices).of(node, states)
                 told = zip(form.reads, reads(node, own, problem), strict=True)

@@ -3,7 +3,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from hetu_fx.planner.search.malleus.exchanges import Reach, different_pairs, exchanges
+from hetu_fx.planner.search.malleus.exchanges import ExchangeGoal, different_pairs, exchanges
 from hetu_fx.planner.search.malleus.layers import Kinds
 from hetu_fx.planner.search.malleus.search import Placement, Placer, _merit
 from tests.planner.search.malleus.models import ample, kinds
@@ -49,6 +49,6 @@ def test_no_exchange_that_is_better_is_out_of_reach() -> None:
     assert sum(ruled_out) > len(ruled_out) / 2
 
 
-def reach(best: Placement | None) -> Reach:
+def reach(best: Placement | None) -> ExchangeGoal:
     assert best is not None
-    return Reach.of(best.pipelines, sum(best.micro_batches), best.seconds, (0, 1))
+    return ExchangeGoal.of(best.pipelines, sum(best.micro_batches), best.seconds, (0, 1))

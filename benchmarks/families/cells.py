@@ -130,8 +130,9 @@ class Subject:
 
     def _compiled(self) -> Trained:
         """Train the model on one device as `torch.compile` makes it."""
+        compiled: Any = torch.compile(self.model, backend=self._how.backend)
         with exactly(self.family.dtype):
-            made = train_alone(torch.compile(self.model, backend=self._how.backend), self.batches, self._how)
+            made = train_alone(compiled, self.batches, self._how)
         return replace(made, steps=[replace(step, gradients=_by_own_names(step.gradients)) for step in made.steps])
 
     def try_rank(self, name: str, table: GroupTable) -> RankTrained:

@@ -467,7 +467,7 @@ def give_name_in_trace(tensor: Tensor, known: Tensor) -> None:
 
 @contextmanager
 def keeping_sizes() -> Iterator[None]:
-    """Run composite ops on fake tensors by kernels in Python, as torch.export does: some in C++ fix dynamic sizes."""
+    """Run composite ops on fake tensors by kernels in Python, as torch.export does; some in C++ fix dynamic sizes."""
     with enable_python_dispatcher():
         yield
 

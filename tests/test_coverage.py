@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, fx, nn
 
 from benchmarks.coverage import _is_green, _options
 from benchmarks.families import trials
-from benchmarks.families.cells import LIMITS, PLANS, InFloat64, Subject, cast, worst_difference
+from benchmarks.families.cells import (
+    AS_RANKS,
+    LIMITS,
+    PLANS,
+    TORCH_COMPILE,
+    InFloat64,
+    Subject,
+    cast,
+    is_within_limits,
+    worst_difference,
+)
 from benchmarks.families.families import FAMILIES
 from benchmarks.families.family import Family
 from benchmarks.families.trials import (
@@ -40,6 +54,34 @@ KINDS = {
     "a join of one tensor": ("net: densenet121", "TP2 + TP1"),
 }
 """What plans have been wrong or refused for, with the cell in which that shows."""
+
+
+ERROR = 1e-7
+
+
+class Wave(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(self.layer(x)).square().mean()
+
+
+def inexact_sine(x: Tensor) -> Tensor:
+    return torch.sin(x) + ERROR
+
+
+def compiler_of(*sines: Any) -> Callable[..., Any]:
+    """Return a compiler that makes these functions inexact."""
+
+    def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        for node in module.graph.nodes:
+            node.target = inexact_sine if node.target in sines else node.target
+        module.recompile()
+        return module.forward
+
+    return compile_graph
 
 
 def noted(*records: dict[str, object], **before: dict[str, object]) -> dict[str, str]:
@@ -84,6 +126,24 @@ def test_every_cell_is_what_the_first_step_that_failed_says(heard: Heard, kind: 
 def test_reasons_are_counted_without_names_places_and_numbers() -> None:
     told = ["PlanError: 'add_1' (a.py:3) has 4 rows", "PlanError: 'mul' (b.py:17) has 11 rows", "PlanError: no"]
     assert dict(trials.counted(told)) == {"PlanError: '...' (line) has N rows": 2, "PlanError: no": 1}
+
+
+@pytest.mark.parametrize(
+    ("sines", "is_right"),
+    [
+        pytest.param((torch.sin, torch.ops.aten.sin.default), True, id="in whatever is compiled"),
+        pytest.param((torch.ops.aten.sin.default,), False, id="in plans alone"),
+    ],
+)
+def test_compiled_plans_may_be_as_far_from_plain_as_torch_compile(sines: Sequence[Any], is_right: bool) -> None:
+    family = Family("wave", "net", Wave, lambda rows, length: {"x": torch.randn(rows, 3)}, micro_batches=1)
+    subject = Subject(family, replace(AS_RANKS, backend=compiler_of(*sines)))
+    subject.capture()
+    found = subject.try_plan("DP 3:1")
+    assert is_within_limits(found, family.dtype) == is_right
+    assert (found.get(TORCH_COMPILE, 0.0) > ERROR / 10) == is_right
+    told = verdict(family, {**BEFORE, "DP 3:1": {"differences": found}}, "DP 3:1")
+    assert bool(told.reason.count("compared with torch.compile")) == is_right
 
 
 @pytest.mark.parametrize("kind", KINDS)

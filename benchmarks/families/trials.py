@@ -20,7 +20,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from benchmarks.families.cells import AS_RANKS, LIMITS, PLANS, Subject
+from benchmarks.families.cells import AS_RANKS, COMPARED, PLANS, TORCH_COMPILE, Subject, is_within_limits
 from benchmarks.families.family import Family
 from benchmarks.kit import report
 from benchmarks.kit.forks import Tell, in_forks
@@ -49,7 +49,7 @@ class Verdict:
     Fields:
         kind: right, wrong, refused, crash, or that the model does not train plainly.
         mark: what its cell in the table says.
-        reason: why it is not right; "" if it is.
+        reason: why it is not right, or what it is compared with where that is not plain PyTorch; else "".
     """
 
     kind: str
@@ -161,9 +161,11 @@ def verdict(family: Family, heard: Heard, plan: str) -> Verdict:
     failed = _failed(heard, (PLAIN, CAPTURED, plan))
     if failed is not None:
         return failed
-    found = [heard[plan]["differences"][what] for what in ("loss", "gradient")]
-    if all(value <= limit for value, limit in zip(found, LIMITS[family.dtype], strict=True)):
-        return Verdict(RIGHT, f"{max(found):.0e}")
+    differences = heard[plan]["differences"]
+    found, apart = [differences[what] for what in COMPARED], differences.get(TORCH_COMPILE)
+    if is_within_limits(differences, family.dtype):
+        reference = "" if apart is None else f"{plan}: compared with torch.compile, {apart:.0e} from plain PyTorch"
+        return Verdict(RIGHT, f"{max(found):.0e}", reference)
     return Verdict(WRONG, f"{WRONG} {max(found):.0e}", f"{plan}: differs by {max(found):.1e}")
 
 

@@ -20,7 +20,7 @@ from torch._guards import TracingContext, tracing
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils.checkpoint import CheckpointPolicy
 
-from hetu_fx.base.torch_private import FakeTensorMode, new_size
+from hetu_fx.base.torch_private import FakeTensorMode, keeping_sizes, new_size
 
 Compiled = Callable[..., Any]
 
@@ -52,7 +52,7 @@ class Symbols:
 
     def run(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Return what a graph makes of such inputs."""
-        with self._mode:
+        with self._mode, keeping_sizes():
             return fx.Interpreter(module).run(*inputs)
 
     @contextmanager

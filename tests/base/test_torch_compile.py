@@ -39,3 +39,13 @@ def test_a_graph_is_run_without_numbers() -> None:
     assert made.stride() == (1, 3)
     assert made.requires_grad
     assert made.dtype == torch.float64
+
+
+def test_transforms_of_open_sizes_are_run_without_numbers() -> None:
+    graph, symbols = fx.Graph(), Symbols()
+    graph.output(graph.call_function(torch.ops.aten.fft_rfftn.default, (graph.placeholder("x"), None, [-2, -1])))
+    rows = symbols.size(4)
+    x = symbols.tensor((rows, 6, 8), (48, 8, 1), True, dtype=torch.float64)
+    made = symbols.run(fx.GraphModule(nn.Module(), graph), [x])
+    assert made.shape == (rows, 6, 5)
+    assert made.dtype == torch.complex128

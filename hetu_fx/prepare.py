@@ -113,7 +113,7 @@ def prepare(wanted: Preparation, make_try: MakeTry | None = None) -> tuple[Runti
     together(table, lambda: _check_optimizer(wanted.optimizer, table.size))
     execution, program, example, plans, cluster = together(table, lambda: _found(wanted, table.size, is_mixed=is_mixed))
     with using(table):
-        rows = agree(table, example).rows
+        rows = agree(table, example, takes_unlike_graphs=True).rows
         rows_of_all = max(1, rows[0] if wanted.settings.shared else sum(rows))
         costs, seed = by_first(table, lambda: _costs_and_seed(wanted, program, rows_of_all))
         table.topology = cluster

@@ -21,7 +21,7 @@ from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.base.torch_private import transform_level
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.calls import note
-from hetu_fx.comm_ops.wire.consensus import Count, LocalFacts, StepFacts, agree, by_first, together
+from hetu_fx.comm_ops.wire.consensus import Count, LocalFacts, StepFacts, agree, any_of, by_first, together
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import StateError
 from hetu_fx.plans.homes import homes_near, speeds
@@ -248,12 +248,21 @@ class Runtime:
         """
         shared = self.settings.shared
         read = partial(self.execution.read, args, kwargs, self.model.training, shared=shared)
-        batch, facts = self._agree_on(read)
+        batch, facts, changed = self._agree_on(read, of_own_rows=True)
         rows = batch.facts.rows if shared else sum(facts.rows)
-        is_right = not rows or batch.takes(rows)  # what has no rows is refused by what runs it
-        return (batch, facts) if is_right else self._agree_on(partial(batch.of_rows, rows))
+        if rows and not self._takes(batch, facts, rows):  # what has no rows is refused by what runs it
+            batch, facts, changed = self._agree_on(partial(batch.of_rows, rows), of_own_rows=False)
+        return self._settled(batch, facts, changed=changed)
 
-    def _agree_on(self, read: Callable[[], Reading[Any]]) -> tuple[Reading[Any], StepFacts]:
+    def _takes(self, batch: Reading[Any], facts: StepFacts, rows: int) -> bool:
+        """Tell whether what ranks have found is one, and holds for all rows together; alike on all ranks."""
+        if facts.has_unlike_graphs:
+            return False
+        takes = batch.takes(rows)
+        return not any_of(self.table, [not takes])[0] if batch.asks_rows else takes
+
+    def _agree_on(self, read: Callable[[], Reading[Any]], *, of_own_rows: bool) -> tuple[Reading[Any], StepFacts, bool]:
+        """Return the batch, what ranks agree on, and whether the script has made others of the model's members."""
         batch: Reading[Any] | None = None
         local: LocalFacts | Exception
         told: dict[str, float] = {}
@@ -262,17 +271,21 @@ class Runtime:
             told |= {"compute_seconds": self._compute_seconds(), "host_seconds": self.report.host_seconds}
             told |= self.writes.told
             same = partial(batch.same_inputs, shared=self.settings.shared)
-            told["inputs"] = self.same_inputs.told(batch.facts.signature, same)
+            told["inputs"] = self.same_inputs.told(batch.facts.shown, same)
             for watcher in self._watchers:
                 told.update(watcher.tell())
             changed = self.members.look(self.execution.structure)
             local = batch.facts if not self.members.count else self._with_members(batch.facts)
         except Exception as error:  # whatever it is, the others must not wait for this rank
             local = error
-        facts = agree(self.table, local, told)
+        facts = agree(self.table, local, told, takes_unlike_graphs=of_own_rows)
         assert batch is not None
         self.writes.check(facts)
-        self.same_inputs.check(facts, batch.facts.signature, partial(batch.same_inputs, shared=self.settings.shared))
+        return batch, facts, changed
+
+    def _settled(self, batch: Reading[Any], facts: StepFacts, *, changed: bool) -> tuple[Reading[Any], StepFacts]:
+        """Return what ranks have agreed on, ready to run; collective."""
+        self.same_inputs.check(facts, batch.facts.shown, partial(batch.same_inputs, shared=self.settings.shared))
         if self.settings.shared:
             facts = replace(facts, counts=batch.facts.counts)
         fill = partial(batch.filled, facts, self.settings.outputs)

@@ -68,6 +68,7 @@ class StepFacts:
         writes: of each rank to parameters and what belongs to them, as a number that tells unlike ones; the same on all
             ranks, or they are told.
         inputs: of what all ranks must pass alike, a number for its values; 0 in a step in which it is not compared.
+        graphs: of each rank, a number for the graph that it has found for its rows.
         sizes_of: by rank, the sizes of its inputs; () where it has no rows, unless none has any.
     """
 
@@ -85,12 +86,18 @@ class StepFacts:
     peak_bytes: tuple[float, ...] = _fact(tuple)
     writes: tuple[float, ...] = _fact(tuple)
     inputs: tuple[float, ...] = _fact(tuple)
+    graphs: tuple[float, ...] = _fact(tuple)
     sizes_of: tuple[tuple[int, ...], ...] = ()
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Return the largest of each."""
         return tuple(map(max, self._sizes))
+
+    @property
+    def has_unlike_graphs(self) -> bool:
+        """Tell whether ranks have found unlike graphs."""
+        return len(set(self.graphs)) > 1
 
     @property
     def unequal_sizes(self) -> tuple[int, ...]:
@@ -128,7 +135,8 @@ class LocalFacts:
 
     Attributes:
         rows: rows of the batch that this rank brings.
-        signature: text that must be the same on all ranks (keys, dtypes, static values, the graph).
+        signature: text that must be the same on all ranks (keys, dtypes, static values).
+        graph: text that must be the same on all ranks once they know the rows of all: it says which graph runs them.
         sizes: sizes that must be the same on all ranks (every dim but the rows), in the order of `size_names`.
         size_names: what the sizes are, for messages.
         longest: longest sequence in the batch.
@@ -150,30 +158,46 @@ class LocalFacts:
     value_names: tuple[str, ...] = ()
     told: Mapping[str, float] = field(default_factory=dict)
     sizes_may_differ: bool = False
+    graph: str = ""
     state: Callable[[], Mapping[str, str]] = field(default=dict, compare=False)
 
     @cached_property
     def numbers(self) -> tuple[float, ...]:
         """Return this rank's number for every fact of the table, in its order."""
-        told = {"rows": self.rows, "longest": self.longest, **self.told}
+        told = {"rows": self.rows, "longest": self.longest, "graphs": self._graph, **self.told}
         assert told.keys() <= _COMBINE.keys(), f"{list(told)} are not all in the table of facts {list(_COMBINE)}"
         return tuple([float(told.get(name, 0.0)) for name in _COMBINE])
+
+    @property
+    def _graph(self) -> int:
+        return digest_of(f"{self.graph}|{len(self.sizes)}|{len(self.counts)}|{len(self.values)}")
+
+    @property
+    def shown(self) -> str:
+        """Return what must be the same on all ranks, for messages."""
+        return f"{self.signature}, {self.graph}" if self.graph else self.signature
 
     @cached_property
     def row(self) -> tuple[float, ...]:
         """Return all as it stands in the message; worked out once for the facts of batches that are alike."""
-        same = digest_of(f"{self.signature}|{len(self.sizes)}|{len(self.counts)}|{len(self.values)}")
         lists = _padded(self.sizes, _MAX_SIZES), _padded(self.counts, _MAX_COUNTS), _padded(self.values, _MAX_VALUES)
-        return (0.0, float(same), *self.numbers, *chain.from_iterable(lists))
+        return (0.0, float(digest_of(self.signature)), *self.numbers, *chain.from_iterable(lists))
 
 
-def agree(table: GroupTable, facts: LocalFacts | Exception, told: Mapping[str, float] = _NOTHING) -> StepFacts:
+def agree(
+    table: GroupTable,
+    facts: LocalFacts | Exception,
+    told: Mapping[str, float] = _NOTHING,
+    *,
+    takes_unlike_graphs: bool = False,
+) -> StepFacts:
     """Exchange facts between all ranks of the table; collective.
 
     Args:
         table: the ranks.
         facts: what this one brings to the step, or why it cannot.
         told: more numbers of it, as in `LocalFacts`: those that are others in each step.
+        takes_unlike_graphs: graphs of ranks' own rows may be unlike, as they are looked for once more where they are.
 
     Raises:
         BatchError: on every rank, if the ranks' batches do not fit together.
@@ -191,7 +215,10 @@ def agree(table: GroupTable, facts: LocalFacts | Exception, told: Mapping[str, f
     counts = tuple(sum(row[_FIRST_COUNT + i] for row in gathered) for i in range(len(facts.counts)))
     ranks = [row[_FIRST_FACT:_FIRST_SIZE] for row in gathered]
     agreed = _combined(ranks, counts, _sizes_of(gathered, len(facts.sizes)))
-    _check_equal(table, gathered, facts, agreed.rows)
+    is_unlike = agreed.has_unlike_graphs
+    _check_signatures(table, gathered, facts, is_unlike=is_unlike and not takes_unlike_graphs)
+    if not is_unlike:
+        _check_equal(gathered, facts, agreed.rows)
     return agreed
 
 
@@ -357,9 +384,9 @@ def _joined(told: Sequence[_RankError]) -> str:
     return "; ".join(f"rank {error.rank}: {error.kind}: {error.text}" for error in told)
 
 
-def _check_equal(table: GroupTable, gathered: Sequence[Numbers], facts: LocalFacts, rows: Sequence[int]) -> None:
-    if len({row[_DIGEST] for row in gathered}) > 1:
-        signatures, states = zip(*of_all(table, (facts.signature, dict(facts.state()))), strict=True)
+def _check_signatures(table: GroupTable, gathered: Sequence[Numbers], facts: LocalFacts, *, is_unlike: bool) -> None:
+    if is_unlike or len({row[_DIGEST] for row in gathered}) > 1:
+        signatures, states = zip(*of_all(table, (facts.shown, dict(facts.state()))), strict=True)
         told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(signatures))
         raise BatchError(
             f"the ranks' batches differ in keys, dtypes or static values, or their models do, or the graph that these "
@@ -367,19 +394,22 @@ def _check_equal(table: GroupTable, gathered: Sequence[Numbers], facts: LocalFac
             "hint: give all ranks the same keys, dtypes and static values in a step (one task for all), change a model "
             "on all ranks in the same way, before the same step, and use the same version of every package"
         )
+
+
+def _check_equal(gathered: Sequence[Numbers], facts: LocalFacts, rows: Sequence[int]) -> None:
     for i, name in enumerate(() if facts.sizes_may_differ else facts.size_names):
         sizes = [int(row[_FIRST_SIZE + i]) for row in gathered]
         if len({size for size, count in zip(sizes, rows, strict=True) if count}) > 1:
             raise BatchError(
-                f"{name} has sizes {sizes} on ranks 0 to {table.size - 1}; pad all ranks' batches of a step to the "
+                f"{name} has sizes {sizes} on ranks 0 to {len(gathered) - 1}; pad all ranks' batches of a step to the "
                 f"same size (only the number of rows may differ)"
             )
     for i, name in enumerate(facts.value_names):
         values = [row[_FIRST_VALUE + i] for row in gathered]
         if len(set(map(str, values))) > 1:  # as text: nan is not equal to itself
             raise BatchError(
-                f"{name} is {values} on ranks 0 to {table.size - 1}; what has no rows is one value of the whole batch: "
-                f"pass the same on all ranks (such as the number of items of all of them)"
+                f"{name} is {values} on ranks 0 to {len(gathered) - 1}; what has no rows is one value of the whole "
+                f"batch: pass the same on all ranks (such as the number of items of all of them)"
             )
 
 

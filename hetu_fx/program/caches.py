@@ -1,9 +1,9 @@
 """Tell a cache that a forward fills (`if self.grid is None: self.grid = ...`) from state, by calling it twice.
 
-What is kept must follow from sizes and constants alone, and a call that finds it must make the same as one that does
-not: two graphs of fixed sizes are compared, each of a call after another one, which has the same sizes, larger or
-smaller ones, other plain values, or the other mode. Such a cache is made anew by each captured graph, and left alone
-where it is kept.
+What is kept must follow from sizes and constants alone (also from buffers that are neither saved nor written), and a
+call that finds it must make the same as one that does not: two graphs of fixed sizes are compared, each of a call after
+another one, which has the same sizes, larger or smaller ones, other plain values, or the other mode. Such a cache is
+made anew by each captured graph, and left alone where it is kept.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from hetu_fx.base.dtypes import carries_gradient
-from hetu_fx.base.torch_private import tree_leaves
+from hetu_fx.base.torch_private import buffer_slots, tree_leaves
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
 from hetu_fx.graph.bind import Batch, as_call, flatten_batch
@@ -27,7 +27,7 @@ from hetu_fx.graph.calls import called_on, is_random, is_unset
 from hetu_fx.graph.capture import in_mode
 from hetu_fx.graph.containers import Constant, Tree, map_leaves, unflatten, walk
 from hetu_fx.graph.edit import needed_for
-from hetu_fx.graph.graph import Graph, LeafKind
+from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
 from hetu_fx.graph.leaves.ops import told_arguments
 from hetu_fx.program.access import Access
 from hetu_fx.program.contents import PLAIN
@@ -35,6 +35,7 @@ from hetu_fx.program.program import Program, evaluate
 
 LossFn = Callable[..., Any]
 Capture = Callable[[nn.Module, Batch], Graph]
+ConstantOf = Callable[[str], Tensor | None]
 
 _MOST_ELEMENTS = 2**24  # of all values of a graph that are computed to be compared
 _ULPS = 8
@@ -79,6 +80,14 @@ class TwoCalls(nn.Module):
         super().__init__()
         self.model, self.forgets, self.other_mode = model, forgets, other_mode
         self.about = _About(loss_fn, kept, [])
+
+    def constant_of(self, name: str) -> Tensor | None:
+        """Return a buffer of this module, on the host; None where that is kept itself, or has no values."""
+        path, _, own = name.rpartition(".")
+        slots = buffer_slots(self.get_submodule(path))
+        buffer = slots[own]
+        is_kept = any(access.space is slots and access.name == own for access in self.about.kept)
+        return None if is_kept or buffer is None or buffer.is_meta else buffer.detach().cpu()
 
     def forward(self, first: Batch, second: Batch) -> dict[str, Any]:
         """Return the outputs of both calls, and the tensors that are kept after the first, and after both."""
@@ -153,12 +162,15 @@ def are_caches(
         """Tell whether a call after one of another batch makes the same; None where the forward takes no such batch."""
         forgetting = graph(forgets, other)
         keeping = None if forgetting is None else graph(keeps, other)
-        return None if forgetting is None else keeping is not None and _are_alike(keeping, forgetting)
+        return None if forgetting is None else keeping is not None and alike(keeping, forgetting)
+
+    def alike(keeping: Graph, forgetting: Graph) -> bool:
+        return _are_alike(keeping, forgetting, keeps.constant_of)
 
     keeping, forgetting = graph(keeps, batch), graph(forgets, batch)
-    if keeping is None or forgetting is None or not _are_alike(keeping, forgetting):
+    if keeping is None or forgetting is None or not alike(keeping, forgetting):
         return False
-    if len(set(keeps.about.outlines)) != 1 or not _stays(keeping):
+    if len(set(keeps.about.outlines)) != 1 or not _stays(keeping, keeps.constant_of):
         return False
     if agree(batch, *in_other_mode) is False:
         return False
@@ -213,9 +225,9 @@ def _with_leaf(tree: Tree, leaf: Constant, other: Constant) -> Tree:
     return map_leaves(tree, lambda one: other if one is leaf else one)
 
 
-def _stays(keeping: Graph) -> bool:
+def _stays(keeping: Graph, constant_of: ConstantOf) -> bool:
     """Tell whether the same tensors are kept after a second call, and follow from sizes and constants."""
-    values = _Values(keeping, {})
+    values = _Values(keeping, {}, constant_of)
     kept, still = _outputs(keeping, "kept").values(), _outputs(keeping, "still").values()
     return [values.numbers[x] for x in kept] == [values.numbers[x] for x in still] and values.steady.issuperset(kept)
 
@@ -232,10 +244,10 @@ def _made(graph: Graph) -> dict[str, fx.Node]:
     return {name: node for name, node in named.items() if name not in _outputs(graph, "kept", "still")}
 
 
-def _are_alike(keeping: Graph, forgetting: Graph) -> bool:
+def _are_alike(keeping: Graph, forgetting: Graph, constant_of: ConstantOf) -> bool:
     """Tell whether both calls make the same in two graphs."""
     numbers = dict[Any, int]()
-    values = _Values(keeping, numbers), _Values(forgetting, numbers)
+    values = _Values(keeping, numbers, constant_of), _Values(forgetting, numbers, constant_of)
     made, others = _made(keeping), _made(forgetting)
     if not made or made.keys() != others.keys():
         return False
@@ -262,10 +274,12 @@ class _Values:
     Args:
         graph: of fixed sizes; its ops have no effects.
         known: the numbers of values by what they are, of several graphs.
+        constant_of: gives a buffer by its name, if it is a constant.
     """
 
-    def __init__(self, graph: Graph, known: dict[Any, int]) -> None:
+    def __init__(self, graph: Graph, known: dict[Any, int], constant_of: ConstantOf) -> None:
         self.graph, self._known = graph, known
+        self._constants = dict(_constants(graph, constant_of))
         self._computed: dict[fx.Node, Any] = {}
         self._elements = 0
         self._draws = dict(zip(filter(is_random, graph.graph.nodes), count()))
@@ -297,8 +311,7 @@ class _Values:
         """Return the values that follow from constants alone, as all sizes are."""
         found = set[fx.Node]()
         for node in self.graph.graph.nodes:
-            is_constant = node.op == "placeholder" and self.graph.leaf_of(node).kind is LeafKind.CONSTANT
-            if is_constant or (_is_steady_op(node) and found.issuperset(node.all_input_nodes)):
+            if node in self._constants or (_is_steady_op(node) and found.issuperset(node.all_input_nodes)):
                 found.add(node)
         return frozenset(found)
 
@@ -313,12 +326,24 @@ class _Values:
 
     def _compute(self, node: fx.Node) -> Any:
         if node.op == "placeholder":
-            return self.graph.constants[self.graph.leaf_of(node).name]
+            return self._constants[node]
         self._elements += meta.numel(node) if meta.is_tensor(node) else 0
         given = [self._computed[one] for one in node.all_input_nodes]
         if self._elements > _MOST_ELEMENTS or any(value is None for value in given):
             return None
         return called_on(node, self._computed)
+
+
+def _constants(graph: Graph, constant_of: ConstantOf) -> Iterator[tuple[fx.Node, Tensor]]:
+    """Yield the leaves that are the same in every call: constants, and buffers that are neither saved nor written."""
+    written = {leaf.name for leaf, _ in graph.outputs_of(OutputKind.BUFFER_UPDATE)}
+    for leaf in graph.leaves:
+        if leaf.kind is LeafKind.CONSTANT:
+            yield leaf.node, graph.constants[leaf.name]
+        elif leaf.kind is LeafKind.BUFFER and not leaf.persistent and leaf.name not in written:
+            buffer = constant_of(leaf.name)
+            if buffer is not None:
+                yield leaf.node, buffer
 
 
 def _is_steady_op(node: fx.Node) -> bool:

@@ -20,7 +20,7 @@ from hetu_fx.errors import BatchError, CaptureError, StateError
 from hetu_fx.graph.bind import Batch, GivenBatch, as_call, input_tensors
 from hetu_fx.graph.capture import in_mode
 from hetu_fx.graph.graph import Graph
-from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims
+from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, row_dims_of
 from hetu_fx.graph.tracing.autocasts import ambient_autocasts, casting, casting_on_host
 from hetu_fx.program.batch import Arguments, form_of, likeness_of
 from hetu_fx.program.captured import Captured, CaptureEvent, LastMatch, Match, Sizes, sizes_of
@@ -113,8 +113,11 @@ class Programs:
         return self.match(given, training).program
 
     def find(self, batch: Batch, training: bool) -> Program:
-        """Return the program for batches like this one; see `match`."""
-        return self.match(GivenBatch.of(batch), training).program
+        """Return the program for batches like this one, which is whole; see `match`."""
+        given = GivenBatch.of(batch)
+        found = self.match(given, training)
+        is_right = _takes(found.program, found.bindings, found.rows)
+        return (found if is_right else self.match(given, training, found.rows)).program
 
     def match(self, given: GivenBatch, training: bool, rows: int | None = None) -> Match:
         """Return the program for a batch; captures the model the first time, and where it has changed.
@@ -203,7 +206,7 @@ class Programs:
         self._structures = [self.structure, *(one for one in self._structures if one is not known)][:_MOST_STRUCTURES]
 
     def _known(self, form: str, given: GivenBatch, rows: int | None) -> tuple[Captured, Sizes] | None:
-        open_first = sorted(self._kept.of_form(form), key=lambda one: one.program.graph.batch_symbol is None)
+        open_first = sorted(self._kept.of_form(form), key=lambda one: not one.program.graph.takes_any_rows)
         for one in open_first:  # a rank's own rows may be as many as a graph of just so many has
             if one.holds(self.structure):
                 sizes = sizes_of(one.program, given)
@@ -238,8 +241,10 @@ class Programs:
 
     def _example(self, form: str, given: GivenBatch, rows: int | None) -> Batch:
         """Return a batch to trace: as it was given, or of so many rows, by what an earlier program takes for rows."""
+        if rows is None:
+            return given.batch
         dims = next((one.program.row_dims for one in self._kept.of_form(form) if one.program.row_dims), None)
-        return given.batch if rows is None or dims is None else given.of_rows(dims, rows)
+        return given.of_rows(dims or row_dims_of(given.tensors, self.tracer.row_dims), rows)
 
     def _why(self, form: str, given: GivenBatch, rows: int | None) -> tuple[str, tuple[str, ...]]:
         """Return the size that keeps a program that holds from being used ("": none does), and what is to be told."""
@@ -262,8 +267,7 @@ class Programs:
 
 
 def _takes(program: Program, bindings: Bindings, rows: int | None) -> bool:
-    fixed = program.graph.fixed_rows
-    return rows is None or (program.takes_rows(bindings, rows) and (fixed is None or fixed.number == rows))
+    return rows is None or program.takes_rows(bindings, rows)
 
 
 def example_size(example: Batch, programs: Programs, program: Program) -> tuple[int, int]:

@@ -80,29 +80,49 @@ class Program:
     @cached_property
     def shapes(self) -> Shapes:
         """Return what the inputs of a batch are expected to be."""
-        shapes, fixed = shapes_of(self.inputs), self.graph.fixed_rows
+        shapes, fixed = self._shapes_of_parts, self.graph.fixed_rows
         if fixed is None:
             return shapes
         return {**shapes, **{name: with_rows(shapes[name], dim, fixed.number) for name, dim in fixed.dims.items()}}
 
+    @cached_property
+    def _shapes_of_parts(self) -> Shapes:
+        return shapes_of(self.inputs)
+
     def bind(self, tensors: Mapping[str, Tensor]) -> dict[sympy.Symbol, int]:
-        """Return what each symbol stands for in a batch. Raises `BatchError` where it does not fit."""
-        bindings = bind(self.shapes, tensors)
+        """Return what each symbol stands for in a batch, or in a part of it that has some of its rows.
+
+        Raises `BatchError` where it does not fit.
+        """
+        bindings = bind(self._shapes_of_parts, tensors)
         self._check(False, bindings)
         return bindings
 
     def check_rows(self, bindings: Bindings, rows: int) -> None:
         """Raise `BatchError` unless the graph holds for a batch of so many rows, over all ranks."""
+        fixed = self.graph.fixed_rows
+        if fixed is not None and fixed.number != rows:
+            raise BatchError(
+                f"the captured graph holds for batches of {fixed.number} rows, and this one has {rows} over all ranks "
+                f"({'; '.join(self.graph.notes)})\nhint: give batches of {fixed.number} rows, or rewrite the line"
+            )
         self._check(True, self._with_rows(bindings, rows))
 
     def takes_rows(self, bindings: Bindings, rows: int) -> bool:
         """Tell whether the graph holds for a batch of so many rows, over all ranks."""
-        known = frozenset(self._with_rows(bindings, rows).items())
+        fixed, known = self.graph.fixed_rows, frozenset(self._with_rows(bindings, rows).items())
+        if fixed is not None and fixed.number != rows:
+            return False
         return all(_holds(condition, known) for condition in self._conditions[True])
 
     def _with_rows(self, bindings: Bindings, rows: int) -> Bindings:
         symbol = self.graph.batch_symbol
         return bindings if symbol is None else {**bindings, symbol: rows}
+
+    @property
+    def asks_rows(self) -> bool:
+        """Tell whether the graph holds for some numbers of rows only, by what it compares of sizes."""
+        return bool(self._conditions[True])
 
     def holds(self, sizes: Bindings) -> bool:
         """Tell whether the graph holds for batches of some sizes, as far as these tell."""
@@ -114,14 +134,18 @@ class Program:
         known = frozenset(bindings.items())
         for condition in self._conditions[of_rows]:
             if not _holds(condition, known):
-                named = condition.xreplace({symbol: sympy.Symbol(name) for symbol, name in self._size_names.items()})
                 sizes = ", ".join(
                     f"{name} is {bindings[s]}" for s, name in self._size_names.items() if condition.has(s)
                 )
                 raise BatchError(
-                    f"the captured graph holds for batches of which {named}, and {sizes} now: the forward, or an op, "
-                    f"compares them\nhint: give batches of such sizes, or compare them outside of the model"
+                    f"the captured graph holds for batches of which {self._named(condition)}, and {sizes} now: the "
+                    f"forward, or an op, compares them\nhint: give batches of such sizes, or compare them outside of "
+                    f"the model"
                 )
+
+    def _named(self, condition: sympy.Expr) -> sympy.Expr:
+        """Return a condition of sizes as the forward would have it."""
+        return condition.xreplace({symbol: sympy.Symbol(name) for symbol, name in self._size_names.items()})
 
     @cached_property
     def _size_names(self) -> Mapping[sympy.Symbol, str]:
@@ -186,6 +210,20 @@ class Program:
         )
 
     @cached_property
+    def identity(self) -> str:
+        """Return a text that is the same on ranks that run the same graph for batches of the same sizes.
+
+        They must cut the same inputs by rows, have the same doubt of it, and know alike which rows the graph holds for.
+        """
+        fixed = self.graph.fixed_rows
+        of_rows = "" if fixed is None else f", for {fixed.number} rows"
+        asked = sorted(str(self._named(condition)) for condition in self._conditions[True])
+        return (
+            f"graph {self.fingerprint}{of_rows}, rows {dict(self.row_dims)}"
+            f"{' in doubt' if self.doubt else ''}{f', where {asked}' if asked else ''}"
+        )
+
+    @cached_property
     def sequence_units(self) -> int:
         """Return by how many devices a sequence of the example can be shared at most, 1 where it cannot be."""
         try:
@@ -218,13 +256,12 @@ class Program:
         return self.graph.row_dims
 
     def num_rows(self, tensors: Mapping[str, Tensor]) -> int:
-        """Return the rows of a batch, given by input name; those that it must have where the graph fixes them.
+        """Return the rows of a batch, or of a part of it, given by input name.
 
         Raises:
             BatchError: inputs have different numbers of rows.
         """
-        fixed = self.graph.fixed_rows
-        return count_rows(tensors, self.row_dims) if fixed is None else fixed.number
+        return count_rows(tensors, self.row_dims)
 
     def longest(self, tensors: Mapping[str, Tensor]) -> int:
         """Return the largest size of a batch that the graph leaves open, rows aside: the sequence length."""

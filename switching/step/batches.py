@@ -121,9 +121,8 @@ def _facts(
     values = {f"input {name!r}": float(tensor.detach()) for name, tensor in tensors.items() if tensor.dim() == 0}
     return LocalFacts(
         rows=match.rows,
-        # All ranks must cut the same inputs by rows, and have the same doubt of it.
-        signature=f"{match.signature}, graph {program.fingerprint}, rows {dict(program.row_dims)}"
-        f"{' in doubt' if program.doubt else ''}{_told(needing)}",
+        signature=f"{match.signature}{_told(needing)}",
+        graph=program.identity,
         sizes=tuple(sizes.values()),
         size_names=tuple(sizes),
         sizes_may_differ=not shared,

@@ -15,7 +15,7 @@ from hetu_fx.comm_ops.wire.consensus import any_of
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import BatchError, StateError
 from hetu_fx.graph import meta
-from hetu_fx.graph.graph import OBSERVED
+from hetu_fx.graph.graph import OBSERVED, OutputKind
 from hetu_fx.graph.tracing.autocasts import ambient_autocasts, casting
 from hetu_fx.plans.schedule import Order, forwards, orders_of
 from hetu_fx.program.loss_type import LossType
@@ -59,6 +59,8 @@ class _GraphStep(StepFrame):
         self.batch, self.program = batch, batch.program
         self.wants_values = _wants_values(batch, inputs)
         _check_rows_can_be_put_together(self.program, batch.bindings, variant, inputs)
+        if self.wants_values and not inputs.shared and variant.table.size > 1:
+            _check_rows_of_outputs_are_known(self.program)
         self.stage = stage_of(variant, batch, inputs)
         self.device = self.stage.device
         runs_ahead = not self.stage.deduced.annotated.runs_in_step
@@ -259,7 +261,7 @@ class _GraphStep(StepFrame):
 def _check_rows_can_be_put_together(
     program: Program, bindings: Bindings, variant: GraphVariant, inputs: StepInputs
 ) -> None:
-    """Refuse rows of which the graph does not hold, and ranks' own where it has a fixed number: it would compute those.
+    """Refuse rows of which the graph does not hold, and ranks' own where inputs have none, or may have others.
 
     Raises:
         BatchError: on every rank.
@@ -268,12 +270,27 @@ def _check_rows_can_be_put_together(
     is_put_together = variant.table.size > 1 and not inputs.shared
     if is_put_together and program.doubt:
         raise BatchError(program.doubt)
-    is_fixed = not program.graph.takes_any_rows and any(meta.shape(leaf.node) for leaf in program.inputs)
-    if is_fixed and is_put_together:
-        why = "; ".join(program.graph.notes) or "its inputs have no rows"
+    has_no_rows = program.graph.batch_symbol is None and any(meta.shape(leaf.node) for leaf in program.inputs)
+    if has_no_rows and is_put_together:
         raise BatchError(
-            f"the batch size is fixed in this model's graph, so that the rows of {variant.table.size} ranks cannot be "
-            f"put together ({why}); give all ranks the same whole batch with data='global', or rewrite the line"
+            f"inputs have no rows in this model's graph, so that those of {variant.table.size} ranks cannot be put "
+            f"together ({'; '.join(program.graph.notes)})\nhint: give all ranks the same whole batch by data='global'"
+        )
+
+
+def _check_rows_of_outputs_are_known(program: Program) -> None:
+    """Refuse outputs of a graph with a fixed batch: which of their dims count rows, to be cut, is not known.
+
+    Raises:
+        BatchError: on every rank.
+    """
+    graph = program.graph
+    found = [leaf.name for leaf, node in graph.outputs_of(OutputKind.VALUE) if meta.shape(node)]
+    if graph.fixed_rows is not None and found:
+        raise BatchError(
+            f"the batch size is fixed in this model's graph, so that it is not known which rows of its outputs {found} "
+            f"are this rank's ({'; '.join(graph.notes)})\nhint: ask for the loss alone (outputs='loss'), give all "
+            f"ranks the same whole batch by data='global', or rewrite the line"
         )
 
 

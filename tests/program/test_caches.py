@@ -31,6 +31,7 @@ class Keeping(nn.Module):
     empty: Tensor | None
     short: Tensor
     saved: Tensor
+    slopes: Tensor
 
     def __init__(self, act: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
@@ -40,6 +41,7 @@ class Keeping(nn.Module):
         self.register_buffer("empty", None)
         self.register_buffer("short", torch.zeros(1), persistent=False)
         self.register_buffer("saved", torch.zeros(1))
+        self.register_buffer("slopes", torch.full((4,), 0.3), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         kept = self.act(self, x)
@@ -89,6 +91,14 @@ def a_buffer_that_is_saved(module: Any, x: Tensor) -> Tensor:
     return module.saved[: x.shape[1], None]
 
 
+def a_buffer_of_which_later_calls_take_a_part(module: Any, x: Tensor) -> Tensor:
+    length = x.shape[1]
+    if module.empty is None or module.empty.shape[0] < length:
+        places = torch.arange(length, 0, -1).to(x.dtype)
+        module.register_buffer("empty", places[:, None] * module.slopes, persistent=False)
+    return module.empty[-length:]
+
+
 def a_mask_of_all_rows(module: Any, x: Tensor) -> Tensor:
     if module.kept is None or module.kept.shape[:2] != x.shape[:2]:
         module.kept = torch.ones(x.shape[0], x.shape[1], 1, dtype=x.dtype)
@@ -116,6 +126,7 @@ CACHES = [
     a_buffer_that_was_empty,
     a_buffer_of_another_size,
     a_buffer_that_is_saved,
+    a_buffer_of_which_later_calls_take_a_part,
     a_mask_of_all_rows,
     places_in_a_dictionary,
     a_table_of_a_fixed_size,
@@ -181,6 +192,25 @@ def a_value_of_the_weights(module: Any, x: Tensor) -> Tensor:
     return module.kept
 
 
+def a_value_of_a_buffer_that_is_saved(module: Any, x: Tensor) -> Tensor:
+    if module.kept is None:
+        module.kept = module.saved + 1
+    return module.kept
+
+
+def a_value_of_a_buffer_that_is_written(module: Any, x: Tensor) -> Tensor:
+    if module.kept is None:
+        module.kept = module.slopes + 1
+    module.slopes += 1
+    return module.kept
+
+
+def the_last_of_a_buffer_that_is_not_saved(module: Any, x: Tensor) -> Tensor:
+    if module.short.shape[0] != x.shape[1]:
+        module.short = module.short.mean().repeat(x.shape[1]) + 1
+    return module.short[:, None]
+
+
 def memory_that_is_not_set(module: Any, x: Tensor) -> Tensor:
     if module.kept is None:
         module.kept = torch.empty(4)
@@ -220,6 +250,9 @@ STATE = [
     the_first_random_numbers,
     the_first_dropout,
     a_value_of_the_weights,
+    a_value_of_a_buffer_that_is_saved,
+    a_value_of_a_buffer_that_is_written,
+    the_last_of_a_buffer_that_is_not_saved,
     memory_that_is_not_set,
     a_list_that_grows,
     a_table_of_the_longest_batch,

@@ -30,10 +30,16 @@ def as_two_ranks(test: Callable[[GroupTable], None]) -> Callable[[], None]:
     return run
 
 
-def runtime_of(table: GroupTable, model: nn.Module, batch: Batch, loss_fn: Callable[..., Any] | None = None) -> Runtime:
-    """Make a model parallel as two replicas, which are given the same rows."""
+def runtime_of(
+    table: GroupTable,
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: Callable[..., Any] | None = None,
+    *,
+    plan: Plan = REPLICAS,
+    shared: bool = True,
+) -> Runtime:
+    """Make a model parallel, as two replicas without a plan; `shared`: all ranks are given the same rows."""
     execution = GraphExecution(Programs(model, loss_fn), batch, None)
-    layouts = homes_for((REPLICAS,), model, execution, None, table)
-    return make_runtime(
-        model, None, table, execution, (REPLICAS,), layouts, Settings(shared=True, outputs="auto", seed=0)
-    )
+    layouts = homes_for((plan,), model, execution, None, table)
+    return make_runtime(model, None, table, execution, (plan,), layouts, Settings(shared, outputs="auto", seed=0))

@@ -22,7 +22,7 @@ def told(mine: object, theirs: LocalFacts | Exception) -> object:
     """Return what the other rank brings where this one brings `mine`: signature and state, or an error."""
     if isinstance(theirs, Exception):
         return consensus._RankError(1, type(theirs).__name__, str(theirs))
-    return (theirs.signature, dict(theirs.state())) if isinstance(mine, tuple) else None
+    return (theirs.shown, dict(theirs.state())) if isinstance(mine, tuple) else None
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def other(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_rank_alone_agrees_with_itself() -> None:
     nothing = dict.fromkeys(NOTHING_TOLD, (0.0,))
-    assert agree(ALONE, FACTS) == StepFacts((4,), 7, (12.0,), (0.5,), sizes_of=((7,),), **nothing)
+    assert replace(agree(ALONE, FACTS), graphs=()) == StepFacts((4,), 7, (12.0,), (0.5,), sizes_of=((7,),), **nothing)
 
 
 def test_sizes_that_may_differ_come_with_the_largest_of_ranks_that_have_rows(other: Any) -> None:
@@ -60,7 +60,8 @@ def test_a_rank_alone_raises_its_error() -> None:
 def test_counts_are_summed_and_the_rest_is_kept_by_rank(other: Any) -> None:
     other(replace(FACTS, rows=1, longest=9, counts=(3.0,), told={"compute_seconds": 2.0}))
     nothing = dict.fromkeys(NOTHING_TOLD, (0.0, 0.0))
-    assert agree(TWO, FACTS) == StepFacts((4, 1), 9, (15.0,), (0.5, 2.0), sizes_of=((7,), (7,)), **nothing)
+    agreed = replace(agree(TWO, FACTS), graphs=())
+    assert agreed == StepFacts((4, 1), 9, (15.0,), (0.5, 2.0), sizes_of=((7,), (7,)), **nothing)
 
 
 def test_ranks_that_ask_to_be_drained_are_told_to_all(other: Any) -> None:
@@ -105,6 +106,21 @@ def test_what_stands_behind_unlike_signatures_is_told(other: Any) -> None:
     other(replace(FACTS, signature="other", state=lambda: {"scale": "2.0", "mode": "same"}))
     with pytest.raises(BatchError, match=r"Unlike are: scale is 1.0 on rank 0, 2.0 on rank 1\. rank 0"):
         agree(TWO, replace(FACTS, state=lambda: {"scale": "1.0", "mode": "same"}))
+
+
+def test_unlike_graphs_are_refused_unless_they_are_looked_for_once_more(other: Any) -> None:
+    mine, theirs = (replace(FACTS, graph=f"graph {name}, rows 0") for name in "ab")
+    other(theirs)
+    with pytest.raises(BatchError, match=r"rank 0: .*, graph a, rows 0; rank 1: .*, graph b, rows 0"):
+        agree(TWO, mine)
+    assert agree(TWO, mine, takes_unlike_graphs=True).has_unlike_graphs
+    other(mine)
+    assert not agree(TWO, mine).has_unlike_graphs
+
+
+def test_what_unlike_graphs_make_of_sizes_is_compared_once_they_are_alike(other: Any) -> None:
+    other(replace(FACTS, graph="another", sizes=(), counts=(1.0, 2.0)))
+    assert agree(TWO, FACTS, takes_unlike_graphs=True).has_unlike_graphs
 
 
 def test_unequal_lengths_are_refused_with_the_way_out(other: Any) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from hetu_fx.check.verdict import judge
-from hetu_fx.errors import BatchError
 from hetu_fx.graph import meta
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import FixedRows, Graph, LeafKind, OutputKind
@@ -217,6 +216,9 @@ def test_a_batch_of_another_size_has_a_graph_of_its_own() -> None:
     assert judge("", train_alone(model, batches, how), made, 1e-10, "").verdict == "equal"
 
 
-def test_batches_that_ranks_bring_rows_of_are_refused() -> None:
-    with pytest.raises(BatchError, match="the batch size is fixed in this model's graph"):
-        Lockstep(rows=(2, 2)).train(OfAnySize(), [batch_of(4)], PLANS["3:1"])
+@pytest.mark.parametrize("name", PLANS)
+def test_ranks_may_bring_rows_of_their_own(name: str) -> None:
+    torch.manual_seed(2)
+    model, batches, how = OfAnySize(), [batch_of(4), batch_of(6), batch_of(4)], Lockstep(ranks=3, rows=(3, 1, 100))
+    made = how.train(model, batches, PLANS[name])
+    assert judge("", train_alone(model, batches, how), made, 1e-10, "").verdict == "equal"

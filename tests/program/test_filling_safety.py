@@ -108,7 +108,9 @@ class Ordered(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "take", [lambda x: x.median(1).values, lambda x: x.amax(1), lambda x: x.topk(2, 1).values.sum(1)]
+    "take",
+    [lambda x: x.median(1).values, lambda x: x.amax(1), lambda x: x.topk(2, 1).values.sum(1)],
+    ids=["middle", "top", "two at the top"],
 )
 def test_filling_is_seen_by_what_orders_a_series(take: Callable[[Tensor], Tensor]) -> None:
     batch = {"x": torch.randn(4, LENGTH), "labels": torch.tensor([0, 1, 0, 1])}

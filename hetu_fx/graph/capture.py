@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import sympy
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
@@ -26,6 +27,7 @@ from hetu_fx.base.torch_private import (
     clear_caches_of_sizes,
     detect_fake_mode,
     drop_traced_inputs,
+    size_guards,
     without_fake_tensor_cache,
 )
 from hetu_fx.errors import CaptureError
@@ -382,7 +384,7 @@ def _export(
         return _export_fixed(program, kept, reads=reads), kept, ()
     example = make_example(tensors, program.model, row_dims, keep_batch=False, on_host=on_host)
     try:
-        return _export_once(program, example, batch=True, rest=True), example, ()
+        return _holding(_export_once(program, example, batch=True, rest=True), example, tensors), example, ()
     except CaptureError:
         raise
     except Exception as error:
@@ -391,7 +393,7 @@ def _export(
         first_error = error
     for rest in (True, False):
         with contextlib.suppress(Exception), open_lengths():
-            exported = _export_once(program, example, batch=True, rest=rest)
+            exported = _holding(_export_once(program, example, batch=True, rest=rest), example, tensors)
             return exported, example, () if rest else (_fixed("every size but the batch", first_error),)
     for find in (_only_dims_of_that_size, _dims_that_a_trace_shows):
         with contextlib.suppress(Exception):
@@ -413,6 +415,32 @@ class _OneRow(Exception):
     """A trace for more rows does not hold for the one that there is."""
 
 
+class _OfOtherSizes(Exception):
+    """A trace holds for batches of other sizes than the user's."""
+
+
+def _holding(exported: ExportedProgram, example: Example, tensors: Mapping[str, torch.Tensor]) -> ExportedProgram:
+    """Return a trace that says nothing of its sizes which is not so of the user's.
+
+    A number that is made of several sizes (`int(1.25 * rows * length)`) fixes none of them, but what they are together.
+
+    Raises:
+        _OfOtherSizes: it does.
+    """
+    nodes = [node for node in exported.graph.nodes if node.op == "placeholder"][-len(example.tensors) :]
+    pairs = zip(example.tensors, map(meta.shape, nodes), strict=True)
+    sizes = {
+        s.node.expr: size
+        for name, shape in pairs
+        for s, size in zip(shape, tensors[name].shape, strict=True)
+        if meta.is_symbolic(s)
+    }
+    for condition in size_guards(meta.fake_mode(exported.graph)):
+        if isinstance(condition, sympy.Eq) and condition.subs(sizes) is sympy.false:
+            raise _OfOtherSizes(f"{condition} is not so of the user's batch")
+    return exported
+
+
 def _export_comparing_rows(program: _Program, tensors: Mapping[str, torch.Tensor], example: Example) -> ExportedProgram:
     """Export what goes on by comparisons of the number of rows, for the numbers for which these come out alike.
 
@@ -421,7 +449,7 @@ def _export_comparing_rows(program: _Program, tensors: Mapping[str, torch.Tensor
     Raises:
         CaptureError: the number of rows is fixed, or the trace does not hold for the user's.
     """
-    made = _export_once(program, example, batch=Dim.AUTO, rest=True)
+    made = _holding(_export_once(program, example, batch=Dim.AUTO, rest=True), example, tensors)
     compared = ComparedRows.of(made, example)
     if not compared.takes(count_rows(tensors, example.row_dims)):
         raise CaptureError("the trace holds for other numbers of rows")

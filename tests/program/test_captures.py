@@ -224,6 +224,22 @@ def test_a_size_that_the_model_itself_does_not_take_is_the_batchs_error() -> Non
     assert "IndexError" in str(caught.value)
 
 
+class Capped(nn.Module):
+    """Reads as many of all tokens as a share of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        return tokens[: int(1.25 * tokens.shape[0] / 3)].sum()
+
+
+def test_a_number_that_is_made_of_several_sizes_is_that_of_the_batch_and_not_of_the_example() -> None:
+    programs = Programs(Capped(), None)
+    for shape in ((8, 9, 3), (6, 7, 3), (8, 9, 3)):
+        program = programs.find({"x": torch.ones(shape)}, training=True)
+        assert program.holds(program.bind({"x": torch.ones(shape)}))
+    assert programs.events.count == 2
+
+
 def test_captures_are_bounded_and_the_one_that_was_not_used_for_longest_goes_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -12,6 +12,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from functools import partial
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -28,7 +30,7 @@ from hetu_fx.program.surroundings import Surroundings
 
 _OWN = frozenset(vars(nn.Module()))
 _NO_CONFIGS = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType, enum.Enum, torch.SymInt, torch.SymFloat)
-_SETTINGS = ("argparse", "multiprocessing")
+_SETTINGS = ("argparse", "collections", "multiprocessing", "queue", "weakref", "_weakrefset")
 _MOST_ITEMS = 256
 Place = tuple[int, str]
 """An attribute: the number of what has it, and its name."""
@@ -89,7 +91,7 @@ class Watch:
 
     def reads(self, others: Iterable[Read]) -> Reads:
         """Return what was read, and others, as they are now: outside of the trace, so that no value of it is there."""
-        reads: dict[Any, Read] = {**self._code.found, **self.surroundings.found}
+        reads: dict[Any, Read] = {**self._code.read, **self.surroundings.found}
         reads.update(((id(other.owner), other.name), other) for other in others)
         methods = dict[int, tuple[str, Space, set[str]]]()
         for key, access in self._read.items():
@@ -223,6 +225,12 @@ class Watch:
             return
         if isinstance(value, FunctionType | MethodType):
             self._code.look_at(value)
+        elif isinstance(value, partial):
+            self._reach((value.func, value.args, value.keywords), label)
+        elif isinstance(value, threading.local):
+            self._reach(value.__dict__, label)
+        elif isinstance(value, ContextVar):
+            self._reach(value.get(None), label)
         elif isinstance(value, list | tuple | dict | deque):
             items = value.items() if isinstance(value, dict) else enumerate(value)
             for key, item in list(items)[:_MOST_ITEMS]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import sys
 import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from inspect import getattr_static
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
 
+from hetu_fx.graph.numbers import CLOCKS
 from hetu_fx.program.contents import PLAIN, can_change, frozen
 from hetu_fx.program.reads import Read
 
@@ -33,6 +35,7 @@ class CodeReads:
     Attributes:
         found: plain values and functions, by where they are.
         before: what they were, and had in them, when they were found.
+        clocks: where globals are clocks, and under which names.
     """
 
     def __init__(self, reach: Callable[[Any, str], None]) -> None:
@@ -41,6 +44,7 @@ class CodeReads:
         self._looked_into: set[tuple[int, frozenset[str]]] = set()
         self.found: dict[tuple[int, str], Read] = {}
         self.before: dict[tuple[int, str], tuple[Any, Any]] = {}
+        self.clocks: list[tuple[dict[str, Any], str]] = []
         self._memos: dict[int, tuple[Any, int]] = {}
 
     @property
@@ -83,6 +87,8 @@ class CodeReads:
             for name in sorted(_names(function.__code__)):
                 if name in function.__globals__:
                     value = function.__globals__[name]
+                    if _is_clock(value):
+                        self.clocks.append((function.__globals__, name))
                     self._found(function.__globals__, name, value, f"global {name!r} of {_file(function)}", own)
                     self._look_into(value, _names(function.__code__))
 
@@ -111,6 +117,11 @@ class CodeReads:
         if isinstance(value, (*PLAIN, *_CONTAINERS, FunctionType, MethodType)) or can_change(value):
             self.found[id(owner), name] = Read(label, owner, name)
             self.before.setdefault((id(owner), name), (value, frozen(value)))
+
+
+def _is_clock(value: Any) -> bool:
+    of_time = isinstance(value, BuiltinFunctionType) and value.__module__ == "time" and value.__name__ in CLOCKS
+    return of_time or value is datetime.datetime
 
 
 def _remembers(value: Any) -> bool:

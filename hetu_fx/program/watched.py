@@ -111,6 +111,14 @@ class Watch:
         return Reads(reads.values(), (Methods(*found) for found in methods.values()))
 
     @property
+    def clocks(self) -> dict[str, list[tuple[dict[str, Any], str]]]:
+        """Return the names of the clocks that the user's own functions read, and in which globals they are."""
+        clocks: dict[str, list[tuple[dict[str, Any], str]]] = {name: [] for name in sorted(self.surroundings.clocks)}
+        for space, name in self._code.clocks:
+            clocks.setdefault(name, []).append((space, name))
+        return clocks
+
+    @property
     def written(self) -> Iterable[tuple[Access, Any]]:
         """Return what the forward has written without reading it first, and the values that it has left."""
         return self._written.values()

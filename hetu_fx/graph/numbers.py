@@ -173,9 +173,9 @@ def later(imported: Iterable[tuple[dict[str, Any], str]] = ()) -> Iterator[None]
     """Let clocks show a later time, so that what is made of them differs even where it is rounded.
 
     Args:
-        imported: where else they are: globals, and under which names.
+        imported: where else they are: globals or a module's, and under which names.
     """
-    places = [(vars(time), name) for name in CLOCKS] + [(vars(datetime), "datetime"), *imported]
+    places = [*((vars(time), name) for name in CLOCKS), *imported]
     with ExitStack() as stack:
         for space, name in places:
             stack.enter_context(mock.patch.dict(space, {name: _later_clock(space[name])}))

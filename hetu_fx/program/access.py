@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from queue import Queue
 from typing import Any
 
 from hetu_fx.program.contents import frozen
@@ -55,6 +56,9 @@ class Access:
             case threading.local() as held:
                 held.__dict__.clear()
                 held.__dict__.update(self.copy.content)
+            case Queue() as held:
+                held.queue.clear()
+                held.queue.extend(self.copy.content)
             case ContextVar() as held:
                 held.set(self.copy.content)
         if self.space is not None:

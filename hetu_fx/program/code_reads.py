@@ -35,7 +35,7 @@ class CodeReads:
     Attributes:
         found: plain values and functions, by where they are.
         before: what they were, and had in them, when they were found.
-        clocks: where globals are clocks, and under which names.
+        clocks: where globals and what is in them are clocks, and under which names.
     """
 
     def __init__(self, reach: Callable[[Any, str], None]) -> None:
@@ -87,7 +87,9 @@ class CodeReads:
             for name in sorted(_names(function.__code__)):
                 if name in function.__globals__:
                     value = function.__globals__[name]
-                    if _is_clock(value):
+                    if value is datetime and "datetime" in _names(function.__code__):
+                        self.clocks.append((vars(datetime), "datetime"))
+                    elif _is_clock(value):
                         self.clocks.append((function.__globals__, name))
                     self._found(function.__globals__, name, value, f"global {name!r} of {_file(function)}", own)
                     self._look_into(value, _names(function.__code__))
@@ -115,6 +117,11 @@ class CodeReads:
             return
         self._reach(value, label)
         if isinstance(value, (*PLAIN, *_CONTAINERS, FunctionType, MethodType)) or can_change(value):
+            self.note(owner, name, value, label)
+
+    def note(self, owner: Any, name: str, value: Any, label: str) -> None:
+        """Know that a value is read."""
+        if (id(owner), name) not in self.found:
             self.found[id(owner), name] = Read(label, owner, name)
             self.before.setdefault((id(owner), name), (value, frozen(value)))
 

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
-from queue import SimpleQueue
+from queue import Queue, SimpleQueue
 from types import MethodType
 from typing import Any
 
@@ -82,6 +82,8 @@ def frozen(value: Any) -> Any:
             return Inside(partial, frozen((value.func, value.args, value.keywords)))
         case threading.local():
             return Inside(type(value), frozen(value.__dict__))
+        case Queue():
+            return Inside(type(value), frozen(value.queue))
         case ContextVar():
             return Inside(ContextVar, frozen(value.get(None)))
         case SimpleQueue() | Iterator() if type(value).__module__ in (*_ITERATORS, SimpleQueue.__module__):

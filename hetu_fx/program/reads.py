@@ -113,7 +113,7 @@ class Reads:
     @property
     def facts_now(self) -> Mapping[str, str]:
         """Return the same as it is now."""
-        now = {read.label: shown(read.value) for read in (*self._entries, *self._others)}
+        now = {read.label: shown(frozen(read.value)) for read in (*self._entries, *self._others)}
         for method in self._methods:
             now.update(method.hidden)
         return now

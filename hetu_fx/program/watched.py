@@ -12,8 +12,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
-from functools import partial
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -23,14 +21,14 @@ from torch import Tensor, nn
 from hetu_fx.base.torch_private import CALLS, LISTED_SLOTS, SLOTS, buffer_slots, not_saved
 from hetu_fx.program.access import Access, own_value
 from hetu_fx.program.code_reads import CodeReads
-from hetu_fx.program.contents import PLAIN, frozen, same
+from hetu_fx.program.contents import PLAIN, Inside, frozen, same
 from hetu_fx.program.reads import ABSENT, Methods, Read, Reads, Space
 from hetu_fx.program.structure import place
 from hetu_fx.program.surroundings import Surroundings
 
 _OWN = frozenset(vars(nn.Module()))
 _NO_CONFIGS = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType, enum.Enum, torch.SymInt, torch.SymFloat)
-_SETTINGS = ("argparse", "collections", "multiprocessing", "queue", "weakref", "_weakrefset")
+_SETTINGS = ("argparse", "collections", "multiprocessing", "weakref", "_weakrefset")
 _MOST_ITEMS = 256
 Place = tuple[int, str]
 """An attribute: the number of what has it, and its name."""
@@ -233,12 +231,6 @@ class Watch:
             return
         if isinstance(value, FunctionType | MethodType):
             self._code.look_at(value)
-        elif isinstance(value, partial):
-            self._reach((value.func, value.args, value.keywords), label)
-        elif isinstance(value, threading.local):
-            self._reach(value.__dict__, label)
-        elif isinstance(value, ContextVar):
-            self._reach(value.get(None), label)
         elif isinstance(value, list | tuple | dict | deque):
             items = value.items() if isinstance(value, dict) else enumerate(value)
             for key, item in list(items)[:_MOST_ITEMS]:
@@ -248,8 +240,10 @@ class Watch:
                 self._know(vars(module), f"{label}{name and '.'}{name}")
         elif isinstance(value, SimpleNamespace):  # its class cannot be patched: all that it has counts as read
             for name, item in vars(value).items():
-                self._code.found[id(vars(value)), name] = Read(f"{name!r} of {label}", vars(value), name)
+                self._code.note(vars(value), name, item, f"{name!r} of {label}")
                 self._reach(item, f"{name} of {label}")
+        elif isinstance(content := frozen(value), Inside):
+            self._reach(content.content, label)
         elif _is_config(value):
             space = _space_of(value)
             self._know(value if space is None else space, label)

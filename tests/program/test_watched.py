@@ -25,7 +25,9 @@ from tests.program.guarded import GLOBAL, Guarded, Settings, Watching
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
     yield
-    GLOBAL["shift"], Guarded.power = 0.0, 1.0
+    GLOBAL["shift"], Guarded.power, LOOKED_UP["n"] = 0.0, 1.0, 2.0
+    vars(SCALES).clear()
+    SCALE.set(1.0)
 
 
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -227,7 +229,7 @@ MEMORIES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "a list of the user's kind": (lambda: UserList([0]), lambda memory: memory.append(memory[-1])),
     "a chain of dictionaries": (lambda: ChainMap({"n": 0}), lambda memory: memory.update(n=memory["n"] + 1)),
     "a dictionary of weak references": (WeakKeyDictionary, lambda memory: memory.update({Counted: len(memory)})),
-    "a queue": (a_full_queue, lambda memory: memory.get()),
+    "a queue": (a_full_queue, lambda memory: memory.get_nowait()),
     "a simple queue": (queue.SimpleQueue, lambda memory: memory.put(1)),
     "a count": (itertools.count, next),
     "a cycle": (lambda: itertools.cycle([1.0, 3.0]), next),
@@ -267,15 +269,14 @@ SETS: dict[str, Callable[[Any], Any]] = {
     "a value of a thread": lambda model: setattr(SCALES, "scale", 3.0),
     "a context variable": lambda model: SCALE.set(3.0),
     "a default": lambda model: LOOKED_UP.update(n=3.0),
-    "an argument of a partial function": lambda model: model.factors.update(a=3.0),
+    "an argument of a partial function": lambda model: model.times.args[0].update(a=3.0),
 }
 
 
 @pytest.mark.parametrize("change", SETS.values(), ids=SETS)
 def test_what_scripts_set_in_such_objects_leads_to_another_capture(change: Callable[[Any], Any]) -> None:
     watching = Watching(Writing(reads_what_scripts_set))
-    watching.model.factors = {"a": 2.0}
-    watching.model.times = partial(lambda factors, value: factors["a"] * value, watching.model.factors)
+    watching.model.times = partial(lambda factors, value: factors["a"] * value, {"a": 2.0})
     first = watching.program()
     assert watching.program() is first
     change(watching.model)

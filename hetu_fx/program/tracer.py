@@ -26,7 +26,7 @@ from hetu_fx.graph.numbers import later
 from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, row_dims_of
 from hetu_fx.program.access import Access, put
 from hetu_fx.program.caches import are_caches
-from hetu_fx.program.contents import PLAIN
+from hetu_fx.program.contents import PLAIN, same
 from hetu_fx.program.hooks import check_hooks, hooks_must_change
 from hetu_fx.program.not_kept import NotKept, is_of_the_trace
 from hetu_fx.program.observed import Observers
@@ -216,6 +216,7 @@ class Tracer:
             _called_as_its_own(self.model, self.replaced),
             hooks_must_change(self.model),
             self._without_what_is_lost(watch),
+            _own_containers(self.model),
         ):
             return capture(
                 module,
@@ -257,6 +258,17 @@ class Tracer:
         except TypeError:
             return None
         return self.loss_fn
+
+
+@contextmanager
+def _own_containers(model: nn.Module) -> Iterator[None]:
+    """Give modules the lists and dictionaries that they had: torch.export leaves copies of them."""
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for space, had in before:
+            space.update({name: value for name, value in had.items() if same(space.get(name, ABSENT), value)})
 
 
 def _told(graph: Graph) -> str:

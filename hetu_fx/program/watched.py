@@ -52,6 +52,7 @@ class Watch:
         self._forget()
 
     def _forget(self) -> None:
+        self._of_the_model: dict[int, Space] = {}
         self._known: dict[int, tuple[str, Any]] = {}
         self._read: dict[Place, Access] = {}
         self._written: dict[Place, tuple[Access, Any]] = {}
@@ -66,7 +67,7 @@ class Watch:
         self._forget()
         modules = [(place(name), module) for name, module in self.model.named_modules()]
         self._buffers = [(label, module, dict(buffer_slots(module))) for label, module in modules]
-        self._of_the_model = {id(vars(module)) for _, module in modules}
+        self._of_the_model = {id(vars(module)): dict(vars(module)) for _, module in modules}
         if isinstance(self.loss_fn, nn.Module):
             modules += [(f"loss_fn{name and '.'}{name}", module) for name, module in self.loss_fn.named_modules()]
         with ExitStack() as self._patches:
@@ -211,6 +212,8 @@ class Watch:
         if key[0] not in self._known or key in self._read or key in self._written:
             return None
         before = own_value(owner, space, name)
+        if isinstance(before, PLAIN):  # which the forward may have written already, past `__setattr__`
+            before = self._of_the_model.get(key[0], {name: before}).get(name, ABSENT)
         return Access(f"{name!r} of {self._label(owner, space)}", owner, space, name, before, frozen(before))
 
     def _slots_apart(self, space: Space, name: str) -> Space:

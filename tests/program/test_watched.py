@@ -194,6 +194,33 @@ def by_a_class_method(module: Any, y: Tensor) -> None:
     Counted.counts()
 
 
+class CountsInItsSpace(Writing):
+    @property
+    def scale(self) -> int:
+        vars(self)["n"] = vars(self).get("n", 0) + 1
+        count: int = self.n
+        return count
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale  # type: ignore[no-any-return]
+
+
+def test_a_forward_that_counts_past_its_own_setattr_is_refused_and_left_as_it_was() -> None:
+    watching = Watching(CountsInItsSpace(print))
+    with pytest.raises(CaptureError, match=r"keeps state in Python.*'n' of the model: none -> 1"):
+        watching.program()
+    assert "n" not in vars(watching.model)
+
+
+def test_a_dictionary_that_a_model_shares_with_the_script_stays_shared() -> None:
+    settings, watching = {"a": 1.0}, Watching(Writing(lambda module, y: y.mul_(module.settings["a"])))
+    watching.model.settings = settings
+    first = watching.program()
+    assert watching.model.settings is settings
+    settings["a"] = 2.0
+    assert watching.program() is not first
+
+
 @pytest.mark.parametrize("kind", [CountsInItsType, CountsInItsClass])
 def test_a_forward_that_counts_in_its_own_class_is_refused_and_the_class_left_as_it_was(kind: Any) -> None:
     with pytest.raises(CaptureError, match=rf"keeps state in Python.*{kind.__name__}.n: 0 -> 1"):

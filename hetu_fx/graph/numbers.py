@@ -6,8 +6,9 @@ handed out. What follows from sizes, or differs between two traces (a clock), sa
 
 from __future__ import annotations
 
+import datetime
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeGuard
 from unittest import mock
@@ -35,7 +36,9 @@ aten = torch.ops.aten
 _KINDS: Mapping[type, torch.dtype] = {torch.SymFloat: torch.float64, torch.SymInt: torch.int64}
 _READS = (aten.item.default, aten._local_scalar_dense.default)
 _UNBACKED = ("u", "zuf")  # how names of symbols begin that stand for what was read from tensors
-_CLOCKS = ("time", "perf_counter", "monotonic", "process_time")
+_SECONDS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
+CLOCKS = (*_SECONDS, *(f"{name}_ns" for name in _SECONDS))
+"""Functions of `time`."""
 _LATER = 12345.678  # seconds
 
 OF_SIZES = "it follows from the sizes of a batch that is spread over devices\nhint: work it out outside of the forward"
@@ -142,11 +145,38 @@ def steady(tree: Tree, again: Tree | None) -> Tree:
     return map_leaves(tree, named)
 
 
+class _LaterDatetime(datetime.datetime):
+    """Shows a time of which year, month, day, hour, and the rest differ."""
+
+    @classmethod
+    def now(cls, tz: datetime.tzinfo | None = None) -> Any:
+        return super().now(tz) + datetime.timedelta(days=402, seconds=_LATER)
+
+    @classmethod
+    def utcnow(cls) -> Any:
+        return cls.now(datetime.UTC).replace(tzinfo=None)
+
+    @classmethod
+    def today(cls) -> Any:
+        return cls.now()
+
+
+def _later_clock(clock: Any) -> Any:
+    if clock is datetime.datetime:
+        return _LaterDatetime
+    factor = 10**9 if clock.__name__.endswith("_ns") else 1
+    return lambda: clock() * 3 + type(clock())(_LATER * factor)
+
+
 @contextmanager
-def later() -> Iterator[None]:
-    """Let clocks show a later time, so that what is made of them differs even where it is rounded."""
+def later(imported: Iterable[tuple[dict[str, Any], str]] = ()) -> Iterator[None]:
+    """Let clocks show a later time, so that what is made of them differs even where it is rounded.
+
+    Args:
+        imported: where else they are: globals or a module's, and under which names.
+    """
+    places = [*((vars(time), name) for name in CLOCKS), *imported]
     with ExitStack() as stack:
-        for name in _CLOCKS:
-            clock = getattr(time, name)
-            stack.enter_context(mock.patch.object(time, name, lambda clock=clock: clock() * 3 + _LATER))
+        for space, name in places:
+            stack.enter_context(mock.patch.dict(space, {name: _later_clock(space[name])}))
         yield

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from queue import Queue
 from typing import Any
 
 from hetu_fx.program.contents import frozen
@@ -50,6 +53,14 @@ class Access:
             case dict() | set() as held:
                 held.clear()
                 held.update(self.copy)
+            case threading.local() as held:
+                held.__dict__.clear()
+                held.__dict__.update(self.copy.content)
+            case Queue() as held:
+                held.queue.clear()
+                held.queue.extend(self.copy.content)
+            case ContextVar() as held:
+                held.set(self.copy.content)
         if self.space is not None:
             put(self.space, self.name, self.before)
         elif self.now is not self.before and self.before is not ABSENT:

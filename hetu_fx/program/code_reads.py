@@ -1,19 +1,21 @@
-"""Find the globals and closed-over variables that the user's own functions read, in their code."""
+"""Find what the user's own functions read besides their arguments, in their code: globals, closures, defaults."""
 
 from __future__ import annotations
 
+import datetime
 import os
 import sys
 import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from inspect import getattr_static
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
 
-from hetu_fx.program.contents import PLAIN, frozen
+from hetu_fx.graph.numbers import CLOCKS
+from hetu_fx.program.contents import PLAIN, can_change, frozen
 from hetu_fx.program.reads import Read
 
 _STDLIB = sysconfig.get_path("stdlib")
@@ -33,6 +35,7 @@ class CodeReads:
     Attributes:
         found: plain values and functions, by where they are.
         before: what they were, and had in them, when they were found.
+        clocks: where globals and what is in them are clocks, and under which names.
     """
 
     def __init__(self, reach: Callable[[Any, str], None]) -> None:
@@ -41,7 +44,13 @@ class CodeReads:
         self._looked_into: set[tuple[int, frozenset[str]]] = set()
         self.found: dict[tuple[int, str], Read] = {}
         self.before: dict[tuple[int, str], tuple[Any, Any]] = {}
+        self.clocks: list[tuple[dict[str, Any], str]] = []
         self._memos: dict[int, tuple[Any, int]] = {}
+
+    @property
+    def read(self) -> dict[tuple[int, str], Read]:
+        """Return what was found, but for functions without attributes: most of them."""
+        return {key: read for key, read in self.found.items() if read.name != "__dict__" or read.value}
 
     def look_at_class(self, kind: type) -> None:
         """Look at the functions of a class and of those that it is made from, up to torch's."""
@@ -49,25 +58,39 @@ class CodeReads:
             if one is nn.Module or one is object:
                 return
             for value in vars(one).values():
-                self.look_at(getattr(value, "fget", getattr(value, "__func__", value)))
+                self.look_at(getattr(value, "fget", getattr(value, "__func__", value)), kind)
 
-    def look_at(self, function: Any) -> None:
-        """Look at a function, and at those that it calls."""
-        function = getattr(function, "__func__", function)
+    def look_at(self, function: Any, kind: type | None = None) -> None:
+        """Look at a function, and at those that it calls; as a method it may read of its class (`kind`)."""
+        if isinstance(function, MethodType):
+            owner, function = function.__self__, function.__func__
+            kind = owner if isinstance(owner, type) else type(owner)
         if _remembers(function) and id(function) not in self._memos:
             self._memos[id(function)] = function, function.cache_info().misses
             function = function.__wrapped__
-        if not isinstance(function, FunctionType) or id(function) in self._seen:
+        if not isinstance(function, FunctionType):
+            return
+        own = is_own_file(function.__code__.co_filename)
+        if own and kind is not None and _asks_its_class(function.__code__):
+            self._look_into(kind, _names(function.__code__))
+        if id(function) in self._seen:
             return
         self._seen.add(id(function))
-        own = is_own_file(function.__code__.co_filename)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if not _is_empty(cell):
                 self._found(cell, "cell_contents", cell.cell_contents, f"{name!r} around {_place(function)}", own)
         if own:
+            self._found(function, "__dict__", vars(function), f"attributes of {_place(function)}", own)
+            defaults = _defaults(function)
+            for name, value in defaults.items():
+                self._found(defaults, name, value, f"default of {name!r} of {_place(function)}", own)
             for name in sorted(_names(function.__code__)):
                 if name in function.__globals__:
                     value = function.__globals__[name]
+                    if value is datetime and "datetime" in _names(function.__code__):
+                        self.clocks.append((vars(datetime), "datetime"))
+                    elif _is_clock(value):
+                        self.clocks.append((function.__globals__, name))
                     self._found(function.__globals__, name, value, f"global {name!r} of {_file(function)}", own)
                     self._look_into(value, _names(function.__code__))
 
@@ -83,7 +106,7 @@ class CodeReads:
             return
         self._looked_into.add((id(value), names))
         for name in sorted(names & {name for space in _spaces(value) for name in space}):
-            item, owner = getattr(value, name), vars(value) if isinstance(value, ModuleType) else value
+            item, owner = getattr(value, name, None), vars(value) if isinstance(value, ModuleType) else value
             self._found(owner, name, item, f"{value.__name__}.{name}", True)
             self._look_into(item, names)
 
@@ -93,9 +116,19 @@ class CodeReads:
         if not own or isinstance(value, type | ModuleType):
             return
         self._reach(value, label)
-        if isinstance(value, (*PLAIN, *_CONTAINERS, FunctionType, MethodType)):
+        if isinstance(value, (*PLAIN, *_CONTAINERS, FunctionType, MethodType)) or can_change(value):
+            self.note(owner, name, value, label)
+
+    def note(self, owner: Any, name: str, value: Any, label: str) -> None:
+        """Know that a value is read."""
+        if (id(owner), name) not in self.found:
             self.found[id(owner), name] = Read(label, owner, name)
             self.before.setdefault((id(owner), name), (value, frozen(value)))
+
+
+def _is_clock(value: Any) -> bool:
+    of_time = isinstance(value, BuiltinFunctionType) and value.__module__ == "time" and value.__name__ in CLOCKS
+    return of_time or value is datetime.datetime
 
 
 def _remembers(value: Any) -> bool:
@@ -106,6 +139,17 @@ def _remembers(value: Any) -> bool:
 def _names(code: CodeType) -> frozenset[str]:
     """Return the names that code and what is nested in it looks up."""
     return frozenset((*code.co_names, *(name for one in _nested(code) for name in _names(one))))
+
+
+def _asks_its_class(code: CodeType) -> bool:
+    return not {"type", "__class__", "cls"}.isdisjoint((*_names(code), *code.co_varnames))
+
+
+def _defaults(function: FunctionType) -> dict[str, Any]:
+    """Return the default arguments that are not plain, by the names of their parameters."""
+    names, values = function.__code__.co_varnames[: function.__code__.co_argcount], function.__defaults__ or ()
+    every = {**dict(zip(reversed(names), reversed(values), strict=False)), **(function.__kwdefaults__ or {})}
+    return {name: value for name, value in every.items() if not isinstance(value, PLAIN)}
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:

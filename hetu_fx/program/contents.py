@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import pickle
+import threading
+import warnings
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from operator import is_
+from queue import Queue, SimpleQueue
 from types import MethodType
 from typing import Any
 
@@ -15,7 +20,8 @@ from torch import Tensor
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _CONTAINERS = (list, dict, set, deque)
-
+_ITERATORS = ("builtins", "itertools")
+"""Where classes come from whose objects move on when they are asked, and show how far they are by `__reduce_ex__`."""
 
 _RANDOM = ("random", "numpy.random")
 """Where classes come from whose objects give random numbers."""
@@ -39,6 +45,19 @@ class Memory:
         return f"{self.kind.__name__} of {self.content.hex()[:16]}"
 
 
+@dataclass(frozen=True, eq=False)
+class Inside:
+    """What an object of Python's own library has in it: arguments, the values of a thread, how far an iterator is.
+
+    Attributes:
+        kind: the class of the object.
+        content: to be compared; an `object()` where nothing shows it, which is the same as no other.
+    """
+
+    kind: type
+    content: Any
+
+
 def can_change(value: Any) -> bool:
     """Tell whether a value's contents may change while it stays the same object."""
     if isinstance(value, tuple):
@@ -59,6 +78,16 @@ def frozen(value: Any) -> Any:
             return tuple(map(frozen, value))
         case set():
             return set(value)
+        case partial():
+            return Inside(partial, frozen((value.func, value.args, value.keywords)))
+        case threading.local():
+            return Inside(type(value), frozen(value.__dict__))
+        case Queue():
+            return Inside(type(value), frozen(value.queue))
+        case ContextVar():
+            return Inside(ContextVar, frozen(value.get(None)))
+        case SimpleQueue() | Iterator() if type(value).__module__ in (*_ITERATORS, SimpleQueue.__module__):
+            return Inside(type(value), _progress(value))
         case _:
             return _memory(value)
 
@@ -86,8 +115,10 @@ def same(value: Any, other: Any) -> bool:
             return is_method and value.__self__ is other.__self__ and value.__func__ is other.__func__
     if type(value) is type(other) and isinstance(value, PLAIN):
         return repr(value) == repr(other)
-    content = frozen(value)
-    return isinstance(content, Memory) and content == frozen(other)
+    content, before = frozen(value), frozen(other)
+    if isinstance(content, Inside) and isinstance(before, Inside):
+        return content.kind is before.kind and same(content.content, before.content)
+    return isinstance(content, Memory) and content == before
 
 
 def _are_identical(value: dict[Any, Any], other: dict[Any, Any]) -> bool:
@@ -96,7 +127,8 @@ def _are_identical(value: dict[Any, Any], other: dict[Any, Any]) -> bool:
 
 
 def _have_same(value: dict[Any, Any], other: dict[Any, Any]) -> bool:
-    return value.keys() == other.keys() and all(same(item, other[key]) for key, item in value.items())
+    in_order = list(map(hash, value)) == list(map(hash, other))  # of keys that may be tensors
+    return in_order and value.keys() == other.keys() and all(same(item, other[key]) for key, item in value.items())
 
 
 def _are_same(values: Collection[Any], others: Collection[Any]) -> bool:
@@ -106,6 +138,16 @@ def _are_same(values: Collection[Any], others: Collection[Any]) -> bool:
 
 def _kind(value: Any) -> type | None:
     return next((kind for kind in (list, tuple, deque) if isinstance(value, kind)), None)
+
+
+def _progress(iterator: Any) -> Any:
+    """Return how far an iterator is, which does not move it; an object of its own where it does not show that."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return frozen(iterator.__reduce_ex__(2)[1:])
+    except (TypeError, RuntimeError):
+        return object()
 
 
 def _memory(value: Any) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hetu_fx.base.torch_private import version
 from hetu_fx.graph.meta import SYMBOLIC
-from hetu_fx.program.contents import PLAIN, Memory, can_change, frozen, same
+from hetu_fx.program.contents import PLAIN, Inside, Memory, can_change, frozen, same
 from hetu_fx.program.structure import told_hook, type_name
 
 
@@ -113,7 +113,7 @@ class Reads:
     @property
     def facts_now(self) -> Mapping[str, str]:
         """Return the same as it is now."""
-        now = {read.label: shown(read.value) for read in (*self._entries, *self._others)}
+        now = {read.label: shown(frozen(read.value)) for read in (*self._entries, *self._others)}
         for method in self._methods:
             now.update(method.hidden)
         return now
@@ -175,6 +175,8 @@ def shown(value: Any) -> str:
             text = f"({', '.join(map(shown, value))})"
         case set() | frozenset():
             text = "{" + ", ".join(sorted(map(shown, value))) + "}"
+        case Inside():
+            text = type_name(value.kind) + ("" if type(value.content) is object else f" of {shown(value.content)}")
         case Tensor():
             text = f"a tensor of shape {list(value.shape)}"
         case _ if isinstance(value, SYMBOLIC):

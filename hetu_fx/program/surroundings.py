@@ -1,4 +1,4 @@
-"""What a forward takes from its process while it is traced: environment variables, and Python's random numbers."""
+"""What a forward takes from its process while it is traced: environment variables, clocks, Python's random numbers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import pickle
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 from hetu_fx.errors import CaptureError
+from hetu_fx.graph.numbers import CLOCKS
 from hetu_fx.program.code_reads import is_of_python, is_own_file
 from hetu_fx.program.reads import Read
 
@@ -35,11 +37,13 @@ class Surroundings:
 
     Attributes:
         found: the environment variables that the user's own functions read, by their names.
+        clocks: the functions of `time` that they call.
         drawn: the modules whose random numbers were drawn, which a graph would repeat.
     """
 
     def __init__(self) -> None:
         self.found: dict[str, Read] = {}
+        self.clocks: set[str] = set()
         self.drawn: list[str] = []
         self._thread = threading.get_ident()
 
@@ -55,9 +59,21 @@ class Surroundings:
                 self.found[name] = Read(f"environment variable {name!r}", _VARIABLES, name)
             return get(environment, name)
 
-        with mock.patch.object(kind, "__getitem__", getting):
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(kind, "__getitem__", getting))
+            for name in CLOCKS:
+                stack.enter_context(mock.patch.object(time, name, self._noting(name, getattr(time, name))))
             yield
         self.drawn = [name for name, state in _random_states().items() if before.get(name) != state]
+
+    def _noting(self, name: str, clock: Callable[[], float]) -> Callable[[], float]:
+        def reading() -> float:
+            if threading.get_ident() == self._thread and is_own_file(sys._getframe(1).f_code.co_filename):
+                self.clocks.add(name)
+            return clock()
+
+        reading.__name__ = name
+        return reading
 
     def check(self) -> None:
         """Raise CaptureError if random numbers were drawn."""

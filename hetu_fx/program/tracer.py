@@ -6,24 +6,27 @@ import inspect
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from hetu_fx.base.torch_private import BACKWARD_HOOKS, CALLS, FORWARD_HOOKS, parameter_slots
+from hetu_fx.base.torch_private import BACKWARD_HOOKS, CALLS, FORWARD_HOOKS, parameter_slots, tree_leaves
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph.bind import Batch, as_call, flatten_batch
 from hetu_fx.graph.capture import Around, capture
 from hetu_fx.graph.graph import Graph
+from hetu_fx.graph.leaves.ops import told_arguments
 from hetu_fx.graph.neutral import stand_in_device
+from hetu_fx.graph.numbers import later
 from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, row_dims_of
 from hetu_fx.program.access import Access, put
 from hetu_fx.program.caches import are_caches
-from hetu_fx.program.contents import PLAIN
+from hetu_fx.program.contents import PLAIN, same
 from hetu_fx.program.hooks import check_hooks, hooks_must_change
 from hetu_fx.program.not_kept import NotKept, is_of_the_trace
 from hetu_fx.program.observed import Observers
@@ -34,6 +37,7 @@ from hetu_fx.program.watched import Watch
 from hetu_fx.transforms.rewrites.op_overrides import OpOverrides
 
 Forward = Callable[..., Any]
+_TOLD = (bool, int, float, complex, str)
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,27 @@ class Tracer:
         check_hooks(self.model)
         traced = self._trace_once(batch, training)
         traced.watch.surroundings.check()
-        return self._traced_again(batch, training, traced) if traced.watch.changed else traced
+        traced = self._traced_again(batch, training, traced) if traced.watch.changed else traced
+        self._check_clocks(batch, training, traced)
+        return traced
+
+    def _check_clocks(self, batch: Batch, training: bool, traced: _Traced) -> None:
+        """Raise CaptureError if a clock that the user's own functions read shows in the graph.
+
+        A later clock makes another graph, or none; what is only logged, or an output, makes the same.
+        """
+        clocks = traced.watch.clocks
+        if not clocks:
+            return
+        with suppress(Exception), warnings.catch_warnings(), later(chain.from_iterable(clocks.values())):
+            warnings.simplefilter("ignore")  # the first trace has warned
+            if _told(self._trace_once(batch, training).source) == _told(traced.source):
+                return
+        raise CaptureError(
+            f"the forward goes on by the time ({', '.join(clocks)}), which a captured graph would keep as it was when "
+            f"it was made; pass it in as a tensor or keep it in a buffer, or use "
+            f'hetu_fx.auto_parallelize(..., capture="eager")'
+        )
 
     def _traced_again(self, batch: Batch, training: bool, before: _Traced) -> _Traced:
         """Return the trace of a forward that has left itself otherwise, where it keeps no state by that.
@@ -192,6 +216,7 @@ class Tracer:
             _called_as_its_own(self.model, self.replaced),
             hooks_must_change(self.model),
             self._without_what_is_lost(watch),
+            _own_containers(self.model),
         ):
             return capture(
                 module,
@@ -233,6 +258,26 @@ class Tracer:
         except TypeError:
             return None
         return self.loss_fn
+
+
+@contextmanager
+def _own_containers(model: nn.Module) -> Iterator[None]:
+    """Give modules the lists and dictionaries that they had: torch.export leaves copies of them."""
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for space, had in before:
+            space.update({name: value for name, value in had.items() if same(space.get(name, ABSENT), value)})
+
+
+def _told(graph: Graph) -> str:
+    """Return what a graph consists of, numbers and constants included."""
+    arguments = ((node, tree_leaves(told_arguments(node))) for node in graph.graph.nodes)
+    nodes = [
+        (node.name, str(node.target), [one for one in found if isinstance(one, _TOLD)]) for node, found in arguments
+    ]
+    return repr((nodes, {name: value.tolist() for name, value in graph.constants.items()}))
 
 
 @contextmanager

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from hetu_fx.base.torch_private import CALLS, LISTED_SLOTS, SLOTS, buffer_slots, not_saved
 from hetu_fx.program.access import Access, own_value
 from hetu_fx.program.code_reads import CodeReads
-from hetu_fx.program.contents import PLAIN, frozen, same
+from hetu_fx.program.contents import PLAIN, Inside, frozen, same
 from hetu_fx.program.reads import ABSENT, Methods, Read, Reads, Space
 from hetu_fx.program.structure import place
 from hetu_fx.program.surroundings import Surroundings
 
 _OWN = frozenset(vars(nn.Module()))
 _NO_CONFIGS = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType, enum.Enum, torch.SymInt, torch.SymFloat)
-_SETTINGS = ("argparse", "multiprocessing")
+_SETTINGS = ("argparse", "collections", "multiprocessing", "weakref", "_weakrefset")
 _MOST_ITEMS = 256
 Place = tuple[int, str]
 """An attribute: the number of what has it, and its name."""
@@ -52,6 +52,7 @@ class Watch:
         self._forget()
 
     def _forget(self) -> None:
+        self._of_the_model: dict[int, Space] = {}
         self._known: dict[int, tuple[str, Any]] = {}
         self._read: dict[Place, Access] = {}
         self._written: dict[Place, tuple[Access, Any]] = {}
@@ -66,7 +67,7 @@ class Watch:
         self._forget()
         modules = [(place(name), module) for name, module in self.model.named_modules()]
         self._buffers = [(label, module, dict(buffer_slots(module))) for label, module in modules]
-        self._of_the_model = {id(vars(module)) for _, module in modules}
+        self._of_the_model = {id(vars(module)): dict(vars(module)) for _, module in modules}
         if isinstance(self.loss_fn, nn.Module):
             modules += [(f"loss_fn{name and '.'}{name}", module) for name, module in self.loss_fn.named_modules()]
         with ExitStack() as self._patches:
@@ -89,7 +90,7 @@ class Watch:
 
     def reads(self, others: Iterable[Read]) -> Reads:
         """Return what was read, and others, as they are now: outside of the trace, so that no value of it is there."""
-        reads: dict[Any, Read] = {**self._code.found, **self.surroundings.found}
+        reads: dict[Any, Read] = {**self._code.read, **self.surroundings.found}
         reads.update(((id(other.owner), other.name), other) for other in others)
         methods = dict[int, tuple[str, Space, set[str]]]()
         for key, access in self._read.items():
@@ -107,6 +108,14 @@ class Watch:
                     label = f"{access.name!r} of class {kind.__qualname__}"
                     reads[id(type(access.owner)), access.name] = Read(label, type(access.owner), access.name)
         return Reads(reads.values(), (Methods(*found) for found in methods.values()))
+
+    @property
+    def clocks(self) -> dict[str, list[tuple[dict[str, Any], str]]]:
+        """Return the names of the clocks that the user's own functions read, and in which globals they are."""
+        clocks: dict[str, list[tuple[dict[str, Any], str]]] = {name: [] for name in sorted(self.surroundings.clocks)}
+        for space, name in self._code.clocks:
+            clocks.setdefault(name, []).append((space, name))
+        return clocks
 
     @property
     def written(self) -> Iterable[tuple[Access, Any]]:
@@ -203,6 +212,8 @@ class Watch:
         if key[0] not in self._known or key in self._read or key in self._written:
             return None
         before = own_value(owner, space, name)
+        if isinstance(before, PLAIN):  # which the forward may have written already, past `__setattr__`
+            before = self._of_the_model.get(key[0], {name: before}).get(name, ABSENT)
         return Access(f"{name!r} of {self._label(owner, space)}", owner, space, name, before, frozen(before))
 
     def _slots_apart(self, space: Space, name: str) -> Space:
@@ -232,8 +243,10 @@ class Watch:
                 self._know(vars(module), f"{label}{name and '.'}{name}")
         elif isinstance(value, SimpleNamespace):  # its class cannot be patched: all that it has counts as read
             for name, item in vars(value).items():
-                self._code.found[id(vars(value)), name] = Read(f"{name!r} of {label}", vars(value), name)
+                self._code.note(vars(value), name, item, f"{name!r} of {label}")
                 self._reach(item, f"{name} of {label}")
+        elif isinstance(content := frozen(value), Inside):
+            self._reach(content.content, label)
         elif _is_config(value):
             space = _space_of(value)
             self._know(value if space is None else space, label)

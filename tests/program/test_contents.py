@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import random
-from collections import deque
+import threading
+from collections import OrderedDict, deque
 from collections.abc import Callable
+from contextvars import ContextVar
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import numpy
@@ -22,6 +27,14 @@ CHANGES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "bytes that can be written": (bytearray(b"a"), lambda value: value.append(1)),
     "random numbers of Python": (random.Random(0), lambda value: value.random()),
     "random numbers of numpy": (numpy.random.default_rng(0), lambda value: value.random()),
+    "the order of a dictionary": (OrderedDict(a=1, b=2), lambda value: value.move_to_end("a")),
+    "a count": (itertools.count(), next),
+    "a cycle": (itertools.cycle([1.0, 3.0]), next),
+    "an iterator of a list": (iter([1, 2]), next),
+    "a map over an iterator": (map(abs, iter([1, 2])), next),
+    "arguments of a partial function": (partial(max, [0]), lambda value: value.args[0].append(1)),
+    "values of a thread": (threading.local(), lambda value: setattr(value, "scale", 2.0)),
+    "a context variable": (ContextVar("scale", default=1.0), lambda value: value.set(2.0)),
 }
 
 
@@ -33,6 +46,18 @@ def test_a_copy_is_the_same_until_the_contents_change(value: Any, change: Callab
     assert same(copy, frozen(value))
     change(value)
     assert not same(value, copy)
+
+
+@pytest.mark.parametrize("value", [(n for n in range(3)), SimpleQueue[int]()], ids=["a generator", "a simple queue"])
+def test_what_does_not_show_how_far_it_is_is_never_the_same(value: Any) -> None:
+    assert can_change(value)
+    assert not same(value, frozen(value))
+
+
+def test_a_look_at_an_iterator_does_not_move_it() -> None:
+    phases = itertools.cycle(iter([1.0, 3.0]))
+    frozen(phases)
+    assert [next(phases) for _ in range(3)] == [1.0, 3.0, 1.0]
 
 
 @pytest.mark.parametrize("value", [1, "a", object(), print, numpy.ones, (1, print)], ids=range(6))

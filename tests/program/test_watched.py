@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import queue
+import threading
+from collections import ChainMap, UserDict, UserList
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -18,7 +25,9 @@ from tests.program.guarded import GLOBAL, Guarded, Settings, Watching
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
     yield
-    GLOBAL["shift"], Guarded.power = 0.0, 1.0
+    GLOBAL["shift"], Guarded.power, LOOKED_UP["n"] = 0.0, 1.0, 2.0
+    vars(SCALES).clear()
+    SCALE.set(1.0)
 
 
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -141,6 +150,176 @@ def test_a_forward_that_keeps_state_in_python_is_refused_and_left_as_it_was(act:
         watching.program()
     assert (watching.model.calls, watching.model.seen) == (0, [])
     assert getattr(watching.model, "cache", None) is None
+
+
+class Counted:
+    n = 0
+
+    @classmethod
+    def counts(cls) -> int:
+        cls.n += 1
+        return cls.n
+
+
+class CountsInItsType(Writing):
+    n = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).n += 1
+        return self.layer(x) * self.n  # type: ignore[no-any-return]
+
+
+class CountsInItsClass(Writing):
+    n = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.__class__.n += 1
+        return self.layer(x) * self.n  # type: ignore[no-any-return]
+
+
+def in_a_default(module: Any, y: Tensor, counts: list[int] = [0]) -> None:  # noqa: B006
+    counts[0] += 1
+
+
+def in_a_keyword_default(module: Any, y: Tensor, *, memory: dict[str, int] = {}) -> None:  # noqa: B006
+    memory["n"] = memory.get("n", 0) + 1
+
+
+def in_an_attribute_of_itself(module: Any, y: Tensor) -> None:
+    counted: Any = in_an_attribute_of_itself
+    counted.n = getattr(counted, "n", 0) + 1
+
+
+def by_a_class_method(module: Any, y: Tensor) -> None:
+    Counted.counts()
+
+
+class CountsInItsSpace(Writing):
+    @property
+    def scale(self) -> int:
+        vars(self)["n"] = vars(self).get("n", 0) + 1
+        count: int = self.n
+        return count
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale  # type: ignore[no-any-return]
+
+
+def test_a_forward_that_counts_past_its_own_setattr_is_refused_and_left_as_it_was() -> None:
+    watching = Watching(CountsInItsSpace(print))
+    with pytest.raises(CaptureError, match=r"keeps state in Python.*'n' of the model: none -> 1"):
+        watching.program()
+    assert "n" not in vars(watching.model)
+
+
+def test_a_dictionary_that_a_model_shares_with_the_script_stays_shared() -> None:
+    settings, watching = {"a": 1.0}, Watching(Writing(lambda module, y: y.mul_(module.settings["a"])))
+    watching.model.settings = settings
+    first = watching.program()
+    assert watching.model.settings is settings
+    settings["a"] = 2.0
+    assert watching.program() is not first
+
+
+@pytest.mark.parametrize("kind", [CountsInItsType, CountsInItsClass])
+def test_a_forward_that_counts_in_its_own_class_is_refused_and_the_class_left_as_it_was(kind: Any) -> None:
+    with pytest.raises(CaptureError, match=rf"keeps state in Python.*{kind.__name__}.n: 0 -> 1"):
+        Watching(kind(print)).program()
+    assert kind.n == 0
+
+
+COUNTS: dict[Any, str] = {
+    in_a_default: r"default of 'counts' of in_a_default .*: \[0\] -> \[1\]",
+    in_a_keyword_default: r"default of 'memory' of in_a_keyword_default .*: {} -> {'n': 1}",
+    in_an_attribute_of_itself: r"attributes of in_an_attribute_of_itself .*: {} -> {'n': 1}",
+    by_a_class_method: r"Counted.n: 0 -> 1",
+}
+
+
+@pytest.mark.parametrize(("act", "told"), COUNTS.items(), ids=[act.__name__ for act in COUNTS])
+def test_a_forward_that_counts_in_what_its_functions_have_is_refused_and_they_are_left_as_they_were(
+    act: Any, told: str
+) -> None:
+    for _ in range(2):  # the second finds what the first has found
+        with pytest.raises(CaptureError, match=f"keeps state in Python.*{told}"):
+            Watching(Writing(act)).program()
+
+
+def a_full_queue() -> queue.Queue[float]:
+    full = queue.Queue[float]()
+    full.put(1.0)
+    return full
+
+
+MEMORIES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "a dictionary of the user's kind": (lambda: UserDict(n=0), lambda memory: memory.update(n=memory["n"] + 1)),
+    "a list of the user's kind": (lambda: UserList([0]), lambda memory: memory.append(memory[-1])),
+    "a chain of dictionaries": (lambda: ChainMap({"n": 0}), lambda memory: memory.update(n=memory["n"] + 1)),
+    "a dictionary of weak references": (WeakKeyDictionary, lambda memory: memory.update({Counted: len(memory)})),
+    "a queue": (a_full_queue, lambda memory: memory.get_nowait()),
+    "a simple queue": (queue.SimpleQueue, lambda memory: memory.put(1)),
+    "a count": (itertools.count, next),
+    "a cycle": (lambda: itertools.cycle([1.0, 3.0]), next),
+    "a generator": (lambda: (n for n in range(99)), next),
+    "a partial function": (lambda: partial(list.append, [], 1), lambda memory: memory()),
+    "values of a thread": (threading.local, lambda memory: setattr(memory, "n", getattr(memory, "n", 0) + 1)),
+    "a context variable": (lambda: ContextVar("n", default=0), lambda memory: memory.set(memory.get() + 1)),
+    "a namespace": (lambda: SimpleNamespace(n=0), lambda memory: setattr(memory, "n", memory.n + 1)),
+}
+
+
+@pytest.mark.parametrize(("make", "use"), MEMORIES.values(), ids=MEMORIES)
+def test_a_forward_that_remembers_in_an_object_of_pythons_own_library_is_refused(
+    make: Callable[[], Any], use: Callable[[Any], Any]
+) -> None:
+    watching = Watching(Writing(lambda module, y: use(module.memory)))
+    watching.model.memory = make()
+    with pytest.raises(CaptureError, match="keeps state in Python"):
+        watching.program()
+
+
+SCALES = threading.local()
+SCALE = ContextVar("SCALE", default=1.0)
+LOOKED_UP = {"n": 2.0}
+
+
+@lru_cache
+def remembered(n: int) -> float:
+    return n / 2
+
+
+def reads_what_scripts_set(module: Any, y: Tensor, table: dict[str, float] = LOOKED_UP) -> None:
+    y.mul_(getattr(SCALES, "scale", 1.0) * SCALE.get() * table["n"] * module.times(remembered(3)))
+
+
+SETS: dict[str, Callable[[Any], Any]] = {
+    "a value of a thread": lambda model: setattr(SCALES, "scale", 3.0),
+    "a context variable": lambda model: SCALE.set(3.0),
+    "a default": lambda model: LOOKED_UP.update(n=3.0),
+    "an argument of a partial function": lambda model: model.times.args[0].update(a=3.0),
+}
+
+
+@pytest.mark.parametrize("change", SETS.values(), ids=SETS)
+def test_what_scripts_set_in_such_objects_leads_to_another_capture(change: Callable[[Any], Any]) -> None:
+    watching = Watching(Writing(reads_what_scripts_set))
+    watching.model.times = partial(lambda factors, value: factors["a"] * value, {"a": 2.0})
+    first = watching.program()
+    assert watching.program() is first
+    change(watching.model)
+    assert watching.program() is not first
+
+
+def fills_a_default(module: Any, y: Tensor, tables: dict[int, Tensor] = {}) -> None:  # noqa: B006
+    if y.shape[1] not in tables:
+        tables[y.shape[1]] = torch.arange(y.shape[1])
+    y.add_(tables[y.shape[1]])
+
+
+def test_a_cache_in_a_default_is_none_and_left_as_it_was() -> None:
+    watching = Watching(Writing(fills_a_default))
+    assert watching.program() is watching.program()
+    assert fills_a_default.__defaults__ == ({},)
 
 
 @pytest.mark.parametrize("act", [sets_the_same, marks_that_it_has_run])

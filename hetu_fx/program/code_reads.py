@@ -13,6 +13,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, Modul
 from typing import Any
 
 from torch import nn
+from torch.autograd import Function
 
 from hetu_fx.graph.numbers import CLOCKS
 from hetu_fx.program.contents import PLAIN, can_change, frozen
@@ -113,6 +114,9 @@ class CodeReads:
     def _found(self, owner: Any, name: str, value: Any, label: str, own: bool) -> None:
         if isinstance(value, FunctionType | MethodType) or _remembers(value):
             self.look_at(value)
+        if isinstance(value, type) and issubclass(value, Function):  # its backward is the graph's, too
+            for method in (value.forward, value.setup_context, value.backward):
+                self.look_at(method)
         if not own or isinstance(value, type | ModuleType):
             return
         self._reach(value, label)

@@ -7,6 +7,7 @@ import sysconfig
 from typing import Any
 
 import pytest
+import torch
 
 from hetu_fx.program.code_reads import CodeReads, is_of_python, is_own_file
 from tests.program import guarded
@@ -30,6 +31,26 @@ def test_globals_are_found_through_functions_that_are_called() -> None:
     found, _ = reads(lambda: [helper() for _ in TABLE])
     assert found["global 'RATE' of test_code_reads.py"] == 0.5
     assert found["global 'TABLE' of test_code_reads.py"] == {"a": 1}
+
+
+STRENGTH = 2.0
+
+
+class Reversed(torch.autograd.Function):
+    """Goes by a global in its backward alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * STRENGTH
+
+
+def test_what_the_backward_of_an_autograd_function_reads_is_found() -> None:
+    found, _ = reads(lambda: Reversed.apply(torch.ones(2)))
+    assert found["global 'STRENGTH' of test_code_reads.py"] == 2.0
 
 
 def test_variables_around_a_function_are_found_and_objects_among_them_reached() -> None:

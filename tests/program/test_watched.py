@@ -198,7 +198,7 @@ class CountsInItsSpace(Writing):
     @property
     def scale(self) -> int:
         vars(self)["n"] = vars(self).get("n", 0) + 1
-        count: int = self.n
+        count: int = self.n  # type: ignore[assignment]
         return count
 
     def forward(self, x: Tensor) -> Tensor:

@@ -430,10 +430,10 @@ def _holding(exported: ExportedProgram, example: Example, tensors: Mapping[str, 
     nodes = [node for node in exported.graph.nodes if node.op == "placeholder"][-len(example.tensors) :]
     pairs = zip(example.tensors, map(meta.shape, nodes), strict=True)
     sizes = {
-        s.node.expr: size
+        meta.expression(symbol): size
         for name, shape in pairs
-        for s, size in zip(shape, tensors[name].shape, strict=True)
-        if meta.is_symbolic(s)
+        for symbol, size in zip(shape, tensors[name].shape, strict=True)
+        if meta.is_symbolic(symbol)
     }
     for condition in size_guards(meta.fake_mode(exported.graph)):
         if isinstance(condition, sympy.Eq) and condition.subs(sizes) is sympy.false:

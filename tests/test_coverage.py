@@ -146,6 +146,21 @@ def test_compiled_plans_may_be_as_far_from_plain_as_torch_compile(sines: Sequenc
     assert bool(told.reason.count("compared with torch.compile")) == is_right
 
 
+@pytest.mark.parametrize("in_plans_alone", [False, True])
+def test_what_torch_compile_fails_for_alike_is_no_crash_of_plans(in_plans_alone: bool) -> None:
+    def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        is_torchs = any(node.target is torch.sin for node in module.graph.nodes)
+        if is_torchs and in_plans_alone:
+            return module.forward
+        raise AssertionError("expected size 8==8, stride 1==1024")
+
+    family = Family("wave", "net", Wave, lambda rows, length: {"x": torch.randn(rows, 3)}, micro_batches=1)
+    subject = Subject(family, replace(AS_RANKS, backend=compile_graph))
+    subject.capture()
+    record = trials.attempt(lambda: {"differences": subject.try_plan("DP 3:1")})
+    assert (CRASH if in_plans_alone else NOT_PLAIN) in record
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_wrong_once_is_as_on_one_device(kind: str) -> None:
     name, plan = KINDS[kind]

@@ -19,6 +19,7 @@ from benchmarks.families.family import Family
 from hetu_fx.cli.compare import draws_random_numbers
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.deduction.factors.analyse import UnknownOpWarning
+from hetu_fx.errors import HetuFxError
 from hetu_fx.lockstep import Lockstep, RankTrained, Step, Trained, train_alone
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 
@@ -120,13 +121,26 @@ class Subject:
         Where it is too large and plans are compiled, the reference is `torch.compile` of the model on one device, if
         that is near enough to the model as it is. The result then says how near.
         """
-        made = self._how.train(self.model, self.batches, PLANS[name](self.micro_batches), self.captured)
+        try:
+            made = self._how.train(self.model, self.batches, PLANS[name](self.micro_batches), self.captured)
+        except Exception as error:
+            self._check_is_compiled(error)
+            raise
         found = worst_differences(made, self.alone)
         if self._how.backend is None or is_within_limits(found, self.family.dtype):
             return found
         compiled = self._compiled()
         apart = max(worst_differences(compiled, self.alone).values())
         return worst_differences(made, compiled) | {TORCH_COMPILE: apart} if apart <= COMPILED_APART else found
+
+    def _check_is_compiled(self, failed: Exception) -> None:
+        """Raise NotTrainedError where plans are compiled, and `torch.compile` of the model fails as one of them did."""
+        if self._how.backend is None or isinstance(failed, HetuFxError):
+            return
+        try:
+            self._compiled()
+        except type(failed) as error:
+            raise NotTrainedError(f"torch.compile of the model on one device fails too: {error}") from error
 
     def _compiled(self) -> Trained:
         """Train the model on one device as `torch.compile` makes it."""

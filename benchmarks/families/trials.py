@@ -20,7 +20,15 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from benchmarks.families.cells import AS_RANKS, COMPARED, PLANS, TORCH_COMPILE, Subject, is_within_limits
+from benchmarks.families.cells import (
+    AS_RANKS,
+    COMPARED,
+    PLANS,
+    TORCH_COMPILE,
+    NotTrainedError,
+    Subject,
+    is_within_limits,
+)
 from benchmarks.families.family import Family
 from benchmarks.kit import report
 from benchmarks.kit.forks import Tell, in_forks
@@ -143,6 +151,8 @@ def attempt(work: Callable[[], Record]) -> Record:
     start = perf_counter()
     try:
         record = work()
+    except NotTrainedError as error:
+        record = _failure(NOT_PLAIN, error)
     except DivergedError as error:  # ranks that do not agree are no refusal
         record = _failure(CRASH, error)
     except HetuFxError as error:

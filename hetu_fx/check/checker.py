@@ -220,6 +220,8 @@ class Checker:
         cause: Exception | None = None
         try:
             found = self._compared(ready, start)
+        except NotChecked:  # there is no time left
+            raise
         except HetuFxError as error:
             raise NotChecked(f"the small case is refused: {error}") from error
         except (MemoryError, torch.OutOfMemoryError) as error:

@@ -176,6 +176,13 @@ def test_a_trial_ends_in_time(tmp_path: Path) -> None:
     assert says == "not checked: it would take more than 0 s"
 
 
+def test_a_trial_for_which_no_time_is_left_is_no_error_of_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SECONDS_OF_OP", 1e3)
+    assert checker_of(Mlp(), mlp_batch(), tmp_path).try_plan(SHARES).says.startswith("not checked: it would take about")
+
+
 def test_a_model_that_cannot_be_copied_says_so(tmp_path: Path) -> None:
     model = Mlp()
     execution = graph_of(model, mlp_batch())

@@ -49,6 +49,9 @@ _POINTWISE = frozenset(
 )
 """Adafactor and Muon look at whole parameters; what a subclass does is not known."""
 
+_LISTED_ALIKE = _POINTWISE - {torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam}
+"""Of these, torch's kernels over lists give every bit of its loop; the others' take their factors in another order."""
+
 _SMALL_BYTES = 1 << 24
 _NO_LISTS = "fused", "capturable", "differentiable"
 
@@ -77,7 +80,7 @@ def begin_step(optimizer: Optimizer) -> None:
     stepping = _stepping()
     stepping.is_pointwise = type(optimizer) in _POINTWISE and len(fused) == 1
     stepping.uncounted = int(True in fused)
-    if stepping.is_pointwise:
+    if type(optimizer) in _LISTED_ALIKE and stepping.is_pointwise:
         stepping.listed = list(filter(_is_small_on_host, optimizer.param_groups))
         for group in stepping.listed:
             group["foreach"] = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import zlib
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -109,7 +110,7 @@ def check_too_many_numbers_are_refused(rank: int, world: int, folder: Path) -> N
 def check_what_is_half_written_is_not_heard(rank: int, world: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         table = opened("torn")
-        patch.setattr(rounds, "_check", lambda number, kind, body: rank)
+        patch.setattr(rounds, "crc32", lambda body, start=None: rank if start is not None else zlib.crc32(body))
         said = table.say([1.0], "numbers")
         dist.barrier()
         patch.undo()

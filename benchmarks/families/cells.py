@@ -140,7 +140,8 @@ class Subject:
         try:
             self._compiled()
         except Exception as error:
-            if str(failed) not in str(error):  # torch wraps what a backend raises, in a forward pass
+            inner = getattr(error, "inner_exception", error)  # what a backend raises in a forward pass is wrapped
+            if type(failed) is not type(inner):
                 raise failed from error
             raise NotTrainedError(f"torch.compile of the model on one device fails too: {error}") from error
 

@@ -20,7 +20,7 @@ from hetu_fx.base.frameworks import launchers, torch_optimizer
 from hetu_fx.base.launcher_end import end_with_torchrun
 from hetu_fx.base.progress import telling
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.comm_ops.wire.consensus import LocalFacts, agree, by_first, of_all, together
+from hetu_fx.comm_ops.wire.consensus import agree, by_first, of_all, together
 from hetu_fx.comm_ops.wire.groups import GroupTable, using, watched_group
 from hetu_fx.comm_ops.wire.peers.mail import open_mail
 from hetu_fx.comm_ops.wire.peers.rounds import open_rounds
@@ -53,7 +53,7 @@ from hetu_fx.switching.home.ops import HomeTensor, layout_of
 from hetu_fx.switching.home.parameters import move_home, move_optimizer_state
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.settings import Settings
-from hetu_fx.switching.step.execution import Execution
+from hetu_fx.switching.step.execution import Execution, Reading
 from hetu_fx.transforms.rewrites.op_overrides import OpOverrides
 
 Plans = Plan | Sequence[Plan] | str | Path
@@ -113,8 +113,7 @@ def prepare(wanted: Preparation, make_try: MakeTry | None = None) -> tuple[Runti
     together(table, lambda: _check_optimizer(wanted.optimizer, table.size))
     execution, program, example, plans, cluster = together(table, lambda: _found(wanted, table.size, is_mixed=is_mixed))
     with using(table):
-        rows = agree(table, example, takes_unlike_graphs=True).rows
-        rows_of_all = max(1, rows[0] if wanted.settings.shared else sum(rows))
+        rows_of_all = _agreed_rows(table, example, shared=wanted.settings.shared)
         costs, seed = by_first(table, lambda: _costs_and_seed(wanted, program, rows_of_all))
         table.topology = cluster
         if cluster is not None and set(cluster.ranks) == set(range(table.size)):
@@ -140,6 +139,18 @@ def prepare(wanted: Preparation, make_try: MakeTry | None = None) -> tuple[Runti
     if cluster is not None:
         adaptation.replanning.begin()
     return runtime, adaptation
+
+
+def _agreed_rows(table: GroupTable, example: Reading[Any], *, shared: bool) -> int:
+    """Agree on the examples, and return how many rows they have together; collective.
+
+    Graphs may be unlike where ranks' own rows differ: then they are those of all rows together, as in a step.
+    """
+    agreed = agree(table, example.facts, takes_unlike_graphs=True)
+    rows = max(1, agreed.rows[0] if shared else sum(agreed.rows))
+    if agreed.has_unlike_graphs:
+        agree(table, together(table, partial(example.of_rows, rows)).facts)
+    return rows
 
 
 def _tried_plans(
@@ -212,8 +223,8 @@ def _device_of(model: nn.Module) -> torch.device:
 
 def _found(
     wanted: Preparation, ranks: int, *, is_mixed: bool
-) -> tuple[Execution[Any], CapturedProgram | ModuleProgram, LocalFacts, Sequence[Plan] | None, Cluster | None]:
-    """Find out what takes no other rank: how the model is to run, what planning knows of it, facts of the example.
+) -> tuple[Execution[Any], CapturedProgram | ModuleProgram, Reading[Any], Sequence[Plan] | None, Cluster | None]:
+    """Find out what takes no other rank: how the model is to run, what planning knows of it, the example as it is read.
 
     Then the plans that were given, None where one is to be made, and the cluster, None where none was given.
     """
@@ -223,7 +234,7 @@ def _found(
     execution, program = _execution_of(wanted, ranks, is_mixed=is_mixed)
     batch, cluster = wanted.batch, wanted.cluster
     args, kwargs = as_call(batch)
-    example = execution.read(args, kwargs, True, shared=wanted.settings.shared).facts
+    example = execution.read(args, kwargs, True, shared=wanted.settings.shared)
     given = cluster if cluster is None or isinstance(cluster, Cluster) else Cluster.read(cluster)
     return execution, program, example, None if wanted.plan == "auto" else _given_plans(wanted.plan), given
 

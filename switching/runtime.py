@@ -259,7 +259,7 @@ class Runtime:
         if facts.has_unlike_graphs:
             return False
         takes = batch.takes(rows)
-        return not any_of(self.table, [not takes])[0] if batch.asks_rows else takes
+        return not any_of(self.table, [not takes])[0] if facts.asks_rows else takes
 
     def _agree_on(self, read: Callable[[], Reading[Any]], *, of_own_rows: bool) -> tuple[Reading[Any], StepFacts, bool]:
         """Return the batch, what ranks agree on, and whether the script has made others of the model's members."""
@@ -270,6 +270,7 @@ class Runtime:
             batch = read()
             told |= {"compute_seconds": self._compute_seconds(), "host_seconds": self.report.host_seconds}
             told |= self.writes.told
+            told["asks_rows"] = batch.asks_rows
             same = partial(batch.same_inputs, shared=self.settings.shared)
             told["inputs"] = self.same_inputs.told(batch.facts.shown, same)
             for watcher in self._watchers:

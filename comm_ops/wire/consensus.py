@@ -69,6 +69,7 @@ class StepFacts:
             ranks, or they are told.
         inputs: of what all ranks must pass alike, a number for its values; 0 in a step in which it is not compared.
         graphs: of each rank, a number for the graph that it has found for its rows.
+        asks_rows: a rank's graph holds for some numbers of rows only, by what it compares of sizes.
         sizes_of: by rank, the sizes of its inputs; () where it has no rows, unless none has any.
     """
 
@@ -87,6 +88,7 @@ class StepFacts:
     writes: tuple[float, ...] = _fact(tuple)
     inputs: tuple[float, ...] = _fact(tuple)
     graphs: tuple[float, ...] = _fact(tuple)
+    asks_rows: bool = _fact(any)
     sizes_of: tuple[tuple[int, ...], ...] = ()
 
     @property

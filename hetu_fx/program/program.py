@@ -213,15 +213,11 @@ class Program:
     def identity(self) -> str:
         """Return a text that is the same on ranks that run the same graph for batches of the same sizes.
 
-        They must cut the same inputs by rows, have the same doubt of it, and know alike which rows the graph holds for.
+        They must cut the same inputs by rows, and have the same doubt of it.
         """
         fixed = self.graph.fixed_rows
         of_rows = "" if fixed is None else f", for {fixed.number} rows"
-        asked = sorted(str(self._named(condition)) for condition in self._conditions[True])
-        return (
-            f"graph {self.fingerprint}{of_rows}, rows {dict(self.row_dims)}"
-            f"{' in doubt' if self.doubt else ''}{f', where {asked}' if asked else ''}"
-        )
+        return f"graph {self.fingerprint}{of_rows}, rows {dict(self.row_dims)}{' in doubt' if self.doubt else ''}"
 
     @cached_property
     def sequence_units(self) -> int:

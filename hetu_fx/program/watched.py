@@ -72,6 +72,7 @@ class Watch:
             modules += [(f"loss_fn{name and '.'}{name}", module) for name, module in self.loss_fn.named_modules()]
         with ExitStack() as self._patches:
             self._patch(nn.Module)
+            self._patches.callback(self._of_the_model.clear)  # a recurrent layer's has references to its parameters
             for _, module in modules:
                 self._patches.callback(not_saved(module).intersection_update, set(not_saved(module)))
             for label, module in modules:

@@ -11,12 +11,13 @@ from contextvars import ContextVar
 from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, getweakrefs
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from hetu_fx.base.torch_private import without_weak_references
 from hetu_fx.errors import CaptureError, StateError
 from hetu_fx.program.not_kept import NotKept
 from tests.program.guarded import GLOBAL, Guarded, Settings, Watching
@@ -83,6 +84,21 @@ def test_classes_are_as_they_were_after_a_capture() -> None:
     assert "__getattribute__" not in vars(nn.Module) | vars(Settings)
     assert "__setattr__" in vars(nn.Module)
     assert "__setattr__" not in vars(Settings)
+
+
+def test_no_parameter_is_referred_to_after_a_capture_but_by_its_layer() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cells = nn.LSTM(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.cells(x[None])[0].sum()
+
+    watching = Watching(Recurrent())
+    watching.program()
+    with without_weak_references(watching.model):
+        assert not any(map(getweakrefs, watching.model.parameters()))
 
 
 def test_what_a_loss_function_reads_counts() -> None:

@@ -78,6 +78,13 @@ def test_a_plan_that_is_ready_and_probes_are_told_to_all(other: Any) -> None:
     assert agree(ALONE, replace(FACTS, told={"has_plan": True})).has_plan
 
 
+def test_a_graph_that_holds_for_some_rows_only_is_asked_by_all(other: Any) -> None:
+    other(replace(FACTS, told={"asks_rows": True}))
+    assert agree(TWO, FACTS).asks_rows
+    other(FACTS)
+    assert not agree(TWO, FACTS).asks_rows
+
+
 def test_what_one_rank_knows_of_a_joining_process_all_learn(other: Any) -> None:
     other(replace(FACTS, told={"is_joined": True}))
     assert agree(TWO, FACTS).is_joined

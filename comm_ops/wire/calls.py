@@ -1,7 +1,7 @@
 """What this process does, for a message to the others: its calls of a parallel model, and where it is now.
 
 Where it is stands on the stack of the thread that called: nothing is noted on the way into a call but its name, its
-place in the user's own code, and the time. Another thread's stack is read in one go (`_frames`).
+place in the user's own code, and the time. Another thread's stack is read in one go (`_stack`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate, chain, repeat
-from operator import call, methodcaller
+from operator import attrgetter, call, methodcaller
 from time import perf_counter
 from types import FrameType, TracebackType
 
@@ -29,6 +29,7 @@ _LIBRARY_FOLDERS = (os.path.dirname(torch.__file__), *map(sysconfig.get_path, ("
 _ENGINE = "_engine_run_backward"  # of torch.autograd.graph: its callers wait in it for a backward
 _SHOWN_CHARACTERS = 80
 _MOST_FRAMES = 1000
+_READ = attrgetter("f_code.co_filename", "f_lineno", "f_code.co_name")  # no number before the first line
 
 
 @dataclass(slots=True)
@@ -76,7 +77,7 @@ class Whereabouts:
 def whereabouts() -> Whereabouts:
     """Tell where the thread is that calls parallel models; from any thread."""
     thread = last.thread or threading.main_thread().ident
-    return _whereabouts([_line(frame) for frame in _frames(thread)])
+    return _whereabouts(_stack(thread))
 
 
 def place_of(error: BaseException | None) -> str:
@@ -124,23 +125,19 @@ def _trace(trace: TracebackType | None) -> Iterator[Line]:
         trace = trace.tb_next
 
 
-def _line(frame: FrameType) -> Line:
-    # No number where the frame stands before its first line.
-    return Line(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name)
+def _stack(thread: int | None) -> Stack:
+    """Return the lines that a thread is at, the innermost first; none where it has ended.
 
-
-def _frames(thread: int | None) -> list[FrameType]:
-    """Return the frames of a thread, the innermost first; none where it has ended.
-
-    They are found inside one call of a function in C, during which no other thread runs: were they walked one by one,
-    the thread could go on in between, and python 3.11 would then give frames that are freed already. `faulthandler`
-    reads stacks in one go too, but of threads as well that a library in C++ is just beginning: it has ended processes.
+    All is read inside one call of a function in C, during which no other thread runs: were frames walked, or their code
+    read, one by one, the thread could go on in between, and python 3.11 would then give frames that are freed already.
+    `faulthandler` reads stacks in one go too, but of threads as well that a library in C++ is just beginning: it has
+    ended processes.
     """
     innermost = map(methodcaller("get", thread), map(call, (sys._current_frames,)))
-    frames: list[FrameType] = []
+    read: list[tuple[str, int | None, str]] = []
     with suppress(AttributeError):  # of the None that the outermost leads to
-        frames.extend(accumulate(chain(innermost, repeat("f_back", _MOST_FRAMES)), getattr))
-    return [frame for frame in frames if frame is not None]
+        read.extend(map(_READ, accumulate(chain(innermost, repeat("f_back", _MOST_FRAMES)), getattr)))
+    return [Line(file, number or 0, function) for file, number, function in read]
 
 
 @cache

@@ -94,10 +94,10 @@ def test_a_stack_is_read_while_its_frames_come_and_go_and_a_library_begins_threa
         thread.start()
     functions, looks = set[str](), 0
     while looks < 2000 or (looks < 1_000_000 and "recurse" not in functions):
-        functions.update(frame.f_code.co_name for frame in calls._frames(threads[1].ident))
+        functions.update(line.function for line in calls._stack(threads[1].ident))
         looks += 1
     over.set()
     for thread in threads:
         thread.join(60)
     assert functions >= {"recurse", "go_up_and_down", "_bootstrap"}
-    assert calls._frames(threads[1].ident) == []
+    assert calls._stack(threads[1].ident) == []

@@ -141,11 +141,6 @@ class RowReading(Reading[GraphVariant]):
     fillings: Fillings
     read: Callable[..., ReadBatch]
 
-    @property
-    def asks_rows(self) -> bool:
-        """Tell whether its program compares rows, which it may with other sizes."""
-        return self.batch.program.asks_rows
-
     def takes(self, rows: int) -> bool:
         """Tell whether its program holds for so many rows."""
         return self.batch.program.takes_rows(self.batch.bindings, rows)

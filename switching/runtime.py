@@ -270,7 +270,6 @@ class Runtime:
             batch = read()
             told |= {"compute_seconds": self._compute_seconds(), "host_seconds": self.report.host_seconds}
             told |= self.writes.told
-            told["asks_rows"] = batch.asks_rows
             same = partial(batch.same_inputs, shared=self.settings.shared)
             told["inputs"] = self.same_inputs.told(batch.facts.shown, same)
             for watcher in self._watchers:

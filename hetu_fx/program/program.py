@@ -121,7 +121,7 @@ class Program:
 
     @property
     def asks_rows(self) -> bool:
-        """Tell whether the graph holds for some numbers of rows only, by what it compares of sizes."""
+        """Tell whether the graph compares rows, with other sizes maybe, and so holds for some numbers of rows only."""
         return bool(self._conditions[True])
 
     def holds(self, sizes: Bindings) -> bool:

@@ -130,6 +130,7 @@ def _facts(
         counts=_counts(program, tensors, match.rows),
         values=tuple(values.values()),
         value_names=tuple(values),
+        told={"asks_rows": program.asks_rows},
         state=lambda: {**given, **programs.facts(program)},
     )
 

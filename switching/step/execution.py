@@ -156,13 +156,8 @@ class Reading(ABC, Generic[V]):
         """
         return self
 
-    @property
-    def asks_rows(self) -> bool:
-        """Tell whether a rank's own sizes decide, too, whether it can be a part of so many rows."""
-        return False
-
     def takes(self, rows: int) -> bool:
-        """Tell whether it can be a part of so many rows, those of all ranks; alike on them, unless one `asks_rows`."""
+        """Tell whether it can be a part of so many rows, those of all ranks; alike on them, unless one's facts ask."""
         return True
 
     def of_rows(self, rows: int) -> Reading[V]:

@@ -22,6 +22,11 @@ from hetu_fx.base.dtypes import carries_gradient, is_complex, is_real
 from hetu_fx.base.torch_private import buffer_slots, parameter_slots
 from hetu_fx.errors import StateError
 
+_LENGTHS = (509, 521)
+"""Primes: rows of a parameter that is written from so many numbers are not alike, unless they are as long."""
+
+_MOVED = 0.05
+_COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 LONG = 1024
 """Tables of more rows are shortened."""
 
@@ -74,13 +79,6 @@ def _spaces(model: nn.Module) -> Iterator[dict[str, Any]]:
             if hasattr(value, "__dict__") and not isinstance(value, nn.Module | type) and id(value) not in seen:
                 seen.add(id(value))
                 yield vars(value)
-
-
-_LENGTHS = (509, 521)
-"""Primes: rows of a parameter that is written from so many numbers are not alike, unless they are as long."""
-
-_MOVED = 0.05
-_COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 
 
 @dataclass(frozen=True, eq=False)

@@ -180,7 +180,7 @@ def _seeded() -> Iterator[RandomNumbers]:
 
 
 def alone(case: Case) -> TrialReference:
-    """Train one step of a case on one device, as the module itself."""
+    """Train steps of a case on one device, as the module itself: the first alone where it tells all."""
     with _seeded() as numbers:
         made = train_alone(case.model, [case.batch] * _STEPS, case.how())
         is_random = RandomNumbers.of(HOST) != numbers
@@ -200,7 +200,7 @@ def _are_same(one: Step, other: Step) -> bool:
 def tried(
     case: Case, reference: TrialReference, captured: GraphExecution | None, seconds: float | None = None
 ) -> Found:
-    """Train one step of a case as all ranks, and hold it against one device.
+    """Train as many steps of a case as all ranks, and hold them against one device.
 
     A module that draws random numbers draws others than its graph: the plan is held against the graph on one device.
 

@@ -32,6 +32,12 @@ from hetu_fx.switching.home.piece_copies import all_copies, copy_at, swaps
 from hetu_fx.switching.home.stepped import numbered
 from hetu_fx.switching.home.tensor import OPS, HomeTensor, gather_whole
 
+_PAUSE_SECONDS = 0.005
+_MARGIN_SECONDS = 10.0  # who is asked tells why it does not answer before who asks gives up
+_LEAVING = "is leaving"
+_LEAVING_SECONDS = 2.0
+_USEFUL_SECONDS = 60.0  # for which a rank that leaves waits for the next question
+
 
 class Names:
     """Names of the home tensors of one run, the same on all ranks.
@@ -100,13 +106,6 @@ class Names:
 def _home(parameter: nn.Parameter) -> HomeTensor:
     assert isinstance(parameter, HomeTensor)
     return parameter
-
-
-_PAUSE_SECONDS = 0.005
-_MARGIN_SECONDS = 10.0  # who is asked tells why it does not answer before who asks gives up
-_LEAVING = "is leaving"
-_LEAVING_SECONDS = 2.0
-_USEFUL_SECONDS = 60.0  # for which a rank that leaves waits for the next question
 
 
 class SharedHomes:

@@ -27,6 +27,10 @@ from hetu_fx.transforms.rewrites.distributions import LAWS
 
 aten = torch.ops.aten
 
+DROPOUT, UNIFORM = torch.ops.hetu.dropout.default, torch.ops.hetu.uniform.default
+
+STATE = "random_state"
+SELU_ALPHA = 1.7580993408473766  # alpha * scale of SELU, the value alpha dropout drops to (torch's constant)
 RECURRENT = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 
 
@@ -75,12 +79,6 @@ def _replace_results(node: fx.Node, value: fx.Node, states: Sequence[Sequence[fx
         assert isinstance(index, int), "results of an op are read by their places"
         replace(item, value if index == 0 else insert(node, aten.cat.default, list(states[index - 1])))
     node.graph.erase_node(node)
-
-
-DROPOUT, UNIFORM = torch.ops.hetu.dropout.default, torch.ops.hetu.uniform.default
-
-STATE = "random_state"
-SELU_ALPHA = 1.7580993408473766  # alpha * scale of SELU, the value alpha dropout drops to (torch's constant)
 
 
 def draws_by_token(graph: Graph) -> bool:

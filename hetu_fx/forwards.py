@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hetu_fx.base.patches import substitute_of
 from hetu_fx.base.torch_private import CALL
 from hetu_fx.copies import PlainAgain
 from hetu_fx.errors import StateError
@@ -58,6 +59,10 @@ class Forwards:
         found = vars(self.model).get("forward")
         if found is self._found:
             return
+        make = substitute_of(found)
+        if make is not None:
+            found = make(found.__func__)
+            object.__setattr__(self.model, "forward", found)
         if self._leads_to_ours(found):
             self._found = found
             self._is_wrapped = getattr(found, "__func__", found) not in self._ours

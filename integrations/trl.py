@@ -1,22 +1,22 @@
-"""trl: the loss that `SFTTrainer` takes of a parallel model, and what it logs of each token.
+"""trl: the loss that its trainers take of a parallel model, and what they log of each token.
 
-It puts a forward of its own in a model: the backbone alone, and the weight of the head in an autograd function of its
-own, in tiles. Nothing of that would run in parallel. A parallel model scores the tokens from its logits instead; its
-ordinary loss is the model's own, which every plan can have.
+They put a forward of their own in a model: the backbone alone, and the weight of the head in an autograd function of
+trl's, in tiles. Nothing of that would run in parallel. A parallel model scores the tokens from its logits instead;
+`SFTTrainer`'s ordinary loss is the model's own, which every plan can have.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from hetu_fx.base.patches import Patch, register_patch
+from hetu_fx.base.patches import Patch, register_patch, register_substitute
 from hetu_fx.integrations.transformers import counting_rows_once
 
 _IGNORED = -100
@@ -51,39 +51,52 @@ def _is_the_models(trainer: Any) -> bool:
 
 
 class _Scoring:
-    """A parallel model that scores tokens where it is asked for trl's fused head."""
+    """The forward of a parallel model, which scores tokens where it is asked for trl's fused head."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, forward: Callable[..., Any], temperature: float = 1.0, in_fp32: bool = True) -> None:
+        self.forward, self.temperature, self.in_fp32 = forward, temperature, in_fp32
 
     def __call__(self, *args: Any, fused_lm_head: bool = False, **inputs: Any) -> Any:
         """Return the scores of each token, or the model's outputs."""
         if not fused_lm_head:
-            return self.model(*args, **inputs)
+            return self.forward(*args, **inputs)
         labels = inputs.pop("labels")
-        return _scores(self.model(*args, **inputs), labels)
+        return _scores(self.forward(*args, **inputs), labels, self.temperature, self.in_fp32)
 
 
-def _scores(outputs: Any, labels: Tensor) -> SimpleNamespace:
+def _from_logits(fused: FunctionType) -> Callable[..., Any]:
+    """Return what scores as a forward with trl's fused head does, by the forward that this one has found."""
+    known = inspect.getclosurevars(fused).nonlocals
+    scoring = _Scoring(known["original_forward"], known["temperature"], known["cast_lm_head_to_fp32"])
+    return functools.wraps(fused)(scoring)  # `generate` reads its signature
+
+
+def _scores(outputs: Any, labels: Tensor, temperature: float = 1.0, in_fp32: bool = True) -> SimpleNamespace:
     """Return what trl's fused head does, of this process's rows: zero where labels are ignored, nan without logits."""
     labels = labels[:, 1:]
     mask = labels != _IGNORED
     if getattr(outputs, "logits", None) is None:
         unknown = torch.full(mask.shape, torch.nan, device=mask.device)
         return SimpleNamespace(log_probs=unknown, entropy=unknown, is_top1=unknown, label_mask=mask)
-    logits = outputs.logits[:, :-1].float()
-    negative = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=_IGNORED, reduction="none")
+    logits = outputs.logits[:, :-1] / temperature
+    logits = logits.float() if in_fp32 else logits
+    log_probs = logits.log_softmax(-1)
     with torch.no_grad():
-        entropy = torch.special.entr(logits.softmax(-1)).sum(-1).masked_fill(~mask, 0)
+        known = {
+            "log_sum_sq_probs": (2 * log_probs).logsumexp(-1).masked_fill(~mask, 0),
+            "mean_logits": logits.mean(-1).masked_fill(~mask, 0),
+            "is_top1": (logits.argmax(-1) == labels) & mask,
+        }
     return SimpleNamespace(
-        log_probs=-negative,
-        entropy=entropy,
-        is_top1=(logits.argmax(-1) == labels) & mask,
+        log_probs=log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0].masked_fill(~mask, 0),
+        entropy=-(log_probs.exp() * log_probs).sum(-1).masked_fill(~mask, 0),
         label_mask=mask,
         aux_loss=getattr(outputs, "aux_loss", None),
+        **known,
     )
 
 
+register_substitute("trl.trainer.utils", "add_fused_lm_head.<locals>._fused_forward", _from_logits)
 register_patch(
     Patch(
         "trl", "trl.trainer.sft_trainer", "SFTTrainer", "compute_loss",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from threading import Lock
+from types import CodeType, FunctionType
 from typing import Any, Protocol
 
 from hetu_fx.errors import EnvironmentProblem
@@ -88,7 +89,10 @@ class Hook:
         return self.register().remove
 
 
+Substitute = Callable[[FunctionType], Callable[..., Any]]
+
 _known: list[Patch | Hook] = []
+_substitutes: dict[tuple[str, str], Substitute] = {}
 _ways_back: dict[Patch | Hook, Callable[[], None]] = {}
 _lock = Lock()  # ranks may be threads of one process
 
@@ -96,6 +100,23 @@ _lock = Lock()  # ranks may be threads of one process
 def register_patch(patch: Patch | Hook) -> None:
     """Have a patch put in as soon as its module is loaded and a parallel model is there."""
     _known.append(patch)
+
+
+def register_substitute(module: str, name: str, make: Substitute) -> None:
+    """Have what a library puts in a parallel model's `forward`, beside which nothing would run, replaced there.
+
+    Args:
+        module: where the function is written.
+        name: its qualified name there, as in its code.
+        make: given the function, returns what takes its place, which calls the forward that the function has found.
+    """
+    _substitutes[module, name] = make
+
+
+def substitute_of(forward: Any) -> Substitute | None:
+    """Return what makes the substitute of a forward that a script or a library has put in a model; None: nothing."""
+    code, space = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
+    return _substitutes.get((str(space.get("__name__")), code.co_qualname)) if isinstance(code, CodeType) else None
 
 
 def known_patches() -> tuple[Patch | Hook, ...]:

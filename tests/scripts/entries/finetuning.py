@@ -16,7 +16,7 @@ from tests.scripts.trainers import arguments, logged, trainer
 from tests.scripts.training import sgd, step
 
 _SINGLE = 1e-5  # losses and norms are logged in single precision
-_VOCABULARY = 60
+VOCABULARY = 60
 _LOGGED = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
 
 
@@ -24,13 +24,13 @@ _TEMPLATE = """{% for m in messages %}{% if m.role == 'assistant' %}{% generatio
 {% else %}{{ m.content }} {% endif %}{% endfor %}"""
 
 
-def _tokenizer() -> Any:
+def tokenizer() -> Any:
     import transformers as hf
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
 
-    words = {"<pad>": 0, "<eos>": 1, **{str(token): token for token in range(2, _VOCABULARY)}}
+    words = {"<pad>": 0, "<eos>": 1, **{str(token): token for token in range(2, VOCABULARY)}}
     made = Tokenizer(WordLevel(words, "<pad>"))
     made.pre_tokenizer = WhitespaceSplit()
     names = {"pad_token": "<pad>", "eos_token": "<eos>", "chat_template": _TEMPLATE}
@@ -52,7 +52,7 @@ def _rows(count: int, **columns: Any) -> Any:
     from datasets import Dataset
 
     generator = torch.Generator().manual_seed(5)
-    rows = [torch.randint(2, _VOCABULARY, (5 + 3 * (i % 4),), generator=generator).tolist() for i in range(count)]
+    rows = [torch.randint(2, VOCABULARY, (5 + 3 * (i % 4),), generator=generator).tolist() for i in range(count)]
     return Dataset.from_list([{"input_ids": row, **{k: make(row) for k, make in columns.items()}} for row in rows])
 
 
@@ -65,7 +65,7 @@ def _sft(job: Job, model: nn.Module, data: Any = None, changes: dict[str, Any] |
     data = _rows(16) if data is None else data
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return SFTTrainer(model, SFTConfig(**known), train_dataset=data, processing_class=_tokenizer(), **options)
+        return SFTTrainer(model, SFTConfig(**known), train_dataset=data, processing_class=tokenizer(), **options)
 
 
 def _trained(job: Job, data: Any = None, changes: dict[str, Any] | None = None, **options: Any) -> Results:

@@ -8,6 +8,7 @@ left out here.
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -534,3 +535,17 @@ def test_a_graph_is_compiled_into_one_library(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     assert by_one_library(), f"torch {torch.__version__}: {BY_THE_COMPILER}"
     torch.compiler.reset()
+
+
+def test_communicators_that_cannot_be_grouped_are_ended_at_the_same_time() -> None:
+    all_there = threading.Barrier(3)
+
+    class Waits:
+        """A communicator whose end waits for that of the others, as NCCL's may."""
+
+        def abort(self) -> None:
+            all_there.wait(30)
+
+    private.abort_together([Waits(), Waits(), Waits()])
+    assert not all_there.broken
+    assert all_there.n_waiting == 0

@@ -4,37 +4,41 @@
 #                  benchmarks, another one for each commit: do they still run?
 #   make parity    the whole parity matrix (make test runs a covering selection)
 #   make lint      ruff (rules and format) and mypy
+#   make smoke TORCH='torch==2.11.*'   the smallest tests under another torch, in build/venv-VERSION; SMALL=1 skips a
+#                  torch that the index does not have, or has with CUDA only (gigabytes)
+#   make package   sdist and wheel in build/dist: built, checked, and tried in a new environment
 #   make docs      build the documentation site in build/site
 #   make demo      train a model on four unequal emulated devices
 #   make clean     remove .venv and everything that tools wrote
 #
 # PYTHON picks the interpreter; TORCH the requirement, e.g. for the CPU build where PyPI gives CUDA:
 #   make test TORCH='torch>=2.11,<2.14 --index-url https://download.pytorch.org/whl/cpu'
+# Another TORCH sets .venv up again; VENV keeps it apart: make test TORCH=torch==2.14.1 VENV=build/venv-2.14.1
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := test
 
 PYTHON ?= python3
-# The upper end keeps pip from choosing a newer build that brings gigabytes of CUDA.
+# The package has no upper bound. This one keeps pip from choosing a newer build that brings gigabytes of CUDA.
 TORCH ?= torch>=2.11,<2.14
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 # Tests start hundreds of processes, which take half a second longer where compiled files may not be kept.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q
 LINKED := comm_ops transforms switching integrations
 
-.PHONY: setup test parity lint docs demo clean
+.PHONY: setup test parity lint smoke package docs demo clean force
 
 setup: $(VENV)/.installed
 
 # A setup that stopped half-way leaves no stamp, so the next call continues it.
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml $(VENV)/.torch
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "hetu_fx needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) -V 2>&1);" \
 	    "name another with make PYTHON=/path/to/python3.11" >&2; exit 2; }
-	@echo "setting up $(VENV) (once, and again when pyproject.toml changes)"
+	@echo "setting up $(VENV) (once, and again when pyproject.toml or TORCH changes)"
 	@[ -x $(BIN)/python ] && $(BIN)/python -m pip --version >/dev/null 2>&1 || \
 	  $(PYTHON) -m venv --clear $(VENV) || { \
 	  echo "no venv: on Debian and Ubuntu, apt install python3-venv" >&2; exit 2; }
@@ -42,7 +46,12 @@ $(VENV)/.installed: pyproject.toml
 	@read -ra words <<<'$(TORCH)'; $(PIP) install "$${words[@]}"
 	@PYTHONWARNINGS=ignore $(PIP) install --editable '.[hf,ui,dev,docs]'
 	@for d in $(LINKED); do ln -sfn ../$$d hetu_fx/$$d; done   # for mypy, which does not see the mapping
+	@echo '$(TORCH)' >$(VENV)/.torch   # a new environment has none yet
 	@touch $@
+
+# Which torch was asked for last.
+$(VENV)/.torch: force
+	@mkdir -p $(VENV); [ "$$(cat $@ 2>/dev/null)" = '$(TORCH)' ] || echo '$(TORCH)' >$@
 
 # Files stay whole, so that what their tests share is made once. Ranks and launchers wait for each other: one file of
 # distributed tests keeps one core and a quarter busy, so two run at a time where there are two cores.
@@ -64,8 +73,14 @@ lint: setup
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy
 
+smoke:
+	@$(PYTHON) -m tests.packaging.smoke $(if $(SMALL),--small) '$(TORCH)'
+
+package:
+	@$(PYTHON) -m tests.packaging.package '$(TORCH)'
+
 docs: setup
-	@$(BIN)/mkdocs build --strict --site-dir build/site
+	@$(BIN)/zensical build --strict --clean
 
 demo: setup
 	@$(BIN)/python -m examples.demo

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hetu_fx.base.frameworks import offer
 from hetu_fx.base.imports import import_after
 from hetu_fx.base.memory import without_collections
+from hetu_fx.base.tested import warn_of_newer
 
 if TYPE_CHECKING:
     from hetu_fx.api import auto_parallelize as auto_parallelize
@@ -86,6 +87,7 @@ _HOMES = {
 
 __all__ = [*sorted(_HOMES)]
 
+warn_of_newer()
 offer("hetu_fx.integrations.transformers", "hetu_fx.integrations.accelerate")
 import_after("lightning.pytorch.strategies", "hetu_fx.integrations.lightning.registered")
 import_after("torch.export.pt2_archive", "hetu_fx.export.known_ops")

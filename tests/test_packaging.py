@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
+
+from hetu_fx.base.tested import NEWEST
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -53,9 +57,51 @@ def test_every_link_of_the_makefile_is_a_mapped_folder_that_git_ignores() -> Non
     assert {f"/hetu_fx/{name}" for name in linked} <= set((ROOT / ".gitignore").read_text().split())
 
 
-def test_the_torch_range_of_make_is_the_declared_one() -> None:
+def test_torch_has_no_upper_bound_but_in_make_whose_lower_one_is_the_declared_one() -> None:
     declared = next(line for line in PROJECT["project"]["dependencies"] if line.startswith("torch"))
-    assert f"TORCH ?= {declared}\n" in (ROOT / "Makefile").read_text()
+    assert re.fullmatch(r"torch>=[\d.]+", declared)
+    assert re.search(rf"^TORCH \?= {declared},<[\d.]+$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def test_the_oldest_and_the_newest_torch_are_those_that_ci_and_the_page_name() -> None:
+    declared = next(line for line in PROJECT["project"]["dependencies"] if line.startswith("torch"))
+    oldest, script = declared.removeprefix("torch>="), (ROOT / ".ci" / "run").read_text()
+    assert f"TORCH='torch=={oldest}.*'" in script
+    assert f"TORCH='torch>={NEWEST['torch']}'" in script
+    assert f"| torch | {oldest} | {NEWEST['torch']} |" in (ROOT / "docs" / "compatibility.md").read_text()
+
+
+def test_the_version_is_that_of_the_tag_and_has_a_fallback() -> None:
+    assert PROJECT["project"]["dynamic"] == ["version"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", PROJECT["tool"]["setuptools_scm"]["fallback_version"])
+
+
+def test_what_builds_the_site_is_pinned_and_what_ended_is_gone() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert all("==" in requirement for requirement in extras["docs"])
+    assert not {"mkdocs-material", "evaluate"} & {re.split(r"\W", one)[0] for group in extras.values() for one in group}
+
+
+@pytest.mark.parametrize("form", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("[a-z]*.yml")), ids=lambda p: p.stem)
+def test_issue_forms_ask_for_what_doctor_says(form: Path) -> None:
+    asked = yaml.safe_load(form.read_text())
+    if form.stem == "config":
+        assert asked == {"blank_issues_enabled": False}
+        return
+    needed = {field["attributes"]["label"] for field in asked["body"] if field.get("validations", {}).get("required")}
+    assert "hetu-fx doctor --json" in needed
+    assert len({field["id"] for field in asked["body"] if field["type"] != "markdown"}) >= len(needed)
+
+
+def test_the_workflow_runs_what_ci_runs() -> None:
+    (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"].values()
+    assert "bash .ci/run" in [step.get("run") for step in job["steps"]]
+
+
+def test_the_citation_names_the_licence_of_the_package() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["license"] == PROJECT["project"]["license"]
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
 
 
 @pytest.mark.parametrize("package", ["hetu_fx", "hetu_fx_align"])

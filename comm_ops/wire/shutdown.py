@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hetu_fx.base.device_types import device_types
-from hetu_fx.base.torch_private import aborted_together, backend_of, forget_group_count, is_gloo
+from hetu_fx.base.torch_private import abort_together, backend_of, forget_group_count, is_gloo
 
 
 class HoldsGroups(Protocol):
@@ -140,9 +140,7 @@ def _abort_devices() -> None:
         backends = [backend for group in _ours if group not in _aborted for backend in _of_devices(group)]
         _aborted.update(_ours)
     if backends:
-        with aborted_together(backends[0]):
-            for backend in backends:
-                backend.abort()
+        abort_together(backends)
 
 
 def _of_devices(group: ProcessGroup) -> Iterator[Any]:

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache, partial, wraps
 from operator import attrgetter
+from threading import Thread
 from types import FunctionType
 from typing import Any, cast
 from unittest import mock
@@ -38,7 +39,7 @@ from torch.autograd.function import _is_setup_context_defined
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_group, _new_process_group_helper, _world
 from torch.fx import graph_module
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, has_proxy_slot, set_proxy_slot
+from torch.fx.experimental.proxy_tensor import decompose, get_proxy_mode, get_proxy_slot, has_proxy_slot, set_proxy_slot
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
@@ -442,9 +443,7 @@ def instead_of_grad_and_value(taken: Callable[..., Any]) -> AbstractContextManag
 
 def without_composites() -> AbstractContextManager[Any]:
     """Let the trace under way have what composite ops are made of, as autograd does, and not them."""
-    mode = get_proxy_mode()
-    assert mode is not None, "a trace is under way"
-    made: AbstractContextManager[Any] = mode.enable_decompositions(_Composites())
+    made: AbstractContextManager[Any] = decompose(_Composites())
     return made
 
 
@@ -530,17 +529,31 @@ def is_gloo(backend: Any) -> bool:
     return "gloo" in type(backend).__name__.lower()
 
 
-@contextmanager
-def aborted_together(backend: Any) -> Iterator[None]:
-    """Let NCCL end several communicators in one call: one after another they wait for each other (pytorch 119797)."""
-    has_group_calls = hasattr(backend, "_group_start")
-    if has_group_calls:
-        backend._group_start()
+def name_of_nccl() -> str:
+    """Return which of torch's two NCCL backends "nccl" stands for: "nccl", or "nccl2" as by default from torch 2.15."""
+    made_by = getattr(dist.Backend._plugins.get("NCCL"), "creator_fn", None)
+    return "nccl2" if "nccl2" in getattr(made_by, "__name__", "") else "nccl"
+
+
+def abort_together(backends: Sequence[Any]) -> None:
+    """End the communicators of backends at the same time: one after another they wait for each other (pytorch 119797).
+
+    NCCL ends all of them in one call, between a start and an end. The nccl2 backend has neither call in Python; each of
+    its communicators is ended by a thread of its own (not tried on devices yet).
+    """
+    if not hasattr(backends[0], "_group_start"):
+        threads = [Thread(target=backend.abort, daemon=True) for backend in backends]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return
+    backends[0]._group_start()
     try:
-        yield
+        for backend in backends:
+            backend.abort()
     finally:
-        if has_group_calls:
-            backend._group_end()
+        backends[0]._group_end()
 
 
 def device_types(group: ProcessGroup) -> set[str]:

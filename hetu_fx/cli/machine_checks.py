@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from hetu_fx.base.documents import nearest
+from hetu_fx.base.tested import above_tested, numbers, upper_bound
 from hetu_fx.cli.finding import Finding, judged
 
 LEAST_MEMORY, LEAST_SHARED = 1 << 30, 256 << 20  # bytes: below these people have seen processes killed
@@ -64,14 +65,12 @@ def package_finding(name: str, bounds: list[tuple[str, str]], version: str, *, i
     if not version:
         return judged(name, "not installed", wrong=install) if is_needed else judged(name, "not installed, not needed")
     if all((numbers(version) >= numbers(bound)) == (sign == ">=") for sign, bound in bounds):
-        return judged(name, version)
+        newest = above_tested(name, version)
+        says = f"{version}, newer than {newest}, the newest that was tested" if newest else version
+        way = f"if something fails that should not: pip install '{name}<{upper_bound(newest)}'" if newest else ""
+        return judged(name, says, doubtful=way)
     says = f"{version}, but hetu_fx needs {asked}"
     return judged(name, says, wrong=install) if is_needed else judged(name, says, doubtful=install)
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version: (2, 13, 0) for 2.13.0+cpu."""
-    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
 def _version(package: str) -> str:
@@ -85,6 +84,7 @@ def _collectives() -> Finding:
     import torch.distributed as dist
 
     from hetu_fx.base.device_types import computing
+    from hetu_fx.base.torch_private import name_of_nccl
 
     if not (dist.is_available() and dist.is_gloo_available()):
         return judged("collectives", "this torch has no gloo", wrong="install torch from pytorch.org or PyPI")
@@ -92,7 +92,7 @@ def _collectives() -> Finding:
         if kind.is_direct and not dist.is_backend_available(kind.process_groups):
             told = f"gloo, no {kind.process_groups}: {kind.name} devices meet through the host"
             return judged("collectives", told, doubtful=f"install a torch that has {kind.process_groups}")
-    return judged("collectives", "gloo and nccl" if dist.is_nccl_available() else "gloo")
+    return judged("collectives", f"gloo and {name_of_nccl()}" if dist.is_nccl_available() else "gloo")
 
 
 def _devices() -> Finding:

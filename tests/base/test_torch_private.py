@@ -17,6 +17,7 @@ from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch.fx import graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from tests.base.test_torch_private_calls import BY_THE_COMPILER, CALLS
 from tests.house.tree import trees
 
 HOME = "hetu_fx.base.torch_private"
@@ -149,6 +150,7 @@ def examples() -> Mapping[str, Any]:
         "_loader": graph_module,
         "_underlying_non_prefix_store": torch._C._distributed_c10d.PrefixStore,
         "_get_backend": group,
+        "_plugins": torch.distributed.Backend,
         "_group_start": as_described("ProcessGroupNCCL"),
         "_group_end": as_described("ProcessGroupNCCL"),
         "_device_types": group,
@@ -183,6 +185,17 @@ def test_the_installed_torch_has(name: str) -> None:
 @pytest.mark.parametrize("name", OF_OBJECTS)
 def test_objects_of_the_installed_torch_have(name: str) -> None:
     assert hasattr(examples()[name], name), f"torch {torch.__version__} has no {name}: {HOME} needs another way"
+
+
+@pytest.mark.parametrize("name", [*IN_THE_MODULES, *OF_OBJECTS])
+def test_there_is_a_call_for(name: str) -> None:
+    called = " ".join((*CALLS, BY_THE_COMPILER)).split()
+    assert any(f"{one}.".startswith(f"{name}.") for one in called), f"add a line for {name} to CALLS"
+
+
+def test_calls_are_of_names_that_are_used() -> None:
+    used = {*IN_THE_MODULES, *OF_OBJECTS}
+    assert set(" ".join((*CALLS, BY_THE_COMPILER)).split()) <= used
 
 
 @pytest.mark.parametrize(

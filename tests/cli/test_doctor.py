@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 import hetu_fx
+from hetu_fx.base import tested
+from hetu_fx.base.tested import numbers
 from hetu_fx.cli.doctor import trial_findings
 from hetu_fx.cli.finding import Finding, conclusion, judged
 from hetu_fx.cli.job_checks import clock_finding, link_findings, speed_finding, versions_finding
 from hetu_fx.cli.machine_checks import (
     SETTINGS,
     launch_finding,
-    numbers,
     package_finding,
     parts_of,
     settings_finding,
@@ -58,6 +59,15 @@ def test_versions_are_held_against_their_bounds(version: str, is_needed: bool, s
     found = package_finding("torch", [(">=", "2.11"), ("<", "2.14")], version, is_needed=is_needed)
     assert found.state == state
     assert ("pip install 'torch>=2.11,<2.14'" in found.way_out) == (state != "fine")
+
+
+def test_a_torch_above_the_newest_tested_is_doubtful_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tested, "NEWEST", {"torch": "2.14"})
+    found = package_finding("torch", [(">=", "2.11")], "2.15.0", is_needed=True)
+    assert found.state == "doubtful"
+    assert "newest that was tested" in found.says
+    assert "'torch<2.15'" in found.way_out
+    assert package_finding("torch", [(">=", "2.11")], "2.14.9", is_needed=True).state == "fine"
 
 
 def test_a_launch_that_lacks_something_or_started_one_process_is_told() -> None:

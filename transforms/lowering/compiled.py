@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,15 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from hetu_fx.base.torch_compile import Symbols, budget_that_keeps, keep, keep_only, memory_budget, recomputed
+from hetu_fx.base.torch_compile import (
+    Symbols,
+    budget_that_keeps,
+    is_failed_partition,
+    keep,
+    keep_only,
+    memory_budget,
+    recomputed,
+)
 from hetu_fx.graph.calls import draws
 from hetu_fx.plans.recomputed import RecomputedOps
 from hetu_fx.transforms.lowering.checkpoint import SAVED, CheckpointedRun, contexts_of
@@ -111,9 +120,26 @@ def _variant(module: fx.GraphModule, compiler: Compiler, likes: Sequence[Any], f
     numbers = tuple(i for i in traced if is_number(likes[i]))
     opened = [traced[i].shape[d] for i, d in sizes]
     graph = _graph(module, len(sizes), {i: like for i, like in enumerate(likes) if i not in traced})
-    with symbols.tracing(), budget_that_keeps(any(map(draws, graph.graph.nodes))):
-        run = compiler(graph, [*opened, *traced.values()])
+    try:
+        with symbols.tracing(), budget_that_keeps(any(map(draws, graph.graph.nodes))):
+            run = compiler(graph, [*opened, *traced.values()])
+    except AssertionError as error:
+        if not is_failed_partition(error):
+            raise
+        return _uncompiled(module, likes, error)
     return _Variant(run, sizes, tuple(traced), numbers, symbols.condition([*opened, *(traced[i] for i in numbers)]))
+
+
+def _uncompiled(module: fx.GraphModule, likes: Sequence[Any], error: AssertionError) -> _Variant:
+    """Return what runs a graph as it is, for inputs of the forms for which torch fails to compile it; say so."""
+    shapes = ", ".join(sorted({str(like.sizes) for like in likes if isinstance(like, Like) and 1 in like.sizes}))
+    warnings.warn(
+        f"torch {torch.__version__} fails to compile a part of the model for inputs of shapes {shapes}: {error}; "
+        f"for these it runs uncompiled, with the same results\n"
+        f"hint: batches of at least 2 rows per rank and micro-batch avoid this defect of torch",
+        stacklevel=2,
+    )
+    return _Variant(module.forward, (), tuple(range(len(likes))), (), lambda numbers: True)
 
 
 def _surroundings() -> Hashable:

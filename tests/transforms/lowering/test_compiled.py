@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -138,3 +139,24 @@ def test_what_is_remembered_of_inputs_is_bounded() -> None:
         compiled((torch.zeros(rows, 2), weight), [(0,), ()])
     assert len(recorder.graphs) == 1
     assert len(compiled._calls) <= MOST_KNOWN
+
+
+def failing(said: str) -> Compiled:
+    def compiler(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        raise AssertionError(said)
+
+    return Compiled(module_of(2, product), compiler)
+
+
+def test_what_torch_cannot_part_runs_uncompiled_and_is_told_once() -> None:
+    compiled = failing("Node add_3 was invalid, but is output")
+    with pytest.warns(UserWarning, match=r"fails to compile .* shapes \(1, 6\)(.|\n)*hint: "):
+        check(lambda *given: compiled(given, [[0], []]), torch.randn(1, 6).double(), torch.randn(5, 6).double())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(lambda *given: compiled(given, [[0], []]), torch.randn(1, 6).double(), torch.randn(5, 6).double())
+
+
+def test_what_else_a_compiler_fails_with_is_raised() -> None:
+    with pytest.raises(AssertionError, match="something else"):
+        failing("something else")((torch.randn(1, 6), torch.randn(5, 6)), [[0], []])

@@ -1,0 +1,91 @@
+"""Environments of their own, and what the package index has for them. Standard library only: runs before any set-up."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import venv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "build"
+NOTHING_FOUND = "No matching distribution found"
+BRINGS_CUDA = ("nvidia-", "cuda-")
+"""How names of packages begin that make a torch of a few hundred megabytes one of several gigabytes."""
+TO_TEST = ("pytest", "pytest-timeout", "hypothesis", "expecttest")
+
+
+class NotInIndexError(Exception):
+    """The index has no such package."""
+
+
+def run(*command: str | Path, cwd: Path = ROOT, seconds: float = 1800, **environment: str) -> str:
+    """Run a command; return what it printed. Raises CalledProcessError, after its errors have been shown."""
+    names = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", **environment}
+    done = subprocess.run(
+        list(map(str, command)), cwd=cwd, env=names, capture_output=True, text=True, timeout=seconds, check=False
+    )
+    if done.returncode:
+        if NOTHING_FOUND in done.stderr:
+            raise NotInIndexError(done.stderr.strip().splitlines()[-1])
+        print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
+        done.check_returncode()
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment in `build/`."""
+
+    folder: Path
+
+    @classmethod
+    def at(cls, name: str, *, clear: bool = False) -> Environment:
+        """Make one, or take the one that is there."""
+        made = cls(BUILD / name)
+        if clear or not made.python.exists():
+            venv.create(made.folder, with_pip=True, clear=True)
+            made.install("--upgrade", "pip")
+        return made
+
+    @property
+    def python(self) -> Path:
+        """Return the interpreter."""
+        return self.folder / "bin" / "python"
+
+    def install(self, *words: str) -> None:
+        """Install packages, given as words for pip."""
+        run(self.python, "-m", "pip", "install", "--quiet", *words)
+
+    def resolve(self, *words: str) -> list[dict[str, Any]]:
+        """Return the metadata of what pip would install. Raises NotInIndexError if there is no such package."""
+        report = run(self.python, "-m", "pip", "install", "--dry-run", "--quiet", "--report", "-", *words)
+        return [one["metadata"] for one in json.loads(report)["install"]]
+
+    def pytest(self, *words: str | Path, cwd: Path = ROOT) -> int:
+        """Run tests, which print to this process's output; return their status."""
+        command = [self.python.with_name("pytest"), "-q", "-p", "no:cacheprovider", "--timeout", "300", *words]
+        settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+        return subprocess.run(
+            list(map(str, command)), cwd=cwd, env={**os.environ, **settings}, check=False, timeout=1800
+        ).returncode
+
+
+@dataclass(frozen=True)
+class Torch:
+    """One torch of the index."""
+
+    version: str
+    brings: Sequence[str]
+
+    @classmethod
+    def find(cls, requirement: str, asking: Environment) -> Torch:
+        """Return the one that pip would install for a requirement, which may have options such as --index-url."""
+        (found,) = asking.resolve("--ignore-installed", "--no-deps", *shlex.split(requirement))
+        return cls(found["version"], [line for line in found.get("requires_dist", []) if line.startswith(BRINGS_CUDA)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -15,7 +16,7 @@ from torch import fx, nn
 from hetu_fx.base.torch_compile import (
     Symbols,
     budget_that_keeps,
-    is_failed_partition,
+    is_compiler_defect,
     keep,
     keep_only,
     memory_budget,
@@ -110,33 +111,62 @@ class _Variant:
 
 
 def _variant(module: fx.GraphModule, compiler: Compiler, likes: Sequence[Any], forms: Sequence[Hashable]) -> _Variant:
+    """Return what a graph was compiled to: for open sizes, or, where torch fails at these, for the sizes of `likes`.
+
+    Where it fails at these too, the graph runs as it is, with a warning.
+    """
+    error: Exception | None = None
+    is_open = any(isinstance(form, TensorForm) and None in form.sizes for form in forms)
+    for closed in (False, True)[: 1 + is_open]:
+        try:
+            return _compiled(module, compiler, likes, forms, closed)
+        except Exception as one:
+            if not is_compiler_defect(one):
+                raise
+            error = one
+    return _uncompiled(module, likes, error)
+
+
+def _compiled(
+    module: fx.GraphModule, compiler: Compiler, likes: Sequence[Any], forms: Sequence[Hashable], closed: bool
+) -> _Variant:
     symbols, traced = Symbols(), dict[int, Any]()
     for i, (like, form) in enumerate(zip(likes, forms, strict=True)):
         if isinstance(form, TensorForm):
-            traced[i] = form.traced(symbols, like)
+            traced[i] = (like.form(()) if closed else form).traced(symbols, like)
         elif is_number(like):
             traced[i] = symbols.number(like)
     sizes = tuple((i, d) for i, form in enumerate(forms) if isinstance(form, TensorForm) for d in form.open_dims)
     numbers = tuple(i for i in traced if is_number(likes[i]))
     opened = [traced[i].shape[d] for i, d in sizes]
-    graph = _graph(module, len(sizes), {i: like for i, like in enumerate(likes) if i not in traced})
-    try:
-        with symbols.tracing(), budget_that_keeps(any(map(draws, graph.graph.nodes))):
-            run = compiler(graph, [*opened, *traced.values()])
-    except AssertionError as error:
-        if not is_failed_partition(error):
-            raise
-        return _uncompiled(module, likes, error)
-    return _Variant(run, sizes, tuple(traced), numbers, symbols.condition([*opened, *(traced[i] for i in numbers)]))
+    inputs = [*([] if closed else opened), *traced.values()]
+    graph = _graph(module, len(inputs) - len(traced), {i: like for i, like in enumerate(likes) if i not in traced})
+    with symbols.tracing(), budget_that_keeps(any(map(draws, graph.graph.nodes))):
+        run = compiler(graph, inputs)
+    condition = symbols.condition([x for x in inputs if is_number(x)])
+    if closed:
+        return _Variant(
+            lambda *given: run(*given[len(sizes) :]),
+            sizes,
+            tuple(traced),
+            numbers,
+            functools.partial(_holds_at, tuple(opened), condition),
+        )
+    return _Variant(run, sizes, tuple(traced), numbers, condition)
 
 
-def _uncompiled(module: fx.GraphModule, likes: Sequence[Any], error: AssertionError) -> _Variant:
+def _holds_at(sizes: tuple[int, ...], condition: Callable[[Sequence[int]], bool], values: Sequence[int]) -> bool:
+    """Tell whether open sizes are these, and what was found out of the numbers after them holds."""
+    return tuple(values[: len(sizes)]) == sizes and condition(values[len(sizes) :])
+
+
+def _uncompiled(module: fx.GraphModule, likes: Sequence[Any], error: Exception | None) -> _Variant:
     """Return what runs a graph as it is, for inputs of the forms for which torch fails to compile it; say so."""
-    shapes = ", ".join(sorted({str(like.sizes) for like in likes if isinstance(like, Like) and 1 in like.sizes}))
+    shapes = ", ".join(sorted({str(like.sizes) for like in likes if isinstance(like, Like)}))
     warnings.warn(
         f"torch {torch.__version__} fails to compile a part of the model for inputs of shapes {shapes}: {error}; "
         f"for these it runs uncompiled, with the same results\n"
-        f"hint: batches of at least 2 rows per rank and micro-batch avoid this defect of torch",
+        f"hint: another number of rows per rank and micro-batch may avoid this defect of torch, or compile=None",
         stacklevel=2,
     )
     return _Variant(module.forward, (), tuple(range(len(likes))), (), lambda numbers: True)

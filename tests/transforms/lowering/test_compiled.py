@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._inductor.exc import InductorError, InvalidCxxCompiler
 
 from hetu_fx.transforms.lowering.compiled import MOST_KNOWN, Compiled
 from hetu_fx.transforms.lowering.lower import lower
@@ -141,15 +142,15 @@ def test_what_is_remembered_of_inputs_is_bounded() -> None:
     assert len(compiled._calls) <= MOST_KNOWN
 
 
-def failing(said: str) -> Compiled:
+def failing(error: Exception) -> Compiled:
     def compiler(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        raise AssertionError(said)
+        raise error
 
     return Compiled(module_of(2, product), compiler)
 
 
 def test_what_torch_cannot_part_runs_uncompiled_and_is_told_once() -> None:
-    compiled = failing("Node add_3 was invalid, but is output")
+    compiled = failing(AssertionError("Node add_3 was invalid, but is output"))
     with pytest.warns(UserWarning, match=r"fails to compile .* shapes \(1, 6\)(.|\n)*hint: "):
         check(lambda *given: compiled(given, [[0], []]), torch.randn(1, 6).double(), torch.randn(5, 6).double())
     with warnings.catch_warnings():
@@ -157,6 +158,25 @@ def test_what_torch_cannot_part_runs_uncompiled_and_is_told_once() -> None:
         check(lambda *given: compiled(given, [[0], []]), torch.randn(1, 6).double(), torch.randn(5, 6).double())
 
 
-def test_what_else_a_compiler_fails_with_is_raised() -> None:
-    with pytest.raises(AssertionError, match="something else"):
-        failing("something else")((torch.randn(1, 6), torch.randn(5, 6)), [[0], []])
+@pytest.mark.parametrize(
+    "error",
+    [AssertionError("something else"), TypeError("ours"), InductorError(InvalidCxxCompiler("c++"), None)],
+    ids=["another assertion", "an error of ours", "no compiler"],
+)
+def test_what_else_a_compiler_fails_with_is_raised(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        failing(error)((torch.randn(1, 6), torch.randn(5, 6)), [[0], []])
+
+
+def test_what_torch_cannot_compile_at_open_sizes_is_compiled_for_those_that_come() -> None:
+    recorder, weight = Recorder(), torch.randn(5, 6).double()
+
+    def compiler(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if any(isinstance(size, torch.SymInt) for size in inputs):
+            raise InductorError(TypeError("cannot determine truth value of Relational: 16*s13*s48 < 16"), None)
+        return recorder(graph, inputs)
+
+    function = lower(module_of(2, product), compiler, [False, True])
+    for rows, graphs in ((4, 2), (7, 4), (4, 4)):
+        check(function, torch.randn(rows, 6).double(), weight)
+        assert len(recorder.graphs) == graphs, f"a forward and a backward for each size, at {rows} rows"

@@ -61,7 +61,7 @@ class Forwards:
             return
         make = substitute_of(found)
         if make is not None:
-            found = make(found.__func__)
+            found = make(getattr(found, "__func__", found))
             object.__setattr__(self.model, "forward", found)
         if self._leads_to_ours(found):
             self._found = found

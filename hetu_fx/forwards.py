@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -61,7 +61,7 @@ class Forwards:
             return
         make = substitute_of(found)
         if make is not None:
-            found = make(getattr(found, "__func__", found))
+            found = make(cast(FunctionType, getattr(found, "__func__", found)))
             object.__setattr__(self.model, "forward", found)
         if self._leads_to_ours(found):
             self._found = found

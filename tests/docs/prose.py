@@ -9,7 +9,7 @@ _FENCED = re.compile(r"^( *)(```|~~~).*?^\1\2[^\n]*$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 _CODE = re.compile(r"`[^`]+`")
 _APART = re.compile(r" *(?:\||#|:::|===|!\[|--- *$|<)")
-_ITEM = re.compile(r" *(?:[-*]|\d+\.) +")
+_ITEM = re.compile(r"^ *(?:[-*]|\d+\.) +")
 _END = re.compile(r"(?<=[.!?])[\"')*_]*\s+(?=[\"'(*_`]*(?:[A-Z0-9`]|hetu_fx))")
 _ABBREVIATED = re.compile(r"\b(e\.g|i\.e|vs|etc|cf|Fig|No)\.\s")
 

@@ -10,7 +10,7 @@ _LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 _CODE = re.compile(r"`[^`]+`")
 _APART = re.compile(r" *(?:\||#|:::|===|!\[|--- *$|<)")
 _ITEM = re.compile(r"^ *(?:[-*]|\d+\.) +")
-_END = re.compile(r"(?<=[.!?])[\"')*_]*\s+(?=[\"'(*_`]*(?:[A-Z0-9`]|hetu_fx))")
+_END = re.compile(r"(?<=[.!?])[\"')*_]*\s+")
 _ABBREVIATED = re.compile(r"\b(e\.g|i\.e|vs|etc|cf|Fig|No)\.\s")
 
 
@@ -21,7 +21,7 @@ def sentences(page: str) -> list[str]:
 
 def words(sentence: str) -> int:
     """Return how many words a sentence has; a span of code and a number are one each."""
-    return sum(any(letter.isalnum() for letter in word) for word in _CODE.sub(" code ", sentence).split())
+    return sum(any(letter.isalnum() for letter in word) for word in _CODE.sub("code", sentence).split())
 
 
 def mean_words(page: str) -> float:
@@ -41,5 +41,5 @@ def _blocks(text: str) -> Iterator[str]:
 
 
 def _split(block: str) -> list[str]:
-    bare = _ABBREVIATED.sub(r"\1 ", _LINK.sub(r"\1", block))
+    bare = _ABBREVIATED.sub(r"\1 ", _CODE.sub("`code`", _LINK.sub(r"\1", block)))
     return [sentence for sentence in _END.split(bare) if sentence.strip()]

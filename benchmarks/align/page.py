@@ -31,8 +31,8 @@ Ops that exceed their tolerance, and why:
 
 {why}
 
-A whole run may drift first at an op that is within tolerance. Then rounding has moved a value across a decision boundary.
-t5 puts distances into buckets by the integer part of a logarithm, and mixtures choose experts by scores.
+A whole run may drift first at an op that is within tolerance. Then rounding has moved a value across a decision
+boundary. t5 puts distances into buckets by the integer part of a logarithm, and mixtures choose experts by scores.
 
 ## Planted faults
 

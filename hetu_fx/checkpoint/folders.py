@@ -66,7 +66,7 @@ def _begin(folder: Path, staging: Path, error: type[HetuFxError], lock: ExitStac
     _settle(folder)
     if why := why_not_replaced(folder):
         raise error(
-            f"{folder} is there, and would be replaced as a whole, but {why}; hint: give a folder that does not exist, "
+            f"{folder} is there, and would be replaced as a whole, but {why}\nhint: give a folder that does not exist, "
             "or move what is there away"
         )
     staging.mkdir()
@@ -85,7 +85,7 @@ def _locked(folder: Path, error: type[HetuFxError]) -> Iterator[None]:
         try:
             if not _lock(handle):
                 who = os.read(handle, 200).decode(errors="replace") or "another process"
-                raise error(f"{folder} is being written by {who}; hint: give each run a folder of its own")
+                raise error(f"{folder} is being written by {who}\nhint: give each run a folder of its own")
             if not _is_at(path, handle):  # who held it has removed it
                 continue
             os.ftruncate(handle, 0)

@@ -103,7 +103,7 @@ def test_symbolic_dims_stay_whole():
         (lambda: union(None, ((0,),), ((1,),)), "top must be None for one group"),
         (lambda: union(Duplicate(2), ((0,),)), "top must be None for one group"),
         (lambda: union(Duplicate(3), ((0,),), ((1,),)), "has 3 ways for 2 groups"),
-        (lambda: union(Duplicate(2), ((0,),), ((0,),)), r"ranks \[0\] stand in more than one group"),
+        (lambda: union(Duplicate(2), ((0,),), ((0,),)), r"ranks \[0\] are in more than one group"),
         (lambda: Annotation.on((0, 1), Duplicate(2)).position(5), "rank 5 holds nothing"),
     ],
 )

@@ -147,7 +147,7 @@ def test_a_thousand_devices_are_priced_from_their_places() -> None:
         ({"levels": [LEVELS[0], *LEVELS]}, "give each a name of its own"),
         (
             {"levels": [*LEVELS[:3], LEVELS[3] | {"per": "rak"}]},
-            "is per 'rak' .did you mean 'rack'.*; give one of device",
+            "is per 'rak' .did you mean 'rack'.*\nhint: give one of device",
         ),
         ({"links": {"intra": {"bytes_per_second": 1}}}, "'links', inside nodes and between them, or 'levels'"),
         ({"levels": []}, "'links', inside nodes and between them, or 'levels'"),

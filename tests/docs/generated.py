@@ -12,15 +12,15 @@ ERRORS_HEAD = """\
 # Errors
 
 Every error that hetu_fx raises on purpose derives from `hetu_fx.HetuFxError`; the classes are in `hetu_fx.errors`. A
-message says what happened, where, and the values. A hint says what to do. If one rank fails, all do: the others raise the
-same kind of error, with the first one's text.
+message says what happened, where, and the values. A hint says what to do. If one rank fails, all do: the others raise
+the same kind of error, with the first one's text.
 """
 EXPECTATIONS_HEAD = """\
 # What users expect
 
 Users bring these expectations from torch, accelerate, Trainer and similar libraries. Each names what shows it: tests
-(below `tests/`), a script of `python -m tests.scripts`, or a benchmark. Most tests show only the case that they name. "Not
-yet" means that nothing shows it.
+(below `tests/`), a script of `python -m tests.scripts`, or a benchmark. Most tests show only the case that they name.
+"Not yet" means that nothing shows it.
 """
 
 

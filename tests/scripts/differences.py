@@ -14,18 +14,18 @@ _HEAD = """# Trainers against one device
 
 Each line is a setting of a trainer, in a script as its user would write it. It ran on one process without hetu_fx, and
 on two with a parallel model. The comparison covers everything that was logged (losses, gradient norms, rates,
-evaluations), file names, and the weights in the last checkpoint. A run that resumed from the first checkpoint is compared
-too.
+evaluations), file names, and the weights in the last checkpoint. A run that resumed from the first checkpoint is
+compared too.
 
 - A number is the largest difference on both ranks, relative to the largest value of its tensor or log.
 - "0" is equal bit for bit.
 - *refused*: hetu_fx raises an error that says what to do instead.
 - "-" was not run.
 
-Models are small and in single precision, except in lines of bf16 and fp16. Lightning's lines, and lines that say so, are in
-double precision. Optimizers that divide gradients by their own size (AdamW, RMSprop) turn the rounding of tiny gradients
-into a difference of weights. The same lines in double precision show that it is only rounding: their differences are
-smaller by the ratio of the precisions.
+Models are small and in single precision, except in lines of bf16 and fp16. Lightning's lines, and lines that say so,
+are in double precision. Optimizers that divide gradients by their own size (AdamW, RMSprop) turn the rounding of tiny
+gradients into a difference of weights. The same lines in double precision show that it is only rounding: their
+differences are smaller by the ratio of the precisions.
 """
 _NOT_RUN = "-"
 

@@ -22,8 +22,8 @@ Losses, gradients, parameters and outputs must be equal, in fp64 unless the line
 - *refused*: hetu_fx raises an error that says what to do instead.
 - `-`: the line makes no sense there, such as one rank alone among one.
 
-[Adapt a training script](howto/scripts.md) has the conclusions. `python -m tests.scripts --page docs/scripts.md` makes this
-page.
+[Adapt a training script](howto/scripts.md) has the conclusions. `python -m tests.scripts --page docs/scripts.md` makes
+this page.
 """
 
 

@@ -413,7 +413,7 @@ GATHERED_PRODUCTS = GatheredProducts(
 
 GATHERED_PRODUCTS_BACKWARD = FusedOp(
     name="gathered_products_backward",
-    summary="Gives the gradients that are wanted of rows, weights and biases; that of the rows is summed at the same time.",
+    summary="Gives the gradients that are wanted of rows, weights and biases; that of the rows is summed meanwhile.",
     schema="(Tensor[] gradients, Tensor rows, Tensor[] weights, str product, ScalarType dtype, "
     f"bool of_rows, bool[] of_weights, bool[] of_biases, {_LAYOUT}) -> Tensor[]",
     eager=_gathered_products_backward,

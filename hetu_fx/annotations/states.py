@@ -73,8 +73,7 @@ class Split:
         if rest or middle % total:
             raise AnnotationError(
                 f"cannot split dim {self.dim} of size {size} in parts {':'.join(map(str, self.units))}"
-                f"{self._factor_text()}\nhint: choose parts whose sum divides "
-                f"{size if rest else middle}"
+                f"{self._factor_text()}\nhint: choose parts whose sum divides {size if rest else middle}"
             )
         return middle // total
 

@@ -91,9 +91,7 @@ class OpenFolder:
             CheckpointError: one differs, or there is no manifest.
         """
         if self.manifest is None:
-            raise CheckpointError(
-                f"{self.path} is no complete checkpoint: {MANIFEST} is missing\nhint: use latest(parent)"
-            )
+            raise CheckpointError(f"{self.path} is incomplete: {MANIFEST} is missing\nhint: use latest(parent)")
         for name, entry in self.manifest.files.items():
             self._check_size(name, entry)
 

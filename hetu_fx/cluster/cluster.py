@@ -116,7 +116,7 @@ class Cluster(Document):
         columns = (tuple(kinds) or ("paper",) * count, tuple(nodes) or ("0",) * count, memory, lost)
         if any(len(column) != count for column in columns):
             raise ClusterError(
-                f"{count} speeds, but kinds, nodes, memory, meetings are {columns}\nhint: give one per device"
+                f"{count} speeds, but kinds, nodes, memory, meetings {columns}\nhint: give one per device"
             )
         rows = enumerate(zip(*columns[:2], flops_per_second, memory, lost, strict=True))
         devices = tuple(
@@ -339,9 +339,7 @@ def _cluster(
 ) -> Cluster:
     """Return the cluster that a file tells of."""
     if (links is None) == (not levels):
-        raise ClusterError(
-            "a cluster has 'links', inside nodes and between them, or 'levels'\nhint: give one of the two"
-        )
+        raise ClusterError("a cluster has 'links', inside nodes and between them, or 'levels'\nhint: give one of them")
     if links is None:
         return Cluster(devices, levels[0].link, levels[-1].link, levels=levels, **others)
     inter = links.inter or OutsideLink(links.intra.bytes_per_second, links.intra.latency_seconds)

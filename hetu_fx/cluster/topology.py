@@ -86,9 +86,7 @@ def _check_levels(levels: Sequence[Level], nics: Nics | None) -> None:
         known = (DEVICE_UNIT, *(name for name in names[:index] if name != RAIL))
         if level.per and level.per not in known:
             hint = nearest(level.per, known)
-            raise ClusterError(
-                f"level {level.within!r} is per {level.per!r}{hint}\nhint: give one of {', '.join(known)}"
-            )
+            raise ClusterError(f"level {level.within!r} is per {level.per!r}{hint}\nhint: give {' or '.join(known)}")
 
 
 class Hierarchy:
@@ -135,9 +133,7 @@ class Hierarchy:
             unit = self._units[device.rank][self._node]
             if found.setdefault(device.node, unit) != unit:
                 others = [found[device.node][1:-1], unit[1:-1]]
-                raise ClusterError(
-                    f"node {device.node!r} is in {others[0]} and in {others[1]}\nhint: give it one place"
-                )
+                raise ClusterError(f"node {device.node!r} is in {others[0]} and {others[1]}\nhint: give it one place")
 
     def link(self, a: int, b: int) -> Link:
         """Return the link between two devices that meet, as far as both use it."""

@@ -297,8 +297,7 @@ def _read_manifest(opened: OpenFolder) -> Mapping[str, Any]:
     if found != FORMAT:
         raise ExportError(
             f"{opened.path / _MANIFEST} has format {found!r}, this version reads {FORMAT!r}"
-            f"\nhint: export the model again, "
-            f"or load it with the version of hetu_fx that wrote it"
+            f"\nhint: export the model again, or load it with the version of hetu_fx that wrote it"
         )
     told: Mapping[str, Any] = manifest
     return told

@@ -113,7 +113,7 @@ def test_what_cannot_be_is_refused(build, message):
 
 
 def test_a_split_that_does_not_divide_names_dim_size_and_parts():
-    with pytest.raises(AnnotationError, match=r"dim 1 of size 10 in parts 5:3:2:1; .* divides 10"):
+    with pytest.raises(AnnotationError, match=r"dim 1 of size 10 in parts 5:3:2:1\nhint: .* divides 10"):
         Annotation.on(range(4), Split(1, (5, 3, 2, 1))).local_shape(0, (4, 10))
 
 

@@ -195,7 +195,7 @@ def test_an_estimate_stays_one_when_written_and_is_named_in_the_table(tmp_path: 
 @pytest.mark.parametrize(
     ("device", "message"),
     [
-        ({"kind": "H10"}, r"devices\[0\]: kind 'H10' is not in the table .* give flops_per_second and memory_bytes"),
+        ({"kind": "H10"}, r"devices\[0\]: kind 'H10' is not in the table .*\nhint: give flops_per_second and mem"),
         ({"kind": "T4", "dtype": "bf16"}, "chip T4 has no figure for dtype 'bf16'"),
         ({"flops_per_second": 1, "memory_bytes": 1, "source": "guessed"}, "has source 'guessed'"),
         ({"flops_per_second": 1, "memory_bytes": 1, "dtype": "bf16"}, "'dtype' picks a public figure"),

@@ -263,8 +263,7 @@ class _Rings:
             raise PlanError(
                 "the plan's attention is 'ring', but this model has no attention that can pass keys and values round: "
                 "it is written out in products (as one with dropout is), or its mask is trained"
-                "\nhint: give 'gathered', or "
-                "leave attention out"
+                "\nhint: give 'gathered', or leave attention out"
             )
         if asked in ("gathered", "heads") or not able:
             return frozenset()

@@ -40,8 +40,7 @@ def exchanged_ops(annotated: AnnotatedGraph, excluded: frozenset[fx.Node]) -> Ma
         why = "tensor parallel groups split the heads already" if found else "it is written out in products"
         raise PlanError(
             f"the plan's attention is 'heads', but attention cannot be cut by heads here: {why}"
-            f"\nhint: give 'gathered', or "
-            f"leave attention out"
+            f"\nhint: give 'gathered', or leave attention out"
         )
     return found
 

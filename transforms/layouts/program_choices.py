@@ -154,9 +154,7 @@ def _check_factors(node: fx.Node, op: OpFactors, factor: FactorClass, asked: str
     able = sends_factors(node, op)
     if not able:
         known = ", ".join(map(str, PRODUCTS))
-        raise PlanError(
-            f"{asked}, but {node.target} is none of {known}, or has further arguments\nhint: leave factors out"
-        )
+        raise PlanError(f"{asked}, but {node.target} is none of {known}, or has more arguments\nhint: drop the factors")
     if factor not in able:
         raise PlanError(
             f"{asked}, but it is cut on {factor}, which its weight has\nhint: cut it on its rows, or leave factors out"

@@ -135,9 +135,8 @@ class Strategies:
         for position, operand in enumerate(op.operands):
             if position not in op.unread and isinstance(states[operand.node], SplitOn):
                 raise DeductionError(
-                    f"{node.target} needs all rows of the batch ('{node.name}', {meta.source_line(node)}), so "
-                    f"the batch cannot be split over pipelines or micro-batches"
-                    f"\nhint: use a plan with one pipeline and one "
+                    f"{node.target} needs all rows of the batch ('{node.name}', {meta.source_line(node)}), so the batch "
+                    f"cannot be split over pipelines or micro-batches\nhint: use a plan with one pipeline and one "
                     f"micro-batch, or register a rule with hetu_fx.register_rule if the op works row by row"
                 )
 

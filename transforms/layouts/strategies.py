@@ -135,9 +135,9 @@ class Strategies:
         for position, operand in enumerate(op.operands):
             if position not in op.unread and isinstance(states[operand.node], SplitOn):
                 raise DeductionError(
-                    f"{node.target} needs all rows of the batch ('{node.name}', {meta.source_line(node)}), so the batch "
-                    f"cannot be split over pipelines or micro-batches\nhint: use a plan with one pipeline and one "
-                    f"micro-batch, or register a rule with hetu_fx.register_rule if the op works row by row"
+                    f"{node.target} needs all rows of the batch ('{node.name}', {meta.source_line(node)}), so the "
+                    f"batch cannot be split over pipelines or micro-batches\nhint: use a plan with one pipeline and "
+                    f"one micro-batch, or register a rule with hetu_fx.register_rule if the op works row by row"
                 )
 
     def of_result(self, node: fx.Node, made: AxisState, states: States) -> tuple[AxisState, ...]:

@@ -131,7 +131,7 @@ def why_not_replaced(folder: Path) -> str:
             opened.check_sizes()
             known = {MANIFEST, *(opened.manifest.files if opened.manifest else ())}
     except (OSError, CheckpointError) as problem:
-        return f"it is no complete folder that hetu_fx wrote ({problem})"
+        return f"it is no complete folder that hetu_fx wrote ({str(problem).splitlines()[0]})"
     foreign = sorted(name for name in _names(folder) if name not in known)
     return f"it holds {foreign[0]!r}, which is not of it" if foreign else ""
 

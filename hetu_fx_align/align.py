@@ -61,7 +61,7 @@ def runners_of(ways: Sequence[Way]) -> Runners:
     """
     names = [way.name for way in ways]
     if len(set(names)) < len(names) or not names:
-        raise AlignError(f"ways are {names}; give different ones, such as fp32,bf16")
+        raise AlignError(f"ways are {names}\nhint: give different ones, such as fp32,bf16")
     return tuple(map(Runner, ways))
 
 

@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     if sum(given is not None for given in (options.model, options.replay, options.losses)) != 1:
-        raise AlignError("nothing to align; give one of SCRIPT:FUNCTION, --replay FILE and --losses FILE FILE")
+        raise AlignError("nothing to align\nhint: give one of SCRIPT:FUNCTION, --replay FILE and --losses FILE FILE")
     if options.losses is not None:
         return _losses(options)
     report = _replayed(options) if options.replay is not None else _aligned(options)
@@ -136,7 +136,7 @@ def _ways(text: str) -> tuple[Way, ...]:
             return way_named(name)
         made: Any = function_named(name)()
         if not isinstance(made, Way):
-            raise AlignError(f"{name} returns {type(made).__name__}, no hetu_fx_align.way.Way; let it return one")
+            raise AlignError(f"{name} returns {type(made).__name__}, no hetu_fx_align.way.Way\nhint: let it return one")
         return made
 
     return tuple(map(one, text.split(",")))
@@ -151,9 +151,11 @@ def _tolerances(given: Sequence[str]) -> dict[str, float]:
         try:
             found[str(op_named(name, "--tolerance"))] = float(number)
         except ValueError:
-            raise AlignError(f"--tolerance {text!r} has no number; write it like aten.linear.default=1e-4") from None
+            raise AlignError(
+                f"--tolerance {text!r} has no number\nhint: write it like aten.linear.default=1e-4"
+            ) from None
         if not equals or not found[name] >= 0:
-            raise AlignError(f"--tolerance {text!r} must be 0 or more; write it like aten.linear.default=1e-4")
+            raise AlignError(f"--tolerance {text!r} must be 0 or more\nhint: write it like aten.linear.default=1e-4")
     return found
 
 

@@ -60,7 +60,7 @@ def compare_losses(
     for name, given in (("the training", losses), ("the reference", reference)):
         if len(given) < steps:
             raise AlignError(
-                f"{name} has {len(given)} losses, of which {steps} are compared; train longer, or set --steps"
+                f"{name} has {len(given)} losses, but {steps} are compared\nhint: train longer, or set --steps"
             )
     errors = [_relative_error(step, *pair) for step, pair in enumerate(zip(losses, reference, strict=False), 1)][:steps]
     worst = max(range(steps), key=errors.__getitem__)
@@ -69,7 +69,9 @@ def compare_losses(
 
 def _relative_error(step: int, loss: float, reference: float) -> float:
     if not math.isfinite(reference) or not reference:
-        raise AlignError(f"the reference's loss of step {step} is {reference}; compare with a training that has losses")
+        raise AlignError(
+            f"the reference's loss of step {step} is {reference}\nhint: compare with a training that has losses"
+        )
     return abs(loss - reference) / abs(reference) if math.isfinite(loss) else math.inf
 
 
@@ -81,12 +83,14 @@ def read_losses(path: Path) -> tuple[float, ...]:
         EnvironmentProblem, StateError: it is a log that cannot be read.
     """
     if not path.is_file():
-        raise AlignError(f"there is no file {path}; give a JSON list of losses, or what model.hetu.log wrote")
+        raise AlignError(f"there is no file {path}\nhint: give a JSON list of losses, or what model.hetu.log wrote")
     if _is_log(path):
         return tuple(_told(path, entry.get("loss")) for entry in read_log(path) if entry["event"] == "step")
     found = read_json(path, AlignError)
     if not isinstance(found, list):
-        raise AlignError(f"{path} has no list of losses; give a JSON list of numbers, or what model.hetu.log wrote")
+        raise AlignError(
+            f"{path} has no list of losses\nhint: give a JSON list of numbers, or what model.hetu.log wrote"
+        )
     return tuple(_told(path, loss) for loss in found)
 
 

@@ -50,7 +50,7 @@ def save_call(call: Call, path: Path) -> None:
         save_file(tensors, str(path.with_suffix(".safetensors")))
         write_atomically(path, json_text(record) + "\n")
     except (OSError, SafetensorError) as error:
-        raise AlignError(f"cannot write {path}: {error}; name another folder by --save") from error
+        raise AlignError(f"cannot write {path}: {error}\nhint: name another folder by --save") from error
 
 
 def _written(op: str, value: Any, again: Callable[[Any], Any]) -> Any:
@@ -66,7 +66,7 @@ def _written(op: str, value: Any, again: Callable[[Any], Any]) -> Any:
     for name, kind in _TORCH_VALUES.items():
         if isinstance(value, kind):
             return {name: str(value).removeprefix("torch.")}
-    raise AlignError(f"{op}: an argument of type {type(value).__name__} cannot be saved; run the op in its model")
+    raise AlignError(f"{op}: an argument of type {type(value).__name__} cannot be saved\nhint: run the op in its model")
 
 
 def read_call(path: Path) -> Call:
@@ -77,18 +77,18 @@ def read_call(path: Path) -> Call:
     """
     record = read_json(path, AlignError)
     if not isinstance(record, dict):
-        raise AlignError(f"{path} must be an object, not {kind_of(record)}; give a file of hetu-fx-align --save")
+        raise AlignError(f"{path} must be an object, not {kind_of(record)}\nhint: give a file of hetu-fx-align --save")
     for key in record:
         if key not in KEYS:
             raise AlignError(f"{path}: unknown key {key!r}{nearest(str(key), KEYS)}")
     missing = [key for key in KEYS if key not in record]
     if missing or record["format"] != FORMAT:
         what = f"{missing[0]!r} is missing" if missing else f"format is {record['format']!r}, not {FORMAT!r}"
-        raise AlignError(f"{path}: {what}; give a file of hetu-fx-align --save")
+        raise AlignError(f"{path}: {what}\nhint: give a file of hetu-fx-align --save")
     try:
         tensors = load_file(str(path.with_suffix(".safetensors")))
     except (MemoryError, OSError, SafetensorError) as error:
-        raise AlignError(f"cannot read the tensors of {path}: {error}; save the op again") from error
+        raise AlignError(f"cannot read the tensors of {path}: {error}\nhint: save the op again") from error
     return _call(path, record, tensors)
 
 
@@ -100,10 +100,11 @@ def _call(path: Path, record: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
         call = Call.of(op, args, kwargs)
         wanted = tuple(map(bool, record["needs_gradient"]))
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-        raise AlignError(f"{path}: an argument cannot be read: {error!r}; save the op again") from error
+        raise AlignError(f"{path}: an argument cannot be read: {error!r}\nhint: save the op again") from error
     if len(wanted) != len(call.tensors):
         raise AlignError(
-            f"{path}: 'needs_gradient' has {len(wanted)} entries for {len(call.tensors)} tensors; save the op again"
+            f"{path}: 'needs_gradient' has {len(wanted)} entries for {len(call.tensors)} tensors"
+            f"\nhint: save the op again"
         )
     return Call(op, call.leaves, call.tree, wanted)
 

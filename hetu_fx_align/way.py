@@ -114,7 +114,7 @@ def _check_device(way: Way) -> None:
         torch.empty(0, device=way.device)
     except (RuntimeError, AssertionError) as error:
         told = str(error).strip().splitlines()[0]
-        raise AlignError(f"way {way.name!r} needs the device {way.device!r}: {told}; give other ways") from error
+        raise AlignError(f"way {way.name!r} needs the device {way.device!r}: {told}\nhint: give other ways") from error
 
 
 def module_of(call: Call) -> fx.GraphModule:

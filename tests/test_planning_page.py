@@ -1,4 +1,4 @@
-"""docs/planning.md says what is: its examples are run, its tables are those of the code.
+"""The pages about planning say what is: their examples are run, their tables are those of the code.
 
 HETU_FX_WRITE_DOCS=1 writes the outputs and tables anew.
 """
@@ -24,11 +24,12 @@ from hetu_fx.planner.values.options import FEATURES
 COLUMNS = 80
 FILES_OF_PAGE = ("--cluster=cluster.json", "--profile=profile.json")
 PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
+REFERENCE = PAGE.parent / "reference" / "planning.md"
 FILES = re.compile(r"^`(\w+\.json)`:\n\n```json\n(.*?)```", re.MULTILINE | re.DOTALL)
 RUNS = re.compile(r"(?<=```console\n)\$ hetu-fx (.*?)\n(.*?)(?=```)", re.DOTALL)
 TABLE = re.compile(r"(?<=lists them too\):\n\n).*?(?=\n\nAll are compared)", re.DOTALL)
 NAMES = re.compile(r"\| name \| what it is \|\n.*?(?=\n\n)", re.DOTALL)
-KINDS = re.compile(r"(?<=They are known for\n).*?(?=\.\n`rate`)", re.DOTALL)
+KINDS = re.compile(r"(?<=They are known for\n).*?(?=\.\n\n)", re.DOTALL)
 
 
 @pytest.fixture
@@ -75,12 +76,19 @@ def kinds() -> str:
 
 def test_the_page_shows_what_the_commands_print_and_the_tables_that_there_are(output: Callable[[str], str]) -> None:
     text = PAGE.read_text()
-    now = RUNS.sub(lambda found: f"$ hetu-fx {found[1]}\n{output(found[1])}", text)
-    now = NAMES.sub(names(), KINDS.sub(kinds(), TABLE.sub(searches(), now)))
     assert (len(FILES.findall(text)), len(RUNS.findall(text))) == (2, 7)
+    _check(PAGE, RUNS.sub(lambda found: f"$ hetu-fx {found[1]}\n{output(found[1])}", text))
+    tables = REFERENCE.read_text()
+    for pattern, table in ((NAMES, names()), (KINDS, kinds()), (TABLE, searches())):
+        tables, count = pattern.subn(table, tables)
+        assert count == 1
+    _check(REFERENCE, tables)
+
+
+def _check(page: Path, now: str) -> None:
     if os.environ.get("HETU_FX_WRITE_DOCS"):
-        PAGE.write_text(now)
-    assert PAGE.read_text() == now
+        page.write_text(now)
+    assert page.read_text() == now
 
 
 def test_what_the_commands_print_has_room_on_a_terminal() -> None:

@@ -16,31 +16,32 @@ TEXT = """# How exact ops are
 
 Written by `python -m benchmarks.align --write-docs` with torch {torch} on a CPU.
 
-The ops of tiny models of these families, distinct by op, sizes and other arguments, each run forward and backward with
-the values of a batch: in float32, in bf16, and in float32 compiled by inductor, one op at a time. An op is within what
-is allowed if its results and gradients are, beside the same in float64 ([what is allowed](howto/align.md)). `loss` is
-the relative error of the loss of the whole model, `drifts first` the op, and the module around it, from which on a
-whole forward and backward is farther off than its ops allow. {compiled} families are run compiled so far, which takes
-half a minute each.
+Each distinct op (op, sizes, other arguments) of tiny models of these families runs forward and backward, one at a time,
+with the values of a batch. It runs in float32, in bf16, and in float32 compiled by inductor.
+
+- `within`: ops whose results and gradients are within [tolerance](howto/align.md#tolerances) of float64
+- `loss`: the relative error of the whole model's loss
+- `drifts first`: the op, with its module, from which a whole forward and backward exceeds the tolerance of its ops
+
+{compiled} families run compiled so far, half a minute each.
 
 {table}
 
-Ops that are farther off, and why:
+Ops that exceed their tolerance, and why:
 
 {why}
 
-Where a whole run drifts first at an op that is within what is allowed by itself, a decision has fallen otherwise: the
-distances of t5 are put in buckets by the whole part of a logarithm, and the experts of a mixture are chosen by scores,
-which rounding moves across a boundary.
+A whole run may drift first at an op that is within tolerance. Then rounding has moved a value across a decision
+boundary. t5 puts distances into buckets by the integer part of a logarithm, and mixtures choose experts by scores.
 
 ## Planted faults
 
-One op of a family is made wrong: by 1 % in its result or its gradient, by a transposed dim, by a dtype. {found} of
-{faults} are found and named, by the op alone and as the first of the whole.
+One op of a family is made wrong: 1 % in its result or its gradient, a transposed dim, or a dtype. {found} of
+{faults} are found and named, by the op alone and as the first op of the whole.
 
 ## Losses
 
-A tiny language model is trained for 300 steps in each kind. Alike is a mean relative error below {limit:.1%}:
+A tiny language model trains for 300 steps in each kind. Losses agree at a mean relative error below {limit:.1%}:
 
 {losses}
 """
@@ -49,7 +50,7 @@ A tiny language model is trained for 300 steps in each kind. Alike is a mean rel
 def document(rows: Sequence[Row]) -> str:
     """Lay the rows out as a page."""
     faults, losses = [row for row in rows if "found" in row], [row for row in rows if "alike" in row]
-    told = [f"{row['of']}: {row['mean relative error']:.2%}, {'' if row['alike'] else 'not '}alike" for row in losses]
+    told = [f"{row['of']}: {row['mean relative error']:.2%}, {'agree' if row['alike'] else 'differ'}" for row in losses]
     return TEXT.format(
         torch=torch.__version__.partition("+")[0],
         compiled=sum(row.get("way") == "inductor" for row in rows),

@@ -127,7 +127,7 @@ def _section(rows: Sequence[Row], verdicts: Sequence[Verdict], plans: Sequence[s
             + ", ".join(f"{number} are {kind}" for kind, number in count.most_common())
             + ".",
             "",
-            "Each is a small model of a library as it is, without dropout; plans and numbers are as above.",
+            "Each is a small, unmodified model of a library, without dropout. Plans and numbers are as above.",
             "",
             page.markdown(["family", *plans, "reason"], rows),
             "",

@@ -392,7 +392,7 @@ class SummedProduct(FusedOp):
 
 
 def _no_second_derivative(*_: object) -> tuple[Tensor | None, ...]:
-    raise CommError("no second derivative through gathered_products_backward; ask for it by create_graph")
+    raise CommError("no second derivative through gathered_products_backward\nhint: ask for it by create_graph")
 
 
 _LAYOUT = "int[] ranks, int dim, SymInt[] sizes, str form"
@@ -400,7 +400,7 @@ _SLICES = "str slices"
 
 GATHERED_PRODUCTS = GatheredProducts(
     name="gathered_products",
-    summary="Products of rows, which may be gathered from `ranks` beside them; gives what it keeps of them too.",
+    summary="Products of rows, which may be gathered from `ranks` during them; also returns what is kept of the rows.",
     schema=f"(Tensor x, Tensor[] weights, Tensor[] biases, str product, {_LAYOUT}, {_SLICES}) -> Tensor[]",
     eager=_gathered_products,
     fake=_fake_gathered_products,
@@ -413,7 +413,7 @@ GATHERED_PRODUCTS = GatheredProducts(
 
 GATHERED_PRODUCTS_BACKWARD = FusedOp(
     name="gathered_products_backward",
-    summary="Gives the gradients that are wanted of rows, weights and biases; that of the rows is summed beside them.",
+    summary="Gives the gradients that are wanted of rows, weights and biases; that of the rows is summed meanwhile.",
     schema="(Tensor[] gradients, Tensor rows, Tensor[] weights, str product, ScalarType dtype, "
     f"bool of_rows, bool[] of_weights, bool[] of_biases, {_LAYOUT}) -> Tensor[]",
     eager=_gathered_products_backward,

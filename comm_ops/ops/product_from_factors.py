@@ -160,7 +160,7 @@ def _fake_backward(
 
 
 def _no_second_derivative(*_: object) -> tuple[Tensor | None, ...]:
-    raise CommError("no second derivative through product_from_factors; leave 'factors' out of its region")
+    raise CommError("no second derivative through product_from_factors\nhint: leave 'factors' out of its region")
 
 
 PRODUCT_FROM_FACTORS = FusedOp(

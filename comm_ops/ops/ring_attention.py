@@ -240,7 +240,7 @@ def _fake_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, 
 
 
 def _no_second_derivative(inputs: Any, results: Any, gradients: Any) -> tuple[Tensor | None, ...]:
-    raise CommError("no second derivative through ring_attention; use a plan whose attention is 'gathered'")
+    raise CommError("no second derivative through ring_attention\nhint: use a plan whose attention is 'gathered'")
 
 
 RING_ATTENTION = FusedOp(

@@ -80,7 +80,7 @@ def parse_algorithm(text: str) -> Algorithm:
     """Read what `str(form)` wrote; raise CommError on anything else."""
     match = _TEXT.fullmatch(text)
     if match is None:
-        raise CommError(f"cannot read the form {text!r}; write it like 'nodes 0,0,1,1 from 4096; padded below 512'")
+        raise CommError(f"cannot read the form {text!r}\nhint: write 'nodes 0,0,1,1 from 4096; padded below 512'")
     nodes = tuple(map(int, match["nodes"].split(","))) if match["nodes"] else ()
     least = int(match["least"]) if match["least"] else None
     outer = tuple(tuple(map(int, tier.split(","))) for tier in (match["outer"] or "").split(" in ")[1:])

@@ -40,7 +40,7 @@ def parse_slices(text: str) -> Slices:
     found = [_BOUND.fullmatch(part) for part in text.split("; ")] if text else []
     made = Slices(tuple((int(bound[1]), int(bound[2])) for bound in found if bound))
     if str(made) != text:
-        raise CommError(f"cannot read the slices {text!r}; write them like '2 from 512; 4 from 4096'")
+        raise CommError(f"cannot read the slices {text!r}\nhint: write them like '2 from 512; 4 from 4096'")
     return made
 
 

@@ -40,7 +40,7 @@ def parse_transition(text: str) -> Transition:
     """Read what `str(change)` wrote; raise AnnotationError on anything else."""
     match = _CHANGE.fullmatch(text)
     if match is None:
-        raise AnnotationError(f"cannot read {text!r}; write it like '[0,1] S(0, 2) -> [0,1] D(2) of 8x4'")
+        raise AnnotationError(f"cannot read {text!r}\nhint: write it like '[0,1] S(0, 2) -> [0,1] D(2) of 8x4'")
     shape: list[int | None] = []
     for size in match[3].split("x") if match[3] != "scalar" else ():
         shape.append(None if size == "?" else int(size))

@@ -25,9 +25,9 @@ class Lowering:
 
     def __post_init__(self) -> None:
         if self.choice not in CHOICES:
-            raise ResolveError(f"there is no lowering {self.choice!r}; choose one of {', '.join(CHOICES)}")
+            raise ResolveError(f"there is no lowering {self.choice!r}\nhint: choose one of {', '.join(CHOICES)}")
         if self.topology is None and self.choice in ("two_level", "padded"):
-            raise ResolveError(f"lowering {self.choice!r} needs to know the nodes; give it a topology")
+            raise ResolveError(f"lowering {self.choice!r} needs to know the nodes\nhint: give it a topology")
 
     def with_algorithm(self, call: OpCall) -> OpCall:
         """Return a call with its algorithm as the last argument, but where it is flat."""

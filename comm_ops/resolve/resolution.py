@@ -212,5 +212,5 @@ def _step_seconds(step: CommStep, itemsize: int, topology: Topology) -> float:
 def _numel(shape: Shape) -> int:
     sizes = [size for size in shape if size is not None]
     if len(sizes) != len(shape):
-        raise ResolveError(f"bytes of shape {format_shape(shape)} are not known; resolve with concrete sizes")
+        raise ResolveError(f"bytes of shape {format_shape(shape)} are not known\nhint: resolve with concrete sizes")
     return math.prod(sizes)

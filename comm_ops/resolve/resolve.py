@@ -211,9 +211,9 @@ _STRATEGIES: tuple[Callable[[ReshardEdge, StepPrices], Iterator[Steps]], ...] = 
 class Refusal(Enum):
     """Says why, and what to do instead."""
 
-    NO_SUCH_DIM = "an annotation splits a dim that the tensor has not; annotate the tensor's own dims"
-    SYMBOLIC = "a split dim has no known size; resolve anew for every size, or split another dim"
-    SIZE = "a size does not divide into the parts of a split; choose parts whose sum divides it"
+    NO_SUCH_DIM = "an annotation splits a dim that the tensor has not\nhint: annotate the tensor's own dims"
+    SYMBOLIC = "a split dim has no known size\nhint: resolve again for every size, or split another dim"
+    SIZE = "a size does not divide into the parts of a split\nhint: choose parts whose sum divides it"
     GRADIENT = (
         "the gradient's annotation does not belong to the target; it may differ from cotangent(target) only in "
         "duplicates that are partial"

@@ -177,7 +177,7 @@ def _check_groups(annotation: Annotation) -> None:
     ranks = annotation.ranks
     if len(set(ranks)) != len(ranks):
         twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
-        raise AnnotationError(f"ranks {twice} stand in more than one group; groups must be disjoint")
+        raise AnnotationError(f"ranks {twice} are in more than one group; groups must be disjoint")
 
 
 def _check_top(annotation: Annotation) -> None:
@@ -200,7 +200,7 @@ def _places(annotation: Annotation) -> Mapping[int, tuple[int, int]]:
 def _place(annotation: Annotation, rank: int) -> tuple[int, int]:
     place = _places(annotation).get(rank)
     if place is None:
-        raise AnnotationError(f"rank {rank} holds nothing under {annotation}; ask holds(rank) first")
+        raise AnnotationError(f"rank {rank} holds nothing under {annotation}\nhint: ask holds(rank) first")
     return place
 
 
@@ -291,6 +291,6 @@ def _parse_state(state: str, text: str) -> State:
 
 def _malformed(part: str, text: str) -> AnnotationError:
     return AnnotationError(
-        f"cannot read {part.strip()!r} in annotation {text!r}; write it like '[0-3] S(0, 2:1) D(2)' "
+        f"cannot read {part.strip()!r} in annotation {text!r}\nhint: write it like '[0-3] S(0, 2:1) D(2)' "
         f"or 'D(2) over {{[0,1] S(0, 2); [2]}}'"
     )

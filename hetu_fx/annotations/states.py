@@ -73,8 +73,7 @@ class Split:
         if rest or middle % total:
             raise AnnotationError(
                 f"cannot split dim {self.dim} of size {size} in parts {':'.join(map(str, self.units))}"
-                f"{self._factor_text()}; choose parts whose sum divides "
-                f"{size if rest else middle}"
+                f"{self._factor_text()}\nhint: choose parts whose sum divides {size if rest else middle}"
             )
         return middle // total
 
@@ -153,7 +152,7 @@ class Sharding:
         dims = [axis.dim for axis in axes if isinstance(axis, Split)]
         for dim in dims:
             if dims.count(dim) > 1:
-                raise AnnotationError(f"dim {dim} is split by more than one axis of {axes}; use one split")
+                raise AnnotationError(f"dim {dim} is split by more than one axis of {axes}\nhint: use one split")
 
     @property
     def ways(self) -> int:

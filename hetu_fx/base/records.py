@@ -161,7 +161,7 @@ class JsonObject(Generic[T]):
         if found != self.format:
             raise self.error(
                 f"{where}: format is {found!r}, but this version reads {self.format!r} only; "
-                f"write the file anew, or read it with the version that wrote it"
+                f"write the file again, or read it with the version that wrote it"
             )
 
 
@@ -256,7 +256,7 @@ def repeated(one: JsonObject[Any]) -> Values:
 
     def check(where: str, parts: Mapping[str, Any]) -> None:
         if parts["count"] < 1:
-            raise one.error(f"{where}: count is {parts['count']}; give how many of these stand in a row, from 1")
+            raise one.error(f"{where}: count is {parts['count']}; give the number of equal ones in a row, from 1")
 
     run = record(
         _Repeat, one.error, order="count one", one=Key(one, inline=True), count=Key(written="always"), check=check

@@ -60,7 +60,7 @@ SHARE_OF_MEMORY = 0.25
 MANY_RANKS = 8
 """Ranks of plans above which of pipelines that are alike two are tried."""
 
-_DRAWS = "it draws random numbers, of which each replica would draw others (check=False says that it may)"
+_DRAWS = "it draws random numbers, which would differ on each replica (check=False says that they may)"
 _SUMS = 1e-5  # that the losses of parts of a batch may add up to besides that of the batch: some are of float32
 _BYTES = 8  # of a number
 _COPIES = 4  # of all parameters: one device's, its gradients, the ranks' homes, and what is on its way
@@ -171,7 +171,7 @@ class Checker:
                 tried = self._found(plan, start, tell)
                 was_checked = True
             except NotChecked as why:
-                unknown = f"nobody knows whether it works row by row: {why} (check=False says that it does)"
+                unknown = f"it is unknown whether it works row by row: {why} (check=False says that it does)"
                 tried = Tried(f"not checked: {why}", RowMode(False, why=unknown))
         _log.log(logging.INFO if was_checked else logging.WARNING, "plan %s: %s", plan.summary(), tried.says)
         return tried, was_checked
@@ -336,8 +336,8 @@ class Checker:
         most = SHARE_OF_MEMORY * min(size for _, size in memory_left(HOST))
         if needs > most:
             raise NotChecked(
-                f"{numbers} numbers in the parameters of what is left of it need about {bytes_text(needs)} of the "
-                f"host's memory, of which a trial may take {bytes_text(most)}"
+                f"{numbers} numbers in the parameters of the shortened model need about {bytes_text(needs)} of the "
+                f"host's memory, but a trial may take {bytes_text(most)}"
             )
 
     def _needs(self, ready: Ready) -> float:

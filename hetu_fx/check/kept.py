@@ -68,7 +68,7 @@ class KeptAnswers:
         try:
             answer = Answer.read(path) if path.exists() else None
         except CheckError as problem:
-            warnings.warn(f"trying the plan anew: {problem}", stacklevel=2)
+            warnings.warn(f"trying the plan again: {problem}", stacklevel=2)
             return None
         return answer if answer is not None and answer.key == key else None
 

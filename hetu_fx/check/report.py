@@ -68,8 +68,8 @@ def _hints(case: Case, found: Found) -> list[str]:
             "(hetu_fx.Plan.single())"
         ]
     return [
-        "hint: report the case below, and use another plan meanwhile; check=False trains all the same, and gives what "
-        "stands above"
+        "hint: report the case below, and use another plan until it is fixed; check=False trains anyway, with the "
+        "difference above"
     ]
 
 

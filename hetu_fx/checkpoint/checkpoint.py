@@ -125,7 +125,7 @@ def saved_step(folder: Path) -> int:
 def _step_of(extra: Mapping[str, Any], otherwise: int) -> int:
     step = extra.get(_STEP, otherwise)
     if type(step) is not int or step < 0:
-        raise CheckpointError(f"the checkpoint is damaged: its step is {step!r}; hint: load another one")
+        raise CheckpointError(f"the checkpoint is damaged: its step is {step!r}\nhint: load another one")
     return step
 
 
@@ -246,7 +246,7 @@ def _read_alike(folder: Path, read: Callable[[OpenFolder], T], table: GroupTable
                 if table.size == 1 or alike(table, manifest.identity if manifest else 0):
                     return found
         time.sleep(_PAUSE_SECONDS)
-    raise CheckpointError(f"{folder} is replaced again and again while it is read; hint: save to a folder per step")
+    raise CheckpointError(f"{folder} is replaced again and again while it is read\nhint: save to a folder per step")
 
 
 def _open_and_read(folder: Path, read: Callable[[OpenFolder], T], held: ExitStack, opened: list[OpenFolder]) -> T:
@@ -340,5 +340,5 @@ def parse_size(size: int | str) -> int:
         return size
     parts = size_parts(size, 1000)
     if parts is None or parts[0].count(".") > 1 or parts[0] == ".":
-        raise CheckpointError(f"cannot read the size {size!r}; write bytes as a number, or text such as '5GB'")
+        raise CheckpointError(f"cannot read the size {size!r}\nhint: write bytes as a number, or text such as '5GB'")
     return int(float(parts[0]) * parts[1])

@@ -66,7 +66,7 @@ def _begin(folder: Path, staging: Path, error: type[HetuFxError], lock: ExitStac
     _settle(folder)
     if why := why_not_replaced(folder):
         raise error(
-            f"{folder} is there, and would be replaced as a whole, but {why}; hint: give a folder that does not exist, "
+            f"{folder} is there, and would be replaced as a whole, but {why}\nhint: give a folder that does not exist, "
             "or move what is there away"
         )
     staging.mkdir()
@@ -85,7 +85,7 @@ def _locked(folder: Path, error: type[HetuFxError]) -> Iterator[None]:
         try:
             if not _lock(handle):
                 who = os.read(handle, 200).decode(errors="replace") or "another process"
-                raise error(f"{folder} is being written by {who}; hint: give each run a folder of its own")
+                raise error(f"{folder} is being written by {who}\nhint: give each run a folder of its own")
             if not _is_at(path, handle):  # who held it has removed it
                 continue
             os.ftruncate(handle, 0)
@@ -131,7 +131,7 @@ def why_not_replaced(folder: Path) -> str:
             opened.check_sizes()
             known = {MANIFEST, *(opened.manifest.files if opened.manifest else ())}
     except (OSError, CheckpointError) as problem:
-        return f"it is no complete folder that hetu_fx wrote ({problem})"
+        return f"it is no complete folder that hetu_fx wrote ({str(problem).splitlines()[0]})"
     foreign = sorted(name for name in _names(folder) if name not in known)
     return f"it holds {foreign[0]!r}, which is not of it" if foreign else ""
 

@@ -126,7 +126,7 @@ class Heartbeats:
             try:
                 lost = self._exchange(passed)
             except RuntimeError as error:
-                _log.warning("rank %d: the launcher's store is gone, nobody is watched: %s", self._rank, error)
+                _log.warning("rank %d: the launcher's store is gone, no rank is watched: %s", self._rank, error)
                 return
             if lost:
                 self._end(lost)
@@ -144,7 +144,7 @@ class Heartbeats:
         """End those that are here, and all communication until this process ends: it may be opening connections."""
         nodes = short_names([peer.node for peer in self._peers])
         named = ", ".join(f"rank {rank} (process {self._peers[rank].process} on {nodes[rank]})" for rank in lost)
-        _log.warning("%s has given no sign of life for %g s; all are to be started again", named, self._bound)
+        _log.warning("%s has given no sign of life for %g s; all ranks must restart", named, self._bound)
         for rank in set(lost) & set(self._local):
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._local[rank], signal.SIGKILL)
@@ -161,7 +161,7 @@ def watch_each_other(table: GroupTable, seconds: float | None) -> Heartbeats | N
     `hetu-fx launch` watches its processes itself. Raises StateError for a bound that cannot be.
     """
     if seconds is not None and seconds <= 0:
-        raise StateError(f"stopped_after={seconds:g} must be above 0 seconds; None: nobody is watched")
+        raise StateError(f"stopped_after={seconds:g} must be above 0 seconds\nhint: None turns the watch off")
     is_whole_world = table.size == int(os.environ.get("WORLD_SIZE", "1"))
     if seconds is None or table.size == 1 or not is_whole_world or "HETU_FX_START" in os.environ:
         return None

@@ -93,7 +93,7 @@ class Manifest:
         told = json_of(data, str(where), CheckpointError)
         known = told.get("format") if isinstance(told, dict) else None
         if known not in (_FORMAT, _OLDER):
-            raise CheckpointError(f"{where} has format {known!r}, expected {_FORMAT!r}; hint: use a newer hetu_fx")
+            raise CheckpointError(f"{where} has format {known!r}, expected {_FORMAT!r}\nhint: use a newer hetu_fx")
         with told_as_damaged(str(where), CheckpointError):
             files = {name: FileEntry.read(entry) for name, entry in sorted(told["files"].items())}
         for name in files:

@@ -78,7 +78,7 @@ class SaveOnSignal:
     def _save(self, told: tuple[int, ...]) -> None:
         save_model(self.runtime, self.folder, optimizer=self.optimizer, extra=self.extra())
         if self.runtime.table.rank == 0:
-            _log.warning("ranks %s were told to end: step %d is in %s", told, self.runtime.step, self.folder)
+            _log.warning("ranks %s got the signal to end: step %d is saved in %s", told, self.runtime.step, self.folder)
         before = self._before.get(self._number)
         self.close()
         if self._told_at is not None and callable(before) and before is not signal.default_int_handler:

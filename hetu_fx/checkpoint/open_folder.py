@@ -91,7 +91,7 @@ class OpenFolder:
             CheckpointError: one differs, or there is no manifest.
         """
         if self.manifest is None:
-            raise CheckpointError(f"{self.path} is no complete checkpoint: {MANIFEST} is missing; use latest(parent)")
+            raise CheckpointError(f"{self.path} is incomplete: {MANIFEST} is missing\nhint: use latest(parent)")
         for name, entry in self.manifest.files.items():
             self._check_size(name, entry)
 
@@ -124,13 +124,13 @@ class OpenFolder:
         size = os.stat(name, dir_fd=self._handle).st_size if self._is_file(name) else None
         if size != entry.size:
             found = "missing" if size is None else f"torn: {size} bytes instead of {entry.size}"
-            raise CheckpointError(f"{self.path / name} is {found}; hint: load another checkpoint")
+            raise CheckpointError(f"{self.path / name} is {found}\nhint: load another checkpoint")
 
     def _compare(self, name: str, wanted: str, found: str | None) -> None:
         if found != wanted:
             raise CheckpointError(
-                f"{self.path / name} is damaged: its sum is {found}, that of {MANIFEST} {wanted}; "
-                "hint: load another checkpoint"
+                f"{self.path / name} is damaged: its sum is {found}, that of {MANIFEST} {wanted}"
+                "\nhint: load another checkpoint"
             )
 
     def _open(self, name: str) -> BinaryIO:

@@ -83,7 +83,7 @@ def _names(optimizer: torch.optim.Optimizer, parameters: Parameters) -> dict[int
             if id(parameter) not in names:
                 raise CheckpointError(
                     f"parameter {place} of the optimizer's group {number}, of shape {tuple(parameter.shape)}, "
-                    "is none of the model's; make the optimizer from model.parameters()"
+                    "is none of the model's\nhint: make the optimizer from model.parameters()"
                 )
     return names
 
@@ -197,8 +197,8 @@ class TrainingFiles:
         if nowhere:
             name, key = nowhere[0]
             raise CheckpointError(
-                f"the training state of {self.boxes.where} is damaged: state {key!r} of {name!r} is missing; "
-                "hint: load another one"
+                f"the training state of {self.boxes.where} is damaged: state {key!r} of {name!r} is missing"
+                "\nhint: load another one"
             )
 
     def _state(

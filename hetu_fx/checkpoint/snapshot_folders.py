@@ -139,7 +139,7 @@ def _own_folder(path: Path) -> Path:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise CheckpointError(
             f"{path} is not a folder of user {os.geteuid()} alone: {stat.filemode(found.st_mode)} of user "
-            f"{found.st_uid}; whoever made it could read or replace snapshots\n"
+            f"{found.st_uid}; that user could read or replace snapshots\n"
             f"hint: remove it, or give snapshots(folder=...)"
         )
     return path

@@ -130,8 +130,8 @@ def _own_table(table: GroupTable, life: str) -> GroupTable:
         return table
     if "cpu" not in device_types(table.base):
         raise EnvironmentProblem(
-            "snapshots are sent from host memory, which the process group cannot; "
-            "call init_process_group('cpu:gloo,cuda:nccl'), or leave that to hetu_fx"
+            "snapshots are sent from host memory, which the process group cannot"
+            "\nhint: call init_process_group('cpu:gloo,cuda:nccl'), or leave that to hetu_fx"
         )
     return table.beside(f"snapshots {life}", is_whole=True)
 

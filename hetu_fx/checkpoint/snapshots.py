@@ -174,8 +174,8 @@ class Snapshots:
         differing = sorted(set(_described(tensors).items()) ^ set(document["tensors"].items()))
         if differing:
             raise CheckpointError(
-                f"the snapshot in {self._memory.folder} is of another model, which differs in {differing[:8]}; "
-                f"give another folder, or remove it"
+                f"the snapshot in {self._memory.folder} is of another model, which differs in {differing[:8]}"
+                f"\nhint: give another folder, or remove it"
             )
         for name, tensor in tensors.items():
             found.boxes.check(whole_tensor(name), tensor)
@@ -203,7 +203,7 @@ class Snapshots:
     def _from_checkpoint(self, choice: SnapshotChoice, newest: Path | None) -> Resumed:
         for moment, owners in choice.lost:
             _log.warning(
-                "the snapshot of step %d is lost: the parts of ranks %s of %d are in no memory; going on from %s",
+                "the snapshot of step %d is lost: the parts of ranks %s of %d are in no memory; resuming from %s",
                 moment.step, list(owners), moment.world, newest or "the start",
             )  # fmt: skip
         if newest is None:

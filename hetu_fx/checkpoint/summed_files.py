@@ -117,8 +117,8 @@ class SummedFile:
             if xxh3_64_hexdigest(data[start : start + BLOCK_BYTES]) != wanted[block]:
                 end = min(start + BLOCK_BYTES, len(data))
                 raise CheckpointError(
-                    f"{self.path} is damaged: the sum of bytes {start} to {end} of {name!r} is not what was written; "
-                    "hint: load another checkpoint"
+                    f"{self.path} is damaged: the sum of bytes {start} to {end} of {name!r} is not what was written"
+                    "\nhint: load another checkpoint"
                 )
             self._checked.add((name, block))
 
@@ -137,7 +137,7 @@ class SummedFile:
             forms[name] = (_dtype(value.dtype), list(value.shape))
         if _sum_of_header(told, forms) != self.sum:
             raise CheckpointError(
-                f"{self.path} is damaged: the sum of its header is not what was written; hint: load another checkpoint"
+                f"{self.path} is damaged: the sum of its header is not what was written\nhint: load another checkpoint"
             )
         sums: dict[str, list[str]] = self.document(_SUMS)
         if not isinstance(sums, dict) or sorted(sums) != sorted(self.names) or not all(map(_is_list, sums.values())):

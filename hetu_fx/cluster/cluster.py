@@ -65,11 +65,11 @@ class Cluster(Document):
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(sorted(self.devices, key=lambda device: device.rank)))
         if not self.devices:
-            raise ClusterError("a cluster has no devices; give at least one")
+            raise ClusterError("a cluster has no devices\nhint: give at least one")
         ranks = [device.rank for device in self.devices]
         twice = sorted(standing_twice(ranks))
         if twice:
-            raise ClusterError(f"ranks {twice} stand twice in a cluster of ranks {ranks}; give each once")
+            raise ClusterError(f"ranks {twice} stand twice in a cluster of ranks {ranks}\nhint: give each once")
         # Asked for every link, and for every stage, of a thousand devices.
         object.__setattr__(self, "_by_rank", {device.rank: device for device in self.devices})
         nodes = dict.fromkeys(device.node for device in self.devices)
@@ -115,7 +115,9 @@ class Cluster(Document):
         lost = tuple(meeting_seconds) or (0.0,) * count
         columns = (tuple(kinds) or ("paper",) * count, tuple(nodes) or ("0",) * count, memory, lost)
         if any(len(column) != count for column in columns):
-            raise ClusterError(f"{count} speeds, but kinds, nodes, memory, meetings are {columns}; give one per device")
+            raise ClusterError(
+                f"{count} speeds, but kinds, nodes, memory, meetings {columns}\nhint: give one per device"
+            )
         rows = enumerate(zip(*columns[:2], flops_per_second, memory, lost, strict=True))
         devices = tuple(
             Device(rank, kind, node, flops, size, meeting_seconds=meeting)
@@ -323,7 +325,7 @@ def _paces_by_kind(paces: Sequence[Pace]) -> dict[str, tuple[Pace, ...]]:
     """Return the paces of each kind, by size of group; raises `ClusterError` where one stands twice."""
     twice = standing_twice((pace.kind, pace.tensor_parallel) for pace in paces)
     if twice:
-        raise ClusterError(f"paces of (kind, tensor_parallel) {twice} stand twice; give each once")
+        raise ClusterError(f"paces of (kind, tensor_parallel) {twice} stand twice\nhint: give each once")
     ordered = sorted(paces, key=lambda pace: pace.tensor_parallel)
     return {kind: tuple(one for one in ordered if one.kind == kind) for kind in {pace.kind for pace in paces}}
 
@@ -337,7 +339,7 @@ def _cluster(
 ) -> Cluster:
     """Return the cluster that a file tells of."""
     if (links is None) == (not levels):
-        raise ClusterError("a cluster has 'links', inside nodes and between them, or 'levels'; give one of the two")
+        raise ClusterError("a cluster has 'links', inside nodes and between them, or 'levels'\nhint: give one of them")
     if links is None:
         return Cluster(devices, levels[0].link, levels[-1].link, levels=levels, **others)
     inter = links.inter or OutsideLink(links.intra.bytes_per_second, links.intra.latency_seconds)

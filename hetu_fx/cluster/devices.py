@@ -175,7 +175,7 @@ class Collective:
     def __post_init__(self) -> None:
         what = f"collective {self.name!r}"
         if self.where not in PLACES:
-            raise ClusterError(f"{what} is timed {self.where!r}; give one of {', '.join(PLACES)}")
+            raise ClusterError(f"{what} is timed {self.where!r}\nhint: give one of {', '.join(PLACES)}")
         check_positive(ClusterError, what, bytes_per_second=self.bytes_per_second, num_ranks=self.num_ranks)
         check_not_negative(ClusterError, what, latency_seconds=self.latency_seconds, num_nodes=self.num_nodes)
         check_not_negative(ClusterError, what, **{f"sizes[{size}]": seconds for size, seconds in self.sizes.items()})
@@ -206,16 +206,16 @@ def _device(dtype: str | None, **parts: Any) -> Device:
         figures = {"flops_per_second": chip.flops(dtype), "memory_bytes": chip.memory_bytes}
         parts |= {name: figures[name] for name in missing} | {"source": "estimate"}
     elif dtype is not None:
-        raise ClusterError(f"'dtype' picks a public figure, but {' and '.join(_FIGURES)} are given; leave it out")
+        raise ClusterError(f"'dtype' picks a public figure, but {' and '.join(_FIGURES)} are given\nhint: leave it out")
     return Device(**parts | {"kind": kind})
 
 
 def _missing(figure: str) -> str:
-    return f"{figure!r} is missing; give {(INTEGER if figure == 'memory_bytes' else NUMBER).what}"
+    return f"{figure!r} is missing\nhint: give {(INTEGER if figure == 'memory_bytes' else NUMBER).what}"
 
 
 def _unknown(kind: str) -> str:
-    return f"{unknown_chip(kind)}; give {' and '.join(_FIGURES)} of the device"
+    return f"{unknown_chip(kind)}\nhint: give {' and '.join(_FIGURES)} of the device"
 
 
 DEVICE = record(

@@ -37,7 +37,7 @@ PRECISION = record(Precision, ClusterError)
 def by_kind(precisions: Sequence[Precision]) -> dict[tuple[str, str], float]:
     """Return speedups by (kind, dtype); raises `ClusterError` where one stands twice."""
     if twice := standing_twice((one.kind, one.dtype) for one in precisions):
-        raise ClusterError(f"precisions of (kind, dtype) {twice} stand twice; give each once")
+        raise ClusterError(f"precisions of (kind, dtype) {twice} stand twice\nhint: give each once")
     return {(one.kind, one.dtype): one.speedup for one in precisions}
 
 

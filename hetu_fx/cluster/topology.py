@@ -77,7 +77,7 @@ def _check_levels(levels: Sequence[Level], nics: Nics | None) -> None:
     """Raise `ClusterError` for levels that are no way from devices to the whole cluster."""
     names = [level.within for level in levels]
     if len(set(names)) < len(names) or not all(names) or DEVICE_UNIT in names:
-        raise ClusterError(f"levels are {names}; give each a name of its own, other than {DEVICE_UNIT!r}")
+        raise ClusterError(f"levels are {names}\nhint: give each a name of its own, other than {DEVICE_UNIT!r}")
     if NODE not in names or names[-1] != CLUSTER:
         raise ClusterError(f"levels are {names}, from inside out; one has to be {NODE!r} and the last {CLUSTER!r}")
     if RAIL in names and (nics is None or names[names.index(RAIL) - 1] != NODE):
@@ -86,7 +86,7 @@ def _check_levels(levels: Sequence[Level], nics: Nics | None) -> None:
         known = (DEVICE_UNIT, *(name for name in names[:index] if name != RAIL))
         if level.per and level.per not in known:
             hint = nearest(level.per, known)
-            raise ClusterError(f"level {level.within!r} is per {level.per!r}{hint}; give one of {', '.join(known)}")
+            raise ClusterError(f"level {level.within!r} is per {level.per!r}{hint}\nhint: give {' or '.join(known)}")
 
 
 class Hierarchy:
@@ -115,7 +115,7 @@ class Hierarchy:
         missing = [name for name in wanted if name not in device.place]
         if strange or missing:
             what = f"names {strange[0]!r}{nearest(strange[0], wanted)}" if strange else f"lacks {missing[0]!r}"
-            raise ClusterError(f"device {device.rank}: its place {what}; give one of each of the levels {wanted}")
+            raise ClusterError(f"device {device.rank}: its place {what}\nhint: give one of each of the levels {wanted}")
         return tuple(self._unit(device, index) for index in range(len(self._names)))
 
     def _unit(self, device: Device, index: int) -> Unit:
@@ -133,7 +133,7 @@ class Hierarchy:
             unit = self._units[device.rank][self._node]
             if found.setdefault(device.node, unit) != unit:
                 others = [found[device.node][1:-1], unit[1:-1]]
-                raise ClusterError(f"node {device.node!r} stands in {others[0]} and in {others[1]}; give it one place")
+                raise ClusterError(f"node {device.node!r} is in {others[0]} and {others[1]}\nhint: give it one place")
 
     def link(self, a: int, b: int) -> Link:
         """Return the link between two devices that meet, as far as both use it."""

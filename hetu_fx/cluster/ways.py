@@ -17,7 +17,7 @@ HEADER = ("types", "where", "way", "MB/s", "latency us", "")
 def _way(types: Sequence[str], **parts: Any) -> Way:
     """Return the way that a file tells of."""
     if len(types) != 2:
-        raise ClusterError(f"a way goes between two types of devices, not {list(types)}; give the type at each end")
+        raise ClusterError(f"a way goes between two device types, not {list(types)}\nhint: give the type at each end")
     one, other = sorted(types)
     return Way(types=(one, other), **parts)
 
@@ -37,11 +37,11 @@ def check_ways(ways: Sequence[Way]) -> None:
     for way in ways:
         what = f"way between {' and '.join(way.types)}"
         if way.way not in WAYS or way.where not in PLACES:
-            raise ClusterError(f"{what}: it goes {way.way!r} {way.where!r}; give one of {WAYS}, and one of {PLACES}")
+            raise ClusterError(f"{what}: it goes {way.way!r} {way.where!r}\nhint: give one of {WAYS} and of {PLACES}")
         check_positive(ClusterError, what, bytes_per_second=way.bytes_per_second)
         check_not_negative(ClusterError, what, latency_seconds=way.latency_seconds)
     if twice := stood_twice(ways):
-        raise ClusterError(f"ways {twice} stand twice; give each once")
+        raise ClusterError(f"ways {twice} stand twice\nhint: give each once")
 
 
 def rows_of(ways: Sequence[Way]) -> list[list[str]]:

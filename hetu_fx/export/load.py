@@ -67,7 +67,7 @@ class Exported:
             for rank, entry in variant["ranks"].items():
                 for one in _chunks_of(entry):
                     yield f"    rank {rank}: {one['file']}  pipeline {one['pipeline']}, stage {one['stage']}"
-        yield "  weights: " + ("beside the graphs" if self.manifest["weights"] else "inside the graphs")
+        yield "  weights: " + ("next to the graphs" if self.manifest["weights"] else "inside the graphs")
         yield from (f"damaged: {reason}" for reason in self.damaged)
         yield from (f"stale: {reason}" for reason in self.stale)
 
@@ -286,7 +286,7 @@ def _opened_export(folder: Path) -> Iterator[tuple[OpenFolder, Mapping[str, Any]
         with OpenFolder(place_of(folder)) as opened, told_as_damaged(f"the export {folder}", ExportError):
             yield opened, _read_manifest(opened)
     except CheckpointError as error:
-        raise ExportError(f"{error}; export again") from error
+        raise ExportError(f"{error}\nhint: export again") from error
 
 
 def _read_manifest(opened: OpenFolder) -> Mapping[str, Any]:
@@ -296,8 +296,8 @@ def _read_manifest(opened: OpenFolder) -> Mapping[str, Any]:
     found = manifest.get("format") if isinstance(manifest, dict) else None
     if found != FORMAT:
         raise ExportError(
-            f"{opened.path / _MANIFEST} has format {found!r}, this version reads {FORMAT!r}; export the model again, "
-            f"or load it with the version of hetu_fx that wrote it"
+            f"{opened.path / _MANIFEST} has format {found!r}, this version reads {FORMAT!r}"
+            f"\nhint: export the model again, or load it with the version of hetu_fx that wrote it"
         )
     told: Mapping[str, Any] = manifest
     return told

@@ -23,7 +23,7 @@ def check_onnx_is_there() -> None:
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise ExportError(
-            f"onnx=True needs {' and '.join(missing)}, which cannot be imported here; pip install 'hetu-fx[onnx]'"
+            f"onnx=True needs {' and '.join(missing)}, which cannot be imported here\nhint: pip install 'hetu-fx[onnx]'"
         )
 
 

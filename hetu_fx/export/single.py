@@ -76,7 +76,7 @@ def _check_unchanged(programs: Programs, program: Program) -> None:
         if not programs.holds(program):
             raise ExportError(
                 "the model has changed since its last training batch, so its device graphs are not those of the model "
-                "as it is now; run a training batch (model.train(), then model(**batch)) and export after it"
+                "as it is now\nhint: run a training batch (model.train(), then model(**batch)) and export after it"
             )
 
 
@@ -260,6 +260,7 @@ def check_room(needed: int, what: str) -> None:
     short = [f"{size} bytes are left of {name!r}" for name, size in memory_left(torch.device("cpu")) if size < needed]
     if short:
         raise ExportError(
-            f"{what} need {needed} bytes of host memory for the weights, but {'; '.join(short)}; free memory there, or "
-            f"export with weights=False, which writes them in safetensors files beside the graphs, some at a time"
+            f"{what} need {needed} bytes of host memory for the weights, but {'; '.join(short)}"
+            f"\nhint: free memory there, or "
+            f"export with weights=False, which writes them in safetensors files next to the graphs, a few at a time"
         )

@@ -67,7 +67,7 @@ def export_runtime(runtime: Runtime, folder: Path, *, weights: bool = True, onnx
     """
     if not isinstance(runtime.execution, GraphExecution):
         raise ExportError(
-            "the model runs as it is (capture='eager'), so there are no graphs to export; save its weights by "
+            "the model runs as it is (capture='eager'), so there are no graphs to export\nhint: save its weights by "
             "model.hetu.save(folder), or make it capturable and use capture='graph'"
         )
     programs, table = runtime.execution.programs, runtime.table
@@ -100,9 +100,9 @@ def _check(folder: Path, weights: bool, onnx: bool) -> None:
     if onnx:
         check_onnx_is_there()
     if onnx and not weights:
-        raise ExportError("an ONNX file has its weights inside; export with weights=True, or without onnx=True")
+        raise ExportError("an ONNX file has its weights inside\nhint: export with weights=True, or without onnx=True")
     if why := why_not_replaced(folder):  # before anything is exported, which takes long
-        raise ExportError(f"{folder} is there, and {why}; hint: choose another folder")
+        raise ExportError(f"{folder} is there, and {why}\nhint: choose another folder")
 
 
 def _export_variant(

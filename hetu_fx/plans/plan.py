@@ -192,7 +192,7 @@ class Plan(Document):
         if outside:
             raise PlanError(
                 f"plan{self._called} is for another world: it uses devices {outside}, but there are only "
-                f"{world_size} (0 to {world_size - 1}); start more processes, or plan anew for this world"
+                f"{world_size} (0 to {world_size - 1}); start more processes, or plan again for this world"
             )
         for index, pipeline in enumerate(self.pipelines):
             try:

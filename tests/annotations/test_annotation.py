@@ -103,7 +103,7 @@ def test_symbolic_dims_stay_whole():
         (lambda: union(None, ((0,),), ((1,),)), "top must be None for one group"),
         (lambda: union(Duplicate(2), ((0,),)), "top must be None for one group"),
         (lambda: union(Duplicate(3), ((0,),), ((1,),)), "has 3 ways for 2 groups"),
-        (lambda: union(Duplicate(2), ((0,),), ((0,),)), r"ranks \[0\] stand in more than one group"),
+        (lambda: union(Duplicate(2), ((0,),), ((0,),)), r"ranks \[0\] are in more than one group"),
         (lambda: Annotation.on((0, 1), Duplicate(2)).position(5), "rank 5 holds nothing"),
     ],
 )
@@ -113,7 +113,7 @@ def test_what_cannot_be_is_refused(build, message):
 
 
 def test_a_split_that_does_not_divide_names_dim_size_and_parts():
-    with pytest.raises(AnnotationError, match=r"dim 1 of size 10 in parts 5:3:2:1; .* divides 10"):
+    with pytest.raises(AnnotationError, match=r"dim 1 of size 10 in parts 5:3:2:1\nhint: .* divides 10"):
         Annotation.on(range(4), Split(1, (5, 3, 2, 1))).local_shape(0, (4, 10))
 
 

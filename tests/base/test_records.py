@@ -78,7 +78,7 @@ def test_equal_values_in_a_row_are_written_once() -> None:
     written = [{"count": 2, "n": 1}, {"count": 1, "n": 2}]
     assert values.write((Part(1), Part(1), Part(2))) == written
     assert values.read(written, "here") == (Part(1), Part(1), Part(2))
-    with pytest.raises(PlanError, match=r"here\[0\]: count is 0; give how many of these stand in a row"):
+    with pytest.raises(PlanError, match=r"here\[0\]: count is 0; give the number of equal ones in a row"):
         values.read([{"count": 0, "n": 1}], "here")
 
 

@@ -20,7 +20,7 @@ def test_an_answer_is_read_by_another_process(tmp_path: Path) -> None:
 
 def test_a_broken_file_is_told_and_asked_anew(tmp_path: Path) -> None:
     (tmp_path / f"{key_of(['x'])}.json").write_text("{")
-    with pytest.warns(UserWarning, match="trying the plan anew: .* is not valid JSON"):
+    with pytest.warns(UserWarning, match="trying the plan again: .* is not valid JSON"):
         assert KeptAnswers(tmp_path).get(key_of(["x"])) is None
 
 

@@ -88,7 +88,7 @@ def test_what_is_no_complete_folder_of_ours_is_never_replaced(tmp_path: Path, ma
     place = tmp_path / "there"
     make(place)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(CheckpointError, match=r"there is there, and would be replaced as a whole, but .*hint: give"):
+    with pytest.raises(CheckpointError, match=r"there is there, and would be replaced as a whole, but .*\nhint: give"):
         write(place)
     assert sorted(tmp_path.rglob("*")) == before
 

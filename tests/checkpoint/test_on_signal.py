@@ -136,7 +136,7 @@ def test_a_signal_to_one_rank_saves_on_all_and_the_job_goes_on_as_if_never_ended
     command = (*TORCHRUN, free_port()) if launcher == "torchrun" else LAUNCH
     status, said = run(*command, SCRIPT, str(tmp_path), "6", "rank", seconds=SECONDS)
     assert status == 0, said[-4000:]
-    assert "ranks (1,) were told to end" in said
+    assert "ranks (1,) got the signal to end" in said
     assert not list(tmp_path.glob("rank_*.json"))
     status, said = run(*command, SCRIPT, str(tmp_path), "6", "nobody", seconds=SECONDS)
     assert status == 0, said[-4000:]
@@ -153,6 +153,6 @@ def test_a_signal_to_the_launcher_reaches_the_processes_which_save(tmp_path: Pat
     command = (*TORCHRUN, free_port()) if launcher == "torchrun" else LAUNCH
     status, said = run(*command, SCRIPT, str(tmp_path), str(LONG), "launcher", seconds=SECONDS)
     assert status != 0  # the launcher's own: it was told to end
-    assert "were told to end" in said, said[-4000:]
+    assert "got the signal to end" in said, said[-4000:]
     assert (tmp_path / "stopped" / "model.safetensors").is_file()
     assert not list(tmp_path.glob("rank_*.json"))

@@ -147,7 +147,7 @@ def test_a_thousand_devices_are_priced_from_their_places() -> None:
         ({"levels": [LEVELS[0], *LEVELS]}, "give each a name of its own"),
         (
             {"levels": [*LEVELS[:3], LEVELS[3] | {"per": "rak"}]},
-            "is per 'rak' .did you mean 'rack'.*; give one of device",
+            "is per 'rak' .did you mean 'rack'.*\nhint: give device",
         ),
         ({"links": {"intra": {"bytes_per_second": 1}}}, "'links', inside nodes and between them, or 'levels'"),
         ({"levels": []}, "'links', inside nodes and between them, or 'levels'"),
@@ -156,7 +156,7 @@ def test_a_thousand_devices_are_priced_from_their_places() -> None:
         ({"devices": [device(0, 0, {"swich": "a", "rack": "r"})]}, r"names 'swich' .did you mean 'switch'"),
         (
             {"devices": [device(r, 0, {"switch": "a", "rack": f"r{r}"}) for r in (0, 1)]},
-            "node 'n0' stands in .* one place",
+            "node 'n0' is in .*\nhint: give it one place",
         ),
         ({"devices": [device(0, 0, {"switch": "a", "rack": 3})]}, r"'rack' must be a string"),
     ],

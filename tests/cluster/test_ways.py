@@ -47,7 +47,7 @@ def test_a_cluster_file_keeps_its_ways() -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"way": "flown"}, "goes 'flown' 'inter'; give one of"),
+        ({"way": "flown"}, "goes 'flown' 'inter'\nhint: give one of"),
         ({"where": "away"}, "give one of"),
         ({"types": ["cuda"]}, "give the type at each end"),
         ({"bytes_per_second": 0}, "bytes_per_second"),

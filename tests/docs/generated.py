@@ -11,16 +11,16 @@ from tests.docs.expectations import EXPECTATIONS
 ERRORS_HEAD = """\
 # Errors
 
-Everything that hetu_fx raises on purpose derives from `hetu_fx.HetuFxError`; the classes stand in `hetu_fx.errors`. A
-message says what, where, the values, and the way out. If one process fails, all do: the others raise the same kind of
-error, which has the first one's text.
+Every error that hetu_fx raises on purpose derives from `hetu_fx.HetuFxError`; the classes are in `hetu_fx.errors`. A
+message says what happened, where, and the values. A hint says what to do. If one rank fails, all do: the others raise
+the same kind of error, with the first one's text.
 """
 EXPECTATIONS_HEAD = """\
 # What users expect
 
-Expectations that users bring from torch, accelerate, Trainer and their peers, each with tests that show it
-(below `tests/`), a script of `python -m tests.scripts`, or a benchmark. Most tests show the case that they name, not
-every one; "not yet" is what nothing shows.
+Users bring these expectations from torch, accelerate, Trainer and similar libraries. Each names what shows it: tests
+(below `tests/`), a script of `python -m tests.scripts`, or a benchmark. Most tests show only the case that they name.
+"Not yet" means that nothing shows it.
 """
 
 

@@ -63,15 +63,15 @@ def write_table(found: Mapping[str, dict[str, Any]]) -> None:
         [
             "# What runs under which plan",
             "",
-            "Written by `make parity`: each cell trains four steps (even rows, 7 rows, ignored labels, another length)",
-            "with AdamW in fp64 and compares loss, every gradient and the parameters with one device. The number is",
-            "the worst relative difference; losses of transformers are in fp64 too, mixtral is in fp32 altogether.",
+            "Written by `make parity`. Each cell trains four steps with AdamW in fp64: even rows, 7 rows, ignored",
+            "labels, another length. It compares loss, every gradient and the parameters with one device. The number",
+            "is the worst relative difference. Losses of transformers are in fp64 too; all of mixtral is in fp32.",
             "",
             *lines,
             "",
-            "Refused, with the message that the user gets:",
+            "Refused, with the message of the error:",
             "",
-            *(f"- {note}" for note in notes),
+            *(f"- {note.replace(chr(10), '; ')}" for note in notes),
             "",
         ]
     )

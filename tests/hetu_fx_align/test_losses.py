@@ -55,7 +55,7 @@ def test_a_loss_that_is_not_finite_is_not_alike() -> None:
 
 
 def test_too_few_losses_and_a_reference_without_losses_are_refused() -> None:
-    with pytest.raises(AlignError, match="the training has 2 losses, of which 300"):
+    with pytest.raises(AlignError, match="the training has 2 losses, but 300"):
         compare_losses([1.0, 1.0], [1.0] * 300)
     with pytest.raises(AlignError, match="loss of step 1 is 0"):
         compare_losses([1.0], [0.0], steps=1)

@@ -176,7 +176,9 @@ def test_a_step_that_cannot_be_recorded_is_refused() -> None:
     assert testkind.RECORD.graphs is not None
     graphs = testkind.RECORD.graphs()
     graphs.graph_pool_handle = lambda: -1
-    with pytest.raises(EnvironmentProblem, match=r"a step cannot be recorded: pool -1 is gone; leave cuda_graphs out"):
+    with pytest.raises(
+        EnvironmentProblem, match=r"a step cannot be recorded: pool -1 is gone\nhint: leave cuda_graphs out"
+    ):
         a_usual_loop(ours, lambda step: there(data(step)))
 
 

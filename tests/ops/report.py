@@ -14,15 +14,17 @@ from tests.ops.trial import Kind
 
 Results = Mapping[str, list[Finding] | Apart]
 LEAST_RIGHT = 0.95
-TITLES = {"data": "data parallel 3:1", "tensor": "tensor parallel [0,1]", "mixed": "[0,1] beside [2]"}
+TITLES = {"data": "data parallel 3:1", "tensor": "tensor parallel [0,1]", "mixed": "[0,1] and [2]"}
 
 _HEAD = """# Every op of torch, under plans
 
-Every op of torch's own operator database (`torch.testing._internal`), called as torch tests it, in a small model with
-parameters: on rows of the batch, on samples with a batch dim before their own, and on parameters alone. Where a tensor
-parallel group can split a dim, it does, one after another. A cell is the worst of all these. *Right*: loss, gradients
-and parameters of one training step are those of plain PyTorch on one device, in float64. *Refused*: an error of hetu_fx
-that says what is refused.
+This page tries every op of torch's own operator database (`torch.testing._internal`), with the calls of torch's own
+tests. Each op runs in a small model with parameters: on rows of the batch, on samples with an extra batch dim, and on
+parameters alone. A tensor parallel group splits each dim that it can, one after another. A cell is the worst result.
+
+- *right*: loss, gradients and parameters of one training step equal plain PyTorch on one device, in float64.
+- *refused*: hetu_fx raises an error that says what is refused.
+
 `python -m tests.ops --write-docs` makes this page.
 """
 

@@ -12,16 +12,20 @@ from tests.scripts.verdict import Kind, Verdict
 
 _HEAD = """# Trainers against one device
 
-Each line is a setting of a trainer, in a script as its user would write it: run by one process without hetu_fx, and
-by two with the model made parallel. A number is the largest difference of all that was compared, on both processes,
-relative to the largest value of what it is in: all that was logged (losses, gradient norms, rates, evaluations), the
-names of files, the weights in the last checkpoint, and the same of a run that was resumed from the first. "0" is equal
-to the last bit; *refused* is an error of hetu_fx that says what to do instead; "-" was not run. Small models in single
-precision, but for lines of bf16 and fp16; Lightning's, and lines that say so, in double precision.
+Each line is a setting of a trainer, in a script as its user would write it. It ran on one process without hetu_fx, and
+on two with a parallel model. The comparison covers everything that was logged (losses, gradient norms, rates,
+evaluations), file names, and the weights in the last checkpoint. A run that resumed from the first checkpoint is
+compared too.
 
-Optimizers that divide gradients by their own size (AdamW, RMSprop) turn the rounding of gradients that are next to
-nothing into a difference of weights. Lines of the same in double precision show that it is rounding and nothing else:
-they are smaller by as much as double precision is finer.
+- A number is the largest difference on both ranks, relative to the largest value of its tensor or log.
+- "0" is equal bit for bit.
+- *refused*: hetu_fx raises an error that says what to do instead.
+- "-" was not run.
+
+Models are small and in single precision, except in lines of bf16 and fp16. Lightning's lines, and lines that say so,
+are in double precision. Optimizers that divide gradients by their own size (AdamW, RMSprop) turn the rounding of tiny
+gradients into a difference of weights. The same lines in double precision show that it is only rounding: their
+differences are smaller by the ratio of the precisions.
 """
 _NOT_RUN = "-"
 

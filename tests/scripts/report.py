@@ -15,10 +15,15 @@ _LEAST_SCRIPTS, _LEAST_RIGHT = 150, 130
 
 _HEAD = """# What scripts do to a model
 
-Every line is a thing that training scripts do. It was run as the plain script on one device, and with the model made
-parallel; losses, gradients, parameters and outputs must be equal (fp64 unless the line is about another precision).
-*Refused* is an error of hetu_fx that says what to do instead; `-` where a line makes no sense, such as one rank alone
-among one. `python -m tests.scripts --page docs/scripts.md` makes this page.
+Every line is something that training scripts do. It ran as a plain script on one device, and with a parallel model.
+Losses, gradients, parameters and outputs must be equal, in fp64 unless the line is about another precision.
+
+- *right*: they are equal.
+- *refused*: hetu_fx raises an error that says what to do instead.
+- `-`: the line makes no sense there, such as one rank alone among one.
+
+[Adapt a training script](howto/scripts.md) has the conclusions. `python -m tests.scripts --page docs/scripts.md` makes
+this page.
 """
 
 

@@ -136,8 +136,8 @@ class Annotate:
         if not found:
             asked = "context" if context else "sequence_parallel"
             raise PlanError(
-                f"the plan asks for {asked}, but besides the rows of the batch this model has no dim that its "
-                f"products with parameters carry along; leave {asked} out"
+                f"the plan asks for {asked}, but apart from the rows of the batch this model has no dim that its "
+                f"products with parameters carry along\nhint: leave {asked} out"
             )
         return found
 
@@ -185,7 +185,7 @@ def _check_batch(annotated: AnnotatedGraph) -> None:
         why = "; ".join(annotated.graph.notes) or "the example batch has no common batch dim"
         raise PlanError(
             f"this model's batch size is fixed in its graph ({why}), so its rows cannot be spread over "
-            f"{len(annotated.plan.pipelines)} pipelines or micro-batches; use one pipeline and one micro-batch"
+            f"{len(annotated.plan.pipelines)} pipelines or micro-batches\nhint: use one pipeline and one micro-batch"
         )
 
 
@@ -227,7 +227,7 @@ def part_sizes(factor: FactorClass, ratios: tuple[int, ...], factors: FactorMap)
     if factor.size < len(ratios):
         where = ", ".join(f"dim {dim} of {name}" for name, dim in factors.occurrences(factor)[:4])
         raise PlanError(
-            f"cannot split a dimension of {factor.size} parts over {len(ratios)} devices ({where}); use at most "
+            f"cannot split a dimension of {factor.size} parts over {len(ratios)} devices ({where})\nhint: use at most "
             f"{factor.size} devices in one stage, or more stages or pipelines"
         )
     return _largest_remainder(factor.size, ratios)

@@ -240,7 +240,7 @@ def _check_stages(stages: Mapping[fx.Node, int], num_stages: int) -> None:
     empty = sorted(set(range(num_stages)) - set(stages.values()))
     if empty:
         raise PlanError(
-            f"stage(s) {empty} of {num_stages} would hold no operation of this model; use fewer stages, or move "
+            f"stage(s) {empty} of {num_stages} would hold no operation of this model\nhint: use fewer stages, or move "
             f"blocks to them"
         )
 

@@ -197,7 +197,7 @@ def _check_shared(annotated: AnnotatedGraph, context: AxisDeduction) -> None:
                 raise PlanError(
                     f"devices {list(layout.devices)} cannot share the sequence (context {layout.context.ways}): "
                     f"{node.target} ('{node.name}', {meta.source_line(node)}) needs all of it, so that each device "
-                    f"would compute the same; leave 'context' out for a tensor parallel stage, or use pipelines"
+                    f"would compute the same\nhint: leave 'context' out for a tensor parallel stage, or use pipelines"
                 )
 
 
@@ -211,8 +211,8 @@ def _check_draws(annotated: AnnotatedGraph) -> None:
     node = next(filter(draws, annotated.graph.graph.nodes), None) if len(devices) > 1 else None
     if node is not None:
         raise PlanError(
-            f"{node.target} ('{node.name}', {meta.source_line(node)}) draws from torch's own generator, of which "
-            f"each of the devices {devices} has one: they would go on with different numbers\n"
+            f"{node.target} ('{node.name}', {meta.source_line(node)}) draws from torch's own generator: each "
+            f"of the devices {devices} has its own, and would draw other numbers\n"
             "hint: use a plan of one device, or draw by uniform, normal or exponential numbers, which are the same "
             "under every plan"
         )
@@ -229,7 +229,8 @@ def _check_sums(annotated: AnnotatedGraph, batch: AxisDeduction) -> None:
         readers += f" and {len(told) - _MOST_TOLD} more" * (len(told) > _MOST_TOLD)
         raise PlanError(
             f"'{node.name}' ({meta.source_line(node)}) needs the rows of the whole batch in the middle of the model, "
-            f"which pipeline stages and micro-batches cannot give; use a plan whose pipelines have one stage and one "
+            f"which pipeline stages and micro-batches cannot give"
+            f"\nhint: use a plan whose pipelines have one stage and one "
             f"micro-batch" + f"\nrows are gathered for {readers}" * bool(readers)
         )
 
@@ -261,8 +262,8 @@ class _Rings:
         if asked == "ring" and not able:
             raise PlanError(
                 "the plan's attention is 'ring', but this model has no attention that can pass keys and values round: "
-                "it is written out in products (as one with dropout is), or its mask is trained; give 'gathered', or "
-                "leave attention out"
+                "it is written out in products (as one with dropout is), or its mask is trained"
+                "\nhint: give 'gathered', or leave attention out"
             )
         if asked in ("gathered", "heads") or not able:
             return frozenset()

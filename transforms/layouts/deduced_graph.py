@@ -120,7 +120,7 @@ class DeducedGraph:
         if outer is None or inner is None:
             raise DeductionError(
                 f"dim {dim} of '{node.name}' ({meta.source_line(node)}) mixes rows or positions with a dimension that "
-                f"the plan splits over {axis.ways} devices; use a plan without tensor parallelism there"
+                f"the plan splits over {axis.ways} devices\nhint: use a plan without tensor parallelism there"
             )
         beyond = view is not None and dim > view.dim
         return Split(dim + 2 if beyond else dim, sizes, outer, inner)
@@ -210,7 +210,7 @@ class DeducedGraph:
         trained = leaf.node in self.annotated.flow.differentiable
         if duplicated and trained and len(readers) > len(self.annotated.stages):
             raise PlanError(
-                f"parameter {leaf.name!r} is read by several stages, and by ops that do not see the batch; use a "
+                f"parameter {leaf.name!r} is read by several stages, and by ops that do not see the batch\nhint: use a "
                 f"plan whose pipelines have one stage"
             )
         kind = "duplicate" if duplicated and trained else "partial"
@@ -246,6 +246,6 @@ def cut_twice(node: fx.Node, dim: int, layout: StageLayout) -> DeductionError:
     """Return the error for a value of which both axes of a stage cut one dim."""
     return DeductionError(
         f"dim {dim} of '{node.name}' ({meta.source_line(node)}) mixes positions of the sequence with a dimension that "
-        f"the plan splits, and both would be cut over devices {list(layout.devices)}; use a stage that is either "
+        f"the plan splits, and both would be cut over devices {list(layout.devices)}\nhint: use a stage that is either "
         f"context or tensor parallel there"
     )

@@ -39,8 +39,8 @@ def exchanged_ops(annotated: AnnotatedGraph, excluded: frozenset[fx.Node]) -> Ma
     if not found or any(stage.is_grid for *_, stage in annotated.plan.stages):
         why = "tensor parallel groups split the heads already" if found else "it is written out in products"
         raise PlanError(
-            f"the plan's attention is 'heads', but attention cannot be cut by heads here: {why}; give 'gathered', or "
-            f"leave attention out"
+            f"the plan's attention is 'heads', but attention cannot be cut by heads here: {why}"
+            f"\nhint: give 'gathered', or leave attention out"
         )
     return found
 

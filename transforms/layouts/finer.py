@@ -45,8 +45,8 @@ class FinerCut:
         if inner * self.ways != given:
             raise PlanError(
                 f"stage on devices {list(stage.devices)} splits what has {self.ways} parts over {len(given)} devices "
-                f"with ratios {list(given)}; give a multiple of {self.ways} devices, and the same ratios to those that "
-                f"share each part, or at most {self.ways} devices"
+                f"with ratios {list(given)}\nhint: give a multiple of {self.ways} devices, the same ratios to those "
+                f"that share each part, or at most {self.ways} devices"
             )
         return (1,) * self.ways, inner
 

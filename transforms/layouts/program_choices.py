@@ -88,8 +88,8 @@ def _check_all(
     missing = [name for node, name in names.items() if found[node] is None and _needs_region(analysed, node)]
     if missing:
         raise PlanError(
-            f"the program says nothing of {len(missing)} ops: {', '.join(missing[:4])}{', ...' * (len(missing) > 4)}; "
-            f"give a region for each, such as {{'ops': '*', 'split': 'whole'}} as the last one"
+            f"the program says nothing of {len(missing)} ops: {', '.join(missing[:4])}{', ...' * (len(missing) > 4)}"
+            f"\nhint: give a region for each, such as {{'ops': '*', 'split': 'whole'}} as the last one"
         )
 
 
@@ -120,15 +120,15 @@ def _choice(analysed: AnalysedGraph, node: fx.Node, name: str, region: OpRegion)
     if len(named) != 1:
         what = "has none of it" if not named else f"has {len(named)} of it"
         raise PlanError(
-            f"{region} cuts '{name}' on {region.split!r}, but the op {what}; {_ways(node, analysed.factors)}"
+            f"{region} cuts '{name}' on {region.split!r}, but the op {what}\nhint: {_ways(node, analysed.factors)}"
         )
     (factor,) = named
     if region.factors:
         _check_factors(node, op, factor, f"{region} makes gradients of '{name}' from factors")
     if not can_cut(node, factor, analysed.factors):
         raise PlanError(
-            f"{region} cuts '{name}' on {region.split!r}, which the op needs whole ({meta.source_line(node)}); "
-            f"{_ways(node, analysed.factors)}"
+            f"{region} cuts '{name}' on {region.split!r}, which the op needs whole ({meta.source_line(node)})"
+            f"\nhint: {_ways(node, analysed.factors)}"
         )
     return OpCut(factor, factors=region.factors)
 
@@ -154,10 +154,10 @@ def _check_factors(node: fx.Node, op: OpFactors, factor: FactorClass, asked: str
     able = sends_factors(node, op)
     if not able:
         known = ", ".join(map(str, PRODUCTS))
-        raise PlanError(f"{asked}, but {node.target} is none of {known}, or has further arguments; leave factors out")
+        raise PlanError(f"{asked}, but {node.target} is none of {known}, or has more arguments\nhint: drop the factors")
     if factor not in able:
         raise PlanError(
-            f"{asked}, but it is cut on {factor}, which its weight has; cut it on its rows, or leave factors out"
+            f"{asked}, but it is cut on {factor}, which its weight has\nhint: cut it on its rows, or leave factors out"
         )
 
 

@@ -45,7 +45,7 @@ class ProgramStrategies(Strategies):
         if not found:
             raise PlanError(
                 f"the program runs '{node.name}' ({meta.source_line(node)}) on summands, but none of its operands is a "
-                f"sum that it is linear in; give 'whole', or what to cut it on"
+                f"sum that it is linear in\nhint: give 'whole', or what to cut it on"
             )
         return tuple(found)
 

@@ -135,9 +135,9 @@ class Strategies:
         for position, operand in enumerate(op.operands):
             if position not in op.unread and isinstance(states[operand.node], SplitOn):
                 raise DeductionError(
-                    f"{node.target} needs all rows of the batch at once ('{node.name}', {meta.source_line(node)}), so "
-                    f"the batch cannot be split over pipelines or micro-batches; use a plan with one pipeline and one "
-                    f"micro-batch, or register a rule with hetu_fx.register_rule if the op works row by row"
+                    f"{node.target} needs all rows of the batch ('{node.name}', {meta.source_line(node)}), so the "
+                    f"batch cannot be split over pipelines or micro-batches\nhint: use a plan with one pipeline and "
+                    f"one micro-batch, or register a rule with hetu_fx.register_rule if the op works row by row"
                 )
 
     def of_result(self, node: fx.Node, made: AxisState, states: States) -> tuple[AxisState, ...]:
@@ -299,7 +299,7 @@ def _check_averaged(node: fx.Node, op: OpFactors, factor: FactorClass) -> None:
     if factor in op.averaged and factor.is_batch:
         raise DeductionError(
             f"{node.target} takes a mean over the rows of the batch ('{node.name}', {meta.source_line(node)}) in a "
-            f"form that cannot be made a sum over a count; use a plan with one pipeline and one micro-batch"
+            f"form that cannot be made a sum over a count\nhint: use a plan with one pipeline and one micro-batch"
         )
 
 

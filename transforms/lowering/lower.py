@@ -83,8 +83,8 @@ def check_backend(backend: Backend) -> None:
     """Raise EnvironmentProblem for a backend that `lower` does not know."""
     if not (backend is None or callable(backend) or backend in ("aot_eager", "inductor")):
         raise EnvironmentProblem(
-            f"compile={backend!r} is not known; use None, 'aot_eager', 'inductor' or a function of a GraphModule and "
-            f"example inputs"
+            f"compile={backend!r} is not known"
+            f"\nhint: use None, 'aot_eager', 'inductor' or a function of a GraphModule and example inputs"
         )
 
 

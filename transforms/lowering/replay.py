@@ -198,7 +198,7 @@ class _Record:
             with self._graphs.graph(graph, pool=pool):
                 made = work()
         except RuntimeError as error:
-            raise EnvironmentProblem(f"a step cannot be recorded: {error}; leave cuda_graphs out") from error
+            raise EnvironmentProblem(f"a step cannot be recorded: {error}\nhint: leave cuda_graphs out") from error
         return graph, made
 
     def _gradients_of(self, roots: Sequence[Tensor]) -> list[Tensor | None]:
@@ -264,7 +264,7 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         loan = ctx.loan
         if loan.is_over:
-            raise RuntimeError("backward goes through this a second time; pass retain_graph=True to the first")
+            raise RuntimeError("backward goes through this a second time\nhint: pass retain_graph=True to the first")
         gradients = ctx.record.backward(cotangents, again=loan.times > 0)
         loan.times += 1
         loan.is_over = not keeps_graph()

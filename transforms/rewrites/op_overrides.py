@@ -41,7 +41,7 @@ def op_named(name: str, where: str) -> OpOverload[..., Any]:
     if len(parts) != 3 or not isinstance(found, OpOverload):
         close = nearest(str(name), op_names()) if isinstance(name, str) else ""
         close = close if "did you mean" in close else ""
-        raise AlignError(f"{where}: {name!r} is no op of torch{close}; write it like aten.linear.default")
+        raise AlignError(f"{where}: {name!r} is no op of torch{close}\nhint: write it like aten.linear.default")
     return found
 
 

@@ -48,7 +48,7 @@ def check_casts(annotated: AnnotatedGraph, *, talks: bool) -> None:
         names = sorted(dtype or "none" for dtype in dtypes)
         raise PlanError(
             f"stages have dtypes {', '.join(names)}, but replicas of this model sum in the middle of it (BatchNorm, a "
-            f"loss over all rows), which would mix them; give all stages one dtype, or leave it out"
+            f"loss over all rows), which would mix them\nhint: give all stages one dtype, or leave it out"
         )
 
 
@@ -56,8 +56,8 @@ def check_computes(kind: DeviceType, dtype: str | None, rank: int) -> None:
     """Raise `PlanError` where a type of devices does not compute in a stage's dtype."""
     if dtype is not None and DTYPES[dtype] in kind.no_dtypes:
         raise PlanError(
-            f"the stage of rank {rank} has dtype {dtype!r}, in which devices of type {kind.name!r} do not compute; "
-            f"leave it out of this stage, or give the stage other devices"
+            f"the stage of rank {rank} has dtype {dtype!r}, in which devices of type {kind.name!r} do not compute"
+            f"\nhint: leave it out of this stage, or give the stage other devices"
         )
 
 

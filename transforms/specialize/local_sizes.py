@@ -104,8 +104,8 @@ class LocalSizes:
             if (factor,) in dims and states.get(node) == WHOLE:
                 return node, dims.index((factor,))
         raise DeductionError(
-            f"the plan cuts a dim of size {factor.text} where no value has it whole that its size could be read off; "
-            f"use a plan that does not share the sequence over devices {list(self.layout.devices)}"
+            f"the plan cuts a dim of size {factor.text} where no value has it whole that its size could be read off"
+            f"\nhint: use a plan that does not share the sequence over devices {list(self.layout.devices)}"
         )
 
 

@@ -404,6 +404,6 @@ def _form(op: OpFactors, factor: FactorClass, *, travels: bool) -> Callable[[Par
 def _check_sendable(node: fx.Node) -> None:
     if not meta.is_tensor(node):
         raise DeductionError(
-            f"a size computed from activations ('{node.name}', {meta.source_line(node)}) is read by another stage; use "
-            f"a plan whose pipelines have one stage"
+            f"a size computed from activations ('{node.name}', {meta.source_line(node)}) is read by another stage"
+            f"\nhint: use a plan whose pipelines have one stage"
         )

@@ -287,8 +287,8 @@ def _step(call: Call, node: fx.Node, told: set[str]) -> FactoredOp:
     if call.op not in told:
         told.add(call.op)
         warnings.warn(
-            f"op {call.op} {problem}; it runs on whole tensors, correct but slow ({call.where}); "
-            "tell how its dims relate with hetu_fx.register_rule",
+            f"op {call.op} {problem}; it runs on whole tensors, correct but slow ({call.where})"
+            "\nhint: tell how its dims relate with hetu_fx.register_rule",
             UnknownOpWarning,
             stacklevel=4,
         )

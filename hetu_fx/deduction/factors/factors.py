@@ -192,7 +192,7 @@ class FactorMap:
         """
         found = self._dims.get(node, ())
         if len(found) != 1:
-            raise DeductionError(f"node '{node}' has {len(found)} tensor values; ask for one of its getitem nodes")
+            raise DeductionError(f"node '{node}' has {len(found)} tensor values\nhint: use one of its getitem nodes")
         return found[0]
 
     def sizes(self, node: fx.Node) -> tuple[int | None, ...]:

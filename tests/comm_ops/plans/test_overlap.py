@@ -52,5 +52,5 @@ def test_a_slice_has_a_row_at_least() -> None:
 def test_slices_are_read_as_they_are_written() -> None:
     for slices in (Slices(), Slices(((2, 512), (8, 4096)))):
         assert parse_slices(str(slices)) == slices
-    with pytest.raises(CommError, match="cannot read the slices 'many'; write them like"):
+    with pytest.raises(CommError, match="cannot read the slices 'many'\nhint: write them like"):
         parse_slices("many")

@@ -93,7 +93,7 @@ def test_sizes_need_not_be_known():
 
 
 def test_what_cannot_be_chosen_is_refused():
-    with pytest.raises(ResolveError, match="no lowering 'fast'; choose one of auto, flat, two_level, padded"):
+    with pytest.raises(ResolveError, match="no lowering 'fast'\nhint: choose one of auto, flat, two_level, padded"):
         Lowering(cluster(), "fast")
     with pytest.raises(ResolveError, match="'two_level' needs to know the nodes"):
         Lowering(None, "two_level")

@@ -173,7 +173,7 @@ def test_a_program_that_is_found_trains_what_one_device_trains(name: str) -> Non
             r"'first:linear' on 'second.weight:0', but the op has none of it",
         ),
         (from_factors(":relu"), r"':relu' from factors, but aten.relu.default is none of aten.linear.default"),
-        (OpRegion("first:linear", "first.weight:0", factors=True), r"which its weight has; cut it on its rows"),
+        (OpRegion("first:linear", "first.weight:0", factors=True), r"which its weight has\nhint: cut it on its rows"),
     ],
 )
 def test_what_cannot_run_so_is_refused_by_name(region: OpRegion, message: str) -> None:

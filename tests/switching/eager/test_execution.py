@@ -146,7 +146,7 @@ def test_options_for_graphs_are_refused(options: dict[str, Any], said: str) -> N
 
 def test_there_is_nothing_to_export(tmp_path: Path) -> None:
     model = parallel(make(Choosy), plan=Plan.single())
-    with pytest.raises(ExportError, match=r"capture='eager'.*model\.hetu\.save"):
+    with pytest.raises(ExportError, match=r"capture='eager'.*\n.*model\.hetu\.save"):
         model.hetu.export(tmp_path / "export")
     assert not list(tmp_path.iterdir())
 

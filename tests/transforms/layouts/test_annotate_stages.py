@@ -94,7 +94,9 @@ def test_a_first_layer_with_more_than_half_of_the_parameters_is_a_stage_of_its_o
 
 
 def test_a_stage_that_would_hold_nothing_is_refused(layers: Program) -> None:
-    with pytest.raises(PlanError, match=r"stage\(s\) \[\d(, \d)*\] of 9 would hold no operation.*use fewer stages"):
+    with pytest.raises(
+        PlanError, match=r"stage\(s\) \[\d(, \d)*\] of 9 would hold no operation.*\nhint: use fewer stages"
+    ):
         cut_stages(layers.graph, layers.flow, (0,) * 9)
 
 

@@ -241,5 +241,5 @@ def test_a_product_over_the_whole_sequence_is_refused_by_name() -> None:
 
 def test_a_model_without_a_sequence_is_refused() -> None:
     program = program_of(nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 6)), (torch.randn(4, 6),))
-    with pytest.raises(PlanError, match="the plan asks for context, but besides the rows of the batch"):
+    with pytest.raises(PlanError, match="the plan asks for context, but apart from the rows of the batch"):
         deduced(program, EVEN)

@@ -65,7 +65,7 @@ def gradient_of(program: Program, plan: Plan, name: str) -> tuple[Annotation, An
 def test_a_sum_over_the_batch_is_refused_under_micro_batches_with_its_line() -> None:
     program = program_of(Centered(), (torch.randn(4, 6),))
     with pytest.raises(
-        PlanError, match=r"\(test_deduce\.py:\d+\) needs the rows of the whole batch.*one stage and one"
+        PlanError, match=r"\(test_deduce\.py:\d+\) needs the rows of the whole batch.*\nhint: .*one stage and one"
     ):
         deduced(program, MICRO_BATCHES)
 

@@ -189,7 +189,7 @@ def test_a_stage_of_one_device_shares_nothing(llama: Case) -> None:
 
 def test_a_model_without_a_sequence_is_refused() -> None:
     program = program_of(nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 6)), (torch.randn(4, 6),))
-    with pytest.raises(PlanError, match="besides the rows of the batch this model has no dim"):
+    with pytest.raises(PlanError, match="apart from the rows of the batch this model has no dim"):
         deduced(program, EVEN)
 
 

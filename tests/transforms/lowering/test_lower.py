@@ -61,7 +61,9 @@ def test_a_compiler_gets_the_forward_and_the_backward_once_for_all_sizes(device:
 
 
 def test_an_unknown_compiler_is_refused_with_what_there_is(device: DeviceGraph) -> None:
-    with pytest.raises(EnvironmentProblem, match=r"compile='fast' is not known; use None, 'aot_eager', 'inductor'"):
+    with pytest.raises(
+        EnvironmentProblem, match=r"compile='fast' is not known\nhint: use None, 'aot_eager', 'inductor'"
+    ):
         lower(RecomputingModule()(device), "fast")
 
 

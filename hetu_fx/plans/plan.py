@@ -178,6 +178,11 @@ class Plan(Document):
         return any(stage.recompute for *_, stage in self.stages)
 
     @property
+    def is_data_parallel(self) -> bool:
+        """Tell whether each pipeline is one device that runs the whole model, on all of its rows at once."""
+        return all(len(pipeline.devices) == 1 and pipeline.micro_batches == 1 for pipeline in self.pipelines)
+
+    @property
     def has_program(self) -> bool:
         """Tell whether a stage says op by op what is cut."""
         return any(stage.program for *_, stage in self.stages)

@@ -84,12 +84,16 @@ class Tracer:
         self.casts_on_host, self.row_dims, self.outputs = casts_on_host, row_dims, outputs
         self.replaced: Forward | None = None
         self.observers = Observers(model)
+        self._told_of = set[str]()
         self._lost: dict[tuple[int, str], tuple[Access, Any]] = {}
 
     def trace(self, batch: Batch, training: bool) -> tuple[Program, Reads]:
         """Capture the model for batches like this one, with this one's sizes as the example's; and what it has read."""
         traced = self._traced(batch, training)
-        program = traced.program
+        program, told = traced.program, traced.watch.surroundings.told
+        if told and told not in self._told_of:
+            self._told_of.add(told)
+            warnings.warn(told, stacklevel=2)
         if training and not self.row_dims.dims:
             found = self._evidence(batch, program)
             program = replace(program, doubt=found.doubt) if found.doubt else program

@@ -202,10 +202,9 @@ def loss_of(output: Any) -> Tensor:
     name = loss_among(list(tensors), numbers, [name for name in numbers if tensors[name].requires_grad])
     if name is not None:
         return tensors[name]
-    said = f"several numbers that need a gradient: {numbers}" if len(numbers) > 1 else "no number that needs a gradient"
+    said = f"which output is the loss is not told: {numbers}" if len(numbers) > 1 else "the model returns no loss"
     raise ProfileError(
-        f"which output is the loss is not told: the model returns {said}\nhint: name one 'loss', return it first, or "
-        f"pass loss_fn"
+        f"{said}\nhint: return one number that needs a gradient, name the loss 'loss', return it first, or pass loss_fn"
     )
 
 

@@ -84,7 +84,8 @@ class LossCall:
         assert self._loss is not None, "there is one"
         if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self._loss.parameters.values()):
             return given
-        return {name: value for name, value in given.items() if name in self._loss.parameters}
+        _, *names = self._loss.parameters  # the first is the output, whatever it is called
+        return {name: value for name, value in given.items() if name in names}
 
     def missing(self, batch: Batch) -> str:
         """Return why the loss cannot be made of a batch; empty if it can."""

@@ -66,9 +66,9 @@ class _Scoring:
 
 def _scores(outputs: Any, labels: Tensor) -> SimpleNamespace:
     """Return what trl's fused head does, of this process's rows: zero where labels are ignored, nan without logits."""
-    labels = labels[:, 1:]
+    labels, aux_loss = labels[:, 1:], getattr(outputs, "aux_loss", None)
     mask = labels != _IGNORED
-    if getattr(outputs, "logits", None) is None:
+    if not isinstance(getattr(outputs, "logits", None), Tensor):
         unknown = torch.full(mask.shape, torch.nan, device=mask.device)
         return SimpleNamespace(log_probs=unknown, entropy=unknown, is_top1=unknown, label_mask=mask)
     logits = outputs.logits[:, :-1].float()
@@ -80,7 +80,7 @@ def _scores(outputs: Any, labels: Tensor) -> SimpleNamespace:
         entropy=entropy,
         is_top1=(logits.argmax(-1) == labels) & mask,
         label_mask=mask,
-        aux_loss=getattr(outputs, "aux_loss", None),
+        aux_loss=aux_loss if isinstance(aux_loss, Tensor) else None,
     )
 
 

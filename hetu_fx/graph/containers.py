@@ -137,7 +137,7 @@ class WithheldNumber(Withheld):
         super().__init__(name, why, ())
 
     def __repr__(self) -> str:
-        return f"WithheldNumber({self.name!r}: {self.type_name.splitlines()[0]})"
+        return f"{type(self).__name__}({self.name!r}: {self.type_name.splitlines()[0]})"
 
     def _use(self, *_: Any) -> NoReturn:
         self._refuse()
@@ -162,23 +162,17 @@ class WithheldTensorError(StateError, AttributeError):
     """An output is used that a training step has not brought back; an AttributeError, so that `hasattr` says no."""
 
 
-class WithheldTensor(Withheld):
+class WithheldTensor(WithheldNumber):
     """Stands in an output for a tensor that a training step has not brought back; says so when it is used."""
 
     __slots__ = ()
 
     def __init__(self, name: str, why: str = NOT_ASKED) -> None:
-        super().__init__(name, why, ())
-
-    def __repr__(self) -> str:
-        return f"WithheldTensor({self.name!r}: {self.type_name.splitlines()[0]})"
+        super().__init__(name, why)
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__") or name in Withheld.__slots__:
             raise AttributeError(name)
-        self._refuse()
-
-    def _use(self, *_: Any) -> NoReturn:
         self._refuse()
 
     @classmethod
@@ -187,9 +181,11 @@ class WithheldTensor(Withheld):
         given = walk(flatten([args, kwargs or {}])[0])
         next(leaf.value for leaf in given if isinstance(leaf, Opaque) and isinstance(leaf.value, cls))._refuse()
 
-    __float__ = __int__ = __bool__ = __neg__ = __invert__ = __abs__ = __format__ = __array__ = _use
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _use
-    __matmul__ = __rmatmul__ = __pow__ = __lt__ = __le__ = __gt__ = __ge__ = _use
+    def __eq__(self, other: object) -> bool:
+        return self._refuse() if isinstance(other, torch.Tensor) else super().__eq__(other)
+
+    __hash__ = Withheld.__hash__
+    __invert__ = __array__ = __matmul__ = __rmatmul__ = __pow__ = WithheldNumber._use
 
     def _refuse(self) -> NoReturn:
         raise WithheldTensorError(

@@ -12,10 +12,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 from unittest import mock
 
 from hetu_fx.errors import CaptureError
@@ -88,7 +88,7 @@ class Surroundings:
         stop = sys.breakpointhook
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(kind, "__getitem__", getting))
-            stack.enter_context(mock.patch.object(sys, "stdout", _Output(sys.stdout, self._note_line)))
+            stack.enter_context(redirect_stdout(cast(TextIO, _Output(sys.stdout, self._note_line))))
             stack.enter_context(mock.patch.object(sys, "breakpointhook", stopping))
             for name in CLOCKS:
                 stack.enter_context(mock.patch.object(time, name, self._noting(name, getattr(time, name))))

@@ -97,6 +97,8 @@ def test_a_tensor_that_is_not_brought_back_says_so_whatever_is_done_with_it() ->
         lambda: logits[0],
         lambda: logits + 1,
         lambda: torch.ones(2) * logits,
+        lambda: logits == torch.ones(2),
+        lambda: torch.ones(2) == logits,
         lambda: float(logits),
         lambda: list(logits),
         lambda: logits.shape,

@@ -67,6 +67,7 @@ class _GraphStep(StepFrame):
 
     def __init__(self, variant: GraphVariant, batch: StepBatch, inputs: StepInputs) -> None:
         self.batch, self.program = batch, batch.program
+        self.gives_values = _gives_values(variant, batch, inputs)
         self.wants_values = _wants_values(variant, batch, inputs)
         _check_rows_can_be_put_together(self.program, batch.bindings, variant, inputs)
         if self.wants_values and not inputs.shared and variant.table.size > 1:
@@ -137,8 +138,7 @@ class _GraphStep(StepFrame):
         if graph.observed is None:
             return made
         self.inputs.tell(graph.of_observed({name: value.detach() for name, value in made.items()}))
-        wanted = _gives_values(self.variant, self.batch, self.inputs)
-        return {name: value for name, value in made.items() if wanted and not name.startswith(OBSERVED)}
+        return {name: value for name, value in made.items() if self.gives_values and not name.startswith(OBSERVED)}
 
     def _micro_batches(self) -> list[MicroBatchFeeds]:
         inputs = self.inputs
@@ -211,7 +211,8 @@ class _GraphStep(StepFrame):
         if self.stage.engine is not None and (micro_batches[0].rows or self.stage.talks_in_step):
             self.stage.engine.forward(micro_batches[0], self._shared_feeds(compute), self.outcome)
         made = {name: value for name, (value,) in self.outcome.values.items()}
-        narrowed = [route for route in self.routes if route.name in made and self.batch.brought is not None]
+        is_narrow = isinstance(self.batch, ReadBatch) and bool(self.batch.sizes_of)
+        narrowed = [route for route in self.routes if is_narrow and route.name in made]
         return made | {route.name: route.filled_up(made[route.name], self.table) for route in narrowed}
 
     def _run_scheduled(self, micro_batches: list[MicroBatchFeeds], compute: Mapping[str, Tensor]) -> dict[str, Tensor]:

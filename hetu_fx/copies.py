@@ -98,7 +98,7 @@ def attach_later(made: nn.Module, parallelize: Parallelize, *, is_first: bool = 
 
     A copy of it is made parallel as `parallelize` does. `is_first`: it is no copy, and frameworks leave it alone.
     """
-    told = "the model is made parallel by its first call" if is_first else "a copy is made parallel by its first call"
+    told = "this model" if is_first else "this copy of a parallel model"
 
     def forward(itself: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         as_it_was(itself)
@@ -108,8 +108,8 @@ def attach_later(made: nn.Module, parallelize: Parallelize, *, is_first: bool = 
     def call(*args: Any, **kwargs: Any) -> Any:
         if vars(made).get("forward") is not waiting:
             raise StateError(
-                f"{told}, and its forward was replaced before that\nhint: call it first, or replace the forward before "
-                f"{'hetu_fx.auto_parallelize' if is_first else 'copying'}"
+                f"the forward of {told} was replaced before its first call, which makes it parallel\nhint: call it "
+                f"first, or replace the forward before {'hetu_fx.auto_parallelize' if is_first else 'copying'}"
             )
         return getattr(type(made), CALL)(made, *args, **kwargs)
 

@@ -90,7 +90,7 @@ def test_a_batch_may_still_be_given_before_the_first_call() -> None:
 def test_a_forward_that_is_replaced_before_the_first_call_is_refused() -> None:
     model = parallel(Net())
     model.forward = lambda x: x
-    with pytest.raises(StateError, match="made parallel by its first call, and its forward was replaced"):
+    with pytest.raises(StateError, match="forward of this model was replaced before its first call"):
         model(X)
 
 

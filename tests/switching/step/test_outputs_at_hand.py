@@ -41,11 +41,22 @@ def words(rows: int, length: int) -> Tensor:
     return torch.arange(rows * length).reshape(rows, length).mul(7 + length).remainder(50)
 
 
-def trained(plan: Plan, given: Sequence[Tensor], use: Use) -> list[tuple[Tensor, list[Tensor]]]:
+class Penalised(Words):
+    """Returns, as the second, a number that no row has to do with."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits and a penalty of weights."""
+        logits, _ = super().forward(ids, labels)
+        return logits, self.up.weight.square().sum()
+
+
+def trained(
+    plan: Plan, given: Sequence[Tensor], use: Use, make: type[Words] = Words
+) -> list[tuple[Tensor, list[Tensor]]]:
     """Return the logits and the gradients of each rank, which brings rows of its own."""
 
     def rank(table: GroupTable) -> tuple[Tensor, list[Tensor]]:
-        runtime = runtime_of(table, Words(), (given[0], given[0]), plan=plan, shared=False)
+        runtime = runtime_of(table, make(), (given[0], given[0]), plan=plan, shared=False)
         logits, loss = runtime.run((given[table.rank], given[table.rank]), {})
         use(logits, loss).backward()
         with using(table):
@@ -54,9 +65,9 @@ def trained(plan: Plan, given: Sequence[Tensor], use: Use) -> list[tuple[Tensor,
     return run_in_threads(len(given), rank)
 
 
-def alone(given: Sequence[Tensor], use: Use) -> tuple[list[Tensor], list[Tensor]]:
+def alone(given: Sequence[Tensor], use: Use, make: type[Words] = Words) -> tuple[list[Tensor], list[Tensor]]:
     """Return each rank's logits, and the gradients of the mean of what all ranks make of theirs, on one device."""
-    model = Words()
+    model = make()
     made = [model(ids, ids) for ids in given]
     tokens = [ids.numel() for ids in given]
     loss = sum(own * count for (_, own), count in zip(made, tokens, strict=True)) / sum(tokens)
@@ -82,6 +93,17 @@ def test_replicas_train_by_outputs_as_one_device_does(
     outputs, gradients = alone(given, use)
     for (logits, found), own in zip(trained(Plan.data_parallel(2, shares), given, use), outputs, strict=True):
         torch.testing.assert_close(logits, own, rtol=0, atol=1e-14)
+        torch.testing.assert_close(found, gradients, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("shares", [(1, 1), (3, 1)])
+def test_a_number_of_the_weights_alone_counts_once_beside_a_loss_made_outside(shares: tuple[int, int]) -> None:
+    def use(logits: Tensor, penalty: Tensor) -> Tensor:
+        return logits.square().mean() + 3 * penalty
+
+    given = [words(3, 5), words(4, 5)]
+    _, gradients = alone(given, use, Penalised)
+    for _, found in trained(Plan.data_parallel(2, shares), given, use, Penalised):
         torch.testing.assert_close(found, gradients, rtol=0, atol=1e-14)
 
 

@@ -265,7 +265,9 @@ def step_of(who: str, setting: Setting, device: torch.device) -> Step:
     if who.startswith("hetu_fx"):
         backend = compiler() if is_compiled else None
         with precision():
-            hetu_fx.auto_parallelize(model, given, optimizer=optimizer, compile=backend, cuda_graphs=replays)
+            hetu_fx.auto_parallelize(
+                model, given, optimizer=optimizer, compile=backend, options=hetu_fx.Options(cuda_graphs=replays)
+            )
     elif is_compiled:
         model = torch.compile(model, mode="reduce-overhead" if replays else None)
 

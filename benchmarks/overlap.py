@@ -90,7 +90,7 @@ def job(name: str, cluster: Cluster) -> Job:
             cluster=cluster,
             optimizer=optimizer,
             data="global",
-            health={"patience": 10**6},  # the plan is to stay, whatever it takes
+            options=hetu_fx.Options(health={"patience": 10**6}),  # the plan is to stay, whatever it takes
         )
         step = marked_step(model, optimizer, rows)
         step()

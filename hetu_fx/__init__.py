@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from hetu_fx.program.loss_type import LossType as LossType
     from hetu_fx.switching.home.ops import full_tensor as full_tensor
     from hetu_fx.switching.sequences.form import SequenceOptions as SequenceOptions
+    from hetu_fx.switching.settings import Options as Options
 
 _HOMES = {
     "Batching": "hetu_fx.planner.dispatch.assignment",
@@ -62,6 +63,7 @@ _HOMES = {
     "Launcher": "hetu_fx.base.frameworks",
     "LossType": "hetu_fx.program.loss_type",
     "Measuring": "hetu_fx.planner.measure.blocks",
+    "Options": "hetu_fx.switching.settings",
     "PartsStager": "hetu_fx.checkpoint.staging",
     "Pieces": "hetu_fx.batches.sampler",
     "Pipeline": "hetu_fx.plans.plan",

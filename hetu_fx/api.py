@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -19,28 +18,28 @@ from hetu_fx.base.frameworks import frameworks
 from hetu_fx.check.checker import Checker
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.common_path import patience
-from hetu_fx.copies import Parallelize, PlainAgain, as_it_was, attach_copying
+from hetu_fx.copies import Parallelize, PlainAgain, as_it_was, attach_copying, attach_later
 from hetu_fx.errors import BatchError, StateError
 from hetu_fx.forwards import Forwards
+from hetu_fx.graph.bind import LossCall
 from hetu_fx.graph.row_dims import AskedRowDims
 from hetu_fx.handle import Handle
-from hetu_fx.prepare import Plans, Preparation, given_overrides, prepare
+from hetu_fx.prepare import Plans, Preparation, check_arguments, given_overrides, prepare
 from hetu_fx.program.batch import batch_of
 from hetu_fx.switching.adapt.rehome import Rehoming
 from hetu_fx.switching.adapt.rehome_policy import HomesFollow
 from hetu_fx.switching.adapt.tried import TryPlan
 from hetu_fx.switching.home.parameters import check_assigned
 from hetu_fx.switching.runtime import Runtime
-from hetu_fx.switching.settings import IDLE_BYTES, Settings
+from hetu_fx.switching.settings import Options, Settings
 from hetu_fx.switching.step.execution import Execution
-from hetu_fx.transforms.rewrites.op_overrides import OpOverrides
 
 M = TypeVar("M", bound=nn.Module)
 
 
 def auto_parallelize(
     model: M,
-    batch: Mapping[str, Any] | tuple[Any, ...],
+    batch: Mapping[str, Any] | tuple[Any, ...] | None = None,
     *,
     plan: Plans = "auto",
     cluster: Cluster | str | Path | None = None,
@@ -49,18 +48,13 @@ def auto_parallelize(
     data: Literal["per_rank", "global"] = "per_rank",
     outputs: Literal["auto", "all", "loss"] = "auto",
     compile: Any = None,
-    cuda_graphs: bool = False,
     capture: Literal["graph", "eager"] = "graph",
     seed: int | None = None,
     process_group: dist.ProcessGroup | None = None,
-    warm: bool = False,
-    idle_bytes: int = IDLE_BYTES,
-    homes_follow: bool = True,
-    health: Mapping[str, float] | None = None,
-    wait_seconds: float | None = None,
-    align: OpOverrides | str | Path | None = None,
     row_dims: Mapping[str, int | None] | None = None,
     check: Literal["auto"] | bool = "auto",
+    options: Options | None = None,
+    **old: Any,
 ) -> M:
     """Make `model` run in parallel on all processes of the job, and return the same object.
 
@@ -69,40 +63,27 @@ def auto_parallelize(
     Args:
         model: any module; its class, forward's signature and parameter names stay. Its parameters become home
             parameters: tensors of the same shape of which each process owns a part.
-        batch: one example batch: a mapping of keyword arguments, or a tuple.
+        batch: one example batch: a mapping of keyword arguments, or a tuple. None: that of the first call, in which the
+            model becomes parallel; until then it has no `model.hetu`.
         plan: "auto", a Plan, several plans (variants; the one that fits a batch's longest sequence and is predicted
-            fastest runs it), or the path of a plan file.
+            fastest runs it), the path of a plan file, or one of "data", "tensor", "pipeline": all ranks as equal
+            replicas, as one tensor parallel group, or as the stages of one pipeline.
         cluster: what the devices are; None measures them now.
         optimizer: an optimizer made before this call; its parameters stay the same objects, and state that it has
             already is cut to this process's part, and moves with the parameters (`model.hetu.switch_home`).
-        loss_fn: for a model that returns no loss: called as loss_fn(output, **batch) (or *batch).
+        loss_fn: for a model that returns no loss: called with the output and what it names of the batch (all of it
+            where it takes `**batch`). Names that forward does not have are the loss's alone, after forward's:
+            `auto_parallelize(model, (x, y), loss_fn=nn.CrossEntropyLoss())`, then `model(x, y).loss`.
         data: "per_rank": each process passes its own rows (the global batch is all of them, in rank order);
             "global": every process passes the same whole batch.
-        outputs: which outputs other than the loss come back: "auto" in evaluation only, "all", or "loss" never.
+        outputs: which outputs other than the loss come back: "all", or "loss" never, or "auto": in evaluation, and in
+            training where each replica is one device that has them anyway (one process, data parallel with rows of
+            each rank's own). One that does not come back says so when it is used.
         compile: None runs device graphs eagerly; "aot_eager", "inductor", or a compiler of GraphModules.
-        cuda_graphs: record what a GPU computes in a step, from its fourth call with the same sizes on, and replay it:
-            the host then starts it by a call for the forward and one for the backward. For stages that neither
-            communicate nor draw random numbers amid their ops; others run as without it, and a warning says why. Takes
-            memory for one step's activations, and a copy of the gradients, for as long as the record is kept.
         capture: "graph" captures the model as a graph, from which every plan can be made. "eager" is for models that
             cannot be captured: the module itself runs on every device, data parallel with uneven shares. See below.
         seed: of dropout and other random ops; None takes process 0's torch seed.
         process_group: the processes to use; None: all.
-        warm: make every variant ready before the first step, as `model.hetu.warm(batch)` does; else a variant's graphs
-            are made inside the first step that it runs.
-        idle_bytes: what variants that do not run may keep on a process, graphs and copies of parameters (1 GiB). What
-            is more is evicted, what was used longest ago first, and made again when it is needed.
-        homes_follow: where devices become slow, or recover, and another plan takes over, the parameters and the
-            optimizer's state change their owners too if that pays; `optimizer` must be known. False: they stay.
-        health: when a device counts as slow: `threshold` (0.25: from a quarter slower than normal), `hysteresis` (0.1:
-            so far below it that counts as healthy again), `window` (5 steps that a rate is the median of), `patience`
-            (2 steps that a shift must last), and others of `hetu_fx.switching.adapt.health.HealthTracker`.
-        wait_seconds: how long a process waits in a call for another one that is elsewhere: in the script's own code, in
-            another call, or gone. After that all raise a DivergedError that says where each of them is. One that is at
-            work inside hetu_fx (it captures, compiles, computes) is waited for. None: HETU_FX_WAIT_SECONDS in the
-            environment, or 60; math.inf: as long as process groups wait.
-        align: which ops run in a wider dtype ("up-cast") or on the host ("on host"): the path of a file that
-            `hetu-fx-align --overrides` wrote, or what it says.
         row_dims: which dim of an input counts the rows of the batch, where it is not dim 0, or None for an input
             without rows: `{"x": 1, "mask": None}`. Names are those of forward's arguments; one of a tuple or mapping
             stands for all tensors in it, or they are named one by one ("state.0"). Of inputs that are not named, dim 0
@@ -112,6 +93,11 @@ def auto_parallelize(
             most 10 seconds, once for each model, plan and version; `model.hetu.checks` says what was found, or why a
             plan was not checked. False leaves it out, as does HETU_FX_CHECK=0 in the environment; True tries whatever
             the environment says. With capture="eager", False also says that the module works row by row.
+        options: what few scripts need to say; see `hetu_fx.Options`.
+        **old: those options as arguments, as before (DeprecationWarning).
+
+    The loss of a model that makes it is the output named "loss", or the only number that needs a gradient, wherever it
+    stands, or a number that comes first.
 
     With capture="eager" a plan's pipelines must each be one stage of one device and one micro-batch
     (`Plan.data_parallel`). Each device runs its own rows where the check has shown that this gives what one device
@@ -126,24 +112,25 @@ def auto_parallelize(
     Raises:
         HetuFxError: on every process; says what, where, the values and the way out.
     """
-    as_it_was(model)
+    asked = Options.given(options, old)
+    if isinstance(model, nn.Module):
+        as_it_was(model)
     if hasattr(model, "hetu"):
         raise StateError("this model is parallel already; use model.hetu.add_variant(plan) to give it another plan")
     if data not in ("per_rank", "global"):
         raise BatchError(f"data={data!r} is not known; use 'per_rank' or 'global'")
-    shared = data == "global"
     settings = Settings(
-        shared,
+        data == "global",
         outputs,
         seed,
-        idle_bytes=idle_bytes,
-        homes_follow=homes_follow,
-        wait_seconds=patience(wait_seconds),
-        health=dict(health or {}),
+        idle_bytes=asked.idle_bytes,
+        homes_follow=asked.homes_follow,
+        wait_seconds=patience(asked.wait_seconds),
+        health=dict(asked.health),
     )
     preparation = Preparation(
         model,
-        batch,
+        () if batch is None else batch,
         plan,
         cluster,
         optimizer,
@@ -152,18 +139,32 @@ def auto_parallelize(
         process_group,
         capture,
         compile,
-        align,
-        cuda_graphs,
+        asked.align,
+        asked.cuda_graphs,
         AskedRowDims(row_dims or {}),
         works_by_rows=check is False,
     )
-    handle = _make_parallel(preparation, _wants_checks(check))
-    if warm:
-        handle.warm(batch)
+    check_arguments(preparation)
+    checks = _wants_checks(check)
+    if batch is None:
+        attach_later(model, _later(preparation, checks, warm=asked.warm), is_first=True)
+    else:
+        _make_parallel(preparation, checks, warm=asked.warm)
     return model
 
 
-def _make_parallel(wanted: Preparation, checks: bool) -> Handle:
+def _later(wanted: Preparation, checks: bool, *, warm: bool = False) -> Parallelize:
+    """Return what makes a model parallel in its first call, without a hold on the model."""
+    wanted = replace(wanted, model=nn.Identity())
+
+    def parallelize(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        batch = batch_of(LossCall(model.forward, wanted.loss_fn).signature, args, kwargs)
+        _make_parallel(replace(wanted, model=model, batch=batch), checks, warm=warm)
+
+    return parallelize
+
+
+def _make_parallel(wanted: Preparation, checks: bool, *, warm: bool = False) -> None:
     runtime, adaptation = prepare(wanted, try_of if checks else None)
     rehoming = Rehoming(runtime, adaptation, [] if wanted.optimizer is None else [wanted.optimizer])
     # In this order: what a plan for new rates is made for, which devices are left, and then where homes are to be.
@@ -173,24 +174,18 @@ def _make_parallel(wanted: Preparation, checks: bool) -> Handle:
     plain = PlainAgain(wanted.model)
     _attach(wanted.model, runtime, handle, plain)
     attach_copying(wanted.model, plain, partial(_recipe, wanted, runtime, checks))
-    return handle
+    if warm:
+        handle.warm(wanted.batch)
 
 
 def _recipe(wanted: Preparation, runtime: Runtime, checks: bool) -> Parallelize:
     """Return what makes a copy of the model parallel as the model is now, without a hold on the model."""
     names = sorted(runtime.variants, key=lambda name: name != runtime.current)
     plans = tuple(runtime.variants[name].plan for name in names)
-    settled = replace(
-        wanted, model=nn.Identity(), batch=(), plan=plans, cluster=None, optimizer=None, settings=runtime.settings
-    )
+    settled = replace(wanted, batch=(), plan=plans, cluster=None, optimizer=None, settings=runtime.settings)
     if wanted.align is not None:
         settled = replace(settled, align=given_overrides(wanted.align))  # the file may be gone when a copy is made
-
-    def parallelize(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        batch = batch_of(inspect.signature(model.forward), args, kwargs)
-        _make_parallel(replace(settled, model=model, batch=batch), checks)
-
-    return parallelize
+    return _later(settled, checks)
 
 
 def _attach(model: nn.Module, runtime: Runtime, handle: Handle, plain: PlainAgain) -> None:

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from hetu_fx.base.frameworks import frameworks
 from hetu_fx.base.torch_private import CALL
 from hetu_fx.errors import StateError
 
@@ -79,7 +80,7 @@ def attach_copying(model: nn.Module, plain: PlainAgain, recipe: Callable[[], Par
     def deep_copy(itself: nn.Module, memo: dict[int, Any]) -> nn.Module:
         with plain.of(itself):
             made = copy.deepcopy(itself, memo)
-        _attach_later(made, recipe())
+        attach_later(made, recipe())
         return made
 
     def reduced(itself: nn.Module, protocol: Any) -> Any:
@@ -92,8 +93,12 @@ def attach_copying(model: nn.Module, plain: PlainAgain, recipe: Callable[[], Par
     plain.is_attached(model)
 
 
-def _attach_later(made: nn.Module, parallelize: Parallelize) -> None:
-    """Have a copy made parallel when it is first called, as that takes all ranks and a batch."""
+def attach_later(made: nn.Module, parallelize: Parallelize, *, is_first: bool = False) -> None:
+    """Have a model made parallel when it is first called, as that takes all ranks and a batch.
+
+    A copy of it is made parallel as `parallelize` does. `is_first`: it is no copy, and frameworks leave it alone.
+    """
+    told = "this model" if is_first else "this copy of a parallel model"
 
     def forward(itself: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         as_it_was(itself)
@@ -103,8 +108,8 @@ def _attach_later(made: nn.Module, parallelize: Parallelize) -> None:
     def call(*args: Any, **kwargs: Any) -> Any:
         if vars(made).get("forward") is not waiting:
             raise StateError(
-                "the forward of this copy of a parallel model was replaced before its first call, which makes it "
-                "parallel; call the copy first, or replace the forward before copying"
+                f"the forward of {told} was replaced before its first call, which makes it parallel\nhint: call it "
+                f"first, or replace the forward before {'hetu_fx.auto_parallelize' if is_first else 'copying'}"
             )
         return getattr(type(made), CALL)(made, *args, **kwargs)
 
@@ -112,12 +117,14 @@ def _attach_later(made: nn.Module, parallelize: Parallelize) -> None:
     waiting = MethodType(torch.compiler.disable(forward), made)
     object.__setattr__(made, "forward", waiting)
     object.__setattr__(made, CALL, torch.compiler.disable(call))
+    for framework in frameworks() if is_first else ():
+        framework.adopt(made)
     attach_copying(made, plain, lambda: parallelize)
     _waiting[made] = plain
 
 
 def as_it_was(model: nn.Module) -> None:
-    """Take off a copy what would make it parallel at its first call; nothing from any other model."""
+    """Take off a model what would make it parallel at its first call; nothing from any other."""
     plain = _waiting.pop(model, None)
     if plain is not None:
         plain.take_off(model)

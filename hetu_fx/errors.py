@@ -167,6 +167,6 @@ class CommError(HetuFxError):
 class DivergedError(CommError):
     """A rank has left the path that all must take together; the message says where each of them is.
 
-    Way out: make the call that one rank made alone on all ranks. Raise `auto_parallelize(wait_seconds=...)` or
+    Way out: make the call that one rank made alone on all ranks. Raise `hetu_fx.Options(wait_seconds=...)` or
     HETU_FX_WAIT_SECONDS where a rank is only slow.
     """

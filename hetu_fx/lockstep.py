@@ -26,12 +26,13 @@ from hetu_fx.comm_ops.wire.consensus import together
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.threads.run import run_in_threads
 from hetu_fx.errors import DivergedError, PlanError, ProfileError, StateError
-from hetu_fx.graph.bind import Batch, as_call, flatten_batch
-from hetu_fx.graph.containers import unflatten
+from hetu_fx.graph.bind import Batch, LossCall, as_call, flatten_batch, output_and_loss
+from hetu_fx.graph.containers import LOSS, flatten, loss_among, unflatten
 from hetu_fx.graph.row_dims import AskedRowDims, RowDims, cut, row_dims_of
 from hetu_fx.pieces import Piece, Pieces, dense, joined
 from hetu_fx.plans.plan import Plan
 from hetu_fx.prepare import homes_for, make_runtime
+from hetu_fx.program.batch import batch_of
 from hetu_fx.program.captures import Programs
 from hetu_fx.switching.adapt.rehome import bring_near
 from hetu_fx.switching.eager.execution import EagerExecution
@@ -174,9 +175,10 @@ def train_alone(model: nn.Module, batches: Sequence[Batch], how: Lockstep) -> Tr
     optimizer = None if how.make_optimizer is None else how.make_optimizer(_trained(model))
     steps = []
     for batch in batches:
-        args, kwargs = as_call(batch)
-        output = model(*args, **kwargs)
-        loss = loss_of(output if how.loss_fn is None else how.loss_fn(output, *args, **kwargs))
+        call = None if how.loss_fn is None else LossCall(model.forward, how.loss_fn)
+        named = batch if call is None else batch_of(call.signature, *as_call(batch))
+        output, made = output_and_loss(model, how.loss_fn, named)
+        loss = loss_of(output if how.loss_fn is None else made)
         loss.backward()
         gradients = {n: dense(p.grad) for n, p in model.named_parameters() if p.grad is not None}
         if optimizer is not None:
@@ -194,12 +196,16 @@ def loss_of(output: Any) -> Tensor:
     Raises:
         ProfileError: there is none.
     """
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    candidates = [found, *(output if isinstance(output, tuple | list) else [output])]
-    for value in candidates:
-        if isinstance(value, Tensor) and value.dim() == 0:
-            return value
-    raise ProfileError("the model returns no loss (a tensor without dims: alone, first, or as 'loss'); let it make one")
+    found = getattr(output, "loss", None)
+    tensors = {LOSS: found} if isinstance(found, Tensor) else flatten(output)[1]
+    numbers = [name for name, tensor in tensors.items() if tensor.dim() == 0]
+    name = loss_among(list(tensors), numbers, [name for name in numbers if tensors[name].requires_grad])
+    if name is not None:
+        return tensors[name]
+    said = f"which output is the loss is not told: {numbers}" if len(numbers) > 1 else "the model returns no loss"
+    raise ProfileError(
+        f"{said}\nhint: return one number that needs a gradient, name the loss 'loss', return it first, or pass loss_fn"
+    )
 
 
 @contextmanager

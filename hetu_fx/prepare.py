@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from hetu_fx.base.forked import settle_after_fork
 from hetu_fx.base.frameworks import launchers, torch_optimizer
 from hetu_fx.base.launcher_end import end_with_torchrun
 from hetu_fx.base.progress import telling
+from hetu_fx.base.torch_private import OPTIMIZED_MODULE
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import agree, by_first, of_all, together
 from hetu_fx.comm_ops.wire.groups import GroupTable, using, watched_group
@@ -38,7 +40,7 @@ from hetu_fx.planner.values.options import Choice
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.state import ParameterState
 from hetu_fx.plans.homes import homes_near, speeds
-from hetu_fx.plans.plan import Plan
+from hetu_fx.plans.plan import PLAN_WORDS, Plan, plan_in_word
 from hetu_fx.program.captures import Programs
 from hetu_fx.program.lazy import initialize_lazy
 from hetu_fx.program.program import AS_IT_STANDS
@@ -236,7 +238,13 @@ def _found(
     args, kwargs = as_call(batch)
     example = execution.read(args, kwargs, True, shared=wanted.settings.shared)
     given = cluster if cluster is None or isinstance(cluster, Cluster) else Cluster.read(cluster)
-    return execution, program, example, None if wanted.plan == "auto" else _given_plans(wanted.plan), given
+    return (
+        execution,
+        program,
+        example,
+        None if wanted.plan == "auto" else _given_plans(wanted.plan, ranks, execution),
+        given,
+    )
 
 
 def _execution_of(
@@ -370,6 +378,58 @@ def _check_model(model: nn.Module) -> None:
             )
 
 
+_WRAPPERS = (  # by the module that has them once it is imported, with what to give instead
+    ("torch.nn.parallel", "DistributedDataParallel", "hint: give the model itself, model.module"),
+    ("torch.nn.parallel", "DataParallel", "hint: give the model itself, model.module"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel", "hint: give the model as it is before FSDP wraps it"),
+    ("torch.distributed.fsdp", "FSDPModule", "hint: give the model as it is before fully_shard"),
+    (*OPTIMIZED_MODULE, "hint: give the model as it is before torch.compile, and compile='inductor' beside it"),
+)
+
+
+def check_arguments(wanted: Preparation) -> None:
+    """Refuse what was given in the place of something else, by its type alone; on each rank by itself.
+
+    Raises:
+        HetuFxError: says what to give.
+    """
+    model, optimizer = wanted.model, wanted.optimizer
+    if not isinstance(model, nn.Module):
+        raise StateError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+    for name, module in model.named_modules():
+        for space, kind, way_out in _WRAPPERS:
+            wrapper = getattr(sys.modules.get(space), kind, None)
+            if wrapper is not None and isinstance(module, wrapper):
+                where = f"its part {name!r} is" if name else "it is"
+                raise StateError(
+                    f"the model cannot be captured: {where} wrapped in {kind}, which runs it in a way of its own\n"
+                    f"{way_out}"
+                )
+    as_call(wanted.batch)
+    if optimizer is not None:
+        _check_is_optimizer_of(optimizer, model)
+
+
+def _check_is_optimizer_of(optimizer: Any, model: nn.Module) -> None:
+    if isinstance(optimizer, type):
+        raise StateError(
+            f"optimizer is the class {optimizer.__name__}\nhint: give an optimizer, "
+            f"{optimizer.__name__}(model.parameters(), ...), or leave it out and make it afterwards"
+        )
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is None:
+        raise StateError(
+            f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer\nhint: give one that has state "
+            f"already; others that hold parameters of the model work as they are"
+        )
+    own = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in own for group in groups for parameter in group["params"]):
+        raise StateError(
+            "the optimizer holds none of this model's parameters, so that it would train nothing of it\nhint: make it "
+            "of model.parameters(), of the model that is given here"
+        )
+
+
 def _check_optimizer(optimizer: torch.optim.Optimizer | None, ranks: int) -> None:
     """Refuse, on several ranks, an optimizer that takes sparse gradients alone: between ranks they are dense."""
     known = None if optimizer is None or ranks == 1 else torch_optimizer(optimizer)
@@ -399,10 +459,17 @@ def _state(wanted: Preparation) -> ParameterState:
         return state_of(parameters)
 
 
-def _given_plans(given: Plans) -> Sequence[Plan]:
+def _given_plans(given: Plans, ranks: int, execution: Execution[Any]) -> Sequence[Plan]:
     match given:
-        case str() as word if not Path(word).exists():
-            raise PlanError(f"plan={word!r} is neither 'auto' nor a plan file; write one by Plan.write, or use 'auto'")
+        case str() as word if word in PLAN_WORDS:
+            blocks = execution.programs.num_blocks if isinstance(execution, GraphExecution) else 0
+            return (plan_in_word(word, ranks, blocks),)
+        case (str() | Path()) as path if not Path(path).is_file():
+            words = ", ".join(map(repr, ("auto", *PLAN_WORDS)))
+            raise PlanError(
+                f"there is no plan file {Path(path).name!r} in {Path(path).absolute().parent}\nhint: write one by "
+                f"Plan.write, or give a Plan or one of {words}"
+            )
         case str() | Path() as path:
             return (Plan.read(path),)
         case Plan() as plan:

@@ -91,10 +91,16 @@ def ask_for_precision(accelerator: Any, model: nn.Module) -> None:
     """Run a model's forward under the accelerator's autocast, and give its outputs in float32, as `prepare_model` does.
 
     Raises:
-        StateError: mixed precision is fp8, whose layers are others than those that were captured.
+        StateError: the model is not parallel yet, or mixed precision is fp8, whose layers are others than those that
+            were captured.
     """
     from accelerate.utils import convert_outputs_to_fp32, get_mixed_precision_context_manager
 
+    if not hasattr(model, "hetu"):
+        raise StateError(
+            "accelerate prepares this model before its first call, which would make it parallel\nhint: give "
+            "hetu_fx.auto_parallelize an example batch, hetu_fx.auto_parallelize(model, batch)"
+        )
     if accelerator.mixed_precision == "fp8":
         raise StateError(
             "Accelerator(mixed_precision='fp8') puts other layers in the model, after hetu_fx.auto_parallelize has "

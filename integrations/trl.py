@@ -73,9 +73,9 @@ def _from_logits(fused: FunctionType) -> Callable[..., Any]:
 
 def _scores(outputs: Any, labels: Tensor, temperature: float = 1.0, in_fp32: bool = True) -> SimpleNamespace:
     """Return what trl's fused head does, of this process's rows: zero where labels are ignored, nan without logits."""
-    labels = labels[:, 1:]
+    labels, aux_loss = labels[:, 1:], getattr(outputs, "aux_loss", None)
     mask = labels != _IGNORED
-    if getattr(outputs, "logits", None) is None:
+    if not isinstance(getattr(outputs, "logits", None), Tensor):
         unknown = torch.full(mask.shape, torch.nan, device=mask.device)
         return SimpleNamespace(log_probs=unknown, entropy=unknown, is_top1=unknown, label_mask=mask)
     logits = outputs.logits[:, :-1] / temperature
@@ -91,7 +91,7 @@ def _scores(outputs: Any, labels: Tensor, temperature: float = 1.0, in_fp32: boo
         log_probs=log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0].masked_fill(~mask, 0),
         entropy=-(log_probs.exp() * log_probs).sum(-1).masked_fill(~mask, 0),
         label_mask=mask,
-        aux_loss=getattr(outputs, "aux_loss", None),
+        aux_loss=aux_loss if isinstance(aux_loss, Tensor) else None,
         **known,
     )
 

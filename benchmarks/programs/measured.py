@@ -172,7 +172,7 @@ class Training:
             cluster=cluster,
             optimizer=self._optimizer,
             data="global",
-            health=calm,
+            options=hetu_fx.Options(health=calm),
         )
         self._taken: dict[str, list[float]] = {"forward": [], "backward": [], "update": []}
         self()

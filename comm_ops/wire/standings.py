@@ -13,7 +13,7 @@ from enum import Enum, auto
 WAY_OUT = (
     "Every process must make the same calls of the model, of its loss and of its parameters, in the same order. If one "
     "has work of its own to do for longer (it evaluates, it saves), give the others more patience: "
-    "auto_parallelize(wait_seconds=600), or HETU_FX_WAIT_SECONDS=600 in the environment"
+    "auto_parallelize(options=hetu_fx.Options(wait_seconds=600)), or HETU_FX_WAIT_SECONDS=600 in the environment"
 )
 
 

@@ -88,6 +88,7 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variab
 
 is_zerotensor: Callable[[Tensor], bool] = Tensor._is_zerotensor  # zeros without memory, as gradients of steps are
 
+OPTIMIZED_MODULE = ("torch._dynamo.eval_frame", "OptimizedModule")  # what torch.compile gives, once that is imported
 get_default_group = _get_default_group
 in_bad_fork: Callable[[], bool] = torch.cuda._is_in_bad_fork  # forked from a process that has used CUDA
 dispatch_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # whether autocast knows an op

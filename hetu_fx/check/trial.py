@@ -22,7 +22,7 @@ from hetu_fx.check.batch import split_rows_of
 from hetu_fx.check.verdict import differences
 from hetu_fx.errors import CommError
 from hetu_fx.graph import meta
-from hetu_fx.graph.bind import Batch, as_call, flatten_batch
+from hetu_fx.graph.bind import Batch, flatten_batch, output_and_loss
 from hetu_fx.lockstep import Lockstep, Step, Trained, loss_of, train_alone
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import Program
@@ -266,9 +266,8 @@ def adds_up(case: Case, counts: Sequence[int], loss: float, tolerance: float) ->
     total = 0.0
     with _seeded(), torch.no_grad():
         for own in split_rows_of(case.batch, case.row_dims, counts):
-            args, kwargs = as_call(own)
-            output = case.how().copied(case.model)(*args, **kwargs)
-            total += float(loss_of(output if case.loss_fn is None else case.loss_fn(output, *args, **kwargs)))
+            output, loss = output_and_loss(case.how().copied(case.model), case.loss_fn, own)
+            total += float(loss_of(output if case.loss_fn is None else loss))
     return loss != 0 and abs(total - loss) <= tolerance * abs(loss)
 
 

@@ -33,7 +33,7 @@ _HEADER = ("plan", "step", "loss on one device", "loss", "difference", "worst gr
 def add_verify(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `hetu-fx verify`."""
     parser.usage = (
-        "hetu-fx verify SCRIPT.py:FUNCTION [--plan FILE|auto|data|tensor ...] [options]\n"
+        "hetu-fx verify SCRIPT.py:FUNCTION [--plan FILE|auto|data|tensor|pipeline ...] [options]\n"
         "       torchrun --nproc-per-node 4 -m hetu_fx.cli verify MODULE:FUNCTION --plan plan.json"
     )
     parser.add_argument("model", metavar="SCRIPT:FUNCTION", help="returns (model, batch); the model returns its loss")
@@ -41,7 +41,7 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
         "--plan",
         action="append",
         metavar="PLAN",
-        help="a plan file, auto, data (uneven rows) or tensor; may be repeated (default: data and tensor)",
+        help="a plan file, auto, data (uneven rows), tensor or pipeline; may be repeated (default: data and tensor)",
     )
     processes = parser.add_mutually_exclusive_group()
     processes.add_argument("--nproc", type=int, metavar="N", help="processes (default: what the plans need, or 2)")
@@ -114,7 +114,9 @@ def _started(options: argparse.Namespace, names: Sequence[str]) -> list[dict[str
 
 def _processes_of(name: str) -> int:
     """Return how many processes a plan needs; those that are made fit any number."""
-    if name in ("auto", "data", "tensor"):
+    from hetu_fx.plans.plan import PLAN_WORDS
+
+    if name in ("auto", *PLAN_WORDS):
         return 0
     return max(_plan_file(name).devices) + 1
 
@@ -123,7 +125,10 @@ def _plan_file(name: str) -> Plan:
     from hetu_fx.plans.plan import Plan
 
     if not Path(name).is_file():
-        raise PlanError(f"there is no plan file {name!r}; give the path of one, or auto, data or tensor")
+        raise PlanError(
+            f"there is no plan file {Path(name).name!r} in {Path(name).absolute().parent}\nhint: give the path of one, "
+            f"or auto, data, tensor or pipeline"
+        )
     return Plan.read(name)
 
 
@@ -171,16 +176,14 @@ def _row_dims(given: Sequence[str]) -> dict[str, int | None]:
 
 def plan_named(name: str, world: int) -> Plan | str:
     """Return a plan by what was written on the command line, for so many processes."""
-    from hetu_fx.plans.plan import Pipeline, Plan, Stage
+    from hetu_fx.plans.plan import PLAN_WORDS, Plan, plan_in_word
 
     ranks = tuple(range(world))
     if name == "auto":
         return name
     if name == "data":
         return Plan.data_parallel(ranks, [3 if rank % 2 == 0 else 1 for rank in ranks])
-    if name == "tensor":
-        return Plan((Pipeline((Stage(ranks),)),))
-    return _plan_file(name)
+    return plan_in_word(name, world) if name in PLAN_WORDS else _plan_file(name)
 
 
 def as_text(verdicts: Sequence[dict[str, Any]]) -> str:

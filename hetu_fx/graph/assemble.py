@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,17 @@ from hetu_fx.graph.blocks import find_blocks
 from hetu_fx.graph.capture_failure import WAY_OUT
 from hetu_fx.graph.checks import Check
 from hetu_fx.graph.clean import clean, merge_detached, name_masks
-from hetu_fx.graph.containers import Constant, Opaque, TensorSlot, Tree, WithheldNumber, walk, without_opaque
+from hetu_fx.graph.containers import (
+    LOSS,
+    Constant,
+    Opaque,
+    TensorSlot,
+    Tree,
+    WithheldNumber,
+    loss_among,
+    walk,
+    without_opaque,
+)
 from hetu_fx.graph.example import Example, order_in_memory
 from hetu_fx.graph.functional import functionalize
 from hetu_fx.graph.graph import FixedRows, Graph, InputLayout, Leaf, LeafKind, OutputKind, OutputLeaf
@@ -29,7 +39,6 @@ from hetu_fx.graph.numbers import settled_numbers
 from hetu_fx.graph.regions import detach_at_exits, gradient_carriers, inline_regions
 from hetu_fx.graph.row_dims import AskedRowDims
 
-LOSS = "loss"
 MODEL_PREFIX = "model."
 LEAF_KINDS = {
     InputKind.PARAMETER: LeafKind.PARAMETER,
@@ -78,7 +87,7 @@ class Assembly:
         for node in flat.nodes:
             meta.set_module_stack(node, _stack_in_model(node))
         leaves = self._merge_tied(flat, self._leaves(flat))
-        outputs = self._outputs(flat)
+        outputs = self._outputs(flat, self._trained(flat, leaves))
         differentiable = [leaf.node for leaf in leaves if _may_carry_gradient(leaf)]
         merge_detached(flat, gradient_carriers(flat, differentiable))
         outputs += self._buffer_updates(flat, leaves, functionalize(flat, differentiable))
@@ -135,7 +144,13 @@ class Assembly:
                 flat.erase_node(leaf.node)
         return tuple(merged.values())
 
-    def _outputs(self, flat: fx.Graph) -> tuple[OutputLeaf, ...]:
+    def _trained(self, flat: fx.Graph, leaves: tuple[Leaf, ...]) -> set[fx.Node]:
+        """Return the nodes that give a gradient to parameters that are trained."""
+        own = dict(self.model.named_parameters(remove_duplicate=False))
+        parameters = (leaf for leaf in leaves if leaf.kind is LeafKind.PARAMETER)
+        return gradient_carriers(flat, [leaf.node for leaf in parameters if own[leaf.name].requires_grad])
+
+    def _outputs(self, flat: fx.Graph, trained: Collection[fx.Node]) -> tuple[OutputLeaf, ...]:
         leaves = (*walk(self.output_tree), *(() if self.observed is None else walk(self.observed)))
         slots = [leaf for leaf in leaves if isinstance(leaf, TensorSlot)]
         names = [slot.name or "output" for slot in slots]
@@ -154,7 +169,7 @@ class Assembly:
             else:
                 names.append(LOSS)
         else:
-            loss = _index_of_loss(names, values)
+            loss = _index_of_loss(names, values, trained)
         output.args = ((*values, *asked),)
         made = (_output_leaf(name, index == loss) for index, name in enumerate(names))
         return *made, *(OutputLeaf(check.name, OutputKind.CHECK) for check in self.checks)
@@ -278,12 +293,11 @@ def _without_unused_constants(flat: fx.Graph, leaves: tuple[Leaf, ...]) -> tuple
     return tuple(leaf for leaf in leaves if leaf not in unused)
 
 
-def _index_of_loss(names: list[str], values: list[fx.Node]) -> int | None:
-    if LOSS in names:
-        index = names.index(LOSS)
-        return index if _is_number(values[index]) else None
-    first_may_be = bool(names) and names[0] in ("output", "0")
-    return 0 if first_may_be and meta.shape(values[0]) == () and _is_number(values[0]) else None
+def _index_of_loss(names: list[str], values: list[fx.Node], trained: Collection[fx.Node]) -> int | None:
+    nodes = dict(zip(names, values, strict=True))
+    numbers = [n for n, node in nodes.items() if _is_number(node) and (n == LOSS or meta.shape(node) == ())]
+    found = loss_among(names, numbers, [name for name, node in nodes.items() if node in trained])
+    return None if found is None else names.index(found)
 
 
 def _check_loss(node: fx.Node) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from hetu_fx.errors import BatchError
 from hetu_fx.graph.containers import Constant, Opaque, TensorSlot, Tree, flatten, unflatten, walk
@@ -17,9 +20,97 @@ from hetu_fx.graph.row_dims import RowDims, with_rows
 Batch = Mapping[str, Any] | tuple[Any, ...]
 
 
+_NO_BATCHES: tuple[tuple[type, str], ...] = (
+    (torch.Tensor, "a tensor, whose rows would be taken for arguments\nhint: give a tuple of arguments, (batch,), or a "
+     "mapping of their names"),
+    (DataLoader, "a DataLoader\nhint: give one batch of it, next(iter(loader))"),
+    (Dataset, "a Dataset\nhint: give one batch, as a DataLoader makes it of samples"),
+)  # fmt: skip
+"""What is taken for a batch, and is none, with what to give instead."""
+
+
 def as_call(batch: Batch) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Return a batch as arguments of a call: by keyword, or positional where it is a tuple."""
-    return ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
+    """Return a batch as arguments of a call: by keyword, or positional where it is a tuple or a list.
+
+    Raises:
+        BatchError: it is none of these.
+    """
+    if isinstance(batch, Mapping):
+        return (), batch
+    if isinstance(batch, tuple | list):
+        return tuple(batch), {}
+    told = next((told for kind, told in _NO_BATCHES if isinstance(batch, kind)), f"a {type(batch).__name__}")
+    raise BatchError(f"a batch is a mapping of forward's arguments by name, or a tuple of them, and this is {told}")
+
+
+class LossCall:
+    """What a model's forward takes of a batch, and what makes the loss of its output: each by the names that it has.
+
+    Args:
+        forward: of the model.
+        loss_fn: called with the output and what it names of the batch, all where it takes any; None: there is none.
+
+    Attributes:
+        signature: of a call of both: forward's arguments, and after them those that the loss alone takes.
+    """
+
+    def __init__(self, forward: Callable[..., Any], loss_fn: Callable[..., Any] | None) -> None:
+        self._forward = inspect.signature(forward).parameters
+        self._loss = None if loss_fn is None else _signature_of_loss(loss_fn)
+        self._own = tuple(self._of_loss_alone())
+        self.signature = self._whole(inspect.signature(forward))
+
+    def _of_loss_alone(self) -> Iterator[str]:
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        for place, (name, parameter) in enumerate(() if self._loss is None else self._loss.parameters.items()):
+            if place and parameter.kind in named and name not in self._forward:
+                yield name
+
+    def _whole(self, forward: inspect.Signature) -> inspect.Signature:
+        kinds = [parameter.kind for parameter in self._forward.values()]
+        if not self._own or inspect.Parameter.VAR_POSITIONAL in kinds:
+            return forward
+        own = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None) for name in self._own]
+        places = [place for place, kind in enumerate(kinds) if kind > inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        place, parameters = min(places, default=len(kinds)), list(self._forward.values())
+        return forward.replace(parameters=[*parameters[:place], *own, *parameters[place:]])
+
+    def of_model(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the keyword arguments of a call that forward takes."""
+        return {name: value for name, value in given.items() if name not in self._own} if self._own else given
+
+    def of_loss(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the keyword arguments of a call that the loss takes."""
+        assert self._loss is not None, "there is one"
+        if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self._loss.parameters.values()):
+            return given
+        _, *names = self._loss.parameters  # the first is the output, whatever it is called
+        return {name: value for name, value in given.items() if name in names}
+
+    def missing(self, batch: Batch) -> str:
+        """Return why the loss cannot be made of a batch; empty if it can."""
+        args, kwargs = as_call(batch)
+        try:
+            if self._loss is not None:
+                self._loss.bind(None, *args, **self.of_loss(kwargs))
+        except TypeError as error:
+            return str(error)
+        return ""
+
+
+def _signature_of_loss(loss_fn: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
+    except (TypeError, ValueError):  # a function of C tells nothing
+        return inspect.signature(lambda output, *args, **kwargs: None)
+
+
+def output_and_loss(model: nn.Module, loss_fn: Callable[..., Any] | None, batch: Batch) -> tuple[Any, Any]:
+    """Call a model on a batch, and what makes the loss of its output, if there is such."""
+    args, kwargs = as_call(batch)
+    call = LossCall(model.forward, loss_fn)
+    output = model(*args, **call.of_model(kwargs))
+    return output, None if loss_fn is None else loss_fn(output, *args, **call.of_loss(kwargs))
 
 
 def flatten_batch(batch: Batch) -> tuple[Tree, dict[str, torch.Tensor]]:

@@ -34,7 +34,7 @@ from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
 from hetu_fx.graph.assemble import Assembly
 from hetu_fx.graph.assigned import tied_buffers, written_back
-from hetu_fx.graph.bind import Batch, as_call, flatten_batch
+from hetu_fx.graph.bind import Batch, LossCall, as_call, flatten_batch
 from hetu_fx.graph.capture_failure import (
     NothingUnseen,
     RowsAreCounted,
@@ -247,6 +247,7 @@ class _Program(nn.Module):
         self.names = names
         # Not as a submodule: what a loss module holds is a constant of the program, no state of the model.
         self.loss_fn = None if loss_fn is None else functools.partial(_call, loss_fn)
+        self.call = LossCall(model.forward, loss_fn)
         self.autocasts = self.autocasts_traced = ambient_autocasts()
         self.on_host: OnHost | None = None
         self.output = _OutputStructure()
@@ -285,7 +286,7 @@ class _Program(nn.Module):
             stack.enter_context(written_back(self.model, self.ties))
             more = stack.enter_context(self.around())
             stack.enter_context(self.leaves.tracing(inputs, self.autocasts_traced))  # ends before what is around
-            output = self.model(*args, **kwargs)
+            output = self.model(*args, **self.call.of_model(kwargs))
             self.output.asks_layout = seen.asks_layout
             tree, values = with_numbers(*flatten(output))
             self.output.found, self.output.more = tree, None
@@ -299,7 +300,7 @@ class _Program(nn.Module):
     def _loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert self.loss_fn is not None, "it is asked for where there is one"
         (given,) = self.loss_fn.args
-        return _call(self.leaves.function(given), *args, **kwargs)
+        return _call(self.leaves.function(given), *args, **self.call.of_loss(kwargs))
 
     def _tie_rows(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Have the trace know from the start that all inputs of the batch have the same number of rows.

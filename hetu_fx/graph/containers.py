@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
@@ -77,6 +77,9 @@ class Entries:
     children: tuple[Tree, ...]
 
 
+LOSS = "loss"
+FIRST = ("", "output", "0")  # what an output is called that stands alone, or comes first
+
 Leaf = TensorSlot | Constant | Opaque
 Tree = Leaf | Items | Entries
 
@@ -134,7 +137,7 @@ class WithheldNumber(Withheld):
         super().__init__(name, why, ())
 
     def __repr__(self) -> str:
-        return f"WithheldNumber({self.name!r}: {self.type_name.splitlines()[0]})"
+        return f"{type(self).__name__}({self.name!r}: {self.type_name.splitlines()[0]})"
 
     def _use(self, *_: Any) -> NoReturn:
         self._refuse()
@@ -153,6 +156,62 @@ NOT_ASKED = (
     "outputs other than the loss were not asked for\nhint: ask for them by "
     'hetu_fx.auto_parallelize(..., outputs="all"), or read the loss alone'
 )
+
+
+class WithheldTensorError(StateError, AttributeError):
+    """An output is used that a training step has not brought back; an AttributeError, so that `hasattr` says no."""
+
+
+class WithheldTensor(WithheldNumber):
+    """Stands in an output for a tensor that a training step has not brought back; says so when it is used."""
+
+    __slots__ = ()
+
+    def __init__(self, name: str, why: str = NOT_ASKED) -> None:
+        super().__init__(name, why)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__") or name in Withheld.__slots__:
+            raise AttributeError(name)
+        self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        """Refuse to be an argument of a function of torch."""
+        given = walk(flatten([args, kwargs or {}])[0])
+        next(leaf.value for leaf in given if isinstance(leaf, Opaque) and isinstance(leaf.value, cls))._refuse()
+
+    def __eq__(self, other: object) -> bool:
+        return self._refuse() if isinstance(other, torch.Tensor) else super().__eq__(other)
+
+    __hash__ = Withheld.__hash__
+    __invert__ = __array__ = __matmul__ = __rmatmul__ = __pow__ = WithheldNumber._use
+
+    def _refuse(self) -> NoReturn:
+        raise WithheldTensorError(
+            f"output {self.name!r} was not brought back from this training step: under this plan it would have to be "
+            f"sent or kept, and {self.type_name}"
+        )
+
+
+def loss_among(names: Sequence[str], scalars: Collection[str], trained: Collection[str]) -> str | None:
+    """Return the name of the loss among a model's outputs, None where there is none, or it is not told which it is.
+
+    It is the output named "loss"; else the only number that needs a gradient, wherever it stands; else a number that
+    stands alone or comes first, unless only others need a gradient.
+
+    Args:
+        names: of all output tensors, in order.
+        scalars: those that are one real number.
+        trained: those that need a gradient.
+    """
+    if LOSS in names:
+        return LOSS if LOSS in scalars else None
+    learning = [name for name in names if name in scalars and name in trained]
+    if len(learning) == 1:
+        return learning[0]
+    first = next(iter(names), None)
+    return first if first in FIRST and first in (learning or scalars) else None
 
 
 def flatten(value: Any) -> tuple[Tree, dict[str, torch.Tensor]]:
@@ -249,10 +308,15 @@ def _withheld(leaf: Opaque) -> Constant:
     return Constant(leaf.name, Withheld(leaf.name, leaf.type_name, dir(leaf.value)))
 
 
-def loss_alone(tree: Tree) -> Tree:
-    """Return the tree of an output of which only the loss is wanted: None in the place of what is withheld."""
+def loss_alone(tree: Tree, loss: str) -> Tree:
+    """Return the tree of an output of which only the loss comes back: None for objects, other tensors say so when used.
+
+    `loss` is its name among the tensors.
+    """
 
     def blank(leaf: Leaf) -> Tree:
+        if isinstance(leaf, TensorSlot) and not isinstance(leaf, NumberSlot) and leaf.name != loss:
+            return Constant(leaf.name, WithheldTensor(leaf.name or "output"))
         value = leaf.value if isinstance(leaf, Constant) else None
         is_object = isinstance(value, Withheld) and not isinstance(value, WithheldNumber)
         return Constant(leaf.name, None) if is_object else leaf

@@ -207,13 +207,14 @@ class Graph:
         return {name.removeprefix(f"{OBSERVED} "): value for name, value in found.items()}
 
     def rebuild(self, values: Mapping[str, Any]) -> Any:
-        """Build the user's output container from output values by name; what is left out becomes None."""
+        """Build the user's output container from output values by name; where the loss is alone, others say so."""
         has_others = any(leaf.name in values for leaf in self.outputs if leaf.kind is OutputKind.VALUE)
         return unflatten(self.output_tree if has_others else self._loss_tree, values)
 
     @cached_property
     def _loss_tree(self) -> Tree:
-        return loss_alone(self.output_tree)
+        loss = next((leaf.name for leaf in self.outputs if leaf.kind is OutputKind.LOSS), "")
+        return loss_alone(self.output_tree, loss)
 
     @property
     def num_blocks(self) -> int:

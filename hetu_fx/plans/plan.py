@@ -145,22 +145,27 @@ class Plan(Document):
         return cls((Pipeline((Stage((device,)),)),))
 
     @classmethod
-    def data_parallel(cls, devices: Sequence[int], shares: Sequence[int] = ()) -> Plan:
-        """Build a plan with the whole model on each device, each with its share of the rows."""
+    def data_parallel(cls, devices: int | Sequence[int], shares: Sequence[int] = ()) -> Plan:
+        """Build a plan with the whole model on each device, each with its share of the rows.
+
+        `devices` are ranks, or how many of them.
+        """
+        devices = _ranks(devices)
         shares = tuple(shares) or (1,) * len(devices)
         if len(shares) != len(devices):
             raise PlanError(f"{len(shares)} shares {list(shares)} for devices {list(devices)}; give one per device")
         return cls(tuple(Pipeline((Stage((d,)),), share=s) for d, s in zip(devices, shares, strict=True)))
 
     @classmethod
-    def tensor_parallel(cls, devices: Sequence[int], ratios: Sequence[int] = ()) -> Plan:
+    def tensor_parallel(cls, devices: int | Sequence[int], ratios: Sequence[int] = ()) -> Plan:
         """Build a plan with one tensor parallel group over all devices (ratios left out: even)."""
-        return cls((Pipeline((Stage(tuple(devices), tuple(ratios)),)),))
+        return cls((Pipeline((Stage(_ranks(devices), tuple(ratios)),)),))
 
     @classmethod
-    def context_parallel(cls, devices: Sequence[int], ratios: Sequence[int] = ()) -> Plan:
+    def context_parallel(cls, devices: int | Sequence[int], ratios: Sequence[int] = ()) -> Plan:
         """Build a plan with one group over all devices that shares the sequence (ratios left out: even)."""
-        return cls((Pipeline((Stage(tuple(devices), tuple(ratios), context=len(devices)),)),))
+        ranks = _ranks(devices)
+        return cls((Pipeline((Stage(ranks, tuple(ratios), context=len(ranks)),)),))
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -176,6 +181,11 @@ class Plan(Document):
     def recomputes(self) -> bool:
         """Tell whether any stage does forwards again in the backward."""
         return any(stage.recompute for *_, stage in self.stages)
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Tell whether each pipeline is one device that runs the whole model, on all of its rows at once."""
+        return all(len(pipeline.devices) == 1 and pipeline.micro_batches == 1 for pipeline in self.pipelines)
 
     @property
     def has_program(self) -> bool:
@@ -245,6 +255,43 @@ class Plan(Document):
     def _repr_html_(self) -> str:
         """Return what notebooks show: who has which share of the work, as a table with bars."""
         return alone(plan_html(self))
+
+
+def _ranks(devices: int | Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks that are given, or as many as are asked for."""
+    if isinstance(devices, int) and devices < 1:
+        raise PlanError(f"a plan for {devices} devices was asked for; give 1 or more, or their ranks")
+    return tuple(range(devices)) if isinstance(devices, int) else tuple(devices)
+
+
+PLAN_WORDS = ("data", "tensor", "pipeline")
+"""Plans for all ranks that have a name."""
+
+
+def plan_in_word(word: str, ranks: int, num_blocks: int = 0) -> Plan:
+    """Return the plan of a name for so many ranks.
+
+    Args:
+        word: one of `PLAN_WORDS`: equal replicas, one tensor parallel group, or the stages of a pipeline, which has
+            two micro-batches for each stage.
+        ranks: how many there are.
+        num_blocks: of the model, which the stages of a pipeline share; 0: it has none, or they are not known.
+
+    Raises:
+        PlanError: a pipeline of more stages than the model has blocks.
+    """
+    if word == "data":
+        return Plan.data_parallel(ranks)
+    if word == "tensor":
+        return Plan.tensor_parallel(ranks)
+    if 0 < num_blocks < ranks:
+        raise PlanError(
+            f"plan='pipeline' has a stage on each of {ranks} ranks, but the model has {num_blocks} blocks\nhint: use "
+            f"'data' or 'tensor', or fewer ranks"
+        )
+    return Plan(
+        (Pipeline(tuple(Stage((rank,)) for rank in range(ranks)), micro_batches=2 * ranks if ranks > 1 else 1),)
+    )
 
 
 def split_rows(total: int, plan: Plan) -> tuple[tuple[int, ...], ...]:

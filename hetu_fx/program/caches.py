@@ -22,7 +22,7 @@ from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.base.torch_private import buffer_slots, tree_leaves
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
-from hetu_fx.graph.bind import Batch, as_call, flatten_batch
+from hetu_fx.graph.bind import Batch, flatten_batch, output_and_loss
 from hetu_fx.graph.calls import called_on, is_random, is_unset
 from hetu_fx.graph.capture import in_mode
 from hetu_fx.graph.containers import Constant, Tree, map_leaves, unflatten, walk
@@ -104,10 +104,8 @@ class TwoCalls(nn.Module):
             _put_back(before)
 
     def _call(self, batch: Batch) -> Any:
-        args, kwargs = as_call(batch)
-        output = self.model(*args, **kwargs)
-        loss_fn = self.about.loss_fn
-        return output if loss_fn is None else (output, loss_fn(output, *args, **kwargs))
+        made = output_and_loss(self.model, self.about.loss_fn, batch)
+        return made[0] if self.about.loss_fn is None else made
 
     def _kept(self) -> list[Tensor]:
         """Return the tensors that are kept."""

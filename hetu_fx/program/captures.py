@@ -17,7 +17,7 @@ from torch import nn
 from hetu_fx.base.memory import Log
 from hetu_fx.base.progress import telling
 from hetu_fx.errors import BatchError, CaptureError, StateError
-from hetu_fx.graph.bind import Batch, GivenBatch, as_call, input_tensors
+from hetu_fx.graph.bind import Batch, GivenBatch, LossCall, as_call, input_tensors
 from hetu_fx.graph.capture import in_mode
 from hetu_fx.graph.graph import Graph
 from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, row_dims_of
@@ -85,11 +85,11 @@ class Programs:
         """Capture this in the place of the model's forward from now on; None: its class's."""
         self.tracer.replaced = replaced
         self.forward: Forward = replaced or MethodType(type(self.model).forward, self.model)
-        self.arguments = Arguments(inspect.signature(self.forward))
+        self.arguments = Arguments(LossCall(self.forward, self.loss_fn).signature)
 
     @property
     def signature(self) -> inspect.Signature:
-        """Return that of the forward."""
+        """Return that of the forward, with what the loss takes beside."""
         return self.arguments.signature
 
     @property

@@ -1,4 +1,7 @@
-"""What a forward takes from its process while it is traced: environment variables, clocks, Python's random numbers."""
+"""What a forward takes from its process while it is traced, and what it does there once that it would do in each call.
+
+It takes environment variables, clocks, Python's random numbers; it prints, and stops at breakpoints.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO, cast
 from unittest import mock
 
 from hetu_fx.errors import CaptureError
@@ -32,6 +37,21 @@ class _Variables:
 _VARIABLES = _Variables()
 
 
+class _Output:
+    """Standard output, with a note of who writes to it."""
+
+    def __init__(self, output: TextIO, note: Callable[[FrameType], None]) -> None:
+        self._output, self._note = output, note
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._output, name)
+
+    def write(self, text: str) -> int:
+        """Write a text, as it would be written."""
+        self._note(sys._getframe(1))
+        return self._output.write(text)
+
+
 class Surroundings:
     """Notes what is taken; for one capture.
 
@@ -39,12 +59,14 @@ class Surroundings:
         found: the environment variables that the user's own functions read, by their names.
         clocks: the functions of `time` that they call.
         drawn: the modules whose random numbers were drawn, which a graph would repeat.
+        ran_once: lines of the user's that print, or stop at a breakpoint.
     """
 
     def __init__(self) -> None:
         self.found: dict[str, Read] = {}
         self.clocks: set[str] = set()
         self.drawn: list[str] = []
+        self.ran_once: dict[str, None] = {}
         self._thread = threading.get_ident()
 
     @contextmanager
@@ -59,8 +81,15 @@ class Surroundings:
                 self.found[name] = Read(f"environment variable {name!r}", _VARIABLES, name)
             return get(environment, name)
 
+        def stopping(*args: Any, **kwargs: Any) -> Any:
+            self._note_line(sys._getframe(1))
+            return stop(*args, **kwargs)
+
+        stop = sys.breakpointhook
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(kind, "__getitem__", getting))
+            stack.enter_context(redirect_stdout(cast(TextIO, _Output(sys.stdout, self._note_line))))
+            stack.enter_context(mock.patch.object(sys, "breakpointhook", stopping))
             for name in CLOCKS:
                 stack.enter_context(mock.patch.object(time, name, self._noting(name, getattr(time, name))))
             yield
@@ -74,6 +103,22 @@ class Surroundings:
 
         reading.__name__ = name
         return reading
+
+    def _note_line(self, frame: FrameType) -> None:
+        if threading.get_ident() == self._thread and is_own_file(frame.f_code.co_filename):
+            self.ran_once[f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"] = None
+
+    @property
+    def told(self) -> str:
+        """Return what to tell of lines that a graph does not run again; empty if there are none."""
+        if not self.ran_once:
+            return ""
+        return (
+            f"{', '.join(self.ran_once)}: the forward prints, or stops at a breakpoint, which it does only while the "
+            f"model is captured, where tensors have no values; the captured graph does neither\nhint: see what a "
+            f"submodule makes by model.hetu.observe(name, print), or call the model inside `with model.hetu.whole():`, "
+            f"which runs the forward as it is"
+        )
 
     def check(self) -> None:
         """Raise CaptureError if random numbers were drawn."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -10,14 +9,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from hetu_fx.base.torch_private import BACKWARD_HOOKS, CALLS, FORWARD_HOOKS, parameter_slots, tree_leaves
-from hetu_fx.errors import CaptureError
-from hetu_fx.graph.bind import Batch, as_call, flatten_batch
+from hetu_fx.errors import BatchError, CaptureError
+from hetu_fx.graph.bind import Batch, LossCall, flatten_batch
 from hetu_fx.graph.capture import Around, capture
 from hetu_fx.graph.graph import Graph
 from hetu_fx.graph.leaves.ops import told_arguments
@@ -84,12 +84,16 @@ class Tracer:
         self.casts_on_host, self.row_dims, self.outputs = casts_on_host, row_dims, outputs
         self.replaced: Forward | None = None
         self.observers = Observers(model)
+        self._told_of = set[str]()
         self._lost: dict[tuple[int, str], tuple[Access, Any]] = {}
 
     def trace(self, batch: Batch, training: bool) -> tuple[Program, Reads]:
         """Capture the model for batches like this one, with this one's sizes as the example's; and what it has read."""
         traced = self._traced(batch, training)
-        program = traced.program
+        program, told = traced.program, traced.watch.surroundings.told
+        if told and told not in self._told_of:
+            self._told_of.add(told)
+            warnings.warn(told, stacklevel=2)
         if training and not self.row_dims.dims:
             found = self._evidence(batch, program)
             program = replace(program, doubt=found.doubt) if found.doubt else program
@@ -249,15 +253,19 @@ class Tracer:
                 self._lost.setdefault((id(access.space), access.name), (access, access.before))
 
     def _loss_fn_for(self, batch: Batch, training: bool) -> Callable[..., Any] | None:
-        """Return the loss function; in evaluation, none for a batch without what it needs (labels)."""
-        if training or self.loss_fn is None:
-            return self.loss_fn
-        args, kwargs = as_call(batch)
-        try:
-            inspect.signature(self.loss_fn).bind(None, *args, **kwargs)
-        except TypeError:
-            return None
-        return self.loss_fn
+        """Return the loss function; in evaluation, none for a batch without what it needs (labels).
+
+        Raises:
+            BatchError: a batch of training lacks it.
+        """
+        forward = self.replaced or MethodType(type(self.model).forward, self.model)
+        missing = LossCall(forward, self.loss_fn).missing(batch)
+        if missing and training:
+            raise BatchError(
+                f"loss_fn cannot be called with the output and this batch: {missing}\nhint: pass what it takes in the "
+                f"batch, under the name that it has there"
+            )
+        return None if missing else self.loss_fn
 
 
 @contextmanager

@@ -8,6 +8,7 @@ Parameters of no module that runs in parallel are whole in each process, and the
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 import os
@@ -161,6 +162,7 @@ REFUSED = {
     "optimizer": "it is the one that configure_optimizers gives",
     "process_group": "all processes of the Trainer take part",
 }
+_RARE = [field.name for field in dataclasses.fields(hetu_fx.Options)]  # arguments of before there were options
 PRECISIONS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
 
 
@@ -238,7 +240,10 @@ class HetuStrategy(Processes):
     def _make(self, module: nn.Module, batch: Mapping[str, Any] | tuple[Any, ...]) -> None:
         own = {id(parameter) for parameter in module.parameters()}
         holders = [one for one in self.optimizers if any(id(p) in own for g in one.param_groups for p in g["params"])]
-        options = {"homes_follow": len(holders) == 1, **self._options}
+        options = self._options
+        if len(holders) != 1 and "homes_follow" not in options:
+            given = options.get("options", hetu_fx.Options())
+            options = {**options, "options": dataclasses.replace(given, homes_follow=False)}
         hetu_fx.auto_parallelize(module, batch, optimizer=holders[0] if holders else None, **options)
 
     # Steps
@@ -310,7 +315,7 @@ def check_precision(plugin: Precision) -> None:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    known = inspect.signature(hetu_fx.auto_parallelize).parameters
+    known = {*inspect.signature(hetu_fx.auto_parallelize).parameters, *_RARE} - {"old"}
     for name in options:
         if name in REFUSED:
             raise StateError(f"HetuStrategy takes no {name}=: {REFUSED[name]}; leave it out")

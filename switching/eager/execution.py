@@ -18,7 +18,7 @@ from hetu_fx.comm_ops.plans.cost import Topology
 from hetu_fx.comm_ops.wire.consensus import any_of
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.objects.messages import broadcast
-from hetu_fx.errors import PlanError
+from hetu_fx.errors import PlanError, StateError
 from hetu_fx.graph.bind import Batch
 from hetu_fx.graph.containers import loss_alone, unflatten
 from hetu_fx.graph.leaves.trace import LeafWarning
@@ -311,7 +311,7 @@ class _EagerStep(StepFrame):
         local = self._local_loss(form, made) if form.loss_name else None
         pieces, local = self.outside({} if made is None else made.values, routes, local)
         values = self.hand_out(routes, pieces, has_work=made is not None)
-        tree = form.tree if values else loss_alone(form.tree)
+        tree = form.tree if values else loss_alone(form.tree, form.loss_name)
         if local is None:
             return LossAndOutput(None, unflatten(tree, values))
         loss = values[form.loss_name] = self.global_loss(local, made is not None and self._contributes)
@@ -353,11 +353,16 @@ class _EagerStep(StepFrame):
 
     def _routes(self, forms: Mapping[int, OutputForm], form: OutputForm) -> tuple[ValueRoute, ...]:
         """Return the ways of the outputs other than the loss to this rank's rows, if they are wanted."""
-        has_loss = bool(form.loss_name)
-        if not self.inputs.wants_values(has_loss=has_loss, training=self.module.model.training):
+        asked = self.inputs.wants_values(has_loss=bool(form.loss_name), training=self.module.model.training)
+        if not asked and not self.inputs.has_values_at_hand(self.variant.plan):
             return ()
         dims, shared = self.batch.row_dims, self.inputs.shared
-        return eager_routes(forms, dims, self.variant.plan, self.inputs.rows, shared=shared)
+        try:
+            return eager_routes(forms, dims, self.variant.plan, self.inputs.rows, shared=shared)
+        except StateError:  # on all ranks
+            if asked:
+                raise
+            return ()  # they say so when they are used
 
     def _local_loss(self, form: OutputForm, made: EagerOutput | None) -> Tensor:
         """Return what this replica has of the loss: of a mean by its share of the rows; zero where it has none."""

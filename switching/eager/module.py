@@ -7,7 +7,6 @@ the others do, and all ranks raise together.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -24,8 +23,9 @@ from hetu_fx.base.dtypes import is_real
 from hetu_fx.comm_ops.wire.consensus import LocalFacts, of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import BatchError, StateError
-from hetu_fx.graph.bind import Batch, GivenBatch, as_call
+from hetu_fx.graph.bind import Batch, GivenBatch, LossCall, as_call
 from hetu_fx.graph.containers import (
+    LOSS,
     Constant,
     Entries,
     Items,
@@ -34,6 +34,7 @@ from hetu_fx.graph.containers import (
     Tree,
     WithheldNumber,
     flatten,
+    loss_among,
     map_leaves,
     unflatten,
     walk,
@@ -48,7 +49,7 @@ from hetu_fx.switching.step.batches import longest_side, needing_gradients, size
 from hetu_fx.switching.step.frame import ValueRoute
 from hetu_fx.switching.step.rows import RowPlan, at_pipelines, at_ranks
 
-OUTPUT, LOSS = "output", "loss"
+OUTPUT = "output"
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class EagerModule:
         """Call this in the place of the model's forward from now on; None: its class's."""
         self.replaced = replaced
         self.forward: Forward = replaced or MethodType(type(self.model).forward, self.model)
-        self.signature = inspect.signature(self.forward)
+        self.signature = LossCall(self.forward, self.loss_fn).signature
         self._caller = _Caller(self.model, self.forward, self.loss_fn)
         self._told = f" by {told_hook(replaced)}" if replaced else ""
 
@@ -198,22 +199,25 @@ class _Caller(nn.Module):
         self.model, self.own_forward = model, forward
         # Not as a submodule: what a loss module holds is no state of the model.
         self.loss_of = None if loss_fn is None else partial(loss_fn)
+        self.call = LossCall(forward, loss_fn)
 
     def forward(self, arguments: Any) -> tuple[Any, Tensor | None]:
         args, kwargs = ((), arguments) if isinstance(arguments, dict) else (arguments, {})
-        output = self.own_forward(*args, **kwargs)
-        return output, None if self.loss_of is None else self.loss_of(output, *args, **kwargs)
+        output = self.own_forward(*args, **self.call.of_model(kwargs))
+        return output, None if self.loss_of is None else self.loss_of(output, *args, **self.call.of_loss(kwargs))
 
 
 def _with_loss(tree: Tree, tensors: Mapping[str, Tensor], given: Tensor | None) -> EagerOutput:
-    """Find the loss: what loss_fn gave, else the output named so, else a scalar that comes first."""
+    """Find the loss: what loss_fn gave, else that among the outputs."""
     if given is not None and not is_loss(given):
         raise BatchError(
             f"loss_fn gave a tensor of shape {tuple(given.shape)} and {given.dtype}; return a mean over rows"
         )
-    name = LOSS if given is not None or LOSS in tensors else next(iter(tensors), LOSS)
-    loss = given if given is not None else tensors.get(name)
-    if name not in (LOSS, "", "0") or loss is None or not is_loss(loss):
+    numbers = [name for name, tensor in tensors.items() if is_loss(tensor)]
+    trained = [name for name in numbers if tensors[name].requires_grad or not torch.is_grad_enabled()]
+    name = LOSS if given is not None else loss_among(list(tensors), numbers, trained)
+    loss = given if given is not None else tensors.get(LOSS if name is None else name)
+    if name is None or loss is None:
         return EagerOutput(_named(tree, OUTPUT), {n or OUTPUT: t for n, t in tensors.items()})
     own = LOSS if given is None and name == "" else OUTPUT
     values = {n or OUTPUT: t for n, t in tensors.items() if n != name}

@@ -43,6 +43,7 @@ class ReadBatch:
         splits: its micro-batches are not those of the plan, which may have but one.
         brought: what the symbols stood for before the batch was filled up to the sizes of all ranks; None: it was not.
         sizes_of: by rank, the sizes before that; (): nobody's batch was filled up.
+        changes_values: filled up, it makes other outputs, though the same loss.
     """
 
     program: Program
@@ -52,6 +53,7 @@ class ReadBatch:
     splits: bool = False
     brought: Bindings | None = None
     sizes_of: tuple[tuple[int, ...], ...] = ()
+    changes_values: bool = False
 
     @property
     def needing(self) -> Mapping[str, Tensor]:

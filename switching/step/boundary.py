@@ -67,7 +67,10 @@ class StepBackward:
 
     def _run(self, gradients: Sequence[Tensor | None], nodes: Sequence[Any]) -> tuple[Tensor | None, ...]:
         self._check(gradients)
-        self.collector.begin(nodes, of_outputs=any(gradient is not None for gradient in gradients[1:]))
+        of_outputs = any(gradient is not None for gradient in gradients[1:])
+        self.collector.begin(nodes, of_outputs=of_outputs)
+        if of_outputs:
+            gradients = self._scaled(gradients)
         keeps = keeps_graph()
         pairs = [(p, g) for p, g in zip(self.pieces, gradients, strict=True) if g is not None and p.requires_grad]
         if pairs:
@@ -83,6 +86,19 @@ class StepBackward:
         parameters = [self.collector.homes[name] for name in self.collector.trained]
         left = _put(parameters, list(map(home.get, self.collector.trained)), nodes[: len(parameters)])
         return (*left, *found)
+
+    def _scaled(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Return gradients of which those of outputs are right once all are multiplied by what the loss's lacks."""
+        factor = self.collector.correction()
+        if factor == 1.0:
+            return gradients
+        if factor == 0.0:
+            self.collector.refuse(
+                "the gradient of the loss is 0 on the average of all ranks, while other outputs have gradients\nhint: "
+                'ask for these outputs by hetu_fx.auto_parallelize(..., outputs="all"), or leave the loss out'
+            )
+        loss, *others = gradients
+        return [loss, *(None if gradient is None else gradient / factor for gradient in others)]
 
     def _check(self, gradients: Sequence[Tensor | None]) -> None:
         if torch.is_grad_enabled():

@@ -84,6 +84,11 @@ class StepInputs:
         """Tell whether other outputs than the loss are wanted: always where there is none."""
         return wants_values(self.outputs, has_loss=has_loss, training=training)
 
+    def has_values_at_hand(self, plan: Plan) -> bool:
+        """Tell whether outputs come back without being asked for: each replica has them, and its own rows."""
+        is_own = len(self.rows.owned) == 1 or not self.shared
+        return self.outputs == "auto" and plan.is_data_parallel and is_own
+
 
 def wants_values(outputs: str, *, has_loss: bool, training: bool) -> bool:
     """Tell whether other outputs than the loss are wanted: always where there is none."""
@@ -94,7 +99,7 @@ class LossAndOutput(NamedTuple):
     """What a step returns on this rank, and a model with a loss_fn to its caller.
 
     The loss is that of the whole batch, None if there is none. The output is as the model returns it, None in the place
-    of what was not asked for.
+    of objects, and a tensor that was not brought back says so when it is used.
     """
 
     loss: Tensor | None

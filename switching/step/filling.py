@@ -49,7 +49,8 @@ class Fillings:
                 f"(attention_mask) if the model takes it, or pad all ranks' batches of a step to the same size in the "
                 f'collator (padding="max_length", or pad_to_multiple_of with a multiple that all stay below)'
             )
-        return _with_sizes(batch, facts, filling)
+        differs = bool(facts.unequal_sizes) and any(one.kind is OutputKind.VALUE for one in found)
+        return replace(_with_sizes(batch, facts, filling), changes_values=differs)
 
     def _of(self, program: Program) -> tuple[Filling, tuple[Difference, ...]]:
         if program not in self._known:

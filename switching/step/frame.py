@@ -63,6 +63,13 @@ class ValueRoute:
             return torch.stack(list(pieces)).sum(0)
         return pieces[-1] if self.rows_dim is None else torch.cat(list(pieces), self.rows_dim)
 
+    def filled_up(self, piece: Tensor, table: GroupTable) -> Tensor:
+        """Return a piece as large as this rank's part: one of rows that have run in smaller sizes gets zeros after."""
+        sizes = self.source.local_shape(table.rank, self.shape)
+        more = [0 if size is None else size - own for size, own in zip(sizes, piece.shape, strict=True)]
+        ends = [number for size in reversed(more) for number in (0, size)]
+        return torch.nn.functional.pad(piece, ends) if any(more) else piece
+
     def without_rows(self, zero: Tensor, table: GroupTable) -> Tensor:
         """Return what a rank of the source gives that had no rows: the 0-d `zero` made as large as its part.
 
@@ -157,7 +164,7 @@ class StepFrame:
         scale: what the loss is multiplied by.
         may_run_ahead: in training, backward runs in forward, before the gradient of the loss is known.
         in_float16: gradients may be of float16, so that backward must run with what the loss is scaled by.
-        gives_values: other outputs than the loss are wanted, whose gradients may come too.
+        gives_values: other outputs than the loss are asked for, whose gradients may come too.
         needing: inputs that need a gradient.
         row_dims: the dims of inputs that count rows.
 

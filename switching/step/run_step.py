@@ -9,7 +9,7 @@ from itertools import compress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from hetu_fx.comm_ops.wire.consensus import any_of
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
@@ -41,11 +41,21 @@ def run_step(batch: StepBatch, variant: GraphVariant, inputs: StepInputs) -> Los
 
 def stage_of(variant: GraphVariant, batch: StepBatch, inputs: StepInputs) -> StagePlan:
     """Return what runs a batch under a variant; collective where it has to be made."""
-    return variant.stage(batch.program, _wants_values(batch, inputs), splits=batch.splits)
+    return variant.stage(batch.program, _wants_values(variant, batch, inputs), splits=batch.splits)
 
 
-def _wants_values(batch: StepBatch, inputs: StepInputs) -> bool:
-    return _asks_for_values(batch, inputs) or batch.program.graph.observed is not None
+def _wants_values(variant: GraphVariant, batch: StepBatch, inputs: StepInputs) -> bool:
+    return _gives_values(variant, batch, inputs) or batch.program.graph.observed is not None
+
+
+def _gives_values(variant: GraphVariant, batch: StepBatch, inputs: StepInputs) -> bool:
+    """Tell whether the user gets other outputs than the loss: those that are asked for, or at hand as on one device."""
+    if _asks_for_values(batch, inputs):
+        return True
+    is_whole = variant.table.size == 1 or not _outputs_of_unknown_rows(batch.program)
+    is_same = isinstance(batch, ReadBatch) and not batch.changes_values
+    has_some = any(True for _ in batch.program.graph.outputs_of(OutputKind.VALUE))
+    return has_some and is_whole and is_same and inputs.has_values_at_hand(variant.plan)
 
 
 def _asks_for_values(batch: StepBatch, inputs: StepInputs) -> bool:
@@ -57,7 +67,8 @@ class _GraphStep(StepFrame):
 
     def __init__(self, variant: GraphVariant, batch: StepBatch, inputs: StepInputs) -> None:
         self.batch, self.program = batch, batch.program
-        self.wants_values = _wants_values(batch, inputs)
+        self.gives_values = _gives_values(variant, batch, inputs)
+        self.wants_values = _wants_values(variant, batch, inputs)
         _check_rows_can_be_put_together(self.program, batch.bindings, variant, inputs)
         if self.wants_values and not inputs.shared and variant.table.size > 1:
             _check_rows_of_outputs_are_known(self.program)
@@ -71,13 +82,14 @@ class _GraphStep(StepFrame):
             scale=share_of_loss(inputs, variant.table, adds_up=self.program.loss_type is LossType.SUM),
             may_run_ahead=runs_ahead,
             in_float16=in_float16,
-            gives_values=self.wants_values and bool(self.program.loss_name),
+            gives_values=_asks_for_values(batch, inputs) and bool(self.program.loss_name),
             needing=batch.needing,
             row_dims=self.program.row_dims,
         )
         # A compiled backward returns zeros for None, which the collector leaves out.
         self.is_direct = self.is_direct and not (self.stage.use.all_uses and variant.compute.backend)
         self.outcome = StageOutcome(timer=inputs.timer)
+        self.routes = self._routes() if self.wants_values else ()
 
     def run(self) -> LossAndOutput:
         self.program.check_counts(self.inputs.counts)
@@ -95,10 +107,9 @@ class _GraphStep(StepFrame):
         if self.trains and self.stage.updates:
             self.inputs.buffers.write(self.outcome.updates, self.stage.updates_of(self._pipelines_that_ran()))
             self.inputs.buffers.sync()  # scripts read buffers where they stand
-        routes = self._routes() if self.wants_values else ()
         local = self._local_loss() if self.program.loss_name else None
-        values, local = self.outside(values, routes, local)
-        made = self._tell(self._returned(routes, values))
+        values, local = self.outside(values, self.routes, local)
+        made = self._tell(self._returned(values))
         if local is None:
             return LossAndOutput(None, self.program.graph.rebuild(made))
         loss = made[self.program.loss_name] = self.global_loss(local, self.stage.contributes_loss)
@@ -127,8 +138,7 @@ class _GraphStep(StepFrame):
         if graph.observed is None:
             return made
         self.inputs.tell(graph.of_observed({name: value.detach() for name, value in made.items()}))
-        wanted = _asks_for_values(self.batch, self.inputs)
-        return {name: value for name, value in made.items() if wanted and not name.startswith(OBSERVED)}
+        return {name: value for name, value in made.items() if self.gives_values and not name.startswith(OBSERVED)}
 
     def _micro_batches(self) -> list[MicroBatchFeeds]:
         inputs = self.inputs
@@ -145,8 +155,14 @@ class _GraphStep(StepFrame):
         """Tell whether micro-batches may have sizes of their own: nothing is made of several of them together."""
         plan = self.variant.plan
         shares = plan.sequence_parallel or any(stage.shares_sequence for *_, stage in plan.stages)
-        together = self.wants_values or self.needing or self.stage.talks_in_step or self.stage.draws_by_token
+        together = self.needing or self.stage.talks_in_step or self.stage.draws_by_token or self._needs_equal_sizes
         return not shares and not together
+
+    @property
+    def _needs_equal_sizes(self) -> bool:
+        """Whether outputs of rows of unlike sizes could not be put together: all but those of rows, of one pass."""
+        of_rows = all(route.rows_dim is not None and not route.summed for route in self.routes)
+        return bool(self.routes) and not (of_rows and self.trains and not self.runs_ahead)
 
     def _micro_batch(self, cut: MicroBatchRows) -> MicroBatchFeeds:
         rows = self.leaves_of(cut.tensors)
@@ -182,7 +198,7 @@ class _GraphStep(StepFrame):
         made = self.outcome.values
         if not made:
             return {}
-        return {route.name: route.joined(made[route.name]) for route in self._routes() if route.name in made}
+        return {route.name: route.joined(made[route.name]) for route in self.routes if route.name in made}
 
     def _run_under_autograd(
         self, micro_batches: list[MicroBatchFeeds], compute: Mapping[str, Tensor]
@@ -194,14 +210,18 @@ class _GraphStep(StepFrame):
             compute = collector.leaves
         if self.stage.engine is not None and (micro_batches[0].rows or self.stage.talks_in_step):
             self.stage.engine.forward(micro_batches[0], self._shared_feeds(compute), self.outcome)
-        return {name: value for name, (value,) in self.outcome.values.items()}
+        made = {name: value for name, (value,) in self.outcome.values.items()}
+        is_narrow = isinstance(self.batch, ReadBatch) and bool(self.batch.sizes_of)
+        narrowed = [route for route in self.routes if is_narrow and route.name in made]
+        return made | {route.name: route.filled_up(made[route.name], self.table) for route in narrowed}
 
     def _run_scheduled(self, micro_batches: list[MicroBatchFeeds], compute: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run forwards and backwards now; hand the gradients out in backward."""
         if self.program.loss_name == "":
             raise StateError(
-                "a plan with pipeline stages or several micro-batches runs backward inside forward, so the loss must "
-                "come from the model; pass loss_fn=... to hetu_fx.auto_parallelize"
+                f"a plan with pipeline stages or several micro-batches runs backward inside forward, so the loss must "
+                f"come from the model, and {_which_may_be(self.program)}\nhint: name the loss 'loss', return it first, "
+                f"or pass loss_fn=... to hetu_fx.auto_parallelize"
             )
         collector = self._collector(compute)
         rerun: RunAgain = _rest
@@ -252,9 +272,9 @@ class _GraphStep(StepFrame):
         bindings = self.batch.bindings
         return value_routes(self.stage.deduced, self.inputs.rows, bindings, shared=self.inputs.shared)
 
-    def _returned(self, routes: tuple[ValueRoute, ...], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _returned(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         has_work = self.device is not None and len(self.interval) > 0
-        made = self.hand_out(routes, values, has_work=has_work)
+        made = self.hand_out(self.routes, values, has_work=has_work)
         return as_brought(self.batch, made) if isinstance(self.batch, ReadBatch) else made
 
 
@@ -284,14 +304,29 @@ def _check_rows_of_outputs_are_known(program: Program) -> None:
     Raises:
         BatchError: on every rank.
     """
-    graph = program.graph
-    found = [leaf.name for leaf, node in graph.outputs_of(OutputKind.VALUE) if meta.shape(node)]
-    if graph.fixed_rows is not None and found:
+    graph, found = program.graph, _outputs_of_unknown_rows(program)
+    if found:
         raise BatchError(
             f"the batch size is fixed in this model's graph, so that it is not known which rows of its outputs {found} "
             f"are this rank's ({'; '.join(graph.notes)})\nhint: ask for the loss alone (outputs='loss'), give all "
             f"ranks the same whole batch by data='global', or rewrite the line"
         )
+
+
+def _which_may_be(program: Program) -> str:
+    """Say which outputs may be the loss, where it is not told which is."""
+    found = [leaf.name for leaf, node in program.graph.outputs_of(OutputKind.VALUE) if _is_trained(node, program)]
+    return f"which of its outputs {found} is the loss is not told" if found else "it returns no number to train by"
+
+
+def _is_trained(node: fx.Node, program: Program) -> bool:
+    return meta.shape(node) == () and node in program.flow.differentiable
+
+
+def _outputs_of_unknown_rows(program: Program) -> list[str]:
+    """Return the outputs of a graph with a fixed batch, whose dims of rows are not known."""
+    values = program.graph.outputs_of(OutputKind.VALUE)
+    return [] if program.graph.fixed_rows is None else [leaf.name for leaf, node in values if meta.shape(node)]
 
 
 def _rest(gradient: float) -> None:

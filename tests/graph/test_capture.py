@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from hetu_fx.errors import CaptureError
+from hetu_fx.errors import CaptureError, StateError
 from hetu_fx.graph import meta
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import LeafKind, OutputKind
@@ -65,12 +65,13 @@ def test_tied_weights_are_one_leaf_with_an_alias() -> None:
     assert len(leaf.node.users) == 2
 
 
-def test_output_container_is_built_again_with_none_for_what_is_left_out() -> None:
+def test_output_container_is_built_again_and_what_is_left_out_says_so() -> None:
     model, graph = captured("llama")
     output = graph.rebuild({"loss": torch.tensor(1.0)})
     assert type(output) is type(model(**SAMPLES["llama"].batch(2, 5)))
     assert output.loss.item() == 1.0
-    assert output.logits is None
+    with pytest.raises(StateError, match="output 'logits' was not brought back"):
+        output.logits.argmax(-1)
 
 
 def test_unknown_output_objects_are_dropped_and_noted() -> None:

@@ -14,7 +14,17 @@ import torch
 from hetu_fx.errors import BatchError, StateError
 from hetu_fx.graph.bind import GivenBatch, input_tensors
 from hetu_fx.graph.capture import capture
-from hetu_fx.graph.containers import Constant, Opaque, TensorSlot, flatten, loss_alone, unflatten, walk, without_opaque
+from hetu_fx.graph.containers import (
+    Constant,
+    Opaque,
+    TensorSlot,
+    flatten,
+    loss_alone,
+    loss_among,
+    unflatten,
+    walk,
+    without_opaque,
+)
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -70,8 +80,60 @@ def test_unknown_objects_are_opaque_and_can_be_dropped() -> None:
     for use in (lambda: made.get_seq_length(), lambda: made[0], lambda: len(made), lambda: list(made)):
         with pytest.raises(StateError, match=r"output 'cache' is a _Cache .* model.hetu.whole\(\)"):
             use()
-    assert unflatten(loss_alone(without_opaque(tree)), {})["cache"] is None
+    assert unflatten(loss_alone(without_opaque(tree), ""), {})["cache"] is None
     assert not hasattr(made, "dtype")  # nor has what it stands for
+
+
+def test_a_tensor_that_is_not_brought_back_says_so_whatever_is_done_with_it() -> None:
+    tree, _ = flatten({"loss": torch.ones(()), "logits": torch.ones(2), "n": 3})
+    made = unflatten(loss_alone(tree, "loss"), {"loss": torch.ones(())})
+    logits = made["logits"]
+    assert isinstance(made["loss"], torch.Tensor)
+    assert made["n"] == 3
+    uses = (
+        lambda: logits.argmax(-1),
+        lambda: torch.argmax(logits, -1),
+        lambda: torch.cat([torch.ones(1), logits]),
+        lambda: logits[0],
+        lambda: logits + 1,
+        lambda: torch.ones(2) * logits,
+        lambda: logits == torch.ones(2),
+        lambda: torch.ones(2) == logits,
+        lambda: float(logits),
+        lambda: list(logits),
+        lambda: logits.shape,
+    )
+    for use in uses:
+        with pytest.raises(StateError, match=r"output 'logits' was not brought back[\s\S]*outputs=\"all\""):
+            use()
+    assert not hasattr(logits, "dtype")  # libraries ask whatever they are given
+    assert copy.deepcopy(logits) == logits == pickle.loads(pickle.dumps(logits))
+
+
+OUTPUTS = ["logits", "accuracy", "total", "extra"]
+
+
+@pytest.mark.parametrize(
+    ("names", "scalars", "trained", "loss"),
+    [
+        (["0", "1"], ["1"], ["0", "1"], "1"),  # logits, loss
+        (["0", "1"], ["0"], ["0", "1"], "0"),  # loss, logits
+        (["0", "1"], ["0", "1"], ["1"], "1"),  # accuracy, loss
+        (["0", "1"], ["0", "1"], ["0", "1"], "0"),  # several losses: the first
+        (["0", "1", "2"], ["1", "2"], ["0", "1", "2"], None),  # logits, and two of which nobody knows which
+        (["0", "1"], ["0"], [], "0"),  # nothing is trained
+        (["logits", "loss"], ["loss"], [], "loss"),
+        (["loss", "total"], ["total"], ["total", "loss"], None),  # what is named so is no number
+        (OUTPUTS, ["accuracy", "total"], ["logits", "total"], "total"),
+        (OUTPUTS, ["total", "extra"], ["total", "extra"], None),
+        ([""], [""], [""], ""),
+        ([], [], [], None),
+    ],
+)
+def test_the_only_number_that_needs_a_gradient_is_the_loss_wherever_it_stands(
+    names: list[str], scalars: list[str], trained: list[str], loss: str | None
+) -> None:
+    assert loss_among(names, scalars, trained) == loss
 
 
 class Kind(enum.Enum):

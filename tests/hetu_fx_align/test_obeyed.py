@@ -1,4 +1,4 @@
-"""`auto_parallelize(align=...)` obeys a file of overrides: a model in bf16 with one op up-cast is that by hand."""
+"""`Options(align=...)` obeys a file of overrides: a model in bf16 with one op up-cast is that by hand."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def made(model: nn.Module, **more: object) -> tuple[Tensor, list[Tensor]]:
 @pytest.mark.parametrize("as_file", [True, False])
 def test_an_op_that_is_up_cast_gives_what_casts_by_hand_give(as_file: bool, tmp_path: Path) -> None:
     OVERRIDES.write(tmp_path / "align.json")
-    loss, gradients = made(Net(by_hand=False), align=tmp_path / "align.json" if as_file else OVERRIDES)
+    loss, gradients = made(
+        Net(by_hand=False), options=hetu_fx.Options(align=tmp_path / "align.json" if as_file else OVERRIDES)
+    )
     wanted, by_hand = made(Net(by_hand=True))
     assert torch.equal(loss, wanted)
     assert all(torch.equal(*pair) for pair in zip(gradients, by_hand, strict=True))
@@ -62,13 +64,17 @@ def test_a_file_that_cannot_be_is_refused_before_the_model_changes(tmp_path: Pat
     (tmp_path / "align.json").write_text('{"format": "hetu_fx.align/1", "ops": {"aten.sofmax.int": "up-cast"}}')
     model = Net(by_hand=False)
     with pytest.raises(AlignError, match=r"did you mean 'aten.softmax.int'\?"):
-        hetu_fx.auto_parallelize(model.bfloat16(), batch(), plan=Plan.single(0), align=tmp_path / "align.json")
+        hetu_fx.auto_parallelize(
+            model.bfloat16(), batch(), plan=Plan.single(0), options=hetu_fx.Options(align=tmp_path / "align.json")
+        )
     assert not hasattr(model, "hetu")
 
 
 def test_without_a_graph_there_are_no_ops_to_override() -> None:
     with pytest.raises(StateError, match="capture='eager' makes none"):
-        hetu_fx.auto_parallelize(Net(False), batch(), plan=Plan.single(0), capture="eager", align=OVERRIDES)
+        hetu_fx.auto_parallelize(
+            Net(False), batch(), plan=Plan.single(0), capture="eager", options=hetu_fx.Options(align=OVERRIDES)
+        )
 
 
 class Large(nn.Module):

@@ -68,7 +68,7 @@ def test_a_compiled_graph_trains_the_same_on_a_gpu(backend: str) -> None:
 def test_a_step_that_is_replayed_trains_the_same(name: str, backend: str | None) -> None:
     model, batch = model_of(name).eval(), batch_of(name)
     ours = copy.deepcopy(model)
-    hetu_fx.auto_parallelize(ours, batch, compile=backend, cuda_graphs=True)
+    hetu_fx.auto_parallelize(ours, batch, compile=backend, options=hetu_fx.Options(cuda_graphs=True))
     torch.testing.assert_close(trained(ours, batch, 8), trained(model, batch, 8), rtol=2e-3, atol=2e-4)
     assert launches_of_host(ours, batch) < 40 < launches_of_host(model, batch)
 
@@ -86,7 +86,7 @@ def test_a_step_that_is_recomputed_is_replayed() -> None:
     model, batch = model_of("llama").eval(), batch_of("llama")
     ours = copy.deepcopy(model)
     plan = hetu_fx.Plan((Pipeline((Stage((0,), recompute=1),)),))
-    hetu_fx.auto_parallelize(ours, batch, plan=plan, cuda_graphs=True)
+    hetu_fx.auto_parallelize(ours, batch, plan=plan, options=hetu_fx.Options(cuda_graphs=True))
     torch.testing.assert_close(trained(ours, batch, 8), trained(model, batch, 8), rtol=2e-3, atol=2e-4)
 
 

@@ -46,7 +46,7 @@ def nets(p: float = 0.0) -> tuple[nn.Module, nn.Module]:
     plain = Net(p)
     ours = copy.deepcopy(plain).to(PLACE)
     return plain, hetu_fx.auto_parallelize(
-        ours, there(data(0)), plan=hetu_fx.Plan.data_parallel((0,)), cuda_graphs=True
+        ours, there(data(0)), plan=hetu_fx.Plan.data_parallel((0,)), options=hetu_fx.Options(cuda_graphs=True)
     )
 
 
@@ -193,11 +193,11 @@ def test_a_model_that_drops_runs_without_and_says_why() -> None:
 
 
 def test_on_the_host_nothing_is_recorded_and_a_warning_says_so() -> None:
-    ours = hetu_fx.auto_parallelize(Net(), data(0), cuda_graphs=True)
+    ours = hetu_fx.auto_parallelize(Net(), data(0), options=hetu_fx.Options(cuda_graphs=True))
     with pytest.warns(UserWarning, match="devices of type 'cpu' record nothing"):
         ours(**data(0))
 
 
 def test_modules_that_run_themselves_are_not_recorded() -> None:
     with pytest.raises(StateError, match="cuda_graphs=True is for captured graphs"):
-        hetu_fx.auto_parallelize(Net(), data(0), cuda_graphs=True, capture="eager")
+        hetu_fx.auto_parallelize(Net(), data(0), options=hetu_fx.Options(cuda_graphs=True), capture="eager")

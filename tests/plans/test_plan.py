@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetu_fx.errors import PlanError
-from hetu_fx.plans.plan import Pipeline, Plan, Stage, micro_batch_rows, pipeline_rows, split_rows
+from hetu_fx.plans.plan import Pipeline, Plan, Stage, micro_batch_rows, pipeline_rows, plan_in_word, split_rows
 from hetu_fx.plans.prediction import DeviceCost, Prediction
 from hetu_fx.plans.stage import STAGE
 from hetu_fx.plans.tables import diff
@@ -415,3 +415,28 @@ def test_a_stage_of_fewer_blocks_than_chunks_is_refused() -> None:
         PlanError, match=r"pipelines\[0\]: .* has \[5, 3\] blocks, fewer than 4 chunks per stage; use few"
     ):
         interleaved(4).check(num_blocks=8, world_size=3)
+
+
+def test_a_number_of_devices_stands_for_the_first_ranks() -> None:
+    assert Plan.data_parallel(2, [3, 1]) == Plan.data_parallel([0, 1], [3, 1])
+    assert Plan.tensor_parallel(3) == Plan.tensor_parallel([0, 1, 2])
+    assert Plan.context_parallel(2) == Plan.context_parallel([0, 1])
+    with pytest.raises(PlanError, match="a plan for 0 devices"):
+        Plan.data_parallel(0)
+
+
+def test_plans_by_a_word_use_all_ranks() -> None:
+    assert plan_in_word("data", 3) == Plan.data_parallel(3)
+    assert plan_in_word("tensor", 3) == Plan.tensor_parallel(3)
+    assert plan_in_word("pipeline", 2, 5).summary() == "1 row in 4: [0] > [1]"
+    assert {plan_in_word(word, 1) for word in ("data", "tensor", "pipeline")} == {Plan.single()}
+    with pytest.raises(PlanError, match=r"a stage on each of 3 ranks, but the model has 2 blocks\nhint: use 'data'"):
+        plan_in_word("pipeline", 3, 2)
+
+
+def test_data_parallel_plans_are_those_whose_replicas_are_one_device_on_all_their_rows() -> None:
+    assert Plan.single().is_data_parallel
+    assert Plan.data_parallel(2, [3, 1]).is_data_parallel
+    assert not Plan.tensor_parallel(2).is_data_parallel
+    assert not plan_in_word("pipeline", 2).is_data_parallel
+    assert not Plan((Pipeline((Stage((0,)),), micro_batches=2),)).is_data_parallel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -55,3 +56,24 @@ def test_a_forward_that_draws_none_is_not() -> None:
     with surroundings.watching():
         random.Random(0).random()
     surroundings.check()
+
+
+def test_what_the_users_code_prints_is_written_and_told_with_its_line(capsys: Any) -> None:
+    surroundings = Surroundings()
+    with surroundings.watching():
+        print("seen")
+    print("not told")
+    assert capsys.readouterr().out == "seen\nnot told\n"
+    assert list(surroundings.ran_once) == [line for line in surroundings.ran_once if "test_surroundings.py:" in line]
+    assert "the forward prints" in surroundings.told
+    assert not Surroundings().told
+
+
+def test_a_breakpoint_stops_and_is_told(monkeypatch: Any) -> None:
+    stopped: list[int] = []
+    monkeypatch.setattr(sys, "breakpointhook", lambda: stopped.append(1))
+    surroundings = Surroundings()
+    with surroundings.watching():
+        breakpoint()
+    assert stopped == [1]
+    assert "test_surroundings.py:" in surroundings.told

@@ -36,6 +36,6 @@ def watched(*plans: hetu_fx.Plan, wait_seconds: float = BOUND) -> tuple[Any, Any
         (x,),
         plan=plans or hetu_fx.Plan.data_parallel(range(WORLD)),
         loss_fn=lambda output, x: output.pow(2).mean(),
-        wait_seconds=wait_seconds,
+        options=hetu_fx.Options(wait_seconds=wait_seconds),
     )
     return model, x

@@ -68,7 +68,11 @@ def happened(model: Any) -> list[tuple[str, str]]:
 
 
 def check_losses_are_the_same_whatever_is_forgotten_or_made_ahead(rank: int, world: int, folder: Path) -> None:
-    keeping, forgetting, ahead = parallel(), parallel(idle_bytes=0), parallel(warm=True)
+    keeping, forgetting, ahead = (
+        parallel(),
+        parallel(options=hetu_fx.Options(idle_bytes=0)),
+        parallel(options=hetu_fx.Options(warm=True)),
+    )
     state = torch.random.get_rng_state()
     built = [("built", name) for name in NAMES]
     assert happened(ahead) == built
@@ -112,7 +116,7 @@ def check_what_copies_take_is_what_they_hold_besides_the_homes(rank: int, world:
 def check_a_backward_goes_on_although_its_graphs_are_forgotten(rank: int, world: int, folder: Path) -> None:
     found = []
     for limit in (1 << 30, 0):
-        model = parallel(idle_bytes=limit)
+        model = parallel(options=hetu_fx.Options(idle_bytes=limit))
         model.hetu.switch(NAMES[0])
         first = model(**batch(0)).loss
         model.hetu.switch(NAMES[1])

@@ -77,7 +77,9 @@ def test_what_a_compiler_compiles_is_compiled_ahead_for_backward_too() -> None:
         compiled.append(module)
         return module.forward
 
-    model: Any = hetu_fx.auto_parallelize(Noisy(False), batch(), plan=Plan.single(), compile=compiler, warm=True)
+    model: Any = hetu_fx.auto_parallelize(
+        Noisy(False), batch(), plan=Plan.single(), compile=compiler, options=hetu_fx.Options(warm=True)
+    )
     ahead = len(compiled)
     assert ahead >= 2, "forward and backward"
     model(**batch())["loss"].backward()
@@ -92,7 +94,9 @@ def test_a_model_without_a_loss_is_run_back_from_its_outputs(monkeypatch: pytest
         "backward",
         lambda tensors, *rest, **more: (ends.extend(tuple(t.shape) for t in tensors), backward(tensors, *rest, **more)),
     )
-    model: Any = hetu_fx.auto_parallelize(nn.Linear(3, 2), {"input": torch.ones(4, 3)}, plan=Plan.single(), warm=True)
+    model: Any = hetu_fx.auto_parallelize(
+        nn.Linear(3, 2), {"input": torch.ones(4, 3)}, plan=Plan.single(), options=hetu_fx.Options(warm=True)
+    )
     monkeypatch.undo()
     assert ends == [(4, 2)]
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -120,13 +124,13 @@ def test_a_variant_is_not_run_with_a_batch_that_it_does_not_take(monkeypatch: py
     )
     plans = [replace(Plan.single(), name="short", max_length=6), replace(TWO, name="any")]
     ids = {"ids": torch.zeros(4, 9, dtype=torch.int64)}
-    model: Any = hetu_fx.auto_parallelize(Sequence(), ids, plan=plans, warm=True)
+    model: Any = hetu_fx.auto_parallelize(Sequence(), ids, plan=plans, options=hetu_fx.Options(warm=True))
     assert (built(model), ran) == ([("built", "short"), ("built", "any")], ["any"])
 
 
 def test_a_negative_bound_is_refused() -> None:
     with pytest.raises(StateError, match="idle_bytes is -1"):
-        hetu_fx.auto_parallelize(Noisy(), batch(), plan=Plan.single(), idle_bytes=-1)
+        hetu_fx.auto_parallelize(Noisy(), batch(), plan=Plan.single(), options=hetu_fx.Options(idle_bytes=-1))
 
 
 def test_what_another_process_has_deduced_is_not_deduced_again(monkeypatch: pytest.MonkeyPatch) -> None:

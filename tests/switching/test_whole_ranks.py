@@ -55,7 +55,7 @@ def check_copies_are_kept_until_the_next_training_step(rank: int, world: int, fo
 
 
 def check_copies_are_freed_on_leaving_where_they_are_too_large(rank: int, world: int, folder: Path) -> None:
-    model, _ = parallel(idle_bytes=0)
+    model, _ = parallel(options=hetu_fx.Options(idle_bytes=0))
     assert messages_of(model, lambda: enter(model)) == messages_of(model, lambda: enter(model)) > 1
 
 

@@ -1,6 +1,6 @@
 """Ops that are run in another way than they stand in the model: in a wider dtype, or on the host.
 
-`hetu-fx-align` writes the file where a kind of device is not exact enough, `auto_parallelize(align=...)` obeys it.
+`hetu-fx-align` writes the file where a kind of device is not exact enough, `Options(align=...)` obeys it.
 """
 
 from __future__ import annotations

@@ -75,7 +75,9 @@ def prepared_models_are_parallel(shares: str) -> Iterator[None]:
         for model in args:
             if isinstance(model, nn.Module) and not hasattr(model, "hetu"):
                 example = EXAMPLES[type(model).__name__]()
-                hetu_fx.auto_parallelize(model, example, plan=plan, optimizer=optimizer, wait_seconds=20)
+                hetu_fx.auto_parallelize(
+                    model, example, plan=plan, optimizer=optimizer, options=hetu_fx.Options(wait_seconds=20)
+                )
         return prepare(self, *args, **kwargs)
 
     Accelerator.prepare = with_the_line

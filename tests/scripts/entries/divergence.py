@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+import hetu_fx
 from tests.scripts.job import Batch, Job, loss_of, whole
 from tests.scripts.script import Results, script
 from tests.scripts.settings import SEVERAL
@@ -20,7 +21,7 @@ Act = Callable[[nn.Module, torch.optim.Optimizer, Batch], object]
 def _start(job: Job) -> tuple[nn.Module, torch.optim.Optimizer, Batch]:
     """Train one step together."""
     model, batch = job.mlp()
-    model = job.parallel(model, batch, wait_seconds=PATIENCE)
+    model = job.parallel(model, batch, options=hetu_fx.Options(wait_seconds=PATIENCE))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rows = job.rows(batch)
     _step(model, optimizer, rows)
@@ -205,7 +206,7 @@ def _(job: Job) -> Results:
 def _(job: Job) -> Results:
     model, _, rows = _start(job)
     other, batch = job.mlp()
-    other = job.parallel(other, batch, wait_seconds=PATIENCE)
+    other = job.parallel(other, batch, options=hetu_fx.Options(wait_seconds=PATIENCE))
     losses = [loss_of(one(**rows)) for one in (model, other)]
     for loss in losses if job.rank == 0 else losses[::-1]:
         loss.backward()

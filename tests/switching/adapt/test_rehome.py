@@ -69,7 +69,9 @@ def test_homes_that_the_user_has_placed_follow_no_more_and_each_change_is_told()
     assert not model.hetu.homes_follow
     (move,) = model.hetu.stats["homes"]
     assert (move.event, move.step, move.why, move.num_bytes) == ("moved", 0, "", 0)
-    told = hetu_fx.auto_parallelize(Line(), {"x": torch.randn(4, 3)}, plan=Plan.single(), homes_follow=False)
+    told = hetu_fx.auto_parallelize(
+        Line(), {"x": torch.randn(4, 3)}, plan=Plan.single(), options=hetu_fx.Options(homes_follow=False)
+    )
     assert not told.hetu.homes_follow
 
 

@@ -97,10 +97,13 @@ def test_outputs_on_one_device_may_be_anything() -> None:
     assert rows == 4
 
 
-def test_in_training_only_the_loss_comes_back_unless_asked_for() -> None:
+def test_outputs_come_back_from_training_on_one_device_unless_the_loss_alone_is_asked_for() -> None:
     model = parallel(make(Choosy), plan=Plan.single())
-    assert model(**batch(4, 1))["out"] is None
+    assert model(**batch(4, 1))["out"].shape == (4, 6)
     assert model.eval()(**batch(4, 1))["out"].shape == (4, 6)
+    alone = parallel(make(Choosy), plan=Plan.single(), outputs="loss")
+    with pytest.raises(StateError, match="output 'out' was not brought back"):
+        alone(**batch(4, 1))["out"].sum()
 
 
 def test_a_loss_fn_makes_the_loss_of_the_output() -> None:

@@ -26,7 +26,7 @@ class Several(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         y = self.layer(x)
-        return {"rows": y, "total": y.sum(0), "norm": self.layer.weight.sum()}
+        return {"rows": y, "total": y.sum(0), "norm": self.layer.weight.sum().view(1)}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_micro_batches_are_joined_by_what_the_output_is(program: Program) -> Non
     made, pieces = routes(program, (1, 3, 0)), [torch.ones(2, 6), torch.ones(1, 6)]
     assert made["rows"].joined(pieces).shape == (3, 6)
     assert made["total"].joined([torch.ones(6), torch.ones(6)]).tolist() == [2] * 6
-    assert made["norm"].joined([torch.tensor(5.0), torch.tensor(5.0)]) == 5
+    assert made["norm"].joined([torch.tensor([5.0]), torch.tensor([5.0])]) == 5
 
 
 def test_a_rank_without_rows_gives_no_rows_but_zeros_of_a_sum(program: Program) -> None:

@@ -30,7 +30,7 @@ def work(rank: int, store: str, results: Any) -> None:
         model, given = Blocks().double(), [batch(6, 32), batch(5, 17)]
         plan = replace(hetu_fx.Plan.tensor_parallel((0, 1), (2, 1)), sequence_parallel=shared)
         options = {"plan": plan, "cluster": SLOW.without([2, 3, 4]), "compile": backend, "data": "global"}
-        hetu_fx.auto_parallelize(model, given[0], health={"patience": 10**6}, **options)
+        hetu_fx.auto_parallelize(model, given[0], options=hetu_fx.Options(health={"patience": 10**6}), **options)
         for rows in given:
             model(**rows).backward()
         found.append([parameter.grad.full_tensor().numpy() for parameter in model.parameters()])

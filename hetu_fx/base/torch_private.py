@@ -568,7 +568,8 @@ def gloo_through(devices: Sequence[Any] | None) -> Iterator[None]:
     given = list(devices)
 
     class GlooThrough(gloo):  # type: ignore[misc]
-        def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
+            # From torch 2.15 on it is told, too, whether the group can be reconfigured: ours never is.
             options = gloo._Options()
             options._devices, options._threads, options._timeout = given, 2 * len(given), timeout
             super().__init__(store, rank, size, options)

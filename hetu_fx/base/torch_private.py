@@ -530,12 +530,6 @@ def is_gloo(backend: Any) -> bool:
     return "gloo" in type(backend).__name__.lower()
 
 
-def name_of_nccl() -> str:
-    """Return which of torch's two NCCL backends "nccl" stands for: "nccl", or "nccl2" as by default from torch 2.15."""
-    made_by = getattr(dist.Backend._plugins.get("NCCL"), "creator_fn", None)
-    return "nccl2" if "nccl2" in getattr(made_by, "__name__", "") else "nccl"
-
-
 def abort_together(backends: Sequence[Any]) -> None:
     """End the communicators of backends at the same time: one after another they wait for each other (pytorch 119797).
 
@@ -575,7 +569,8 @@ def gloo_through(devices: Sequence[Any] | None) -> Iterator[None]:
     given = list(devices)
 
     class GlooThrough(gloo):  # type: ignore[misc]
-        def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
+            # From torch 2.15 on it is told, too, whether the group can be reconfigured: ours never is.
             options = gloo._Options()
             options._devices, options._threads, options._timeout = given, 2 * len(given), timeout
             super().__init__(store, rank, size, options)

@@ -81,10 +81,10 @@ def _version(package: str) -> str:
 
 
 def _collectives() -> Finding:
+    import torch
     import torch.distributed as dist
 
     from hetu_fx.base.device_types import computing
-    from hetu_fx.base.torch_private import name_of_nccl
 
     if not (dist.is_available() and dist.is_gloo_available()):
         return judged("collectives", "this torch has no gloo", wrong="install torch from pytorch.org or PyPI")
@@ -92,7 +92,16 @@ def _collectives() -> Finding:
         if kind.is_direct and not dist.is_backend_available(kind.process_groups):
             told = f"gloo, no {kind.process_groups}: {kind.name} devices meet through the host"
             return judged("collectives", told, doubtful=f"install a torch that has {kind.process_groups}")
-    return judged("collectives", f"gloo and {name_of_nccl()}" if dist.is_nccl_available() else "gloo")
+    if not dist.is_nccl_available():
+        return judged("collectives", "gloo")
+    return judged("collectives", f"gloo and {nccl_of(torch.__version__, os.environ)}")
+
+
+def nccl_of(version: str, environment: Mapping[str, str]) -> str:
+    """Return which of torch's two NCCL backends "nccl" stands for: nccl2 by default from 2.15 on."""
+    by_default = "1" if numbers(version) >= (2, 15) else "0"
+    is_new = numbers(version) >= (2, 14) and environment.get("TORCH_DIST_USE_NCCL2", by_default) == "1"
+    return "nccl2 (as nccl; TORCH_DIST_USE_NCCL2=0 takes the former one)" if is_new else "nccl"
 
 
 def _devices() -> Finding:

@@ -493,7 +493,6 @@ CALLS: dict[str, Callable[[], Any]] = {
     ),
     "_Options _devices _threads _timeout _get_backend": through_devices,
     "_device_types": lambda: of_world(private.device_types) >= {"cpu"},
-    "_plugins torch.distributed.Backend._plugins.get": lambda: private.name_of_nccl() in ("nccl", "nccl2"),
     "_group_start _group_end": lambda: aborted(*NCCL) == ["_group_start", "abort", "abort", "_group_end"],
 }
 

@@ -17,6 +17,7 @@ from hetu_fx.cli.job_checks import clock_finding, link_findings, speed_finding, 
 from hetu_fx.cli.machine_checks import (
     SETTINGS,
     launch_finding,
+    nccl_of,
     package_finding,
     parts_of,
     settings_finding,
@@ -68,6 +69,16 @@ def test_a_torch_above_the_newest_tested_is_doubtful_and_no_error(monkeypatch: p
     assert "newest that was tested" in found.says
     assert "'torch<2.15'" in found.way_out
     assert package_finding("torch", [(">=", "2.11")], "2.14.9", is_needed=True).state == "fine"
+
+
+@pytest.mark.parametrize(
+    ("version", "setting", "is_new"),
+    [("2.13.0", "1", False), ("2.14.1", None, False), ("2.14.1", "1", True), ("2.15.0", None, True),
+     ("2.15.0", "0", False)],
+)  # fmt: skip
+def test_which_backend_nccl_stands_for_is_told(version: str, setting: str | None, is_new: bool) -> None:
+    environment = {} if setting is None else {"TORCH_DIST_USE_NCCL2": setting}
+    assert nccl_of(version, environment).startswith("nccl2") == is_new
 
 
 def test_a_launch_that_lacks_something_or_started_one_process_is_told() -> None:

@@ -89,7 +89,8 @@ def check_words(words: Sequence[str]) -> None:
                 check_words(["hetu-fx", *options.training_script_args])
         case ["accelerate", "launch", *own]:
             launch_command_parser().parse_args(own)
-        case ["make", target]:
+        case ["make", target, *given]:
+            assert all(map(SETS.fullmatch, given))
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         case ["pip", "install", "-e", place, *_]:
             project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

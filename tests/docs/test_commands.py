@@ -50,6 +50,9 @@ BENCHMARK = Held(why="minutes long, of this machine; its module and its options 
 CI = Held(why="CI is this (.ci/run); its target is looked up")
 
 HELD = {
+    "make package": CI,
+    "make smoke TORCH='torch==2.11.*'": CI,
+    "make test TORCH=torch==2.14.1 VENV=build/venv-2.14.1": Held(why="gigabytes, and what CI runs under another torch"),
     "make demo": Held(why="minutes long; its parts are tested in tests/examples/demo, its target is looked up"),
     "python -m examples.demo --quick": Held(why="starts four processes; its parts are tested in tests/examples/demo"),
     "pip install -e '.[hf,ui]'": INSTALL,

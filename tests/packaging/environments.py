@@ -15,14 +15,15 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build"
-NOTHING_FOUND = "No matching distribution found"
+NOTHING_FOUND = ("No matching distribution found", "ResolutionImpossible")
+"""What pip says where the index, or a constraint of this machine, allows no version."""
 BRINGS_CUDA = ("nvidia-", "cuda-")
 """How names of packages begin that make a torch of a few hundred megabytes one of several gigabytes."""
 TO_TEST = ("pytest", "pytest-timeout", "hypothesis", "expecttest")
 
 
 class NotInIndexError(Exception):
-    """The index has no such package."""
+    """The index has no such package, or a constraint forbids it."""
 
 
 def run(*command: str | Path, cwd: Path = ROOT, seconds: float = 1800, **environment: str) -> str:
@@ -32,8 +33,8 @@ def run(*command: str | Path, cwd: Path = ROOT, seconds: float = 1800, **environ
         list(map(str, command)), cwd=cwd, env=names, capture_output=True, text=True, timeout=seconds, check=False
     )
     if done.returncode:
-        if NOTHING_FOUND in done.stderr:
-            raise NotInIndexError(done.stderr.strip().splitlines()[-1])
+        if any(said in done.stderr for said in NOTHING_FOUND):
+            raise NotInIndexError("the index has no version that is asked for and that pip's constraints allow")
         print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
         done.check_returncode()
     return done.stdout
@@ -88,4 +89,5 @@ class Torch:
     def find(cls, requirement: str, asking: Environment) -> Torch:
         """Return the one that pip would install for a requirement, which may have options such as --index-url."""
         (found,) = asking.resolve("--ignore-installed", "--no-deps", *shlex.split(requirement))
-        return cls(found["version"], [line for line in found.get("requires_dist", []) if line.startswith(BRINGS_CUDA)])
+        needs = found.get("requires_dist", []) if sys.platform == "linux" else []  # elsewhere no torch has CUDA
+        return cls(found["version"], [line for line in needs if line.startswith(BRINGS_CUDA)])

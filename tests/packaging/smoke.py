@@ -23,7 +23,7 @@ def main() -> int:
     try:
         found = Torch.find(given.torch, Environment.at("venv-tools"))
     except NotInIndexError as error:
-        print(f"SKIPPED smoke under {given.torch}: {error}")
+        print(f"{'SKIPPED' if given.small else 'NO'} smoke under {given.torch}: {error}")
         return 0 if given.small else 1
     if given.small and found.brings:
         print(f"SKIPPED smoke under {given.torch}: the index has torch {found.version} with CUDA only (gigabytes)")

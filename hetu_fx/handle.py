@@ -44,6 +44,11 @@ class Handle:
         self._adaptation = adaptation
         self._rehoming = rehoming
 
+    def __repr__(self) -> str:
+        ranks = f"{self._runtime.table.size} ranks" if self._runtime.table.size > 1 else "1 rank"
+        told = f"variant {self.current!r} of {len(self._runtime.variants)}, {ranks}, step {self._runtime.step}"
+        return f"<model.hetu: {told}; explain() says what the plan is>"
+
     @property
     def plan(self) -> Plan:
         """Return the plan that runs now."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import os
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -260,7 +262,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own, rest = _split_at_dashes(sys.argv[1:] if arguments is None else arguments)
     try:
         options = make_parser().parse_args([_with_dashes(word) for word in own])
-        return COMMANDS[options.command].call(options, rest)
+        status = COMMANDS[options.command].call(options, rest)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `| head` has read enough: the interpreter must not flush once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except HetuFxError as error:
         print(f"hetu-fx: {error}", file=sys.stderr)
         return ERROR_STATUS

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetu_fx.base.progress import telling
+from hetu_fx.base.words import rate_text, seconds_text
 from hetu_fx.cli.given import function_named, local_device
 from hetu_fx.cli.plan import print_table
 from hetu_fx.cluster.precisions import HEADER as PRECISIONS_HEADER
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 PRECISION_SECONDS = 0.2
 """How long products in each dtype are timed."""
 
-_COLLECTIVES_HEADER = ("collective", "where", "kind", "ranks", "MB/s", "latency us")
+_COLLECTIVES_HEADER = ("collective", "where", "kind", "ranks", "bandwidth", "latency")
 _HEADER = ("kind", "degree", "a s^2", "b s", "c s", "R^2", "kept KB/token", "alpha")
 
 
@@ -133,7 +134,7 @@ def _profile(make: Callable[[], tuple[Any, Any]], cluster: Cluster, device: str,
 
 def _show_collectives(cluster: Cluster) -> None:
     rows = [
-        [c.name, c.where, c.kind, str(c.num_ranks), f"{c.bytes_per_second / 1e6:.4g}", f"{c.latency_seconds * 1e6:.3g}"]
+        [c.name, c.where, c.kind, str(c.num_ranks), rate_text(c.bytes_per_second), seconds_text(c.latency_seconds)]
         for c in cluster.collectives
     ]
     if rows:

@@ -15,14 +15,24 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from hetu_fx.base.documents import nearest
-from hetu_fx.base.json_values import PAIRS, many
+from hetu_fx.base.json_values import PAIRS
 from hetu_fx.base.records import Document, Key, record
+from hetu_fx.base.words import seconds_text
 from hetu_fx.errors import PlanError
 from hetu_fx.plans.parts import PartedPipeline
 from hetu_fx.plans.picture import plan_html
 from hetu_fx.plans.prediction import PREDICTION, Prediction
-from hetu_fx.plans.stage import LATER, PIPELINE, Pipeline, Stage, check_devices, reduced
-from hetu_fx.plans.tables import HEADER, busiest, device_rows, left_out_text, plan_table, program_text, rows_text
+from hetu_fx.plans.stage import LATER, PIPELINES, Pipeline, Stage, check_devices, reduced
+from hetu_fx.plans.tables import (
+    HEADER,
+    busiest,
+    device_rows,
+    left_out_text,
+    plan_table,
+    program_text,
+    rows_text,
+    short_text,
+)
 from hetu_fx.show.markup import alone
 from hetu_fx.show.table import table_text
 
@@ -224,6 +234,10 @@ class Plan(Document):
         """Return the plan on one line: `3 rows in 2: [0,1 2:1]x3 > [2]x1 | 1 row: [3]x4`."""
         return " | ".join(f"{rows_text(pipeline)}: {pipeline}" for pipeline in self.pipelines)
 
+    def __repr__(self) -> str:
+        step = "" if self.predicted is None else f"; predicted step {seconds_text(self.predicted.seconds)}"
+        return f"<Plan{self._called}: {short_text(self)}{step}>"
+
     def __str__(self) -> str:
         length = "any" if self.max_length is None else f"at most {self.max_length}"
         shared = ", sequence parallel" if self.sequence_parallel else ""
@@ -283,7 +297,7 @@ Plan.form = record(
     order="name pipelines schedule chunks zero max_length split sequence_parallel attention predicted",
     format=FORMAT,
     later=LATER,
-    pipelines=Key(many(PIPELINE.values)),
+    pipelines=Key(PIPELINES),
     schedule=Key(written="always"),
     chunks=Key(omit=lambda chunks: chunks == 1),
     zero=Key(written="always"),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from hetu_fx.base.words import bytes_text, seconds_text
 from hetu_fx.report.run_log import Entry
 from hetu_fx.show.figure import new_figure
 from hetu_fx.show.table import table_text
@@ -18,11 +19,11 @@ CHANGES = ("plan", "cluster", "health", "switch", "built", "evicted", "moved", "
 HEADER = (
     "variant",
     "steps",
-    "first s",
-    "median s",
-    "after a switch s",
-    "host s",
-    "predicted s",
+    "first",
+    "median",
+    "after a switch",
+    "host",
+    "predicted",
     "measured / predicted",
 )
 
@@ -37,32 +38,33 @@ def entry_text(entry: Entry) -> str:
         case "cluster":
             return f"step {entry['step']}: the first steps have corrected the devices' speeds"
         case "memory":
-            told = ", ".join(f"{count / 1e6:.4g}" for count in entry["peak_bytes"])
-            return f"step {entry['step']}: processes have had up to {told} MB"
+            told = ", ".join(map(bytes_text, entry["peak_bytes"]))
+            return f"step {entry['step']}: processes have had up to {told}"
         case "health":
             return f"step {entry['step']}: {rates_text(entry['rates'])}"
         case "gathered":
             size, names = sum(op["bytes"] for op in entry["ops"]), dict.fromkeys(op["op"] for op in entry["ops"])
-            told = f"{size / 1e6:.3g} MB for {', '.join(names)}" if names else "nothing any more"
+            told = f"{bytes_text(size)} for {', '.join(names)}" if names else "nothing any more"
             return f"step {entry['step']}: {entry['variant']!r} gathers {told}"
         case "switch":
             return f"step {entry['step']}: {entry['from']!r} -> {entry['to']!r}"
         case "built":
-            return f"step {entry['step']}: graphs of {entry['variant']!r} made in {entry['seconds']:.2g} s"
+            return f"step {entry['step']}: graphs of {entry['variant']!r} made in {seconds_text(entry['seconds'])}"
         case "evicted":
-            return f"step {entry['step']}: graphs of {entry['variant']!r} evicted, {entry['bytes'] / 1e6:.3g} MB"
+            return f"step {entry['step']}: graphs of {entry['variant']!r} evicted, {bytes_text(entry['bytes'])}"
         case "moved":
-            size, why = f"{entry['bytes'] / 1e6:.3g} MB", f": {entry['why']}" if "why" in entry else ""
-            return f"step {entry['step']}: homes changed, {size} in {entry['seconds']:.2g} s{why}"
+            size, why = bytes_text(entry["bytes"]), f": {entry['why']}" if "why" in entry else ""
+            return f"step {entry['step']}: homes changed, {size} in {seconds_text(entry['seconds'])}{why}"
         case "arrived":
-            beside = f"{entry['seconds']:.2g} s, of which {entry['waited_seconds']:.2g} s were waited for"
-            return f"step {entry['step']}: optimizer state is home, {entry['bytes'] / 1e6:.3g} MB in {beside}"
+            took = f"{bytes_text(entry['bytes'])} in {seconds_text(entry['seconds'])}"
+            waited = f"of which {seconds_text(entry['waited_seconds'])} were waited for"
+            return f"step {entry['step']}: optimizer state is home, {took}, {waited}"
         case "evaluation":
-            return f"evaluation  {entry['variant']}  {entry['seconds']:.3g} s{_loss(entry)}"
+            return f"evaluation  {entry['variant']}  {seconds_text(entry['seconds'])}{_loss(entry)}"
         case _:
             predicted = entry["predicted_seconds"]
-            beside = "" if predicted is None else f" ({predicted:.3g} predicted)"
-            return f"step {entry['step']}  {entry['variant']}  {entry['seconds']:.3g} s{beside}{_loss(entry)}"
+            beside = "" if predicted is None else f" ({seconds_text(predicted)} predicted)"
+            return f"step {entry['step']}  {entry['variant']}  {seconds_text(entry['seconds'])}{beside}{_loss(entry)}"
 
 
 def _loss(entry: Entry) -> str:
@@ -133,8 +135,9 @@ def variant_row(summary: VariantSummary) -> list[str]:
     measured = summary.seconds or summary.switched_seconds
     ratio = measured / summary.predicted_seconds if measured and summary.predicted_seconds else None
     measured_seconds = summary.first_seconds, summary.seconds, summary.switched_seconds, summary.host_seconds
-    numbers = (*measured_seconds, summary.predicted_seconds, ratio)
-    return [summary.name, str(summary.steps), *("" if number is None else f"{number:.3g}" for number in numbers)]
+    times = (*measured_seconds, summary.predicted_seconds)
+    cells = ("" if seconds is None else seconds_text(seconds) for seconds in times)
+    return [summary.name, str(summary.steps), *cells, "" if ratio is None else f"{ratio:.3g}"]
 
 
 def to_json(log: Sequence[Entry]) -> dict[str, Any]:

@@ -215,7 +215,7 @@ def test_a_bad_plan_object_is_refused_with_its_place(changes: dict[str, Any], me
         ({"stages": []}, r"plan: pipelines\[0\]: a pipeline has no stages"),
         ({"stages": [{"devices": [0]}], "rows": 0}, r"\[0\] has rows 0; give 1 or more"),
         ({"stages": [{"devices": [0]}], "rows": 1, "share": 2}, r"'rows' and 'share' are two names of one thing"),
-        ({"stages": [{"devices": [0]}], "rows": 1.5}, r"'rows' must be a whole number, not a number: 1.5"),
+        ({"stages": [{"devices": [0]}], "rows": -1.5}, r"'rows' must be a whole number, not a number: -1.5"),
         ({"stages": [{"devices": [0]}], "micro_batches": 0}, r"0 micro-batches; give 1 or more"),
         ({"stages": [{"devices": [0]}], "microbatches": 2}, r"did you mean 'micro_batches'"),
         (

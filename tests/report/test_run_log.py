@@ -149,7 +149,7 @@ def test_graphs_are_told_when_they_are_built_with_their_seconds_and_when_they_ar
     found = list(entries(before, state(4, "short", graphs=(evicted, built)), Batch(8, 2.0)))
     assert events(found) == ["evicted", "built", "switch", "step"]
     assert found[1] == {"event": "built", "step": 4, "variant": "short", "bytes": 2_000_000, "seconds": 0.25}
-    texts = ["step 3: graphs of 'long' evicted, 1 MB", "step 4: graphs of 'short' made in 0.25 s"]
+    texts = ["step 3: graphs of 'long' evicted, 1 MB", "step 4: graphs of 'short' made in 250 ms"]
     assert [entry_text(entry) for entry in found[:2]] == texts
 
 
@@ -161,8 +161,8 @@ def test_changes_of_home_are_told_with_what_came_before_training_went_on_and_wha
     assert found[1] == {"event": "moved", "step": 4, "bytes": 3_000_000, "seconds": 0.25}
     assert found[2] == {"event": "arrived", "step": 5, "bytes": 6_000_000, "seconds": 0.5, "waited_seconds": 0.125}
     assert [entry_text(entry) for entry in found[1:]] == [
-        "step 4: homes changed, 3 MB in 0.25 s",
-        "step 5: optimizer state is home, 6 MB in 0.5 s, of which 0.12 s were waited for",
+        "step 4: homes changed, 3 MB in 250 ms",
+        "step 5: optimizer state is home, 6 MB in 500 ms, of which 125 ms were waited for",
     ]
 
 
@@ -170,7 +170,7 @@ def test_homes_that_follow_a_plan_are_told_with_the_reason() -> None:
     followed = HomeEvent("moved", 3, 2_000_000, 0.25, 0.25, "follows 'b'")
     (entry,) = entries(state(3, "short"), state(3, "short", homes=(followed,)), None)
     assert entry == {"event": "moved", "step": 3, "bytes": 2_000_000, "seconds": 0.25, "why": "follows 'b'"}
-    assert entry_text(entry) == "step 3: homes changed, 2 MB in 0.25 s: follows 'b'"
+    assert entry_text(entry) == "step 3: homes changed, 2 MB in 250 ms: follows 'b'"
 
 
 def test_the_losses_are_those_that_the_script_was_given_whatever_it_does_to_them(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 _SECONDS = ((3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+_NOTHING = 1e-12  # what is less is rounding
 _LONG = 120.0  # from so many seconds on, minutes say more
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _SIZES = {unit: size for size, unit in _BYTES} | {"bytes": 1.0}
@@ -16,7 +17,7 @@ _MOST_RUNS = 3  # of ranks that are written out
 
 def seconds_text(seconds: float) -> str:
     """Return seconds in the unit that suits: `9.29 s`, `16.4 ms`, `2.5 min`; `0` for none."""
-    if not seconds:
+    if seconds < _NOTHING:
         return "0"
     for size, unit in _SECONDS:
         least = 60 * _LONG if unit == "h" else _LONG if unit == "min" else size

@@ -97,7 +97,9 @@ def _answer(options: argparse.Namespace) -> tuple[tuple[Plan, ...], list[str]]:
     """Return the plans for a cluster file and a profile file, and what is different where something was changed."""
     problem = _problem(options)
     other = replace(problem, cluster=changed(problem.cluster, options))
-    after = _plans(other, options)
+    from hetu_fx.planner.left_out import with_reasons
+
+    after = tuple(with_reasons(plan, other) for plan in _plans(other, options))
     return after, [] if other == problem else differences(_plans(problem, options), after, changes_text(options))
 
 

@@ -31,6 +31,7 @@ from hetu_fx.plans.tables import (
     plan_table,
     program_text,
     rows_text,
+    sentence,
     short_text,
 )
 from hetu_fx.show.markup import alone
@@ -238,23 +239,28 @@ class Plan(Document):
         step = "" if self.predicted is None else f"; predicted step {seconds_text(self.predicted.seconds)}"
         return f"<Plan{self._called}: {short_text(self)}{step}>"
 
-    def __str__(self) -> str:
+    @property
+    def _how(self) -> str:
         length = "any" if self.max_length is None else f"at most {self.max_length}"
         shared = ", sequence parallel" if self.sequence_parallel else ""
         shared += "" if self.attention == "auto" else f", {self.attention} attention"
-        title = f"plan{self._called}: schedule {self.schedule_text}, zero {self.zero}, sequence length {length}{shared}"
-        return "\n".join([f"{title}\n{plan_table(self)}", *program_text(self)])
+        return f"plan{self._called}: schedule {self.schedule_text}, zero {self.zero}, sequence length {length}{shared}"
+
+    def __str__(self) -> str:
+        return "\n".join([self._how, plan_table(self), *program_text(self)])
 
     def explain(self, devices: Iterable[int] = ()) -> str:
-        """Return the table, with what each device does and was predicted, and why the planner chose the plan.
+        """Return who computes what in a sentence and as a table, what was predicted, and why the planner chose it.
 
         Which of the devices that there are it leaves out is said too: of `devices`, and of those planned for.
         """
-        head = [str(self), *left_out_text(self, devices)]
+        told = tuple(devices)
+        head = [sentence(self, told), plan_table(self), *program_text(self), *left_out_text(self, told)]
         if self.predicted is None:
-            return "\n".join([*head, "no prediction: the plan was given, not made by the planner"])
+            return "\n".join([*head, "no prediction: the plan was given, not made by the planner", self._how])
         rows = list(device_rows(self))
-        return "\n".join([*head, *([table_text(HEADER, rows)] if rows else []), self.predicted.text(busiest(self))])
+        table = [table_text(HEADER, rows)] if rows else []
+        return "\n".join([*head, *table, self.predicted.text(busiest(self)), self._how])
 
     def _repr_html_(self) -> str:
         """Return what notebooks show: who has which share of the work, as a table with bars."""

@@ -12,7 +12,9 @@ import pytest
 from hetu_fx.cli.main import main
 from hetu_fx.cli.plan import print_table
 from hetu_fx.cluster.cluster import Cluster, Link
+from hetu_fx.planner.left_out import with_reasons
 from hetu_fx.planner.make_plan import make_plan
+from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.searches import SEARCHES
 from hetu_fx.planner.values.options import FEATURES
 from hetu_fx.planner.values.profile_file import BlockTime, Profile
@@ -78,7 +80,8 @@ def test_what_if_shows_what_changes_and_what_it_costs(run: Run) -> None:
     lines = out.splitlines()
     start = lines.index("what if without 1, rate 2=2.5, link 100mbit:")
     changed = Cluster(CLUSTER.devices, CLUSTER.intra, Link(100e6 / 8, 1e-5)).with_rates({2: 2.5}).without([1])
-    assert lines[:start] == make_plan(COSTS, changed).explain().splitlines()
+    made = with_reasons(make_plan(COSTS, changed), Problem(Profile(COSTS), changed))
+    assert lines[:start] == made.explain().splitlines()
     assert lines[start + 1].split() == ["before", "after"]
     assert lines[start + 2].startswith("predicted step  ")
     assert lines[start + 2].endswith(" %)")

@@ -115,6 +115,7 @@ def model() -> Any:
 def train(model: Any, *lengths: int) -> None:
     for length in lengths:
         model(**batch_of(length))["loss"].backward()
+        model.zero_grad()  # else the gradients of batches are added up, for one step
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +183,7 @@ def test_the_losses_are_those_that_the_script_was_given_whatever_it_does_to_them
             loss = model(**batch_of(length))["loss"]
             loss.backward()
             loss.detach().zero_()
+            model.zero_grad()
         with torch.no_grad():
             model(**batch_of(4))
     told = [entry["loss"] for entry in read_log(tmp_path / "run.jsonl") if "loss" in entry]

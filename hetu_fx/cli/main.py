@@ -22,7 +22,7 @@ from hetu_fx.cli.clean import add_clean, call_clean
 from hetu_fx.cli.doctor import add_doctor, call_doctor
 from hetu_fx.cli.environment import call_env
 from hetu_fx.cli.exported import add_exported, call_exported
-from hetu_fx.cli.measure import add_measure, call_measure
+from hetu_fx.cli.measure import add_measure, add_profile, call_measure, call_profile
 from hetu_fx.cli.plan import add_plan, call_plan, more_of_plan
 from hetu_fx.cli.simulate import add_simulate, call_simulate
 from hetu_fx.cli.verify import add_verify, call_verify
@@ -219,6 +219,7 @@ def _call_launch(options: argparse.Namespace, rest: Sequence[str]) -> int:
 COMMANDS = {
     "emulate": Command("run a command on unequal emulated devices of this machine", _add_emulate, _call_emulate),
     "measure": Command("measure devices, links and a model's blocks, for plan", add_measure, call_measure),
+    "profile": Command("count what a step of a model costs, for plan; runs nothing", add_profile, call_profile),
     "plan": Command("make a plan for devices that need not be there, or show one", add_plan, call_plan, more_of_plan),
     "simulate": Command("run a step of a plan on paper: timeline, memory, links", add_simulate, call_simulate),
     "verify": Command("train a model under plans and on one device, and compare", add_verify, call_verify),

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from hetu_fx.base.progress import telling
 from hetu_fx.base.words import rate_text, seconds_text
-from hetu_fx.cli.given import function_named, local_device
-from hetu_fx.cli.plan import print_table
+from hetu_fx.cli.given import check_folder, function_named, local_device
 from hetu_fx.cluster.precisions import HEADER as PRECISIONS_HEADER
 from hetu_fx.cluster.precisions import precisions_of
 from hetu_fx.cluster.precisions import rows_of as rows_of_precisions
 from hetu_fx.cluster.ways import HEADER as WAYS_HEADER
 from hetu_fx.cluster.ways import rows_of as rows_of_ways
+from hetu_fx.show.table import print_table
 
 if TYPE_CHECKING:
     from hetu_fx.cluster.cluster import Cluster
@@ -106,6 +106,33 @@ def call_measure(options: argparse.Namespace, rest: Sequence[str]) -> int:
         _tell_profile(options, cluster, profile)
     if dist.is_initialized():
         dist.destroy_process_group()
+    return 0
+
+
+def add_profile(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `hetu-fx profile`."""
+    parser.usage = "hetu-fx profile SCRIPT.py:FUNCTION [--out FILE]"
+    parser.add_argument("model", metavar="SCRIPT:FUNCTION", help="returns (model, example batch of all devices)")
+    parser.add_argument("--out", type=Path, default=Path("profile.json"), metavar="FILE", help="(default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print the profile as JSON; write no file")
+
+
+def call_profile(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Run `hetu-fx profile`: count what a step costs from the captured graph; nothing is run."""
+    from hetu_fx.errors import ProfileError
+    from hetu_fx.planner.api import profile
+
+    check_folder("--out", options.out, ProfileError)
+    made = function_named(options.model)()
+    if not (isinstance(made, tuple) and len(made) == 2):
+        raise ProfileError(f"{options.model} returned {type(made).__name__}; return (model, example batch)")
+    with telling("profiling"):
+        found = profile(*made)
+    if options.json:
+        print(json.dumps(found.to_json(), indent=2))
+        return 0
+    found.write(options.out)
+    print(f"{options.out}: {found}")
     return 0
 
 

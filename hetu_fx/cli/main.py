@@ -142,19 +142,16 @@ def _call_completion(options: argparse.Namespace, rest: Sequence[str]) -> int:
 def _add_log(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `hetu-fx log`."""
     parser.add_argument("file", type=Path, help="what model.hetu.log wrote")
-    parser.add_argument("--out", type=Path, metavar="PNG", help="draw the run")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def _call_log(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx log`."""
     from hetu_fx.report.read import read_log
-    from hetu_fx.report.summary import draw, summary_text, to_json
+    from hetu_fx.report.summary import summary_text, to_json
 
     log = read_log(options.file)
     print(json.dumps(to_json(log), indent=2) if options.json else summary_text(log))
-    if options.out is not None:
-        draw(log, options.out)
     return 0
 
 

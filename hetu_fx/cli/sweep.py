@@ -48,7 +48,7 @@ class Point:
 def show_sweep(problem: Problem, options: argparse.Namespace) -> int:
     """Print a row for each number of rows and each link, and from where on more devices pay."""
     axes = _axes(options.sweep)
-    links = sorted(map(parse_rate, axes.get("link", ()))) or [None]
+    links: Sequence[float | None] = sorted(map(parse_rate, axes.get("link", ()))) or (None,)
     rows = sorted(map(_rows, axes.get("rows", ()))) or [problem.costs.rows]
     with telling("planning") as tell:
         points = []

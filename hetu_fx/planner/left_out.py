@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from hetu_fx.base.words import bytes_text, ranks_text, rate_text, seconds_text
+from hetu_fx.base.words import bytes_of, ranks_text, rate_text, seconds_text
 from hetu_fx.planner.search.problem import Problem, predict_by_costs
 from hetu_fx.plans.plan import Pipeline, Plan
 from hetu_fx.plans.prediction import Prediction
@@ -42,8 +42,7 @@ def _reason(plan: Plan, ranks: Sequence[int], problem: Problem) -> str:
         return f"too few for another replica of {size} devices"
     alone, joined = problem.fitted(plan), _fitting(plan, ranks, problem)
     if joined is None or alone is None:
-        memory = bytes_text(problem.cluster.device(ranks[0]).memory_bytes)
-        return f"another replica on them, of {memory} each, does not fit or is not allowed"
+        return _lack(plan, ranks[:size], problem)
     before, after = alone[1], joined[1]
     if after < before * (1 + _EXACT):
         return f"with them a step takes {seconds_text(after)}, about as long as without"
@@ -52,6 +51,20 @@ def _reason(plan: Plan, ranks: Sequence[int], problem: Problem) -> str:
     ways = [way for way in (_link(plan, ranks, problem), _rows(plan, ranks, problem)) if way]
     brings = f"they pay from {' or '.join(ways)} on" if ways else "no faster link and no larger batch brings them in"
     return f"{told}; {brings}"
+
+
+def _lack(plan: Plan, ranks: Sequence[int], problem: Problem) -> str:
+    """Say why no other replica on some devices is there."""
+    one = _joined(plan, ranks, problem)
+    if one is None:
+        return "they would have less than a row each; a larger batch brings them in"
+    needed = {device.rank: device.total_bytes for device in predict_by_costs(one, problem).devices}
+    room = problem.options.memory_fraction
+    limits = {rank: int(room * problem.cluster.device(rank).memory_bytes) for rank in ranks}
+    worst = max(ranks, key=lambda rank: needed[rank] / limits[rank])
+    if needed[worst] <= limits[worst]:
+        return "another replica on them is not allowed"
+    return f"another replica on them needs {bytes_of(needed[worst], limits[worst])} each; more memory brings them in"
 
 
 def _fitting(plan: Plan, ranks: Sequence[int], problem: Problem) -> tuple[Plan, float] | None:
@@ -71,10 +84,10 @@ def _joined(plan: Plan, ranks: Sequence[int], problem: Problem) -> Plan | None:
     groups += [tuple(ranks[start : start + size]) for start in range(0, len(ranks), size)]
     speeds = [sum(problem.cluster.device(rank).speed for rank in group) for group in groups]
     shares = [round(rows * speed / sum(speeds)) for speed in speeds]
-    if min(shares) < 1:
+    if rows < len(groups) or min(shares) < 1:
         return None
     shapes = [*plan.pipelines, *[shape] * (len(groups) - len(plan.pipelines))]
-    made = [_on(one, *found) for one, *found in zip(shapes, groups, shares, strict=True)]
+    made = [_on(one, group, share) for one, group, share in zip(shapes, groups, shares, strict=True)]
     return replace(plan, pipelines=tuple(made), predicted=None)
 
 

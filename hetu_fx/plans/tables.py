@@ -251,7 +251,7 @@ def left_out_text(plan: Plan, devices: Iterable[int] = ()) -> Iterator[str]:
     idle = known - {*plan.devices}
     if idle:
         yield f"left out: {len(idle)} of {len(known | {*plan.devices})} devices, {ranks_text(idle)}"
-        yield from () if plan.predicted is None else (f"  {why}" for why in plan.predicted.left_out_why)
+        yield from () if plan.predicted is None else (f"- {why}" for why in plan.predicted.left_out_why)
 
 
 def sentence(plan: Plan, devices: Iterable[int] = ()) -> str:

@@ -1,9 +1,8 @@
-"""What the log of a run says: each entry in words, what variants took beside what was predicted, and a picture."""
+"""What the log of a run says: each entry in words, and what variants took beside what was predicted."""
 
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -11,10 +10,8 @@ from typing import Any
 
 from hetu_fx.base.words import bytes_text, seconds_text
 from hetu_fx.report.run_log import Entry
-from hetu_fx.show.figure import new_figure
 from hetu_fx.show.table import table_text
 
-PALETTE = ("#4c9be8", "#e8b84c", "#2f6f4f", "#c77dba", "#8c6d46", "#7d7d7d")
 CHANGES = ("plan", "cluster", "health", "switch", "built", "evicted", "moved", "arrived")
 HEADER = (
     "variant",
@@ -144,49 +141,3 @@ def to_json(log: Sequence[Entry]) -> dict[str, Any]:
     """Return the summary as what JSON can say."""
     rows = [{name: getattr(summary, name) for name in VariantSummary.__slots__} for summary in summaries(log)]
     return {"variants": rows, "changes": [entry for entry in log if entry["event"] in CHANGES]}
-
-
-def draw(log: Sequence[Entry], path: str | os.PathLike[str]) -> None:
-    """Draw the run: seconds of each step by variant beside what was predicted, and devices' straggling rates.
-
-    Raises:
-        EnvironmentProblem: without matplotlib.
-    """
-    figure = new_figure(10, 5)
-    steps, health = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    _draw_steps(steps, steps_of(log))
-    _draw_rates(health, log)
-    figure.savefig(os.fspath(path), format="png", dpi=120)
-
-
-def _draw_steps(axes: Any, entries: Sequence[Entry]) -> None:
-    names = dict.fromkeys(entry["variant"] for entry in entries)
-    for color, name in zip(itertools.cycle(PALETTE), names, strict=False):
-        own = [entry for entry in entries if entry["variant"] == name]
-        axes.bar([entry["step"] for entry in own], [entry["seconds"] for entry in own], color=color, label=name)
-    known = [entry for entry in entries if entry["predicted_seconds"] is not None]
-    places, predicted = [e["step"] for e in known], [e["predicted_seconds"] for e in known]
-    axes.scatter(places, predicted, marker="_", color="black", label="predicted", zorder=3)
-    axes.set_ylabel("seconds of a step")
-    axes.legend(frameon=False, fontsize=8)
-
-
-def _draw_rates(axes: Any, log: Sequence[Entry]) -> None:
-    last = max((entry["step"] for entry in steps_of(log)), default=0)
-    told = [(entry["step"], entry["rates"]) for entry in log if entry["event"] == "health"]
-    for device in sorted({device for _, rates in told for device in rates}, key=int):
-        places, heights = _rate_line(told, device, last)
-        axes.step(places, heights, where="post", label=f"device {device}")
-    axes.set_ylabel("straggling rate")
-    axes.set_xlabel("step")
-    if told:
-        axes.legend(frameon=False, fontsize=8)
-
-
-def _rate_line(
-    told: Sequence[tuple[int, Mapping[str, float]]], device: str, last: int
-) -> tuple[list[int], list[float]]:
-    """Return where a device's rate changes, and to what: 1 from the start, the last one to the end."""
-    places = [0, *(step for step, _ in told)]
-    heights = [1.0, *(rates.get(device, 1.0) for _, rates in told)]
-    return [*places, max(last, places[-1])], [*heights, heights[-1]]

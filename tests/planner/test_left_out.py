@@ -52,9 +52,11 @@ def test_a_device_behind_a_slow_link_says_what_it_would_cost_and_from_which_link
 
 def test_a_device_that_has_no_room_and_one_that_is_too_few_say_so() -> None:
     plan = Plan.data_parallel([0, 1]).with_blocks(COSTS.num_blocks)
-    assert reasons(plan, problem(memory_bytes=1000)) == (
-        "2 (away): another replica on them, of 1 kB each, does not fit or is not allowed",
-    )
+    (why,) = reasons(plan, problem(memory_bytes=1_000_000))
+    assert why.startswith("2 (away): another replica on them needs ")
+    assert why.endswith("kB each; more memory brings them in") or why.endswith("MB each; more memory brings them in")
+    few = Problem(Profile(replace(COSTS, rows=2)), cluster())
+    assert reasons(plan, few) == ("2 (away): they would have less than a row each; a larger batch brings them in",)
     both = Plan.tensor_parallel([0, 1]).with_blocks(COSTS.num_blocks)
     assert reasons(both, problem()) == ("2 (away): too few for another replica of 2 devices",)
 

@@ -110,7 +110,7 @@ def test_a_plan_is_told_in_a_sentence() -> None:
     predicted = Prediction(0.5, left_out=(1, 2), left_out_why=("1, 2 (slow): with them a step takes 1 s",))
     plan = replace(Plan.single(), predicted=predicted)
     assert sentence(plan) == "1 of 3 devices computes each batch in 500 ms (predicted)"
-    assert list(left_out_text(plan)) == ["left out: 2 of 3 devices, 1, 2", f"  {predicted.left_out_why[0]}"]
+    assert list(left_out_text(plan)) == ["left out: 2 of 3 devices, 1, 2", f"- {predicted.left_out_why[0]}"]
 
 
 def test_a_short_text_counts_what_is_alike() -> None:

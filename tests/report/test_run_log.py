@@ -26,7 +26,7 @@ from hetu_fx.report import read
 from hetu_fx.report.read import read_log
 from hetu_fx.report.run_log import Batch, Entry, State, entries, grown
 from hetu_fx.report.sinks import JsonLines, ProgressSink, Scalars, tensorboard_writer
-from hetu_fx.report.summary import draw, entry_text, summaries, summary_text
+from hetu_fx.report.summary import entry_text, summaries, summary_text
 from hetu_fx.switching.eviction import GraphEvent
 from hetu_fx.switching.migrate.in_flight import HomeEvent
 from tests.report.logs import GATHERED
@@ -316,18 +316,9 @@ def test_a_line_without_an_end_is_refused_before_it_is_read_whole(
         read_log(long)
 
 
-def test_a_picture_is_drawn(log_file: Path, tmp_path: Path) -> None:
-    log = [*read_log(log_file), {"event": "health", "step": 2, "rates": {"1": 2.0}}]
-    draw(log, tmp_path / "run.png")
-    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_command_sums_a_log_up_and_draws_it(
-    log_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["log", str(log_file), "--out", str(tmp_path / "run.png")]) == 0
+def test_the_command_sums_a_log_up(log_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["log", str(log_file)]) == 0
     assert "'short' -> 'long'" in capsys.readouterr().out
-    assert (tmp_path / "run.png").is_file()
 
 
 def test_a_log_that_cannot_be_written_is_an_error(model: Any, tmp_path: Path) -> None:

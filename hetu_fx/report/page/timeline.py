@@ -34,10 +34,9 @@ def _variant_data(run: LoggedRun, name: str) -> dict[str, Any]:
 
 
 def _predicted_seconds(run: LoggedRun, name: str) -> float | None:
-    """Return the seconds of the step on paper; where it is not there, those that the log tells."""
-    if name in run.on_paper:
-        return run.on_paper[name].seconds
-    return next((entry["predicted_seconds"] for entry in reversed(run.settled(name))), None)
+    """Return the seconds that the log tells, as all of the page does; without, those of the step on paper."""
+    told = next((entry["predicted_seconds"] for entry in reversed(run.settled(name))), None)
+    return run.on_paper[name].seconds if told is None and name in run.on_paper else told
 
 
 def _device(run: LoggedRun, name: str, rank: int, measured: float | None) -> dict[str, Any]:
@@ -64,7 +63,7 @@ def html(run: LoggedRun) -> str:
 def _variant(run: LoggedRun, name: str) -> str:
     step, told = run.on_paper.get(name), _variant_data(run, name)
     predicted, measured = told["predicted_seconds"], told["measured_seconds"]
-    whole = max(predicted or 0.0, measured or 0.0) or 1.0
+    whole = max(predicted or 0.0, measured or 0.0, 0.0 if step is None else step.seconds) or 1.0
     lanes = [lane for device in told["devices"] for lane in _lanes(step, device, measured, whole)]
     title = f"{name}: predicted {_known(predicted)}, measured {_known(measured)}"
     ends = f'<div class="axis"><span>0</span><span>{seconds_text(whole)}</span></div>'

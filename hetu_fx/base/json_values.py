@@ -12,6 +12,8 @@ from hetu_fx.base.checks import size_parts
 from hetu_fx.base.documents import kind_of
 from hetu_fx.errors import HetuFxError
 
+_EXACT = 1 << 53
+
 
 def _same(value: Any) -> Any:
     return value
@@ -44,8 +46,10 @@ def _is_list(value: Any) -> bool:
 
 
 def _is_integer(value: Any) -> bool:
-    """Tell whether a value is a whole number; 24e9 is one."""
-    return (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and value.is_integer())
+    """Tell whether a value is a whole number; 24e9 is one, as far as floats are exact."""
+    if isinstance(value, float):
+        return value.is_integer() and abs(value) <= _EXACT
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: Any) -> bool:
@@ -53,7 +57,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_size(value: Any) -> bool:
-    return size_parts(value, 1024) is not None if isinstance(value, str) else _is_integer(value)
+    parts = size_parts(value, 1024) if isinstance(value, str) else None
+    return _is_integer(value) if parts is None else re.fullmatch(r"\d{1,15}(\.\d{0,15})?", parts[0]) is not None
 
 
 def _size(value: Any, where: str) -> int:

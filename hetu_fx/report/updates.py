@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+from weakref import WeakMethod
 
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
@@ -28,7 +29,8 @@ class Updates:
         self._ids = frozenset(map(id, self._parameters))
         self._held: _Entry | None = None
         self._is_open = self._has_stepped = False
-        self._hook = register_optimizer_step_post_hook(self._note)
+        note = WeakMethod(self._note)  # torch keeps the hook, which must not keep the model
+        self._hook = register_optimizer_step_post_hook(lambda optimizer, *_: (known := note()) and known(optimizer))
 
     def joined(self, entries: Iterable[_Entry]) -> Iterator[_Entry]:
         """Yield entries with the numbers of their steps; a training batch once its step is over."""
@@ -57,7 +59,7 @@ class Updates:
         if not self._is_open:
             yield from self.rest()
 
-    def _note(self, optimizer: Optimizer, *_: object) -> None:
+    def _note(self, optimizer: Optimizer) -> None:
         own = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
         self._has_stepped |= not self._ids.isdisjoint(own)
 

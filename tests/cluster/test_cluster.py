@@ -194,7 +194,7 @@ def test_memory_is_read_as_people_write_it(memory: object) -> None:
     assert isinstance(found.memory_bytes, int)
 
 
-@pytest.mark.parametrize("memory", ["24Q", 1.5, "", None])
+@pytest.mark.parametrize("memory", ["24Q", 1.5, "", None, "1.2.3G", "9" * 400, 1e300])
 def test_memory_that_is_no_size_is_refused(memory: object) -> None:
     with pytest.raises(ClusterError, match='must be a whole number of bytes, or text such as "24G"'):
         device_of(flops_per_second=1e12, memory_bytes=memory)

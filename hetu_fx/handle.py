@@ -19,7 +19,10 @@ from hetu_fx.checkpoint.snapshots import STOPPED_SECONDS, Snapshots
 from hetu_fx.errors import StateError
 from hetu_fx.export.write import export_runtime
 from hetu_fx.graph.bind import Batch, as_call
+from hetu_fx.planner.left_out import with_reasons
+from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.values.gathered_op import gathered_text
+from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captured import CaptureEvent
 from hetu_fx.program.loss_type import LossType
@@ -43,6 +46,11 @@ class Handle:
         self._runtime = runtime
         self._adaptation = adaptation
         self._rehoming = rehoming
+
+    def __repr__(self) -> str:
+        ranks = f"{self._runtime.table.size} ranks" if self._runtime.table.size > 1 else "1 rank"
+        told = f"variant {self.current!r} of {len(self._runtime.variants)}, {ranks}, step {self._runtime.step}"
+        return f"<model.hetu: {told}; explain() says what the plan is>"
 
     @property
     def plan(self) -> Plan:
@@ -210,7 +218,10 @@ class Handle:
         And what was found when it was tried before it trained, and what is gathered because no rule splits it.
         """
         self._runtime.charge_groups()
-        plan = self.plan.explain(range(self._runtime.table.size))
+        known, cluster = self.plan, self._adaptation.cluster
+        if cluster is not None:
+            known = with_reasons(known, Problem(Profile(self._adaptation.costs), cluster))
+        plan = known.explain(range(self._runtime.table.size))
         tried, variant = self.checks[self.current], self._runtime.variants[self.current]
         rows = [f"rows: {variant.rows_told}"] if variant.rows_told else []
         gathered = gathered_under(self.current, self._runtime, self._adaptation)

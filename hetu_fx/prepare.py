@@ -104,6 +104,7 @@ def prepare(wanted: Preparation, make_try: MakeTry | None = None) -> tuple[Runti
     join_world()
     table = GroupTable(watched_group(wanted.process_group, wanted.settings.wait_seconds))
     _warn_if_alone(table)
+    _warn_of_layout(wanted.model, table)
     _check_group(table)
     own = _device_of(wanted.model)
     types = of_all(table, own.type)
@@ -325,6 +326,22 @@ def _warn_if_alone(table: GroupTable) -> None:
             f"hetu_fx runs on ONE process although a launcher started this script; for two CPU processes use {ways}",
             stacklevel=4,
         )
+
+
+def _warn_of_layout(model: nn.Module, table: GroupTable) -> None:
+    """Say where a channels_last model keeps its layout on several ranks, and where not."""
+    if table.rank == 0 and table.size > 1 and any(map(_is_channels_last, model.parameters())):
+        warnings.warn(
+            "the model is channels_last, but on several ranks weights, and rows that come from other ranks, arrive in "
+            "the default layout: convolutions run in channels_last where the rows of a rank's own inputs are, and "
+            "convert weights each time; results are equal up to rounding\nhint: pass inputs in channels_last too, of "
+            "even shares",
+            stacklevel=4,
+        )
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 def _check_group(table: GroupTable) -> None:

@@ -37,7 +37,7 @@ FLOORS = (
     "planner.api",
     "planner.measure",
     "planner.make_plan planner.captured_program planner.module_program",
-    "planner.searches",
+    "planner.searches planner.left_out",
     "planner.search.hap planner.search.heteroauto planner.search.hydraulis",
     "planner.search.malleus",
     "planner.search",

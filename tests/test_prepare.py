@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
+from torch import nn
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.module_program import PlannedModule
 from hetu_fx.planner.values.options import ANY, Choice
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from hetu_fx.prepare import _planner_like
+from hetu_fx.prepare import _planner_like, _warn_of_layout
 
 LOW = Plan((Pipeline((Stage((0,), dtype="bfloat16"), Stage((1,)))),))
 
@@ -27,6 +31,16 @@ class Planned:
 def test_later_plans_may_compute_in_the_dtypes_of_those_given(plans: tuple[Plan, ...], choice: Choice) -> None:
     planner = _planner_like(plans, cast(Any, Planned()))
     assert planner(Cluster.on_paper([1e9, 1e9]), "later") == choice
+
+
+def test_a_channels_last_model_is_told_where_its_layout_stays() -> None:
+    plain, last = (nn.Conv2d(4, 4, 3).to(memory_format=form) for form in (torch.contiguous_format, torch.channels_last))
+    for model, ranks, told in ((last, 2, 1), (last, 1, 0), (plain, 2, 0), (nn.Conv2d(1, 4, 1), 2, 0)):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            _warn_of_layout(model, cast(Any, SimpleNamespace(rank=0, size=ranks)))
+        assert len(seen) == told
+        assert all("hint: pass inputs in channels_last too" in str(warning.message) for warning in seen)
 
 
 def test_a_module_that_runs_as_it_is_is_planned_for_as_ever() -> None:

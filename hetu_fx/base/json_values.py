@@ -8,8 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from hetu_fx.base.checks import size_parts
 from hetu_fx.base.documents import kind_of
 from hetu_fx.errors import HetuFxError
+
+_EXACT = 1 << 53
 
 
 def _same(value: Any) -> Any:
@@ -43,6 +46,9 @@ def _is_list(value: Any) -> bool:
 
 
 def _is_integer(value: Any) -> bool:
+    """Tell whether a value is a whole number; 24e9 is one, as far as floats are exact."""
+    if isinstance(value, float):
+        return value.is_integer() and abs(value) <= _EXACT
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -50,7 +56,18 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, float) or (_is_integer(value) and abs(value) <= sys.float_info.max)
 
 
-INTEGER = Values("a whole number", _is_integer)
+def _is_size(value: Any) -> bool:
+    parts = size_parts(value, 1024) if isinstance(value, str) else None
+    return _is_integer(value) if parts is None else re.fullmatch(r"\d{1,15}(\.\d{0,15})?", parts[0]) is not None
+
+
+def _size(value: Any, where: str) -> int:
+    number, unit = size_parts(value, 1024) if isinstance(value, str) else (value, 1)  # type: ignore[misc]
+    return int(float(number) * unit)
+
+
+INTEGER = Values("a whole number", _is_integer, lambda value, _: int(value))
+SIZE = Values('a whole number of bytes, or text such as "24G"', _is_size, _size)
 NUMBER = Values("a number", _is_number, lambda value, _: float(value))
 TEXT = Values("a string", lambda value: isinstance(value, str))
 FLAG = Values("true or false", lambda value: isinstance(value, bool))

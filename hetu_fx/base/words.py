@@ -6,15 +6,18 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 _SECONDS = ((3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+_NOTHING = 1e-12  # what is less is rounding
 _LONG = 120.0  # from so many seconds on, minutes say more
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_SIZES = {unit: size for size, unit in _BYTES} | {"bytes": 1.0}
+_FAR = 1000  # so many times as many bytes have another unit where both stand together
 _DIGITS = 3
 _MOST_RUNS = 3  # of ranks that are written out
 
 
 def seconds_text(seconds: float) -> str:
     """Return seconds in the unit that suits: `9.29 s`, `16.4 ms`, `2.5 min`; `0` for none."""
-    if not seconds:
+    if seconds < _NOTHING:
         return "0"
     for size, unit in _SECONDS:
         least = 60 * _LONG if unit == "h" else _LONG if unit == "min" else size
@@ -25,20 +28,29 @@ def seconds_text(seconds: float) -> str:
 
 def bytes_text(count: float) -> str:
     """Return bytes in the unit that suits: `60.7 GB`, `253 MB`."""
-    number, unit = _in_unit(count, count)
-    return f"{number} {unit}"
+    return " ".join(_in_unit(count))
+
+
+def rate_text(per_second: float, what: str = "B/s") -> str:
+    """Return what is done a second in the unit that suits: `312 TFLOP/s`, `1.25 GB/s`."""
+    for size, unit in _BYTES:
+        if rounded(per_second) >= size:
+            return f"{_plain(per_second / size)} {unit[0]}{what}"
+    return f"{_plain(per_second)} {what}"
 
 
 def bytes_of(count: float, limit: float) -> str:
-    """Return how many bytes of so many, in one unit: `60.7 of 85.9 GB`."""
-    number, unit = _in_unit(count, limit)
-    return f"{number} of {_in_unit(limit, limit)[0]} {unit}"
+    """Return how many bytes of so many: `60.7 of 85.9 GB`, `334 kB of 25.3 GB`."""
+    (number, own), (most, unit) = _in_unit(count), _in_unit(limit)
+    if own == unit or count >= limit / _FAR:
+        number, own = _plain(count / _SIZES[unit]), unit
+    return f"{number}{'' if own == unit else f' {own}'} of {most} {unit}"
 
 
-def _in_unit(count: float, like: float) -> tuple[str, str]:
-    """Return a number of bytes in the unit that suits another one."""
+def _in_unit(count: float) -> tuple[str, str]:
+    """Return a number of bytes in the unit that suits."""
     for size, unit in _BYTES:
-        if rounded(like) >= size:
+        if rounded(count) >= size:
             return _plain(count / size), unit
     return _plain(count), "bytes"
 

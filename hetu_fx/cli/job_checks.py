@@ -8,8 +8,10 @@ import time
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 
+from hetu_fx.base.words import rate_text
 from hetu_fx.cli.finding import Finding, judged
 from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.cluster.show import link_text
 from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 
@@ -60,10 +62,10 @@ def _is_far(seconds: float) -> bool:
 def speed_finding(cluster: Cluster) -> Finding:
     """Tell how fast devices are; unequal ones are what hetu_fx is for, and no fault."""
     speeds = {device.rank: device.flops_per_second for device in cluster.devices}
-    told = ", ".join(f"rank {rank} {speed / 1e9:.3g}" for rank, speed in speeds.items())
+    told = ", ".join(f"rank {rank} {rate_text(speed, 'FLOP/s')}" for rank, speed in speeds.items())
     fastest, slowest = max(speeds.values()), min(speeds.values())
     unequal = f"; {fastest / slowest:.2g} : 1, plans give the faster ones more" if fastest > UNEQUAL * slowest else ""
-    return judged("speeds", f"{told} GFLOP/s{unequal}")
+    return judged("speeds", f"{told}{unequal}")
 
 
 def link_findings(cluster: Cluster) -> Iterator[Finding]:
@@ -74,5 +76,4 @@ def link_findings(cluster: Cluster) -> Iterator[Finding]:
     for where, link in links.items():
         is_slow = link.bytes_per_second < SLOW_BYTES or link.latency_seconds > SLOW_SECONDS
         way = "is this the interface that is meant? set GLOO_SOCKET_IFNAME, or NCCL_SOCKET_IFNAME" if is_slow else ""
-        says = f"{link.bytes_per_second / 1e6:.4g} MB/s, {link.latency_seconds * 1e6:.3g} us"
-        yield judged(f"links {where}", says, doubtful=way)
+        yield judged(f"links {where}", link_text(link), doubtful=way)

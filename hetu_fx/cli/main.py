@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import os
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -20,7 +22,7 @@ from hetu_fx.cli.clean import add_clean, call_clean
 from hetu_fx.cli.doctor import add_doctor, call_doctor
 from hetu_fx.cli.environment import call_env
 from hetu_fx.cli.exported import add_exported, call_exported
-from hetu_fx.cli.measure import add_measure, call_measure
+from hetu_fx.cli.measure import add_measure, add_profile, call_measure, call_profile
 from hetu_fx.cli.plan import add_plan, call_plan, more_of_plan
 from hetu_fx.cli.simulate import add_simulate, call_simulate
 from hetu_fx.cli.verify import add_verify, call_verify
@@ -140,19 +142,16 @@ def _call_completion(options: argparse.Namespace, rest: Sequence[str]) -> int:
 def _add_log(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `hetu-fx log`."""
     parser.add_argument("file", type=Path, help="what model.hetu.log wrote")
-    parser.add_argument("--out", type=Path, metavar="PNG", help="draw the run")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def _call_log(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx log`."""
     from hetu_fx.report.read import read_log
-    from hetu_fx.report.summary import draw, summary_text, to_json
+    from hetu_fx.report.summary import summary_text, to_json
 
     log = read_log(options.file)
     print(json.dumps(to_json(log), indent=2) if options.json else summary_text(log))
-    if options.out is not None:
-        draw(log, options.out)
     return 0
 
 
@@ -217,6 +216,7 @@ def _call_launch(options: argparse.Namespace, rest: Sequence[str]) -> int:
 COMMANDS = {
     "emulate": Command("run a command on unequal emulated devices of this machine", _add_emulate, _call_emulate),
     "measure": Command("measure devices, links and a model's blocks, for plan", add_measure, call_measure),
+    "profile": Command("count what a step of a model costs, for plan; runs nothing", add_profile, call_profile),
     "plan": Command("make a plan for devices that need not be there, or show one", add_plan, call_plan, more_of_plan),
     "simulate": Command("run a step of a plan on paper: timeline, memory, links", add_simulate, call_simulate),
     "verify": Command("train a model under plans and on one device, and compare", add_verify, call_verify),
@@ -260,7 +260,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own, rest = _split_at_dashes(sys.argv[1:] if arguments is None else arguments)
     try:
         options = make_parser().parse_args([_with_dashes(word) for word in own])
-        return COMMANDS[options.command].call(options, rest)
+        status = COMMANDS[options.command].call(options, rest)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `| head` has read enough: the interpreter must not flush once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except HetuFxError as error:
         print(f"hetu-fx: {error}", file=sys.stderr)
         return ERROR_STATUS

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetu_fx.base.progress import telling
-from hetu_fx.cli.given import function_named, local_device
-from hetu_fx.cli.plan import print_table
+from hetu_fx.base.words import rate_text, seconds_text
+from hetu_fx.cli.given import check_folder, function_named, local_device
 from hetu_fx.cluster.precisions import HEADER as PRECISIONS_HEADER
 from hetu_fx.cluster.precisions import precisions_of
 from hetu_fx.cluster.precisions import rows_of as rows_of_precisions
 from hetu_fx.cluster.ways import HEADER as WAYS_HEADER
 from hetu_fx.cluster.ways import rows_of as rows_of_ways
+from hetu_fx.show.table import print_table
 
 if TYPE_CHECKING:
     from hetu_fx.cluster.cluster import Cluster
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 PRECISION_SECONDS = 0.2
 """How long products in each dtype are timed."""
 
-_COLLECTIVES_HEADER = ("collective", "where", "kind", "ranks", "MB/s", "latency us")
+_COLLECTIVES_HEADER = ("collective", "where", "kind", "ranks", "bandwidth", "latency")
 _HEADER = ("kind", "degree", "a s^2", "b s", "c s", "R^2", "kept KB/token", "alpha")
 
 
@@ -108,6 +109,33 @@ def call_measure(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
+def add_profile(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `hetu-fx profile`."""
+    parser.usage = "hetu-fx profile SCRIPT.py:FUNCTION [--out FILE]"
+    parser.add_argument("model", metavar="SCRIPT:FUNCTION", help="returns (model, example batch of all devices)")
+    parser.add_argument("--out", type=Path, default=Path("profile.json"), metavar="FILE", help="(default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print the profile as JSON; write no file")
+
+
+def call_profile(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Run `hetu-fx profile`: count what a step costs from the captured graph; nothing is run."""
+    from hetu_fx.errors import ProfileError
+    from hetu_fx.planner.api import profile
+
+    check_folder("--out", options.out, ProfileError)
+    made = function_named(options.model)()
+    if not (isinstance(made, tuple) and len(made) == 2):
+        raise ProfileError(f"{options.model} returned {type(made).__name__}; return (model, example batch)")
+    with telling("profiling"):
+        found = profile(*made)
+    if options.json:
+        print(json.dumps(found.to_json(), indent=2))
+        return 0
+    found.write(options.out)
+    print(f"{options.out}: {found}")
+    return 0
+
+
 def _tell_profile(options: argparse.Namespace, cluster: Cluster, profile: Profile | None) -> None:
     """Write the profile, and print it; as JSON together with the cluster."""
     if profile is not None:
@@ -133,7 +161,7 @@ def _profile(make: Callable[[], tuple[Any, Any]], cluster: Cluster, device: str,
 
 def _show_collectives(cluster: Cluster) -> None:
     rows = [
-        [c.name, c.where, c.kind, str(c.num_ranks), f"{c.bytes_per_second / 1e6:.4g}", f"{c.latency_seconds * 1e6:.3g}"]
+        [c.name, c.where, c.kind, str(c.num_ranks), rate_text(c.bytes_per_second), seconds_text(c.latency_seconds)]
         for c in cluster.collectives
     ]
     if rows:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,15 +16,16 @@ from hetu_fx.base.documents import json_text
 from hetu_fx.base.progress import telling
 from hetu_fx.cli.files import NAMES, add_files, read_files
 from hetu_fx.cli.given import check_folder
+from hetu_fx.cli.sweep import show_sweep
 from hetu_fx.cli.what_if import add_changes, change_lines, changed, changes_text, differences
 from hetu_fx.errors import PlanError
 from hetu_fx.plans.plan import Plan
-from hetu_fx.show.table import table_text
 
 if TYPE_CHECKING:
     from hetu_fx.planner.search.problem import Problem
 
-_NEED_BOTH = ("search", *NAMES, "allow", "forbid", "zero", "seconds", "before", "steps", "without", "rate", "link")
+_CHANGES = ("without", "rate", "link", "sweep")
+_NEED_BOTH = ("search", *NAMES, "allow", "forbid", "zero", "seconds", "before", "steps", *_CHANGES)
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +67,8 @@ def call_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.out is not None:
         check_folder("--out", options.out, PlanError)
     is_given = options.cluster is None and options.profile is None
+    if options.sweep and not is_given:
+        return show_sweep(_problem(options), options)
     plans, changes = ((_given(options),), []) if is_given else _answer(options)
     _write(plans, options.out)
     if options.json:
@@ -97,7 +99,9 @@ def _answer(options: argparse.Namespace) -> tuple[tuple[Plan, ...], list[str]]:
     """Return the plans for a cluster file and a profile file, and what is different where something was changed."""
     problem = _problem(options)
     other = replace(problem, cluster=changed(problem.cluster, options))
-    after = _plans(other, options)
+    from hetu_fx.planner.left_out import with_reasons
+
+    after = tuple(with_reasons(plan, other) for plan in _plans(other, options))
     return after, [] if other == problem else differences(_plans(problem, options), after, changes_text(options))
 
 
@@ -148,29 +152,6 @@ def _show(plan: Plan) -> None:
     print(plan if plan.predicted is None else plan.explain())
     if plan.predicted is None:
         print("no prediction: the plan was given, not priced")
-
-
-def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: drawn with rich on a terminal where it is installed, else in plain columns."""
-    if not (sys.stdout.isatty() and _draw_table(header, rows)):
-        print(table_text(header, rows))
-
-
-def _draw_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
-    """Draw a table with rich; tell whether that could be done."""
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        return False
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in header:
-        table.add_column(name, no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    Console(highlight=False).print(table)
-    return True
 
 
 def _add_choice(parser: argparse.ArgumentParser) -> None:

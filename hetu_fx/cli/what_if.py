@@ -64,6 +64,9 @@ def add_changes(parser: argparse.ArgumentParser) -> None:
         "--rate", nargs="+", action="extend", default=[], metavar="R=X", help="what if rank R takes X times as long"
     )
     parser.add_argument("--link", metavar="RATE", help="what if nodes are joined by a link like 100mbit")
+    parser.add_argument(
+        "--sweep", nargs="+", default=[], metavar="X=A,B", help="plan for each of rows=64,256 and link=10gbit,100gbit"
+    )
 
 
 def changed(cluster: Cluster, options: argparse.Namespace) -> Cluster:
@@ -77,7 +80,9 @@ def changed(cluster: Cluster, options: argparse.Namespace) -> Cluster:
 
     found = cluster.with_rates(dict(map(_rate, options.rate))).without(options.without)
     check_rates(found)
-    return found if options.link is None else _with_link(found, options.link)
+    if options.link is None:
+        return found
+    return with_link(found, parse_rate(options.link), f"--link {options.link}")
 
 
 def changes_text(options: argparse.Namespace) -> str:
@@ -96,7 +101,8 @@ def _rate(text: str) -> tuple[int, float]:
         raise ClusterError(f"{text!r} is not a rank and its straggling rate; write it like --rate 2=2.5") from None
 
 
-def _with_link(cluster: Cluster, text: str) -> Cluster:
+def with_link(cluster: Cluster, bits_per_second: float, option: str) -> Cluster:
+    """Return the cluster with another link between nodes; raises `ClusterError` for one of one node."""
     if len({device.node for device in cluster.devices}) == 1:
-        raise ClusterError(f"--link {text} is the link between nodes, but the cluster has one node only")
-    return cluster.with_inter(parse_rate(text) / 8)
+        raise ClusterError(f"{option} is the link between nodes, but the cluster has one node only")
+    return cluster.with_inter(bits_per_second / 8)

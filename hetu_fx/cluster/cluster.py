@@ -6,6 +6,7 @@ for devices that are not there. It needs no process group and no torch unless it
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -313,6 +314,11 @@ class Cluster(Document):
     def without(self, ranks: Sequence[int]) -> Cluster:
         """Return the cluster that is left when ranks are gone."""
         return replace(self, devices=tuple(d for d in self.devices if d.rank not in ranks))
+
+    def __repr__(self) -> str:
+        kinds = Counter(device.kind for device in self.devices)
+        told = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        return f"<Cluster: {told} on {len(self._nodes)} nodes>" if len(self._nodes) > 1 else f"<Cluster: {told}>"
 
     def __str__(self) -> str:
         links = level_links(self.levels) if self.levels else {"intra": self.intra, "inter": self.inter}

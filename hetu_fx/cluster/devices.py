@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from hetu_fx.base.checks import Source, check_not_negative, check_positive, check_source
-from hetu_fx.base.json_values import INTEGER, NUMBER, TEXT, named_texts, numbered
+from hetu_fx.base.json_values import NUMBER, SIZE, TEXT, named_texts, numbered
 from hetu_fx.base.records import Key, record
 from hetu_fx.cluster.chips import find_chip, unknown_chip
 from hetu_fx.comm_ops.plans.ways import PLACES
@@ -211,7 +211,7 @@ def _device(dtype: str | None, **parts: Any) -> Device:
 
 
 def _missing(figure: str) -> str:
-    return f"{figure!r} is missing\nhint: give {(INTEGER if figure == 'memory_bytes' else NUMBER).what}"
+    return f"{figure!r} is missing\nhint: give {(SIZE if figure == 'memory_bytes' else NUMBER).what}"
 
 
 def _unknown(kind: str) -> str:
@@ -227,7 +227,7 @@ DEVICE = record(
     kind=Key(default=None),
     node=Key(default="0", written="always"),
     flops_per_second=Key(default=None),
-    memory_bytes=Key(default=None),
+    memory_bytes=Key(SIZE, default=None),
     dtype=Key(TEXT, default=None, written="never"),
     place=Key(named_texts(ClusterError)),
 )

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from hetu_fx.base.words import bytes_text, ranks_text, rate_text, seconds_text
+from hetu_fx.cluster.chips import chip_text
 from hetu_fx.cluster.devices import Device, Link
 from hetu_fx.cluster.topology import Level
 from hetu_fx.show.table import table_text
 
 _COLUMNS: Mapping[str, Callable[[Device], str]] = {
     "device": lambda device: str(device.rank),
-    "kind": lambda device: device.kind,
+    "kind": lambda device: chip_text(device.kind) if device.source == "estimate" else device.kind,
     "node": lambda device: device.node,
-    "GFLOP/s": lambda device: f"{device.flops_per_second / 1e9:.4g}",
+    "speed": lambda device: rate_text(device.flops_per_second, "FLOP/s"),
     "rate": lambda device: f"{device.rate:.3g}",
-    "memory MB": lambda device: f"{device.memory_bytes / 1e6:.4g}",
-    "meeting ms": lambda device: f"{device.meeting_now * 1e3:.3g}",
-    "step ms": lambda device: f"{device.step_now * 1e3:.3g}" if device.step_seconds else "",
-    "MB/s": lambda device: f"{device.bytes_per_second / 1e6:.4g}" if device.bytes_per_second is not None else "",
-    "moves MB/s": lambda d: f"{d.memory_bytes_per_second / 1e6:.4g}" if d.memory_bytes_per_second is not None else "",
-    "op us": lambda d: f"{d.op_seconds * 1e6:.3g}" if d.op_seconds is not None else "",
+    "memory": lambda device: bytes_text(device.memory_bytes),
+    "meeting": lambda device: seconds_text(device.meeting_now) if device.meeting_seconds else "",
+    "host": lambda device: seconds_text(device.step_now) if device.step_seconds else "",
+    "sends": lambda device: rate_text(device.bytes_per_second) if device.bytes_per_second is not None else "",
+    "bandwidth": lambda d: rate_text(d.memory_bytes_per_second) if d.memory_bytes_per_second is not None else "",
+    "op": lambda d: seconds_text(d.op_seconds) if d.op_seconds is not None else "",
 }
 """The table of a cluster; a column where nobody has measured anything, or links set all limits, is left out."""
 
 
-def _link_text(link: Link) -> str:
-    return f"{link.bytes_per_second / 1e6:.4g} MB/s, {link.latency_seconds * 1e6:.3g} us"
+def link_text(link: Link) -> str:
+    """Return what a link carries, and its latency where it has one: `1 GB/s, 10 us`."""
+    latency = f", {seconds_text(link.latency_seconds)}" if link.latency_seconds else ""
+    return f"{rate_text(link.bytes_per_second)}{latency}"
 
 
 def cluster_text(devices: Sequence[Device], links: Mapping[str, Link]) -> str:
@@ -33,7 +37,7 @@ def cluster_text(devices: Sequence[Device], links: Mapping[str, Link]) -> str:
     columns = {name: list(map(text, devices)) for name, text in _COLUMNS.items()}
     told = {name: column for name, column in columns.items() if any(column)}
     rows = list(zip(*told.values(), strict=True))
-    shown = [f"{name} {_link_text(link)}" for name, link in links.items()]
+    shown = [f"{name} {link_text(link)}" for name, link in links.items()]
     return "\n".join([table_text(list(told), rows), f"links: {'; '.join(shown)}", *_estimates(devices)])
 
 
@@ -44,4 +48,4 @@ def level_links(levels: Sequence[Level]) -> dict[str, Link]:
 
 def _estimates(devices: Sequence[Device]) -> list[str]:
     ranks = [device.rank for device in devices if device.source == "estimate"]
-    return [f"estimates from public figures of their kinds: devices {ranks}"] if ranks else []
+    return [f"estimates from public figures of their kinds: devices {ranks_text(ranks)}"] if ranks else []

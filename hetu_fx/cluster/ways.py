@@ -8,10 +8,11 @@ from typing import Any
 from hetu_fx.base.checks import check_not_negative, check_positive
 from hetu_fx.base.json_values import TEXTS
 from hetu_fx.base.records import Key, record
+from hetu_fx.base.words import rate_text, seconds_text
 from hetu_fx.comm_ops.plans.ways import PLACES, WAYS, Way, quickest, stood_twice
 from hetu_fx.errors import ClusterError
 
-HEADER = ("types", "where", "way", "MB/s", "latency us", "")
+HEADER = ("types", "where", "way", "bandwidth", "latency", "")
 
 
 def _way(types: Sequence[str], **parts: Any) -> Way:
@@ -52,8 +53,8 @@ def rows_of(ways: Sequence[Way]) -> list[list[str]]:
             " - ".join(way.types),
             way.where,
             way.way,
-            f"{way.bytes_per_second / 1e6:.4g}",
-            f"{way.latency_seconds * 1e6:.3g}",
+            rate_text(way.bytes_per_second),
+            seconds_text(way.latency_seconds),
             "taken" if way in taken else "",
         ]
         for way in sorted(ways, key=lambda one: (one.types, one.where, one.way))

@@ -22,12 +22,14 @@ from hetu_fx.graph.bind import Batch
 from hetu_fx.graph.row_dims import AskedRowDims
 from hetu_fx.planner.captured_program import CapturedProgram, PlannedProgram
 from hetu_fx.planner.count.optimizer_state import Asked, state_of
+from hetu_fx.planner.left_out import with_reasons
 from hetu_fx.planner.measure.blocks import Measuring, joined, with_times
 from hetu_fx.planner.measure.speeds import SECONDS, OwnBlocks, measured_on
+from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.searches import DEFAULT
 from hetu_fx.planner.simulate.simulate import simulate as simulate_step
 from hetu_fx.planner.simulate.simulation import Simulation
-from hetu_fx.planner.values.options import Choice
+from hetu_fx.planner.values.options import Choice, PlanOptions
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.plans.plan import Plan, Schedule
 from hetu_fx.program.captures import Programs
@@ -89,7 +91,9 @@ def plan(
     costs = replace(program.costs(), state=state_of(model.parameters(), optimizer))
 
     def find(planned: PlannedProgram, devices: Cluster, tell: Tell) -> Plan:
-        return planned.plan(devices, name, search, choice, before=running, steps_ahead=steps_ahead, tell=tell)
+        made = planned.plan(devices, name, search, choice, before=running, steps_ahead=steps_ahead, tell=tell)
+        options = PlanOptions.of_program(mixes_rows=planned.program.mixes_rows, name=name, choice=choice)
+        return with_reasons(made, Problem(Profile(planned.costs), devices, options))
 
     if cluster is None:
         table = GroupTable()

@@ -26,6 +26,7 @@ from hetu_fx.base.json_values import many
 from hetu_fx.base.progress import Tell, nobody
 from hetu_fx.base.records import Document, Key, record
 from hetu_fx.base.words import bytes_text, ranks_text
+from hetu_fx.cluster.chips import chip_text
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.bound import bound_seconds
@@ -263,7 +264,8 @@ def _estimates(problem: Problem) -> Iterator[str]:
     """Say which figures nobody has measured or given."""
     public = [device for device in problem.cluster.devices if device.source == "estimate"]
     if public:
-        ranks, kinds = ranks_text(device.rank for device in public), sorted({device.kind for device in public})
+        ranks = ranks_text(device.rank for device in public)
+        kinds = sorted({chip_text(device.kind) for device in public})
         yield f"estimate: public figures of {', '.join(kinds)}, which programs do not reach, stand for devices {ranks}"
     if problem.profile.source == "estimate":
         yield "estimate: the program's costs are counted from its graph, not measured"

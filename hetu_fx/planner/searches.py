@@ -1,11 +1,11 @@
 """The searches that there are: a new one is a file in `search` and a line here. `auto` asks those that suit.
 
 The homogeneous search is always asked, so that no answer is worse than its plan by the cost of all searches: after that
-by classes, which leaves it what is near the best of these. Where devices differ (in kind, rate or memory) those for
-unlike devices are asked too, that for kinds together with that by classes, which ask for the same regions; where a few
-do, programs are asked for op by op, if the model has no repeated blocks, or they are allowed and what was found leaves
-much to gain; where the sequences of a batch differ and one search plans by length, its plans are the answer. The one
-cost says whose plan is best.
+by classes, which leaves it what is near the best of these, but first where time is limited. Where devices differ (in
+kind, rate or memory) those for unlike devices are asked too, that for kinds together with that by classes, which ask
+for the same regions; where a few do, programs are asked for op by op, if the model has no repeated blocks, or they are
+allowed and what was found leaves much to gain; where the sequences of a batch differ and one search plans by length,
+its plans are the answer. The one cost says whose plan is best.
 """
 
 from __future__ import annotations
@@ -100,7 +100,10 @@ def auto(by_length: Search, rules: Sequence[SearchRule]) -> Search:
         if lengths.asks(problem):
             return by_length.find(problem)
         found: dict[Plan, float] = {}
-        for rule in filter(lambda rule: rule.asks(problem), rules):
+        asked = [rule for rule in rules if rule.asks(problem)]
+        if problem.options.seconds is not None:  # what is found first is what is known when time is over
+            asked.sort(key=lambda rule: rule.search is not HOMOGENEOUS)
+        for rule in asked:
             if problem.time_limit.ends(found):
                 break
             found |= rule.search.find(problem)

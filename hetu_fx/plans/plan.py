@@ -15,14 +15,25 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from hetu_fx.base.documents import nearest
-from hetu_fx.base.json_values import PAIRS, many
+from hetu_fx.base.json_values import PAIRS
 from hetu_fx.base.records import Document, Key, record
+from hetu_fx.base.words import seconds_text
 from hetu_fx.errors import PlanError
 from hetu_fx.plans.parts import PartedPipeline
 from hetu_fx.plans.picture import plan_html
 from hetu_fx.plans.prediction import PREDICTION, Prediction
-from hetu_fx.plans.stage import LATER, PIPELINE, Pipeline, Stage, check_devices, reduced
-from hetu_fx.plans.tables import HEADER, busiest, device_rows, left_out_text, plan_table, program_text, rows_text
+from hetu_fx.plans.stage import LATER, PIPELINES, Pipeline, Stage, check_devices, reduced
+from hetu_fx.plans.tables import (
+    HEADER,
+    busiest,
+    device_rows,
+    left_out_text,
+    plan_table,
+    program_text,
+    rows_text,
+    sentence,
+    short_text,
+)
 from hetu_fx.show.markup import alone
 from hetu_fx.show.table import table_text
 
@@ -234,23 +245,32 @@ class Plan(Document):
         """Return the plan on one line: `3 rows in 2: [0,1 2:1]x3 > [2]x1 | 1 row: [3]x4`."""
         return " | ".join(f"{rows_text(pipeline)}: {pipeline}" for pipeline in self.pipelines)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
+        step = "" if self.predicted is None else f"; predicted step {seconds_text(self.predicted.seconds)}"
+        return f"<Plan{self._called}: {short_text(self)}{step}>"
+
+    @property
+    def _how(self) -> str:
         length = "any" if self.max_length is None else f"at most {self.max_length}"
         shared = ", sequence parallel" if self.sequence_parallel else ""
         shared += "" if self.attention == "auto" else f", {self.attention} attention"
-        title = f"plan{self._called}: schedule {self.schedule_text}, zero {self.zero}, sequence length {length}{shared}"
-        return "\n".join([f"{title}\n{plan_table(self)}", *program_text(self)])
+        return f"plan{self._called}: schedule {self.schedule_text}, zero {self.zero}, sequence length {length}{shared}"
+
+    def __str__(self) -> str:
+        return "\n".join([self._how, plan_table(self), *program_text(self)])
 
     def explain(self, devices: Iterable[int] = ()) -> str:
-        """Return the table, with what each device does and was predicted, and why the planner chose the plan.
+        """Return who computes what in a sentence and as a table, what was predicted, and why the planner chose it.
 
         Which of the devices that there are it leaves out is said too: of `devices`, and of those planned for.
         """
-        head = [str(self), *left_out_text(self, devices)]
+        told = tuple(devices)
+        head = [sentence(self, told), plan_table(self), *program_text(self), *left_out_text(self, told)]
         if self.predicted is None:
-            return "\n".join([*head, "no prediction: the plan was given, not made by the planner"])
+            return "\n".join([*head, "no prediction: the plan was given, not made by the planner", self._how])
         rows = list(device_rows(self))
-        return "\n".join([*head, *([table_text(HEADER, rows)] if rows else []), self.predicted.text(busiest(self))])
+        table = [table_text(HEADER, rows)] if rows else []
+        return "\n".join([*head, *table, self.predicted.text(busiest(self)), self._how])
 
     def _repr_html_(self) -> str:
         """Return what notebooks show: who has which share of the work, as a table with bars."""
@@ -330,7 +350,7 @@ Plan.form = record(
     order="name pipelines schedule chunks zero max_length split sequence_parallel attention predicted",
     format=FORMAT,
     later=LATER,
-    pipelines=Key(many(PIPELINE.values)),
+    pipelines=Key(PIPELINES),
     schedule=Key(written="always"),
     chunks=Key(omit=lambda chunks: chunks == 1),
     zero=Key(written="always"),

@@ -44,7 +44,7 @@ class Prediction:
     `bound_seconds` stands where a search gave its best so far as its time was over: no plan takes less than that.
     `formula_seconds` is what the step would take if nothing overlapped but sums and the products beside them, which is
     what the devices' terms add up to; None where `seconds` are that. `left_out` are the devices of the cluster that
-    the plan does not use.
+    the plan does not use, `left_out_why` says of each kind of them what they would cost and what brings them in.
     """
 
     seconds: float
@@ -55,6 +55,7 @@ class Prediction:
     bound_seconds: float | None = None
     formula_seconds: float | None = None
     left_out: tuple[int, ...] = ()
+    left_out_why: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         ranks = [device.rank for device in self.devices]
@@ -69,7 +70,7 @@ class Prediction:
 
     def text(self, told: Sequence[int] = ()) -> str:
         """Return it for people, with the seconds of some devices; left out: a row for all that take the same."""
-        lines = [f"predicted step: {seconds_text(self.seconds)}{self._formula()}", *self._table(told)]
+        lines = [f"predicted step: {seconds_text(self.seconds)}{self._terms()}", *self._table(told)]
         if self.why:
             lines.append(self.why)
         if self.bound_seconds is not None:
@@ -95,10 +96,13 @@ class Prediction:
             f"(all work at the speed of all devices; memory and messages left out)"
         )
 
-    def _formula(self) -> str:
-        if self.formula_seconds is None:
+    def _terms(self) -> str:
+        """Say what the terms below it add up to, where that is clearly something else."""
+        terms = self.seconds if self.formula_seconds is None else self.formula_seconds
+        if abs(terms - self.seconds) <= _CLOSE * self.seconds:
             return ""
-        return f", simulated; {seconds_text(self.formula_seconds)} by the closed form"
+        why = "overlap hides the rest" if terms > self.seconds else "the rest is waiting"
+        return f" (terms add up to {seconds_text(terms)}; {why})"
 
     def _runner_up_time(self) -> str:
         """Say how long the runner-up takes, and by how much that is more."""
@@ -107,6 +111,8 @@ class Prediction:
         more = f", {100 * (self.runner_up_seconds / self.seconds - 1):+.1f} %" if self.seconds else ""
         return f" ({seconds_text(self.runner_up_seconds)}{more})"
 
+
+_CLOSE = 0.02  # shares of the step below which two of its figures are one to readers
 
 _SHORT = {"tensor_parallel": "tensor", "hand_over": "hand-over", "gradient_sync": "sync"}
 """What terms are called at the head of a table."""

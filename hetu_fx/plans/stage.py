@@ -9,6 +9,8 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
 
 from hetu_fx.base.json_values import many
 from hetu_fx.base.low_dtypes import STAGE_DTYPES
@@ -337,3 +339,24 @@ PIPELINE = record(
     micro_batches=Key(written="always"),
     stages=Key(many(STAGE.values)),
 )
+
+
+def _read_pipelines(values: Any, where: str) -> tuple[Pipeline, ...]:
+    """Return the pipelines; fractions of the batch become whole shares: rows 0.75 and 0.25 are 3 and 1."""
+    given = [value.get("rows", value.get("share", 1)) if isinstance(value, dict) else 1 for value in values]
+    if all(isinstance(share, int | float) and not isinstance(share, bool) and 0 < share < math.inf for share in given):
+        exact = [Fraction(str(share)) for share in given]
+        whole = math.lcm(*(share.denominator for share in exact))
+        if whole > 1:
+            shares = reduced(tuple(int(share * whole) for share in exact))
+            values = [_with_share(value, share) for value, share in zip(values, shares, strict=True)]
+    pipelines: tuple[Pipeline, ...] = _PIPELINES.read(values, where)
+    return pipelines
+
+
+def _with_share(value: dict[str, Any], share: int) -> dict[str, Any]:
+    return {key: one for key, one in value.items() if key != "share"} | {"rows": share}
+
+
+_PIPELINES = many(PIPELINE.values)
+PIPELINES = replace(_PIPELINES, read=_read_pipelines)

@@ -112,7 +112,7 @@ _FORMS: Mapping[str, JsonObject[Entry]] = {
         _RAN
         | _keys({"predicted_seconds": _or_null(NUMBER)})
         | _keys({"compute_seconds": NUMBERS, "host_seconds": NUMBERS}, ())
-        | _keys({"planning_seconds": NUMBER, "waited_seconds": NUMBER}, _ABSENT)
+        | _keys({"planning_seconds": NUMBER, "waited_seconds": NUMBER, "micro_steps": INTEGER}, _ABSENT)
     ),
     "evaluation": _form(_RAN),
 }

@@ -22,8 +22,10 @@ An entry is a mapping that JSON can say; a file has one a line (`JsonLines`). Ki
                 lengths also what planning it took (`planning_seconds`) and how long the step waited for that
     evaluation  a batch without training: variant, rows, seconds and loss
 
-Steps are told when the next batch starts, for only then is known how long they took. The loss is that which the step
-has returned to process 0, known by then without a message and without a wait; None where the model returns none.
+Steps are those of the optimizer: of batches whose gradients are added up (`micro_steps` of them) seconds and rows are
+sums, and the loss is their mean. They are told when the next batch starts, for only then is known how long they took.
+The loss is that which the step has returned to process 0, known by then without a message and without a wait; None
+where the model returns none.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from hetu_fx.planner.dispatch.assignment import Planned
 from hetu_fx.planner.values.gathered_op import GATHERED_OP, GatheredOp
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.program.program import Program
+from hetu_fx.report.updates import Updates
 from hetu_fx.switching.adapt.adaptation import Adaptation
 from hetu_fx.switching.eviction import GraphEvent
 from hetu_fx.switching.graph_execution import GraphExecution
@@ -220,6 +223,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._begun: tuple[float, int] | None = None
         self._peak_bytes, self._looked = 0, -math.inf
         self._gathered_of: dict[str, tuple[object, ...]] = {}
+        self._updates = Updates(runtime.homes.values(), runtime.step) if sinks else None
         if sinks:
             self._tell(self._start())
 
@@ -237,6 +241,10 @@ class RunLog(AbstractContextManager["RunLog"]):
         """Tell of the last batch, and of nothing more."""
         if self._runtime.unwatch(self):
             self._catch_up(StepFacts(), self._before.peak_bytes)
+            if self._updates is not None:
+                for entry in self._updates.rest():
+                    self._tell(entry)
+                self._updates.close()
             for sink in self._sinks:
                 sink.close()
 
@@ -253,7 +261,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._begun = time.perf_counter(), facts.longest
 
     def _catch_up(self, facts: StepFacts, peaks: tuple[int, ...]) -> None:
-        if not self._sinks:
+        if self._updates is None:
             return
         batch = None
         if self._begun is not None:
@@ -261,7 +269,7 @@ class RunLog(AbstractContextManager["RunLog"]):
             seconds, loss = time.perf_counter() - start, self._runtime.report.loss.number
             batch = Batch(longest, seconds, facts.compute_seconds, loss, facts.host_seconds)
         after = replace(self._state(), peak_bytes=peaks)
-        for entry in entries(self._before, after, batch):
+        for entry in self._updates.joined(entries(self._before, after, batch)):
             self._tell(entry)
         self._before, self._begun = after, None
 

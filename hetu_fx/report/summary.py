@@ -1,28 +1,26 @@
-"""What the log of a run says: each entry in words, what variants took beside what was predicted, and a picture."""
+"""What the log of a run says: each entry in words, and what variants took beside what was predicted."""
 
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from hetu_fx.base.words import bytes_text, seconds_text
 from hetu_fx.report.run_log import Entry
-from hetu_fx.show.figure import new_figure
 from hetu_fx.show.table import table_text
 
-PALETTE = ("#4c9be8", "#e8b84c", "#2f6f4f", "#c77dba", "#8c6d46", "#7d7d7d")
 CHANGES = ("plan", "cluster", "health", "switch", "built", "evicted", "moved", "arrived")
 HEADER = (
     "variant",
     "steps",
-    "first s",
-    "median s",
-    "after a switch s",
-    "host s",
-    "predicted s",
+    "first",
+    "median",
+    "after a switch",
+    "host",
+    "predicted",
     "measured / predicted",
 )
 
@@ -37,32 +35,33 @@ def entry_text(entry: Entry) -> str:
         case "cluster":
             return f"step {entry['step']}: the first steps have corrected the devices' speeds"
         case "memory":
-            told = ", ".join(f"{count / 1e6:.4g}" for count in entry["peak_bytes"])
-            return f"step {entry['step']}: processes have had up to {told} MB"
+            told = ", ".join(map(bytes_text, entry["peak_bytes"]))
+            return f"step {entry['step']}: processes have had up to {told}"
         case "health":
             return f"step {entry['step']}: {rates_text(entry['rates'])}"
         case "gathered":
             size, names = sum(op["bytes"] for op in entry["ops"]), dict.fromkeys(op["op"] for op in entry["ops"])
-            told = f"{size / 1e6:.3g} MB for {', '.join(names)}" if names else "nothing any more"
+            told = f"{bytes_text(size)} for {', '.join(names)}" if names else "nothing any more"
             return f"step {entry['step']}: {entry['variant']!r} gathers {told}"
         case "switch":
             return f"step {entry['step']}: {entry['from']!r} -> {entry['to']!r}"
         case "built":
-            return f"step {entry['step']}: graphs of {entry['variant']!r} made in {entry['seconds']:.2g} s"
+            return f"step {entry['step']}: graphs of {entry['variant']!r} made in {seconds_text(entry['seconds'])}"
         case "evicted":
-            return f"step {entry['step']}: graphs of {entry['variant']!r} evicted, {entry['bytes'] / 1e6:.3g} MB"
+            return f"step {entry['step']}: graphs of {entry['variant']!r} evicted, {bytes_text(entry['bytes'])}"
         case "moved":
-            size, why = f"{entry['bytes'] / 1e6:.3g} MB", f": {entry['why']}" if "why" in entry else ""
-            return f"step {entry['step']}: homes changed, {size} in {entry['seconds']:.2g} s{why}"
+            size, why = bytes_text(entry["bytes"]), f": {entry['why']}" if "why" in entry else ""
+            return f"step {entry['step']}: homes changed, {size} in {seconds_text(entry['seconds'])}{why}"
         case "arrived":
-            beside = f"{entry['seconds']:.2g} s, of which {entry['waited_seconds']:.2g} s were waited for"
-            return f"step {entry['step']}: optimizer state is home, {entry['bytes'] / 1e6:.3g} MB in {beside}"
+            took = f"{bytes_text(entry['bytes'])} in {seconds_text(entry['seconds'])}"
+            waited = f"of which {seconds_text(entry['waited_seconds'])} were waited for"
+            return f"step {entry['step']}: optimizer state is home, {took}, {waited}"
         case "evaluation":
-            return f"evaluation  {entry['variant']}  {entry['seconds']:.3g} s{_loss(entry)}"
+            return f"evaluation  {entry['variant']}  {seconds_text(entry['seconds'])}{_loss(entry)}"
         case _:
             predicted = entry["predicted_seconds"]
-            beside = "" if predicted is None else f" ({predicted:.3g} predicted)"
-            return f"step {entry['step']}  {entry['variant']}  {entry['seconds']:.3g} s{beside}{_loss(entry)}"
+            beside = "" if predicted is None else f" ({seconds_text(predicted)} predicted)"
+            return f"step {entry['step']}  {entry['variant']}  {seconds_text(entry['seconds'])}{beside}{_loss(entry)}"
 
 
 def _loss(entry: Entry) -> str:
@@ -133,57 +132,12 @@ def variant_row(summary: VariantSummary) -> list[str]:
     measured = summary.seconds or summary.switched_seconds
     ratio = measured / summary.predicted_seconds if measured and summary.predicted_seconds else None
     measured_seconds = summary.first_seconds, summary.seconds, summary.switched_seconds, summary.host_seconds
-    numbers = (*measured_seconds, summary.predicted_seconds, ratio)
-    return [summary.name, str(summary.steps), *("" if number is None else f"{number:.3g}" for number in numbers)]
+    times = (*measured_seconds, summary.predicted_seconds)
+    cells = ("" if seconds is None else seconds_text(seconds) for seconds in times)
+    return [summary.name, str(summary.steps), *cells, "" if ratio is None else f"{ratio:.3g}"]
 
 
 def to_json(log: Sequence[Entry]) -> dict[str, Any]:
     """Return the summary as what JSON can say."""
     rows = [{name: getattr(summary, name) for name in VariantSummary.__slots__} for summary in summaries(log)]
     return {"variants": rows, "changes": [entry for entry in log if entry["event"] in CHANGES]}
-
-
-def draw(log: Sequence[Entry], path: str | os.PathLike[str]) -> None:
-    """Draw the run: seconds of each step by variant beside what was predicted, and devices' straggling rates.
-
-    Raises:
-        EnvironmentProblem: without matplotlib.
-    """
-    figure = new_figure(10, 5)
-    steps, health = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    _draw_steps(steps, steps_of(log))
-    _draw_rates(health, log)
-    figure.savefig(os.fspath(path), format="png", dpi=120)
-
-
-def _draw_steps(axes: Any, entries: Sequence[Entry]) -> None:
-    names = dict.fromkeys(entry["variant"] for entry in entries)
-    for color, name in zip(itertools.cycle(PALETTE), names, strict=False):
-        own = [entry for entry in entries if entry["variant"] == name]
-        axes.bar([entry["step"] for entry in own], [entry["seconds"] for entry in own], color=color, label=name)
-    known = [entry for entry in entries if entry["predicted_seconds"] is not None]
-    places, predicted = [e["step"] for e in known], [e["predicted_seconds"] for e in known]
-    axes.scatter(places, predicted, marker="_", color="black", label="predicted", zorder=3)
-    axes.set_ylabel("seconds of a step")
-    axes.legend(frameon=False, fontsize=8)
-
-
-def _draw_rates(axes: Any, log: Sequence[Entry]) -> None:
-    last = max((entry["step"] for entry in steps_of(log)), default=0)
-    told = [(entry["step"], entry["rates"]) for entry in log if entry["event"] == "health"]
-    for device in sorted({device for _, rates in told for device in rates}, key=int):
-        places, heights = _rate_line(told, device, last)
-        axes.step(places, heights, where="post", label=f"device {device}")
-    axes.set_ylabel("straggling rate")
-    axes.set_xlabel("step")
-    if told:
-        axes.legend(frameon=False, fontsize=8)
-
-
-def _rate_line(
-    told: Sequence[tuple[int, Mapping[str, float]]], device: str, last: int
-) -> tuple[list[int], list[float]]:
-    """Return where a device's rate changes, and to what: 1 from the start, the last one to the end."""
-    places = [0, *(step for step, _ in told)]
-    heights = [1.0, *(rates.get(device, 1.0) for _, rates in told)]
-    return [*places, max(last, places[-1])], [*heights, heights[-1]]

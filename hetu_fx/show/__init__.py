@@ -1,1 +1,1 @@
-"""How things are shown: tables as text, pages and charts as HTML and SVG, figures by matplotlib."""
+"""How things are shown: tables as text, and pages and charts as HTML and SVG."""

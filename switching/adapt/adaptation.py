@@ -124,6 +124,8 @@ class Adaptation:
         report = self.runtime.report
         if self.cluster is None or report.variant == "":
             return
+        if len(self.cluster.devices) == 1 and not self._calibrates:
+            return  # nobody could take its work
         before, self._ran = self._ran, report.variant
         if report.variant not in self._run_before:
             self._run_before.add(report.variant)

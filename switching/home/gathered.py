@@ -76,7 +76,7 @@ class WholeView(torch.Tensor):
         return tree_map(lambda leaf: same.get(id(leaf), leaf), result)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"WholeView({self.whole!r})"
+        return repr(self.whole)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as the plain tensor that it shows."""

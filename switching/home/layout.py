@@ -70,6 +70,19 @@ class HomeLayout(LocalPart):
         """Whether this rank's piece is the whole tensor."""
         return self.local_shape == self.shape
 
+    @property
+    def held_text(self) -> str:
+        """Say which elements the rank owns: `rows 0 to 47 of 64`, `all`, `nothing`."""
+        if not self.held or 0 in self.local_shape:
+            return "nothing"
+        cut = [(dim, runs) for dim, runs in enumerate(self.region.dims) if runs != ((0, self.shape[dim]),)]
+        told = (
+            f"{f'dim {dim}:' if dim else 'rows'} "
+            f"{', '.join(f'{start} to {stop - 1}' for start, stop in runs)} of {self.shape[dim]}"
+            for dim, runs in cut
+        )
+        return ", ".join(told) or "all"
+
     @cached_property
     def counted(self) -> tuple[Box, ...]:
         """The boxes of the piece, in its own coordinates, whose elements this rank counts."""

@@ -71,8 +71,9 @@ class PendingNorm(Pending):
                 norm.value = value.to(norm.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        known = "pending" if self.value is None else repr(self.value)
-        return f"PendingNorm({known}, order={self.order})"
+        if self.value is not None:
+            return repr(self.value)
+        return f"PendingNorm(order={self.order}, not summed over the ranks yet; .item() on every rank does)"
 
 
 def _pend(part: torch.Tensor, order: float, world: int, dtype: torch.dtype) -> PendingNorm:

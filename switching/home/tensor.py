@@ -145,12 +145,10 @@ class HomeTensor(AsksForWhole):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Describe the tensor and this rank's piece, without talking to other ranks."""
+        title = "Parameter containing" if is_parameter(self) else "home tensor"
         if "local" not in self.__dict__:
-            return f"HomeTensor(shape={tuple(self.shape)}, dtype={self.dtype}, its piece is not here yet)"
-        return (
-            f"HomeTensor(shape={tuple(self.shape)}, dtype={self.dtype}, home={self.home_layout.annotation}, "
-            f"rank={self.home_layout.rank}, local={self.local!r})"
-        )
+            return f"{title}: of shape {tuple(self.shape)}, {self.dtype}, whose shard is not here yet"
+        return f"{title}: of shape {tuple(self.shape)}, {self.home_layout.held_text} here\n{self.local!r}"
 
     def __format__(self, spec: str) -> str:
         return format(self.full_tensor() if spec else repr(self), spec)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
+from hetu_fx.base.words import bytes_text
 from hetu_fx.comm_ops.plans.bsr_plan import plan_moves
 from hetu_fx.errors import StateError
 from hetu_fx.show.table import table_text
@@ -103,16 +104,16 @@ class SwitchPlan:
 
     def summary(self) -> str:
         """Return the plan on one line."""
-        later = f", of them {self.later.total_bytes / 1e6:.4g} MB beside the next step" if self.later.buckets else ""
+        later = f", of them {bytes_text(self.later.total_bytes)} beside the next step" if self.later.buckets else ""
         return (
-            f"{len(self.tensors)} tensors in {len(self.buckets)} buckets: {self.total_bytes / 1e6:.4g} MB{later} in "
-            f"{self.num_messages} messages ({self.least_bytes / 1e6:.4g} MB are lacking), at most "
-            f"{self.peak_extra_bytes / 1e6:.4g} MB beside a state of {max(self.state_bytes, default=0) / 1e6:.4g} MB"
+            f"{len(self.tensors)} tensors in {len(self.buckets)} buckets: {bytes_text(self.total_bytes)}{later} in "
+            f"{self.num_messages} messages ({bytes_text(self.least_bytes)} are lacking), at most "
+            f"{bytes_text(self.peak_extra_bytes)} beside a state of {bytes_text(max(self.state_bytes, default=0))}"
         )
 
     def __str__(self) -> str:
-        rows = [[str(a), str(b), f"{size / 1e6:.4g}"] for (a, b), size in self.pairs.items()]
-        return f"{self.summary()}\n{table_text(['sender', 'receiver', 'MB'], rows)}" if rows else self.summary()
+        rows = [[str(a), str(b), bytes_text(size)] for (a, b), size in self.pairs.items()]
+        return f"{self.summary()}\n{table_text(['sender', 'receiver', 'bytes'], rows)}" if rows else self.summary()
 
     def _messages(self) -> Iterator[tuple[int, int, int]]:
         return (message for bucket in self.buckets for message in bucket.moves.messages)

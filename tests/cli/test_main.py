@@ -120,3 +120,12 @@ def test_every_command_that_says_something_has_json() -> None:
     (commands,) = (action.choices for action in make_parser()._actions if isinstance(action.choices, dict))
     with_json = {name for name, parser in commands.items() if "--json" in parser.format_help()}
     assert with_json | WITHOUT_JSON.keys() == COMMANDS.keys()
+
+
+def test_whoever_reads_only_the_beginning_sees_no_traceback() -> None:
+    told, given = os.pipe()
+    os.close(told)  # as `| head` that has gone
+    command = [sys.executable, "-m", "hetu_fx.cli", "passes"]
+    found = subprocess.run(command, stdout=given, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    os.close(given)
+    assert (found.returncode, found.stderr) == (128 + 13, "")

@@ -37,7 +37,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_devices_and_blocks_are_measured_and_planned_from_the_files(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["measure", "my_example:small"]) == 0
     shown = capsys.readouterr()
-    assert "GFLOP/s" in shown.out
+    assert "FLOP/s" in shown.out
     assert "kept KB/token" in shown.out
     assert "x float32" in shown.out
     cluster = Cluster.read("cluster.json")
@@ -78,3 +78,30 @@ def test_a_model_that_is_not_there_is_refused(name: str, message: str, capsys: p
 def test_each_process_has_the_gpu_of_its_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert (local_device("cuda"), local_device("cuda:1"), local_device("cpu")) == ("cuda:3", "cuda:1", "cpu")
+
+
+def test_a_profile_of_a_model_in_a_script_is_written_or_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.line = torch.nn.Linear(4, 1)\n"
+        "    def forward(self, x):\n"
+        "        return self.line(x).square().mean()\n"
+        "def make():\n"
+        "    return Net(), {'x': torch.ones(8, 4)}\n"
+        "def alone():\n"
+        "    return Net()\n"
+    )
+    out = tmp_path / "profile.json"
+    assert main(["profile", f"{script}:make", "--out", str(out)]) == 0
+    assert "<Profile: 8 rows, 0 blocks, 20 bytes of parameters" in capsys.readouterr().out
+    assert Profile.read(out).costs.rows == 8
+    assert main(["profile", f"{script}:make", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == Profile.read(out).to_json()
+    assert main(["profile", f"{script}:alone"]) == 2
+    assert "return (model, example batch)" in capsys.readouterr().err

@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 
 from hetu_fx.cli.main import main
-from hetu_fx.cli.plan import print_table
 from hetu_fx.cluster.cluster import Cluster, Link
+from hetu_fx.planner.left_out import with_reasons
 from hetu_fx.planner.make_plan import make_plan
+from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.searches import SEARCHES
 from hetu_fx.planner.values.options import FEATURES
 from hetu_fx.planner.values.profile_file import BlockTime, Profile
 from hetu_fx.plans.plan import Plan
+from hetu_fx.show.table import print_table
 from tests.planner.examples import paper, transformer
 
 COSTS = transformer(rows=16, length=128, width=128)
@@ -73,12 +75,34 @@ def test_rows_may_be_others_than_the_profiles(run: Run) -> None:
     assert Plan.from_json(json.loads(out)) == make_plan(transformer(rows=32, length=128, width=128), CLUSTER)
 
 
+def test_a_sweep_says_from_where_on_devices_pay(run: Run, tmp_path: Path) -> None:
+    status, out, _ = run("--sweep", "rows=2,64", "link=10mbit,8gbit")
+    assert status == 0
+    header, *lines = out.splitlines()
+    assert header.split() == ["rows", "link", "step", "rows/s", "devices", "plan"]
+    assert [line.split()[:3] for line in lines[:4]] == [
+        [rows, rate, unit] for rows in ("2", "64") for rate, unit in (("10", "Mbit/s"), ("8", "Gbit/s"))
+    ]
+    assert any(line.startswith("from 64 rows a step") and "devices " in line for line in lines[4:])
+    _, out, _ = run("--sweep", "rows=2", "--json")
+    (point,) = json.loads(out)
+    assert (point["rows"], point["link"]) == (2, None)
+    assert set(point["devices"]) <= {0, 1, 2}
+
+
+@pytest.mark.parametrize("given", ["rows", "rows=", "rows=2,x", "speed=3", "rows=0"])
+def test_a_sweep_of_nothing_is_refused(run: Run, given: str) -> None:
+    status, _, err = run("--sweep", given)
+    assert (status, "--sweep" in err, "like" in err) == (2, True, True)
+
+
 def test_what_if_shows_what_changes_and_what_it_costs(run: Run) -> None:
     _, out, _ = run("--without", "1", "--rate", "2=2.5", "--link", "100mbit")
     lines = out.splitlines()
     start = lines.index("what if without 1, rate 2=2.5, link 100mbit:")
     changed = Cluster(CLUSTER.devices, CLUSTER.intra, Link(100e6 / 8, 1e-5)).with_rates({2: 2.5}).without([1])
-    assert lines[:start] == make_plan(COSTS, changed).explain().splitlines()
+    made = with_reasons(make_plan(COSTS, changed), Problem(Profile(COSTS), changed))
+    assert lines[:start] == made.explain().splitlines()
     assert lines[start + 1].split() == ["before", "after"]
     assert lines[start + 2].startswith("predicted step  ")
     assert lines[start + 2].endswith(" %)")

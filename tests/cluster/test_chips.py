@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from hetu_fx.cluster.chips import CHIPS, DTYPES, find_chip, unknown_chip
+from hetu_fx.cluster.chips import CHIPS, DTYPES, chip_text, find_chip, unknown_chip
 from hetu_fx.errors import ClusterError
 
 
@@ -16,6 +16,11 @@ def test_names_are_found_in_any_spelling_and_belong_to_one_chip() -> None:
 def test_a_chip_that_is_not_known_is_none_and_the_nearest_is_named() -> None:
     assert find_chip("cpu") is None
     assert unknown_chip("H10O-80G").endswith("(did you mean 'H100-80G'?)")
+
+
+def test_a_name_without_its_memory_says_which_chip_is_meant() -> None:
+    told = ["A100 (as A100-80G)", "v100 (as V100-32G)", "A100-40G", "L4", "cpu"]
+    assert [chip_text(text.partition(" ")[0]) for text in told] == told
 
 
 def test_every_chip_says_where_its_figures_stand_and_is_slower_in_wider_types() -> None:

@@ -62,7 +62,7 @@ def test_two_devices_use_the_link_of_the_first_unit_that_both_stand_in() -> None
 def test_a_cluster_of_levels_is_read_again_from_its_file() -> None:
     for cluster in (racks(), rails()):
         assert Cluster.from_json(cluster.to_json()) == cluster
-    assert "switch 4e+05 MB/s" in str(racks())
+    assert "switch 400 GB/s" in str(racks())
 
 
 def test_files_without_levels_say_whose_link_lies_between_nodes() -> None:

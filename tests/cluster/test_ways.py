@@ -68,9 +68,9 @@ def test_a_way_that_stands_twice_is_refused() -> None:
 
 def test_the_table_says_which_way_is_taken() -> None:
     assert rows_of(WAYS) == [
-        ["cpu - cuda", "intra", "staged", "1000", "0", "taken"],
-        ["cuda - cuda", "inter", "direct", "100", "10", ""],
-        ["cuda - cuda", "inter", "staged", "300", "20", "taken"],
+        ["cpu - cuda", "intra", "staged", "1 GB/s", "0", "taken"],
+        ["cuda - cuda", "inter", "direct", "100 MB/s", "10 us", ""],
+        ["cuda - cuda", "inter", "staged", "300 MB/s", "20 us", "taken"],
     ]
 
 

@@ -8,12 +8,13 @@ from hetu_fx.planner.make_plan import make_plan, make_plans
 from hetu_fx.planner.search.homogeneous import HOMOGENEOUS
 from hetu_fx.planner.search.hydraulis.adapter import HYDRAULIS
 from hetu_fx.planner.search.malleus.adapter import MALLEUS
-from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.searches import SearchRule, always, auto, some_straggle
-from hetu_fx.planner.values.options import PlanOptions
+from hetu_fx.planner.search.problem import Problem, Search
+from hetu_fx.planner.searches import AUTO, SearchRule, always, auto, some_straggle
+from hetu_fx.planner.values.options import PlanOptions, TimeLimit
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.plan import Plan
 from tests.planner.examples import paper, transformer
 
 MODEL = Profile(transformer(layers=16, rows=64, length=512, width=512))
@@ -61,6 +62,19 @@ def test_searches_that_suit_or_lack_nothing_are_asked() -> None:
     assert auto(HYDRAULIS, [SearchRule(HOMOGENEOUS, always), never, lacking]).find(problem) == alone
     asked = auto(HYDRAULIS, [SearchRule(HOMOGENEOUS, always), SearchRule(MALLEUS, always)]).find(problem)
     assert asked == {**alone, **MALLEUS.find(problem)}
+
+
+def test_where_time_is_over_early_the_homogeneous_search_has_been_asked() -> None:
+    cluster = of(*[1000] * 4, *[10] * 8)
+    kinds = tuple(replace(device, kind="slow" if device.speed < 1e11 else "quick") for device in cluster.devices)
+    problem = Problem(MODEL, replace(cluster, devices=kinds), PlanOptions(seconds=1.0))
+
+    def found(search: Search) -> set[Plan]:
+        over = TimeLimit(0.0, lambda: 1.0)  # the clock stands: whatever is asked once something is known finds it over
+        return set(search.find(replace(problem, time_limit=over)))
+
+    assert found(HOMOGENEOUS)
+    assert found(AUTO) == found(HOMOGENEOUS)
 
 
 def test_in_large_clusters_a_search_for_stragglers_needs_some() -> None:

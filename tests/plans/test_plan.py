@@ -215,7 +215,7 @@ def test_a_bad_plan_object_is_refused_with_its_place(changes: dict[str, Any], me
         ({"stages": []}, r"plan: pipelines\[0\]: a pipeline has no stages"),
         ({"stages": [{"devices": [0]}], "rows": 0}, r"\[0\] has rows 0; give 1 or more"),
         ({"stages": [{"devices": [0]}], "rows": 1, "share": 2}, r"'rows' and 'share' are two names of one thing"),
-        ({"stages": [{"devices": [0]}], "rows": 1.5}, r"'rows' must be a whole number, not a number: 1.5"),
+        ({"stages": [{"devices": [0]}], "rows": -1.5}, r"'rows' must be a whole number, not a number: -1.5"),
         ({"stages": [{"devices": [0]}], "micro_batches": 0}, r"0 micro-batches; give 1 or more"),
         ({"stages": [{"devices": [0]}], "microbatches": 2}, r"did you mean 'micro_batches'"),
         (
@@ -330,8 +330,10 @@ pipeline  rows  micro-batches  stage  devices  ratios  blocks
 def test_explain_says_why_or_that_nobody_predicted() -> None:
     plan = replace(Plan.single(), predicted=Prediction(0.25, (), "bound by device 0", "1 row: [1]", 0.5))
     lines = plan.explain().splitlines()
-    assert lines[-3] == "predicted step: 250 ms"
-    assert lines[-2:] == ["bound by device 0", "runner-up: 1 row: [1] (500 ms, +100.0 %)"]
+    assert lines[0] == "device 0 computes each batch in 250 ms (predicted)"
+    assert lines[-4] == "predicted step: 250 ms"
+    assert lines[-3:-1] == ["bound by device 0", "runner-up: 1 row: [1] (500 ms, +100.0 %)"]
+    assert lines[-1] == "plan: schedule 1f1b, zero 1, sequence length any"
     assert "no prediction" in Plan.single().explain()
 
 

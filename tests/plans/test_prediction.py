@@ -22,6 +22,13 @@ def test_devices_that_take_the_same_stand_in_one_row_without_terms_that_nobody_h
     assert made.text([1]).splitlines()[1:] == ["busiest  compute  idle", "1        200 ms   50 ms"]
 
 
+def test_one_figure_stands_for_the_step_and_what_the_terms_add_up_to_only_where_that_differs() -> None:
+    told = [str(Prediction(1.0, formula_seconds=formula)) for formula in (None, 1.01, 1.5, 0.5)]
+    assert told[:2] == ["predicted step: 1 s"] * 2
+    assert told[2] == "predicted step: 1 s (terms add up to 1.5 s; overlap hides the rest)"
+    assert told[3] == "predicted step: 1 s (terms add up to 500 ms; the rest is waiting)"
+
+
 def test_a_plan_of_a_search_whose_time_was_over_says_how_far_it_may_be_from_the_best() -> None:
     told = str(Prediction(2.0, bound_seconds=1.5))
     assert "best so far" in told

@@ -9,7 +9,7 @@ import pytest
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.prediction import DeviceCost, Prediction
-from hetu_fx.plans.tables import busiest, changes, device_rows, diff, left_out_text, plan_table, short_text
+from hetu_fx.plans.tables import busiest, changes, device_rows, diff, left_out_text, plan_table, sentence, short_text
 from tests.planner.examples import paper, transformer
 
 
@@ -99,6 +99,20 @@ def test_the_devices_that_a_plan_leaves_out_are_told_in_a_line() -> None:
     assert "left out: 1 of 2 devices, 1" in Plan.single().explain(range(2))
 
 
+def test_a_plan_is_told_in_a_sentence() -> None:
+    assert sentence(Plan.single()) == "device 0 computes each batch"
+    assert sentence(Plan.single(), range(4)) == "1 of 4 devices computes each batch"
+    assert sentence(Plan.data_parallel([0, 1], [3, 1]), range(4)) == (
+        "2 of 4 devices compute each batch: 2 replicas with rows 3:1"
+    )
+    assert sentence(of_many(32, 4)) == "128 devices compute each batch: 32 replicas, 4 stages"
+    assert sentence(Plan.data_parallel(range(9), [1] * 8 + [2])).endswith("9 replicas with rows from 1 to 2 of 10")
+    predicted = Prediction(0.5, left_out=(1, 2), left_out_why=("1, 2 (slow): with them a step takes 1 s",))
+    plan = replace(Plan.single(), predicted=predicted)
+    assert sentence(plan) == "1 of 3 devices computes each batch in 500 ms (predicted)"
+    assert list(left_out_text(plan)) == ["left out: 2 of 3 devices, 1, 2", f"- {predicted.left_out_why[0]}"]
+
+
 def test_a_short_text_counts_what_is_alike() -> None:
     assert short_text(of_many(32, 32)) == "32 x 1 row in 8: 32 x [1 device]x1"
     uneven = Plan((Pipeline((Stage(tuple(range(8)), (2,) * 7 + (1,), blocks=3), Stage((8,), blocks=1))),))
@@ -112,7 +126,7 @@ def test_a_plan_that_was_made_explains_itself_the_same_after_reading_it_again() 
     assert "left out" not in text
     assert "of 1 GB (" in text
     assert "runner-up: " in text
-    assert "%)" in text.splitlines()[-1]
+    assert "%)" in text.splitlines()[-2]
     assert Plan.from_json(plan.to_json()).explain() == text
     assert "memory" not in replace(plan, predicted=None).explain()
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
 
-from hetu_fx.base.words import bytes_text
+from hetu_fx.base.words import bytes_of, bytes_text
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.alike import alike
 from hetu_fx.planner.price.beside import overlapped
@@ -272,7 +272,7 @@ def memory_problems(prediction: Prediction, cluster: Cluster, fraction: float = 
     """Return a line for each device that would need more than `fraction` of its memory."""
     limits = {device.rank: int(device.memory_bytes * fraction) for device in cluster.devices}
     return tuple(
-        f"device {d.rank} needs {d.total_bytes / 1e6:.4g} MB of {limits[d.rank] / 1e6:.4g} MB"
+        f"device {d.rank} needs {bytes_of(d.total_bytes, limits[d.rank])}"
         for d in prediction.devices
         if d.total_bytes > limits[d.rank]
     )

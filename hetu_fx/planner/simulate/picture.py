@@ -7,9 +7,11 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from hetu_fx.base.words import bytes_text
-from hetu_fx.show.figure import new_figure
+from hetu_fx.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from hetu_fx.planner.simulate.timeline import Timeline
 
 COLORS = {
@@ -45,13 +47,28 @@ def draw(
         EnvironmentProblem: without matplotlib.
     """
     heights = [max(2.0, _ROW * len(timeline.devices)), *([_MEMORY] if timeline.memory else [])]
-    figure = new_figure(_WIDTH, sum(heights) + _EDGE * len(heights))
+    figure = _new_figure(_WIDTH, sum(heights) + _EDGE * len(heights))
     above, *below = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
     _draw_events(above, timeline)
     for axes in below:
         _draw_memory(axes, timeline, limits or {})
     figure.axes[-1].set_xlabel("ms")
     figure.savefig(target, format=form, dpi=120)
+
+
+def _new_figure(width: float, height: float) -> Figure:
+    """Return a figure of this size in inches.
+
+    Raises:
+        EnvironmentProblem: without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure  # no pyplot: its global state and window system are not wanted
+    except ImportError as problem:
+        raise EnvironmentProblem(
+            "a picture needs matplotlib, which is not installed; pip install 'hetu-fx[ui]'"
+        ) from problem
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _draw_events(axes: Any, timeline: Timeline) -> None:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from hetu_fx.base.words import bytes_text, seconds_text
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.links import Resource
 from hetu_fx.planner.simulate.events import Times
@@ -107,28 +108,32 @@ class Simulation:
         return links
 
     def __str__(self) -> str:
-        return "\n".join((f"{self.timeline.name}: {_ms(self.seconds)}", self.why, *self._devices(), *self._links()))
+        return "\n".join(
+            (f"{self.timeline.name}: {seconds_text(self.seconds)}", self.why, *self._devices(), *self._links())
+        )
 
     @property
     def why(self) -> str:
         """Return what the seconds come from, in a line."""
         return (
-            f"one thing after the other: {_ms(self.one_by_one_seconds)}; hidden by overlap: "
-            f"{_ms(self.hidden_seconds)}; lost by sharing links: {_ms(self.lost_seconds)}"
+            f"one thing after the other: {seconds_text(self.one_by_one_seconds)}; hidden by overlap: "
+            f"{seconds_text(self.hidden_seconds)}; lost by sharing links: {seconds_text(self.lost_seconds)}"
         )
 
     def _devices(self) -> Iterator[str]:
         for rank, share in self.bubbles.items():
             use = self.uses.get(rank)
-            told = f"device {rank}: bubble {100 * share:.1f} %, peak {self.peak_bytes[rank] / 1e6:.4g} MB"
-            seconds = "" if use is None else ", ".join(f"{name} {_ms(value)}" for name, value in asdict(use).items())
+            told = f"device {rank}: bubble {100 * share:.1f} %, peak {bytes_text(self.peak_bytes[rank])}"
+            spent = {} if use is None else asdict(use)
+            seconds = ", ".join(f"{name} {seconds_text(value)}" for name, value in spent.items())
             yield f"{told}; {seconds}" if seconds else told
 
     def _links(self) -> Iterator[str]:
         for use in self.links:
-            yield f"{use.link}: {use.bytes / 1e6:.4g} MB in {_ms(use.seconds)}, {100 * use.share:.1f} % of the step"
+            time = f"{seconds_text(use.seconds)}, {100 * use.share:.1f} % of the step"
+            yield f"{use.link}: {bytes_text(use.bytes)} in {time}"
         for (sender, receiver), count in self.link_bytes.items():
-            yield f"{sender} -> {receiver}: {count / 1e6:.4g} MB"
+            yield f"{sender} -> {receiver}: {bytes_text(count)}"
 
     def to_json(self) -> dict[str, Any]:
         """Return all but the timeline, as values that JSON has; seconds and bytes."""
@@ -144,10 +149,6 @@ class Simulation:
             "links": [asdict(use) for use in self.links],
             "messages": [{"from": a, "to": b, "bytes": count} for (a, b), count in self.link_bytes.items()],
         }
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g} ms"
 
 
 def simulation(

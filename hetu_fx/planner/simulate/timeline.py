@@ -15,6 +15,7 @@ from io import BytesIO
 from typing import Any
 
 from hetu_fx.base.documents import write_atomically
+from hetu_fx.base.words import seconds_text
 from hetu_fx.errors import EnvironmentProblem, StateError
 from hetu_fx.planner.simulate.picture import draw
 
@@ -153,8 +154,8 @@ class Timeline:
         return drawn.getvalue()
 
     def __str__(self) -> str:
-        rows = [f"device {d}: busy {self.busy_seconds(d) * 1e3:.3g} ms" for d in self.devices]
-        return "\n".join((f"{self.name}: {self.seconds * 1e3:.3g} ms", *rows))
+        rows = [f"device {d}: busy {seconds_text(self.busy_seconds(d))}" for d in self.devices]
+        return "\n".join((f"{self.name}: {seconds_text(self.seconds)}", *rows))
 
 
 def _thread_name(device: int) -> dict[str, Any]:

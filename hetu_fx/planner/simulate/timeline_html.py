@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from hetu_fx.base.documents import write_atomically
+from hetu_fx.base.words import seconds_text
 from hetu_fx.planner.simulate.picture import COLORS, OTHER
 from hetu_fx.planner.simulate.simulation import WORK
 from hetu_fx.planner.simulate.timeline import Counter, Event, Timeline
 from hetu_fx.show.charts import LANE, WIDTH, lane
-from hetu_fx.show.markup import keys, number, page
+from hetu_fx.show.markup import keys, page
 
 
 def write_html(timeline: Timeline, path: str | os.PathLike[str]) -> None:
@@ -22,7 +23,7 @@ def write_html(timeline: Timeline, path: str | os.PathLike[str]) -> None:
 def html(timeline: Timeline) -> str:
     """Return the page."""
     rows = "".join(row for device in (*timeline.devices, None) for row in _rows(timeline, device))
-    told = f"<p>{number(timeline.seconds, 1e-3)} ms</p>"
+    told = f"<p>{seconds_text(timeline.seconds)}</p>"
     return page(timeline.name, f'{told}{keys(colours(timeline.events))}<div class="lanes">{rows}</div>')
 
 
@@ -64,7 +65,7 @@ def _box(event: Event, start: float, whole: float) -> str:
     """Return a box: work in the upper part of a lane, messages below it, as both go on at once."""
     left, width = (event.start_seconds - start) / whole * WIDTH, max(1.0, event.seconds / whole * WIDTH)
     top, height = (0, 13) if event.kind in WORK else (14, 6)
-    told = f"{event.name}: {number(event.seconds, 1e-3)} ms from {number(event.start_seconds - start, 1e-3)} ms"
+    told = f"{event.name}: {seconds_text(event.seconds)} from {seconds_text(event.start_seconds - start)}"
     fill = COLORS.get(event.kind, OTHER)
     return (
         f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{height}" fill="{fill}">'

@@ -14,6 +14,7 @@ from typing import Any
 from hetu_fx.base.checks import Source, check_not_negative, check_positive, check_source, standing_twice
 from hetu_fx.base.json_values import many, numbered
 from hetu_fx.base.records import REQUIRED, Document, Key, record, repeated
+from hetu_fx.base.words import bytes_text, rate_text
 from hetu_fx.errors import ProfileError
 from hetu_fx.planner.values.footprint import PartMemory, ProgramMemory
 from hetu_fx.planner.values.part_costs import NO_COSTS, PartCosts
@@ -127,6 +128,12 @@ class Profile(Document):
         blocks = {costs.num_blocks for _, costs in self.other_lengths} - {self.costs.num_blocks}
         if blocks:
             raise ProfileError(f"other_lengths have {blocks} blocks, program {self.costs.num_blocks}; give one model")
+
+    def __repr__(self) -> str:
+        whole, counted = self.costs.whole, {"estimate": "counted"}.get(self.source, self.source)
+        size = f"{self.costs.num_blocks} blocks, {bytes_text(whole.parameter_bytes)} of parameters"
+        work = f"{rate_text(whole.flops, 'FLOP')} a row, {counted}"
+        return f"<Profile: {self.costs.rows} rows, {size}, {work}; to_json() has all>"
 
     def with_rows(self, rows: int) -> Profile:
         """Return the same model with another number of rows in a step."""

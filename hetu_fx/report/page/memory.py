@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
+from hetu_fx.base.words import bytes_text
 from hetu_fx.planner.values.device_memory import TERMS
 from hetu_fx.plans.prediction import DeviceCost
 from hetu_fx.report.run import LoggedRun
-from hetu_fx.show.markup import COLOURS, bar, cells_table, keys, note, number
+from hetu_fx.show.markup import COLOURS, bar, cells_table, keys, note
 
 _COLOURS = {term: COLOURS[index % len(COLOURS)] for index, term in enumerate(TERMS)}
 _MEASURED = (
@@ -40,8 +41,8 @@ def html(run: LoggedRun) -> str:
     if not (tables or any(run.peak_bytes)):
         return ""
     if not tables:
-        rows = [[f"process {rank}", number(count, 1e6)] for rank, count in enumerate(run.peak_bytes)]
-        return cells_table(["", "measured peak MB"], rows) + note(_MEASURED)
+        rows = [[f"process {rank}", bytes_text(count)] for rank, count in enumerate(run.peak_bytes)]
+        return cells_table(["", "measured peak"], rows) + note(_MEASURED)
     return keys({term: _COLOURS[term] for term in _terms(run)}) + "".join(tables) + note(_MEASURED)
 
 
@@ -52,7 +53,7 @@ def _terms(run: LoggedRun) -> list[str]:
 
 
 def _table(run: LoggedRun, name: str) -> str:
-    header = ["device", "MB", "limit MB", "of it", "measured peak MB", "predicted", *(f"{t} MB" for t in _terms(run))]
+    header = ["device", "needs", "limit", "of it", "measured peak", "predicted", *_terms(run)]
     return cells_table(header, _rows(run, name))
 
 
@@ -62,8 +63,8 @@ def _rows(run: LoggedRun, name: str) -> Iterator[list[str]]:
     peaks = dict(enumerate(run.peak_bytes))
     for cost in costs:
         held = dict(cost.bytes)
-        drawn = bar([(f"{t}: {number(held.get(t, 0), 1e6)} MB", held.get(t, 0), _COLOURS[t]) for t in terms], most)
+        drawn = bar([(f"{t}: {bytes_text(held.get(t, 0))}", held.get(t, 0), _COLOURS[t]) for t in terms], most)
         share = f"{cost.total_bytes / cost.limit_bytes:.1%}" if cost.limit_bytes else ""
-        limit, peak = number(cost.limit_bytes, 1e6), number(peaks.get(cost.rank) or None, 1e6)
-        parts = (number(held.get(term, 0), 1e6) for term in terms)
-        yield [str(cost.rank), number(cost.total_bytes, 1e6), limit, share, peak, drawn, *parts]
+        limit, peak = (bytes_text(count) if count else "" for count in (cost.limit_bytes, peaks.get(cost.rank)))
+        parts = (bytes_text(held.get(term, 0)) for term in terms)
+        yield [str(cost.rank), bytes_text(cost.total_bytes), limit, share, peak, drawn, *parts]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
+from hetu_fx.base.words import seconds_text
 from hetu_fx.planner.simulate.simulation import Simulation
 from hetu_fx.planner.simulate.timeline_html import colours, device_lane
 from hetu_fx.report.page.told import UNKNOWN
@@ -14,7 +15,7 @@ from hetu_fx.show.charts import WIDTH, lane
 from hetu_fx.show.markup import keys, note, number, table
 
 _MEASURED = "#4a7fd0"
-_HEADER = ("device", "predicted compute ms", "measured ms", "ratio", "predicted idle", "measured not computing")
+_HEADER = ("device", "predicted compute", "measured", "ratio", "predicted idle", "measured not computing")
 
 
 def data(run: LoggedRun) -> dict[str, Any]:
@@ -33,10 +34,9 @@ def _variant_data(run: LoggedRun, name: str) -> dict[str, Any]:
 
 
 def _predicted_seconds(run: LoggedRun, name: str) -> float | None:
-    """Return the seconds of the step on paper; where it is not there, those that the log tells."""
-    if name in run.on_paper:
-        return run.on_paper[name].seconds
-    return next((entry["predicted_seconds"] for entry in reversed(run.settled(name))), None)
+    """Return the seconds that the log tells, as all of the page does; without, those of the step on paper."""
+    told = next((entry["predicted_seconds"] for entry in reversed(run.settled(name))), None)
+    return run.on_paper[name].seconds if told is None and name in run.on_paper else told
 
 
 def _device(run: LoggedRun, name: str, rank: int, measured: float | None) -> dict[str, Any]:
@@ -63,16 +63,16 @@ def html(run: LoggedRun) -> str:
 def _variant(run: LoggedRun, name: str) -> str:
     step, told = run.on_paper.get(name), _variant_data(run, name)
     predicted, measured = told["predicted_seconds"], told["measured_seconds"]
-    whole = max(predicted or 0.0, measured or 0.0) or 1.0
+    whole = max(predicted or 0.0, measured or 0.0, 0.0 if step is None else step.seconds) or 1.0
     lanes = [lane for device in told["devices"] for lane in _lanes(step, device, measured, whole)]
-    title = f"{name}: predicted {_milliseconds(predicted)}, measured {_milliseconds(measured)}"
-    ends = f'<div class="axis"><span>0</span><span>{number(whole, 1e-3)} ms</span></div>'
+    title = f"{name}: predicted {_known(predicted)}, measured {_known(measured)}"
+    ends = f'<div class="axis"><span>0</span><span>{seconds_text(whole)}</span></div>'
     pictures = f'<div class="lanes" tabindex="0">{"".join(lanes)}</div><div class="lane"><span></span>{ends}</div>'
     return f"<h3>{escape(title)}</h3>{pictures}{table(_HEADER, [_row(device, measured) for device in told['devices']])}"
 
 
-def _milliseconds(seconds: float | None) -> str:
-    return "not known" if seconds is None else f"{number(seconds, 1e-3)} ms"
+def _known(seconds: float | None) -> str:
+    return "not known" if seconds is None else seconds_text(seconds)
 
 
 def _lanes(step: Simulation | None, device: dict[str, Any], measured: float | None, whole: float) -> Iterator[str]:
@@ -84,7 +84,7 @@ def _lanes(step: Simulation | None, device: dict[str, Any], measured: float | No
 
 
 def _measured(computed: float, step: float, whole: float) -> str:
-    told = f"computes {number(computed, 1e-3)} ms of {number(step, 1e-3)} ms"
+    told = f"computes {seconds_text(computed)} of {seconds_text(step)}"
     return (
         f'<rect width="{step / whole * WIDTH:.1f}" height="20" fill="none" stroke="{_MEASURED}"/>'
         f'<rect width="{computed / whole * WIDTH:.1f}" height="20" fill="{_MEASURED}">'
@@ -98,5 +98,5 @@ def _row(device: dict[str, Any], measured: float | None) -> list[str]:
     idle = device["predicted_idle_share"]
     ratio = number(found / expected) if found and expected else ""
     rest = "" if found is None or not measured else f"{max(0.0, 1 - found / measured):.0%}"
-    times = number(expected, 1e-3), number(found, 1e-3)
+    times = ("" if seconds is None else seconds_text(seconds) for seconds in (expected, found))
     return [str(device["device"]), *times, ratio, "" if idle is None else f"{idle:.0%}", rest]

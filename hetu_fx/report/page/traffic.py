@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
+from hetu_fx.base.words import bytes_text
 from hetu_fx.planner.simulate.picture import COLORS, OTHER
 from hetu_fx.planner.simulate.simulation import Simulation
 from hetu_fx.report.run import LoggedRun
-from hetu_fx.show.markup import bar, cells_table, keys, note, number
+from hetu_fx.show.markup import bar, cells_table, keys, note
 
 KINDS: Mapping[str, str] = {
     "gather": "parameters from their homes",
@@ -59,11 +60,11 @@ def _table(step: Simulation) -> str:
     most, kinds = links[0][1], by_kind(step)
     rows = [_row(step, link, count, most) for link, count in links[:MOST_LINKS]]
     left = len(links) - MOST_LINKS
-    total = ", ".join(f"{KINDS.get(kind, kind)} {number(count, 1e6)} MB" for kind, count in kinds.items())
+    total = ", ".join(f"{KINDS.get(kind, kind)} {bytes_text(count)}" for kind, count in kinds.items())
     more = note(f"{left} more links carry less each.") * (left > 0)
     return (
-        note(f"In all {number(sum(kinds.values()), 1e6)} MB: {total}.")
-        + cells_table(["link", "MB", "by kind"], rows)
+        note(f"In all {bytes_text(sum(kinds.values()))}: {total}.")
+        + cells_table(["link", "bytes", "by kind"], rows)
         + more
     )
 
@@ -71,7 +72,6 @@ def _table(step: Simulation) -> str:
 def _row(step: Simulation, link: tuple[int, int], count: float, most: float) -> list[str]:
     own = {kind: size for (kind, *ends), size in step.sent_bytes.items() if tuple(ends) == link}
     parts = [
-        (f"{KINDS.get(kind, kind)}: {number(size, 1e6)} MB", size, COLORS.get(kind, OTHER))
-        for kind, size in own.items()
+        (f"{KINDS.get(kind, kind)}: {bytes_text(size)}", size, COLORS.get(kind, OTHER)) for kind, size in own.items()
     ]
-    return [f"{link[0]} → {link[1]}", number(count, 1e6), bar(parts, most)]
+    return [f"{link[0]} → {link[1]}", bytes_text(count), bar(parts, most)]

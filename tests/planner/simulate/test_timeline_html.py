@@ -38,7 +38,7 @@ def test_every_event_is_a_box_at_its_time_with_its_name() -> None:
     boxes = [attrs for tag, attrs in page.tags if tag == "rect"]
     assert page.open == []
     assert [(box["x"], box["width"]) for box in boxes] == [("0.0", "333.3"), ("333.3", "666.7")]
-    assert "<b> & co: 2,000 ms from 1,000 ms" in page.texts
+    assert "<b> & co: 2 s from 1 s" in page.texts
     assert "a <step>" in page.texts
 
 

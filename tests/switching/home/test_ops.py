@@ -33,8 +33,8 @@ def test_a_parameter_keeps_class_shape_and_kind() -> None:
 
 def test_printing_talks_to_nobody() -> None:
     away = HomeTensor(torch.zeros(2, 4), home_layout(CUT, (6, 4), 1, 2))
-    assert repr(away).startswith("HomeTensor(shape=(6, 4), dtype=torch.float32, home=")
-    assert "PendingNorm(pending, order=2.0)" in repr(away.norm())
+    assert repr(away).startswith("home tensor: of shape (6, 4), rows 4 to 5 of 6 here\ntensor(")
+    assert "PendingNorm(order=2.0, not summed over the ranks yet" in repr(away.norm())
     assert f"{parameter().norm():.2f}" == "65.76"
 
 

@@ -160,7 +160,7 @@ def test_a_plan_tells_what_comes_beside_the_next_step() -> None:
     late = StateTensor("w0", "optimizer 0 exp_avg", torch.float32, ROWS, COLUMNS, (8, 8))
     plan = plan_switch([weight(0), late], splits=True)
     assert plan.to_json()["later_bytes"] == 224
-    assert plan.summary().startswith("2 tensors in 2 buckets: 0.000448 MB, of them 0.000224 MB beside the next step in")
+    assert plan.summary().startswith("2 tensors in 2 buckets: 448 bytes, of them 224 bytes beside the next step in")
 
 
 def test_a_tensor_larger_than_the_share_comes_in_parts() -> None:
@@ -253,8 +253,8 @@ def test_what_stays_makes_no_bucket_but_counts_as_state() -> None:
 def test_plans_are_told_as_a_table_and_as_json() -> None:
     plan = plan_switch([weight(0)])
     lines = str(plan).splitlines()
-    assert lines[0].startswith("1 tensors in 1 buckets: 0.000224 MB in 5 messages (0.000224 MB are lacking)")
-    assert lines[1].split() == ["sender", "receiver", "MB"]
+    assert lines[0].startswith("1 tensors in 1 buckets: 224 bytes in 5 messages (224 bytes are lacking)")
+    assert lines[1].split() == ["sender", "receiver", "bytes"]
     told = json.loads(json.dumps(plan.to_json()))
     assert told["bytes"] == sum(pair["bytes"] for pair in told["pairs"]) == 224
     ((tensor,),) = told["buckets"]

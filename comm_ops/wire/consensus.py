@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
@@ -273,7 +273,6 @@ def alike(table: GroupTable, digest: int) -> bool:
     return bool(bounds.sum() == 0)
 
 
-@lru_cache(maxsize=256)
 def digest_of(text: str) -> int:
     """Hash a text to 48 bits, which a float64 carries exactly; the same in every process."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")

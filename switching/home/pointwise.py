@@ -24,7 +24,6 @@ from hetu_fx.errors import StateError
 from hetu_fx.switching.home.gathered import named, run_whole
 from hetu_fx.switching.home.journal import journal
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
-from hetu_fx.switching.home.piece_copies import note_copy
 from hetu_fx.switching.home.tensor import (
     Handler,
     HomeTensor,
@@ -163,7 +162,7 @@ def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HomeTens
 
 def _copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HomeTensor:
     made = _like(func, args, kwargs)
-    note_copy(args[0], args[0].local, made.local, made.home_layout)
+    journal().note_copy(args[0], args[0].local, made.local, made.home_layout)
     return made
 
 

@@ -27,8 +27,8 @@ from hetu_fx.comm_ops.wire.one_sided import Caller, Listener, Question, Refused
 from hetu_fx.comm_ops.wire.shutdown import finish_at_exit
 from hetu_fx.errors import CommError, StateError
 from hetu_fx.switching.home.held import COPIED, JOINT, Key, Readable, Readings, is_copy, part_of, source_of, why_not
+from hetu_fx.switching.home.journal import journal
 from hetu_fx.switching.home.memory import let_go_of_wholes
-from hetu_fx.switching.home.piece_copies import all_copies, copy_at, swaps
 from hetu_fx.switching.home.stepped import numbered
 from hetu_fx.switching.home.tensor import OPS, HomeTensor, gather_whole
 
@@ -55,13 +55,15 @@ class Names:
     def name_of(self, piece: torch.Tensor) -> Key | None:
         """Return the key of the parameter, or the optimizer's state, whose piece this is; None if it is of none."""
         for is_new in (False, True):
-            if is_new or self._swaps != swaps():
-                self._swaps = swaps()
+            if is_new or self._swaps != journal().swaps:
+                self._swaps = journal().swaps
                 self._index = {id(tensor.local): (key, tensor) for key, tensor in self._named()}
             found = self._index.get(id(piece))
             if found is not None and found[1].local is piece:
                 return found[0]
-            if copy_at(piece) is not None:  # not what the index has missed, most likely: there are many of them
+            if (
+                journal().copy_at(piece) is not None
+            ):  # not what the index has missed, most likely: there are many of them
                 return None
         return None
 
@@ -74,7 +76,7 @@ class Names:
         return key if len(alike) == 1 else None
 
     def _copy_key(self, piece: torch.Tensor) -> Key | None:
-        copied = copy_at(piece)
+        copied = journal().copy_at(piece)
         source = None if copied is None else copied.source()
         if copied is None or source is None:
             return None
@@ -86,7 +88,7 @@ class Names:
         if key[0] == JOINT:
             return []
         if is_copy(key):
-            alike = [(p, its) for p, its in all_copies() if (str(its.writes), str(p.dtype)) == key[-2:]]
+            alike = [(p, its) for p, its in journal().copies() if (str(its.writes), str(p.dtype)) == key[-2:]]
             return [Readable(piece, piece, its.layout) for piece, its in alike if self._copy_key(piece) == key]
         if len(key) == 1:
             return [Readable.home(self.homes[key[0]])]

@@ -31,7 +31,6 @@ from hetu_fx.errors import StateError
 from hetu_fx.switching.home.journal import journal
 from hetu_fx.switching.home.layout import Chunk, HomeLayout
 from hetu_fx.switching.home.memory import AsksForWhole
-from hetu_fx.switching.home.piece_copies import note_copy, note_swap
 
 T = TypeVar("T")
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -135,7 +134,7 @@ class HomeTensor(AsksForWhole):
         _SET_DATA(self, other.detach())
         before = version(self.local)
         self.local, self.home_layout = other.local, other.home_layout
-        note_swap()
+        journal().swaps += 1
         # The version of `local` never goes back, so that it tells of a swap as of any other write.
         after = max(before, version(self.local))
         set_versions((self.local,), (after,))
@@ -162,7 +161,7 @@ class HomeTensor(AsksForWhole):
         if not self.is_leaf:
             raise StateError("only home tensors that are leaves of autograd can be deep-copied; detach() first")
         copied = wrap(self.local.clone(), self.home_layout, self.requires_grad)
-        note_copy(self, self.local, copied.local, self.home_layout)
+        journal().note_copy(self, self.local, copied.local, self.home_layout)
         memo[id(self)] = copied
         if is_parameter(self):
             mark_parameter(copied)

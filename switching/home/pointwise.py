@@ -25,6 +25,7 @@ from hetu_fx.switching.home.gathered import named, run_whole
 from hetu_fx.switching.home.journal import journal
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
 from hetu_fx.switching.home.tensor import (
+    OPS,
     Handler,
     HomeTensor,
     cut_like,
@@ -37,6 +38,9 @@ from hetu_fx.switching.home.tensor import (
 )
 
 aten = torch.ops.aten
+CAST = "cast"
+"""Names a copy in another dtype among what tensors are made by."""
+
 # The wrapper of a single in-place op is counted by torch, its piece is not.
 _count_write = increment_version
 
@@ -52,6 +56,14 @@ def find_local(func: Any) -> Handler | None:
 
 
 _POINTWISE_WITHOUT_TAG = {"zero_", "fill_", "masked_fill", "masked_fill_", "zero", "fill"}
+
+
+def is_pointwise(func: Any) -> bool:
+    """Tell whether each element that an op of torch makes depends on those in its place alone, and on no chance."""
+    tags = func.tags
+    return (
+        str(func).startswith("aten.") and torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    )
 
 
 def _fast(func: Any) -> Any:
@@ -88,7 +100,10 @@ def _pointwise(func: Any) -> Handler:
         layout, pieces = _pieces(args)
         if layout is None or _has_tensor(kwargs) or not layout.shape:
             return _pointwise_mixed(func, args, kwargs)
-        return wrap(run(*pieces, **kwargs), layout)
+        made = wrap(run(*pieces, **kwargs), layout)
+        if not kwargs and layout.world > 1:
+            OPS.reads.note_made(made, func, args)
+        return made
 
     return handler
 
@@ -147,7 +162,10 @@ def _pointwise_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     kwargs = {k: cut_like(v, layout) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
     result = func(*pieces, **kwargs)
     if target is None:
-        return wrap(result, layout)
+        made = wrap(result, layout)
+        if not kwargs and all(type(tensor) is HomeTensor and tensor.home_layout is layout for tensor in tensors):
+            OPS.reads.note_made(made, func, args)
+        return made
     mark_written([target])
     _note_plain(target, tensors)
     return target
@@ -163,6 +181,8 @@ def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HomeTens
 def _copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HomeTensor:
     made = _like(func, args, kwargs)
     journal().note_copy(args[0], args[0].local, made.local, made.home_layout)
+    if made.home_layout.world > 1:
+        OPS.reads.note_made(made, CAST, (args[0], str(made.dtype)))
     return made
 
 

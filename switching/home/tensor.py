@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import add, attrgetter, sub
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -36,18 +36,44 @@ T = TypeVar("T")
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
+Read = tuple[Any, Sequence[Any] | None]
+"""What one rank asks another for, as JSON: an expression of parameters, and the number that it is read as, by a name of
+`ops.PARTS` and its arguments; None: all elements. An expression is (key, writes, layout), or (op, expressions...)."""
+
+
+class Run(Protocol):
+    """Home tensors of which ranks read numbers alone; see `shared.SharedHomes`."""
+
+    def whole(self, home: HomeTensor, of: Any) -> torch.Tensor: ...
+    def keep(self, read: Read, part: torch.Tensor) -> None: ...
+    def parts(self, reads: Sequence[Read], own: torch.Tensor) -> torch.Tensor: ...
+
+
+class Reads:
+    """What one rank alone may read of home tensors: nothing, before there is a run; see `shared`."""
+
+    def whole(self, home: HomeTensor) -> torch.Tensor:
+        """Return the whole of a tensor."""
+        return gather_whole([home])[0]
+
+    def expression(self, home: HomeTensor) -> tuple[Run, Any] | None:
+        """Return what a tensor is, in parameters of a run; None where all ranks must ask."""
+        return None
+
+    def note_made(self, made: HomeTensor, op: Any, args: Sequence[Any]) -> None:
+        """Remember what a new tensor was computed of."""
+
+
 class OpTable(dict[Any, Handler]):
     """What serves each op on home tensors; one that has no entry is looked for once.
 
     Attributes:
         find: tells what serves an op without an entry; given by `ops`.
-        read_whole: gathers a tensor's whole on this rank; given by `shared`, by which one rank alone may ask.
+        reads: what one rank alone may ask for; given by `shared`.
     """
 
     find: Callable[[Any], Handler]
-
-    def read_whole(self, home: HomeTensor) -> torch.Tensor:
-        return gather_whole([home])[0]
+    reads = Reads()
 
     def __missing__(self, func: Any) -> Handler:
         self[func] = found = counting_writes(func, self.find(func))
@@ -176,7 +202,7 @@ class HomeTensor(AsksForWhole):
 
     def gathered(self) -> torch.Tensor:
         """Return a copy of the whole on this rank; the others need not ask too, but see `switching.home.shared`."""
-        return OPS.read_whole(self)
+        return OPS.reads.whole(self)
 
     # The protocol of torch.distributed.checkpoint (_checkpointable._Checkpointable).
 

@@ -130,7 +130,9 @@ class Writes:
         if self.table.size == 1:
             return
         if len(set(facts.writes)) > 1:
-            for kind, told in zip(_KINDS, zip(*of_all(self.table, tuple(self.written)), strict=True), strict=True):
+            for kind, told in zip(
+                _COMPARISONS, zip(*of_all(self.table, tuple(self.written)), strict=True), strict=True
+            ):
                 if problem := kind.problem(told):
                     if not kind.lasts:
                         self._settle()
@@ -250,7 +252,7 @@ def _unlike_numbers(told: Sequence[tuple[Sequence[float], Sequence[Sign]]]) -> s
     )
 
 
-class _Kind(NamedTuple):
+class _Comparison(NamedTuple):
     """A kind of writes: what is unlike in those of all ranks, and the way out; "" if nothing is.
 
     Attributes:
@@ -261,8 +263,8 @@ class _Kind(NamedTuple):
     lasts: bool = False
 
 
-_KINDS = (
-    _Kind(
+_COMPARISONS = (
+    _Comparison(
         partial(
             _unequally_often,
             "parameter",
@@ -271,22 +273,22 @@ _KINDS = (
         ),
         lasts=True,
     ),
-    _Kind(
+    _Comparison(
         partial(_unequally_often, "buffer", f"Each process has a copy, which the others do not see; {_BY_ALL}"),
         lasts=True,
     ),
-    _Kind(
+    _Comparison(
         partial(
             _unlike_values,
             "parameter",
             f". Each keeps its own part of what it writes, so that the whole would be what none of them meant; {_SAME}",
         )
     ),
-    _Kind(partial(_unlike_values, "buffer", f"; {_SAME}")),
-    _Kind(_unlike_gradients),
-    _Kind(_unlike_rates),
-    _Kind(_unlike_counts, lasts=True),
-    _Kind(_unlike_numbers),
+    _Comparison(partial(_unlike_values, "buffer", f"; {_SAME}")),
+    _Comparison(_unlike_gradients),
+    _Comparison(_unlike_rates),
+    _Comparison(_unlike_counts, lasts=True),
+    _Comparison(_unlike_numbers),
 )
 """In the order of `ScriptWrites`."""
 

@@ -170,7 +170,7 @@ class LocalFacts:
     graph: str = ""
     state: Callable[[], Mapping[str, str]] = field(default=dict, compare=False)
 
-    @cached_property
+    @property
     def numbers(self) -> tuple[float, ...]:
         """Return this rank's number for every fact of the table, in its order."""
         told = {"rows": self.rows, "longest": self.longest, "graphs": self._graph, **self.told}

@@ -8,9 +8,9 @@ kinds run other kernels for it; the rates of the steps are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import ref
 
 import torch
@@ -22,6 +22,7 @@ from hetu_fx.base.per_rank import PerRank
 from hetu_fx.base.torch_private import version
 from hetu_fx.switching.home.layout import HomeLayout
 
+T = TypeVar("T")
 Rates = tuple[tuple[tuple[str, tuple[float, ...]], ...], ...]
 """Of one step, by group of parameters: the numbers that the optimizer goes by, by name."""
 
@@ -105,6 +106,8 @@ class Journal:
         steps: of optimizers that have home parameters.
         swaps: how often tensors have been given other pieces.
         is_stepping: an optimizer makes a step.
+        writing: the ops that are writing; see `undisturbed`.
+        writes: begun so far.
     """
 
     def __init__(self) -> None:
@@ -113,6 +116,8 @@ class Journal:
         self.values: Log[Signed] = Log()
         self.steps: Log[Rates] = Log()
         self.swaps = 0
+        self.writing: list[Any] = []
+        self.writes = 0
         self.is_stepping = False
         self._rates: Rates = ()
         self._round = 0
@@ -148,6 +153,17 @@ class Journal:
         for argument in (*args[1:], *kwargs.values()):
             if type(argument) is float or type(argument) is int:
                 self.numbers.note(float(argument))
+
+    def begin_write(self, op: Any) -> None:
+        """Say that an op begins to write, until `writing` has it no longer."""
+        self.writes += 1
+        self.writing.append(op)
+
+    def undisturbed(self, read: Callable[[], T]) -> T | None:
+        """Read pieces in another thread than the one that computes; None if something was written meanwhile."""
+        before = self.writes
+        found = None if self.writing else read()
+        return found if before == self.writes else None
 
     def write_value(self, piece: Tensor, whole: Tensor) -> None:
         """Note, here and at the piece, that a whole plain value was written, of which this piece is the rank's part."""

@@ -37,7 +37,7 @@ from hetu_fx.switching.home.tensor import (
     Handler,
     HomeTensor,
     Read,
-    Run,
+    ReadRun,
     counting_writes,
     cut_like,
     gather_whole,
@@ -61,7 +61,7 @@ class PendingNorm(Pending):
     part: torch.Tensor
     order: float
     world: int
-    read: tuple[Run, Read] | None  # as in `_reading`
+    read: tuple[ReadRun, Read] | None  # as in `_reading`
 
     @classmethod
     def settle(cls, pending: Sequence[PendingNorm]) -> None:
@@ -81,7 +81,7 @@ class PendingNorm(Pending):
         return f"PendingNorm({known}, order={self.order})"
 
 
-Reading = tuple[Run, Read] | None
+Reading = tuple[ReadRun, Read] | None
 """How one rank alone reads a number of a home tensor; None: all ranks must ask."""
 
 

@@ -25,6 +25,7 @@ from hetu_fx.switching.home.gathered import named, run_whole
 from hetu_fx.switching.home.journal import journal
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
 from hetu_fx.switching.home.tensor import (
+    MADE_OF,
     OPS,
     Handler,
     HomeTensor,
@@ -175,7 +176,10 @@ def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HomeTens
     if torch.is_inference_mode_enabled():  # a view of a tensor that counts its writes counts them too
         with torch.inference_mode(False):
             return wrap(args[0].local, args[0].home_layout)
-    return wrap(args[0].local, args[0].home_layout)
+    made = wrap(args[0].local, args[0].home_layout)
+    if MADE_OF in vars(args[0]):
+        vars(made)[MADE_OF] = vars(args[0])[MADE_OF]
+    return made
 
 
 def _copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HomeTensor:

@@ -37,7 +37,7 @@ from hetu_fx.switching.home.memory import let_go_of_wholes
 from hetu_fx.switching.home.ops import PARTS
 from hetu_fx.switching.home.pointwise import CAST, is_pointwise
 from hetu_fx.switching.home.stepped import numbered
-from hetu_fx.switching.home.tensor import OPS, HomeTensor, Read, Reads, gather_whole, undisturbed, wrap
+from hetu_fx.switching.home.tensor import MADE_OF, OPS, HomeTensor, LoneReads, Read, gather_whole, wrap
 
 JOINT = "read by all ranks"
 COPIED = "copied after"
@@ -49,7 +49,6 @@ dtype; or what tells readings by all ranks apart."""
 _KEPT_WHOLES, _KEPT_NUMBERS = 4, 4096  # readings of one tensor, and of numbers: so far ranks may be apart
 _PAUSE_SECONDS = 0.005
 _MARGIN_SECONDS = 10.0  # who is asked tells why it does not answer before who asks gives up
-_MADE = "made_of"  # at a piece: its version, and what it is in parameters of a run
 _MOST_CHARACTERS = 1000  # of an expression
 _LEAVING = "is leaving"
 _LEAVING_SECONDS = 2.0
@@ -361,7 +360,7 @@ class SharedHomes:
             held = {tuple(key): (self.names.held(tuple(key)), writes) for key, writes, _ in _leaves(read[0])}
             beyond = [key for key, (those, n) in held.items() if those and all(one.writes > n for one in those)]
             part = self._read.part(read)
-            part = undisturbed(lambda: self._computed(read)) if part is None else part
+            part = journal().undisturbed(lambda: self._computed(read)) if part is None else part
             if part is not None:
                 return part
             if beyond or time.monotonic() > deadline:
@@ -457,7 +456,7 @@ def _weakly(method: Callable[[Question], Tensor]) -> Callable[[Question], Tensor
     return answer
 
 
-class _OfRuns(Reads):
+class _OfRuns(LoneReads):
     """What one rank alone may read: of the run that knows what it is."""
 
     def whole(self, home: HomeTensor) -> Tensor:
@@ -479,7 +478,7 @@ class _OfRuns(Reads):
         """
         if journal().is_stepping:
             return None
-        made = vars(home.local).get(_MADE)
+        made = vars(home).get(MADE_OF)
         if made is not None:
             writes, (run, of) = made
             return (run, of) if writes == version(home.local) and run.is_now(of) else None
@@ -496,7 +495,7 @@ class _OfRuns(Reads):
             return
         of = [str(op), *(value[1] if isinstance(value, tuple) else value for value in values)]
         if len(str(of)) < _MOST_CHARACTERS:
-            vars(made.local)[_MADE] = version(made.local), (runs.pop(), of)
+            vars(made)[MADE_OF] = version(made.local), (runs.pop(), of)
 
 
 OPS.reads = _OfRuns()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import add, attrgetter, sub
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -32,7 +32,6 @@ from hetu_fx.switching.home.journal import journal
 from hetu_fx.switching.home.layout import Chunk, HomeLayout
 from hetu_fx.switching.home.memory import AsksForWhole
 
-T = TypeVar("T")
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -41,7 +40,11 @@ Read = tuple[Any, Sequence[Any] | None]
 `ops.PARTS` and its arguments; None: all elements. An expression is (key, writes, layout), or (op, expressions...)."""
 
 
-class Run(Protocol):
+MADE_OF = "made_of"
+"""At a tensor that is none of the run's: the version of its piece, and what it is in parameters of a run."""
+
+
+class ReadRun(Protocol):
     """Home tensors of which ranks read numbers alone; see `shared.SharedHomes`."""
 
     def whole(self, home: HomeTensor, of: Any) -> torch.Tensor: ...
@@ -49,14 +52,14 @@ class Run(Protocol):
     def parts(self, reads: Sequence[Read], own: torch.Tensor) -> torch.Tensor: ...
 
 
-class Reads:
+class LoneReads:
     """What one rank alone may read of home tensors: nothing, before there is a run; see `shared`."""
 
     def whole(self, home: HomeTensor) -> torch.Tensor:
         """Return the whole of a tensor."""
         return gather_whole([home])[0]
 
-    def expression(self, home: HomeTensor) -> tuple[Run, Any] | None:
+    def expression(self, home: HomeTensor) -> tuple[ReadRun, Any] | None:
         """Return what a tensor is, in parameters of a run; None where all ranks must ask."""
         return None
 
@@ -73,7 +76,7 @@ class OpTable(dict[Any, Handler]):
     """
 
     find: Callable[[Any], Handler]
-    reads = Reads()
+    reads = LoneReads()
 
     def __missing__(self, func: Any) -> Handler:
         self[func] = found = counting_writes(func, self.find(func))
@@ -122,7 +125,7 @@ class HomeTensor(AsksForWhole):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an op by its entry in OPS."""
+        """ReadRun an op by its entry in OPS."""
         return OPS[func](func, args, kwargs or {})
 
     if not TYPE_CHECKING:  # or any name would pass as an attribute
@@ -252,34 +255,22 @@ def wrap(local: torch.Tensor, layout: HomeLayout, requires_grad: bool = False) -
     return home
 
 
-_writing: list[Any] = []  # the ops that are writing
-_writes = 0  # begun so far
-
-
 def counting_writes(op: Any, handler: Handler) -> Handler:
-    """Have a handler tell that it writes, if it does: the journal, and other threads that read (see `undisturbed`)."""
+    """Have a handler tell the journal that it writes, if it does."""
     if not schema(op).is_mutable:
         return handler
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        global _writes
-        _writes += 1
-        _writing.append(func)
+        noted = journal()
+        noted.begin_write(func)
         try:
             made = handler(func, args, kwargs)
         finally:
-            _writing.pop()
-        journal().write(args, kwargs)
+            noted.writing.pop()
+        noted.write(args, kwargs)
         return made
 
     return run
-
-
-def undisturbed(read: Callable[[], T]) -> T | None:
-    """Read pieces in another thread than the one that computes; None if something was written meanwhile."""
-    before = _writes
-    found = None if _writing else read()
-    return found if before == _writes else None
 
 
 class PiecesWritten:
@@ -291,9 +282,7 @@ class PiecesWritten:
     """
 
     def __init__(self, lists: Sequence[Sequence[HomeTensor]], uncounted: int = 0) -> None:
-        global _writes
-        _writes += 1
-        _writing.append(self)
+        journal().begin_write(self)
         self._homes, self._uncounted = lists, uncounted
         self.pieces = [list(map(local_of, homes)) for homes in lists]
         self._before = [list(map(version, pieces)) for pieces in self.pieces]
@@ -304,7 +293,7 @@ class PiecesWritten:
         Args:
             like: positions that kernels were not given, each with one that was written as these would have been.
         """
-        _writing.remove(self)
+        journal().writing.remove(self)
         if like:
             self._count_as_written(like)
         for homes, pieces, before in zip(self._homes, self.pieces, self._before, strict=True):

@@ -143,7 +143,7 @@ def _(job: Job) -> Results:
             _step(model, optimizer, rows)
         except ValueError:
             continue
-    return {"norm": model.last.weight.norm()}
+    return {"norm": model.last.weight.grad.norm()}
 
 
 @script("makes unlike losses of one output", settings=SEVERAL)

@@ -11,11 +11,9 @@ asked waits until it has made as many as the rank that asks, and refuses if it h
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakMethod, finalize, ref
 
@@ -31,197 +29,19 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.one_sided import Caller, Listener, Question, Refused
 from hetu_fx.comm_ops.wire.shutdown import finish_at_exit
 from hetu_fx.errors import CommError, StateError
+from hetu_fx.switching.home.held import JOINT, Key, Names, Readings, dtype_of, is_copy, part_of, why_not
 from hetu_fx.switching.home.journal import journal
-from hetu_fx.switching.home.layout import HomeLayout
 from hetu_fx.switching.home.memory import let_go_of_wholes
 from hetu_fx.switching.home.ops import PARTS
 from hetu_fx.switching.home.pointwise import CAST, is_pointwise
-from hetu_fx.switching.home.stepped import numbered
 from hetu_fx.switching.home.tensor import MADE_OF, OPS, HomeTensor, LoneReads, Read, gather_whole, wrap
 
-JOINT = "read by all ranks"
-COPIED = "copied after"
-
-Key = tuple[str, ...]
-"""A parameter's name; that, an optimizer's number and a key of its state; one of these, when it was copied and in which
-dtype; or what tells readings by all ranks apart."""
-
-_KEPT_WHOLES, _KEPT_NUMBERS = 4, 4096  # readings of one tensor, and of numbers: so far ranks may be apart
 _PAUSE_SECONDS = 0.005
 _MARGIN_SECONDS = 10.0  # who is asked tells why it does not answer before who asks gives up
 _MOST_CHARACTERS = 1000  # of an expression
 _LEAVING = "is leaving"
 _LEAVING_SECONDS = 2.0
 _USEFUL_SECONDS = 60.0  # for which a rank that leaves waits for the next question
-
-
-@dataclass(frozen=True, slots=True)
-class Readable:
-    """A tensor that others may read.
-
-    Attributes:
-        counts: what counts its writes: a home tensor, or the piece of a copy.
-        piece: this rank's part; None while that is on its way between homes.
-        layout: says what part it is.
-    """
-
-    counts: Tensor
-    piece: Tensor | None
-    layout: HomeLayout | None
-
-    @classmethod
-    def home(cls, tensor: HomeTensor) -> Readable:
-        """Return a home tensor as what it is now, without waiting for its piece."""
-        return cls(tensor, tensor.__dict__.get("local"), tensor.__dict__.get("home_layout"))
-
-    @property
-    def writes(self) -> int:
-        """How often it has been written."""
-        return version(self.counts)
-
-    def after(self, writes: int, layout: str) -> HomeTensor | None:
-        """Return it as it is after so many writes; None if it has another value, or none at the moment."""
-        if self.writes != writes or self.piece is None or self.layout is None:
-            return None
-        if str(self.layout.annotation) != layout:
-            raise StateError(f"it lies as {self.layout.annotation} there, as {layout} where it is asked for")
-        return wrap(self.piece, self.layout)
-
-
-class Readings:
-    """This rank's parts of what it has read itself, for ranks that read it later, while this writes and reads on."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, dict[str, Tensor]] = {}
-
-    def keep(self, read: Read, part: Tensor) -> None:
-        """Keep a part, and some of what was kept of the same kind before."""
-        kind, most = (json.dumps(read[0][0]), _KEPT_WHOLES) if read[1] is None else ("numbers", _KEPT_NUMBERS)
-        kept = self._kept.setdefault(kind, {})
-        kept[json.dumps(read)] = part
-        if len(kept) > most:
-            del kept[next(iter(kept))]
-
-    def part(self, read: Read) -> Tensor | None:
-        """Return what was read; from any thread."""
-        text = json.dumps(read)
-        return next((kept[text] for kept in tuple(self._kept.values()) if text in kept), None)
-
-    def clear(self) -> None:
-        """Let go of all."""
-        self._kept.clear()
-
-
-def part_of(local: Tensor, layout: HomeLayout) -> Tensor:
-    """Return the elements that this rank counts in host memory, in the order of its chunks."""
-    pieces = [local[index(place)].reshape(-1) for _, place in layout.counted_chunks]
-    return torch.cat(pieces).cpu() if pieces else local.new_empty(0, device="cpu")
-
-
-def is_copy(key: Key) -> bool:
-    """Tell whether a key is of a copy."""
-    return COPIED in key[1:]
-
-
-class Names:
-    """Names of the home tensors of one run, the same on all ranks.
-
-    Args:
-        homes: the home parameters by name.
-    """
-
-    def __init__(self, homes: Mapping[str, nn.Parameter]) -> None:
-        self.homes = {name: _home(parameter) for name, parameter in homes.items()}
-        self._parameters = dict(homes)
-        self._pieces: dict[int, tuple[str, HomeTensor]] = {}
-        self._index: dict[int, tuple[Key, HomeTensor]] = {}
-        self._swaps = self._pieces_swaps = -1  # before the indices were made
-
-    def parameter_of(self, piece: Tensor) -> str | None:
-        """Return the name of the parameter whose piece this is, as all ranks know it that are at the same place."""
-        if self._pieces_swaps != journal().swaps:
-            self._pieces_swaps = journal().swaps
-            self._pieces = {id(vars(home).get("local")): (name, home) for name, home in self.homes.items()}
-        name, home = self._pieces.get(id(piece), ("", None))
-        return name if home is not None and vars(home).get("local") is piece else None
-
-    def name_of(self, piece: Tensor) -> Key | None:
-        """Return the key of the parameter, or the optimizer's state, whose piece this is; None if it is of none."""
-        for is_new in (False, True):
-            if is_new or self._swaps != journal().swaps:
-                self._swaps = journal().swaps
-                self._index = {id(tensor.local): (key, tensor) for key, tensor in self._named()}
-            found = self._index.get(id(piece))
-            if found is not None and found[1].local is piece:
-                return found[0]
-            if journal().copy_at(piece) is not None:  # most likely nothing that the index has missed: there are many
-                return None
-        return None
-
-    def copy_name_of(self, piece: Tensor) -> Key | None:
-        """Return the key of a copy of something with a name; None if it is none, or one of several."""
-        key = self._copy_key(piece)
-        if key is None or version(piece) == 0:
-            return key
-        alike = [held for held in self.held(key) if held.writes == version(piece)]
-        return key if len(alike) == 1 else None
-
-    def _copy_key(self, piece: Tensor) -> Key | None:
-        copied = journal().copy_at(piece)
-        source = None if copied is None else copied.source()
-        if copied is None or source is None:
-            return None
-        origin = self.name_of(source) or self._copy_key(source)
-        return None if origin is None else (*origin, COPIED, str(copied.writes), str(piece.dtype))
-
-    def held(self, key: Key) -> list[Readable]:
-        """Return what this rank holds under a key: several, if it is one of copies."""
-        if key[0] not in self.homes:
-            return []
-        if is_copy(key):
-            alike = [(p, its) for p, its in journal().copies() if (str(its.writes), str(p.dtype)) == key[-2:]]
-            return [Readable(piece, piece, its.layout) for piece, its in alike if self._copy_key(piece) == key]
-        if len(key) == 1:
-            return [Readable.home(self.homes[key[0]])]
-        name, number, state = key
-        found = [one.state.get(self._parameters[name], {}).get(state) for one, its in numbered() if its == int(number)]
-        return [Readable.home(tensor) for tensor in found if isinstance(tensor, HomeTensor)]
-
-    def after(self, key: Key, writes: int, layout: str) -> HomeTensor | None:
-        """Return what is held under a key after so many writes; None if it is not here now.
-
-        Of a copy that nobody has written since it may be its source.
-
-        Raises:
-            StateError: there are several, or it lies otherwise.
-        """
-        held = self.held(key)
-        found = [tensor for one in held if (tensor := one.after(writes, layout)) is not None]
-        if len(found) > 1 and writes:
-            raise StateError(f"there are {len(found)} of them here")
-        if found or not is_copy(key) or writes:
-            return found[0] if found else None
-        *source, _, made, dtype = key
-        copied = self.after(tuple(source), int(made), layout)
-        return None if copied is None else wrap(copied.local.to(_dtype(dtype)), copied.home_layout)
-
-    def _named(self) -> Iterator[tuple[Key, HomeTensor]]:
-        for name, home in self.homes.items():
-            yield (name,), home
-            for optimizer, number in numbered():
-                for key, value in list(optimizer.state.get(self._parameters[name], {}).items()):  # threads ask too
-                    if isinstance(value, HomeTensor):
-                        yield (name, str(number), str(key)), value
-
-
-def _home(parameter: nn.Parameter) -> HomeTensor:
-    assert isinstance(parameter, HomeTensor)
-    return parameter
-
-
-def _dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name.removeprefix("torch."))
-    return found
 
 
 class SharedHomes:
@@ -396,7 +216,7 @@ class SharedHomes:
 def _op(name: str) -> Callable[..., Tensor]:
     """Return a point-wise op by its name; nothing else is run for other ranks."""
     if name == CAST:
-        return lambda piece, dtype: piece.to(_dtype(dtype))
+        return lambda piece, dtype: piece.to(dtype_of(dtype))
     _, packet, overload = name.split(".")
     op: Callable[..., Tensor] = getattr(getattr(torch.ops.aten, packet), overload)
     assert is_pointwise(op), f"{name} is asked for"
@@ -410,30 +230,6 @@ def _leaves(of: Any) -> Iterator[tuple[Any, int, str]]:
             yield from _leaves(arg) if isinstance(arg, list | tuple) else ()
     else:
         yield of
-
-
-def why_not(key: Key, held: Sequence[Readable], wanted: int, asker: int, seconds: float) -> str:
-    """Return why a rank that asks is given nothing after so many seconds, and the way out."""
-    way_out = "call full_tensor(), or model.hetu.save(folder), on every rank"
-    if key[0] == JOINT:
-        return (
-            f"rank {asker} reads a tensor of shape {key[2]} that is neither a parameter nor an optimizer's state (a "
-            f"gradient, a result), and this rank has not read it too within {seconds:g} s; {way_out}"
-        )
-    what = f"the optimizer's {key[2]!r} of {key[0]!r}" if len(key) in (3, 6) else f"parameter {key[0]!r}"
-    what = f"a copy of {what}" if is_copy(key) else what
-    writes = [one.writes for one in held]
-    if len(writes) != 1:
-        return f"rank {asker} reads {what}, of which there are {len(writes)} here after {seconds:g} s; {way_out}"
-    if writes[0] > wanted:
-        return (
-            f"rank {asker} reads {what} as it was after {wanted} writes, and this rank has gone on and made "
-            f"{writes[0]}; read between optimizer.step() and the next call of the model, or {way_out}"
-        )
-    return (
-        f"rank {asker} reads {what} after {wanted} writes, and this rank has made {writes[0]} in {seconds:g} s; "
-        f"make the same writes on all ranks, or {way_out}"
-    )
 
 
 _runs: PerRank[list[ref[SharedHomes]]] = PerRank(list)

@@ -9,8 +9,8 @@ import torch
 
 from hetu_fx.annotations.annotation import Annotation, Split
 from hetu_fx.errors import StateError
+from hetu_fx.switching.home.held import COPIED, JOINT, Key, Readable, Readings, is_copy, part_of, why_not
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
-from hetu_fx.switching.home.shared import COPIED, JOINT, Key, Readable, Readings, is_copy, part_of, why_not
 
 CUT = Annotation.on((0, 1), Split(0, (2, 1)))
 WHOLE = torch.arange(12.0).view(6, 2)

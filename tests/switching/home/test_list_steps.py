@@ -259,12 +259,10 @@ def test_nobody_reads_pieces_while_kernels_write_them_nor_counts_later_writes_tw
     parameters = homes()
     optimizer = OPTIMIZERS["adamw"](parameters)
     set_gradients(parameters, 0)
-    lerp, read = torch._foreach_lerp_, []
-    monkeypatch.setattr(
-        torch, "_foreach_lerp_", lambda *args: [read.append(journal().undisturbed(lambda: 1)), lerp(*args)]
-    )
+    lerp, read, look = torch._foreach_lerp_, [], journal().undisturbed
+    monkeypatch.setattr(torch, "_foreach_lerp_", lambda *args: [read.append(look(lambda: 1)), lerp(*args)])
     optimizer.step()
-    assert (read, journal().undisturbed(lambda: 1)) == ([None], 1)
+    assert (read, look(lambda: 1)) == ([None], 1)
     versions = [parameter._version for parameter in parameters]
     torch._foreach_mul_([parameter.detach() for parameter in parameters], 2.0)
     assert [parameter._version - 1 for parameter in parameters] == versions

@@ -21,8 +21,9 @@ from hetu_fx.annotations.annotation import Annotation, Duplicate, Split
 from hetu_fx.base.torch_private import version
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
+from hetu_fx.switching.home.held import part_of
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
-from hetu_fx.switching.home.shared import SharedHomes, part_of
+from hetu_fx.switching.home.shared import SharedHomes
 from hetu_fx.switching.home.tensor import Read
 
 WORLD = 3

@@ -281,7 +281,7 @@ class Runtime:
         try:
             batch = read()
             told |= {"compute_seconds": self._compute_seconds(), "host_seconds": self.report.host_seconds}
-            told |= self.writes.told | {"asks": float(not torch.is_grad_enabled())}
+            told |= {**self.writes.told, "asks": not torch.is_grad_enabled()}
             same = partial(batch.same_inputs, shared=self.settings.shared)
             told["inputs"] = self.same_inputs.told(batch.facts.shown, same)
             for watcher in self._watchers:

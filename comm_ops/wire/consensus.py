@@ -220,22 +220,30 @@ def agree(
             raise facts
         return _combined([_with_told(facts.numbers, told)], facts.counts, (facts.sizes,))
     facts = _fitting(facts)
-    agreed = StepFacts(rows=(0, 0), asks=(table.rank + 1,))
-    while agreed.is_asked_alone and table.rank not in agreed.asks:
-        gathered = _exchange(table, _encode(facts, told))
-        if any(row[_ERROR] for row in gathered):
-            _raise_everywhere(table, facts)
-        assert isinstance(facts, LocalFacts)
-        counts = tuple(sum(row[_FIRST_COUNT + i] for row in gathered) for i in range(len(facts.counts)))
-        ranks = [row[_FIRST_FACT:_FIRST_SIZE] for row in gathered]
-        agreed = _combined(ranks, counts, _sizes_of(gathered, len(facts.sizes)))
-    if agreed.is_asked_alone:
-        return agreed
+    gathered, agreed = _exchanged(table, facts, told)
+    while agreed.is_asked_alone:
+        if table.rank in agreed.asks:
+            return agreed
+        gathered, agreed = _exchanged(table, facts, told)
+    assert isinstance(facts, LocalFacts)
     is_unlike = agreed.has_unlike_graphs
     _check_signatures(table, gathered, facts, is_unlike=is_unlike and not takes_unlike_graphs)
     if not is_unlike:
         _check_equal(gathered, facts, agreed.rows)
     return agreed
+
+
+def _exchanged(
+    table: GroupTable, facts: LocalFacts | Exception, told: Mapping[str, float]
+) -> tuple[Sequence[Numbers], StepFacts]:
+    """Return what all ranks have said, and what that comes to; raises on all ranks what one of them came with."""
+    gathered = _exchange(table, _encode(facts, told))
+    if any(row[_ERROR] for row in gathered):
+        _raise_everywhere(table, facts)
+    assert isinstance(facts, LocalFacts)
+    counts = tuple(sum(row[_FIRST_COUNT + i] for row in gathered) for i in range(len(facts.counts)))
+    ranks = [row[_FIRST_FACT:_FIRST_SIZE] for row in gathered]
+    return gathered, _combined(ranks, counts, _sizes_of(gathered, len(facts.sizes)))
 
 
 def _combined(ranks: Sequence[Numbers], counts: tuple[Count, ...], sizes_of: tuple[tuple[int, ...], ...]) -> StepFacts:

@@ -35,7 +35,7 @@ class Origin:
         self.home, self.buffer, self.version = home, buffer, version_of(home)
 
     def refresh(self) -> None:
-        """Gather again if the home tensor was written since; collective, all ranks see the same writes."""
+        """Gather again if the home tensor was written since, which all ranks see alike; see `_wholes`."""
         if version_of(self.home) != self.version:
             self.buffer.copy_(_wholes([self.home])[0])
             self.version = version_of(self.home)
@@ -51,7 +51,8 @@ class Origin:
 class WholeView(torch.Tensor):
     """A view of a home tensor: shows the gathered whole, and writing to it writes to the home tensor.
 
-    Any op on it that is no view gives plain tensors. Ops on it may gather: all ranks must make them alike.
+    Any op on it that is no view gives plain tensors. Ops on it may gather: of other tensors than parameters, all ranks
+    must make them alike.
     """
 
     whole: torch.Tensor
@@ -129,9 +130,10 @@ def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _wholes(homes: Sequence[HomeTensor]) -> list[torch.Tensor]:
     """Return whole tensors to look at: of parameters, and what was computed of them, without the other ranks."""
     found = [None if home.home_layout.is_whole_everywhere else OPS.reads.expression(home) for home in homes]
-    if any(one is None for one in found):
+    known = [one for one in found if one is not None]
+    if len(known) < len(homes):
         return gather_whole(homes)
-    return [run.whole(home, of) for home, (run, of) in zip(homes, found, strict=True)]
+    return [run.whole(home, of) for home, (run, of) in zip(homes, known, strict=True)]
 
 
 def _kept(value: Any) -> Any:

@@ -92,7 +92,7 @@ def _reading(home: HomeTensor, part: torch.Tensor, *reduced: Any) -> Reading:
         return None
     run, of = found
     read = of, reduced
-    run.keep(read, part.reshape(-1).cpu())
+    run.keep(read, part.reshape(-1))
     return run, read
 
 

@@ -60,11 +60,9 @@ _POINTWISE_WITHOUT_TAG = {"zero_", "fill_", "masked_fill", "masked_fill_", "zero
 
 
 def is_pointwise(func: Any) -> bool:
-    """Tell whether each element that an op of torch makes depends on those in its place alone, and on no chance."""
-    tags = func.tags
-    return (
-        str(func).startswith("aten.") and torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    )
+    """Tell whether an op of torch makes new elements, each of those in its place alone, and not by chance."""
+    is_of_torch = str(func).startswith("aten.") and not schema(func).is_mutable
+    return is_of_torch and torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
 
 
 def _fast(func: Any) -> Any:

@@ -182,7 +182,7 @@ class SharedHomes:
             part = self._read.part(read)
             part = journal().undisturbed(lambda: self._computed(read)) if part is None else part
             if part is not None:
-                return part
+                return part.cpu()
             if beyond or time.monotonic() > deadline:
                 key = beyond[0] if beyond else next(iter(held))
                 raise StateError(why_not(key, *held[key], asker, self.seconds))
@@ -195,7 +195,7 @@ class SharedHomes:
         if tensor is None:
             return None
         part = part_of(tensor.local, tensor.home_layout) if reduced is None else PARTS[reduced[0]](tensor, *reduced[1:])
-        part = part.reshape(-1).cpu()
+        part = part.reshape(-1)
         leaves = list(_leaves(of))
         return part if all(self.names.after(tuple(key), n, layout) is not None for key, n, layout in leaves) else None
 
@@ -219,7 +219,8 @@ def _op(name: str) -> Callable[..., Tensor]:
         return lambda piece, dtype: piece.to(dtype_of(dtype))
     _, packet, overload = name.split(".")
     op: Callable[..., Tensor] = getattr(getattr(torch.ops.aten, packet), overload)
-    assert is_pointwise(op), f"{name} is asked for"
+    if not is_pointwise(op):
+        raise StateError(f"{name} is no point-wise op")
     return op
 
 

@@ -125,7 +125,7 @@ class HomeTensor(AsksForWhole):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """ReadRun an op by its entry in OPS."""
+        """Run an op by its entry in OPS."""
         return OPS[func](func, args, kwargs or {})
 
     if not TYPE_CHECKING:  # or any name would pass as an attribute

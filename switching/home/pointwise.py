@@ -259,10 +259,14 @@ def _run_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     given, written = named(func, args, kwargs), written_names(func)
     lists = {name: given[name] for name in lists_of_tensors(func) if given.get(name)}
-    layouts, cuts = _cut_alike(lists) or _cut_by_position(lists, written)
+    alike = _cut_alike(lists)
+    layouts, cuts = alike or _cut_by_position(lists, written)
     pieces = [cuts.get(name, value) for name, value in zip(names_in_order(func), args, strict=False)]
     results = func(*pieces, **{name: cuts.get(name, value) for name, value in kwargs.items()})
-    mark_written([t for name in written if name in lists for t in lists[name] if type(t) is HomeTensor])
+    targets = [(i, t) for name in written if name in lists for i, t in enumerate(lists[name]) if type(t) is HomeTensor]
+    mark_written([target for _, target in targets])
+    for position, target in () if alike else targets:
+        _note_plain(target, [tensors[position] for name, tensors in lists.items() if name not in written])
     if results is None:
         return None
     return [r if layout is None else wrap(r, layout) for r, layout in zip(results, layouts, strict=True)]

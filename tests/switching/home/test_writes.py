@@ -98,6 +98,7 @@ def test_writes_of_another_parameter_do_not_make_up_for_it(ranks: Ranks) -> None
     [
         lambda home, whole: home.copy_(whole),
         lambda home, whole: home.add_(whole),
+        lambda home, whole: torch._foreach_add_([home], [whole]),
         lambda home, whole: setattr(home, "data", whole),
     ],
 )

@@ -39,6 +39,7 @@ from hetu_fx.switching.settings import Settings
 from hetu_fx.switching.step.execution import (
     Division,
     Execution,
+    LossAndOutput,
     Reading,
     StepInputs,
     VariantPart,
@@ -215,11 +216,20 @@ class Runtime:
         self.report.host_seconds, self.host.seconds = self.host.seconds, 0.0
         with using(self.table), self.host.counted():
             batch, facts = self._agree(args, kwargs)
+            if facts.is_asked_alone:
+                return self._run_alone(args, kwargs)
             self.shared.forget()
             for watcher in self._watchers:
                 watcher.observe(facts)
             division = batch.divide(self.variants.able(), self.variants.health.rates)
             return self._run(division or self._by_rows(batch, facts))
+
+    def _run_alone(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a batch without gradients on this rank, as the plain module; the others wait, and will find it later."""
+        _log.info("rank %d calls the model alone: it runs whole here", self.table.rank)
+        with self.whole.opened(alone=True):
+            output, loss_fn = self.execution.forward(*args, **kwargs), self.execution.loss_fn
+        return output if loss_fn is None else LossAndOutput(loss_fn(output, *args, **kwargs), output)
 
     def _by_rows(self, batch: Reading[Any], facts: StepFacts) -> Division[Any]:
         """Return a batch of rows as one part, of the variant that is chosen for it."""
@@ -249,6 +259,8 @@ class Runtime:
         shared = self.settings.shared
         read = partial(self.execution.read, args, kwargs, self.model.training, shared=shared)
         batch, facts, changed = self._agree_on(read, of_own_rows=True)
+        if facts.is_asked_alone:
+            return batch, facts
         rows = batch.facts.rows if shared else sum(facts.rows)
         if rows and not self._takes(batch, facts, rows):  # what has no rows is refused by what runs it
             batch, facts, changed = self._agree_on(partial(batch.of_rows, rows), of_own_rows=False)
@@ -269,7 +281,7 @@ class Runtime:
         try:
             batch = read()
             told |= {"compute_seconds": self._compute_seconds(), "host_seconds": self.report.host_seconds}
-            told |= self.writes.told
+            told |= {**self.writes.told, "asks": not torch.is_grad_enabled()}
             same = partial(batch.same_inputs, shared=self.settings.shared)
             told["inputs"] = self.same_inputs.told(batch.facts.shown, same)
             for watcher in self._watchers:
@@ -280,7 +292,8 @@ class Runtime:
             local = error
         facts = agree(self.table, local, told, takes_unlike_graphs=of_own_rows)
         assert batch is not None
-        self.writes.check(facts)
+        if not facts.is_asked_alone:
+            self.writes.check(facts)
         return batch, facts, changed
 
     def _settled(self, batch: Reading[Any], facts: StepFacts, *, changed: bool) -> tuple[Reading[Any], StepFacts]:

@@ -68,8 +68,14 @@ class WholeModule:
         self._copies = {}
 
     @contextmanager
-    def opened(self) -> Iterator[nn.Module]:
+    def opened(self, *, alone: bool = False) -> Iterator[nn.Module]:
         """Make the model the plain module inside; entering is collective, unless it is that already.
+
+        A rank that enters while the others go on to train enters alone: these wait for what it comes with next, and
+        give their shards in threads.
+
+        Args:
+            alone: it is known that this rank does so.
 
         Raises:
             StateError: on every rank, where one has no room for all parameters. On leaving, on this rank: parameters
@@ -79,7 +85,7 @@ class WholeModule:
             yield self.model
             return
         with using(self.table), torch.inference_mode(False), torch.no_grad():
-            stand_ins = self._enter()
+            stand_ins = self._enter_alone() if alone else self._enter()
         placed = _placed(self.model, stand_ins)
         self.is_open = True
         try:
@@ -98,17 +104,46 @@ class WholeModule:
 
         Returns what stands for parameters and buffers, by their identity; parameters that are whole share memory.
         """
-        homes = [parameter for parameter in map(_as_home, self.model.parameters()) if parameter is not None]
-        moved = [home for home in homes if not home.home_layout.is_whole_everywhere]
-        self._copies = {key: copy for key, copy in self._copies.items() if copy.is_current}
-        lacks = any(id(home) not in self._copies for home in moved)
+        homes, moved, lacking = self._homes()
+        lacks = bool(lacking)
         signature = "the entry of model.hetu.whole()"
-        local = LocalFacts(rows=0, signature=signature, counts=(float(lacks),), told=self.writes.told)
-        facts = agree(self.table, local)
+        told = {**self.writes.told, "asks": 1.0}
+        facts = agree(self.table, LocalFacts(rows=0, signature=signature, counts=(float(lacks),), told=told))
+        if facts.is_asked_alone:
+            return self._enter_alone()
         self.writes.check(facts)
         if facts.counts[0]:
             self._gather(moved)
         self.buffers.sync()
+        return self._stand_ins(homes)
+
+    def _homes(self) -> tuple[list[HomeTensor], list[HomeTensor], list[HomeTensor]]:
+        """Return all parameters, those that are not whole on all ranks, and those of these without a copy."""
+        homes = [parameter for parameter in map(_as_home, self.model.parameters()) if parameter is not None]
+        moved = [home for home in homes if not home.home_layout.is_whole_everywhere]
+        self._copies = {key: copy for key, copy in self._copies.items() if copy.is_current}
+        return homes, moved, [home for home in moved if id(home) not in self._copies]
+
+    def _enter_alone(self) -> dict[int, Tensor]:
+        """Read what is missing from the others' threads; as `_enter`.
+
+        Raises:
+            StateError: on this rank: it has no room, or its buffers are not up to date.
+        """
+        if names := self.buffers.outdated:
+            raise StateError(
+                f"rank {self.table.rank} alone calls the model, and buffers {names} are up to date on the ranks that "
+                f"have written them only\nhint: call the model, or enter model.hetu.whole(), on all ranks"
+            )
+        homes, _, lacking = self._homes()
+        needed = sum(home.numel() * home.itemsize for home in lacking)
+        if lacking:
+            check_room([()] * self.table.rank + [memory_left(lacking[0].device)], needed)
+        for home in lacking:
+            self._copies[id(home)] = _Copy(home, version(home), _constant(home.gathered(), home))
+        return self._stand_ins(homes)
+
+    def _stand_ins(self, homes: Sequence[HomeTensor]) -> dict[int, Tensor]:
         wholes: dict[int, Tensor] = {id(home): self._whole(home) for home in homes}
         if self.table.size == 1:  # whatever is written is what all ranks have
             return wholes

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
@@ -70,6 +70,7 @@ class StepFacts:
         inputs: of what all ranks must pass alike, a number for its values; 0 in a step in which it is not compared.
         graphs: of each rank, a number for the graph that it has found for its rows.
         asks_rows: a rank's graph holds for some numbers of rows only, by what it compares of sizes.
+        asks: the ranks that only look at what the model makes: they call it without gradients.
         sizes_of: by rank, the sizes of its inputs; () where it has no rows, unless none has any.
     """
 
@@ -89,12 +90,18 @@ class StepFacts:
     inputs: tuple[float, ...] = _fact(tuple)
     graphs: tuple[float, ...] = _fact(tuple)
     asks_rows: bool = _fact(any)
+    asks: tuple[int, ...] = _fact(_ranks_that_do)
     sizes_of: tuple[tuple[int, ...], ...] = ()
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Return the largest of each."""
         return tuple(map(max, self._sizes))
+
+    @property
+    def is_asked_alone(self) -> bool:
+        """Tell whether some ranks only look at what the model makes, while others do something else."""
+        return 0 < len(self.asks) < len(self.rows)
 
     @property
     def has_unlike_graphs(self) -> bool:
@@ -163,7 +170,7 @@ class LocalFacts:
     graph: str = ""
     state: Callable[[], Mapping[str, str]] = field(default=dict, compare=False)
 
-    @cached_property
+    @property
     def numbers(self) -> tuple[float, ...]:
         """Return this rank's number for every fact of the table, in its order."""
         told = {"rows": self.rows, "longest": self.longest, "graphs": self._graph, **self.told}
@@ -195,6 +202,9 @@ def agree(
 ) -> StepFacts:
     """Exchange facts between all ranks of the table; collective.
 
+    Ranks that only look at what the model makes do so alone where others do something else: they get the facts, which
+    hold for no step (`is_asked_alone`), and the others go on to exchange facts with what those ranks come with next.
+
     Args:
         table: the ranks.
         facts: what this one brings to the step, or why it cannot.
@@ -210,18 +220,30 @@ def agree(
             raise facts
         return _combined([_with_told(facts.numbers, told)], facts.counts, (facts.sizes,))
     facts = _fitting(facts)
+    gathered, agreed = _exchanged(table, facts, told)
+    while agreed.is_asked_alone:
+        if table.rank in agreed.asks:
+            return agreed
+        gathered, agreed = _exchanged(table, facts, told)
+    assert isinstance(facts, LocalFacts)
+    is_unlike = agreed.has_unlike_graphs
+    _check_signatures(table, gathered, facts, is_unlike=is_unlike and not takes_unlike_graphs)
+    if not is_unlike:
+        _check_equal(gathered, facts, agreed.rows)
+    return agreed
+
+
+def _exchanged(
+    table: GroupTable, facts: LocalFacts | Exception, told: Mapping[str, float]
+) -> tuple[Sequence[Numbers], StepFacts]:
+    """Return what all ranks have said, and what that comes to; raises on all ranks what one of them came with."""
     gathered = _exchange(table, _encode(facts, told))
     if any(row[_ERROR] for row in gathered):
         _raise_everywhere(table, facts)
     assert isinstance(facts, LocalFacts)
     counts = tuple(sum(row[_FIRST_COUNT + i] for row in gathered) for i in range(len(facts.counts)))
     ranks = [row[_FIRST_FACT:_FIRST_SIZE] for row in gathered]
-    agreed = _combined(ranks, counts, _sizes_of(gathered, len(facts.sizes)))
-    is_unlike = agreed.has_unlike_graphs
-    _check_signatures(table, gathered, facts, is_unlike=is_unlike and not takes_unlike_graphs)
-    if not is_unlike:
-        _check_equal(gathered, facts, agreed.rows)
-    return agreed
+    return gathered, _combined(ranks, counts, _sizes_of(gathered, len(facts.sizes)))
 
 
 def _combined(ranks: Sequence[Numbers], counts: tuple[Count, ...], sizes_of: tuple[tuple[int, ...], ...]) -> StepFacts:
@@ -273,7 +295,6 @@ def alike(table: GroupTable, digest: int) -> bool:
     return bool(bounds.sum() == 0)
 
 
-@lru_cache(maxsize=256)
 def digest_of(text: str) -> int:
     """Hash a text to 48 bits, which a float64 carries exactly; the same in every process."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from hetu_fx.base.torch_private import (
 from hetu_fx.base.torch_private import version as version_of
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.journal import journal
-from hetu_fx.switching.home.tensor import HomeTensor, gather_whole, mark_written, wrap
+from hetu_fx.switching.home.tensor import OPS, HomeTensor, gather_whole, mark_written, wrap
 
+_REDUCTION = getattr(torch.Tag, "reduction", None)  # newer than torch 2.11
 _REFUSED = {"resize_", "resize_as_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_"}
 
 
@@ -33,9 +35,9 @@ class Origin:
         self.home, self.buffer, self.version = home, buffer, version_of(home)
 
     def refresh(self) -> None:
-        """Gather again if the home tensor was written since; collective, all ranks see the same writes."""
+        """Gather again if the home tensor was written since, which all ranks see alike; see `_wholes`."""
         if version_of(self.home) != self.version:
-            self.buffer.copy_(gather_whole([self.home])[0])
+            self.buffer.copy_(_wholes([self.home])[0])
             self.version = version_of(self.home)
 
     def write_back(self) -> None:
@@ -49,7 +51,8 @@ class Origin:
 class WholeView(torch.Tensor):
     """A view of a home tensor: shows the gathered whole, and writing to it writes to the home tensor.
 
-    Any op on it that is no view gives plain tensors. Ops on it may gather: all ranks must make them alike.
+    Any op on it that is no view gives plain tensors. Ops on it may gather: of other tensors than parameters, all ranks
+    must make them alike.
     """
 
     whole: torch.Tensor
@@ -113,7 +116,8 @@ def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     kept = [None if is_parameter(home) else home.kept_whole() for home in homes]
     if all(whole is not None for whole in kept) and not schema(func).is_mutable:
         return func(*tree_map(_kept, args), **tree_map(_kept, kwargs))
-    wholes = dict(zip(map(id, homes), gather_whole(homes), strict=True))
+    reads = not schema(func).is_mutable and (_is_view(func) or _REDUCTION in func.tags)
+    wholes = dict(zip(map(id, homes), _wholes(homes) if reads else gather_whole(homes), strict=True))
     plain_args, plain_kwargs = tree_map(lambda leaf: wholes.get(id(leaf), leaf), (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
     for leaf in tree_leaves(_written(func, args, kwargs)):
@@ -121,6 +125,15 @@ def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             _write_back(leaf, wholes[id(leaf)])
     owners = {id(wholes[id(home)]): (wholes[id(home)], home) for home in homes}
     return tree_map(lambda leaf: _give_back(func, leaf, homes[0], owners), result)
+
+
+def _wholes(homes: Sequence[HomeTensor]) -> list[torch.Tensor]:
+    """Return whole tensors to look at: of parameters, and what was computed of them, without the other ranks."""
+    found = [None if home.home_layout.is_whole_everywhere else OPS.reads.expression(home) for home in homes]
+    known = [one for one in found if one is not None]
+    if len(known) < len(homes):
+        return gather_whole(homes)
+    return [run.whole(home, of) for home, (run, of) in zip(homes, known, strict=True)]
 
 
 def _kept(value: Any) -> Any:

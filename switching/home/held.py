@@ -1,20 +1,21 @@
-"""Tensors that ranks read of each other: under which keys, and what a rank holds of them."""
+"""Tensors that ranks read of each other: under which keys, what a rank holds of them, and why it gives none."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from hetu_fx.annotations.local import index
 from hetu_fx.base.torch_private import version
 from hetu_fx.errors import StateError
+from hetu_fx.switching.home.journal import journal
 from hetu_fx.switching.home.layout import HomeLayout
-from hetu_fx.switching.home.tensor import HomeTensor, undisturbed
-
-_KEPT_READINGS = 3  # of one tensor beside the newest: so far ranks may be apart
+from hetu_fx.switching.home.stepped import numbered
+from hetu_fx.switching.home.tensor import HomeTensor, Read, wrap
 
 JOINT = "read by all ranks"
 COPIED = "copied after"
@@ -22,6 +23,8 @@ COPIED = "copied after"
 Key = tuple[str, ...]
 """A parameter's name; that, an optimizer's number and a key of its state; one of these, when it was copied and in which
 dtype; or what tells readings by all ranks apart."""
+
+_KEPT_WHOLES, _KEPT_NUMBERS = 4, 4096  # readings of one tensor, and of numbers: so far ranks may be apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +37,8 @@ class Readable:
         layout: says what part it is.
     """
 
-    counts: torch.Tensor
-    piece: torch.Tensor | None
+    counts: Tensor
+    piece: Tensor | None
     layout: HomeLayout | None
 
     @classmethod
@@ -48,38 +51,40 @@ class Readable:
         """How often it has been written."""
         return version(self.counts)
 
-    def part(self, wanted: int, layout: str) -> torch.Tensor | None:
-        """Return this rank's part after so many writes; None if it has another value, or none at the moment."""
-        if self.writes != wanted or self.piece is None or self.layout is None:
+    def after(self, writes: int, layout: str) -> HomeTensor | None:
+        """Return it as it is after so many writes; None if it has another value, or none at the moment."""
+        if self.writes != writes or self.piece is None or self.layout is None:
             return None
         if str(self.layout.annotation) != layout:
             raise StateError(f"it lies as {self.layout.annotation} there, as {layout} where it is asked for")
-        piece, own = self.piece, self.layout
-        part = undisturbed(lambda: part_of(piece, own))
-        return part if self.writes == wanted else None
+        return wrap(self.piece, self.layout)
 
 
 class Readings:
     """This rank's parts of what it has read itself, for ranks that read it later, while this writes and reads on."""
 
     def __init__(self) -> None:
-        self._kept: dict[Key, dict[int, torch.Tensor]] = {}
+        self._kept: dict[str, dict[str, Tensor]] = {}
 
-    def keep(self, key: Key, writes: int, part: torch.Tensor) -> None:
-        """Keep a part, as it was after so many writes, and some of what was kept of the same tensor before."""
-        before = list(self._kept.get(key, {}).items())
-        self._kept[key] = dict([*before[-_KEPT_READINGS:], (writes, part)])  # another one: threads look it up
+    def keep(self, read: Read, part: Tensor) -> None:
+        """Keep a part, and some of what was kept of the same kind before."""
+        kind, most = (json.dumps(read[0][0]), _KEPT_WHOLES) if read[1] is None else ("numbers", _KEPT_NUMBERS)
+        kept = self._kept.setdefault(kind, {})
+        kept[json.dumps(read)] = part
+        if len(kept) > most:
+            del kept[next(iter(kept))]
 
-    def part(self, key: Key, writes: int) -> torch.Tensor | None:
-        """Return what was read after so many writes; from any thread."""
-        return self._kept.get(key, {}).get(writes)
+    def part(self, read: Read) -> Tensor | None:
+        """Return what was read; from any thread."""
+        text = json.dumps(read)
+        return next((kept[text] for kept in tuple(self._kept.values()) if text in kept), None)
 
     def clear(self) -> None:
         """Let go of all."""
         self._kept.clear()
 
 
-def part_of(local: torch.Tensor, layout: HomeLayout) -> torch.Tensor:
+def part_of(local: Tensor, layout: HomeLayout) -> Tensor:
     """Return the elements that this rank counts in host memory, in the order of its chunks."""
     pieces = [local[index(place)].reshape(-1) for _, place in layout.counted_chunks]
     return torch.cat(pieces).cpu() if pieces else local.new_empty(0, device="cpu")
@@ -90,15 +95,109 @@ def is_copy(key: Key) -> bool:
     return COPIED in key[1:]
 
 
-def source_of(key: Key) -> tuple[Key, int, torch.dtype]:
-    """Return the key of what a copy was made of, after how many writes, and in which dtype."""
-    *source, _, writes, dtype = key
-    return tuple(source), int(writes), getattr(torch, dtype.removeprefix("torch."))
+class Names:
+    """Names of the home tensors of one run, the same on all ranks.
+
+    Args:
+        homes: the home parameters by name.
+    """
+
+    def __init__(self, homes: Mapping[str, nn.Parameter]) -> None:
+        self.homes = {name: _home(parameter) for name, parameter in homes.items()}
+        self._parameters = dict(homes)
+        self._pieces: dict[int, tuple[str, HomeTensor]] = {}
+        self._index: dict[int, tuple[Key, HomeTensor]] = {}
+        self._swaps = self._pieces_swaps = -1  # before the indices were made
+
+    def parameter_of(self, piece: Tensor) -> str | None:
+        """Return the name of the parameter whose piece this is, as all ranks know it that are at the same place."""
+        if self._pieces_swaps != journal().swaps:
+            self._pieces_swaps = journal().swaps
+            self._pieces = {id(vars(home).get("local")): (name, home) for name, home in self.homes.items()}
+        name, home = self._pieces.get(id(piece), ("", None))
+        return name if home is not None and vars(home).get("local") is piece else None
+
+    def name_of(self, piece: Tensor) -> Key | None:
+        """Return the key of the parameter, or the optimizer's state, whose piece this is; None if it is of none."""
+        for is_new in (False, True):
+            if is_new or self._swaps != journal().swaps:
+                self._swaps = journal().swaps
+                self._index = {id(tensor.local): (key, tensor) for key, tensor in self._named()}
+            found = self._index.get(id(piece))
+            if found is not None and found[1].local is piece:
+                return found[0]
+            if journal().copy_at(piece) is not None:  # most likely nothing that the index has missed: there are many
+                return None
+        return None
+
+    def copy_name_of(self, piece: Tensor) -> Key | None:
+        """Return the key of a copy of something with a name; None if it is none, or one of several."""
+        key = self._copy_key(piece)
+        if key is None or version(piece) == 0:
+            return key
+        alike = [held for held in self.held(key) if held.writes == version(piece)]
+        return key if len(alike) == 1 else None
+
+    def _copy_key(self, piece: Tensor) -> Key | None:
+        copied = journal().copy_at(piece)
+        source = None if copied is None else copied.source()
+        if copied is None or source is None:
+            return None
+        origin = self.name_of(source) or self._copy_key(source)
+        return None if origin is None else (*origin, COPIED, str(copied.writes), str(piece.dtype))
+
+    def held(self, key: Key) -> list[Readable]:
+        """Return what this rank holds under a key: several, if it is one of copies."""
+        if key[0] not in self.homes:
+            return []
+        if is_copy(key):
+            alike = [(p, its) for p, its in journal().copies() if (str(its.writes), str(p.dtype)) == key[-2:]]
+            return [Readable(piece, piece, its.layout) for piece, its in alike if self._copy_key(piece) == key]
+        if len(key) == 1:
+            return [Readable.home(self.homes[key[0]])]
+        name, number, state = key
+        found = [one.state.get(self._parameters[name], {}).get(state) for one, its in numbered() if its == int(number)]
+        return [Readable.home(tensor) for tensor in found if isinstance(tensor, HomeTensor)]
+
+    def after(self, key: Key, writes: int, layout: str) -> HomeTensor | None:
+        """Return what is held under a key after so many writes; None if it is not here now.
+
+        Of a copy that nobody has written since it may be its source.
+
+        Raises:
+            StateError: there are several, or it lies otherwise.
+        """
+        held = self.held(key)
+        found = [tensor for one in held if (tensor := one.after(writes, layout)) is not None]
+        if len(found) > 1 and writes:
+            raise StateError(f"there are {len(found)} of them here")
+        if found or not is_copy(key) or writes:
+            return found[0] if found else None
+        *source, _, made, dtype = key
+        copied = self.after(tuple(source), int(made), layout)
+        return None if copied is None else wrap(copied.local.to(dtype_of(dtype)), copied.home_layout)
+
+    def _named(self) -> Iterator[tuple[Key, HomeTensor]]:
+        for name, home in self.homes.items():
+            yield (name,), home
+            for optimizer, number in numbered():
+                for key, value in list(optimizer.state.get(self._parameters[name], {}).items()):  # threads ask too
+                    if isinstance(value, HomeTensor):
+                        yield (name, str(number), str(key)), value
 
 
-def why_not(key: Key, held: Sequence[Readable], question: Mapping[str, Any], seconds: float) -> str:
+def _home(parameter: nn.Parameter) -> HomeTensor:
+    assert isinstance(parameter, HomeTensor)
+    return parameter
+
+
+def dtype_of(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, name.removeprefix("torch."))
+    return found
+
+
+def why_not(key: Key, held: Sequence[Readable], wanted: int, asker: int, seconds: float) -> str:
     """Return why a rank that asks is given nothing after so many seconds, and the way out."""
-    asker, wanted = question["rank"], question["version"]
     way_out = "call full_tensor(), or model.hetu.save(folder), on every rank"
     if key[0] == JOINT:
         return (
@@ -108,7 +207,7 @@ def why_not(key: Key, held: Sequence[Readable], question: Mapping[str, Any], sec
     what = f"the optimizer's {key[2]!r} of {key[0]!r}" if len(key) in (3, 6) else f"parameter {key[0]!r}"
     what = f"a copy of {what}" if is_copy(key) else what
     writes = [one.writes for one in held]
-    if not writes or len(writes) > 1:
+    if len(writes) != 1:
         return f"rank {asker} reads {what}, of which there are {len(writes)} here after {seconds:g} s; {way_out}"
     if writes[0] > wanted:
         return (

@@ -16,7 +16,7 @@ off: `vector_norm` gives a PendingNorm, and all those that meet in one op (`torc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ from hetu_fx.switching.home.tensor import (
     OPS,
     Handler,
     HomeTensor,
+    Read,
+    ReadRun,
     counting_writes,
     cut_like,
     gather_whole,
@@ -59,14 +61,18 @@ class PendingNorm(Pending):
     part: torch.Tensor
     order: float
     world: int
+    read: tuple[ReadRun, Read] | None  # as in `_reading`
 
     @classmethod
     def settle(cls, pending: Sequence[PendingNorm]) -> None:
         """Sum norms over ranks: one message for all of an order and a world."""
         open_norms = {id(norm): norm for norm in pending if norm.value is None}.values()
-        for order, world in sorted({(norm.order, norm.world) for norm in open_norms}):
-            norms = [norm for norm in open_norms if (norm.order, norm.world) == (order, world)]
-            values = _total_norms(torch.stack([norm.part.double() for norm in norms]), order, world)
+        by_kind: dict[Any, list[PendingNorm]] = {}
+        for norm in open_norms:
+            by_kind.setdefault((norm.order, norm.world, norm.read and norm.read[0]), []).append(norm)
+        for (order, world, _), norms in sorted(by_kind.items(), key=lambda item: item[0][:2]):
+            parts = torch.stack([norm.part.double() for norm in norms])
+            values = _total_norms(parts, order, world, [norm.read for norm in norms])
             for norm, value in zip(norms, values.unbind(), strict=True):
                 norm.value = value.to(norm.dtype)
 
@@ -76,29 +82,50 @@ class PendingNorm(Pending):
         return f"PendingNorm(order={self.order}, not summed over the ranks yet; .item() on every rank does)"
 
 
-def _pend(part: torch.Tensor, order: float, world: int, dtype: torch.dtype) -> PendingNorm:
-    """Make a norm of `dtype`, to be settled, from this rank's part of it."""
-    pending = make_subclass(PendingNorm, part.to(dtype))
-    pending.part, pending.order, pending.world, pending.value = part, order, world, None
-    return pending
+Reading = tuple[ReadRun, Read] | None
+"""How one rank alone reads a number of a home tensor; None: all ranks must ask."""
 
 
-def _total_norms(parts: torch.Tensor, order: float, world: int) -> torch.Tensor:
-    """Combine a vector of this rank's norms (float64) with the other ranks'."""
+def _reading(home: HomeTensor, part: torch.Tensor, *reduced: Any) -> Reading:
+    """Return how a number is read, of which this rank has a part, and keep that for ranks that read it later."""
+    found = None if home.home_layout.world == 1 else OPS.reads.expression(home)
+    if found is None:
+        return None
+    run, of = found
+    read = of, reduced
+    run.keep(read, part.reshape(-1))
+    return run, read
+
+
+def _of_all(readings: Sequence[Reading], parts: torch.Tensor) -> torch.Tensor | None:
+    """Return all ranks' parts of numbers, a row for each rank; None where all ranks must ask."""
+    asked = [reading for reading in readings if reading is not None]
+    if len(asked) < len(readings) or len({id(run) for run, _ in asked}) != 1:
+        return None
+    return asked[0][0].parts([read for _, read in asked], parts)
+
+
+def _total_norms(parts: torch.Tensor, order: float, world: int, readings: Sequence[Reading] = ()) -> torch.Tensor:
+    """Combine a vector of this rank's norms (float64) with the other ranks'; all of one run, or of none."""
     what = f"norms of order {order:g}"
     if math.isinf(order):
-        return _extremes(parts, world, what, largest=order > 0)
-    if order == 0:
-        return reduce_world(parts, world, dist.ReduceOp.SUM, what)
-    if world == 1:
+        return _extremes(parts, world, what, readings, largest=order > 0)
+    if world == 1 and order:
         return parts
-    return reduce_world(parts.pow_(order), world, dist.ReduceOp.SUM, what).pow_(1 / order)
+    found = _of_all(readings, parts)
+    powers = (parts if found is None else found).pow(order or 1)
+    total = reduce_world(powers, world, dist.ReduceOp.SUM, what) if found is None else powers.sum(0)
+    return total.pow_(1 / order) if order else total
 
 
-def _extremes(parts: torch.Tensor, world: int, what: str, *, largest: bool) -> torch.Tensor:
+def _extremes(
+    parts: torch.Tensor, world: int, what: str, readings: Sequence[Reading] = (), *, largest: bool
+) -> torch.Tensor:
     """Take the largest (smallest) over ranks; gloo's maximum loses NaNs, so they are flagged beside."""
     if world == 1:
         return parts
+    if (found := _of_all(readings, parts)) is not None:
+        return found.amax(0) if largest else found.amin(0)
     values = parts if largest else -parts
     flags = values.isnan().to(values.dtype)
     both = torch.cat([values.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf), flags])
@@ -134,7 +161,14 @@ def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return run_whole(func, args, kwargs)
     dtype = kwargs.get("dtype") or home.dtype
     (part,) = _local_norms([home], float(order), dtype)
-    return _pend(part, float(order), home.home_layout.world, dtype)
+    pending = make_subclass(PendingNorm, part.to(dtype))
+    pending.part, pending.order, pending.world, pending.value = part, float(order), home.home_layout.world, None
+    pending.read = _norm_reading(home, part.double(), order, dtype)
+    return pending
+
+
+def _norm_reading(home: HomeTensor, part: torch.Tensor, order: float, dtype: torch.dtype | None) -> Reading:
+    return _reading(home, part, "norm", float(order), str(dtype or home.dtype))
 
 
 def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -144,7 +178,8 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     if order < 0:
         return [aten.linalg_vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
     parts = torch.stack(_local_norms(homes, float(order), dtype)).double()
-    totals = iter(_total_norms(parts, float(order), homes[0].home_layout.world).unbind())
+    readings = [_norm_reading(home, part, order, dtype) for home, part in zip(homes, parts, strict=True)]
+    totals = iter(_total_norms(parts, float(order), homes[0].home_layout.world, readings).unbind())
     return [
         next(totals).to((dtype or tensor.dtype).to_real())
         if type(tensor) is HomeTensor
@@ -168,7 +203,12 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return run_whole(func, args, kwargs)
     given = kwargs.get("dtype")
     result_dtype = given or (home.dtype if carries_gradient(home.dtype) else torch.int64)
-    total = _total((piece if given is None else piece.to(given) for piece in _counted(home)), home)
+    part = _part_of_sum(home, None if given is None else str(given))
+    reading = _reading(home, part, "sum", None if given is None else str(given))
+    if (found := _of_all([reading], part.reshape(1))) is not None:
+        total = found.sum()
+    else:
+        total = _over_ranks(part, home)
     if func.overloadpacket is aten.mean:
         total = total / home.numel()
     return total.to(result_dtype)
@@ -179,25 +219,35 @@ def _dot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first, second = (cut_like(arg, layout) for arg in args)
     home = next(arg for arg in args if type(arg) is HomeTensor)
     pairs = zip(layout.counted_pieces(first), layout.counted_pieces(second), strict=True)
-    return _total((a * b for a, b in pairs), home).to(home.dtype)
+    return _over_ranks(_total((a * b for a, b in pairs), home), home).to(home.dtype)
 
 
 def _counted(home: HomeTensor) -> tuple[torch.Tensor, ...]:
     return home.home_layout.counted_pieces(home.local)
 
 
+def _part_of_sum(home: HomeTensor, dtype: str | None) -> torch.Tensor:
+    return _total((piece if dtype is None else piece.to(getattr(torch, dtype[6:])) for piece in _counted(home)), home)
+
+
 def _total(pieces: Iterable[torch.Tensor], home: HomeTensor) -> torch.Tensor:
-    """Sum pieces and ranks, in double precision where the values are real numbers."""
+    """Sum pieces, in double precision where the values are real numbers."""
     exact = widest(home.dtype)
     total = torch.zeros((), dtype=exact, device=home.device)
     for piece in pieces:
         total = total + piece.sum(dtype=exact)
+    return total
+
+
+def _over_ranks(total: torch.Tensor, home: HomeTensor) -> torch.Tensor:
     return reduce_world(total, home.home_layout.world, dist.ReduceOp.SUM, f"a sum over {tuple(home.shape)}")
 
 
 def _truth(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Tell whether any, or all, elements are true."""
     home, every = args[0], func.overloadpacket is aten.all
+    if home.dtype is torch.bool:
+        return _extreme(aten.min.default if every else aten.max.default, (home,), {})
     found = home.local.all() if every else home.local.any()
     op = dist.ReduceOp.MIN if every else dist.ReduceOp.MAX
     return reduce_world(found.to(torch.int32), home.home_layout.world, op, "a truth value").to(torch.bool)
@@ -216,13 +266,25 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Take the largest or smallest element; over some dims, and of integers, the op runs whole."""
     home, dims, keepdim = (args[0], *_defaults(args[1:], (None, False)))
     largest = func.overloadpacket in (aten.max, aten.amax)
-    if not _over_all(home, dims) or keepdim or not is_real(home.dtype):
+    if not _over_all(home, dims) or keepdim or not (is_real(home.dtype) or home.dtype is torch.bool):
         return run_whole(func, args, kwargs)
-    what = f"an extreme over {tuple(home.shape)}"
-    none = torch.tensor(-math.inf if largest else math.inf, dtype=torch.float64, device=home.device)
-    if home.local.numel():
-        none = (home.local.max() if largest else home.local.min()).double()
-    return _extremes(none.reshape(1), home.home_layout.world, what, largest=largest)[0].to(home.dtype)
+    what, part = f"an extreme over {tuple(home.shape)}", _part_of_extreme(home, largest)
+    readings = [_reading(home, part, "extreme", largest)]
+    return _extremes(part, home.home_layout.world, what, readings, largest=largest)[0].to(home.dtype)
+
+
+def _part_of_extreme(home: HomeTensor, largest: bool) -> torch.Tensor:
+    if not home.local.numel():
+        return torch.tensor([-math.inf if largest else math.inf], dtype=torch.float64, device=home.device)
+    return (home.local.max() if largest else home.local.min()).double().reshape(1)
+
+
+PARTS: Mapping[str, Callable[..., torch.Tensor]] = {
+    "norm": lambda home, order, dtype: _local_norms([home], order, getattr(torch, dtype[6:]))[0].double(),
+    "sum": _part_of_sum,
+    "extreme": _part_of_extreme,
+}
+"""How a rank works out its part of a number, by its name: see `Read`."""
 
 
 def _take_over(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -208,10 +208,15 @@ class Buffers:
                 if isinstance(buffer, HomeTensor):
                     slots[name] = known.setdefault(id(buffer), buffer.full_tensor().detach().clone())
 
+    @property
+    def outdated(self) -> list[str]:
+        """Return the names of the buffers that stages have written, and not all ranks have."""
+        return sorted(name for name, annotation in self._stale.items() if not self._is_everywhere(name, annotation))
+
     def sync(self) -> None:
         """Bring every buffer that stages have written up to date on all ranks; collective."""
+        names = self.outdated
         stale, self._stale = self._stale, {}
-        names = sorted(name for name, annotation in stale.items() if not self._is_everywhere(name, annotation))
         if not names:
             return
         buffers = [self.named(name) for name in names]

@@ -24,8 +24,9 @@ from hetu_fx.errors import StateError
 from hetu_fx.switching.home.gathered import named, run_whole
 from hetu_fx.switching.home.journal import journal
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
-from hetu_fx.switching.home.piece_copies import note_copy
 from hetu_fx.switching.home.tensor import (
+    MADE_OF,
+    OPS,
     Handler,
     HomeTensor,
     cut_like,
@@ -38,6 +39,9 @@ from hetu_fx.switching.home.tensor import (
 )
 
 aten = torch.ops.aten
+CAST = "cast"
+"""Names a copy in another dtype among what tensors are made by."""
+
 # The wrapper of a single in-place op is counted by torch, its piece is not.
 _count_write = increment_version
 
@@ -53,6 +57,12 @@ def find_local(func: Any) -> Handler | None:
 
 
 _POINTWISE_WITHOUT_TAG = {"zero_", "fill_", "masked_fill", "masked_fill_", "zero", "fill"}
+
+
+def is_pointwise(func: Any) -> bool:
+    """Tell whether an op of torch makes new elements, each of those in its place alone, and not by chance."""
+    is_of_torch = str(func).startswith("aten.") and not schema(func).is_mutable
+    return is_of_torch and torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
 
 
 def _fast(func: Any) -> Any:
@@ -89,7 +99,10 @@ def _pointwise(func: Any) -> Handler:
         layout, pieces = _pieces(args)
         if layout is None or _has_tensor(kwargs) or not layout.shape:
             return _pointwise_mixed(func, args, kwargs)
-        return wrap(run(*pieces, **kwargs), layout)
+        made = wrap(run(*pieces, **kwargs), layout)
+        if not kwargs and layout.world > 1:
+            OPS.reads.note_made(made, func, args)
+        return made
 
     return handler
 
@@ -148,7 +161,10 @@ def _pointwise_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     kwargs = {k: cut_like(v, layout) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
     result = func(*pieces, **kwargs)
     if target is None:
-        return wrap(result, layout)
+        made = wrap(result, layout)
+        if not kwargs and all(type(tensor) is HomeTensor and tensor.home_layout is layout for tensor in tensors):
+            OPS.reads.note_made(made, func, args)
+        return made
     mark_written([target])
     _note_plain(target, tensors)
     return target
@@ -158,12 +174,17 @@ def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HomeTens
     if torch.is_inference_mode_enabled():  # a view of a tensor that counts its writes counts them too
         with torch.inference_mode(False):
             return wrap(args[0].local, args[0].home_layout)
-    return wrap(args[0].local, args[0].home_layout)
+    made = wrap(args[0].local, args[0].home_layout)
+    if MADE_OF in vars(args[0]):
+        vars(made)[MADE_OF] = vars(args[0])[MADE_OF]
+    return made
 
 
 def _copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HomeTensor:
     made = _like(func, args, kwargs)
-    note_copy(args[0], args[0].local, made.local, made.home_layout)
+    journal().note_copy(args[0], args[0].local, made.local, made.home_layout)
+    if made.home_layout.world > 1:
+        OPS.reads.note_made(made, CAST, (args[0], str(made.dtype)))
     return made
 
 
@@ -238,10 +259,14 @@ def _run_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     given, written = named(func, args, kwargs), written_names(func)
     lists = {name: given[name] for name in lists_of_tensors(func) if given.get(name)}
-    layouts, cuts = _cut_alike(lists) or _cut_by_position(lists, written)
+    alike = _cut_alike(lists)
+    layouts, cuts = alike or _cut_by_position(lists, written)
     pieces = [cuts.get(name, value) for name, value in zip(names_in_order(func), args, strict=False)]
     results = func(*pieces, **{name: cuts.get(name, value) for name, value in kwargs.items()})
-    mark_written([t for name in written if name in lists for t in lists[name] if type(t) is HomeTensor])
+    targets = [(i, t) for name in written if name in lists for i, t in enumerate(lists[name]) if type(t) is HomeTensor]
+    mark_written([target for _, target in targets])
+    for position, target in () if alike else targets:
+        _note_plain(target, [tensors[position] for name, tensors in lists.items() if name not in written])
     if results is None:
         return None
     return [r if layout is None else wrap(r, layout) for r, layout in zip(results, layouts, strict=True)]

@@ -1,10 +1,12 @@
 """What the ranks of one run read of each other's home tensors while only one of them asks.
 
-A rank that saves for all, as `if rank == 0: torch.save(model.state_dict(), ...)`, gets the others' pieces from threads
-there. A tensor is known by its name: of a parameter, of a parameter and what an optimizer keeps of it, or of what it is
-a copy of; others have none, and are read where all ranks ask. Values are those of the program's place: home tensors
-count their writes, which every rank makes alike. Whoever is asked waits until it has made as many as the rank that
-asks, and refuses if it has made more.
+A rank that saves for all, as `if rank == 0: torch.save(model.state_dict(), ...)`, or that looks at one parameter, as
+`if rank == 0: print(p.norm().item())`, gets the others' shares from threads there. A tensor is known by its name: of a
+parameter, of a parameter and what an optimizer keeps of it, or of what it is a copy of; others have none, and are read
+where all ranks ask. What is computed of parameters by point-wise ops, and read as one number, is computed there anew.
+
+Values are those of the program's place: home tensors count their writes, which every rank makes alike. A rank that is
+asked waits until it has made as many as the rank that asks, and refuses if it has made more.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 from weakref import WeakMethod, finalize, ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hetu_fx.annotations.local import index
 from hetu_fx.base.addresses import Contact, addresses_of
@@ -26,86 +29,19 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.one_sided import Caller, Listener, Question, Refused
 from hetu_fx.comm_ops.wire.shutdown import finish_at_exit
 from hetu_fx.errors import CommError, StateError
-from hetu_fx.switching.home.held import COPIED, JOINT, Key, Readable, Readings, is_copy, part_of, source_of, why_not
+from hetu_fx.switching.home.held import JOINT, Key, Names, Readings, dtype_of, is_copy, part_of, why_not
+from hetu_fx.switching.home.journal import journal
 from hetu_fx.switching.home.memory import let_go_of_wholes
-from hetu_fx.switching.home.piece_copies import all_copies, copy_at, swaps
-from hetu_fx.switching.home.stepped import numbered
-from hetu_fx.switching.home.tensor import OPS, HomeTensor, gather_whole
+from hetu_fx.switching.home.ops import PARTS
+from hetu_fx.switching.home.pointwise import CAST, is_pointwise
+from hetu_fx.switching.home.tensor import MADE_OF, OPS, HomeTensor, LoneReads, Read, gather_whole, wrap
 
 _PAUSE_SECONDS = 0.005
 _MARGIN_SECONDS = 10.0  # who is asked tells why it does not answer before who asks gives up
+_MOST_CHARACTERS = 1000  # of an expression
 _LEAVING = "is leaving"
 _LEAVING_SECONDS = 2.0
 _USEFUL_SECONDS = 60.0  # for which a rank that leaves waits for the next question
-
-
-class Names:
-    """Names of the home tensors of one run, the same on all ranks.
-
-    Args:
-        homes: the home parameters by name.
-    """
-
-    def __init__(self, homes: Mapping[str, nn.Parameter]) -> None:
-        self.homes = {name: _home(parameter) for name, parameter in homes.items()}
-        self._parameters = dict(homes)
-        self._index: dict[int, tuple[Key, HomeTensor]] = {}
-        self._swaps = -1  # before the index was made
-
-    def name_of(self, piece: torch.Tensor) -> Key | None:
-        """Return the key of the parameter, or the optimizer's state, whose piece this is; None if it is of none."""
-        for is_new in (False, True):
-            if is_new or self._swaps != swaps():
-                self._swaps = swaps()
-                self._index = {id(tensor.local): (key, tensor) for key, tensor in self._named()}
-            found = self._index.get(id(piece))
-            if found is not None and found[1].local is piece:
-                return found[0]
-            if copy_at(piece) is not None:  # not what the index has missed, most likely: there are many of them
-                return None
-        return None
-
-    def copy_name_of(self, piece: torch.Tensor) -> Key | None:
-        """Return the key of a copy of something with a name; None if it is none, or one of several."""
-        key = self._copy_key(piece)
-        if key is None or version(piece) == 0:
-            return key
-        alike = [held for held in self.held(key) if held.writes == version(piece)]
-        return key if len(alike) == 1 else None
-
-    def _copy_key(self, piece: torch.Tensor) -> Key | None:
-        copied = copy_at(piece)
-        source = None if copied is None else copied.source()
-        if copied is None or source is None:
-            return None
-        origin = self.name_of(source) or self._copy_key(source)
-        return None if origin is None else (*origin, COPIED, str(copied.writes), str(piece.dtype))
-
-    def held(self, key: Key) -> list[Readable]:
-        """Return what this rank holds under a key: several, if it is one of copies."""
-        if key[0] == JOINT:
-            return []
-        if is_copy(key):
-            alike = [(p, its) for p, its in all_copies() if (str(its.writes), str(p.dtype)) == key[-2:]]
-            return [Readable(piece, piece, its.layout) for piece, its in alike if self._copy_key(piece) == key]
-        if len(key) == 1:
-            return [Readable.home(self.homes[key[0]])]
-        name, number, state = key
-        found = [one.state.get(self._parameters[name], {}).get(state) for one, its in numbered() if its == int(number)]
-        return [Readable.home(tensor) for tensor in found if isinstance(tensor, HomeTensor)]
-
-    def _named(self) -> Iterator[tuple[Key, HomeTensor]]:
-        for name, home in self.homes.items():
-            yield (name,), home
-            for optimizer, number in numbered():
-                for key, value in list(optimizer.state.get(self._parameters[name], {}).items()):  # threads ask too
-                    if isinstance(value, HomeTensor):
-                        yield (name, str(number), str(key)), value
-
-
-def _home(parameter: nn.Parameter) -> HomeTensor:
-    assert isinstance(parameter, HomeTensor)
-    return parameter
 
 
 class SharedHomes:
@@ -126,7 +62,7 @@ class SharedHomes:
         self._is_leaving = False
         self._asked_at = time.monotonic()
         if not table.is_of_processes:
-            return  # nobody answers for another: whoever reads a whole has all ranks take part
+            return  # nobody answers for another: a rank that reads a whole has all ranks take part
         runs = _runs()
         runs.append(ref(self, runs.remove))
         if self.size > 1:
@@ -140,21 +76,52 @@ class SharedHomes:
         """Take these as the run's home parameters from now on; between the same steps on all ranks."""
         self.names = Names(homes if self.size > 1 else {})
 
-    def whole(self, home: HomeTensor, key: Key | None) -> torch.Tensor:
-        """Return the whole of a tensor; without a key all ranks must ask.
+    def whole(self, home: HomeTensor, of: Any) -> Tensor:
+        """Return the whole of a tensor that is an expression of what has names; None: all ranks must ask.
 
         Raises:
             StateError: another rank has gone on and written it, or does not ask too for a tensor without a name.
             CommError: another rank has ended, or cannot be reached.
         """
-        asked = key or (JOINT, str(self._joint), str(tuple(home.shape)), str(home.dtype))
-        now = 0 if key is None else version(home.local) if is_copy(key) else self.names.held(key)[0].writes
-        part = part_of(home.local, home.home_layout)
-        self._read.keep(asked, now, part.clone())
-        question = {"key": asked, "version": now, "layout": str(home.home_layout.annotation), "rank": self.rank}
-        whole = self._gathered(home, part, question)
-        self._joint += key is None
-        return whole
+        own, layout = part_of(home.local, home.home_layout), home.home_layout
+        joint = (JOINT, str(self._joint), str(tuple(home.shape)), str(home.dtype)), 0, str(layout.annotation)
+        read = of or joint, None
+        self._read.keep(read, own.clone())
+        whole = own.new_empty(layout.shape)
+        for rank, owner in enumerate(layout.others):
+            sizes = [box.numel for box, _ in owner.counted_chunks]
+            if not sizes:
+                continue
+            part = own if rank == self.rank else own.new_empty(sum(sizes))
+            if rank != self.rank:
+                self._ask(rank, [read], part)
+            for (box, _), values in zip(owner.counted_chunks, part.split(sizes), strict=True):
+                target = whole[index(box)]
+                target.copy_(values.view(target.shape))
+        self._joint += of is None
+        return whole.to(home.device)
+
+    def leaf(self, home: HomeTensor, key: Key) -> Any:
+        """Return the expression of a tensor with a name, as it is now."""
+        writes = version(home.local) if is_copy(key) else self.names.held(key)[0].writes
+        return key, writes, str(home.home_layout.annotation)
+
+    def is_now(self, of: Any) -> bool:
+        """Tell whether what an expression reads has not been written since."""
+        leaves = ((self.names.held(tuple(key)), writes) for key, writes, _ in _leaves(of))
+        return all([one.writes for one in held] == [writes] for held, writes in leaves)
+
+    def keep(self, read: Read, part: Tensor) -> None:
+        """Keep this rank's part of a number, for ranks that read it later."""
+        self._read.keep(read, part)
+
+    def parts(self, reads: Sequence[Read], own: Tensor) -> Tensor:
+        """Return all ranks' parts of numbers, a row for each rank, of which this one has `own`; as `whole` does."""
+        found = own.cpu().repeat(self.size, 1)
+        for rank in range(self.size):
+            if rank != self.rank:
+                self._ask(rank, reads, found[rank])
+        return found.to(own.device)
 
     def forget(self) -> None:
         """Let go of what was kept for ranks that read later: all have come so far that they have read it."""
@@ -180,75 +147,90 @@ class SharedHomes:
         has_left = torch.tensor([rank == self.rank], dtype=torch.uint8)
         with suppress(CommError):  # it has ended
             while not has_left and time.monotonic() < self._asked_at + min(self.seconds, _USEFUL_SECONDS):
-                self._caller.ask(rank, {"key": [_LEAVING]}, has_left)
+                self._caller.ask(rank, {_LEAVING: True}, has_left)
 
-    def _gathered(self, home: HomeTensor, own: torch.Tensor, question: Question) -> torch.Tensor:
-        whole = own.new_empty(home.home_layout.shape)
-        for rank, owner in enumerate(home.home_layout.others):
-            sizes = [box.numel for box, _ in owner.counted_chunks]
-            if not sizes:
-                continue
-            part = own if rank == self.rank else own.new_empty(sum(sizes))
-            if rank != self.rank:
-                self._ask(rank, question, part)
-            for (box, _), values in zip(owner.counted_chunks, part.split(sizes), strict=True):
-                target = whole[index(box)]
-                target.copy_(values.view(target.shape))
-        return whole.to(home.device)
-
-    def _ask(self, rank: int, question: Question, into: torch.Tensor) -> None:
+    def _ask(self, rank: int, reads: Sequence[Read], into: Tensor) -> None:
         try:
-            self._caller.ask(rank, question, into)
+            self._caller.ask(rank, {"rank": self.rank, "reads": reads}, into)
         except Refused as error:
             raise StateError(f"rank {rank} does not give its part: {error}") from None
 
-    def _answer(self, question: Question) -> torch.Tensor:
+    def _answer(self, question: Question) -> Tensor:
         """Answer another rank, in a thread."""
-        key = tuple(question["key"])
-        if key == (_LEAVING,):
+        if _LEAVING in question:
             return self._left()
         try:
-            return self._part_at(key, question).view(torch.uint8)
+            parts = [self._part(read, question["rank"]) for read in question["reads"]]
+            return torch.cat(parts).view(torch.uint8)
         finally:
             self._asked_at = time.monotonic()
 
-    def _left(self) -> torch.Tensor:
+    def _left(self) -> Tensor:
         """Tell whether this rank leaves too, after a short while if it does not yet."""
         deadline = time.monotonic() + min(_LEAVING_SECONDS, self.seconds)
         while not self._is_leaving and time.monotonic() < deadline:
             time.sleep(_PAUSE_SECONDS)
         return torch.tensor([self._is_leaving], dtype=torch.uint8)
 
-    def _part_at(self, key: Key, question: Question) -> torch.Tensor:
-        """Return this rank's part of a tensor, once it has been written as often as on the rank that asks."""
-        wanted, deadline = question["version"], time.monotonic() + self.seconds
+    def _part(self, read: Read, asker: int) -> Tensor:
+        """Return this rank's part, once all that it reads has been written as often as on the rank that asks."""
+        deadline = time.monotonic() + self.seconds
         while True:
-            held = self.names.held(key)
             # Seen before it is looked for: what this rank has read itself was kept before it went on.
-            is_beyond = bool(held) and all(one.writes > wanted for one in held)
-            part = self._part_now(key, held, question)
+            held = {tuple(key): (self.names.held(tuple(key)), writes) for key, writes, _ in _leaves(read[0])}
+            beyond = [key for key, (those, n) in held.items() if those and all(one.writes > n for one in those)]
+            part = self._read.part(read)
+            part = journal().undisturbed(lambda: self._computed(read)) if part is None else part
             if part is not None:
-                return part
-            if is_beyond or time.monotonic() > deadline:
-                raise StateError(why_not(key, held, question, self.seconds))
+                return part.cpu()
+            if beyond or time.monotonic() > deadline:
+                key = beyond[0] if beyond else next(iter(held))
+                raise StateError(why_not(key, *held[key], asker, self.seconds))
             time.sleep(_PAUSE_SECONDS)
 
-    def _part_now(self, key: Key, held: Sequence[Readable], question: Question) -> torch.Tensor | None:
-        """Return the part if it is here now; of a copy that nobody has written since also that of its source."""
-        wanted = question["version"]
-        read = self._read.part(key, wanted)
-        if read is not None:
-            return read
-        parts = [part for one in held if (part := one.part(wanted, question["layout"])) is not None]
-        if len(parts) == 1 or (parts and not wanted):
-            return parts[0]
-        if parts:
-            raise StateError(why_not(key, held, question, self.seconds))
-        if not is_copy(key) or wanted:
+    def _computed(self, read: Read) -> Tensor | None:
+        """Return this rank's part from what it holds; None if that is not what is asked for now."""
+        of, reduced = read
+        tensor = self._value(of)
+        if tensor is None:
             return None
-        source, writes, dtype = source_of(key)
-        part = self._part_now(source, self.names.held(source), {**question, "version": writes})
-        return None if part is None else part.to(dtype)
+        part = part_of(tensor.local, tensor.home_layout) if reduced is None else PARTS[reduced[0]](tensor, *reduced[1:])
+        part = part.reshape(-1)
+        leaves = list(_leaves(of))
+        return part if all(self.names.after(tuple(key), n, layout) is not None for key, n, layout in leaves) else None
+
+    def _value(self, of: Any) -> HomeTensor | None:
+        """Work out an expression of parameters on this rank's pieces."""
+        if not isinstance(of[0], str):
+            key, writes, layout = of
+            return self.names.after(tuple(key), writes, layout)
+        name, *args = of
+        values = [self._value(arg) if isinstance(arg, list | tuple) else arg for arg in args]
+        if any(value is None for value in values):
+            return None
+        layout = next(value.home_layout for value in values if isinstance(value, HomeTensor))
+        pieces = [value.local if isinstance(value, HomeTensor) else value for value in values]
+        return wrap(_op(name)(*pieces), layout)
+
+
+def _op(name: str) -> Callable[..., Tensor]:
+    """Return a point-wise op by its name; nothing else is run for other ranks."""
+    if name == CAST:
+        return lambda piece, dtype: piece.to(dtype_of(dtype))
+    _, packet, overload = name.split(".")
+    op: Callable[..., Tensor] = getattr(getattr(torch.ops.aten, packet), overload)
+    if not is_pointwise(op):
+        raise StateError(f"{name} is no point-wise op")
+    return op
+
+
+def _leaves(of: Any) -> Iterator[tuple[Any, int, str]]:
+    """Yield what an expression reads: (key, writes, layout)."""
+    if isinstance(of[0], str):
+        for arg in of[1:]:
+            yield from _leaves(arg) if isinstance(arg, list | tuple) else ()
+    else:
+        yield of
 
 
 _runs: PerRank[list[ref[SharedHomes]]] = PerRank(list)
@@ -258,11 +240,11 @@ def _all_runs() -> list[SharedHomes]:
     return [run for run in (reference() for reference in _runs()) if run is not None]
 
 
-def _weakly(method: Callable[[Question], torch.Tensor]) -> Callable[[Question], torch.Tensor]:
+def _weakly(method: Callable[[Question], Tensor]) -> Callable[[Question], Tensor]:
     """Return a method that keeps its object no longer than others do: threads that answer keep no model alive."""
     held = WeakMethod(method)
 
-    def answer(question: Question) -> torch.Tensor:
+    def answer(question: Question) -> Tensor:
         found = held()
         if found is None:
             raise StateError("the model is no longer there")
@@ -271,15 +253,46 @@ def _weakly(method: Callable[[Question], torch.Tensor]) -> Callable[[Question], 
     return answer
 
 
-def _read_whole(home: HomeTensor) -> torch.Tensor:
-    """Return the whole of a home tensor: of the run that knows its name, else of the newest, where all ranks ask."""
-    runs = _all_runs()
-    for find in (Names.name_of, Names.copy_name_of):
-        for run in runs:
-            key = find(run.names, home.local)
-            if key is not None:
-                return run.whole(home, key)
-    return runs[-1].whole(home, None) if runs else gather_whole([home])[0]
+class _OfRuns(LoneReads):
+    """What one rank alone may read: of the run that knows what it is."""
+
+    def whole(self, home: HomeTensor) -> Tensor:
+        """Return the whole of a home tensor; one without a name is of the newest run, where all ranks ask."""
+        runs = _all_runs()
+        for find in (Names.name_of, Names.copy_name_of):
+            for run in runs:
+                key = find(run.names, home.local)
+                if key is not None:
+                    return run.whole(home, run.leaf(home, key))
+        if (found := self.expression(home)) is not None:
+            return found[0].whole(home, found[1])
+        return runs[-1].whole(home, None) if runs else gather_whole([home])[0]
+
+    def expression(self, home: HomeTensor) -> tuple[SharedHomes, Any] | None:
+        """Return what a tensor is, in parameters of a run; None where all ranks must ask, and in an optimizer's step.
+
+        There all ranks are at one place, and many tensors are read: one message among all is quicker.
+        """
+        if journal().is_stepping:
+            return None
+        made = vars(home).get(MADE_OF)
+        if made is not None:
+            writes, (run, of) = made
+            return (run, of) if writes == version(home.local) and run.is_now(of) else None
+        names = ((run, run.names.parameter_of(home.local)) for run in _all_runs())
+        return next(((run, run.leaf(home, (name,))) for run, name in names if name is not None), None)
+
+    def note_made(self, made: HomeTensor, op: Any, args: Sequence[Any]) -> None:
+        """Remember what a new tensor was computed of, if that is parameters and numbers."""
+        if op != CAST and not is_pointwise(op):
+            return
+        values = [self.expression(arg) if isinstance(arg, HomeTensor) else arg for arg in args]
+        runs = {value[0] for value in values if isinstance(value, tuple)}
+        if len(runs) != 1 or not all(isinstance(value, tuple | int | float | str) for value in values):
+            return
+        of = [str(op), *(value[1] if isinstance(value, tuple) else value for value in values)]
+        if len(str(of)) < _MOST_CHARACTERS:
+            vars(made)[MADE_OF] = version(made.local), (runs.pop(), of)
 
 
-OPS.read_whole = _read_whole  # type: ignore[method-assign]
+OPS.reads = _OfRuns()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import add, attrgetter, sub
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -31,10 +31,40 @@ from hetu_fx.errors import StateError
 from hetu_fx.switching.home.journal import journal
 from hetu_fx.switching.home.layout import Chunk, HomeLayout
 from hetu_fx.switching.home.memory import AsksForWhole
-from hetu_fx.switching.home.piece_copies import note_copy, note_swap
 
-T = TypeVar("T")
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+Read = tuple[Any, Sequence[Any] | None]
+"""What one rank asks another for, as JSON: an expression of parameters, and the number that it is read as, by a name of
+`ops.PARTS` and its arguments; None: all elements. An expression is (key, writes, layout), or (op, expressions...)."""
+
+
+MADE_OF = "made_of"
+"""At a tensor that is none of the run's: the version of its piece, and what it is in parameters of a run."""
+
+
+class ReadRun(Protocol):
+    """Home tensors of which ranks read numbers alone; see `shared.SharedHomes`."""
+
+    def whole(self, home: HomeTensor, of: Any) -> torch.Tensor: ...
+    def keep(self, read: Read, part: torch.Tensor) -> None: ...
+    def parts(self, reads: Sequence[Read], own: torch.Tensor) -> torch.Tensor: ...
+
+
+class LoneReads:
+    """What one rank alone may read of home tensors: nothing, before there is a run; see `shared`."""
+
+    def whole(self, home: HomeTensor) -> torch.Tensor:
+        """Return the whole of a tensor."""
+        return gather_whole([home])[0]
+
+    def expression(self, home: HomeTensor) -> tuple[ReadRun, Any] | None:
+        """Return what a tensor is, in parameters of a run; None where all ranks must ask."""
+        return None
+
+    def note_made(self, made: HomeTensor, op: Any, args: Sequence[Any]) -> None:
+        """Remember what a new tensor was computed of."""
 
 
 class OpTable(dict[Any, Handler]):
@@ -42,13 +72,11 @@ class OpTable(dict[Any, Handler]):
 
     Attributes:
         find: tells what serves an op without an entry; given by `ops`.
-        read_whole: gathers a tensor's whole on this rank; given by `shared`, by which one rank alone may ask.
+        reads: what one rank alone may ask for; given by `shared`.
     """
 
     find: Callable[[Any], Handler]
-
-    def read_whole(self, home: HomeTensor) -> torch.Tensor:
-        return gather_whole([home])[0]
+    reads = LoneReads()
 
     def __missing__(self, func: Any) -> Handler:
         self[func] = found = counting_writes(func, self.find(func))
@@ -135,7 +163,7 @@ class HomeTensor(AsksForWhole):
         _SET_DATA(self, other.detach())
         before = version(self.local)
         self.local, self.home_layout = other.local, other.home_layout
-        note_swap()
+        journal().swaps += 1
         # The version of `local` never goes back, so that it tells of a swap as of any other write.
         after = max(before, version(self.local))
         set_versions((self.local,), (after,))
@@ -160,7 +188,7 @@ class HomeTensor(AsksForWhole):
         if not self.is_leaf:
             raise StateError("only home tensors that are leaves of autograd can be deep-copied; detach() first")
         copied = wrap(self.local.clone(), self.home_layout, self.requires_grad)
-        note_copy(self, self.local, copied.local, self.home_layout)
+        journal().note_copy(self, self.local, copied.local, self.home_layout)
         memo[id(self)] = copied
         if is_parameter(self):
             mark_parameter(copied)
@@ -175,7 +203,7 @@ class HomeTensor(AsksForWhole):
 
     def gathered(self) -> torch.Tensor:
         """Return a copy of the whole on this rank; the others need not ask too, but see `switching.home.shared`."""
-        return OPS.read_whole(self)
+        return OPS.reads.whole(self)
 
     # The protocol of torch.distributed.checkpoint (_checkpointable._Checkpointable).
 
@@ -225,34 +253,22 @@ def wrap(local: torch.Tensor, layout: HomeLayout, requires_grad: bool = False) -
     return home
 
 
-_writing: list[Any] = []  # the ops that are writing
-_writes = 0  # begun so far
-
-
 def counting_writes(op: Any, handler: Handler) -> Handler:
-    """Have a handler tell that it writes, if it does: the journal, and other threads that read (see `undisturbed`)."""
+    """Have a handler tell the journal that it writes, if it does."""
     if not schema(op).is_mutable:
         return handler
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        global _writes
-        _writes += 1
-        _writing.append(func)
+        noted = journal()
+        noted.begin_write(func)
         try:
             made = handler(func, args, kwargs)
         finally:
-            _writing.pop()
-        journal().write(args, kwargs)
+            noted.writing.pop()
+        noted.write(args, kwargs)
         return made
 
     return run
-
-
-def undisturbed(read: Callable[[], T]) -> T | None:
-    """Read pieces in another thread than the one that computes; None if something was written meanwhile."""
-    before = _writes
-    found = None if _writing else read()
-    return found if before == _writes else None
 
 
 class PiecesWritten:
@@ -264,9 +280,7 @@ class PiecesWritten:
     """
 
     def __init__(self, lists: Sequence[Sequence[HomeTensor]], uncounted: int = 0) -> None:
-        global _writes
-        _writes += 1
-        _writing.append(self)
+        journal().begin_write(self)
         self._homes, self._uncounted = lists, uncounted
         self.pieces = [list(map(local_of, homes)) for homes in lists]
         self._before = [list(map(version, pieces)) for pieces in self.pieces]
@@ -277,7 +291,7 @@ class PiecesWritten:
         Args:
             like: positions that kernels were not given, each with one that was written as these would have been.
         """
-        _writing.remove(self)
+        journal().writing.remove(self)
         if like:
             self._count_as_written(like)
         for homes, pieces, before in zip(self._homes, self.pieces, self._before, strict=True):

@@ -13,6 +13,7 @@ from torch import nn
 import hetu_fx
 from hetu_fx.errors import BatchError, StateError
 from hetu_fx.plans.plan import Plan
+from hetu_fx.switching.home.ops import HomeTensor
 from tests.model_zoo import ConvNet, conv_batch, llama
 
 WORLD = 2
@@ -68,8 +69,28 @@ def check_nothing_is_sent_inside(rank: int, world: int, folder: Path) -> None:
 
 def check_a_rank_that_does_not_enter_is_told_of(rank: int, world: int, folder: Path) -> None:
     model, batch = parallel()
-    with pytest.raises(BatchError, match=r"model\.hetu\.whole\(\)"):
+    with pytest.raises(BatchError, match=r"model\.hetu\.whole\(\)"), torch.no_grad():
         enter(model) if rank == 0 else model(**batch)
+
+
+def check_a_rank_enters_alone_while_the_others_go_on_to_train(rank: int, world: int, folder: Path) -> None:
+    model, batch = parallel()
+    if rank == 0:
+        with model.hetu.whole():
+            assert not isinstance(model.head.weight, HomeTensor)
+            assert model.eval()(**batch)["loss"].isfinite()
+        model.train()
+    model(**batch)["loss"].backward()
+
+
+def check_a_rank_without_room_is_refused_alone_and_all_go_on(rank: int, world: int, folder: Path) -> None:
+    model, batch = parallel()
+    if rank == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hetu_fx.switching.whole.memory_left", lambda device: (("gpu", 1),))
+            with torch.no_grad(), pytest.raises(StateError, match=r"rank 1 has 1 bytes left of 'gpu'"):
+                model(**batch)
+    model(**batch)["loss"].backward()
 
 
 def check_ranks_without_room_are_named_on_all(rank: int, world: int, folder: Path) -> None:

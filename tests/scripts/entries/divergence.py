@@ -59,8 +59,8 @@ def _gradients(model: nn.Module, rows: Batch) -> None:
 
 
 script("calls the model on rank 0 alone", refused=AWAY, settings=SEVERAL)(_alone(lambda m, o, rows: m(**rows)))
-script("takes a parameter's norm on rank 0 alone", refused=AWAY, settings=SEVERAL)(
-    _alone(lambda m, o, rows: float(m.last.weight.norm()))
+script("takes a gradient's norm on rank 0 alone", refused=AWAY, settings=SEVERAL)(
+    _alone(lambda m, o, rows: float(m.last.weight.grad.norm()))
 )
 script("gathers a whole parameter on rank 0 alone", refused=AWAY, settings=SEVERAL)(
     _alone(lambda m, o, rows: m.last.weight.full_tensor() if hasattr(m.last.weight, "full_tensor") else 0)
@@ -93,13 +93,14 @@ def _(job: Job) -> Results:
     return {}
 
 
-@script("evaluates on one rank while the others train", refused="the ranks' batches differ", settings=SEVERAL)
+@script(
+    "evaluates with gradients on one rank while the others train", refused="ranks' batches differ", settings=SEVERAL
+)
 def _(job: Job) -> Results:
     model, optimizer, rows = _start(job)
     if job.rank == 0:
         model.eval()
-        with torch.no_grad():
-            model(**rows)
+        model(**rows)
     else:
         _step(model, optimizer, rows)
     return {}
@@ -124,11 +125,11 @@ def _(job: Job) -> Results:
     return {}
 
 
-@script("takes a norm on one rank while the others go on to the next step", refused=AWAY, settings=SEVERAL)
+@script("takes a gradient's norm on one rank while the others go on", refused=AWAY, settings=SEVERAL)
 def _(job: Job) -> Results:
     model, optimizer, rows = _start(job)
     if job.rank == 0:
-        float(model.last.weight.norm())
+        float(model.last.weight.grad.norm())
     _step(model, optimizer, rows)
     return {}
 
@@ -143,7 +144,7 @@ def _(job: Job) -> Results:
             _step(model, optimizer, rows)
         except ValueError:
             continue
-    return {"norm": model.last.weight.norm()}
+    return {"norm": model.last.weight.grad.norm()}
 
 
 @script("makes unlike losses of one output", settings=SEVERAL)
@@ -176,11 +177,11 @@ def _(job: Job) -> Results:
     return {}
 
 
-@script("takes a norm on one rank while the others take a sum", refused=UNLIKE, settings=SEVERAL)
+@script("takes a gradient's norm on one rank while the others take a sum", refused=UNLIKE, settings=SEVERAL)
 def _(job: Job) -> Results:
     model, _, _ = _start(job)
-    weight = model.last.weight.detach()
-    return {"value": weight.norm() if job.rank == 0 else weight.sum()}
+    gradient = model.last.weight.grad
+    return {"value": gradient.norm() if job.rank == 0 else gradient.sum()}
 
 
 @script("clips gradients on one rank while the others take a norm", refused=UNLIKE, settings=SEVERAL)
@@ -196,7 +197,7 @@ def _(job: Job) -> Results:
     model, _, rows = _start(job)
     if job.rank == 0 and not job.is_plain:
         model.hetu.save(job.folder / "saved")
-    float(model.last.weight.detach().norm())
+    float(model.last.weight.grad.norm())
     if job.rank > 0:
         _wait_for_the_end(model, rows)
     return {}
@@ -228,4 +229,4 @@ def _(job: Job) -> Results:
     loss = loss_of(model(**rows))
     if job.rank == 0:
         loss.backward()
-    return {"norm": model.last.weight.detach().norm().item()}
+    return {"norm": model.last.weight.grad.norm().item()}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 import torch
 
 from hetu_fx.annotations.annotation import Annotation, Split
 from hetu_fx.errors import StateError
-from hetu_fx.switching.home.held import COPIED, JOINT, Key, Readable, Readings, is_copy, part_of, source_of, why_not
+from hetu_fx.switching.home.held import COPIED, JOINT, Key, Readable, Readings, is_copy, part_of, why_not
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
 
 CUT = Annotation.on((0, 1), Split(0, (2, 1)))
@@ -21,44 +20,41 @@ def home(rank: int = 0) -> HomeTensor:
     return HomeTensor.from_full(WHOLE, home_layout(CUT, (6, 2), rank, 2))
 
 
-def question(**changes: Any) -> dict[str, Any]:
-    return {"rank": 1, "version": 0, **changes}
-
-
 def test_readings_stay_while_a_rank_writes_and_reads_on() -> None:
     readings = Readings()
-    for writes in range(6):
-        readings.keep(("w",), writes, torch.tensor([float(writes)]))
-    found = [readings.part(("w",), writes) for writes in range(6)]
+    reads = [((("w",), writes, str(CUT)), None) for writes in range(6)]
+    for writes, read in enumerate(reads):
+        readings.keep(read, torch.tensor([float(writes)]))
+    found = list(map(readings.part, reads))
     assert [None if part is None else part.item() for part in found] == [None, None, 2, 3, 4, 5]
-    assert readings.part(("b",), 0) is None
+    assert readings.part(((("b",), 0, str(CUT)), None)) is None
     readings.clear()
-    assert readings.part(("w",), 5) is None
+    assert readings.part(reads[5]) is None
 
 
 def test_a_part_is_given_at_the_writes_that_are_asked_for() -> None:
     tensor = home(1)
     held = Readable.home(tensor)
     layout = str(CUT)
-    part = held.part(held.writes, layout)
-    assert part is not None
-    assert part.tolist() == WHOLE[4:].flatten().tolist()
+    found = held.after(held.writes, layout)
+    assert found is not None
+    assert found.local.tolist() == WHOLE[4:].tolist()
     before = held.writes
     tensor.mul_(2)
     assert held.writes > before
-    assert held.part(before, layout) is None
+    assert held.after(before, layout) is None
 
 
 def test_a_tensor_that_lies_otherwise_is_refused() -> None:
     held = Readable.home(home())
     with pytest.raises(StateError, match=r"it lies as .* there, as elsewhere where it is asked for"):
-        held.part(held.writes, "elsewhere")
+        held.after(held.writes, "elsewhere")
 
 
 def test_a_piece_on_its_way_is_not_given() -> None:
     tensor = home()
     held = Readable(tensor, None, None)
-    assert held.part(held.writes, str(CUT)) is None
+    assert held.after(held.writes, str(CUT)) is None
 
 
 def test_only_counted_elements_are_given() -> None:
@@ -72,12 +68,6 @@ def test_copies_are_told_from_what_has_a_name() -> None:
     assert not is_copy((COPIED,))  # a parameter may be called so
 
 
-def test_the_key_of_a_copy_tells_what_it_is_a_copy_of() -> None:
-    first = ("w", "0", "exp_avg", COPIED, "5", "torch.float32")
-    assert source_of(first) == (first[:3], 5, torch.float32)
-    assert source_of((*first, COPIED, "0", "torch.float64")) == (first, 0, torch.float64)
-
-
 @pytest.mark.parametrize(
     ("key", "wanted", "text"),
     [
@@ -88,12 +78,12 @@ def test_the_key_of_a_copy_tells_what_it_is_a_copy_of() -> None:
     ],
 )
 def test_what_is_not_given_is_explained(key: Key, wanted: int, text: str) -> None:
-    told = why_not(key, [Readable.home(home())], question(version=wanted), 1)
+    told = why_not(key, [Readable.home(home())], wanted, 1, 1)
     assert re.search(text, told), told
 
 
 def test_copies_of_which_there_are_several_are_explained() -> None:
     key = ("w", COPIED, "0", "torch.float32")
     two = [Readable.home(home()), Readable.home(home())]
-    assert "a copy of parameter 'w', of which there are 2 here after 1 s" in why_not(key, two, question(), 1)
-    assert "of which there are 0 here" in why_not(key, [], question(), 1)
+    assert "a copy of parameter 'w', of which there are 2 here after 1 s" in why_not(key, two, 0, 1, 1)
+    assert "of which there are 0 here" in why_not(key, [], 0, 1, 1)

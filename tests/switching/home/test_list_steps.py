@@ -12,9 +12,10 @@ from torch import nn
 
 from hetu_fx.annotations.annotation import Annotation, Split
 from hetu_fx.switching.home import stepped
+from hetu_fx.switching.home.journal import journal
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
 from hetu_fx.switching.home.stepped import numbered
-from hetu_fx.switching.home.tensor import OPS, undisturbed
+from hetu_fx.switching.home.tensor import OPS
 
 CUT = home_layout(Annotation.on((0, 1), Split(0, (2, 1))), (6, 4), 0, 2)
 ELSEWHERE = home_layout(Annotation.on((1,)), (6, 4), 0, 2)
@@ -258,10 +259,10 @@ def test_nobody_reads_pieces_while_kernels_write_them_nor_counts_later_writes_tw
     parameters = homes()
     optimizer = OPTIMIZERS["adamw"](parameters)
     set_gradients(parameters, 0)
-    lerp, read = torch._foreach_lerp_, []
-    monkeypatch.setattr(torch, "_foreach_lerp_", lambda *args: [read.append(undisturbed(lambda: 1)), lerp(*args)])
+    lerp, read, look = torch._foreach_lerp_, [], journal().undisturbed
+    monkeypatch.setattr(torch, "_foreach_lerp_", lambda *args: [read.append(look(lambda: 1)), lerp(*args)])
     optimizer.step()
-    assert (read, undisturbed(lambda: 1)) == ([None], 1)
+    assert (read, look(lambda: 1)) == ([None], 1)
     versions = [parameter._version for parameter in parameters]
     torch._foreach_mul_([parameter.detach() for parameter in parameters], 2.0)
     assert [parameter._version - 1 for parameter in parameters] == versions
@@ -280,7 +281,7 @@ def test_a_kernel_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPat
         patch.setattr(torch, "_foreach_lerp_", fail)
         with pytest.raises(RuntimeError, match="no room"):
             optimizer.step()
-    assert undisturbed(lambda: 1) == 1
+    assert journal().undisturbed(lambda: 1) == 1
     assert [parameter._version - 1 for parameter in parameters] == versions  # weight decay comes first
     optimizer.step()
     assert [parameter._version - 3 for parameter in parameters] == versions

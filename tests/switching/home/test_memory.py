@@ -40,7 +40,7 @@ def gathered(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gathered]:
         found.append(ref(whole))
         return whole
 
-    monkeypatch.setattr(OPS, "read_whole", read)
+    monkeypatch.setattr(OPS.reads, "whole", read)
     yield found
     let_go_of_wholes()
 

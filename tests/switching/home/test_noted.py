@@ -10,12 +10,16 @@ import torch
 from torch import nn
 
 from hetu_fx.annotations.annotation import Annotation, Split
+from hetu_fx.comm_ops.wire.consensus import StepFacts
+from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.switching.home import stepped, writes
 from hetu_fx.switching.home.journal import Journal, journal
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
-from hetu_fx.switching.home.writes import Numbers, StepRates, TensorCounts
+from hetu_fx.switching.home.parameters import Buffers
+from hetu_fx.switching.home.writes import Writes
 
 WHOLE = torch.arange(12.0).view(6, 2)
+ALIKE = StepFacts(rows=(1, 1), writes=(1.0, 1.0))
 
 
 def home() -> Any:
@@ -23,27 +27,29 @@ def home() -> Any:
     return HomeTensor.from_full(WHOLE, home_layout(Annotation.on((0, 1), Split(0, (2, 1))), (6, 2), 0, 2))
 
 
-@pytest.fixture(autouse=True)
-def _another_round() -> None:
+@pytest.fixture
+def noted() -> Writes:
+    """Return what compares all that is noted from now on."""
     journal().next_round()
+    table = GroupTable.dry(0, 2)
+    return Writes(table, {}, Buffers(nn.Identity(), table))
 
 
-def test_tensors_are_counted_once_a_round_however_often_they_are_written() -> None:
-    counts, first, last = TensorCounts(), home(), home()
+def test_tensors_are_counted_once_a_round_however_often_they_are_written(noted: Writes) -> None:
+    first, last = home(), home()
     torch._foreach_mul_([first, last], 0.5)
     first.add_(1)
-    assert counts.number == 2
+    assert noted.written.tensors == 2
     journal().next_round()
     first.zero_()
-    assert counts.number == 3
-    counts.settle()
-    assert counts.number == 0
+    assert noted.written.tensors == 3
+    noted.check(ALIKE)
+    assert noted.written.tensors == 0
 
 
-def test_plain_tensors_are_not_counted() -> None:
-    counts = TensorCounts()
+def test_plain_tensors_are_not_counted(noted: Writes) -> None:
     torch.zeros(6, 2).copy_(WHOLE)
-    assert counts.number == 0
+    assert noted.written.tensors == 0
 
 
 @pytest.mark.parametrize(
@@ -56,53 +62,51 @@ def test_plain_tensors_are_not_counted() -> None:
     ],
     ids=["times", "alpha", "foreach", "zero"],
 )
-def test_numbers_that_are_written_with_are_noted(write: Callable[[Any], Any], numbers: list[float]) -> None:
-    watch = Numbers()
+def test_numbers_that_are_written_with_are_noted(
+    write: Callable[[Any], Any], numbers: list[float], noted: Writes
+) -> None:
     write(home())
-    assert watch.detail == (numbers, [])
+    assert noted.written.numbers == (numbers, [])
 
 
-def test_whole_values_are_noted_by_their_signs() -> None:
-    watch = Numbers()
+def test_whole_values_are_noted_by_their_signs(noted: Writes) -> None:
     home().copy_(WHOLE)
-    (_, [sign]) = watch.detail
+    (_, [sign]) = noted.written.numbers
     assert sign.norm == pytest.approx(float(WHOLE.norm()))
-    watch.settle()
-    assert watch.detail == ([], [])
+    noted.check(ALIKE)
+    assert noted.written.numbers == ([], [])
 
 
-def test_steps_of_optimizers_are_noted_by_their_numbers_and_their_writes_are_not() -> None:
+def test_steps_of_optimizers_are_noted_by_their_numbers_and_their_writes_are_not(noted: Writes) -> None:
     parameter = nn.Parameter(home())
     parameter.grad = home()
     optimizer = torch.optim.Adam([parameter], lr=0.25)
-    rates, counts = StepRates(), TensorCounts()
     optimizer.step()
-    ((group,),) = rates.detail
+    ((group,),) = noted.written.rates
     assert dict(group)["lr"] == (0.25,)
     assert dict(group)["betas"] == (0.9, 0.999)
-    assert counts.number == 0
+    assert noted.written.tensors == 0
     parameter.grad.mul_(2)
-    assert counts.number == 1
+    assert noted.written.tensors == 1
 
 
-def test_steps_by_the_same_numbers_are_held_once() -> None:
+def test_steps_by_the_same_numbers_are_held_once(noted: Writes) -> None:
     parameter = nn.Parameter(home())
     parameter.grad = home()
-    optimizer, rates = torch.optim.Adam([parameter], lr=0.25), StepRates()
+    optimizer = torch.optim.Adam([parameter], lr=0.25)
     for rate in (0.25, 0.25, 0.5):
         optimizer.param_groups[0]["lr"] = rate
         optimizer.step()
-    first, second, third = rates.detail
+    first, second, third = noted.written.rates
     assert first is second
     assert first != third
 
 
-def test_steps_of_plain_parameters_are_not_noted() -> None:
+def test_steps_of_plain_parameters_are_not_noted(noted: Writes) -> None:
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.ones(2)
-    rates = StepRates()
     torch.optim.SGD([parameter], lr=0.1).step()
-    assert rates.detail == []
+    assert noted.written.rates == []
 
 
 def test_a_step_that_fails_lasts_to_the_end_of_its_round() -> None:
@@ -125,23 +129,28 @@ OTHER = ((("lr", (0.1,)), ("betas", (0.9, 0.5))),)
 
 
 @pytest.mark.parametrize(
-    ("watch", "told", "problem"),
+    ("problem_of", "told", "problem"),
     [
-        (StepRates, ([RATES], [RATES]), ""),
-        (StepRates, ([RATES, RATES], [RATES, OTHER]), "unlike 'betas': 0.9, 0.99 on rank 0, 0.9, 0.5 on rank 1"),
-        (TensorCounts, (3, 3), ""),
-        (TensorCounts, (3, 5), "3, 5 tensors, by rank"),
-        (Numbers, (([0.5], []), ([0.5 + 1e-7], [])), ""),
-        (Numbers, (([float("nan")], []), ([float("nan")], [])), ""),
-        (Numbers, (([0.5], []), ([2.0], [])), "the numbers 0.5, 2, by rank"),
+        (writes._unlike_rates, ([RATES], [RATES]), ""),
+        (
+            writes._unlike_rates,
+            ([RATES, RATES], [RATES, OTHER]),
+            "'betas': 0.9, 0.99 on rank 0, 0.9, 0.5 on rank 1",
+        ),
+        (writes._unlike_counts, (3, 3), ""),
+        (writes._unlike_counts, (3, 5), "3, 5 tensors, by rank"),
+        (writes._unlike_numbers, (([0.5], []), ([0.5 + 1e-7], [])), ""),
+        (writes._unlike_numbers, (([float("nan")], []), ([float("nan")], [])), ""),
+        (writes._unlike_numbers, (([0.5], []), ([2.0], [])), "the numbers 0.5, 2, by rank"),
     ],
     ids=["rates", "other rates", "counts", "other counts", "rounding", "nan", "other numbers"],
 )
-def test_what_is_unlike_is_told_by_rank(watch: type[Any], told: tuple[Any, ...], problem: str) -> None:
-    found = watch().problem(told)
+def test_what_is_unlike_is_told_by_rank(problem_of: Callable[[Any], str], told: Any, problem: str) -> None:
+    found = problem_of(told)
     assert problem in found
     assert bool(found) == bool(problem)
 
 
-def test_numbers_have_the_same_hash_in_every_process() -> None:
-    assert writes.clean(float("nan")) == writes.clean(float("nan"))
+def test_a_value_that_is_no_number_has_one_fingerprint(noted: Writes) -> None:
+    home().copy_(WHOLE * torch.nan)
+    assert noted.told == noted.told

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -20,9 +21,10 @@ from hetu_fx.annotations.annotation import Annotation, Duplicate, Split
 from hetu_fx.base.torch_private import version
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
-from hetu_fx.switching.home.held import Key, part_of
+from hetu_fx.switching.home.held import part_of
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
 from hetu_fx.switching.home.shared import SharedHomes
+from hetu_fx.switching.home.tensor import Read
 
 WORLD = 3
 HOMES = {
@@ -95,19 +97,19 @@ def check_what_a_rank_reads_and_writes_while_it_is_asked_is_given(rank: int, wor
     run = Run(rank, SECONDS)
     name = ("uneven", "columns", "scalar")[rank]  # what this rank has a part of
     own, looked = run.get_parameter(name), run.shared._read.part
-    before, key, looks = version(own), run.shared.names.name_of(own.local), []
+    question: Read = ((name,), version(own), str(own.home_layout.annotation)), None
+    looks = []
 
-    def look(asked: Key, writes: int) -> Tensor | None:
-        found = looked(asked, writes)
+    def look(asked: Read) -> Tensor | None:
+        found = looked(asked)
         looks.append(found)
         if len(looks) == 1:
-            run.shared._read.keep(asked, writes, part_of(own.local, own.home_layout).clone())
+            run.shared._read.keep(asked, part_of(own.local, own.home_layout).clone())
             run.write(2.0)
         return found
 
     run.shared._read.part = look  # type: ignore[method-assign]
-    question = {"key": key, "version": before, "layout": str(own.home_layout.annotation), "rank": rank}
-    assert torch.equal(run.shared._part_at(key, question) * 2, part_of(own.local, own.home_layout))
+    assert torch.equal(run.shared._part(question, rank) * 2, part_of(own.local, own.home_layout))
     dist.barrier()
 
 
@@ -150,12 +152,67 @@ def check_a_rank_that_does_not_write_is_waited_for_a_bounded_time(rank: int, wor
 
 def check_tensors_without_a_name_are_read_by_all_or_refused(rank: int, world: int, folder: Path) -> None:
     run = Run(rank, SECONDS)
-    doubled = {name: parameter.detach() * 2 for name, parameter in run.named_parameters()}
+    doubled = {name: HomeTensor(p.local * 2, p.home_layout) for name, p in run.named_parameters()}
     if rank == 0:
         with pytest.raises(StateError, match=r"shape \(10, 6\) that is neither a parameter.*call full_tensor\(\)"):
             doubled["uneven"].tolist()
     dist.barrier()
     assert_whole({name: torch.tensor(tensor.tolist(), dtype=torch.float64) for name, tensor in doubled.items()}, 2.0)
+    dist.barrier()
+
+
+NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "norm": lambda p: p.norm(),
+    "largest norm": lambda p: p.norm(float("inf")),
+    "number of zeros": lambda p: p.norm(0),
+    "sum": lambda p: p.sum(),
+    "sum in another dtype": lambda p: p.sum(dtype=torch.float32),
+    "mean": lambda p: p.mean(),
+    "maximum": lambda p: p.max(),
+    "deviation": lambda p: p.std(),
+    "square": lambda p: (p**2).sum().sqrt(),
+    "largest size": lambda p: p.abs().max(),
+    "float norm": lambda p: (p.float() / 2).norm(),
+    "not finite": lambda p: torch.isnan(p).any(),
+    "finite": lambda p: p.isfinite().all(),
+    "difference": lambda p: (p - p.detach()).abs().sum(),
+    "element": lambda p: p.reshape(-1)[0],
+    "row": lambda p: p[0].sum() if p.dim() else p.sum(),
+}
+
+
+def check_one_rank_alone_reads_numbers_while_the_others_go_on(rank: int, world: int, folder: Path) -> None:
+    run = Run(rank)
+    for reader in range(world):
+        if rank == reader:
+            for name, parameter in run.named_parameters():
+                for number, read in NUMBERS.items():
+                    if number != "deviation" or parameter.numel() > 1:
+                        wanted = float(read(value(name) * 2.0**reader))
+                        assert float(read(parameter.detach())) == pytest.approx(wanted), f"{number} of {name}"
+        dist.barrier()
+        run.write(2.0)
+
+
+def check_all_ranks_read_numbers_and_write_at_once(rank: int, world: int, folder: Path) -> None:
+    run = Run(rank)
+    for turn in range(16):
+        norms = [(p.detach() * 2).norm().item() + p.detach().norm().item() for p in run.parameters()]
+        assert norms == pytest.approx([3 * 2.0**turn * value(name).norm().item() for name in HOMES])
+        run.write(2.0)
+    dist.barrier()
+
+
+def check_a_number_that_a_rank_alone_reads_too_late_is_refused_there(rank: int, world: int, folder: Path) -> None:
+    run = Run(rank, SECONDS)
+    if rank:
+        run.write(2.0)
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(StateError, match="'uneven' as it was after 0 writes, and this rank has gone on and made 1"):
+            run.uneven.detach().norm().item()
+        run.write(2.0)
+        assert run.uneven.detach().norm().item() == pytest.approx(2 * value("uneven").norm().item())
     dist.barrier()
 
 

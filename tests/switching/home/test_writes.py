@@ -45,7 +45,7 @@ class Ranks:
     def check(self) -> None:
         """Do what each rank does at an agreement."""
         facts = StepFacts(rows=(1, 1), writes=tuple(one.told["writes"] for one in self.writes))
-        self._told = [tuple(watch.detail for watch in one.watches) for one in self.writes]
+        self._told = [tuple(one.written) for one in self.writes]
         errors = []
         for one in self.writes:
             try:
@@ -98,6 +98,7 @@ def test_writes_of_another_parameter_do_not_make_up_for_it(ranks: Ranks) -> None
     [
         lambda home, whole: home.copy_(whole),
         lambda home, whole: home.add_(whole),
+        lambda home, whole: torch._foreach_add_([home], [whole]),
         lambda home, whole: setattr(home, "data", whole),
     ],
 )
@@ -151,7 +152,11 @@ def test_buffers_that_are_written_unlike_are_refused(ranks: Ranks) -> None:
 
 def test_one_process_has_nothing_to_compare() -> None:
     table = GroupTable.dry(0, 1)
-    assert not Writes(table, {}, Buffers(nn.BatchNorm1d(2), table)).watches
+    model = nn.BatchNorm1d(2)
+    alone = Writes(table, {}, Buffers(model, table))
+    model.reset_running_stats()
+    assert not alone.told
+    alone.check(StepFacts(rows=(1,)))
 
 
 @torch.no_grad()

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.switching.home.journal import Journal
 from hetu_fx.switching.home.layout import home_layout
-from hetu_fx.switching.home.piece_copies import all_copies, copy_at, note_copy
 
+JOURNAL = Journal()
 LAYOUT = home_layout(Annotation.on((0,)), (2,), 0, 1)
 
 
@@ -18,29 +19,29 @@ def test_a_copy_knows_its_source_and_when_it_was_made() -> None:
     source = torch.ones(2)
     source.mul_(2)
     piece = source.clone()
-    note_copy(source, source, piece, LAYOUT)
+    JOURNAL.note_copy(source, source, piece, LAYOUT)
     source.mul_(2)
-    found = copy_at(piece)
+    found = JOURNAL.copy_at(piece)
     assert found is not None
     assert found.source() is source
     assert found.writes == 1
-    assert any(one is piece for one, _ in all_copies())
+    assert any(one is piece for one, _ in JOURNAL.copies())
 
 
 def test_a_tensor_is_no_copy_of_itself() -> None:
     source = torch.ones(2)
-    note_copy(source, source, source, LAYOUT)
-    assert copy_at(source) is None
+    JOURNAL.note_copy(source, source, source, LAYOUT)
+    assert JOURNAL.copy_at(source) is None
 
 
 def test_copies_that_are_gone_are_not_known() -> None:
     source = torch.ones(2)
     gone = source.clone()
-    note_copy(source, source, gone, LAYOUT)
+    JOURNAL.note_copy(source, source, gone, LAYOUT)
     number = id(gone)
     del gone
     gc.collect()
-    assert number not in [id(piece) for piece, _ in all_copies()]
+    assert number not in [id(piece) for piece, _ in JOURNAL.copies()]
 
 
 @pytest.mark.parametrize(
@@ -51,12 +52,12 @@ def test_a_copy_of_a_copy_outlives_the_one_between_if_it_is_as_the_first(
 ) -> None:
     source = torch.ones(2)
     between = source.to(dtype, copy=True)
-    note_copy(source, source, between, LAYOUT)
+    JOURNAL.note_copy(source, source, between, LAYOUT)
     for _ in range(writes):
         between.mul_(2)
     last = between.double()
-    note_copy(between, between, last, LAYOUT)
-    found = copy_at(last)
+    JOURNAL.note_copy(between, between, last, LAYOUT)
+    found = JOURNAL.copy_at(last)
     assert found is not None
     assert found.source() is (source if outlives else between)
     del between

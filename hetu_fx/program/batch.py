@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -82,6 +81,5 @@ def form_of(given: GivenBatch, training: bool) -> str:
     return ("training " if training else "evaluation ") + " ".join(parts)
 
 
-@functools.cache
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -8,9 +8,8 @@ made anew by each captured graph, and left alone where it is kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import count
 from types import EllipsisType
 from typing import Any
@@ -29,9 +28,9 @@ from hetu_fx.graph.containers import Constant, Tree, map_leaves, unflatten, walk
 from hetu_fx.graph.edit import needed_for
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
 from hetu_fx.graph.leaves.ops import told_arguments
-from hetu_fx.program.access import Access
-from hetu_fx.program.contents import PLAIN
+from hetu_fx.graph.tracing.contents import PLAIN
 from hetu_fx.program.program import Program, evaluate
+from hetu_fx.program.reads import Access
 
 LossFn = Callable[..., Any]
 Capture = Callable[[nn.Module, Batch], Graph]
@@ -86,7 +85,7 @@ class TwoCalls(nn.Module):
         path, _, own = name.rpartition(".")
         slots = buffer_slots(self.get_submodule(path))
         buffer = slots[own]
-        is_kept = any(access.space is slots and access.name == own for access in self.about.kept)
+        is_kept = any(access.owner is slots and access.name == own for access in self.about.kept)
         return None if is_kept or buffer is None or buffer.is_meta else buffer.detach().cpu()
 
     def forward(self, first: Batch, second: Batch) -> dict[str, Any]:
@@ -275,24 +274,26 @@ class _Values:
         graph: of fixed sizes; its ops have no effects.
         known: the numbers of values by what they are, of several graphs.
         constant_of: gives a buffer by its name, if it is a constant.
+
+    Attributes:
+        numbers: one for each node; values of one number are the same.
+        steady: the values that follow from constants alone, as all sizes are.
     """
 
     def __init__(self, graph: Graph, known: dict[Any, int], constant_of: ConstantOf) -> None:
-        self.graph, self._known = graph, known
+        self.graph = graph
         self._constants = dict(_constants(graph, constant_of))
         self._computed: dict[fx.Node, Any] = {}
         self._elements = 0
         self._draws = dict(zip(filter(is_random, graph.graph.nodes), count()))
-
-    @cached_property
-    def numbers(self) -> Mapping[fx.Node, int]:
-        """Return a number for each node; values of one number are the same."""
-        found: dict[fx.Node, int] = {}
-        for node in self.graph.graph.nodes:
+        self.numbers: dict[fx.Node, int] = {}
+        self.steady: set[fx.Node] = set()
+        for node in graph.graph.nodes:
             if node.op != "output":
-                key = (self.form(node), tuple(found[given] for given in node.all_input_nodes))
-                found[node] = self._known.setdefault(key, len(self._known))
-        return found
+                key = (self.form(node), tuple(self.numbers[given] for given in node.all_input_nodes))
+                self.numbers[node] = known.setdefault(key, len(known))
+            if node in self._constants or (_is_steady_op(node) and self.steady.issuperset(node.all_input_nodes)):
+                self.steady.add(node)
 
     def form(self, node: fx.Node) -> Any:
         """Return what a value is, but for what it is made of."""
@@ -305,15 +306,6 @@ class _Values:
         order = {given: place for place, given in enumerate(node.all_input_nodes)}
         literals = fx.node.map_arg(told_arguments(node), lambda given: f"%{order[given]}")
         return node.target, repr(literals), self._draws.get(node)
-
-    @cached_property
-    def steady(self) -> frozenset[fx.Node]:
-        """Return the values that follow from constants alone, as all sizes are."""
-        found = set[fx.Node]()
-        for node in self.graph.graph.nodes:
-            if node in self._constants or (_is_steady_op(node) and found.issuperset(node.all_input_nodes)):
-                found.add(node)
-        return frozenset(found)
 
     def computed(self, node: fx.Node) -> Any:
         """Compute a steady value; None where it is too large."""

@@ -27,9 +27,9 @@ from hetu_fx.graph.containers import unflatten
 from hetu_fx.graph.example import make_example
 from hetu_fx.graph.graph import Graph
 from hetu_fx.graph.row_dims import AskedRowDims, row_dims_of
+from hetu_fx.graph.tracing.contents import PLAIN, Memory, frozen
 from hetu_fx.program import tracer
 from hetu_fx.program.batch import form_of
-from hetu_fx.program.contents import PLAIN, Memory, frozen
 from hetu_fx.program.program import Program
 from hetu_fx.program.structure import Structure
 from hetu_fx.program.tracer import Tracer

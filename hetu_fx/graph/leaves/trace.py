@@ -29,8 +29,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.capture_failure import RowsAreCounted, line_of, reason
 from hetu_fx.graph.containers import Leaf, Opaque, TensorSlot, Tree, flatten, map_leaves, unflatten
 from hetu_fx.graph.leaves.call import Holder, Invocation, OpaqueCall, know, told_tree
-from hetu_fx.graph.leaves.frames import Candidate, candidates_of
-from hetu_fx.graph.leaves.mark import leaf_modules
+from hetu_fx.graph.leaves.mark import Candidate, candidates_of, leaf_modules
 from hetu_fx.graph.leaves.ops import LEAF
 from hetu_fx.graph.leaves.probe import CannotBeLeaf, Operand, Question, SizesAreFixed
 from hetu_fx.graph.tracing.autocasts import Autocasts, ambient_autocasts
@@ -121,17 +120,14 @@ class _Target:
     @property
     def label(self) -> str:
         """Return what it is, for people."""
-        kind = type(self.called).__name__ if isinstance(self.called, nn.Module) else self._function
-        return f"{self.path} ({kind})"
+        called = self.called
+        name = type(called).__name__ if isinstance(called, nn.Module) else getattr(called, "__qualname__", "")
+        return f"{self.path} ({name or type(called).__qualname__})"
 
     @property
     def kind(self) -> tuple[type, str]:
         """Return what it has in common with those like it in repeated blocks."""
         return type(self.called), _NUMBERS.sub("#", self.path)
-
-    @property
-    def _function(self) -> str:
-        return getattr(self.called, "__qualname__", type(self.called).__qualname__)
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:

@@ -9,9 +9,9 @@ made anew by each captured graph, and left alone where it is kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
-from types import EllipsisType
+from types import EllipsisType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -41,21 +41,6 @@ _ULPS = 8
 _PLAIN = (*PLAIN, slice, EllipsisType)
 
 
-@dataclass(frozen=True, eq=False)
-class _About:
-    """What `TwoCalls` is about: no part of the module, and nothing that torch.export gives back as it was.
-
-    Attributes:
-        loss_fn: makes the loss.
-        kept: attributes that the forward leaves otherwise.
-        outlines: what is kept besides tensors after each call of the last trace.
-    """
-
-    loss_fn: LossFn | None
-    kept: Sequence[Access]
-    outlines: list[str]
-
-
 class TwoCalls(nn.Module):
     """Calls a model twice, and returns what both calls make and what is kept after each.
 
@@ -78,7 +63,9 @@ class TwoCalls(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.forgets, self.other_mode = model, forgets, other_mode
-        self.about = _About(loss_fn, kept, [])
+        # In an object, which torch.export neither takes for state nor gives back as it was: what makes the loss, what
+        # the forward leaves otherwise, and what is kept besides tensors after each call of the last trace.
+        self.about = SimpleNamespace(loss_fn=loss_fn, kept=kept, outlines=list[str]())
 
     def constant_of(self, name: str) -> Tensor | None:
         """Return a buffer of this module, on the host; None where that is kept itself, or has no values."""
@@ -173,28 +160,19 @@ def are_caches(
         return False
     if agree(batch, *in_other_mode) is False:
         return False
-    for one in _other_first_batches(batch, program):
-        found = next((said for other in one.batches if (said := agree(other, keeps, forgets)) is not None), None)
-        if found is False or (found is None and one.is_open):
+    for others, is_open in _other_first_batches(batch, program):
+        found = next((said for other in others if (said := agree(other, keeps, forgets)) is not None), None)
+        if found is False or (found is None and is_open):
             return False
     return True
 
 
-@dataclass(frozen=True, eq=False)
-class _Others:
-    """Batches that differ from the example in one way, of which the first is tried that the forward takes.
+def _other_first_batches(batch: Batch, program: Program) -> Iterator[tuple[Iterable[Batch], bool]]:
+    """Yield what else the first call is given: other sizes, larger and smaller, and other plain values, one by one.
 
-    Attributes:
-        batches: by how likely it is that the forward takes them.
-        is_open: the graph takes batches that differ so; a forward that takes none of these is not known.
+    Of the batches, which differ from the example in one way, the first is tried that the forward takes; a forward that
+    takes none of them is not known if the graph takes batches that differ so, which is told beside them.
     """
-
-    batches: Iterable[Batch]
-    is_open: bool
-
-
-def _other_first_batches(batch: Batch, program: Program) -> Iterator[_Others]:
-    """Yield what else the first call is given: other sizes, larger and smaller, and other plain values, one by one."""
     tree, tensors = flatten_batch(batch)
     known = program.bind({name: tensors[name] for name in program.shapes})
 
@@ -213,11 +191,11 @@ def _other_first_batches(batch: Batch, program: Program) -> Iterator[_Others]:
         if isinstance(number, int):  # else it is made of others
             for numbers in ((3 * number, 2 * number, number + 1), (number // 2, number - 1)):
                 others = [resized(changed, other) for other in numbers if other > 1]
-                yield _Others(others, is_open=changed in known and bool(others))
+                yield others, changed in known and bool(others)
     for leaf in walk(tree):
         if isinstance(leaf, Constant) and isinstance(leaf.value, bool | int | float):
             other = replace(leaf, value=not leaf.value if isinstance(leaf.value, bool) else leaf.value + 1)
-            yield _Others([unflatten(_with_leaf(tree, leaf, other), tensors)], is_open=False)
+            yield [unflatten(_with_leaf(tree, leaf, other), tensors)], False
 
 
 def _with_leaf(tree: Tree, leaf: Constant, other: Constant) -> Tree:

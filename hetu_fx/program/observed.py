@@ -5,10 +5,9 @@ Hooks that change what passes through are captured, others are refused.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
 from itertools import chain
 from typing import Any
 
@@ -143,7 +142,7 @@ def hooks_must_change(model: nn.Module) -> Iterator[None]:
 
 
 def _checked(hook: Callable[..., Any], what: str, name: str) -> Callable[..., Any]:
-    @functools.wraps(hook)
+    @wraps(hook)
     def checked(*args: Any, **kwargs: Any) -> Any:
         result = hook(*args, **kwargs)
         if result is None:

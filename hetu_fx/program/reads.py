@@ -23,19 +23,9 @@ from torch import Tensor
 from hetu_fx.base.torch_private import tree_leaves, version
 from hetu_fx.errors import StateError
 from hetu_fx.graph.meta import SYMBOLIC
-from hetu_fx.graph.tracing.contents import PLAIN, Inside, Memory, can_change, frozen, same
+from hetu_fx.graph.tracing.contents import ABSENT, PLAIN, Inside, Memory, can_change, frozen, put, same
 from hetu_fx.program.structure import told_hook, type_name
 
-
-class _Absent:
-    def __repr__(self) -> str:
-        return "none"
-
-
-ABSENT = _Absent()
-"""Stands for the value of an attribute that is not there."""
-
-Space = dict[str, Any]
 _MOST_SHOWN = 80
 
 
@@ -107,14 +97,6 @@ class Access(Read):
             put(self.owner, self.name, self.before)
         elif self.now is not self.before and self.before is not ABSENT:
             setattr(self.owner, self.name, self.before)
-
-
-def put(space: Space, name: str, value: Any) -> None:
-    """Let an object have an attribute, or none."""
-    if value is ABSENT:
-        space.pop(name, None)
-    else:
-        space[name] = value
 
 
 def own_value(owner: Any, name: str) -> Any:

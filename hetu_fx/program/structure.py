@@ -111,7 +111,9 @@ class Structure:
             for kind in SLOTS[:2]:
                 yield from _tensor_facts(name, getattr(module, kind), first)
             if name:
-                yield from ((f"{HOOKS[kind]}s of {where}", told) for kind, told in _told_hooks(module))
+                for kind, what in HOOKS.items():
+                    if hooks := getattr(module, kind):
+                        yield f"{what}s of {where}", ", ".join(map(told_hook, hooks.values()))
 
 
 def place(name: str) -> str:
@@ -122,14 +124,6 @@ def place(name: str) -> str:
 def type_name(kind: type) -> str:
     """Return a class's full name."""
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _told_hooks(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the names of a module's hooks, by where it keeps them."""
-    for kind in HOOKS:
-        hooks = getattr(module, kind)
-        if hooks:
-            yield kind, ", ".join(map(told_hook, hooks.values()))
 
 
 def told_hook(hook: Any) -> str:

@@ -23,11 +23,11 @@ from hetu_fx.graph.leaves.ops import CONSTANTS, told_nodes
 from hetu_fx.graph.neutral import PARAMETERS, stand_in_device, state_at
 from hetu_fx.graph.numbers import later
 from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, row_dims_of
-from hetu_fx.graph.tracing.contents import PLAIN, same
+from hetu_fx.graph.tracing.contents import ABSENT, PLAIN, put, same
 from hetu_fx.program.caches import are_caches
 from hetu_fx.program.observed import Observers, check_hooks, hooks_must_change
 from hetu_fx.program.program import AS_IT_STANDS, Program, make_program, same_constants
-from hetu_fx.program.reads import ABSENT, Access, NotKept, Read, Reads, is_of_the_trace, put, shown
+from hetu_fx.program.reads import Access, NotKept, Read, Reads, is_of_the_trace, shown
 from hetu_fx.program.row_evidence import Evidence, evidence_of_rows, warning_of
 from hetu_fx.program.watched import Watch
 from hetu_fx.transforms.rewrites.op_overrides import OpOverrides
@@ -175,8 +175,7 @@ class Tracer:
 
         def capture_calls(calls: nn.Module, batches: Batch) -> Graph:
             watch = Watch(self.model, None)
-            around = partial(_watching, watch)
-            return self._captured(calls, batches, training, watch, around, fixed=True, leaves=leaves)
+            return self._captured(calls, batches, training, watch, watch.watching, fixed=True, leaves=leaves)
 
         kept = [access for access, _ in before.watch.changed]
         return are_caches(kept, self.model, loss_fn, batch, before.program(self.overrides), capture_calls)
@@ -268,12 +267,6 @@ def _are_same(one: Graph, other: Graph) -> bool:
     """Tell whether two graphs consist of the same, numbers and constants included."""
     told, others = (list(told_nodes(graph.graph, (*CONSTANTS, int, complex))) for graph in (one, other))
     return told == others and same_constants(one, other)
-
-
-@contextmanager
-def _watching(watch: Watch) -> Iterator[Mapping[str, Any]]:
-    with watch.watching():
-        yield {}
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import enum
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from hetu_fx.base.torch_private import CALLS, LISTED_SLOTS, SLOTS, buffer_slots, not_saved
-from hetu_fx.graph.tracing.contents import PLAIN, Inside, frozen, same
+from hetu_fx.graph.tracing.contents import ABSENT, PLAIN, Inside, Space, frozen, same
 from hetu_fx.program.code_reads import CodeReads, Surroundings
-from hetu_fx.program.reads import ABSENT, Access, Read, Reads, Space, own_value
+from hetu_fx.program.reads import Access, Read, Reads, own_value
 from hetu_fx.program.structure import place
 
 _OWN = frozenset(vars(nn.Module()))
@@ -42,6 +42,7 @@ class Watch:
     Attributes:
         changed: attributes that the forward has read and left otherwise, which a graph cannot do, and what it has left;
             buffers that it has registered, filled or made of another form.
+        written: what it has written without reading it first, and the values that it has left.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
@@ -53,15 +54,16 @@ class Watch:
         self._of_the_model: dict[int, Space] = {}
         self._known: dict[int, tuple[str, Any]] = {}
         self._read: dict[Place, Access] = {}
-        self._written: dict[Place, tuple[Access, Any]] = {}
+        self._written: dict[Place, Access] = {}
         self._kinds: set[type] = set()
         self._code = CodeReads(self._reach)
         self.surroundings = Surroundings()
         self.changed: list[tuple[Access, Any]] = []
+        self.written: list[tuple[Access, Any]] = []
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Note what is read and written inside, in this thread; what was noted before is forgotten."""
+    def watching(self) -> Iterator[Mapping[str, Any]]:
+        """Note what is read and written inside, in this thread; what was noted before is forgotten. Gives nothing."""
         self._forget()
         modules = [(place(name), module) for name, module in self.model.named_modules()]
         self._buffers = [(label, module, dict(buffer_slots(module))) for label, module in modules]
@@ -81,7 +83,7 @@ class Watch:
                 self._code.look_at(self.loss_fn)
             with self.surroundings.watching():
                 try:
-                    yield
+                    yield {}
                 except BaseException:  # also what ends a trace in the middle: the next one finds what this one found
                     self._put_back()
                     raise
@@ -117,15 +119,9 @@ class Watch:
             clocks.setdefault(name, []).append((space, name))
         return clocks
 
-    @property
-    def written(self) -> Iterable[tuple[Access, Any]]:
-        """Return what the forward has written without reading it first, and the values that it has left."""
-        return self._written.values()
-
     def _put_back(self) -> None:
         """Let attributes and buffers be what they were."""
-        written = (access for access, _ in self._written.values())
-        for access in (*self._read.values(), *written, *self._new_buffers(), *self._code.found.values()):
+        for access in (*self._read.values(), *self._written.values(), *self._new_buffers(), *self._code.found.values()):
             if not same(access.now, access.copy):
                 access.put_back()
         self._code.forget()
@@ -137,7 +133,7 @@ class Watch:
         self.changed = [(access, frozen(access.now)) for access in (*changed, *self._new_buffers())]
         for access, _ in self.changed:
             access.put_back()
-        self._written = {key: (access, access.now) for key, (access, _) in self._written.items()}
+        self.written = [(access, access.now) for access in self._written.values()]
 
     def _new_buffers(self) -> Iterator[Access]:
         """Yield places for buffers that have one now, and had none before or one of another form."""
@@ -188,7 +184,7 @@ class Watch:
     def _note_write(self, owner: Any, name: str) -> None:
         access = self._first(owner, name)
         if access is not None and isinstance(access.owner, dict):
-            self._written[id(access.owner), name] = (access, ABSENT)
+            self._written[id(access.owner), name] = access
 
     def _first(self, holder: Any, name: str) -> Access | None:
         """Return the access to an attribute, if it is known what has it and this is the first."""

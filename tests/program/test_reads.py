@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from hetu_fx.graph.tracing.contents import frozen, same
+from hetu_fx.graph.tracing.contents import ABSENT, frozen, same
 from hetu_fx.program import reads
-from hetu_fx.program.reads import ABSENT, Read, Reads, shown
+from hetu_fx.program.reads import Read, Reads, shown
 
 
 def reads_of(space: dict[str, Any], *names: str) -> Reads:

@@ -33,12 +33,12 @@ from hetu_fx.graph.leaves.mark import Candidate, candidates_of, leaf_modules
 from hetu_fx.graph.leaves.ops import LEAF
 from hetu_fx.graph.leaves.probe import CannotBeLeaf, Operand, Question, SizesAreFixed
 from hetu_fx.graph.tracing.autocasts import Autocasts, ambient_autocasts
+from hetu_fx.graph.tracing.contents import ABSENT, put
 
 T = TypeVar("T")
 
 MOST_LEAVES = 64
 """That are found in one model: each takes a trace up to where it is."""
-_ABSENT = object()
 _NUMBERS = re.compile(r"\d+")
 
 
@@ -315,15 +315,12 @@ class Leaves:
             for target in self._targets:
                 if isinstance(target.called, nn.Module):
                     space = vars(target.called)
-                    before.append((space, space.get("forward", _ABSENT)))
+                    before.append((space, space.get("forward", ABSENT)))
                     space["forward"] = self._instead(target, target.called.forward)
             yield
         finally:
             for space, forward in reversed(before):
-                if forward is _ABSENT:
-                    del space["forward"]
-                else:
-                    space["forward"] = forward
+                put(space, "forward", forward)
 
     # While the model is traced.
 
@@ -339,10 +336,7 @@ class Leaves:
         finally:
             self._inputs = None
             for space, name, value in reversed(self._hidden):
-                if value is _ABSENT:
-                    space.pop(name, None)
-                else:
-                    space[name] = value
+                put(space, name, value)
             self._hidden = []
 
     def _check_unwritten(self) -> None:
@@ -383,7 +377,7 @@ class Leaves:
         for module, attribute in call.left:
             space = vars(module)
             if not isinstance(space.get(attribute), _OfALeaf):
-                self._hidden.append((space, attribute, space.get(attribute, _ABSENT)))
+                self._hidden.append((space, attribute, space.get(attribute, ABSENT)))
                 space[attribute] = _OfALeaf(target, attribute)
         count = len(call.results)
         for name, value in zip(call.written, made[count:], strict=True):

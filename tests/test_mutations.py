@@ -13,7 +13,7 @@ from benchmarks.kit.forks import in_forks
 from benchmarks.mutants.__main__ import FAST, FEWEST, GUARDS, ON_PROCESSES
 from benchmarks.mutants.live import break_functions
 from benchmarks.mutants.mutant import ROOT, VARIABLE, Mutant, read_mutants
-from hetu_fx.program.contents import frozen
+from hetu_fx.graph.tracing.contents import frozen
 
 MUTANTS = read_mutants()
 FORGETS_SETS = "guards forget what sets hold"
@@ -57,7 +57,9 @@ def test_a_fork_has_the_mistake_and_this_process_has_not() -> None:
 
 
 def test_a_mistake_outside_of_functions_is_refused() -> None:
-    mutant = Mutant("a constant", "hetu_fx/program/contents.py", '_RANDOM = ("random", ', '_RANDOM = ("other", ', False)
+    mutant = Mutant(
+        "a constant", "hetu_fx/graph/tracing/contents.py", '_RANDOM = ("random", ', '_RANDOM = ("other", ', False
+    )
     with pytest.raises(ValueError, match="changes no function"):
         break_functions(mutant)
 

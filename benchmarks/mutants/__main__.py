@@ -47,10 +47,11 @@ FAST = (
     "tests/annotations",
     *(f"tests/comm_ops/{name}.py" for name in _LAST),
 )
-_GUARDS = ("hetu_fx/program/", "switching/")
-_OF_GUARDS = ("reads", "contents", "code_reads", "surroundings", "not_kept", "structure", "watched", "hooks")
+_GUARDS = ("hetu_fx/program/", "hetu_fx/graph/tracing/contents.py", "switching/")
+_OF_GUARDS = ("reads", "code_reads", "surroundings", "not_kept", "structure", "watched", "hooks")
 GUARDS = (
     *(f"tests/program/test_{name}.py" for name in _OF_GUARDS),
+    "tests/graph/tracing/test_contents.py",
     "tests/switching/test_members.py",
 )
 SCRIPTS_SECONDS = 240

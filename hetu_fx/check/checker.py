@@ -245,18 +245,15 @@ class Checker:
         count = len(found.gradients or {})
         against = "the captured graph on one device, as the model draws random numbers" if found.beside_graph else ""
         against = against or "the module on one device"
+        case, why = ready.case, ready.case.eager.why if ready.case.eager else ""
+        whole = f"; each replica runs all rows, as {why}" if why else ""
+        rows = f"rows {list(case.rows)} by rank" if case.rows is not None else "the same rows on all ranks"
         shared = "; the loss, a sum over rows, is shared out among ranks" if found.shared_out else ""
         return (
             f"checked: loss and {count} gradients are those of {against} to {found.most:.0e}{shared} "
-            f"({ready.case.plan.summary()}; {ready.blocks.told()}{self._rows_told(ready.case)}, "
-            f"{time.monotonic() - start:.1f} s){self._whole_told(ready.case)}"
+            f"({case.plan.summary()}; {ready.blocks.told()}{rows}, "
+            f"{time.monotonic() - start:.1f} s){whole}"
         )
-
-    def _whole_told(self, case: Case) -> str:
-        return f"; each replica runs all rows, as {case.eager.why}" if case.eager and case.eager.why else ""
-
-    def _rows_told(self, case: Case) -> str:
-        return f"rows {list(case.rows)} by rank" if case.rows is not None else "the same rows on all ranks"
 
     def _ready(self, plan: Plan, start: float) -> Ready:
         """Return the smallest case that one device goes through.
@@ -294,7 +291,8 @@ class Checker:
             _without_dropout(model)
         world = 1 + max(small.devices)
         fixed = self.program is not None and not self.program.graph.takes_any_rows
-        rows = rows_for(small, world) if self.program is not None else uneven_rows_for(small, world, self._given_rows)
+        given = count_rows(flatten_batch(self.batch)[1], self.row_dims)
+        rows = rows_for(small, world) if self.program is not None else uneven_rows_for(small, world, given)
         batch = self._batch(TrialSizes(rows, length_for(small) if cut.lengths else None), narrowing, cut.dtype)
         own = None if self.shared or fixed or world == 1 else rows_of_ranks(rows, world)
         case = Case(model, loss_fn, batch, small, own, self.row_dims, cut.dtype)
@@ -313,11 +311,6 @@ class Checker:
         if not is_whole and not same_ops(self.program.graph, captured.program.graph, blocks):
             raise NotChecked("cut down it runs other ops")
         return Ready(case, reference, captured, blocks)
-
-    @property
-    def _given_rows(self) -> int:
-        """Return how many rows the example has."""
-        return count_rows(flatten_batch(self.batch)[1], self.row_dims)
 
     def _batch(self, sizes: TrialSizes, narrowing: Narrowing, dtype: torch.dtype) -> Batch:
         if self.program is not None:

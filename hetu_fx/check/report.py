@@ -102,7 +102,8 @@ def _with_names(line: str, names: Mapping[str, str]) -> str:
 
 def _case(case: Case, plan: Plan, blocks: KeptBlocks) -> dict[str, Any]:
     """Return what somebody needs to try the same again."""
-    inputs = {name: f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for name, x in _inputs(case).items()}
+    given = flatten_batch(case.batch)[1]
+    inputs = {name: f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for name, x in given.items()}
     return {
         "plan": case.plan.to_json(),
         "whole_plan": plan.to_json() | {"predicted": None},
@@ -115,10 +116,6 @@ def _case(case: Case, plan: Plan, blocks: KeptBlocks) -> dict[str, Any]:
         "capture": "graph" if case.eager is None else "eager",
         "versions": {"torch": torch.__version__, "python": platform.python_version(), "hetu_fx": code_digest()[:12]},
     }
-
-
-def _inputs(case: Case) -> dict[str, torch.Tensor]:
-    return flatten_batch(case.batch)[1]
 
 
 _FEW_PARTS = 12  # values that are looked at at once, where all together are refused

@@ -59,6 +59,7 @@ class Assembly:
     model: nn.Module
     exported: ExportedProgram
     example: Example
+    notes: tuple[str, ...]
     input_tree: Tree
     output_tree: Tree
     has_loss_fn: bool
@@ -71,7 +72,7 @@ class Assembly:
     leaf_calls: tuple[OpaqueCall, ...] = ()
     takes_one_row: bool = False
 
-    def graph(self, training: bool, notes: tuple[str, ...]) -> Graph:
+    def graph(self, training: bool) -> Graph:
         """Make the Graph.
 
         Raises:
@@ -81,9 +82,9 @@ class Assembly:
         has_loss = self.has_loss_fn or any(leaf.name == LOSS for leaf in walk(self.output_tree))
         tree = settled_numbers(flat, self.output_tree, wanted=self.numbers or not has_loss)
         settled = replace(self, output_tree=tree)
-        return settled._graph(flat, training, notes)
+        return settled._graph(flat, training)
 
-    def _graph(self, flat: fx.Graph, training: bool, notes: tuple[str, ...]) -> Graph:
+    def _graph(self, flat: fx.Graph, training: bool) -> Graph:
         for node in flat.nodes:
             meta.set_module_stack(node, _stack_in_model(node))
         leaves = self._merge_tied(flat, self._leaves(flat))
@@ -95,14 +96,14 @@ class Assembly:
         clean(flat)
         name_masks(flat)
         leaves = _without_unused_constants(flat, leaves)
-        symbol = self._batch_symbol(leaves)
+        symbol, tree = self._batch_symbol(leaves), without_opaque(self.output_tree)
         leaves = tuple(self._with_row_dim(leaf, symbol) for leaf in leaves)
         return Graph(
             graph=flat,
             leaves=leaves,
             outputs=outputs,
             input_tree=self.input_tree,
-            output_tree=_named_root(without_opaque(self.output_tree), outputs),
+            output_tree=TensorSlot(outputs[0].name) if tree == TensorSlot("") else tree,  # of a bare tensor
             batch_symbol=symbol,
             fixed_rows=self._fixed_rows() if symbol is None else None,
             training=training,
@@ -113,7 +114,7 @@ class Assembly:
             conditions=meta.conditions(flat, symbol, takes_one_row=self.takes_one_row),
             checks=self.checks,
             leaf_calls=self.leaf_calls,
-        ).with_note(*notes, *self._notes(), *_without_rows(leaves))
+        ).with_note(*self.notes, *self._notes(), *_without_rows(leaves))
 
     def _leaves(self, flat: fx.Graph) -> tuple[Leaf, ...]:
         specs = {spec.arg.name: spec for spec in self.exported.graph_signature.input_specs}
@@ -316,8 +317,3 @@ def _output_leaf(name: str, is_loss: bool) -> OutputLeaf:
     if not is_loss:
         return OutputLeaf(name, OutputKind.VALUE)
     return OutputLeaf(LOSS if name == "output" else name, OutputKind.LOSS)
-
-
-def _named_root(tree: Tree, outputs: tuple[OutputLeaf, ...]) -> Tree:
-    """Give the slot of a bare tensor output the name of its output."""
-    return TensorSlot(outputs[0].name) if tree == TensorSlot("") else tree

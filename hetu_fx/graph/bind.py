@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -125,42 +124,42 @@ class GivenBatch:
     Attributes:
         batch: as it was given.
         tensors: its tensors by input name.
-        is_flat: it is a mapping of tensors alone, as most are; its tree is not asked for in each step.
+        others: what it has besides tensors.
+        own_tree: its structure; None of a mapping of tensors alone, as most are, whose tree is seldom asked for.
     """
 
     batch: Batch
     tensors: Mapping[str, torch.Tensor]
-    is_flat: bool
+    others: tuple[Constant | Opaque, ...] = ()
+    own_tree: Tree | None = None
 
     @classmethod
     def of(cls, batch: Batch) -> GivenBatch:
         """Take a batch apart."""
         if isinstance(batch, Mapping) and all(isinstance(value, torch.Tensor) for value in batch.values()):
-            return cls(batch, {str(key): value for key, value in batch.items()}, is_flat=True)
+            return cls(batch, {str(key): value for key, value in batch.items()})
         tree, tensors = flatten_batch(batch)
-        made = cls(batch, tensors, is_flat=False)
-        made.__dict__["tree"] = tree
-        return made
+        return cls(batch, tensors, tuple(leaf for leaf in walk(tree) if not isinstance(leaf, TensorSlot)), tree)
 
-    @cached_property
+    @property
     def tree(self) -> Tree:
         """Return its structure."""
-        return flatten_batch(self.batch)[0]
+        return flatten_batch(self.batch)[0] if self.own_tree is None else self.own_tree
 
     @property
     def structure(self) -> Any:
         """Return what is equal for batches of one structure: their keys where that is all there is to them."""
-        return tuple(self.batch) if self.is_flat else self.tree
+        return tuple(self.batch) if self.own_tree is None else self.own_tree
 
-    @cached_property
+    @property
     def constants(self) -> Mapping[str, Any]:
         """Return its plain values by name."""
-        return {leaf.name: leaf.value for leaf in self._others if isinstance(leaf, Constant)}
+        return {leaf.name: leaf.value for leaf in self.others if isinstance(leaf, Constant)}
 
-    @cached_property
+    @property
     def objects(self) -> Mapping[str, str]:
         """Return the types of what is neither a tensor, a plain value nor a container of them, by name."""
-        return {leaf.name: leaf.type_name for leaf in self._others if isinstance(leaf, Opaque)}
+        return {leaf.name: leaf.type_name for leaf in self.others if isinstance(leaf, Opaque)}
 
     def of_rows(self, row_dims: RowDims, rows: int) -> Batch:
         """Return a batch like it of so many rows, these again and again; zeros where it has none."""
@@ -173,15 +172,6 @@ class GivenBatch:
         made = {name: of_rows(self.tensors[name].detach(), dim) for name, dim in row_dims.items()}
         batch: Batch = unflatten(self.tree, {**self.tensors, **made})
         return batch
-
-    @property
-    def has_only_tensors(self) -> bool:
-        """Tell whether it has no plain values, and no objects."""
-        return not self._others
-
-    @cached_property
-    def _others(self) -> tuple[TensorSlot | Constant | Opaque, ...]:
-        return () if self.is_flat else tuple(leaf for leaf in walk(self.tree) if not isinstance(leaf, TensorSlot))
 
     def check_no_objects(self) -> None:
         """Refuse objects whose values no graph follows, and of whose rows nothing is known: caches, arrays, and such.

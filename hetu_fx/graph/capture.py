@@ -9,7 +9,7 @@ import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import sympy
@@ -50,7 +50,6 @@ from hetu_fx.graph.checks import Check
 from hetu_fx.graph.containers import Tree, flatten, unflatten
 from hetu_fx.graph.example import Example, make_example
 from hetu_fx.graph.graph import OBSERVED, Graph, OutputKind
-from hetu_fx.graph.leaves.call import OpaqueCall
 from hetu_fx.graph.leaves.trace import LeafWarning, Leaves
 from hetu_fx.graph.neutral import PARAMETERS, OnHost, device_of, stand_in_device, state_at
 from hetu_fx.graph.numbers import later, plain_values, steady, with_numbers
@@ -58,13 +57,11 @@ from hetu_fx.graph.regions import casts
 from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, count_rows, row_dims_of
 from hetu_fx.graph.shared_memory import overlapping
 from hetu_fx.graph.tracing.autocasts import ambient_autocasts
-from hetu_fx.graph.tracing.averaged_statistics import averaged_statistics
 from hetu_fx.graph.tracing.compared_rows import ComparedRows
 from hetu_fx.graph.tracing.derivatives import Derivatives, DerivativeTaken, transforms_as_derivatives
-from hetu_fx.graph.tracing.known_values import KnownValues
-from hetu_fx.graph.tracing.lengths import open_lengths
-from hetu_fx.graph.tracing.matrix_constraints import checked_at_once
+from hetu_fx.graph.tracing.other_forms import open_lengths, without_numbers
 from hetu_fx.graph.tracing.raising_checks import RaisingChecks
+from hetu_fx.graph.tracing.read_values import KnownValues
 
 LossFn = Callable[..., torch.Tensor]
 _ROWS = {True: Dim("batch", min=1), False: Dim.STATIC}
@@ -148,7 +145,7 @@ def _captured(
 ) -> Graph:
     program.reading = None
     if not is_elsewhere(device):
-        return _traced(program, tensors).graph(program, training)
+        return _traced(program, tensors).graph(training)
     if casts_on_host or all(kind != device.type for kind, _ in program.autocasts):
         program.on_host = OnHost()
         program.autocasts_traced = program.autocasts if casts_on_host else ()
@@ -156,61 +153,45 @@ def _captured(
         with contextlib.suppress(CaptureError), attributes, state_at(program.model, stand_in_device):
             traced = _traced(program, tensors)
             if casts_on_host or not casts(traced.exported.graph_module):
-                return traced.graph(program, training)
+                return traced.graph(training)
         program.on_host, program.autocasts_traced = None, program.autocasts
     with state_at(program.model, lambda _: device, PARAMETERS):
-        return _traced(program, tensors).graph(program, training)
+        return _traced(program, tensors).graph(training)
 
 
-def _traced(program: _Program, tensors: Mapping[str, torch.Tensor]) -> _Traced:
+def _traced(program: _Program, tensors: Mapping[str, torch.Tensor]) -> Assembly:
     """Trace, twice where the output has plain values: what is not the same both times would be wrong in every step."""
     exported, example, notes = _export_known(program, tensors)
-    tree, more, checks = program.output.tree(), program.output.more, program.output.checks
-    calls = tuple(program.leaves.used.values())
+    found, calls = replace(program.output), tuple(program.leaves.used.values())
+    tree = found.tree()
     if plain_values(tree):
         with contextlib.suppress(Exception), later():
             _export_once(program, example, batch=False, rest=False)
             tree = steady(tree, program.output.tree())
-    return _Traced(exported, example, notes, tree, more, checks, calls)
-
-
-@dataclass(frozen=True)
-class _Traced:
-    """What torch.export has made."""
-
-    exported: ExportedProgram
-    example: Example
-    notes: tuple[str, ...]
-    output_tree: Tree
-    observed: Tree | None
-    checks: tuple[Check, ...]
-    leaf_calls: tuple[OpaqueCall, ...]
-
-    def graph(self, program: _Program, training: bool) -> Graph:
-        """Make the graph of it."""
-        assembly = Assembly(
-            model=program.model,
-            exported=self.exported,
-            example=self.example,
-            input_tree=program.input_tree,
-            output_tree=self.output_tree,
-            observed=self.observed,
-            has_loss_fn=program.loss_fn is not None,
-            asked=program.asked,
-            numbers=program.numbers,
-            copies={} if program.on_host is None else program.on_host.copies,
-            asks_layout=program.output.asks_layout,
-            checks=self.checks,
-            leaf_calls=self.leaf_calls,
-            takes_one_row=program.has_one_row,
-        )
-        return assembly.graph(training, self.notes)
+    return Assembly(
+        model=program.model,
+        exported=exported,
+        example=example,
+        notes=notes,
+        input_tree=program.input_tree,
+        output_tree=tree,
+        observed=found.more,
+        has_loss_fn=program.loss_fn is not None,
+        asked=program.asked,
+        numbers=program.numbers,
+        copies={} if program.on_host is None else program.on_host.copies,
+        asks_layout=found.asks_layout,
+        checks=found.checks,
+        leaf_calls=calls,
+        takes_one_row=program.has_one_row,
+    )
 
 
 def _call(function: LossFn, *args: Any, **kwargs: Any) -> torch.Tensor:
     return function(*args, **kwargs)
 
 
+@dataclass(eq=False)
 class _OutputStructure:
     """What the trace finds out. Not an attribute of the module: export gives those back as they were."""
 
@@ -271,9 +252,8 @@ class _Program(nn.Module):
             seen = stack.enter_context(NothingUnseen(derivatives))
             stack.enter_context(no_backward_is_lost())
             stack.enter_context(inference_is_no_grad())
-            stack.enter_context(averaged_statistics())
+            stack.enter_context(without_numbers())
             stack.enter_context(transforms_as_derivatives())
-            stack.enter_context(checked_at_once())
             if derivatives is not None:
                 stack.enter_context(derivatives.seen())
             if self.reading is not None:

@@ -54,8 +54,8 @@ def clean(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        _drop_layout_arguments(node)
-        replacement = _simplified(node)
+        node.kwargs = {key: item for key, item in node.kwargs.items() if key not in ("pin_memory", "layout")}
+        replacement = RULES[node.target](node) if node.target in RULES else None
         if replacement is not None:
             node.replace_all_uses_with(replacement)
             graph.erase_node(node)
@@ -76,14 +76,6 @@ def merge_detached(graph: fx.Graph, carriers: Collection[fx.Node]) -> None:
         if operand(node) not in carriers:
             node.replace_all_uses_with(operand(node))
             graph.erase_node(node)
-
-
-def _simplified(node: fx.Node) -> fx.Node | None:
-    return RULES[node.target](node) if node.target in RULES else None
-
-
-def _drop_layout_arguments(node: fx.Node) -> None:
-    node.kwargs = {key: item for key, item in node.kwargs.items() if key not in ("pin_memory", "layout")}
 
 
 def _instead(node: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:

@@ -133,6 +133,7 @@ class Graph:
             compared sizes and gone on by what came out.
         checks: what the forward asks of values and raises by, each with an output of its name: CHECK, or a COUNT.
         leaf_calls: calls of modules that no capture goes into, which ops of the graph make by their names.
+        row_dims: which dim of each input counts the rows of the batch; inputs without rows are left out.
     """
 
     graph: fx.Graph
@@ -152,8 +153,15 @@ class Graph:
     conditions: tuple[sympy.Expr, ...] = ()
     checks: tuple[Check, ...] = ()
     leaf_calls: tuple[OpaqueCall, ...] = ()
+    row_dims: RowDims = field(init=False)
+    _loss_tree: Tree = field(init=False, repr=False)
+    _leaf_by_node: Mapping[fx.Node, Leaf] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        rows = {leaf.name: leaf.row_dim for leaf in self.leaves if leaf.row_dim is not None}
+        by_node = {leaf.node: leaf for leaf in self.leaves}
+        loss = next((leaf.name for leaf in self.outputs if leaf.kind is OutputKind.LOSS), "")
+        vars(self).update(row_dims=rows, _loss_tree=loss_alone(self.output_tree, loss), _leaf_by_node=by_node)
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         assert placeholders == [leaf.node for leaf in self.leaves], "leaves are the placeholders, in order"
         assert len(self.output_values) == len(self.outputs), "one OutputLeaf for each output value"
@@ -169,11 +177,6 @@ class Graph:
     def output_values(self) -> tuple[fx.Node, ...]:
         """Return the nodes whose values are the outputs, in the order of `outputs`."""
         return tuple(self.output_node.args[0])  # type: ignore[arg-type]
-
-    @cached_property
-    def row_dims(self) -> RowDims:
-        """Return which dim of each input counts the rows of the batch; inputs without rows are left out."""
-        return {leaf.name: leaf.row_dim for leaf in self.leaves if leaf.row_dim is not None}
 
     @property
     def takes_any_rows(self) -> bool:
@@ -211,11 +214,6 @@ class Graph:
         has_others = any(leaf.name in values for leaf in self.outputs if leaf.kind is OutputKind.VALUE)
         return unflatten(self.output_tree if has_others else self._loss_tree, values)
 
-    @cached_property
-    def _loss_tree(self) -> Tree:
-        loss = next((leaf.name for leaf in self.outputs if leaf.kind is OutputKind.LOSS), "")
-        return loss_alone(self.output_tree, loss)
-
     @property
     def num_blocks(self) -> int:
         """Return the number of repeated blocks (transformer layers, say); 0 if there are none."""
@@ -237,10 +235,6 @@ class Graph:
             inputs = [positions[other] for other in node.all_input_nodes]
             positions[node] = max([-1 if own is None else own, *inputs])
         return positions
-
-    @cached_property
-    def _leaf_by_node(self) -> dict[fx.Node, Leaf]:
-        return {leaf.node: leaf for leaf in self.leaves}
 
     def clone(self) -> Graph:
         """Return a graph that shares no fx node with this one (example values are shared)."""

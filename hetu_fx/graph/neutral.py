@@ -37,7 +37,11 @@ def device_of(model: nn.Module, tensors: Mapping[str, Tensor]) -> torch.device:
 
 @contextmanager
 def state_at(
-    model: nn.Module, place: Callable[[torch.device], torch.device], kinds: Sequence[str] = SLOTS[:2]
+    model: nn.Module,
+    place: Callable[[torch.device], torch.device],
+    kinds: Sequence[str] = SLOTS[:2],
+    *,
+    anew: bool = False,
 ) -> Iterator[None]:
     """Let parameters and buffers be at another place inside, without values; tied ones stay tied.
 
@@ -45,11 +49,12 @@ def state_at(
         model: whose.
         place: gives for the device that one is on where it is to be.
         kinds: parameters, buffers, or both.
+        anew: also what is there already stands aside for others without values.
     """
     stand_ins: dict[int, Tensor] = {}
     slots = [getattr(module, kind) for module in model.modules() for kind in kinds]
     held = [(where, name, tensor) for where in slots for name, tensor in where.items() if tensor is not None]
-    moved = [(where, name, tensor) for where, name, tensor in held if place(tensor.device) != tensor.device]
+    moved = [(where, name, tensor) for where, name, tensor in held if anew or place(tensor.device) != tensor.device]
     try:
         for where, name, tensor in moved:
             where[name] = stand_ins.setdefault(id(tensor), _stand_in(tensor, place(tensor.device)))

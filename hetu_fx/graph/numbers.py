@@ -7,6 +7,9 @@ handed out. What follows from sizes, or differs between two traces (a clock), sa
 from __future__ import annotations
 
 import datetime
+import pickle
+import random
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -55,7 +58,8 @@ UNSTEADY = (
 def with_numbers(tree: Tree, tensors: Mapping[str, Tensor]) -> tuple[Tree, dict[str, Tensor]]:
     """Return an output that has slots for numbers read from tensors, and what fills all its slots, in order."""
     made = map_leaves(tree, _as_slot)
-    numbers = {leaf.name: _as_tensor(leaf.value) for leaf in walk(tree) if _is_number(leaf) and _is_read(leaf.value)}
+    read = {leaf.name: leaf.value for leaf in walk(tree) if _is_number(leaf) and _is_read(leaf.value)}
+    numbers = {name: torch.scalar_tensor(value, dtype=_KINDS[type(value)]) for name, value in read.items()}
     filled = {**tensors, **numbers}
     return made, {leaf.name: filled[leaf.name] for leaf in walk(made) if isinstance(leaf, TensorSlot)}
 
@@ -77,10 +81,6 @@ def _as_slot(leaf: Leaf) -> Tree:
         return NumberSlot(leaf.name, leaf.name)
     why = OF_TENSORS if isinstance(leaf.value, torch.SymBool) else OF_SIZES
     return Constant(leaf.name, WithheldNumber(leaf.name, why))
-
-
-def _as_tensor(number: Any) -> Tensor:
-    return torch.scalar_tensor(number, dtype=_KINDS[type(number)])
 
 
 def settled_numbers(flat: fx.Graph, tree: Tree, *, wanted: bool) -> Tree:
@@ -180,3 +180,11 @@ def later(imported: Iterable[tuple[dict[str, Any], str]] = ()) -> Iterator[None]
         for space, name in places:
             stack.enter_context(mock.patch.dict(space, {name: _later_clock(space[name])}))
         yield
+
+
+def random_states() -> dict[str, bytes]:
+    """Return how far Python's generators of random numbers are, by the modules that have them."""
+    states = {"random": pickle.dumps(random.getstate())}
+    if "numpy.random" in sys.modules:
+        states["numpy.random"] = pickle.dumps(sys.modules["numpy.random"].get_state())
+    return states

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +23,10 @@ def batch_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mappin
     Raises:
         BatchError: the arguments do not fit the forward.
     """
-    bound = _bound(signature, args, kwargs)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise BatchError(f"the batch does not fit the model's forward: {error}") from error
     batch: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         match signature.parameters[name].kind:
@@ -35,13 +37,6 @@ def batch_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mappin
             case _:
                 batch[name] = value
     return {name: value for name, value in batch.items() if value is not None}
-
-
-def _bound(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
-    try:
-        return signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise BatchError(f"the batch does not fit the model's forward: {error}") from error
 
 
 class Arguments:
@@ -82,6 +77,5 @@ def form_of(given: GivenBatch, training: bool) -> str:
     return ("training " if training else "evaluation ") + " ".join(parts)
 
 
-@functools.cache
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

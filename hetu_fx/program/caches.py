@@ -8,11 +8,10 @@ made anew by each captured graph, and left alone where it is kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
-from types import EllipsisType
+from types import EllipsisType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,9 +28,9 @@ from hetu_fx.graph.containers import Constant, Tree, map_leaves, unflatten, walk
 from hetu_fx.graph.edit import needed_for
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
 from hetu_fx.graph.leaves.ops import told_arguments
-from hetu_fx.program.access import Access
-from hetu_fx.program.contents import PLAIN
+from hetu_fx.graph.tracing.contents import PLAIN
 from hetu_fx.program.program import Program, evaluate
+from hetu_fx.program.reads import Access
 
 LossFn = Callable[..., Any]
 Capture = Callable[[nn.Module, Batch], Graph]
@@ -40,21 +39,6 @@ ConstantOf = Callable[[str], Tensor | None]
 _MOST_ELEMENTS = 2**24  # of all values of a graph that are computed to be compared
 _ULPS = 8
 _PLAIN = (*PLAIN, slice, EllipsisType)
-
-
-@dataclass(frozen=True, eq=False)
-class _About:
-    """What `TwoCalls` is about: no part of the module, and nothing that torch.export gives back as it was.
-
-    Attributes:
-        loss_fn: makes the loss.
-        kept: attributes that the forward leaves otherwise.
-        outlines: what is kept besides tensors after each call of the last trace.
-    """
-
-    loss_fn: LossFn | None
-    kept: Sequence[Access]
-    outlines: list[str]
 
 
 class TwoCalls(nn.Module):
@@ -79,14 +63,16 @@ class TwoCalls(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.forgets, self.other_mode = model, forgets, other_mode
-        self.about = _About(loss_fn, kept, [])
+        # In an object, which torch.export neither takes for state nor gives back as it was: what makes the loss, what
+        # the forward leaves otherwise, and what is kept besides tensors after each call of the last trace.
+        self.about = SimpleNamespace(loss_fn=loss_fn, kept=kept, outlines=list[str]())
 
     def constant_of(self, name: str) -> Tensor | None:
         """Return a buffer of this module, on the host; None where that is kept itself, or has no values."""
         path, _, own = name.rpartition(".")
         slots = buffer_slots(self.get_submodule(path))
         buffer = slots[own]
-        is_kept = any(access.space is slots and access.name == own for access in self.about.kept)
+        is_kept = any(access.owner is slots and access.name == own for access in self.about.kept)
         return None if is_kept or buffer is None or buffer.is_meta else buffer.detach().cpu()
 
     def forward(self, first: Batch, second: Batch) -> dict[str, Any]:
@@ -172,28 +158,19 @@ def are_caches(
         return False
     if agree(batch, *in_other_mode) is False:
         return False
-    for one in _other_first_batches(batch, program):
-        found = next((said for other in one.batches if (said := agree(other, keeps, forgets)) is not None), None)
-        if found is False or (found is None and one.is_open):
+    for others, is_open in _other_first_batches(batch, program):
+        found = next((said for other in others if (said := agree(other, keeps, forgets)) is not None), None)
+        if found is False or (found is None and is_open):
             return False
     return True
 
 
-@dataclass(frozen=True, eq=False)
-class _Others:
-    """Batches that differ from the example in one way, of which the first is tried that the forward takes.
+def _other_first_batches(batch: Batch, program: Program) -> Iterator[tuple[Iterable[Batch], bool]]:
+    """Yield what else the first call is given: other sizes, larger and smaller, and other plain values, one by one.
 
-    Attributes:
-        batches: by how likely it is that the forward takes them.
-        is_open: the graph takes batches that differ so; a forward that takes none of these is not known.
+    Of the batches, which differ from the example in one way, the first is tried that the forward takes; a forward that
+    takes none of them is not known if the graph takes batches that differ so, which is told beside them.
     """
-
-    batches: Iterable[Batch]
-    is_open: bool
-
-
-def _other_first_batches(batch: Batch, program: Program) -> Iterator[_Others]:
-    """Yield what else the first call is given: other sizes, larger and smaller, and other plain values, one by one."""
     tree, tensors = flatten_batch(batch)
     known = program.bind({name: tensors[name] for name in program.shapes})
 
@@ -212,11 +189,11 @@ def _other_first_batches(batch: Batch, program: Program) -> Iterator[_Others]:
         if isinstance(number, int):  # else it is made of others
             for numbers in ((3 * number, 2 * number, number + 1), (number // 2, number - 1)):
                 others = [resized(changed, other) for other in numbers if other > 1]
-                yield _Others(others, is_open=changed in known and bool(others))
+                yield others, changed in known and bool(others)
     for leaf in walk(tree):
         if isinstance(leaf, Constant) and isinstance(leaf.value, bool | int | float):
             other = replace(leaf, value=not leaf.value if isinstance(leaf.value, bool) else leaf.value + 1)
-            yield _Others([unflatten(_with_leaf(tree, leaf, other), tensors)], is_open=False)
+            yield [unflatten(_with_leaf(tree, leaf, other), tensors)], False
 
 
 def _with_leaf(tree: Tree, leaf: Constant, other: Constant) -> Tree:
@@ -273,24 +250,26 @@ class _Values:
         graph: of fixed sizes; its ops have no effects.
         known: the numbers of values by what they are, of several graphs.
         constant_of: gives a buffer by its name, if it is a constant.
+
+    Attributes:
+        numbers: one for each node; values of one number are the same.
+        steady: the values that follow from constants alone, as all sizes are.
     """
 
     def __init__(self, graph: Graph, known: dict[Any, int], constant_of: ConstantOf) -> None:
-        self.graph, self._known = graph, known
+        self.graph = graph
         self._constants = dict(_constants(graph, constant_of))
         self._computed: dict[fx.Node, Any] = {}
         self._elements = 0
         self._draws = dict(zip(filter(is_random, graph.graph.nodes), count()))
-
-    @cached_property
-    def numbers(self) -> Mapping[fx.Node, int]:
-        """Return a number for each node; values of one number are the same."""
-        found: dict[fx.Node, int] = {}
-        for node in self.graph.graph.nodes:
+        self.numbers: dict[fx.Node, int] = {}
+        self.steady: set[fx.Node] = set()
+        for node in graph.graph.nodes:
             if node.op != "output":
-                key = (self.form(node), tuple(found[given] for given in node.all_input_nodes))
-                found[node] = self._known.setdefault(key, len(self._known))
-        return found
+                key = (self.form(node), tuple(self.numbers[given] for given in node.all_input_nodes))
+                self.numbers[node] = known.setdefault(key, len(known))
+            if node in self._constants or (_is_steady_op(node) and self.steady.issuperset(node.all_input_nodes)):
+                self.steady.add(node)
 
     def form(self, node: fx.Node) -> Any:
         """Return what a value is, but for what it is made of."""
@@ -303,15 +282,6 @@ class _Values:
         order = {given: place for place, given in enumerate(node.all_input_nodes)}
         literals = fx.node.map_arg(told_arguments(node), lambda given: f"%{order[given]}")
         return node.target, repr(literals), self._draws.get(node)
-
-    @cached_property
-    def steady(self) -> frozenset[fx.Node]:
-        """Return the values that follow from constants alone, as all sizes are."""
-        found = set[fx.Node]()
-        for node in self.graph.graph.nodes:
-            if node in self._constants or (_is_steady_op(node) and found.issuperset(node.all_input_nodes)):
-                found.add(node)
-        return frozenset(found)
 
     def computed(self, node: fx.Node) -> Any:
         """Compute a steady value; None where it is too large."""

@@ -23,10 +23,18 @@ from hetu_fx.graph.graph import Graph
 from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, row_dims_of
 from hetu_fx.graph.tracing.autocasts import ambient_autocasts, casting, casting_on_host
 from hetu_fx.program.batch import Arguments, form_of, likeness_of
-from hetu_fx.program.captured import Captured, CaptureEvent, LastMatch, Match, Sizes, sizes_of
-from hetu_fx.program.hooks import check_global_hooks
-from hetu_fx.program.kept import KeptCaptures, Recurring
+from hetu_fx.program.captured import (
+    Captured,
+    CaptureEvent,
+    KeptCaptures,
+    LastMatch,
+    Match,
+    Recurring,
+    Sizes,
+    sizes_of,
+)
 from hetu_fx.program.lazy import check_shapes
+from hetu_fx.program.observed import check_global_hooks
 from hetu_fx.program.program import AS_IT_STANDS, Bindings, Program
 from hetu_fx.program.structure import Structure
 from hetu_fx.program.tracer import Forward, Tracer
@@ -153,11 +161,14 @@ class Programs:
         known = None if last is None else last.of(likeness, self.structure, given)
         if last is not None and known is not None and _takes(known.program, known.bindings, rows):
             return self._use(last.captured, known, training)
-        form = self._form(given, training)
-        found, sizes = self._known(form, given, rows) or self._capture(form, given, training, rows)
+        form = " ".join([form_of(given, training), *(f"observed {name}" for name in self.observers.names)])
+        known_or_misfit = self._known(form, given, rows)
+        if isinstance(known_or_misfit, str):
+            known_or_misfit = self._capture(form, given, training, rows, known_or_misfit)
+        found, sizes = known_or_misfit
         match = Match(found.program, given.tensors, *sizes, f"{form} state {self.structure.digest}")
         self._last.pop(training, None)
-        if given.has_only_tensors:
+        if not given.others:
             self._last[training] = LastMatch(likeness, found, self.structure, replace(match, tensors={}))
         return self._use(found, match, training)
 
@@ -183,9 +194,6 @@ class Programs:
         with in_mode(self.model, training), casting(self._of(like).autocasts):
             return self.tracer.source(batch, training)
 
-    def _form(self, given: GivenBatch, training: bool) -> str:
-        return " ".join([form_of(given, training), *(f"observed {name}" for name in self.observers.names)])
-
     def name(self, program: Program) -> str:
         """Return a short text of a fixed length that tells programs apart, the same in other processes."""
         return f"{program.fingerprint} {self._of(program).structure.digest}"
@@ -205,18 +213,24 @@ class Programs:
         self.structure = known or Structure(self.model)
         self._structures = [self.structure, *(one for one in self._structures if one is not known)][:_MOST_STRUCTURES]
 
-    def _known(self, form: str, given: GivenBatch, rows: int | None) -> tuple[Captured, Sizes] | None:
+    def _known(self, form: str, given: GivenBatch, rows: int | None) -> tuple[Captured, Sizes] | str:
+        """Return the program that runs a batch; else the size that keeps one that holds from being used ("": none)."""
+        misfit = ""
         open_first = sorted(self._kept.of_form(form), key=lambda one: not one.program.graph.takes_any_rows)
         for one in open_first:  # a rank's own rows may be as many as a graph of just so many has
             if one.holds(self.structure):
                 sizes = sizes_of(one.program, given)
                 if not isinstance(sizes, str) and _takes(one.program, sizes[1], rows):
                     return one, sizes
-        return None
+                compares = f"the forward compares the rows of a batch, which are {rows}"
+                misfit = misfit or (sizes if isinstance(sizes, str) else compares)
+        return misfit
 
-    def _capture(self, form: str, given: GivenBatch, training: bool, rows: int | None) -> tuple[Captured, Sizes]:
-        start = perf_counter()
-        misfit, why = self._why(form, given, rows)
+    def _capture(
+        self, form: str, given: GivenBatch, training: bool, rows: int | None, misfit: str
+    ) -> tuple[Captured, Sizes]:
+        start, alike = perf_counter(), self._kept.of_form(form)
+        why = (misfit,) if misfit else alike[0].changes(self.structure) if alike else ()
         try:
             with telling("capturing the model"):
                 program, reads = self.tracer.trace(self._example(form, given, rows), training)
@@ -245,16 +259,6 @@ class Programs:
             return given.batch
         dims = next((one.program.row_dims for one in self._kept.of_form(form) if one.program.row_dims), None)
         return given.of_rows(dims or row_dims_of(given.tensors, self.tracer.row_dims), rows)
-
-    def _why(self, form: str, given: GivenBatch, rows: int | None) -> tuple[str, tuple[str, ...]]:
-        """Return the size that keeps a program that holds from being used ("": none does), and what is to be told."""
-        alike = self._kept.of_form(form)
-        held = next((one for one in alike if one.holds(self.structure)), None)
-        if held is not None:
-            sizes = sizes_of(held.program, given)
-            misfit = sizes if isinstance(sizes, str) else f"the forward compares the rows of a batch, which are {rows}"
-            return misfit, (misfit,)
-        return "", alike[0].changes(self.structure) if alike else ()
 
     def _other_constants(self, given: GivenBatch) -> tuple[str, ...]:
         """Return how plain values differ from those of the batch before, each of which has a form of its own."""

@@ -1,4 +1,8 @@
-"""Find what the user's own functions read besides their arguments, in their code: globals, closures, defaults."""
+"""Find what the user's own functions read besides their arguments.
+
+Globals, closures and defaults are in their code. Environment variables, clocks and Python's random numbers are watched
+while a forward is traced, and what it does then that it would do in each call: it prints, or stops at a breakpoint.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,24 @@ import datetime
 import os
 import sys
 import sysconfig
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from inspect import getattr_static
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from pathlib import Path
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any, TextIO, cast
+from unittest import mock
 
 from torch import nn
 from torch.autograd import Function
 
-from hetu_fx.graph.numbers import CLOCKS
-from hetu_fx.program.contents import PLAIN, can_change, frozen
-from hetu_fx.program.reads import Read
+from hetu_fx.errors import CaptureError
+from hetu_fx.graph.numbers import CLOCKS, random_states
+from hetu_fx.graph.tracing.contents import PLAIN, can_change, frozen
+from hetu_fx.program.reads import Access, Read
 
 _STDLIB = sysconfig.get_path("stdlib")
 _PACKAGES = tuple({sysconfig.get_path(kind) for kind in ("purelib", "platlib")})
@@ -35,7 +45,6 @@ class CodeReads:
 
     Attributes:
         found: plain values and functions, by where they are.
-        before: what they were, and had in them, when they were found.
         clocks: where globals and what is in them are clocks, and under which names.
     """
 
@@ -43,13 +52,12 @@ class CodeReads:
         self._reach = reach
         self._seen: set[int] = set()
         self._looked_into: set[tuple[int, frozenset[str]]] = set()
-        self.found: dict[tuple[int, str], Read] = {}
-        self.before: dict[tuple[int, str], tuple[Any, Any]] = {}
+        self.found: dict[tuple[int, str], Access] = {}
         self.clocks: list[tuple[dict[str, Any], str]] = []
         self._memos: dict[int, tuple[Any, int]] = {}
 
     @property
-    def read(self) -> dict[tuple[int, str], Read]:
+    def read(self) -> Mapping[tuple[int, str], Read]:
         """Return what was found, but for functions without attributes: most of them."""
         return {key: read for key, read in self.found.items() if read.name != "__dict__" or read.value}
 
@@ -126,8 +134,7 @@ class CodeReads:
     def note(self, owner: Any, name: str, value: Any, label: str) -> None:
         """Know that a value is read."""
         if (id(owner), name) not in self.found:
-            self.found[id(owner), name] = Read(label, owner, name)
-            self.before.setdefault((id(owner), name), (value, frozen(value)))
+            self.found[id(owner), name] = Access(label, owner, name, owner, value, frozen(value))
 
 
 def _is_clock(value: Any) -> bool:
@@ -142,7 +149,9 @@ def _remembers(value: Any) -> bool:
 
 def _names(code: CodeType) -> frozenset[str]:
     """Return the names that code and what is nested in it looks up."""
-    return frozenset((*code.co_names, *(name for one in _nested(code) for name in _names(one))))
+    return frozenset(
+        (*code.co_names, *(name for one in code.co_consts if isinstance(one, CodeType) for name in _names(one)))
+    )
 
 
 def _asks_its_class(code: CodeType) -> bool:
@@ -154,10 +163,6 @@ def _defaults(function: FunctionType) -> dict[str, Any]:
     names, values = function.__code__.co_varnames[: function.__code__.co_argcount], function.__defaults__ or ()
     every = {**dict(zip(reversed(names), reversed(values), strict=False)), **(function.__kwdefaults__ or {})}
     return {name: value for name, value in every.items() if not isinstance(value, PLAIN)}
-
-
-def _nested(code: CodeType) -> Iterator[CodeType]:
-    return (constant for constant in code.co_consts if isinstance(constant, CodeType))
 
 
 def _is_empty(cell: Any) -> bool:
@@ -199,3 +204,117 @@ def _file(function: FunctionType) -> str:
 
 def _place(function: FunctionType) -> str:
     return f"{function.__qualname__} ({_file(function)}:{function.__code__.co_firstlineno})"
+
+
+class _Variables:
+    """The environment's variables as attributes."""
+
+    def __getattr__(self, name: str) -> str:
+        """Return the value of a variable."""
+        if name not in os.environ:
+            raise AttributeError(name)
+        return os.environ[name]
+
+
+_VARIABLES = _Variables()
+
+
+class _Output:
+    """Standard output, with a note of who writes to it."""
+
+    def __init__(self, output: TextIO, note: Callable[[FrameType], None]) -> None:
+        self._output, self._note = output, note
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._output, name)
+
+    def write(self, text: str) -> int:
+        """Write a text, as it would be written."""
+        self._note(sys._getframe(1))
+        return self._output.write(text)
+
+
+class Surroundings:
+    """Notes what is taken, and what is done once that would be done in each call; for one capture.
+
+    Attributes:
+        found: the environment variables that the user's own functions read, by their names.
+        clocks: the functions of `time` that they call.
+        drawn: the modules whose random numbers were drawn, which a graph would repeat.
+        ran_once: lines of the user's that print, or stop at a breakpoint.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, Read] = {}
+        self.clocks: set[str] = set()
+        self.drawn: list[str] = []
+        self.ran_once: dict[str, None] = {}
+        self._thread = threading.get_ident()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note what is taken inside, in this thread."""
+        before = random_states()
+        kind: Any = type(os.environ)
+        get: Callable[..., str] = kind.__getitem__
+
+        def getting(environment: Any, name: str) -> str:
+            if threading.get_ident() == self._thread and isinstance(name, str) and _is_asked_by_the_user():
+                self.found[name] = Read(f"environment variable {name!r}", _VARIABLES, name)
+            return get(environment, name)
+
+        def stopping(*args: Any, **kwargs: Any) -> Any:
+            self._note_line(sys._getframe(1))
+            return stop(*args, **kwargs)
+
+        stop = sys.breakpointhook
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(kind, "__getitem__", getting))
+            stack.enter_context(redirect_stdout(cast(TextIO, _Output(sys.stdout, self._note_line))))
+            stack.enter_context(mock.patch.object(sys, "breakpointhook", stopping))
+            for name in CLOCKS:
+                stack.enter_context(mock.patch.object(time, name, self._noting(name, getattr(time, name))))
+            yield
+        self.drawn = [name for name, state in random_states().items() if before.get(name) != state]
+
+    def _noting(self, name: str, clock: Callable[[], float]) -> Callable[[], float]:
+        def reading() -> float:
+            if threading.get_ident() == self._thread and is_own_file(sys._getframe(1).f_code.co_filename):
+                self.clocks.add(name)
+            return clock()
+
+        reading.__name__ = name
+        return reading
+
+    def _note_line(self, frame: FrameType) -> None:
+        if threading.get_ident() == self._thread and is_own_file(frame.f_code.co_filename):
+            self.ran_once[f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"] = None
+
+    @property
+    def told(self) -> str:
+        """Return what to tell of lines that a graph does not run again; empty if there are none."""
+        if not self.ran_once:
+            return ""
+        return (
+            f"{', '.join(self.ran_once)}: the forward prints, or stops at a breakpoint, which it does only while the "
+            f"model is captured, where tensors have no values; the captured graph does neither\nhint: see what a "
+            f"submodule makes by model.hetu.observe(name, print), or call the model inside `with model.hetu.whole():`, "
+            f"which runs the forward as it is"
+        )
+
+    def check(self) -> None:
+        """Raise CaptureError if random numbers were drawn."""
+        if self.drawn:
+            raise CaptureError(
+                f"the forward draws random numbers of {' and '.join(self.drawn)}, which a captured graph would repeat "
+                f"in every step; draw them with torch (torch.rand), pass them in as inputs, or use "
+                f'hetu_fx.auto_parallelize(..., capture="eager")'
+            )
+
+
+def _is_asked_by_the_user() -> bool:
+    """Tell whether the innermost function that is neither ours nor Python's own is the user's."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and is_of_python(frame.f_code.co_filename):
+        frame = frame.f_back
+    return is_own_file(frame.f_code.co_filename)

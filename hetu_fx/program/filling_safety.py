@@ -98,9 +98,24 @@ def way_of_filling(
     return ways[0]
 
 
+@torch.no_grad()
 def outputs_of(program: Program, buffers: Buffers, tensors: Mapping[str, Tensor], number: int) -> list[Any]:
-    """Return what a program makes of inputs with parameters that are random numbers, different for each `number`."""
-    return _Trial(program, buffers, tensors, number).outputs()
+    """Return what a program makes of inputs with parameters that are random numbers, different for each `number`.
+
+    It is run on the CPU, op by op.
+    """
+    graph = program.graph
+    leaves = zip(graph.leaves, _leaves(program, buffers, tensors, number), strict=True)
+    values: dict[fx.Node, Any] = {leaf.node: value for leaf, value in leaves}
+    last = {operand: node for node in graph.graph.nodes for operand in node.all_input_nodes}
+    for node in graph.graph.nodes:
+        if node.op == "call_function":
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: _value(values[operand]))
+            values[node] = _done(node, args, kwargs)
+            for operand in node.all_input_nodes:
+                if last[operand] is node:
+                    del values[operand]
+    return [_value(values[node]) if isinstance(node, fx.Node) else node for node in graph.output_values]
 
 
 def _trace_of_filling(program: Program, filling: Filling, buffers: Buffers) -> tuple[Difference, ...]:
@@ -171,45 +186,23 @@ def _alike(one: Tensor, other: Any) -> bool:
     return bool(one.isfinite().all()) and torch.allclose(one, common, rtol=0.0, atol=_TOLERANCE * max(scale, 1e-3))
 
 
-@dataclass
-class _Trial:
-    """One run of a program on the CPU, op by op; what is large is made when it is read."""
-
-    program: Program
-    buffers: Buffers
-    tensors: Mapping[str, Tensor]
-    number: int
-
-    @torch.no_grad()
-    def outputs(self) -> list[Any]:
-        graph = self.program.graph
-        values: dict[fx.Node, Any] = {leaf.node: value for leaf, value in self._leaves()}
-        last = {operand: node for node in graph.graph.nodes for operand in node.all_input_nodes}
-        for node in graph.graph.nodes:
-            if node.op == "call_function":
-                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: _value(values[operand]))
-                values[node] = _done(node, args, kwargs)
-                for operand in node.all_input_nodes:
-                    if last[operand] is node:
-                        del values[operand]
-        return [_value(values[node]) if isinstance(node, fx.Node) else node for node in graph.output_values]
-
-    def _leaves(self) -> Iterator[tuple[Leaf, Any]]:
-        counts = iter(self.program.prologue(self.tensors))
-        for number, leaf in enumerate(self.program.graph.leaves):
-            match leaf.kind:
-                case LeafKind.INPUT:
-                    yield leaf, self.tensors[leaf.name]
-                case LeafKind.PARAMETER:
-                    yield leaf, _Parameter(meta.hints(leaf.node), meta.dtype(leaf.node), number * _TRIALS + self.number)
-                case LeafKind.BUFFER:
-                    yield leaf, _double(self.buffers(leaf.name).cpu())
-                case LeafKind.CONSTANT:
-                    yield leaf, _double(self.program.graph.constants[leaf.name].cpu())
-                case LeafKind.COUNT:
-                    yield leaf, torch.tensor(next(counts), dtype=_doubled(meta.dtype(leaf.node)))
-                case _:
-                    yield leaf, torch.zeros(meta.hints(leaf.node), dtype=meta.dtype(leaf.node))
+def _leaves(program: Program, buffers: Buffers, tensors: Mapping[str, Tensor], trial: int) -> Iterator[Any]:
+    """Yield a value for each leaf of a program; what is large is made when it is read."""
+    counts = iter(program.prologue(tensors))
+    for number, leaf in enumerate(program.graph.leaves):
+        match leaf.kind:
+            case LeafKind.INPUT:
+                yield tensors[leaf.name]
+            case LeafKind.PARAMETER:
+                yield _Parameter(meta.hints(leaf.node), meta.dtype(leaf.node), number * _TRIALS + trial)
+            case LeafKind.BUFFER:
+                yield _double(buffers(leaf.name).cpu())
+            case LeafKind.CONSTANT:
+                yield _double(program.graph.constants[leaf.name].cpu())
+            case LeafKind.COUNT:
+                yield torch.tensor(next(counts), dtype=_doubled(meta.dtype(leaf.node)))
+            case _:
+                yield torch.zeros(meta.hints(leaf.node), dtype=meta.dtype(leaf.node))
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from hetu_fx.base.device_types import HOST
 from hetu_fx.base.dtypes import is_real
 from hetu_fx.deduction.factors.factors import FactorMap, OpFactors
 from hetu_fx.graph import meta
-from hetu_fx.graph.calls import argument
+from hetu_fx.graph.calls import argument, called_on
 from hetu_fx.graph.clean import ATTENTION
 from hetu_fx.graph.edit import needed_for, reached_from
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind
@@ -181,7 +182,5 @@ def _run(graph: Graph, needed: frozenset[fx.Node], values: dict[fx.Node, Any]) -
     """Run the ops that are needed, on the CPU; return all values."""
     for node in graph.graph.nodes:
         if node in needed and node.op == "call_function":
-            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            place = {"device": torch.device("cpu")} if "device" in kwargs else {}
-            values[node] = node.target(*args, **(kwargs | place))
+            values[node] = called_on(node, values, device=HOST)
     return values

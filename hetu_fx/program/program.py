@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, fx
 
 from hetu_fx.base.once import once
-from hetu_fx.base.torch_private import tree_leaves
 from hetu_fx.deduction.factors.factors import FactorMap
 from hetu_fx.errors import BatchError, DeductionError, PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.checks import Check
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind
-from hetu_fx.graph.leaves.call import without_number
+from hetu_fx.graph.leaves.ops import CONSTANTS, told_nodes
 from hetu_fx.graph.row_dims import RowDims, count_rows, with_rows
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.loss_type import LossType, loss_type
@@ -44,6 +43,67 @@ from hetu_fx.transforms.rewrites.counts import Prologue, extract_prologue
 from hetu_fx.transforms.rewrites.op_overrides import OpOverrides
 from hetu_fx.transforms.specialize.device_graph import LogicalShape
 
+Bindings = Mapping[sympy.Symbol, int]
+
+Shapes = Mapping[str, tuple[Any, ...]]
+"""What a program expects inputs to be, by name: numbers, symbols and what is made of them."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Sizes:
+    """What a graph asks of the sizes of a batch.
+
+    Attributes:
+        shapes: of the inputs.
+        of_parts: of the inputs, where the batch may have any part of its rows.
+        conditions: what must hold of sizes, where rows are not compared.
+        conditions_of_rows: the same where they are.
+        open_dims: the dims, rows aside, whose sizes the graph leaves open, as (input, dim).
+    """
+
+    shapes: Shapes
+    of_parts: Shapes
+    conditions: tuple[sympy.Expr, ...]
+    conditions_of_rows: tuple[sympy.Expr, ...]
+    open_dims: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, graph: Graph, of_parts: Shapes) -> _Sizes:
+        rows = {} if graph.fixed_rows is None else graph.fixed_rows.dims
+        number = 0 if graph.fixed_rows is None else graph.fixed_rows.number
+        found: dict[bool, list[sympy.Expr]] = {False: [], True: []}
+        for condition in graph.conditions:
+            found[graph.batch_symbol in condition.free_symbols].append(condition)
+        return cls(
+            {**of_parts, **{name: with_rows(of_parts[name], dim, number) for name, dim in rows.items()}},
+            of_parts,
+            tuple(found[False]),
+            tuple(found[True]),
+            tuple(
+                (name, dim)
+                for name, shape in of_parts.items()
+                for dim, size in enumerate(shape)
+                if isinstance(size, sympy.Expr) and size != graph.batch_symbol
+            ),
+        )
+
+    def misfit(self, conditions: Iterable[sympy.Expr], bindings: Bindings) -> str:
+        """Say which condition does not hold, as far as sizes of inputs tell; nothing where all do."""
+        known = frozenset(bindings.items())
+        condition = next((one for one in conditions if _in_numbers(one, known) is sympy.false), None)
+        if condition is None:
+            return ""
+        named = [
+            (size, f"{name}.shape[{dim}]") for name, sizes in self.shapes.items() for dim, size in enumerate(sizes)
+        ]
+        names = {size: name for size, name in reversed(named) if isinstance(size, sympy.Symbol)}
+        told = condition.xreplace({symbol: sympy.Symbol(name) for symbol, name in names.items()})
+        sizes = ", ".join(f"{name} is {bindings[s]}" for s, name in names.items() if condition.has(s) and s in bindings)
+        return (
+            f"the captured graph holds for batches of which {told}, and {sizes} now: the forward, or an op, compares "
+            f"them\nhint: give batches of such sizes, or compare them outside of the model"
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Program:
@@ -52,10 +112,46 @@ class Program:
     Attributes:
         analysed: the graph after the rewrites, its factor classes, and what its values depend on.
         doubt: why rows of several ranks must not be put together, as it is not clear which dims of inputs count them.
+        inputs: the leaves that the batch is fed to.
+        shapes: what the inputs of a batch are expected to be.
+        counts: the names of the global counts that the graph divides by.
+        checks: what the forward checks of values in the middle of a step.
+        prologue: a function from the inputs of some rows to their counts, in the order of `counts`.
+        fingerprint: equal where the same graph was captured, whatever the example's sizes.
+        loss_name: the name of the loss output; empty if the model has none.
+        in_float16: gradients may be of float16, in which small ones vanish and large ones overflow.
     """
 
     analysed: AnalysedGraph
     doubt: str = ""
+    inputs: tuple[Leaf, ...] = field(init=False)
+    shapes: Shapes = field(init=False)
+    counts: tuple[str, ...] = field(init=False)
+    checks: tuple[Check, ...] = field(init=False)
+    prologue: Prologue = field(init=False)
+    fingerprint: str = field(init=False)
+    loss_name: str = field(init=False)
+    in_float16: bool = field(init=False)
+    _sizes: _Sizes = field(init=False)
+
+    def __post_init__(self) -> None:
+        graph, checked = self.graph, {leaf.name for leaf, _ in self.graph.outputs_of(OutputKind.CHECK)}
+        inputs = graph.leaves_of(LeafKind.INPUT)
+        sizes = _Sizes.of(graph, shapes_of(inputs))
+        made = {
+            "inputs": inputs,
+            "shapes": sizes.shapes,
+            "counts": tuple(leaf.name for leaf in graph.leaves_of(LeafKind.COUNT)),
+            "checks": tuple(check for check in graph.checks if check.name in checked),
+            "prologue": extract_prologue(graph),
+            "fingerprint": _fingerprint(graph),
+            "loss_name": next((leaf.name for leaf, _ in graph.outputs_of(OutputKind.LOSS)), ""),
+            "in_float16": any(
+                meta.is_tensor(node) and meta.dtype(node) == torch.float16 for node in self.flow.differentiable
+            ),
+            "_sizes": sizes,
+        }
+        vars(self).update(made)
 
     @property
     def graph(self) -> Graph:
@@ -72,107 +168,42 @@ class Program:
         """Return what its values depend on."""
         return self.analysed.flow
 
-    @cached_property
-    def inputs(self) -> tuple[Leaf, ...]:
-        """Return the leaves that the batch is fed to."""
-        return self.graph.leaves_of(LeafKind.INPUT)
-
-    @cached_property
-    def shapes(self) -> Shapes:
-        """Return what the inputs of a batch are expected to be."""
-        shapes, fixed = self._shapes_of_parts, self.graph.fixed_rows
-        if fixed is None:
-            return shapes
-        return {**shapes, **{name: with_rows(shapes[name], dim, fixed.number) for name, dim in fixed.dims.items()}}
-
-    @cached_property
-    def _shapes_of_parts(self) -> Shapes:
-        return shapes_of(self.inputs)
-
     def bind(self, tensors: Mapping[str, Tensor]) -> dict[sympy.Symbol, int]:
         """Return what each symbol stands for in a batch, or in a part of it that has some of its rows.
 
         Raises `BatchError` where it does not fit.
         """
-        bindings = bind(self._shapes_of_parts, tensors)
-        self._check(False, bindings)
+        bindings = bind(self._sizes.of_parts, tensors)
+        _raise_any(self._sizes.misfit(self._sizes.conditions, bindings))
         return bindings
 
     def check_rows(self, bindings: Bindings, rows: int) -> None:
         """Raise `BatchError` unless the graph holds for a batch of so many rows, over all ranks."""
-        fixed = self.graph.fixed_rows
-        if fixed is not None and fixed.number != rows:
-            raise BatchError(
-                f"the captured graph holds for batches of {fixed.number} rows, and this one has {rows} over all ranks "
-                f"({'; '.join(self.graph.notes)})\nhint: give batches of {fixed.number} rows, or rewrite the line"
-            )
-        self._check(True, self._with_rows(bindings, rows))
+        _raise_any(self._misfit_of_rows(bindings, rows))
 
     def takes_rows(self, bindings: Bindings, rows: int) -> bool:
         """Tell whether the graph holds for a batch of so many rows, over all ranks."""
-        fixed, known = self.graph.fixed_rows, frozenset(self._with_rows(bindings, rows).items())
-        if fixed is not None and fixed.number != rows:
-            return False
-        return all(_holds(condition, known) for condition in self._conditions[True])
+        return not self._misfit_of_rows(bindings, rows)
 
-    def _with_rows(self, bindings: Bindings, rows: int) -> Bindings:
-        symbol = self.graph.batch_symbol
-        return bindings if symbol is None else {**bindings, symbol: rows}
+    def _misfit_of_rows(self, bindings: Bindings, rows: int) -> str:
+        """Say why the graph does not hold for a batch of so many rows, over all ranks; nothing where it does."""
+        fixed, symbol = self.graph.fixed_rows, self.graph.batch_symbol
+        if fixed is not None and fixed.number != rows:
+            return (
+                f"the captured graph holds for batches of {fixed.number} rows, and this one has {rows} over all ranks "
+                f"({'; '.join(self.graph.notes)})\nhint: give batches of {fixed.number} rows, or rewrite the line"
+            )
+        of_all = bindings if symbol is None else {**bindings, symbol: rows}
+        return self._sizes.misfit(self._sizes.conditions_of_rows, of_all)
 
     @property
     def asks_rows(self) -> bool:
         """Tell whether the graph compares rows, with other sizes maybe, and so holds for some numbers of rows only."""
-        return bool(self._conditions[True])
+        return bool(self._sizes.conditions_of_rows)
 
     def holds(self, sizes: Bindings) -> bool:
         """Tell whether the graph holds for batches of some sizes, as far as these tell."""
-        known = frozenset(sizes.items())
-        return all(_holds(condition, known) for condition in self.graph.conditions)
-
-    def _check(self, of_rows: bool, bindings: Bindings) -> None:
-        """Raise `BatchError` unless conditions hold, as far as sizes of inputs tell."""
-        known = frozenset(bindings.items())
-        for condition in self._conditions[of_rows]:
-            if not _holds(condition, known):
-                sizes = ", ".join(
-                    f"{name} is {bindings[s]}" for s, name in self._size_names.items() if condition.has(s)
-                )
-                raise BatchError(
-                    f"the captured graph holds for batches of which {self._named(condition)}, and {sizes} now: the "
-                    f"forward, or an op, compares them\nhint: give batches of such sizes, or compare them outside of "
-                    f"the model"
-                )
-
-    def _named(self, condition: sympy.Expr) -> sympy.Expr:
-        """Return a condition of sizes as the forward would have it."""
-        return condition.xreplace({symbol: sympy.Symbol(name) for symbol, name in self._size_names.items()})
-
-    @cached_property
-    def _size_names(self) -> Mapping[sympy.Symbol, str]:
-        """Return what symbols are called in errors: as the forward would read them."""
-        sizes = [
-            (size, f"{name}.shape[{dim}]") for name, shape in self.shapes.items() for dim, size in enumerate(shape)
-        ]
-        return {size: name for size, name in reversed(sizes) if isinstance(size, sympy.Symbol)}
-
-    @cached_property
-    def _conditions(self) -> Mapping[bool, Sequence[sympy.Expr]]:
-        """Return what must hold of sizes: where rows are not compared, and where they are."""
-        found: dict[bool, list[sympy.Expr]] = {False: [], True: []}
-        for condition in self.graph.conditions:
-            found[self.graph.batch_symbol in condition.free_symbols].append(condition)
-        return found
-
-    @cached_property
-    def counts(self) -> tuple[str, ...]:
-        """Return the names of the global counts that the graph divides by."""
-        return tuple(leaf.name for leaf in self.graph.leaves_of(LeafKind.COUNT))
-
-    @cached_property
-    def checks(self) -> tuple[Check, ...]:
-        """Return what the forward checks of values in the middle of a step."""
-        made = {leaf.name for leaf, _ in self.graph.outputs_of(OutputKind.CHECK)}
-        return tuple(check for check in self.graph.checks if check.name in made)
+        return not self._sizes.misfit(self.graph.conditions, sizes)
 
     def check_counts(self, counts: Sequence[float | Tensor]) -> None:
         """Raise what the forward raises for values of its inputs, by the counts of the whole batch, in their order."""
@@ -181,35 +212,7 @@ class Program:
             if name in asked and count > 0:
                 raise asked[name].error()
 
-    @cached_property
-    def prologue(self) -> Prologue:
-        """Return a function from the inputs of some rows to their counts, in the order of `counts`."""
-        return extract_prologue(self.graph)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Return a short hash that is equal where the same graph was captured, whatever the example's sizes.
-
-        Numbers in it count, but for whole ones where the example has fixed the batch.
-        """
-        told = (*_CONSTANTS, int) if self.graph.takes_any_rows else _CONSTANTS
-        lines = (
-            f"{node.name} {node.target} {node.all_input_nodes} "
-            f"{[_told(leaf) for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, told)]}"
-            for node in self.graph.graph.nodes
-        )
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
-
-    def is_like(self, other: Program) -> bool:
-        """Tell whether another one computes the same: by the same graph, with equal constants."""
-        own, others = self.graph.constants, other.graph.constants
-        return (
-            self.fingerprint == other.fingerprint
-            and own.keys() == others.keys()
-            and all(torch.equal(own[name], others[name]) for name in own)
-        )
-
-    @cached_property
+    @property
     def identity(self) -> str:
         """Return a text that is the same on ranks that run the same graph for batches of the same sizes.
 
@@ -219,27 +222,26 @@ class Program:
         of_rows = "" if fixed is None else f", for {fixed.number} rows"
         return f"graph {self.fingerprint}{of_rows}, rows {dict(self.row_dims)}{' in doubt' if self.doubt else ''}"
 
-    @cached_property
+    @property
     def sequence_units(self) -> int:
         """Return by how many devices a sequence of the example can be shared at most, 1 where it cannot be."""
+        return self._units[0]
+
+    @property
+    def head_units(self) -> int:
+        """Return by how many devices attention can be shared by heads at most, 1 where it cannot be."""
+        return self._units[1]
+
+    @cached_property
+    def _units(self) -> tuple[int, int]:
         try:
             annotated = Annotate(Plan.context_parallel((0, 1)), wants_values=False)(self.analysed)
             Deduce()(annotated)
         except (PlanError, DeductionError):
-            return 1
-        return max((factor.size or factor.hint for factor in annotated.sequence), default=1)
-
-    @cached_property
-    def head_units(self) -> int:
-        """Return by how many devices attention can be shared by heads at most, 1 where it cannot be."""
-        if self.sequence_units == 1:
-            return 1
-        return min((c.size or 1 for c in exchanged_classes(self.graph, self.factors)), default=1)
-
-    @cached_property
-    def loss_name(self) -> str:
-        """Return the name of the loss output; empty if the model has none."""
-        return next((leaf.name for leaf, _ in self.graph.outputs_of(OutputKind.LOSS)), "")
+            return 1, 1
+        of_sequence = max((factor.size or factor.hint for factor in annotated.sequence), default=1)
+        heads = exchanged_classes(self.graph, self.factors) if of_sequence > 1 else ()
+        return of_sequence, min((c.size or 1 for c in heads), default=1)
 
     @cached_property
     def loss_type(self) -> LossType:
@@ -261,22 +263,7 @@ class Program:
 
     def longest(self, tensors: Mapping[str, Tensor]) -> int:
         """Return the largest size of a batch that the graph leaves open, rows aside: the sequence length."""
-        return max((int(tensors[name].shape[dim]) for name, dim in self._open_dims), default=0)
-
-    @cached_property
-    def _open_dims(self) -> tuple[tuple[str, int], ...]:
-        """Return the dims, rows aside, whose sizes the graph leaves open, as (input, dim)."""
-        return tuple(
-            (leaf.name, dim)
-            for leaf in self.inputs
-            for dim, size in enumerate(meta.shape(leaf.node))
-            if meta.is_symbolic(size) and meta.expression(size) != self.graph.batch_symbol
-        )
-
-    @cached_property
-    def in_float16(self) -> bool:
-        """Tell whether gradients may be of float16, in which small ones vanish and large ones overflow."""
-        return any(meta.is_tensor(node) and meta.dtype(node) == torch.float16 for node in self.flow.differentiable)
+        return max((int(tensors[name].shape[dim]) for name, dim in self._sizes.open_dims), default=0)
 
     @property
     def mixes_rows(self) -> bool:
@@ -307,7 +294,7 @@ class Program:
         """
         return work_shares(self.analysed, split)
 
-    @cached_property
+    @property
     def expert_splits(self) -> tuple[Split, ...]:
         """Return how a group is asked to split experts, if it would not by itself; empty where there are none."""
         return expert_splits(self.analysed, self.work_shares().classes)
@@ -348,19 +335,24 @@ def deduce_program(program: Program, plan: Plan, *, wants_values: bool, deduce: 
     return run_pass(deduce or Deduce(), run_pass(Annotate(plan, wants_values), program.analysed))
 
 
-_CONSTANTS = (bool, float, str, torch.dtype)
+def _fingerprint(graph: Graph) -> str:
+    """Return a short hash that is equal where the same graph was captured, whatever the example's sizes.
+
+    Numbers in it count, but for whole ones where the example has fixed the batch.
+    """
+    lines = told_nodes(graph.graph, (*CONSTANTS, int) if graph.takes_any_rows else CONSTANTS)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
 
 
-def _told(constant: object) -> object:
-    """Return what a constant says on all ranks."""
-    return without_number(constant) if isinstance(constant, str) else constant
+def same_constants(one: Graph, other: Graph) -> bool:
+    """Tell whether two graphs have the same constants, with the same values."""
+    own, others = one.constants, other.constants
+    return own.keys() == others.keys() and all(torch.equal(own[name], others[name]) for name in own)
 
 
-Bindings = Mapping[sympy.Symbol, int]
-
-
-Shapes = Mapping[str, tuple[Any, ...]]
-"""What a program expects inputs to be, by name: numbers, symbols and what is made of them."""
+def _raise_any(misfit: str) -> None:
+    if misfit:
+        raise BatchError(misfit)
 
 
 def shapes_of(leaves: Iterable[Leaf]) -> Shapes:
@@ -407,17 +399,12 @@ def _bind_size(bindings: dict[sympy.Symbol, int], name: str, dim: int, expected:
         )
 
 
-@lru_cache(maxsize=4096)
-def _holds(condition: sympy.Expr, bindings: frozenset[tuple[sympy.Symbol, int]]) -> bool:
-    return condition.subs(dict(bindings)) is not sympy.false
-
-
 def evaluate(shape: LogicalShape, bindings: Bindings) -> tuple[int, ...]:
     """Return a logical shape in numbers; every micro-batch asks for those of all that its stage hands on."""
     known = frozenset(bindings.items())
-    return tuple(_number(size, known) if isinstance(size, sympy.Expr) else size for size in shape)
+    return tuple(int(_in_numbers(size, known)) if isinstance(size, sympy.Expr) else size for size in shape)
 
 
 @lru_cache(maxsize=4096)
-def _number(size: sympy.Expr, bindings: frozenset[tuple[sympy.Symbol, int]]) -> int:
-    return int(size.subs(dict(bindings)))
+def _in_numbers(expression: sympy.Expr, bindings: frozenset[tuple[sympy.Symbol, int]]) -> Any:
+    return expression.subs(dict(bindings))

@@ -6,33 +6,26 @@ only what has become another object is compared.
 
 from __future__ import annotations
 
-import functools
+import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from itertools import repeat
 from operator import is_
+from queue import Queue
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from hetu_fx.base.torch_private import version
+from hetu_fx.base.torch_private import tree_leaves, version
+from hetu_fx.errors import StateError
 from hetu_fx.graph.meta import SYMBOLIC
-from hetu_fx.program.contents import PLAIN, Inside, Memory, can_change, frozen, same
+from hetu_fx.graph.tracing.contents import ABSENT, PLAIN, Inside, Memory, can_change, frozen, put, same
 from hetu_fx.program.structure import told_hook, type_name
 
-
-class _Absent:
-    def __repr__(self) -> str:
-        return "none"
-
-
-ABSENT = _Absent()
-"""Stands for the value of an attribute that is not there."""
-
-Space = dict[str, Any]
 _MOST_SHOWN = 80
 
 
@@ -53,28 +46,67 @@ class Read:
     @property
     def value(self) -> Any:
         """Return what it is now; `ABSENT` if it is not there."""
-        if type(self.owner) is dict:
+        if isinstance(self.owner, dict):
             return self.owner.get(self.name, ABSENT)
         return getattr(self.owner, self.name, ABSENT)
 
 
-class Methods(NamedTuple):
-    """Names that were found in the class of an object: as its own attributes they would hide what is there.
+@dataclass(frozen=True, eq=False, slots=True)
+class Access(Read):
+    """The first access to an attribute in a forward: to be compared, and to be put back.
 
     Attributes:
-        label: what the object is, for people.
-        space: its own attributes.
-        names: that were found.
+        holder: the object that has it; `owner` are its attributes, or itself where it has no dictionary of them.
+        before: what the holder itself had there; `ABSENT` for what is in its class.
+        copy: of that, if it is a container.
     """
 
-    label: str
-    space: Space
-    names: Collection[str]
+    holder: Any
+    before: Any
+    copy: Any
 
     @property
-    def hidden(self) -> dict[str, str]:
-        """Return what hides something now."""
-        return {f"{name!r} of {self.label}": shown(self.space[name]) for name in self.names if name in self.space}
+    def now(self) -> Any:
+        """Return what the holder itself has there now."""
+        return own_value(self.owner, self.name)
+
+    def as_now(self) -> Access:
+        """Return an access to the same attribute, before which it is what it is now."""
+        return replace(self, before=self.now, copy=frozen(self.now))
+
+    def put_back(self) -> None:
+        """Let the holder have again what it had."""
+        match self.before:
+            case list() as held:
+                held[:] = self.copy
+            case deque() as held:
+                held.clear()
+                held.extend(self.copy)
+            case dict() | set() as held:
+                held.clear()
+                held.update(self.copy)
+            case threading.local() as held:
+                held.__dict__.clear()
+                held.__dict__.update(self.copy.content)
+            case Queue() as held:
+                held.queue.clear()
+                held.queue.extend(self.copy.content)
+            case ContextVar() as held:
+                held.set(self.copy.content)
+        if isinstance(self.owner, dict):
+            put(self.owner, self.name, self.before)
+        elif self.now is not self.before and self.before is not ABSENT:
+            setattr(self.owner, self.name, self.before)
+
+
+def own_value(owner: Any, name: str) -> Any:
+    """Return what there is under a name, past what notes accesses, and not what a class has; `ABSENT` if nothing."""
+    if isinstance(owner, dict):
+        return owner.get(name, ABSENT)
+    try:
+        return (type if isinstance(owner, type) else object).__getattribute__(owner, name)
+    except AttributeError:
+        return ABSENT
 
 
 class Reads:
@@ -82,16 +114,16 @@ class Reads:
 
     Args:
         reads: which.
-        methods: what was found in the classes of objects.
+        in_classes: what was found in the class of an object; an attribute of its own, which hides it, is another.
     """
 
-    def __init__(self, reads: Iterable[Read], methods: Iterable[Methods]) -> None:
+    def __init__(self, reads: Iterable[Read], in_classes: Iterable[Read] = ()) -> None:
         every = tuple(reads)
-        self._entries = [read for read in every if type(read.owner) is dict]
-        self._others = [read for read in every if type(read.owner) is not dict]
+        self._entries = [read for read in every if isinstance(read.owner, dict)]
+        self._others = [read for read in every if not isinstance(read.owner, dict)]
         self._dicts, self._names = [read.owner for read in self._entries], [read.name for read in self._entries]
-        self._methods = list(methods)
-        self._spaces = [method.space for method in self._methods]
+        self._in_classes = list(in_classes)
+        self._spaces = list({id(read.owner): read.owner for read in self._in_classes}.values())
         self._arm()
 
     def hold(self) -> bool:
@@ -103,7 +135,7 @@ class Reads:
         self._arm()
         return True
 
-    @functools.cached_property
+    @property
     def facts(self) -> Mapping[str, str]:
         """Return what was read as it was, by what it is of."""
         copies = {id(value): copy for value, copy in self._containers}
@@ -114,9 +146,7 @@ class Reads:
     def facts_now(self) -> Mapping[str, str]:
         """Return the same as it is now."""
         now = {read.label: shown(frozen(read.value)) for read in (*self._entries, *self._others)}
-        for method in self._methods:
-            now.update(method.hidden)
-        return now
+        return now | {read.label: shown(read.value) for read in self._in_classes if read.value is not ABSENT}
 
     def _arm(self) -> None:
         """Take what is there now as what was read."""
@@ -145,7 +175,7 @@ class Reads:
         reads, values = (*self._entries, *self._others), (*self._values, *self._found)
         return (
             all(same(read.value, before) for read, before in zip(reads, values, strict=True))
-            and not any(method.hidden for method in self._methods)
+            and all(read.value is ABSENT for read in self._in_classes)
             and self._contents_are_equal()
         )
 
@@ -188,3 +218,46 @@ def shown(value: Any) -> str:
         case _:
             text = type_name(value if isinstance(value, type) else type(value))
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
+
+
+class NotKept:
+    """Stands for what a forward has left in an attribute: the graphs that run it leave nothing. Any use is refused."""
+
+    def __init__(self, label: str) -> None:
+        self.__dict__["label"] = label
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise StateError(
+            f"{self.__dict__['label']} is set by the forward, but that runs as captured graphs, which set nothing; "
+            f'return the value as an output, or use hetu_fx.auto_parallelize(..., capture="eager")'
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse, but for the protocols that others look for."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        """Refuse to be an operand."""
+        next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, NotKept))._refuse()
+
+    def __repr__(self) -> str:
+        return f"<{self.__dict__['label']}: set by the forward, not kept by graphs>"
+
+    __call__ = __getitem__ = __len__ = __iter__ = __bool__ = __float__ = __int__ = __eq__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __neg__ = __pow__ = __matmul__ = __lt__ = __gt__ = __le__ = __ge__ = _refuse
+    __hash__ = object.__hash__
+
+
+def is_of_the_trace(value: Any) -> bool:
+    """Tell whether a value is none that is left after a trace: a tensor or a size of it, or has some."""
+    match value:
+        case dict():
+            return any(map(is_of_the_trace, value.values()))
+        case list() | tuple() | set() | frozenset():
+            return any(map(is_of_the_trace, value))
+        case _:
+            return isinstance(value, (Tensor, *SYMBOLIC)) or not (isinstance(value, PLAIN) or callable(value))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -20,7 +19,6 @@ from hetu_fx.deduction.factors.factors import FactorClass, FactorMap
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import operand, viewed_argument
 from hetu_fx.graph.functional import SAME_VALUE
-from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.graph.row_dims import RowDims
 from hetu_fx.program.filling_safety import Buffers, outputs_of
 from hetu_fx.program.program import Program
@@ -99,7 +97,7 @@ def _doubt_of_starts(names: list[str]) -> str:
 
 def _starts(program: Program) -> Iterator[str]:
     """Yield the inputs whose values are read as positions in the rows of another input."""
-    inputs = {leaf.node: leaf.name for leaf in _inputs(program.graph)}
+    inputs = {leaf.node: leaf.name for leaf in program.inputs}
     for node in filter(program.factors.is_op, program.graph.graph.nodes):
         op = program.factors.op(node)
         read = (_same_values(op.operands[place].node) for place in op.traits.starts if place < len(op.operands))
@@ -119,7 +117,7 @@ def _others(program: Program, assumed: RowDims) -> Iterator[dict[str, int]]:
 
     All inputs that were taken to have rows have such a dim; what no op reads shows nothing.
     """
-    read = [leaf for leaf in _inputs(program.graph) if any(map(program.factors.is_op, leaf.node.users))]
+    read = [leaf for leaf in program.inputs if any(map(program.factors.is_op, leaf.node.users))]
     dims = {leaf.name: program.factors.dims(leaf.node) for leaf in read}
     rows = _class_of_rows(program, assumed)
     open_classes = dict.fromkeys(
@@ -134,12 +132,8 @@ def _others(program: Program, assumed: RowDims) -> Iterator[dict[str, int]]:
             yield common
 
 
-def _inputs(graph: Graph) -> Any:
-    return graph.leaves_of(LeafKind.INPUT)
-
-
 def _class_of_rows(program: Program, assumed: RowDims) -> frozenset[FactorClass]:
-    leaves = {leaf.name: leaf.node for leaf in _inputs(program.graph)}
+    leaves = {leaf.name: leaf.node for leaf in program.inputs}
     return frozenset(cls for name, dim in assumed.items() for cls in program.factors.dims(leaves[name])[dim])
 
 
@@ -178,7 +172,7 @@ def _goes_by_order(program: Program, rows: frozenset[FactorClass], buffers: Buff
     """Tell whether the loss of random inputs changes with the order of what were taken to be rows; tried on a few."""
     dims = {
         leaf.name: [dim for dim, classes in enumerate(program.factors.dims(leaf.node)) if rows & set(classes)]
-        for leaf in _inputs(program.graph)
+        for leaf in program.inputs
     }
     try:
         return any(_changes(program, dims, buffers, number) for number in range(_TRIALS))
@@ -188,8 +182,10 @@ def _goes_by_order(program: Program, rows: frozenset[FactorClass], buffers: Buff
 
 def _changes(program: Program, dims: Mapping[str, list[int]], buffers: Buffers, number: int) -> bool:
     random = torch.Generator().manual_seed(number)
-    given = {leaf.name: _sample(leaf.node, random) for leaf in _inputs(program.graph)}
-    turned = {name: _turned(tensor, dims[name]) for name, tensor in given.items()}
+    given = {leaf.name: _sample(leaf.node, random) for leaf in program.inputs}
+    turned = {
+        name: tensor.roll([1] * len(dims[name]), dims[name]) if dims[name] else tensor for name, tensor in given.items()
+    }
     place = [leaf.name for leaf in program.graph.outputs].index(program.loss_name)
     one, other = (outputs_of(program, buffers, tensors, number)[place] for tensors in (given, turned))
     return bool((one - other).abs() > _TOLERANCE * one.abs())
@@ -200,7 +196,3 @@ def _sample(node: fx.Node, random: torch.Generator) -> Tensor:
     if is_real(dtype):
         return torch.randn(shape, generator=random, dtype=torch.float64)
     return torch.randint(0, 2, shape, generator=random).to(dtype)
-
-
-def _turned(tensor: Tensor, dims: list[int]) -> Tensor:
-    return tensor.roll([1] * len(dims), dims) if dims else tensor

@@ -6,22 +6,54 @@ lists that were prepared once, tells whether anything has changed; only then the
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from hetu_fx.base.torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, SLOTS
-from hetu_fx.program.traits import Traits
+from hetu_fx.base.torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, SLOTS, guard_of
 
 HOOKS = {**FORWARD_HOOKS, **BACKWARD_HOOKS}
 
+_MOST_GUARDS = 4
 _mode = itemgetter("training")
+_traits = attrgetter("dtype", "requires_grad")
 _END = object()
+
+
+class Traits:
+    """Dtypes and `requires_grad` of tensors, as they are when this is made.
+
+    Asking each tensor takes 0.4 microseconds, for wrappers such as home tensors. So torch compares all in one call,
+    which also says no where only what surrounds it has changed (autocast); then they are asked, and it is made anew.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._tensors = tuple({id(tensor): tensor for tensor in tensors}.values())
+        self._before = list(map(_traits, self._tensors))
+        self._guards: list[Callable[[], bool]] = []
+
+    def hold(self) -> bool:
+        """Tell whether they are what they were."""
+        if torch.is_grad_enabled():
+            return self._hold()
+        with torch.enable_grad():
+            return self._hold()
+
+    def _hold(self) -> bool:
+        for guard in self._guards:
+            if guard():
+                return True
+        if list(map(_traits, self._tensors)) != self._before:
+            return False
+        made = guard_of(self._tensors) if self._tensors else None
+        if made is not None:
+            self._guards = [made, *self._guards][:_MOST_GUARDS]
+        return True
 
 
 class Structure:
@@ -32,6 +64,7 @@ class Structure:
     Attributes:
         modules: by their first names.
         facts: what a graph depends on, by what it is of; the same on ranks that hold the same.
+        digest: a short hash of the facts, without hooks and devices: what either does is seen in the graph.
         key: equal for structures for which one graph holds, as long as one of them is kept. A parameter may be another
             one of the same shape, as graphs read parameters by name.
     """
@@ -51,6 +84,7 @@ class Structure:
         self._traits = Traits(value for value in self._held if isinstance(value, nn.Parameter))
         self.facts: Mapping[str, str] = dict(self._facts())
         hooks = (hook for module in everyone[1:] for kind in HOOKS for hook in getattr(module, kind).values())
+        self.digest = self._digest()
         self.key = (tuple(self.facts.items()), tuple(map(id, chain(everyone, self._types, hooks))))
 
     def holds(self) -> bool:
@@ -63,9 +97,7 @@ class Structure:
             and list(map(type, self._everyone)) == self._types
         )
 
-    @functools.cached_property
-    def digest(self) -> str:
-        """Return a short hash of the facts, without hooks and devices: what either does is seen in the graph."""
+    def _digest(self) -> str:
         told = (what for what in self.facts if "hooks of" not in what and not what.startswith("device of "))
         lines = (f"{what}: {self.facts[what]}" for what in told)
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
@@ -79,7 +111,9 @@ class Structure:
             for kind in SLOTS[:2]:
                 yield from _tensor_facts(name, getattr(module, kind), first)
             if name:
-                yield from ((f"{HOOKS[kind]}s of {where}", told) for kind, told in _told_hooks(module))
+                for kind, what in HOOKS.items():
+                    if hooks := getattr(module, kind):
+                        yield f"{what}s of {where}", ", ".join(map(told_hook, hooks.values()))
 
 
 def place(name: str) -> str:
@@ -90,14 +124,6 @@ def place(name: str) -> str:
 def type_name(kind: type) -> str:
     """Return a class's full name."""
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _told_hooks(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the names of a module's hooks, by where it keeps them."""
-    for kind in HOOKS:
-        hooks = getattr(module, kind)
-        if hooks:
-            yield kind, ", ".join(map(told_hook, hooks.values()))
 
 
 def told_hook(hook: Any) -> str:

@@ -7,37 +7,32 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import nn
 
-from hetu_fx.base.torch_private import BACKWARD_HOOKS, CALLS, FORWARD_HOOKS, parameter_slots, tree_leaves
+from hetu_fx.base.torch_private import BACKWARD_HOOKS, CALLS, FORWARD_HOOKS
 from hetu_fx.errors import BatchError, CaptureError
 from hetu_fx.graph.bind import Batch, LossCall, flatten_batch
 from hetu_fx.graph.capture import Around, capture
 from hetu_fx.graph.graph import Graph
-from hetu_fx.graph.leaves.ops import told_arguments
-from hetu_fx.graph.neutral import stand_in_device
+from hetu_fx.graph.leaves.ops import CONSTANTS, told_nodes
+from hetu_fx.graph.neutral import PARAMETERS, stand_in_device, state_at
 from hetu_fx.graph.numbers import later
 from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, row_dims_of
-from hetu_fx.program.access import Access, put
+from hetu_fx.graph.tracing.contents import ABSENT, PLAIN, put, same
 from hetu_fx.program.caches import are_caches
-from hetu_fx.program.contents import PLAIN, same
-from hetu_fx.program.hooks import check_hooks, hooks_must_change
-from hetu_fx.program.not_kept import NotKept, is_of_the_trace
-from hetu_fx.program.observed import Observers
-from hetu_fx.program.program import AS_IT_STANDS, Program, make_program
-from hetu_fx.program.reads import ABSENT, Read, Reads, shown
+from hetu_fx.program.observed import Observers, check_hooks, hooks_must_change
+from hetu_fx.program.program import AS_IT_STANDS, Program, make_program, same_constants
+from hetu_fx.program.reads import Access, NotKept, Read, Reads, is_of_the_trace, shown
 from hetu_fx.program.row_evidence import Evidence, evidence_of_rows, warning_of
 from hetu_fx.program.watched import Watch
 from hetu_fx.transforms.rewrites.op_overrides import OpOverrides
 
 Forward = Callable[..., Any]
-_TOLD = (bool, int, float, complex, str)
 
 
 @dataclass(frozen=True)
@@ -47,11 +42,9 @@ class _Traced:
     source: Graph
     frozen: frozenset[str]
     watch: Watch
-    overrides: OpOverrides
 
-    @cached_property
-    def program(self) -> Program:
-        return make_program(self.source, self.frozen, self.overrides)
+    def program(self, overrides: OpOverrides) -> Program:
+        return make_program(self.source, self.frozen, overrides)
 
 
 class Tracer:
@@ -90,7 +83,7 @@ class Tracer:
     def trace(self, batch: Batch, training: bool) -> tuple[Program, Reads]:
         """Capture the model for batches like this one, with this one's sizes as the example's; and what it has read."""
         traced = self._traced(batch, training)
-        program, told = traced.program, traced.watch.surroundings.told
+        program, told = traced.program(self.overrides), traced.watch.surroundings.told
         if told and told not in self._told_of:
             self._told_of.add(told)
             warnings.warn(told, stacklevel=2)
@@ -101,7 +94,7 @@ class Tracer:
                 warnings.warn(warning_of(found.used), stacklevel=2)
                 self.row_dims = AskedRowDims(found.used)
                 traced = self._traced(batch, training)
-                program = traced.program
+                program = traced.program(self.overrides)
         return program, traced.watch.reads([Read("'forward' of the model", vars(self), "replaced")])
 
     def _evidence(self, batch: Batch, program: Program) -> Evidence:
@@ -110,7 +103,7 @@ class Tracer:
         def capture_with(dims: RowDims) -> Program:
             asked, self.row_dims = self.row_dims, AskedRowDims(dims)
             try:
-                return self._traced(batch, True).program
+                return self._traced(batch, True).program(self.overrides)
             finally:
                 self.row_dims = asked
 
@@ -143,7 +136,7 @@ class Tracer:
             return
         with suppress(Exception), warnings.catch_warnings(), later(chain.from_iterable(clocks.values())):
             warnings.simplefilter("ignore")  # the first trace has warned
-            if _told(self._trace_once(batch, training).source) == _told(traced.source):
+            if _are_same(self._trace_once(batch, training).source, traced.source):
                 return
         raise CaptureError(
             f"the forward goes on by the time ({', '.join(clocks)}), which a captured graph would keep as it was when "
@@ -160,11 +153,11 @@ class Tracer:
             CaptureError: it keeps state.
         """
         changed = before.watch.changed
-        if all(isinstance(left, PLAIN) and access.space is not None for access, left in changed):
+        if all(isinstance(left, PLAIN) and isinstance(access.owner, dict) for access, left in changed):
             for access, left in changed:
-                put(access.space or {}, access.name, left)
+                put(access.owner, access.name, left)
             again = self._trace_once(batch, training)
-            if not again.watch.changed and again.program.is_like(before.program):
+            if not again.watch.changed and _are_same(again.source, before.source):
                 return again
             for access, _ in changed:
                 access.put_back()
@@ -186,11 +179,10 @@ class Tracer:
 
         def capture_calls(calls: nn.Module, batches: Batch) -> Graph:
             watch = Watch(self.model, None)
-            around = partial(_watching, watch)
-            return self._captured(calls, batches, training, watch, around, fixed=True, leaves=leaves)
+            return self._captured(calls, batches, training, watch, watch.watching, fixed=True, leaves=leaves)
 
         kept = [access for access, _ in before.watch.changed]
-        return are_caches(kept, self.model, loss_fn, batch, before.program, capture_calls)
+        return are_caches(kept, self.model, loss_fn, batch, before.program(self.overrides), capture_calls)
 
     def _trace_once(self, batch: Batch, training: bool) -> _Traced:
         loss_fn = self._loss_fn_for(batch, training)
@@ -206,17 +198,18 @@ class Tracer:
             row_dims=self.row_dims,
             numbers=self.outputs == "all" or (self.outputs == "auto" and not training),
         )
-        return _Traced(graph, frozen, watch, self.overrides)
+        return _Traced(graph, frozen, watch)
 
     def _captured(
         self, module: nn.Module, batch: Batch, training: bool, watch: Watch, around: Around, **how: Any
     ) -> Graph:
         """Capture the model, or a module that calls it."""
         device = next((home.device for home in self.model.parameters()), None)
-        # Also before parameters are home tensors: export leaves weak references to what it traces, and a tensor that
-        # has some cannot be swapped for its home tensor.
+        # Parameters are not computed with: what stands in for them on the host has memory that is never touched. Also
+        # before they are home tensors: export leaves weak references to what it traces, and a tensor that has some
+        # cannot be swapped for its home tensor.
         with (
-            _plain_parameters(self.model),
+            state_at(self.model, stand_in_device, PARAMETERS, anew=True),
             _called_as_its_own(self.model, self.replaced),
             hooks_must_change(self.model),
             self._without_what_is_lost(watch),
@@ -241,16 +234,15 @@ class Tracer:
     def _without_what_is_lost(self, watch: Watch) -> Iterator[None]:
         """Let attributes be what they were before any capture; afterwards those that forwards set refuse to be used."""
         for access, value in self._lost.values():
-            if access.space is not None and isinstance(access.now, NotKept):
-                put(access.space, access.name, value)
+            if isinstance(access.now, NotKept):
+                put(access.owner, access.name, value)
         try:
             yield
         finally:
             for access, left in watch.written:
-                assert access.space is not None, "only what has attributes of its own is written"
                 kept = NotKept(access.label) if is_of_the_trace(left) else left
-                put(access.space, access.name, kept)
-                self._lost.setdefault((id(access.space), access.name), (access, access.before))
+                put(access.owner, access.name, kept)
+                self._lost.setdefault((id(access.owner), access.name), (access, access.before))
 
     def _loss_fn_for(self, batch: Batch, training: bool) -> Callable[..., Any] | None:
         """Return the loss function; in evaluation, none for a batch without what it needs (labels).
@@ -279,19 +271,10 @@ def _own_containers(model: nn.Module) -> Iterator[None]:
             space.update({name: value for name, value in had.items() if same(space.get(name, ABSENT), value)})
 
 
-def _told(graph: Graph) -> str:
-    """Return what a graph consists of, numbers and constants included."""
-    arguments = ((node, tree_leaves(told_arguments(node))) for node in graph.graph.nodes)
-    nodes = [
-        (node.name, str(node.target), [one for one in found if isinstance(one, _TOLD)]) for node, found in arguments
-    ]
-    return repr((nodes, {name: value.tolist() for name, value in graph.constants.items()}))
-
-
-@contextmanager
-def _watching(watch: Watch) -> Iterator[Mapping[str, Any]]:
-    with watch.watching():
-        yield {}
+def _are_same(one: Graph, other: Graph) -> bool:
+    """Tell whether two graphs consist of the same, numbers and constants included."""
+    told, others = (list(told_nodes(graph.graph, (*CONSTANTS, int, complex))) for graph in (one, other))
+    return told == others and same_constants(one, other)
 
 
 @contextmanager
@@ -310,41 +293,3 @@ def _called_as_its_own(model: nn.Module, replaced: Forward | None) -> Iterator[N
     finally:
         for name, value in before.items():
             put(space, name, value)
-
-
-@contextmanager
-def _plain_parameters(model: nn.Module) -> Iterator[None]:
-    """Put uninitialised whole parameters in the model's places: enough to capture it, never computed with.
-
-    On the host, where their memory is not touched, so that the operating system does not back it.
-    """
-    slots = _named_slots(model)
-    homes = dict(model.named_parameters())
-    try:
-        for name, places in slots.items():
-            home = homes[name]
-            empty = torch.empty(tuple(home.shape), dtype=home.dtype, device=stand_in_device(home.device))
-            plain = nn.Parameter(empty, requires_grad=home.requires_grad)
-            for module, key in places:
-                parameter_slots(module)[key] = plain
-        yield
-    finally:
-        for name, places in slots.items():
-            for module, key in places:
-                parameter_slots(module)[key] = homes[name]
-
-
-def _named_slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Return for every parameter, by its first name, all places where the model holds it (several if tied)."""
-    slots: dict[str, list[tuple[nn.Module, str]]] = {}
-    first: dict[int, str] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, parameter in parameter_slots(module).items():
-            if parameter is None:
-                continue
-            full = f"{prefix}.{name}" if prefix else name
-            key = first.setdefault(id(parameter), full)
-            place = (module, name)
-            if place not in slots.setdefault(key, []):
-                slots[key].append(place)
-    return slots

@@ -10,7 +10,7 @@ import enum
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -19,12 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from hetu_fx.base.torch_private import CALLS, LISTED_SLOTS, SLOTS, buffer_slots, not_saved
-from hetu_fx.program.access import Access, own_value
-from hetu_fx.program.code_reads import CodeReads
-from hetu_fx.program.contents import PLAIN, Inside, frozen, same
-from hetu_fx.program.reads import ABSENT, Methods, Read, Reads, Space
+from hetu_fx.graph.tracing.contents import ABSENT, PLAIN, Inside, Space, frozen, same
+from hetu_fx.program.code_reads import CodeReads, Surroundings
+from hetu_fx.program.reads import Access, Read, Reads, own_value
 from hetu_fx.program.structure import place
-from hetu_fx.program.surroundings import Surroundings
 
 _OWN = frozenset(vars(nn.Module()))
 _NO_CONFIGS = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType, enum.Enum, torch.SymInt, torch.SymFloat)
@@ -44,6 +42,7 @@ class Watch:
     Attributes:
         changed: attributes that the forward has read and left otherwise, which a graph cannot do, and what it has left;
             buffers that it has registered, filled or made of another form.
+        written: what it has written without reading it first, and the values that it has left.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
@@ -55,15 +54,16 @@ class Watch:
         self._of_the_model: dict[int, Space] = {}
         self._known: dict[int, tuple[str, Any]] = {}
         self._read: dict[Place, Access] = {}
-        self._written: dict[Place, tuple[Access, Any]] = {}
+        self._written: dict[Place, Access] = {}
         self._kinds: set[type] = set()
         self._code = CodeReads(self._reach)
         self.surroundings = Surroundings()
         self.changed: list[tuple[Access, Any]] = []
+        self.written: list[tuple[Access, Any]] = []
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Note what is read and written inside, in this thread; what was noted before is forgotten."""
+    def watching(self) -> Iterator[Mapping[str, Any]]:
+        """Note what is read and written inside, in this thread; what was noted before is forgotten. Gives nothing."""
         self._forget()
         modules = [(place(name), module) for name, module in self.model.named_modules()]
         self._buffers = [(label, module, dict(buffer_slots(module))) for label, module in modules]
@@ -83,7 +83,7 @@ class Watch:
                 self._code.look_at(self.loss_fn)
             with self.surroundings.watching():
                 try:
-                    yield
+                    yield {}
                 except BaseException:  # also what ends a trace in the middle: the next one finds what this one found
                     self._put_back()
                     raise
@@ -93,22 +93,23 @@ class Watch:
         """Return what was read, and others, as they are now: outside of the trace, so that no value of it is there."""
         reads: dict[Any, Read] = {**self._code.read, **self.surroundings.found}
         reads.update(((id(other.owner), other.name), other) for other in others)
-        methods = dict[int, tuple[str, Space, set[str]]]()
+        in_classes = list[Read]()
         for key, access in self._read.items():
-            if access.space is vars(self.model) and access.name in CALLS:  # its own run the graphs
+            if access.owner is vars(self.model) and access.name in CALLS:  # its own run the graphs
                 own = type(self.model)
                 reads[id(own), access.name] = Read(f"{access.name!r} of the model's class", own, access.name)
                 continue
-            kind = None if access.space is None or access.name in access.space else _class_with(access)
-            if kind is None:
-                reads[key] = Read(access.label, access.owner if access.space is None else access.space, access.name)
-            else:
-                label = self._label(access.owner, access.space)
-                methods.setdefault(id(access.space), (label, access.space or {}, set()))[2].add(access.name)
-                if not isinstance(vars(kind)[access.name], classmethod):
-                    label = f"{access.name!r} of class {kind.__qualname__}"
-                    reads[id(type(access.owner)), access.name] = Read(label, type(access.owner), access.name)
-        return Reads(reads.values(), (Methods(*found) for found in methods.values()))
+            read, kind = Read(access.label, access.owner, access.name), type(access.holder)
+            is_own = not isinstance(access.owner, dict) or access.name in access.owner
+            found = None if is_own else next((one for one in kind.__mro__ if access.name in vars(one)), None)
+            if found is None:
+                reads[key] = read
+                continue
+            in_classes.append(read)
+            if not isinstance(vars(found)[access.name], classmethod):
+                label = f"{access.name!r} of class {found.__qualname__}"
+                reads[id(kind), access.name] = Read(label, kind, access.name)
+        return Reads(reads.values(), in_classes)
 
     @property
     def clocks(self) -> dict[str, list[tuple[dict[str, Any], str]]]:
@@ -118,34 +119,21 @@ class Watch:
             clocks.setdefault(name, []).append((space, name))
         return clocks
 
-    @property
-    def written(self) -> Iterable[tuple[Access, Any]]:
-        """Return what the forward has written without reading it first, and the values that it has left."""
-        return self._written.values()
-
     def _put_back(self) -> None:
         """Let attributes and buffers be what they were."""
-        written = (access for access, _ in self._written.values())
-        for access in (*self._read.values(), *written, *self._new_buffers(), *self._globals()):
+        for access in (*self._read.values(), *self._written.values(), *self._new_buffers(), *self._code.found.values()):
             if not same(access.now, access.copy):
                 access.put_back()
         self._code.forget()
 
     def _finish(self) -> None:
         self._code.forget()
-        accesses = (*self._read.values(), *self._globals())
+        accesses = (*self._read.values(), *self._code.found.values())
         changed = [access for access in accesses if not same(access.now, access.copy)]
         self.changed = [(access, frozen(access.now)) for access in (*changed, *self._new_buffers())]
         for access, _ in self.changed:
             access.put_back()
-        self._written = {key: (access, access.now) for key, (access, _) in self._written.items()}
-
-    def _globals(self) -> Iterator[Access]:
-        """Yield what functions may read besides their arguments: globals, closures, attributes of classes."""
-        for key, read in self._code.found.items():
-            if key in self._code.before:
-                space = read.owner if type(read.owner) is dict else None
-                yield Access(read.label, read.owner, space, read.name, *self._code.before[key])
+        self.written = [(access, access.now) for access in self._written.values()]
 
     def _new_buffers(self) -> Iterator[Access]:
         """Yield places for buffers that have one now, and had none before or one of another form."""
@@ -154,7 +142,7 @@ class Watch:
             for name, buffer in slots.items():
                 old = before.get(name, ABSENT)
                 if buffer is not None and (not isinstance(old, Tensor) or _form(old) != _form(buffer)):
-                    yield Access(f"buffer {name!r} of {label}", module, slots, name, old, old)
+                    yield Access(f"buffer {name!r} of {label}", slots, name, module, old, old)
 
     def _know(self, owner: Any, label: str) -> None:
         self._known.setdefault(id(owner), (label, owner))  # kept, as long as its number counts
@@ -189,33 +177,32 @@ class Watch:
         access = self._first(owner, name)
         if access is None:
             return
-        space = access.space
-        self._read[id(owner if space is None else space), name] = access
+        self._read[id(access.owner), name] = access
         if access.before is not ABSENT:
-            self._reach(access.before if value is ABSENT else value, f"{name} of {self._label(owner, space)}")
+            self._reach(access.before if value is ABSENT else value, f"{name} of {self._known[id(access.owner)][0]}")
 
     def _note_write(self, owner: Any, name: str) -> None:
         access = self._first(owner, name)
-        if access is not None and access.space is not None:
-            self._written[id(access.space), name] = (access, ABSENT)
+        if access is not None and isinstance(access.owner, dict):
+            self._written[id(access.owner), name] = access
 
-    def _first(self, owner: Any, name: str) -> Access | None:
+    def _first(self, holder: Any, name: str) -> Access | None:
         """Return the access to an attribute, if it is known what has it and this is the first."""
         if (name in _OWN and name != "training") or name.startswith("__") or threading.get_ident() != self._thread:
             return None
-        space = _space_of(owner)
-        if isinstance(owner, nn.Module) and space is not None:
-            if id(space) not in self._of_the_model:
-                space = self._slots_apart(space, name)
-            elif name == "training" or _is_of_slots(owner, space, name):
+        owner = _attributes(holder)
+        if isinstance(holder, nn.Module):
+            if id(owner) not in self._of_the_model:
+                owner = self._slots_apart(owner, name)
+            elif name == "training" or _is_of_slots(holder, owner, name):
                 return None
-        key = (id(owner if space is None else space), name)
+        key = (id(owner), name)
         if key[0] not in self._known or key in self._read or key in self._written:
             return None
-        before = own_value(owner, space, name)
+        before = own_value(owner, name)
         if isinstance(before, PLAIN):  # which the forward may have written already, past `__setattr__`
             before = self._of_the_model.get(key[0], {name: before}).get(name, ABSENT)
-        return Access(f"{name!r} of {self._label(owner, space)}", owner, space, name, before, frozen(before))
+        return Access(f"{name!r} of {self._known[key[0]][0]}", owner, name, holder, before, frozen(before))
 
     def _slots_apart(self, space: Space, name: str) -> Space:
         """Return what keeps a tensor or submodule of a module that is none of the model's, else the module's own."""
@@ -225,9 +212,6 @@ class Watch:
         slots: Space = next((space[kind] for kind in SLOTS if name in space[kind]), space)
         self._know(slots, label)
         return slots
-
-    def _label(self, owner: Any, space: Space | None) -> str:
-        return self._known[id(owner if space is None else space)][0]
 
     def _reach(self, value: Any, label: str) -> None:
         """Watch an object that something known refers to, and those in a container."""
@@ -249,8 +233,7 @@ class Watch:
         elif isinstance(content := frozen(value), Inside):
             self._reach(content.content, label)
         elif _is_config(value):
-            space = _space_of(value)
-            self._know(value if space is None else space, label)
+            self._know(_attributes(value), label)
             if type(value) not in self._kinds:
                 self._kinds.add(type(value))
                 self._patch(type(value))
@@ -276,14 +259,9 @@ def _is_of_slots(module: nn.Module, space: Space, name: str) -> bool:
     return any(name in space[kind] for kind in SLOTS)
 
 
-def _space_of(owner: Any) -> Space | None:
+def _attributes(holder: Any) -> Any:
+    """Return the dictionary of an object's own attributes, or the object where it has none."""
     try:
-        space: Space = object.__getattribute__(owner, "__dict__")
+        return object.__getattribute__(holder, "__dict__")
     except AttributeError:
-        return None
-    return space
-
-
-def _class_with(access: Access) -> type | None:
-    """Return the class in which an attribute was found, None if it was nowhere."""
-    return next((kind for kind in type(access.owner).__mro__ if access.name in vars(kind)), None)
+        return holder

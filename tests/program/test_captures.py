@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hetu_fx.errors import BatchError, StateError
 from hetu_fx.graph.bind import GivenBatch
-from hetu_fx.program import kept, tracer
+from hetu_fx.program import captured, captures, tracer
 from hetu_fx.program.batch import Arguments, batch_of, form_of
 from hetu_fx.program.captures import Programs
 
@@ -139,8 +139,8 @@ def test_a_batch_like_the_last_one_keeps_its_form_until_the_model_or_what_surrou
 ) -> None:
     programs, batch = Programs(Summing(), None), {"x": torch.ones(2, 3)}
     forms: list[str] = []
-    form = programs._form
-    monkeypatch.setattr(programs, "_form", lambda *args: [forms.append(form(*args)), forms[-1]][1])
+    form = captures.form_of
+    monkeypatch.setattr(captures, "form_of", lambda *args: [forms.append(form(*args)), forms[-1]][1])
     first = programs.match(GivenBatch.of(batch), True)
     again = programs.match(GivenBatch.of({"x": torch.zeros(2, 3)}), True)
     assert (len(forms), again.program, again.signature) == (1, first.program, first.signature)
@@ -243,7 +243,7 @@ def test_a_number_that_is_made_of_several_sizes_is_that_of_the_batch_and_not_of_
 def test_captures_are_bounded_and_the_one_that_was_not_used_for_longest_goes_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kept, "MOST_CAPTURES", 2)
+    monkeypatch.setattr(captured, "MOST_CAPTURES", 2)
     model, batch = Summing(), {"x": torch.ones(2, 3)}
     programs = Programs(model, None)
     first = programs.find(batch, True)
@@ -258,7 +258,7 @@ def test_captures_are_bounded_and_the_one_that_was_not_used_for_longest_goes_fir
 
 
 def test_a_program_that_is_not_kept_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "MOST_CAPTURES", 1)
+    monkeypatch.setattr(captured, "MOST_CAPTURES", 1)
     programs = Programs(Summing(), None)
     gone = weakref.ref(programs.find({"x": torch.ones(2, 3)}, True))
     programs.find({"x": torch.ones(2, 3), "scale": 2.0}, True)
@@ -280,7 +280,7 @@ def test_a_value_that_changes_before_every_step_is_named_once_with_the_way_out()
     model.forward = lambda x: model.layer(x) * model.factor  # type: ignore[assignment,method-assign,operator]
 
     def annealed() -> Iterator[dict[str, Any]]:
-        for number in range(kept.MANY + 3):
+        for number in range(captured.MANY + 3):
             model.factor = 1.0 / (1 + number)  # type: ignore[assignment]
             yield batch
 
@@ -290,7 +290,7 @@ def test_a_value_that_changes_before_every_step_is_named_once_with_the_way_out()
 
 
 def test_a_plain_value_of_the_batch_that_changes_before_every_step_is_named() -> None:
-    batches = ({"x": torch.ones(2, 3), "scale": 1.0 + number} for number in range(kept.MANY + 1))
+    batches = ({"x": torch.ones(2, 3), "scale": 1.0 + number} for number in range(captured.MANY + 1))
     (told,) = warned(Programs(Summing(), None), batches)
     assert "captured 8 times because of input 'scale' (8.0 -> 9.0" in told
 
@@ -298,6 +298,6 @@ def test_a_plain_value_of_the_batch_that_changes_before_every_step_is_named() ->
 def test_a_size_that_a_program_fixes_and_that_changes_before_every_step_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kept, "MANY", 2)
+    monkeypatch.setattr(captured, "MANY", 2)
     (told,) = warned(Programs(Stepping(), None), ({"x": torch.ones(2, steps)} for steps in (2, 3, 4)))
     assert "because of a size that the graph fixes (dim 1 of input 'x' has size" in told

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hetu_fx.errors import StateError
-from hetu_fx.program.not_kept import NotKept, is_of_the_trace
+from hetu_fx.program.reads import NotKept, is_of_the_trace
 
 USES: list[Callable[[Any], Any]] = [
     lambda value: value.mean(), float, len, bool, iter, lambda value: value + 1, lambda value: 1 - value,

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from hetu_fx.graph.tracing.contents import ABSENT, frozen, same
 from hetu_fx.program import reads
-from hetu_fx.program.contents import frozen, same
-from hetu_fx.program.reads import ABSENT, Methods, Read, Reads, shown
+from hetu_fx.program.reads import Read, Reads, shown
 
 
 def reads_of(space: dict[str, Any], *names: str) -> Reads:
-    return Reads([Read(f"{name!r} of it", space, name) for name in names], [])
+    return Reads([Read(f"{name!r} of it", space, name) for name in names])
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_tensor_holds_until_it_is_written_or_another() -> None:
 
 def test_an_attribute_that_hides_a_method_does_not_hold_and_others_do() -> None:
     space: dict[str, Any] = {}
-    made = Reads([], [Methods("module 'x'", space, {"forward"})])
+    made = Reads([], [Read("'forward' of module 'x'", space, "forward")])
     space["count"] = 1
     assert made.hold()
     space["forward"] = print
@@ -89,7 +89,7 @@ def test_a_method_of_a_class_holds_at_a_glance_until_it_is_another(monkeypatch: 
         def of(cls) -> None:
             """Make one."""
 
-    made = Reads([Read("Made.of", Made, "of")], [])
+    made = Reads([Read("Made.of", Made, "of")])
     looked: list[Any] = []
     monkeypatch.setattr(reads, "can_change", looked.append)
     assert made.hold()

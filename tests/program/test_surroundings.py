@@ -12,7 +12,7 @@ import numpy
 import pytest
 
 from hetu_fx.errors import CaptureError
-from hetu_fx.program.surroundings import Surroundings
+from hetu_fx.program.code_reads import Surroundings
 
 NAME = "HETU_FX_TEST_SCALE"
 

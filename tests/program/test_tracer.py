@@ -39,7 +39,7 @@ def by_the_hour(module: Any, y: Tensor) -> Tensor:
 
 
 def by_the_day(module: Any, y: Tensor) -> Tensor:
-    return y if TODAY.today().day % 2 else y * 2
+    return y * TODAY.today().day
 
 
 def by_what_is_imported(module: Any, y: Tensor) -> Tensor:

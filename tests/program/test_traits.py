@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from hetu_fx.program import traits
-from hetu_fx.program.traits import Traits
+from hetu_fx.program import structure
+from hetu_fx.program.structure import Traits
 
 
 def parameters() -> list[nn.Parameter]:
@@ -26,7 +26,7 @@ CHANGES: dict[str, Callable[[nn.Parameter], None]] = {
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let torch compare them, or have no such thing."""
     if request.param == "one by one":
-        monkeypatch.setattr(traits, "guard_of", lambda tensors: None)
+        monkeypatch.setattr(structure, "guard_of", lambda tensors: None)
 
 
 @pytest.mark.usefixtures("way")

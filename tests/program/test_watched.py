@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hetu_fx.base.torch_private import without_weak_references
 from hetu_fx.errors import CaptureError, StateError
-from hetu_fx.program.not_kept import NotKept
+from hetu_fx.program.reads import NotKept
 from tests.program.guarded import GLOBAL, Guarded, Settings, Watching
 
 

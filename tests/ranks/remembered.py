@@ -27,9 +27,9 @@ from hetu_fx.graph.containers import unflatten
 from hetu_fx.graph.example import make_example
 from hetu_fx.graph.graph import Graph
 from hetu_fx.graph.row_dims import AskedRowDims, row_dims_of
+from hetu_fx.graph.tracing.contents import PLAIN, Memory, frozen
 from hetu_fx.program import tracer
 from hetu_fx.program.batch import form_of
-from hetu_fx.program.contents import PLAIN, Memory, frozen
 from hetu_fx.program.program import Program
 from hetu_fx.program.structure import Structure
 from hetu_fx.program.tracer import Tracer
@@ -63,8 +63,14 @@ def remembered(it: Tracer, batch: Batch, training: bool) -> Any:
     found = trace_once(it, batch, training)
     # A graph with a leaf calls the very module that it was captured from.
     if key is not None and not found.watch.changed and not found.source.leaf_calls:
-        _known[key] = Known(found.source, found.program, read_by(found))
+        _known[key] = Known(found.source, found.program(it.overrides), read_by(found))
+        has_program(found, _known[key].program)
     return found
+
+
+def has_program(found: Any, program: Program) -> None:
+    """Let a trace have a program that has been made of it, or of one like it."""
+    vars(found)["program"] = lambda overrides: program
 
 
 def key_of(it: Tracer, batch: Batch, training: bool) -> Any:
@@ -91,7 +97,7 @@ def played(it: Tracer, batch: Batch, training: bool, known: Known) -> Any:
         return None
     if found.watch.changed or not known.read <= read_by(found):
         return None
-    vars(found)["program"] = copy.copy(known.program)  # a model has one for each of its captures
+    has_program(found, copy.copy(known.program))  # a model has one for each of its captures
     return found
 
 

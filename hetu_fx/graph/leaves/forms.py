@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import combinations_with_replacement
 from typing import Any
 
@@ -69,7 +68,6 @@ class Form:
         return [size.of(shapes) for size in self.sizes]
 
 
-@lru_cache(maxsize=4096)
 def read_form(text: str) -> Form:
     """Return the form that a text says."""
     name, *sizes = text.split()

@@ -9,7 +9,7 @@ To a compiler both are opaque.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +18,7 @@ from torch.fx.node import map_aggregate
 from torch.utils.flop_counter import register_flop_formula
 
 from hetu_fx.base.dtypes import carries_gradient
+from hetu_fx.base.torch_private import tree_leaves
 from hetu_fx.errors import StateError
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument
@@ -155,9 +156,19 @@ def work_in(node: fx.Node, size_of: Callable[[meta.Size], int]) -> Work:
     return call_of_name(argument(node, "name")).work.at(shapes)
 
 
+CONSTANTS = (bool, float, str, torch.dtype)
+
+
+def told_nodes(graph: fx.Graph, kinds: tuple[type, ...]) -> Iterator[str]:
+    """Yield a text for each node of a graph that is the same in every capture; constants of these kinds count."""
+    for node in graph.nodes:
+        constants = [leaf for leaf in tree_leaves(told_arguments(node)) if isinstance(leaf, kinds)]
+        yield f"{node.name} {node.target} {node.all_input_nodes} {constants}"
+
+
 def told_arguments(node: fx.Node) -> Any:
     """Return an op's (args, kwargs) as they are in every capture: of the name of a leaf not its number."""
-    if node.target is not LEAF:
+    if node.target not in (LEAF, torch.ops.hetu.leaf_backward.default):
         return node.args, node.kwargs
     return map_aggregate((node.args, node.kwargs), lambda item: without_number(item) if isinstance(item, str) else item)
 

@@ -6,13 +6,10 @@ tell, or between two calls alike, would be wrong in some step, and is refused.
 
 from __future__ import annotations
 
-import random
-import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from inspect import getattr_static
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -28,11 +25,13 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.leaves.call import Invocation, OpaqueCall, Ran, are_alike, hold_the_same, new_name
 from hetu_fx.graph.leaves.forms import Form, Shapes, found_size
 from hetu_fx.graph.leaves.work import CountWork, Work, WorkBySize
+from hetu_fx.graph.numbers import random_states
+from hetu_fx.graph.tracing.contents import Inside, frozen, same
 
 Environment = Mapping[sympy.Symbol, int]
-TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9}
+_TOLERANCES = {torch.float64: 1e-9, torch.complex128: 1e-9}
 """By how much values of two calls may differ, relative and absolute: sums may be added up in another order."""
-_LINEAR = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-3, torch.complex64: 1e-3}
+_LINEAR = {**_TOLERANCES, torch.float32: 1e-3, torch.complex64: 1e-3}
 """By how much the gradient of a sum may differ from the sum of gradients, in times of the largest."""
 _NEGLIGIBLE = 1e-2  # of the largest gradient
 _FILLS = ("both", "ones", "zeros", "signed")
@@ -171,15 +170,15 @@ class Question:
         kinds = [type(module).__name__ for module in self._modules]
         return [f"global {name}" if number == _GLOBAL else f"{name} of {kinds[number]}" for number, name in attributes]
 
-    @cached_property
+    @property
     def _modules(self) -> tuple[nn.Module, ...]:
         return tuple(self.called.modules()) if isinstance(self.called, nn.Module) else ()
 
     def _calls(self) -> Iterator[_Call]:
         """Yield calls that are alike but for values and sizes; the first is the example's."""
-        before = _random_states()
+        before = random_states()
         alike = list(self._of_the_example())
-        if _random_states() != before:
+        if random_states() != before:
             raise CannotBeLeaf("it draws numbers of `random` or `numpy.random`, which differ on each rank")
         first = alike[0]
         self._check_first(first)
@@ -254,7 +253,7 @@ class Question:
             if count == 2:
                 return
 
-    @cached_property
+    @property
     def _symbols(self) -> list[sympy.Symbol]:
         sizes = (size for one in self.values for size in one.shape if isinstance(size, sympy.Expr))
         return sorted({symbol for size in sizes for symbol in size.free_symbols}, key=str)
@@ -355,12 +354,6 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _random_states() -> Any:
-    numpy = sys.modules.get("numpy")
-    state = None if numpy is None else numpy.random.get_state()
-    return random.getstate(), None if state is None else (state[0], state[1].tobytes(), *state[2:])
-
-
 _OWN = frozenset((*vars(nn.Module()), *LISTED_SLOTS))
 _DEPTH = 2
 """Objects in objects are looked at so deep."""
@@ -396,12 +389,11 @@ def _copied(value: Any, depth: int = 0) -> Any:
             return {key: _copied(item, depth) for key, item in value.items()}
         case list() | tuple() | deque():
             return [_copied(item, depth) for item in value]
-        case set():
-            return set(value)
         case type() | ModuleType() | FunctionType() | MethodType() | nn.Module():
             return value
-    if type(value).__module__ == "numpy":
-        return repr(value.tolist()) if hasattr(value, "tolist") else value
+    content = frozen(value)
+    if content is not value:
+        return value if isinstance(content, Inside) and type(content.content) is object else content
     own = getattr_static(value, "__dict__", None) and vars(value)
     return value if own is None or depth == _DEPTH else {_OBJECT: value, **_copied(dict(own), depth + 1)}
 
@@ -414,13 +406,13 @@ def _agree(first: Any, second: Any) -> bool:
                 return first is second
             if (first.shape, first.dtype) != (second.shape, second.dtype):
                 return False
-            tolerance = TOLERANCES.get(first.dtype, 1e-4) if carries_gradient(first.dtype) else 0
+            tolerance = _TOLERANCES.get(first.dtype, 1e-4) if carries_gradient(first.dtype) else 0
             return torch.allclose(first.detach(), second.detach(), tolerance, tolerance, equal_nan=True)
         case dict(), dict():
             return first.keys() == second.keys() and all(_agree(item, second[key]) for key, item in first.items())
         case list(), list():
             return len(first) == len(second) and all(map(_agree, first, second))
-    return first is second or (type(first) is type(second) and repr(first) == repr(second))
+    return same(first, second) or (type(first) is type(second) and repr(first) == repr(second))
 
 
 def _read_by(tensors: Sequence[Tensor]) -> Iterator[Tensor]:

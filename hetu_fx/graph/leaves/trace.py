@@ -29,17 +29,16 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.capture_failure import RowsAreCounted, line_of, reason
 from hetu_fx.graph.containers import Leaf, Opaque, TensorSlot, Tree, flatten, map_leaves, unflatten
 from hetu_fx.graph.leaves.call import Holder, Invocation, OpaqueCall, know, told_tree
-from hetu_fx.graph.leaves.frames import Candidate, candidates_of
-from hetu_fx.graph.leaves.mark import leaf_modules
+from hetu_fx.graph.leaves.mark import Candidate, candidates_of, leaf_modules
 from hetu_fx.graph.leaves.ops import LEAF
 from hetu_fx.graph.leaves.probe import CannotBeLeaf, Operand, Question, SizesAreFixed
 from hetu_fx.graph.tracing.autocasts import Autocasts, ambient_autocasts
+from hetu_fx.graph.tracing.contents import ABSENT, put
 
 T = TypeVar("T")
 
 MOST_LEAVES = 64
 """That are found in one model: each takes a trace up to where it is."""
-_ABSENT = object()
 _NUMBERS = re.compile(r"\d+")
 
 
@@ -121,17 +120,14 @@ class _Target:
     @property
     def label(self) -> str:
         """Return what it is, for people."""
-        kind = type(self.called).__name__ if isinstance(self.called, nn.Module) else self._function
-        return f"{self.path} ({kind})"
+        called = self.called
+        name = type(called).__name__ if isinstance(called, nn.Module) else getattr(called, "__qualname__", "")
+        return f"{self.path} ({name or type(called).__qualname__})"
 
     @property
     def kind(self) -> tuple[type, str]:
         """Return what it has in common with those like it in repeated blocks."""
         return type(self.called), _NUMBERS.sub("#", self.path)
-
-    @property
-    def _function(self) -> str:
-        return getattr(self.called, "__qualname__", type(self.called).__qualname__)
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -319,15 +315,12 @@ class Leaves:
             for target in self._targets:
                 if isinstance(target.called, nn.Module):
                     space = vars(target.called)
-                    before.append((space, space.get("forward", _ABSENT)))
+                    before.append((space, space.get("forward", ABSENT)))
                     space["forward"] = self._instead(target, target.called.forward)
             yield
         finally:
             for space, forward in reversed(before):
-                if forward is _ABSENT:
-                    del space["forward"]
-                else:
-                    space["forward"] = forward
+                put(space, "forward", forward)
 
     # While the model is traced.
 
@@ -343,10 +336,7 @@ class Leaves:
         finally:
             self._inputs = None
             for space, name, value in reversed(self._hidden):
-                if value is _ABSENT:
-                    space.pop(name, None)
-                else:
-                    space[name] = value
+                put(space, name, value)
             self._hidden = []
 
     def _check_unwritten(self) -> None:
@@ -387,7 +377,7 @@ class Leaves:
         for module, attribute in call.left:
             space = vars(module)
             if not isinstance(space.get(attribute), _OfALeaf):
-                self._hidden.append((space, attribute, space.get(attribute, _ABSENT)))
+                self._hidden.append((space, attribute, space.get(attribute, ABSENT)))
                 space[attribute] = _OfALeaf(target, attribute)
         count = len(call.results)
         for name, value in zip(call.written, made[count:], strict=True):

@@ -23,7 +23,7 @@ from hetu_fx.errors import CaptureError
 from hetu_fx.graph.capture_failure import INTO_A_MODULE, WAY_OUT, user_frame
 from hetu_fx.graph.checks import Check
 from hetu_fx.graph.tracing.meanings import is_of_the_forward
-from hetu_fx.graph.tracing.read_numbers import ReadNumbers
+from hetu_fx.graph.tracing.read_values import ReadNumbers
 
 T = TypeVar("T")
 

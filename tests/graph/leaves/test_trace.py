@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections import deque
@@ -36,7 +37,7 @@ class Part(nn.Module):
         self.register_buffer("count", torch.zeros(()))
         self.does, self.seen, self.total = does, 0, torch.tensor(20_000)
         self.numbers, self.meter, self.queue = np.zeros(2), SimpleNamespace(count=0), deque[Tensor](maxlen=3)
-        self.aside = list[nn.Linear]()
+        self.aside, self.counted = list[nn.Linear](), itertools.count()
 
     def forward(self, h: Tensor) -> Tensor:
         return self.does(self, h)
@@ -236,6 +237,10 @@ def _counts_in_an_object(part: Part, h: Tensor) -> Tensor:
     return by_values(part, h)
 
 
+def _counts_by_an_iterator(part: Part, h: Tensor) -> Tensor:
+    return by_values(part, h) * (1 + 0 * next(part.counted))
+
+
 def _remembers_in_a_queue(part: Part, h: Tensor) -> Tensor:
     part.queue.append(h.detach().mean())
     return by_values(part, h)
@@ -264,6 +269,7 @@ def _clips_its_gradient(part: Part, h: Tensor) -> Tensor:
         (_counts_in_an_array, "keeps state in attributes: numbers of Part"),
         (_counts_from_far_up, "keeps state in attributes: total of Part"),
         (_counts_in_an_object, "keeps state in attributes: meter of Part"),
+        (_counts_by_an_iterator, "keeps state in attributes: counted of Part"),
         (_remembers_in_a_queue, "keeps state in attributes: queue of Part"),
         (_clips_its_gradient, "backward is not linear"),
         (_returns_a_number, "differs between two calls|returns no tensor"),

@@ -16,7 +16,7 @@ from typing import Any
 import numpy
 import pytest
 
-from hetu_fx.program.contents import can_change, frozen, same
+from hetu_fx.graph.tracing.contents import can_change, frozen, same
 
 CHANGES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "a list": ([1, {"a": 2}], lambda value: value[1].update(a=3)),

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Space = dict[str, Any]
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _CONTAINERS = (list, dict, set, deque)
 _ITERATORS = ("builtins", "itertools")
@@ -25,6 +26,15 @@ _ITERATORS = ("builtins", "itertools")
 
 _RANDOM = ("random", "numpy.random")
 """Where classes come from whose objects give random numbers."""
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "none"
+
+
+ABSENT = _Absent()
+"""Stands for the value of an attribute that is not there."""
 
 
 @dataclass(frozen=True)
@@ -162,3 +172,11 @@ def _memory(value: Any) -> Any:
             return Memory(kind, (memory.format, memory.shape), memory.tobytes())
     except (TypeError, ValueError, BufferError):
         return value
+
+
+def put(space: Space, name: str, value: Any) -> None:
+    """Let an object have an attribute, or none."""
+    if value is ABSENT:
+        space.pop(name, None)
+    else:
+        space[name] = value

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hetu_fx.graph.capture import capture
-from hetu_fx.graph.tracing.lengths import open_lengths
+from hetu_fx.graph.tracing.other_forms import open_lengths
 
 
 class Compares(nn.Module):

@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Any
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.links import Resource
@@ -129,21 +128,6 @@ class Simulation:
             yield f"{use.link}: {use.bytes / 1e6:.4g} MB in {_ms(use.seconds)}, {100 * use.share:.1f} % of the step"
         for (sender, receiver), count in self.link_bytes.items():
             yield f"{sender} -> {receiver}: {count / 1e6:.4g} MB"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all but the timeline, as values that JSON has; seconds and bytes."""
-        return {
-            "seconds": self.seconds,
-            "one_by_one_seconds": self.one_by_one_seconds,
-            "hidden_seconds": self.hidden_seconds,
-            "lost_seconds": self.lost_seconds,
-            "devices": [
-                {"rank": rank, "bubble": share, "peak_bytes": self.peak_bytes[rank], "seconds": asdict(self.uses[rank])}
-                for rank, share in self.bubbles.items()
-            ],
-            "links": [asdict(use) for use in self.links],
-            "messages": [{"from": a, "to": b, "bytes": count} for (a, b), count in self.link_bytes.items()],
-        }
 
 
 def _ms(seconds: float) -> str:

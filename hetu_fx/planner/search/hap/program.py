@@ -27,9 +27,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import combinations
-from operator import truediv
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +36,7 @@ from scipy.sparse import coo_array
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.hap.forms import OpForm
-from hetu_fx.planner.search.hap.prices import PricedCollective, Ratios, rounded
+from hetu_fx.planner.search.hap.prices import PricedCollective, Ratios
 from hetu_fx.planner.search.hap.states import Bytes, ChangeKind, Layout
 from hetu_fx.planner.values.tensor_program import Op
 
@@ -101,43 +99,26 @@ class HapStage(NamedTuple):
 
 @dataclass(frozen=True)
 class HapProgram:
-    """Steps in order; `waits_after_each_op` makes each a stage of its own, as HAP's released code counts."""
+    """Steps in order; `waits_after_each_op` makes each a stage of its own, as HAP's released code counts.
+
+    `stages` stand between exchanges of activations, `transfers` are all exchanges, each before its op.
+    """
 
     steps: tuple[HapStep, ...]
     num_segments: int = 1
     waits_after_each_op: bool = False
+    stages: tuple[HapStage, ...] = field(init=False, repr=False, compare=False)
+    transfers: tuple[PricedCollective, ...] = field(init=False, repr=False, compare=False)
 
-    @cached_property
-    def stages(self) -> tuple[HapStage, ...]:
-        """Return the stages, in order."""
-        return tuple(self._stage(steps) for steps in self._runs())
-
-    @cached_property
-    def transfers(self) -> tuple[PricedCollective, ...]:
-        """Return all exchanges, in the order of the ops that they stand before."""
-        return tuple(transfer for step in self.steps for transfer in step.transfers)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stages", tuple(map(self._stage, self._runs())))
+        transfers = tuple(transfer for step in self.steps for transfer in step.transfers)
+        object.__setattr__(self, "transfers", transfers)
 
     def seconds(self, speeds: Sequence[float], ratios: Ratios) -> float:
         """Return (1)."""
         work = math.fsum(max(stage.seconds(speeds, ratios)) for stage in self.stages)
         return work + math.fsum(transfer.seconds(ratios) for transfer in self.transfers)
-
-    def rounded_seconds(self, speeds: Sequence[float], ratios: Ratios) -> float:
-        """Return (1) with the work of whole indices: 3 heads on 2 devices are 2 and 1, whatever the ratios."""
-        work = math.fsum(max(self._rounded(steps, speeds, ratios)) for steps in self._runs())
-        return work + math.fsum(transfer.seconds(ratios) for transfer in self.transfers)
-
-    def _rounded(self, steps: Sequence[HapStep], speeds: Sequence[float], ratios: Ratios) -> tuple[float, ...]:
-        flops = [math.fsum(step.form.whole_flops for step in steps)] * len(speeds)
-        for form in (step.form for step in steps if step.form.cut is not None):
-            shares = rounded(ratios[form.segment], form.units)
-            flops = [sum_ + form.cut_flops * share / form.units for sum_, share in zip(flops, shares, strict=True)]
-        return tuple(map(truediv, flops, speeds))
-
-    def compute_seconds(self, speeds: Sequence[float], ratios: Ratios) -> tuple[float, ...]:
-        """Return each device's seconds of work."""
-        columns = (stage.seconds(speeds, ratios) for stage in self.stages)
-        return tuple(math.fsum(column) for column in zip(*columns, strict=True)) or (0.0,) * len(speeds)
 
     def _runs(self) -> Iterator[list[HapStep]]:
         run: list[HapStep] = []

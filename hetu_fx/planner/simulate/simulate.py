@@ -22,7 +22,6 @@ from hetu_fx.planner.price.placement import shards_of, tied_holders
 from hetu_fx.planner.price.step import predict, row_sum_seconds
 from hetu_fx.planner.price.step_end import optimizer_seconds
 from hetu_fx.planner.price.ways import Bucket, Direction, Holders, HomeWay, buckets, ring_line
-from hetu_fx.planner.simulate.events import play
 from hetu_fx.planner.simulate.fold import Fold
 from hetu_fx.planner.simulate.jobs import Jobs, Task
 from hetu_fx.planner.simulate.pipeline import Held, PipelineJobs, PipelineLane
@@ -75,16 +74,16 @@ def num_jobs(plan: Plan) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Homes:
-    """What holds the same of some buckets.
+class _BucketWay:
+    """The way of buckets that the same parts hold.
 
     Attributes:
-        way: to and from their homes, of all pipelines.
+        home: to and from their homes, of all pipelines.
         members: the devices that hold them, of pipelines that are simulated.
         loads: for how long as many bytes as a bucket should have keep resources, of such pipelines.
     """
 
-    way: HomeWay
+    home: HomeWay
     members: tuple[int, ...]
     loads: Mapping[Resource, float]
 
@@ -107,7 +106,7 @@ class _StepJobs:
         self.lanes = {i: self._lane(i) for i in dict.fromkeys(self.like)}
         self.buckets = buckets(costs, [lane.pipeline.stops for lane in self.lanes.values()])
         parts = plan.parts(self.costs.num_blocks)
-        self.homes = {one: self._homes(one, parts) for one in dict.fromkeys(b.holders for b in self.buckets)}
+        self.ways = {one: self._bucket_way(one, parts) for one in dict.fromkeys(b.holders for b in self.buckets)}
         speeds = {rank: cluster.device(rank).speed for rank in plan.devices}
         self.shards = {} if fold else shards_of(plan, self.costs, speeds)
 
@@ -115,32 +114,29 @@ class _StepJobs:
         rows = self._rows[number]
         return PipelineLane.of(self.plan, number, rows[0], self.costs.of_replica(sum(rows)), self.cluster)
 
-    def _homes(self, holders: Holders, parts: Sequence[PartedPipeline]) -> _Homes:
-        """Return what parts of all pipelines hold the same of."""
+    def _bucket_way(self, holders: Holders, parts: Sequence[PartedPipeline]) -> _BucketWay:
+        """Return the way of what these parts hold, of all pipelines."""
         of_lane, found = dict(zip(self.lanes, holders, strict=True)), []
         for number, like in enumerate(self.like):
             pipeline = self.lanes[like].pipeline if number == like else parts[number]
             found.append(pipeline.parts[of_lane[like]])
-        way = HomeWay(found, self.costs, self.cluster, self.plan.zero)
+        home = HomeWay(found, self.costs, self.cluster, self.plan.zero)
         pairs = zip(self.lanes.values(), holders, strict=True)
         members = tuple(rank for lane, part in pairs for rank in lane.pipeline.parts[part].devices)
-        loads = way.loads if way.is_needed else {}
-        return _Homes(way, members, self.fold.of_all(loads) if self.fold else loads)
+        loads = home.loads if home.is_needed else {}
+        return _BucketWay(home, members, self.fold.of_all(loads) if self.fold else loads)
 
     def simulation(self) -> Simulation:
         """Add all jobs, play them and sum up."""
         self._add()
         lasting = {rank: shard.lasting for rank, shard in self.shards.items()}
-        times = play([job.activity for job in self.jobs.all])
         name = f"simulated step: {self.plan.name or self.plan.summary()}"
-        groups = [pipeline.devices for pipeline in self.plan.pipelines]
-        return simulation(name, self.jobs.all, times, lasting, groups, self.cluster)
+        return simulation(name, self.jobs, lasting, [pipeline.devices for pipeline in self.plan.pipelines])
 
     def seconds(self) -> float:
         """Add all jobs, play them, and return how long the step takes."""
         self._add()
-        times = play([job.activity for job in self.jobs.all])
-        return max(time.end for time in times) - min(time.start for time in times)
+        return self.jobs.seconds()
 
     def _add(self) -> None:
         gathered = self._prepare(self._meet(self._gather()))
@@ -178,9 +174,9 @@ class _StepJobs:
         """Add the gathers of parameters, a few at once on each device; return by device those that it waits for."""
         waits: dict[int, list[int]] = {}
         for bucket in reversed(self.buckets if self.plan.zero else ()):
-            if not self.homes[bucket.holders].way.is_needed:
+            if not self.ways[bucket.holders].home.is_needed:
                 continue
-            own = [waits.setdefault(rank, []) for rank in self.homes[bucket.holders].members]
+            own = [waits.setdefault(rank, []) for rank in self.ways[bucket.holders].members]
             after = sorted({jobs[-BUCKETS_AT_ONCE] for jobs in own if len(jobs) >= BUCKETS_AT_ONCE})
             job = self._travel("gather", bucket, after)
             for jobs in own:
@@ -199,9 +195,9 @@ class _StepJobs:
                     waits.setdefault(rank, []).extend(jobs)
         sending = set[int]()
         for number, bucket in enumerate(self.buckets):
-            if not self.homes[bucket.holders].way.is_needed:
+            if not self.ways[bucket.holders].home.is_needed:
                 continue
-            members = self.homes[bucket.holders].members
+            members = self.ways[bucket.holders].members
             made = [p.made.get((part, number)) for p, part in zip(pipelines, bucket.holders, strict=True)]
             idle = [job for rank in members for job in gathered.get(rank, ())]
             job = self._travel("gradients", bucket, [*(job for job in made if job is not None), *idle])
@@ -265,16 +261,16 @@ class _StepJobs:
 
     def _travelling(self, kind: Direction, bucket: Bucket) -> Task:
         """Return the sends of a bucket: around the rings of those that hold the same of it, all at once."""
-        homes, blocks = self.homes[bucket.holders], (bucket.start, bucket.stop)
-        line, share = homes.way.line(kind, *blocks), homes.way.share(*blocks)
-        seconds = max(line.slope, share * homes.way.busiest)
-        uses = {resource: share * load / seconds for resource, load in homes.loads.items() if load} if seconds else {}
-        traffic = () if self.fold else tuple((a, b, share * size) for a, b, size in homes.way.traffic)
-        return Task(kind, homes.members, seconds, uses, line.fixed, traffic)
+        way, blocks = self.ways[bucket.holders], (bucket.start, bucket.stop)
+        line, share = way.home.line(kind, *blocks), way.home.share(*blocks)
+        seconds = max(line.slope, share * way.home.busiest)
+        uses = {resource: share * load / seconds for resource, load in way.loads.items() if load} if seconds else {}
+        traffic = () if self.fold else tuple((a, b, share * size) for a, b, size in way.home.traffic)
+        return Task(kind, way.members, seconds, uses, line.fixed, traffic)
 
     def _travel_memory(self, kind: Direction, bucket: Bucket) -> tuple[Held, Held]:
         """Return what devices hold more: gathered copies and messages until they are there, gradients' to the end."""
-        way, start = self.homes[bucket.holders].way, Held()
+        way, start = self.ways[bucket.holders].home, Held()
         for stage in way.stages:
             for rank, size in way.held(stage, bucket.start, bucket.stop).items():
                 shard = self.shards[rank]

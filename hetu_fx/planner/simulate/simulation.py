@@ -17,13 +17,12 @@ from itertools import pairwise
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.links import Resource
 from hetu_fx.planner.simulate.events import Times
-from hetu_fx.planner.simulate.jobs import Job
+from hetu_fx.planner.simulate.jobs import Job, Jobs
+from hetu_fx.planner.simulate.picture import WORK
 from hetu_fx.planner.simulate.timeline import MEMORY, Counter, Event, Timeline
 from hetu_fx.plans.schedule import Phase
 
 _PHASE = frozenset(Phase)
-WORK = frozenset({"host", *Phase, "optimizer"})
-"""Kinds of jobs in which a device works."""
 _PIPELINES: tuple[str, ...] = ("host", *Phase, "send", "communication", "finish")
 _PHASES = (("gather", "rows"), _PIPELINES, ("gradients",), ("optimizer",))
 """Kinds of jobs by the part of a step that they stand in: one after the other, if nothing overlaps."""
@@ -134,24 +133,17 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.4g} ms"
 
 
-def simulation(
-    name: str,
-    jobs: Sequence[Job],
-    times: Sequence[Times],
-    lasting: Mapping[int, float],
-    groups: Sequence[Sequence[int]],
-    cluster: Cluster,
-) -> Simulation:
-    """Sum up jobs that ran at these times.
+def simulation(name: str, played: Jobs, lasting: Mapping[int, float], groups: Sequence[Sequence[int]]) -> Simulation:
+    """Play jobs and sum them up.
 
     Args:
         name: of the timeline.
-        jobs, times: what ran when.
+        played: the jobs.
         lasting: bytes by device that it holds all the time.
         groups: the devices of each pipeline.
-        cluster: where.
     """
-    pairs = list(zip(jobs, times, strict=True))
+    jobs, cluster = played.all, played.cluster
+    pairs = list(zip(jobs, played.times(), strict=True))
     events = tuple(
         Event(rank, job.name, at.start, at.end, job.task.kind)
         for job, at in pairs

@@ -1,7 +1,7 @@
 """Timelines: what each device did, or will do, and when.
 
 Measured steps and simulated ones are the same type, so they can be laid side by side. A timeline becomes a
-Chrome trace (chrome://tracing, Perfetto), a picture, or a page (`hetu_fx.planner.simulate.timeline_html`).
+Chrome trace (chrome://tracing, Perfetto), a picture, or a page (`hetu_fx.planner.simulate.picture`).
 """
 
 from __future__ import annotations

@@ -124,8 +124,7 @@ def _nothing_found(expansion: Expansion, reached: int) -> str:
             f"are {smallest / 1e6:.4g} MB if all of it is split; use more or larger devices, or a smaller batch"
         )
     ops = [op.name for op in problem.ops][max(0, reached - 1) :][:1]
-    wanted = f"outputs {problem.outputs} as partials" if expansion.rules.partial_outputs else "no form"
-    return f"the rules allow no program: stuck at {ops or 'the end'} ({wanted}); give ops that may be copied"
+    return f"the rules allow no program: stuck at {ops or 'the end'}; give ops that may be copied"
 
 
 MOST_ENTRIES = 8

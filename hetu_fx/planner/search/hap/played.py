@@ -29,7 +29,6 @@ from hetu_fx.planner.search.hap.assemble import HapResult
 from hetu_fx.planner.search.hap.prices import PricedCollective, rounded
 from hetu_fx.planner.search.hap.program import HapStep, LayoutChange
 from hetu_fx.planner.search.hap.states import SHARED, ChangeKind, LayoutKind
-from hetu_fx.planner.simulate.events import play
 from hetu_fx.planner.simulate.jobs import Jobs, Task
 from hetu_fx.planner.simulate.simulation import Simulation, simulation
 from hetu_fx.planner.values.line import Line
@@ -96,7 +95,7 @@ class PlayedStep:
 
     def prediction(self) -> Prediction:
         """Return what the step takes, and the seconds and bytes of each device by term."""
-        seconds = max(times.end for times in play([job.activity for job in self._jobs.all]))
+        seconds = self._jobs.seconds()
         return Prediction(seconds, tuple(self._devices(seconds)), why=self._run.why)
 
     def simulation(self) -> Simulation:
@@ -104,10 +103,8 @@ class PlayedStep:
 
         Memory is what devices hold all the time: what an op holds while it runs is not known of programs.
         """
-        jobs = self._jobs.all
-        times = play([job.activity for job in jobs])
         held = {rank: self._held_bytes(position) for position, rank in enumerate(self._ranks)}
-        return simulation("simulated step of a program", jobs, times, held, [self._ranks], self._cluster)
+        return simulation("simulated step of a program", self._jobs, held, [self._ranks])
 
     def _started(self) -> list[int]:
         """Add gathers of parameters and what a step takes on hosts; return the jobs that devices wait for."""

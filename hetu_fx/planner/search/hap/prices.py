@@ -214,10 +214,6 @@ class RatioPrices:
         """Return the seconds of a form on each of those devices."""
         return tuple(form.cut_flops * device[form.segment] + form.whole_flops * device[-1] for device in self.per_flop)
 
-    def least_work(self, flops: Sequence[float]) -> Vector:
-        """Return seconds on each of those devices that no forms of so many FLOPs per segment go below."""
-        return tuple(sum(f * s for f, s in zip(flops, device[:-1], strict=True)) for device in self.per_flop)
-
     def change(self, tensor: Tensor, source: Layout, target: Layout) -> tuple[PricedCollective, ...] | None:
         """Return what changes a layout; None if nothing does."""
         key = (tensor.name, source, target)

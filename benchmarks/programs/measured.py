@@ -25,8 +25,8 @@ from hetu_fx.comm_ops.wire.consensus import by_first, from_first, of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.launch.emulate.emulate import EmulateSpec
 from hetu_fx.planner.captured_program import CapturedProgram, PlannedProgram
-from hetu_fx.planner.search.hap.entry import HAP
 from hetu_fx.planner.search.problem import Problem, seconds_by_costs
+from hetu_fx.planner.searches import HAP
 from hetu_fx.planner.values.options import Choice, PlanOptions
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.plans.plan import Plan

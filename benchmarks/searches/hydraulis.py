@@ -65,7 +65,7 @@ def cases(repetitions: int) -> Iterator[Case]:
     yield Case("200 sequences up to 32k, 7 strategies", POOL, [batch(200, 32768, seed) for seed in range(2)])
     many = batch(20000, 32768, 0).lengths
     counts = {n: count / 100 for n, count in Counter(many).items()}
-    pool = propose(tuple(SCHEMES.values()), counts, POOL[0].devices, step=1024)
+    pool = propose(tuple(SCHEMES.values()), counts, sum(one.devices for one in POOL[0].pipelines), step=1024)
     own = tuple(dict.fromkeys((POOL[0], *(variant.strategy for variant in pool))))
     yield Case("200 sequences up to 32k, pool of its own", own, [batch(200, 32768, 1)])
     yield Case("1600 sequences, 1024 devices", LARGE, [batch(1600, 32768, 0)])

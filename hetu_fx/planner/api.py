@@ -227,7 +227,7 @@ def simulate(
     """Return what a training step would be: seconds, bubbles, bytes per link, memory over time, and a timeline of it.
 
     Nothing is run or changed. Draw it with `.timeline.write_png` or
-    `hetu_fx.planner.simulate.timeline.write_html`, or open what `.timeline.write_chrome` writes in Perfetto.
+    `hetu_fx.planner.simulate.picture.write_html`, or open what `.timeline.write_chrome` writes in Perfetto.
 
     Args:
         model: any module; its parameters may be on the meta device.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hetu_fx.base.once import once
@@ -80,7 +80,6 @@ class PlannedProgram:
     program: Program
     costs: ProgramCosts
     forbidden: tuple[str, ...] = ()
-    _known: dict[tuple[Split, bool], ProgramCosts] = field(default_factory=dict)
 
     @cached_property
     def hap(self) -> GraphProblem:
@@ -140,17 +139,13 @@ class PlannedProgram:
 
         It is `costs` if they would anyway. Raises `PlanError` where a parameter has no such dim.
         """
-        narrow = self._known_of(split, larger=False)
+        narrow = self._counted(split, larger=False)
         if widest <= narrow.units or narrow.takes(widest) or self.program.larger_work_shares(split) is None:
             return narrow
-        return self._known_of(split, larger=True)
+        return self._counted(split, larger=True)
 
-    def _known_of(self, split: Split, *, larger: bool) -> ProgramCosts:
-        if (split, larger) not in self._known:
-            self._known[split, larger] = self._counted(split, larger)
-        return self._known[split, larger]
-
-    def _counted(self, split: Split, larger: bool) -> ProgramCosts:
+    @once
+    def _counted(self, split: Split, *, larger: bool) -> ProgramCosts:
         shares = self.program.larger_work_shares(split) if larger else self.program.work_shares(split)
         if shares is None or shares.classes == self.program.work_shares().classes:
             return self.costs

@@ -16,11 +16,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 
 from torch import fx
 
-from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.graph import meta
 from hetu_fx.graph.leaves.ops import LEAF, told_op
@@ -71,7 +70,7 @@ class _Step:
     def annotated(self) -> AnnotatedGraph:
         return self.deduced.annotated
 
-    @cached_property
+    @property
     def pipeline_rows(self) -> tuple[int, ...]:
         return pipeline_rows(self.rows, self.plan)
 
@@ -97,7 +96,6 @@ class _Step:
         size_of = partial(meta.size_at, sizes_at(self.annotated.graph, self.rows))
         return work_of(self.annotated, nodes, size_of, shares)
 
-    @cached_property
     def shares(self) -> WorkShares | None:
         """Return what tensor parallel groups share, as the planner counts it; None where there are none."""
         annotated = self.annotated
@@ -134,27 +132,28 @@ def _of_rows(step: _Step) -> Iterator[GatheredOp]:
     """Yield the ops in which rows of several replicas meet; of a graph of one batch size, the model."""
     ranks = [pipeline.devices[0] for pipeline in step.plan.pipelines]
     found = Meetings(step.annotated.graph, step.deduced.batch).found if len(ranks) > 1 else []
+    shares = step.shares() if found and step.cluster is not None else None
     if found and step.annotated.graph.fixed_rows is not None:
         every = Meeting(found[0].op, [n for one in found for n in one.summed], [n for one in found for n in one.work])
-        yield replace(_met("fixed batch", every, ranks, step), op="the model", line="", path="", source="")
+        yield replace(_met("fixed batch", every, ranks, step, shares), op="the model", line="", path="", source="")
         return
     for one in found:
-        yield _met(step.kind(one.op, "rows", "rows, no rule"), one, ranks, step)
+        yield _met(step.kind(one.op, "rows", "rows, no rule"), one, ranks, step, shares)
 
 
-def _met(kind: str, one: Meeting, ranks: Sequence[int], step: _Step) -> GatheredOp:
+def _met(kind: str, one: Meeting, ranks: Sequence[int], step: _Step, shares: WorkShares | None) -> GatheredOp:
     sizes = list(map(step.bytes_of, one.summed))
     sums = RowSums(len(sizes), float(sum(sizes)))
     sent = sum(step.sent(ranks, size, SUM) for size in sizes)
     seconds = None if step.cluster is None else sums.seconds(ranks, step.cluster)
-    return step.made(kind, one.op, sent, seconds, _repeated_by_replicas(one.work, step))
+    return step.made(kind, one.op, sent, seconds, _repeated_by_replicas(one.work, step, shares))
 
 
-def _repeated_by_replicas(nodes: Sequence[fx.Node], step: _Step) -> float | None:
+def _repeated_by_replicas(nodes: Sequence[fx.Node], step: _Step, shares: WorkShares | None) -> float | None:
     """Return by how much longer ops take that every replica runs on all rows, where that is most."""
     if step.cluster is None:
         return None
-    work, cluster = step.work(nodes, step.shares), step.cluster
+    work, cluster = step.work(nodes, shares), step.cluster
     pairs = zip(step.plan.pipelines, step.pipeline_rows, strict=True)
     return max(
         line.slope * (step.rows - own)
@@ -172,26 +171,28 @@ def _inside_stages(step: _Step) -> Iterator[GatheredOp]:
             yield from _OnAxis(step, axis, deduction, layouts).found()
 
 
-@dataclass(frozen=True, eq=False)
 class _OnAxis:
-    """One axis of stages, and those that have it."""
+    """One axis of stages, and those that have it.
 
-    step: _Step
-    axis: int
-    deduction: AxisDeduction
-    layouts: Sequence[StageLayout]
+    `_forced` is what ops need whole there, each value for the first of them. `_prices` are those of what moves of a
+    micro-batch, by its rows.
+    """
+
+    def __init__(self, step: _Step, axis: int, deduction: AxisDeduction, layouts: Sequence[StageLayout]) -> None:
+        self.step, self.axis, self.deduction, self.layouts = step, axis, deduction, layouts
+        self._forced = self._find_forced()
+        rows = {self._micro_batches(layout)[0] for layout in layouts}
+        self._prices = {one: self._priced(one) for one in rows} if self._forced else {}
 
     def found(self) -> Iterator[GatheredOp]:
-        """Yield the ops; a value that several of them need whole is counted for the first."""
+        """Yield the ops."""
         needed = {layout: stage_nodes(self.step.annotated, layout).needed for layout in self.layouts}
         for node, needs in self._forced.items():
             layouts = [layout for layout in self.layouts if node in needed[layout]]
             if layouts:
                 yield self._made(node, needs, layouts)
 
-    @cached_property
-    def _forced(self) -> dict[fx.Node, list[Need]]:
-        """Return what ops need whole, each value for the first of them."""
+    def _find_forced(self) -> dict[fx.Node, list[Need]]:
         found: dict[fx.Node, list[Need]] = {}
         seen: set[fx.Node] = set()
         for node in self.step.annotated.graph.graph.nodes:
@@ -227,7 +228,7 @@ class _OnAxis:
 
     def _sent(self, layout: StageLayout, needs: Sequence[Need]) -> float:
         (rows, count), groups = self._micro_batches(layout), layout.groups(self.axis)
-        prices = self._prices(rows)
+        prices = self._prices[rows]
         turns = {need.node: GATHER * (1 + self.deduction.sums_cotangent(need)) for need in needs}
         return count * max(
             sum(self.step.sent(ranks, prices.num_bytes[node], turn) for node, turn in turns.items()) for ranks in groups
@@ -235,7 +236,7 @@ class _OnAxis:
 
     def _seconds(self, layout: StageLayout, needs: Sequence[Need]) -> float:
         rows, count = self._micro_batches(layout)
-        prices, trained = self._prices(rows), self.step.annotated.flow.differentiable
+        prices, trained = self._prices[rows], self.step.annotated.flow.differentiable
         return count * sum(
             prices.change(
                 need.node,
@@ -247,9 +248,7 @@ class _OnAxis:
             for need in needs
         )
 
-    @once
-    def _prices(self, rows: int) -> Prices:
-        """Return the prices of what moves of a micro-batch."""
+    def _priced(self, rows: int) -> Prices:
         moved = {need.node for needs in self._forced.values() for need in needs}
         nodes = self.step.annotated.graph.graph.nodes
         sizes = [self.step.bytes_of(node, rows) if node in moved else 0 for node in nodes]

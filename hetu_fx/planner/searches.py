@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 
 from hetu_fx.base.documents import nearest
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.bound import bound_seconds
 from hetu_fx.planner.search.contiguous import CONTIGUOUS
-from hetu_fx.planner.search.hap.entry import HAP, PROGRAMS
 from hetu_fx.planner.search.heteroauto.adapter import HETEROAUTO, KINDS
 from hetu_fx.planner.search.homogeneous import HOMOGENEOUS
 from hetu_fx.planner.search.hydraulis.adapter import HYDRAULIS
@@ -45,6 +45,33 @@ class SearchRule:
     def asks(self, problem: Problem) -> bool:
         """Tell whether the search is asked: it suits and lacks nothing."""
         return self.suits(problem) and not self.search.lacks(problem)
+
+
+def _of_graphs(name: str, applies: str, function: str) -> Search:
+    """Return a search for captured models; what reads graphs is imported when it is asked, and torch then."""
+
+    def find(problem: Problem) -> Candidates:
+        found: Candidates = getattr(import_module("hetu_fx.planner.search.hap.adapter"), function)(problem)
+        return found
+
+    return Search(name, applies, _lacks_a_graph, find)
+
+
+def _lacks_a_graph(problem: Problem) -> str:
+    if problem.captured is not None:
+        return ""
+    return (
+        "it plans op by op and needs the captured graph, which profiles do not hold; use hetu_fx.plan(model, batch, "
+        "search='hap'), or 'auto', 'homogeneous', 'classes' or 'contiguous' for a profile"
+    )
+
+
+HAP = _of_graphs(
+    "hap",
+    "captured models, any: rows or parts of the widths that pay, op by op, in proportion to unlike devices",
+    "find_plans",
+)
+PROGRAMS = _of_graphs("programs", "captured models, any: the plans of `hap` that carry its program", "find_programs")
 
 
 def _devices_differ(problem: Problem) -> bool:

@@ -61,22 +61,13 @@ class BatchChoice:
     @property
     def seconds(self) -> float:
         """Return when the last pipeline is done."""
-        return self._last.seconds
-
-    @property
-    def terms(self) -> tuple[tuple[str, float], ...]:
-        """Return (term, seconds) of the last pipeline; they add up to `seconds`."""
-        return self._last.terms
+        return max(packing.seconds for packing in self.packings)
 
     @property
     def micro_batches(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """Return, for each pipeline, the positions in the batch of the sequences of each row."""
         pairs = zip(self.packings, self.dispatch.pipelines, strict=True)
         return tuple(tuple(tuple(group[i] for i in row) for row in packing.rows) for packing, group in pairs)
-
-    @property
-    def _last(self) -> Packing:
-        return max(self.packings, key=lambda packing: packing.seconds)
 
 
 def choose(strategies: Iterable[Strategy], batch: SequenceBatch, *, seed: int = 0) -> BatchChoice:

@@ -50,11 +50,11 @@ LEAF_CALLS = 4 / 3
 class FlopCounter:
     """Counts the FLOPs of ops by running them on meta tensors; equal calls are run once.
 
-    `size_of` says what a size is; left out: as in the example.
+    `size_of` says what a size is; left out: as in the example. `factors` have the rules of the ops.
     """
 
-    def __init__(self, size_of: Callable[[meta.Size], int] = meta.hint) -> None:
-        self._size_of = size_of
+    def __init__(self, factors: FactorMap, size_of: Callable[[meta.Size], int] = meta.hint) -> None:
+        self._factors, self._size_of = factors, size_of
         self._known: dict[str, int] = {}
 
     def flops(self, node: fx.Node) -> int:
@@ -64,6 +64,10 @@ class FlopCounter:
         if key not in self._known:
             self._known[key] = _count(node.target, args, kwargs)
         return self._known[key]
+
+    def by_rule(self, node: fx.Node) -> float:
+        """Return the FLOPs of products that an op's rule says it sums; 0 where it does not say: torch may know more."""
+        return 2.0 * contracted_size(node, self._factors) * sum(_numel(one, self._size_of) for one in _tensors(node))
 
     def _meta_argument(self, argument: Any) -> Any:
         return tree_map(self._without_symbols, meta.value(argument)) if isinstance(argument, fx.Node) else argument
@@ -242,7 +246,7 @@ class _Profile:
         graph, self._flow = program.graph, program.flow
         self.shares, self._size_of, self.example_rows = shares, size_of, example_rows(graph, size_of)
         self.parts = [_Part() for _ in range(graph.num_blocks + 2)]
-        self._graph, self._counter = graph, FlopCounter(size_of)
+        self._graph, self._counter = graph, FlopCounter(shares.factors, size_of)
         inputs = {leaf.node for leaf in graph.leaves_of(LeafKind.INPUT)}
         self._parameters = {leaf.node for leaf in graph.leaves_of(LeafKind.PARAMETER)}
         by_batch, by_weights = reached_from(graph, inputs), reached_from(graph, self._parameters)
@@ -326,8 +330,7 @@ class _Profile:
 
     def _flops(self, node: fx.Node) -> float:
         """Return torch's count; for an op that torch has no formula for, what its rule says of products."""
-        contracted = contracted_size(node, self.shares.factors)
-        return self._calls(node) * self._counter.flops(node) or 2 * contracted * self._num_elements(node)
+        return self._calls(node) * self._counter.flops(node) or self._counter.by_rule(node)
 
     def _keep(self, nodes: Iterable[fx.Node]) -> None:
         """Count values as kept for the backward: once for all views of it, and not what no gradient needs."""
@@ -373,9 +376,6 @@ class _Profile:
     def bytes_of(self, node: fx.Node) -> int:
         """Return the bytes of a value."""
         return value_bytes(node, self._size_of)
-
-    def _num_elements(self, node: fx.Node) -> int:
-        return sum(_numel(tensor, self._size_of) for tensor in _tensors(node))
 
     def _last_use(self, node: fx.Node) -> int:
         return max((self.part_of(user) for user in node.users if user in self._mixed), default=0)

@@ -27,7 +27,7 @@ from hetu_fx.graph.calls import is_view
 from hetu_fx.graph.edit import needed_for
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
 from hetu_fx.planner.count.count import FlopCounter, example_rows
-from hetu_fx.planner.count.products import contracted_size, multiplies
+from hetu_fx.planner.count.products import multiplies
 from hetu_fx.planner.values.tensor_program import Factors, Kind, Op, Tensor, TensorProgram
 from hetu_fx.transforms.layouts.analysed_graph import AnalysedGraph
 from hetu_fx.transforms.layouts.program_choices import can_cut, only_rearranges, sends_factors
@@ -85,9 +85,9 @@ class _ProblemReader:
     ops: list[Op] = field(default_factory=list)
     nodes: list[fx.Node] = field(default_factory=list)
     sources: dict[fx.Node, tuple[str, ClassDims]] = field(default_factory=dict)
-    _counter: FlopCounter = field(default_factory=FlopCounter)
 
     def __post_init__(self) -> None:
+        self._counter = FlopCounter(self.factors)
         self._parameters = {leaf.node: leaf.name for leaf in self.graph.leaves_of(LeafKind.PARAMETER)}
         self._learned = set(self._parameters)
         for node in self.graph.graph.nodes:
@@ -235,9 +235,7 @@ class _ProblemReader:
         known = float(self._counter.flops(node))
         if known or not multiplies(node, self.factors):
             return known
-        tensors = [item for item in tree_leaves(meta.value(node)) if isinstance(item, torch.Tensor)]
-        op, made = self.factors.op(node), sum(meta.hint(item.numel()) for item in tensors)
-        by_rule = 2.0 * contracted_size(node, self.factors) * made
+        op, by_rule = self.factors.op(node), self._counter.by_rule(node)
         return by_rule if by_rule * self._scale(op) > self._moved_bytes(op) * FLOPS_PER_BYTE else 0.0
 
     def _scale(self, op: OpFactors) -> float:

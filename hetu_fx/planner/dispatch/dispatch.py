@@ -22,7 +22,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,7 +119,7 @@ class Dispatch:
         for scheme, group in zip(self.strategy.pipelines, self.pipelines, strict=True):
             _check_lengths(scheme, {position: self.batch.lengths[position] for position in group})
 
-    @cached_property
+    @property
     def pipeline_seconds(self) -> tuple[float, ...]:
         """Return (4) of the cost model for each pipeline."""
         pairs = zip(self.strategy.pipelines, self.pipelines, strict=True)

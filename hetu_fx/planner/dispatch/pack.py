@@ -74,19 +74,6 @@ class Packing:
         """Return (3) of the cost model."""
         return self.scheme.seconds(max(self.row_seconds), len(self.rows)) if self.rows else 0.0
 
-    @property
-    def terms(self) -> tuple[tuple[str, float], ...]:
-        """Return (term, seconds) of what `seconds` consists of."""
-        rows, slowest = len(self.rows), max(self.row_seconds, default=0.0)
-        work, fixed = math.fsum(self.row_seconds), self.scheme.times.c
-        fill = self.scheme.fill * (slowest + fixed) if rows else 0.0
-        return (
-            ("sequences", work),
-            ("micro-batches", rows * fixed),
-            ("imbalance", rows * slowest - work),
-            ("fill", fill),
-        )
-
 
 def pack(scheme: Scheme, lengths: Sequence[int], *, seed: int = 0) -> Packing:
     """Return the best packing of up to `EXACT_SEQUENCES` sequences, a good one of more, with a bound on the best.

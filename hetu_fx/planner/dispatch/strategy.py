@@ -176,11 +176,6 @@ class Strategy:
             raise PlanError("a strategy has no pipelines; give the scheme of at least one")
 
     @property
-    def devices(self) -> int:
-        """Return how many devices all pipelines take."""
-        return sum(scheme.devices for scheme in self.pipelines)
-
-    @property
     def max_length(self) -> int:
         """Return the longest sequence that some pipeline can hold."""
         return self.pipelines[0].max_length

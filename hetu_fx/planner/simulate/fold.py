@@ -59,11 +59,6 @@ class Fold:
         }
         return cls(pipelines, units, device_like, cluster.link_units)
 
-    @property
-    def first(self) -> tuple[int, ...]:
-        """Return the pipelines that stand for all."""
-        return tuple(dict.fromkeys(self.like))
-
     def of_pipeline(self, number: int) -> Folding:
         """Return what loads of one of these come to, with those of all pipelines that are like it."""
         count, alike = self.like.count(number), Counter(self.unit_like.values())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.links import Resource, Traffic, loads_of
-from hetu_fx.planner.simulate.events import Activity
+from hetu_fx.planner.simulate.events import Activity, Times, play
 from hetu_fx.planner.simulate.fold import Folding, unfolded
 from hetu_fx.planner.values.line import Line
 
@@ -86,6 +86,14 @@ class Jobs:
         activity = Activity(task.seconds, task.uses, tuple(after), task.latency_seconds)
         self.all.append(Job(task, name, activity, start or {}, end or {}, part_of))
         return len(self.all) - 1
+
+    def times(self) -> tuple[Times, ...]:
+        """Return when each job runs. Raises `StateError` where some wait for each other."""
+        return play([job.activity for job in self.all])
+
+    def seconds(self) -> float:
+        """Return when the last job ends, from second 0."""
+        return max(at.end for at in self.times())
 
     def compute(self, kind: str, seconds: Mapping[int, float]) -> Task:
         """Return work that devices do together, the slowest setting the pace."""

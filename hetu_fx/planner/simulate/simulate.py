@@ -12,10 +12,8 @@ Where only seconds are asked for, pipelines that are alike are simulated as one 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 
-from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.plans.cost import BUCKETS_AT_ONCE
 from hetu_fx.errors import PlanError
@@ -24,16 +22,13 @@ from hetu_fx.planner.price.placement import shards_of, tied_holders
 from hetu_fx.planner.price.step import predict, row_sum_seconds
 from hetu_fx.planner.price.step_end import optimizer_seconds
 from hetu_fx.planner.price.ways import Bucket, Direction, Holders, HomeWay, buckets, ring_line
-from hetu_fx.planner.simulate.events import play
 from hetu_fx.planner.simulate.fold import Fold
 from hetu_fx.planner.simulate.jobs import Jobs, Task
-from hetu_fx.planner.simulate.pipeline import PipelineLane
-from hetu_fx.planner.simulate.pipeline_jobs import Held, PipelineJobs
+from hetu_fx.planner.simulate.pipeline import Held, PipelineJobs, PipelineLane
 from hetu_fx.planner.simulate.simulation import Simulation, simulation
-from hetu_fx.planner.values.device_memory import HeldShard
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.plans.parts import Deal
+from hetu_fx.plans.parts import Deal, PartedPipeline
 from hetu_fx.plans.plan import Plan, pipeline_rows, split_rows
 from hetu_fx.plans.prediction import Prediction
 
@@ -78,6 +73,21 @@ def num_jobs(plan: Plan) -> int:
     return kinds * 2 * longest.micro_batches * chunks * sum(2 + (len(stage.devices) > 1) for stage in longest.stages)
 
 
+@dataclass(frozen=True, slots=True)
+class _BucketWay:
+    """The way of buckets that the same parts hold.
+
+    Attributes:
+        home: to and from their homes, of all pipelines.
+        members: the devices that hold them, of pipelines that are simulated.
+        loads: for how long as many bytes as a bucket should have keep resources, of such pipelines.
+    """
+
+    home: HomeWay
+    members: tuple[int, ...]
+    loads: Mapping[Resource, float]
+
+
 class _StepJobs:
     """The jobs of a step."""
 
@@ -90,38 +100,43 @@ class _StepJobs:
             )
         self.plan, self.cluster, self.fold = plan, cluster, fold
         self.costs = costs.under(plan)
-        self._parts = plan.parts(self.costs.num_blocks)
         self.jobs = Jobs(cluster)
-        count = len(plan.pipelines)
-        self.like = fold.like if fold else tuple(range(count))
+        self.like = fold.like if fold else tuple(range(len(plan.pipelines)))
         self._rows = split_rows(self.costs.rows, plan)
         self.lanes = {i: self._lane(i) for i in dict.fromkeys(self.like)}
         self.buckets = buckets(costs, [lane.pipeline.stops for lane in self.lanes.values()])
+        parts = plan.parts(self.costs.num_blocks)
+        self.ways = {one: self._bucket_way(one, parts) for one in dict.fromkeys(b.holders for b in self.buckets)}
+        speeds = {rank: cluster.device(rank).speed for rank in plan.devices}
+        self.shards = {} if fold else shards_of(plan, self.costs, speeds)
 
     def _lane(self, number: int) -> PipelineLane:
         rows = self._rows[number]
         return PipelineLane.of(self.plan, number, rows[0], self.costs.of_replica(sum(rows)), self.cluster)
 
-    @cached_property
-    def shards(self) -> dict[int, HeldShard]:
-        """Return what each device holds."""
-        speeds = {rank: self.cluster.device(rank).speed for rank in self.plan.devices}
-        return shards_of(self.plan, self.costs, speeds)
+    def _bucket_way(self, holders: Holders, parts: Sequence[PartedPipeline]) -> _BucketWay:
+        """Return the way of what these parts hold, of all pipelines."""
+        of_lane, found = dict(zip(self.lanes, holders, strict=True)), []
+        for number, like in enumerate(self.like):
+            pipeline = self.lanes[like].pipeline if number == like else parts[number]
+            found.append(pipeline.parts[of_lane[like]])
+        home = HomeWay(found, self.costs, self.cluster, self.plan.zero)
+        pairs = zip(self.lanes.values(), holders, strict=True)
+        members = tuple(rank for lane, part in pairs for rank in lane.pipeline.parts[part].devices)
+        loads = home.loads if home.is_needed else {}
+        return _BucketWay(home, members, self.fold.of_all(loads) if self.fold else loads)
 
     def simulation(self) -> Simulation:
         """Add all jobs, play them and sum up."""
         self._add()
         lasting = {rank: shard.lasting for rank, shard in self.shards.items()}
-        times = play([job.activity for job in self.jobs.all])
         name = f"simulated step: {self.plan.name or self.plan.summary()}"
-        groups = [pipeline.devices for pipeline in self.plan.pipelines]
-        return simulation(name, self.jobs.all, times, lasting, groups, self.cluster)
+        return simulation(name, self.jobs, lasting, [pipeline.devices for pipeline in self.plan.pipelines])
 
     def seconds(self) -> float:
         """Add all jobs, play them, and return how long the step takes."""
         self._add()
-        times = play([job.activity for job in self.jobs.all])
-        return max(time.end for time in times) - min(time.start for time in times)
+        return self.jobs.seconds()
 
     def _add(self) -> None:
         gathered = self._prepare(self._meet(self._gather()))
@@ -159,9 +174,9 @@ class _StepJobs:
         """Add the gathers of parameters, a few at once on each device; return by device those that it waits for."""
         waits: dict[int, list[int]] = {}
         for bucket in reversed(self.buckets if self.plan.zero else ()):
-            if not self._travels(bucket):
+            if not self.ways[bucket.holders].home.is_needed:
                 continue
-            own = [waits.setdefault(rank, []) for rank in self._members(bucket.holders)]
+            own = [waits.setdefault(rank, []) for rank in self.ways[bucket.holders].members]
             after = sorted({jobs[-BUCKETS_AT_ONCE] for jobs in own if len(jobs) >= BUCKETS_AT_ONCE})
             job = self._travel("gather", bucket, after)
             for jobs in own:
@@ -178,20 +193,25 @@ class _StepJobs:
             for stage, jobs in pipeline.last.items():
                 for rank in pipeline.lane.stages[stage]:
                     waits.setdefault(rank, []).extend(jobs)
+        sending = set[int]()
         for number, bucket in enumerate(self.buckets):
-            if not self._travels(bucket):
+            if not self.ways[bucket.holders].home.is_needed:
                 continue
+            members = self.ways[bucket.holders].members
             made = [p.made.get((part, number)) for p, part in zip(pipelines, bucket.holders, strict=True)]
-            idle = [job for rank in self._members(bucket.holders) for job in gathered.get(rank, ())]
+            idle = [job for rank in members for job in gathered.get(rank, ())]
             job = self._travel("gradients", bucket, [*(job for job in made if job is not None), *idle])
-            for rank in self._members(bucket.holders):
+            sending.update(members)
+            for rank in members:
                 waits[rank].append(job)
         for job, ranks in self._tied("gradients", waits):
             for rank in ranks:
                 waits[rank].append(job)
         idle_ranks = {rank for p in pipelines if not p.rows for rank in p.lane.devices}
         for rank, seconds in self._updates():
-            start, end = self._update_memory(rank, rank not in idle_ranks) if self.fold is None else (None, None)
+            start, end = None, None
+            if self.fold is None:
+                start, end = self._update_memory(rank, made=rank not in idle_ranks, sent=rank in sending)
             self.jobs.do(self.jobs.compute("optimizer", {rank: seconds}), "optimizer", waits.get(rank, ()), start, end)
 
     def _updates(self) -> Iterator[tuple[int, float]]:
@@ -227,40 +247,12 @@ class _StepJobs:
         folded = (self.fold.of_pipeline(number),) if self.fold else ()
         return self.jobs.transfer(kind, line, traffic, ranks, *folded)
 
-    def _update_memory(self, rank: int, has_gradients: bool) -> tuple[Held, Held]:
+    def _update_memory(self, rank: int, *, made: bool, sent: bool) -> tuple[Held, Held]:
         """Return what a device holds more from the start of its update, and from its end, without gradients."""
         shard = self.shards[rank]
         needed = shard.owned_gradients + shard.update_bytes
-        made = shard.gradients if has_gradients else 0.0
-        travelled = shard.messages if rank in self._travellers else 0.0
-        return {rank: needed - made - travelled}, {rank: -needed}
-
-    @cached_property
-    def _travellers(self) -> frozenset[int]:
-        """Return the devices whose gradients travel."""
-        return frozenset(
-            rank for bucket in self.buckets if self._travels(bucket) for rank in self._members(bucket.holders)
-        )
-
-    def _travels(self, bucket: Bucket) -> bool:
-        """Tell whether several devices hold the same of a bucket's parameters."""
-        return self._way(bucket.holders).is_needed
-
-    @once
-    def _way(self, holders: Holders) -> HomeWay:
-        """Return the way of what parts hold, of all pipelines."""
-        of_lane = dict(zip(self.lanes, holders, strict=True))
-        found = []
-        for number, like in enumerate(self.like):
-            lane, part = self.lanes[like], of_lane[like]
-            found.append((lane.pipeline if number == like else self._parts[number]).parts[part])
-        return HomeWay(found, self.costs, self.cluster, self.plan.zero)
-
-    @once
-    def _members(self, holders: Holders) -> list[int]:
-        """Return the devices that hold a bucket, of pipelines that are simulated."""
-        pairs = zip(self.lanes.values(), holders, strict=True)
-        return [rank for lane, part in pairs for rank in lane.pipeline.parts[part].devices]
+        before = (shard.gradients if made else 0.0, shard.messages if sent else 0.0)
+        return {rank: needed - before[0] - before[1]}, {rank: -needed}
 
     def _travel(self, kind: Direction, bucket: Bucket, after: Sequence[int]) -> int:
         """Add a bucket's way to or from home."""
@@ -269,23 +261,16 @@ class _StepJobs:
 
     def _travelling(self, kind: Direction, bucket: Bucket) -> Task:
         """Return the sends of a bucket: around the rings of those that hold the same of it, all at once."""
-        way, blocks = self._way(bucket.holders), (bucket.start, bucket.stop)
-        line, share = way.line(kind, *blocks), way.share(*blocks)
-        seconds = max(line.slope, share * way.busiest)
-        loads = self._loads(bucket.holders)
-        uses = {resource: share * load / seconds for resource, load in loads.items() if load} if seconds else {}
-        traffic = () if self.fold else tuple((a, b, share * size) for a, b, size in way.traffic)
-        return Task(kind, tuple(self._members(bucket.holders)), seconds, uses, line.fixed, traffic)
-
-    @once
-    def _loads(self, holders: Holders) -> Mapping[Resource, float]:
-        """Return for how long as many bytes as a bucket should have keep resources, of pipelines that are simulated."""
-        loads = self._way(holders).loads
-        return self.fold.of_all(loads) if self.fold else loads
+        way, blocks = self.ways[bucket.holders], (bucket.start, bucket.stop)
+        line, share = way.home.line(kind, *blocks), way.home.share(*blocks)
+        seconds = max(line.slope, share * way.home.busiest)
+        uses = {resource: share * load / seconds for resource, load in way.loads.items() if load} if seconds else {}
+        traffic = () if self.fold else tuple((a, b, share * size) for a, b, size in way.home.traffic)
+        return Task(kind, way.members, seconds, uses, line.fixed, traffic)
 
     def _travel_memory(self, kind: Direction, bucket: Bucket) -> tuple[Held, Held]:
         """Return what devices hold more: gathered copies and messages until they are there, gradients' to the end."""
-        way, start = self._way(bucket.holders), Held()
+        way, start = self.ways[bucket.holders].home, Held()
         for stage in way.stages:
             for rank, size in way.held(stage, bucket.start, bucket.stop).items():
                 shard = self.shards[rank]

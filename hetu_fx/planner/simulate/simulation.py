@@ -13,19 +13,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Any
 
 from hetu_fx.base.words import bytes_text, seconds_text
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.links import Resource
 from hetu_fx.planner.simulate.events import Times
-from hetu_fx.planner.simulate.jobs import Job
+from hetu_fx.planner.simulate.jobs import Job, Jobs
+from hetu_fx.planner.simulate.picture import WORK
 from hetu_fx.planner.simulate.timeline import MEMORY, Counter, Event, Timeline
 from hetu_fx.plans.schedule import Phase
 
 _PHASE = frozenset(Phase)
-WORK = frozenset({"host", *Phase, "optimizer"})
-"""Kinds of jobs in which a device works."""
 _PIPELINES: tuple[str, ...] = ("host", *Phase, "send", "communication", "finish")
 _PHASES = (("gather", "rows"), _PIPELINES, ("gradients",), ("optimizer",))
 """Kinds of jobs by the part of a step that they stand in: one after the other, if nothing overlaps."""
@@ -135,40 +133,18 @@ class Simulation:
         for (sender, receiver), count in self.link_bytes.items():
             yield f"{sender} -> {receiver}: {bytes_text(count)}"
 
-    def to_json(self) -> dict[str, Any]:
-        """Return all but the timeline, as values that JSON has; seconds and bytes."""
-        return {
-            "seconds": self.seconds,
-            "one_by_one_seconds": self.one_by_one_seconds,
-            "hidden_seconds": self.hidden_seconds,
-            "lost_seconds": self.lost_seconds,
-            "devices": [
-                {"rank": rank, "bubble": share, "peak_bytes": self.peak_bytes[rank], "seconds": asdict(self.uses[rank])}
-                for rank, share in self.bubbles.items()
-            ],
-            "links": [asdict(use) for use in self.links],
-            "messages": [{"from": a, "to": b, "bytes": count} for (a, b), count in self.link_bytes.items()],
-        }
 
-
-def simulation(
-    name: str,
-    jobs: Sequence[Job],
-    times: Sequence[Times],
-    lasting: Mapping[int, float],
-    groups: Sequence[Sequence[int]],
-    cluster: Cluster,
-) -> Simulation:
-    """Sum up jobs that ran at these times.
+def simulation(name: str, played: Jobs, lasting: Mapping[int, float], groups: Sequence[Sequence[int]]) -> Simulation:
+    """Play jobs and sum them up.
 
     Args:
         name: of the timeline.
-        jobs, times: what ran when.
+        played: the jobs.
         lasting: bytes by device that it holds all the time.
         groups: the devices of each pipeline.
-        cluster: where.
     """
-    pairs = list(zip(jobs, times, strict=True))
+    jobs, cluster = played.all, played.cluster
+    pairs = list(zip(jobs, played.times(), strict=True))
     events = tuple(
         Event(rank, job.name, at.start, at.end, job.task.kind)
         for job, at in pairs

@@ -1,7 +1,7 @@
 """Timelines: what each device did, or will do, and when.
 
 Measured steps and simulated ones are the same type, so they can be laid side by side. A timeline becomes a
-Chrome trace (chrome://tracing, Perfetto), a picture, or a page (`hetu_fx.planner.simulate.timeline_html`).
+Chrome trace (chrome://tracing, Perfetto), a picture, or a page (`hetu_fx.planner.simulate.picture`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
@@ -79,13 +78,6 @@ class Timeline:
     def __post_init__(self) -> None:
         order = sorted(self.events, key=lambda e: (e.device, e.start_seconds, -e.end_seconds, e.name))
         object.__setattr__(self, "events", tuple(order))
-
-    @classmethod
-    def merged(cls, timelines: Iterable[Timeline], name: str = "hetu_fx") -> Timeline:
-        """Return the events of several timelines (of one clock) as one."""
-        timelines = tuple(timelines)
-        events = tuple(event for timeline in timelines for event in timeline.events)
-        return cls(events, name, tuple(counter for timeline in timelines for counter in timeline.counters))
 
     @property
     def devices(self) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ def staged(*pipelines: tuple[int, ...], micro_batches: int = 4) -> Plan:
 def test_pipelines_that_see_alike_nodes_are_one() -> None:
     cluster = paper(*[1] * 4, nodes="abab", inter=SLOW)
     fold = Fold.of(staged((0, 1), (2, 3)), (8, 8), cluster)
-    assert fold.first == (0,)
+    assert fold.like == (0, 0)
     assert fold.device_like == {0: 0, 1: 1, 2: 0, 3: 1}
     # both hand over from the one node to the other
     assert fold.of_pipeline(0)({("out of node", 0): 1.0, ("out", 0): 1.0}) == {("out of node", 0): 2.0, ("out", 0): 1.0}
@@ -39,8 +39,8 @@ def test_what_goes_around_all_counts_as_at_the_busiest_of_those_alike() -> None:
 def test_rows_or_speeds_or_neighbours_that_differ_keep_pipelines_apart(rows: tuple[int, int]) -> None:
     plan = staged((0, 1), (2, 3))
     unlike = paper(1, 1, 1, 2) if rows == (8, 8) else paper(1, 1, 1, 1)
-    assert Fold.of(plan, rows, unlike).first == (0, 1)
-    assert Fold.of(plan, (8, 8), paper(1, 1, 1, 1, nodes="aabc")).first == (0, 1)
+    assert Fold.of(plan, rows, unlike).like == (0, 1)
+    assert Fold.of(plan, (8, 8), paper(1, 1, 1, 1, nodes="aabc")).like == (0, 1)
 
 
 @pytest.mark.parametrize("nodes", ["aaaaaaaa", "aabbaabb", "abababab", "aaaabbbb", "abcdabcd"])

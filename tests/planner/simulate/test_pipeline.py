@@ -1,8 +1,8 @@
 import pytest
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.simulate.pipeline import PipelineLane
-from hetu_fx.planner.values.line import Line
+from hetu_fx.planner.simulate.jobs import Jobs
+from hetu_fx.planner.simulate.pipeline import PipelineJobs, PipelineLane
 from hetu_fx.plans.plan import Pipeline, Plan, Stage, split_rows
 from hetu_fx.plans.schedule import Phase
 from tests.planner.examples import paper, transformer
@@ -30,12 +30,24 @@ def test_more_chunks_than_blocks_are_refused() -> None:
 
 def test_both_halves_of_a_backward_take_as_long_as_the_whole() -> None:
     found = lane()
-    seconds = {work: found.compute(1, work, 2) for work in Phase}
-    halves = seconds[Phase.INPUT_GRADIENT][1] + seconds[Phase.WEIGHT_GRADIENT][1]
-    assert halves == pytest.approx(seconds[Phase.BACKWARD][1])
-    assert seconds[Phase.FORWARD][2] > seconds[Phase.FORWARD][1] > 0
-    assert found.reductions(1, Phase.BACKWARD, 2) == found.reductions(1, Phase.INPUT_GRADIENT, 2)
-    assert found.reductions(1, Phase.WEIGHT_GRADIENT, 2) == Line()
+    seconds = {work: found.costs[1].compute_of(work, 2) for work in Phase}
+    halves = seconds[Phase.INPUT_GRADIENT][0] + seconds[Phase.WEIGHT_GRADIENT][0]
+    assert halves == pytest.approx(seconds[Phase.BACKWARD][0])
+    assert seconds[Phase.FORWARD][1] > seconds[Phase.FORWARD][0] > 0
+
+
+def test_sums_of_gradients_of_inputs_stand_in_the_half_that_makes_them() -> None:
+    sums = {}
+    for schedule in ("1f1b", "zero-bubble"):
+        jobs = Jobs(paper(4, 2, 1))
+        made = PipelineJobs(jobs, lane(), 0, (2, 2), (), {})
+        made.run(schedule)
+        ends = {number: job.activity.after for number, job in enumerate(jobs.all) if job.task.kind == "communication"}
+        after = [jobs.all[number].task for (number,) in ends.values()]
+        sums[schedule] = [(task.kind, jobs.all[n].task.alone_seconds) for n, task in zip(ends, after, strict=True)]
+    assert {kind for kind, _ in sums["1f1b"]} == {"forward", "backward"}
+    assert {kind for kind, _ in sums["zero-bubble"]} == {"forward", "input gradient"}
+    assert sorted(seconds for _, seconds in sums["1f1b"]) == sorted(seconds for _, seconds in sums["zero-bubble"])
 
 
 def test_work_falls_on_blocks_in_proportion() -> None:

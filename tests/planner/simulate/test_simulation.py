@@ -20,8 +20,7 @@ def test_a_step_says_what_is_hidden_and_what_is_lost_and_how_busy_links_are() ->
     assert step.lost_seconds > 0
     assert step.links[0].share <= 1.0
     assert max(use.lost for use in step.uses.values()) > 0
-    told = step.to_json()
-    assert {one["link"] for one in told["links"]} >= {"out of node 0", "into node 1"}
+    assert {one.link for one in step.links} >= {"out of node 0", "into node 1"}
     assert "lost by sharing links" in str(step)
     names = {event["name"] for event in step.timeline.to_chrome()["traceEvents"]}
     assert "out of node 0 is busy" in names

@@ -39,11 +39,6 @@ def test_an_empty_timeline_has_no_time() -> None:
     assert (Timeline(()).seconds, Timeline(()).idle_share(0), Timeline(()).devices) == (0.0, 0.0, ())
 
 
-def test_merging_keeps_all_events() -> None:
-    parts = [Timeline((event,)) for event in example().events]
-    assert Timeline.merged(parts, "step") == example()
-
-
 def test_an_event_cannot_end_before_it_starts() -> None:
     with pytest.raises(StateError, match=r"event 'x' of device 3 ends at 1\.0 s, before it starts at 2\.0 s"):
         Event(3, "x", 2.0, 1.0)
@@ -70,9 +65,9 @@ def test_without_matplotlib_the_error_names_the_extra(tmp_path: Path, monkeypatc
         example().write_png(tmp_path / "step.png")
 
 
-def test_counters_stand_in_the_chrome_trace_and_are_merged() -> None:
+def test_counters_stand_in_the_chrome_trace() -> None:
     counter = Counter(1, "memory", ((0.001, 5.0), (0.002, 7.0)))
-    timeline = Timeline.merged([example(), Timeline((), counters=(counter,))], "step")
+    timeline = Timeline(example().events, "step", (counter,))
     found = [e for e in timeline.to_chrome()["traceEvents"] if e["ph"] == "C"]
     assert [(e["name"], e["ts"], e["args"]) for e in found] == [
         ("memory of device 1", pytest.approx(0), {"memory": 5.0}),

@@ -18,7 +18,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase as fnmatch
-from functools import cached_property
 
 from torch import fx
 
@@ -48,33 +47,29 @@ from hetu_fx.transforms.layouts.program_choices import only_rearranges, op_names
 
 def find_plans(problem: Problem) -> Candidates:
     """Return the plan that carries HAP's program, and plans near it, that fit; none if it finds none, and says why."""
-    captured = problem.captured
-    assert captured is not None, "the table refuses problems without a graph"
-    try:
-        result = _searched(captured, problem)
-        found = list(_translations(captured, result, problem))
-    except PlanError as refusal:
-        problem.tell(f"hap: {refusal}")
-        return {}
-    plans = [plan for each in found for plan in _plans(each, captured, problem)]
-    near = dict(fitted for fitted in map(problem.fitted, plans) if fitted is not None)
-    return near | dict(_with_programs(captured, result, problem))
+    return _found(problem, MOST_ROUNDS, near=True)
 
 
 def find_programs(problem: Problem) -> Candidates:
     """Return the plans that carry HAP's program alone, found in one round; none if it finds none, and says why."""
+    return _found(problem, 1, near=False)
+
+
+def _found(problem: Problem, rounds: int, *, near: bool) -> Candidates:
     captured = problem.captured
     assert captured is not None, "the table refuses problems without a graph"
     try:
-        return dict(_with_programs(captured, _searched(captured, problem, rounds=1), problem, rounds=1))
+        result = _searched(captured, problem, rounds=rounds)
+        found = list(_translations(captured, result, problem)) if near else []
     except PlanError as refusal:
         problem.tell(f"hap: {refusal}")
         return {}
+    plans = [plan for each in found for plan in _plans(each, captured, problem)]
+    fitting = dict(fitted for fitted in map(problem.fitted, plans) if fitted is not None)
+    return fitting | dict(_with_programs(captured, result, problem, rounds=rounds))
 
 
-def _searched(
-    captured: CapturedCosts, problem: Problem, *, factors: bool = True, rounds: int = MOST_ROUNDS
-) -> HapResult:
+def _searched(captured: CapturedCosts, problem: Problem, *, rounds: int, factors: bool = True) -> HapResult:
     """Return HAP's program, of what can be said."""
     options, program = problem.options, sayable(captured.hap)
     return search(
@@ -88,7 +83,7 @@ def _searched(
 
 
 def _with_programs(
-    captured: CapturedCosts, result: HapResult, problem: Problem, *, rounds: int = MOST_ROUNDS
+    captured: CapturedCosts, result: HapResult, problem: Problem, *, rounds: int
 ) -> Iterator[tuple[Plan, float]]:
     """Yield the plans that carry a program, with their seconds, if the passes run them and they fit.
 
@@ -175,7 +170,8 @@ def stage_of(problem: GraphProblem, result: HapResult) -> Stage:
         raise PlanError(f"ratios {result.ratios} leave one device all of the program; a plan of one device runs that")
     ratios = [tuple(segment[place] for place in places) for segment in shares]
     common = next((each for each in ratios if all(each)), (1,) * len(places))
-    regions = _Regions(problem, tuple(() if each == common else each for each in ratios))
+    classes = {factor_name(c): c for c in problem.analysed.factors.classes}
+    regions = _Regions(problem, tuple(() if each == common else each for each in ratios), classes)
     program = regions.of(result.program.steps)
     return Stage(tuple(result.ranks[place] for place in places), common, program=program)
 
@@ -205,10 +201,14 @@ def _places(problem: GraphProblem, factor: FactorClass) -> list[tuple[Leaf, int]
 
 @dataclass(frozen=True, eq=False)
 class _Regions:
-    """Says steps as regions; `ratios` are those of each segment, () where they are the stage's."""
+    """Says steps as regions.
+
+    `ratios` are those of each segment, () where they are the stage's; `classes` are those of factors by name.
+    """
 
     problem: GraphProblem
     ratios: Sequence[tuple[int, ...]]
+    classes: Mapping[str, FactorClass]
 
     def of(self, steps: Sequence[HapStep]) -> tuple[OpRegion, ...]:
         """Return the regions, such that the first that matches an op says what its step does."""
@@ -234,7 +234,7 @@ class _Regions:
         """Return the tensors that come in summands: without those that ops which look across a factor add up."""
         sums: set[str] = set()
         for node, step in zip(self.problem.nodes, steps, strict=True):
-            adds_up = step.form.cut is not None and self._adds_up(node, self._classes[step.form.cut])
+            adds_up = step.form.cut is not None and self._adds_up(node, self.classes[step.form.cut])
             of_none = step.form.cut is None and sums.isdisjoint(step.op.reads)
             if not adds_up and not of_none:
                 made = zip(step.op.makes, step.form.makes, strict=True)
@@ -251,7 +251,7 @@ class _Regions:
         if form.cut is None:
             given = (tensor for tensor, layout in zip(step.op.reads, form.reads, strict=True) if layout == PARTIAL)
             return OpRegion(name, WHOLE if sums.isdisjoint(given) else SUMMANDS)
-        split = self._split(node, self._classes[form.cut])
+        split = self._split(node, self.classes[form.cut])
         return OpRegion(name, split, self.ratios[form.segment], bool(form.gathered))
 
     def _split(self, node: fx.Node, factor: FactorClass) -> str:
@@ -268,10 +268,6 @@ class _Regions:
         leaf, dim = min(_places(self.problem, factor), key=is_far)
         classes = self.problem.analysed.factors.dims(leaf.node)[dim]
         return str(LeafDim(leaf.name, dim, classes.index(factor) if len(classes) > 1 else None))
-
-    @cached_property
-    def _classes(self) -> Mapping[str, FactorClass]:
-        return {factor_name(c): c for c in self.problem.analysed.factors.classes}
 
     def _folded(self, exact: Sequence[OpRegion], nodes: Mapping[str, fx.Node]) -> Iterator[OpRegion]:
         """Yield a region for ops of several blocks that do the same, or one for each; the longest patterns first."""

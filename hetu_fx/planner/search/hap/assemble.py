@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.hap.expand import Expansion
@@ -21,7 +20,6 @@ from hetu_fx.planner.search.hap.span import Span
 from hetu_fx.planner.search.hap.states import Bytes, HeldBytes, Layout, LayoutKind, held
 from hetu_fx.planner.search.hap.synthesis import Item, Layouts, OpChoice, State, Stretch, best_first, block_description
 from hetu_fx.planner.values.tensor_program import TensorProgram
-from hetu_fx.plans.prediction import DeviceCost, Prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +31,12 @@ class Synthesised:
     is_exact: bool
 
 
-def synthesise(expansion: Expansion, *, blocks_once: bool = True) -> Synthesised:
+def synthesise(expansion: Expansion) -> Synthesised:
     """Return the fastest program at the expansion's prices.
 
     Raises `PlanError` when no program fits the memory, or an op cannot be done at all.
     """
-    items = _items_of(expansion, blocks_once=blocks_once)
+    items = _items_of(expansion)
     nothing = (0.0,) * len(expansion.prices.per_flop)
     start = Span(nothing) if len(nothing) == 1 else Span(nothing, 0.0, nothing)
     ends, frontier = best_first(expansion.dominance, items, Stretch((), start, HeldBytes()), first_only=True)
@@ -88,29 +86,14 @@ class HapResult:
     ranks: tuple[int, ...]
     speeds: tuple[float, ...]
     held: Bytes
-    rounds: tuple[tuple[float, float], ...]
-    num_states: int
-    is_exact: bool
-
-    @cached_property
-    def layouts(self) -> Mapping[str, Layout]:
-        """Return the layout in which each parameter is held and each value is made."""
-        pairs = [
-            pair
-            for step in self.program.steps
-            for pair in (*step.homes, *zip(step.op.makes, step.form.makes, strict=True))
-        ]
-        return dict(pairs)
+    rounds: tuple[tuple[float, float], ...] = ()
+    num_states: int = 0
+    is_exact: bool = True
 
     @property
     def transfers(self) -> tuple[PricedCollective, ...]:
         """Return the exchanges, in the order of the ops that they stand before."""
         return self.program.transfers
-
-    @property
-    def rounded_seconds(self) -> float:
-        """Return the seconds of a step when parts are whole indices of what is cut."""
-        return self.program.rounded_seconds(self.speeds, self.ratios)
 
     @property
     def exchange_seconds(self) -> float:
@@ -130,23 +113,6 @@ class HapResult:
             f"{self.exchange_seconds:.4g} s of {count}{exchange}"
         )
 
-    @property
-    def prediction(self) -> Prediction:
-        """Return seconds and bytes of each device, by term."""
-        work = self.program.compute_seconds(self.speeds, self.ratios)
-        devices = tuple(
-            DeviceCost(
-                rank,
-                (("compute", work[i]), ("exchange", self.exchange_seconds), ("idle", self._idle(work[i]))),
-                (("held", math.ceil(self.held.on_device(i, self.ratios))),),
-            )
-            for i, rank in enumerate(self.ranks)
-        )
-        return Prediction(self.seconds, devices, why=self.why)
-
-    def _idle(self, work: float) -> float:
-        return max(0.0, self.seconds - self.exchange_seconds - work)
-
 
 def _nothing_found(expansion: Expansion, reached: int) -> str:
     problem, limits = expansion.problem, expansion.limits
@@ -158,20 +124,19 @@ def _nothing_found(expansion: Expansion, reached: int) -> str:
             f"are {smallest / 1e6:.4g} MB if all of it is split; use more or larger devices, or a smaller batch"
         )
     ops = [op.name for op in problem.ops][max(0, reached - 1) :][:1]
-    wanted = f"outputs {problem.outputs} as partials" if expansion.rules.partial_outputs else "no form"
-    return f"the rules allow no program: stuck at {ops or 'the end'} ({wanted}); give ops that may be copied"
+    return f"the rules allow no program: stuck at {ops or 'the end'}; give ops that may be copied"
 
 
 MOST_ENTRIES = 8
 """A block is searched from so many states, those that took least."""
 
 
-def _items_of(expansion: Expansion, *, blocks_once: bool = True) -> list[Item]:
-    """Return the items of a problem, in order; blocks that come once, or all of them if asked, as their ops."""
+def _items_of(expansion: Expansion) -> list[Item]:
+    """Return the items of a problem, in order; blocks that come once as their ops."""
     ops: list[Item] = [OpItem(expansion, index) for index in range(len(expansion.problem.ops))]
     items: list[Item] = []
     at = 0
-    for start, stop, searched in _repeated(expansion, ops) if blocks_once else ():
+    for start, stop, searched in _repeated(expansion, ops):
         items += [*ops[at:start], searched]
         at = stop
     return [*items, *ops[at:]]
@@ -201,7 +166,7 @@ class OpItem:
     @property
     def least_work(self) -> Vector:
         """Return seconds on each device that can be the slowest that no form goes below."""
-        return self.expansion.least_work(self.index)
+        return self.expansion.least_work[self.index]
 
 
 @dataclass
@@ -228,19 +193,20 @@ class _EqualBlocks:
 
 @dataclass(frozen=True)
 class BlockItem:
-    """One of several equal blocks; `names` are its tensors, in the order of those of its kind."""
+    """One of several equal blocks, with the names of its tensors in the first of its kind, and the other way round."""
 
     kind: _EqualBlocks
-    names: tuple[str, ...]
     start: int
+    to_kind: Mapping[str, str]
+    from_kind: Mapping[str, str]
     most_entries: int | None = MOST_ENTRIES
 
     def moves(self, state: State) -> Iterator[Stretch]:
         """Yield what can be done from a state."""
-        entry = tuple(sorted((self._to_kind[name], have) for name, have in state if name in self._to_kind))
-        beside = [(name, have) for name, have in state if name not in self._to_kind]
+        entry = tuple(sorted((self.to_kind[name], have) for name, have in state if name in self.to_kind))
+        beside = [(name, have) for name, have in state if name not in self.to_kind]
         for move in self.kind.from_entry(entry):
-            own = [(self._from_kind[name], have) for name, have in move.layouts]
+            own = [(self.from_kind[name], have) for name, have in move.layouts]
             choices = tuple(self._told(choice) for choice in move.choices)
             yield move._replace(layouts=tuple(sorted([*beside, *own])), choices=choices)
 
@@ -249,25 +215,17 @@ class BlockItem:
         """Tell whether no end of the block was left out."""
         return self.kind.is_exact
 
-    @cached_property
+    @property
     def least_work(self) -> Vector:
         """Return seconds on each device that can be the slowest that no move goes below."""
         return tuple(map(sum, zip(*(item.least_work for item in self.kind.items), strict=True)))
-
-    @cached_property
-    def _to_kind(self) -> Mapping[str, str]:
-        return dict(zip(self.names, self.kind.names, strict=True))
-
-    @cached_property
-    def _from_kind(self) -> Mapping[str, str]:
-        return dict(zip(self.kind.names, self.names, strict=True))
 
     def _told(self, choice: OpChoice) -> OpChoice:
         """Return a choice of the first block as one of this block."""
         return choice._replace(
             op=choice.op - self.kind.start + self.start,
-            homes=tuple((self._from_kind[name], layout) for name, layout in choice.homes),
-            changes=tuple((self._from_kind[name], *layouts) for name, *layouts in choice.changes),  # type: ignore[misc]
+            homes=tuple((self.from_kind[name], layout) for name, layout in choice.homes),
+            changes=tuple((self.from_kind[name], *layouts) for name, *layouts in choice.changes),  # type: ignore[misc]
         )
 
 
@@ -282,4 +240,6 @@ def _repeated(expansion: Expansion, ops: Sequence[Item]) -> Iterator[tuple[int, 
         if all_described.count(description) > 1:
             if description not in kinds:
                 kinds[description] = _EqualBlocks(expansion, ops[start:stop], names, start)
-            yield start, stop, BlockItem(kinds[description], names, start)
+            kind = kinds[description]
+            to_kind, from_kind = (dict(zip(*two, strict=True)) for two in ((names, kind.names), (kind.names, names)))
+            yield start, stop, BlockItem(kind, start, to_kind, from_kind)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.hap.forms import OpForm, SynthesisRules, forms_of
@@ -33,34 +32,32 @@ class _Way:
 
 @dataclass(frozen=True)
 class Expansion:
-    """The moves of a problem at given prices."""
+    """The moves of a problem at given prices.
+
+    `forms` are those of each op, `least_work` what seconds on each device that can be the slowest none of them goes
+    below, `dominance` which states serve for which.
+    """
 
     problem: TensorProgram
     prices: RatioPrices
     rules: SynthesisRules
     limits: Limits
     zero: int = 1
+    forms: tuple[tuple[OpForm, ...], ...] = field(init=False, repr=False)
+    least_work: tuple[Vector, ...] = field(init=False, repr=False)
+    dominance: Dominance = field(init=False, repr=False)
     _known: dict[tuple[int, tuple[Layouts, ...]], tuple[Stretch, ...]] = field(default_factory=dict, repr=False)
 
-    @cached_property
-    def dominance(self) -> Dominance:
-        """Return which states serve for which."""
-        return Dominance(self.problem, self.prices, self.rules, self.limits)
-
-    @cached_property
-    def forms(self) -> tuple[tuple[OpForm, ...], ...]:
-        """Return the forms of each op."""
+    def __post_init__(self) -> None:
         count = self.prices.num_devices
         found = tuple(forms_of(op, self.problem, self.rules, count) for op in self.problem.ops)
         without = [op.name for op, forms in zip(self.problem.ops, found, strict=True) if not forms]
         if without:
             raise PlanError(f"ops {without} can be done in no form by {count} devices; let them be copied")
-        return found
-
-    def least_work(self, index: int) -> Vector:
-        """Return seconds on each device that can be the slowest that no form of an op goes below."""
-        works = [self.prices.work(form) for form in self.forms[index]]
-        return tuple(map(min, zip(*works, strict=True)))
+        works = ([self.prices.work(form) for form in forms] for forms in found)
+        object.__setattr__(self, "forms", found)
+        object.__setattr__(self, "least_work", tuple(tuple(map(min, zip(*each, strict=True))) for each in works))
+        object.__setattr__(self, "dominance", Dominance(self.problem, self.prices, self.rules, self.limits))
 
     def moves(self, index: int, layouts: Mapping[str, Layouts]) -> tuple[Stretch, ...]:
         """Return the moves of an op, `layouts` being those of what has been made and of parameters in use."""

@@ -30,7 +30,6 @@ class SynthesisRules:
         one_change: the layout of a tensor may be changed once.
         waits_after_each_op: devices wait for each other after each op; else only when they exchange activations.
         drops_constants: the ratio programme leaves out what does not depend on ratios.
-        partial_outputs: outputs must be partial.
         smallest_units: a dim can be cut if it has so many indices for each device.
     """
 
@@ -39,7 +38,6 @@ class SynthesisRules:
     one_change: bool = False
     waits_after_each_op: bool = False
     drops_constants: bool = False
-    partial_outputs: bool = False
     smallest_units: int = 1
 
 
@@ -49,7 +47,6 @@ RELEASED = SynthesisRules(
     one_change=True,
     waits_after_each_op=True,
     drops_constants=True,
-    partial_outputs=True,
     smallest_units=0,
 )
 """As HAP's released code does it, quirks included; its elements for bytes are for the problem to say."""

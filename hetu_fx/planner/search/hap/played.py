@@ -17,7 +17,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from statistics import fmean
 
 from hetu_fx.cluster.cluster import Cluster
@@ -29,9 +28,8 @@ from hetu_fx.planner.price.step_end import TURN_MOVES, optimizer_seconds
 from hetu_fx.planner.search.hap.assemble import HapResult
 from hetu_fx.planner.search.hap.prices import PricedCollective, rounded
 from hetu_fx.planner.search.hap.program import HapStep, LayoutChange
-from hetu_fx.planner.search.hap.states import SHARED, ChangeKind, Layout, LayoutKind
-from hetu_fx.planner.simulate.events import play
-from hetu_fx.planner.simulate.jobs import Job, Jobs, Task
+from hetu_fx.planner.search.hap.states import SHARED, ChangeKind, LayoutKind
+from hetu_fx.planner.simulate.jobs import Jobs, Task
 from hetu_fx.planner.simulate.simulation import Simulation, simulation
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.program import ProgramCosts
@@ -62,91 +60,91 @@ class _Stage:
     sums: float
 
 
-@dataclass(frozen=True, eq=False)
 class PlayedStep:
-    """A step of a program that runs.
+    """A step of a program that runs."""
 
-    Attributes:
-        run: what runs, on its devices, at its ratios.
-        tensors: of its problem, by name.
-        costs: of the program, as other plans are priced by: ops do their part of that work, which is more than HAP
-            counts where gradients pass without any.
-        cluster: of these devices, at least.
-        zero: whether parameters that lie whole live in parts (1), or on every device (0).
-    """
+    def __init__(
+        self, run: HapResult, tensors: Mapping[str, Tensor], costs: ProgramCosts, cluster: Cluster, zero: int
+    ) -> None:
+        """Add all its jobs.
 
-    run: HapResult
-    tensors: Mapping[str, Tensor]
-    costs: ProgramCosts
-    cluster: Cluster
-    zero: int
+        Args:
+            run: what runs, on its devices, at its ratios.
+            tensors: of its problem, by name.
+            costs: of the program, as other plans are priced by: ops do their part of that work, which is more than HAP
+                counts where gradients pass without any.
+            cluster: of these devices, at least.
+            zero: whether parameters that lie whole live in parts (1), or on every device (0).
+        """
+        self._run, self._tensors, self._costs, self._cluster, self._zero = run, tensors, costs, cluster, zero
+        self._ranks, steps = run.ranks, run.program.steps
+        self._homes = {name: home for step in steps for name, home in step.homes}
+        changes = [change for step in steps for change in step.changes if change.is_parameter]
+        brought = {change.tensor for change in changes if change.target.kind is not LayoutKind.SPLIT}
+        lying = {name for name, home in self._homes.items() if home.kind is not LayoutKind.SPLIT}
+        self._whole = brought | lying  # the parameters that devices compute with whole
+        self._whole_bytes = math.fsum(tensors[name].bytes for name in self._whole)
+        self._summed = {change.tensor for change in changes if change.target == SHARED}  # gradients come in summands
+        self._more_work = self._work_of_costs()
+        self._stages = tuple(map(self._stage, self._cut()))
+        self._updates = self._update_seconds()
+        self._jobs = Jobs(cluster)
+        done = self._backward(self._forward(self._started()))
+        for rank, seconds in self._updates.items():
+            self._jobs.do(self._jobs.compute("optimizer", {rank: seconds}), "optimizer", done)
 
     def prediction(self) -> Prediction:
         """Return what the step takes, and the seconds and bytes of each device by term."""
-        seconds = max(times.end for times in play([job.activity for job in self._jobs]))
-        return Prediction(seconds, tuple(self._devices(seconds)), why=self.run.why)
+        seconds = self._jobs.seconds()
+        return Prediction(seconds, tuple(self._devices(seconds)), why=self._run.why)
 
     def simulation(self) -> Simulation:
         """Return the step with its timeline.
 
         Memory is what devices hold all the time: what an op holds while it runs is not known of programs.
         """
-        times = play([job.activity for job in self._jobs])
         held = {rank: self._held_bytes(position) for position, rank in enumerate(self._ranks)}
-        return simulation("simulated step of a program", self._jobs, times, held, [self._ranks], self.cluster)
+        return simulation("simulated step of a program", self._jobs, held, [self._ranks])
 
-    @cached_property
-    def _jobs(self) -> Sequence[Job]:
-        jobs = Jobs(self.cluster)
-        after = self._forward(jobs, self._started(jobs))
-        done = self._backward(jobs, after)
-        for rank, seconds in self._updates.items():
-            jobs.do(jobs.compute("optimizer", {rank: seconds}), "optimizer", done)
-        return jobs.all
+    def _started(self) -> list[int]:
+        """Add gathers of parameters and what a step takes on hosts; return the jobs that devices wait for."""
+        size = self._whole_bytes if self._zero else 0.0
+        parts, jobs = max(1, math.ceil(size / BUCKET_BYTES)), self._jobs
+        gathers = [jobs.do(self._travel("gather", size / parts), "gather", []) for _ in range(parts if size else 0)]
+        hosts = {rank: self._cluster.device(rank).step_now for rank in self._ranks}
+        started = [jobs.do(jobs.compute("host", {r: s}), "host", gathers) for r, s in hosts.items() if s]
+        return started or gathers
 
-    def _forward(self, jobs: Jobs, after: list[int]) -> list[int]:
+    def _forward(self, after: list[int]) -> list[int]:
         """Add the forward of all stages after these jobs; return what comes after it waits for."""
         for number, stage in enumerate(self._stages):
-            after = self._exchanged(jobs, stage.before, after)
+            after = self._exchanged(stage.before, after)
             work = self._work(stage, Phase.FORWARD, 1 / FORWARD_AND_BACKWARD)
-            after = [jobs.do(work, f"forward {number}", after)]
+            after = [self._jobs.do(work, f"forward {number}", after)]
         return after
 
-    def _backward(self, jobs: Jobs, after: list[int]) -> list[int]:
+    def _backward(self, after: list[int]) -> list[int]:
         """Add the backward of all stages, and the sums of gradients beside it; return what updates wait for."""
         waits, ready = list[int](), 0.0
         for number, stage in reversed(list(enumerate(self._stages))):
             work = self._work(stage, Phase.BACKWARD, 1 - 1 / FORWARD_AND_BACKWARD)
-            after = [jobs.do(work, f"backward {number}", after)]
+            after = [self._jobs.do(work, f"backward {number}", after)]
             ready += stage.sums
             if ready > BUCKET_BYTES or (ready and not number):
-                waits.append(jobs.do(self._travel("gradients", ready), f"gradients {number}", after))
+                waits.append(self._jobs.do(self._travel("gradients", ready), f"gradients {number}", after))
                 ready = 0.0
-            after = self._exchanged(jobs, stage.after, after)
+            after = self._exchanged(stage.after, after)
         return [*after, *waits]
 
-    @property
-    def _ranks(self) -> tuple[int, ...]:
-        return self.run.ranks
-
-    def _started(self, jobs: Jobs) -> list[int]:
-        """Add gathers of parameters and what a step takes on hosts; return the jobs that devices wait for."""
-        size = self._whole_bytes if self.zero else 0.0
-        parts = max(1, math.ceil(size / BUCKET_BYTES))
-        gathers = [jobs.do(self._travel("gather", size / parts), "gather", []) for _ in range(parts if size else 0)]
-        hosts = {rank: self.cluster.device(rank).step_now for rank in self._ranks}
-        started = [jobs.do(jobs.compute("host", {r: s}), "host", gathers) for r, s in hosts.items() if s]
-        return started or gathers
-
-    def _exchanged(self, jobs: Jobs, transfers: Iterable[PricedCollective], after: list[int]) -> list[int]:
+    def _exchanged(self, transfers: Iterable[PricedCollective], after: list[int]) -> list[int]:
         """Add exchanges of activations, one after another."""
         for transfer in transfers:
             turns = _TURNS.get(transfer.change, 1)
-            lost = min(turns * self.cluster.meeting_seconds(self._ranks), transfer.seconds(self.run.ratios))
-            line = Line(lost, transfer.seconds(self.run.ratios) - lost)
-            traffic = turn_traffic(self._ranks, transfer.bytes, turns, self.cluster)
-            task = jobs.transfer("communication", line, () if _moves_a_part(transfer) else traffic, self._ranks)
-            after = [jobs.do(task, str(transfer), after)]
+            lost = min(turns * self._cluster.meeting_seconds(self._ranks), transfer.seconds(self._run.ratios))
+            line = Line(lost, transfer.seconds(self._run.ratios) - lost)
+            traffic = turn_traffic(self._ranks, transfer.bytes, turns, self._cluster)
+            task = self._jobs.transfer("communication", line, () if _moves_a_part(transfer) else traffic, self._ranks)
+            after = [self._jobs.do(task, str(transfer), after)]
         return after
 
     def _work(self, stage: _Stage, phase: Phase, part: float) -> Task:
@@ -156,32 +154,31 @@ class PlayedStep:
 
     def _travel(self, kind: str, num_bytes: float) -> Task:
         """Return the way of parameters to those that compute, or of gradients back, in buckets."""
-        turns = 1 if self.zero else 2
-        seconds = turns * turn_seconds(num_bytes, self._ranks, self.cluster)
-        copies = num_bytes * TURN_MOVES * self.cluster.copy_seconds(self._ranks)
-        fixed = turns * turn_seconds(0.0, self._ranks, self.cluster)
-        traffic = turn_traffic(self._ranks, num_bytes, turns, self.cluster)
-        return Jobs(self.cluster).transfer(kind, Line(fixed, seconds - fixed + copies), traffic, self._ranks)
+        turns = 1 if self._zero else 2
+        seconds = turns * turn_seconds(num_bytes, self._ranks, self._cluster)
+        copies = num_bytes * TURN_MOVES * self._cluster.copy_seconds(self._ranks)
+        fixed = turns * turn_seconds(0.0, self._ranks, self._cluster)
+        traffic = turn_traffic(self._ranks, num_bytes, turns, self._cluster)
+        return self._jobs.transfer(kind, Line(fixed, seconds - fixed + copies), traffic, self._ranks)
 
-    @cached_property
-    def _stages(self) -> tuple[_Stage, ...]:
-        return tuple(self._cut())
+    def _cut(self) -> Iterator[list[HapStep]]:
+        """Yield the ops of each stage."""
+        piece: list[HapStep] = []
+        for step in self._run.program.steps:
+            if piece and (step.ends_stage or step.gathered):
+                yield piece
+                piece = []
+            piece.append(step)
+        yield piece
 
-    def _cut(self) -> Iterator[_Stage]:
-        """Yield the stages of the program."""
-        pieces: list[list[HapStep]] = []
-        for step in self.run.program.steps:
-            if not pieces or step.ends_stage or step.gathered:
-                pieces.append([])
-            pieces[-1].append(step)
-        for steps in pieces:
-            changes = (change for step in steps for change in step.changes if _is_exchanged(change))
-            moved = [transfer for change in changes for transfer in change.transfers]
-            before = tuple(transfer for transfer in moved if not transfer.is_backward)
-            after = tuple(transfer for transfer in moved if transfer.is_backward)
-            sent = tuple(transfer for step in steps for transfer in step.gathered)
-            sums = sum(self.tensors[name].bytes for step in steps for name, _ in step.homes if name in self._summed)
-            yield _Stage(self._seconds(steps), before, (*sent, *after), sums)
+    def _stage(self, steps: Sequence[HapStep]) -> _Stage:
+        changes = (change for step in steps for change in step.changes if _is_exchanged(change))
+        moved = [transfer for change in changes for transfer in change.transfers]
+        before = tuple(transfer for transfer in moved if not transfer.is_backward)
+        after = tuple(transfer for transfer in moved if transfer.is_backward)
+        sent = tuple(transfer for step in steps for transfer in step.gathered)
+        sums = sum(self._tensors[name].bytes for step in steps for name, _ in step.homes if name in self._summed)
+        return _Stage(self._seconds(steps), before, (*sent, *after), sums)
 
     def _seconds(self, steps: Sequence[HapStep]) -> Seconds:
         """Return each device's seconds of some ops, with what comes to their work."""
@@ -192,79 +189,56 @@ class PlayedStep:
         return found
 
     def _of_op(self, step: HapStep, position: int) -> float:
-        form, speed = step.form, self.run.speeds[position]
+        form, speed = step.form, self._run.speeds[position]
         share = 0.0
         if form.cut is not None:
-            share = rounded(self.run.ratios[form.segment], form.units)[position] / form.units
+            share = rounded(self._run.ratios[form.segment], form.units)[position] / form.units
         return self._more_work * (form.cut_flops * share + form.whole_flops) / speed
 
-    @cached_property
-    def _more_work(self) -> float:
+    def _work_of_costs(self) -> float:
         """Return how many times as much work the costs know as the ops of the program do."""
-        whole, steps = self.costs.whole, self.run.program.steps
-        per_byte = fmean(self.cluster.device(rank).flops_per_byte for rank in self._ranks)
-        counted = FORWARD_AND_BACKWARD * self.costs.rows * (whole.flops + whole.traffic_bytes * per_byte)
+        whole, steps = self._costs.whole, self._run.program.steps
+        per_byte = fmean(self._cluster.device(rank).flops_per_byte for rank in self._ranks)
+        counted = FORWARD_AND_BACKWARD * self._costs.rows * (whole.flops + whole.traffic_bytes * per_byte)
         own = math.fsum(step.form.cut_flops + step.form.whole_flops for step in steps)
         return max(1.0, counted / own) if own else 1.0
 
     def _besides(self, step: HapStep, position: int) -> float:
         """Return what running an op takes besides, and moves of parameters that nothing has read before."""
-        device = self.cluster.device(self._ranks[position])
+        device = self._cluster.device(self._ranks[position])
         known = device.op_now
-        of_one = OP_SECONDS * self.cluster.top_speed(device.kind) / device.speed if known is None else known
-        ops = self.costs.whole.num_ops / len(self.run.program.steps)
+        of_one = OP_SECONDS * self._cluster.top_speed(device.kind) / device.speed if known is None else known
+        ops = self._costs.whole.num_ops / len(self._run.program.steps)
         moved = sum(self._held(name, position) for name, _ in step.homes)
         return FORWARD_AND_BACKWARD * ops * of_one + moved * WEIGHT_MOVES * device.flops_per_byte / device.speed
 
-    @cached_property
-    def _homes(self) -> Mapping[str, Layout]:
-        return {name: home for step in self.run.program.steps for name, home in step.homes}
-
-    @cached_property
-    def _whole(self) -> frozenset[str]:
-        """Return the parameters that devices compute with whole."""
-        changes = (change for step in self.run.program.steps for change in step.changes if change.is_parameter)
-        brought = {change.tensor for change in changes if change.target.kind is not LayoutKind.SPLIT}
-        return frozenset(brought | {name for name, home in self._homes.items() if home.kind is not LayoutKind.SPLIT})
-
-    @cached_property
-    def _summed(self) -> frozenset[str]:
-        """Return those whose gradients come in summands."""
-        changes = (change for step in self.run.program.steps for change in step.changes if change.is_parameter)
-        return frozenset(change.tensor for change in changes if change.target == SHARED)
-
-    @property
-    def _whole_bytes(self) -> float:
-        return math.fsum(self.tensors[name].bytes for name in self._whole)
-
     def _held(self, name: str, position: int) -> float:
         """Return the bytes of a parameter that a device computes with."""
-        size, home = self.tensors[name].bytes, self._homes[name]
-        return size if name in self._whole else size * self.run.ratios[home.segment][position]
+        size, home = self._tensors[name].bytes, self._homes[name]
+        return size if name in self._whole else size * self._run.ratios[home.segment][position]
 
-    @cached_property
-    def _updates(self) -> Seconds:
+    def _update_seconds(self) -> Seconds:
         """Return what each device's update takes."""
         found: dict[int, float] = defaultdict(float)
         for name in self._homes:
             for position, rank in enumerate(self._ranks):
-                is_spread = name in self._whole and self.zero
-                share = self.run.speeds[position] / sum(self.run.speeds) if is_spread else 1.0
-                found[rank] += optimizer_seconds(self._held(name, position) * share, self.cluster.device(rank))
+                is_spread = name in self._whole and self._zero
+                share = self._run.speeds[position] / sum(self._run.speeds) if is_spread else 1.0
+                found[rank] += optimizer_seconds(self._held(name, position) * share, self._cluster.device(rank))
         return dict(found)
 
     def _held_bytes(self, position: int) -> int:
-        return math.ceil(self.run.held.on_device(position, self.run.ratios))
+        return math.ceil(self._run.held.on_device(position, self._run.ratios))
 
     def _devices(self, seconds: float) -> Iterator[DeviceCost]:
         sums = sum(stage.sums for stage in self._stages)
         exchanges = math.fsum(
-            transfer.seconds(self.run.ratios) for stage in self._stages for transfer in (*stage.before, *stage.after)
+            transfer.seconds(self._run.ratios) for stage in self._stages for transfer in (*stage.before, *stage.after)
         )
         sync = self._travel("gradients", sums).alone_seconds if sums else 0.0
-        gather = self._travel("gather", self._whole_bytes).alone_seconds if self.zero and self._whole else 0.0
+        gather = self._travel("gather", self._whole_bytes).alone_seconds if self._zero and self._whole else 0.0
         for position, rank in enumerate(self._ranks):
-            host, work = self.cluster.device(rank).step_now, math.fsum(stage.work[rank] for stage in self._stages)
+            host, work = self._cluster.device(rank).step_now, math.fsum(stage.work[rank] for stage in self._stages)
             busy = (host, work, exchanges, 0.0)
             ends = (sync, gather, self._updates.get(rank, 0.0))
             idle = max(0.0, seconds - math.fsum((*busy, *ends)))

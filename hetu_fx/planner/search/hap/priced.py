@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from statistics import fmean
 
 from torch import fx
@@ -50,7 +49,7 @@ def executed(problem: GraphProblem, axis: AxisDeduction, prices: RatioPrices) ->
 
     The prices have the ratios of each segment that parts follow.
     """
-    walk = _Walk(problem, axis, prices)
+    walk = _Walk(problem, axis, prices, dict(zip(problem.nodes, problem.program.ops, strict=True)))
     return HapProgram(tuple(step for node in walk.nodes() for step in walk.visited(node)), len(prices.ratios))
 
 
@@ -64,19 +63,16 @@ class _Walk:
     problem: GraphProblem
     axis: AxisDeduction
     prices: RatioPrices
+    ops: Mapping[fx.Node, Op]
     waiting: list[LayoutChange] = field(default_factory=list)
     moved: set[tuple[fx.Node | str, Layout]] = field(default_factory=set)
     homes: dict[str, Layout] = field(default_factory=dict)
     told: int = 0
 
-    @cached_property
-    def _ops(self) -> Mapping[fx.Node, Op]:
-        return dict(zip(self.problem.nodes, self.problem.program.ops, strict=True))
-
     def nodes(self) -> Iterator[fx.Node]:
         """Yield what makes or views the problem's tensors, up to its last op."""
         for node in self.problem.analysed.graph.graph.nodes:
-            if node in self._ops or (node in self.axis.decisions and node in self.problem.sources):
+            if node in self.ops or (node in self.axis.decisions and node in self.problem.sources):
                 yield node
             if node is self.problem.nodes[-1]:
                 return
@@ -85,16 +81,16 @@ class _Walk:
         """Yield what an op is; nothing for a view, whose moves the next op waits for."""
         for need in self.axis.decisions[node].needs:
             self._bring(need)
-        if node in self._ops:
+        if node in self.ops:
             form, homes = self._form(node), tuple(self.homes.items())[self.told :]
             gathered = self.prices.gathered(form, self.problem.program.by_name)
-            yield HapStep(self._ops[node], form, homes, tuple(self.waiting), gathered)
+            yield HapStep(self.ops[node], form, homes, tuple(self.waiting), gathered)
             self.waiting, self.told = [], len(self.homes)
         for result in self._results(node):
             self._change(result, self._made(result), self._lies(result))
 
     def _form(self, node: fx.Node) -> OpForm:
-        op, decision = self._ops[node], self.axis.decisions[node]
+        op, decision = self.ops[node], self.axis.decisions[node]
         reads = tuple(self._wanted(need) for need in decision.needs)
         makes = tuple(self._made(result) or COPY for result in self._results(node))
         flops, cut = self.problem.program.all_flops(op), decision.factor
@@ -200,9 +196,6 @@ def run_of(problem: GraphProblem, plan: Plan, deduced: DeducedGraph, cluster: Cl
         ranks=plan.devices,
         speeds=speeds,
         held=bytes_of(found, program, zero=plan.zero),
-        rounds=(),
-        num_states=0,
-        is_exact=True,
     )
 
 

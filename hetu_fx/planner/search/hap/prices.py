@@ -20,7 +20,6 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from typing import NamedTuple
 
 from hetu_fx.base.checks import check_not_negative
@@ -189,41 +188,31 @@ def _boundary_distance(one: Sequence[float], other: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class RatioPrices:
-    """What work and changes cost on devices of these speeds at these ratios."""
+    """What work and changes cost on devices of these speeds at these ratios.
+
+    `per_flop` is, for each device that can be the slowest, seconds of a FLOP cut by each segment, then whole.
+    """
 
     speeds: tuple[float, ...]
     collectives: Collectives
     ratios: Ratios
+    per_flop: tuple[Vector, ...] = field(init=False, repr=False, compare=False)
     _changes: dict[tuple[str, Layout, Layout], tuple[PricedCollective, ...] | None] = field(
         default_factory=dict, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:
         _check_ratios(self.ratios, len(self.speeds))
+        object.__setattr__(self, "per_flop", _per_flop(self.speeds, self.ratios))
 
     @property
     def num_devices(self) -> int:
         """Return the number of devices."""
         return len(self.speeds)
 
-    @cached_property
-    def per_flop(self) -> tuple[Vector, ...]:
-        """Return, for each device that can be the slowest, seconds of a FLOP cut by each segment, then whole."""
-        columns = [(*(shares[i] / speed for shares in self.ratios), 1 / speed) for i, speed in enumerate(self.speeds)]
-        kept: list[Vector] = []
-        for column in sorted(columns, reverse=True):
-            if not any(all(k >= c * (1 - _EPSILON) for k, c in zip(other, column, strict=True)) for other in kept):
-                kept = [other for other in kept if not _covers(column, other)]
-                kept.append(column)
-        return tuple(kept)
-
     def work(self, form: OpForm) -> Vector:
         """Return the seconds of a form on each of those devices."""
         return tuple(form.cut_flops * device[form.segment] + form.whole_flops * device[-1] for device in self.per_flop)
-
-    def least_work(self, flops: Sequence[float]) -> Vector:
-        """Return seconds on each of those devices that no forms of so many FLOPs per segment go below."""
-        return tuple(sum(f * s for f, s in zip(flops, device[:-1], strict=True)) for device in self.per_flop)
 
     def change(self, tensor: Tensor, source: Layout, target: Layout) -> tuple[PricedCollective, ...] | None:
         """Return what changes a layout; None if nothing does."""
@@ -270,6 +259,16 @@ class RatioPrices:
             return padded
         grouped = PricedCollective(*start, grouped_line(tensor.bytes) + lost, is_grouped=True)
         return grouped if grouped.seconds(self.ratios) < padded.seconds(self.ratios) else padded
+
+
+def _per_flop(speeds: Sequence[float], ratios: Ratios) -> tuple[Vector, ...]:
+    columns = [(*(shares[i] / speed for shares in ratios), 1 / speed) for i, speed in enumerate(speeds)]
+    kept: list[Vector] = []
+    for column in sorted(columns, reverse=True):
+        if not any(_covers(other, column) for other in kept):
+            kept = [other for other in kept if not _covers(column, other)]
+            kept.append(column)
+    return tuple(kept)
 
 
 def _covers(column: Vector, other: Vector) -> bool:

@@ -27,18 +27,16 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import combinations
-from operator import truediv
+from itertools import accumulate, combinations
 from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import linprog
-from scipy.sparse import coo_array
+from scipy.sparse import block_array, coo_array, eye_array, kron
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.hap.forms import OpForm
-from hetu_fx.planner.search.hap.prices import PricedCollective, Ratios, rounded
+from hetu_fx.planner.search.hap.prices import PricedCollective, Ratios
 from hetu_fx.planner.search.hap.states import Bytes, ChangeKind, Layout
 from hetu_fx.planner.values.tensor_program import Op
 
@@ -101,43 +99,26 @@ class HapStage(NamedTuple):
 
 @dataclass(frozen=True)
 class HapProgram:
-    """Steps in order; `waits_after_each_op` makes each a stage of its own, as HAP's released code counts."""
+    """Steps in order; `waits_after_each_op` makes each a stage of its own, as HAP's released code counts.
+
+    `stages` stand between exchanges of activations, `transfers` are all exchanges, each before its op.
+    """
 
     steps: tuple[HapStep, ...]
     num_segments: int = 1
     waits_after_each_op: bool = False
+    stages: tuple[HapStage, ...] = field(init=False, repr=False, compare=False)
+    transfers: tuple[PricedCollective, ...] = field(init=False, repr=False, compare=False)
 
-    @cached_property
-    def stages(self) -> tuple[HapStage, ...]:
-        """Return the stages, in order."""
-        return tuple(self._stage(steps) for steps in self._runs())
-
-    @cached_property
-    def transfers(self) -> tuple[PricedCollective, ...]:
-        """Return all exchanges, in the order of the ops that they stand before."""
-        return tuple(transfer for step in self.steps for transfer in step.transfers)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stages", tuple(map(self._stage, self._runs())))
+        transfers = tuple(transfer for step in self.steps for transfer in step.transfers)
+        object.__setattr__(self, "transfers", transfers)
 
     def seconds(self, speeds: Sequence[float], ratios: Ratios) -> float:
         """Return (1)."""
         work = math.fsum(max(stage.seconds(speeds, ratios)) for stage in self.stages)
         return work + math.fsum(transfer.seconds(ratios) for transfer in self.transfers)
-
-    def rounded_seconds(self, speeds: Sequence[float], ratios: Ratios) -> float:
-        """Return (1) with the work of whole indices: 3 heads on 2 devices are 2 and 1, whatever the ratios."""
-        work = math.fsum(max(self._rounded(steps, speeds, ratios)) for steps in self._runs())
-        return work + math.fsum(transfer.seconds(ratios) for transfer in self.transfers)
-
-    def _rounded(self, steps: Sequence[HapStep], speeds: Sequence[float], ratios: Ratios) -> tuple[float, ...]:
-        flops = [math.fsum(step.form.whole_flops for step in steps)] * len(speeds)
-        for form in (step.form for step in steps if step.form.cut is not None):
-            shares = rounded(ratios[form.segment], form.units)
-            flops = [sum_ + form.cut_flops * share / form.units for sum_, share in zip(flops, shares, strict=True)]
-        return tuple(map(truediv, flops, speeds))
-
-    def compute_seconds(self, speeds: Sequence[float], ratios: Ratios) -> tuple[float, ...]:
-        """Return each device's seconds of work."""
-        columns = (stage.seconds(speeds, ratios) for stage in self.stages)
-        return tuple(math.fsum(column) for column in zip(*columns, strict=True)) or (0.0,) * len(speeds)
 
     def _runs(self) -> Iterator[list[HapStep]]:
         run: list[HapStep] = []
@@ -156,58 +137,6 @@ class HapProgram:
         return HapStage(tuple(cut), math.fsum(step.form.whole_flops for step in steps))
 
 
-_Row = dict[int, float]
-
-
-@dataclass
-class _Inequalities:
-    """Rows of A x <= b."""
-
-    rows: list[_Row] = field(default_factory=list)
-    bounds: list[float] = field(default_factory=list)
-
-    def add(self, row: _Row, bound: float) -> None:
-        self.rows.append(row)
-        self.bounds.append(bound)
-
-    def matrix(self, width: int) -> coo_array:
-        entries = [(i, j, value) for i, row in enumerate(self.rows) for j, value in row.items()]
-        rows, columns, values = zip(*entries, strict=True)
-        return coo_array((values, (rows, columns)), shape=(len(self.rows), width))
-
-
-@dataclass(frozen=True)
-class _Columns:
-    """Which variable is which: ratios, stages, largest ratios, and of each pair its distance and whether it has one."""
-
-    num_devices: int
-    num_segments: int
-    num_stages: int
-
-    @property
-    def pairs(self) -> list[tuple[int, int]]:
-        return list(combinations(range(self.num_segments), 2))
-
-    @property
-    def width(self) -> int:
-        return self.apart(len(self.pairs))
-
-    def ratio(self, segment: int, device: int) -> int:
-        return segment * self.num_devices + device
-
-    def stage(self, index: int) -> int:
-        return self.num_segments * self.num_devices + index
-
-    def largest(self, segment: int) -> int:
-        return self.stage(self.num_stages) + segment
-
-    def distance(self, index: int) -> int:
-        return self.largest(self.num_segments) + index
-
-    def apart(self, index: int) -> int:
-        return self.distance(len(self.pairs)) + index
-
-
 def best_ratios(
     program: HapProgram,
     speeds: Sequence[float],
@@ -220,89 +149,80 @@ def best_ratios(
 
     Raises `PlanError` when it fits under none.
     """
-    stages = Counter(program.stages)
-    columns = _Columns(len(speeds), program.num_segments, len(stages))
-    scale = _scale(program, speeds)
-    rows = _Inequalities()
-    _add_stages(rows, columns, list(stages), speeds, scale, drops_constants)
-    _add_largest_and_distances(rows, columns)
-    if held is not None and memory_bytes:
-        _add_memory(rows, columns, held, memory_bytes)
-    cost = _objective(program, columns, list(stages.values()), scale)
-    whole, is_bit = np.zeros((program.num_segments, columns.width)), np.zeros(columns.width)
-    is_bit[columns.apart(0) :] = 1
-    for segment in range(program.num_segments):
-        whole[segment, columns.ratio(segment, 0) : columns.ratio(segment + 1, 0)] = 1.0
-    given = (rows.matrix(columns.width), rows.bounds, whole, np.ones(len(whole)))
-    found = linprog(cost, *given, method="highs", integrality=is_bit)
+    count, segments, stages = len(speeds), program.num_segments, Counter(program.stages)
+    pairs = list(combinations(range(segments), 2))
+    sizes = segments * count, len(stages), segments, len(pairs), len(pairs)  # of r, C, M, D and Z
+    ends = list(accumulate(sizes))
+    scale = program.seconds(speeds, ((1 / count,) * count,) * segments) or 1.0  # tolerances are for numbers near 1
+    work = _by_device([stage.cut_flops for stage in stages], speeds, scale)
+    whole = np.array([[0.0 if drops_constants else stage.whole_flops] for stage in stages]) / np.array(speeds) / scale
+    needs = [] if held is None or not memory_bytes else [_by_device([held.spread], memory_bytes)]
+    rows = _inequalities(work, needs, segments, pairs)
+    bounds = np.zeros(rows.shape[0])
+    bounds[: whole.size] = -whole.ravel()
+    if held is not None and needs:
+        bounds[whole.size + ends[0] :][:count] = 1 - held.copied / np.array(memory_bytes)
+    shares = np.zeros((segments, ends[-1]))
+    shares[:, : ends[0]] = np.kron(np.eye(segments), np.ones(count))
+    given = rows, bounds, shares, np.ones(segments)
+    cost = _objective(program, list(stages.values()), pairs, ends, scale)
+    found = linprog(cost, *given, method="highs", integrality=np.arange(ends[-1]) >= ends[3])
     if found.status != 0:
-        raise PlanError(
-            f"no ratios of {len(speeds)} devices fit the program in memory {list(memory_bytes)}: {found.message}"
-        )
-    return _shares(found.x, columns)
+        raise PlanError(f"no ratios of {count} devices fit the program in memory {list(memory_bytes)}: {found.message}")
+    return _shares(found.x[: ends[0]].reshape(segments, count), pairs, found.x[ends[3] :])
 
 
-def _scale(program: HapProgram, speeds: Sequence[float]) -> float:
-    """Return seconds of the order of the program's: the solver's tolerances are for numbers near 1."""
-    even = ((1 / len(speeds),) * len(speeds),) * program.num_segments
-    return program.seconds(speeds, even) or 1.0
+def _shares(table: np.ndarray, pairs: Sequence[tuple[int, int]], bits: np.ndarray) -> Ratios:
+    """Return the ratios; those of segments that are not apart are the same to the last digit."""
+    rows = [tuple(float(share) for share in row / row.sum()) for row in table.clip(0.0)]
+    for (one, other), is_apart in zip(pairs, bits, strict=True):
+        if is_apart < 0.5:
+            rows[other] = rows[one]
+    return tuple(rows)
 
 
-def _add_stages(
-    rows: _Inequalities,
-    columns: _Columns,
-    stages: Sequence[HapStage],
-    speeds: Sequence[float],
-    scale: float,
-    drops: bool,
-) -> None:
-    for index, stage in enumerate(stages):
-        for device, speed in enumerate(speeds):
-            row = {columns.ratio(s, device): f / speed / scale for s, f in enumerate(stage.cut_flops) if f}
-            constant = 0.0 if drops else stage.whole_flops / speed / scale
-            rows.add(row | {columns.stage(index): -1.0}, -constant)
+def _by_device(table: Sequence[Sequence[float]], divisors: Sequence[float], scale: float = 1.0) -> coo_array:
+    """Return the table over ratios, a row for each of its rows and devices, divided by the device's number."""
+    found = kron(coo_array(np.array(table)), eye_array(len(divisors)), format="coo")
+    found.data = found.data / np.array(divisors)[found.row % len(divisors)] / scale
+    return found
 
 
-def _add_largest_and_distances(rows: _Inequalities, columns: _Columns) -> None:
-    devices = range(columns.num_devices)
-    for segment in range(columns.num_segments):
-        for device in devices:
-            rows.add({columns.ratio(segment, device): 1.0, columns.largest(segment): -1.0}, 0.0)
-    for index, (one, other) in enumerate(columns.pairs):
-        rows.add({columns.distance(index): 1.0, columns.apart(index): -1.0}, 0.0)
-        for stop in devices:
-            for sign in (1.0, -1.0):
-                row = {columns.ratio(one, device): sign for device in range(stop + 1)}
-                row |= {columns.ratio(other, device): -sign for device in range(stop + 1)}
-                rows.add(row | {columns.distance(index): -1.0}, 0.0)
+def _inequalities(
+    work: coo_array, needs: Sequence[coo_array], segments: int, pairs: Sequence[tuple[int, int]]
+) -> coo_array:
+    """Return (3), (4) for each segment, (5), and (4) for each pair, with all unknowns on the left."""
+    count = work.shape[1] // segments
+    stages, each = work.shape[0] // count, np.ones((count, 1))
+    blocks = [
+        [work, -kron(eye_array(stages), each), None],
+        [eye_array(segments * count), None, -kron(eye_array(segments), each)],
+        *([held, None, None] for held in needs),
+    ]
+    if pairs:
+        apart = np.zeros((len(pairs), segments))
+        for number, (one, other) in enumerate(pairs):
+            apart[number, one], apart[number, other] = 1.0, -1.0
+        boundaries, bits = kron(coo_array(apart), np.tri(count)), eye_array(len(pairs))
+        distances = -kron(bits, each)
+        blocks = [[*row, None, None] for row in blocks]
+        blocks += [[sign * boundaries, None, None, distances, None] for sign in (1, -1)]
+        blocks.append([None, None, None, bits, -bits])
+    return block_array(blocks)
 
 
-def _add_memory(rows: _Inequalities, columns: _Columns, held: Bytes, memory_bytes: Sequence[float]) -> None:
-    for device, limit in enumerate(memory_bytes):
-        row = {columns.ratio(s, device): spread / limit for s, spread in enumerate(held.spread) if spread}
-        rows.add(row or {columns.ratio(0, device): 0.0}, 1 - held.copied / limit)
-
-
-def _objective(program: HapProgram, columns: _Columns, counts: Sequence[int], scale: float) -> np.ndarray:
-    cost = np.zeros(columns.width)
-    cost[columns.stage(0) : columns.stage(len(counts))] = counts
+def _objective(
+    program: HapProgram, counts: Sequence[int], pairs: Sequence[tuple[int, int]], ends: Sequence[int], scale: float
+) -> np.ndarray:
+    cost = np.zeros(ends[-1])
+    cost[ends[0] : ends[1]] = counts
     for transfer in program.transfers:
         match transfer.follows:
             case (segment,):
-                cost[columns.largest(segment)] += transfer.seconds_per_share / scale
+                cost[ends[1] + segment] += transfer.seconds_per_share / scale
             case (one, other):
-                pair = columns.pairs.index((min(one, other), max(one, other)))
-                cost[columns.distance(pair)] += transfer.seconds_per_share / scale
+                pair = pairs.index((min(one, other), max(one, other)))
+                cost[ends[2] + pair] += transfer.seconds_per_share / scale
                 if transfer.change is ChangeKind.SHIFT:
-                    cost[columns.apart(pair)] += transfer.fixed_seconds / scale
+                    cost[ends[3] + pair] += transfer.fixed_seconds / scale
     return cost
-
-
-def _shares(solution: np.ndarray, columns: _Columns) -> Ratios:
-    """Return the ratios; those of segments that are not apart are the same to the last digit."""
-    table = solution[: columns.stage(0)].reshape(columns.num_segments, columns.num_devices).clip(0.0)
-    rows = [tuple(float(share) for share in row / row.sum()) for row in table]
-    for index, (one, other) in enumerate(columns.pairs):
-        if solution[columns.apart(index)] < 0.5:
-            rows[other] = rows[one]
-    return tuple(rows)

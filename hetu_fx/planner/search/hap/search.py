@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -37,23 +37,21 @@ def search(
     *,
     collectives: Collectives | None = None,
     rules: SynthesisRules | None = None,
-    ratios: Sequence[Ratios] = (),
     memory_fraction: float = 0.9,
     zero: int = 1,
-    blocks_once: bool = True,
     rounds: int = MOST_ROUNDS,
 ) -> HapResult:
     """Return the best program and ratios for all devices of a cluster.
+
+    It starts from ratios in proportion to the speeds, and from even ones.
 
     Args:
         problem: the program; see `adapter.problem_of` for a captured model.
         cluster: the devices; each takes part.
         collectives: measured ones; None: as the cluster's links have it.
         rules: what the search may do; None: all that is sound.
-        ratios: to start from; left out: in proportion to speeds, and even.
         memory_fraction: how much of a device's memory may be filled.
         zero: 1 if copies of a parameter share its optimizer states, 0 if not.
-        blocks_once: whether equal blocks are searched once, which changes no result.
         rounds: so often at most program and ratios are found anew from one start; with 1 from the first start alone,
             at whose ratios, in proportion to speeds, one device stands for all.
 
@@ -64,18 +62,10 @@ def search(
     found = []
     for given in [problem, problem.in_one_segment()][: 1 if problem.num_segments == 1 else 2]:
         search = _Alternation(given, cluster, prices, rules or SynthesisRules(), memory_fraction, zero)
-        starts = [start[: given.num_segments] for start in ratios] or list(search.starts())
-        for start in starts[:1] if rounds == 1 else starts:
-            search.alternate(start, blocks_once, rounds)
+        for start in itertools.islice(search.starts(), 1 if rounds == 1 else None):
+            search.alternate(start, rounds)
         found.append(search.result())
     return min(found, key=lambda result: result.seconds)
-
-
-@dataclass
-class _SegmentPair:
-    program: HapProgram
-    ratios: Ratios
-    seconds: float
 
 
 @dataclass
@@ -88,7 +78,7 @@ class _Alternation:
     rules: SynthesisRules
     memory_fraction: float
     zero: int
-    best: _SegmentPair | None = None
+    best: tuple[HapProgram, Ratios, float] | None = None
     rounds: list[tuple[float, float]] = field(default_factory=list)
     found: list[Synthesised] = field(default_factory=list)
     tried: list[Ratios] = field(default_factory=list)
@@ -109,7 +99,7 @@ class _Alternation:
         if len(set(shares)) > 1 and not self.rules.waits_after_each_op:
             yield ((1 / count,) * count,) * self.problem.num_segments
 
-    def alternate(self, ratios: Ratios, blocks_once: bool, rounds: int) -> None:
+    def alternate(self, ratios: Ratios, rounds: int) -> None:
         """Find program and ratios in turn, as long as that lowers the seconds."""
         limits = Limits.of(self.room, self.problem)
         least = float("inf")
@@ -119,7 +109,7 @@ class _Alternation:
             self.tried.append(ratios)
             prices = RatioPrices(self.speeds, self.collectives, ratios)
             expansion = Expansion(self.problem, prices, self.rules, limits, self.zero)
-            found = synthesise(expansion, blocks_once=blocks_once)
+            found = synthesise(expansion)
             self.found.append(found)
             before = self._seconds(found.program, ratios, limits)
             ratios = self._ratios(found.program, limits)
@@ -143,22 +133,19 @@ class _Alternation:
         if limits.bind and any(size > room * (1 + NEGLIGIBLE) for size, room in zip(sizes, self.room, strict=True)):
             return float("inf")
         seconds = program.seconds(self.speeds, ratios)
-        if self.best is None or seconds < self.best.seconds * (1 - NEGLIGIBLE):
-            self.best = _SegmentPair(program, ratios, seconds)
+        if self.best is None or seconds < self.best[-1] * (1 - NEGLIGIBLE):
+            self.best = program, ratios, seconds
         return seconds
 
     def result(self) -> HapResult:
         """Return the best pair."""
         if self.best is None:
             raise PlanError(f"no program of {len(self.problem.ops)} ops fits devices {list(self.cluster.ranks)}")
-        best = self.best
         return HapResult(
-            program=best.program,
-            ratios=best.ratios,
-            seconds=best.seconds,
+            *self.best,
             ranks=self.cluster.ranks,
             speeds=self.speeds,
-            held=bytes_of(best.program, self.problem, zero=self.zero),
+            held=bytes_of(self.best[0], self.problem, zero=self.zero),
             rounds=tuple(self.rounds),
             num_states=sum(found.num_states for found in self.found),
             is_exact=all(found.is_exact for found in self.found),

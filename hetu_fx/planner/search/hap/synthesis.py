@@ -15,7 +15,6 @@ import heapq
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import count
 from typing import NamedTuple, Protocol
 
@@ -117,7 +116,7 @@ class Dominance:
                 return False
         return one.span.is_never_later(other.span, extra)
 
-    @cached_property
+    @property
     def is_scalar(self) -> bool:
         """Tell whether one device stands for all."""
         return len(self.prices.per_flop) == 1

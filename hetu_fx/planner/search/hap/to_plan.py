@@ -9,9 +9,10 @@ What that costs more than the program is the loss. Factors' names must mean the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import partial
+from typing import TypeVar
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
@@ -20,12 +21,13 @@ from hetu_fx.planner.search.hap.prices import Collectives, rounded
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.values.tensor_program import Op, Tensor, TensorProgram
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from hetu_fx.plans.prediction import Prediction
 
 PARTS = 100
 """Ratios of a tensor parallel group add up to about so many."""
 
 FactorSet = frozenset[str]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Translation:
     """A plan and what it takes.
 
     Attributes:
-        plan: with its predicted seconds.
+        plan: the plan.
         result: the program that the plan runs, at its own ratios.
         seconds: of a step, at the plan's whole-number ratios, by the same prices as the program's.
         loss_seconds: by how much that is above the program that was translated.
@@ -62,28 +64,23 @@ def translations(
     """
     ask = _Ask(problem.in_one_segment(), result, cluster, collectives, memory_fraction, zero)
     refusals: list[str] = []
-    found = []
-    for way in (ask.data_parallel, ask.tensor_parallel, ask.with_sequence):
+
+    def tried(way: Callable[[], T]) -> list[T]:
         try:
-            found.append(way())
+            return [way()]
         except PlanError as refusal:
             refusals.append(str(refusal))
+            return []
+
+    found = tried(ask.data_parallel)
+    for split in tried(ask.split):
+        found += [*tried(partial(ask.group, split)), *tried(partial(ask.with_sequence, split))]
     if not found:
         raise PlanError(f"no plan can say what the program does: {'; '.join(dict.fromkeys(refusals))}")
-    return tuple(_translation(ask, *each) for each in sorted(found, key=lambda each: each[2]))
+    return tuple(sorted(found, key=lambda each: each.seconds))
 
 
-_Found = tuple[Plan, HapResult, float]
-
-
-def _translation(ask: _Ask, plan: Plan, nearest: HapResult, seconds: float) -> Translation:
-    loss = seconds - ask.result.seconds
-    why = _why(plan, ask.problem, ask.result, loss)
-    plan = replace(plan, predicted=Prediction(seconds, nearest.prediction.devices, why=f"{nearest.why}; {why}"))
-    return Translation(plan, nearest, seconds, loss, why)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Ask:
     """The program to translate, and the ways to say something like it."""
 
@@ -94,7 +91,7 @@ class _Ask:
     memory_fraction: float
     zero: int
 
-    def data_parallel(self) -> _Found:
+    def data_parallel(self) -> Translation:
         """Return the plan of a pipeline per device, each with its rows."""
         total = max((t.shape[t.row_dim] for t in self.problem.tensors if t.row_dim is not None), default=0)
         if not total:
@@ -104,20 +101,8 @@ class _Ask:
         shares = rounded(found.ratios[0], total)
         pairs = zip(self.cluster.ranks, shares, strict=True)
         pipelines = tuple(Pipeline((Stage((rank,)),), share=rows) for rank, rows in pairs if rows)
-        return Plan(pipelines, zero=self.zero), found, _seconds(found, shares)
+        return self._told(Plan(pipelines, zero=self.zero), found, shares)
 
-    def tensor_parallel(self) -> _Found:
-        """Return the plan of one group that splits what the best program splits that cuts no rows."""
-        return self._group(self.split, frozenset())
-
-    def with_sequence(self) -> _Found:
-        """Return the plan of one group that shares the sequence besides."""
-        carried = _carried_factors(self.problem)
-        if not carried:
-            raise PlanError("the program has no sequence")
-        return self._group(self.split, carried)
-
-    @cached_property
     def split(self) -> FactorSet:
         """Return the factors of parameters that the best program cuts that cuts no rows."""
         ops = (replace(op, whole=op.whole | _row_factors(op, self.problem)) for op in self.problem.ops)
@@ -126,13 +111,27 @@ class _Ask:
             raise PlanError("the program splits no factor of a parameter")
         return split
 
-    def _group(self, split: FactorSet, carried: FactorSet) -> _Found:
+    def with_sequence(self, split: FactorSet) -> Translation:
+        """Return the plan of one group that splits these, and shares the sequence besides."""
+        carried = _carried_factors(self.problem)
+        if not carried:
+            raise PlanError("the program has no sequence")
+        return self.group(split, carried)
+
+    def group(self, split: FactorSet, carried: FactorSet = frozenset()) -> Translation:
+        """Return the plan of one group that splits these factors, and carried ones where it splits none of them."""
         ops = self.problem.ops
         allowed = {op.name: frozenset(op.factors) & split or frozenset(op.factors) & carried for op in ops}
         found = self._search(_confined(self.problem, allowed, split))
         asked, pipelines = tuple(_asked_for(self.problem, split)), one_group(found, PARTS)
         plan = Plan(pipelines, zero=self.zero, split=asked, sequence_parallel=bool(carried))
-        return plan, found, _seconds(found, rounded(found.ratios[0], PARTS))
+        return self._told(plan, found, rounded(found.ratios[0], PARTS))
+
+    def _told(self, plan: Plan, found: HapResult, shares: Sequence[int]) -> Translation:
+        ratios = tuple(share / sum(shares) for share in shares)
+        seconds = found.program.seconds(found.speeds, (ratios,) * len(found.ratios))
+        loss = seconds - self.result.seconds
+        return Translation(plan, found, seconds, loss, _why(plan, self.problem, self.result, loss))
 
     def _search(self, problem: TensorProgram) -> HapResult:
         return search(
@@ -149,11 +148,6 @@ def one_group(found: HapResult, parts: int) -> tuple[Pipeline]:
     pairs = zip(found.ranks, rounded(found.ratios[0], parts), strict=True)
     ranks, shares = zip(*((rank, share) for rank, share in pairs if share), strict=True)
     return (Pipeline((Stage(ranks, shares),)),)
-
-
-def _seconds(found: HapResult, shares: tuple[int, ...]) -> float:
-    ratios = tuple(share / sum(shares) for share in shares)
-    return found.program.seconds(found.speeds, (ratios,) * len(found.ratios))
 
 
 def _confined(problem: TensorProgram, allowed: dict[str, FactorSet], forced: FactorSet | None = None) -> TensorProgram:

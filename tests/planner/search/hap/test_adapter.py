@@ -19,16 +19,16 @@ from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.count.graph_problem import problem_of
 from hetu_fx.planner.make_plan import make_plans
 from hetu_fx.planner.search.contiguous import CONTIGUOUS
-from hetu_fx.planner.search.hap.entry import HAP
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.search.hap.to_plan import translations
 from hetu_fx.planner.search.problem import Candidates, predict_by_costs
-from hetu_fx.planner.searches import AUTO
+from hetu_fx.planner.searches import AUTO, HAP
 from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs
 from hetu_fx.transforms.layouts.analysed_graph import Analyse
 from tests.model_zoo import SAMPLES, captured, example
+from tests.oracles.hap_programs import layouts
 from tests.planner.search.hap.graphs import Stack, run_of_plan
 from tests.planner.search.hap.released import of_bandwidths
 from tests.planner.search.nets import UNEQUAL, Convolutions, Perceptron, images, mean_square, problem
@@ -188,7 +188,7 @@ def test_a_larger_batch_scales_rows_and_work() -> None:
 def test_equal_layers_are_searched_once() -> None:
     problem = problem_of(Analyse()(stack(6))).program
     assert len(problem.blocks) == 6
-    once, all_of_them = (search(problem, FAST_AND_SLOW, blocks_once=once) for once in (True, False))
+    once, all_of_them = (search(one, FAST_AND_SLOW) for one in (problem, replace(problem, blocks=())))
     assert once.seconds == pytest.approx(all_of_them.seconds, rel=1e-9)
     assert [step.op.name for step in once.program.steps] == [op.name for op in problem.ops]
 
@@ -200,7 +200,7 @@ def test_heads_and_feed_forward_are_cut_for_few_rows_and_rows_where_there_are_ma
         result = search(
             problem_of(Analyse()(stack()), rows=rows).program, Cluster.on_paper([2e9, 1e9]), collectives=equally_fast
         )
-        held.append([str(result.layouts[f"layers.1.{name}.weight"]) for name in ("qkv", "up")])
+        held.append([str(layouts(result)[f"layers.1.{name}.weight"]) for name in ("qkv", "up")])
     assert held == [["split 1", "split 0"], ["copy", "copy"]]  # by heads: the second factor of the fused dim
 
 

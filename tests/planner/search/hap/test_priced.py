@@ -12,6 +12,7 @@ from hetu_fx.planner.search.hap.prices import Collectives
 from hetu_fx.planner.search.hap.states import ChangeKind
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.program import OpRegion
+from tests.oracles.hap_programs import layouts
 from tests.planner.search.hap.graphs import TWO_TO_ONE, convolutions, graph_problem, perceptron, run_of_plan
 
 ROWS, GROUP = Plan.data_parallel((0, 1), (2, 1)), Plan.tensor_parallel((0, 1), (2, 1))
@@ -39,7 +40,7 @@ def test_a_group_sums_what_follows_a_product_of_parts_and_the_gradient_of_what_e
     assert "all-reduce of relu (gradient)" in kinds
     assert {step.form.cut for step in run.program.steps if "second.weight" in step.op.reads} == {"#2"}
     assert run.ratios == ((2 / 3, 1 / 3),)
-    assert run.layouts["second.weight"].dim == 0
+    assert layouts(run)["second.weight"].dim == 0
 
 
 def test_what_is_moved_is_what_deduction_says_is_exchanged() -> None:
@@ -68,7 +69,7 @@ def test_regions_with_ratios_of_their_own_take_their_share_and_the_move_from_one
     assert {move.follows for move in moves} == {(0, 1), (1, 0)}
     assert [each for each in apart.transfers if each not in moves] == list(alike.transfers)
     (cut,) = (step.form.cut_flops for step in apart.program.steps if "second.weight" in step.op.reads)
-    work = [sum(run.program.compute_seconds(run.speeds, run.ratios)) for run in (alike, apart)]
+    work = [sum(sum(s.seconds(run.speeds, run.ratios)) for s in run.program.stages) for run in (alike, apart)]
     one, other = TWO_TO_ONE.devices
     assert work[1] - work[0] == pytest.approx(cut / 3 / other.speed - cut / 3 / one.speed)
 

@@ -65,17 +65,18 @@ def test_with_limits_of_memory_it_is_the_fastest_of_those_that_fit(
 @settings(max_examples=15)
 @given(SEEDS, OPS, SHARES)
 def test_no_bound_is_above_the_seconds_of_any_program(seed: int, num_ops: int, shares: tuple[float, float]) -> None:
-    given = expansion(problem := drawn(seed, num_ops), ratios=(shares,) * drawn(seed, num_ops).num_segments)
-    works = [given.least_work(index) for index in range(len(problem.ops))]
-    bound = max(math.fsum(column) for column in zip(*works, strict=True))
+    problem = drawn(seed, num_ops)
+    given = expansion(problem, ratios=(shares,) * problem.num_segments)
+    bound = max(math.fsum(column) for column in zip(*given.least_work, strict=True))
     assert bound <= fastest(given) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("layers", [2, 3, 6])
 @pytest.mark.parametrize("shares", [(0.75, 0.25), (0.55, 0.45)])
 def test_blocks_searched_once_give_what_all_blocks_give(layers: int, shares: tuple[float, float]) -> None:
-    given = expansion(feed_forward(layers=layers), ratios=(shares,))
-    once, all_of_them = synthesise(given), synthesise(given, blocks_once=False)
+    problem = feed_forward(layers=layers)
+    given, op_by_op = (expansion(one, ratios=(shares,)) for one in (problem, replace(problem, blocks=())))
+    once, all_of_them = synthesise(given), synthesise(op_by_op)
     seconds = [found.program.seconds(given.prices.speeds, (shares,)) for found in (once, all_of_them)]
     assert seconds[0] == pytest.approx(seconds[1], rel=1e-12)
     assert [step.op.name for step in once.program.steps] == [op.name for op in given.problem.ops]
@@ -114,11 +115,11 @@ def test_an_op_that_nothing_allows_is_refused_with_its_name() -> None:
 
 
 def test_a_search_that_leaves_states_out_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = expansion(feed_forward(rows=16, width=64, inner=512, layers=2), SLOW)
-    whole = synthesise(given, blocks_once=False)
+    given = expansion(replace(feed_forward(rows=16, width=64, inner=512, layers=2), blocks=()), SLOW)
+    whole = synthesise(given)
     monkeypatch.setattr(synthesis, "MOST_STATES", 1)
     monkeypatch.setattr(synthesis, "FEWEST_STATES", 1)
-    part = synthesise(given, blocks_once=False)
+    part = synthesise(given)
     seconds = [found.program.seconds(SLOW, given.prices.ratios) for found in (whole, part)]
     assert (whole.is_exact, part.is_exact) == (True, False)
     assert seconds[0] <= seconds[1]

@@ -1,8 +1,8 @@
 from html.parser import HTMLParser
 from pathlib import Path
 
+from hetu_fx.planner.simulate.picture import html, write_html
 from hetu_fx.planner.simulate.timeline import Counter, Event, Timeline
-from hetu_fx.planner.simulate.timeline_html import html, write_html
 
 STEP = Timeline(
     (Event(0, "forward 0", 1.0, 2.0, "forward"), Event(3, "<b> & co", 2.0, 4.0, "send")),

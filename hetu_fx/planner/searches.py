@@ -23,8 +23,8 @@ from hetu_fx.planner.search.heteroauto.adapter import HETEROAUTO, KINDS
 from hetu_fx.planner.search.homogeneous import HOMOGENEOUS
 from hetu_fx.planner.search.hydraulis.adapter import HYDRAULIS
 from hetu_fx.planner.search.malleus.adapter import MALLEUS
+from hetu_fx.planner.search.mending import RAGGED
 from hetu_fx.planner.search.problem import Candidates, Problem, Search, always
-from hetu_fx.planner.search.ragged import RAGGED
 from hetu_fx.planner.search.regions import CLASSES
 from hetu_fx.planner.search.templates import classes_of
 from hetu_fx.plans.plan import Plan

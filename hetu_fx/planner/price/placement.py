@@ -326,10 +326,8 @@ def _passing(passage: _Passage, chunks: Sequence[HeldShard], sent: float) -> Ite
     """Yield the moments of a passage."""
     lines = _lines(chunks[passage.chunk], passage.phase, is_first=not passage.gradients[passage.chunk])
     gradients = sum(one.gradients for one, is_made in zip(chunks, passage.gradients, strict=True) if is_made)
-    below = ZERO
-    for count, one in zip(passage.kept, chunks, strict=True):
-        kept = one.footprint.kept
-        below += Line(count * kept.fixed, count * kept.slope)
+    pairs = zip(passage.kept, chunks, strict=True)
+    below = sum((one.footprint.kept.times(count) for count, one in pairs), ZERO)
     for line in lines:
         yield Moment(str(passage.phase), {"gradients": gradients}, line + below, sent)
 

@@ -22,8 +22,9 @@ from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.planner.price.links import hand_over_line
 from hetu_fx.planner.search.allocate import Alike, RangeSeconds, cut, deal, least_passing
 from hetu_fx.planner.search.device_orders import GroupKinds, Groups, alike_in
+from hetu_fx.planner.search.family import Family
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.search.replica import Family, Replica
+from hetu_fx.planner.search.replica import Passing, Replica
 from hetu_fx.planner.search.stage_estimates import ReplicaRules, StageEstimate, StageRun, stage_estimate
 from hetu_fx.planner.search.step_ends import StepEnds
 from hetu_fx.planner.values.line import Line
@@ -206,7 +207,8 @@ class Estimates:
         """Tell whether stages of so many blocks fit memory with nothing recomputed."""
         stops = itertools.accumulate(blocks)
         found = (self.stage(group, stop - n, stop) for group, n, stop in zip(groups, blocks, stops, strict=True))
-        return all(stage.keeps_all(run, self._rules) for stage, run in zip(found, runs, strict=True))
+        pairs = zip(found, runs, strict=True)
+        return all(stage.most_rows(run, self._rules.zero) >= run.micro_rows for stage, run in pairs)
 
     def balanced(self, groups: Groups, seconds: RangeSeconds) -> Blocks | None:
         """Return the blocks that let stages end together; None when none take finite seconds."""
@@ -256,21 +258,13 @@ class Estimates:
         return replace(self._cluster, devices=tuple(members.values()))
 
     def _new_replica(self, groups: Groups, blocks: Blocks) -> Replica:
-        stops = list(itertools.accumulate(blocks))
-        triples = zip(groups, blocks, stops, strict=True)
-        stages = [self.stage(devices, stop - count, stop) for devices, count, stop in triples]
-        held = [replace(holding, stage=i) for i, stage in enumerate(stages) for holding in stage.holdings]
-        pairs = zip(groups, blocks, strict=True)
+        stops, pairs = list(itertools.accumulate(blocks)), list(zip(groups, blocks, strict=True))
+        stages = tuple(self.stage(group, stop - count, stop) for (group, count), stop in zip(pairs, stops, strict=True))
+        work, edges = (stage.seconds for stage in stages), self.hand_overs.edges(groups, stops[:-1])
         return Replica(
             pipeline=Pipeline(tuple(replace(self._stage_of(group), blocks=count) for group, count in pairs)),
-            work=tuple(stage.seconds for stage in stages),
-            edges=tuple(self.hand_overs.edges(groups, stops[:-1])),
-            holdings=tuple(held),
-            update_seconds=max(stage.update_seconds for stage in stages),
-            schedule=self._rules.schedule,
-            host_seconds=max(stage.host_seconds for stage in stages),
-            recompute_lines=tuple(stage.recompute_line for stage in stages),
-            stage_bytes=tuple(max(one.piece.parameter_bytes for one in stage.holdings) for stage in stages),
+            stages=stages,
+            passing=Passing.of(work, edges, self._rules.schedule),
         )
 
 

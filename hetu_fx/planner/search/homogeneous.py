@@ -22,6 +22,7 @@ from hetu_fx.planner.search.bounds import PlanBounds
 from hetu_fx.planner.search.contiguous import replica_counts
 from hetu_fx.planner.search.device_orders import Groups
 from hetu_fx.planner.search.estimates import Estimates, rules_of
+from hetu_fx.planner.search.family import Family, ReplicaRun, micro_rows
 from hetu_fx.planner.search.manners import (
     IN_SEQUENCE,
     PLAIN,
@@ -32,7 +33,7 @@ from hetu_fx.planner.search.manners import (
     shared_throughout,
 )
 from hetu_fx.planner.search.problem import WORTH, Candidates, Problem, Search
-from hetu_fx.planner.search.replica import Family, Replica, ReplicaRun, micro_rows
+from hetu_fx.planner.search.replica import Replica
 from hetu_fx.planner.search.splits import in_all_splits
 from hetu_fx.planner.search.stage_estimates import ReplicaRules
 from hetu_fx.planner.search.step_ends import NO_END

@@ -50,7 +50,6 @@ class DeviceHolding:
     """What a device of a stage holds, and the memory that it may use.
 
     Attributes:
-        stage: number of the stage in its pipeline.
         memory: usable bytes.
         piece: what it holds, as the stage's devices share work.
         costs: of the program, however a stage's devices share work.
@@ -58,7 +57,6 @@ class DeviceHolding:
         position: its place among them.
     """
 
-    stage: int
     memory: int
     piece: BlockRange
     costs: ProgramCosts
@@ -70,7 +68,7 @@ class DeviceHolding:
         """Return what a device holds of a stage with the blocks [start, stop)."""
         share, group = shape.work_shares[position], len(shape.context_groups)
         piece = BlockRange(costs.on(shape, position), start, stop, share, group)
-        return cls(0, memory, piece, costs, shape, position)
+        return cls(memory, piece, costs, shape, position)
 
     def recomputing(self, blocks: int) -> DeviceHolding:
         """Return the same with so many blocks, its first ones, recomputed."""
@@ -115,9 +113,9 @@ class DeviceHolding:
 class StageEstimate:
     """A group with a range of blocks: seconds of a micro-batch without hand-overs, and what its devices hold.
 
-    `recompute_line` is one more forward of all its blocks; `holdings` are those of devices that differ, as of stage 0;
+    `recompute_line` is one more forward of all its blocks; `holdings` are those of devices that differ;
     `update_seconds` is what the slowest device's optimizer step takes if it owns all that it holds; `host_seconds` is
-    what a step takes on the slowest host.
+    what a step takes on the slowest host; `parameter_bytes` is the most that a device holds.
     """
 
     seconds: Line
@@ -125,25 +123,35 @@ class StageEstimate:
     holdings: tuple[DeviceHolding, ...]
     update_seconds: float
     host_seconds: float
+    parameter_bytes: float
 
-    def keeps_all(self, run: StageRun, rules: ReplicaRules) -> bool:
-        """Tell whether a run fits memory with nothing recomputed."""
-        return all(holding.most_rows(run, rules.zero) >= run.micro_rows for holding in self.holdings)
+    def recomputing(self, blocks: int) -> StageEstimate:
+        """Return the same of a stage whose devices hold less, as so many blocks are recomputed."""
+        return replace(self, holdings=tuple(holding.recomputing(blocks) for holding in self.holdings))
+
+    def recomputed_line(self, blocks: int) -> Line:
+        """Return the seconds of recomputing some blocks, as if all took the same."""
+        piece = self.holdings[0].piece
+        return self.recompute_line.times(blocks / (piece.stop - piece.start) if blocks else 0.0)
+
+    def most_rows(self, run: StageRun, zero: int) -> int:
+        """Return the most rows of a micro-batch that fit all devices, whatever rows `run` says."""
+        return min(holding.most_rows(run, zero) for holding in self.holdings)
+
+    def least_recompute(self, run: StageRun, rules: ReplicaRules) -> int | None:
+        """Return how few blocks have to be recomputed for the run to fit; None if it does not whatever is."""
+        counts = []
+        for holding in self.holdings:
+            least = holding.least_recompute(run, rules)
+            if least is None:
+                return None
+            counts.append(least)
+        return max(counts)
 
     def seconds_of(self, run: StageRun, rules: ReplicaRules, rows: int) -> float:
         """Return the seconds of `rows` rows with what has to be recomputed for a run; infinite where it cannot fit."""
-        needs = [holding.least_recompute(run, rules) for holding in self.holdings]
-        counts = [count for count in needs if count is not None]
-        if len(counts) < len(needs):
-            return math.inf
-        piece = self.holdings[0].piece
-        return self.seconds(rows) + share_of_line(self.recompute_line, max(counts), piece.stop - piece.start)(rows)
-
-
-def share_of_line(line: Line, recompute: int, blocks: int) -> Line:
-    """Return the seconds of recomputing some blocks, `line` being all of them; as if all took the same."""
-    share = recompute / blocks if recompute else 0.0
-    return Line(line.fixed * share, line.slope * share)
+        count = self.least_recompute(run, rules)
+        return math.inf if count is None else self.seconds(rows) + self.recomputed_line(count)(rows)
 
 
 def stage_estimate(
@@ -173,15 +181,15 @@ def stage_estimate(
         share: min(memory[r] for r, other in zip(stage.devices, shares, strict=True) if other == share)
         for share in firsts
     }
+    holdings = tuple(DeviceHolding.of(stage, i, room[share], costs, start, stop) for share, i in firsts.items())
     return StageEstimate(
         seconds=reduce(Line.upper, device_lines(stage, parts, cluster)) + (sums + returns),
         recompute_line=reduce(Line.upper, forward_lines(device_lines(stage, again, cluster))),
-        holdings=tuple(
-            DeviceHolding.of(stage, position, room[share], costs, start, stop) for share, position in firsts.items()
-        ),
+        holdings=holdings,
         update_seconds=max(
             optimizer_seconds(part.parameter_bytes_at(share), cluster.device(rank))
             for rank, share, part in zip(stage.devices, stage.work_shares, parts, strict=True)
         ),
         host_seconds=max(cluster.device(rank).step_now for rank in stage.devices),
+        parameter_bytes=max(holding.piece.parameter_bytes for holding in holdings),
     )

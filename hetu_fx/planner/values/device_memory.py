@@ -196,17 +196,13 @@ def _passing(shard: HeldShard, num_in_flight: int, micro_batches: int) -> Iterat
     none: Mapping[str, float] = {}
     gradients = {"gradients": shard.gradients}
     for line in print_.forward:
-        yield Moment("forward", gradients if has_gradients else none, _above(line, print_.kept, others), sent)
+        yield Moment("forward", gradients if has_gradients else none, line + print_.kept.times(others), sent)
     for line in print_.backward:
-        yield Moment("first backward", none, _above(line, print_.kept, others), sent)
+        yield Moment("first backward", none, line + print_.kept.times(others), sent)
     if micro_batches > 1:
         left = others if has_gradients else others - 1
         for line in print_.later:
-            yield Moment("later backward", gradients, _above(line, print_.kept, left), sent)
-
-
-def _above(line: Line, kept: Line, times: int) -> Line:
-    return Line(line.fixed + times * kept.fixed, line.slope + times * kept.slope)
+            yield Moment("later backward", gradients, line + print_.kept.times(left), sent)
 
 
 def peak(found: Sequence[Instant], rows: int) -> Terms:

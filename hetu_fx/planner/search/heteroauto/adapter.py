@@ -21,9 +21,9 @@ from itertools import product
 from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.deals import Queued, Region, TemplateRegion
 from hetu_fx.planner.search.device_orders import Groups, alike_in, ranks_by_node
 from hetu_fx.planner.search.estimates import Blocks, rules_of
+from hetu_fx.planner.search.family import Family
 from hetu_fx.planner.search.heteroauto.cost import HeteroResult, throughput_bound
 from hetu_fx.planner.search.heteroauto.kinds import HeteroProblems, Kinds
 from hetu_fx.planner.search.heteroauto.search import Upper
@@ -31,10 +31,8 @@ from hetu_fx.planner.search.homogeneous import best_priced, stage_counts
 from hetu_fx.planner.search.malleus.adapter import degrees
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.search.regions import CLASSES, MOST_CLASSES, estimated
-from hetu_fx.planner.search.replica import Family
 from hetu_fx.planner.search.splits import in_all_splits
-from hetu_fx.planner.search.template import Template
-from hetu_fx.planner.search.templates import FREE_SIZES, Templates
+from hetu_fx.planner.search.templates import FREE_SIZES, Queued, Region, Template, TemplateRegion, Templates
 
 MARGINS = (1.0, 0.85, 0.7)
 """Parts of the memory to plan for, one after the other until a plan fits: passing buffers are not in HeteroAuto's."""

@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES, BUCKETS_AT_ONCE
 from hetu_fx.planner.values.footprint import StageFootprint
@@ -44,6 +45,7 @@ MOMENTS = 2
 UPDATE_VALUES = 3
 """How many values Adam's arithmetic holds for an element that it updates."""
 
+T = TypeVar("T")
 Terms = tuple[tuple[str, int], ...]
 TERMS = ("parameters", "copies", "optimizer", "gradients", "activations", "messages", "update")
 
@@ -60,10 +62,14 @@ def fixed_bytes(parameters: float, *, zero: int, num_replicas: int, state: Param
     In all it is what `instants` counts for states spread evenly over the replicas: P of parameters, P of gradients and
     (1 + k) P / n of home parameters and states; without replicas, or zero 0, the parameters are those at home.
     """
-    kept = state.optimizer_share
-    optimizer = (1 + kept) * parameters / num_replicas if zero and num_replicas > 1 else kept * parameters
-    pairs = (("parameters", parameters), ("gradients", state.gradient_share * parameters), ("optimizer", optimizer))
-    return tuple((term, math.ceil(count)) for term, count in pairs)
+    return tuple((term, math.ceil(count)) for term, count in fixed_terms(parameters, zero, num_replicas, state))
+
+
+def fixed_terms(parameters: T, zero: int, num_replicas: int, state: ParameterState) -> tuple[tuple[str, T], ...]:
+    """Return the same before it is rounded, for a number or many at once."""
+    kept, given = state.optimizer_share, cast(Any, parameters)
+    optimizer = (1 + kept) * given / num_replicas if zero and num_replicas > 1 else kept * given
+    return ("parameters", given), ("gradients", state.gradient_share * given), ("optimizer", optimizer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,17 +38,15 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import chain
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetu_fx.cluster.cluster import Link
 from hetu_fx.planner.search.heteroauto.problem import ChipKind, EndCosts, HeteroProblem, Layer
-from hetu_fx.planner.values.device_memory import fixed_bytes, in_flight
-from hetu_fx.planner.values.state import ParameterState
+from hetu_fx.planner.values.device_memory import fixed_terms, in_flight
 
 NOTHING = EndCosts()
 Numbers = NDArray[np.float64]
@@ -101,25 +99,15 @@ def work_seconds(groups: Groups, layers: Amount, edge: EndCosts, recompute: bool
 
 def held_bytes(problem: HeteroProblem, replicas: int, stage: HeteroStage, edge: EndCosts, flying: int) -> float:
     """Return (2) or (3) of a chip."""
-    states = state_bytes(problem, replicas, stage.groups, stage.layers, edge)
+    states = state_bytes(problem, replicas, stage.groups, float(stage.layers), edge)
     return states + activation_bytes(stage.groups.layer, float(stage.layers), edge, float(flying), stage.recompute)
 
 
-def state_bytes(problem: HeteroProblem, replicas: int, groups: Groups, layers: int, edge: EndCosts) -> int:
+def state_bytes(problem: HeteroProblem, replicas: int, groups: Groups, layers: Amount, edge: EndCosts) -> Amount:
     """Return the bytes of parameters, gradients and optimizer states that a chip holds."""
     parameters = groups.layer.parameter_bytes * (layers + edge.parameters)
-    held = fixed_bytes(parameters, zero=problem.zero, num_replicas=replicas, state=problem.state)
-    return sum(count for _, count in held)
-
-
-@lru_cache(maxsize=1024)
-def _state_bytes(
-    layer_bytes: float, edge: float, num_layers: int, zero: int, replicas: int, state: ParameterState
-) -> Numbers:
-    """Return `state_bytes` for all numbers of layers."""
-    parameters = (layer_bytes * (layers + edge) for layers in range(num_layers + 1))
-    held = (fixed_bytes(count, zero=zero, num_replicas=replicas, state=state) for count in parameters)
-    return np.array([sum(count for _, count in parts) for parts in held], dtype=np.float64)
+    held = [np.ceil(count) for _, count in fixed_terms(parameters, problem.zero, replicas, problem.state)]
+    return cast(Amount, sum(held))
 
 
 def activation_bytes(layer: Layer, layers: Amount, edge: EndCosts, flying: Amount, recompute: bool) -> Amount:
@@ -275,8 +263,7 @@ class Tables:
 
     def _new_seconds(self, groups: Groups, edge: EndCosts) -> Numbers:
         problem, layer = self.problem, groups.layer
-        whole = layer.parameter_bytes, edge.parameters, problem.num_layers
-        left = groups.kind.memory_bytes - _state_bytes(*whole, problem.zero, self.replicas, problem.state)[None, :]
+        left = groups.kind.memory_bytes - state_bytes(problem, self.replicas, groups, self._layers, edge)
         keeps = activation_bytes(layer, self._layers, edge, self._flying, recompute=False) <= left
         again: Numbers | float = np.inf
         if problem.freedom.recompute and not keeps.all():

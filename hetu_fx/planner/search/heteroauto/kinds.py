@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster, Device, Link
 from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD
 from hetu_fx.planner.price.step_end import optimizer_seconds
@@ -54,7 +53,6 @@ class HeteroProblems:
         self._between = _link(cluster, cluster.devices)
         self._edges = [_edge(part, _largest_block(problem), cluster) for part in (costs.before, costs.after)]
 
-    @once
     def of(self, replicas: int, micro_batches: int, margin: float = 1.0) -> HeteroProblem:
         """Return the problem in which each replica has so many micro-batches, within a part of the memory."""
         costs, options = self._problem.costs, self._problem.options
@@ -107,7 +105,6 @@ class _Kind:
         )
         return cls(kind, lines)
 
-    @once
     def at(self, rows: int, margin: float) -> ChipKind:
         """Return the kind for micro-batches of so many rows, with a part of its memory."""
         layers = {size: _of_rows(layer, self.lines[size], rows) for size, layer in self.for_a_row.layers.items()}

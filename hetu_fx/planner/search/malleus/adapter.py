@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, reduce
+from functools import partial, reduce
 from operator import add
 
 from hetu_fx.cluster.cluster import Device
@@ -214,11 +214,12 @@ def _found(problem: Problem, shape: Shape, recompute: bool, below: float) -> Pla
 
 def _with_rows_shared(plan: Plan, problem: Problem) -> Plan:
     """Return the plan with rows shared so that its pipelines end together: Malleus' micro-batches have one size."""
-    of_alike = cache(_seconds_by_rows)
-    costs = [
-        of_alike(tuple([part.seconds for part in stage_costs(p, problem.costs, problem.cluster)]), p.micro_batches)
+    runs = [
+        (tuple([part.seconds for part in stage_costs(p, problem.costs, problem.cluster)]), p.micro_batches)
         for p in plan.parts(problem.costs.num_blocks)
     ]
+    of_alike: dict[object, Seconds] = {run: partial(_seconds_of, *run) for run in runs}
+    costs = [of_alike[run] for run in runs]
     rows = spread(problem.costs.rows, costs, low=(1,) * len(costs))
     assert rows is not None, "there are no more pipelines than rows"
     pairs = zip(plan.pipelines, rows, strict=True)
@@ -226,8 +227,8 @@ def _with_rows_shared(plan: Plan, problem: Problem) -> Plan:
     return replace(plan, pipelines=shared)
 
 
-def _seconds_by_rows(lines: tuple[Line, ...], micro_batches: int) -> Seconds:
-    return lambda rows: pipeline_seconds(lines, rows, micro_batches)
+def _seconds_of(lines: tuple[Line, ...], micro_batches: int, rows: int) -> float:
+    return pipeline_seconds(lines, rows, micro_batches)
 
 
 def _lacks(problem: Problem) -> str:

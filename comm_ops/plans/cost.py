@@ -149,21 +149,38 @@ RING_TURNS: Mapping[Cost, int] = {no_cost: 0, ring_cost: 1, all_reduce_cost: 2}
 """How often the data of an op that costs so much goes around the ring of its ranks."""
 
 
-def _levels_ring_cost(
-    num_bytes: float, ranks: Sequence[int], tiers: Sequence[Sequence[int]], topology: Topology, lanes: int = 1
-) -> float:
-    """Price an all-gather or reduce-scatter inside units and across them, and so on at each of some tiers.
+@dataclass(frozen=True, slots=True)
+class _Levels:
+    """What turns in levels take by their bytes: around rings that differ inside units, then in lanes that differ.
+
+    A ring is (hops, devices, latency, bytes per second); the lanes are all around at once.
+    """
+
+    inside: frozenset[tuple[int, int, float, float]]
+    num_lanes: int = 1
+    across: frozenset[_Levels] = frozenset()
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return what a turn of `num_bytes` in all takes."""
+        inside = max(hops * (latency + num_bytes / size / speed) for hops, size, latency, speed in self.inside)
+        size = num_bytes / self.num_lanes
+        return inside + max(lane.seconds(size) for lane in self.across) if self.across else inside
+
+
+@once
+def _levels(topology: Topology, ranks: tuple[int, ...], tiers: tuple[tuple[int, ...], ...], lanes: int = 1) -> _Levels:
+    """Return an all-gather or reduce-scatter inside units and across them, and so on at each of some tiers.
 
     `tiers` has the unit of each rank, from inside out. Across, ranks meet in lanes, all at once, that share the links.
     """
+    units = by_node(ranks, tiers[0]) if tiers else (ranks,)
+    rings = ((len(unit) - 1, len(unit), *_slowest_link(topology, unit, lanes)) for unit in units if len(unit) > 1)
+    inside = frozenset(rings) or frozenset([(0, 1, 0.0, 1.0)])
     if not tiers:
-        return ring_cost(num_bytes, ranks, topology, lanes)
-    units = by_node(tuple(ranks), tuple(tiers[0]))
-    inside, across = max(ring_cost(num_bytes, unit, topology, lanes) for unit in units), lanes_of(units)
-    size, together = num_bytes / len(across), lanes * len(across)
-    outer = [tiers_of(tiers[1:], ranks, lane) for lane in across]
-    pairs = zip(across, outer, strict=True)
-    return inside + max(_levels_ring_cost(size, lane, rest, topology, together) for lane, rest in pairs)
+        return _Levels(inside)
+    across = lanes_of(units)
+    outer = ((lane, tiers_of(tiers[1:], ranks, lane)) for lane in across)
+    return _Levels(inside, len(across), frozenset(_levels(topology, *one, lanes * len(across)) for one in outer))
 
 
 def cheapest_tiers(ranks: Sequence[int], topology: Topology) -> tuple[tuple[int, ...], ...]:
@@ -176,12 +193,12 @@ def _cheapest_tiers(topology: Topology, ranks: tuple[int, ...]) -> tuple[tuple[i
     tiers = tuple(tier for tier in topology.tiers(ranks) if spans(tier))
     if len(tiers) < 2:
         return tiers
-    return min([*((tier,) for tier in tiers), tiers], key=lambda one: _levels_ring_cost(_MANY, ranks, one, topology))
+    return min([*((tier,) for tier in tiers), tiers], key=lambda one: _levels(topology, ranks, one).seconds(_MANY))
 
 
 def two_level_ring_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
     """Price an all-gather or reduce-scatter in levels, by the tiers that are cheapest."""
-    return _levels_ring_cost(num_bytes, ranks, cheapest_tiers(ranks, topology), topology)
+    return _levels(topology, tuple(ranks), cheapest_tiers(ranks, topology)).seconds(num_bytes)
 
 
 def two_level_all_reduce_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:

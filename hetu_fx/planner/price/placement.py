@@ -106,12 +106,7 @@ class BlockRange:
     @once_beside(_place)
     def most_rows(self, limit: int, num_in_flight: int, micro_batches: int, zero: int, num_replicas: int) -> int:
         """Return the most rows of a micro-batch that a device can hold, if states are spread evenly over readers."""
-        return most_rows(limit, self._even_shard(zero, num_replicas), num_in_flight, micro_batches)
-
-    @once_beside(_place)
-    def _even_shard(self, zero: int, num_replicas: int) -> HeldShard:
-        """Return what its device holds if states are spread evenly; it is the same for all schedules."""
-        return self.shard(Homes.even(zero, num_replicas, self.group))
+        return most_rows(limit, self.shard(Homes.even(zero, num_replicas, self.group)), num_in_flight, micro_batches)
 
     @once_beside(_place)
     def peak(self, rows: int, num_in_flight: int, micro_batches: int, homes: Homes) -> Terms:

@@ -57,10 +57,13 @@ def compute_lines(stage: Stage, parts: PartCosts, cluster: Cluster) -> tuple[Lin
 
 def device_lines(stage: Stage, parts: Sequence[PartCosts], cluster: Cluster) -> tuple[Line, ...]:
     """Return (1) of each device of a stage, of the part that each has."""
-    triples = zip(stage.devices, stage.work_shares, parts, strict=True)
-    return tuple(
-        _compute_line(cluster.computing(rank, stage.dtype), share, part, cluster) for rank, share, part in triples
-    )
+    return tuple(_compute_line(*one, cluster) for one in _working(stage, parts, cluster))
+
+
+def _working(stage: Stage, parts: Sequence[PartCosts], cluster: Cluster) -> Iterator[tuple[Device, float, PartCosts]]:
+    """Yield each device of a stage as fast as it is there, its share and its part."""
+    devices = (cluster.computing(rank, stage.dtype) for rank in stage.devices)
+    return zip(devices, stage.work_shares, parts, strict=True)
 
 
 def _compute_line(device: Device, share: float, parts: PartCosts, cluster: Cluster) -> Line:
@@ -78,15 +81,8 @@ def _behind(device: Device, cluster: Cluster) -> float:
     return cluster.top_speed(device.kind) / cluster.device(device.rank).speed
 
 
-def _later_lines(stage: Stage, parts: Sequence[PartCosts], cluster: Cluster) -> tuple[Line, ...]:
-    """Return what of (1) the gradients of weights take that may be made later: as much as the products' forward."""
-    triples = zip(stage.devices, stage.work_shares, parts, strict=True)
-    return tuple(
-        _later_line(cluster.computing(rank, stage.dtype), share, part, cluster) for rank, share, part in triples
-    )
-
-
 def _later_line(device: Device, share: float, parts: PartCosts, cluster: Cluster) -> Line:
+    """Return what of (1) the gradients of weights take that may be made later: as much as the products' forward."""
     pace, _ = cluster.pace(device.kind, share)
     return Line(0.0, pace * parts.weight_flops_at(share) / device.speed)
 
@@ -316,12 +312,8 @@ def _hand_overs(
 ) -> Iterator[tuple[Line, Line]]:
     """Yield the seconds of a hand-over between parts that follow each other: to the later one, and back."""
     for (stage, other), block in zip(pairwise(pipeline.parts), pipeline.stops[1:], strict=False):
-        size = costs.boundary(block)
-        there, back = (
-            hand_over_line(stage, other, size, cluster, rows),
-            hand_over_line(other, stage, size, cluster, rows),
-        )
-        yield there, back
+        there, back = ((*ends, costs.boundary(block), cluster, rows) for ends in ((stage, other), (other, stage)))
+        yield hand_over_line(*there), hand_over_line(*back)
 
 
 def _part_costs(
@@ -337,5 +329,5 @@ def _part_costs(
     rounds = tuple(rounds_of(stage, group.stage(stops[index], stops[index + 1]), parts, group.repeated_parts))
     sent = *round_lines(rounds, cluster), *hand_overs
     host = tuple(cluster.device(rank).step_now for rank in stage.devices)
-    later = _later_lines(stage, parts, cluster)
+    later = tuple(_later_line(*one, cluster) for one in _working(stage, parts, cluster))
     return StageCosts(stage, parts, rounds, host, compute, *sent, again, later, group.repeated_parts)

@@ -159,7 +159,7 @@ def _meetings(stages: Sequence[Stage], cluster: Cluster) -> list[tuple[Stage, li
     for number, stage in enumerate(stages):
         there, rings = [node_of(firsts[number])], list[Ring]()
         for position, rank in enumerate(stage.devices):
-            own = (rank, *stage.beside(rank))
+            own = (rank, *stage.beside(rank)) if stage.shares_sequence else (rank,)
             here = [node_of(peer) for peer in own]
             key = stage.axes, position, None if here == there else (*there, *here)
             if key not in known:
@@ -216,17 +216,14 @@ class Ways:
         """Return what all ways in one direction take, if devices do nothing else."""
         if direction == "gather" and not self._plan.zero:
             return DirectionCosts(0.0, {})
-        free, spent, done = _Free(), defaultdict[int, float](float), [0.0]
-        busy = self._busy(self._travelling(direction))
-        for bucket in self._travelling(direction):
-            ranks = self._members[bucket.holders]
-            seconds = self._seconds_of(direction, bucket)
-            done.append(free.take(ranks, seconds))
+        free, spent, done = dict[int, float](), defaultdict[int, float](float), [0.0]
+        travelling = self._travelling(direction)
+        busy = self._busy(travelling)
+        turns = [(self._members[one.holders], self._seconds_of(direction, one)) for one in travelling]
+        for ranks, seconds in (*turns, *self._tied(direction)):
+            done.append(max(free.get(rank, 0.0) for rank in ranks) + seconds)
+            free |= dict.fromkeys(ranks, done[-1])
             for rank in ranks:
-                spent[rank] += seconds
-        for readers, seconds in self._tied(direction):
-            done.append(free.take(readers, seconds))
-            for rank in readers:
                 spent[rank] += seconds
         link_seconds = max(busy.values(), default=0.0)
         at_once, waits = min(BUCKETS_AT_ONCE, len(self._buckets)), self._with_waits(spent, busy, direction)
@@ -288,16 +285,3 @@ class Ways:
                 busiest = max(loads_of(traffic, self._cluster).values(), default=0.0)
                 readers = dict.fromkeys(rank for part in held for rank in part.devices)
                 yield list(readers), line.fixed + max(line.slope, busiest)
-
-
-class _Free:
-    """From when on devices are free."""
-
-    def __init__(self) -> None:
-        self._since: dict[int, float] = {}
-
-    def take(self, ranks: Sequence[int], seconds: float) -> float:
-        """Take devices for so many seconds; return when they are done."""
-        end = max(self._since.get(rank, 0.0) for rank in ranks) + seconds
-        self._since |= dict.fromkeys(ranks, end)
-        return end

@@ -39,9 +39,8 @@ from hetu_fx.planner.search.device_orders import Space, alone, orders
 from hetu_fx.planner.search.estimates import rules_of
 from hetu_fx.planner.search.family import Family
 from hetu_fx.planner.search.manners import Manner, attentions, by_speed, shared_between_products, shared_throughout
-from hetu_fx.planner.search.problem import Candidates, Problem, Search
+from hetu_fx.planner.search.problem import Candidates, Problem, Search, in_all_splits
 from hetu_fx.planner.search.replica import Replica
-from hetu_fx.planner.search.splits import in_all_splits
 from hetu_fx.plans.plan import Attention, Pipeline, Plan
 
 MOST_DEVICES = 16

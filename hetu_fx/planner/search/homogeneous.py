@@ -32,9 +32,8 @@ from hetu_fx.planner.search.manners import (
     shared_between_products,
     shared_throughout,
 )
-from hetu_fx.planner.search.problem import WORTH, Candidates, Problem, Search
+from hetu_fx.planner.search.problem import WORTH, Candidates, Problem, Search, in_all_splits
 from hetu_fx.planner.search.replica import Replica
-from hetu_fx.planner.search.splits import in_all_splits
 from hetu_fx.planner.search.stage_estimates import ReplicaRules
 from hetu_fx.planner.search.step_ends import NO_END
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
@@ -116,11 +115,11 @@ class TimedArrangement:
     def plan(self, problem: Problem) -> Plan:
         """Return the plan."""
         groups = [self.arrangement.groups(i) for i in range(self.degrees.pipelines)]
-        context = self.degrees.context
-        stages = (tuple(Stage(devices, context=context) for devices in found) for found in groups)
+        blocks = Pipeline(tuple(map(Stage, groups[0]))).blocks(problem.costs.num_blocks)
+        pairs, context = [list(zip(found, blocks, strict=True)) for found in groups], self.degrees.context
+        stages = (tuple([Stage(devices, (), count, context) for devices, count in found]) for found in pairs)
         pipelines = (Pipeline(found, micro_batches=self.micro_batches) for found in stages)
-        plan = replace(problem.plan(pipelines), zero=self.zero).with_blocks(problem.costs.num_blocks)
-        return self.manner.of(plan)
+        return self.manner.of(replace(problem.plan(pipelines), zero=self.zero))
 
 
 def candidates(problem: Problem, manner: Manner = PLAIN) -> Iterator[TimedArrangement]:

@@ -20,8 +20,7 @@ from hetu_fx.planner.price.bound import bound_seconds
 from hetu_fx.planner.search.allocate import spread
 from hetu_fx.planner.search.estimates import Estimates
 from hetu_fx.planner.search.homogeneous import best_priced
-from hetu_fx.planner.search.problem import WORTH, Candidates, Problem, Search
-from hetu_fx.planner.search.splits import in_all_splits
+from hetu_fx.planner.search.problem import WORTH, Candidates, Problem, Search, in_all_splits
 from hetu_fx.planner.search.step_ends import EndEstimate
 from hetu_fx.planner.search.templates import Region, Template, TemplateRegion, Templates, classes_of
 from hetu_fx.plans.plan import Plan

@@ -28,13 +28,12 @@ from hetu_fx.planner.search.heteroauto.kinds import HeteroProblems, Kinds
 from hetu_fx.planner.search.heteroauto.search import Upper
 from hetu_fx.planner.search.homogeneous import best_priced, stage_counts
 from hetu_fx.planner.search.malleus.adapter import degrees
-from hetu_fx.planner.search.problem import Candidates, Problem, Search
+from hetu_fx.planner.search.problem import Candidates, Problem, Search, in_all_splits
 from hetu_fx.planner.search.regions import CLASSES, MOST_CLASSES, estimated
-from hetu_fx.planner.search.splits import in_all_splits
 from hetu_fx.planner.search.templates import FREE_SIZES, Queued, Region, Template, TemplateRegion, Templates
 
 LESS_MEMORY = (0.85, 0.7)
-"""Parts of the memory to plan for where nothing fits with all of it, one after the other: passing buffers are not in HeteroAuto's."""
+"""Parts of the memory to plan for where nothing fits with all of it: passing buffers are not in HeteroAuto's."""
 
 _WORTH = 1.03  # what HeteroAuto's own prices say is slower than the best of a region by this factor is not tried
 

@@ -19,8 +19,9 @@ from operator import add
 
 from hetu_fx.cluster.cluster import Device
 from hetu_fx.errors import PlanError
+from hetu_fx.planner.price.alike import alike
 from hetu_fx.planner.price.stage import compute_lines, pipeline_seconds, stage_costs, tensor_parallel_lines
-from hetu_fx.planner.search.allocate import Seconds, spread
+from hetu_fx.planner.search.allocate import spread
 from hetu_fx.planner.search.contiguous import replica_counts
 from hetu_fx.planner.search.device_orders import EXHAUSTIVE_DEVICES
 from hetu_fx.planner.search.homogeneous import TimedArrangement, candidates
@@ -214,12 +215,13 @@ def _found(problem: Problem, shape: Shape, recompute: bool, below: float) -> Pla
 
 def _with_rows_shared(plan: Plan, problem: Problem) -> Plan:
     """Return the plan with rows shared so that its pipelines end together: Malleus' micro-batches have one size."""
-    runs = [
-        (tuple([part.seconds for part in stage_costs(p, problem.costs, problem.cluster)]), p.micro_batches)
-        for p in plan.parts(problem.costs.num_blocks)
-    ]
-    of_alike: dict[object, Seconds] = {run: partial(_seconds_of, *run) for run in runs}
-    costs = [of_alike[run] for run in runs]
+    like, parts = alike(plan, problem.costs.rows, problem.cluster), plan.parts(problem.costs.num_blocks)
+    runs = {}
+    for first in dict.fromkeys(like):
+        priced = stage_costs(parts[first], problem.costs, problem.cluster)
+        runs[first] = tuple([part.seconds for part in priced]), parts[first].micro_batches
+    of_alike = {run: partial(_seconds_of, *run) for run in runs.values()}
+    costs = [of_alike[runs[first]] for first in like]
     rows = spread(problem.costs.rows, costs, low=(1,) * len(costs))
     assert rows is not None, "there are no more pipelines than rows"
     pairs = zip(plan.pipelines, rows, strict=True)

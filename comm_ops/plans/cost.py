@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -120,11 +119,11 @@ def ring_cost(num_bytes: float, ranks: Sequence[int], topology: Topology, lanes:
 @once
 def _slowest_link(topology: Topology, ranks: tuple[int, ...], lanes: int) -> tuple[float, float]:
     """Return the latency and the bytes per second of the slowest link of a ring, as it is shared."""
-    latency = max(topology.latency_seconds(a, b) for a, b in _links(ranks))
-    links, crossings, ends = _links(ranks), Counter[Hashable](), dict[Hashable, End]()
+    links, crossings, ends = _links(ranks), dict[Hashable, int](), dict[Hashable, End]()
+    latency = max(topology.latency_seconds(a, b) for a, b in links)
     for a, b in links:
         for end in topology.ends(a, b):
-            crossings[end.key] += 1
+            crossings[end.key] = crossings.get(end.key, 0) + 1
             ends[end.key] = end
     members = set(ranks)
     shared = [

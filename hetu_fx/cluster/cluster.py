@@ -279,8 +279,10 @@ class Cluster(Document):
     @property
     def groups(self) -> dict[str, tuple[int, ...]]:
         """Return the ranks of the largest node ("intra") and, of several nodes, of all ("inter"); no group of one."""
-        nodes = [tuple(d.rank for d in self.devices if d.node == node) for node in self._nodes]
-        found = {"intra": max(nodes, key=len), "inter": self.ranks if len(nodes) > 1 else ()}
+        nodes: dict[str, list[int]] = {node: [] for node in self._nodes}
+        for device in self.devices:
+            nodes[device.node].append(device.rank)
+        found = {"intra": tuple(max(nodes.values(), key=len)), "inter": self.ranks if len(nodes) > 1 else ()}
         return {where: ranks for where, ranks in found.items() if len(ranks) > 1}
 
     def with_rates(self, rates: Mapping[int, float]) -> Cluster:

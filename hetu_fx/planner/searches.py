@@ -89,7 +89,7 @@ def _may_gain_by_a_program(problem: Problem) -> bool:
     """Tell whether there are a few unlike devices, and what was found is far from what they could do together."""
     if not problem.options.programs or not _is_up_to(_SMALL, problem) or not _devices_differ(problem):
         return False
-    return problem.priced.least_seconds > _ROOM * bound_seconds(problem.costs, problem.cluster)
+    return problem.priced.least_seconds > _ROOM * bound_seconds(problem.costs, problem.cluster.devices)
 
 
 def auto(by_length: Search, rules: Sequence[SearchRule]) -> Search:

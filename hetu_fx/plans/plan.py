@@ -260,8 +260,9 @@ def pipeline_rows(total: int, plan: Plan) -> tuple[int, ...]:
     They add up to `total`; equal remainders go to the earlier pipeline; some may get none.
     """
     shares = [pipeline.share for pipeline in plan.pipelines]
-    whole = [total * share // sum(shares) for share in shares]
-    order = sorted(range(len(shares)), key=lambda i: (-(total * shares[i] % sum(shares)), i))
+    parts = sum(shares)
+    whole = [total * share // parts for share in shares]
+    order = sorted(range(len(shares)), key=lambda i: (-(total * shares[i] % parts), i))
     for index in order[: total - sum(whole)]:
         whole[index] += 1
     return tuple(whole)

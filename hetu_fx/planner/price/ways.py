@@ -12,6 +12,7 @@ what a simulation plays.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -142,7 +143,7 @@ class HomeWay:
         """Yield the bytes of blocks on each device, and those that it meets: one of each other stage."""
         for stage, rings in self._meetings:
             held = self.held(stage, start, stop)
-            yield from ((size, ring) for ring in rings for rank, size in held.items() if rank in ring)
+            yield from ((held[rank], ring) for ranks, ring in rings for rank in ranks)
 
     def held(self, stage: Stage, start: int, stop: int) -> dict[int, float]:
         """Return the bytes of blocks' parameters by device of a stage."""
@@ -151,22 +152,34 @@ class HomeWay:
         return {rank: part.parameter_bytes_at(share) for rank, share, part in triples}
 
 
-def _meetings(stages: Sequence[Stage], cluster: Cluster) -> list[tuple[Stage, list[Ring]]]:
+Meetings = list[tuple[Stage, list[tuple[Ring, Ring]]]]
+"""Of stages, devices that hold the same, and all that these meet."""
+
+
+def _meetings(stages: Sequence[Stage], cluster: Cluster) -> Meetings:
     """Return for stages the devices that theirs meet, one ring of those that go alike."""
-    node_of, known = cluster.node_of, set[object]()
+    node_of, known, found = cluster.node_of, set[object](), Meetings()
     firsts = [stage.devices[0] for stage in stages]
-    found: list[tuple[Stage, list[Ring]]] = []
     for number, stage in enumerate(stages):
-        there, rings = [node_of(firsts[number])], list[Ring]()
+        there, rings = [node_of(firsts[number])], list[tuple[Ring, Ring]]()
+        others, alike = sorted((*firsts[:number], *firsts[number + 1 :])), dict[object, Ring]()
         for position, rank in enumerate(stage.devices):
             own = (rank, *stage.beside(rank)) if stage.shares_sequence else (rank,)
             here = [node_of(peer) for peer in own]
             key = stage.axes, position, None if here == there else (*there, *here)
             if key not in known:
                 known.add(key)
-                rings.append(tuple(sorted((*firsts[:number], *own, *firsts[number + 1 :]))))
+                place = tuple([(*_place(peer, cluster), bisect(others, peer)) for peer in own])
+                if place not in alike:
+                    alike[place] = tuple(sorted((*others, *own)))
+                rings.append((own, alike[place]))
         found += [(stage, rings)] if rings else []
     return found
+
+
+def _place(rank: int, cluster: Cluster) -> tuple[object, ...]:
+    """Return all that links know of a device but its rank."""
+    return cluster.likeness(rank), cluster.shared_units(rank)
 
 
 def ring_line(direction: Direction, size: float, ring: Ring, cluster: Cluster, zero: int) -> Line:

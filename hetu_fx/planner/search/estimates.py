@@ -81,12 +81,10 @@ class Estimates:
         self.ends = StepEnds(costs, cluster, self._sharing)
         by_speed = sorted(cluster.devices, key=lambda device: (device.speed, -device.rank))
         self._fastest = {device.kind: device for device in by_speed}
-        self._shapes: dict[Hashable, Stage] = {}
         self._stages: dict[Hashable, StageEstimate] = {}
         self._replicas: dict[Hashable, Replica] = {}
         self._families: dict[Hashable, Family | None] = {}
         self._bounds: dict[Hashable, tuple[tuple[float, int], ...]] = {}
-        self._free: dict[Hashable, Blocks | None] = {}
         self._seconds: dict[Hashable, dict[tuple[int, int], float]] = {}
         self._rings: dict[Hashable, tuple[int, ...]] = {}
 
@@ -96,14 +94,13 @@ class Estimates:
         return self._rules.schedule == "1f1b"
 
     def family(self, groups: Groups, num_replicas: int, rows: int) -> Family | None:
-        """Return the fastest pipeline of these stages for so many rows, equal ones as one object; None if none fits."""
-        key = (self.kinds.key(groups), num_replicas, rows)
-        if key not in self._families:
-            self._families[key] = self._new_family(groups, num_replicas, rows)
-        return self._families[key]
+        """Return the fastest pipeline of these stages for so many rows, equal ones as one object; None if none fits.
 
-    def _new_family(self, groups: Groups, num_replicas: int, rows: int) -> Family | None:
-        """Return the fastest of pipelines whose blocks are balanced for each number of micro-batches of their rows."""
+        It is that of those whose blocks are balanced for each number of micro-batches of their rows.
+        """
+        key = (self.kinds.key(groups), num_replicas, rows)
+        if key in self._families:
+            return self._families[key]
         best, found = None, set[Blocks]()
         for bound, count in sorted(self.bounds(groups, rows)):
             if best is not None and bound > _OTHER * best.seconds(rows):
@@ -114,6 +111,7 @@ class Estimates:
                 found.add(blocks)
                 family = Family(self.replica(groups, blocks), num_replicas, self._rules)
                 best = family if best is None else min(best, family, key=lambda one: one.seconds(rows))
+        self._families[key] = best
         return best
 
     def least_seconds(self, groups: Groups, rows: int, *, hands_over: bool = True) -> float:
@@ -186,12 +184,6 @@ class Estimates:
 
     def _free_blocks(self, groups: Groups, rows: int) -> Blocks | None:
         """Return the blocks that let stages end together if memory is left out; None where blocks differ."""
-        key = tuple(map(self.kinds.of, groups)), rows
-        if key not in self._free:
-            self._free[key] = self._new_free_blocks(groups, rows)
-        return self._free[key]
-
-    def _new_free_blocks(self, groups: Groups, rows: int) -> Blocks | None:
         count = self._costs.num_blocks
         if not self._costs.is_uniform or not len(groups) < count:
             return None
@@ -225,10 +217,7 @@ class Estimates:
         return self._stages[key]
 
     def _stage_of(self, devices: tuple[int, ...]) -> Stage:
-        kind = self.kinds.of(devices)
-        if kind not in self._shapes:
-            self._shapes[kind] = self._shape([self._cluster.device(rank) for rank in devices])
-        return replace(self._shapes[kind], devices=devices)
+        return self._shape([self._cluster.device(rank) for rank in devices])
 
     def _sharing(self, devices: tuple[int, ...]) -> tuple[int, ...]:
         """Return the places in a group of those that hold the same of all weights as its first device."""

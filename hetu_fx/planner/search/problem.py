@@ -220,10 +220,7 @@ class Search:
     simulates: Callable[[Problem], bool] = always
 
 
-Find = Callable[[Problem], Candidates]
-
-
-def in_all_splits(find: Find) -> Find:
+def in_all_splits(find: Callable[[Problem], Candidates]) -> Callable[[Problem], Candidates]:
     """Return a search that finds plans for each way to split a captured program.
 
     By themselves groups split what spreads most work for least communication, inside of experts their width. Whole

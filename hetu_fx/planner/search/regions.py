@@ -90,8 +90,7 @@ def _cuts_by_speed(problem: Problem, classes: Sequence[Sequence[Device]]) -> lis
     found = []
     for cut in filter(None, dict.fromkeys(cuts(tuple(range(len(classes)))))):
         devices = itertools.chain.from_iterable(classes[number] for region in cut for number in region)
-        part = replace(problem.cluster, devices=tuple(devices))
-        found.append((bound_seconds(problem.costs, part), cut))
+        found.append((bound_seconds(problem.costs, list(devices)), cut))
     return sorted(found, key=lambda pair: pair[0])
 
 

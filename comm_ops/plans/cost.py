@@ -166,7 +166,6 @@ class _Levels:
         return inside + max(lane.seconds(size) for lane in self.across) if self.across else inside
 
 
-@once
 def _levels(topology: Topology, ranks: tuple[int, ...], tiers: tuple[tuple[int, ...], ...], lanes: int = 1) -> _Levels:
     """Return an all-gather or reduce-scatter inside units and across them, and so on at each of some tiers.
 
@@ -184,20 +183,21 @@ def _levels(topology: Topology, ranks: tuple[int, ...], tiers: tuple[tuple[int, 
 
 def cheapest_tiers(ranks: Sequence[int], topology: Topology) -> tuple[tuple[int, ...], ...]:
     """Return the tiers by which a large collective is cheapest in levels: one, all, or none that there are."""
-    return _cheapest_tiers(topology, tuple(ranks))
+    return _cheapest_levels(topology, tuple(ranks))[0]
 
 
 @once
-def _cheapest_tiers(topology: Topology, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+def _cheapest_levels(topology: Topology, ranks: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], ...], _Levels]:
+    """Return these tiers, and what turns take by them."""
     tiers = tuple(tier for tier in topology.tiers(ranks) if spans(tier))
-    if len(tiers) < 2:
-        return tiers
-    return min([*((tier,) for tier in tiers), tiers], key=lambda one: _levels(topology, ranks, one).seconds(_MANY))
+    choices = [*((tier,) for tier in tiers), tiers] if len(tiers) > 1 else [tiers]
+    found = [(one, _levels(topology, ranks, one)) for one in choices]
+    return min(found, key=lambda pair: pair[1].seconds(_MANY))
 
 
 def two_level_ring_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
     """Price an all-gather or reduce-scatter in levels, by the tiers that are cheapest."""
-    return _levels(topology, tuple(ranks), cheapest_tiers(ranks, topology)).seconds(num_bytes)
+    return _cheapest_levels(topology, tuple(ranks))[1].seconds(num_bytes)
 
 
 def two_level_all_reduce_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:

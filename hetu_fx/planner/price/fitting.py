@@ -104,12 +104,11 @@ class _Least:
         return min(stages, key=lambda stage: self._seconds(stage, costs, cluster))
 
     def _seconds(self, stage: Stage, costs: ProgramCosts, cluster: Cluster) -> float:
-        parts = zip(stage.chunks(len(self.starts), self._blocks), self.starts, strict=True)
-        return sum(self._part_seconds(*part, costs, cluster) for part in parts)
-
-    def _part_seconds(self, part: Stage, start: int, costs: ProgramCosts, cluster: Cluster) -> float:
-        repeated = [costs.again(part, start, i) for i in range(len(part.devices))]
-        return max(line(self.rows) for line in forward_lines(device_lines(part, repeated, cluster)))
+        seconds = 0.0
+        for part, start in zip(stage.chunks(len(self.starts), self._blocks), self.starts, strict=True):
+            repeated = [costs.again(part, start, i) for i in range(len(part.devices))]
+            seconds += max(line(self.rows) for line in forward_lines(device_lines(part, repeated, cluster)))
+        return seconds
 
     def _least(self, places: Sequence[PlacedDevice], ops: RecomputedOps, limit: int, costs: ProgramCosts) -> int | None:
         def fits(blocks: int) -> bool:

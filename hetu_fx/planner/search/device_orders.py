@@ -13,6 +13,7 @@ import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
+from typing import Any
 
 from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.planner.values.options import PlanOptions
@@ -142,6 +143,9 @@ def alike_in(cluster: Cluster) -> tuple[LikeDevices, ...]:
     return tuple(LikeDevices(f"{some[0].kind}#{some[0].rank}", tuple(some)) for some in found.values())
 
 
+_NOWHERE: dict[str, Any] = {"rank": 0, "node": "0", "source": "given", "memory_bytes": 1}
+
+
 class GroupKinds:
     """What groups are by the classes of their devices, and by which of them share a node; `node` is that of a rank."""
 
@@ -149,7 +153,8 @@ class GroupKinds:
         """`memory` is usable bytes by rank."""
         numbers: dict[Hashable, int] = {}
         self._class = {
-            device.rank: numbers.setdefault((_but_for_place(device), memory[device.rank]), len(numbers))
+            # What prices know of a device besides its node; its memory is for the rules to say.
+            device.rank: numbers.setdefault((replace(device, **_NOWHERE), memory[device.rank]), len(numbers))
             for device in cluster.devices
         }
         self.node = {device.rank: cluster.node_of(device.rank) for device in cluster.devices}
@@ -171,8 +176,3 @@ class GroupKinds:
         places = [nodes.setdefault(self.node[rank], len(nodes)) for rank in devices]
         classes = tuple([self._class[rank] for rank in devices])
         return (classes, tuple(places)) if len(nodes) > 1 else classes
-
-
-def _but_for_place(device: Device) -> Device:
-    """Return what prices know of a device besides its node; its memory is for the rules to say."""
-    return replace(device, rank=0, node="0", source="given", memory_bytes=1)

@@ -317,9 +317,8 @@ class HandOvers:
         """Return how many pipelines share the link of a node at each edge between stages, at the most (`Crossing`)."""
         nodes = [[self._kinds.node[group[0]] for group in groups] for groups in pipelines]
         edges = zip(*map(itertools.pairwise, nodes), strict=True)
-        return tuple([_most_at_once([pair for pair in edge if pair[0] != pair[1]]) for edge in edges])
-
-
-def _most_at_once(pairs: Sequence[tuple[int, int]]) -> int:
-    """Return how many messages between nodes leave one of them, or come to it, at the most; 1 if there are none."""
-    return max([1, *(count for ends in zip(*pairs, strict=True) for count in Counter(ends).values())])
+        crossing = ([pair for pair in edge if pair[0] != pair[1]] for edge in edges)
+        counts = (
+            [count for ends in zip(*pairs, strict=True) for count in Counter(ends).values()] for pairs in crossing
+        )
+        return tuple([max([1, *found]) for found in counts])

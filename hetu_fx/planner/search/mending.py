@@ -83,7 +83,8 @@ class Mending:
         for way in (self._kept, self._alone, self._apart):
             made = tuple(itertools.chain.from_iterable(map(way, groups)))
             in_order = (made, tuple(sorted(made, key=self._speed)))
-            yield from (some for some in dict.fromkeys(in_order) if some and self._is_allowed(some))
+            most = math.inf if self._problem.options.pipelines else 1
+            yield from (some for some in dict.fromkeys(in_order) if 0 < len(some) <= most)
 
     def _kept(self, group: Ranks) -> Sequence[Ranks]:
         return (group,)
@@ -108,9 +109,6 @@ class Mending:
 
     def _speed(self, group: Ranks) -> float:
         return len(group) * min(self._speeds[rank] for rank in group)
-
-    def _is_allowed(self, groups: Groups) -> bool:
-        return self._problem.options.pipelines or len(groups) == 1
 
 
 def best_mended(

@@ -226,7 +226,9 @@ class Tables:
         if place not in self._costs:
             edge = edge_of(self.problem, place.is_first, place.behind is None)
             behind = 0.0 if place.behind is None else hand_over_seconds(self.problem, place.groups, place.behind)
-            self._costs[place] = self._priced(place.groups, edge, behind)
+            seconds = self._seconds(place.groups, edge) + behind
+            share = _times(self.problem.bubble, seconds)
+            self._costs[place] = Costs(share, self._bound(place.groups, edge, seconds))
         return self._costs[place]
 
     def least_bounds(self, groups: Groups, hand_over: float, edge: EndCosts = NOTHING) -> Numbers:
@@ -246,10 +248,6 @@ class Tables:
         keeping = HeteroStage(place.groups, layers)
         fits = held_bytes(self.problem, self.replicas, keeping, edge, flying) <= place.groups.kind.memory_bytes
         return HeteroStage(place.groups, layers, recompute=not fits)
-
-    def _priced(self, groups: Groups, edge: EndCosts, hand_over: float) -> Costs:
-        seconds = self._seconds(groups, edge) + hand_over
-        return Costs(_times(self.problem.bubble, seconds), self._bound(groups, edge, seconds))
 
     def _bound(self, groups: Groups, edge: EndCosts, seconds: Numbers) -> Numbers:
         ends = update_seconds(self.problem, self.replicas, groups, self._layers, edge)

@@ -167,7 +167,8 @@ def _layer_memory(problem: Problem, shape: Shape, rows: int, *, recompute: bool 
 
 def _find(problem: Problem) -> Candidates:
     found: dict[Plan, float] = {}
-    healthy = _without_stragglers(problem)
+    all_healthy = problem.cluster.with_rates(dict.fromkeys(problem.cluster.ranks, 1.0))
+    healthy = replace(problem, cluster=all_healthy)
     even = sorted(candidates(healthy), key=lambda candidate: candidate.seconds)
     tried = tuple(shapes(problem, even))
     for number, shape in enumerate(tried):
@@ -180,11 +181,6 @@ def _find(problem: Problem) -> Candidates:
             shared = problem.fitted(_with_rows_shared(priced[0], problem))
             found |= dict(pair for pair in (priced, shared) if pair is not None)
     return found | ({} if healthy.cluster == problem.cluster else best_mended(problem, healthy, even))
-
-
-def _without_stragglers(problem: Problem) -> Problem:
-    """Return the problem as it would be if no device straggled."""
-    return replace(problem, cluster=problem.cluster.with_rates(dict.fromkeys(problem.cluster.ranks, 1.0)))
 
 
 def _below(problem: Problem, shape: Shape, best: float) -> float:

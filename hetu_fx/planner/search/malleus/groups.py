@@ -166,7 +166,8 @@ def _best_cuts(situation: MalleusSituation, ranks: Sequence[int]) -> Iterator[tu
     complete = []
     for start, beam in enumerate(beams):
         kept = sorted(beam, key=lambda cut: cut.key)[:_BEAM]
-        if _may_stand_by(situation, ranks[start:]):
+        left = ranks[start:]
+        if len(left) < situation.degrees[-1] or all(map(situation.straggles, left)):  # these may stand by
             complete += kept
         for size in situation.degrees:
             stop = start + size
@@ -174,10 +175,6 @@ def _best_cuts(situation: MalleusSituation, ranks: Sequence[int]) -> Iterator[tu
                 rate = situation.rates[ranks[stop - 1]]
                 beams[stop] += [c.extended(situation, size, rate) for c in kept if c.allows(situation, size, rate)]
     yield from (cut.sizes for cut in sorted(complete, key=lambda cut: cut.key)[:MOST_CUTS])
-
-
-def _may_stand_by(situation: MalleusSituation, ranks: Sequence[int]) -> bool:
-    return len(ranks) < situation.degrees[-1] or all(situation.straggles(rank) for rank in ranks)
 
 
 def _grouping(situation: MalleusSituation, ranks: Sequence[int], sizes: Sequence[int]) -> Grouping:

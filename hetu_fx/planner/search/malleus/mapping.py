@@ -196,7 +196,7 @@ class _Assignment:
 
     def _pairs(self) -> Iterator[tuple[int, int]]:
         """Yield the pairs of places that could gain by a swap: where nothing is held, traffic is all there is to it."""
-        kinds, ranges = {}, {}
+        kinds, ranges = dict[GroupKind, int](), dict[tuple[int, int], int]()
         kind = np.array([kinds.setdefault(place.kind, len(kinds)) for place in self._places])
         layers = np.array([ranges.setdefault((place.start, place.stop), len(ranges)) for place in self._places])
         for i in range(len(self._places)):
@@ -207,16 +207,13 @@ class _Assignment:
 
     def _gain(self, i: int, j: int) -> tuple[int, float]:
         """Return the change of (1) and of (2) when two places swap their groups."""
-        change = 0 if self.groups[i].node == self.groups[j].node else self._new_crossings(i, j)
+        is_near = self.groups[i].node == self.groups[j].node
+        change = 0 if is_near else self._exchanged(i, j) + self._exchanged(j, i)  # layers of both stay as they are
         if change > 0 or not self._held:
             return change, 0.0
         one, other = self.groups[i], self.groups[j]
         before = _moved(one, self._places[i], self._held) + _moved(other, self._places[j], self._held)
         return change, _moved(other, self._places[i], self._held) + _moved(one, self._places[j], self._held) - before
-
-    def _new_crossings(self, i: int, j: int) -> int:
-        """Return by how much (1) grows when two places swap groups of two nodes: layers of both stay as they are."""
-        return self._exchanged(i, j) + self._exchanged(j, i)
 
     def _exchanged(self, i: int, j: int) -> int:
         """Return by how much (1) grows on the layers of place i alone when it gets the group of place j."""

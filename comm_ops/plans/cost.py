@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -119,9 +120,10 @@ def ring_cost(num_bytes: float, ranks: Sequence[int], topology: Topology, lanes:
 @once
 def _slowest_link(topology: Topology, ranks: tuple[int, ...], lanes: int) -> tuple[float, float]:
     """Return the latency and the bytes per second of the slowest link of a ring, as it is shared."""
-    links, crossings, ends = _links(ranks), dict[Hashable, int](), dict[Hashable, End]()
-    latency = max(topology.latency_seconds(a, b) for a, b in links)
-    for a, b in links:
+    latency, speed = 0.0, math.inf
+    crossings, ends = dict[Hashable, int](), dict[Hashable, End]()
+    for a, b in _links(ranks):
+        latency, speed = max(latency, topology.latency_seconds(a, b)), min(speed, topology.bytes_per_second(a, b))
         for end in topology.ends(a, b):
             crossings[end.key] = crossings.get(end.key, 0) + 1
             ends[end.key] = end
@@ -130,7 +132,7 @@ def _slowest_link(topology: Topology, ranks: tuple[int, ...], lanes: int) -> tup
         end.bytes_per_second / crossings[key] / (len(end.ranks) / len(members & end.ranks) if end.ranks else lanes)
         for key, end in ends.items()
     ]
-    return latency, min([*(topology.bytes_per_second(a, b) for a, b in links), *shared])
+    return latency, min([speed, *shared])
 
 
 def there_and_back_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
@@ -254,7 +256,7 @@ def rounds_cost(rounds: Iterable[Iterable[tuple[int, int, float]]], topology: To
 
 def _links(ranks: Sequence[int]) -> list[tuple[int, int]]:
     """List the links of a ring."""
-    return [(rank, ranks[(index + 1) % len(ranks)]) for index, rank in enumerate(ranks)]
+    return list(zip(ranks, (*ranks[1:], *ranks[:1]), strict=True))
 
 
 def _message(num_bytes: float, a: int, b: int, topology: Topology) -> float:

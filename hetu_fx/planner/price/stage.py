@@ -295,6 +295,9 @@ def pipeline_seconds(lines: Sequence[Line], rows: int, micro_batches: int) -> fl
     return math.fsum(times) + (count - 1) * max(times)
 
 
+_NO_HAND_OVER = Line(), Line()
+
+
 def stage_costs(
     pipeline: PartedPipeline, costs: ProgramCosts, cluster: Cluster, rows: int = 1
 ) -> tuple[StageCosts, ...]:
@@ -302,9 +305,10 @@ def stage_costs(
 
     Hand-overs are sent in the way that is best for micro-batches of so many rows.
     """
-    edges = _hand_overs(pipeline, costs, cluster, rows)
-    found = enumerate(pairwise([(Line(), Line()), *edges, (Line(), Line())]))
-    return tuple(_part_costs(pipeline, i, costs, cluster, (e[1][0], e[0][1])) for i, e in found)
+    edges = [_NO_HAND_OVER, *_hand_overs(pipeline, costs, cluster, rows), _NO_HAND_OVER]
+    sent = ((after[0], before[1]) for before, after in pairwise(edges))
+    triples = zip(pipeline.parts, pipeline.ranges, sent, strict=True)
+    return tuple(part_costs(stage, *blocks, costs, cluster, handed) for stage, blocks, handed in triples)
 
 
 def _hand_overs(
@@ -316,18 +320,23 @@ def _hand_overs(
         yield hand_over_line(*there), hand_over_line(*back)
 
 
-def _part_costs(
-    pipeline: PartedPipeline, index: int, costs: ProgramCosts, cluster: Cluster, hand_overs: tuple[Line, Line]
+def part_costs(
+    stage: Stage,
+    start: int,
+    stop: int,
+    costs: ProgramCosts,
+    cluster: Cluster,
+    handed: tuple[Line, Line] = _NO_HAND_OVER,
 ) -> StageCosts:
-    stage, stops = pipeline.parts[index], pipeline.stops
+    """Return what the blocks [start, stop) take on a stage, with what it hands over to the next one and back."""
     positions = range(len(stage.devices))
-    parts = tuple(costs.on(stage, i).stage(stops[index], stops[index + 1]) for i in positions)
-    repeated = [costs.again(stage, stops[index], i) for i in positions]
+    parts = tuple(costs.on(stage, i).stage(start, stop) for i in positions)
+    repeated = [costs.again(stage, start, i) for i in positions]
     again = forward_lines(device_lines(stage, repeated, cluster))
     compute = tuple(map(add, device_lines(stage, parts, cluster), again))
     group = costs.of_groups(stage)
-    rounds = tuple(rounds_of(stage, group.stage(stops[index], stops[index + 1]), parts, group.repeated_parts))
-    sent = *round_lines(rounds, cluster), *hand_overs
+    rounds = tuple(rounds_of(stage, group.stage(start, stop), parts, group.repeated_parts))
+    sent = *round_lines(rounds, cluster), *handed
     host = tuple(cluster.device(rank).step_now for rank in stage.devices)
     later = tuple(_later_line(*one, cluster) for one in _working(stage, parts, cluster))
     return StageCosts(stage, parts, rounds, host, compute, *sent, again, later, group.repeated_parts)

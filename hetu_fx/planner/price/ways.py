@@ -161,25 +161,28 @@ def _meetings(stages: Sequence[Stage], cluster: Cluster) -> Meetings:
     node_of, known, found = cluster.node_of, set[object](), Meetings()
     firsts = [stage.devices[0] for stage in stages]
     for number, stage in enumerate(stages):
-        there, rings = [node_of(firsts[number])], list[tuple[Ring, Ring]]()
-        others, alike = sorted((*firsts[:number], *firsts[number + 1 :])), dict[object, Ring]()
+        there, new = [node_of(firsts[number])], list[Ring]()
         for position, rank in enumerate(stage.devices):
             own = (rank, *stage.beside(rank)) if stage.shares_sequence else (rank,)
             here = [node_of(peer) for peer in own]
             key = stage.axes, position, None if here == there else (*there, *here)
             if key not in known:
                 known.add(key)
-                place = tuple([(*_place(peer, cluster), bisect(others, peer)) for peer in own])
-                if place not in alike:
-                    alike[place] = tuple(sorted((*others, *own)))
-                rings.append((own, alike[place]))
-        found += [(stage, rings)] if rings else []
+                new.append(own)
+        if new:
+            others = sorted((*firsts[:number], *firsts[number + 1 :]))
+            found.append((stage, list(_rings(new, others, cluster))))
     return found
 
 
-def _place(rank: int, cluster: Cluster) -> tuple[object, ...]:
-    """Return all that links know of a device but its rank."""
-    return cluster.likeness(rank), cluster.shared_units(rank)
+def _rings(ranks: Iterable[Ring], others: Sequence[int], cluster: Cluster) -> Iterator[tuple[Ring, Ring]]:
+    """Yield ranks that hold the same, with those that they meet: the same ring where links know no difference."""
+    alike: dict[object, Ring] = {}
+    for own in ranks:
+        place = tuple([(cluster.likeness(one), cluster.shared_units(one), bisect(others, one)) for one in own])
+        if place not in alike:
+            alike[place] = tuple(sorted((*others, *own)))
+        yield own, alike[place]
 
 
 def ring_line(direction: Direction, size: float, ring: Ring, cluster: Cluster, zero: int) -> Line:

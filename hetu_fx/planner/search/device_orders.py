@@ -53,19 +53,19 @@ class Space:
             yield tuple(tuple(devices[stop - n : stop]) for stop, n in zip(stops, sizes, strict=True))
 
 
-def compositions(total: int, largest: int, most: int) -> list[tuple[int, ...]]:
+def compositions(total: int, largest: int, most: int) -> tuple[tuple[int, ...], ...]:
     """Return the ways to write `total` as an ordered sum of at most `most` numbers up to `largest`, the least first."""
     if total == 0:
-        return [()]
+        return ((),)
     cuts = itertools.chain.from_iterable(itertools.combinations(range(1, total), n) for n in range(min(most, total)))
     found = (tuple(b - a for a, b in itertools.pairwise((0, *some, total))) for some in cuts)
-    return sorted(sizes for sizes in found if max(sizes) <= largest)
+    return tuple(sorted(sizes for sizes in found if max(sizes) <= largest))
 
 
-def equal_sizes(total: int, largest: int, most: int) -> list[tuple[int, ...]]:
+def equal_sizes(total: int, largest: int, most: int) -> tuple[tuple[int, ...], ...]:
     """Return those of `compositions` that have equal numbers."""
     sizes = [size for size in range(1, min(total, largest) + 1) if total % size == 0]
-    return [(size,) * (total // size) for size in sizes if total // size <= most]
+    return tuple((size,) * (total // size) for size in sizes if total // size <= most)
 
 
 def orders(cluster: Cluster) -> tuple[tuple[int, ...], ...]:

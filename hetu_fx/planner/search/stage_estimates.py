@@ -10,7 +10,7 @@ from functools import reduce
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.fitting import least_blocks
 from hetu_fx.planner.price.placement import BlockRange
-from hetu_fx.planner.price.stage import device_lines, forward_lines, round_lines, rounds_of
+from hetu_fx.planner.price.stage import device_lines, forward_lines, part_costs
 from hetu_fx.planner.price.step_end import optimizer_seconds
 from hetu_fx.planner.values.device_memory import in_flight
 from hetu_fx.planner.values.line import Line
@@ -162,34 +162,28 @@ def stage_estimate(
     Of devices with equal shares, that with the least memory stands for all.
 
     Args:
-        stage: its devices, and how these share work; other fields are left out of account.
+        stage: its devices, and how these share work; it recomputes nothing.
         start: first block.
         stop: after the last block.
         costs: of the program.
         cluster: has the stage's devices, and the fastest of their kinds, by which overheads are counted.
         memory: usable bytes by rank.
     """
-    bare, shares = replace(stage, blocks=None).recomputing(stop - start), stage.shares
+    shares, again = stage.shares, stage.recomputing(stop - start)
     firsts = {share: shares.index(share) for share in dict.fromkeys(shares)}
-    parts_of = {share: costs.on(stage, position).stage(start, stop) for share, position in firsts.items()}
-    again_of = {share: costs.again(bare, start, position) for share, position in firsts.items()}
-    parts, again = ([found[share] for share in shares] for found in (parts_of, again_of))
-    group = costs.of_groups(stage)
-    rounds = rounds_of(stage, group.stage(start, stop), parts, group.repeated_parts)
-    sums, returns = round_lines(tuple(rounds), cluster)
+    again_of = {share: costs.again(again, start, position) for share, position in firsts.items()}
+    forwards = forward_lines(device_lines(stage, [again_of[share] for share in shares], cluster))
     room = {
         share: min(memory[r] for r, other in zip(stage.devices, shares, strict=True) if other == share)
         for share in firsts
     }
     holdings = tuple(DeviceHolding.of(stage, i, room[share], costs, start, stop) for share, i in firsts.items())
+    priced, devices = part_costs(stage, start, stop, costs, cluster), map(cluster.device, stage.devices)
     return StageEstimate(
-        seconds=reduce(Line.upper, device_lines(stage, parts, cluster)) + (sums + returns),
-        recompute_line=reduce(Line.upper, forward_lines(device_lines(stage, again, cluster))),
+        seconds=priced.slowest_compute + priced.tensor_parallel,
+        recompute_line=reduce(Line.upper, forwards),
         holdings=holdings,
-        update_seconds=max(
-            optimizer_seconds(part.parameter_bytes_at(share), cluster.device(rank))
-            for rank, share, part in zip(stage.devices, stage.work_shares, parts, strict=True)
-        ),
-        host_seconds=max(cluster.device(rank).step_now for rank in stage.devices),
+        update_seconds=max(optimizer_seconds(priced.parameter_bytes(i), one) for i, one in enumerate(devices)),
+        host_seconds=max(priced.host),
         parameter_bytes=max(holding.piece.parameter_bytes for holding in holdings),
     )

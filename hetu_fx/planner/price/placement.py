@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from hetu_fx.base.once import once_beside
@@ -33,6 +33,7 @@ from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.shared import Tied
 from hetu_fx.plans.parts import Deal, PartedPipeline
 from hetu_fx.plans.plan import Plan, Schedule, Stage, pipeline_rows
+from hetu_fx.plans.recomputed import RecomputedOps
 from hetu_fx.plans.schedule import Order, Phase, orders_of
 
 
@@ -67,16 +68,29 @@ def _place(piece: BlockRange) -> tuple[ProgramCosts, tuple[int, int, float, int]
 
 @dataclass(frozen=True, slots=True)
 class BlockRange:
-    """The blocks [start, stop) of a program, with `share` of what a group of `group` devices splits.
+    """The blocks [start, stop) of a program on a stage's device, by position.
 
-    `costs` are those for the way in which the group shares work.
+    `costs` are those of the program for the way in which the stage's devices share work, and for what it recomputes,
+    `share` is the device's of what a group of `group` devices splits.
     """
 
-    costs: ProgramCosts
+    program: ProgramCosts
+    stage: Stage
+    position: int
     start: int
     stop: int
-    share: float = 1.0
-    group: int = 1
+    costs: ProgramCosts = field(init=False)
+    share: float = field(init=False)
+    group: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "costs", self.program.kept_by(self.stage, self.start, self.position))
+        object.__setattr__(self, "share", self.stage.work_shares[self.position])
+        object.__setattr__(self, "group", len(self.stage.context_groups))
+
+    def recomputing(self, blocks: int, ops: RecomputedOps = "all") -> BlockRange:
+        """Return the same with so many blocks, its first ones, recomputed."""
+        return replace(self, stage=self.stage.recomputing(blocks, ops))
 
     @property
     def parameter_bytes(self) -> float:
@@ -202,8 +216,7 @@ def places_in(
                 whole=split if stage.is_grid else own / holders.speed,
                 tied=split if stage.is_grid else own / tied,
             )
-            program = asked.kept_by(stage, start, position)
-            held = BlockRange(program, start, stop, stage.work_shares[position], group)
+            held = BlockRange(asked, stage, position, start, stop)
             yield PlacedDevice(rank, number, index, deal, held, homes, -(-rows[number] // count), count, kept)
 
 

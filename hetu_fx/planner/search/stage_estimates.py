@@ -47,38 +47,15 @@ class StageRun:
 
 @dataclass(frozen=True, slots=True)
 class DeviceHolding:
-    """What a device of a stage holds, and the memory that it may use.
-
-    Attributes:
-        memory: usable bytes.
-        piece: what it holds, as the stage's devices share work.
-        costs: of the program, however a stage's devices share work.
-        shape: a stage like its own, whose devices share work in the same way.
-        position: its place among them.
-    """
+    """What a device of a stage holds, and the bytes of memory that it may use."""
 
     memory: int
     piece: BlockRange
-    costs: ProgramCosts
-    shape: Stage
-    position: int
-
-    @classmethod
-    def of(cls, shape: Stage, position: int, memory: int, costs: ProgramCosts, start: int, stop: int) -> DeviceHolding:
-        """Return what a device holds of a stage with the blocks [start, stop)."""
-        share, group = shape.work_shares[position], len(shape.context_groups)
-        piece = BlockRange(costs.on(shape, position), start, stop, share, group)
-        return cls(memory, piece, costs, shape, position)
-
-    def recomputing(self, blocks: int) -> DeviceHolding:
-        """Return the same with so many blocks, its first ones, recomputed."""
-        kept = self.costs.kept(self.shape, self.piece.start, blocks, position=self.position)
-        return replace(self, piece=replace(self.piece, costs=kept))
 
     def most_rows(self, run: StageRun, zero: int, recompute: int = 0) -> int:
         """Return the most rows of a micro-batch that fit, whatever rows `run` says."""
-        piece = self.recomputing(recompute).piece if recompute else self.piece
-        copies = run.num_replicas * self.shape.context
+        piece = self.piece.recomputing(recompute) if recompute else self.piece
+        copies = run.num_replicas * piece.stage.context
         return piece.most_rows(self.memory, run.num_in_flight, run.micro_batches, zero, copies)
 
     def least_recompute(self, run: StageRun, rules: ReplicaRules) -> int | None:
@@ -100,7 +77,7 @@ class DeviceHolding:
 
     def _asked(self, run: StageRun, rules: ReplicaRules, start: int, stop: int) -> Hashable:
         """Return what the answer for these blocks is kept by."""
-        return run, rules.zero, self.memory, start, stop, self.piece.share, self.piece.group, self.shape.context
+        return run, rules.zero, self.memory, start, stop, self.piece.share, self.piece.group, self.piece.stage.context
 
     @property
     def _fewer(self) -> tuple[int, int]:
@@ -127,7 +104,8 @@ class StageEstimate:
 
     def recomputing(self, blocks: int) -> StageEstimate:
         """Return the same of a stage whose devices hold less, as so many blocks are recomputed."""
-        return replace(self, holdings=tuple(holding.recomputing(blocks) for holding in self.holdings))
+        held = (DeviceHolding(holding.memory, holding.piece.recomputing(blocks)) for holding in self.holdings)
+        return replace(self, holdings=tuple(held))
 
     def recomputed_line(self, blocks: int) -> Line:
         """Return the seconds of recomputing some blocks, as if all took the same."""
@@ -177,7 +155,8 @@ def stage_estimate(
         share: min(memory[r] for r, other in zip(stage.devices, shares, strict=True) if other == share)
         for share in firsts
     }
-    holdings = tuple(DeviceHolding.of(stage, i, room[share], costs, start, stop) for share, i in firsts.items())
+    pieces = {share: BlockRange(costs, stage, position, start, stop) for share, position in firsts.items()}
+    holdings = tuple(DeviceHolding(room[share], piece) for share, piece in pieces.items())
     priced, devices = part_costs(stage, start, stop, costs, cluster), map(cluster.device, stage.devices)
     return StageEstimate(
         seconds=priced.slowest_compute + priced.tensor_parallel,

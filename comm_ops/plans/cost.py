@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, starmap
 from typing import Protocol
 
 from hetu_fx.base.once import once
@@ -120,13 +120,12 @@ def ring_cost(num_bytes: float, ranks: Sequence[int], topology: Topology, lanes:
 @once
 def _slowest_link(topology: Topology, ranks: tuple[int, ...], lanes: int) -> tuple[float, float]:
     """Return the latency and the bytes per second of the slowest link of a ring, as it is shared."""
-    latency, speed = 0.0, math.inf
-    crossings, ends = dict[Hashable, int](), dict[Hashable, End]()
-    for a, b in _links(ranks):
-        latency, speed = max(latency, topology.latency_seconds(a, b)), min(speed, topology.bytes_per_second(a, b))
-        for end in topology.ends(a, b):
-            crossings[end.key] = crossings.get(end.key, 0) + 1
-            ends[end.key] = end
+    links, crossings, ends = _links(ranks), dict[Hashable, int](), dict[Hashable, End]()
+    latency = max(starmap(topology.latency_seconds, links))
+    speed = min(starmap(topology.bytes_per_second, links))
+    for end in chain.from_iterable(starmap(topology.ends, links)):
+        crossings[end.key] = crossings.get(end.key, 0) + 1
+        ends[end.key] = end
     members = set(ranks)
     shared = [
         end.bytes_per_second / crossings[key] / (len(end.ranks) / len(members & end.ranks) if end.ranks else lanes)

@@ -196,7 +196,12 @@ class Cluster(Document):
 
     def link(self, a: int, b: int) -> Link:
         """Return the link between two ranks, as far as both use it."""
-        return self._hierarchy.link(self.device(a).rank, self.device(b).rank)
+        try:
+            return self._hierarchy.link(a, b)
+        except KeyError:  # links are asked for far too often to look for their ends each time
+            for rank in (a, b):
+                self.device(rank)
+            raise
 
     def ends(self, a: int, b: int) -> tuple[End, ...]:
         """Return what a message between two ranks shares with those of others: ports, and links of nodes and racks."""

@@ -137,9 +137,10 @@ class Hierarchy:
 
     def link(self, a: int, b: int) -> Link:
         """Return the link between two devices that meet, as far as both use it."""
-        if (a, b) not in self._known_links:
-            self._known_links[a, b] = self._link(a, b).between(self._devices[a], self._devices[b])
-        return self._known_links[a, b]
+        known = self._known_links.get((a, b))
+        if known is None:
+            known = self._known_links[a, b] = self._link(a, b).between(self._devices[a], self._devices[b])
+        return known
 
     def _link(self, a: int, b: int) -> Link:
         index = self._meeting(a, b)
@@ -150,10 +151,12 @@ class Hierarchy:
 
     def ends(self, a: int, b: int) -> tuple[End, ...]:
         """Return what a message from `a` to `b` shares with those of other devices."""
-        if (a, b) not in self._known_ends:
+        known = self._known_ends.get((a, b))
+        if known is None:
             index, ways = self._meeting(a, b), ((OUT_OF, a), (INTO, b))
-            self._known_ends[a, b] = tuple(end for way, rank in ways for end in self._ends(way, rank, index, (a, b)))
-        return self._known_ends[a, b]
+            known = tuple(end for way, rank in ways for end in self._ends(way, rank, index, (a, b)))
+            self._known_ends[a, b] = known
+        return known
 
     def all_ends(self, a: int, b: int) -> tuple[tuple[Place, float], ...]:
         """Return all that a message uses, and its bytes per second: what it shares, and links of its devices alone.

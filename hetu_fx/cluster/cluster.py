@@ -287,7 +287,8 @@ class Cluster(Document):
         nodes: dict[str, list[int]] = {node: [] for node in self._nodes}
         for device in self.devices:
             nodes[device.node].append(device.rank)
-        found = {"intra": tuple(max(nodes.values(), key=len)), "inter": self.ranks if len(nodes) > 1 else ()}
+        largest = max(nodes.values(), key=len)
+        found = {"intra": tuple(largest), "inter": self.ranks if len(nodes) > 1 else ()}
         return {where: ranks for where, ranks in found.items() if len(ranks) > 1}
 
     def with_rates(self, rates: Mapping[int, float]) -> Cluster:

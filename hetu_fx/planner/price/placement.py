@@ -9,6 +9,7 @@ those of `device_memory`; those amid micro-batches are found by going through th
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,12 +19,10 @@ from hetu_fx.base.once import once_beside
 from hetu_fx.planner.values.device_memory import (
     HeldShard,
     Instant,
-    Moment,
     Terms,
     at_ends,
     in_flight,
     instants,
-    instants_of,
     most_rows,
     peak,
 )
@@ -291,13 +290,13 @@ def joined(chunks: Sequence[HeldShard]) -> HeldShard:
     )
 
 
-def chunk_instants(chunks: Sequence[HeldShard], order: Order, micro_batches: int) -> tuple[Instant, ...]:
-    """Return what a device holds that runs an order of actions, of so many micro-batches of each chunk."""
+def chunk_instants(chunks: Sequence[HeldShard], order: Order, micro_batches: int) -> Iterator[Instant]:
+    """Yield what a device holds that runs an order of actions, of so many micro-batches of each chunk."""
     whole, passages = joined(chunks), _passages(order, len(chunks))
     most = [max(one.kept[chunk] + (one.chunk == chunk) for one in passages) for chunk in range(len(chunks))]
     sent = sum(min(micro_batches, count + 1) * one.handed for count, one in zip(most, chunks, strict=True))
-    passing = (moment for one in passages for moment in _passing(one, chunks, sent))
-    return instants_of(whole, (*at_ends(whole, sent), *passing))
+    yield from at_ends(whole, sent)
+    yield from itertools.chain.from_iterable(_passing(one, whole, chunks, sent) for one in passages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,14 +329,14 @@ def _passages(order: Order, num_chunks: int) -> tuple[_Passage, ...]:
     return tuple(found)
 
 
-def _passing(passage: _Passage, chunks: Sequence[HeldShard], sent: float) -> Iterator[Moment]:
-    """Yield the moments of a passage."""
+def _passing(passage: _Passage, whole: HeldShard, chunks: Sequence[HeldShard], sent: float) -> Iterator[Instant]:
+    """Yield what is held during a passage."""
     lines = _lines(chunks[passage.chunk], passage.phase, is_first=not passage.gradients[passage.chunk])
     gradients = sum(one.gradients for one, is_made in zip(chunks, passage.gradients, strict=True) if is_made)
     pairs = zip(passage.kept, chunks, strict=True)
     below = sum((one.footprint.kept.times(count) for count, one in pairs), ZERO)
     for line in lines:
-        yield Moment(str(passage.phase), {"gradients": gradients}, line + below, sent)
+        yield Instant(str(passage.phase), whole, {"gradients": gradients}, line + below, sent)
 
 
 def _lines(chunk: HeldShard, phase: Phase, *, is_first: bool) -> Sequence[Line]:

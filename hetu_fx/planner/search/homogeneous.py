@@ -172,12 +172,15 @@ class _Estimating:
     def __init__(self, problem: Problem, manner: Manner) -> None:
         self._problem, self._manner = problem, manner
         self._rules = [rules_of(problem, zero) for zero in range(problem.options.zero + 1)]
+        self._orders = orders(problem.cluster)
         costs = manner.costs(problem.costs)
         self._estimates = Estimates(costs, problem.cluster, self._rules[-1], manner.shape)
 
     def of(self, degrees: Degrees) -> Iterator[TimedArrangement]:
         """Yield the ways to run so many pipelines that are estimated to fit, near the best that has been priced."""
-        for arrangement in _arrangements(degrees, self._problem.cluster):
+        by_stage = (False, True) if min(degrees.pipelines, degrees.stages) > 1 else (False,)
+        for order, way in itertools.product(self._orders, by_stage):
+            arrangement = Arrangement(degrees, order, way)
             if self._least_seconds(arrangement) <= self._problem.priced.worth_seconds:
                 yield from self._timed(arrangement)
 
@@ -225,14 +228,6 @@ def _ways(replicas: Sequence[Replica], degrees: Degrees, total: int, rules: Repl
         if len(ways) == len(replicas):
             slowest = max(ways, key=lambda way: way.seconds)
             yield replace(slowest, micro_batches=count)
-
-
-def _arrangements(degrees: Degrees, cluster: Cluster) -> Iterator[Arrangement]:
-    """Yield the arrangements to try."""
-    for order in orders(cluster):
-        yield Arrangement(degrees, order)
-        if min(degrees.pipelines, degrees.stages) > 1:
-            yield Arrangement(degrees, order, by_stage=True)
 
 
 def orders(cluster: Cluster) -> tuple[tuple[int, ...], ...]:

@@ -85,13 +85,13 @@ class PricedStep:
 
     def _overlapped(self) -> list[tuple[PartedPipeline, Finish]]:
         """Return how the pipelines that differ end if what stages hand over travels beside work."""
-        crossing = Crossing.of([pipeline for pipeline, *_ in self._runs], self._cluster)
+        edges = [_links_used(pipeline, self._cluster) for pipeline, *_ in self._runs]
+        counts = Counter(link for own in edges for links in own for link in links)
         found: dict[tuple[int, tuple[int, ...]], tuple[PartedPipeline, Finish]] = {}
-        for like, run in zip(self.like, self._runs, strict=True):
-            pipeline, *_ = run
-            key = like, crossing.beside(pipeline)
-            if key not in found:
-                found[key] = pipeline, self._finish(run, key[1])
+        for like, run, own in zip(self.like, self._runs, edges, strict=True):
+            beside = tuple([max((counts[link] for link in links), default=1) for links in own])  # 1 within a node
+            if (like, beside) not in found:
+                found[like, beside] = run[0], self._finish(run, beside)
         return list(found.values())
 
     def _handed_seconds(self) -> float:
@@ -265,27 +265,11 @@ def memory_problems(prediction: Prediction, cluster: Cluster, fraction: float = 
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Crossing:
-    """How many pipelines hand over to the same part through each link of a node: (part, node, direction)."""
+def _links_used(pipeline: PartedPipeline, cluster: Cluster) -> list[tuple[tuple[int, int, str], ...]]:
+    """Return the links of nodes that each edge between parts uses, by part; none within a node.
 
-    counts: Counter[tuple[int, int, str]]
-    cluster: Cluster
-
-    @classmethod
-    def of(cls, pipelines: Iterable[PartedPipeline], cluster: Cluster) -> Crossing:
-        """Count those of a plan."""
-        found = (end for pipeline in pipelines for ends in _ends(pipeline, cluster) for end in ends)
-        return cls(Counter(found), cluster)
-
-    def beside(self, pipeline: PartedPipeline) -> tuple[int, ...]:
-        """Return how many pipelines, it included, share a link at each of its edges; 1 within a node."""
-        edges = _ends(pipeline, self.cluster)
-        return tuple([max((self.counts[end] for end in ends), default=1) for ends in edges])
-
-
-def _ends(pipeline: PartedPipeline, cluster: Cluster) -> list[tuple[tuple[int, int, str], ...]]:
-    """Return the links of nodes that each edge between parts uses; none within a node."""
+    Pipelines that hand over to the same part through one share it.
+    """
     nodes = [cluster.node_of(stage.devices[0]) for stage in pipeline.parts]
     return [
         ((index, here, "out"), (index, there, "in")) if here != there else ()

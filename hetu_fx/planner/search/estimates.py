@@ -314,7 +314,7 @@ class HandOvers:
         return [self._costs.boundary(stop) / self._cluster.inter.bytes_per_second for stop in stops]
 
     def crowds(self, pipelines: Sequence[Groups]) -> tuple[int, ...]:
-        """Return how many pipelines share the link of a node at each edge between stages, at the most (`Crossing`)."""
+        """Return how many pipelines share the link of a node at each edge between stages, at the most."""
         nodes = [[self._kinds.node[group[0]] for group in groups] for groups in pipelines]
         edges = zip(*map(itertools.pairwise, nodes), strict=True)
         crossing = ([pair for pair in edge if pair[0] != pair[1]] for edge in edges)

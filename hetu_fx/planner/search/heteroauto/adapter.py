@@ -24,7 +24,7 @@ from hetu_fx.planner.search.device_orders import Groups, alike_in, ranks_by_node
 from hetu_fx.planner.search.estimates import Blocks, rules_of
 from hetu_fx.planner.search.family import Family
 from hetu_fx.planner.search.heteroauto.cost import HeteroResult, throughput_bound
-from hetu_fx.planner.search.heteroauto.kinds import HeteroProblems, Kinds
+from hetu_fx.planner.search.heteroauto.kinds import ChipCosts, HeteroProblems
 from hetu_fx.planner.search.heteroauto.search import Upper
 from hetu_fx.planner.search.homogeneous import best_priced, stage_counts
 from hetu_fx.planner.search.malleus.adapter import degrees
@@ -60,7 +60,7 @@ class HeteroTemplates(Templates):
         self._whole, self._rules = problem, rules_of(problem, problem.options.zero)
         self._unlike: dict[Region, list[Template]] = {}
         self._families: dict[Hashable, Family] = {}
-        self._kinds = Kinds()
+        self._kinds: dict[tuple[str, bool], ChipCosts] = {}
 
     def queue(self, place: TemplateRegion) -> Iterator[Queued]:
         """Yield the templates that are found."""

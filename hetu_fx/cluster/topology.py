@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import eq
 
 from hetu_fx.base.checks import check_not_negative, check_positive
 from hetu_fx.base.documents import nearest
@@ -95,7 +96,7 @@ class Hierarchy:
     def __init__(self, devices: Sequence[Device], levels: Sequence[Level], nics: Nics | None) -> None:
         """Raises `ClusterError` for a device whose place does not fit the levels."""
         _check_levels(levels, nics)
-        self._levels, self._nics = tuple(levels), nics
+        self._levels, self._nics, self._links = tuple(levels), nics, [level.link for level in levels]
         self._names = [level.within for level in levels]
         self._node = self._names.index(NODE)
         # Rings of a thousand devices are priced again and again.
@@ -144,7 +145,7 @@ class Hierarchy:
 
     def _link(self, a: int, b: int) -> Link:
         index = self._meeting(a, b)
-        link = self._levels[index].link
+        link = self._links[index]
         if self._nics is None or index <= self._node or link.bytes_per_second <= self._nics.bytes_per_second:
             return link
         return Link(self._nics.bytes_per_second, link.latency_seconds)
@@ -216,8 +217,7 @@ class Hierarchy:
 
     def _meeting(self, a: int, b: int) -> int:
         """Return the number of the level at which two devices meet."""
-        pairs = zip(self._units[a], self._units[b], strict=True)
-        return next(index for index, (one, other) in enumerate(pairs) if one == other)
+        return list(map(eq, self._units[a], self._units[b])).index(True)
 
     def tiers(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Return the unit of each of some devices, numbered from 0, at every level that stands inside the next one."""

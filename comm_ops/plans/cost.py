@@ -43,6 +43,9 @@ class Topology(Protocol):
     def tiers(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Numbers of the switches, nodes, racks that `ranks` stand on, from inside out, as far as these differ."""
 
+    def alike(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the first ring that was asked for of those that links know no difference of."""
+
     def turn_seconds(self, num_bytes: float, ranks: Sequence[int], *, of_sum: bool = False) -> float | None:
         """Seconds that a turn of `num_bytes` in all around the ring of `ranks` was seen to take; None: nobody knows.
 
@@ -82,6 +85,10 @@ class EqualLinks:
         numbers: dict[int, int] = {}
         return (tuple(numbers.setdefault(self.node_of(rank), len(numbers)) for rank in ranks),)
 
+    def alike(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Every ring is another one, if nobody says more."""
+        return ranks
+
     def turn_seconds(self, num_bytes: float, ranks: Sequence[int], *, of_sum: bool = False) -> float | None:
         """Nobody has timed anything."""
         return None
@@ -113,7 +120,7 @@ def ring_cost(num_bytes: float, ranks: Sequence[int], topology: Topology, lanes:
     hops = len(ranks) - 1
     if hops < 1:
         return 0.0
-    latency, speed = _slowest_link(topology, tuple(ranks), lanes)
+    latency, speed = _slowest_link(topology, topology.alike(tuple(ranks)), lanes)
     return hops * (latency + num_bytes / len(ranks) / speed)
 
 
@@ -173,18 +180,19 @@ def _levels(topology: Topology, ranks: tuple[int, ...], tiers: tuple[tuple[int, 
     `tiers` has the unit of each rank, from inside out. Across, ranks meet in lanes, all at once, that share the links.
     """
     units = by_node(ranks, tiers[0]) if tiers else (ranks,)
-    rings = ((len(unit) - 1, len(unit), *_slowest_link(topology, unit, lanes)) for unit in units if len(unit) > 1)
+    unlike = dict.fromkeys(map(topology.alike, units))
+    rings = ((len(unit) - 1, len(unit), *_slowest_link(topology, unit, lanes)) for unit in unlike if len(unit) > 1)
     inside = frozenset(rings) or frozenset([(0, 1, 0.0, 1.0)])
     if not tiers:
         return _Levels(inside)
     across = lanes_of(units)
-    outer = ((lane, tiers_of(tiers[1:], ranks, lane)) for lane in across)
+    outer = dict.fromkeys((topology.alike(lane), tiers_of(tiers[1:], ranks, lane)) for lane in across)
     return _Levels(inside, len(across), frozenset(_levels(topology, *one, lanes * len(across)) for one in outer))
 
 
 def cheapest_tiers(ranks: Sequence[int], topology: Topology) -> tuple[tuple[int, ...], ...]:
     """Return the tiers by which a large collective is cheapest in levels: one, all, or none that there are."""
-    return _cheapest_levels(topology, tuple(ranks))[0]
+    return _cheapest_levels(topology, topology.alike(tuple(ranks)))[0]
 
 
 @once
@@ -198,7 +206,7 @@ def _cheapest_levels(topology: Topology, ranks: tuple[int, ...]) -> tuple[tuple[
 
 def two_level_ring_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
     """Price an all-gather or reduce-scatter in levels, by the tiers that are cheapest."""
-    return _cheapest_levels(topology, tuple(ranks))[1].seconds(num_bytes)
+    return _cheapest_levels(topology, topology.alike(tuple(ranks)))[1].seconds(num_bytes)
 
 
 def two_level_all_reduce_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:

@@ -199,8 +199,19 @@ class Cluster(Document):
         try:
             return self._hierarchy.link(a, b)
         except KeyError:  # links are asked for far too often to look for their ends each time
-            for rank in (a, b):
-                self.device(rank)
+            self._refuse_strangers((a, b))
+            raise
+
+    def _refuse_strangers(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self.device(rank)
+
+    def alike(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the first ring that was asked for of those that links know no difference of."""
+        try:
+            return self._hierarchy.alike(ranks)
+        except KeyError:
+            self._refuse_strangers(ranks)
             raise
 
     def ends(self, a: int, b: int) -> tuple[End, ...]:

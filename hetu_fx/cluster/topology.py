@@ -8,6 +8,7 @@ right above the node, links devices on ports of one number, without what stands 
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -109,6 +110,14 @@ class Hierarchy:
         self._check_nodes(devices)
         self._members = _members(self._units, self._ports, devices)
         self._numbers = _numbers(self._members)
+        self._known_rings: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._first_rings: dict[Hashable, tuple[int, ...]] = {}
+        self._places = {device.rank: self._places_of(device.rank) for device in devices}
+        facts = {
+            d.rank: (d.most_bytes_per_second, *(len(self._members[u]) for u in self._places[d.rank])) for d in devices
+        }
+        kinds = {fact: number for number, fact in enumerate(dict.fromkeys(facts.values()))}
+        self._kinds = {rank: kinds[fact] for rank, fact in facts.items()}
 
     def _units_of(self, device: Device) -> tuple[Unit, ...]:
         wanted = [name for name in self._names if name not in _NAMED]
@@ -135,6 +144,25 @@ class Hierarchy:
             if found.setdefault(device.node, unit) != unit:
                 others = [found[device.node][1:-1], unit[1:-1]]
                 raise ClusterError(f"node {device.node!r} stands in {others[0]} and in {others[1]}; give it one place")
+
+    def _places_of(self, rank: int) -> tuple[Unit, ...]:
+        return (*self._units[rank], self._port(rank)) if self._nics is not None else self._units[rank]
+
+    def alike(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the first ring that was asked for of those that links know no difference of.
+
+        In these, devices that follow each other send as much, share units in the same way, and these are as large.
+        """
+        known = self._known_rings.get(ranks)
+        if known is None:
+            numbers: dict[Unit, int] = {}
+            units = itertools.chain.from_iterable(map(self._places.__getitem__, ranks))
+            shape = (
+                tuple(map(self._kinds.__getitem__, ranks)),
+                tuple([numbers.setdefault(u, len(numbers)) for u in units]),
+            )
+            known = self._known_rings[ranks] = self._first_rings.setdefault(shape, ranks)
+        return known
 
     def link(self, a: int, b: int) -> Link:
         """Return the link between two devices that meet, as far as both use it."""

@@ -89,10 +89,10 @@ def _later_line(device: Device, share: float, parts: PartCosts, cluster: Cluster
 
 def tensor_parallel_lines(stage: Stage, parts: PartCosts, cluster: Cluster) -> tuple[Line, Line]:
     """Return (2) of the forward and of the backward, of a stage that is no grid."""
-    return round_lines(tuple(rounds_of(stage, parts, (parts,))), cluster)
+    return _round_lines(tuple(_rounds_of(stage, parts, (parts,))), cluster)
 
 
-def round_lines(rounds: Sequence[GroupRounds], cluster: Cluster) -> tuple[Line, Line]:
+def _round_lines(rounds: Sequence[GroupRounds], cluster: Cluster) -> tuple[Line, Line]:
     """Return (2) and (2') of the forward and of the backward: of each kind and axis the slowest group."""
     forward, backward = Line(), Line()
     for kind, axis in dict.fromkeys((one.kind, one.axis) for one in rounds):
@@ -161,7 +161,7 @@ class GroupRounds:
         return cls(kind, ranks, parts.reduced_bytes * share, parts.returned_bytes * share, *counts, axis)
 
 
-def rounds_of(stage: Stage, whole: PartCosts, by_device: Sequence[PartCosts], parts: int = 1) -> Iterator[GroupRounds]:
+def _rounds_of(stage: Stage, whole: PartCosts, by_device: Sequence[PartCosts], parts: int = 1) -> Iterator[GroupRounds]:
     """Yield what goes round in a stage.
 
     Args:
@@ -335,8 +335,8 @@ def part_costs(
     again = forward_lines(device_lines(stage, repeated, cluster))
     compute = tuple(map(add, device_lines(stage, parts, cluster), again))
     group = costs.of_groups(stage)
-    rounds = tuple(rounds_of(stage, group.stage(start, stop), parts, group.repeated_parts))
-    sent = *round_lines(rounds, cluster), *handed
+    rounds = tuple(_rounds_of(stage, group.stage(start, stop), parts, group.repeated_parts))
+    sent = *_round_lines(rounds, cluster), *handed
     host = tuple(cluster.device(rank).step_now for rank in stage.devices)
     later = tuple(_later_line(*one, cluster) for one in _working(stage, parts, cluster))
     return StageCosts(stage, parts, rounds, host, compute, *sent, again, later, group.repeated_parts)

@@ -205,7 +205,7 @@ Queued = tuple[float, Draft | Template]
 """A template with its seconds, or a draft with seconds that its template is not below."""
 
 
-def deals_of(groups: Sequence[Sequence[tuple[int, ...]]], count: int) -> Iterator[DeviceAllotment]:
+def _deals_of(groups: Sequence[Sequence[tuple[int, ...]]], count: int) -> Iterator[DeviceAllotment]:
     """Yield the ways to make so many pipelines with as many groups of each class."""
     each = [len(found) // count for found in groups]
     if all(each):
@@ -292,7 +292,7 @@ class Templates:
             groups = [self._groups(number, size) for number, size in zip(region, sizes, strict=True)]
             for count in self._counts(groups, rows):
                 for ordered in (groups,) if len(groups) == 1 else (groups, groups[::-1]):
-                    yield from deals_of(ordered, count)
+                    yield from _deals_of(ordered, count)
 
     def _sizes(self, region: Region) -> Iterator[tuple[int, ...]]:
         """Yield a group size for each class."""

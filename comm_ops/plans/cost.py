@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, starmap
 from typing import Protocol
 
 from hetu_fx.base.once import once
@@ -42,6 +42,9 @@ class Topology(Protocol):
 
     def tiers(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Numbers of the switches, nodes, racks that `ranks` stand on, from inside out, as far as these differ."""
+
+    def alike(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the first ring that was asked for of those that links know no difference of."""
 
     def turn_seconds(self, num_bytes: float, ranks: Sequence[int], *, of_sum: bool = False) -> float | None:
         """Seconds that a turn of `num_bytes` in all around the ring of `ranks` was seen to take; None: nobody knows.
@@ -82,6 +85,10 @@ class EqualLinks:
         numbers: dict[int, int] = {}
         return (tuple(numbers.setdefault(self.node_of(rank), len(numbers)) for rank in ranks),)
 
+    def alike(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Every ring is another one, if nobody says more."""
+        return ranks
+
     def turn_seconds(self, num_bytes: float, ranks: Sequence[int], *, of_sum: bool = False) -> float | None:
         """Nobody has timed anything."""
         return None
@@ -113,25 +120,25 @@ def ring_cost(num_bytes: float, ranks: Sequence[int], topology: Topology, lanes:
     hops = len(ranks) - 1
     if hops < 1:
         return 0.0
-    latency, speed = _slowest_link(topology, tuple(ranks), lanes)
+    latency, speed = _slowest_link(topology, topology.alike(tuple(ranks)), lanes)
     return hops * (latency + num_bytes / len(ranks) / speed)
 
 
 @once
 def _slowest_link(topology: Topology, ranks: tuple[int, ...], lanes: int) -> tuple[float, float]:
     """Return the latency and the bytes per second of the slowest link of a ring, as it is shared."""
-    latency = max(topology.latency_seconds(a, b) for a, b in _links(ranks))
-    links, crossings, ends = _links(ranks), Counter[Hashable](), dict[Hashable, End]()
-    for a, b in links:
-        for end in topology.ends(a, b):
-            crossings[end.key] += 1
-            ends[end.key] = end
+    links, crossings, ends = _links(ranks), dict[Hashable, int](), dict[Hashable, End]()
+    latency = max(starmap(topology.latency_seconds, links))
+    speed = min(starmap(topology.bytes_per_second, links))
+    for end in chain.from_iterable(starmap(topology.ends, links)):
+        crossings[end.key] = crossings.get(end.key, 0) + 1
+        ends[end.key] = end
     members = set(ranks)
     shared = [
         end.bytes_per_second / crossings[key] / (len(end.ranks) / len(members & end.ranks) if end.ranks else lanes)
         for key, end in ends.items()
     ]
-    return latency, min([*(topology.bytes_per_second(a, b) for a, b in links), *shared])
+    return latency, min([speed, *shared])
 
 
 def there_and_back_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
@@ -149,39 +156,57 @@ RING_TURNS: Mapping[Cost, int] = {no_cost: 0, ring_cost: 1, all_reduce_cost: 2}
 """How often the data of an op that costs so much goes around the ring of its ranks."""
 
 
-def _levels_ring_cost(
-    num_bytes: float, ranks: Sequence[int], tiers: Sequence[Sequence[int]], topology: Topology, lanes: int = 1
-) -> float:
-    """Price an all-gather or reduce-scatter inside units and across them, and so on at each of some tiers.
+@dataclass(frozen=True, slots=True)
+class _Levels:
+    """What turns in levels take by their bytes: around rings that differ inside units, then in lanes that differ.
+
+    A ring is (hops, devices, latency, bytes per second); the lanes are all around at once.
+    """
+
+    inside: frozenset[tuple[int, int, float, float]]
+    num_lanes: int = 1
+    across: frozenset[_Levels] = frozenset()
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return what a turn of `num_bytes` in all takes."""
+        inside = max(hops * (latency + num_bytes / size / speed) for hops, size, latency, speed in self.inside)
+        size = num_bytes / self.num_lanes
+        return inside + max(lane.seconds(size) for lane in self.across) if self.across else inside
+
+
+def _levels(topology: Topology, ranks: tuple[int, ...], tiers: tuple[tuple[int, ...], ...], lanes: int = 1) -> _Levels:
+    """Return an all-gather or reduce-scatter inside units and across them, and so on at each of some tiers.
 
     `tiers` has the unit of each rank, from inside out. Across, ranks meet in lanes, all at once, that share the links.
     """
+    units = by_node(ranks, tiers[0]) if tiers else (ranks,)
+    unlike = dict.fromkeys(map(topology.alike, units))
+    rings = ((len(unit) - 1, len(unit), *_slowest_link(topology, unit, lanes)) for unit in unlike if len(unit) > 1)
+    inside = frozenset(rings) or frozenset([(0, 1, 0.0, 1.0)])
     if not tiers:
-        return ring_cost(num_bytes, ranks, topology, lanes)
-    units = by_node(tuple(ranks), tuple(tiers[0]))
-    inside, across = max(ring_cost(num_bytes, unit, topology, lanes) for unit in units), lanes_of(units)
-    size, together = num_bytes / len(across), lanes * len(across)
-    outer = [tiers_of(tiers[1:], ranks, lane) for lane in across]
-    pairs = zip(across, outer, strict=True)
-    return inside + max(_levels_ring_cost(size, lane, rest, topology, together) for lane, rest in pairs)
+        return _Levels(inside)
+    across = lanes_of(units)
+    outer = dict.fromkeys((topology.alike(lane), tiers_of(tiers[1:], ranks, lane)) for lane in across)
+    return _Levels(inside, len(across), frozenset(_levels(topology, *one, lanes * len(across)) for one in outer))
 
 
 def cheapest_tiers(ranks: Sequence[int], topology: Topology) -> tuple[tuple[int, ...], ...]:
     """Return the tiers by which a large collective is cheapest in levels: one, all, or none that there are."""
-    return _cheapest_tiers(topology, tuple(ranks))
+    return _cheapest_levels(topology, topology.alike(tuple(ranks)))[0]
 
 
 @once
-def _cheapest_tiers(topology: Topology, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+def _cheapest_levels(topology: Topology, ranks: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], ...], _Levels]:
+    """Return these tiers, and what turns take by them."""
     tiers = tuple(tier for tier in topology.tiers(ranks) if spans(tier))
-    if len(tiers) < 2:
-        return tiers
-    return min([*((tier,) for tier in tiers), tiers], key=lambda one: _levels_ring_cost(_MANY, ranks, one, topology))
+    choices = [*((tier,) for tier in tiers), tiers] if len(tiers) > 1 else [tiers]
+    found = [(one, _levels(topology, ranks, one)) for one in choices]
+    return min(found, key=lambda pair: pair[1].seconds(_MANY))
 
 
 def two_level_ring_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
     """Price an all-gather or reduce-scatter in levels, by the tiers that are cheapest."""
-    return _levels_ring_cost(num_bytes, ranks, cheapest_tiers(ranks, topology), topology)
+    return _cheapest_levels(topology, topology.alike(tuple(ranks)))[1].seconds(num_bytes)
 
 
 def two_level_all_reduce_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
@@ -238,7 +263,7 @@ def rounds_cost(rounds: Iterable[Iterable[tuple[int, int, float]]], topology: To
 
 def _links(ranks: Sequence[int]) -> list[tuple[int, int]]:
     """List the links of a ring."""
-    return [(rank, ranks[(index + 1) % len(ranks)]) for index, rank in enumerate(ranks)]
+    return list(zip(ranks, (*ranks[1:], *ranks[:1]), strict=True))
 
 
 def _message(num_bytes: float, a: int, b: int, topology: Topology) -> float:

@@ -199,7 +199,23 @@ class Cluster(Document):
 
     def link(self, a: int, b: int) -> Link:
         """Return the link between two ranks, as far as both use it."""
-        return self._hierarchy.link(self.device(a).rank, self.device(b).rank)
+        try:
+            return self._hierarchy.link(a, b)
+        except KeyError:  # links are asked for far too often to look for their ends each time
+            self._refuse_strangers((a, b))
+            raise
+
+    def _refuse_strangers(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self.device(rank)
+
+    def alike(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the first ring that was asked for of those that links know no difference of."""
+        try:
+            return self._hierarchy.alike(ranks)
+        except KeyError:
+            self._refuse_strangers(ranks)
+            raise
 
     def ends(self, a: int, b: int) -> tuple[End, ...]:
         """Return what a message between two ranks shares with those of others: ports, and links of nodes and racks."""
@@ -282,8 +298,11 @@ class Cluster(Document):
     @property
     def groups(self) -> dict[str, tuple[int, ...]]:
         """Return the ranks of the largest node ("intra") and, of several nodes, of all ("inter"); no group of one."""
-        nodes = [tuple(d.rank for d in self.devices if d.node == node) for node in self._nodes]
-        found = {"intra": max(nodes, key=len), "inter": self.ranks if len(nodes) > 1 else ()}
+        nodes: dict[str, list[int]] = {node: [] for node in self._nodes}
+        for device in self.devices:
+            nodes[device.node].append(device.rank)
+        largest = max(nodes.values(), key=len)
+        found = {"intra": tuple(largest), "inter": self.ranks if len(nodes) > 1 else ()}
         return {where: ranks for where, ranks in found.items() if len(ranks) > 1}
 
     def with_rates(self, rates: Mapping[int, float]) -> Cluster:

@@ -8,9 +8,11 @@ right above the node, links devices on ports of one number, without what stands 
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import eq
 
 from hetu_fx.base.checks import check_not_negative, check_positive
 from hetu_fx.base.documents import nearest
@@ -95,7 +97,7 @@ class Hierarchy:
     def __init__(self, devices: Sequence[Device], levels: Sequence[Level], nics: Nics | None) -> None:
         """Raises `ClusterError` for a device whose place does not fit the levels."""
         _check_levels(levels, nics)
-        self._levels, self._nics = tuple(levels), nics
+        self._levels, self._nics, self._links = tuple(levels), nics, [level.link for level in levels]
         self._names = [level.within for level in levels]
         self._node = self._names.index(NODE)
         # Rings of a thousand devices are priced again and again.
@@ -108,6 +110,14 @@ class Hierarchy:
         self._check_nodes(devices)
         self._members = _members(self._units, self._ports, devices)
         self._numbers = _numbers(self._members)
+        self._known_rings: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._first_rings: dict[Hashable, tuple[int, ...]] = {}
+        self._places = {device.rank: self._places_of(device.rank) for device in devices}
+        facts = {
+            d.rank: (d.most_bytes_per_second, *(len(self._members[u]) for u in self._places[d.rank])) for d in devices
+        }
+        kinds = {fact: number for number, fact in enumerate(dict.fromkeys(facts.values()))}
+        self._kinds = {rank: kinds[fact] for rank, fact in facts.items()}
 
     def _units_of(self, device: Device) -> tuple[Unit, ...]:
         wanted = [name for name in self._names if name not in _NAMED]
@@ -135,25 +145,47 @@ class Hierarchy:
                 others = [found[device.node][1:-1], unit[1:-1]]
                 raise ClusterError(f"node {device.node!r} is in {others[0]} and {others[1]}\nhint: give it one place")
 
+    def _places_of(self, rank: int) -> tuple[Unit, ...]:
+        return (*self._units[rank], self._port(rank)) if self._nics is not None else self._units[rank]
+
+    def alike(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the first ring that was asked for of those that links know no difference of.
+
+        In these, devices that follow each other send as much, share units in the same way, and these are as large.
+        """
+        known = self._known_rings.get(ranks)
+        if known is None:
+            numbers: dict[Unit, int] = {}
+            units = itertools.chain.from_iterable(map(self._places.__getitem__, ranks))
+            shape = (
+                tuple(map(self._kinds.__getitem__, ranks)),
+                tuple([numbers.setdefault(u, len(numbers)) for u in units]),
+            )
+            known = self._known_rings[ranks] = self._first_rings.setdefault(shape, ranks)
+        return known
+
     def link(self, a: int, b: int) -> Link:
         """Return the link between two devices that meet, as far as both use it."""
-        if (a, b) not in self._known_links:
-            self._known_links[a, b] = self._link(a, b).between(self._devices[a], self._devices[b])
-        return self._known_links[a, b]
+        known = self._known_links.get((a, b))
+        if known is None:
+            known = self._known_links[a, b] = self._link(a, b).between(self._devices[a], self._devices[b])
+        return known
 
     def _link(self, a: int, b: int) -> Link:
         index = self._meeting(a, b)
-        link = self._levels[index].link
+        link = self._links[index]
         if self._nics is None or index <= self._node or link.bytes_per_second <= self._nics.bytes_per_second:
             return link
         return Link(self._nics.bytes_per_second, link.latency_seconds)
 
     def ends(self, a: int, b: int) -> tuple[End, ...]:
         """Return what a message from `a` to `b` shares with those of other devices."""
-        if (a, b) not in self._known_ends:
+        known = self._known_ends.get((a, b))
+        if known is None:
             index, ways = self._meeting(a, b), ((OUT_OF, a), (INTO, b))
-            self._known_ends[a, b] = tuple(end for way, rank in ways for end in self._ends(way, rank, index, (a, b)))
-        return self._known_ends[a, b]
+            known = tuple(end for way, rank in ways for end in self._ends(way, rank, index, (a, b)))
+            self._known_ends[a, b] = known
+        return known
 
     def all_ends(self, a: int, b: int) -> tuple[tuple[Place, float], ...]:
         """Return all that a message uses, and its bytes per second: what it shares, and links of its devices alone.
@@ -213,8 +245,7 @@ class Hierarchy:
 
     def _meeting(self, a: int, b: int) -> int:
         """Return the number of the level at which two devices meet."""
-        pairs = zip(self._units[a], self._units[b], strict=True)
-        return next(index for index, (one, other) in enumerate(pairs) if one == other)
+        return list(map(eq, self._units[a], self._units[b])).index(True)
 
     def tiers(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Return the unit of each of some devices, numbered from 0, at every level that stands inside the next one."""

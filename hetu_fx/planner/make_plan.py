@@ -169,7 +169,7 @@ def _best(search: Search, problem: Problem, found: Mapping[Plan, float]) -> Plan
     notes = [best.predicted.why] if best.predicted is not None else []
     prediction = _told(best, search.predict(best, problem), problem, notes)
     if problem.time_limit.cut:
-        prediction = replace(prediction, bound_seconds=bound_seconds(problem.costs, problem.cluster))
+        prediction = replace(prediction, bound_seconds=bound_seconds(problem.costs, problem.cluster.devices))
     others = [plan for plan in found if _shape(plan, problem.cluster) != _shape(best, problem.cluster)]
     if others:
         second = min(others, key=lambda plan: (found[plan], plan.summary()))

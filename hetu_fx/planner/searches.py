@@ -23,8 +23,8 @@ from hetu_fx.planner.search.heteroauto.adapter import HETEROAUTO, KINDS
 from hetu_fx.planner.search.homogeneous import HOMOGENEOUS
 from hetu_fx.planner.search.hydraulis.adapter import HYDRAULIS
 from hetu_fx.planner.search.malleus.adapter import MALLEUS
+from hetu_fx.planner.search.mending import RAGGED
 from hetu_fx.planner.search.problem import Candidates, Problem, Search, always
-from hetu_fx.planner.search.ragged import RAGGED
 from hetu_fx.planner.search.regions import CLASSES
 from hetu_fx.planner.search.templates import classes_of
 from hetu_fx.plans.plan import Plan
@@ -116,7 +116,7 @@ def _may_gain_by_a_program(problem: Problem) -> bool:
     """Tell whether there are a few unlike devices, and what was found is far from what they could do together."""
     if not problem.options.programs or not _is_up_to(_SMALL, problem) or not _devices_differ(problem):
         return False
-    return problem.priced.least_seconds > _ROOM * bound_seconds(problem.costs, problem.cluster)
+    return problem.priced.least_seconds > _ROOM * bound_seconds(problem.costs, problem.cluster.devices)
 
 
 def auto(by_length: Search, rules: Sequence[SearchRule]) -> Search:

@@ -223,7 +223,8 @@ class Plan(Document):
 
     def with_blocks(self, num_blocks: int) -> Plan:
         """Return the same plan with every stage's number of blocks written out."""
-        return replace(self, pipelines=tuple(_written_out(p, num_blocks) for p in self.pipelines))
+        written = tuple(_written_out(pipeline, num_blocks) for pipeline in self.pipelines)
+        return self if written == self.pipelines else replace(self, pipelines=written)
 
     def parts(self, num_blocks: int) -> tuple[PartedPipeline, ...]:
         """Return the pipelines with what their micro-batches go through: a part for each chunk of each stage.
@@ -326,8 +327,9 @@ def pipeline_rows(total: int, plan: Plan) -> tuple[int, ...]:
     They add up to `total`; equal remainders go to the earlier pipeline; some may get none.
     """
     shares = [pipeline.share for pipeline in plan.pipelines]
-    whole = [total * share // sum(shares) for share in shares]
-    order = sorted(range(len(shares)), key=lambda i: (-(total * shares[i] % sum(shares)), i))
+    parts = sum(shares)
+    whole = [total * share // parts for share in shares]
+    order = sorted(range(len(shares)), key=lambda i: (-(total * shares[i] % parts), i))
     for index in order[: total - sum(whole)]:
         whole[index] += 1
     return tuple(whole)
@@ -340,7 +342,9 @@ def micro_batch_rows(rows: int, micro_batches: int) -> tuple[int, ...]:
 
 
 def _written_out(pipeline: Pipeline, num_blocks: int) -> Pipeline:
-    pairs = zip(pipeline.stages, pipeline.blocks(num_blocks), strict=True)
+    pairs = list(zip(pipeline.stages, pipeline.blocks(num_blocks), strict=True))
+    if all(stage.blocks == count for stage, count in pairs):
+        return pipeline  # asked of thousands of stages again and again
     return replace(pipeline, stages=tuple(replace(stage, blocks=count) for stage, count in pairs))
 
 

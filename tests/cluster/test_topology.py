@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -189,3 +191,31 @@ def test_each_device_has_a_link_out_of_its_node_where_a_file_says_so() -> None:
     cluster = Cluster.from_json({"format": "hetu_fx.cluster/1", "devices": devices, "links": links})
     assert cluster.all_ends(0, 2) == ((("network out", 0), GB), (("network in", 2), GB))
     assert cluster.all_ends(0, 1) == ((("out", 0), 10 * GB), (("in", 1), 10 * GB))
+
+
+def weaker() -> Cluster:
+    """Return racks of nodes, one of which has fewer devices, and a device that sends less."""
+    whole = racks(num_racks=3)
+    slow = replace(whole.device(5), bytes_per_second=3 * GB)
+    return replace(whole.without([23]), devices=(*(d for d in whole.without([23]).devices if d.rank != 5), slow))
+
+
+@pytest.mark.parametrize("make", [racks, rails, weaker, lambda: rails(ports=2), lambda: rails(ports=1, level=False)])
+def test_rings_that_links_know_no_difference_of_take_the_same(make: Callable[[], Cluster]) -> None:
+    asked, drawn, seen = make(), random.Random(0), set()
+    for _ in range(60):
+        ring = tuple(sorted(drawn.sample(asked.ranks, drawn.randint(2, 6))))
+        seen.add(asked.alike(ring))
+        for cost in (ring_cost, two_level_ring_cost):
+            assert cost(1e6, ring, asked) == cost(1e6, ring, make())
+        assert cheapest_tiers(ring, asked) == cheapest_tiers(ring, make())
+    assert len(seen) < 60
+
+
+def test_rings_of_other_units_or_slower_devices_are_not_alike() -> None:
+    cluster = weaker()
+    assert cluster.alike((0, 1)) == cluster.alike((8, 9)) == (0, 1)
+    assert cluster.alike((4, 5)) == (4, 5)
+    assert cluster.alike((20, 21)) != (0, 1)  # there is a device less
+    with pytest.raises(ClusterError, match="no device of rank 99"):
+        cluster.alike((0, 99))

@@ -20,7 +20,7 @@ from hetu_fx.planner.price.step import memory_problems, predict
 from hetu_fx.planner.search.builder import Builder
 from hetu_fx.planner.search.contiguous import best_segments
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.search.replica import ReplicaRules
+from hetu_fx.planner.search.stage_estimates import ReplicaRules
 from hetu_fx.planner.searches import DEFAULT
 from hetu_fx.planner.simulate.simulate import num_jobs, simulated_seconds
 from hetu_fx.planner.values.options import Choice

@@ -13,18 +13,20 @@ It holds for every plan, as a step takes no less than any device computes, and t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.cluster.cluster import Device
 from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD, OP_SECONDS, WEIGHT_MOVES
 from hetu_fx.planner.price.step_end import OPTIMIZER_MOVES
 from hetu_fx.planner.values.program import ProgramCosts
 
 
-def bound_seconds(costs: ProgramCosts, cluster: Cluster) -> float:
+def bound_seconds(costs: ProgramCosts, devices: Sequence[Device]) -> float:
     """Return (1)."""
-    whole, devices = costs.between(0, costs.num_blocks), cluster.devices
-    per_byte = min(device.flops_per_byte for device in devices)
-    per_op = OP_SECONDS * min(cluster.top_speed(device.kind) for device in devices)
+    whole, top_speeds = costs.between(0, costs.num_blocks), dict[str, float]()
+    for device in devices:
+        top_speeds[device.kind] = max(device.speed, top_speeds.get(device.kind, 0.0))
+    per_byte, per_op = min(device.flops_per_byte for device in devices), OP_SECONDS * min(top_speeds.values())
     work = costs.rows * (whole.flops + whole.traffic_bytes * per_byte) + whole.num_ops * per_op
     moved = whole.parameter_bytes * (WEIGHT_MOVES + OPTIMIZER_MOVES) * per_byte
     return (FORWARD_AND_BACKWARD * work + moved) / math.fsum(device.speed for device in devices)

@@ -10,7 +10,7 @@ stage in chunks the first blocks of the first chunk recompute first, and what it
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hetu_fx.cluster.cluster import Cluster
@@ -65,7 +65,7 @@ def _least_recompute(
     for rank, places in by_rank(places_in(plan, costs, speeds, bare.unlike)).items():
         key, limit = (places[0].pipeline, places[0].stage), int(cluster.device(rank).memory_bytes * fraction)
         known = least.get(key) or _Least.nothing(places, plan, asked)
-        least[key] = known.fitting(places, limit, asked)
+        least[key] = known.fitting(places, limit)
         if not least[key].counts:
             return None
     found = {key: one.fastest(asked, cluster) for key, one in least.items()}
@@ -93,9 +93,9 @@ class _Least:
         starts = tuple(place.piece.start for place in places)
         return cls(stage, starts, first.rows, plan.schedule, dict.fromkeys(costs.recompute_choices, 0))
 
-    def fitting(self, places: Sequence[PlacedDevice], limit: int, costs: ProgramCosts) -> _Least:
+    def fitting(self, places: Sequence[PlacedDevice], limit: int) -> _Least:
         """Return what the stage needs for one more device to fit its memory."""
-        pairs = [(ops, self._least(places, ops, limit, costs)) for ops in self.counts]
+        pairs = [(ops, self._least(places, ops, limit)) for ops in self.counts]
         return replace(self, counts={ops: max(self.counts[ops], n) for ops, n in pairs if n is not None})
 
     def fastest(self, costs: ProgramCosts, cluster: Cluster) -> Stage:
@@ -104,29 +104,19 @@ class _Least:
         return min(stages, key=lambda stage: self._seconds(stage, costs, cluster))
 
     def _seconds(self, stage: Stage, costs: ProgramCosts, cluster: Cluster) -> float:
-        parts = zip(stage.chunks(len(self.starts), self._blocks), self.starts, strict=True)
-        return sum(self._part_seconds(*part, costs, cluster) for part in parts)
+        seconds = 0.0
+        for part, start in zip(stage.chunks(len(self.starts), self._blocks), self.starts, strict=True):
+            repeated = [costs.again(part, start, i) for i in range(len(part.devices))]
+            seconds += max(line(self.rows) for line in forward_lines(device_lines(part, repeated, cluster)))
+        return seconds
 
-    def _part_seconds(self, part: Stage, start: int, costs: ProgramCosts, cluster: Cluster) -> float:
-        repeated = [costs.again(part, start, i) for i in range(len(part.devices))]
-        return max(line(self.rows) for line in forward_lines(device_lines(part, repeated, cluster)))
-
-    def _least(self, places: Sequence[PlacedDevice], ops: RecomputedOps, limit: int, costs: ProgramCosts) -> int | None:
+    def _least(self, places: Sequence[PlacedDevice], ops: RecomputedOps, limit: int) -> int | None:
         def fits(blocks: int) -> bool:
-            held = tuple(self._recomputing(places, blocks, ops, costs))
+            pairs = zip(places, chunk_sizes(len(places), self._blocks, blocks), strict=True)
+            held = [replace(place, piece=place.piece.recomputing(again, ops)) for place, (_, again) in pairs]
             return sum(count for _, count in peak_of(held, self.schedule)) <= limit
 
         return least_blocks(self._blocks, fits)
-
-    def _recomputing(
-        self, places: Sequence[PlacedDevice], blocks: int, ops: RecomputedOps, costs: ProgramCosts
-    ) -> Iterator[PlacedDevice]:
-        """Yield the places of a device with so many blocks of the stage recomputed."""
-        position = self.stage.devices.index(places[0].rank)
-        sizes = chunk_sizes(len(places), self._blocks, blocks)
-        for place, (_, again) in zip(places, sizes, strict=True):
-            own = costs.kept(self.stage, place.piece.start, again, ops, position)
-            yield replace(place, piece=replace(place.piece, costs=own))
 
     @property
     def _blocks(self) -> int:

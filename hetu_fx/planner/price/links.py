@@ -35,13 +35,14 @@ def loads_of(traffic: Traffic, cluster: Cluster) -> dict[Resource, float]:
     A CPU copies what it sends and receives itself, as fast as it reaches its neighbours.
     """
     loads: dict[Resource, float] = {}
+    devices = map(cluster.device, dict.fromkeys(rank for message in traffic for rank in message[:2]))
+    copying = {one.rank: cluster.intra.between(one).bytes_per_second for one in devices if one.kind == "cpu"}
     for sender, receiver, size in traffic:
         for end, bytes_per_second in cluster.all_ends(sender, receiver):
             loads[end] = loads.get(end, 0.0) + size / bytes_per_second
-        for rank in (sender, receiver):
-            if (device := cluster.device(rank)).kind == "cpu":
-                copied = size / cluster.intra.between(device).bytes_per_second
-                loads["compute", rank] = loads.get(("compute", rank), 0.0) + copied
+        for rank in (sender, receiver) if copying else ():
+            if rank in copying:
+                loads["compute", rank] = loads.get(("compute", rank), 0.0) + size / copying[rank]
     return loads
 
 

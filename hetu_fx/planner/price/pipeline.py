@@ -7,7 +7,7 @@ over counts with it, as if nothing overlapped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from operator import add
@@ -123,10 +123,8 @@ class _Board:
         both = [_together(*pair, schedule) for pair in zip(work, sent, strict=True)]
         self._busy: Sequence[Sequence[float]] = work if overlaps else both
         self._under_way = sent if overlaps else [[0.0] * len(column) for column in sent]
-        self._orders = [_entries(schedule, stage, deal, count) for stage in stages]
+        self._orders, self._after = _table(schedule, deal, count, overlaps)
         self._ended: list[list[float]] = [[] for _ in stages]
-        after = _leaves if overlaps else _done
-        self._after = [after(schedule, part, deal, count) for part in range(deal.num_parts)]
         self._places = [0] * deal.num_stages
         self.free, self.left = [begins[deal.part(stage, 0)] for stage in stages], sum(map(len, self._orders))
 
@@ -167,33 +165,35 @@ def _together(work: Sequence[float], sent: Sequence[float], schedule: Schedule) 
 
 
 @lru_cache(maxsize=512)
-def _entries(schedule: Schedule, stage: int, deal: Deal, count: int) -> tuple[Entry, ...]:
-    """Return the entries of a stage in order."""
+def _table(schedule: Schedule, deal: Deal, count: int, overlaps: bool) -> tuple[list[list[Entry]], list[list[int]]]:
+    """Return the entries of each stage in order, and when what each part makes for others is there.
+
+    That is how many entries of its stage are done then; where what is handed over overlaps, when it leaves.
+    """
+    stages = range(deal.num_stages)
+    entries = [list(_entries(schedule, stage, deal, count)) for stage in stages]
+    after = [_done(entries[deal.stage(part)], part, count) for part in range(deal.num_parts)]
+    orders = orders_of(schedule, deal.num_stages, count, deal.chunks) if overlaps else ()
+    for stage in stages if overlaps else ():
+        for ((direction, micro_batch, chunk), other), call in departures(orders, stage).items():
+            part = deal.part(stage, chunk)
+            if other == part + direction:
+                after[part][micro_batch + _HANDED[direction] * count] = call
+    return entries, after
+
+
+def _entries(schedule: Schedule, stage: int, deal: Deal, count: int) -> Iterator[Entry]:
+    """Yield the entries of a stage in order."""
     places = {phase: place * count for place, phase in enumerate(PHASES[schedule])}
-    found = []
     for one in actions(schedule, stage, deal.num_stages, count, deal.chunks):
         part = deal.part(stage, one.chunk)
         other = part - one.phase.direction
         waits = other != part and 0 <= other < deal.num_parts
         handed = one.micro_batch + _HANDED[one.phase.direction] * count if one.phase.direction else -1
-        found.append((part, one.micro_batch + places[one.phase], handed, other if waits else -1))
-    return tuple(found)
+        yield part, one.micro_batch + places[one.phase], handed, other if waits else -1
 
 
-@lru_cache(maxsize=512)
-def _done(schedule: Schedule, part: int, deal: Deal, count: int) -> tuple[int, ...]:
+def _done(entries: Sequence[Entry], part: int, count: int) -> list[int]:
     """Return how many entries of a part's stage are done when each of the part is that makes something for others."""
-    numbered = enumerate(_entries(schedule, deal.stage(part), deal, count), 1)
-    places = {handed: place for place, (own, _, handed, _) in numbered if own == part}
-    return tuple([places[handed] for handed in range(2 * count)])
-
-
-@lru_cache(maxsize=512)
-def _leaves(schedule: Schedule, part: int, deal: Deal, count: int) -> tuple[int, ...]:
-    """Return how many entries of a part's stage are done when what each of the part has made leaves."""
-    leave = departures(orders_of(schedule, deal.num_stages, count, deal.chunks), deal.stage(part))
-    found = list(_done(schedule, part, deal, count))
-    for ((direction, micro_batch, chunk), other), call in leave.items():
-        if chunk == deal.chunk(part) and other == part + direction:
-            found[micro_batch + _HANDED[direction] * count] = call
-    return tuple(found)
+    places = {handed: place for place, (own, _, handed, _) in enumerate(entries, 1) if own == part}
+    return [places[handed] for handed in range(2 * count)]

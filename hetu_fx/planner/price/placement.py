@@ -9,21 +9,20 @@ those of `device_memory`; those amid micro-batches are found by going through th
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from hetu_fx.base.once import once_beside
 from hetu_fx.planner.values.device_memory import (
     HeldShard,
     Instant,
-    Moment,
     Terms,
     at_ends,
     in_flight,
     instants,
-    instants_of,
     most_rows,
     peak,
 )
@@ -33,6 +32,7 @@ from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.shared import Tied
 from hetu_fx.plans.parts import Deal, PartedPipeline
 from hetu_fx.plans.plan import Plan, Schedule, Stage, pipeline_rows
+from hetu_fx.plans.recomputed import RecomputedOps
 from hetu_fx.plans.schedule import Order, Phase, orders_of
 
 
@@ -67,16 +67,29 @@ def _place(piece: BlockRange) -> tuple[ProgramCosts, tuple[int, int, float, int]
 
 @dataclass(frozen=True, slots=True)
 class BlockRange:
-    """The blocks [start, stop) of a program, with `share` of what a group of `group` devices splits.
+    """The blocks [start, stop) of a program on a stage's device, by position.
 
-    `costs` are those for the way in which the group shares work.
+    `costs` are those of the program for the way in which the stage's devices share work, and for what it recomputes,
+    `share` is the device's of what a group of `group` devices splits.
     """
 
-    costs: ProgramCosts
+    program: ProgramCosts
+    stage: Stage
+    position: int
     start: int
     stop: int
-    share: float = 1.0
-    group: int = 1
+    costs: ProgramCosts = field(init=False)
+    share: float = field(init=False)
+    group: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "costs", self.program.kept_by(self.stage, self.start, self.position))
+        object.__setattr__(self, "share", self.stage.work_shares[self.position])
+        object.__setattr__(self, "group", len(self.stage.context_groups))
+
+    def recomputing(self, blocks: int, ops: RecomputedOps = "all") -> BlockRange:
+        """Return the same with so many blocks, its first ones, recomputed."""
+        return replace(self, stage=self.stage.recomputing(blocks, ops))
 
     @property
     def parameter_bytes(self) -> float:
@@ -106,12 +119,7 @@ class BlockRange:
     @once_beside(_place)
     def most_rows(self, limit: int, num_in_flight: int, micro_batches: int, zero: int, num_replicas: int) -> int:
         """Return the most rows of a micro-batch that a device can hold, if states are spread evenly over readers."""
-        return most_rows(limit, self._even_shard(zero, num_replicas), num_in_flight, micro_batches)
-
-    @once_beside(_place)
-    def _even_shard(self, zero: int, num_replicas: int) -> HeldShard:
-        """Return what its device holds if states are spread evenly; it is the same for all schedules."""
-        return self.shard(Homes.even(zero, num_replicas, self.group))
+        return most_rows(limit, self.shard(Homes.even(zero, num_replicas, self.group)), num_in_flight, micro_batches)
 
     @once_beside(_place)
     def peak(self, rows: int, num_in_flight: int, micro_batches: int, homes: Homes) -> Terms:
@@ -207,8 +215,7 @@ def places_in(
                 whole=split if stage.is_grid else own / holders.speed,
                 tied=split if stage.is_grid else own / tied,
             )
-            program = asked.kept_by(stage, start, position)
-            held = BlockRange(program, start, stop, stage.work_shares[position], group)
+            held = BlockRange(asked, stage, position, start, stop)
             yield PlacedDevice(rank, number, index, deal, held, homes, -(-rows[number] // count), count, kept)
 
 
@@ -283,13 +290,13 @@ def joined(chunks: Sequence[HeldShard]) -> HeldShard:
     )
 
 
-def chunk_instants(chunks: Sequence[HeldShard], order: Order, micro_batches: int) -> tuple[Instant, ...]:
-    """Return what a device holds that runs an order of actions, of so many micro-batches of each chunk."""
+def chunk_instants(chunks: Sequence[HeldShard], order: Order, micro_batches: int) -> Iterator[Instant]:
+    """Yield what a device holds that runs an order of actions, of so many micro-batches of each chunk."""
     whole, passages = joined(chunks), _passages(order, len(chunks))
     most = [max(one.kept[chunk] + (one.chunk == chunk) for one in passages) for chunk in range(len(chunks))]
     sent = sum(min(micro_batches, count + 1) * one.handed for count, one in zip(most, chunks, strict=True))
-    passing = (moment for one in passages for moment in _passing(one, chunks, sent))
-    return instants_of(whole, (*at_ends(whole, sent), *passing))
+    yield from at_ends(whole, sent)
+    yield from itertools.chain.from_iterable(_passing(one, whole, chunks, sent) for one in passages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,16 +329,14 @@ def _passages(order: Order, num_chunks: int) -> tuple[_Passage, ...]:
     return tuple(found)
 
 
-def _passing(passage: _Passage, chunks: Sequence[HeldShard], sent: float) -> Iterator[Moment]:
-    """Yield the moments of a passage."""
+def _passing(passage: _Passage, whole: HeldShard, chunks: Sequence[HeldShard], sent: float) -> Iterator[Instant]:
+    """Yield what is held during a passage."""
     lines = _lines(chunks[passage.chunk], passage.phase, is_first=not passage.gradients[passage.chunk])
     gradients = sum(one.gradients for one, is_made in zip(chunks, passage.gradients, strict=True) if is_made)
-    below = ZERO
-    for count, one in zip(passage.kept, chunks, strict=True):
-        kept = one.footprint.kept
-        below += Line(count * kept.fixed, count * kept.slope)
+    pairs = zip(passage.kept, chunks, strict=True)
+    below = sum((one.footprint.kept.times(count) for count, one in pairs), ZERO)
     for line in lines:
-        yield Moment(str(passage.phase), {"gradients": gradients}, line + below, sent)
+        yield Instant(str(passage.phase), whole, {"gradients": gradients}, line + below, sent)
 
 
 def _lines(chunk: HeldShard, phase: Phase, *, is_first: bool) -> Sequence[Line]:

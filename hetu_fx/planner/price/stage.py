@@ -57,10 +57,13 @@ def compute_lines(stage: Stage, parts: PartCosts, cluster: Cluster) -> tuple[Lin
 
 def device_lines(stage: Stage, parts: Sequence[PartCosts], cluster: Cluster) -> tuple[Line, ...]:
     """Return (1) of each device of a stage, of the part that each has."""
-    triples = zip(stage.devices, stage.work_shares, parts, strict=True)
-    return tuple(
-        _compute_line(cluster.computing(rank, stage.dtype), share, part, cluster) for rank, share, part in triples
-    )
+    return tuple(_compute_line(*one, cluster) for one in _working(stage, parts, cluster))
+
+
+def _working(stage: Stage, parts: Sequence[PartCosts], cluster: Cluster) -> Iterator[tuple[Device, float, PartCosts]]:
+    """Yield each device of a stage as fast as it is there, its share and its part."""
+    devices = (cluster.computing(rank, stage.dtype) for rank in stage.devices)
+    return zip(devices, stage.work_shares, parts, strict=True)
 
 
 def _compute_line(device: Device, share: float, parts: PartCosts, cluster: Cluster) -> Line:
@@ -78,25 +81,18 @@ def _behind(device: Device, cluster: Cluster) -> float:
     return cluster.top_speed(device.kind) / cluster.device(device.rank).speed
 
 
-def _later_lines(stage: Stage, parts: Sequence[PartCosts], cluster: Cluster) -> tuple[Line, ...]:
-    """Return what of (1) the gradients of weights take that may be made later: as much as the products' forward."""
-    triples = zip(stage.devices, stage.work_shares, parts, strict=True)
-    return tuple(
-        _later_line(cluster.computing(rank, stage.dtype), share, part, cluster) for rank, share, part in triples
-    )
-
-
 def _later_line(device: Device, share: float, parts: PartCosts, cluster: Cluster) -> Line:
+    """Return what of (1) the gradients of weights take that may be made later: as much as the products' forward."""
     pace, _ = cluster.pace(device.kind, share)
     return Line(0.0, pace * parts.weight_flops_at(share) / device.speed)
 
 
 def tensor_parallel_lines(stage: Stage, parts: PartCosts, cluster: Cluster) -> tuple[Line, Line]:
     """Return (2) of the forward and of the backward, of a stage that is no grid."""
-    return round_lines(tuple(rounds_of(stage, parts, (parts,))), cluster)
+    return _round_lines(tuple(_rounds_of(stage, parts, (parts,))), cluster)
 
 
-def round_lines(rounds: Sequence[GroupRounds], cluster: Cluster) -> tuple[Line, Line]:
+def _round_lines(rounds: Sequence[GroupRounds], cluster: Cluster) -> tuple[Line, Line]:
     """Return (2) and (2') of the forward and of the backward: of each kind and axis the slowest group."""
     forward, backward = Line(), Line()
     for kind, axis in dict.fromkeys((one.kind, one.axis) for one in rounds):
@@ -165,7 +161,7 @@ class GroupRounds:
         return cls(kind, ranks, parts.reduced_bytes * share, parts.returned_bytes * share, *counts, axis)
 
 
-def rounds_of(stage: Stage, whole: PartCosts, by_device: Sequence[PartCosts], parts: int = 1) -> Iterator[GroupRounds]:
+def _rounds_of(stage: Stage, whole: PartCosts, by_device: Sequence[PartCosts], parts: int = 1) -> Iterator[GroupRounds]:
     """Yield what goes round in a stage.
 
     Args:
@@ -299,6 +295,9 @@ def pipeline_seconds(lines: Sequence[Line], rows: int, micro_batches: int) -> fl
     return math.fsum(times) + (count - 1) * max(times)
 
 
+_NO_HAND_OVER = Line(), Line()
+
+
 def stage_costs(
     pipeline: PartedPipeline, costs: ProgramCosts, cluster: Cluster, rows: int = 1
 ) -> tuple[StageCosts, ...]:
@@ -306,9 +305,10 @@ def stage_costs(
 
     Hand-overs are sent in the way that is best for micro-batches of so many rows.
     """
-    edges = _hand_overs(pipeline, costs, cluster, rows)
-    found = enumerate(pairwise([(Line(), Line()), *edges, (Line(), Line())]))
-    return tuple(_part_costs(pipeline, i, costs, cluster, (e[1][0], e[0][1])) for i, e in found)
+    edges = [_NO_HAND_OVER, *_hand_overs(pipeline, costs, cluster, rows), _NO_HAND_OVER]
+    sent = ((after[0], before[1]) for before, after in pairwise(edges))
+    triples = zip(pipeline.parts, pipeline.ranges, sent, strict=True)
+    return tuple(part_costs(stage, *blocks, costs, cluster, handed) for stage, blocks, handed in triples)
 
 
 def _hand_overs(
@@ -316,26 +316,27 @@ def _hand_overs(
 ) -> Iterator[tuple[Line, Line]]:
     """Yield the seconds of a hand-over between parts that follow each other: to the later one, and back."""
     for (stage, other), block in zip(pairwise(pipeline.parts), pipeline.stops[1:], strict=False):
-        size = costs.boundary(block)
-        there, back = (
-            hand_over_line(stage, other, size, cluster, rows),
-            hand_over_line(other, stage, size, cluster, rows),
-        )
-        yield there, back
+        there, back = ((*ends, costs.boundary(block), cluster, rows) for ends in ((stage, other), (other, stage)))
+        yield hand_over_line(*there), hand_over_line(*back)
 
 
-def _part_costs(
-    pipeline: PartedPipeline, index: int, costs: ProgramCosts, cluster: Cluster, hand_overs: tuple[Line, Line]
+def part_costs(
+    stage: Stage,
+    start: int,
+    stop: int,
+    costs: ProgramCosts,
+    cluster: Cluster,
+    handed: tuple[Line, Line] = _NO_HAND_OVER,
 ) -> StageCosts:
-    stage, stops = pipeline.parts[index], pipeline.stops
+    """Return what the blocks [start, stop) take on a stage, with what it hands over to the next one and back."""
     positions = range(len(stage.devices))
-    parts = tuple(costs.on(stage, i).stage(stops[index], stops[index + 1]) for i in positions)
-    repeated = [costs.again(stage, stops[index], i) for i in positions]
+    parts = tuple(costs.on(stage, i).stage(start, stop) for i in positions)
+    repeated = [costs.again(stage, start, i) for i in positions]
     again = forward_lines(device_lines(stage, repeated, cluster))
     compute = tuple(map(add, device_lines(stage, parts, cluster), again))
     group = costs.of_groups(stage)
-    rounds = tuple(rounds_of(stage, group.stage(stops[index], stops[index + 1]), parts, group.repeated_parts))
-    sent = *round_lines(rounds, cluster), *hand_overs
+    rounds = tuple(_rounds_of(stage, group.stage(start, stop), parts, group.repeated_parts))
+    sent = *_round_lines(rounds, cluster), *handed
     host = tuple(cluster.device(rank).step_now for rank in stage.devices)
-    later = _later_lines(stage, parts, cluster)
+    later = tuple(_later_line(*one, cluster) for one in _working(stage, parts, cluster))
     return StageCosts(stage, parts, rounds, host, compute, *sent, again, later, group.repeated_parts)

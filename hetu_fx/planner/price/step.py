@@ -16,7 +16,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
 from itertools import pairwise
 
 from hetu_fx.base.words import bytes_of, bytes_text
@@ -28,7 +27,7 @@ from hetu_fx.planner.price.pipeline import Finish, finish
 from hetu_fx.planner.price.placement import device_bytes
 from hetu_fx.planner.price.stage import StageCosts, stage_costs
 from hetu_fx.planner.price.step_end import optimizer_seconds
-from hetu_fx.planner.price.ways import Bucket, DirectionCosts, Ways
+from hetu_fx.planner.price.ways import Bucket, DirectionCosts, Stops, Ways
 from hetu_fx.planner.values.device_memory import Terms
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.parts import PartedPipeline
@@ -76,33 +75,25 @@ class PricedStep:
         self.like = alike(plan, costs.rows, cluster)
         self._runs = list(_runs(plan, costs, cluster, self.like))
         self.unlike = {like: self._runs[like] for like in self.like}
-        self._ways = Ways(plan, costs.under(plan), cluster)
         firsts = (places for run in self.unlike.values() for places in _places(*run))
         self._update = max(self._update_of(places) for places in firsts)
-
-    @property
-    def _finishes(self) -> list[Finish]:
-        """Return how the pipelines that differ end, one thing after the other."""
-        return [self._finish(run) for run in self.unlike.values()]
 
     def _finish(self, run: _Run, beside: Sequence[int] = ()) -> Finish:
         pipeline, rows, stages = run
         count, chunks = pipeline.micro_batches, pipeline.deal.chunks
         return finish(stages, rows, count, self.plan.schedule, chunks=chunks, beside=beside)
 
-    @cached_property
     def _overlapped(self) -> list[tuple[PartedPipeline, Finish]]:
         """Return how the pipelines that differ end if what stages hand over travels beside work."""
-        crossing = Crossing.of([pipeline for pipeline, *_ in self._runs], self._cluster)
+        edges = [_links_used(pipeline, self._cluster) for pipeline, *_ in self._runs]
+        counts = Counter(link for own in edges for links in own for link in links)
         found: dict[tuple[int, tuple[int, ...]], tuple[PartedPipeline, Finish]] = {}
-        for like, run in zip(self.like, self._runs, strict=True):
-            pipeline, *_ = run
-            key = like, crossing.beside(pipeline)
-            if key not in found:
-                found[key] = pipeline, self._finish(run, key[1])
+        for like, run, own in zip(self.like, self._runs, edges, strict=True):
+            beside = tuple([max((counts[link] for link in links), default=1) for links in own])  # 1 within a node
+            if (like, beside) not in found:
+                found[like, beside] = run[0], self._finish(run, beside)
         return list(found.values())
 
-    @cached_property
     def _handed_seconds(self) -> float:
         """Return for how long the link of a node is busy with all hand-overs, a micro-batch going through."""
         busy: dict[Resource, float] = {}
@@ -113,18 +104,14 @@ class PricedStep:
                     _add_crossing(busy, ends[0].devices[0], ends[1].devices[0], size, self._cluster)
         return max(busy.values()) + max(map(_latency, self.unlike.values())) if busy else 0.0
 
-    @cached_property
-    def _gather(self) -> DirectionCosts:
-        return self._ways.ends("gather")
-
-    @cached_property
-    def _gradients(self) -> DirectionCosts:
-        return self._ways.ends("gradients")
+    def _ways(self) -> Ways:
+        return Ways(self.plan, self._costs.under(self.plan), self._cluster)
 
     @property
     def end_seconds(self) -> float:
         """Return what the step takes after its pipelines, and before them for a gather, whatever its rows are."""
-        return self._gradients.seconds + self._gather.seconds + self._update
+        ways = self._ways()
+        return ways.ends("gradients").seconds + ways.ends("gather").seconds + self._update
 
     @property
     def host_seconds(self) -> float:
@@ -134,24 +121,10 @@ class PricedStep:
     @property
     def overlapped_seconds(self) -> float:
         """Return what the step takes if what is sent travels beside work: what searches compare by."""
-        done = max(self._handed_seconds, *(finished.seconds for _, finished in self._overlapped))
-        home = self._ways.home_by(self._ready)
-        return self._gather.overlapped_seconds + self._row_sums + max(done, home) + self._update
-
-    def _ready(self, bucket: Bucket) -> float:
-        """Return when all pipelines have done the backward of a bucket's blocks."""
-        return max(by_stage[bucket.holders[kind]](bucket.start) for kind, by_stage in self._ready_by_kind)
-
-    @cached_property
-    def _ready_by_kind(self) -> list[tuple[int, list[Callable[[int], float]]]]:
-        """Return for pipelines that differ the number of their kind, and when each part has come down to a block."""
-        kinds = {stops: number for number, stops in enumerate(self._ways.kinds)}
-        found: dict[tuple[int, Finish], list[Callable[[int], float]]] = {}
-        for pipeline, finished in self._overlapped:
-            key = kinds[pipeline.stops], finished
-            if key not in found:
-                found[key] = [partial(_done_down_to, finished, i, pair) for i, pair in enumerate(pipeline.ranges)]
-        return [(kind, by_stage) for (kind, _), by_stage in found.items()]
+        ways, found = self._ways(), self._overlapped()
+        done = max(self._handed_seconds(), *(finished.seconds for _, finished in found))
+        home = ways.home_by(_readiness(found, ways.kinds))
+        return ways.ends("gather").overlapped_seconds + self._row_sums + max(done, home) + self._update
 
     @property
     def _row_sums(self) -> float:
@@ -167,30 +140,44 @@ class PricedStep:
         needed = ((rank, sum(count for _, count in held)) for rank, held in self._held(self.unlike).items())
         return all(count <= int(self._cluster.device(rank).memory_bytes * fraction) for rank, count in needed)
 
-    @cached_property
+    @property
     def prediction(self) -> Prediction:
         """Return the predicted step, and every device's seconds and bytes by term."""
-        step = max(finished.seconds for finished in self._finishes) + self.end_seconds + self._row_sums
+        ways = self._ways()
+        ends = [ways.ends("gradients"), ways.ends("gather")]
+        slowest = max(self._finish(run).seconds for run in self.unlike.values())
+        step = slowest + (sum(one.seconds for one in ends) + self._update) + self._row_sums
         by_device, held = [places for run in self._runs for places in _places(*run)], self._held()
-        devices = tuple(_device_cost(own, held[own[0].rank], self._ends_of(own), step) for own in by_device)
+        devices = tuple(_device_cost(own, held[own[0].rank], self._ends_of(own, ends), step) for own in by_device)
         told = (_repeated_text(place) for places in by_device for place in places)
         why = [_why(devices, step), *dict.fromkeys(filter(None, told))]
         return Prediction(step, devices, why="\n".join(why))
 
-    def _ends_of(self, places: Places) -> tuple[float, float, float]:
+    def _ends_of(self, places: Places, ends: Sequence[DirectionCosts]) -> list[float]:
         """Return (gradient sync, gather, optimizer) seconds of a device."""
-        sync, gather = (ends.by_device.get(places[0].rank, 0.0) for ends in (self._gradients, self._gather))
-        return sync, gather, self._update_of(places)
+        return [*(one.by_device.get(places[0].rank, 0.0) for one in ends), self._update_of(places)]
 
     def _update_of(self, places: Places) -> float:
         """Return the seconds of the update of what a device owns."""
         return sum(place.update_seconds(self.plan, self._cluster) for place in places)
 
 
-def _done_down_to(finished: Finish, part: int, blocks: tuple[int, int], start: int) -> float:
-    """Return when a part of these blocks has done the backward of those from `start` on."""
-    first, stop = blocks
-    return finished.done(part, (stop - start) / (stop - first) if stop > first else 1.0)
+def _readiness(found: Iterable[tuple[PartedPipeline, Finish]], kinds: Sequence[Stops]) -> Callable[[Bucket], float]:
+    """Return what tells when all pipelines have done the backward of a bucket's blocks."""
+    unlike = dict.fromkeys((kinds.index(pipeline.stops), pipeline.stops, finished) for pipeline, finished in found)
+
+    def ready(bucket: Bucket) -> float:
+        parts = ((finished, bucket.holders[kind], stops) for kind, stops, finished in unlike)
+        return max(
+            finished.done(part, _made_from(bucket.start, *stops[part : part + 2])) for finished, part, stops in parts
+        )
+
+    return ready
+
+
+def _made_from(block: int, start: int, stop: int) -> float:
+    """Return the share of a part's blocks [start, stop) that stands from a block on."""
+    return (stop - block) / (stop - start) if stop > start else 1.0
 
 
 def predict(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Prediction:
@@ -278,27 +265,11 @@ def memory_problems(prediction: Prediction, cluster: Cluster, fraction: float = 
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Crossing:
-    """How many pipelines hand over to the same part through each link of a node: (part, node, direction)."""
+def _links_used(pipeline: PartedPipeline, cluster: Cluster) -> list[tuple[tuple[int, int, str], ...]]:
+    """Return the links of nodes that each edge between parts uses, by part; none within a node.
 
-    counts: Counter[tuple[int, int, str]]
-    cluster: Cluster
-
-    @classmethod
-    def of(cls, pipelines: Iterable[PartedPipeline], cluster: Cluster) -> Crossing:
-        """Count those of a plan."""
-        found = (end for pipeline in pipelines for ends in _ends(pipeline, cluster) for end in ends)
-        return cls(Counter(found), cluster)
-
-    def beside(self, pipeline: PartedPipeline) -> tuple[int, ...]:
-        """Return how many pipelines, it included, share a link at each of its edges; 1 within a node."""
-        edges = _ends(pipeline, self.cluster)
-        return tuple([max((self.counts[end] for end in ends), default=1) for ends in edges])
-
-
-def _ends(pipeline: PartedPipeline, cluster: Cluster) -> list[tuple[tuple[int, int, str], ...]]:
-    """Return the links of nodes that each edge between parts uses; none within a node."""
+    Pipelines that hand over to the same part through one share it.
+    """
     nodes = [cluster.node_of(stage.devices[0]) for stage in pipeline.parts]
     return [
         ((index, here, "out"), (index, there, "in")) if here != there else ()

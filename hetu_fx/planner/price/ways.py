@@ -12,10 +12,11 @@ what a simulation plays.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import reduce
 from typing import Literal
 
 from hetu_fx.base.once import once
@@ -35,6 +36,10 @@ Direction = Literal["gather", "gradients"]
 
 Holders = tuple[int, ...]
 """For every pipeline the number of its part that holds a block."""
+
+
+Stops = tuple[int, ...]
+"""Where the blocks of each part of a pipeline begin, and where the last one's end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,49 +87,28 @@ def rings_of(holders: Sequence[Stage]) -> list[Ring]:
 
 
 class HomeWay:
-    """The way of what some stages hold, one of each pipeline."""
+    """The way of what some stages hold, one of each pipeline.
+
+    Attributes:
+        stages: these.
+        is_needed: whether several devices hold the same.
+        traffic: what so many bytes as a bucket should have send around all rings.
+        loads: for how long that keeps each resource busy.
+        busiest: for how long it keeps the busiest resource.
+    """
 
     def __init__(self, stages: Sequence[Stage], costs: ProgramCosts, cluster: Cluster, zero: int) -> None:
         self.stages, self._costs, self._cluster, self._zero = stages, costs, cluster, zero
-
-    @property
-    def is_needed(self) -> bool:
-        """Tell whether several devices hold the same."""
-        return len(self.stages) > 1 or self.stages[0].shares_sequence or self._repeats
-
-    @property
-    def _repeats(self) -> bool:
-        """Tell whether several devices of a tensor parallel group hold the same part of parameters."""
-        return any(self._costs.of_groups(stage).repeated_parts > 1 for stage in self.stages)
-
-    @cached_property
-    def _repeating(self) -> list[tuple[Stage, ProgramCosts]]:
-        """Return the stages whose groups hold some parameters several times, with the costs for them."""
-        pairs = ((stage, self._costs.of_groups(stage)) for stage in self.stages)
-        return [(stage, costs) for stage, costs in pairs if costs.whole.repeated_parameter_bytes]
-
-    @property
-    def turns(self) -> int:
-        """Return how often bytes go around, each way."""
-        return 1 if self._zero else 2
-
-    @cached_property
-    def traffic(self) -> Traffic:
-        """Return what so many bytes as a bucket should have send around all rings."""
-        rings = rings_of(self.stages)
-        each = BUCKET_BYTES / len(rings)
-        parts = (turn_traffic(ring, each, self.turns, self._cluster) for ring in rings)
-        return tuple(itertools.chain.from_iterable(parts))
-
-    @cached_property
-    def loads(self) -> Mapping[Resource, float]:
-        """Return for how long that keeps each resource busy."""
-        return loads_of(self.traffic, self._cluster)
-
-    @cached_property
-    def busiest(self) -> float:
-        """Return for how long it keeps the busiest resource."""
-        return max(self.loads.values(), default=0.0)
+        own = [(stage, costs.of_groups(stage)) for stage in stages]
+        repeats = any(program.repeated_parts > 1 for _, program in own)
+        self.is_needed = len(stages) > 1 or stages[0].shares_sequence or repeats
+        self._repeating = [(stage, program) for stage, program in own if program.whole.repeated_parameter_bytes]
+        self._meetings = _meetings(stages, cluster)
+        rings = rings_of(stages)
+        parts = (turn_traffic(ring, BUCKET_BYTES / len(rings), 1 if zero else 2, cluster) for ring in rings)
+        self.traffic: Traffic = tuple(itertools.chain.from_iterable(parts))
+        self.loads: Mapping[Resource, float] = loads_of(self.traffic, cluster)
+        self.busiest = max(self.loads.values(), default=0.0)
 
     def share(self, start: int, stop: int) -> float:
         """Return what some blocks have of the bytes that `traffic` sends."""
@@ -136,7 +120,7 @@ class HomeWay:
 
     @once
     def _line(self, direction: Direction, start: int, stop: int) -> Line:
-        line = reduce(Line.upper, (self._ring_line(direction, *one) for one in self._sizes(start, stop)))
+        line = reduce(Line.upper, (self._ring_line(direction, *one) for one in set(self._sizes(start, stop))))
         return line + reduce(Line.upper, self._repeated_lines(direction, start, stop), Line())
 
     def _repeated_lines(self, direction: Direction, start: int, stop: int) -> Iterator[Line]:
@@ -152,40 +136,53 @@ class HomeWay:
         line = self.line(direction, start, stop)
         return line.fixed + max(line.slope, self.share(start, stop) * self.busiest)
 
-    @once
     def _ring_line(self, direction: Direction, size: float, ring: Ring) -> Line:
         return ring_line(direction, size, ring, self._cluster, self._zero)
 
-    def _sizes(self, start: int, stop: int) -> list[tuple[float, Ring]]:
-        """Return the bytes of blocks on each device, and those that it meets: one of each other stage."""
-        found: dict[tuple[float, Ring], None] = {}
-        for stage, ring in self._meetings:
+    def _sizes(self, start: int, stop: int) -> Iterator[tuple[float, Ring]]:
+        """Yield the bytes of blocks on each device, and those that it meets: one of each other stage."""
+        for stage, rings in self._meetings:
             held = self.held(stage, start, stop)
-            found |= dict.fromkeys((size, ring) for rank, size in held.items() if rank in ring)
-        return list(found)
+            yield from ((held[rank], ring) for ranks, ring in rings for rank in ranks)
 
-    @cached_property
-    def _meetings(self) -> list[tuple[Stage, Ring]]:
-        """Return for stages those that their devices meet, one ring of those that go alike."""
-        node_of = self._cluster.node_of
-        firsts = [stage.devices[0] for stage in self.stages]
-        known: dict[object, tuple[Stage, Ring]] = {}
-        for number, stage in enumerate(self.stages):
-            there = [node_of(firsts[number])]
-            for position, rank in enumerate(stage.devices):
-                own = (rank, *stage.beside(rank))
-                here = [node_of(peer) for peer in own]
-                key = stage.axes, position, None if here == there else (*there, *here)
-                if key not in known:
-                    known[key] = stage, tuple(sorted((*firsts[:number], *own, *firsts[number + 1 :])))
-        return list(known.values())
-
-    @once
     def held(self, stage: Stage, start: int, stop: int) -> dict[int, float]:
         """Return the bytes of blocks' parameters by device of a stage."""
         parts = [self._costs.on(stage, i).between(start, stop) for i in range(len(stage.devices))]
         triples = zip(stage.devices, stage.work_shares, parts, strict=True)
         return {rank: part.parameter_bytes_at(share) for rank, share, part in triples}
+
+
+Meetings = list[tuple[Stage, list[tuple[Ring, Ring]]]]
+"""Of stages, devices that hold the same, and all that these meet."""
+
+
+def _meetings(stages: Sequence[Stage], cluster: Cluster) -> Meetings:
+    """Return for stages the devices that theirs meet, one ring of those that go alike."""
+    node_of, known, found = cluster.node_of, set[object](), Meetings()
+    firsts = [stage.devices[0] for stage in stages]
+    for number, stage in enumerate(stages):
+        there, new = [node_of(firsts[number])], list[Ring]()
+        for position, rank in enumerate(stage.devices):
+            own = (rank, *stage.beside(rank)) if stage.shares_sequence else (rank,)
+            here = [node_of(peer) for peer in own]
+            key = stage.axes, position, None if here == there else (*there, *here)
+            if key not in known:
+                known.add(key)
+                new.append(own)
+        if new:
+            others = sorted((*firsts[:number], *firsts[number + 1 :]))
+            found.append((stage, list(_rings(new, others, cluster))))
+    return found
+
+
+def _rings(ranks: Iterable[Ring], others: Sequence[int], cluster: Cluster) -> Iterator[tuple[Ring, Ring]]:
+    """Yield ranks that hold the same, with those that they meet: the same ring where links know no difference."""
+    alike: dict[object, Ring] = {}
+    for own in ranks:
+        place = tuple([(cluster.likeness(one), cluster.shared_units(one), bisect(others, one)) for one in own])
+        if place not in alike:
+            alike[place] = tuple(sorted((*others, *own)))
+        yield own, alike[place]
 
 
 def ring_line(direction: Direction, size: float, ring: Ring, cluster: Cluster, zero: int) -> Line:
@@ -218,30 +215,31 @@ class DirectionCosts:
 
 
 class Ways:
-    """All ways of a plan."""
+    """All ways of a plan; `kinds` is where the parts of unlike pipelines begin, in the order of a bucket's holders."""
 
     def __init__(self, plan: Plan, costs: ProgramCosts, cluster: Cluster) -> None:
         """`costs` are those under the plan. Raises `PlanError` where the plan does not fit so many blocks."""
         self._plan, self._costs, self._cluster = plan, costs, cluster
         self._pipelines = plan.parts(costs.num_blocks)
-        self._kinds = list(dict.fromkeys(pipeline.stops for pipeline in self._pipelines))
-        self._buckets = buckets(costs, self._kinds)
+        self.kinds: list[Stops] = list(dict.fromkeys(pipeline.stops for pipeline in self._pipelines))
+        self._buckets = buckets(costs, self.kinds)
+        self._ways = {holders: self._new_way(holders) for holders in dict.fromkeys(b.holders for b in self._buckets)}
+        self._members = {
+            holders: [rank for stage in way.stages for rank in stage.devices] for holders, way in self._ways.items()
+        }
 
     def ends(self, direction: Direction) -> DirectionCosts:
         """Return what all ways in one direction take, if devices do nothing else."""
         if direction == "gather" and not self._plan.zero:
             return DirectionCosts(0.0, {})
-        free, spent, done = _Free(), defaultdict[int, float](float), [0.0]
-        busy = self._busy(self._travelling(direction))
-        for bucket in self._travelling(direction):
-            ranks = self._members(bucket.holders)
-            seconds = self._seconds_of(direction, bucket)
-            done.append(free.take(ranks, seconds))
+        free, spent, done = dict[int, float](), defaultdict[int, float](float), [0.0]
+        travelling = self._travelling(direction)
+        busy = self._busy(travelling)
+        turns = [(self._members[one.holders], self._seconds_of(direction, one)) for one in travelling]
+        for ranks, seconds in (*turns, *self._tied(direction)):
+            done.append(max(free.get(rank, 0.0) for rank in ranks) + seconds)
+            free |= dict.fromkeys(ranks, done[-1])
             for rank in ranks:
-                spent[rank] += seconds
-        for readers, seconds in self._tied(direction):
-            done.append(free.take(readers, seconds))
-            for rank in readers:
                 spent[rank] += seconds
         link_seconds = max(busy.values(), default=0.0)
         at_once, waits = min(BUCKETS_AT_ONCE, len(self._buckets)), self._with_waits(spent, busy, direction)
@@ -262,23 +260,18 @@ class Ways:
         """Return for how long some buckets keep each resource."""
         shares, busy = defaultdict[Holders, float](float), defaultdict[Resource, float](float)
         for bucket in travelling:
-            shares[bucket.holders] += self._way(bucket.holders).share(bucket.start, bucket.stop)
+            shares[bucket.holders] += self._ways[bucket.holders].share(bucket.start, bucket.stop)
         for holders, share in shares.items():
-            for resource, load in self._way(holders).loads.items():
+            for resource, load in self._ways[holders].loads.items():
                 busy[resource] += share * load
         return busy
 
     def _seconds_of(self, direction: Direction, bucket: Bucket) -> float:
-        return self._way(bucket.holders).seconds(direction, bucket.start, bucket.stop)
-
-    @property
-    def kinds(self) -> list[tuple[int, ...]]:
-        """Return where the parts of each kind of pipelines begin, in the order of a bucket's holders."""
-        return self._kinds
+        return self._ways[bucket.holders].seconds(direction, bucket.start, bucket.stop)
 
     def _travelling(self, direction: Direction) -> list[Bucket]:
         """Return the buckets that travel, in order."""
-        found = [bucket for bucket in self._buckets if self._way(bucket.holders).is_needed]
+        found = [bucket for bucket in self._buckets if self._ways[bucket.holders].is_needed]
         return found[::-1] if direction == "gather" else found
 
     def _with_waits(
@@ -287,19 +280,14 @@ class Ways:
         """Return the seconds of each device, not less than the links that its ways use are busy."""
         found = dict(spent)
         for holders in dict.fromkeys(bucket.holders for bucket in self._travelling(direction)):
-            least = max((busy[resource] for resource in self._way(holders).loads), default=0.0)
-            found |= {rank: max(least, found[rank]) for rank in self._members(holders)}
+            least = max((busy[resource] for resource in self._ways[holders].loads), default=0.0)
+            found |= {rank: max(least, found[rank]) for rank in self._members[holders]}
         return found
 
-    @once
-    def _way(self, holders: Holders) -> HomeWay:
-        of_kind = dict(zip(self._kinds, holders, strict=True))
+    def _new_way(self, holders: Holders) -> HomeWay:
+        of_kind = dict(zip(self.kinds, holders, strict=True))
         parts = [pipeline.parts[of_kind[pipeline.stops]] for pipeline in self._pipelines]
         return HomeWay(parts, self._costs, self._cluster, self._plan.zero)
-
-    @once
-    def _members(self, holders: Holders) -> list[int]:
-        return [rank for stage in self._way(holders).stages for rank in stage.devices]
 
     def _tied(self, direction: Direction) -> Iterator[tuple[Sequence[int], float]]:
         """Yield the devices and seconds of the way of each parameter that several stages of a pipeline read."""
@@ -313,16 +301,3 @@ class Ways:
                 busiest = max(loads_of(traffic, self._cluster).values(), default=0.0)
                 readers = dict.fromkeys(rank for part in held for rank in part.devices)
                 yield list(readers), line.fixed + max(line.slope, busiest)
-
-
-class _Free:
-    """From when on devices are free."""
-
-    def __init__(self) -> None:
-        self._since: dict[int, float] = {}
-
-    def take(self, ranks: Sequence[int], seconds: float) -> float:
-        """Take devices for so many seconds; return when they are done."""
-        end = max(self._since.get(rank, 0.0) for rank in ranks) + seconds
-        self._since |= dict.fromkeys(ranks, end)
-        return end

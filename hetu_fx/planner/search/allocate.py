@@ -4,18 +4,14 @@ Spread (rows, units): find x_1 .. x_n, whole numbers with low_i <= x_i <= high_i
 that minimise max_i t_i(x_i), each t_i non-decreasing.                                                 (2)
 The optimum is t_i(x) for some i and x, so bisection over those values is exact, without tolerances.
 
+Spread evenly: the same with t_i(x) = y_i x, for a search that asks a hundred thousand times. Both lower-level programs
+of Malleus are this: layers to stages (y = seconds per layer) and micro-batches to pipelines (y = the bottleneck); the
+released planner gives each to an integer linear program. The optimum takes the `total` cheapest units, unit k of
+receiver i costing y_i k. No receiver takes less than the relaxed optimum total / sum_i 1 / y_i allows, so only the few
+units beyond it are ordered.
+
 Cut (blocks): find 0 = k_0 < k_1 < ... < k_n = total that minimise max_i c_i(k_{i-1}, k_i).             (3)
-Dynamic programming over (i, k_i) is exact for any c_i; blocks that are all alike are dealt instead.
-
-Exact integer min-max allocation where each receiver needs the same for every unit.
-
-Find whole numbers n_i with low_i <= n_i <= high_i and sum n_i = total that minimise max_i y_i n_i: the linear
-case of `allocate.spread`, for a search that asks a hundred thousand times. Both lower-level programs of
-Malleus are this: layers to stages (y = seconds per layer) and micro-batches to pipelines (y = the
-bottleneck). The released planner gives each to an integer linear program.
-
-The optimum takes the `total` cheapest units, unit k of receiver i costing y_i k. No receiver takes less than
-the relaxed optimum total / sum_i 1 / y_i allows, so only the few units beyond it are ordered.
+Dynamic programming over (i, k_i) is exact for any c_i; blocks that are all alike are dealt instead, one by one.
 """
 
 from __future__ import annotations
@@ -88,19 +84,43 @@ def spread(
     for one in unlike:
         deadline = one.least_deadline(total, unlike, deadline)
     most = {key: one.most(deadline) for key, one in receivers.items()}
-    return _given_back([most[key] for key in keys], [receivers[key] for key in keys], total)
+    counts, by_index = [most[key] for key in keys], [receivers[key].seconds for key in keys]
+    return _taken_back(counts, low, lambda index, count: by_index[index](count), sum(counts) - total)
 
 
-def _given_back(counts: list[int], receivers: Sequence[_Receiver], total: int) -> tuple[int, ...]:
-    """Return the counts less what is too much, taken one by one from who is the latest."""
-    pairs = list(enumerate(zip(counts, receivers, strict=True)))
-    heap = [(-one.seconds(count), -index) for index, (count, one) in pairs if count > one.low]
+def _taken_back(
+    counts: list[int], low: Sequence[int], seconds: Callable[[int, int], float], number: int
+) -> tuple[int, ...]:
+    """Return the counts less so many, taken one by one from who is the latest, of equals from the last one."""
+    heap = [(-seconds(index, count), -index) for index, count in enumerate(counts) if count > low[index]]
     heapq.heapify(heap)
-    for _ in range(sum(counts) - total):
-        index = -heapq.heappop(heap)[1]
+    for _ in range(number):
+        index = -heap[0][1]
         counts[index] -= 1
-        if counts[index] > receivers[index].low:
-            heapq.heappush(heap, (-receivers[index].seconds(counts[index]), -index))
+        if counts[index] > low[index]:
+            heapq.heapreplace(heap, (-seconds(index, counts[index]), -index))
+        else:
+            heapq.heappop(heap)
+    return tuple(counts)
+
+
+def _given(
+    counts: list[int], high: Sequence[int], seconds: Callable[[int, int], float], number: int, first: int = 1
+) -> tuple[int, ...]:
+    """Return the counts and so many more, each given to who is done first with it.
+
+    Of equals that is the first one, or the last one where `first` is -1.
+    """
+    heap = [(seconds(index, count + 1), first * index) for index, count in enumerate(counts) if count < high[index]]
+    heapq.heapify(heap)
+    for _ in range(number):
+        place = heap[0][1]
+        index = first * place
+        counts[index] += 1
+        if counts[index] < high[index]:
+            heapq.heapreplace(heap, (seconds(index, counts[index] + 1), place))
+        else:
+            heapq.heappop(heap)
     return tuple(counts)
 
 
@@ -119,15 +139,9 @@ def deal(total: int, num_stages: int, seconds: RangeSeconds) -> tuple[int, ...] 
         return (total,) if seconds(0, 0, total) < math.inf else None
     if total < num_stages:
         return None
-    counts = [1] * num_stages
-    heap = [(taking(index, 2), -index) for index in range(num_stages)]
-    heapq.heapify(heap)
-    for _ in range(total - num_stages):
-        _, place = heap[0]
-        counts[-place] += 1
-        heapq.heapreplace(heap, (taking(-place, counts[-place] + 1), place))
+    counts = _given([1] * num_stages, [total] * num_stages, taking, total - num_stages, first=-1)
     fits = all(taking(index, count) < math.inf for index, count in enumerate(counts))
-    return tuple(counts) if fits else None
+    return counts if fits else None
 
 
 def cut(total: int, num_stages: int, seconds: RangeSeconds) -> tuple[int, ...] | None:
@@ -138,13 +152,13 @@ def cut(total: int, num_stages: int, seconds: RangeSeconds) -> tuple[int, ...] |
     """
     if total < num_stages:
         return None
-    worst = [seconds(0, 0, stop) if stop else float("inf") for stop in range(total + 1)]
+    worst = [seconds(0, 0, stop) if stop else math.inf for stop in range(total + 1)]
     choices: list[list[int]] = []
     for stage in range(1, num_stages):
         column = [_best_start(stage, stop, worst, seconds) for stop in range(total + 1)]
         choices.append([start for _, start in column])
         worst = [value for value, _ in column]
-    return None if worst[total] == float("inf") else _sizes(total, choices)
+    return None if worst[total] == math.inf else _sizes(total, choices)
 
 
 def _best_start(stage: int, stop: int, worst: Sequence[float], seconds: RangeSeconds) -> tuple[float, int]:
@@ -152,7 +166,7 @@ def _best_start(stage: int, stop: int, worst: Sequence[float], seconds: RangeSec
 
     A start that is already too late on the left is skipped before its range is priced.
     """
-    best = (float("inf"), stage)
+    best = (math.inf, stage)
     for start in range(stop - 1, stage - 1, -1):
         if worst[start] < best[0]:
             best = min(best, (max(worst[start], seconds(stage, start, stop)), start))
@@ -184,11 +198,9 @@ def spread_evenly(
     level = total / sum(1 / cost for cost in costs) * _BELOW
     counts = [max(n, min(int(level / y), h)) for y, n, h in zip(costs, low, high, strict=True)]
     surplus = sum(counts) - total
-    if surplus < 0:
-        _add(counts, costs, high, -surplus)
-    elif surplus > 0:
-        _take(counts, costs, low, surplus)
-    return tuple(counts)
+    if surplus > 0:
+        return _taken_back(counts, low, lambda index, count: costs[index] * count, surplus)
+    return _given(counts, high, lambda index, count: costs[index] * count, -surplus) if surplus else tuple(counts)
 
 
 Alike = Collection[tuple[Line, int]]
@@ -245,30 +257,3 @@ def _filled(total: int, lines: Alike, limit: float) -> float:
         left -= count
         taken += count * line.slope
     return taken
-
-
-def _add(counts: list[int], costs: Sequence[float], high: Sequence[int], number: int) -> None:
-    """Give the cheapest units that are left."""
-    heap = [(y * (n + 1), i) for i, (y, n, h) in enumerate(zip(costs, counts, high, strict=True)) if n < h]
-    heapq.heapify(heap)
-    for _ in range(number):
-        _, i = heap[0]
-        counts[i] += 1
-        if counts[i] < high[i]:
-            heapq.heapreplace(heap, (costs[i] * (counts[i] + 1), i))
-        else:
-            heapq.heappop(heap)
-
-
-def _take(counts: list[int], costs: Sequence[float], low: Sequence[int], number: int) -> None:
-    """Take back the most expensive units."""
-    heap = [(-y * n, -i) for i, (y, n, least) in enumerate(zip(costs, counts, low, strict=True)) if n > least]
-    heapq.heapify(heap)
-    for _ in range(number):
-        _, i = heap[0]
-        i = -i
-        counts[i] -= 1
-        if counts[i] > low[i]:
-            heapq.heapreplace(heap, (-costs[i] * counts[i], -i))
-        else:
-            heapq.heappop(heap)

@@ -16,41 +16,26 @@ the best.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cached_property
 
 from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD
 from hetu_fx.planner.search.problem import Problem
 
 
-@dataclass(frozen=True)
 class PlanBounds:
     """The bounds of a problem's plans."""
 
-    problem: Problem
-
-    @cached_property
-    def _speeds(self) -> list[float]:
-        return sorted((device.speed for device in self.problem.cluster.devices), reverse=True)
-
-    @cached_property
-    def _least_flops(self) -> float:
-        return min((block.flops for block in self.problem.costs.blocks), default=0.0)
-
-    @cached_property
-    def _room(self) -> float:
-        """Return the usable bytes of the largest device."""
-        return self.problem.options.memory_fraction * max(d.memory_bytes for d in self.problem.cluster.devices)
-
-    @cached_property
-    def _kept_per_block(self) -> tuple[float, float]:
-        """Return what enters a block per row, and the least that one device of a group keeps of any block."""
-        costs = self.problem.costs
-        return min(costs.boundary_bytes, default=0.0), min((b.activation_bytes for b in costs.blocks), default=0.0)
+    def __init__(self, problem: Problem) -> None:
+        costs, devices = problem.costs, problem.cluster.devices
+        self._costs, self._most_counted = costs, problem.options.micro_batches[-1]
+        self._speeds = sorted((device.speed for device in devices), reverse=True)
+        self._room = problem.options.memory_fraction * max(device.memory_bytes for device in devices)
+        self._least_flops = min((block.flops for block in costs.blocks), default=0.0)
+        self._entering = min(costs.boundary_bytes, default=0.0)  # a block, per row
+        self._kept = min((block.activation_bytes for block in costs.blocks), default=0.0)
 
     def seconds(self, pipelines: int, stages: int, size: int) -> float:
         """Return (1) or (1'), whichever is more, for the rows of a step over so many pipelines."""
-        rows, costs = math.ceil(self.problem.costs.rows / pipelines), self.problem.costs
+        rows, costs = math.ceil(self._costs.rows / pipelines), self._costs
         work, speeds = FORWARD_AND_BACKWARD * costs.whole.flops * rows, self._speeds
         ramped = work / (stages * size * speeds[0]) * (1 + (stages - 1) / self._most_micro_batches(rows))
         least = FORWARD_AND_BACKWARD * self._least_flops * (costs.num_blocks // stages) * (costs.rows // pipelines)
@@ -58,12 +43,11 @@ class PlanBounds:
 
     def fits(self, pipelines: int, stages: int, group: int, context: int) -> bool:
         """Tell whether (2) fits the largest device."""
-        costs, rows = self.problem.costs, math.ceil(self.problem.costs.rows / pipelines)
+        costs, rows = self._costs, math.ceil(self._costs.rows / pipelines)
         count = self._most_micro_batches(rows)
-        entering, kept = self._kept_per_block
-        each = min(entering, kept / group) * math.ceil(rows / count) / context
+        each = min(self._entering, self._kept / group) * math.ceil(rows / count) / context
         under_way = min(count, stages) * costs.num_blocks / stages * each
         return 2 * costs.for_group(group).whole.parameter_bytes_at(1 / group) / stages + under_way <= self._room
 
     def _most_micro_batches(self, rows: int) -> int:
-        return min(rows, self.problem.options.micro_batches[-1])
+        return min(rows, self._most_counted)

@@ -37,10 +37,10 @@ from hetu_fx.planner.search.allocate import spread
 from hetu_fx.planner.search.builder import Builder
 from hetu_fx.planner.search.device_orders import Space, alone, orders
 from hetu_fx.planner.search.estimates import rules_of
+from hetu_fx.planner.search.family import Family
 from hetu_fx.planner.search.manners import Manner, attentions, by_speed, shared_between_products, shared_throughout
-from hetu_fx.planner.search.problem import Candidates, Problem, Search
-from hetu_fx.planner.search.replica import Family, Replica
-from hetu_fx.planner.search.splits import in_all_splits
+from hetu_fx.planner.search.problem import Candidates, Problem, Search, in_all_splits
+from hetu_fx.planner.search.replica import Replica
 from hetu_fx.plans.plan import Attention, Pipeline, Plan
 
 MOST_DEVICES = 16
@@ -187,7 +187,7 @@ class _DeadlineSearch:
 
     def _ways_of(self, replica: Replica, num_replicas: int) -> tuple[tuple[int, int, Replica], ...]:
         """Return the ways in which a replica fits memory, worked out once for all that hold the same."""
-        key = (id(replica.holdings), num_replicas)  # the builder keeps them, one object for all that are alike
+        key = (id(replica.stages), num_replicas)  # the builder keeps them, one object for all that are alike
         if key not in self._ways:
             limits = Family(replica, num_replicas, self._rules).limits
             self._ways[key] = tuple(way for limit in limits for way in self._lighter(replica, num_replicas, *limit))

@@ -12,8 +12,8 @@ import itertools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from operator import attrgetter
+from typing import Any
 
 from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.planner.values.options import PlanOptions
@@ -53,13 +53,13 @@ class Space:
             yield tuple(tuple(devices[stop - n : stop]) for stop, n in zip(stops, sizes, strict=True))
 
 
-@cache
 def compositions(total: int, largest: int, most: int) -> tuple[tuple[int, ...], ...]:
-    """Return the ways to write `total` as an ordered sum of at most `most` numbers up to `largest`."""
+    """Return the ways to write `total` as an ordered sum of at most `most` numbers up to `largest`, the least first."""
     if total == 0:
         return ((),)
-    firsts = range(1, min(total, largest) + 1) if most else ()
-    return tuple((n, *rest) for n in firsts for rest in compositions(total - n, largest, most - 1))
+    cuts = itertools.chain.from_iterable(itertools.combinations(range(1, total), n) for n in range(min(most, total)))
+    found = (tuple(b - a for a, b in itertools.pairwise((0, *some, total))) for some in cuts)
+    return tuple(sorted(sizes for sizes in found if max(sizes) <= largest))
 
 
 def equal_sizes(total: int, largest: int, most: int) -> tuple[tuple[int, ...], ...]:
@@ -143,6 +143,9 @@ def alike_in(cluster: Cluster) -> tuple[LikeDevices, ...]:
     return tuple(LikeDevices(f"{some[0].kind}#{some[0].rank}", tuple(some)) for some in found.values())
 
 
+_NOWHERE: dict[str, Any] = {"rank": 0, "node": "0", "source": "given", "memory_bytes": 1}
+
+
 class GroupKinds:
     """What groups are by the classes of their devices, and by which of them share a node; `node` is that of a rank."""
 
@@ -150,7 +153,8 @@ class GroupKinds:
         """`memory` is usable bytes by rank."""
         numbers: dict[Hashable, int] = {}
         self._class = {
-            device.rank: numbers.setdefault((_but_for_place(device), memory[device.rank]), len(numbers))
+            # What prices know of a device besides its node; its memory is for the rules to say.
+            device.rank: numbers.setdefault((replace(device, **_NOWHERE), memory[device.rank]), len(numbers))
             for device in cluster.devices
         }
         self.node = {device.rank: cluster.node_of(device.rank) for device in cluster.devices}
@@ -172,8 +176,3 @@ class GroupKinds:
         places = [nodes.setdefault(self.node[rank], len(nodes)) for rank in devices]
         classes = tuple([self._class[rank] for rank in devices])
         return (classes, tuple(places)) if len(nodes) > 1 else classes
-
-
-def _but_for_place(device: Device) -> Device:
-    """Return what prices know of a device besides its node; its memory is for the rules to say."""
-    return replace(device, rank=0, node="0", source="given", memory_bytes=1)

@@ -22,8 +22,9 @@ from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.planner.price.links import hand_over_line
 from hetu_fx.planner.search.allocate import Alike, RangeSeconds, cut, deal, least_passing
 from hetu_fx.planner.search.device_orders import GroupKinds, Groups, alike_in
+from hetu_fx.planner.search.family import Family
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.search.replica import Family, Replica
+from hetu_fx.planner.search.replica import Passing, Replica
 from hetu_fx.planner.search.stage_estimates import ReplicaRules, StageEstimate, StageRun, stage_estimate
 from hetu_fx.planner.search.step_ends import StepEnds
 from hetu_fx.planner.values.line import Line
@@ -80,12 +81,10 @@ class Estimates:
         self.ends = StepEnds(costs, cluster, self._sharing)
         by_speed = sorted(cluster.devices, key=lambda device: (device.speed, -device.rank))
         self._fastest = {device.kind: device for device in by_speed}
-        self._shapes: dict[Hashable, Stage] = {}
         self._stages: dict[Hashable, StageEstimate] = {}
         self._replicas: dict[Hashable, Replica] = {}
         self._families: dict[Hashable, Family | None] = {}
         self._bounds: dict[Hashable, tuple[tuple[float, int], ...]] = {}
-        self._free: dict[Hashable, Blocks | None] = {}
         self._seconds: dict[Hashable, dict[tuple[int, int], float]] = {}
         self._rings: dict[Hashable, tuple[int, ...]] = {}
 
@@ -95,14 +94,13 @@ class Estimates:
         return self._rules.schedule == "1f1b"
 
     def family(self, groups: Groups, num_replicas: int, rows: int) -> Family | None:
-        """Return the fastest pipeline of these stages for so many rows, equal ones as one object; None if none fits."""
-        key = (self.kinds.key(groups), num_replicas, rows)
-        if key not in self._families:
-            self._families[key] = self._new_family(groups, num_replicas, rows)
-        return self._families[key]
+        """Return the fastest pipeline of these stages for so many rows, equal ones as one object; None if none fits.
 
-    def _new_family(self, groups: Groups, num_replicas: int, rows: int) -> Family | None:
-        """Return the fastest of pipelines whose blocks are balanced for each number of micro-batches of their rows."""
+        It is that of those whose blocks are balanced for each number of micro-batches of their rows.
+        """
+        key = (self.kinds.key(groups), num_replicas, rows)
+        if key in self._families:
+            return self._families[key]
         best, found = None, set[Blocks]()
         for bound, count in sorted(self.bounds(groups, rows)):
             if best is not None and bound > _OTHER * best.seconds(rows):
@@ -113,6 +111,7 @@ class Estimates:
                 found.add(blocks)
                 family = Family(self.replica(groups, blocks), num_replicas, self._rules)
                 best = family if best is None else min(best, family, key=lambda one: one.seconds(rows))
+        self._families[key] = best
         return best
 
     def least_seconds(self, groups: Groups, rows: int, *, hands_over: bool = True) -> float:
@@ -185,12 +184,6 @@ class Estimates:
 
     def _free_blocks(self, groups: Groups, rows: int) -> Blocks | None:
         """Return the blocks that let stages end together if memory is left out; None where blocks differ."""
-        key = tuple(map(self.kinds.of, groups)), rows
-        if key not in self._free:
-            self._free[key] = self._new_free_blocks(groups, rows)
-        return self._free[key]
-
-    def _new_free_blocks(self, groups: Groups, rows: int) -> Blocks | None:
         count = self._costs.num_blocks
         if not self._costs.is_uniform or not len(groups) < count:
             return None
@@ -206,7 +199,8 @@ class Estimates:
         """Tell whether stages of so many blocks fit memory with nothing recomputed."""
         stops = itertools.accumulate(blocks)
         found = (self.stage(group, stop - n, stop) for group, n, stop in zip(groups, blocks, stops, strict=True))
-        return all(stage.keeps_all(run, self._rules) for stage, run in zip(found, runs, strict=True))
+        pairs = zip(found, runs, strict=True)
+        return all(stage.most_rows(run, self._rules.zero) >= run.micro_rows for stage, run in pairs)
 
     def balanced(self, groups: Groups, seconds: RangeSeconds) -> Blocks | None:
         """Return the blocks that let stages end together; None when none take finite seconds."""
@@ -223,10 +217,7 @@ class Estimates:
         return self._stages[key]
 
     def _stage_of(self, devices: tuple[int, ...]) -> Stage:
-        kind = self.kinds.of(devices)
-        if kind not in self._shapes:
-            self._shapes[kind] = self._shape([self._cluster.device(rank) for rank in devices])
-        return replace(self._shapes[kind], devices=devices)
+        return self._shape([self._cluster.device(rank) for rank in devices])
 
     def _sharing(self, devices: tuple[int, ...]) -> tuple[int, ...]:
         """Return the places in a group of those that hold the same of all weights as its first device."""
@@ -256,21 +247,13 @@ class Estimates:
         return replace(self._cluster, devices=tuple(members.values()))
 
     def _new_replica(self, groups: Groups, blocks: Blocks) -> Replica:
-        stops = list(itertools.accumulate(blocks))
-        triples = zip(groups, blocks, stops, strict=True)
-        stages = [self.stage(devices, stop - count, stop) for devices, count, stop in triples]
-        held = [replace(holding, stage=i) for i, stage in enumerate(stages) for holding in stage.holdings]
-        pairs = zip(groups, blocks, strict=True)
+        stops, pairs = list(itertools.accumulate(blocks)), list(zip(groups, blocks, strict=True))
+        stages = tuple(self.stage(group, stop - count, stop) for (group, count), stop in zip(pairs, stops, strict=True))
+        work, edges = (stage.seconds for stage in stages), self.hand_overs.edges(groups, stops[:-1])
         return Replica(
             pipeline=Pipeline(tuple(replace(self._stage_of(group), blocks=count) for group, count in pairs)),
-            work=tuple(stage.seconds for stage in stages),
-            edges=tuple(self.hand_overs.edges(groups, stops[:-1])),
-            holdings=tuple(held),
-            update_seconds=max(stage.update_seconds for stage in stages),
-            schedule=self._rules.schedule,
-            host_seconds=max(stage.host_seconds for stage in stages),
-            recompute_lines=tuple(stage.recompute_line for stage in stages),
-            stage_bytes=tuple(max(one.piece.parameter_bytes for one in stage.holdings) for stage in stages),
+            stages=stages,
+            passing=Passing.of(work, edges, self._rules.schedule),
         )
 
 
@@ -331,12 +314,11 @@ class HandOvers:
         return [self._costs.boundary(stop) / self._cluster.inter.bytes_per_second for stop in stops]
 
     def crowds(self, pipelines: Sequence[Groups]) -> tuple[int, ...]:
-        """Return how many pipelines share the link of a node at each edge between stages, at the most (`Crossing`)."""
+        """Return how many pipelines share the link of a node at each edge between stages, at the most."""
         nodes = [[self._kinds.node[group[0]] for group in groups] for groups in pipelines]
         edges = zip(*map(itertools.pairwise, nodes), strict=True)
-        return tuple([_most_at_once([pair for pair in edge if pair[0] != pair[1]]) for edge in edges])
-
-
-def _most_at_once(pairs: Sequence[tuple[int, int]]) -> int:
-    """Return how many messages between nodes leave one of them, or come to it, at the most; 1 if there are none."""
-    return max([1, *(count for ends in zip(*pairs, strict=True) for count in Counter(ends).values())])
+        crossing = ([pair for pair in edge if pair[0] != pair[1]] for edge in edges)
+        counts = (
+            [count for ends in zip(*pairs, strict=True) for count in Counter(ends).values()] for pairs in crossing
+        )
+        return tuple([max([1, *found]) for found in counts])

@@ -22,6 +22,7 @@ from hetu_fx.planner.search.bounds import PlanBounds
 from hetu_fx.planner.search.contiguous import replica_counts
 from hetu_fx.planner.search.device_orders import Groups
 from hetu_fx.planner.search.estimates import Estimates, rules_of
+from hetu_fx.planner.search.family import Family, ReplicaRun, micro_rows
 from hetu_fx.planner.search.manners import (
     IN_SEQUENCE,
     PLAIN,
@@ -31,9 +32,8 @@ from hetu_fx.planner.search.manners import (
     shared_between_products,
     shared_throughout,
 )
-from hetu_fx.planner.search.problem import WORTH, Candidates, Problem, Search
-from hetu_fx.planner.search.replica import Family, Replica, ReplicaRun, micro_rows
-from hetu_fx.planner.search.splits import in_all_splits
+from hetu_fx.planner.search.problem import WORTH, Candidates, Problem, Search, in_all_splits
+from hetu_fx.planner.search.replica import Replica
 from hetu_fx.planner.search.stage_estimates import ReplicaRules
 from hetu_fx.planner.search.step_ends import NO_END
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
@@ -115,11 +115,11 @@ class TimedArrangement:
     def plan(self, problem: Problem) -> Plan:
         """Return the plan."""
         groups = [self.arrangement.groups(i) for i in range(self.degrees.pipelines)]
-        context = self.degrees.context
-        stages = (tuple(Stage(devices, context=context) for devices in found) for found in groups)
+        blocks = Pipeline(tuple(map(Stage, groups[0]))).blocks(problem.costs.num_blocks)
+        pairs, context = [list(zip(found, blocks, strict=True)) for found in groups], self.degrees.context
+        stages = (tuple([Stage(devices, (), count, context) for devices, count in found]) for found in pairs)
         pipelines = (Pipeline(found, micro_batches=self.micro_batches) for found in stages)
-        plan = replace(problem.plan(pipelines), zero=self.zero).with_blocks(problem.costs.num_blocks)
-        return self.manner.of(plan)
+        return self.manner.of(replace(problem.plan(pipelines), zero=self.zero))
 
 
 def candidates(problem: Problem, manner: Manner = PLAIN) -> Iterator[TimedArrangement]:
@@ -172,12 +172,15 @@ class _Estimating:
     def __init__(self, problem: Problem, manner: Manner) -> None:
         self._problem, self._manner = problem, manner
         self._rules = [rules_of(problem, zero) for zero in range(problem.options.zero + 1)]
+        self._orders = orders(problem.cluster)
         costs = manner.costs(problem.costs)
         self._estimates = Estimates(costs, problem.cluster, self._rules[-1], manner.shape)
 
     def of(self, degrees: Degrees) -> Iterator[TimedArrangement]:
         """Yield the ways to run so many pipelines that are estimated to fit, near the best that has been priced."""
-        for arrangement in _arrangements(degrees, self._problem.cluster):
+        by_stage = (False, True) if min(degrees.pipelines, degrees.stages) > 1 else (False,)
+        for order, way in itertools.product(self._orders, by_stage):
+            arrangement = Arrangement(degrees, order, way)
             if self._least_seconds(arrangement) <= self._problem.priced.worth_seconds:
                 yield from self._timed(arrangement)
 
@@ -225,14 +228,6 @@ def _ways(replicas: Sequence[Replica], degrees: Degrees, total: int, rules: Repl
         if len(ways) == len(replicas):
             slowest = max(ways, key=lambda way: way.seconds)
             yield replace(slowest, micro_batches=count)
-
-
-def _arrangements(degrees: Degrees, cluster: Cluster) -> Iterator[Arrangement]:
-    """Yield the arrangements to try."""
-    for order in orders(cluster):
-        yield Arrangement(degrees, order)
-        if min(degrees.pipelines, degrees.stages) > 1:
-            yield Arrangement(degrees, order, by_stage=True)
 
 
 def orders(cluster: Cluster) -> tuple[tuple[int, ...], ...]:

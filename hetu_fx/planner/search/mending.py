@@ -4,6 +4,9 @@ Their other pipelines stay. In a pipeline with stragglers a group that has one i
 or has it as a stage of its own; without devices that are lost it goes on in any case. What is left of a group is cut in
 groups that divide the units; blocks move to the other stages, and rows to the other pipelines (the moves of Malleus,
 SIGMOD 2025, inside the pipelines of a given plan; Hetu v2, appendix C, runs such plans on what is left of a cluster).
+
+Nodes of unequal sizes are planned for so too: where a device of a node is lost, or kept for something else, no equal
+groups fit all that are left. A plan as if all nodes of a kind were full goes on without what these lack.
 """
 
 from __future__ import annotations
@@ -11,18 +14,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
-from hetu_fx.planner.search.device_orders import Groups
+from hetu_fx.cluster.cluster import Cluster, Device
+from hetu_fx.planner.search.device_orders import Groups, alike_in, ranks_by_node
 from hetu_fx.planner.search.estimates import even_estimates
-from hetu_fx.planner.search.homogeneous import TimedArrangement, best_priced
-from hetu_fx.planner.search.problem import Problem
+from hetu_fx.planner.search.family import Family
+from hetu_fx.planner.search.homogeneous import TimedArrangement, best_priced, candidates
+from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.search.regions import MOST_CLASSES, Estimated, estimate, estimated
-from hetu_fx.planner.search.replica import Family
-from hetu_fx.planner.search.template import Template
-from hetu_fx.planner.search.templates import classes_of
+from hetu_fx.planner.search.templates import Template, classes_of
 from hetu_fx.plans.plan import Plan
 
 Ranks = tuple[int, ...]
+
+MOST_LACKING = 0.25
+"""Of the devices of a kind, so large a share may be lacking in nodes that are taken for full."""
 
 MOST_ADAPTED = 6
 """So many plans for all devices as they should be, of each search for them, are mended."""
@@ -76,7 +83,8 @@ class Mending:
         for way in (self._kept, self._alone, self._apart):
             made = tuple(itertools.chain.from_iterable(map(way, groups)))
             in_order = (made, tuple(sorted(made, key=self._speed)))
-            yield from (some for some in dict.fromkeys(in_order) if some and self._is_allowed(some))
+            most = math.inf if self._problem.options.pipelines else 1
+            yield from (some for some in dict.fromkeys(in_order) if 0 < len(some) <= most)
 
     def _kept(self, group: Ranks) -> Sequence[Ranks]:
         return (group,)
@@ -102,9 +110,6 @@ class Mending:
     def _speed(self, group: Ranks) -> float:
         return len(group) * min(self._speeds[rank] for rank in group)
 
-    def _is_allowed(self, groups: Groups) -> bool:
-        return self._problem.options.pipelines or len(groups) == 1
-
 
 def best_mended(
     problem: Problem, whole: Problem, even: Sequence[TimedArrangement], lost: Collection[int] = ()
@@ -122,3 +127,38 @@ def best_mended(
     plans = dict.fromkeys([*(one.plan(whole) for one in uneven), *(one.plan(whole) for one in chosen)])
     made = (mending.adapted(plan) for plan in plans)
     return best_priced((one for one in made if one is not None), problem)
+
+
+def lacking(cluster: Cluster) -> tuple[Device, ...]:
+    """Return the devices that nodes have less than the largest one of their kind, where these are few; new ranks."""
+    ranks = itertools.count(max(cluster.ranks) + 1)
+    return tuple(replace(one, rank=next(ranks)) for one in _copied(cluster))
+
+
+def _copied(cluster: Cluster) -> Iterator[Device]:
+    """Yield a device of a node as often as one like it is lacking there."""
+    for alike in alike_in(cluster):
+        nodes = list(ranks_by_node(alike.devices, cluster).values())
+        most = max(map(len, nodes))
+        if most * len(nodes) - len(alike.devices) <= MOST_LACKING * len(alike.devices):
+            for found in nodes:
+                yield from itertools.repeat(cluster.device(found[0]), most - len(found))
+
+
+def _find(problem: Problem) -> Candidates:
+    added = lacking(problem.cluster)
+    if not added:
+        return {}
+    problem.tell(f"ragged: as if there were {len(added)} devices more")
+    cluster = replace(problem.cluster, devices=(*problem.cluster.devices, *added))
+    whole = replace(problem, cluster=cluster)
+    even = sorted(candidates(whole), key=lambda one: one.seconds)
+    return best_mended(problem, whole, even, [device.rank for device in added])
+
+
+RAGGED = Search(
+    name="ragged",
+    applies="nodes of a kind have unlike numbers of devices: plans for full nodes, without what is lacking",
+    lacks=lambda problem: "" if lacking(problem.cluster) else "all nodes of a kind have as many devices",
+    find=_find,
+)

@@ -18,14 +18,11 @@ from dataclasses import dataclass, replace
 from hetu_fx.cluster.cluster import Device
 from hetu_fx.planner.price.bound import bound_seconds
 from hetu_fx.planner.search.allocate import spread
-from hetu_fx.planner.search.deals import Region, TemplateRegion
 from hetu_fx.planner.search.estimates import Estimates
 from hetu_fx.planner.search.homogeneous import best_priced
-from hetu_fx.planner.search.problem import WORTH, Candidates, Problem, Search
-from hetu_fx.planner.search.splits import in_all_splits
+from hetu_fx.planner.search.problem import WORTH, Candidates, Problem, Search, in_all_splits
 from hetu_fx.planner.search.step_ends import EndEstimate
-from hetu_fx.planner.search.template import Template
-from hetu_fx.planner.search.templates import Templates, classes_of
+from hetu_fx.planner.search.templates import Region, Template, TemplateRegion, Templates, classes_of
 from hetu_fx.plans.plan import Plan
 
 MOST_CLASSES = 6
@@ -93,8 +90,7 @@ def _cuts_by_speed(problem: Problem, classes: Sequence[Sequence[Device]]) -> lis
     found = []
     for cut in filter(None, dict.fromkeys(cuts(tuple(range(len(classes)))))):
         devices = itertools.chain.from_iterable(classes[number] for region in cut for number in region)
-        part = replace(problem.cluster, devices=tuple(devices))
-        found.append((bound_seconds(problem.costs, part), cut))
+        found.append((bound_seconds(problem.costs, list(devices)), cut))
     return sorted(found, key=lambda pair: pair[0])
 
 

@@ -10,7 +10,7 @@ from functools import reduce
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.fitting import least_blocks
 from hetu_fx.planner.price.placement import BlockRange
-from hetu_fx.planner.price.stage import device_lines, forward_lines, round_lines, rounds_of
+from hetu_fx.planner.price.stage import device_lines, forward_lines, part_costs
 from hetu_fx.planner.price.step_end import optimizer_seconds
 from hetu_fx.planner.values.device_memory import in_flight
 from hetu_fx.planner.values.line import Line
@@ -47,40 +47,15 @@ class StageRun:
 
 @dataclass(frozen=True, slots=True)
 class DeviceHolding:
-    """What a device of a stage holds, and the memory that it may use.
+    """What a device of a stage holds, and the bytes of memory that it may use."""
 
-    Attributes:
-        stage: number of the stage in its pipeline.
-        memory: usable bytes.
-        piece: what it holds, as the stage's devices share work.
-        costs: of the program, however a stage's devices share work.
-        shape: a stage like its own, whose devices share work in the same way.
-        position: its place among them.
-    """
-
-    stage: int
     memory: int
     piece: BlockRange
-    costs: ProgramCosts
-    shape: Stage
-    position: int
-
-    @classmethod
-    def of(cls, shape: Stage, position: int, memory: int, costs: ProgramCosts, start: int, stop: int) -> DeviceHolding:
-        """Return what a device holds of a stage with the blocks [start, stop)."""
-        share, group = shape.work_shares[position], len(shape.context_groups)
-        piece = BlockRange(costs.on(shape, position), start, stop, share, group)
-        return cls(0, memory, piece, costs, shape, position)
-
-    def recomputing(self, blocks: int) -> DeviceHolding:
-        """Return the same with so many blocks, its first ones, recomputed."""
-        kept = self.costs.kept(self.shape, self.piece.start, blocks, position=self.position)
-        return replace(self, piece=replace(self.piece, costs=kept))
 
     def most_rows(self, run: StageRun, zero: int, recompute: int = 0) -> int:
         """Return the most rows of a micro-batch that fit, whatever rows `run` says."""
-        piece = self.recomputing(recompute).piece if recompute else self.piece
-        copies = run.num_replicas * self.shape.context
+        piece = self.piece.recomputing(recompute) if recompute else self.piece
+        copies = run.num_replicas * piece.stage.context
         return piece.most_rows(self.memory, run.num_in_flight, run.micro_batches, zero, copies)
 
     def least_recompute(self, run: StageRun, rules: ReplicaRules) -> int | None:
@@ -102,7 +77,7 @@ class DeviceHolding:
 
     def _asked(self, run: StageRun, rules: ReplicaRules, start: int, stop: int) -> Hashable:
         """Return what the answer for these blocks is kept by."""
-        return run, rules.zero, self.memory, start, stop, self.piece.share, self.piece.group, self.shape.context
+        return run, rules.zero, self.memory, start, stop, self.piece.share, self.piece.group, self.piece.stage.context
 
     @property
     def _fewer(self) -> tuple[int, int]:
@@ -115,9 +90,9 @@ class DeviceHolding:
 class StageEstimate:
     """A group with a range of blocks: seconds of a micro-batch without hand-overs, and what its devices hold.
 
-    `recompute_line` is one more forward of all its blocks; `holdings` are those of devices that differ, as of stage 0;
+    `recompute_line` is one more forward of all its blocks; `holdings` are those of devices that differ;
     `update_seconds` is what the slowest device's optimizer step takes if it owns all that it holds; `host_seconds` is
-    what a step takes on the slowest host.
+    what a step takes on the slowest host; `parameter_bytes` is the most that a device holds.
     """
 
     seconds: Line
@@ -125,25 +100,36 @@ class StageEstimate:
     holdings: tuple[DeviceHolding, ...]
     update_seconds: float
     host_seconds: float
+    parameter_bytes: float
 
-    def keeps_all(self, run: StageRun, rules: ReplicaRules) -> bool:
-        """Tell whether a run fits memory with nothing recomputed."""
-        return all(holding.most_rows(run, rules.zero) >= run.micro_rows for holding in self.holdings)
+    def recomputing(self, blocks: int) -> StageEstimate:
+        """Return the same of a stage whose devices hold less, as so many blocks are recomputed."""
+        held = (DeviceHolding(holding.memory, holding.piece.recomputing(blocks)) for holding in self.holdings)
+        return replace(self, holdings=tuple(held))
+
+    def recomputed_line(self, blocks: int) -> Line:
+        """Return the seconds of recomputing some blocks, as if all took the same."""
+        piece = self.holdings[0].piece
+        return self.recompute_line.times(blocks / (piece.stop - piece.start) if blocks else 0.0)
+
+    def most_rows(self, run: StageRun, zero: int) -> int:
+        """Return the most rows of a micro-batch that fit all devices, whatever rows `run` says."""
+        return min(holding.most_rows(run, zero) for holding in self.holdings)
+
+    def least_recompute(self, run: StageRun, rules: ReplicaRules) -> int | None:
+        """Return how few blocks have to be recomputed for the run to fit; None if it does not whatever is."""
+        counts = []
+        for holding in self.holdings:
+            least = holding.least_recompute(run, rules)
+            if least is None:
+                return None
+            counts.append(least)
+        return max(counts)
 
     def seconds_of(self, run: StageRun, rules: ReplicaRules, rows: int) -> float:
         """Return the seconds of `rows` rows with what has to be recomputed for a run; infinite where it cannot fit."""
-        needs = [holding.least_recompute(run, rules) for holding in self.holdings]
-        counts = [count for count in needs if count is not None]
-        if len(counts) < len(needs):
-            return math.inf
-        piece = self.holdings[0].piece
-        return self.seconds(rows) + share_of_line(self.recompute_line, max(counts), piece.stop - piece.start)(rows)
-
-
-def share_of_line(line: Line, recompute: int, blocks: int) -> Line:
-    """Return the seconds of recomputing some blocks, `line` being all of them; as if all took the same."""
-    share = recompute / blocks if recompute else 0.0
-    return Line(line.fixed * share, line.slope * share)
+        count = self.least_recompute(run, rules)
+        return math.inf if count is None else self.seconds(rows) + self.recomputed_line(count)(rows)
 
 
 def stage_estimate(
@@ -154,34 +140,29 @@ def stage_estimate(
     Of devices with equal shares, that with the least memory stands for all.
 
     Args:
-        stage: its devices, and how these share work; other fields are left out of account.
+        stage: its devices, and how these share work; it recomputes nothing.
         start: first block.
         stop: after the last block.
         costs: of the program.
         cluster: has the stage's devices, and the fastest of their kinds, by which overheads are counted.
         memory: usable bytes by rank.
     """
-    bare, shares = replace(stage, blocks=None).recomputing(stop - start), stage.shares
+    shares, again = stage.shares, stage.recomputing(stop - start)
     firsts = {share: shares.index(share) for share in dict.fromkeys(shares)}
-    parts_of = {share: costs.on(stage, position).stage(start, stop) for share, position in firsts.items()}
-    again_of = {share: costs.again(bare, start, position) for share, position in firsts.items()}
-    parts, again = ([found[share] for share in shares] for found in (parts_of, again_of))
-    group = costs.of_groups(stage)
-    rounds = rounds_of(stage, group.stage(start, stop), parts, group.repeated_parts)
-    sums, returns = round_lines(tuple(rounds), cluster)
+    again_of = {share: costs.again(again, start, position) for share, position in firsts.items()}
+    forwards = forward_lines(device_lines(stage, [again_of[share] for share in shares], cluster))
     room = {
         share: min(memory[r] for r, other in zip(stage.devices, shares, strict=True) if other == share)
         for share in firsts
     }
+    pieces = {share: BlockRange(costs, stage, position, start, stop) for share, position in firsts.items()}
+    holdings = tuple(DeviceHolding(room[share], piece) for share, piece in pieces.items())
+    priced, devices = part_costs(stage, start, stop, costs, cluster), map(cluster.device, stage.devices)
     return StageEstimate(
-        seconds=reduce(Line.upper, device_lines(stage, parts, cluster)) + (sums + returns),
-        recompute_line=reduce(Line.upper, forward_lines(device_lines(stage, again, cluster))),
-        holdings=tuple(
-            DeviceHolding.of(stage, position, room[share], costs, start, stop) for share, position in firsts.items()
-        ),
-        update_seconds=max(
-            optimizer_seconds(part.parameter_bytes_at(share), cluster.device(rank))
-            for rank, share, part in zip(stage.devices, stage.work_shares, parts, strict=True)
-        ),
-        host_seconds=max(cluster.device(rank).step_now for rank in stage.devices),
+        seconds=priced.slowest_compute + priced.tensor_parallel,
+        recompute_line=reduce(Line.upper, forwards),
+        holdings=holdings,
+        update_seconds=max(optimizer_seconds(priced.parameter_bytes(i), one) for i, one in enumerate(devices)),
+        host_seconds=max(priced.host),
+        parameter_bytes=max(holding.piece.parameter_bytes for holding in holdings),
     )

@@ -1,4 +1,8 @@
-"""The fastest templates of a region: deals are worked out as far as they can be among these."""
+"""Equal pipelines over a region of classes of devices, and the fastest of these.
+
+A template is so many equal pipelines with the ways to run one of them. A deal says which groups they have, and what no
+template of it is below: deals are worked out as far as they can be among the fastest.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,208 @@ import heapq
 import itertools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from hetu_fx.cluster.cluster import Device
-from hetu_fx.planner.search.deals import DeviceAllotment, Draft, Queued, Region, TemplateRegion, deals_of
-from hetu_fx.planner.search.device_orders import alike_in, ranks_by_node
+from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD
+from hetu_fx.planner.search.device_orders import Groups, alike_in, ranks_by_node
 from hetu_fx.planner.search.estimates import Estimates, even_estimates
+from hetu_fx.planner.search.family import Family
 from hetu_fx.planner.search.homogeneous import stage_counts
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.search.template import Template
+from hetu_fx.planner.search.replica import placed
+from hetu_fx.planner.search.step_ends import NO_END, EndEstimate, Held
+from hetu_fx.planner.values.line import Line
+from hetu_fx.plans.plan import Pipeline
+
+Region = tuple[int, ...]
+"""Numbers of classes, slowest first."""
 
 FREE_SIZES = 2
 """In regions of more classes, all groups have one size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """Equal pipelines over a region, the ways to run one of them, and what a step takes besides.
+
+    `held` tells which nodes hold its stages, `late` for how long gradients travel after it, by the rows of a
+    micro-batch; hand-overs of a row of each pipeline keep the link of a node busy for
+    `crossing_seconds`. `known` are the seconds of steps, as far as they have been asked for.
+    """
+
+    pipelines: tuple[Groups, ...]
+    family: Family
+    end: EndEstimate = NO_END
+    held: Held = ()
+    late: tuple[Line, ...] = ()
+    crossing_seconds: float = 0.0
+    known: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of(
+        cls, pipelines: tuple[Groups, ...], family: Family, estimates: Estimates, zero: int, *, is_alone: bool = True
+    ) -> Template:
+        """Return the template with what a step of it takes besides: alone, or beside others at the least."""
+        replica, crossing = estimates.hand_overs.among(pipelines, family.replica)
+        family, held = family.of(replica), estimates.ends.held(pipelines, replica)
+        made = cls(pipelines, family, held=held, crossing_seconds=crossing)
+        links = estimates.ends.links([held], zero, others=0 if is_alone else 1)
+        end = estimates.ends.of([replica], *made.ends, zero, links)
+        return replace(made, family=family.hiding(end.gradients, zero), end=end, late=end.late(replica), known={})
+
+    def kind(self, estimates: Estimates) -> Hashable:
+        """Return what templates have in common whose pipelines take the same, and are as many."""
+        replica = self.family.replica
+        alike = estimates.kinds.key(self.pipelines[0]), replica.blocks, len(self.pipelines)
+        return *alike, replica.passing.edges, self.crossing_seconds, self.end.links
+
+    @property
+    def ends(self) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """Return the first stage of each pipeline, and the last one."""
+        return [groups[0] for groups in self.pipelines], [groups[-1] for groups in self.pipelines]
+
+    def seconds(self, rows: int) -> float:
+        """Return the seconds of so many rows over all pipelines."""
+        own = math.ceil(rows / len(self.pipelines))
+        if not self.crossing_seconds:
+            return self.family.seconds(own)
+        return max(self.family.seconds(own), own * self.crossing_seconds + self.family.latency(own))
+
+    def step_seconds(self, rows: int) -> float:
+        """Return the seconds of a step of so many rows over all pipelines, with what it takes besides."""
+        if rows not in self.known:
+            micro_rows = self.micro_rows(rows)
+            late = max([line(micro_rows) for line in self.late], default=0.0)
+            self.known[rows] = self.seconds(rows) + self.end.seconds(late)
+        return self.known[rows]
+
+    def micro_rows(self, rows: int) -> int:
+        """Return the rows of the smallest micro-batch of so many rows over all pipelines."""
+        return self.family.micro_rows(math.ceil(rows / len(self.pipelines)))
+
+    def made(self, rows: int) -> Iterator[Pipeline]:
+        """Yield the pipelines with their rows."""
+        few, more = divmod(rows, len(self.pipelines))
+        of_rows = {count: self.family.pipeline(count) for count in (few, few + 1)[: 1 + (more > 0)]}
+        for index, groups in enumerate(self.pipelines):
+            yield placed(of_rows[few + (index < more)], groups)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceAllotment:
+    """So many pipelines with as many groups of each class: of neighbours, or of groups that stand far apart."""
+
+    groups: Sequence[Sequence[tuple[int, ...]]]
+    count: int
+    is_apart: bool = False
+
+    def pipeline(self, index: int) -> Groups:
+        """Return the groups of a pipeline."""
+        return tuple(itertools.chain.from_iterable(self._of(found, index) for found in self.groups))
+
+    def rows(self, total: int) -> int:
+        """Return the most rows of a pipeline, of so many in all."""
+        return math.ceil(total / self.count)
+
+    def bounds(self, estimates: Estimates, rows: int) -> DealBounds:
+        """Return bounds that no template is below."""
+        pipelines = tuple(map(self.pipeline, range(self.count)))
+        turns = estimates.ends.least_turns(pipelines)
+        return DealBounds(
+            estimates.bounds(pipelines[0], self.rows(rows)), len(pipelines[0]), estimates.takes_turns, *turns
+        )
+
+    def template(self, family: Family, estimates: Estimates, zero: int, *, is_alone: bool = True) -> Template:
+        """Return the template of all pipelines, run in one of these ways."""
+        return Template.of(tuple(map(self.pipeline, range(self.count))), family, estimates, zero, is_alone=is_alone)
+
+    def _of(self, found: Sequence[tuple[int, ...]], index: int) -> Sequence[tuple[int, ...]]:
+        each = len(found) // self.count
+        return (
+            found[index : each * self.count : self.count] if self.is_apart else found[index * each : (index + 1) * each]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DealBounds:
+    """What no template of a deal is below.
+
+    Attributes:
+        pipeline: the seconds of its pipelines for each number of micro-batches.
+        stages: how many a pipeline has.
+        takes_turns: no more micro-batches than stages are under way (1F1B).
+        alone, beside: those of a turn of all parameters, by itself and with other pipelines.
+    """
+
+    pipeline: tuple[tuple[float, int], ...]
+    stages: int
+    takes_turns: bool
+    alone: float
+    beside: float
+
+    def most_hidden(self, seconds: float, count: int) -> float:
+        """Return how long the last backward takes at most, of pipelines of so many seconds and micro-batches.
+
+        It is its share of what a micro-batch takes in all stages: of the seconds, or of as many as there are turns.
+        """
+        turns = (self.stages + count - 1) / self.stages
+        return (1 - 1 / FORWARD_AND_BACKWARD) * seconds / (turns if self.takes_turns and turns >= 2 else 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateRegion:
+    """What templates are for: a region, with states as given, alone or beside others."""
+
+    region: Region
+    zero: int
+    is_alone: bool = True
+
+    def least_seconds(self, bounds: DealBounds) -> float:
+        """Return what a step takes at least.
+
+        Gradients travel beside the last backward.
+        """
+        turn = bounds.alone if self.is_alone else bounds.beside
+        hidden = [(seconds, bounds.most_hidden(seconds, count)) for seconds, count in bounds.pipeline]
+        if self.zero:
+            return min(seconds + turn + max(0.0, turn - most) for seconds, most in hidden)
+        return min(seconds + max(0.0, 2 * turn - most) for seconds, most in hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A deal with its bounds, and how its pipelines run if that is known."""
+
+    deal: DeviceAllotment
+    bounds: DealBounds
+    family: Family | None = None
+
+    def worked_out(self, estimates: Estimates, rows: int, place: TemplateRegion) -> Queued | None:
+        """Return it with blocks dealt to stages, or, where they are, its template; None where no blocks fit."""
+        if self.family is None:
+            own = self.deal.rows(rows)
+            family = estimates.family(self.deal.pipeline(0), self.deal.count, own)
+            if family is None:
+                return None
+            known = replace(self.bounds, pipeline=tuple(family.bounds(own)))
+            return place.least_seconds(known), replace(self, family=family)
+        made = self.deal.template(self.family, estimates, place.zero, is_alone=place.is_alone)
+        seconds = made.step_seconds(rows)
+        return (seconds, made) if seconds < math.inf else None
+
+
+Queued = tuple[float, Draft | Template]
+"""A template with its seconds, or a draft with seconds that its template is not below."""
+
+
+def _deals_of(groups: Sequence[Sequence[tuple[int, ...]]], count: int) -> Iterator[DeviceAllotment]:
+    """Yield the ways to make so many pipelines with as many groups of each class."""
+    each = [len(found) // count for found in groups]
+    if all(each):
+        yield DeviceAllotment(groups, count)
+        if count > 1 and max(each) > 1:
+            yield DeviceAllotment(groups, count, is_apart=True)
 
 
 def classes_of(problem: Problem) -> list[tuple[Device, ...]]:
@@ -97,7 +292,7 @@ class Templates:
             groups = [self._groups(number, size) for number, size in zip(region, sizes, strict=True)]
             for count in self._counts(groups, rows):
                 for ordered in (groups,) if len(groups) == 1 else (groups, groups[::-1]):
-                    yield from deals_of(ordered, count)
+                    yield from _deals_of(ordered, count)
 
     def _sizes(self, region: Region) -> Iterator[tuple[int, ...]]:
         """Yield a group size for each class."""

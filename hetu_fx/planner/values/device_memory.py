@@ -26,8 +26,9 @@ is held until something comes back: that of f + 1 micro-batches. What a stage in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES, BUCKETS_AT_ONCE
 from hetu_fx.planner.values.footprint import StageFootprint
@@ -44,6 +45,7 @@ MOMENTS = 2
 UPDATE_VALUES = 3
 """How many values Adam's arithmetic holds for an element that it updates."""
 
+T = TypeVar("T")
 Terms = tuple[tuple[str, int], ...]
 TERMS = ("parameters", "copies", "optimizer", "gradients", "activations", "messages", "update")
 
@@ -60,10 +62,14 @@ def fixed_bytes(parameters: float, *, zero: int, num_replicas: int, state: Param
     In all it is what `instants` counts for states spread evenly over the replicas: P of parameters, P of gradients and
     (1 + k) P / n of home parameters and states; without replicas, or zero 0, the parameters are those at home.
     """
-    kept = state.optimizer_share
-    optimizer = (1 + kept) * parameters / num_replicas if zero and num_replicas > 1 else kept * parameters
-    pairs = (("parameters", parameters), ("gradients", state.gradient_share * parameters), ("optimizer", optimizer))
-    return tuple((term, math.ceil(count)) for term, count in pairs)
+    return tuple((term, math.ceil(count)) for term, count in fixed_terms(parameters, zero, num_replicas, state))
+
+
+def fixed_terms(parameters: T, zero: int, num_replicas: int, state: ParameterState) -> tuple[tuple[str, T], ...]:
+    """Return the same before it is rounded, for a number or many at once."""
+    kept, given = state.optimizer_share, cast(Any, parameters)
+    optimizer = (1 + kept) * given / num_replicas if zero and num_replicas > 1 else kept * given
+    return ("parameters", given), ("gradients", state.gradient_share * given), ("optimizer", optimizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,72 +129,48 @@ class HeldShard:
 
 @dataclass(frozen=True, slots=True)
 class Instant:
-    """What is held at once: a line over a micro-batch's rows per term."""
+    """What a device holds at once: what lasts of a shard, and beside it bytes by term, activations and messages.
+
+    Activations are a line over a micro-batch's rows, messages are bytes per row.
+    """
 
     name: str
-    terms: Mapping[str, Line]
-
-    def at(self, rows: int) -> Terms:
-        """Return the bytes by term, in order."""
-        return tuple((term, math.ceil(self.terms.get(term, ZERO)(rows))) for term in TERMS)
-
-    @property
-    def line(self) -> Line:
-        """Return the bytes of all terms."""
-        return sum(self.terms.values(), ZERO)
-
-    def bytes(self, rows: int) -> float:
-        """Return the bytes of all terms for so many rows."""
-        return self.line(rows)
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """What is held at an instant beside what lasts: bytes by term, activations, and messages in bytes per row."""
-
-    name: str
+    shard: HeldShard
     terms: Mapping[str, float]
     activations: Line = ZERO
     messages: float = 0.0
 
-    def line(self, lasting: float) -> Line:
+    @property
+    def line(self) -> Line:
         """Return the bytes of all terms."""
         fixed, per_row = self.activations
-        return Line(lasting + sum(self.terms.values()) + fixed, per_row + self.messages)
+        return Line(self.shard.lasting + sum(self.terms.values()) + fixed, per_row + self.messages)
+
+    def at(self, rows: int) -> Terms:
+        """Return the bytes by term, in order."""
+        shard = self.shard
+        lasting = {"parameters": shard.owned, "copies": shard.copied, "optimizer": shard.optimizer}
+        growing = {"activations": self.activations(rows), "messages": self.messages * rows}
+        held = ((term, lasting.get(term, 0.0) + self.terms.get(term, 0.0) + growing.get(term, 0.0)) for term in TERMS)
+        return tuple((term, math.ceil(count)) for term, count in held)
 
 
-def instants(shard: HeldShard, num_in_flight: int, micro_batches: int) -> tuple[Instant, ...]:
-    """Return what a device holds at (2) to (7)."""
-    return instants_of(shard, _moments(shard, num_in_flight, micro_batches))
-
-
-def instants_of(shard: HeldShard, moments: Iterable[Moment]) -> tuple[Instant, ...]:
-    """Return all that a device holds at some moments, by term."""
-    lasting = {"parameters": shard.owned, "copies": shard.copied, "optimizer": shard.optimizer}
-    found = []
-    for moment in moments:
-        held = {term: Line(lasting.get(term, 0.0) + moment.terms.get(term, 0.0)) for term in TERMS}
-        held["messages"] += Line(slope=moment.messages)
-        found.append(Instant(moment.name, held | {"activations": moment.activations}))
-    return tuple(found)
-
-
-def _moments(shard: HeldShard, num_in_flight: int, micro_batches: int) -> Iterator[Moment]:
-    """Yield (2) to (7)."""
+def instants(shard: HeldShard, num_in_flight: int, micro_batches: int) -> Iterator[Instant]:
+    """Yield what a device holds at (2) to (7)."""
     yield from at_ends(shard, min(micro_batches, num_in_flight + 1) * shard.handed)
     yield from _passing(shard, num_in_flight, micro_batches)
 
 
-def at_ends(shard: HeldShard, sent: float) -> Iterator[Moment]:
-    """Yield (2), (6) and (7), the moments before micro-batches and after them; `sent` is bytes per row of messages."""
+def at_ends(shard: HeldShard, sent: float) -> Iterator[Instant]:
+    """Yield (2), (6) and (7), before micro-batches and after them; `sent` is bytes per row of messages."""
     travelling = min(shard.copied, BUCKETS_AT_ONCE * BUCKET_BYTES)
     synced = {"gradients": shard.gradients, "messages": shard.messages}
-    yield Moment("gather", {"copies": shard.copied, "messages": travelling})
-    yield Moment("synchronisation", synced, messages=sent)
-    yield Moment("update", {"gradients": shard.owned_gradients, "update": shard.update_bytes})
+    yield Instant("gather", shard, {"copies": shard.copied, "messages": travelling})
+    yield Instant("synchronisation", shard, synced, messages=sent)
+    yield Instant("update", shard, {"gradients": shard.owned_gradients, "update": shard.update_bytes})
 
 
-def _passing(shard: HeldShard, num_in_flight: int, micro_batches: int) -> Iterator[Moment]:
+def _passing(shard: HeldShard, num_in_flight: int, micro_batches: int) -> Iterator[Instant]:
     """Yield (3), (4) and (5)."""
     print_, others = shard.footprint, num_in_flight - 1
     has_gradients = micro_batches > num_in_flight
@@ -196,28 +178,23 @@ def _passing(shard: HeldShard, num_in_flight: int, micro_batches: int) -> Iterat
     none: Mapping[str, float] = {}
     gradients = {"gradients": shard.gradients}
     for line in print_.forward:
-        yield Moment("forward", gradients if has_gradients else none, _above(line, print_.kept, others), sent)
+        yield Instant("forward", shard, gradients if has_gradients else none, line + print_.kept.times(others), sent)
     for line in print_.backward:
-        yield Moment("first backward", none, _above(line, print_.kept, others), sent)
+        yield Instant("first backward", shard, none, line + print_.kept.times(others), sent)
     if micro_batches > 1:
         left = others if has_gradients else others - 1
         for line in print_.later:
-            yield Moment("later backward", gradients, _above(line, print_.kept, left), sent)
+            yield Instant("later backward", shard, gradients, line + print_.kept.times(left), sent)
 
 
-def _above(line: Line, kept: Line, times: int) -> Line:
-    return Line(line.fixed + times * kept.fixed, line.slope + times * kept.slope)
-
-
-def peak(found: Sequence[Instant], rows: int) -> Terms:
+def peak(found: Iterable[Instant], rows: int) -> Terms:
     """Return the bytes by term at the instant that holds most with micro-batches of `rows` rows."""
-    return max(found, key=lambda instant: instant.bytes(rows)).at(rows)
+    return max(found, key=lambda instant: instant.line(rows)).at(rows)
 
 
 def most_rows(limit: float, shard: HeldShard, num_in_flight: int, micro_batches: int) -> int:
     """Return the most rows of a micro-batch for which every instant stays within the limit; 0 when none do."""
-    found = (moment.line(shard.lasting) for moment in _moments(shard, num_in_flight, micro_batches))
-    return min(_most_rows(limit, line) for line in found)
+    return min(_most_rows(limit, instant.line) for instant in instants(shard, num_in_flight, micro_batches))
 
 
 def _most_rows(limit: float, line: Line) -> int:

@@ -15,7 +15,7 @@ from itertools import pairwise
 from operator import attrgetter
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.values.line import NOTHING, ZERO, Amount, Line, combined
+from hetu_fx.planner.values.line import NOTHING, ZERO, Amount, Line, combined, uppermost
 from hetu_fx.plans.recomputed import RecomputedOps
 
 
@@ -288,25 +288,9 @@ class StageFootprint:
                     later.append(again + Line(waits[number]))
                 before = before + kept
         largest = max((part.largest.at(0, share) for part in parts), default=0.0)
-        return cls(before, _highest(forward), _highest(backward), _highest(later), largest)
+        return cls(before, uppermost(forward), uppermost(backward), uppermost(later), largest)
 
 
 def highest_at(lines: Sequence[Line], rows: float) -> float:
     """Return the most that one of the lines says."""
     return max((line(rows) for line in lines), default=0.0)
-
-
-def _highest(lines: Sequence[Line]) -> tuple[Line, ...]:
-    """Leave out lines that are the highest for no number of rows."""
-    kept: list[Line] = []
-    for line in sorted(set(lines), key=lambda line: (line.slope, line.fixed)):
-        while kept and (kept[-1].fixed <= line.fixed or (len(kept) > 1 and _is_covered(kept[-2], kept[-1], line))):
-            kept.pop()
-        kept.append(line)
-    return tuple(kept)
-
-
-def _is_covered(flat: Line, middle: Line, steep: Line) -> bool:
-    """Tell whether a line is nowhere above both a flatter one that begins higher and a steeper one."""
-    above, below = flat.fixed - middle.fixed, middle.fixed - steep.fixed
-    return above * (steep.slope - middle.slope) >= below * (middle.slope - flat.slope)

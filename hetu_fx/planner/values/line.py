@@ -5,7 +5,7 @@ Bytes also as groups hold them in shares (`Amount`). Numbers only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from operator import add, attrgetter, sub
 from typing import NamedTuple, TypeVar
@@ -23,12 +23,32 @@ class Line(NamedTuple):
     def __add__(self, other: Line) -> Line:  # type: ignore[override]
         return Line(self.fixed + other.fixed, self.slope + other.slope)
 
+    def times(self, factor: float) -> Line:
+        """Return so many times the line."""
+        return Line(factor * self.fixed, factor * self.slope)
+
     def upper(self, other: Line) -> Line:
         """Return a line that is nowhere below either where x is 0 or more."""
         return Line(max(self.fixed, other.fixed), max(self.slope, other.slope))
 
 
 ZERO = Line()
+
+
+def uppermost(lines: Iterable[Line]) -> tuple[Line, ...]:
+    """Return the lines that are the highest somewhere where x is 0 or more, the flattest first."""
+    kept: list[Line] = []
+    for line in sorted(set(lines), key=lambda line: (line.slope, line.fixed)):
+        while kept and (kept[-1].fixed <= line.fixed or (len(kept) > 1 and _is_covered(kept[-2], kept[-1], line))):
+            kept.pop()
+        kept.append(line)
+    return tuple(kept)
+
+
+def _is_covered(flat: Line, middle: Line, steep: Line) -> bool:
+    """Tell whether a line is nowhere above both a flatter one that begins higher and a steeper one."""
+    above, below = flat.fixed - middle.fixed, middle.fixed - steep.fixed
+    return above * (steep.slope - middle.slope) >= below * (middle.slope - flat.slope)
 
 
 T = TypeVar("T")

@@ -32,7 +32,7 @@ class Feature:
 
 
 def _computes_in(dtype: str, plan: Plan) -> bool:
-    return any(stage.dtype == dtype for *_, stage in plan.stages)
+    return any(stage.dtype == dtype for pipeline in plan.pipelines for stage in pipeline.stages)
 
 
 def _is_uneven(plan: Plan) -> bool:

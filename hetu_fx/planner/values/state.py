@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import groupby
 
 from hetu_fx.base.documents import nearest
@@ -84,12 +83,12 @@ class ParameterState:
             return self.slots
         return (self.master or self.dtype,) * OPTIMIZERS[self.optimizer]
 
-    @cached_property
+    @property
     def optimizer_share(self) -> float:
         """Return the bytes of the master copy and of the slots, as a multiple of the parameters'."""
         return sum(map(self._share, (*self.kept_types, *([self.master] if self.master else []))))
 
-    @cached_property
+    @property
     def gradient_share(self) -> float:
         """Return the bytes of gradients, as a multiple of the parameters'."""
         return self._share(self.gradient)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from hetu_fx.cluster.devices import FLOPS_PER_BYTE
@@ -127,44 +126,36 @@ class TensorProgram:
         ops: all ops.
         outputs: tensors that are wanted at the end, such as the loss; any layout of them will do.
         blocks: (start, stop) of the ops of each repeated block, in order; equal ones are solved once.
+        by_name: the tensors by name.
+        first_use, last_use: the index of the first op that reads or makes each tensor, and of the last that reads it;
+            outputs are read after all of them.
+        num_segments: how many ratio vectors the program has.
     """
 
     tensors: tuple[Tensor, ...]
     ops: tuple[Op, ...]
     outputs: tuple[str, ...]
     blocks: tuple[tuple[int, int], ...] = ()
+    by_name: Mapping[str, Tensor] = field(init=False, repr=False, compare=False)
+    first_use: Mapping[str, int] = field(init=False, repr=False, compare=False)
+    last_use: Mapping[str, int] = field(init=False, repr=False, compare=False)
+    num_segments: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("tensors", "ops", "outputs", "blocks"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        used = [(name, index) for index, op in enumerate(self.ops) for name in (*op.reads, *op.makes)]
+        read = {name: index for index, op in enumerate(self.ops) for name in op.reads}
+        object.__setattr__(self, "by_name", {tensor.name: tensor for tensor in self.tensors})
+        object.__setattr__(self, "first_use", dict(reversed(used)))
+        object.__setattr__(self, "last_use", read | dict.fromkeys(self.outputs, len(self.ops)))
+        object.__setattr__(self, "num_segments", 1 + max((op.segment for op in self.ops), default=0))
         _check_names("tensor", [tensor.name for tensor in self.tensors])
         _check_names("op", [op.name for op in self.ops])
         _check_order(self)
         for op in self.ops:
             _check_dims(self, op)
         _check_blocks(self)
-
-    @cached_property
-    def by_name(self) -> Mapping[str, Tensor]:
-        """Return the tensors by name."""
-        return {tensor.name: tensor for tensor in self.tensors}
-
-    @cached_property
-    def last_use(self) -> Mapping[str, int]:
-        """Return the index of the last op that reads each tensor; outputs are read after all of them."""
-        found = {name: index for index, op in enumerate(self.ops) for name in op.reads}
-        return found | dict.fromkeys(self.outputs, len(self.ops))
-
-    @cached_property
-    def first_use(self) -> Mapping[str, int]:
-        """Return the index of the first op that reads or makes each tensor."""
-        pairs = [(name, index) for index, op in enumerate(self.ops) for name in (*op.reads, *op.makes)]
-        return dict(reversed(pairs))
-
-    @cached_property
-    def num_segments(self) -> int:
-        """Return how many ratio vectors the program has."""
-        return 1 + max((op.segment for op in self.ops), default=0)
 
     def at(self, flops_per_byte: float) -> TensorProgram:
         """Return the program for devices that do so many FLOPs in the time in which they move a byte."""

@@ -30,9 +30,9 @@ def test_no_plan_that_a_search_finds_is_below_the_bound(cluster: Cluster, name: 
     problem = Problem(Profile(transformer()), cluster, PlanOptions().chosen(Choice(allow=allow)))
     found = SEARCHES[name].find(problem)
     assert len(found) > 1
-    assert min(found.values()) >= bound_seconds(problem.costs, cluster)
+    assert min(found.values()) >= bound_seconds(problem.costs, cluster.devices)
 
 
 def test_one_device_takes_just_the_bound() -> None:
     costs, cluster = transformer(), paper(4)
-    assert math.isclose(predict(Plan.single(), costs, cluster).seconds, bound_seconds(costs, cluster))
+    assert math.isclose(predict(Plan.single(), costs, cluster).seconds, bound_seconds(costs, cluster.devices))

@@ -9,7 +9,7 @@ from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.price.fitting import fitted, least_blocks
 from hetu_fx.planner.price.step import PricedStep, memory_problems, predict
 from hetu_fx.planner.search.builder import Builder
-from hetu_fx.planner.search.replica import ReplicaRules
+from hetu_fx.planner.search.stage_estimates import ReplicaRules
 from hetu_fx.planner.simulate.simulate import simulated_seconds
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.part_costs import PartCosts

@@ -49,7 +49,7 @@ def test_a_group_alone_copies_only_what_it_does_not_split() -> None:
 
 
 def test_without_spreading_states_every_device_owns_what_it_reads() -> None:
-    piece = BlockRange(COSTS, 0, 4)
+    piece = BlockRange(COSTS, Stage((0,)), 0, 0, 4)
     shard = piece.shard(Homes(zero=0, num_copies=2))
     assert (shard.owned, shard.copied, shard.synced) == (piece.parameter_bytes, 0, piece.parameter_bytes)
 

@@ -74,3 +74,22 @@ def test_a_ring_is_priced_once_for_all_that_are_in_it(monkeypatch: pytest.Monkey
     monkeypatch.setattr(ways, "sync_seconds", counted)
     Ways(Plan.data_parallel(range(8)).with_blocks(4), COSTS, paper(*[1] * 8)).ends("gradients")
     assert priced == [tuple(range(8))] * 2  # without bytes, and with them
+
+
+def test_devices_that_links_know_no_difference_of_are_priced_by_one_ring_and_each_by_what_it_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    priced = set()
+
+    def counted(num_bytes: float, ranks: tuple[int, ...], *others: object) -> tuple[float, float]:
+        priced.add((num_bytes, ranks))
+        return 0.0, 0.0
+
+    monkeypatch.setattr(ways, "sync_seconds", counted)
+    uneven = Plan(tuple(Pipeline((Stage(devices, (3, 1), 4),)) for devices in ((0, 1), (2, 3))))
+    for speeds, rings in (((1, 1, 1, 1), {(0, 2)}), ((1, 2, 1, 1), {(0, 2), (1, 2)})):
+        priced.clear()
+        Ways(uneven, COSTS, paper(*speeds)).ends("gradients")
+        assert {ring for _, ring in priced} == rings
+        whole = COSTS.between(0, 4)
+        assert {size for size, _ in priced} >= {whole.parameter_bytes_at(0.75), whole.parameter_bytes_at(0.25)}

@@ -13,11 +13,10 @@ from hetu_fx.cluster.cluster import Link
 from hetu_fx.planner.price.fitting import fitted
 from hetu_fx.planner.search.allocate import least_longest, least_passing
 from hetu_fx.planner.search.bounds import PlanBounds
-from hetu_fx.planner.search.deals import DeviceAllotment, TemplateRegion
 from hetu_fx.planner.search.estimates import Estimates, rules_of
 from hetu_fx.planner.search.homogeneous import candidates
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.search.templates import Templates
+from hetu_fx.planner.search.templates import DeviceAllotment, TemplateRegion, Templates
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.profile_file import Profile
 from tests.planner.examples import paper, transformer

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from hetu_fx.planner.price.stage import pipeline_seconds
 from hetu_fx.planner.search.contiguous import DeadlineTable, Option
-from hetu_fx.planner.search.replica import Replica
+from hetu_fx.planner.search.replica import Passing, Replica
 from hetu_fx.planner.values.line import Line
 from hetu_fx.plans.plan import Pipeline, Stage
 from tests.planner.examples import FAST_LINK
@@ -16,7 +16,7 @@ LINES = st.builds(Line, st.integers(0, 5), st.integers(0, 5))
 def option(lines: list[Line], micro_batches: int, most: int, end: float) -> Option:
     pipeline = Pipeline(tuple(Stage((i,)) for i in range(len(lines))))
     edges = (Line(),) * (len(lines) - 1)
-    return Option((0, 1), Replica(pipeline, tuple(lines), edges, (), 0.0, "1f1b"), micro_batches, most, end)
+    return Option((0, 1), Replica(pipeline, (), Passing.of(lines, edges, "1f1b")), micro_batches, most, end)
 
 
 def most_by_trying(one: Option, deadline: float, total: int) -> int:

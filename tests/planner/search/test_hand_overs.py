@@ -39,8 +39,8 @@ def test_hand_overs_share_a_link(link: Link) -> None:
     replica = found.replica(pipelines[0], (2, 2))
     among, crossing = found.hand_overs.among(pipelines, replica)
     assert crossing == pytest.approx(2 * COSTS.boundary(2) / link.bytes_per_second)
-    assert among.edges[0].slope == pytest.approx(2 * replica.edges[0].slope)  # there are no others
-    assert among.work == replica.work
+    assert among.passing.edges[0].slope == pytest.approx(2 * replica.passing.edges[0].slope)  # there are no others
+    assert among.passing.work == replica.passing.work
 
 
 def test_hand_overs_wait_while_those_of_other_stages_keep_their_link_busy() -> None:
@@ -51,6 +51,6 @@ def test_hand_overs_wait_while_those_of_other_stages_keep_their_link_busy() -> N
     assert crossing == pytest.approx(2 * own)  # the node in the middle sends forwards and backwards
     busy = own / replica.crowded((2, 2)).passing.beat(1)
     assert 0 < busy < 1
-    assert [edge.slope for edge in among.edges] == pytest.approx(
-        [2 * (1 + busy / 2) * edge.slope for edge in replica.edges]
+    assert [edge.slope for edge in among.passing.edges] == pytest.approx(
+        [2 * (1 + busy / 2) * edge.slope for edge in replica.passing.edges]
     )

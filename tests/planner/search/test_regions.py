@@ -8,10 +8,9 @@ from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.price.step import memory_problems
-from hetu_fx.planner.search.deals import TemplateRegion
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.search.regions import CLASSES, cuts, estimated
-from hetu_fx.planner.search.templates import Templates, classes_of
+from hetu_fx.planner.search.templates import TemplateRegion, Templates, classes_of
 from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.profile_file import Profile

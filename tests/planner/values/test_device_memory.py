@@ -65,7 +65,7 @@ def test_micro_batches_in_flight_add_up() -> None:
 
 @pytest.mark.parametrize("shard", [ALONE, SPREAD])
 def test_most_rows_fill_what_is_left(shard: HeldShard) -> None:
-    found = instants(shard, 3, 6)
+    found = list(instants(shard, 3, 6))
     rows = most_rows(1000, shard, 3, 6)
     assert rows > 0
     held = [sum(count for _, count in peak(found, n)) for n in (rows, rows + 1)]

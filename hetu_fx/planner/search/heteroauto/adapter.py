@@ -14,30 +14,26 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 
-from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.deals import Queued, Region, TemplateRegion
 from hetu_fx.planner.search.device_orders import Groups, alike_in, ranks_by_node
 from hetu_fx.planner.search.estimates import Blocks, rules_of
+from hetu_fx.planner.search.family import Family
 from hetu_fx.planner.search.heteroauto.cost import HeteroResult, throughput_bound
-from hetu_fx.planner.search.heteroauto.kinds import HeteroProblems, Kinds
+from hetu_fx.planner.search.heteroauto.kinds import ChipCosts, HeteroProblems
 from hetu_fx.planner.search.heteroauto.search import Upper
 from hetu_fx.planner.search.homogeneous import best_priced, stage_counts
 from hetu_fx.planner.search.malleus.adapter import degrees
-from hetu_fx.planner.search.problem import Candidates, Problem, Search
+from hetu_fx.planner.search.problem import Candidates, Problem, Search, in_all_splits
 from hetu_fx.planner.search.regions import CLASSES, MOST_CLASSES, estimated
-from hetu_fx.planner.search.replica import Family
-from hetu_fx.planner.search.splits import in_all_splits
-from hetu_fx.planner.search.template import Template
-from hetu_fx.planner.search.templates import FREE_SIZES, Templates
+from hetu_fx.planner.search.templates import FREE_SIZES, Queued, Region, Template, TemplateRegion, Templates
 
-MARGINS = (1.0, 0.85, 0.7)
-"""Parts of the memory to plan for, one after the other until a plan fits: passing buffers are not in HeteroAuto's."""
+LESS_MEMORY = (0.85, 0.7)
+"""Parts of the memory to plan for where nothing fits with all of it: passing buffers are not in HeteroAuto's."""
 
 _WORTH = 1.03  # what HeteroAuto's own prices say is slower than the best of a region by this factor is not tried
 
@@ -56,22 +52,6 @@ def shapes(problem: Problem) -> list[Shape]:
     return sorted({(replicas, min(m, rows // replicas)) for replicas in counts for m in options.micro_batches})
 
 
-class _Uppers:
-    """The upper level of each shape, for a part of the memory."""
-
-    def __init__(self, problems: HeteroProblems) -> None:
-        self._problems = problems
-
-    def quick_seconds(self, shape: Shape) -> float:
-        """Return seconds that no plan of a shape is below; they take little to work out."""
-        return throughput_bound(self._problems.of(*shape, MARGINS[0]), shape[0])
-
-    @once
-    def of(self, shape: Shape, margin: float) -> Upper:
-        """Return it."""
-        return Upper(self._problems.of(*shape, margin))
-
-
 class HeteroTemplates(Templates):
     """The templates of each region that HeteroAuto finds, in place of those of groups of one size in equal numbers."""
 
@@ -80,7 +60,7 @@ class HeteroTemplates(Templates):
         self._whole, self._rules = problem, rules_of(problem, problem.options.zero)
         self._unlike: dict[Region, list[Template]] = {}
         self._families: dict[Hashable, Family] = {}
-        self._kinds = Kinds()
+        self._kinds: dict[tuple[str, bool], ChipCosts] = {}
 
     def queue(self, place: TemplateRegion) -> Iterator[Queued]:
         """Yield the templates that are found."""
@@ -114,24 +94,28 @@ class HeteroTemplates(Templates):
         """Yield what is found for each shape, in order of what they take at least."""
         below, worth = math.inf, _WORTH if len(alike_in(part.cluster)) > 1 else _WORTH_ALONE
         try:
-            uppers = _Uppers(HeteroProblems(part, self._kinds))
-            queue = [(uppers.quick_seconds(shape), False, shape) for shape in shapes(part)]
+            problems = HeteroProblems(part, self._kinds)
+            queue = [(throughput_bound(problems.of(*shape), shape[0]), False, shape) for shape in shapes(part)]
         except PlanError:
             return  # nothing is known of groups that some kind could form
         heapq.heapify(queue)
+        uppers: dict[Shape, Upper] = {}
         while queue and queue[0][0] < below and not part.time_limit.ends(below < math.inf):
             _, is_bounded, shape = heapq.heappop(queue)
             if not is_bounded:
-                heapq.heappush(queue, (*uppers.of(shape, MARGINS[0]).bounded(), shape))
+                uppers[shape] = uppers.get(shape) or Upper(problems.of(*shape))
+                heapq.heappush(queue, (*uppers[shape].bounded(), shape))
                 continue
-            seconds, found = self._fitting(part, uppers, shape, below)
+            all_memory = uppers.pop(shape)
+            parts = itertools.chain([all_memory], (Upper(problems.of(*shape, margin)) for margin in LESS_MEMORY))
+            seconds, fitting = self._fitting(part, parts, below)
             below = min(below, worth * seconds)
-            yield from found
+            yield from fitting
 
-    def _fitting(self, part: Problem, uppers: _Uppers, shape: Shape, below: float) -> tuple[float, list[Template]]:
+    def _fitting(self, part: Problem, uppers: Iterable[Upper], below: float) -> tuple[float, list[Template]]:
         """Return the best of one shape with their least seconds, from the most memory for which some fit."""
-        for margin in MARGINS:
-            results = uppers.of(shape, margin).near_below(below)
+        for upper in uppers:
+            results = upper.near_below(below)
             if not results:
                 break  # nor does anything fit in less memory
             made = itertools.chain.from_iterable(self._templates(part, result) for result in results)

@@ -38,17 +38,15 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import chain
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetu_fx.cluster.cluster import Link
 from hetu_fx.planner.search.heteroauto.problem import ChipKind, EndCosts, HeteroProblem, Layer
-from hetu_fx.planner.values.device_memory import fixed_bytes, in_flight
-from hetu_fx.planner.values.state import ParameterState
+from hetu_fx.planner.values.device_memory import fixed_terms, in_flight
 
 NOTHING = EndCosts()
 Numbers = NDArray[np.float64]
@@ -101,25 +99,15 @@ def work_seconds(groups: Groups, layers: Amount, edge: EndCosts, recompute: bool
 
 def held_bytes(problem: HeteroProblem, replicas: int, stage: HeteroStage, edge: EndCosts, flying: int) -> float:
     """Return (2) or (3) of a chip."""
-    states = state_bytes(problem, replicas, stage.groups, stage.layers, edge)
+    states = state_bytes(problem, replicas, stage.groups, float(stage.layers), edge)
     return states + activation_bytes(stage.groups.layer, float(stage.layers), edge, float(flying), stage.recompute)
 
 
-def state_bytes(problem: HeteroProblem, replicas: int, groups: Groups, layers: int, edge: EndCosts) -> int:
+def state_bytes(problem: HeteroProblem, replicas: int, groups: Groups, layers: Amount, edge: EndCosts) -> Amount:
     """Return the bytes of parameters, gradients and optimizer states that a chip holds."""
     parameters = groups.layer.parameter_bytes * (layers + edge.parameters)
-    held = fixed_bytes(parameters, zero=problem.zero, num_replicas=replicas, state=problem.state)
-    return sum(count for _, count in held)
-
-
-@lru_cache(maxsize=1024)
-def _state_bytes(
-    layer_bytes: float, edge: float, num_layers: int, zero: int, replicas: int, state: ParameterState
-) -> Numbers:
-    """Return `state_bytes` for all numbers of layers."""
-    parameters = (layer_bytes * (layers + edge) for layers in range(num_layers + 1))
-    held = (fixed_bytes(count, zero=zero, num_replicas=replicas, state=state) for count in parameters)
-    return np.array([sum(count for _, count in parts) for parts in held], dtype=np.float64)
+    held = [np.ceil(count) for _, count in fixed_terms(parameters, problem.zero, replicas, problem.state)]
+    return cast(Amount, sum(held))
 
 
 def activation_bytes(layer: Layer, layers: Amount, edge: EndCosts, flying: Amount, recompute: bool) -> Amount:
@@ -238,7 +226,9 @@ class Tables:
         if place not in self._costs:
             edge = edge_of(self.problem, place.is_first, place.behind is None)
             behind = 0.0 if place.behind is None else hand_over_seconds(self.problem, place.groups, place.behind)
-            self._costs[place] = self._priced(place.groups, edge, behind)
+            seconds = self._seconds(place.groups, edge) + behind
+            share = _times(self.problem.bubble, seconds)
+            self._costs[place] = Costs(share, self._bound(place.groups, edge, seconds))
         return self._costs[place]
 
     def least_bounds(self, groups: Groups, hand_over: float, edge: EndCosts = NOTHING) -> Numbers:
@@ -259,10 +249,6 @@ class Tables:
         fits = held_bytes(self.problem, self.replicas, keeping, edge, flying) <= place.groups.kind.memory_bytes
         return HeteroStage(place.groups, layers, recompute=not fits)
 
-    def _priced(self, groups: Groups, edge: EndCosts, hand_over: float) -> Costs:
-        seconds = self._seconds(groups, edge) + hand_over
-        return Costs(_times(self.problem.bubble, seconds), self._bound(groups, edge, seconds))
-
     def _bound(self, groups: Groups, edge: EndCosts, seconds: Numbers) -> Numbers:
         ends = update_seconds(self.problem, self.replicas, groups, self._layers, edge)
         return _times(self._count - self.problem.bubble, seconds) + ends
@@ -275,8 +261,7 @@ class Tables:
 
     def _new_seconds(self, groups: Groups, edge: EndCosts) -> Numbers:
         problem, layer = self.problem, groups.layer
-        whole = layer.parameter_bytes, edge.parameters, problem.num_layers
-        left = groups.kind.memory_bytes - _state_bytes(*whole, problem.zero, self.replicas, problem.state)[None, :]
+        left = groups.kind.memory_bytes - state_bytes(problem, self.replicas, groups, self._layers, edge)
         keeps = activation_bytes(layer, self._layers, edge, self._flying, recompute=False) <= left
         again: Numbers | float = np.inf
         if problem.freedom.recompute and not keeps.all():

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster, Device, Link
 from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD
 from hetu_fx.planner.price.step_end import optimizer_seconds
@@ -25,36 +24,25 @@ from hetu_fx.planner.values.part_costs import PartCosts
 _FREE_KINDS = 4  # where there are more, groups of all kinds have one size
 
 
-class Kinds:
-    """Kinds of chips with what layers cost on them; each is worked out once for all problems of parts of a cluster."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, bool], _Kind] = {}
-
-    def of(self, problem: Problem, alike: LikeDevices) -> _Kind:
-        """Return the kind of devices that are alike; problems may differ in their clusters, and in what counts."""
-        key = alike.name, bool(problem.profile.times)
-        if key not in self._known:
-            self._known[key] = _Kind.of(problem, alike)
-        return self._known[key]
-
-
 class HeteroProblems:
     """What HeteroAuto plans for with each number of replicas and micro-batches."""
 
-    def __init__(self, problem: Problem, kinds: Kinds | None = None) -> None:
-        """Kinds that are known from other parts of the cluster may be given.
+    def __init__(self, problem: Problem, known: dict[tuple[str, bool], ChipCosts] | None = None) -> None:
+        """Kinds that are known from other parts of the cluster may be given, to which those of this one are added.
 
         Raises `PlanError` where nothing is known of groups that some kind can form.
         """
         costs, cluster = problem.costs, problem.cluster
         self._problem = problem
-        known, kinds = _of_one_source(problem), kinds or Kinds()
-        self._kinds = [kinds.of(known, alike) for alike in alike_in(cluster)]
+        asked, known, self._kinds = _of_one_source(problem), {} if known is None else known, list[ChipCosts]()
+        for alike in alike_in(cluster):
+            key = alike.name, bool(asked.profile.times)  # problems may differ in their clusters, and in what counts
+            if key not in known:
+                known[key] = ChipCosts.of(asked, alike)
+            self._kinds.append(known[key])
         self._between = _link(cluster, cluster.devices)
         self._edges = [_edge(part, _largest_block(problem), cluster) for part in (costs.before, costs.after)]
 
-    @once
     def of(self, replicas: int, micro_batches: int, margin: float = 1.0) -> HeteroProblem:
         """Return the problem in which each replica has so many micro-batches, within a part of the memory."""
         costs, options = self._problem.costs, self._problem.options
@@ -84,14 +72,14 @@ def _of_one_source(problem: Problem) -> Problem:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class ChipCosts:
     """A kind of chips for micro-batches of one row, and what a layer takes by their rows, for each size of groups."""
 
     for_a_row: ChipKind
     lines: Mapping[int, Line]
 
     @classmethod
-    def of(cls, problem: Problem, alike: LikeDevices) -> _Kind:
+    def of(cls, problem: Problem, alike: LikeDevices) -> ChipCosts:
         """Return the kind of devices that are alike. Raises `PlanError` where nothing is known of groups of them."""
         own, rate = replace(problem, cluster=replace(problem.cluster, devices=alike.devices)), alike.one.rate
         found = [(size, layer_line(own, size)) for size in degrees(own)]
@@ -107,7 +95,6 @@ class _Kind:
         )
         return cls(kind, lines)
 
-    @once
     def at(self, rows: int, margin: float) -> ChipKind:
         """Return the kind for micro-batches of so many rows, with a part of its memory."""
         layers = {size: _of_rows(layer, self.lines[size], rows) for size, layer in self.for_a_row.layers.items()}

@@ -168,7 +168,10 @@ def _scheme(problem: Problem, shape: SchemeShape) -> Scheme | None:
     if length < 1:
         return None
     blocks = math.ceil(problem.costs.num_blocks / shape.stages)
-    times = times_of(pipeline, known, cluster) if time is None else _of_blocks(time, blocks)
+    if time is None:
+        times = times_of(pipeline, known, cluster)
+    else:
+        times = TimeFit(time.a * blocks, time.b * blocks, time.c * blocks)
     kinds = shape.counts if len(shape.counts) > 1 else ()
     return Scheme(
         shape.group, shape.stages, times, length, context=shape.context, recomputes=shape.recompute, kinds=kinds
@@ -190,10 +193,6 @@ def pipeline_of(shape: SchemeShape, devices: Sequence[Device], problem: Problem)
     groups = [devices[start : start + size] for start in range(0, len(devices), size)]
     blocks = (least + (index < more) for index in range(shape.stages))
     return Pipeline(tuple(shape.stage(own, some, problem.costs) for own, some in zip(groups, blocks, strict=True)))
-
-
-def _of_blocks(time: BlockTime, blocks: int) -> TimeFit:
-    return TimeFit(time.a * blocks, time.b * blocks, time.c * blocks)
 
 
 def _max_length(problem: Problem, pipeline: PartedPipeline, cluster: Cluster, time: BlockTime | None) -> int:

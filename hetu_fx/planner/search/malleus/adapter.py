@@ -14,13 +14,14 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, reduce
+from functools import partial, reduce
 from operator import add
 
 from hetu_fx.cluster.cluster import Device
 from hetu_fx.errors import PlanError
+from hetu_fx.planner.price.alike import alike
 from hetu_fx.planner.price.stage import compute_lines, pipeline_seconds, stage_costs, tensor_parallel_lines
-from hetu_fx.planner.search.allocate import Seconds, spread
+from hetu_fx.planner.search.allocate import spread
 from hetu_fx.planner.search.contiguous import replica_counts
 from hetu_fx.planner.search.device_orders import EXHAUSTIVE_DEVICES
 from hetu_fx.planner.search.homogeneous import TimedArrangement, candidates
@@ -166,7 +167,8 @@ def _layer_memory(problem: Problem, shape: Shape, rows: int, *, recompute: bool 
 
 def _find(problem: Problem) -> Candidates:
     found: dict[Plan, float] = {}
-    healthy = _without_stragglers(problem)
+    all_healthy = problem.cluster.with_rates(dict.fromkeys(problem.cluster.ranks, 1.0))
+    healthy = replace(problem, cluster=all_healthy)
     even = sorted(candidates(healthy), key=lambda candidate: candidate.seconds)
     tried = tuple(shapes(problem, even))
     for number, shape in enumerate(tried):
@@ -179,11 +181,6 @@ def _find(problem: Problem) -> Candidates:
             shared = problem.fitted(_with_rows_shared(priced[0], problem))
             found |= dict(pair for pair in (priced, shared) if pair is not None)
     return found | ({} if healthy.cluster == problem.cluster else best_mended(problem, healthy, even))
-
-
-def _without_stragglers(problem: Problem) -> Problem:
-    """Return the problem as it would be if no device straggled."""
-    return replace(problem, cluster=problem.cluster.with_rates(dict.fromkeys(problem.cluster.ranks, 1.0)))
 
 
 def _below(problem: Problem, shape: Shape, best: float) -> float:
@@ -214,11 +211,13 @@ def _found(problem: Problem, shape: Shape, recompute: bool, below: float) -> Pla
 
 def _with_rows_shared(plan: Plan, problem: Problem) -> Plan:
     """Return the plan with rows shared so that its pipelines end together: Malleus' micro-batches have one size."""
-    of_alike = cache(_seconds_by_rows)
-    costs = [
-        of_alike(tuple([part.seconds for part in stage_costs(p, problem.costs, problem.cluster)]), p.micro_batches)
-        for p in plan.parts(problem.costs.num_blocks)
-    ]
+    like, parts = alike(plan, problem.costs.rows, problem.cluster), plan.parts(problem.costs.num_blocks)
+    runs = {}
+    for first in dict.fromkeys(like):
+        priced = stage_costs(parts[first], problem.costs, problem.cluster)
+        runs[first] = tuple([part.seconds for part in priced]), parts[first].micro_batches
+    of_alike = {run: partial(_seconds_of, *run) for run in runs.values()}
+    costs = [of_alike[runs[first]] for first in like]
     rows = spread(problem.costs.rows, costs, low=(1,) * len(costs))
     assert rows is not None, "there are no more pipelines than rows"
     pairs = zip(plan.pipelines, rows, strict=True)
@@ -226,8 +225,8 @@ def _with_rows_shared(plan: Plan, problem: Problem) -> Plan:
     return replace(plan, pipelines=shared)
 
 
-def _seconds_by_rows(lines: tuple[Line, ...], micro_batches: int) -> Seconds:
-    return lambda rows: pipeline_seconds(lines, rows, micro_batches)
+def _seconds_of(lines: tuple[Line, ...], micro_batches: int, rows: int) -> float:
+    return pipeline_seconds(lines, rows, micro_batches)
 
 
 def _lacks(problem: Problem) -> str:

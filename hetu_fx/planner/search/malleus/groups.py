@@ -21,8 +21,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
@@ -57,22 +56,21 @@ class Group:
     kind: GroupKind
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Grouping:
-    """Groups and the devices that stand by."""
+    """Groups and the devices that stand by.
+
+    `capacity` is (1), in layers times micro-batches per second; `kinds` are those of the groups, slowest first.
+    """
 
     groups: tuple[Group, ...]
     standby: tuple[int, ...]
+    capacity: float = field(init=False)
+    kinds: tuple[GroupKind, ...] = field(init=False)
 
-    @cached_property
-    def capacity(self) -> float:
-        """Return (1), in layers times micro-batches per second."""
-        return math.fsum(1 / group.kind.seconds for group in self.groups)
-
-    @cached_property
-    def kinds(self) -> tuple[GroupKind, ...]:
-        """Return the kinds of the groups, slowest first."""
-        return tuple(sorted((group.kind for group in self.groups), reverse=True))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "capacity", math.fsum(1 / group.kind.seconds for group in self.groups))
+        object.__setattr__(self, "kinds", tuple(sorted((group.kind for group in self.groups), reverse=True)))
 
 
 def node_groupings(situation: MalleusSituation, ranks: Sequence[int]) -> tuple[Grouping, ...]:
@@ -168,7 +166,8 @@ def _best_cuts(situation: MalleusSituation, ranks: Sequence[int]) -> Iterator[tu
     complete = []
     for start, beam in enumerate(beams):
         kept = sorted(beam, key=lambda cut: cut.key)[:_BEAM]
-        if _may_stand_by(situation, ranks[start:]):
+        left = ranks[start:]
+        if len(left) < situation.degrees[-1] or all(map(situation.straggles, left)):  # these may stand by
             complete += kept
         for size in situation.degrees:
             stop = start + size
@@ -176,10 +175,6 @@ def _best_cuts(situation: MalleusSituation, ranks: Sequence[int]) -> Iterator[tu
                 rate = situation.rates[ranks[stop - 1]]
                 beams[stop] += [c.extended(situation, size, rate) for c in kept if c.allows(situation, size, rate)]
     yield from (cut.sizes for cut in sorted(complete, key=lambda cut: cut.key)[:MOST_CUTS])
-
-
-def _may_stand_by(situation: MalleusSituation, ranks: Sequence[int]) -> bool:
-    return len(ranks) < situation.degrees[-1] or all(situation.straggles(rank) for rank in ranks)
 
 
 def _grouping(situation: MalleusSituation, ranks: Sequence[int], sizes: Sequence[int]) -> Grouping:

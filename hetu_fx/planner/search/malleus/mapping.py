@@ -16,9 +16,8 @@ are lowered by swaps between all groups of a kind until no swap helps.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -159,11 +158,11 @@ def _node_by_node(places: Sequence[WantedGroup], groups: Sequence[Group], held: 
     for group in groups:
         starts.setdefault(group.node, []).extend(part.start for rank in group.devices for part in held.get(rank, ()))
     means = {node: math.fsum(layers) / max(1, len(layers)) for node, layers in starts.items()}
-    left = sorted(groups, key=lambda group: (means[group.node], group.node, group.devices))
-    chosen: dict[int, Group] = {}
-    for i in sorted(range(len(places)), key=lambda i: (places[i].start, places[i].pipeline)):
-        chosen[i] = next(group for group in left if group.kind == places[i].kind)
-        left.remove(chosen[i])
+    left: dict[GroupKind, deque[Group]] = {}
+    for group in sorted(groups, key=lambda group: (means[group.node], group.node, group.devices)):
+        left.setdefault(group.kind, deque()).append(group)
+    order = sorted(range(len(places)), key=lambda i: (places[i].start, places[i].pipeline))
+    chosen = {i: left[places[i].kind].popleft() for i in order}
     return [chosen[i] for i in range(len(places))]
 
 
@@ -197,24 +196,24 @@ class _Assignment:
 
     def _pairs(self) -> Iterator[tuple[int, int]]:
         """Yield the pairs of places that could gain by a swap: where nothing is held, traffic is all there is to it."""
-        places, held = self._places, self._held
-        for i, j in itertools.combinations(range(len(places)), 2):
-            one, other = places[i], places[j]
-            if one.kind == other.kind and (held or (one.start, one.stop) != (other.start, other.stop)):
-                yield i, j
+        kinds, ranges = dict[GroupKind, int](), dict[tuple[int, int], int]()
+        kind = np.array([kinds.setdefault(place.kind, len(kinds)) for place in self._places])
+        layers = np.array([ranges.setdefault((place.start, place.stop), len(ranges)) for place in self._places])
+        for i in range(len(self._places)):
+            gains = kind[i + 1 :] == kind[i]
+            if not self._held:
+                gains &= layers[i + 1 :] != layers[i]
+            yield from ((i, i + 1 + j) for j in np.flatnonzero(gains).tolist())
 
     def _gain(self, i: int, j: int) -> tuple[int, float]:
         """Return the change of (1) and of (2) when two places swap their groups."""
-        change = 0 if self.groups[i].node == self.groups[j].node else self._new_crossings(i, j)
+        is_near = self.groups[i].node == self.groups[j].node
+        change = 0 if is_near else self._exchanged(i, j) + self._exchanged(j, i)  # layers of both stay as they are
         if change > 0 or not self._held:
             return change, 0.0
         one, other = self.groups[i], self.groups[j]
         before = _moved(one, self._places[i], self._held) + _moved(other, self._places[j], self._held)
         return change, _moved(other, self._places[i], self._held) + _moved(one, self._places[j], self._held) - before
-
-    def _new_crossings(self, i: int, j: int) -> int:
-        """Return by how much (1) grows when two places swap groups of two nodes: layers of both stay as they are."""
-        return self._exchanged(i, j) + self._exchanged(j, i)
 
     def _exchanged(self, i: int, j: int) -> int:
         """Return by how much (1) grows on the layers of place i alone when it gets the group of place j."""

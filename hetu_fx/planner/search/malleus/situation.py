@@ -20,7 +20,6 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from hetu_fx.base.checks import check_not_negative, check_positive
 from hetu_fx.cluster.cluster import Cluster
@@ -81,6 +80,7 @@ class MalleusSituation:
         layer_seconds: seconds of one layer and one micro-batch on a healthy group, by its number of devices
             (powers of two). The largest degree is the one that devices without stragglers keep.
         memory: None when memory is ample.
+        rates: each device's straggling rate x, relative to the normal speed of the fastest device.
     """
 
     cluster: Cluster
@@ -89,8 +89,14 @@ class MalleusSituation:
     num_pipelines: int
     layer_seconds: Mapping[int, float] = field(hash=False)
     memory: LayerMemory | None = None
+    rates: Mapping[int, float] = field(init=False, compare=False, repr=False)
+    _fastest_rate: float = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        normal = max(device.flops_per_second for device in self.cluster.devices)
+        rates = {device.rank: normal / device.speed for device in self.cluster.devices}
+        object.__setattr__(self, "rates", rates)
+        object.__setattr__(self, "_fastest_rate", min(rates.values()))
         given = dict(sorted(self.layer_seconds.items(), reverse=True))
         object.__setattr__(self, "layer_seconds", given)
         for name in ("num_layers", "num_micro_batches", "num_pipelines"):
@@ -108,20 +114,9 @@ class MalleusSituation:
         """Return the sizes that a group may have, largest first."""
         return tuple(self.layer_seconds)
 
-    @cached_property
-    def rates(self) -> Mapping[int, float]:
-        """Return each device's straggling rate x, relative to the normal speed of the fastest device."""
-        normal = max(device.flops_per_second for device in self.cluster.devices)
-        return {device.rank: normal / device.speed for device in self.cluster.devices}
-
-    @cached_property
-    def fastest_rate(self) -> float:
-        """Return the least straggling rate there is."""
-        return min(self.rates.values())
-
     def straggles(self, rank: int) -> bool:
         """Tell whether a device is slower than the fastest."""
-        return self.rates[rank] > self.fastest_rate
+        return self.rates[rank] > self._fastest_rate
 
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:

@@ -266,8 +266,8 @@ def adds_up(case: Case, counts: Sequence[int], loss: float, tolerance: float) ->
     total = 0.0
     with _seeded(), torch.no_grad():
         for own in split_rows_of(case.batch, case.row_dims, counts):
-            output, loss = output_and_loss(case.how().copied(case.model), case.loss_fn, own)
-            total += float(loss_of(output if case.loss_fn is None else loss))
+            output, made = output_and_loss(case.how().copied(case.model), case.loss_fn, own)
+            total += float(loss_of(output if case.loss_fn is None else made))
     return loss != 0 and abs(total - loss) <= tolerance * abs(loss)
 
 

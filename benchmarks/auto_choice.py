@@ -36,7 +36,7 @@ from benchmarks.kit.models import Size, batch, llama, num_parameters
 from benchmarks.kit.report import Bar, Row, finish
 from benchmarks.kit.smallest import few, least
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.comm_ops.wire.consensus import by_first, from_first
+from hetu_fx.comm_ops.wire.consensus import broadcast_from_rank0, from_first
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.launch.emulate.emulate import EmulateSpec
 from hetu_fx.planner.captured_program import CapturedProgram, PlannedProgram
@@ -190,7 +190,7 @@ class Contest:
             plans |= {f"{kind_of(plan)}: {plan.summary()}": plan for plan in drawn}
             return plans, {who: on_paper(plan, planned, cluster) for who, plan in plans.items()}
 
-        plans, paper = by_first(table, prepare)
+        plans, paper = broadcast_from_rank0(table, prepare)
         about = {"parameters": num_parameters(model.make()), "auto": plans["auto"].summary()}
         return cls(model, plans, paper, about, QUICK_ROUNDS if quick else ROUNDS)
 

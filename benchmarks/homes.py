@@ -21,12 +21,12 @@ from benchmarks.kit.fleet import in_fleet, run_workers, say, set_speeds, worker_
 from benchmarks.kit.models import Size, batch, llama, num_parameters
 from benchmarks.kit.report import Bar, finish, median_ratio
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.comm_ops.wire.consensus import of_all
+from hetu_fx.comm_ops.wire.consensus import all_gather_object
 from hetu_fx.launch.emulate.emulate import EmulateSpec
-from hetu_fx.planner.price.step_end import Housed, home_end_seconds, owned_bytes, update_seconds_per_byte
+from hetu_fx.planner.price.step_end import ParameterHome, home_end_seconds, owned_bytes, update_seconds_per_byte
 from hetu_fx.plans.plan import Plan
-from hetu_fx.switching.adapt.rehome_policy import UpdateTimes, housed
-from hetu_fx.switching.step.timer import clock_of
+from hetu_fx.switching.adapt.rehome_policy import UpdateTimes, parameter_homes
+from hetu_fx.switching.step.timer import find_clock
 
 SPEEDS = (0.5, 0.25, 0.125)
 SIZE = Size(width=832, layers=4, rows=7, tokens=16)
@@ -89,20 +89,20 @@ class Contest:
         plan = Plan.data_parallel((0, 1, 2), (4, 2, 1))
         self.model = hetu_fx.auto_parallelize(plain, whole, plan=plan, optimizer=optimizer, data="global")
         self.runtime = self.model.hetu._runtime
-        self.times = UpdateTimes(clock_of(torch.device("cpu")))
-        self.times.listen_to([optimizer])
+        self.times = UpdateTimes(find_clock(torch.device("cpu")))
+        self.times.time_steps_of([optimizer])
         self.step = train_step(self.model, optimizer, whole)
         self.step()
         self.seconds: dict[str, list[float]] = {name: [] for name in SHARES}
         self.moves: dict[str, list[float]] = {name: [] for name in SHARES}
         self.updates: dict[str, list[float]] = {name: [] for name in SHARES}
-        self.housed: dict[str, list[Housed]] = {}
+        self.housed: dict[str, list[ParameterHome]] = {}
 
     def run(self, name: str) -> None:
         """Change homes, run a step that is not timed, and time some; collective."""
         self.moves[name].append(slowest(timed(lambda: self.model.hetu.switch_home(SHARES[name]))))
         self.step()
-        self.housed[name] = housed(self.runtime.variants[self.runtime.current].compute.entries)
+        self.housed[name] = parameter_homes(self.runtime.variants[self.runtime.current].compute.entries)
         self.times.taken()
         for _ in range(STEPS):
             self.seconds[name].append(slowest(timed(self.step)))
@@ -111,7 +111,7 @@ class Contest:
     def found(self, cluster: Cluster) -> dict[str, Any]:
         """Return what each way took, and what is predicted for it; collective."""
         table = self.runtime.table
-        updates = {name: of_all(table, statistics.median(seconds)) for name, seconds in self.updates.items()}
+        updates = {name: all_gather_object(table, statistics.median(seconds)) for name, seconds in self.updates.items()}
         equal = self.housed[EQUAL]
         per_byte = update_seconds_per_byte(dict(enumerate(updates[EQUAL])), owned_bytes(equal), cluster)
         return {

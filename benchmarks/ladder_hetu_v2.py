@@ -101,7 +101,7 @@ def as_run(case: Case) -> Problem:
 
 def priced(plan: Plan, problem: Problem) -> float:
     """Return the simulated seconds of a published plan, with what it has to recompute to fit."""
-    fitted = problem.fitted(replace(plan, zero=problem.options.zero))
+    fitted = problem.fit_memory(replace(plan, zero=problem.options.zero))
     run = plan.with_blocks(problem.costs.num_blocks) if fitted is None else fitted[0]
     return simulated_seconds(run, problem.costs, problem.cluster)
 

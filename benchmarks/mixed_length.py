@@ -56,7 +56,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.launch.emulate.emulate import EmulateSpec
 from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.dispatch.assignment import Batching
-from hetu_fx.planner.dispatch.policies import HotSPa, Hydraulis, SequencePolicy, Soonest
+from hetu_fx.planner.dispatch.policies import EarliestFinish, HotSPa, Hydraulis, SequencePolicy
 from hetu_fx.program.captures import Programs
 
 SPEEDS = (0.45,) * 4
@@ -200,8 +200,8 @@ class Race:
         """Give those that change plans."""
         bounds = tuple(bound * SCALE.held for bound in BOUNDS)
         return {
-            MIXED: Soonest((Hydraulis(), HotSPa(bounds, batching=Batching.PACKED))),
-            WHOLE_ROWS: Soonest((Hydraulis(Batching.WHOLE_ROWS), HotSPa(bounds, batching=Batching.WHOLE_ROWS))),
+            MIXED: EarliestFinish((Hydraulis(), HotSPa(bounds, batching=Batching.PACKED))),
+            WHOLE_ROWS: EarliestFinish((Hydraulis(Batching.WHOLE_ROWS), HotSPa(bounds, batching=Batching.WHOLE_ROWS))),
             SINGLE: Hydraulis(),
             HOTSPA: Among(HOMOGENEOUS, HotSPa(bounds)),
         }

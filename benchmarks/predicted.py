@@ -43,12 +43,12 @@ from benchmarks.unequal import SPEEDS as UNEQUAL_SPEEDS
 from examples.demo.data import Text, library_pieces, make_model
 from examples.demo.settings import FULL
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.comm_ops.wire.consensus import by_first, from_first, of_all
+from hetu_fx.comm_ops.wire.consensus import all_gather_object, broadcast_from_rank0, from_first
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.launch.emulate.emulate import EmulateSpec
 from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.make_plan import make_plan
-from hetu_fx.planner.measure.speeds import OwnBlocks, measured_on
+from hetu_fx.planner.measure.speeds import OwnBlocks, measure_on_blocks
 from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.planner.values.options import Choice, PlanOptions
 from hetu_fx.planner.values.program import ProgramCosts
@@ -159,7 +159,7 @@ def work(result: Path, name: str, *, quick: bool) -> int:
         seen = load.measured()
         set_speeds(setting.equal)
         rows: list[Row] = []
-        for plan in by_first(load.table, lambda: plans_for(load.costs, seen.on_blocks)):
+        for plan in broadcast_from_rank0(load.table, lambda: plans_for(load.costs, seen.on_blocks)):
             set_speeds(setting.now)
             made = training(plan, setting.model, whole, equal=setting.equal, speeds=setting.now)
             rows.append(seen.row(name, plan, made, quick=quick))
@@ -186,7 +186,7 @@ class Workload:
     def measured(self) -> Seen:
         """Measure the devices as they are now; collective."""
         probed = measured_devices(self.table, seconds=MEASURE_SECONDS, device=str(self.device))
-        seen = Seen(self, probed, measured_on(self.blocks, probed, self.table))
+        seen = Seen(self, probed, measure_on_blocks(self.blocks, probed, self.table))
         say(f"by products of matrices\n{seen.by_products}\non blocks\n{seen.on_blocks}")
         return seen
 
@@ -201,7 +201,7 @@ class Seen:
 
     def row(self, setting: str, plan: Plan, made: Training, *, quick: bool) -> Row:
         """Time steps, and tell what they were predicted to take; collective."""
-        check = partial(measured_on, self.load.blocks, self.by_products, self.load.table, CHECK_SECONDS)
+        check = partial(measure_on_blocks, self.load.blocks, self.by_products, self.load.table, CHECK_SECONDS)
         seconds, speeds = measured_steps(made, check, QUICK_ROUNDS if quick else ROUNDS)
         found = row(setting, plan, self.load.costs, self.by_products, self.by_products.with_speeds(speeds), seconds)
         say(str(found))
@@ -240,7 +240,7 @@ def measured_steps(made: Training, check: Callable[[], Cluster], rounds: int) ->
         checked.append(check())
         totals.append(slowest(timed(made.step)))
         computes.append(made.model.hetu.stats["compute_seconds"])
-    found = of_all(GroupTable(), (median(computes), median(taken)))
+    found = all_gather_object(GroupTable(), (median(computes), median(taken)))
     speeds = {d.rank: median(one.device(d.rank).flops_per_second for one in checked) for d in checked[0].devices}
     return StepSeconds(median(totals), *zip(*found, strict=True)), speeds
 

@@ -33,7 +33,7 @@ from benchmarks.kit.fleet import Alone, in_fleet, run_workers, say, set_speeds, 
 from benchmarks.kit.models import Size, batch, llama, num_parameters
 from benchmarks.kit.report import Bar, Row, finish
 from benchmarks.kit.throttle import ThrottleClock
-from hetu_fx.comm_ops.wire.consensus import by_first, of_all
+from hetu_fx.comm_ops.wire.consensus import all_gather_object, broadcast_from_rank0
 from hetu_fx.launch.emulate.emulate import EmulateSpec
 from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.make_plan import make_plan
@@ -239,7 +239,9 @@ class Contest:
         self.first = self.first or seconds
         slowness = [now / first for now, first in zip(seconds, self.first, strict=True)]
         say(f"{name}: {slowness}")
-        lost, reach = by_first(self.adapting.hetu._runtime.table, lambda: self._simulated(relative(name, slowness)))
+        lost, reach = broadcast_from_rank0(
+            self.adapting.hetu._runtime.table, lambda: self._simulated(relative(name, slowness))
+        )
         found = {"seconds": times, "slowness": slowness, "lost": lost, "reach": reach}
         return {"watched": asdict(watched), **found}
 
@@ -299,7 +301,7 @@ class Contest:
             steady = steady + 1 if self._noticed() and not hetu.is_planning else 0
             if steady:
                 self.alone.run()
-        watched.throttled = of_all(hetu._runtime.table, statistics.median(throttles[-STEADY_STEPS:]))
+        watched.throttled = all_gather_object(hetu._runtime.table, statistics.median(throttles[-STEADY_STEPS:]))
         watched.rates, watched.variant = dict(hetu.health), hetu.current
         watched.plan = hetu.plan.summary()
         watched.predicted = hetu.plan.predicted.seconds

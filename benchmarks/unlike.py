@@ -20,7 +20,7 @@ from benchmarks.kit.models import Size, batch, llama
 from benchmarks.kit.report import Bar, Row, finish
 from benchmarks.kit.smallest import few
 from benchmarks.predicted import Workload
-from hetu_fx.comm_ops.wire.consensus import by_first
+from hetu_fx.comm_ops.wire.consensus import broadcast_from_rank0
 from hetu_fx.launch.emulate.emulate import EmulateSpec
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.plans.plan import Plan
@@ -72,7 +72,7 @@ def work(result: Path, *, quick: bool) -> int:
         whole = {name: value.to(device) for name, value in batch(SIZE.rows, SIZE.tokens).items()}
         load = Workload.of(llama(SIZE).to(device), whole, device)
         seen = load.measured()
-        chosen = by_first(load.table, lambda: make_plan(load.costs, seen.on_blocks))
+        chosen = broadcast_from_rank0(load.table, lambda: make_plan(load.costs, seen.on_blocks))
         rows: list[Row] = []
         for name, plan in few({"chosen": chosen, **ALL_AT_WORK}.items(), 2):
             made = parallel(plan, llama(SIZE).to(device), whole)

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hetu_fx.base.frameworks import offer
-from hetu_fx.base.imports import import_after
+from hetu_fx.base.imports import import_with_library
 from hetu_fx.base.memory import without_collections
 from hetu_fx.base.tested import warn_of_newer
 
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from hetu_fx.planner.api import profile as profile
     from hetu_fx.planner.api import simulate as simulate
     from hetu_fx.planner.dispatch.assignment import Batching as Batching
+    from hetu_fx.planner.dispatch.policies import EarliestFinish as EarliestFinish
     from hetu_fx.planner.dispatch.policies import HotSPa as HotSPa
     from hetu_fx.planner.dispatch.policies import Hydraulis as Hydraulis
-    from hetu_fx.planner.dispatch.policies import Soonest as Soonest
     from hetu_fx.planner.measure.blocks import Measuring as Measuring
     from hetu_fx.planner.values.profile_file import Profile as Profile
     from hetu_fx.plans.plan import Pipeline as Pipeline
@@ -70,7 +70,7 @@ _HOMES = {
     "Plan": "hetu_fx.plans.plan",
     "Profile": "hetu_fx.planner.values.profile_file",
     "SequenceOptions": "hetu_fx.switching.sequences.form",
-    "Soonest": "hetu_fx.planner.dispatch.policies",
+    "EarliestFinish": "hetu_fx.planner.dispatch.policies",
     "Stage": "hetu_fx.plans.plan",
     "TokenBudgetSampler": "hetu_fx.batches.sampler",
     "WeightNames": "hetu_fx.base.frameworks",
@@ -91,8 +91,8 @@ __all__ = [*sorted(_HOMES)]
 
 warn_of_newer()
 offer("hetu_fx.integrations.transformers", "hetu_fx.integrations.accelerate")
-import_after("lightning.pytorch.strategies", "hetu_fx.integrations.lightning.registered")
-import_after("torch.export.pt2_archive", "hetu_fx.export.known_ops")
+import_with_library("lightning.pytorch.strategies", "hetu_fx.integrations.lightning.registered")
+import_with_library("torch.export.pt2_archive", "hetu_fx.export.known_ops")
 
 
 def __getattr__(name: str) -> Any:

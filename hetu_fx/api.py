@@ -18,18 +18,18 @@ from hetu_fx.base.frameworks import frameworks
 from hetu_fx.check.checker import Checker
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.common_path import patience
-from hetu_fx.copies import Parallelize, PlainAgain, as_it_was, attach_copying, attach_later
+from hetu_fx.copies import Parallelize, RestoreOriginal, as_it_was, attach_copying, attach_later
 from hetu_fx.errors import BatchError, StateError
 from hetu_fx.forwards import Forwards
 from hetu_fx.graph.bind import LossCall
 from hetu_fx.graph.row_dims import AskedRowDims
 from hetu_fx.handle import Handle
 from hetu_fx.prepare import Plans, Preparation, check_arguments, given_overrides, prepare
-from hetu_fx.program.batch import batch_of
+from hetu_fx.program.batch import batch_from_call
 from hetu_fx.switching.adapt.rehome import Rehoming
 from hetu_fx.switching.adapt.rehome_policy import HomesFollow
 from hetu_fx.switching.adapt.tried import TryPlan
-from hetu_fx.switching.home.parameters import check_assigned
+from hetu_fx.switching.home.parameters import check_assigned_dtypes
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.settings import Options, Settings
 from hetu_fx.switching.step.execution import Execution
@@ -158,20 +158,20 @@ def _later(wanted: Preparation, checks: bool, *, warm: bool = False) -> Parallel
     wanted = replace(wanted, model=nn.Identity())
 
     def parallelize(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        batch = batch_of(LossCall(model.forward, wanted.loss_fn).signature, args, kwargs)
+        batch = batch_from_call(LossCall(model.forward, wanted.loss_fn).signature, args, kwargs)
         _make_parallel(replace(wanted, model=model, batch=batch), checks, warm=warm)
 
     return parallelize
 
 
 def _make_parallel(wanted: Preparation, checks: bool, *, warm: bool = False) -> None:
-    runtime, adaptation = prepare(wanted, try_of if checks else None)
+    runtime, adaptation = prepare(wanted, make_try_plan if checks else None)
     rehoming = Rehoming(runtime, adaptation, [] if wanted.optimizer is None else [wanted.optimizer])
     # In this order: what a plan for new rates is made for, which devices are left, and then where homes are to be.
     runtime.watch(adaptation, rehoming, HomesFollow(runtime, adaptation, rehoming))
     runtime.when_idle(adaptation.stand_by)
     handle = Handle(runtime, adaptation, rehoming)
-    plain = PlainAgain(wanted.model)
+    plain = RestoreOriginal(wanted.model)
     _attach(wanted.model, runtime, handle, plain)
     attach_copying(wanted.model, plain, partial(_recipe, wanted, runtime, checks))
     if warm:
@@ -188,7 +188,7 @@ def _recipe(wanted: Preparation, runtime: Runtime, checks: bool) -> Parallelize:
     return _later(settled, checks)
 
 
-def _attach(model: nn.Module, runtime: Runtime, handle: Handle, plain: PlainAgain) -> None:
+def _attach(model: nn.Module, runtime: Runtime, handle: Handle, plain: RestoreOriginal) -> None:
     """Make calls of the model run on the runtime; class, signature and names stay."""
     plain.look = Forwards(model, runtime, plain).look
     object.__setattr__(model, "no_sync", runtime.no_sync)
@@ -201,7 +201,7 @@ def _attach(model: nn.Module, runtime: Runtime, handle: Handle, plain: PlainAgai
 def _load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
     """Load as the model's class does; parameters stay in their homes where they are to be replaced."""
     if assign:
-        check_assigned(model, state_dict)
+        check_assigned_dtypes(model, state_dict)
     return type(model).load_state_dict(model, state_dict, strict=strict)
 
 
@@ -219,7 +219,7 @@ def _wants_checks(asked: Literal["auto"] | bool) -> bool:
     return os.environ.get(VARIABLE, "1") != "0" if asked == "auto" else bool(asked)
 
 
-def try_of(wanted: Preparation, execution: Execution[Any], world: int) -> TryPlan:
+def make_try_plan(wanted: Preparation, execution: Execution[Any], world: int) -> TryPlan:
     """Return what tries plans of a model that is about to become parallel."""
     return Checker(
         wanted.model, wanted.loss_fn, wanted.batch, execution, world=world, shared=wanted.settings.shared

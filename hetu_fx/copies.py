@@ -20,7 +20,7 @@ Parallelize = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None]
 """Makes a copy parallel as the model was when it was copied, for a batch like this one; collective."""
 
 
-class PlainAgain:
+class RestoreOriginal:
     """What a parallel model carries in its `__dict__` beside what it had before.
 
     Args:
@@ -47,7 +47,7 @@ class PlainAgain:
         self._names = [name for name, value in model.__dict__.items() if value is not before.get(name, self)]
         self._before = {name: before[name] for name in self._names if name in before}
 
-    def take_off(self, model: nn.Module) -> None:
+    def detach_from(self, model: nn.Module) -> None:
         """Take off what was attached to the model."""
         for name in self._names:
             model.__dict__.pop(name, None)
@@ -58,17 +58,17 @@ class PlainAgain:
         """Take off within a block what was attached to the model."""
         self.look()
         now = {name: model.__dict__[name] for name in self._names if name in model.__dict__}
-        self.take_off(model)
+        self.detach_from(model)
         try:
             yield
         finally:
             model.__dict__.update(now)
 
 
-_waiting: WeakKeyDictionary[nn.Module, PlainAgain] = WeakKeyDictionary()
+_waiting: WeakKeyDictionary[nn.Module, RestoreOriginal] = WeakKeyDictionary()
 
 
-def attach_copying(model: nn.Module, plain: PlainAgain, recipe: Callable[[], Parallelize]) -> None:
+def attach_copying(model: nn.Module, plain: RestoreOriginal, recipe: Callable[[], Parallelize]) -> None:
     """Let a parallel model be copied and pickled; the last that is attached to it.
 
     Args:
@@ -113,7 +113,7 @@ def attach_later(made: nn.Module, parallelize: Parallelize, *, is_first: bool = 
             )
         return getattr(type(made), CALL)(made, *args, **kwargs)
 
-    plain = PlainAgain(made)
+    plain = RestoreOriginal(made)
     waiting = MethodType(torch.compiler.disable(forward), made)
     object.__setattr__(made, "forward", waiting)
     object.__setattr__(made, CALL, torch.compiler.disable(call))
@@ -127,4 +127,4 @@ def as_it_was(model: nn.Module) -> None:
     """Take off a model what would make it parallel at its first call; nothing from any other."""
     plain = _waiting.pop(model, None)
     if plain is not None:
-        plain.take_off(model)
+        plain.detach_from(model)

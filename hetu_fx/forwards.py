@@ -18,7 +18,7 @@ from torch import nn
 
 from hetu_fx.base.patches import substitute_of
 from hetu_fx.base.torch_private import CALL
-from hetu_fx.copies import PlainAgain
+from hetu_fx.copies import RestoreOriginal
 from hetu_fx.errors import StateError
 from hetu_fx.program.structure import told_hook
 from hetu_fx.switching.runtime import Runtime
@@ -40,7 +40,7 @@ class Forwards:
         plain: is told of another forward, as copies have it too.
     """
 
-    def __init__(self, model: nn.Module, runtime: Runtime, plain: PlainAgain) -> None:
+    def __init__(self, model: nn.Module, runtime: Runtime, plain: RestoreOriginal) -> None:
         self.model, self.runtime, self.plain = model, runtime, plain
         self._ours: list[Callable[..., Any]] = []
         self._found: Callable[..., Any] | None = None

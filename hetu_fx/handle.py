@@ -28,7 +28,7 @@ from hetu_fx.program.captured import CaptureEvent
 from hetu_fx.program.loss_type import LossType
 from hetu_fx.program.observed import Observation, Observer
 from hetu_fx.program.program import Program
-from hetu_fx.report.run_log import RunLog, Sink, gathered_under
+from hetu_fx.report.run_log import RunLog, Sink, gathered_ops
 from hetu_fx.report.sinks import JsonLines, ProgressSink, Scalars, tensorboard_writer
 from hetu_fx.switching.adapt.adaptation import Adaptation
 from hetu_fx.switching.adapt.rehome import Home, Optimizers, Rehoming
@@ -83,7 +83,7 @@ class Handle:
         `host_seconds`: in our calls, without the model's own ops and without waiting for others. `groups` lists
         the process groups created so far, and the seconds that each took; `first_use` has the `FirstUse` by variant,
         `planning` the `PlanningStats` of sequences of mixed lengths (None where they cannot run), `replanned` a
-        `Replanned` for each plan that was taken over since. `graphs` has a `GraphEvent` each time that graphs were
+        `PlanChange` for each plan that was taken over since. `graphs` has a `GraphEvent` each time that graphs were
         built or evicted; `idle_bytes` is what variants that do not run keep, `copies_dropped` how often good copies of
         parameters were dropped to hold them to their bound. `switch_cost` has the `SwitchCost` by variant: the seconds
         of training steps after a change to it, beside those of steps without one. `homes` has a `HomeEvent` each time
@@ -176,7 +176,7 @@ class Handle:
 
     @policy.setter
     def policy(self, policy: Policy) -> None:
-        self._runtime.variants.choose_by(policy)
+        self._runtime.variants.set_policy(policy)
 
     @property
     def sequences(self) -> SequenceReader:
@@ -224,7 +224,7 @@ class Handle:
         plan = known.explain(range(self._runtime.table.size))
         tried, variant = self.checks[self.current], self._runtime.variants[self.current]
         rows = [f"rows: {variant.rows_told}"] if variant.rows_told else []
-        gathered = gathered_under(self.current, self._runtime, self._adaptation)
+        gathered = gathered_ops(self.current, self._runtime, self._adaptation)
         return "\n".join((plan, *rows, f"tried: {tried}", f"first use: {variant.first_use}", *gathered_text(gathered)))
 
     def add_variant(self, plan: Plan, name: str | None = None) -> str:

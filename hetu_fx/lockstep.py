@@ -22,19 +22,19 @@ from torch import Tensor, nn
 from hetu_fx.base.device_types import HOST
 from hetu_fx.base.progress import Tell, telling
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.comm_ops.wire.consensus import together
+from hetu_fx.comm_ops.wire.consensus import raise_on_all_ranks
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.threads.run import run_in_threads
 from hetu_fx.errors import DivergedError, PlanError, ProfileError, StateError
 from hetu_fx.graph.bind import Batch, LossCall, as_call, flatten_batch, output_and_loss
 from hetu_fx.graph.containers import LOSS, flatten, loss_among, unflatten
-from hetu_fx.graph.row_dims import AskedRowDims, RowDims, cut, row_dims_of
-from hetu_fx.pieces import Piece, Pieces, dense, joined
+from hetu_fx.graph.row_dims import AskedRowDims, RowDims, find_row_dims, slice_rows
+from hetu_fx.pieces import Piece, Pieces, dense, join_pieces
 from hetu_fx.plans.plan import Plan
-from hetu_fx.prepare import homes_for, make_runtime
-from hetu_fx.program.batch import batch_of
+from hetu_fx.prepare import check_plans_and_choose_homes, make_runtime
+from hetu_fx.program.batch import batch_from_call
 from hetu_fx.program.captures import Programs
-from hetu_fx.switching.adapt.rehome import bring_near
+from hetu_fx.switching.adapt.rehome import move_homes_near
 from hetu_fx.switching.eager.execution import EagerExecution
 from hetu_fx.switching.eager.row_mode import RowMode
 from hetu_fx.switching.graph_execution import GraphExecution
@@ -176,9 +176,9 @@ def train_alone(model: nn.Module, batches: Sequence[Batch], how: Lockstep) -> Tr
     steps = []
     for batch in batches:
         call = None if how.loss_fn is None else LossCall(model.forward, how.loss_fn)
-        named = batch if call is None else batch_of(call.signature, *as_call(batch))
+        named = batch if call is None else batch_from_call(call.signature, *as_call(batch))
         output, made = output_and_loss(model, how.loss_fn, named)
-        loss = loss_of(output if how.loss_fn is None else made)
+        loss = find_loss(output if how.loss_fn is None else made)
         loss.backward()
         gradients = {n: dense(p.grad) for n, p in model.named_parameters() if p.grad is not None}
         if optimizer is not None:
@@ -190,7 +190,7 @@ def train_alone(model: nn.Module, batches: Sequence[Batch], how: Lockstep) -> Tr
     return Trained(steps, {name: tensor.detach() for name, tensor in changed.items()})
 
 
-def loss_of(output: Any) -> Tensor:
+def find_loss(output: Any) -> Tensor:
     """Return the loss in what a model returns.
 
     Raises:
@@ -218,7 +218,7 @@ def _unwritten_is_nan() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def moved(model: nn.Module, device: torch.device) -> nn.Module:
+def move_model(model: nn.Module, device: torch.device) -> nn.Module:
     """Move a model's own tensors to a device; what is tied stays so, as `Module.to` alone does not do on every type."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -259,14 +259,14 @@ class _Run:
 
     def train(self, table: GroupTable) -> RankTrained:
         """Train as the rank of this table; collective."""
-        model = moved(self.how.copied(self.model), self._device(table.rank))
+        model = move_model(self.how.copied(self.model), self._device(table.rank))
         optimizer = None if self.how.make_optimizer is None else self.how.make_optimizer(_trained(model))
         runtime = self._runtime(model, optimizer, table)
         made = RankTrained([], [], {}, {})
         for number, batch in enumerate(self.batches):
             if number and self.how.lost_by_step is not None:
                 plan, lost = self.plans[self._place(number)], self.how.lost_by_step[number]
-                made.moved[number] = bring_near(runtime, plan, [] if optimizer is None else [optimizer], lost)
+                made.moved[number] = move_homes_near(runtime, plan, [] if optimizer is None else [optimizer], lost)
             self._step(number, runtime, batch, made)
             self.tell("steps", number + 1, len(self.batches))
             if optimizer is not None:
@@ -282,7 +282,9 @@ class _Run:
         table.connect(self._device(table.rank))
         with using(table):
             table.topology = self.how.cluster
-            layouts = together(table, lambda: homes_for(self.plans, model, execution, self.how.cluster, table))
+            layouts = raise_on_all_ranks(
+                table, lambda: check_plans_and_choose_homes(self.plans, model, execution, self.how.cluster, table)
+            )
         return make_runtime(model, optimizer, table, execution, self.plans, layouts, settings)
 
     def _as_it_is(self, model: nn.Module) -> EagerExecution:
@@ -297,7 +299,7 @@ class _Run:
         """Run a step forward and backward."""
         runtime.variants.pin(tuple(runtime.variants)[self._place(number)])
         args, kwargs = as_call(self._own(runtime.table.rank, batch))
-        loss = loss_of(runtime.run(args, kwargs))
+        loss = find_loss(runtime.run(args, kwargs))
         loss.backward()
         made.losses.append(float(loss.detach()))
         gradients = {name: home.grad for name, home in runtime.homes.items() if home.grad is not None}
@@ -317,7 +319,7 @@ class _Run:
     def _row_dims(self, batch: Batch) -> RowDims:
         """Return which dims count rows; by the sizes alone where the graph has a fixed number of rows."""
         found = {} if self.execution is None else self.execution.programs.find(batch, training=True).row_dims
-        return found or row_dims_of(flatten_batch(batch)[1], AskedRowDims(self.how.row_dims))
+        return found or find_row_dims(flatten_batch(batch)[1], AskedRowDims(self.how.row_dims))
 
     def _rows(self, rank: int, tensor: Tensor, dim: int) -> Tensor:
         assert self.how.rows is not None, "ranks bring rows of their own"
@@ -325,7 +327,7 @@ class _Run:
         if rows > sum(self.how.rows):
             raise PlanError(f"a batch has {rows} rows, but ranks bring {list(self.how.rows)}; give more rows")
         stop = min(rows, sum(self.how.rows[: rank + 1]))
-        return cut(tensor, dim, range(min(stop, sum(self.how.rows[:rank])), stop))
+        return slice_rows(tensor, dim, range(min(stop, sum(self.how.rows[:rank])), stop))
 
     def _device(self, rank: int) -> torch.device:
         return HOST if self.how.devices is None else torch.device(self.how.devices[rank])
@@ -340,8 +342,8 @@ def join_ranks(ranks: Sequence[RankTrained]) -> Trained:
     steps = []
     for number in range(len(ranks[0].losses)):
         loss = _same([rank.losses[number] for rank in ranks], f"the loss of step {number}")
-        steps.append(Step(loss, joined([rank.gradients[number] for rank in ranks])))
-    return Trained(steps, joined([rank.state for rank in ranks]), ranks[0].moved)
+        steps.append(Step(loss, join_pieces([rank.gradients[number] for rank in ranks])))
+    return Trained(steps, join_pieces([rank.state for rank in ranks]), ranks[0].moved)
 
 
 def _same(values: Sequence[float], what: str) -> float:

@@ -42,7 +42,7 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor.to_dense() if tensor.is_sparse else tensor
 
 
-def joined(ranks: Sequence[Pieces]) -> dict[str, Tensor]:
+def join_pieces(ranks: Sequence[Pieces]) -> dict[str, Tensor]:
     """Return whole tensors by name. What no rank has of one is what `torch.empty` gives.
 
     Raises:

@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hetu_fx.base.device_types import HOST, DeviceType, type_of
+from hetu_fx.base.device_types import HOST, DeviceType, device_type_record
 from hetu_fx.base.forked import settle_after_fork
 from hetu_fx.base.frameworks import launchers, torch_optimizer
 from hetu_fx.base.launcher_end import end_with_torchrun
 from hetu_fx.base.progress import telling
 from hetu_fx.base.torch_private import OPTIMIZED_MODULE
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.comm_ops.wire.consensus import agree, by_first, of_all, together
+from hetu_fx.comm_ops.wire.consensus import agree, all_gather_object, broadcast_from_rank0, raise_on_all_ranks
 from hetu_fx.comm_ops.wire.groups import GroupTable, using, watched_group
 from hetu_fx.comm_ops.wire.peers.mail import open_mail
 from hetu_fx.comm_ops.wire.peers.rounds import open_rounds
@@ -33,25 +33,25 @@ from hetu_fx.graph.leaves.trace import LeafWarning
 from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims
 from hetu_fx.graph.shared_memory import overlapping
 from hetu_fx.planner.captured_program import CapturedProgram, PlannedProgram
-from hetu_fx.planner.count.optimizer_state import state_of, takes_sparse_gradients_alone
+from hetu_fx.planner.count.optimizer_state import optimizer_state_of, takes_sparse_gradients_alone
 from hetu_fx.planner.module_program import ModuleProgram, PlannedModule
 from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.planner.values.options import Choice
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.state import ParameterState
-from hetu_fx.plans.homes import homes_near, speeds
+from hetu_fx.plans.homes import choose_homes, speeds
 from hetu_fx.plans.plan import PLAN_WORDS, Plan, plan_in_word
 from hetu_fx.program.captures import Programs
 from hetu_fx.program.lazy import initialize_lazy
 from hetu_fx.program.program import AS_IT_STANDS
 from hetu_fx.switching.adapt.adaptation import Adaptation
 from hetu_fx.switching.adapt.replanning import Conditions, Planner
-from hetu_fx.switching.adapt.tried import NOT_TRIED, Tried, TriedPlans, TryPlan
+from hetu_fx.switching.adapt.tried import NOT_TRIED, TrialResult, TriedPlans, TryPlan
 from hetu_fx.switching.eager.execution import EagerExecution, on_one_device_text
 from hetu_fx.switching.eager.row_mode import BY_ROWS
 from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
-from hetu_fx.switching.home.ops import HomeTensor, layout_of
+from hetu_fx.switching.home.ops import HomeTensor, get_home_layout
 from hetu_fx.switching.home.parameters import move_home, move_optimizer_state
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.settings import Settings
@@ -107,20 +107,22 @@ def prepare(wanted: Preparation, make_try: MakeTry | None = None) -> tuple[Runti
     _warn_of_layout(wanted.model, table)
     _check_group(table)
     own = _device_of(wanted.model)
-    types = of_all(table, own.type)
+    types = all_gather_object(table, own.type)
     table.know_types(types)
     table.connect(own)
     open_mail(table)
     open_rounds(table)
     is_mixed = len(set(types)) > 1
-    together(table, lambda: _check_optimizer(wanted.optimizer, table.size))
-    execution, program, example, plans, cluster = together(table, lambda: _found(wanted, table.size, is_mixed=is_mixed))
+    raise_on_all_ranks(table, lambda: _check_optimizer(wanted.optimizer, table.size))
+    execution, program, example, plans, cluster = raise_on_all_ranks(
+        table, lambda: _found(wanted, table.size, is_mixed=is_mixed)
+    )
     with using(table):
         rows_of_all = _agreed_rows(table, example, shared=wanted.settings.shared)
-        costs, seed = by_first(table, lambda: _costs_and_seed(wanted, program, rows_of_all))
+        costs, seed = broadcast_from_rank0(table, lambda: _costs_and_seed(wanted, program, rows_of_all))
         table.topology = cluster
         if cluster is not None and set(cluster.ranks) == set(range(table.size)):
-            table.know_ways(cluster.ways, cluster.nodes)
+            table.set_links(cluster.ways, cluster.nodes)
         planned = program.at(costs)
         tried = _tried_plans(wanted, execution, make_try, table)
         if plans is None:
@@ -128,7 +130,7 @@ def prepare(wanted: Preparation, make_try: MakeTry | None = None) -> tuple[Runti
             with telling("measuring devices and links"):
                 cluster = table.topology = cluster or Cluster.measure(table, device=device)
             plans = (_auto_plan(planned, cluster, tried, table),)
-        priced, layouts = together(table, partial(_checked, wanted, execution, plans, costs, cluster, table))
+        priced, layouts = raise_on_all_ranks(table, partial(_checked, wanted, execution, plans, costs, cluster, table))
         for plan in priced:
             tried.ask(plan)
         planner = _planner_like(() if wanted.plan == "auto" else plans, _as_tried(planned, tried))
@@ -152,7 +154,7 @@ def _agreed_rows(table: GroupTable, example: Reading[Any], *, shared: bool) -> i
     agreed = agree(table, example.facts, takes_unlike_graphs=True)
     rows = max(1, agreed.rows[0] if shared else sum(agreed.rows))
     if agreed.has_unlike_graphs:
-        agree(table, together(table, partial(example.of_rows, rows)).facts)
+        agree(table, raise_on_all_ranks(table, partial(example.of_rows, rows)).facts)
     return rows
 
 
@@ -160,8 +162,8 @@ def _tried_plans(
     wanted: Preparation, execution: Execution[Any], make_try: MakeTry | None, table: GroupTable
 ) -> TriedPlans:
     """Return what tries plans; a module that runs as it is goes by what is found."""
-    make = together(table, lambda: make_try and make_try(wanted, execution, table.size))
-    untried = Tried(NOT_TRIED.says, BY_ROWS) if wanted.works_by_rows else NOT_TRIED
+    make = raise_on_all_ranks(table, lambda: make_try and make_try(wanted, execution, table.size))
+    untried = TrialResult(NOT_TRIED.says, BY_ROWS) if wanted.works_by_rows else NOT_TRIED
     tried = TriedPlans(table, make, untried)
     if isinstance(execution, EagerExecution):
         execution.mode_of = lambda plan: tried.found(plan).mode
@@ -174,13 +176,13 @@ def _auto_plan(planned: PlannedProgram | PlannedModule, cluster: Cluster, tried:
     Where replicas of a module would all run the whole batch, it is a plan for one device.
     """
     with telling("planning") as tell:
-        plan = by_first(table, partial(planned.plan, cluster, "auto", tell=tell))
+        plan = broadcast_from_rank0(table, partial(planned.plan, cluster, "auto", tell=tell))
     if isinstance(planned, PlannedProgram) or len(plan.pipelines) == 1:
         return plan
     found = tried.ask(plan)
     if found.mode.by_rows:
         return plan
-    plan = by_first(table, partial(planned.on_one_device().plan, cluster, "auto"))
+    plan = broadcast_from_rank0(table, partial(planned.on_one_device().plan, cluster, "auto"))
     if table.rank == 0 and len(plan.pipelines) == 1:
         warnings.warn(on_one_device_text(found.mode, plan), LeafWarning, stacklevel=6)
     return plan
@@ -386,7 +388,7 @@ def _check_model(model: nn.Module) -> None:
             f"the model's parameters are on {len(devices)} devices {sorted(map(str, devices))}; move it to one "
             f"device per process, such as model.to('cuda')"
         )
-    kind = type_of(next(iter(devices)))
+    kind = device_type_record(next(iter(devices)))
     for name, parameter in model.named_parameters():
         if parameter.dtype in kind.no_dtypes:
             raise StateError(
@@ -470,10 +472,10 @@ def _state(wanted: Preparation) -> ParameterState:
     """Return what parameters cost with the optimizer; as with AdamW where it does not let itself be tried."""
     parameters = list(wanted.model.parameters())
     try:
-        return state_of(parameters, None if wanted.optimizer is None else torch_optimizer(wanted.optimizer))
+        return optimizer_state_of(parameters, None if wanted.optimizer is None else torch_optimizer(wanted.optimizer))
     except ProfileError as problem:
         warnings.warn(f"memory is planned as for AdamW: {problem}", stacklevel=5)
-        return state_of(parameters)
+        return optimizer_state_of(parameters)
 
 
 def _given_plans(given: Plans, ranks: int, execution: Execution[Any]) -> Sequence[Plan]:
@@ -511,10 +513,10 @@ def _checked(
         known = (plan.predicted is not None or plan.has_program for plan in plans)  # costs know no programs
         pairs = zip(plans, known, strict=True)
         priced = tuple(p if is_known else replace(p, predicted=expect(p, costs, cluster)) for p, is_known in pairs)
-    return priced, homes_for(priced, wanted.model, execution, cluster, table)
+    return priced, check_plans_and_choose_homes(priced, wanted.model, execution, cluster, table)
 
 
-def homes_for(
+def check_plans_and_choose_homes(
     plans: Sequence[Plan], model: nn.Module, execution: Execution[Any], cluster: Cluster | None, table: GroupTable
 ) -> dict[str, HomeLayout]:
     """Check all plans, and return where each parameter's home is: near where the first plan reads it; collective.
@@ -524,9 +526,9 @@ def homes_for(
     for plan in plans:
         execution.check(plan, table.size)
     # Raises what is wrong with any of them. By one rank for all, as examples have other sizes on each.
-    read, *_ = by_first(table, lambda: [execution.compute_annotations(plan) for plan in plans])
+    read, *_ = broadcast_from_rank0(table, lambda: [execution.compute_annotations(plan) for plan in plans])
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    annotations = homes_near(plans[0], read, shapes, speeds(cluster, table.size))
+    annotations = choose_homes(plans[0], read, shapes, speeds(cluster, table.size))
     layouts = {name: home_layout(annotations[name], shape, table.rank, table.size) for name, shape in shapes.items()}
-    layouts |= {name: layout_of(home) for name, home in model.named_parameters() if isinstance(home, HomeTensor)}
+    layouts |= {name: get_home_layout(home) for name, home in model.named_parameters() if isinstance(home, HomeTensor)}
     return layouts

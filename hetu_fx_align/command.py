@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetu_fx.base.progress import telling
-from hetu_fx.cli.given import check_folder, function_named, local_device
+from hetu_fx.cli.given import check_folder, load_function, local_device
 from hetu_fx.errors import AlignError, HetuFxError
 from hetu_fx.show.table import table_text
 
@@ -104,7 +104,7 @@ def _aligned(options: argparse.Namespace) -> Report:
         check_folder("--overrides", options.overrides, AlignError)
     ways, tolerances = _ways(options.ways), _tolerances(options.tolerance)
     torch.manual_seed(0)
-    made: tuple[Any, Any] = function_named(options.model)()
+    made: tuple[Any, Any] = load_function(options.model)()
     model, batch = _placed(*made, options)
     with telling("aligning ops") as tell:
         report = align_model(model, batch, ways, tolerances, tell)
@@ -134,7 +134,7 @@ def _ways(text: str) -> tuple[Way, ...]:
     def one(name: str) -> Way:
         if ":" not in name:
             return way_named(name)
-        made: Any = function_named(name)()
+        made: Any = load_function(name)()
         if not isinstance(made, Way):
             raise AlignError(f"{name} returns {type(made).__name__}, no hetu_fx_align.way.Way\nhint: let it return one")
         return made
@@ -143,13 +143,13 @@ def _ways(text: str) -> tuple[Way, ...]:
 
 
 def _tolerances(given: Sequence[str]) -> dict[str, float]:
-    from hetu_fx.transforms.rewrites.op_overrides import op_named
+    from hetu_fx.transforms.rewrites.op_overrides import find_op
 
     found = {}
     for text in given:
         name, equals, number = text.partition("=")
         try:
-            found[str(op_named(name, "--tolerance"))] = float(number)
+            found[str(find_op(name, "--tolerance"))] = float(number)
         except ValueError:
             raise AlignError(
                 f"--tolerance {text!r} has no number\nhint: write it like aten.linear.default=1e-4"

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hetu_fx.base.documents import MOST_BYTES, json_of, open_regular, read_json
+from hetu_fx.base.documents import MOST_BYTES, open_regular, parse_json, read_json
 from hetu_fx.errors import AlignError
 from hetu_fx.report.read import read_log
 
@@ -99,7 +99,7 @@ def _is_log(path: Path) -> bool:
     with open_regular(path, AlignError) as file:
         first = file.readline(MOST_BYTES >> 4)  # a longer one is no entry, but may be a list
     try:
-        entry = json_of(first, str(path), AlignError, constants=True)
+        entry = parse_json(first, str(path), AlignError, constants=True)
     except AlignError:
         return False
     return isinstance(entry, dict) and "event" in entry

@@ -12,9 +12,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hetu_fx.base.documents import json_text, kind_of, nearest, read_json, write_atomically
+from hetu_fx.base.documents import json_kind, json_text, nearest, read_json, write_atomically
 from hetu_fx.errors import AlignError
-from hetu_fx.transforms.rewrites.op_overrides import op_named
+from hetu_fx.transforms.rewrites.op_overrides import find_op
 from hetu_fx_align.call import Call
 
 FORMAT = "hetu_fx.op/1"
@@ -77,7 +77,9 @@ def read_call(path: Path) -> Call:
     """
     record = read_json(path, AlignError)
     if not isinstance(record, dict):
-        raise AlignError(f"{path} must be an object, not {kind_of(record)}\nhint: give a file of hetu-fx-align --save")
+        raise AlignError(
+            f"{path} must be an object, not {json_kind(record)}\nhint: give a file of hetu-fx-align --save"
+        )
     for key in record:
         if key not in KEYS:
             raise AlignError(f"{path}: unknown key {key!r}{nearest(str(key), KEYS)}")
@@ -93,7 +95,7 @@ def read_call(path: Path) -> Call:
 
 
 def _call(path: Path, record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Call:
-    op = op_named(record["op"], str(path))
+    op = find_op(record["op"], str(path))
     try:
         args = tuple(_read(value, tensors) for value in record["args"])
         kwargs = {name: _read(value, tensors) for name, value in record["kwargs"].items()}

@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 
-from hetu_fx.base.patches import Hook, Patch, known_patches, put_in, take_out
+from hetu_fx.base.patches import Hook, Patch, install_patches, known_patches, remove_patches
 
 
 def patches() -> tuple[Patch | Hook, ...]:
@@ -25,14 +25,14 @@ def patch_what_is_loaded() -> None:
         EnvironmentProblem: the installed version of one lacks what is needed.
     """
     patches()
-    put_in()
+    install_patches()
 
 
 def unpatch() -> None:
     """Put back what was there before; the next model that is made parallel has the patches put in again.
 
     Torch's stay: parallel models that are there step by them, and optimizers of others do not notice them. Where there
-    are none, `hetu_fx.base.patches.take_out("torch")` puts these back too.
+    are none, `hetu_fx.base.patches.remove_patches("torch")` puts these back too.
     """
     for library in {patch.library for patch in known_patches()} - {"torch"}:
-        take_out(library)
+        remove_patches(library)

@@ -14,7 +14,7 @@ from typing import Literal
 
 from hetu_fx.base.checks import check_not_negative
 from hetu_fx.base.memory import Log
-from hetu_fx.comm_ops.wire.consensus import of_all
+from hetu_fx.comm_ops.wire.consensus import all_gather_object
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
 from hetu_fx.switching.bridge.compute import Compute
@@ -119,7 +119,7 @@ class IdleMemory:
         """Agree on the sizes of what is new, each that of the rank where it is largest; collective."""
         if not computes:
             return
-        told = of_all(self.table, [(compute.copy_bytes, compute.graph_bytes) for compute in computes])
+        told = all_gather_object(self.table, [(compute.copy_bytes, compute.graph_bytes) for compute in computes])
         for compute, sizes in zip(computes, zip(*told, strict=True), strict=True):
             copies, graphs = zip(*sizes, strict=True)
             compute.know_sizes(max(copies), max(graphs))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.base.device_types import CPU, type_of
+from hetu_fx.base.device_types import CPU, device_type_record
 from hetu_fx.base.torch_private import tree_leaves
 from hetu_fx.comm_ops.plans.cost import Topology
 from hetu_fx.comm_ops.wire.consensus import StepFacts
@@ -26,19 +26,19 @@ from hetu_fx.errors import DeductionError, PlanError
 from hetu_fx.graph.bind import Batch
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs
-from hetu_fx.program.program import Program, deduce_program, sizes_of
+from hetu_fx.program.program import Program, deduce_program, deduction_weights
 from hetu_fx.program.structure import Structure
 from hetu_fx.program.tracer import Forward
 from hetu_fx.switching.home.parameters import Buffers
 from hetu_fx.switching.sequences.reader import SequenceReader
-from hetu_fx.switching.step.assigned_rows import sequences_of
+from hetu_fx.switching.step.assigned_rows import nested_sequences
 from hetu_fx.switching.step.batches import ReadBatch, read_batch, same_inputs
 from hetu_fx.switching.step.compiled_plans import GraphCompute, GraphVariant
 from hetu_fx.switching.step.execution import LossAndOutput, Reading, Run, StepInputs, wants_values
 from hetu_fx.switching.step.filling import Fillings
-from hetu_fx.switching.step.loss import Guess
-from hetu_fx.switching.step.run_step import run_step, stage_of
-from hetu_fx.switching.step.variant import KeptBack
+from hetu_fx.switching.step.loss import PredictedLossGrad
+from hetu_fx.switching.step.run_step import find_stage, run_step
+from hetu_fx.switching.step.variant import DeferredGradients
 from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.layouts.serialize import serialize
 from hetu_fx.transforms.lowering.lower import check_backend
@@ -105,7 +105,7 @@ class GraphExecution:
 
     def deduced(self, plan: Plan, topology: Topology | None) -> bytes | None:
         """Return the plan's deduced graph for training, as bytes."""
-        deduce = Deduce(topology, *sizes_of(self.program))
+        deduce = Deduce(topology, *deduction_weights(self.program))
         deduced = deduce_program(self.program, plan, wants_values=False, deduce=deduce)
         made = serialize(deduced, self.program.graph, self.program.factors, self.program.flow)
         return self.programs.name(self.program).encode() + made
@@ -125,7 +125,7 @@ class GraphExecution:
     ) -> Reading[GraphVariant]:
         """Read the arguments of a call, and capture the model if they have a form not seen yet."""
         given = self.programs.arguments.batch(args, kwargs)
-        sequences = sequences_of(given)
+        sequences = nested_sequences(given)
         if sequences is not None:
             return self.sequences.read(sequences, training, shared=shared)
         read = partial(read_batch, given, self.programs, training, shared=shared)
@@ -165,7 +165,7 @@ class RowReading(Reading[GraphVariant]):
 
     def build(self, variant: GraphVariant, inputs: StepInputs) -> None:
         """Make the variant's graphs."""
-        stage_of(variant, self.batch, inputs)
+        find_stage(variant, self.batch, inputs)
 
     def rehearse(self, variant: GraphVariant, inputs: StepInputs) -> None:
         """Run it and leave no trace."""
@@ -190,10 +190,10 @@ def rehearse(variant: GraphVariant, inputs: StepInputs, run: Run[GraphVariant]) 
     """
     stand_in = copy.copy(variant)
     stand_in.homes = {name: _twin(home) for name, home in variant.homes.items()}
-    stand_in.kept_back = KeptBack()
+    stand_in.kept_back = DeferredGradients()
     buffers = ReadOnly(inputs.buffers.model, inputs.buffers.table)
     with _random_states_kept(variant.device):
-        made = run(stand_in, replace(inputs, buffers=buffers, guess=Guess(), syncs_gradients=True))
+        made = run(stand_in, replace(inputs, buffers=buffers, guess=PredictedLossGrad(), syncs_gradients=True))
         ends = list(_differentiable(tree_leaves(made.output) if made.loss is None else [made.loss]))
         if ends:
             torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
@@ -202,7 +202,7 @@ def rehearse(variant: GraphVariant, inputs: StepInputs, run: Run[GraphVariant]) 
 @contextmanager
 def _random_states_kept(device: torch.device) -> Iterator[None]:
     """Give the host's generator and that of a device their states back."""
-    kinds = {kind.name: kind for kind in (CPU, type_of(device))}.values()
+    kinds = {kind.name: kind for kind in (CPU, device_type_record(device))}.values()
     before = [(kind, kind.random_state()) for kind in kinds]
     try:
         yield

@@ -21,10 +21,18 @@ from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.base.torch_private import transform_level
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.calls import note
-from hetu_fx.comm_ops.wire.consensus import Count, LocalFacts, StepFacts, agree, any_of, by_first, together
+from hetu_fx.comm_ops.wire.consensus import (
+    Count,
+    LocalFacts,
+    StepFacts,
+    agree,
+    any_rank,
+    broadcast_from_rank0,
+    raise_on_all_ranks,
+)
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import StateError
-from hetu_fx.plans.homes import homes_near, speeds
+from hetu_fx.plans.homes import choose_homes, speeds
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.eviction import IdleMemory
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
@@ -45,12 +53,12 @@ from hetu_fx.switching.step.execution import (
     VariantPart,
     check_takes_any_row,
 )
-from hetu_fx.switching.step.loss import Guess, SeenLoss
+from hetu_fx.switching.step.loss import PredictedLossGrad, SeenLoss
 from hetu_fx.switching.step.policy import BatchFacts
 from hetu_fx.switching.step.report import LastStep, StepTimes
 from hetu_fx.switching.step.rows import RowPlan, check_rows, plan_rows
 from hetu_fx.switching.step.same_inputs import SameInputs
-from hetu_fx.switching.step.timer import ComputeTimer, HostTime, clock_of
+from hetu_fx.switching.step.timer import ComputeTimer, HostTime, find_clock
 from hetu_fx.switching.step.variant import Variant
 from hetu_fx.switching.variants import Variants
 from hetu_fx.switching.whole import WholeModule
@@ -91,7 +99,7 @@ class Runtime:
         self.current = ""
         self._syncs_gradients = True
         self.step = 0
-        self.guess = Guess()
+        self.guess = PredictedLossGrad()
         self.report = LastStep()
         self.switches = 0
         self.times = StepTimes()
@@ -104,7 +112,7 @@ class Runtime:
         self._stand_by: Callable[[], None] = _rest
         self._groups_seen = len(table.creations)
         self._last_rows: tuple[Plan, tuple[int, ...], RowPlan] | None = None
-        self.clock = clock_of(next(model.parameters()).device)
+        self.clock = find_clock(next(model.parameters()).device)
         self.host = HostTime(lambda: table.waited_seconds)
 
     def add_variant(
@@ -165,7 +173,7 @@ class Runtime:
             for variant in self.variants.values():
                 variant.compute.rehome()
             plan = migrate(self.homes, annotations, optimizers, self.table, later=self.in_flight, overlap=overlap)
-        self.in_flight.tell_moved(plan, perf_counter() - start, why)
+        self.in_flight.record_home_change(plan, perf_counter() - start, why)
         return plan
 
     @property
@@ -271,7 +279,7 @@ class Runtime:
         if facts.has_unlike_graphs:
             return False
         takes = batch.takes(rows)
-        return not any_of(self.table, [not takes])[0] if facts.asks_rows else takes
+        return not any_rank(self.table, [not takes])[0] if facts.asks_rows else takes
 
     def _agree_on(self, read: Callable[[], Reading[Any]], *, of_own_rows: bool) -> tuple[Reading[Any], StepFacts, bool]:
         """Return the batch, what ranks agree on, and whether the script has made others of the model's members."""
@@ -303,7 +311,7 @@ class Runtime:
             facts = replace(facts, counts=batch.facts.counts)
         fill = partial(batch.filled, facts, self.settings.outputs)
         if facts.unequal_sizes:  # ranks may have found unlike programs for theirs, of which one does not hold for all
-            batch = together(self.table, fill)
+            batch = raise_on_all_ranks(self.table, fill)
         elif facts.sizes != batch.facts.sizes:
             batch = fill()
         if changed:
@@ -341,11 +349,11 @@ class Runtime:
         """
         plan, table = self.variants[self.current].plan, self.table
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        read = by_first(table, lambda: self.execution.compute_annotations(plan))
+        read = broadcast_from_rank0(table, lambda: self.execution.compute_annotations(plan))
         topology = table.topology
         weights = speeds(topology if isinstance(topology, Cluster) else None, table.size)
         able = [0.0 if rank in self.variants.drained else weight for rank, weight in enumerate(weights)]
-        annotations = homes_near(plan, read, shapes, able)
+        annotations = choose_homes(plan, read, shapes, able)
         return {name: home_layout(annotations[name], shape, table.rank, table.size) for name, shape in shapes.items()}
 
     def _run(self, division: Division[Any]) -> Any:

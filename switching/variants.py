@@ -110,11 +110,11 @@ class Variants(Mapping[str, Variant]):
             )
         self.pinned = name
 
-    def choose_by(self, policy: Policy) -> None:
+    def set_policy(self, policy: Policy) -> None:
         """Let another policy choose from the next step on."""
         self.policy = policy
 
-    def go_by(self, rates: Mapping[int, float]) -> None:
+    def set_rates(self, rates: Mapping[int, float]) -> None:
         """Let the policy go by these straggling rates from the next step on."""
         self.health = Health(rates)
 

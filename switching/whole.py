@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hetu_fx.base.torch_private import buffer_slots, not_saved, parameter_slots, version
 from hetu_fx.cluster.host import memory_left
-from hetu_fx.comm_ops.wire.consensus import LocalFacts, agree, of_all
+from hetu_fx.comm_ops.wire.consensus import LocalFacts, agree, all_gather_object
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.ops import HomeTensor, gather_whole
@@ -157,7 +157,9 @@ class WholeModule:
         """Gather whole parameters, some at a time; collective."""
         self.drop()
         sizes = [home.numel() * home.itemsize for home in homes]
-        check_room(of_all(self.table, memory_left(homes[0].device)), sum(sizes) + min(sum(sizes), _MESSAGE_BYTES))
+        check_room(
+            all_gather_object(self.table, memory_left(homes[0].device)), sum(sizes) + min(sum(sizes), _MESSAGE_BYTES)
+        )
         for some in _in_messages(homes, sizes):
             for home, whole in zip(some, gather_whole(some), strict=True):
                 self._copies[id(home)] = _Copy(home, version(home), _constant(whole, home))

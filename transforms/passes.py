@@ -61,7 +61,7 @@ REWRITES: tuple[Pass[Graph, Graph], ...] = (
 """Passes that need nothing but a captured graph."""
 
 
-def rewrites_with(overrides: OpOverrides) -> tuple[Pass[Graph, Graph], ...]:
+def rewrites_for(overrides: OpOverrides) -> tuple[Pass[Graph, Graph], ...]:
     """Return the passes from graph to graph, of which one runs ops as these overrides say."""
     return tuple(Override(overrides) if isinstance(one, Override) else one for one in REWRITES)
 

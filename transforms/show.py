@@ -16,7 +16,7 @@ from hetu_fx.transforms.layouts.analysed_graph import AnalysedGraph
 from hetu_fx.transforms.layouts.annotated_graph import AnnotatedGraph, StageLayout
 from hetu_fx.transforms.layouts.axis import AxisDeduction
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
-from hetu_fx.transforms.layouts.states import WHOLE, AxisState, SplitOn, Spread, Whole
+from hetu_fx.transforms.layouts.states import WHOLE, AxisState, DisjointPartial, SplitOn, Whole
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph, Handover
 
 SHORT_DTYPES = {
@@ -115,7 +115,7 @@ def _state_text(state: AxisState) -> str:
     match state:
         case SplitOn(factor):
             return f"split on #{factor.id}"
-        case Spread(factor):
+        case DisjointPartial(factor):
             return f"spread by #{factor.id}"
         case Whole():
             return "whole"

@@ -19,7 +19,7 @@ from hetu_fx.planner.make_plan import IN_CHUNKS, make_plan
 from hetu_fx.planner.price.step import PricedStep
 from hetu_fx.planner.search.homogeneous import candidates
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.search.regions import estimated
+from hetu_fx.planner.search.regions import estimate_templates
 from hetu_fx.planner.simulate.simulate import simulated_seconds
 from hetu_fx.plans.plan import Plan
 
@@ -91,9 +91,9 @@ def _turned(plan: Plan, problem: Problem) -> Iterator[Plan]:
 
 def best_priced(problem: Problem, count: int) -> dict[Plan, float]:
     """Return so many plans that fit, the first by estimate, and then by the closed form, with its seconds."""
-    found = sorted([*candidates(problem), *estimated(problem)], key=lambda one: one.seconds)
+    found = sorted([*candidates(problem), *estimate_templates(problem)], key=lambda one: one.seconds)
     plans = dict.fromkeys(one.plan(problem) for one in found[: 4 * count])
-    fitting = [pair for pair in map(problem.fitted, plans) if pair is not None]
+    fitting = [pair for pair in map(problem.fit_memory, plans) if pair is not None]
     return dict(sorted(fitting, key=lambda pair: pair[1])[:count])
 
 
@@ -103,7 +103,7 @@ def drawn_plans(problem: Problem, count: int) -> dict[Plan, float]:
     for _ in range(DRAWS):
         if len(found) == count:
             break
-        fitted = problem.fitted(draw_plan(problem.cluster, problem.costs, rng))
+        fitted = problem.fit_memory(draw_plan(problem.cluster, problem.costs, rng))
         if fitted is not None:
             found |= [fitted]
     return found

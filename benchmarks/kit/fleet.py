@@ -33,7 +33,7 @@ from benchmarks.kit.report import parser
 from benchmarks.kit.smallest import ROUNDS, SECONDS, is_smallest, least
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.cluster.links import groups_to_time, time_collectives
-from hetu_fx.comm_ops.wire.consensus import of_all
+from hetu_fx.comm_ops.wire.consensus import all_gather_object
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.launch.emulate.emulate import EmulateSpec, change_speed, current_speeds, run
 from hetu_fx.planner.price.stage import stage_costs
@@ -191,7 +191,7 @@ class OwnSpeeds:
         rank, rows = dist.get_rank(), len(next(iter(self._small.values())))
         (stage_cost,) = stage_costs(Plan.single(rank).parts(self._costs.num_blocks)[0], self._costs, cluster)
         factor = stage_cost.slowest_compute(rows) / statistics.median(seconds)
-        factors = of_all(GroupTable(), factor)
+        factors = all_gather_object(GroupTable(), factor)
         return cluster.with_speeds({d.rank: d.flops_per_second * factors[d.rank] for d in cluster.devices})
 
 
@@ -236,7 +236,7 @@ class Alone:
 
     def taken(self) -> list[float]:
         """Return what each device took in the median of the runs since the last call; collective."""
-        seconds = of_all(GroupTable(), statistics.median(self._seconds))
+        seconds = all_gather_object(GroupTable(), statistics.median(self._seconds))
         self._seconds.clear()
         return seconds
 

@@ -16,7 +16,7 @@ from benchmarks.lengths.contest import Among, Scale, Series, Texts, Trained, cor
 from benchmarks.lengths.rounds import Columns, Rounds, details, gain, predicted_gain, speed
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.dispatch.assignment import Batching
-from hetu_fx.planner.dispatch.policies import HotSPa, Hydraulis, SequencePolicy, Soonest
+from hetu_fx.planner.dispatch.policies import EarliestFinish, HotSPa, Hydraulis, SequencePolicy
 
 HELD_BY = 2  # devices hold the longest sequence
 PADDED_PART = 4  # every 4th sequence of a batch is trained on padded
@@ -57,7 +57,7 @@ def arms(held: int) -> dict[str, SequencePolicy]:
     bounds = (held,)
     found["groups of lengths, greedy packing (HotSPa)"] = Among(HOMOGENEOUS, HotSPa(bounds))
     found["groups of lengths, packing by time"] = HotSPa(bounds, batching=Batching.PACKED)
-    found["mixed lengths: the sooner"] = Soonest((Hydraulis(), HotSPa(bounds, batching=Batching.PACKED)))
+    found["mixed lengths: the sooner"] = EarliestFinish((Hydraulis(), HotSPa(bounds, batching=Batching.PACKED)))
     return found
 
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.kit.contest import adamw
 from benchmarks.kit.models import llama
 from benchmarks.lengths.contest import Scale, Texts, Took
-from hetu_fx.batches.packing import IGNORED, Filling, filled
+from hetu_fx.batches.packing import IGNORED, Filling, fill_rows
 
 
 class Grouped:
@@ -58,7 +58,7 @@ class Grouped:
 
 def _padded(group: Texts) -> Mapping[str, torch.Tensor]:
     rows = [(index,) for index in range(len(group))]
-    return filled({"input_ids": group, "labels": group}, rows, len(group[0]), Filling({"labels": IGNORED}))
+    return fill_rows({"input_ids": group, "labels": group}, rows, len(group[0]), Filling({"labels": IGNORED}))
 
 
 def kept_over_limit(scale: Scale, batches: Sequence[Texts]) -> float:

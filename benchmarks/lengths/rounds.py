@@ -12,7 +12,7 @@ from benchmarks.kit.contest import slowest, timed
 from benchmarks.kit.fleet import say
 from benchmarks.kit.report import median_ratio
 from benchmarks.lengths.contest import Texts, Took
-from hetu_fx.comm_ops.wire.consensus import of_all
+from hetu_fx.comm_ops.wire.consensus import all_gather_object
 from hetu_fx.comm_ops.wire.groups import GroupTable
 
 Train = Callable[[], Took]
@@ -48,7 +48,7 @@ class Rounds:
         """Time a contestant's next batch, which has these texts; collective."""
         took: list[Took] = []
         seconds = slowest(timed(lambda: took.append(train())))
-        slowness = statistics.fmean(of_all(GroupTable(), took[0].slowness))
+        slowness = statistics.fmean(all_gather_object(GroupTable(), took[0].slowness))
         longest = replace(took[0], computing=slowest(took[0].computing), slowness=slowness)
         found = Round(sum(map(len, texts)), seconds, longest)
         self.of.setdefault(who, []).append(found)

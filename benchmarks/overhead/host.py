@@ -37,7 +37,7 @@ from benchmarks.kit.fleet import rank_here, run_workers, world_here
 from benchmarks.kit.nets import Mlp
 from benchmarks.kit.report import Bar, Part, Row
 from benchmarks.kit.smallest import least
-from hetu_fx.comm_ops.wire.consensus import of_all
+from hetu_fx.comm_ops.wire.consensus import all_gather_object
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.peers.memory import Peers
 from hetu_fx.launch.emulate.emulate import EmulateSpec, Output
@@ -126,7 +126,7 @@ def work(*, quick: bool) -> Sequence[Milliseconds]:
         told = medians(steps, waits, rounds, in_a_row=1)
         found = {f"{name}{TURNS}": milliseconds for name, milliseconds in told.items()}
         found[CALLS] = own_calls()
-        return of_all(GroupTable(), medians(steps, waits, rounds // IN_A_ROW, in_a_row=IN_A_ROW) | found)
+        return all_gather_object(GroupTable(), medians(steps, waits, rounds // IN_A_ROW, in_a_row=IN_A_ROW) | found)
 
 
 def medians(steps: Mapping[str, Step], waits: Waits, rounds: int, *, in_a_row: int) -> Milliseconds:

@@ -13,7 +13,7 @@ from hetu_fx.annotations.annotation import Annotation, Shape
 from hetu_fx.annotations.local import local_part
 from hetu_fx.comm_ops.plans.algorithm import FLAT
 from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan
-from hetu_fx.comm_ops.plans.routes import RouteKind, kind_between
+from hetu_fx.comm_ops.plans.routes import RouteKind, route_kind
 from hetu_fx.comm_ops.plans.transition import Transition
 from hetu_fx.comm_ops.resolve.resolution import OpCall, Resolution
 from hetu_fx.comm_ops.wire.bsr_run import pack, unpack
@@ -60,7 +60,7 @@ def changes_groups(transition: Transition, wrong: Wrong) -> bool:
 
 
 def _by_groups(transition: Transition) -> Results:
-    kind = kind_between(transition.source.top, transition.target.top)
+    kind = route_kind(transition.source.top, transition.target.top)
     run = _SLICES[kind or RouteKind.SUM]
 
     def work(table: GroupTable) -> Tensor | None:

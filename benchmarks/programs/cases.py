@@ -13,7 +13,7 @@ from benchmarks.kit.models import Size, batch, gpt2, llama
 from benchmarks.kit.nets import Autoencoder, BertMoe, Convolutions
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.graph.capture import capture
-from hetu_fx.planner.count.graph_problem import GraphProblem, problem_of
+from hetu_fx.planner.count.graph_problem import GraphProblem, graph_problem_of
 from hetu_fx.program.program import make_program
 
 FAST, SLOW = Link(1e10, 1e-5), Link(1e8, 1e-4)
@@ -32,7 +32,7 @@ class Subject:
         """Capture the model, without weights, as what runs is rewritten."""
         with torch.device("meta"):
             model = self.make()
-        return problem_of(make_program(capture(model, self.example), frozenset()).analysed)
+        return graph_problem_of(make_program(capture(model, self.example), frozenset()).analysed)
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ from benchmarks.kit.report import Bar, Row, median_ratio, table
 from benchmarks.programs.cases import Race, races
 from benchmarks.programs.priced import by_speed, run_seconds
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.comm_ops.wire.consensus import by_first, from_first, of_all
+from hetu_fx.comm_ops.wire.consensus import all_gather_object, broadcast_from_rank0, from_first
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.launch.emulate.emulate import EmulateSpec
 from hetu_fx.planner.captured_program import CapturedProgram, PlannedProgram
@@ -97,12 +97,14 @@ def work(result: Path, name: str, *, quick: bool) -> int:
         cluster = measured_cluster(ranks, costs, subject.make, small, seconds=MEASURE_SECONDS, rounds=PROFILE_ROUNDS)
         say(str(cluster))
         set_speeds(equal)
-        told = by_first(ranks, lambda: {who: vars(e) for who, e in entries(program.at(costs), cluster).items()})
+        told = broadcast_from_rank0(
+            ranks, lambda: {who: vars(e) for who, e in entries(program.at(costs), cluster).items()}
+        )
         entered = {who: Entry(**entry) for who, entry in told.items()}
         steps = {who: Training(race, entry.plan, cluster) for who, entry in entered.items()}
         set_speeds(race.speeds)
         seconds = run_rounds(steps, rounds=QUICK_ROUNDS if quick else ROUNDS)
-        phases = of_all(ranks, {who: step.medians() for who, step in steps.items()})
+        phases = all_gather_object(ranks, {who: step.medians() for who, step in steps.items()})
         rows = [_row(race, who, entry, seconds) | _slowest(who, phases) for who, entry in entered.items()]
         write_result(result, {"rows": rows, "cluster": str(cluster)})
     return 0

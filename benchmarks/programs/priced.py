@@ -10,10 +10,10 @@ from benchmarks.programs.cases import Case
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import DeductionError, PlanError
 from hetu_fx.planner.count.graph_problem import GraphProblem
-from hetu_fx.planner.search.hap.adapter import sayable, stage_of
+from hetu_fx.planner.search.hap.adapter import hap_stage, is_expressible
 from hetu_fx.planner.search.hap.assemble import HapResult
 from hetu_fx.planner.search.hap.forms import SynthesisRules
-from hetu_fx.planner.search.hap.priced import deduce_plan, run_of
+from hetu_fx.planner.search.hap.priced import deduce_plan, price_plan_run
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.search.hap.to_plan import translations
 from hetu_fx.plans.plan import Pipeline, Plan
@@ -31,8 +31,8 @@ class Found:
 
 def found_program(problem: GraphProblem, cluster: Cluster, *, factors: bool) -> Found:
     """Search for a program, with sufficient factors or without."""
-    found = search(sayable(problem), cluster, rules=SynthesisRules(sufficient_factors=factors))
-    return Found(found, Plan((Pipeline((stage_of(problem, found),)),)))
+    found = search(is_expressible(problem), cluster, rules=SynthesisRules(sufficient_factors=factors))
+    return Found(found, Plan((Pipeline((hap_stage(problem, found),)),)))
 
 
 def rows_of(case: Case) -> Iterator[Row]:
@@ -41,7 +41,7 @@ def rows_of(case: Case) -> Iterator[Row]:
     by_rows = run_seconds(problem, by_speed(cluster), cluster)
     for factors in (True, False):
         each = found_program(problem, cluster, factors=factors)
-        runs = run_of(problem, each.plan, deduce_plan(problem, each.plan, cluster), cluster).seconds
+        runs = price_plan_run(problem, each.plan, deduce_plan(problem, each.plan, cluster), cluster).seconds
         near = best_near(problem, each.found, cluster)
         nearest = float("inf") if near is None else run_seconds(problem, near, cluster)
         regions = each.plan.pipelines[0].stages[0].program
@@ -80,7 +80,7 @@ def best_near(problem: GraphProblem, found: HapResult, cluster: Cluster) -> Plan
 def run_seconds(problem: GraphProblem, plan: Plan, cluster: Cluster) -> float:
     """Return what a plan takes as it runs; infinite where it is no program of all devices, or cannot run."""
     try:
-        return run_of(problem, plan, deduce_plan(problem, plan, cluster), cluster).seconds
+        return price_plan_run(problem, plan, deduce_plan(problem, plan, cluster), cluster).seconds
     except (PlanError, DeductionError):
         return float("inf")
 

@@ -20,7 +20,7 @@ from benchmarks.kit.nets import Convolutions, Experts, Mlp
 from benchmarks.kit.report import Bar, Row, finish, parser
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.graph.capture import capture
-from hetu_fx.planner.count.graph_problem import problem_of
+from hetu_fx.planner.count.graph_problem import graph_problem_of
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.search.hap.to_plan import translations
 from hetu_fx.planner.values.tensor_program import TensorProgram
@@ -55,13 +55,13 @@ def models(quick: bool) -> Iterator[tuple[str, TensorProgram]]:
     image = {"x": torch.randn(8, 3, 32, 32)}
     sequence = {"x": torch.randn(8, 64, 512)}
     for layers in (2, 12):
-        yield f"mlp-512 x{layers}", problem_of(graph_of(lambda n=layers: Mlp(512, n), sequence), rows=64).program  # type: ignore[misc]
+        yield f"mlp-512 x{layers}", graph_problem_of(graph_of(lambda n=layers: Mlp(512, n), sequence), rows=64).program  # type: ignore[misc]
         if not quick or layers == 2:
             model: Callable[[], nn.Module] = lambda n=layers: gpt2(768, n)  # type: ignore[misc]  # noqa: E731
             graph = graph_of(model, batch(4, 128, vocabulary=50257), own_loss=True)
-            yield f"gpt2-768 x{layers}", problem_of(graph, rows=32).program
-    yield "convolutions", problem_of(graph_of(Convolutions, image), rows=256).program
-    yield "experts-512", problem_of(graph_of(lambda: Experts(512, 64), sequence), rows=64).program
+            yield f"gpt2-768 x{layers}", graph_problem_of(graph, rows=32).program
+    yield "convolutions", graph_problem_of(graph_of(Convolutions, image), rows=256).program
+    yield "experts-512", graph_problem_of(graph_of(lambda: Experts(512, 64), sequence), rows=64).program
 
 
 def graph_of(make: Callable[[], nn.Module], example: dict[str, Tensor], *, own_loss: bool = False) -> AnalysedGraph:

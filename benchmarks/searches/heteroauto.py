@@ -19,7 +19,7 @@ from benchmarks.cases.heteroauto import ablations, four_kinds, speed_up, superli
 from benchmarks.kit.report import Bar, Row, finish, parser
 from hetu_fx.cluster.cluster import Link
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.heteroauto.problem import ChipKind, Freedom, HeteroProblem, Layer
+from hetu_fx.planner.search.heteroauto.problem import ChipKind, HeteroProblem, Layer, SearchSpace
 from hetu_fx.planner.search.heteroauto.search import search
 from tests.planner.search.heteroauto.exhaustive import Exhaustive
 
@@ -89,7 +89,7 @@ def small_problem(drawn: random.Random) -> HeteroProblem:
     count = drawn.randint(2, 3)
     kinds = tuple(small_kind(str(index), drawn, ample=index == count - 1) for index in range(count))
     return HeteroProblem(
-        kinds, drawn.randint(4, 6), 4, Link(drawn.choice([1.0, 10.0])), 0.1, freedom=Freedom(split_kinds=False)
+        kinds, drawn.randint(4, 6), 4, Link(drawn.choice([1.0, 10.0])), 0.1, freedom=SearchSpace(split_kinds=False)
     )
 
 

@@ -19,7 +19,7 @@ from benchmarks.traces.trace import SGD, Trace
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.captured_program import CapturedProgram
-from hetu_fx.planner.count.optimizer_state import state_of
+from hetu_fx.planner.count.optimizer_state import optimizer_state_of
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.search.staying import moving
@@ -124,7 +124,7 @@ def priced_bytes(trace: Trace) -> Iterator[float]:
     """Yield the bytes that each change of an elastic trace's small model moves, as the planner prices it."""
     model, plans, lost = trace.model(), trace.plans, trace.lost or ()
     program = CapturedProgram.of(Programs(model, None), trace.batches()[0])
-    state = state_of(list(model.parameters()), SGD(model.parameters()))
+    state = optimizer_state_of(list(model.parameters()), SGD(model.parameters()))
     costs = replace(program.costs(memory=False), state=state)
     every = Cluster.on_paper([1.0] * (1 + max(plans[0].devices)))
     for (before, after), gone in zip(pairwise(plans), lost[1:], strict=True):

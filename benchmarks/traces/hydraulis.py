@@ -20,7 +20,7 @@ from benchmarks.cases.published_hydraulis import POOL
 from benchmarks.ladder_hydraulis import batch
 from benchmarks.planted.worlds import VOCABULARY, Net
 from benchmarks.traces.trace import Named, Trace
-from hetu_fx.batches.packing import IGNORED, Filling, filled
+from hetu_fx.batches.packing import IGNORED, Filling, fill_rows
 from hetu_fx.planner.dispatch.strategy import Scheme, SequenceBatch, Strategy
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from tests.oracles.hydraulis_choice import choose
@@ -65,7 +65,7 @@ class MixedLengths(Trace):
         """Make the batches as one device takes them: a row for each sequence, filled up."""
         filling = Filling({"labels": IGNORED}, "position_ids")
         return [
-            filled(dict.fromkeys(("input_ids", "labels"), texts), [(i,) for i in range(len(texts))], most, filling)
+            fill_rows(dict.fromkeys(("input_ids", "labels"), texts), [(i,) for i in range(len(texts))], most, filling)
             for texts, most in zip(self._texts(), map(max, self.steps), strict=True)
         ]
 

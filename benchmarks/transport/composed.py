@@ -30,9 +30,9 @@ from hetu_fx.comm_ops.plans.cost import (
     two_level_all_reduce_cost,
     two_level_ring_cost,
 )
-from hetu_fx.comm_ops.wire.consensus import of_all
+from hetu_fx.comm_ops.wire.consensus import all_gather_object
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.comm_ops.wire.two_level import all_gather_by, all_reduce_by, reduce_scatter_by
+from hetu_fx.comm_ops.wire.two_level import all_gather_two_level, all_reduce_two_level, reduce_scatter_two_level
 from tests.kinds import testkind
 
 TENSOR_BYTES = 16 << 20
@@ -46,19 +46,19 @@ Run = Callable[[Tensor, Algorithm, GroupTable], object]
 
 def _gather(x: Tensor, algorithm: Algorithm, table: GroupTable) -> object:
     own = x.chunk(len(RANKS))[table.rank]
-    return all_gather_by(own, [own.shape] * len(RANKS), RANKS, algorithm, table)
+    return all_gather_two_level(own, [own.shape] * len(RANKS), RANKS, algorithm, table)
 
 
 COLLECTIVES: Mapping[str, tuple[Run, ChooseAlgorithm, Cost, Cost]] = {
     "all_reduce": (
-        lambda x, algorithm, table: all_reduce_by(x, RANKS, algorithm, table),
+        lambda x, algorithm, table: all_reduce_two_level(x, RANKS, algorithm, table),
         algorithm_of_sums,
         two_level_all_reduce_cost,
         all_reduce_cost,
     ),
     "all_gather": (_gather, algorithm_of_parts, two_level_ring_cost, ring_cost),
     "reduce_scatter": (
-        lambda x, algorithm, table: reduce_scatter_by(x.chunk(len(RANKS)), RANKS, algorithm, table),
+        lambda x, algorithm, table: reduce_scatter_two_level(x.chunk(len(RANKS)), RANKS, algorithm, table),
         algorithm_of_parts,
         two_level_ring_cost,
         ring_cost,
@@ -115,7 +115,9 @@ def _timed(value: Tensor, cluster: Cluster, table: GroupTable, rounds: int) -> l
         prices = {"composed": composed(TENSOR_BYTES, RANKS, cluster), "flat": flat(TENSOR_BYTES, RANKS, cluster)}
         before = _sent_again()
         seconds = run_rounds(ways, rounds=rounds, warm_up=1)  # type: ignore[arg-type]
-        again = sum(of_all(table, _sent_again() - before)) // (len(RANKS) // 2)  # which two ranks of a node both count
+        again = sum(all_gather_object(table, _sent_again() - before)) // (
+            len(RANKS) // 2
+        )  # which two ranks of a node both count
         line = {"what": what, "algorithm": str(algorithm), "seconds": seconds, "prices": prices}
         found.append(line | {"sent_again": again})
     return found

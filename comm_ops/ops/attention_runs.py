@@ -39,7 +39,7 @@ class AttentionRun:
         return before, AttentionRun(self.queries, (first + seen, count - seen), 0, continues=True)
 
 
-def places_of(groups: Tensor) -> Tensor:
+def token_places(groups: Tensor) -> Tensor:
     """Return the places of tokens (rows, tokens), those of one sequence being numbered alike.
 
     The numbers of a row do not fall. Where they do, sequences may come back, and the row counts as one sequence.
@@ -54,7 +54,7 @@ def places_of(groups: Tensor) -> Tensor:
     return torch.stack([starts, index], -1)
 
 
-def runs_of(places: Places, is_causal: bool) -> Iterator[tuple[slice, tuple[AttentionRun, ...]]]:
+def neighbour_runs(places: Places, is_causal: bool) -> Iterator[tuple[slice, tuple[AttentionRun, ...]]]:
     """Yield the runs of rows, those of neighbours that have the same together.
 
     Causal ones have no key after a query.
@@ -98,7 +98,7 @@ def attend(query: Tensor, part: KeyValueBlock) -> tuple[Tensor, Tensor]:
     dtype = work_dtype(query.dtype)
     out = result_like(query, part.value, dtype).zero_()
     lse = query.new_full(query.shape[:-1], -torch.inf, dtype=dtype)
-    for rows, runs in runs_of(part.places, part.offset is not None):
+    for rows, runs in neighbour_runs(part.places, part.offset is not None):
         for run in runs:
             queries = query[rows].narrow(-2, *run.queries)
             found, sums = whole.attend(queries, _part_of(part, rows, run))
@@ -118,7 +118,7 @@ def gradients(
         return whole.gradients(gradient, query, part, out, lse)
     dtype = work_dtype(query.dtype)
     dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (query, part.key, part.value))
-    for rows, runs in runs_of(part.places, part.offset is not None):
+    for rows, runs in neighbour_runs(part.places, part.offset is not None):
         for run in runs:
             given = gradient[rows].narrow(-2, *run.queries), query[rows].narrow(-2, *run.queries)
             results = out[rows].narrow(-2, *run.queries), lse[rows].narrow(-1, *run.queries)

@@ -12,7 +12,7 @@ from torch import Tensor
 from hetu_fx.comm_ops.ops.op import CommOp, call
 from hetu_fx.comm_ops.plans.algorithm import FLAT, Algorithm, parse_algorithm, spans
 from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, TensorMove, plan_moves
-from hetu_fx.comm_ops.plans.choose_algorithm import bound, nodes_of
+from hetu_fx.comm_ops.plans.choose_algorithm import bound, number_nodes
 from hetu_fx.comm_ops.plans.cost import Topology, rounds_cost, send_cost
 from hetu_fx.comm_ops.plans.transition import Transition, parse_transition
 from hetu_fx.comm_ops.wire.bsr_run import run_moves
@@ -58,7 +58,7 @@ def _adjoint(gradient: Tensor, change: str, adjoint: str, form: str = "") -> Ten
 def _form(args: Sequence[Any], topology: Topology, choice: str) -> Algorithm:
     """Tell the nodes, so that neighbours are asked first, and from how many bytes neighbours share what is far."""
     change = parse_transition(args[0])
-    nodes = nodes_of(change.ranks, topology)
+    nodes = number_nodes(change.ranks, topology)
     if choice == "flat" or not spans(nodes):
         return FLAT
     direct, shared = (plan_transition(change, 1, nodes, afar=afar) for afar in (False, True))

@@ -32,8 +32,8 @@ from hetu_fx.comm_ops.plans.choose_algorithm import always_flat
 from hetu_fx.comm_ops.plans.cost import ring_cost
 from hetu_fx.comm_ops.plans.overlap import Slices, parse_slices
 from hetu_fx.comm_ops.wire.groups import GroupTable, active
-from hetu_fx.comm_ops.wire.started import Started, place_of_sum, start_gather, start_reduce, start_sum
-from hetu_fx.comm_ops.wire.two_level import all_gather_by, all_reduce_by, reduce_scatter_by
+from hetu_fx.comm_ops.wire.started import PendingCollective, place_of_sum, start_gather, start_reduce, start_sum
+from hetu_fx.comm_ops.wire.two_level import all_gather_two_level, all_reduce_two_level, reduce_scatter_two_level
 from hetu_fx.errors import CommError
 
 LINEAR = "aten.linear.default"
@@ -101,7 +101,7 @@ def _gathered_products(
     if len(slices) > 1:
         return _gathered_in_slices(x, products, group, slices)
     shapes = [_resized(x, group.dim, size) for size in group.sizes]
-    whole = torch.cat(all_gather_by(x, shapes, group.ranks, group.algorithm, group.table), group.dim)
+    whole = torch.cat(all_gather_two_level(x, shapes, group.ranks, group.algorithm, group.table), group.dim)
     return [*products(whole), whole]
 
 
@@ -127,7 +127,7 @@ def _gathered_in_slices(x: Tensor, products: Products, group: _Group, slices: Se
     return [*made.found, *whole.found]
 
 
-def _start_slice(x: Tensor, bounds: Bounds, group: _Group) -> Started[list[Tensor]]:
+def _start_slice(x: Tensor, bounds: Bounds, group: _Group) -> PendingCollective[list[Tensor]]:
     mine = x.narrow(group.dim, *bounds[group.here])
     shapes = [_resized(x, group.dim, size) for _, size in bounds]
     return start_gather(mine, shapes, group.ranks, group.algorithm, group.table)
@@ -212,7 +212,7 @@ def _of_ends(
 
 def _start_back(
     gradients: Sequence[Tensor], weights: Sequence[Tensor], product: str, dtype: torch.dtype, group: _Group
-) -> Started[Tensor]:
+) -> PendingCollective[Tensor]:
     """Begin to sum the gradient of rows, which is made where the others read it, if they can."""
     meeting, place = (group.ranks, group.algorithm, group.table), None
     if not group.sizes and dtype == gradients[0].dtype:
@@ -336,8 +336,8 @@ def _summed_where_it_is_read(x: Tensor, weight: Tensor, bias: Tensor | None, pro
     made, meeting = PRODUCTS_BY_NAME[product], (group.ranks, group.algorithm, group.table)
     place = place_of_sum(x, [*x.shape[:-1], weight.shape[made.out]], *meeting)
     if place is None:
-        return all_reduce_by(made.call(x, weight, bias), *meeting)
-    made.make_into(place.value, x, weight, bias)
+        return all_reduce_two_level(made.call(x, weight, bias), *meeting)
+    made.write_product(place.value, x, weight, bias)
     return start_sum(place, *meeting).wait()
 
 
@@ -346,7 +346,7 @@ def _scattered(x: Tensor, act: Callable[[Tensor], Tensor], group: _Group) -> Ten
     slices, starts = group.cut(x), group.starts
     if len(slices) == 1:
         parts = act(x).split(list(group.sizes), group.dim)
-        return reduce_scatter_by(parts, group.ranks, group.algorithm, group.table)
+        return reduce_scatter_two_level(parts, group.ranks, group.algorithm, group.table)
     under_way = []
     for bounds in slices:
         taken = [x.narrow(group.dim, start + at, size) for start, (at, size) in zip(starts, bounds, strict=True)]

@@ -51,7 +51,7 @@ class Product(NamedTuple):
     weight: int
     bias: int | None
 
-    def make_into(self, room: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    def write_product(self, room: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         """Make y in a dense tensor, whatever that has been."""
         _add_product(room, x, weight if self.out else weight.t(), 0)
         if bias is not None:

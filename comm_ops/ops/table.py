@@ -38,14 +38,14 @@ from hetu_fx.comm_ops.wire.split_run import (
     result_like,
     scatter_slices,
 )
-from hetu_fx.comm_ops.wire.two_level import all_gather_by, all_reduce_by, reduce_scatter_by
+from hetu_fx.comm_ops.wire.two_level import all_gather_two_level, all_reduce_two_level, reduce_scatter_two_level
 from hetu_fx.errors import CommError
 
 # Summands and their sum.
 
 
 def _sum(x: Tensor, ranks: list[int], cotangent: str, form: str = "") -> Tensor:
-    return all_reduce_by(x, ranks, parse_algorithm(form), active())
+    return all_reduce_two_level(x, ranks, parse_algorithm(form), active())
 
 
 def _adjoint_of_sum(gradient: Tensor, ranks: list[int], cotangent: str, form: str = "") -> Tensor:
@@ -77,7 +77,7 @@ def _gather(
     table = active()
     _check_size(x, dim, sizes[table.position(ranks)], outer, inner, "all_gather")
     shapes = [_part_shape(x, dim, size, outer, inner) for size in sizes]
-    parts = all_gather_by(x, shapes, ranks, parse_algorithm(form), table)
+    parts = all_gather_two_level(x, shapes, ranks, parse_algorithm(form), table)
     return fresh(parts[0]) if len(parts) == 1 else join_parts(parts, dim, outer)
 
 
@@ -93,7 +93,7 @@ def _adjoint_of_gather(gradient: Tensor, *args: Any) -> Tensor:
 def _reduce(x: Tensor, ranks: list[int], dim: int, sizes: list[int], outer: int, inner: int, form: str = "") -> Tensor:
     _check_size(x, dim, sum(sizes), outer, inner, "reduce_scatter")
     parts = [take_part(x, dim, sizes, position, outer, inner) for position in range(len(ranks))]
-    return reduce_scatter_by(parts, ranks, parse_algorithm(form), active())
+    return reduce_scatter_two_level(parts, ranks, parse_algorithm(form), active())
 
 
 def _slice(x: Tensor, ranks: list[int], dim: int, sizes: list[int], outer: int, inner: int, form: str = "") -> Tensor:

@@ -63,7 +63,7 @@ class Algorithm:
         """Return the algorithm for a collective of some members of the op's ranks."""
         if not self.nodes:
             return self
-        nodes, *outer = tiers_of(self.tiers, ranks, members)
+        nodes, *outer = member_tiers(self.tiers, ranks, members)
         return Algorithm(nodes, self.two_level_from, self.padded_below, tuple(outer))
 
 
@@ -87,7 +87,7 @@ def parse_algorithm(text: str) -> Algorithm:
     return Algorithm(nodes, least, int(match["pads"] or 0), outer)
 
 
-def tiers_of(
+def member_tiers(
     tiers: Sequence[Sequence[int]], ranks: Sequence[int], members: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
     """Return what some of `ranks` stand in."""

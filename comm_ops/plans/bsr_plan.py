@@ -279,9 +279,9 @@ def plan_on_links(moves: Sequence[TensorMove], topology: Topology | None) -> Bsr
     if topology is None:
         return plan_moves(moves)
     plans = [plan_moves(moves, node_of=topology.node_of, relays=relays) for relays in (False, True)]
-    return min(plans, key=lambda plan: seconds_of(plan, topology))
+    return min(plans, key=lambda plan: price_plan(plan, topology))
 
 
-def seconds_of(plan: BsrPlan, topology: Topology) -> float:
+def price_plan(plan: BsrPlan, topology: Topology) -> float:
     """Price a plan: its rounds one after the other."""
     return rounds_cost([part.messages for part in plan.rounds], topology)

@@ -29,7 +29,7 @@ ChooseAlgorithm = Callable[[Sequence[Any], Topology, str], Algorithm]
 _MANY = 1 << 40  # bytes that make latency vanish
 
 
-def nodes_of(ranks: Sequence[int], topology: Topology) -> tuple[int, ...]:
+def number_nodes(ranks: Sequence[int], topology: Topology) -> tuple[int, ...]:
     """Number the nodes of `ranks` from 0, in order of appearance."""
     numbers: dict[int, int] = {}
     return tuple(numbers.setdefault(topology.node_of(rank), len(numbers)) for rank in ranks)

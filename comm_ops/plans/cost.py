@@ -8,7 +8,7 @@ from itertools import chain, starmap
 from typing import Protocol
 
 from hetu_fx.base.once import once
-from hetu_fx.comm_ops.plans.algorithm import by_node, spans, tiers_of
+from hetu_fx.comm_ops.plans.algorithm import by_node, member_tiers, spans
 from hetu_fx.comm_ops.plans.algorithm import lanes as lanes_of
 
 
@@ -186,7 +186,7 @@ def _levels(topology: Topology, ranks: tuple[int, ...], tiers: tuple[tuple[int, 
     if not tiers:
         return _Levels(inside)
     across = lanes_of(units)
-    outer = dict.fromkeys((topology.alike(lane), tiers_of(tiers[1:], ranks, lane)) for lane in across)
+    outer = dict.fromkeys((topology.alike(lane), member_tiers(tiers[1:], ranks, lane)) for lane in across)
     return _Levels(inside, len(across), frozenset(_levels(topology, *one, lanes * len(across)) for one in outer))
 
 

@@ -45,7 +45,7 @@ def parse_slices(text: str) -> Slices:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class OverlapCost:
     """A product of some rows, and communication that can travel beside it.
 
     Attributes:
@@ -75,7 +75,7 @@ class Beside:
         return best if self.seconds(best) * GAIN <= self.seconds(1) else 1
 
 
-def best_slices(of_rows: Callable[[int], Beside]) -> Slices:
+def best_slices(of_rows: Callable[[int], OverlapCost]) -> Slices:
     """Return the slices that take least, from what numbers of rows take; bounds are powers of two.
 
     Measurements that differ a little so give the same graph on all ranks.

@@ -53,7 +53,7 @@ class Route:
         return list(zip(*(itertools.islice(itertools.cycle(ranks), count) for ranks in self.holders), strict=True))
 
 
-def kind_between(before: State | None, after: State | None) -> RouteKind | None:
+def route_kind(before: State | None, after: State | None) -> RouteKind | None:
     """Return the collective that takes a tensor from one state over some groups to another; None: none does."""
     match before, after:
         case Partial(), Duplicate():
@@ -79,7 +79,7 @@ def _route_across(part: Slice, kind: RouteKind, group_of: Mapping[int, int]) -> 
     return Route(kind, tuple(everyone.values()), home) if before[home] == after[home] else None
 
 
-def routes_of(part: Slice) -> tuple[Route, ...] | None:
+def find_routes(part: Slice) -> tuple[Route, ...] | None:
     """Return the routes by which every receiver gets what it lacks, each rank in one collective at most.
 
     None where only messages do that.
@@ -166,7 +166,7 @@ def slice_groups(transition: Transition) -> tuple[SliceGroup, ...]:
 
 
 @lru_cache(maxsize=65536)
-def groups_of(transition: Transition, rank: int) -> tuple[SliceGroup, ...]:
+def collectives_of_rank(transition: Transition, rank: int) -> tuple[SliceGroup, ...]:
     """List the collectives that `rank` takes part in, in order."""
     return tuple(group for group in slice_groups(transition) if rank in group.ranks)
 
@@ -191,7 +191,7 @@ def _routes(transition: Transition) -> tuple[tuple[Dims, Route | None], ...]:
     """List every finest slice with its route across the groups."""
     source, target = transition.source, transition.target
     is_alone = source.top is None and target.top is None  # a group meets no other, each rank sums what it has
-    kind = RouteKind.SUM if is_alone else kind_between(source.top, target.top)
+    kind = RouteKind.SUM if is_alone else route_kind(source.top, target.top)
     if kind is None:
         raise ResolveError(f"no split collective makes {transition}; the top must be summed, or gathered")
     group_of = {rank: index for index, group in enumerate(source.groups) for rank in group.ranks}

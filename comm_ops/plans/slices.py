@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 
 from hetu_fx.annotations.annotation import Annotation, Shape
-from hetu_fx.annotations.region import Intervals, cut, length, merge, offsets, whole
+from hetu_fx.annotations.region import Intervals, length, merge, offsets, split_interval, whole
 from hetu_fx.annotations.states import Partial, Sharding, Split
 from hetu_fx.comm_ops.plans.transition import Transition
 
@@ -128,7 +128,7 @@ def _regions(sharding: Sharding, piece: Dims) -> list[Dims]:
     regions = [piece]
     for axis in sharding.axes:
         if isinstance(axis, Split):
-            dim, parts = axis.dim, [cut(piece[axis.dim], axis, at) for at in range(axis.ways)]
+            dim, parts = axis.dim, [split_interval(piece[axis.dim], axis, at) for at in range(axis.ways)]
             regions = [(*region[:dim], part, *region[dim + 1 :]) for region in regions for part in parts]
         else:
             regions = [region for region in regions for _ in range(axis.ways)]
@@ -139,7 +139,7 @@ def _piece(annotation: Annotation, index: int, shape: Shape) -> Dims:
     """Return the index space of one group; a symbolic dim counts as one entry."""
     piece = [whole(1 if size is None else size) for size in shape]
     if isinstance(annotation.top, Split):
-        piece[annotation.top.dim] = cut(piece[annotation.top.dim], annotation.top, index)
+        piece[annotation.top.dim] = split_interval(piece[annotation.top.dim], annotation.top, index)
     return tuple(piece)
 
 

@@ -39,7 +39,7 @@ def piece_shape(top: State | None, index: int, shape: Shape) -> Shape:
     return (*shape[: top.dim], top.local_size(size, index), *shape[top.dim + 1 :])
 
 
-def reduced(annotation: Annotation, shape: Shape) -> list[Annotation]:
+def reduced_annotations(annotation: Annotation, shape: Shape) -> list[Annotation]:
     """Return the annotations of the sum of the summands: on every rank of them, or cut up among them."""
     if not annotation.has_partial:
         return []
@@ -48,7 +48,7 @@ def reduced(annotation: Annotation, shape: Shape) -> list[Annotation]:
     return [whole] if cut is None else [cut, whole]
 
 
-def scattered(annotation: Annotation, shape: Shape) -> list[Annotation]:
+def scattered_annotations(annotation: Annotation, shape: Shape) -> list[Annotation]:
     """Return the annotation with every copy cut up among those that hold it, if there is one."""
     cut = _with_cuts(annotation, shape, Duplicate)
     return [] if cut is None else [cut]

@@ -24,7 +24,7 @@ class OpCall:
     args: tuple[object, ...]
 
 
-def resized(call: OpCall, sizes: Sequence[object]) -> OpCall:
+def resize_call(call: OpCall, sizes: Sequence[object]) -> OpCall:
     """Return a call that cuts or joins a dim with other sizes: of one whose size only the run tells.
 
     Such a change is resolved for a stand-in of as many entries as the split has units.

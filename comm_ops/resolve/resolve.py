@@ -18,7 +18,13 @@ from hetu_fx.annotations.states import Sharding, Split
 from hetu_fx.comm_ops.plans.cost import Topology
 from hetu_fx.comm_ops.plans.transition import format_shape
 from hetu_fx.comm_ops.resolve.edge import ReshardEdge, StepPrices, Steps
-from hetu_fx.comm_ops.resolve.intermediates import cut_copies, dual, partial_on_top, reduced, scattered
+from hetu_fx.comm_ops.resolve.intermediates import (
+    cut_copies,
+    dual,
+    partial_on_top,
+    reduced_annotations,
+    scattered_annotations,
+)
 from hetu_fx.comm_ops.resolve.resolution import MoveStep, Resolution
 from hetu_fx.comm_ops.resolve.tiers import across_groups, along_axes, same_top
 from hetu_fx.errors import AnnotationError, ResolveError
@@ -157,8 +163,8 @@ def _by_moving(edge: ReshardEdge, prices: StepPrices) -> Iterator[Steps]:
 
 def _by_reducing_and_gathering(edge: ReshardEdge, prices: StepPrices) -> Iterator[Steps]:
     """Sum where the summands are before a move, gather where the copies shall be after it, or both."""
-    befores = reduced(edge.source, edge.shape)
-    afters = scattered(edge.target, edge.shape)
+    befores = reduced_annotations(edge.source, edge.shape)
+    afters = scattered_annotations(edge.target, edge.shape)
     for before in (edge.source, *befores):
         for after in (edge.target, *afters):
             steps = _by_way_of(edge, before, after, prices)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.states import DeviceGroup, Duplicate, Partial, Sharding, Split, State
-from hetu_fx.comm_ops.plans.routes import fits, kind_between
+from hetu_fx.comm_ops.plans.routes import fits, route_kind
 from hetu_fx.comm_ops.plans.transition import Transition
 from hetu_fx.comm_ops.resolve.edge import ReshardEdge, Steps
 from hetu_fx.comm_ops.resolve.intermediates import dual
@@ -63,7 +63,7 @@ def across_groups(edge: ReshardEdge) -> Steps | None:
     source, target = edge.source, edge.target
     if source.groups != target.groups or source.shardings != target.shardings:
         return None
-    route = kind_between(source.top, target.top)
+    route = route_kind(source.top, target.top)
     if route is None or not fits(Transition(source, target, edge.shape)):
         return None
     kind = "partial" if isinstance(edge.gradient.top, Partial) else "duplicate"

@@ -64,7 +64,7 @@ class Sending:
     """Messages under way."""
 
     messages: Messages
-    posted: p2p.Posted
+    posted: p2p.PendingMessages
     table: GroupTable
 
     def wait(self) -> dict[int, Tensor]:
@@ -81,7 +81,7 @@ class Sending:
 
 def post(messages: Messages, table: GroupTable) -> Sending:
     """Start to send messages and to receive those that arrive. Raises CommError where a peer is dead."""
-    posted = p2p.Posted(())
+    posted = p2p.PendingMessages(())
     if messages.peers:
         receives, sends = (
             [(peer, message, p2p.Tag.SLICES) for peer, message in sorted(by_peer.items())]

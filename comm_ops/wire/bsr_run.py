@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hetu_fx.annotations.local import read, write
+from hetu_fx.annotations.local import take_slice, write
 from hetu_fx.base.device_types import HOST
 from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, SliceTransfer, TensorMove
 from hetu_fx.comm_ops.wire.bsr_messages import Messages, Rooms, post
@@ -21,7 +21,7 @@ from hetu_fx.comm_ops.wire.packing import (
     local_shape_like,
     packed_bytes,
     slice_shape,
-    view_packed,
+    view_message,
 )
 from hetu_fx.errors import CommError
 
@@ -42,7 +42,7 @@ def run_moves(
     nothing after. Where it holds something only after, `like[i]` gives dtype and device. Raises CommError
     where a peer is dead or late, or a tensor has another shape than the plan says.
     """
-    examples = examples_of(plan, tensors, like, table.rank)
+    examples = example_slices(plan, tensors, like, table.rank)
     results = list(tensors)
     for part in plan.rounds:
         messages = exchange(part, table, examples, results)
@@ -133,7 +133,7 @@ def prepare(
             senders.setdefault(transfer.sender, []).append(transfer)
     receivers = plan.outgoing.get(rank, {})
     device = _device(plan, rank, examples)
-    host = HOST if rooms is not None and table.staged(device) else device
+    host = HOST if rooms is not None and table.is_staged(device) else device
     rooms = rooms or Rooms()
     arriving = rooms.arriving.take(_sizes(plan, senders, examples), host)
     leaving = rooms.leaving.take(_sizes(plan, receivers, examples), host)
@@ -155,7 +155,7 @@ def _device(plan: BsrPlan, rank: int, examples: Sequence[Tensor]) -> torch.devic
     return examples[moves[0]].device if moves else torch.device("cpu")
 
 
-def examples_of(
+def example_slices(
     plan: BsrPlan, tensors: Sequence[Tensor | None], like: Sequence[Tensor] | None, rank: int
 ) -> list[Tensor]:
     """Return for every move a tensor of its dtype and device. Raises CommError where a tensor is missing or misfit."""
@@ -186,7 +186,7 @@ def _places(
     offset = 0
     for transfer in transfers:
         shape, example = _shape(plan, transfer, examples), examples[transfer.move]
-        yield transfer, view_packed(message, offset, shape, example.dtype)
+        yield transfer, view_message(message, offset, shape, example.dtype)
         offset += packed_bytes(shape, example.element_size())
 
 
@@ -198,7 +198,7 @@ def _read(plan: BsrPlan, rank: int, transfer: SliceTransfer, tensors: Sequence[T
     move, tensor = plan.moves[transfer.move], tensors[transfer.move]
     if tensor is None:
         raise CommError(f"rank {rank} must send part of move {transfer.move}, but got no tensor for it")
-    return read(tensor.detach(), local_dims(move.source, rank, move.shape, transfer.dims))
+    return take_slice(tensor.detach(), local_dims(move.source, rank, move.shape, transfer.dims))
 
 
 def _write(plan: BsrPlan, rank: int, transfer: SliceTransfer, results: Sequence[Tensor | None], value: Tensor) -> None:

@@ -64,7 +64,7 @@ def note(name: str, *, is_step: bool = False) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Whereabouts:
+class CallSite:
     """Where a thread is: in a call of ours (its name, the same on all ranks) or in the user's code, and at which line.
 
     A backward counts as ours while it runs.
@@ -74,13 +74,13 @@ class Whereabouts:
     place: str
 
 
-def whereabouts() -> Whereabouts:
+def whereabouts() -> CallSite:
     """Tell where the thread is that calls parallel models; from any thread."""
     thread = last.thread or threading.main_thread().ident
     return _whereabouts(_stack(thread))
 
 
-def place_of(error: BaseException | None) -> str:
+def user_line_of_error(error: BaseException | None) -> str:
     """Name the user's line that an error has passed last."""
     stack = list(_trace(None if error is None else error.__traceback__))
     return _whereabouts(stack[::-1]).place if stack else ""
@@ -167,11 +167,11 @@ def _is_below(file: str, folders: tuple[str, ...]) -> bool:
     )
 
 
-def _whereabouts(stack: Stack) -> Whereabouts:
+def _whereabouts(stack: Stack) -> CallSite:
     entry = next((i for i in reversed(range(len(stack))) if stack[i].is_ours), None)
     outside = stack if entry is None else stack[entry:]  # what the user's code has called, and that code
     call = "" if entry is None else f"{stack[entry].function} ({os.path.basename(stack[entry].file)})"
-    return Whereabouts(call, _shown([line for line in outside if not line.is_inner]))
+    return CallSite(call, _shown([line for line in outside if not line.is_inner]))
 
 
 def _shown(lines: Stack) -> str:

@@ -97,7 +97,7 @@ class Exchange:
 
 
 @dataclass(slots=True)
-class UnderWay(Generic[Made]):
+class PendingWork(Generic[Made]):
     """What a collective makes, and the collective, if it is not over."""
 
     made: Made
@@ -111,7 +111,7 @@ class UnderWay(Generic[Made]):
 
 def _to_wire(x: Flat, ranks: Sequence[int], table: GroupTable) -> Flat:
     """Bring a buffer to the device that its messages between `ranks` leave from, if it is not there."""
-    return Flat(x.tensor.cpu()) if table.staged(x.tensor.device, ranks) else x
+    return Flat(x.tensor.cpu()) if table.is_staged(x.tensor.device, ranks) else x
 
 
 def fresh(x: Tensor) -> Tensor:
@@ -154,10 +154,10 @@ def _start_sum(
     turned = [*ranks[here + 1 :], *ranks[:here]]
     sends = [(rank, outgoing[rank], tag) for rank in turned if outgoing[rank].numel()]
     posted = post(receives, sends, table, table.group(ranks), is_staged=is_staged)
-    return Exchange(tuple(ranks), [posted], lambda: sum_into(result, list(summands.values())), table=table)
+    return Exchange(tuple(ranks), [posted], lambda: sum_in_order(result, list(summands.values())), table=table)
 
 
-def sum_into(result: Tensor, summands: Sequence[Tensor]) -> None:
+def sum_in_order(result: Tensor, summands: Sequence[Tensor]) -> None:
     """Sum in order; where `result` is one of the summands, the first one is written to."""
     first, second, *rest = summands
     total = torch.add(first, second, out=first if any(result is summand for summand in summands) else result)
@@ -213,7 +213,7 @@ def reduce_world(value: Tensor, world: int, op: dist.ReduceOp.RedOpType, what: s
     return value if world == 1 else reduce_small(value, op, active(), what, world)
 
 
-def sum_over(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:
+def sum_tensor(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:
     """Return the sum of `x` over `ranks` as a new contiguous tensor, the same bits on all of them."""
     if len(ranks) == 1 or x.numel() == 0:
         return fresh(x)
@@ -221,24 +221,24 @@ def sum_over(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:
         return begin_sum(x, ranks, table, is_async=False).end()
 
 
-def begin_sum(x: Tensor, ranks: Sequence[int], table: GroupTable, *, is_async: bool = True) -> UnderWay[Tensor]:
-    """Start what `sum_over` does; `x` may be written to where nobody else has it. The caller guards it.
+def begin_sum(x: Tensor, ranks: Sequence[int], table: GroupTable, *, is_async: bool = True) -> PendingWork[Tensor]:
+    """Start what `sum_tensor` does; `x` may be written to where nobody else has it. The caller guards it.
 
     Large summands of many ranks that are staged are summed at once.
     """
     if len(ranks) == 1 or x.numel() == 0:
-        return UnderWay(fresh(x))
+        return PendingWork(fresh(x))
     wire, others = dense(x), len(ranks) - 1
     is_large, is_staged = others > 1 and others * wire.nbytes > _DIRECT_BYTES, table.meets_on_host(x.device, ranks)
     if is_staged and is_large:
-        return UnderWay(_sum_by_parts(wire, ranks, table))
+        return PendingWork(_sum_by_parts(wire, ranks, table))
     if is_staged or not (is_large or table.is_native(wire.device)):
         result = torch.empty_like(wire)
         outgoing = dict.fromkeys(ranks, wire)
-        return UnderWay(result, _start_sum(outgoing, result, ranks, table, Tag.SUMMANDS, is_staged=is_staged))
+        return PendingWork(result, _start_sum(outgoing, result, ranks, table, Tag.SUMMANDS, is_staged=is_staged))
     result = wire.clone() if wire.data_ptr() == x.data_ptr() else wire
     work = table.transport.all_reduce(Flat.over(result), table.group(ranks), is_async=is_async)
-    return UnderWay(result, Exchange(tuple(ranks), [] if work is None else [work], table=table))
+    return PendingWork(result, Exchange(tuple(ranks), [] if work is None else [work], table=table))
 
 
 def _sum_by_parts(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:
@@ -267,16 +267,16 @@ def gather_parts(x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int
 
 def begin_gather(
     x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], table: GroupTable
-) -> UnderWay[list[Tensor]]:
+) -> PendingWork[list[Tensor]]:
     """Start what `gather_parts` does. The caller guards it."""
     here = table.position(ranks)
     parts = [x if i == here else x.new_empty(list(shape)) for i, shape in enumerate(shapes)]
     if len(ranks) == 1 or all(part.numel() == 0 for part in parts):
-        return UnderWay(parts)
+        return PendingWork(parts)
     wires = [dense(part) for part in parts]
     if table.meets_on_host(x.device, ranks):
-        return UnderWay(wires, _start_staged_gather(wires, ranks, table))
-    return UnderWay(wires, _start_gather([Flat.over(wire) for wire in wires], ranks, table))
+        return PendingWork(wires, _start_staged_gather(wires, ranks, table))
+    return PendingWork(wires, _start_gather([Flat.over(wire) for wire in wires], ranks, table))
 
 
 def reduce_parts(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable) -> Tensor:
@@ -289,19 +289,19 @@ def reduce_parts(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTabl
 
 def begin_reduce(
     parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable, *, is_async: bool = True
-) -> UnderWay[Tensor]:
+) -> PendingWork[Tensor]:
     """Start what `reduce_parts` does. The caller guards it."""
     here = table.position(ranks)
     if len(ranks) == 1 or all(part.numel() == 0 for part in parts):
-        return UnderWay(fresh(parts[here]))
+        return PendingWork(fresh(parts[here]))
     wires, is_staged = [dense(part) for part in parts], table.meets_on_host(parts[here].device, ranks)
     result = torch.empty_like(wires[here], memory_format=torch.contiguous_format)
     if is_staged or not table.is_native(result.device):
         outgoing = dict(zip(ranks, wires, strict=True))
-        return UnderWay(result, _start_sum(outgoing, result, ranks, table, Tag.SUMMANDS, is_staged=is_staged))
+        return PendingWork(result, _start_sum(outgoing, result, ranks, table, Tag.SUMMANDS, is_staged=is_staged))
     ordered = [Flat.over(wires[i]) for i in table.order(ranks)]
     work = table.transport.reduce_scatter(Flat.over(result), ordered, table.group(ranks), is_async=is_async)
-    return UnderWay(result, Exchange(tuple(ranks), [] if work is None else [work], wires.clear, table=table))
+    return PendingWork(result, Exchange(tuple(ranks), [] if work is None else [work], wires.clear, table=table))
 
 
 def exchange_parts(
@@ -322,7 +322,9 @@ def exchange_parts(
     return arriving
 
 
-def gather_padded(x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], table: GroupTable) -> list[Tensor]:
+def gather_as_padded(
+    x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], table: GroupTable
+) -> list[Tensor]:
     """Do what `gather_parts` does in one collective of equal parts, padded to the largest."""
     numels = [torch.Size(shape).numel() for shape in shapes]
     largest = max(numels)
@@ -336,7 +338,7 @@ def gather_padded(x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[in
     return [flats[i][:numel].view(list(shape)) for i, (numel, shape) in enumerate(zip(numels, shapes, strict=True))]
 
 
-def reduce_padded(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable) -> Tensor:
+def reduce_as_padded(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable) -> Tensor:
     """Do what `reduce_parts` does in one collective of equal parts, padded to the largest."""
     mine = parts[table.position(ranks)]
     largest = max(part.numel() for part in parts)

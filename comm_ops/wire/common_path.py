@@ -27,10 +27,10 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hetu_fx.base.torch_private import PrefixStore, Store, address_of, connected_anew, is_member_of
-from hetu_fx.comm_ops.wire.calls import last, place_of, whereabouts
+from hetu_fx.base.torch_private import PrefixStore, Store, connected_anew, is_group_member, store_address
+from hetu_fx.comm_ops.wire.calls import last, user_line_of_error, whereabouts
 from hetu_fx.comm_ops.wire.shutdown import finish_at_exit, sever
-from hetu_fx.comm_ops.wire.standings import Reach, Standing, Standings, StoreSilence, Wait, oldest_wait
+from hetu_fx.comm_ops.wire.standings import RankStatus, Reach, Standings, StoreSilence, Wait, oldest_wait
 from hetu_fx.errors import CommError, DivergedError, EnvironmentProblem
 
 WAIT_SECONDS = 60.0
@@ -136,7 +136,7 @@ class CommonPath:
             asking.end()
         self.check()
 
-    def _name_lost(self, own: Standing) -> None:
+    def _name_lost(self, own: RankStatus) -> None:
         """Leave a verdict on the ranks that have left, or give no sign of life while this one looks."""
         known, seconds = Standings(), _BEATS * self._pause
         known.hear(self._told(), 0.0)
@@ -145,11 +145,11 @@ class CommonPath:
             self._cut.wait(seconds)
             self.check()
             known.hear(self._told(), seconds)
-            lost = known.astray(own, math.inf) or known.silent_for(seconds)
+            lost = known.astray(own, math.inf) or known.silent_ranks(seconds)
         if lost and self.broken is None:
             self._break(known.verdict(self.rank, own, lost, 2 * seconds))
 
-    def _told(self) -> dict[int, Standing | None]:
+    def _told(self) -> dict[int, RankStatus | None]:
         return {other: self._read(other) for other in self._others}
 
     def refuse_unlike(self, what: str) -> None:
@@ -159,7 +159,7 @@ class CommonPath:
             self._tell(own)
             time.sleep(_NEWS_SECONDS)
             self._known.hear(self._told(), 0.0)
-            self._break(self._known.explained("ranks make unlike calls", self.rank, own, math.inf))
+            self._break(self._known.explain_ranks("ranks make unlike calls", self.rank, own, math.inf))
         except RuntimeError:  # the store is gone, with the rank that served it
             _log.info("rank %d cannot ask where the others are: the store is gone", self.rank)
         self.check()
@@ -199,7 +199,7 @@ class CommonPath:
         while not self._over.wait(self._pause):
             now = perf_counter()
             base = self._base()
-            if base is None or not is_member_of(base):
+            if base is None or not is_group_member(base):
                 self._forget()
                 return
             self._is_asked = True
@@ -250,7 +250,7 @@ class CommonPath:
                     "%s cannot reach the job's store at %s: it has not answered for %.1f s; is the network cut, or the "
                     "machine of the store gone? What snapshots have kept stays. If it is not reached within %g s, and "
                     "this rank waits for others, its waits end, and so does the process",
-                    here, address_of(self._store), self._silence.seconds, self.seconds,
+                    here, store_address(self._store), self._silence.seconds, self.seconds,
                 )  # fmt: skip
             case Reach.BACK:
                 _log.warning("%s has reached the job's store again", here)
@@ -259,21 +259,23 @@ class CommonPath:
 
     def _end_cut_off(self) -> None:
         """End the waits of this rank, and the process, unless `hetu-fx launch` runs the script in it once more."""
-        why = f"the job's store at {address_of(self._store)} has not answered for {self._silence.seconds:.1f} s"
+        why = f"the job's store at {store_address(self._store)} has not answered for {self._silence.seconds:.1f} s"
         threading.Thread(target=end_communication, args=(why, self._over), daemon=True).start()
         if "HETU_FX_START" not in os.environ:
             threading.Thread(target=_exit_cut_off).start()  # no daemon: the interpreter waits for it
 
-    def _standing(self, left: str | None = None) -> Standing:
+    def _standing(self, left: str | None = None) -> RankStatus:
         self._beat += 1
         now, where, wait = perf_counter(), whereabouts(), oldest_wait(self)
         if where.call:
             self._inside_until = now
         since = max(self._inside_until, last.at) if wait is None else wait.start
         waits_for, table = ("", "") if wait is None else (wait.what, wait.table)
-        return Standing(self._beat, where.call, where.place, waits_for, now - since, last.text, last.steps, left, table)
+        return RankStatus(
+            self._beat, where.call, where.place, waits_for, now - since, last.text, last.steps, left, table
+        )
 
-    def _tell(self, standing: Standing) -> None:
+    def _tell(self, standing: RankStatus) -> None:
         self._store.set(f"at/{self.rank}", standing.write())
 
     def _hear_verdict(self) -> None:
@@ -293,11 +295,11 @@ class CommonPath:
         self._known.hear(self._told(), passed)
         self._judge(wait, self._standing())
 
-    def _read(self, rank: int) -> Standing | None:
+    def _read(self, rank: int) -> RankStatus | None:
         key = f"at/{rank}"
-        return Standing.read(self._store.get(key).decode()) if self._store.check([key]) else None
+        return RankStatus.read(self._store.get(key).decode()) if self._store.check([key]) else None
 
-    def _judge(self, wait: Wait, own: Standing) -> None:
+    def _judge(self, wait: Wait, own: RankStatus) -> None:
         if not own.waits_for:
             return
         if astray := self._known.astray(own, self.seconds):
@@ -316,7 +318,7 @@ class CommonPath:
 _over: WeakKeyDictionary[ProcessGroup, CommonPath] = WeakKeyDictionary()
 
 
-def path_over(group: ProcessGroup | None) -> CommonPath | None:
+def common_path_of(group: ProcessGroup | None) -> CommonPath | None:
     """Return what watches the ranks of a group; None if nobody does."""
     return None if group is None else _over.get(group)
 
@@ -363,5 +365,5 @@ def leave_paths(why: str) -> None:
 @atexit.register
 def _tell_end() -> None:
     error = getattr(sys, "last_value", None)
-    place = place_of(error)
+    place = user_line_of_error(error)
     leave_paths("" if error is None else f"{type(error).__name__}: {error}{place and f', at {place}'}")

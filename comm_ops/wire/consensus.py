@@ -179,7 +179,7 @@ class LocalFacts:
 
     @property
     def _graph(self) -> int:
-        return digest_of(f"{self.graph}|{len(self.sizes)}|{len(self.counts)}|{len(self.values)}")
+        return hash_text(f"{self.graph}|{len(self.sizes)}|{len(self.counts)}|{len(self.values)}")
 
     @property
     def shown(self) -> str:
@@ -190,7 +190,7 @@ class LocalFacts:
     def row(self) -> tuple[float, ...]:
         """Return all as it stands in the message; worked out once for the facts of batches that are alike."""
         lists = _padded(self.sizes, _MAX_SIZES), _padded(self.counts, _MAX_COUNTS), _padded(self.values, _MAX_VALUES)
-        return (0.0, float(digest_of(self.signature)), *self.numbers, *chain.from_iterable(lists))
+        return (0.0, float(hash_text(self.signature)), *self.numbers, *chain.from_iterable(lists))
 
 
 def agree(
@@ -258,7 +258,7 @@ def _sizes_of(gathered: Sequence[Numbers], count: int) -> tuple[tuple[int, ...],
     return tuple(sizes if has or not any(has_rows) else () for sizes, has in zip(told, has_rows, strict=True))
 
 
-def together(table: GroupTable, act: Callable[[], T]) -> T:
+def raise_on_all_ranks(table: GroupTable, act: Callable[[], T]) -> T:
     """Do something local on every rank, and raise on all ranks if it failed on one; collective.
 
     Raises:
@@ -270,16 +270,16 @@ def together(table: GroupTable, act: Callable[[], T]) -> T:
         outcome = act()
     except Exception as error:  # whatever it is, the others must not wait for this rank
         outcome = error
-    failed = any_of(table, [isinstance(outcome, Exception)])[0]
+    failed = any_rank(table, [isinstance(outcome, Exception)])[0]
     told = _errors_of_all(table, outcome) if failed and table.size > 1 else []
     if isinstance(outcome, Exception):
         raise outcome
     if told:
-        raise told[0].as_raised(f"another rank failed: {_joined(told)}")
+        raise told[0].to_error(f"another rank failed: {_joined(told)}")
     return outcome
 
 
-def any_of(table: GroupTable, flags: Sequence[bool]) -> tuple[bool, ...]:
+def any_rank(table: GroupTable, flags: Sequence[bool]) -> tuple[bool, ...]:
     """Tell which flags are set on any rank; collective."""
     if table.size == 1:
         return tuple(flags)
@@ -295,7 +295,7 @@ def alike(table: GroupTable, digest: int) -> bool:
     return bool(bounds.sum() == 0)
 
 
-def digest_of(text: str) -> int:
+def hash_text(text: str) -> int:
     """Hash a text to 48 bits, which a float64 carries exactly; the same in every process."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
@@ -305,12 +305,12 @@ def from_first(table: GroupTable, value: T) -> T:
     return broadcast(value, table)
 
 
-def of_all(table: GroupTable, value: T) -> list[T]:
+def all_gather_object(table: GroupTable, value: T) -> list[T]:
     """Return the values of all ranks, in their order; collective. Raises as `messages.gather` does."""
     return [value] if table.size == 1 else gather(value, table, table.base, range(table.size), "agreement")
 
 
-def by_first(table: GroupTable, act: Callable[[], T]) -> T:
+def broadcast_from_rank0(table: GroupTable, act: Callable[[], T]) -> T:
     """Do something on rank 0 alone, and return its result on every rank; collective.
 
     Raises:
@@ -326,7 +326,7 @@ def by_first(table: GroupTable, act: Callable[[], T]) -> T:
             raise
     told = from_first(table, outcome)
     if isinstance(told, _RankError):
-        raise told.as_raised(told.text)
+        raise told.to_error(told.text)
     return cast(T, told)
 
 
@@ -391,7 +391,7 @@ class _RankError:
     kind: str
     text: str
 
-    def as_raised(self, text: str) -> HetuFxError:
+    def to_error(self, text: str) -> HetuFxError:
         """Return an error for the ranks that did not have it: of its class where that is one of ours."""
         kind = getattr(errors, self.kind, None)
         return kind(text) if isinstance(kind, type) and issubclass(kind, HetuFxError) else OtherRankError(text)
@@ -400,7 +400,7 @@ class _RankError:
 def _errors_of_all(table: GroupTable, mine: object) -> list[_RankError]:
     """Return the errors that ranks came with; collective."""
     own = _RankError(table.rank, type(mine).__name__, str(mine)) if isinstance(mine, Exception) else None
-    return [error for error in of_all(table, own) if error is not None]
+    return [error for error in all_gather_object(table, own) if error is not None]
 
 
 def _joined(told: Sequence[_RankError]) -> str:
@@ -409,7 +409,7 @@ def _joined(told: Sequence[_RankError]) -> str:
 
 def _check_signatures(table: GroupTable, gathered: Sequence[Numbers], facts: LocalFacts, *, is_unlike: bool) -> None:
     if is_unlike or len({row[_DIGEST] for row in gathered}) > 1:
-        signatures, states = zip(*of_all(table, (facts.shown, dict(facts.state()))), strict=True)
+        signatures, states = zip(*all_gather_object(table, (facts.shown, dict(facts.state()))), strict=True)
         told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(signatures))
         raise BatchError(
             f"the ranks' batches differ in keys, dtypes or static values, or their models do, or the graph that these "

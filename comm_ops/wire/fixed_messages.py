@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hetu_fx.annotations.local import read, write
+from hetu_fx.annotations.local import take_slice, write
 from hetu_fx.annotations.region import Intervals, length
 from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, SliceTransfer
 from hetu_fx.comm_ops.wire.flat import dense
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
 from hetu_fx.comm_ops.wire.p2p import Tag, post
-from hetu_fx.comm_ops.wire.packing import local_dims, packed_bytes, view_packed
+from hetu_fx.comm_ops.wire.packing import local_dims, packed_bytes, view_message
 from hetu_fx.errors import CommError
 
 
@@ -38,7 +38,7 @@ class _Slice:
 
     def of(self, message: Tensor) -> Tensor:
         """View the slice in flat bytes."""
-        return view_packed(message, self.offset, self.shape, self.dtype)
+        return view_message(message, self.offset, self.shape, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ def _cut(part: _Slice, pieces: Sequence[Tensor | None]) -> Tensor:
     piece = pieces[part.move]
     if piece is None:
         raise CommError(f"a rank must send part of move {part.move}, but got no tensor for it")
-    return piece if part.where is None else read(piece, part.where)
+    return piece if part.where is None else take_slice(piece, part.where)
 
 
 def _bytes(slices: Sequence[_Slice]) -> int:

@@ -19,16 +19,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hetu_fx.base.device_types import HOST, type_of
+from hetu_fx.base.device_types import HOST, device_type_record
 from hetu_fx.base.per_rank import PerRank
 from hetu_fx.base.torch_private import store_of_world
 from hetu_fx.comm_ops.plans.cost import Topology
 from hetu_fx.comm_ops.plans.ways import PLACES, STAGED, Ends, Way, quickest
-from hetu_fx.comm_ops.wire.common_path import CommonPath, join_path, path_over, watch_path
+from hetu_fx.comm_ops.wire.common_path import CommonPath, common_path_of, join_path, watch_path
 from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.process_group import (
     GroupCreation,
-    timeout_of,
+    group_timeout,
     world_group,
 )
 from hetu_fx.comm_ops.wire.shutdown import can_sever, release_at_exit
@@ -141,7 +141,7 @@ class GroupTable:
         name: str | None = None,
     ) -> None:
         base = process_group or world_group()
-        self._be(0, 1, "alone", timeout or timeout_of(base))
+        self._be(0, 1, "alone", timeout or group_timeout(base))
         if base is not None:
             self._bind(base, name)
 
@@ -156,7 +156,7 @@ class GroupTable:
     def over(cls, transport: Transport, base: Group, rank: int, size: int, name: str = "over") -> GroupTable:
         """Be `rank` of `size` that are no processes of torch.distributed; `base` is what `transport` calls all."""
         table = cls.__new__(cls)
-        table._be(rank, size, name, timeout_of(None))
+        table._be(rank, size, name, group_timeout(None))
         table.transport, table._base = transport, base
         return table
 
@@ -173,7 +173,7 @@ class GroupTable:
         self._known_cuts: tuple[int, dict[int, bool]] = (-1, {})
 
     def _bind(self, base: ProcessGroup, name: str | None) -> None:
-        self._base, self._path = base, path_over(base)
+        self._base, self._path = base, common_path_of(base)
         self._globals = tuple(dist.get_process_group_ranks(base))
         self.rank, self.size = dist.get_rank(base), dist.get_world_size(base)
         if name is None:
@@ -273,7 +273,7 @@ class GroupTable:
         present.num_told += 1
         present.detours = frozenset()
 
-    def know_ways(self, ways: Iterable[Way], nodes: Sequence[str]) -> None:
+    def set_links(self, ways: Iterable[Way], nodes: Sequence[str]) -> None:
         """Take in how fast messages go each way, and each rank's node, for all tables; the same on all ranks.
 
         Where messages can leave from where they are, and go through the host quicker, that is their way from now on.
@@ -302,11 +302,11 @@ class GroupTable:
         """Whether its ranks compute on devices of several types, as far as is known."""
         return len(self._kin()) < self.size
 
-    def staged(self, device: torch.device, ranks: Sequence[int] | None = None) -> bool:
+    def is_staged(self, device: torch.device, ranks: Sequence[int] | None = None) -> bool:
         """Tell whether tensors of `device` travel through host memory between some ranks (None: all).
 
         They do where these compute on devices of several types, or of one that no backend of the group sends from, or
-        where they are quicker so (`know_ways`). So do those of threads aside in jobs of several types, as nothing there
+        where they are quicker so (`set_links`). So do those of threads aside in jobs of several types, as nothing there
         is connected.
         """
         if device.type == HOST.type or self.size == 1:
@@ -319,7 +319,7 @@ class GroupTable:
 
     def meets_on_host(self, device: torch.device, ranks: Sequence[int]) -> bool:
         """Tell whether some ranks, this one with `device`, stage what they send each other; alike on all of them."""
-        return self.staged(device, ranks) or len(set(self._types_of(ranks))) > 1
+        return self.is_staged(device, ranks) or len(set(self._types_of(ranks))) > 1
 
     def cuts(self, peer: int) -> bool:
         """Tell whether both ends cut what goes to and from another rank, as one of them may have to stage it."""
@@ -329,7 +329,9 @@ class GroupTable:
         known = self._known_cuts[1]
         if peer not in known:
             ends = self._types_of((self.rank, peer))
-            known[peer] = len(ends) > 1 and (ends[0] != ends[1] or not type_of(torch.device(ends[0])).is_direct)
+            known[peer] = len(ends) > 1 and (
+                ends[0] != ends[1] or not device_type_record(torch.device(ends[0])).is_direct
+            )
         return known[peer]
 
     def is_native(self, device: torch.device) -> bool:
@@ -339,7 +341,7 @@ class GroupTable:
         return self._natives[device]
 
     def _is_direct(self, device: torch.device) -> bool:
-        return self.is_native(device) and type_of(device).is_direct
+        return self.is_native(device) and device_type_record(device).is_direct
 
     def _kin(self) -> tuple[int, ...]:
         """Return the ranks that compute on devices of this one's type, as far as is known."""
@@ -471,7 +473,7 @@ def active() -> GroupTable:
 
 def _watched(group: ProcessGroup | None) -> ProcessGroup | None:
     """Return the group of the same ranks whose messages can be ended, if there is one."""
-    path = path_over(group)
+    path = common_path_of(group)
     return group if path is None or path.group is None else path.group
 
 

@@ -26,7 +26,7 @@ from weakref import WeakSet
 
 from torch import Tensor
 
-from hetu_fx.base.addresses import LOOPBACK, family_of
+from hetu_fx.base.addresses import LOOPBACK, socket_family
 from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.errors import CommError
 
@@ -55,7 +55,7 @@ _HEAD = struct.Struct("!?Q")  # whether it is an answer, not an error; and its b
 _LENGTH = struct.Struct("!I")
 
 
-class Refused(CommError):
+class ReadRefusal(CommError):
     """The rank that was asked has said why it does not answer."""
 
 
@@ -88,7 +88,7 @@ class Listener:
 
     def __init__(self, answer: Answer, host: str = LOOPBACK, most: int = 64) -> None:
         self._answer, self._most = answer, most
-        self._socket = socket.create_server((host, 0), family=family_of(host), backlog=128)
+        self._socket = socket.create_server((host, 0), family=socket_family(host), backlog=128)
         self._socket.setblocking(False)
         secret = secrets.token_bytes(_WORD_BYTES)
         self.address = Address(host, self._socket.getsockname()[1], secret)
@@ -283,7 +283,7 @@ class Caller:
                     return
                 if is_answer:
                     self._drop(rank)  # nobody reads that
-                    raise Refused(f"rank {rank} answers {size} bytes instead of {expected}")
+                    raise ReadRefusal(f"rank {rank} answers {size} bytes instead of {expected}")
                 if size > MOST_REFUSAL_BYTES:
                     raise EOFError(f"its reason has {size} bytes")
                 told = bytes(_received(connection, size)).decode(errors="replace")
@@ -293,7 +293,7 @@ class Caller:
                 raise CommError(
                     f"rank {rank} does not answer: {error}; it has ended, is stopped, or cannot be reached at {where}"
                 ) from error
-        raise Refused(f"rank {rank}: {told}")
+        raise ReadRefusal(f"rank {rank}: {told}")
 
     def close(self) -> None:
         """Close the connections."""

@@ -41,7 +41,7 @@ NEAR = frozenset({Tag.STAGES, Tag.ROWS})
 
 
 @dataclass(frozen=True, slots=True)
-class Posted:
+class PendingMessages:
     """Messages under way; where one group call carries all of them, they arrive and leave together.
 
     Each is waited for once: a second wait for a message of gloo would wait for another one.
@@ -73,7 +73,7 @@ def post(
     group: Group = None,
     *,
     is_staged: bool = False,
-) -> Posted:
+) -> PendingMessages:
     """Start messages in `group` (None: that of all ranks); all receives before any send, each kind in the given order.
 
     What a rank sends and what it waits for next belong in one call. Each goes the way that its two ends have: from
@@ -95,16 +95,16 @@ def _buffered(messages: Sequence[Message]) -> list[_Buffered]:
 
 def _started(
     receives: Sequence[_Buffered], sends: Sequence[_Buffered], table: GroupTable, group: Group, *, is_staged: bool
-) -> Posted:
+) -> PendingMessages:
     mail = table.mail
     if mail is None:
         return _posted(receives, sends, table, group, is_staged=is_staged)
     arriving, receives = _by_mail(receives, mail, mail.receive)
     leaving, sends = _by_mail(sends, mail, mail.send)
     if not receives and not sends:
-        return Posted(arriving, leaving)
+        return PendingMessages(arriving, leaving)
     others = _posted(receives, sends, table, group, is_staged=is_staged)
-    return Posted((*arriving, *others.arriving), (*leaving, *others.leaving))
+    return PendingMessages((*arriving, *others.arriving), (*leaving, *others.leaving))
 
 
 def _by_mail(
@@ -134,13 +134,13 @@ def _divided(
 
 def _posted(
     receives: Sequence[_Buffered], sends: Sequence[_Buffered], table: GroupTable, group: Group, *, is_staged: bool
-) -> Posted:
+) -> PendingMessages:
     way = _Ways(table, table.base if group is None else group, is_staged)
-    direct, staged = zip(*(way.parted(messages) for messages in (receives, sends)), strict=True)
+    direct, staged = zip(*(way.split_by_route(messages) for messages in (receives, sends)), strict=True)
     arriving = [way.receive(*message) for message in staged[0]]
     arrives, leaves = way.post(*direct) if any(direct) or not any(staged) else ((), ())
     leaving = [work for _, same in groupby(staged[1], lambda one: id(one[1])) for work in way.send(list(same))]
-    return Posted((*arrives, *arriving), (*leaves, *leaving))
+    return PendingMessages((*arrives, *arriving), (*leaves, *leaving))
 
 
 def _is_on_device(peer: int, x: Flat, tag: int) -> bool:
@@ -155,12 +155,12 @@ class _Ways:
     group: Group
     is_staged: bool
 
-    def parted(self, messages: Sequence[_Buffered]) -> tuple[list[_Buffered], list[_Buffered]]:
+    def split_by_route(self, messages: Sequence[_Buffered]) -> tuple[list[_Buffered], list[_Buffered]]:
         """Return those that go from where they are, and those that go through the host, in chunks at both ends."""
         return _divided(messages, self._goes_through_host)
 
     def _goes_through_host(self, peer: int, x: Flat, tag: int) -> bool:
-        return self.is_staged or self.table.staged(x.tensor.device, (self.table.rank, peer)) or self.table.cuts(peer)
+        return self.is_staged or self.table.is_staged(x.tensor.device, (self.table.rank, peer)) or self.table.cuts(peer)
 
     def post(self, receives: Sequence[_Buffered], sends: Sequence[_Buffered]) -> tuple[Sequence[Work], Sequence[Work]]:
         """Start messages from where they are: on devices, in the group of those of one type, if there are several."""

@@ -48,7 +48,7 @@ def packed_bytes(shape: Sequence[int], itemsize: int) -> int:
     return -(-math.prod(shape) * itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
-def view_packed(message: Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def view_message(message: Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """View the slice at byte `offset` of a message."""
     flat = message.narrow(0, offset, math.prod(shape) * dtype.itemsize)
     return flat.view(dtype).view(list(shape))

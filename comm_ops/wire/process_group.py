@@ -11,11 +11,11 @@ from torch.distributed import ProcessGroup
 
 from hetu_fx.base.device_types import device_types
 from hetu_fx.base.torch_private import (
-    backend_of,
     get_default_group,
-    gloo_device_at,
-    gloo_through,
+    gloo_devices,
+    group_backend,
     is_gloo,
+    make_gloo_device,
     new_named_group,
     timeout_of_backend,
 )
@@ -48,7 +48,7 @@ def create_world(backend: str, rank: int, world: int, timeout: timedelta | None 
     """
     with opening_connections():
         store, address = meet(rank, world)
-        with gloo_through(None if address is None else [gloo_device_at(address)]):
+        with gloo_devices(None if address is None else [make_gloo_device(address)]):
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
         remember(get_default_group())
 
@@ -68,13 +68,13 @@ def world_group() -> ProcessGroup | None:
     return get_default_group() if dist.is_available() and dist.is_initialized() else None
 
 
-def timeout_of(group: ProcessGroup | None) -> timedelta:
+def group_timeout(group: ProcessGroup | None) -> timedelta:
     """Return the bound of a group's waits: of the first of its backends that has one, else torch's own."""
     if group is None:
         return timedelta(minutes=30)
     for kind in device_types():
         try:
-            return timeout_of_backend(backend_of(group, torch.device(kind.name)))
+            return timeout_of_backend(group_backend(group, torch.device(kind.name)))
         except RuntimeError:  # the group has no backend for this kind of device
             continue
     return timedelta(minutes=30)
@@ -83,7 +83,7 @@ def timeout_of(group: ProcessGroup | None) -> timedelta:
 def has_native_backend(group: ProcessGroup, device: torch.device) -> bool:
     """Tell whether a group sends tensors of `device` from where they are."""
     try:
-        backend = backend_of(group, device)
+        backend = group_backend(group, device)
     except RuntimeError:  # the group has no backend for this kind of device
         return False
     return not is_gloo(backend)

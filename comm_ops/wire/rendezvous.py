@@ -24,7 +24,7 @@ from typing import Any
 
 from torch.distributed.rendezvous import rendezvous
 
-from hetu_fx.base.addresses import LOOPBACK, VARIABLE, Contact, addresses_of, family_of
+from hetu_fx.base.addresses import LOOPBACK, VARIABLE, Contact, rank_addresses, socket_family
 from hetu_fx.base.torch_private import PrefixStore, Store, TCPStore
 from hetu_fx.errors import EnvironmentProblem
 
@@ -58,14 +58,14 @@ def _own_store(rank: int, world: int) -> Store:
     host, port, bound = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=SECONDS)
     if rank == 0 and host in _LOOPBACK_NAMES:
         with suppress(OSError):  # this process serves one there already, which torch goes on with
-            return store_served_at(LOOPBACK, port, bound)
+            return serve_store(LOOPBACK, port, bound)
     store: Store = next(rendezvous("env://", rank, world, timeout=bound))[0]
     return store
 
 
-def store_served_at(address: str, port: int, timeout: timedelta) -> TCPStore:
+def serve_store(address: str, port: int, timeout: timedelta) -> TCPStore:
     """Serve a store at one address of this machine (port 0: at any); torch's own listens at all of them."""
-    listening = socket.create_server((address, port), family=family_of(address), backlog=1024)
+    listening = socket.create_server((address, port), family=socket_family(address), backlog=1024)
     port = listening.getsockname()[1]
     return TCPStore(
         address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listening.detach()
@@ -87,7 +87,7 @@ def _agree_on_addresses(store: Store, rank: int, world: int, host: str) -> str:
     meeting = _Meeting(store, rank, world)
     own = _outcome(lambda: asdict(Contact.own(host)))
     reaches = [Contact(**told) for told in meeting.exchange("reach", range(world), own, SECONDS)]
-    addresses = addresses_of(reaches)
+    addresses = rank_addresses(reaches)
     networks = [reach.network for reach in reaches]
     firsts = sorted({network: at for at, network in reversed(list(enumerate(networks)))}.values())
     if len(firsts) > 1:
@@ -158,7 +158,7 @@ def _outcome(find: Callable[[], Any]) -> dict[str, Any]:
 
 def _server(address: str) -> socket.socket:
     try:
-        return socket.create_server((address, 0), family=family_of(address), backlog=128)
+        return socket.create_server((address, 0), family=socket_family(address), backlog=128)
     except OSError as error:
         raise EnvironmentProblem(f"nothing can listen at {address}: {error}") from error
 

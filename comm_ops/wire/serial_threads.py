@@ -26,7 +26,7 @@ class Threads:
 threads: PerRank[Threads] = PerRank(Threads)
 
 
-class InTurn:
+class SerialExecutor:
     """Runs pieces of work one after the other; those after one that failed fail with the same error.
 
     Every piece has a thread of its own, which waits for its turn, so none is left when there is nothing to do. Python
@@ -36,15 +36,15 @@ class InTurn:
     def __init__(self) -> None:
         self._last: Future[None] | None = None
 
-    def start(self, work: Callable[[], None]) -> Turn:
+    def start(self, work: Callable[[], None]) -> SerialTask:
         """Have `work` done after what has been started before."""
         before, done = self._last, Future[None]()
         self._last = done
         threads().start(partial(_run, before, work, done))
-        return Turn(done)
+        return SerialTask(done)
 
 
-class Turn:
+class SerialTask:
     """A piece of work under way."""
 
     def __init__(self, done: Future[None]) -> None:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hetu_fx.base.device_types import device_types
-from hetu_fx.base.torch_private import abort_together, backend_of, forget_group_count, is_gloo
+from hetu_fx.base.torch_private import abort_together, forget_group_count, group_backend, is_gloo
 
 
 class HoldsGroups(Protocol):
@@ -147,7 +147,7 @@ def _of_devices(group: ProcessGroup) -> Iterator[Any]:
     """List the backends by which a group sends from devices."""
     for kind in device_types():
         with suppress(RuntimeError):  # it has none for this type
-            backend = backend_of(group, torch.device(kind.name))
+            backend = group_backend(group, torch.device(kind.name))
             if not is_gloo(backend):
                 yield backend
 

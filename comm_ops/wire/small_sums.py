@@ -50,7 +50,7 @@ def reduce_small(
     size = size or table.size
     if size == 1:
         return value
-    if table.staged(value.device):
+    if table.is_staged(value.device):
         return value.copy_(reduce_small(value.cpu(), op, table, what, size))
     if table.rounds is not None and value.device.type == "cpu" and size == table.size:
         return _reduced_by_round(value, op, table, table.rounds, what)
@@ -59,7 +59,7 @@ def reduce_small(
         if value.device.type != "cpu":
             table.transport.all_reduce(Flat.over(value), group, op)
             return value
-        head, rest = packed(value, op, what)
+        head, rest = pack_small_sum(value, op, what)
         table.transport.all_reduce(Flat(head), group, op)
         if is_alike := are_alike(head[:MARKS].tolist(), op, size):
             if rest.numel():
@@ -110,7 +110,7 @@ def _flat(value: Tensor) -> Tensor:
     return as_reals(value).view(-1)
 
 
-def packed(value: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> tuple[Tensor, Tensor]:
+def pack_small_sum(value: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> tuple[Tensor, Tensor]:
     """Return the message that all small ones look like, and what has no room in it."""
     text = _text(value, op, what)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:_DIGEST_BYTES], "big")

@@ -9,27 +9,27 @@ import torch
 from torch import Tensor
 
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.annotations.local import read, write
+from hetu_fx.annotations.local import take_slice, write
 from hetu_fx.comm_ops.plans.algorithm import FLAT, Algorithm
-from hetu_fx.comm_ops.plans.choose_algorithm import ChooseAlgorithm, nodes_of
+from hetu_fx.comm_ops.plans.choose_algorithm import ChooseAlgorithm, number_nodes
 from hetu_fx.comm_ops.plans.cost import Topology
-from hetu_fx.comm_ops.plans.routes import SliceGroup, groups_of, slice_groups
+from hetu_fx.comm_ops.plans.routes import SliceGroup, collectives_of_rank, slice_groups
 from hetu_fx.comm_ops.plans.slices import Dims
 from hetu_fx.comm_ops.plans.transition import Transition, parse_transition
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.packing import check_local, local_dims, local_shape_like, slice_shape
-from hetu_fx.comm_ops.wire.two_level import all_gather_by, all_reduce_by, reduce_scatter_by
+from hetu_fx.comm_ops.wire.two_level import all_gather_two_level, all_reduce_two_level, reduce_scatter_two_level
 
 
 def reduce_slices(x: Tensor, transition: Transition, algorithm: Algorithm, table: GroupTable) -> Tensor:
     """Sum over the groups of a union: partial top to duplicate top."""
     check_local(x, transition.source, table.rank, transition.shape, "a split collective")
     result = result_like(x, transition, table.rank)
-    for group in groups_of(transition, table.rank):
+    for group in collectives_of_rank(transition, table.rank):
         # Read from x, not from result: a rank may be in several groups for one slice.
         summand = take(x, transition.source, transition, group.parts[0], table.rank)
-        total = all_reduce_by(summand, group.ranks, algorithm.within(transition.ranks, group.ranks), table)
-        put(result, transition.target, transition, group.parts[0], table.rank, total)
+        total = all_reduce_two_level(summand, group.ranks, algorithm.within(transition.ranks, group.ranks), table)
+        write_slices(result, transition.target, transition, group.parts[0], table.rank, total)
     return result
 
 
@@ -37,12 +37,12 @@ def gather_slices(x: Tensor, transition: Transition, algorithm: Algorithm, table
     """Join over the groups of a union: split top to duplicate top."""
     check_local(x, transition.source, table.rank, transition.shape, "a split collective")
     result = result_like(x, transition, table.rank)
-    for group in groups_of(transition, table.rank):
+    for group in collectives_of_rank(transition, table.rank):
         shapes = [[_numel(part, transition, x)] for part in group.parts]
         flat = take(x, transition.source, transition, _own_part(group, table.rank), table.rank)
-        flats = all_gather_by(flat, shapes, group.ranks, algorithm.within(transition.ranks, group.ranks), table)
+        flats = all_gather_two_level(flat, shapes, group.ranks, algorithm.within(transition.ranks, group.ranks), table)
         for flat, part in zip(flats, group.parts, strict=True):
-            put(result, transition.target, transition, part, table.rank, flat)
+            write_slices(result, transition.target, transition, part, table.rank, flat)
     return result
 
 
@@ -50,10 +50,10 @@ def scatter_slices(x: Tensor, transition: Transition, algorithm: Algorithm, tabl
     """Sum over the groups of a union, each keeping its part: partial top to split top."""
     check_local(x, transition.source, table.rank, transition.shape, "a split collective")
     result = result_like(x, transition, table.rank)
-    for group in groups_of(transition, table.rank):
+    for group in collectives_of_rank(transition, table.rank):
         flats = [take(x, transition.source, transition, part, table.rank) for part in group.parts]
-        total = reduce_scatter_by(flats, group.ranks, algorithm.within(transition.ranks, group.ranks), table)
-        put(result, transition.target, transition, _own_part(group, table.rank), table.rank, total)
+        total = reduce_scatter_two_level(flats, group.ranks, algorithm.within(transition.ranks, group.ranks), table)
+        write_slices(result, transition.target, transition, _own_part(group, table.rank), table.rank, total)
     return result
 
 
@@ -70,7 +70,7 @@ def algorithm_of_slices(of_group: ChooseAlgorithm) -> ChooseAlgorithm:
         ]
         if not bounds:
             return FLAT
-        return Algorithm(nodes_of(transition.ranks, topology), max(bounds)[1])
+        return Algorithm(number_nodes(transition.ranks, topology), max(bounds)[1])
 
     return choose
 
@@ -87,11 +87,11 @@ def result_like(x: Tensor, transition: Transition, rank: int) -> Tensor:
 
 def take(x: Tensor, annotation: Annotation, transition: Transition, part: Sequence[Dims], rank: int) -> Tensor:
     """Lay slices of a local tensor end to end."""
-    flats = [read(x.detach(), local_dims(annotation, rank, transition.shape, dims)).reshape(-1) for dims in part]
+    flats = [take_slice(x.detach(), local_dims(annotation, rank, transition.shape, dims)).reshape(-1) for dims in part]
     return torch.cat(flats) if flats else x.new_empty(0)
 
 
-def put(
+def write_slices(
     x: Tensor, annotation: Annotation, transition: Transition, part: Sequence[Dims], rank: int, flat: Tensor
 ) -> None:
     """Write slices that lie end to end into a local tensor."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hetu_fx.base.device_types import HOST, type_of
+from hetu_fx.base.device_types import HOST, device_type_record
 from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.transport import Work
 
@@ -43,7 +43,7 @@ class StagedMessage:
         flat = buffer.as_bytes()
         if flat.device == HOST:
             return cls(flat, flat)
-        pinned = type_of(flat.device).pins_host
+        pinned = device_type_record(flat.device).pins_host
         return cls(flat, torch.empty(flat.shape, dtype=flat.dtype, pin_memory=pinned))
 
     def leaving(self) -> Iterator[Tensor]:

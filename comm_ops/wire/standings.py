@@ -18,7 +18,7 @@ WAY_OUT = (
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankStatus:
     """Where one rank stands.
 
     Attributes:
@@ -44,7 +44,7 @@ class Standing:
     table: str = ""
 
     @classmethod
-    def read(cls, text: str) -> Standing:
+    def read(cls, text: str) -> RankStatus:
         """Read what `write` wrote."""
         return cls(**json.loads(text))
 
@@ -72,10 +72,10 @@ class Standing:
 class Standings:
     """What this rank knows of the others: what they have told, and for how long they have told nothing new."""
 
-    told: dict[int, Standing | None] = field(default_factory=dict)
+    told: dict[int, RankStatus | None] = field(default_factory=dict)
     silent: dict[int, float] = field(default_factory=dict)
 
-    def hear(self, told: Mapping[int, Standing | None], seconds: float) -> None:
+    def hear(self, told: Mapping[int, RankStatus | None], seconds: float) -> None:
         """Take in what each has told last; so much time has passed since the last call."""
         for rank, standing in told.items():
             before = self.told.get(rank)
@@ -83,11 +83,11 @@ class Standings:
             self.silent[rank] = 0.0 if is_new or rank not in self.told else self.silent[rank] + seconds
         self.told = dict(told)
 
-    def silent_for(self, seconds: float) -> tuple[int, ...]:
+    def silent_ranks(self, seconds: float) -> tuple[int, ...]:
         """Return the ranks that have told nothing new for so long."""
         return tuple(rank for rank, silent in self.silent.items() if silent >= seconds)
 
-    def astray(self, own: Standing, bound: float) -> tuple[int, ...]:
+    def astray(self, own: RankStatus, bound: float) -> tuple[int, ...]:
         """Return the ranks that this one waits for in vain: they have left, or are not in its call for `bound` seconds.
 
         A rank that is at work in a call of ours will come. Where all wait, some in other calls or for
@@ -106,13 +106,13 @@ class Standings:
         elsewhere = tuple(r for r, s in waiting.items() if (s.call, s.table) != (own.call, own.table))
         return elsewhere if waiting.keys() == self.told.keys() else ()
 
-    def verdict(self, rank: int, own: Standing, astray: tuple[int, ...], bound: float) -> str:
+    def verdict(self, rank: int, own: RankStatus, astray: tuple[int, ...], bound: float) -> str:
         """Say who has left the common path, and where every rank stands, `rank` being this one."""
         named = ", ".join(f"rank {other}" for other in astray)
         title = f"{named} did not come to where rank {rank} waits, at {own.place or own.waits_for}"
-        return self.explained(title, rank, own, bound)
+        return self.explain_ranks(title, rank, own, bound)
 
-    def explained(self, title: str, rank: int, own: Standing, bound: float) -> str:
+    def explain_ranks(self, title: str, rank: int, own: RankStatus, bound: float) -> str:
         """Say where every rank stands below a title, `rank` being this one."""
         lines = {rank: str(own), **{other: self._spelled(other, bound) for other in self.told}}
         told = "\n".join(f"  rank {r}: {lines[r]}" for r in sorted(lines))

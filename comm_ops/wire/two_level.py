@@ -23,20 +23,20 @@ import torch
 from torch import Tensor
 
 from hetu_fx.annotations.states import even_sizes
-from hetu_fx.comm_ops.plans.algorithm import Algorithm, by_node, lanes, tiers_of
+from hetu_fx.comm_ops.plans.algorithm import Algorithm, by_node, lanes, member_tiers
 from hetu_fx.comm_ops.wire.collectives import (
     Exchange,
-    gather_padded,
+    gather_as_padded,
     gather_parts,
-    reduce_padded,
+    reduce_as_padded,
     reduce_parts,
-    sum_over,
+    sum_tensor,
 )
 from hetu_fx.comm_ops.wire.flat import Flat, dense
 from hetu_fx.comm_ops.wire.groups import GroupTable, active
 from hetu_fx.comm_ops.wire.peers.exchanges import gather_read, reduce_read, sum_read
 from hetu_fx.comm_ops.wire.peers.memory import Peers, peers_worth_reading
-from hetu_fx.comm_ops.wire.serial_threads import InTurn
+from hetu_fx.comm_ops.wire.serial_threads import SerialExecutor
 
 Levels = tuple[tuple[int, ...], ...]
 Tiers = Sequence[Sequence[int]]
@@ -68,7 +68,7 @@ def _sum_in_levels(x: Tensor, ranks: Sequence[int], tiers: Tiers, table: GroupTa
     mine = _reduce_flat(dense(x).view(-1).split(sizes), inside, table)
     if place < count:
         lane = lanes(levels)[place]
-        mine = _sum_across(mine, lane, tiers_of(tiers[1:], ranks, lane), table)
+        mine = _sum_across(mine, lane, member_tiers(tiers[1:], ranks, lane), table)
     return torch.cat(_gather_flat(mine, [[size] for size in sizes], inside, table)).view(x.shape)
 
 
@@ -83,7 +83,7 @@ def _gather_in_levels(
     for lane, members in _own_lanes(levels, table.rank):
         owners = _owners(levels, lane)
         mine = dense(x).view(-1) if table.rank in owners else x.new_empty(0)
-        outer, carried = tiers_of(tiers[1:], ranks, members), [[numels.get(owner, 0)] for owner in owners]
+        outer, carried = member_tiers(tiers[1:], ranks, members), [[numels.get(owner, 0)] for owner in owners]
         arrived += _gather_across(mine, carried, members, outer, table)
     brought = [_brought(levels, place, len(inside)) for place in range(len(inside))]
     sizes = [[sum(numels[owner] for owner in owners)] for owners in brought]
@@ -108,7 +108,7 @@ def _reduce_in_levels(parts: Sequence[Tensor], ranks: Sequence[int], tiers: Tier
     mine = summed.new_empty(0)
     for lane, members in _own_lanes(levels, table.rank):
         pieces = [sums.get(owner, summed.new_empty(0)) for owner in _owners(levels, lane)]
-        total = _reduce_across(pieces, members, tiers_of(tiers[1:], ranks, members), table)
+        total = _reduce_across(pieces, members, member_tiers(tiers[1:], ranks, members), table)
         mine = total if table.rank in _owners(levels, lane) else mine
     return mine.view(parts[list(ranks).index(table.rank)].shape)
 
@@ -120,7 +120,7 @@ def _groups_in_levels(ranks: Sequence[int], tiers: Tiers, rank: int) -> Iterator
         yield inside
     for _, lane in _own_lanes(levels, rank):
         if len(tiers) > 1:
-            yield from _groups_in_levels(lane, tiers_of(tiers[1:], ranks, lane), rank)
+            yield from _groups_in_levels(lane, member_tiers(tiers[1:], ranks, lane), rank)
         elif len(lane) > 1:
             yield lane
 
@@ -145,7 +145,7 @@ def _brought(levels: Levels, place: int, count: int) -> list[int]:
     return [owner for found in owners for owner in found if owner >= 0]
 
 
-def all_reduce_by(x: Tensor, ranks: Sequence[int], algorithm: Algorithm, table: GroupTable) -> Tensor:
+def all_reduce_two_level(x: Tensor, ranks: Sequence[int], algorithm: Algorithm, table: GroupTable) -> Tensor:
     """Return the sum of `x` over `ranks` as a new contiguous tensor, the same bits on all of them."""
     if algorithm.in_two_levels(x.nbytes):
         return _sum_in_levels(x, ranks, algorithm.tiers, table)
@@ -154,18 +154,18 @@ def all_reduce_by(x: Tensor, ranks: Sequence[int], algorithm: Algorithm, table: 
 
 def _sum_flat(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:
     peers = readers(x, x.nbytes, ranks, table)
-    return sum_over(x, ranks, table) if peers is None else sum_read(x, ranks, table, peers)
+    return sum_tensor(x, ranks, table) if peers is None else sum_read(x, ranks, table, peers)
 
 
 def _gather_flat(
     x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], table: GroupTable, *, pads: bool = False
 ) -> list[Tensor]:
-    if peers := readers(x, bytes_of(x, shapes), ranks, table):
+    if peers := readers(x, gathered_bytes(x, shapes), ranks, table):
         return gather_read(x, shapes, ranks, table, peers)
-    return (gather_padded if pads else gather_parts)(x, shapes, ranks, table)
+    return (gather_as_padded if pads else gather_parts)(x, shapes, ranks, table)
 
 
-def bytes_of(x: Tensor, shapes: Sequence[Sequence[int]]) -> int:
+def gathered_bytes(x: Tensor, shapes: Sequence[Sequence[int]]) -> int:
     """Return the bytes of all that is gathered, of parts of these shapes."""
     return sum(torch.Size(shape).numel() for shape in shapes) * x.element_size()
 
@@ -173,7 +173,7 @@ def bytes_of(x: Tensor, shapes: Sequence[Sequence[int]]) -> int:
 def _reduce_flat(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable, *, pads: bool = False) -> Tensor:
     if peers := readers(parts[0], sum(part.nbytes for part in parts), ranks, table):
         return reduce_read(parts, ranks, table, peers)
-    return (reduce_padded if pads else reduce_parts)(parts, ranks, table)
+    return (reduce_as_padded if pads else reduce_parts)(parts, ranks, table)
 
 
 def readers(x: Tensor, num_bytes: int, ranks: Sequence[int], table: GroupTable) -> Peers | None:
@@ -183,17 +183,19 @@ def readers(x: Tensor, num_bytes: int, ranks: Sequence[int], table: GroupTable) 
     return peers_worth_reading(num_bytes, ranks, table, on_host=on_host)
 
 
-def all_gather_by(
+def all_gather_two_level(
     x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], algorithm: Algorithm, table: GroupTable
 ) -> list[Tensor]:
     """Return the tensors of all `ranks`, of shape `shapes[i]`, in their order."""
-    num_bytes = bytes_of(x, shapes)
+    num_bytes = gathered_bytes(x, shapes)
     if algorithm.in_two_levels(num_bytes):
         return _gather_in_levels(x, shapes, ranks, algorithm.tiers, table)
     return _gather_flat(x, shapes, ranks, table, pads=algorithm.pads(num_bytes))
 
 
-def reduce_scatter_by(parts: Sequence[Tensor], ranks: Sequence[int], algorithm: Algorithm, table: GroupTable) -> Tensor:
+def reduce_scatter_two_level(
+    parts: Sequence[Tensor], ranks: Sequence[int], algorithm: Algorithm, table: GroupTable
+) -> Tensor:
     """Return the sum over `ranks` of this rank's part as a new tensor; `parts[i]` goes to `ranks[i]`."""
     num_bytes = sum(part.nbytes for part in parts)
     if algorithm.in_two_levels(num_bytes):
@@ -204,7 +206,7 @@ def reduce_scatter_by(parts: Sequence[Tensor], ranks: Sequence[int], algorithm: 
 # Each takes the buffer, the sizes of its segments, the ranks, their tiers and a table, and works in place.
 OnBuffer = Callable[[Flat, Sequence[int], Sequence[int], Tiers, GroupTable], None]
 
-_turns: WeakKeyDictionary[GroupTable, InTurn] = WeakKeyDictionary()
+_turns: WeakKeyDictionary[GroupTable, SerialExecutor] = WeakKeyDictionary()
 
 
 def start_in_levels(
@@ -226,7 +228,7 @@ def in_thread(
         with torch.no_grad():
             act(beside)
 
-    turn = _turns.setdefault(table, InTurn()).start(work)
+    turn = _turns.setdefault(table, SerialExecutor()).start(work)
     return Exchange(tuple(ranks), [turn], table=table)
 
 

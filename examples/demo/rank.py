@@ -19,12 +19,12 @@ from examples.demo.screen import make_screen
 from examples.demo.settings import DemoSettings, settings_for
 from examples.demo.training import Training, even_shares, rows_of_this_rank
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.comm_ops.wire.consensus import by_first, of_all
+from hetu_fx.comm_ops.wire.consensus import all_gather_object, broadcast_from_rank0
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.count.count import program_costs
 from hetu_fx.planner.make_plan import PlanOptions, make_plan
-from hetu_fx.planner.measure.speeds import OwnBlocks, measured_on
+from hetu_fx.planner.measure.speeds import OwnBlocks, measure_on_blocks
 from hetu_fx.planner.simulate.simulate import simulate
 from hetu_fx.planner.simulate.timeline import Timeline
 from hetu_fx.plans.plan import Plan
@@ -67,7 +67,7 @@ class Rank:
         program = CapturedProgram.of(Programs(self.model, None), self.text.batch(0))
         blocks = OwnBlocks.of(program, program.costs(memory=False), torch.device("cpu"), self.table.size)
         self.devices.make_unequal()
-        cluster = measured_on(blocks, Cluster.measure(self.table), self.table)
+        cluster = measure_on_blocks(blocks, Cluster.measure(self.table), self.table)
         self.screen.head("Devices, as measured")
         self.screen.say(str(cluster))
         return cluster
@@ -78,7 +78,7 @@ class Rank:
         Rank 0 plans and tells the others: planning is deterministic, but slow devices would take long.
         """
         self.screen.head("Plans, and why")
-        plans, predicted = by_first(self.table, lambda: self._planned(cluster))
+        plans, predicted = broadcast_from_rank0(self.table, lambda: self._planned(cluster))
         for plan in plans:
             self.screen.say(f"{plan.explain()}\n")
         return plans, predicted
@@ -96,7 +96,7 @@ class Rank:
     ) -> None:
         self.screen.head("Saving and exporting")
         self.devices.make_equal()
-        handle, events = training.hetu, of_all(self.table, training.events)
+        handle, events = training.hetu, all_gather_object(self.table, training.events)
         held_out = loss_of(self.model, rows_of_this_rank(self.text.held_out()))
         weights = {name: hetu_fx.full_tensor(parameter) for name, parameter in self.model.named_parameters()}
         handle.save(self.folder / "checkpoint")

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from hetu_fx.annotations.region import Intervals, Region, cut, whole
+from hetu_fx.annotations.region import Intervals, Region, split_interval, whole
 from hetu_fx.annotations.states import (
     DeviceGroup,
     Duplicate,
@@ -227,7 +227,7 @@ def _region(annotation: Annotation, rank: int, shape: Shape) -> Region:
     dims: list[Intervals] = [whole(1 if size is None else size) for size in shape]
     for split, index in _cuts(annotation, group, position):
         _known_size(annotation, split, shape)
-        dims[split.dim] = cut(dims[split.dim], split, index)
+        dims[split.dim] = split_interval(dims[split.dim], split, index)
     return Region(tuple(dims), _summand(annotation, group, position))
 
 

@@ -15,7 +15,7 @@ def index(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box.bounds)
 
 
-def read(x: Tensor, where: Sequence[Intervals | None]) -> Tensor:
+def take_slice(x: Tensor, where: Sequence[Intervals | None]) -> Tensor:
     """Take the slice `where` (None: a whole dim), which is not empty, out of `x`: a view for one box, else a copy."""
     for dim, intervals in enumerate(where):
         if intervals is None:
@@ -54,7 +54,7 @@ def local_part(whole: Tensor, annotation: Annotation, rank: int) -> Tensor:
     region = annotation.region(rank, tuple(whole.shape))
     if 0 in region.local_shape:
         return whole.new_empty(region.local_shape)
-    part = read(whole, region.dims)
+    part = take_slice(whole, region.dims)
     return part if all(len(intervals) == 1 for intervals in region.dims) else part.contiguous()
 
 

@@ -74,7 +74,7 @@ def whole(size: int) -> Intervals:
     return ((0, size),) if size else ()
 
 
-def cut(intervals: Intervals, split: Split, position: int) -> Intervals:
+def split_interval(intervals: Intervals, split: Split, position: int) -> Intervals:
     """Keep the part of `intervals`, laid end to end, that `position` of `split` holds."""
     size = length(intervals)
     start, stop = split.bounds(size, position)

@@ -58,7 +58,7 @@ class Contact:
         return cls(network_name(), _address_of(given) if given else source, target if wanted else "")
 
 
-def addresses_of(reaches: Sequence[Contact]) -> tuple[str, ...]:
+def rank_addresses(reaches: Sequence[Contact]) -> tuple[str, ...]:
     """Return the address of each rank, by how all of them reach the rendezvous; alike on all ranks.
 
     Raises EnvironmentProblem where others cannot dial one.
@@ -76,7 +76,7 @@ def addresses_of(reaches: Sequence[Contact]) -> tuple[str, ...]:
     return tuple(address for address in found if address is not None)
 
 
-def family_of(address: str) -> socket.AddressFamily:
+def socket_family(address: str) -> socket.AddressFamily:
     """Return the family of sockets for an address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 

@@ -10,12 +10,12 @@ from pathlib import Path
 _OF_V2 = ""  # the one hierarchy's line names no controller
 
 
-def quota_of(folder: Path) -> float | None:
+def cgroup_quota(folder: Path) -> float | None:
     """Return the cores that a cgroup's quota is worth; None where it has none."""
     if (folder / "cpu.max").is_file():
-        quota, _, period = read(folder / "cpu.max").partition(" ")
+        quota, _, period = read_text_file(folder / "cpu.max").partition(" ")
     else:
-        quota, period = read(folder / "cpu.cfs_quota_us"), read(folder / "cpu.cfs_period_us")
+        quota, period = read_text_file(folder / "cpu.cfs_quota_us"), read_text_file(folder / "cpu.cfs_period_us")
     return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None
 
 
@@ -24,13 +24,13 @@ def quota_within(mounts: str, own: str) -> float | None:
 
     mounts: the text of /proc/self/mounts; own: the text of /proc/self/cgroup.
     """
-    quotas = map(quota_of, _around(mounts, own, "cpu"))
+    quotas = map(cgroup_quota, _around(mounts, own, "cpu"))
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def own_quota() -> float | None:
     """Return the cores that this process's quota is worth; None where it has none."""
-    return quota_within(read(Path("/proc/self/mounts")), read(Path("/proc/self/cgroup")))
+    return quota_within(read_text_file(Path("/proc/self/mounts")), read_text_file(Path("/proc/self/cgroup")))
 
 
 def memory_limits_within(mounts: str, own: str) -> tuple[tuple[str, int], ...]:
@@ -41,7 +41,7 @@ def memory_limits_within(mounts: str, own: str) -> tuple[tuple[str, int], ...]:
 
 def _memory_limit_of(folder: Path) -> int | None:
     """Return a cgroup's limit, or None for no file, `max`, or version 1's "no limit" near 2**63."""
-    text = read(folder / "memory.max") or read(folder / "memory.limit_in_bytes")
+    text = read_text_file(folder / "memory.max") or read_text_file(folder / "memory.limit_in_bytes")
     limit = int(text) if text.isdigit() else None
     return None if limit is None or limit >= 1 << 60 else limit
 
@@ -56,14 +56,14 @@ def memory_left_within(mounts: str, own: str) -> tuple[tuple[str, int], ...]:
 
 
 def _memory_used(folder: Path) -> int:
-    used = read(folder / "memory.current") or read(folder / "memory.usage_in_bytes")
-    pages = dict(line.split() for line in read(folder / "memory.stat").splitlines())
+    used = read_text_file(folder / "memory.current") or read_text_file(folder / "memory.usage_in_bytes")
+    pages = dict(line.split() for line in read_text_file(folder / "memory.stat").splitlines())
     return int(used or 0) - int(pages.get("total_inactive_file") or pages.get("inactive_file") or 0)
 
 
-def memory_kills_in(folder: Path) -> int:
+def count_memory_kills(folder: Path) -> int:
     """Return how many processes of a memory cgroup the kernel has killed as memory ran out; 0 where it does not say."""
-    lines = (read(folder / "memory.events") or read(folder / "memory.oom_control")).splitlines()
+    lines = (read_text_file(folder / "memory.events") or read_text_file(folder / "memory.oom_control")).splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
 
@@ -77,9 +77,11 @@ class MemoryKills:
     def watch(self, process: int) -> None:
         """Note the memory cgroup of a process while it lives: of one that has ended, version 1 does not tell."""
         proc = Path("/proc")
-        for folder in _around(read(proc / "self/mounts"), read(proc / str(process) / "cgroup"), "memory")[:1]:
+        for folder in _around(
+            read_text_file(proc / "self/mounts"), read_text_file(proc / str(process) / "cgroup"), "memory"
+        )[:1]:
             self._cgroups[process] = folder
-            self._accounted.setdefault(folder, memory_kills_in(folder))
+            self._accounted.setdefault(folder, count_memory_kills(folder))
 
     def cgroup_of(self, process: int) -> Path | None:
         """Return the cgroup of a process that was killed, if the kernel has killed there as memory ran out.
@@ -87,7 +89,7 @@ class MemoryKills:
         A count is of any process of the cgroup, and stands for one of those that are asked for.
         """
         folder = self._cgroups.pop(process, None)
-        if folder is None or memory_kills_in(folder) <= self._accounted[folder]:
+        if folder is None or count_memory_kills(folder) <= self._accounted[folder]:
             return None
         self._accounted[folder] += 1
         return folder
@@ -121,7 +123,7 @@ def v2_root(mounts: str) -> Path | None:
     return next((Path(point) for point, kind, _ in _mounts(mounts) if kind == "cgroup2"), None)
 
 
-def read(path: Path) -> str:
+def read_text_file(path: Path) -> str:
     """Return what a file says, nothing if there is none."""
     return path.read_text().strip() if path.is_file() else ""
 

@@ -172,7 +172,7 @@ def _loaded(point: metadata.EntryPoint) -> DeviceType:
     return found
 
 
-def type_of(device: torch.device) -> DeviceType:
+def device_type_record(device: torch.device) -> DeviceType:
     """Return the record of a device's type.
 
     Raises:

@@ -27,7 +27,7 @@ def nearest(word: str, known: Sequence[str]) -> str:
     return f" (known: {', '.join(sorted(known))})"
 
 
-def kind_of(value: object) -> str:
+def json_kind(value: object) -> str:
     """Name a JSON value's type as JSON does, with the value, for error messages."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     name = names.get(type(value), "a number")
@@ -40,12 +40,12 @@ MOST_BYTES = 256 << 20
 
 
 def read_json(path: str | os.PathLike[str], error: type[HetuFxError]) -> Any:
-    """Read a JSON file strictly, as `json_of` does; it must be a regular file, of `MOST_BYTES` at most.
+    """Read a JSON file strictly, as `parse_json` does; it must be a regular file, of `MOST_BYTES` at most.
 
     Raises:
         HetuFxError: `error`, with the path and the line.
     """
-    return json_of(read_bytes(path, error), os.fspath(path), error)
+    return parse_json(read_bytes(path, error), os.fspath(path), error)
 
 
 def read_bytes(path: str | os.PathLike[str], error: type[HetuFxError], folder: int | None = None) -> bytes:
@@ -66,7 +66,7 @@ def told_as_damaged(where: str, error: type[HetuFxError]) -> Iterator[None]:
         raise error(f"{where} is damaged: {type(problem).__name__}: {problem}") from problem
 
 
-def json_of(data: bytes | str, where: str, error: type[HetuFxError], *, constants: bool = False) -> Any:
+def parse_json(data: bytes | str, where: str, error: type[HetuFxError], *, constants: bool = False) -> Any:
     """Return what a JSON text means, read strictly: no key twice, no number too large, no endless nesting.
 
     Args:

@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 
-def import_after(library: str, module: str) -> None:
+def import_with_library(library: str, module: str) -> None:
     """Import `module` as soon as `library` has been imported; at once, where it has been already."""
     if library in sys.modules:
         import_module(module)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetu_fx.base.checks import size_parts
-from hetu_fx.base.documents import kind_of
+from hetu_fx.base.documents import json_kind
 from hetu_fx.errors import HetuFxError
 
 _EXACT = 1 << 53
@@ -106,13 +106,13 @@ def numbers(error: type[HetuFxError], number: Callable[[Any], float] = float) ->
     def read(values: Any, where: str) -> Any:
         for name, value in values.items():
             if not _is_number(value):
-                raise error(f"{where}: {name!r} must be a number, not {kind_of(value)}")
+                raise error(f"{where}: {name!r} must be a number, not {json_kind(value)}")
         return tuple((name, number(value)) for name, value in values.items())
 
     return Values("an object", is_object, read, dict)
 
 
-def numbered(counted: str, error: type[HetuFxError]) -> Values:
+def object_by_number(counted: str, error: type[HetuFxError]) -> Values:
     """Return an object of numbers by whole numbers, which JSON writes as strings; `counted` is what they count."""
 
     def read(values: Any, where: str) -> Any:
@@ -131,7 +131,7 @@ def named_texts(error: type[HetuFxError]) -> Values:
     def read(values: Any, where: str) -> Any:
         for name, text in values.items():
             if not TEXT.fits(text):
-                raise error(f"{where}: {name!r} must be {TEXT.what}, not {kind_of(text)}")
+                raise error(f"{where}: {name!r} must be {TEXT.what}, not {json_kind(text)}")
         return dict(values)
 
     return Values("an object", is_object, read, dict)

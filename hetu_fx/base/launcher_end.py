@@ -10,7 +10,7 @@ import sys
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
-def end_with(parent: int) -> None:
+def end_with_parent(parent: int) -> None:
     """Have the system kill this process once its parent, whose id is given, is gone; Linux alone can.
 
     To be precise, once the thread that has started it is.
@@ -25,4 +25,4 @@ def end_with(parent: int) -> None:
 def end_with_torchrun() -> None:
     """Do so where torchrun, or what stands on it, has started this process: killed, it leaves its workers behind."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with(os.getppid())
+        end_with_parent(os.getppid())

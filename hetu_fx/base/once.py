@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 def once(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     """Have a method work out its answer once for each object and arguments, which are hashable."""
-    return once_beside(lambda self: (self, ()))(method)
+    return once_per_object(lambda self: (self, ()))(method)
 
 
-def once_beside(
+def once_per_object(
     place: Callable[[S], tuple[Any, tuple[Any, ...]]],
 ) -> Callable[[Callable[Concatenate[S, P], T]], Callable[Concatenate[S, P], T]]:
     """Return `once` for objects that come and go: `place` tells what keeps the answers, and what equal ones share."""

@@ -124,7 +124,7 @@ def known_patches() -> tuple[Patch | Hook, ...]:
     return tuple(_known)
 
 
-def put_in(library: str | None = None) -> None:
+def install_patches(library: str | None = None) -> None:
     """Put in the patches of a library (None: of all), as far as it is loaded by now; what is in stays.
 
     Raises:
@@ -136,8 +136,8 @@ def put_in(library: str | None = None) -> None:
                 _ways_back[patch] = patch.put_in()
 
 
-def take_out(library: str) -> None:
-    """Put back what was there before in a library; the next `put_in` puts its patches in again."""
+def remove_patches(library: str) -> None:
+    """Put back what was there before in a library; the next `install_patches` puts its patches in again."""
     with _lock:
         for patch in [one for one in _ways_back if one.library == library]:
             _ways_back.pop(patch)()

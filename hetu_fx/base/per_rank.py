@@ -51,15 +51,15 @@ def no_threads_are_ranks() -> None:
 
 
 @contextmanager
-def working_for(belongings: Belongings) -> Iterator[None]:
+def as_rank(belongings: Belongings) -> Iterator[None]:
     """Work, in this thread, for the rank that has these."""
-    from hetu_fx.base.torch_private import carried_over, carrying_over  # which commands need not have
+    from hetu_fx.base.torch_private import set_thread_local, thread_local_value  # which commands need not have
 
-    _carried[:] = [carried_over]
+    _carried[:] = [thread_local_value]
     before = getattr(_here, "belongings", None)
     _here.belongings = belongings
     try:
-        with carrying_over(_KEY, belongings):
+        with set_thread_local(_KEY, belongings):
             yield
     finally:
         _here.belongings = before

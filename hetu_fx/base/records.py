@@ -14,7 +14,7 @@ from itertools import chain, groupby
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from hetu_fx.base.documents import json_text, kind_of, nearest, read_json, write_atomically
+from hetu_fx.base.documents import json_kind, json_text, nearest, read_json, write_atomically
 from hetu_fx.base.json_values import FLAG, INTEGER, INTEGERS, NUMBER, NUMBERS, TEXT, TEXTS, Values, is_object, many
 from hetu_fx.errors import HetuFxError
 
@@ -69,7 +69,7 @@ class Key:
             return self.of.known
         return (self.name, self.alias) if self.alias else (self.name,)
 
-    def leaves_out(self, value: Any) -> bool:
+    def omits(self, value: Any) -> bool:
         """Tell whether a value is not written."""
         return (self.omit is not None and self.omit(value)) or (self.written != "always" and value == self.default)
 
@@ -111,7 +111,7 @@ class JsonObject(Generic[T]):
         packed = self.pack(value) if self.pack else value
         result: dict[str, Any] = {"format": self.format} if self.format else {}
         for name, key in self.keys.items():
-            if key.written != "never" and not key.leaves_out(part := getattr(packed, name)):
+            if key.written != "never" and not key.omits(part := getattr(packed, name)):
                 written = key.values.write(part)
                 result |= written if key.inline else {key.name: written}
         return result
@@ -119,7 +119,7 @@ class JsonObject(Generic[T]):
     def read(self, value: Any, where: str) -> T:
         """Return the value of a JSON object; raise the record's error with the place."""
         if not is_object(value):
-            raise self.error(f"{where} must be an object, not {kind_of(value)}")
+            raise self.error(f"{where} must be an object, not {json_kind(value)}")
         known = self.known
         for key in value:
             if key in self.later:
@@ -153,7 +153,7 @@ class JsonObject(Generic[T]):
             return key.default
         name, found = given[0], value[given[0]]
         if not key.values.fits(found):
-            raise self.error(f"{where}: {name!r} must be {key.values.what}, not {kind_of(found)}")
+            raise self.error(f"{where}: {name!r} must be {key.values.what}, not {json_kind(found)}")
         return key.values.read(found, f"{where}{': ' if self.format else '.'}{name}")
 
     def _check_format(self, value: Mapping[str, Any], where: str) -> None:
@@ -251,7 +251,7 @@ class _Repeat:
     count: int = 1
 
 
-def repeated(one: JsonObject[Any]) -> Values:
+def run_length_list(one: JsonObject[Any]) -> Values:
     """Return a list of objects, of equal ones in a row a single one with their `count`."""
 
     def check(where: str, parts: Mapping[str, Any]) -> None:

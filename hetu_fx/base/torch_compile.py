@@ -123,7 +123,7 @@ def aot_autograd(**compilers: Any) -> Callable[[fx.GraphModule, Sequence[Any]], 
     return made
 
 
-def recomputed(graph: fx.Graph, body: fx.Node, inputs: Sequence[fx.Node]) -> fx.Node:
+def insert_checkpointed_call(graph: fx.Graph, body: fx.Node, inputs: Sequence[fx.Node]) -> fx.Node:
     """Add the call of a body, a graph module's, that is to be run again in backward."""
     from torch._higher_order_ops.wrap import tag_activation_checkpoint
 

@@ -94,7 +94,7 @@ in_bad_fork: Callable[[], bool] = torch.cuda._is_in_bad_fork  # forked from a pr
 dispatch_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # whether autocast knows an op
 
 
-def guard_of(tensors: tuple[Tensor, ...]) -> Callable[[], bool] | None:
+def make_tensor_guard(tensors: tuple[Tensor, ...]) -> Callable[[], bool] | None:
     """Return what tells whether dtypes, dims and `requires_grad` of tensors, no two the same, are what they are now.
 
     One call for all, as Dynamo has it: a twentieth of what asking each home tensor takes. It says no also where what
@@ -219,7 +219,7 @@ def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     )
 
 
-def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Return what runs a function outside of torch.func: its `apply`, which first looks for what that has left.
 
     It does so argument by argument, in python, which takes as long as the rest where these are many.
@@ -238,7 +238,7 @@ def rename(node: fx.Node, name: str) -> None:
     node._rename(name)
 
 
-def are_accumulated(nodes: Sequence[Any]) -> list[bool]:
+def accumulates_into_leaves(nodes: Sequence[Any]) -> list[bool]:
     """Tell whether the backward under way adds to the gradients of leaves, by the nodes that do it.
 
     It does not where torch.autograd.grad returns them (which is what torch's error is about), nor beside `inputs=`.
@@ -315,7 +315,7 @@ class _Groups(dict[Any, Any]):
         self.end()
 
 
-def is_boxed(compiled: Any) -> bool:
+def takes_boxed_arguments(compiled: Any) -> bool:
     """Tell whether a compiled function takes its arguments as one list already."""
     return bool(getattr(compiled, "_boxed_call", False))
 
@@ -448,7 +448,7 @@ def without_composites() -> AbstractContextManager[Any]:
     return made
 
 
-def is_traced(tensor: Tensor) -> bool:
+def is_in_trace(tensor: Tensor) -> bool:
     """Tell whether the trace under way knows a tensor; False inside of its ops."""
     mode = get_proxy_mode()
     return mode is not None and has_proxy_slot(tensor, mode.tracer)
@@ -514,7 +514,7 @@ def without_guards(mode: FakeTensorMode) -> AbstractContextManager[None]:
     return nullcontext() if mode.shape_env is None else mode.shape_env.suppress_guards()
 
 
-def backend_of(group: ProcessGroup, device: torch.device) -> Any:
+def group_backend(group: ProcessGroup, device: torch.device) -> Any:
     """Return what sends a group's tensors of a kind of device. Raises RuntimeError where it has none for it."""
     return group._get_backend(device)
 
@@ -557,7 +557,7 @@ def device_types(group: ProcessGroup) -> set[str]:
 
 
 @contextmanager
-def gloo_through(devices: Sequence[Any] | None) -> Iterator[None]:
+def gloo_devices(devices: Sequence[Any] | None) -> Iterator[None]:
     """Let gloo groups that are created meanwhile connect through these devices; None: through what gloo finds itself.
 
     Nothing that creates a group takes them: torch gives gloo a time-out and no more.
@@ -579,7 +579,7 @@ def gloo_through(devices: Sequence[Any] | None) -> Iterator[None]:
         yield
 
 
-def gloo_device_at(address: str) -> Any:
+def make_gloo_device(address: str) -> Any:
     """Return a device of gloo that others reach at an address of this machine."""
     gloo: Any = distributed_c10d.ProcessGroupGloo
     return gloo.create_device(hostname=address)
@@ -588,7 +588,7 @@ def gloo_device_at(address: str) -> Any:
 def _gloo_devices() -> Sequence[Any] | None:
     """Return the devices through which the world sends from host memory; None where it has none that are known."""
     try:
-        options = backend_of(_get_default_group(), torch.device("cpu")).options
+        options = group_backend(_get_default_group(), torch.device("cpu")).options
     except (RuntimeError, AttributeError):  # no backend for it, or one of another kind
         return None
     return getattr(options, "_devices", None) or None
@@ -600,7 +600,7 @@ def new_named_group(members: list[int], me: int, name: str, timeout: timedelta) 
     It connects through the devices of gloo that the world does.
     """
     backend, store = _world.pg_map[_get_default_group()]
-    with gloo_through(_gloo_devices()):
+    with gloo_devices(_gloo_devices()):
         created = _new_process_group_helper(
             len(members), me, members, dist.Backend(backend), store, cast(Any, name), timeout=timeout
         )
@@ -625,16 +625,16 @@ def host_of_world() -> str | None:
     """Return the host of the store in which the ranks of the world have met, where that is on a network."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    return address_of(_world.pg_map[_get_default_group()][1]).rpartition(":")[0] or None
+    return store_address(_world.pg_map[_get_default_group()][1]).rpartition(":")[0] or None
 
 
-def address_of(store: Store) -> str:
+def store_address(store: Store) -> str:
     """Return where a store is served, for messages; "" for one that is no TCPStore."""
     found: Any = getattr(store, "_underlying_non_prefix_store", store)
     return f"{found.host}:{found.port}" if isinstance(found, TCPStore) else ""
 
 
-def is_member_of(group: ProcessGroup) -> bool:
+def is_group_member(group: ProcessGroup) -> bool:
     """Tell whether this process is (still) in a group."""
     return group in _world.pg_map
 
@@ -644,7 +644,7 @@ def forget_group_count() -> None:
     _world.group_count = 0
 
 
-def untraced() -> AbstractContextManager[Any]:
+def suspend_trace() -> AbstractContextManager[Any]:
     """Compute with values inside, although a trace is under way."""
     made: AbstractContextManager[Any] = _disable_current_modes()
     return made
@@ -657,9 +657,9 @@ def makes_tensors(function: Any) -> bool:
 
 
 @contextmanager
-def carrying_over(key: str, value: object) -> Iterator[None]:
+def set_thread_local(key: str, value: object) -> Iterator[None]:
     """Have a value in this thread, and in those in which autograd runs a backward that is called inside."""
-    before = carried_over(key)
+    before = thread_local_value(key)
     torch._C._stash_obj_in_tls(key, value)
     try:
         yield
@@ -667,6 +667,6 @@ def carrying_over(key: str, value: object) -> Iterator[None]:
         torch._C._stash_obj_in_tls(key, before)
 
 
-def carried_over(key: str) -> Any:
+def thread_local_value(key: str) -> Any:
     """Return the value of this name that this thread has; None if it has none."""
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None

@@ -21,7 +21,7 @@ def seconds_text(seconds: float) -> str:
         return "0"
     for size, unit in _SECONDS:
         least = 60 * _LONG if unit == "h" else _LONG if unit == "min" else size
-        if rounded(seconds) >= least or unit == "us":
+        if _shown_number(seconds) >= least or unit == "us":
             return f"{_plain(seconds / size)} {unit}"
     raise AssertionError("the last unit takes what is left")
 
@@ -34,12 +34,12 @@ def bytes_text(count: float) -> str:
 def rate_text(per_second: float, what: str = "B/s") -> str:
     """Return what is done a second in the unit that suits: `312 TFLOP/s`, `1.25 GB/s`."""
     for size, unit in _BYTES:
-        if rounded(per_second) >= size:
+        if _shown_number(per_second) >= size:
             return f"{_plain(per_second / size)} {unit[0]}{what}"
     return f"{_plain(per_second)} {what}"
 
 
-def bytes_of(count: float, limit: float) -> str:
+def format_used_bytes(count: float, limit: float) -> str:
     """Return how many bytes of so many: `60.7 of 85.9 GB`, `334 kB of 25.3 GB`."""
     (number, own), (most, unit) = _in_unit(count), _in_unit(limit)
     if own == unit or count >= limit / _FAR:
@@ -50,7 +50,7 @@ def bytes_of(count: float, limit: float) -> str:
 def _in_unit(count: float) -> tuple[str, str]:
     """Return a number of bytes in the unit that suits."""
     for size, unit in _BYTES:
-        if rounded(count) >= size:
+        if _shown_number(count) >= size:
             return _plain(count / size), unit
     return _plain(count), "bytes"
 
@@ -61,14 +61,14 @@ def share_text(share: float) -> str:
     return f"{percent:.0f} %" if percent >= 1 or not percent else f"{percent:.1g} %"
 
 
-def rounded(value: float) -> float:
+def _shown_number(value: float) -> float:
     """Return the number that is shown of a value."""
     return float(f"{value:.{_DIGITS}g}")
 
 
 def _plain(value: float) -> str:
     """Write a number with three digits, and never as a power of ten."""
-    return f"{rounded(value):.10g}"
+    return f"{_shown_number(value):.10g}"
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

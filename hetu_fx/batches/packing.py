@@ -43,7 +43,7 @@ def rows_by_room(lengths: Sequence[int], room: int) -> tuple[tuple[int, ...], ..
     return tuple(sorted(tuple(sorted(row)) for row in rows))
 
 
-def packed(
+def pack_batch(
     sequences: Sequence[torch.Tensor], rows: Sequence[Sequence[int]], *, multiple: int = 1, padding: int = 0
 ) -> dict[str, Any]:
     """Return the batch of a causal language model whose rows hold these sequences one after another.
@@ -66,7 +66,7 @@ def packed(
     width = max(sum(len(sequences[i]) for i in row) for row in rows)
     filling = Filling({"input_ids": padding, "labels": IGNORED}, "position_ids", ("labels",))
     width += -width % multiple
-    tensors = filled({"input_ids": sequences, "labels": sequences}, rows, width, filling)
+    tensors = fill_rows({"input_ids": sequences, "labels": sequences}, rows, width, filling)
     return {**tensors, "use_cache": False}
 
 
@@ -86,7 +86,7 @@ class Filling:
     first_unused: tuple[str, ...] = ()
 
 
-def filled(
+def fill_rows(
     inputs: Mapping[str, Sequence[torch.Tensor]], rows: Sequence[Sequence[int]], width: int, filling: Filling
 ) -> dict[str, torch.Tensor]:
     """Return every input as rows that hold these sequences one after another.

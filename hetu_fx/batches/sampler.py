@@ -103,7 +103,7 @@ def _batches_of(pieces: Iterator[Piece], tokens: int) -> Iterator[list[Piece]]:
     for whole in pieces:
         piece: Piece | None = whole
         while piece is not None:
-            first, piece = cut(piece, room)
+            first, piece = _cut_piece(piece, room)
             batch.append(first)
             room -= len(first)
             if room == 0:
@@ -113,7 +113,7 @@ def _batches_of(pieces: Iterator[Piece], tokens: int) -> Iterator[list[Piece]]:
         yield batch
 
 
-def cut(piece: Piece, room: int) -> tuple[Piece, Piece | None]:
+def _cut_piece(piece: Piece, room: int) -> tuple[Piece, Piece | None]:
     """Return the first `room` tokens of a piece, and the rest if there is any."""
     if len(piece) <= room:
         return piece, None

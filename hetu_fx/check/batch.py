@@ -40,7 +40,7 @@ def with_few_micro_batches(plan: Plan) -> Plan:
     )
 
 
-def rows_for(plan: Plan, world: int) -> int:
+def fewest_rows(plan: Plan, world: int) -> int:
     """Return the least number of rows of which all micro-batches have two, and that shows all shares as they are.
 
     (Of one row nobody can tell a mean from a sum, nor what it varies by.) Pipelines of unlike shares have unlike rows,
@@ -51,12 +51,12 @@ def rows_for(plan: Plan, world: int) -> int:
     return min(numbers, key=lambda rows: (_idle(plan, rows, 1), _idle(plan, rows, _ROWS), _hidden(plan, rows), rows))
 
 
-def uneven_rows_for(plan: Plan, world: int, given: int) -> int:
+def uneven_row_count(plan: Plan, world: int, given: int) -> int:
     """Return as many rows as are given, up to 64: what they have in common shows in few of them or in none.
 
     One more where pipelines of equal shares would have equal ones: later batches may not.
     """
-    rows = max(rows_for(plan, world), min(given, MOST_ROWS))
+    rows = max(fewest_rows(plan, world), min(given, MOST_ROWS))
     return rows + (len(plan.pipelines) > 1 and len(set(pipeline_rows(rows, plan))) == 1)
 
 
@@ -80,7 +80,7 @@ def rows_of_ranks(rows: int, world: int) -> tuple[int, ...]:
     return micro_batch_rows(rows, world)
 
 
-def length_for(plan: Plan) -> int:
+def sequence_length_for(plan: Plan) -> int:
     """Return a length of sequences that all who share one can share in their ratios."""
     cuts = {sum(ratios) for *_, stage in plan.stages for ratios in stage.axes}
     together = min(math.lcm(*cuts), MOST_LENGTH)
@@ -141,7 +141,7 @@ def _told_apart(tensor: Tensor, number: int) -> Tensor:
     return tensor + torch.randn(tensor.shape, generator=source, dtype=torch.float64).to(tensor.dtype) * 0.1
 
 
-def split_rows_of(batch: Batch, names: Mapping[str, int], counts: Sequence[int]) -> Iterator[Batch]:
+def split_rows_by_rank(batch: Batch, names: Mapping[str, int], counts: Sequence[int]) -> Iterator[Batch]:
     """Yield the rows that each rank brings of a batch; `names` has the dim of rows by input."""
     tree, tensors = flatten_batch(batch)
     start = 0

@@ -86,7 +86,7 @@ class KeptBlocks:
         return "" if self.is_all else f"{len(self.kept)} of {len(self.paths)} blocks, "
 
     @property
-    def dropped(self) -> frozenset[str]:
+    def dropped_blocks(self) -> frozenset[str]:
         """Return the paths of the blocks that are left out."""
         return frozenset(path for place, path in enumerate(self.paths) if place not in self.kept)
 
@@ -117,7 +117,7 @@ class KeptBlocks:
     def original_names(self) -> Mapping[str, str]:
         """Return the paths of the kept blocks in the model, by those that they have in the shortened one."""
         found, numbers = dict[str, str](), dict[str, int]()
-        dropped = self.dropped
+        dropped = self.dropped_blocks
         for path in sorted(self.paths, key=_number):
             parent = path.rpartition(".")[0]
             first = min(_number(other) for other in self.paths if other.rpartition(".")[0] == parent)

@@ -21,18 +21,18 @@ from hetu_fx.check.batch import (
     TrialSizes,
     cut_batch,
     cut_rows,
-    length_for,
-    rows_for,
+    fewest_rows,
     rows_of_ranks,
-    uneven_rows_for,
+    sequence_length_for,
+    uneven_row_count,
     with_few_micro_batches,
     with_few_pipelines,
 )
 from hetu_fx.check.blocks import KeptBlocks, same_ops
-from hetu_fx.check.kept import Answer, KeptAnswers, default_folder, key_of
+from hetu_fx.check.kept import Answer, KeptAnswers, default_folder, question_key
 from hetu_fx.check.model import ModelTemplate, Narrowing
 from hetu_fx.check.report import differences_text, failure_text
-from hetu_fx.check.trial import Case, Found, TrialReference, adds_up, alone, tried
+from hetu_fx.check.trial import Case, Found, TrialReference, alone, loss_is_additive, run_trial
 from hetu_fx.cluster.host import memory_left
 from hetu_fx.deduction.rules.registry import registered_rules
 from hetu_fx.errors import CheckError, HetuFxError
@@ -41,9 +41,9 @@ from hetu_fx.graph.bind import Batch, as_call, flatten_batch
 from hetu_fx.graph.row_dims import count_rows
 from hetu_fx.graph.tracing.autocasts import casting
 from hetu_fx.plans.plan import Plan
-from hetu_fx.program.batch import batch_of
+from hetu_fx.program.batch import batch_from_call
 from hetu_fx.program.program import Program
-from hetu_fx.switching.adapt.tried import Tried
+from hetu_fx.switching.adapt.tried import TrialResult
 from hetu_fx.switching.eager.execution import EagerExecution
 from hetu_fx.switching.eager.row_mode import BY_ROWS, NOT_KNOWN, RowMode
 from hetu_fx.switching.graph_execution import GraphExecution
@@ -135,7 +135,7 @@ class Checker:
         args, kwargs = as_call(batch)
         if isinstance(execution, EagerExecution):
             self.problem = _problem_of(execution)
-            self.batch = batch_of(execution.module.signature, args, kwargs)
+            self.batch = batch_from_call(execution.module.signature, args, kwargs)
             self.row_dims = execution.read(args, kwargs, True, shared=shared).batch.row_dims
         else:
             assert isinstance(execution, GraphExecution), "there are two ways of running a model"
@@ -147,7 +147,7 @@ class Checker:
         except HetuFxError as error:
             self.problem = str(error)
 
-    def try_plan(self, plan: Plan) -> Tried:
+    def try_plan(self, plan: Plan) -> TrialResult:
         """Try a plan, unless that has been done; return what was found.
 
         Raises:
@@ -161,9 +161,9 @@ class Checker:
             tried, was_checked = self._tried(plan)
             known = Answer(key, was_checked, tried.says)
             self.answers.put(known)
-        return Tried(known.says)
+        return TrialResult(known.says)
 
-    def _tried(self, plan: Plan) -> tuple[Tried, bool]:
+    def _tried(self, plan: Plan) -> tuple[TrialResult, bool]:
         """Return what was found, and whether the plan was checked."""
         start, was_checked = time.monotonic(), False
         with telling("trying the plan") as tell, _surroundings():
@@ -172,21 +172,21 @@ class Checker:
                 was_checked = True
             except NotChecked as why:
                 unknown = f"it is unknown whether it works row by row: {why} (check=False says that it does)"
-                tried = Tried(f"not checked: {why}", RowMode(False, why=unknown))
+                tried = TrialResult(f"not checked: {why}", RowMode(False, why=unknown))
         _log.log(logging.INFO if was_checked else logging.WARNING, "plan %s: %s", plan.summary(), tried.says)
         return tried, was_checked
 
     def _key(self, plan: Plan, program: Program) -> str:
         asked = replace(plan, name=None, predicted=None, max_length=None).to_json()
         how = f"{self.world} {self.shared} {self.seconds} {self.problem}"
-        return key_of([_text(program), str(asked), how, str(self.batch_form), *registered_rules()])
+        return question_key([_text(program), str(asked), how, str(self.batch_form), *registered_rules()])
 
     @property
     def batch_form(self) -> object:
         """Return the sizes and dtypes of the example."""
         return {name: (tuple(x.shape), str(x.dtype)) for name, x in flatten_batch(self.batch)[1].items()}
 
-    def _found(self, plan: Plan, start: float, tell: Tell) -> Tried:
+    def _found(self, plan: Plan, start: float, tell: Tell) -> TrialResult:
         """Make a case and try it; of a module that runs as it is by rows first, then with all rows on each replica.
 
         Raises:
@@ -204,7 +204,7 @@ class Checker:
                 mode = RowMode(False, adds_up=mode.adds_up, why=f"by rows it would be wrong: {differences_text(found)}")
                 found, ready = None, replace(ready, case=replace(ready.case, eager=mode))
         found = found or self._checked(plan, ready, start, tell)
-        return Tried(self._says(found, ready, start), mode or NOT_KNOWN)
+        return TrialResult(self._says(found, ready, start), mode or NOT_KNOWN)
 
     def _by_rows(self, ready: Ready, start: float) -> Found:
         """Return what replicas make of a case that each run their own rows."""
@@ -237,7 +237,7 @@ class Checker:
         """Try a case in the time that is left."""
         left = self._left(start, self._needs(ready))
         try:
-            return tried(ready.case, ready.reference, ready.captured, left)
+            return run_trial(ready.case, ready.reference, ready.captured, left)
         except TimeoutError as error:
             raise NotChecked(f"it would take more than {self.seconds:.0f} s") from error
 
@@ -285,15 +285,15 @@ class Checker:
         narrowing = Narrowing.of(self.template.model) if cut.tables else Narrowing()
         small = blocks.plan(small)
         self._check_bytes(small, blocks, narrowing)
-        model, loss_fn = self.template.made(blocks.dropped, narrowing, cut.dtype)
+        model, loss_fn = self.template.made(blocks.dropped_blocks, narrowing, cut.dtype)
         model.train()
         if self.program is None:
             _without_dropout(model)
         world = 1 + max(small.devices)
         fixed = self.program is not None and not self.program.graph.takes_any_rows
         given = count_rows(flatten_batch(self.batch)[1], self.row_dims)
-        rows = rows_for(small, world) if self.program is not None else uneven_rows_for(small, world, given)
-        batch = self._batch(TrialSizes(rows, length_for(small) if cut.lengths else None), narrowing, cut.dtype)
+        rows = fewest_rows(small, world) if self.program is not None else uneven_row_count(small, world, given)
+        batch = self._batch(TrialSizes(rows, sequence_length_for(small) if cut.lengths else None), narrowing, cut.dtype)
         own = None if self.shared or fixed or world == 1 else rows_of_ranks(rows, world)
         case = Case(model, loss_fn, batch, small, own, self.row_dims, cut.dtype)
         return self._run_alone(case, blocks, cut)
@@ -307,7 +307,7 @@ class Checker:
         captured = case.how().capture(case.model, case.batch)
         if captured.program.graph.num_blocks != len(blocks.kept):
             raise NotChecked("cut down it has other blocks")
-        is_whole = not (cut.blocks and blocks.dropped) and not cut.tables and not cut.lengths
+        is_whole = not (cut.blocks and blocks.dropped_blocks) and not cut.tables and not cut.lengths
         if not is_whole and not same_ops(self.program.graph, captured.program.graph, blocks):
             raise NotChecked("cut down it runs other ops")
         return Ready(case, reference, captured, blocks)
@@ -321,7 +321,7 @@ class Checker:
     def _check_bytes(self, plan: Plan, blocks: KeptBlocks, narrowing: Narrowing) -> None:
         """Raise `NotChecked` where a case would take more memory than it may."""
         assert self.template is not None, "there is something to make it of"
-        dropped = tuple(f"{path}." for path in blocks.dropped)
+        dropped = tuple(f"{path}." for path in blocks.dropped_blocks)
         shapes = [p.shape for name, p in self.template.model.named_parameters() if not name.startswith(dropped)]
         numbers = sum(torch.Size(narrowing.shape(tuple(shape))).numel() for shape in shapes)
         needs = numbers * _BYTES * (_COPIES + _COPIES_OF_REPLICA * len(plan.pipelines))
@@ -373,7 +373,7 @@ def _first_mode(case: Case, reference: TrialReference) -> RowMode:
     tensors = flatten_batch(case.batch)[1]
     try:
         halves = rows_of_ranks(count_rows(tensors, case.row_dims), 2)
-        return RowMode(by_rows=True, adds_up=adds_up(case, halves, reference.module.steps[0].loss, _SUMS))
+        return RowMode(by_rows=True, adds_up=loss_is_additive(case, halves, reference.module.steps[0].loss, _SUMS))
     except Exception as error:  # it does not take as few rows
         _log.debug("the losses of halves of the batch are not known: %s", error)
         return BY_ROWS

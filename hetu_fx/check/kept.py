@@ -43,7 +43,7 @@ class Answer(Document):
 Answer.form = record(Answer, CheckError, format="hetu_fx.check/1")
 
 
-def key_of(parts: Iterable[str]) -> str:
+def question_key(parts: Iterable[str]) -> str:
     """Return the digest of a question: equal for equal parts where the same code runs."""
     return hashlib.sha256("\0".join([*parts, torch.__version__, code_digest()]).encode()).hexdigest()
 

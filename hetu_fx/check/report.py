@@ -128,14 +128,14 @@ def _first_wrong(case: Case, found: Found, captured: GraphExecution) -> str:
         return ""
     node = _first_wrong_value(case, captured, found.tolerance) if found.loss_is_wrong else None
     if node is not None:
-        return f"the first value that differs is that of {described(node)}"
+        return f"the first value that differs is that of {_describe_op(node)}"
     if found.loss_is_wrong:
-        where = "" if graph.loss is None else f", which {described(graph.loss)} makes"
+        where = "" if graph.loss is None else f", which {_describe_op(graph.loss)} makes"
         return f"all values before it are right: what differs first is the loss{where}"
     return _of_gradients(graph, found)
 
 
-def described(node: fx.Node) -> str:
+def _describe_op(node: fx.Node) -> str:
     """Return an op with its module and the user's line."""
     stack = meta.module_stack(node)
     module = f" in {stack[-1][0]!r} ({stack[-1][1].rpartition('.')[2]})" if stack and stack[-1][0] else ""
@@ -155,7 +155,7 @@ def _of_gradients(graph: Graph, found: Found) -> str:
     assert node is not None, "it is among those with a reader"
     return (
         f"all values are right: on the way back, the first gradient that differs is that of {last!r}, which "
-        f"{described(node)} reads"
+        f"{_describe_op(node)} reads"
     )
 
 

@@ -18,12 +18,12 @@ from torch import nn
 
 from hetu_fx.base.device_types import HOST
 from hetu_fx.base.dtypes import is_real
-from hetu_fx.check.batch import split_rows_of
+from hetu_fx.check.batch import split_rows_by_rank
 from hetu_fx.check.verdict import differences
 from hetu_fx.errors import CommError
 from hetu_fx.graph import meta
 from hetu_fx.graph.bind import Batch, flatten_batch, output_and_loss
-from hetu_fx.lockstep import Lockstep, Step, Trained, loss_of, train_alone
+from hetu_fx.lockstep import Lockstep, Step, Trained, find_loss, train_alone
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import Program
 from hetu_fx.switching.eager.random_numbers import RandomNumbers
@@ -197,7 +197,7 @@ def _are_same(one: Step, other: Step) -> bool:
     return one.loss == other.loss and all(b is not None and torch.equal(a, b) for a, b in pairs)
 
 
-def tried(
+def run_trial(
     case: Case, reference: TrialReference, captured: GraphExecution | None, seconds: float | None = None
 ) -> Found:
     """Train as many steps of a case as all ranks, and hold them against one device.
@@ -223,14 +223,14 @@ def tried(
             made = case.how(seconds).train(case.model, batches, case.plan, captured)
     except CommError as error:
         return Found(tolerance=tolerance, failure=f"{type(error).__name__}: {error}", beside_graph=beside_graph)
-    found = replace(compared(right, made, tolerance), shared_out=shared_out)
+    found = replace(_compare_steps(right, made, tolerance), shared_out=shared_out)
     if case.eager is None and not found.is_right:
-        shared = compared(_divided(right, case.world), made, tolerance)
+        shared = _compare_steps(_divided(right, case.world), made, tolerance)
         found = replace(shared, shared_out=True) if shared.is_right and _is_sum(case, right) else found
     return replace(found, beside_graph=beside_graph, remembers=reference.remembers)
 
 
-def compared(right: Trained, made: Trained, tolerance: Tolerance) -> Found:
+def _compare_steps(right: Trained, made: Trained, tolerance: Tolerance) -> Found:
     """Compare steps under a plan with those of one device, up to the first that differs."""
     buffers = differences(right.state, made.state, tolerance.negligible)
     found = Found()
@@ -258,16 +258,16 @@ def _divided(right: Trained, ranks: int) -> Trained:
 def _is_sum(case: Case, right: Trained) -> bool:
     """Tell whether the loss of a batch is the sum of those of its ranks' rows."""
     rows = case.rows or ()
-    return len(rows) > 1 and adds_up(case, rows, right.steps[0].loss, _TOLERANCES[torch.float32].relative)
+    return len(rows) > 1 and loss_is_additive(case, rows, right.steps[0].loss, _TOLERANCES[torch.float32].relative)
 
 
-def adds_up(case: Case, counts: Sequence[int], loss: float, tolerance: float) -> bool:
+def loss_is_additive(case: Case, counts: Sequence[int], loss: float, tolerance: float) -> bool:
     """Tell whether the loss of a batch is the sum of those of so many of its rows each."""
     total = 0.0
     with _seeded(), torch.no_grad():
-        for own in split_rows_of(case.batch, case.row_dims, counts):
+        for own in split_rows_by_rank(case.batch, case.row_dims, counts):
             output, made = output_and_loss(case.how().copied(case.model), case.loss_fn, own)
-            total += float(loss_of(output if case.loss_fn is None else made))
+            total += float(find_loss(output if case.loss_fn is None else made))
     return loss != 0 and abs(total - loss) <= tolerance * abs(loss)
 
 

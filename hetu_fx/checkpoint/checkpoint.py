@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from hetu_fx.base.checks import size_parts
 from hetu_fx.base.frameworks import config_writer
 from hetu_fx.base.progress import telling
-from hetu_fx.checkpoint.folders import place_of, replaced_folder
+from hetu_fx.checkpoint.folders import find_folder, replaced_folder
 from hetu_fx.checkpoint.open_folder import OpenFolder
 from hetu_fx.checkpoint.optimizer_files import Parameters, RestoredTraining, TrainingFiles, write_training_state
 from hetu_fx.checkpoint.tensor_files import Key, WeightFiles, whole_tensor, write_weights
-from hetu_fx.comm_ops.wire.consensus import alike, any_of, together
+from hetu_fx.comm_ops.wire.consensus import alike, any_rank, raise_on_all_ranks
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import CheckpointError
 from hetu_fx.switching.runtime import Runtime
@@ -74,8 +74,8 @@ def save_model(
         runtime.buffers.sync()
         save_checkpoint(
             folder,
-            tensors_of(runtime),
-            aliases=aliases_of(runtime.model),
+            checkpoint_tensors(runtime),
+            aliases=tied_names(runtime.model),
             write_config=config_writer(runtime.model),
             max_shard_size=max_shard_size,
             optimizer=optimizer,
@@ -105,8 +105,8 @@ def load_model(
     with using(runtime.table), telling("loading a checkpoint"):
         extra = load_checkpoint(
             folder,
-            tensors_of(runtime),
-            aliases=aliases_of(runtime.model),
+            checkpoint_tensors(runtime),
+            aliases=tied_names(runtime.model),
             optimizer=optimizer,
             parameters=runtime.homes,
             verify=verify,
@@ -118,7 +118,7 @@ def load_model(
 
 def saved_step(folder: Path) -> int:
     """Return how many steps the model of a checkpoint had seen; 0 where that was not saved. Raises CheckpointError."""
-    with OpenFolder(place_of(folder)) as opened:
+    with OpenFolder(find_folder(folder)) as opened:
         return _step_of(TrainingFiles.open(opened, TRAINING).extra, 0) if opened.has_folder(TRAINING) else 0
 
 
@@ -129,14 +129,14 @@ def _step_of(extra: Mapping[str, Any], otherwise: int) -> int:
     return step
 
 
-def tensors_of(runtime: Runtime) -> dict[str, Tensor]:
+def checkpoint_tensors(runtime: Runtime) -> dict[str, Tensor]:
     """Return all that a checkpoint holds, by the user's names: home parameters and persistent buffers."""
     kept = set(runtime.model.state_dict(keep_vars=True))
     buffers = {name: buffer for name, buffer in runtime.model.named_buffers() if name in kept}
     return {**runtime.homes, **buffers}
 
 
-def aliases_of(model: nn.Module) -> dict[str, str]:
+def tied_names(model: nn.Module) -> dict[str, str]:
     """Return the further names of tied parameters, and the first name that each is stored under."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     everything = model.named_parameters(remove_duplicate=False)
@@ -174,14 +174,14 @@ def save_checkpoint(
     stored = {name: tensor for name, tensor in tensors.items() if name not in (aliases or {})}
     with replaced_folder(folder, table) as staging:
         if stored:
-            together(table, lambda: write_weights(staging, stored, limit, table))
+            raise_on_all_ranks(table, lambda: write_weights(staging, stored, limit, table))
         if write_config is not None:
-            together(table, lambda: _write_config(write_config, staging) if table.rank == 0 else None)
+            raise_on_all_ranks(table, lambda: _write_config(write_config, staging) if table.rank == 0 else None)
         if optimizer is not None:
             training = staging / TRAINING
-            together(table, lambda: training.mkdir() if table.rank == 0 else None)
+            raise_on_all_ranks(table, lambda: training.mkdir() if table.rank == 0 else None)
             names, own = parameters or {}, extra or {}
-            together(table, lambda: write_training_state(training, optimizer, names, own, table.rank))
+            raise_on_all_ranks(table, lambda: write_training_state(training, optimizer, names, own, table.rank))
 
 
 def _write_config(write_config: Callable[[Path], None], staging: Path) -> None:
@@ -221,7 +221,7 @@ def load_checkpoint(
         return Checkpoint.read(opened, wanted, aliases or {}, optimizer, parameters or {})
 
     checkpoint = _read_alike(folder, read, table)
-    return together(table, lambda: checkpoint.put(optimizer))
+    return raise_on_all_ranks(table, lambda: checkpoint.put(optimizer))
 
 
 def _sums_of_all(opened: OpenFolder, verify: bool) -> list[str]:
@@ -237,9 +237,9 @@ def _read_alike(folder: Path, read: Callable[[OpenFolder], T], table: GroupTable
         with ExitStack() as held:
             opened: list[OpenFolder] = []
             try:
-                found = together(table, partial(_open_and_read, folder, read, held, opened))
+                found = raise_on_all_ranks(table, partial(_open_and_read, folder, read, held, opened))
             except Exception:  # on all ranks
-                if not any_of(table, [_is_replaced(folder, opened)])[0] or not tries_left:
+                if not any_rank(table, [_is_replaced(folder, opened)])[0] or not tries_left:
                     raise
             else:
                 manifest = opened[0].manifest
@@ -250,7 +250,7 @@ def _read_alike(folder: Path, read: Callable[[OpenFolder], T], table: GroupTable
 
 
 def _open_and_read(folder: Path, read: Callable[[OpenFolder], T], held: ExitStack, opened: list[OpenFolder]) -> T:
-    opened.append(held.enter_context(OpenFolder(place_of(folder))))
+    opened.append(held.enter_context(OpenFolder(find_folder(folder))))
     return read(opened[0])
 
 
@@ -258,7 +258,7 @@ def _is_replaced(folder: Path, opened: Sequence[OpenFolder]) -> bool:
     """Tell whether a writer is at work between what was tried and now."""
     if opened:
         return not opened[0].is_in_place()
-    return folder.is_dir() or place_of(folder) != folder
+    return folder.is_dir() or find_folder(folder) != folder
 
 
 @dataclass(frozen=True)
@@ -327,7 +327,7 @@ def _some(names: Sequence[str]) -> str:
 def _check_fit(files: WeightFiles, wanted: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
     misfits = []
     for name, tensor in wanted.items():
-        found = files.form_of(names[name])
+        found = files.shape_and_dtype(names[name])
         if found != (tuple(tensor.shape), tensor.dtype):
             misfits.append(f"{name}: {found[0]} {found[1]} in the file, {tuple(tensor.shape)} {tensor.dtype} here")
     if misfits:

@@ -24,7 +24,7 @@ from pathlib import Path
 from hetu_fx.base.documents import sync
 from hetu_fx.checkpoint.manifest import MANIFEST, FileEntry, manifest_text
 from hetu_fx.checkpoint.open_folder import OpenFolder
-from hetu_fx.comm_ops.wire.consensus import from_first, together
+from hetu_fx.comm_ops.wire.consensus import from_first, raise_on_all_ranks
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import CheckpointError, HetuFxError, OtherRankError
 
@@ -48,11 +48,11 @@ def replaced_folder(folder: Path, table: GroupTable, error: type[HetuFxError] = 
     staging = folder.parent / _left_over_name(folder.name, token, is_new=True)
     with ExitStack() as lock:
         try:
-            together(table, lambda: _begin(folder, staging, error, lock) if table.rank == 0 else None)
+            raise_on_all_ranks(table, lambda: _begin(folder, staging, error, lock) if table.rank == 0 else None)
             try:
                 yield staging
-                together(table, lambda: _sync_files(staging))
-                together(table, lambda: _commit(folder, staging, token) if table.rank == 0 else None)
+                raise_on_all_ranks(table, lambda: _sync_files(staging))
+                raise_on_all_ranks(table, lambda: _commit(folder, staging, token) if table.rank == 0 else None)
             except BaseException:
                 shutil.rmtree(staging, ignore_errors=True)
                 raise
@@ -270,7 +270,7 @@ def is_complete(folder: Path) -> bool:
     return True
 
 
-def place_of(folder: Path) -> Path:
+def find_folder(folder: Path) -> Path:
     """Return where a folder lies: under its name, or, where a crash left none of this name, under another."""
     if not os.path.lexists(folder) and folder.absolute().parent.is_dir():
         for left in left_overs(folder.absolute().parent):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from hetu_fx.base.machine import node_name, short_names, start_time
 from hetu_fx.base.torch_private import Store
 from hetu_fx.comm_ops.wire.common_path import end_communication
-from hetu_fx.comm_ops.wire.consensus import of_all
+from hetu_fx.comm_ops.wire.consensus import all_gather_object
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.rendezvous import launcher_store
 from hetu_fx.errors import StateError
@@ -30,7 +30,7 @@ LEFT = "left"  # the sign of one that has nothing more to do
 _log = logging.getLogger("hetu_fx.snapshots")
 
 
-class Silences:
+class HeartbeatAges:
     """Seconds for which each of some ranks has given no new sign."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
@@ -49,7 +49,7 @@ class Silences:
         return tuple(rank for rank, silent in self._seconds.items() if silent > seconds)
 
 
-def watched_by(rank: int, nodes: Sequence[str]) -> tuple[int, ...]:
+def ranks_watched_by(rank: int, nodes: Sequence[str]) -> tuple[int, ...]:
     """Return the ranks that a rank watches: the others on its node, and the next one. `nodes`: of all ranks."""
     local = {other for other, node in enumerate(nodes) if node == nodes[rank]}
     return tuple(sorted((local | {(rank + 1) % len(nodes)}) - {rank}))
@@ -98,10 +98,10 @@ class Heartbeats:
 
     def __init__(self, store: Store, rank: int, peers: Sequence[Peer], seconds: float) -> None:
         self._store, self._rank, self._peers, self._bound = store, rank, peers, seconds
-        self._watched = watched_by(rank, [peer.node for peer in peers])
+        self._watched = ranks_watched_by(rank, [peer.node for peer in peers])
         local = {other: peers[other].opened() for other in self._watched if peers[other].node == peers[rank].node}
         self._local = {other: process for other, process in local.items() if process is not None}
-        self._silences = Silences(self._watched)
+        self._silences = HeartbeatAges(self._watched)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True, name="hetu_fx_heartbeats")
         self._thread.start()
@@ -165,6 +165,6 @@ def watch_each_other(table: GroupTable, seconds: float | None) -> Heartbeats | N
     is_whole_world = table.size == int(os.environ.get("WORLD_SIZE", "1"))
     if seconds is None or table.size == 1 or not is_whole_world or "HETU_FX_START" in os.environ:
         return None
-    peers = of_all(table, Peer.own())
+    peers = all_gather_object(table, Peer.own())
     store = launcher_store()
     return None if store is None else Heartbeats(store, table.rank, peers, seconds)

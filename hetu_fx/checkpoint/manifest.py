@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, Literal
 
 import xxhash
 
-from hetu_fx.base.documents import json_of, open_regular, told_as_damaged
+from hetu_fx.base.documents import open_regular, parse_json, told_as_damaged
 from hetu_fx.checkpoint.summed_files import SummedFile
 from hetu_fx.errors import CheckpointError
 
@@ -90,7 +90,7 @@ class Manifest:
         Raises:
             CheckpointError: it is damaged, of another format, or names files outside its folder.
         """
-        told = json_of(data, str(where), CheckpointError)
+        told = parse_json(data, str(where), CheckpointError)
         known = told.get("format") if isinstance(told, dict) else None
         if known not in (_FORMAT, _OLDER):
             raise CheckpointError(f"{where} has format {known!r}, expected {_FORMAT!r}\nhint: use a newer hetu_fx")

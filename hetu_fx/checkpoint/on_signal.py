@@ -20,7 +20,7 @@ import torch
 
 from hetu_fx.base.frameworks import torch_optimizer
 from hetu_fx.checkpoint.checkpoint import save_model
-from hetu_fx.comm_ops.wire.consensus import StepFacts, together
+from hetu_fx.comm_ops.wire.consensus import StepFacts, raise_on_all_ranks
 from hetu_fx.errors import StateError
 from hetu_fx.switching.runtime import Runtime
 
@@ -49,7 +49,7 @@ class SaveOnSignal:
         self._number = 0
         self._is_between_steps = True
         self._before: dict[int, Any] = {}
-        together(runtime.table, lambda: self._listen(tuple(signals)))
+        raise_on_all_ranks(runtime.table, lambda: self._listen(tuple(signals)))
         self._hook = self.optimizer.register_step_post_hook(self._stepped)
 
     def close(self) -> None:

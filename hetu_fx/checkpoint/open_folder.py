@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, Self
 
 import xxhash
 
-from hetu_fx.base.documents import json_of, open_regular, read_bytes
+from hetu_fx.base.documents import open_regular, parse_json, read_bytes
 from hetu_fx.checkpoint.manifest import MANIFEST, FileEntry, Manifest, checked_name, digest
 from hetu_fx.checkpoint.summed_files import SummedFile
 from hetu_fx.errors import CheckpointError
@@ -68,7 +68,7 @@ class OpenFolder:
         data, entry = self._read(name), self._entry(name)
         if entry is not None and entry.how == "xxh3":
             self._compare(name, entry.sum, xxhash.xxh3_64_hexdigest(data))
-        return json_of(data, str(self.path / name), CheckpointError, constants=constants)
+        return parse_json(data, str(self.path / name), CheckpointError, constants=constants)
 
     def tensors(self, name: str) -> SummedFile:
         """Open a file of tensors, which must be the one of the manifest. Raises CheckpointError."""

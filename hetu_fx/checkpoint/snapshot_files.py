@@ -24,7 +24,7 @@ from hetu_fx.base.machine import memory_name
 from hetu_fx.base.words import bytes_text
 from hetu_fx.checkpoint.snapshot_folders import job_folder
 from hetu_fx.checkpoint.summed_files import SummedFile
-from hetu_fx.checkpoint.tensor_files import Bounds, Key, RankShards, boxes_in
+from hetu_fx.checkpoint.tensor_files import Bounds, Key, RankShards, read_boxes
 from hetu_fx.errors import CheckpointError
 
 
@@ -202,7 +202,7 @@ class SnapshotMemory:
             self._finish(part, aside)
         return size
 
-    def room_for(self, part: SnapshotPart, size: int) -> Tensor:
+    def allocate_part(self, part: SnapshotPart, size: int) -> Tensor:
         """Return memory for the bytes of a part that is to arrive, as a tensor of uint8; see `arrived`.
 
         Raises CheckpointError, with nothing left behind.
@@ -215,7 +215,7 @@ class SnapshotMemory:
                 os.close(file)
             return torch.from_file(str(aside), shared=True, size=size, dtype=torch.uint8)
 
-    def arrived(self, part: SnapshotPart) -> None:
+    def mark_arrived(self, part: SnapshotPart) -> None:
         """Tell that all of a part for which room was made is there. Raises CheckpointError."""
         with self._unfinished(part, 0) as aside:
             self._finish(part, aside)
@@ -287,7 +287,7 @@ class SnapshotMemory:
             self.folder.rmdir()
             self.folder.parent.rmdir()
 
-    def give_up(self, moment: SnapshotMoment, holder: int) -> None:
+    def discard_part(self, moment: SnapshotMoment, holder: int) -> None:
         """Remove what rank `holder` keeps of a moment, finished or not; the folder itself may be gone."""
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             part = read_name(path.name.removeprefix(_ASIDE))
@@ -311,7 +311,7 @@ def _remove(path: Path) -> None:
 
 def _header(file: SummedFile) -> Header:
     document = file.document(_DOCUMENT, constants=True)
-    return Header(file.path.stat().st_size, tuple(boxes_in(file).values()), document)
+    return Header(file.path.stat().st_size, tuple(read_boxes(file).values()), document)
 
 
 @contextlib.contextmanager

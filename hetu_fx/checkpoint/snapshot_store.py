@@ -33,7 +33,7 @@ from hetu_fx.checkpoint.snapshot_files import (
 )
 from hetu_fx.checkpoint.tensor_files import Bounds, BoxFiles, Key, RankShards
 from hetu_fx.cluster.host import node_name
-from hetu_fx.comm_ops.wire.consensus import from_first, of_all, together
+from hetu_fx.comm_ops.wire.consensus import all_gather_object, from_first, raise_on_all_ranks
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
 from hetu_fx.comm_ops.wire.p2p import Tag, post
 from hetu_fx.errors import CheckpointError, EnvironmentProblem
@@ -52,7 +52,7 @@ class SnapshotWriter:
     def __init__(self, memory: SnapshotMemory, table: GroupTable) -> None:
         self.memory, self.rank, self.world = memory, table.rank, table.size
         self.life = from_first(table, secrets.token_hex(8))
-        self.holders = holders(of_all(table, node_name()))
+        self.holders = holders(all_gather_object(table, node_name()))
         self.last: SnapshotMoment | None = None  # the newest that is known to be whole
         self._is_failing = False
         self._aside = _own_table(table, self.life)
@@ -76,7 +76,7 @@ class SnapshotWriter:
         own = SnapshotPart(moment, self.rank, self.rank)
         sizes = self._of_all(lambda: self.memory.write(own, pieces, document))
         if sizes is None or not self._exchange(own, sizes):
-            self.memory.give_up(moment, self.rank)  # the one before stays, and may need the room
+            self.memory.discard_part(moment, self.rank)  # the one before stays, and may need the room
             return
         self.memory.keep_only(moment, self.rank)
         if self._is_failing:
@@ -92,12 +92,12 @@ class SnapshotWriter:
         rooms = dict[SnapshotPart, Tensor]()
 
         def make_room() -> int:
-            rooms.update({part: self.memory.room_for(part, sizes[part.owner]) for part in kept})
+            rooms.update({part: self.memory.allocate_part(part, sizes[part.owner]) for part in kept})
             return len(rooms)
 
         def keep() -> int:
             for part in kept:
-                self.memory.arrived(part)
+                self.memory.mark_arrived(part)
             return len(kept)
 
         if self._of_all(make_room) is None:  # before anything is sent: who sends waits for who receives
@@ -152,10 +152,10 @@ def find_snapshot(
 
     Raises CheckpointError where a part cannot be read.
     """
-    nodes = of_all(table, node_name())
+    nodes = all_gather_object(table, node_name())
     node = nodes[table.rank]
     is_first = nodes.index(node) == table.rank
-    told = of_all(table, together(table, lambda: memory.sound_parts() if is_first else ()))
+    told = all_gather_object(table, raise_on_all_ranks(table, lambda: memory.sound_parts() if is_first else ()))
     found = {name: told[nodes.index(name)] for name in nodes}
     choice = choose(found)
     moment = choice.moment
@@ -166,13 +166,15 @@ def find_snapshot(
     headers = _headers(memory, table, local, mine)
     boxes = {name: _boxes_of(tensor) for name, tensor in tensors.items()}
     needs = [owner for owner, header in enumerate(headers) if _meets(header, boxes)]
-    transfers = plan_transfers(choice, nodes, of_all(table, needs))
+    transfers = plan_transfers(choice, nodes, all_gather_object(table, needs))
     local |= {t.owner: SnapshotPart(moment, t.owner, t.owner) for t in transfers if nodes[t.receiver] == node}
     arriving = [local[t.owner] for t in transfers if t.receiver == table.rank]
-    rooms = together(table, lambda: {part: memory.room_for(part, headers[part.owner].size) for part in arriving})
+    rooms = raise_on_all_ranks(
+        table, lambda: {part: memory.allocate_part(part, headers[part.owner].size) for part in arriving}
+    )
     # Together, as other ranks of a node use what its first one receives.
-    together(table, lambda: _carry_out(transfers, memory, table, local, rooms))
-    files = together(table, lambda: BoxFiles([memory.open(local[owner]) for owner in needs], memory.folder))
+    raise_on_all_ranks(table, lambda: _carry_out(transfers, memory, table, local, rooms))
+    files = raise_on_all_ranks(table, lambda: BoxFiles([memory.open(local[owner]) for owner in needs], memory.folder))
     return choice, FoundSnapshot(moment, tuple(header.document for header in headers), files)
 
 
@@ -180,7 +182,9 @@ def _headers(
     memory: SnapshotMemory, table: GroupTable, local: Mapping[int, SnapshotPart], mine: Iterable[int]
 ) -> list[Header]:
     """Read the headers of the parts of some owners here, and tell all ranks; together they have those of all owners."""
-    told = of_all(table, together(table, lambda: {owner: memory.header(local[owner]) for owner in mine}))
+    told = all_gather_object(
+        table, raise_on_all_ranks(table, lambda: {owner: memory.header(local[owner]) for owner in mine})
+    )
     everything = {owner: header for headers in told for owner, header in headers.items()}
     return [everything[owner] for owner in sorted(everything)]
 
@@ -215,4 +219,4 @@ def _carry_out(
                 post((), [(transfer.receiver, memory.bytes_of(local[owner]), Tag.SNAPSHOTS)], table).wait()
             elif table.rank == transfer.receiver:
                 post([(transfer.sender, rooms[local[owner]], Tag.SNAPSHOTS)], (), table).wait()
-                memory.arrived(local[owner])
+                memory.mark_arrived(local[owner])

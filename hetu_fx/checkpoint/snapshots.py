@@ -14,14 +14,14 @@ from torch import Tensor
 
 from hetu_fx.base.device_types import device_types
 from hetu_fx.checkpoint import joining
-from hetu_fx.checkpoint.checkpoint import load_model, saved_step, tensors_of
+from hetu_fx.checkpoint.checkpoint import checkpoint_tensors, load_model, saved_step
 from hetu_fx.checkpoint.folders import latest
 from hetu_fx.checkpoint.heartbeats import watch_each_other
 from hetu_fx.checkpoint.optimizer_files import RestoredTraining, TrainingFiles, state_tensors, training_document
 from hetu_fx.checkpoint.snapshot_files import SnapshotChoice, SnapshotMemory
 from hetu_fx.checkpoint.snapshot_store import FoundSnapshot, SnapshotWriter, find_snapshot
 from hetu_fx.checkpoint.tensor_files import Key, whole_tensor
-from hetu_fx.comm_ops.wire.consensus import StepFacts, from_first, together
+from hetu_fx.comm_ops.wire.consensus import StepFacts, from_first, raise_on_all_ranks
 from hetu_fx.comm_ops.wire.groups import using
 from hetu_fx.errors import CheckpointError, StateError
 from hetu_fx.switching.runtime import Runtime
@@ -32,7 +32,7 @@ _log = logging.getLogger("hetu_fx.snapshots")
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumePoint:
     """Where a run goes on.
 
     Attributes:
@@ -66,8 +66,8 @@ class Snapshots:
             raise StateError(f"snapshots every {every} steps cannot be; every=1 takes one after each")
         self._runtime, self._optimizer, self.every, self.checkpoints = runtime, optimizer, every, checkpoints
         table = runtime.table
-        self._memory = together(table, lambda: SnapshotMemory.at(folder))
-        together(table, self._memory.remove_unfinished)
+        self._memory = raise_on_all_ranks(table, lambda: SnapshotMemory.at(folder))
+        raise_on_all_ranks(table, self._memory.remove_unfinished)
         self._writer = SnapshotWriter(self._memory, table)
         self._finished = 0
         self._watch = watch_each_other(table, stopped_after)
@@ -107,7 +107,7 @@ class Snapshots:
     def close(self) -> None:
         """Free the memory: the run is finished on all processes, and nothing will be gone on from. Collective."""
         self.wait()
-        together(self._runtime.table, lambda: None)
+        raise_on_all_ranks(self._runtime.table, lambda: None)
         if self._watch is not None:
             self._watch.close()
         self._memory.remove(self._runtime.table.rank)
@@ -119,7 +119,7 @@ class Snapshots:
         if kind is None:
             self.close()
 
-    def resume(self) -> Resumed:
+    def resume(self) -> ResumePoint:
         """Put the newest whole snapshot, or the last checkpoint if that is of a later step, into model and optimizer.
 
         Collective. A job of the same name may have left a snapshot long ago, and gone on elsewhere since. Any number of
@@ -132,11 +132,11 @@ class Snapshots:
         table = self._runtime.table
         self._runtime.in_flight.settle()
         with using(table):
-            choice, found = find_snapshot(self._memory, table, tensors_of(self._runtime))
-            newest, step = from_first(table, together(table, self._last_checkpoint))
+            choice, found = find_snapshot(self._memory, table, checkpoint_tensors(self._runtime))
+            newest, step = from_first(table, raise_on_all_ranks(table, self._last_checkpoint))
             if found is not None and (newest is None or found.moment.step >= step):
-                training = together(table, lambda: self._check(found))
-                return together(table, lambda: self._put(found, training))
+                training = raise_on_all_ranks(table, lambda: self._check(found))
+                return raise_on_all_ranks(table, lambda: self._put(found, training))
         return self._from_checkpoint(choice, newest)
 
     def tell(self) -> dict[str, float]:
@@ -154,14 +154,14 @@ class Snapshots:
             raise joining.Joining(f"a process joins after step {self.last_step}")
 
     def _tensors(self) -> Iterator[tuple[Key, Tensor]]:
-        for name, tensor in tensors_of(self._runtime).items():
+        for name, tensor in checkpoint_tensors(self._runtime).items():
             yield whole_tensor(name), tensor
         yield from state_tensors(self._optimizer, self._runtime.homes)
 
     def _document(self, extra: Mapping[str, Any]) -> dict[str, Any]:
         runtime = self._runtime
         return {
-            "tensors": _described(tensors_of(runtime)),
+            "tensors": _described(checkpoint_tensors(runtime)),
             "training": training_document(self._optimizer, runtime.homes, extra),
             "step": runtime.step,
             "guess": runtime.guess.value,
@@ -170,7 +170,7 @@ class Snapshots:
 
     def _check(self, found: FoundSnapshot) -> RestoredTraining:
         """Read all of a snapshot, which must fit; nothing is changed."""
-        document, tensors = found.documents[0], tensors_of(self._runtime)
+        document, tensors = found.documents[0], checkpoint_tensors(self._runtime)
         differing = sorted(set(_described(tensors).items()) ^ set(document["tensors"].items()))
         if differing:
             raise CheckpointError(
@@ -181,16 +181,16 @@ class Snapshots:
             found.boxes.check(whole_tensor(name), tensor)
         return TrainingFiles(document["training"], found.boxes).read(self._optimizer, self._runtime.homes)
 
-    def _put(self, found: FoundSnapshot, training: RestoredTraining) -> Resumed:
+    def _put(self, found: FoundSnapshot, training: RestoredTraining) -> ResumePoint:
         runtime, document = self._runtime, found.documents[0]
         with torch.no_grad():
-            for name, tensor in tensors_of(runtime).items():
+            for name, tensor in checkpoint_tensors(runtime).items():
                 found.boxes.fill(whole_tensor(name), tensor)
         extra = training.put(self._optimizer)
         runtime.resume(int(document["step"]), float(document["guess"]))
         if found.moment.world == runtime.table.size:
             _set_random_states(found.documents[runtime.table.rank]["random"])
-        return Resumed("memory", runtime.step, extra)
+        return ResumePoint("memory", runtime.step, extra)
 
     def _last_checkpoint(self) -> tuple[Path | None, int]:
         """Return the last checkpoint, and the step that it was saved after; 0 where that cannot be read."""
@@ -200,16 +200,16 @@ class Snapshots:
         except CheckpointError:  # told where it is to be loaded
             return newest, 0
 
-    def _from_checkpoint(self, choice: SnapshotChoice, newest: Path | None) -> Resumed:
+    def _from_checkpoint(self, choice: SnapshotChoice, newest: Path | None) -> ResumePoint:
         for moment, owners in choice.lost:
             _log.warning(
                 "the snapshot of step %d is lost: the parts of ranks %s of %d are in no memory; resuming from %s",
                 moment.step, list(owners), moment.world, newest or "the start",
             )  # fmt: skip
         if newest is None:
-            return Resumed("start", self._runtime.step)
+            return ResumePoint("start", self._runtime.step)
         extra = load_model(self._runtime, newest, optimizer=self._optimizer)
-        return Resumed("checkpoint", self._runtime.step, extra)
+        return ResumePoint("checkpoint", self._runtime.step, extra)
 
 
 def _described(tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
-from hetu_fx.base.documents import json_of, open_regular, usual_mode
+from hetu_fx.base.documents import open_regular, parse_json, usual_mode
 from hetu_fx.errors import CheckpointError
 
 BLOCK_BYTES = 4 << 20
@@ -29,7 +29,7 @@ _SUMS, _SUM = "hetu_fx.sums", "hetu_fx.sum"
 _HANDLES = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
 
 
-def write_summed(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+def write_with_checksums(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write contiguous tensors in host memory to a file, with their sums, for whoever may read files of this user's.
 
     Raises OSError, SafetensorError.
@@ -96,7 +96,7 @@ class SummedFile:
         text = self.metadata.get(key, default)
         if text is None:
             raise CheckpointError(f"{self.path} is damaged: there is no {key!r} in its metadata")
-        return json_of(text, f"{key!r} in {self.path}", CheckpointError, constants=constants)
+        return parse_json(text, f"{key!r} in {self.path}", CheckpointError, constants=constants)
 
     def check(self, name: str, where: tuple[slice, ...] | None = None) -> None:
         """Compare the sums of the blocks that a part of a tensor (None: all) is in; nothing without sums.

@@ -23,7 +23,7 @@ from hetu_fx.annotations.region import Box, Interval
 from hetu_fx.base.documents import told_as_damaged
 from hetu_fx.base.frameworks import weight_names
 from hetu_fx.checkpoint.open_folder import OpenFolder
-from hetu_fx.checkpoint.summed_files import SummedFile, write_summed
+from hetu_fx.checkpoint.summed_files import SummedFile, write_with_checksums
 from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
 from hetu_fx.comm_ops.wire.bsr_run import run_moves
 from hetu_fx.comm_ops.wire.groups import GroupTable
@@ -71,7 +71,7 @@ class RankShards:
 
         Raises OSError, SafetensorError.
         """
-        write_summed(path, self.tensors, {**metadata, _BOXES: json.dumps(self.boxes)})
+        write_with_checksums(path, self.tensors, {**metadata, _BOXES: json.dumps(self.boxes)})
 
 
 def _counted(value: Tensor, rank: int) -> Iterator[tuple[Box, Tensor]]:
@@ -98,7 +98,7 @@ class BoxFiles:
         self.where = where
         self.boxes: dict[Key, list[SavedBox]] = {}
         for file in files:
-            for entry, (key, bounds) in boxes_in(file).items():
+            for entry, (key, bounds) in read_boxes(file).items():
                 self.boxes.setdefault(key, []).append(SavedBox(file, entry, bounds))
 
     def check_shape(self, key: Key, shape: Sequence[int]) -> None:
@@ -160,7 +160,7 @@ def _chunks_of(target: Tensor) -> list[Chunk]:
     return [(everything, everything)]
 
 
-def boxes_in(file: SummedFile) -> dict[str, tuple[Key, Bounds]]:
+def read_boxes(file: SummedFile) -> dict[str, tuple[Key, Bounds]]:
     """Return (tensor, box) by entry of an open file.
 
     Raises:
@@ -233,7 +233,7 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: 
         wholes = bring_to_first({name: tensors[name].detach() for name in names}, table)
         if table.rank == 0 and failed is None:
             try:
-                write_summed(folder / file, wholes, weight_names().metadata)
+                write_with_checksums(folder / file, wholes, weight_names().metadata)
             except (OSError, SafetensorError) as error:
                 failed = error
     if failed is not None:
@@ -280,7 +280,7 @@ class WeightFiles(BoxFiles):
         self.index = _read_index(folder)
         self._files = {name: folder.tensors(name) for name in sorted(set(self.index.values()))}
 
-    def form_of(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+    def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Return the shape and the dtype of a stored tensor, which can be filled from then on."""
         file = self._files[self.index[name]]
         value = file.value(name)

@@ -19,7 +19,7 @@ from hetu_fx.check.verdict import TrialVerdict, judge
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import CommError, HetuFxError, PlanError, ProfileError
 from hetu_fx.graph.bind import as_call
-from hetu_fx.lockstep import Lockstep, Step, Trained, loss_of
+from hetu_fx.lockstep import Lockstep, Step, Trained, find_loss
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.home.ops import full_tensor
 
@@ -69,7 +69,7 @@ def compare_plans(
     says = "compared with hetu_fx on one device, as the model draws random numbers" if is_random else ""
     _tell("training on one device")
     first: Plan | str | None = Plan.single(0) if is_random else None
-    alone = trained(copy.deepcopy(model), batch, first, training)
+    alone = _train_whole(copy.deepcopy(model), batch, first, training)
     return [_verdict(name, plan, model, batch, training, (alone, tolerance, says)) for name, plan in plans.items()]
 
 
@@ -78,7 +78,9 @@ def _verdict(
 ) -> TrialVerdict:
     _tell(f"training under plan {name}")
     try:
-        made = (trained if training.ranks is None else _trained_by_all)(copy.deepcopy(model), batch, plan, training)
+        made = (_train_whole if training.ranks is None else _trained_by_all)(
+            copy.deepcopy(model), batch, plan, training
+        )
     except CommError as error:
         if training.ranks is None:
             return TrialVerdict(name, "refused", str(error))
@@ -108,12 +110,12 @@ def draws_random_numbers(model: nn.Module, batch: Any) -> bool:
     for seed in (SEED, SEED + 1):
         torch.manual_seed(seed)
         with torch.no_grad():
-            losses.append(float(loss_of(_call(copy.deepcopy(model), batch))))
+            losses.append(float(find_loss(_call(copy.deepcopy(model), batch))))
     torch.manual_seed(SEED)
     return losses[0] != losses[1]
 
 
-def trained(model: nn.Module, batch: Any, plan: Plan | str | None, training: Training) -> Trained:
+def _train_whole(model: nn.Module, batch: Any, plan: Plan | str | None, training: Training) -> Trained:
     """Train, on this device alone if there is no plan, else collectively; all that is returned is whole."""
     optimizer = training.make_optimizer([p for p in model.parameters() if p.requires_grad])
     if plan is not None:
@@ -123,7 +125,7 @@ def trained(model: nn.Module, batch: Any, plan: Plan | str | None, training: Tra
         )
     steps = []
     for _ in range(training.steps):
-        loss = loss_of(_call(model, batch))
+        loss = find_loss(_call(model, batch))
         loss.backward()
         steps.append(Step(float(loss.detach()), _gradients(model)))
         optimizer.step()

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
-from hetu_fx.cli.finding import Finding, conclusion, judged
+from hetu_fx.cli.finding import Finding, conclusion, make_finding
 from hetu_fx.cli.machine_checks import machine_findings
 
 TRIAL_SECONDS = 180.0
@@ -85,7 +85,7 @@ def _of_two_processes() -> Iterator[Finding]:
         yield from trial_findings(ended.stdout, ended.stderr)
     except subprocess.TimeoutExpired:
         way = "see whether a firewall or a proxy stands between processes; set GLOO_SOCKET_IFNAME=lo to try"
-        yield judged("two processes", f"have not met within {TRIAL_SECONDS:g} s", wrong=way)
+        yield make_finding("two processes", f"have not met within {TRIAL_SECONDS:g} s", wrong=way)
 
 
 def trial_findings(printed: str, errors: str) -> Iterator[Finding]:
@@ -95,8 +95,8 @@ def trial_findings(printed: str, errors: str) -> Iterator[Finding]:
     except ValueError:
         last = (errors.strip().splitlines() or ["nothing was said"])[-1]
         way = "run the command yourself: torchrun --nproc-per-node 2 -m hetu_fx.cli doctor"
-        yield judged("two processes", f"failed: {last}", wrong=way)
+        yield make_finding("two processes", f"failed: {last}", wrong=way)
         return
-    yield judged("two processes", "meet")
+    yield make_finding("two processes", "meet")
     names = ("versions of all ranks", "clocks", "speeds", "links")
     yield from (Finding(**one) for one in told if one["what"].startswith(names))

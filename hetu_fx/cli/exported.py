@@ -7,10 +7,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from hetu_fx.cli.given import function_named
+from hetu_fx.cli.given import load_function
 
 
-def add_exported(parser: argparse.ArgumentParser) -> None:
+def add_exported_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `hetu-fx exported`."""
     parser.add_argument("folder", type=Path, help="what model.hetu.export wrote")
     parser.add_argument("--plan", type=Path, metavar="FILE", help="tell whether this plan is one of the exported")
@@ -18,7 +18,7 @@ def add_exported(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
-def call_exported(options: argparse.Namespace, rest: Sequence[str]) -> int:
+def run_exported(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx exported`; the status is 1 where files are damaged or the export is stale."""
     import torch
 
@@ -26,7 +26,7 @@ def call_exported(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from hetu_fx.plans.plan import Plan
 
     plan = None if options.plan is None else Plan.read(options.plan)
-    make = None if options.model is None else function_named(options.model)
+    make = None if options.model is None else load_function(options.model)
     with torch.device("meta"):  # so that it takes no memory
         model = None if make is None else make()
     found = check_exported(options.folder, model=model, plan=plan)

@@ -28,7 +28,7 @@ class Finding:
         return f"{line}\n      -> {self.way_out}" if self.way_out else line
 
 
-def judged(what: str, says: str, *, wrong: str = "", doubtful: str = "") -> Finding:
+def make_finding(what: str, says: str, *, wrong: str = "", doubtful: str = "") -> Finding:
     """Return a finding that is fine, unless there is a way out to name for it."""
     state: State = "wrong" if wrong else "doubtful" if doubtful else "fine"
     return Finding(what, state, says, wrong or doubtful)

@@ -14,7 +14,7 @@ from typing import Any
 from hetu_fx.errors import HetuFxError, ProfileError
 
 
-def function_named(text: str) -> Callable[[], Any]:
+def load_function(text: str) -> Callable[[], Any]:
     """Return the function that MODULE:FUNCTION or SCRIPT.py:FUNCTION names; it makes (model, batch), or a model.
 
     Modules are also looked for in the current folder.

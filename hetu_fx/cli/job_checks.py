@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from importlib import metadata
 
 from hetu_fx.base.words import rate_text
-from hetu_fx.cli.finding import Finding, judged
+from hetu_fx.cli.finding import Finding, make_finding
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.cluster.show import link_text
-from hetu_fx.comm_ops.wire.consensus import of_all
+from hetu_fx.comm_ops.wire.consensus import all_gather_object
 from hetu_fx.comm_ops.wire.groups import GroupTable
 
 PACKAGES = ("hetu-fx", "torch", "numpy", "safetensors")
@@ -23,7 +23,7 @@ CLOCK_SECONDS, UNEQUAL, SLOW_BYTES, SLOW_SECONDS = 1.0, 1.25, 20e6, 5e-3
 def job_findings(table: GroupTable, device: str) -> Iterator[Finding]:
     """Yield what each check says, the same on every rank; collective."""
     versions = {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}}
-    yield versions_finding(of_all(table, versions))
+    yield versions_finding(all_gather_object(table, versions))
     yield clock_finding(_offsets(table))
     cluster = Cluster.measure(table, device=device)
     yield speed_finding(cluster)
@@ -35,15 +35,15 @@ def versions_finding(versions: Sequence[dict[str, str]]) -> Finding:
     unlike = [name for name in versions[0] if len({of_rank[name] for of_rank in versions}) > 1]
     told = "; ".join(f"{name} {[of_rank[name] for of_rank in versions]}" for name in unlike)
     way = "install the same versions everywhere: plans and graphs are made on every rank, and must come out alike"
-    return judged("versions of all ranks", told or f"alike on {len(versions)}", wrong=way if unlike else "")
+    return make_finding("versions of all ranks", told or f"alike on {len(versions)}", wrong=way if unlike else "")
 
 
 def _offsets(table: GroupTable) -> list[float]:
     """Return how far each rank's clock is ahead of rank 0's, in seconds, to within what a message takes."""
     rounds = []
     for _ in range(ROUNDS):
-        of_all(table, None)  # all leave this at about the same moment
-        rounds.append(of_all(table, time.time()))
+        all_gather_object(table, None)  # all leave this at about the same moment
+        rounds.append(all_gather_object(table, time.time()))
     return [statistics.median(told[rank] - told[0] for told in rounds) for rank in range(table.size)]
 
 
@@ -51,7 +51,7 @@ def clock_finding(offsets: Sequence[float]) -> Finding:
     """Tell whether clocks agree; offsets: seconds ahead of rank 0's."""
     most = max(offsets, key=abs)
     way = "run a time service (chrony, NTP): lines of logs and traces do not fit together" if _is_far(most) else ""
-    return judged("clocks", f"within {abs(most) * 1e3:.3g} ms", doubtful=way)
+    return make_finding("clocks", f"within {abs(most) * 1e3:.3g} ms", doubtful=way)
 
 
 def _is_far(seconds: float) -> bool:
@@ -65,7 +65,7 @@ def speed_finding(cluster: Cluster) -> Finding:
     told = ", ".join(f"rank {rank} {rate_text(speed, 'FLOP/s')}" for rank, speed in speeds.items())
     fastest, slowest = max(speeds.values()), min(speeds.values())
     unequal = f"; {fastest / slowest:.2g} : 1, plans give the faster ones more" if fastest > UNEQUAL * slowest else ""
-    return judged("speeds", f"{told}{unequal}")
+    return make_finding("speeds", f"{told}{unequal}")
 
 
 def link_findings(cluster: Cluster) -> Iterator[Finding]:
@@ -76,4 +76,4 @@ def link_findings(cluster: Cluster) -> Iterator[Finding]:
     for where, link in links.items():
         is_slow = link.bytes_per_second < SLOW_BYTES or link.latency_seconds > SLOW_SECONDS
         way = "is this the interface that is meant? set GLOO_SOCKET_IFNAME, or NCCL_SOCKET_IFNAME" if is_slow else ""
-        yield judged(f"links {where}", link_text(link), doubtful=way)
+        yield make_finding(f"links {where}", link_text(link), doubtful=way)

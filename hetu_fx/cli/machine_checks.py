@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hetu_fx.base.documents import nearest
 from hetu_fx.base.tested import above_tested, numbers, upper_bound
-from hetu_fx.cli.finding import Finding, judged
+from hetu_fx.cli.finding import Finding, make_finding
 
 LEAST_MEMORY, LEAST_SHARED = 1 << 30, 256 << 20  # bytes: below these people have seen processes killed
 SETTINGS = (
@@ -38,18 +38,18 @@ def machine_findings() -> Iterator[Finding]:
 
 
 def _python() -> Finding:
-    return judged("python", f"{platform.python_version()} on {platform.platform()}")
+    return make_finding("python", f"{platform.python_version()} on {platform.platform()}")
 
 
 def _package_findings(requirements: list[str]) -> Iterator[Finding]:
     """Yield how the installed packages fit what hetu_fx requires; those of extras may be missing."""
     for line in requirements:
-        name, bounds, extra = parts_of(line)
+        name, bounds, extra = split_requirement(line)
         if extra in ("", "hf"):
             yield package_finding(name, bounds, _version(name), is_needed=not extra)
 
 
-def parts_of(requirement: str) -> tuple[str, list[tuple[str, str]], str]:
+def split_requirement(requirement: str) -> tuple[str, list[tuple[str, str]], str]:
     """Split a requirement into its name, its bounds, and the extra that it belongs to."""
     spec, _, marker = requirement.partition(";")
     found = re.match(r"[\w.-]+", spec.strip())
@@ -63,14 +63,18 @@ def package_finding(name: str, bounds: list[tuple[str, str]], version: str, *, i
     asked = ",".join(sign + bound for sign, bound in bounds)
     install = f"pip install '{name}{asked}'"
     if not version:
-        return judged(name, "not installed", wrong=install) if is_needed else judged(name, "not installed, not needed")
+        return (
+            make_finding(name, "not installed", wrong=install)
+            if is_needed
+            else make_finding(name, "not installed, not needed")
+        )
     if all((numbers(version) >= numbers(bound)) == (sign == ">=") for sign, bound in bounds):
         newest = above_tested(name, version)
         says = f"{version}, newer than {newest}, the newest that was tested" if newest else version
         way = f"if something fails that should not: pip install '{name}<{upper_bound(newest)}'" if newest else ""
-        return judged(name, says, doubtful=way)
+        return make_finding(name, says, doubtful=way)
     says = f"{version}, but hetu_fx needs {asked}"
-    return judged(name, says, wrong=install) if is_needed else judged(name, says, doubtful=install)
+    return make_finding(name, says, wrong=install) if is_needed else make_finding(name, says, doubtful=install)
 
 
 def _version(package: str) -> str:
@@ -87,14 +91,14 @@ def _collectives() -> Finding:
     from hetu_fx.base.device_types import computing
 
     if not (dist.is_available() and dist.is_gloo_available()):
-        return judged("collectives", "this torch has no gloo", wrong="install torch from pytorch.org or PyPI")
+        return make_finding("collectives", "this torch has no gloo", wrong="install torch from pytorch.org or PyPI")
     for kind in computing():
         if kind.is_direct and not dist.is_backend_available(kind.process_groups):
             told = f"gloo, no {kind.process_groups}: {kind.name} devices meet through the host"
-            return judged("collectives", told, doubtful=f"install a torch that has {kind.process_groups}")
+            return make_finding("collectives", told, doubtful=f"install a torch that has {kind.process_groups}")
     if not dist.is_nccl_available():
-        return judged("collectives", "gloo")
-    return judged("collectives", f"gloo and {nccl_of(torch.__version__, os.environ)}")
+        return make_finding("collectives", "gloo")
+    return make_finding("collectives", f"gloo and {nccl_of(torch.__version__, os.environ)}")
 
 
 def nccl_of(version: str, environment: Mapping[str, str]) -> str:
@@ -112,8 +116,8 @@ def _devices() -> Finding:
     names = [kind.chip(torch.device(kind.name, index)) for kind in computing() for index in range(kind.count())]
     if not names and Path("/dev/nvidia0").exists():
         way = "install torch's CUDA build, and a driver that fits it; see CUDA_VISIBLE_DEVICES"
-        return judged("devices", "there is an NVIDIA device, but torch sees none", doubtful=way)
-    return judged("devices", ", ".join(names) or "cpu")
+        return make_finding("devices", "there is an NVIDIA device, but torch sees none", doubtful=way)
+    return make_finding("devices", ", ".join(names) or "cpu")
 
 
 def _launch() -> Finding:
@@ -128,10 +132,10 @@ def launch_finding(environment: Mapping[str, str], launchers: Mapping[str, str])
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
     if world not in ("", "1"):
         way = f"start with {next(iter(launchers.values()))}, or set {', '.join(missing)}"
-        return judged("launch", f"rank {environment.get('RANK')} of {world}", wrong=way if missing else "")
+        return make_finding("launch", f"rank {environment.get('RANK')} of {world}", wrong=way if missing else "")
     started = [command for variable, command in launchers.items() if variable in environment]
     way = f"for two CPU processes: {started[0]}" if started else ""
-    return judged("launch", "one process" + (" by a launcher" if started else ", no launcher"), doubtful=way)
+    return make_finding("launch", "one process" + (" by a launcher" if started else ", no launcher"), doubtful=way)
 
 
 def _address() -> Finding:
@@ -144,11 +148,13 @@ def _address() -> Finding:
         places = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None)})
     except EnvironmentProblem as problem:
         says, _, hint = str(problem).partition("\nhint: ")
-        return judged("address", says, wrong=hint)
+        return make_finding("address", says, wrong=hint)
     except OSError as problem:
         way = f"add a line '127.0.1.1 {name}' to /etc/hosts: scripts that join their ranks themselves look for it"
-        return judged("address", f"the host's name {name} has no address ({problem})", doubtful=way)
-    return judged("address", f"{reach.source} to {reach.target or 'other machines'}; {name} is {', '.join(places)}")
+        return make_finding("address", f"the host's name {name} has no address ({problem})", doubtful=way)
+    return make_finding(
+        "address", f"{reach.source} to {reach.target or 'other machines'}; {name} is {', '.join(places)}"
+    )
 
 
 def _interface() -> Finding:
@@ -156,7 +162,7 @@ def _interface() -> Finding:
     known = [name for _, name in socket.if_nameindex()]
     missing = [name for name in given.split(",") if name and name not in known]
     way = f"set GLOO_SOCKET_IFNAME to one of {', '.join(known)}" if missing else ""
-    return judged("interface", given or f"chosen by gloo, of {', '.join(known)}", wrong=way)
+    return make_finding("interface", given or f"chosen by gloo, of {', '.join(known)}", wrong=way)
 
 
 def _threads() -> Finding:
@@ -167,7 +173,7 @@ def _threads() -> Finding:
     each, count = torch.get_num_threads(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = min(len(os.sched_getaffinity(0)), own_quota() or float("inf"))
     way = f"set OMP_NUM_THREADS={max(1, int(cores) // count)}" if each * count > max(cores, count) else ""
-    return judged("threads", f"{each} in each of {count} processes, on {cores:g} cores", doubtful=way)
+    return make_finding("threads", f"{each} in each of {count} processes, on {cores:g} cores", doubtful=way)
 
 
 def _memory() -> Finding:
@@ -177,23 +183,23 @@ def _memory() -> Finding:
 
     name, left = min(memory_left(torch.device("cpu")), key=lambda limit: limit[1])
     way = "end what else runs, or raise the limit; processes that need more are killed" if left < LEAST_MEMORY else ""
-    return judged("memory", f"{left / 1e9:.3g} GB left ({name.partition(' of node ')[0]})", doubtful=way)
+    return make_finding("memory", f"{left / 1e9:.3g} GB left ({name.partition(' of node ')[0]})", doubtful=way)
 
 
 def _shared_memory() -> Finding:
     folder = Path("/dev/shm")
     if not folder.is_dir():
-        return judged("shared memory", "there is none", doubtful="set num_workers=0 in DataLoaders")
+        return make_finding("shared memory", "there is none", doubtful="set num_workers=0 in DataLoaders")
     left = shutil.disk_usage(folder).free
     way = "in a container: --shm-size=2g; or num_workers=0 in DataLoaders" if left < LEAST_SHARED else ""
-    return judged("shared memory", f"{left / 1e9:.3g} GB left", doubtful=way)
+    return make_finding("shared memory", f"{left / 1e9:.3g} GB left", doubtful=way)
 
 
 def _cache() -> Finding:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     there = next(place for place in (folder, *folder.parents) if place.exists())
     way = "" if os.access(there, os.W_OK) else "set XDG_CACHE_HOME to a folder that can be written: plans are kept"
-    return judged("cache", str(folder / "hetu_fx"), doubtful=way)
+    return make_finding("cache", str(folder / "hetu_fx"), doubtful=way)
 
 
 def _settings() -> Finding:
@@ -204,7 +210,7 @@ def settings_finding(given: list[str]) -> Finding:
     """Tell whether all variables of the environment that begin with HETU_FX_ are known."""
     unknown = [f"{name}: {nearest(name, SETTINGS)}" for name in given if name not in SETTINGS]
     way = f"not known, {'; '.join(unknown)}" if unknown else ""
-    return judged("settings", ", ".join(given) or "none", doubtful=way)
+    return make_finding("settings", ", ".join(given) or "none", doubtful=way)
 
 
 _CHECKS: tuple[Callable[[], Finding], ...] = (

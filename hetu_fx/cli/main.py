@@ -21,7 +21,7 @@ from typing import get_args
 from hetu_fx.cli.clean import add_clean, call_clean
 from hetu_fx.cli.doctor import add_doctor, call_doctor
 from hetu_fx.cli.environment import call_env
-from hetu_fx.cli.exported import add_exported, call_exported
+from hetu_fx.cli.exported import add_exported_options, run_exported
 from hetu_fx.cli.measure import add_measure, add_profile, call_measure, call_profile
 from hetu_fx.cli.plan import add_plan, call_plan, more_of_plan
 from hetu_fx.cli.simulate import add_simulate, call_simulate
@@ -228,7 +228,9 @@ COMMANDS = {
     "passes": Command("list all graph passes in their order", _add_json, _call_passes),
     "env": Command("show versions, backends and what this machine can emulate", _add_json, call_env),
     "completion": Command("print a script by which a shell completes commands", _add_completion, _call_completion),
-    "exported": Command("what an export holds, whether it is whole, and whether stale", add_exported, call_exported),
+    "exported": Command(
+        "what an export holds, whether it is whole, and whether stale", add_exported_options, run_exported
+    ),
 }
 
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from hetu_fx.base.progress import telling
 from hetu_fx.base.words import rate_text, seconds_text
-from hetu_fx.cli.given import check_folder, function_named, local_device
+from hetu_fx.cli.given import check_folder, load_function, local_device
 from hetu_fx.cluster.precisions import HEADER as PRECISIONS_HEADER
-from hetu_fx.cluster.precisions import precisions_of
-from hetu_fx.cluster.precisions import rows_of as rows_of_precisions
+from hetu_fx.cluster.precisions import merge_precisions
+from hetu_fx.cluster.precisions import precision_table as rows_of_precisions
 from hetu_fx.cluster.ways import HEADER as WAYS_HEADER
-from hetu_fx.cluster.ways import rows_of as rows_of_ways
+from hetu_fx.cluster.ways import link_table as rows_of_ways
 from hetu_fx.show.table import print_table
 
 if TYPE_CHECKING:
@@ -77,11 +77,11 @@ def call_measure(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from hetu_fx.cluster.compute import speedups
     from hetu_fx.cluster.links import groups_to_time, time_collectives
     from hetu_fx.cluster.measure import measure_ways
-    from hetu_fx.comm_ops.wire.consensus import of_all
+    from hetu_fx.comm_ops.wire.consensus import all_gather_object
     from hetu_fx.comm_ops.wire.groups import GroupTable
     from hetu_fx.prepare import join_world
 
-    make = None if options.model is None else function_named(options.model)
+    make = None if options.model is None else load_function(options.model)
     join_world()
     table, device = GroupTable(), local_device(options.device)
     rank = table.rank
@@ -90,10 +90,10 @@ def call_measure(options: argparse.Namespace, rest: Sequence[str]) -> int:
         cluster = replace(
             cluster, collectives=time_collectives(table, groups_to_time(cluster.groups, cluster.devices), device)
         )
-        types = of_all(table, torch.device(device).type)
+        types = all_gather_object(table, torch.device(device).type)
         cluster = replace(cluster, ways=measure_ways(table, cluster.nodes, types, device, all_ways=True))
-        found = of_all(table, speedups(device, PRECISION_SECONDS))
-        cluster = replace(cluster, precisions=precisions_of([one.kind for one in cluster.devices], found))
+        found = all_gather_object(table, speedups(device, PRECISION_SECONDS))
+        cluster = replace(cluster, precisions=merge_precisions([one.kind for one in cluster.devices], found))
     if rank == 0:
         cluster.write(options.cluster)
         if not options.json:
@@ -123,7 +123,7 @@ def call_profile(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from hetu_fx.planner.api import profile
 
     check_folder("--out", options.out, ProfileError)
-    made = function_named(options.model)()
+    made = load_function(options.model)()
     if not (isinstance(made, tuple) and len(made) == 2):
         raise ProfileError(f"{options.model} returned {type(made).__name__}; return (model, example batch)")
     with telling("profiling"):
@@ -144,7 +144,7 @@ def _tell_profile(options: argparse.Namespace, cluster: Cluster, profile: Profil
         files = {"cluster": cluster, "profile": profile}
         print(json.dumps({name: file.to_json() for name, file in files.items() if file is not None}, indent=2))
     elif profile is not None:
-        print_table(_HEADER, rows_of(profile))
+        print_table(_HEADER, _times_table(profile))
 
 
 def _profile(make: Callable[[], tuple[Any, Any]], cluster: Cluster, device: str, seconds: float) -> Profile:
@@ -178,7 +178,7 @@ def _show_precisions(cluster: Cluster) -> None:
         print_table(PRECISIONS_HEADER, rows_of_precisions(cluster.precisions))
 
 
-def rows_of(profile: Profile) -> list[list[str]]:
+def _times_table(profile: Profile) -> list[list[str]]:
     """Return the cells of the table of times."""
     rows = []
     for time in profile.times:

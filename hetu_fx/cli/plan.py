@@ -17,7 +17,7 @@ from hetu_fx.base.progress import telling
 from hetu_fx.cli.files import NAMES, add_files, read_files
 from hetu_fx.cli.given import check_folder
 from hetu_fx.cli.sweep import show_sweep
-from hetu_fx.cli.what_if import add_changes, change_lines, changed, changes_text, differences
+from hetu_fx.cli.what_if import add_changes, apply_what_if, change_lines, changes_text, differences
 from hetu_fx.errors import PlanError
 from hetu_fx.plans.plan import Plan
 
@@ -98,7 +98,7 @@ def _given(options: argparse.Namespace) -> Plan:
 def _answer(options: argparse.Namespace) -> tuple[tuple[Plan, ...], list[str]]:
     """Return the plans for a cluster file and a profile file, and what is different where something was changed."""
     problem = _problem(options)
-    other = replace(problem, cluster=changed(problem.cluster, options))
+    other = replace(problem, cluster=apply_what_if(problem.cluster, options))
     from hetu_fx.planner.left_out import with_reasons
 
     after = tuple(with_reasons(plan, other) for plan in _plans(other, options))
@@ -127,14 +127,14 @@ def _running(options: argparse.Namespace) -> tuple[Plan | None, float]:
 
 def _plans(problem: Problem, options: argparse.Namespace) -> tuple[Plan, ...]:
     """Search, or price the plan that was named."""
-    from hetu_fx.planner.make_plan import default_folder, make_or_find_plans, make_plans, predicted
+    from hetu_fx.planner.make_plan import default_folder, make_or_find_plans, make_plans, with_prediction
     from hetu_fx.planner.searches import DEFAULT
 
     search = options.search or DEFAULT
     if options.file is not None:
         plan = Plan.read(options.file)
         plan.check(num_blocks=problem.costs.num_blocks, world_size=max(problem.cluster.ranks) + 1)
-        return (predicted(plan, problem),)
+        return (with_prediction(plan, problem),)
     with telling("planning") as tell:
         told = replace(problem, tell=tell)
         return make_plans(told, search) if options.no_cache else make_or_find_plans(told, search, default_folder())

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetu_fx.base.documents import nearest
-from hetu_fx.base.words import bytes_of, bytes_text, ranks_text, seconds_text, share_text
+from hetu_fx.base.words import bytes_text, format_used_bytes, ranks_text, seconds_text, share_text
 from hetu_fx.cli.files import add_files, read_files
 from hetu_fx.cli.given import check_folder
-from hetu_fx.cli.what_if import add_changes, changed
+from hetu_fx.cli.what_if import add_changes, apply_what_if
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.plans.plan import Plan
@@ -50,7 +50,7 @@ def call_simulate(options: argparse.Namespace, rest: Sequence[str]) -> int:
     profile, cluster = read_files(options, "a step is simulated")
     from hetu_fx.planner.simulate.simulate import simulate
 
-    cluster = changed(cluster, options)
+    cluster = apply_what_if(cluster, options)
     plan = Plan.read(options.plan)
     strangers = sorted(set(plan.devices) - set(cluster.ranks))
     if strangers:
@@ -102,7 +102,7 @@ def _device_rows(made: Simulation, plan: Plan, cluster: Cluster) -> Iterator[lis
         fullest = max(ranks, key=lambda rank: (made.peak_bytes[rank] / limits[rank], -rank))
         peak, bubbles = made.peak_bytes[fullest], [made.bubbles[rank] for rank in ranks]
         when = max(curves[fullest], key=lambda pair: pair[1])[0]
-        memory = f"{bytes_of(peak, limits[fullest])} ({share_text(peak / limits[fullest])})"
+        memory = f"{format_used_bytes(peak, limits[fullest])} ({share_text(peak / limits[fullest])})"
         ends = dict.fromkeys(share_text(share) for share in (min(bubbles), max(bubbles)))
         yield [ranks_text(ranks), memory, seconds_text(when), " to ".join(ends)]
 
@@ -137,7 +137,7 @@ def _draw(made: Simulation, plan: Plan, cluster: Cluster, path: Path) -> None:
         draw(_picture_of(made, plan), str(path), limits, form=path.suffix.removeprefix("."))
 
 
-def shown(plan: Plan) -> tuple[int, ...]:
+def devices_to_show(plan: Plan) -> tuple[int, ...]:
     """Return the devices that a picture has room for: one of each stage of like pipelines, if there are many."""
     if len(plan.devices) <= _MOST_DRAWN:
         return tuple(sorted(plan.devices))
@@ -149,7 +149,7 @@ def _picture_of(made: Simulation, plan: Plan) -> Timeline:
     """Return the timeline of the devices that are shown."""
     from hetu_fx.planner.simulate.timeline import Timeline
 
-    kept, whole = set(shown(plan)), made.timeline
+    kept, whole = set(devices_to_show(plan)), made.timeline
     events = tuple(event for event in whole.events if event.device in kept)
     counters = tuple(counter for counter in whole.counters if counter.device in kept)
     left = len(plan.devices) - len(kept)

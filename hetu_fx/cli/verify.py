@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetu_fx.cli.given import function_named, local_device
+from hetu_fx.cli.given import load_function, local_device
 from hetu_fx.errors import BatchError, EnvironmentProblem, PlanError
 from hetu_fx.show.table import table_text
 
@@ -75,7 +75,7 @@ def call_verify(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.ranks is not None:
         told = [verdict.to_json() for verdict in _verdicts_of_all(options, names)]
     elif options.to is None and "WORLD_SIZE" not in os.environ:
-        function_named(options.model)  # to say at once what is wrong with it
+        load_function(options.model)  # to say at once what is wrong with it
         told = _started(options, names)
     else:
         told = [verdict.to_json() for verdict in _verdicts(options, names)]
@@ -139,10 +139,10 @@ def _verdicts(options: argparse.Namespace, names: Sequence[str]) -> list[TrialVe
     from hetu_fx.cli.compare import Training, compare_plans
     from hetu_fx.prepare import join_world
 
-    make = function_named(options.model)
+    make = load_function(options.model)
     join_world()
     world = dist.get_world_size() if dist.is_initialized() else 1
-    plans = {name: plan_named(name, world) for name in names}
+    plans = {name: read_plan_name(name, world) for name in names}
     dims = _row_dims(options.row_dim)
     training = Training(options.steps, options.optimizer, options.lr, local_device(options.device), row_dims=dims)
     try:
@@ -160,10 +160,10 @@ def _verdicts_of_all(options: argparse.Namespace, names: Sequence[str]) -> list[
         raise PlanError(
             f"--ranks {options.ranks} --device {options.device} cannot be; give 1 rank or more, all of them on the cpu"
         )
-    plans = {name: plan_named(name, options.ranks) for name in names}
+    plans = {name: read_plan_name(name, options.ranks) for name in names}
     dims = _row_dims(options.row_dim)
     training = Training(options.steps, options.optimizer, options.lr, options.device, options.ranks, dims)
-    return compare_plans(function_named(options.model), plans, training, options.tolerance)
+    return compare_plans(load_function(options.model), plans, training, options.tolerance)
 
 
 def _row_dims(given: Sequence[str]) -> dict[str, int | None]:
@@ -174,7 +174,7 @@ def _row_dims(given: Sequence[str]) -> dict[str, int | None]:
     return {name: None if dim == "none" else int(dim) for name, dim in pairs.items()}
 
 
-def plan_named(name: str, world: int) -> Plan | str:
+def read_plan_name(name: str, world: int) -> Plan | str:
     """Return a plan by what was written on the command line, for so many processes."""
     from hetu_fx.plans.plan import PLAN_WORDS, Plan, plan_in_word
 

@@ -69,7 +69,7 @@ def add_changes(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def changed(cluster: Cluster, options: argparse.Namespace) -> Cluster:
+def apply_what_if(cluster: Cluster, options: argparse.Namespace) -> Cluster:
     """Return the cluster with what the options change. Raises `ClusterError` for what cannot be."""
     gone, there = set(options.without), set(cluster.ranks)
     if not gone < there:

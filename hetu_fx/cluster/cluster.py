@@ -16,11 +16,11 @@ from hetu_fx.base.checks import standing_twice
 from hetu_fx.base.json_values import many
 from hetu_fx.base.records import Document, Key, record
 from hetu_fx.cluster.devices import COLLECTIVE, DEVICE, LINKS, ClusterLinks, Collective, Device, Link, OutsideLink
-from hetu_fx.cluster.paces import PACE, Pace, pace_between
-from hetu_fx.cluster.precisions import PRECISION, Precision, by_kind, fastest_in_common, quickened
+from hetu_fx.cluster.paces import PACE, Pace, interpolate_pace
+from hetu_fx.cluster.precisions import PRECISION, Precision, by_kind, fastest_in_common, with_faster_products
 from hetu_fx.cluster.show import cluster_text, level_links
 from hetu_fx.cluster.timed import met_seconds, seen_turn, timed_by_group
-from hetu_fx.cluster.topology import CLUSTER, LEVEL, NICS, NODE, TYPE, Hierarchy, Level, Nics, Place, ports_of
+from hetu_fx.cluster.topology import CLUSTER, LEVEL, NICS, NODE, TYPE, Hierarchy, Level, Nics, Place, device_ports
 from hetu_fx.cluster.ways import WAY, check_ways
 from hetu_fx.comm_ops.plans.cost import End
 from hetu_fx.comm_ops.plans.ways import Way
@@ -85,7 +85,7 @@ class Cluster(Document):
 
     def _set_hierarchy(self) -> None:
         if self.nics is not None:  # said of each, so that it stays where others are left out
-            ports = ports_of(self.devices, self.nics)
+            ports = device_ports(self.devices, self.nics)
             object.__setattr__(self, "devices", tuple(replace(d, nic=ports[d.rank]) for d in self.devices))
         levels = self.levels or (_level(NODE, self.intra), _level(CLUSTER, self.inter))
         object.__setattr__(self, "_hierarchy", Hierarchy(self.devices, levels, self.nics))
@@ -144,9 +144,9 @@ class Cluster(Document):
         `seconds` covers several of its periods. Speeds within 5 % of each other are taken as equal. Then links are
         timed, and for up to a second what it costs devices to meet between pieces of compute.
         """
-        from hetu_fx.cluster.measure import measure_here  # with torch, which plans need not have
+        from hetu_fx.cluster.measure import measure_cluster  # with torch, which plans need not have
 
-        devices, links, ways = measure_here(table, seconds=seconds, device=device)
+        devices, links, ways = measure_cluster(table, seconds=seconds, device=device)
         intra, inter = Link(*links["intra"]), Link(*links["inter"])
         if "types" not in links:
             return cls(devices, intra, inter, ways=ways)
@@ -176,21 +176,23 @@ class Cluster(Document):
     def pace(self, kind: str, share: float) -> tuple[float, float]:
         """Return what a kind's (work, rest) take over what is counted, with `share` of what a group splits."""
         known = self._paces.get(kind)
-        return pace_between(known, 1 / share if share else 1.0) if known else (1.0, 1.0)
+        return interpolate_pace(known, 1 / share if share else 1.0) if known else (1.0, 1.0)
 
     def computing(self, rank: int, dtype: str | None) -> Device:
         """Return a device as fast as it is in a dtype (None: float32; nor faster in one that nobody has timed)."""
         device = self.device(rank)
-        return device if dtype is None else quickened(device, self._precisions.get((device.kind, dtype), 1.0))
+        return (
+            device if dtype is None else with_faster_products(device, self._precisions.get((device.kind, dtype), 1.0))
+        )
 
-    def dtype_of(self, ranks: Iterable[int], dtypes: Sequence[str]) -> str | None:
+    def fastest_dtype(self, ranks: Iterable[int], dtypes: Sequence[str]) -> str | None:
         """Return in which of some dtypes a group of devices, which compute in one, is fastest; None: in float32."""
         kinds = sorted({self.device(rank).kind for rank in ranks})
         return fastest_in_common(kinds, dtypes, self._precisions)
 
     def in_dtypes(self, dtypes: Sequence[str]) -> Cluster:
         """Return the cluster with every device as fast as it is in the best of some dtypes, or float32."""
-        devices = (self.computing(rank, self.dtype_of([rank], dtypes)) for rank in self.ranks)
+        devices = (self.computing(rank, self.fastest_dtype([rank], dtypes)) for rank in self.ranks)
         return replace(self, devices=tuple(devices))
 
     def node_of(self, rank: int) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hetu_fx.base.device_types import type_of
+from hetu_fx.base.device_types import device_type_record
 from hetu_fx.base.low_dtypes import LOW_DTYPES
 
 
@@ -22,7 +22,7 @@ class Products:
 
     def __init__(self, device: str, dtype: torch.dtype = torch.float32) -> None:
         self.device = torch.device(device)
-        self._side = type_of(self.device).product_side
+        self._side = device_type_record(self.device).product_side
         self._a = torch.ones(self._side, self._side, device=self.device, dtype=dtype)
         self._b, self._out = torch.ones_like(self._a), torch.empty_like(self._a)
 
@@ -38,7 +38,7 @@ class Products:
 
     def finish(self) -> None:
         """Wait until they are done."""
-        type_of(self.device).synchronize(self.device)
+        device_type_record(self.device).synchronize(self.device)
 
 
 def matmul_flops_per_second(device: str, seconds: float) -> float:
@@ -53,7 +53,7 @@ def matmul_flops_per_second(device: str, seconds: float) -> float:
 
 def speedups(device: str, seconds: float) -> dict[str, float]:
     """Return for the low dtypes that a device computes in how much faster its products are, each timed so long."""
-    kind = type_of(torch.device(device))
+    kind = device_type_record(torch.device(device))
     known = {name: dtype for name in LOW_DTYPES if (dtype := getattr(torch, name)) not in kind.no_dtypes}
     taken = {name: _product_seconds(device, dtype, seconds) for name, dtype in known.items()}
     exact = _product_seconds(device, torch.float32, seconds)
@@ -76,7 +76,7 @@ _MOVERS: tuple[tuple[Callable[[Tensor, Tensor], Tensor], int], ...] = (
 def memory_bytes_per_second(device: str, seconds: float) -> float:
     """Return the bytes per second that ops move over a window of wall time, after a warm-up."""
     place = torch.device(device)
-    x, y = (torch.randn(type_of(place).large_elements >> 8, 1 << 8, device=place) for _ in range(2))
+    x, y = (torch.randn(device_type_record(place).large_elements >> 8, 1 << 8, device=place) for _ in range(2))
 
     def move() -> None:
         for op, _ in _MOVERS:
@@ -119,7 +119,7 @@ def _seconds_of(work: Callable[[], None], device: torch.device, seconds: float) 
 
 
 def _repeat(work: Callable[[], None], device: torch.device, seconds: float) -> tuple[int, float]:
-    synchronize = type_of(device).synchronize
+    synchronize = device_type_record(device).synchronize
     count, start = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - start) < seconds or count == 0:
         work()

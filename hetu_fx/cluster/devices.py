@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from hetu_fx.base.checks import Source, check_not_negative, check_positive, check_source
-from hetu_fx.base.json_values import NUMBER, SIZE, TEXT, named_texts, numbered
+from hetu_fx.base.json_values import NUMBER, SIZE, TEXT, named_texts, object_by_number
 from hetu_fx.base.records import Key, record
 from hetu_fx.cluster.chips import find_chip, unknown_chip
 from hetu_fx.comm_ops.plans.ways import PLACES
@@ -235,5 +235,5 @@ _LINK = record(Link, ClusterError, latency_seconds=Key(written="always"))
 _OUTSIDE = record(OutsideLink, ClusterError, latency_seconds=Key(written="always"))
 LINKS = record(ClusterLinks, ClusterError, intra=Key(_LINK), inter=Key(_OUTSIDE))
 COLLECTIVE = record(
-    Collective, ClusterError, latency_seconds=Key(written="always"), sizes=Key(numbered("bytes", ClusterError))
+    Collective, ClusterError, latency_seconds=Key(written="always"), sizes=Key(object_by_number("bytes", ClusterError))
 )

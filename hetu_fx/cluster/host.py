@@ -12,18 +12,18 @@ from pathlib import Path
 
 import torch
 
-from hetu_fx.base.cgroups import memory_left_within, memory_limits_within, read
-from hetu_fx.base.device_types import type_of
+from hetu_fx.base.cgroups import memory_left_within, memory_limits_within, read_text_file
+from hetu_fx.base.device_types import device_type_record
 from hetu_fx.base.machine import node_name as node_name
 
 
 def memory_limits(device: str, root: Path = Path("/")) -> tuple[tuple[str, int], ...]:
     """Return every limit on this rank's memory as (name of what is limited, bytes)."""
     place = torch.device(device)
-    if (memory := type_of(place).memory) is not None:
+    if (memory := device_type_record(place).memory) is not None:
         own = memory(place)
         return ((own.name, own.total_bytes),)
-    mounts, groups = read(root / "proc/self/mounts"), read(root / "proc/self/cgroup")
+    mounts, groups = read_text_file(root / "proc/self/mounts"), read_text_file(root / "proc/self/cgroup")
     return (("machine", _machine_bytes(root)), *memory_limits_within(mounts, groups))
 
 
@@ -32,10 +32,10 @@ def memory_left(device: torch.device, root: Path = Path("/")) -> tuple[tuple[str
 
     Names tell ranks that share a limit: those of host memory have the node's name.
     """
-    if (memory := type_of(device).memory) is not None:
+    if (memory := device_type_record(device).memory) is not None:
         own = memory(device)
         return ((own.name, own.free_bytes),)
-    mounts, groups = read(root / "proc/self/mounts"), read(root / "proc/self/cgroup")
+    mounts, groups = read_text_file(root / "proc/self/mounts"), read_text_file(root / "proc/self/cgroup")
     found = (("machine", _machine_bytes(root, "MemAvailable")), *memory_left_within(mounts, groups))
     return tuple((f"{name} of node {node_name()}", size) for name, size in found)
 
@@ -45,7 +45,7 @@ def peak_bytes(device: torch.device, root: Path = Path("/")) -> int:
 
     The latter has Python, libraries and data in it; 0 where the system does not tell.
     """
-    if (memory := type_of(device).memory) is not None:
+    if (memory := device_type_record(device).memory) is not None:
         return memory(device).peak_bytes
     return _kilobytes(root / "proc/self/status", "VmHWM")
 
@@ -56,7 +56,7 @@ def _machine_bytes(root: Path, which: str = "MemTotal") -> int:
 
 def _kilobytes(file: Path, which: str) -> int:
     """Return the bytes that a line `which: N kB` of a file tells; 0 where there is none."""
-    for line in read(file).splitlines():
+    for line in read_text_file(file).splitlines():
         if line.startswith(f"{which}:"):
             return int(line.split()[1]) * 1024
     return 0

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hetu_fx.base.device_types import type_of
+from hetu_fx.base.device_types import device_type_record
 from hetu_fx.cluster.devices import Collective, Device
 from hetu_fx.cluster.timed import SIZES
 from hetu_fx.comm_ops.plans.algorithm import FLAT, Algorithm
-from hetu_fx.comm_ops.wire.consensus import of_all
+from hetu_fx.comm_ops.wire.consensus import all_gather_object
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.p2p import Message, Tag, post
-from hetu_fx.comm_ops.wire.two_level import all_gather_by, all_reduce_by, reduce_scatter_by
+from hetu_fx.comm_ops.wire.two_level import all_gather_two_level, all_reduce_two_level, reduce_scatter_two_level
 
 _LATENCY_ROUNDS = 20
 _BANDWIDTH_ROUNDS = 3  # so many that a device with a CPU quota has used up what it saved while it waited
@@ -49,7 +49,7 @@ def measure_links(
     "types" what links the types, whose messages go another way. Limits are the bytes per second of those ranks that
     reach clearly less than the link "intra".
     """
-    units = units_of(nodes, types)
+    units = node_units(nodes, types)
     timed: dict[Pair, tuple[float, float]] = {}
     for pairs in neighbours(units, speeds):
         timed |= time_pairs(table, pairs, device)
@@ -63,7 +63,7 @@ def measure_links(
     return links, {rank: most for rank, most in reached.items() if most < _CLEARLY * links["intra"][0]}
 
 
-def units_of(nodes: Sequence[str], types: Sequence[str]) -> list[str]:
+def node_units(nodes: Sequence[str], types: Sequence[str]) -> list[str]:
     """Return the node of each rank, or, where some node has devices of several types, which of them on which node."""
     mixed = len(set(zip(nodes, types, strict=True))) > len(set(nodes))
     return [f"{node} {kind}" if mixed else node for node, kind in zip(nodes, types, strict=True)]
@@ -136,7 +136,7 @@ def time_pairs(
     Messages go the way that a pair has, or through the host where `is_staged`.
     """
     own = next((pair for pair in pairs if table.rank in pair), None)
-    values = of_all(table, None if own is None else _time_pair(table, own, device, is_staged))
+    values = all_gather_object(table, None if own is None else _time_pair(table, own, device, is_staged))
     return {pair: timed for pair in pairs if (timed := values[pair[0]]) is not None}
 
 
@@ -158,7 +158,7 @@ def _ping_pong(table: GroupTable, pair: Pair, device: str, num_bytes: int, round
         start = time.perf_counter()
         for receives, sends in reversed(ways) if leads else ways:
             post(receives, sends, table, is_staged=is_staged).wait()
-        type_of(place).synchronize(place)
+        device_type_record(place).synchronize(place)
         times.append((time.perf_counter() - start) / 2)
     return times[1:]
 
@@ -170,23 +170,23 @@ Run = Callable[[Sequence[Tensor], Sequence[int], GroupTable], object]
 
 
 def _all_reduce(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable) -> object:
-    return all_reduce_by(torch.cat(list(parts)), ranks, FLAT, table)
+    return all_reduce_two_level(torch.cat(list(parts)), ranks, FLAT, table)
 
 
 def _all_gather(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable) -> object:
-    return all_gather_by(parts[table.position(ranks)], [part.shape for part in parts], ranks, _PADDED, table)
+    return all_gather_two_level(parts[table.position(ranks)], [part.shape for part in parts], ranks, _PADDED, table)
 
 
 def _grouped_all_gather(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable) -> object:
-    return all_gather_by(parts[table.position(ranks)], [part.shape for part in parts], ranks, FLAT, table)
+    return all_gather_two_level(parts[table.position(ranks)], [part.shape for part in parts], ranks, FLAT, table)
 
 
 def _reduce_scatter(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable) -> object:
-    return reduce_scatter_by(parts, ranks, _PADDED, table)
+    return reduce_scatter_two_level(parts, ranks, _PADDED, table)
 
 
 def _grouped_reduce_scatter(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable) -> object:
-    return reduce_scatter_by(parts, ranks, FLAT, table)
+    return reduce_scatter_two_level(parts, ranks, FLAT, table)
 
 
 COLLECTIVES: Mapping[str, Run] = {
@@ -242,7 +242,7 @@ def time_collectives(table: GroupTable, groups: Sequence[TimedGroup], device: st
         for name, run in COLLECTIVES.items():
             mine = table.rank in group.ranks
             own = [_seconds(run, size, group.ranks, table, device) for size in SIZES] if mine else None
-            everyone = [seconds for seconds in of_all(table, own) if seconds is not None]
+            everyone = [seconds for seconds in all_gather_object(table, own) if seconds is not None]
             found.append(timed_collective(name, group, [max(column) for column in zip(*everyone, strict=True)]))
     return tuple(found)
 
@@ -269,6 +269,6 @@ def _seconds(run: Run, num_bytes: int, ranks: Sequence[int], table: GroupTable, 
     for _ in range(_ROUNDS + 1):
         start = time.perf_counter()
         run(parts, ranks, table)
-        type_of(parts[0].device).synchronize(parts[0].device)
+        device_type_record(parts[0].device).synchronize(parts[0].device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])

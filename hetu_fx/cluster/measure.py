@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from hetu_fx.base.device_types import HOST, type_of
+from hetu_fx.base.device_types import HOST, device_type_record
 from hetu_fx.base.machine import short_names
 from hetu_fx.cluster.compute import Products, matmul_flops_per_second, memory_bytes_per_second, op_seconds
 from hetu_fx.cluster.devices import Device
@@ -30,7 +30,7 @@ from hetu_fx.cluster.host import memory_limits, node_name, step_seconds
 from hetu_fx.cluster.links import measure_links, time_pairs
 from hetu_fx.cluster.topology import TYPE
 from hetu_fx.comm_ops.plans.ways import DIRECT, PLACES, STAGED, WAYS, Ends, Way
-from hetu_fx.comm_ops.wire.consensus import of_all
+from hetu_fx.comm_ops.wire.consensus import all_gather_object
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.p2p import Tag, post
 
@@ -106,9 +106,9 @@ def _measure_meetings(
     count = max(1, round(_PIECE_SECONDS * speeds[table.rank] / products.flops))
     for pairs in rounds:
         own = next((pair for pair in pairs if table.rank in pair), None)
-        of_all(table, None)
+        all_gather_object(table, None)
         samples = [] if own is None else _TimedMeeting(table, own, products, count, device).samples()
-        values = of_all(table, meeting_seconds(samples, latencies[own]) if own else None)
+        values = all_gather_object(table, meeting_seconds(samples, latencies[own]) if own else None)
         met = {rank: values[rank] for pair in pairs for rank in pair}
         found = {rank: seconds for rank, seconds in met.items() if seconds is not None} | found
     return found
@@ -121,7 +121,7 @@ class _TimedMeeting:
         self._products, self._count = products, count
         self._table, self._partner = table, pair[0] if table.rank == pair[1] else pair[1]
         place = torch.device(device)
-        place = HOST if table.staged(place, pair) else place
+        place = HOST if table.is_staged(place, pair) else place
         self._sent = torch.zeros(2, dtype=torch.float64, device=place)  # float64: both ranks take the same decisions
         self._received = torch.zeros_like(self._sent)
 
@@ -175,7 +175,7 @@ Limits = tuple[tuple[str, int], ...]
 """(what is limited, bytes) of a rank's memory: ranks with the same one share it."""
 
 
-def measure_here(
+def measure_cluster(
     table: GroupTable | None, *, seconds: float, device: str
 ) -> tuple[tuple[Device, ...], Mapping[str, tuple[float, float]], tuple[Way, ...]]:
     """Return what each rank's device was seen to do, the links, and ways to choose among; collective, alike on all.
@@ -183,7 +183,7 @@ def measure_here(
     Links are those of `measure_links`, ways those of `measure_ways`.
     """
     table = table or GroupTable()
-    types = of_all(table, torch.device(device).type)  # all start together, so that what shares a core shows
+    types = all_gather_object(table, torch.device(device).type)  # all start together, so that what shares a core shows
     table.know_types(types)
     table.connect(torch.device(device))
     speed = matmul_flops_per_second(device, seconds)
@@ -200,11 +200,11 @@ def measure_here(
         memory_bytes_per_second=memory_bytes_per_second(device, seconds / 2),
         op_seconds=op_seconds(device, seconds / 2),
     )
-    found = settled(of_all(table, (own, limits)))
+    found = denoise_devices(all_gather_object(table, (own, limits)))
     nodes, speeds = short_names([d.node for d in found]), [d.flops_per_second for d in found]
     found = tuple(replace(d, node=node) for d, node in zip(found, nodes, strict=True))
     ways = measure_ways(table, nodes, types, device)
-    table.know_ways(ways, nodes)
+    table.set_links(ways, nodes)
     links, most = measure_links(table, nodes, types, speeds, device)
     found = tuple(replace(d, bytes_per_second=most.get(rank)) for rank, d in enumerate(found))
     if "types" in links:
@@ -235,13 +235,13 @@ def _link_between(devices: Sequence[Device], pair: Pair) -> str:
 
 def _kind(device: str) -> str:
     place = torch.device(device)
-    return type_of(place).chip(place)
+    return device_type_record(place).chip(place)
 
 
-def settled(raw: Sequence[tuple[Device, Limits]]) -> tuple[Device, ...]:
+def denoise_devices(raw: Sequence[tuple[Device, Limits]]) -> tuple[Device, ...]:
     """Return the devices with noise taken off speeds and steps, and each limit shared by those it limits."""
     sharers = Counter((d.node, name) for d, limits in raw for name, _ in limits)
-    speeds = snapped([d.flops_per_second for d, _ in raw])
+    speeds = group_speeds([d.flops_per_second for d, _ in raw])
     alike = [(d.kind, d.node, speed) for (d, _), speed in zip(raw, speeds, strict=True)]
     steps = settled_seconds(alike, {rank: d.step_seconds for rank, (d, _) in enumerate(raw)})
     anywhere = [(kind, speed) for kind, _, speed in alike]
@@ -267,7 +267,7 @@ def _figures(figures: Mapping[int, float | None]) -> dict[int, float]:
     return {rank: figure for rank, figure in figures.items() if figure is not None}
 
 
-def snapped(speeds: Sequence[float], tolerance: float = TOLERANCE) -> list[float]:
+def group_speeds(speeds: Sequence[float], tolerance: float = TOLERANCE) -> list[float]:
     """Return speeds, rounded, in which those within `tolerance` of a group's fastest are its median."""
     result = [0.0] * len(speeds)
     left = sorted(range(len(speeds)), key=lambda i: -speeds[i])
@@ -290,7 +290,7 @@ def pairs_to_time(nodes: Sequence[str], types: Sequence[str]) -> Mapping[Ends, t
     return found
 
 
-def ways_between(types: tuple[str, str], possible: Sequence[Sequence[str]]) -> tuple[str, ...]:
+def link_ways(types: tuple[str, str], possible: Sequence[Sequence[str]]) -> tuple[str, ...]:
     """Return the ways between two devices, of which each could send in some ways to one of its own type."""
     if types[0] != types[1]:
         return (STAGED,)
@@ -309,9 +309,9 @@ def measure_ways(
         device: where this rank computes.
         all_ways: time those too between whose ends there is no choice.
     """
-    possible, found = of_all(table, _own_ways(table, device)), []
+    possible, found = all_gather_object(table, _own_ways(table, device)), []
     for (ends, where), pair in pairs_to_time(nodes, types).items():
-        ways = ways_between(ends, [possible[rank] for rank in pair])
+        ways = link_ways(ends, [possible[rank] for rank in pair])
         for way in ways if all_ways or len(ways) > 1 else ():
             figures = time_pairs(table, [pair], device, is_staged=way == STAGED)[pair]
             found.append(Way(way, ends, where, *figures))
@@ -323,6 +323,6 @@ def _own_ways(table: GroupTable, device: str) -> tuple[str, ...]:
     place = torch.device(device)
     if table.size == 1 or place == HOST:
         return (DIRECT,)
-    sends = type_of(place).is_direct and table.is_native(place)
+    sends = device_type_record(place).is_direct and table.is_native(place)
     has_host = table.transport.device(table.base) == HOST
     return (DIRECT,) * sends + (STAGED,) * has_host

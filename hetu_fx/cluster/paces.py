@@ -36,7 +36,7 @@ class Pace:
 PACE = record(Pace, ClusterError)
 
 
-def pace_between(paces: Sequence[Pace], degree: float) -> tuple[float, float]:
+def interpolate_pace(paces: Sequence[Pace], degree: float) -> tuple[float, float]:
     """Return (work, fixed) of a group of so many devices, from paces of one kind by size; those of the nearest outside.
 
     `degree` is one over a device's share of what its group splits, so it need not be whole.

@@ -41,7 +41,7 @@ def by_kind(precisions: Sequence[Precision]) -> dict[tuple[str, str], float]:
     return {(one.kind, one.dtype): one.speedup for one in precisions}
 
 
-def quickened(device: Device, speedup: float) -> Device:
+def with_faster_products(device: Device, speedup: float) -> Device:
     """Return a device whose products are so much faster, and which moves its memory as before."""
     if speedup == 1.0:
         return device
@@ -61,7 +61,7 @@ def fastest_in_common(
     return best if best is not None and gains[best] > 1.0 else None
 
 
-def precisions_of(kinds: Sequence[str], found: Sequence[Mapping[str, float]]) -> tuple[Precision, ...]:
+def merge_precisions(kinds: Sequence[str], found: Sequence[Mapping[str, float]]) -> tuple[Precision, ...]:
     """Return what each rank has found of its kind, in the median of those of a kind."""
     taken: dict[tuple[str, str], list[float]] = {}
     for kind, speedups in zip(kinds, found, strict=True):
@@ -70,6 +70,6 @@ def precisions_of(kinds: Sequence[str], found: Sequence[Mapping[str, float]]) ->
     return tuple(Precision(*key, median(values)) for key, values in sorted(taken.items()))
 
 
-def rows_of(precisions: Sequence[Precision]) -> list[list[str]]:
+def precision_table(precisions: Sequence[Precision]) -> list[list[str]]:
     """Return the cells of the table."""
     return [[one.kind, one.dtype, f"{one.speedup:.3g} x float32"] for one in precisions]

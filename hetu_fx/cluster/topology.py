@@ -104,7 +104,7 @@ class Hierarchy:
         self._known_links: dict[tuple[int, int], Link] = {}
         self._known_ends: dict[tuple[int, int], tuple[End, ...]] = {}
         self._known_all_ends: dict[tuple[int, int], tuple[tuple[Place, float], ...]] = {}
-        self._ports = {} if nics is None else ports_of(devices, nics)
+        self._ports = {} if nics is None else device_ports(devices, nics)
         self._devices = {device.rank: device for device in devices}
         self._units = {device.rank: self._units_of(device) for device in devices}
         self._check_nodes(devices)
@@ -262,7 +262,7 @@ class Hierarchy:
         return tuple(self._numbers[unit] for name, unit in reversed(list(pairs)) if name != RAIL)
 
 
-def ports_of(devices: Sequence[Device], nics: Nics) -> dict[int, int]:
+def device_ports(devices: Sequence[Device], nics: Nics) -> dict[int, int]:
     """Return the number of the port that each device hangs on; raises `ClusterError` for one that is not there."""
     nodes: dict[str, list[Device]] = {}
     for device in devices:

@@ -45,7 +45,7 @@ def check_ways(ways: Sequence[Way]) -> None:
         raise ClusterError(f"ways {twice} stand twice\nhint: give each once")
 
 
-def rows_of(ways: Sequence[Way]) -> list[list[str]]:
+def link_table(ways: Sequence[Way]) -> list[list[str]]:
     """Return the cells of the table of ways, those first whose ends come first."""
     taken = quickest(ways).values()
     return [

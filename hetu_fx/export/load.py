@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hetu_fx.annotations.annotation import parse_annotation
 from hetu_fx.annotations.local import local_part
 from hetu_fx.base.documents import told_as_damaged
-from hetu_fx.checkpoint.folders import place_of
+from hetu_fx.checkpoint.folders import find_folder
 from hetu_fx.checkpoint.manifest import MANIFEST
 from hetu_fx.checkpoint.open_folder import OpenFolder
 from hetu_fx.errors import CheckpointError, ExportError
@@ -27,7 +27,7 @@ _MOST_TOLD = 5
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportRecord:
     """An export, looked at.
 
     Attributes:
@@ -72,7 +72,7 @@ class Exported:
         yield from (f"stale: {reason}" for reason in self.stale)
 
 
-def check_exported(folder: str | Path, *, model: nn.Module | None = None, plan: Plan | None = None) -> Exported:
+def check_exported(folder: str | Path, *, model: nn.Module | None = None, plan: Plan | None = None) -> ExportRecord:
     """Look at an export: its files' sums, the version of torch, and what is given of the present.
 
     Args:
@@ -90,7 +90,7 @@ def check_exported(folder: str | Path, *, model: nn.Module | None = None, plan: 
             stale += _stale_model(manifest["model"], model_facts(model))
         if plan is not None:
             stale += _stale_plan(folder, manifest, plan)
-        return Exported(folder, manifest, tuple(_damaged(opened)), tuple(stale))
+        return ExportRecord(folder, manifest, tuple(_damaged(opened)), tuple(stale))
 
 
 def _damaged(opened: OpenFolder) -> Iterator[str]:
@@ -283,7 +283,7 @@ def _opened_export(folder: Path) -> Iterator[tuple[OpenFolder, Mapping[str, Any]
         ExportError: it is none, of another format, or damaged; or what is read of it meanwhile is.
     """
     try:
-        with OpenFolder(place_of(folder)) as opened, told_as_damaged(f"the export {folder}", ExportError):
+        with OpenFolder(find_folder(folder)) as opened, told_as_damaged(f"the export {folder}", ExportError):
             yield opened, _read_manifest(opened)
     except CheckpointError as error:
         raise ExportError(f"{error}\nhint: export again") from error

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from hetu_fx.checkpoint.checkpoint import MAX_SHARD_SIZE, aliases_of, parse_size
+from hetu_fx.checkpoint.checkpoint import MAX_SHARD_SIZE, parse_size, tied_names
 from hetu_fx.checkpoint.tensor_files import bring_to_first, plan_shards, write_weights
 from hetu_fx.cluster.host import memory_left
-from hetu_fx.comm_ops.wire.consensus import together
+from hetu_fx.comm_ops.wire.consensus import raise_on_all_ranks
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import CaptureError, ExportError, HetuFxError
 from hetu_fx.export.onnx_file import write_onnx
@@ -32,7 +32,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.bind import Batch
 from hetu_fx.graph.capture import in_mode
 from hetu_fx.graph.containers import Entries, Items, TensorSlot, Tree, unflatten, walk
-from hetu_fx.graph.edit import needed_for
+from hetu_fx.graph.edit import ancestors
 from hetu_fx.graph.graph import OBSERVED, Graph, Leaf, LeafKind, OutputKind
 from hetu_fx.program.captures import Programs
 from hetu_fx.program.program import Program
@@ -105,7 +105,7 @@ def _inference(programs: Programs, program: Program, evaluation: Graph) -> Graph
     outputs = [node for leaf, node in evaluation.outputs_of(OutputKind.VALUE)]
     if not outputs:
         raise ExportError("the model returns nothing but its loss, so that there is nothing to infer")
-    read = needed_for(outputs, _read_values)
+    read = ancestors(outputs, _read_values)
     labels = [leaf.name for leaf in evaluation.leaves_of(LeafKind.INPUT) if leaf.node not in read]
     batch = _without_inputs(_example_batch(evaluation), evaluation.input_tree, labels)
     try:
@@ -138,7 +138,7 @@ def _tensors(tree: Tree) -> set[str]:
     return {leaf.name for leaf in walk(tree) if isinstance(leaf, TensorSlot)}
 
 
-def runnable_of(graph: Graph, model: nn.Module) -> Runnable:
+def make_runnable(graph: Graph, model: nn.Module) -> Runnable:
     """Return what a `.pt2` is made of, for a captured graph of a model."""
     places = tuple(_place(leaf, model) for leaf in graph.leaves)
     names = frozenset(leaf.name for leaf in graph.leaves_of(LeafKind.INPUT))
@@ -178,17 +178,17 @@ def write_single(runtime: Runtime, programs: Programs, aside: Path, *, weights: 
     With `onnx`, the one for inference as ONNX, too.
     """
     table, homes = runtime.table, runtime.homes
-    single = together(table, lambda: _single_graphs(programs) if table.rank == 0 else None)
+    single = raise_on_all_ranks(table, lambda: _single_graphs(programs) if table.rank == 0 else None)
     values = _gather_on_first(homes, table) if weights else {}
-    entries = together(table, lambda: _write(single, runtime.model, values, aside, onnx) if single else {})
-    return {"graphs": entries, "tied": aliases_of(runtime.model)}
+    entries = raise_on_all_ranks(table, lambda: _write(single, runtime.model, values, aside, onnx) if single else {})
+    return {"graphs": entries, "tied": tied_names(runtime.model)}
 
 
-def write_beside(runtime: Runtime, aside: Path) -> dict[str, Any]:
+def write_weight_files(runtime: Runtime, aside: Path) -> dict[str, Any]:
     """Write the weights in safetensors files; returns where each is. Collective."""
     folder, limit = aside / WEIGHTS, parse_size(MAX_SHARD_SIZE)
-    together(runtime.table, lambda: folder.mkdir() if runtime.table.rank == 0 else None)
-    together(runtime.table, lambda: write_weights(folder, runtime.homes, limit, runtime.table))
+    raise_on_all_ranks(runtime.table, lambda: folder.mkdir() if runtime.table.rank == 0 else None)
+    raise_on_all_ranks(runtime.table, lambda: write_weights(folder, runtime.homes, limit, runtime.table))
     shards = plan_shards(runtime.homes, limit)
     return {name: _form(runtime.homes[name], file) for file, names in shards.items() for name in names}
 
@@ -210,7 +210,7 @@ def _write(single: Single, model: nn.Module, values: Mapping[str, Tensor], aside
 def _write_graph(
     graph: Graph, model: nn.Module, values: Mapping[str, Tensor], path: Path, onnx: bool
 ) -> dict[str, Any]:
-    runnable, title = runnable_of(graph, model), f"the single-device graph for {path.stem}"
+    runnable, title = make_runnable(graph, model), f"the single-device graph for {path.stem}"
     exported = export_runnable(runnable, {**values, **_held_values(graph, model)}, title)
     torch.export.save(exported, path)
     path.with_suffix(".txt").write_text(f"{graph.graph}\n")
@@ -244,7 +244,7 @@ def _gather_on_first(tensors: Mapping[str, Tensor], table: GroupTable) -> dict[s
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors.values()]
     needed = sum(sizes) + max([*sizes, min(sum(sizes), MESSAGE_BYTES)])  # a file is written a tensor at a time
     whole = "the single-device graphs on rank 0"
-    together(table, lambda: check_room(needed, whole) if table.rank == 0 else None)
+    raise_on_all_ranks(table, lambda: check_room(needed, whole) if table.rank == 0 else None)
     found: dict[str, Tensor] = {}
     for names in plan_shards(tensors, MESSAGE_BYTES).values():
         found |= bring_to_first({name: tensors[name].detach() for name in names}, table)

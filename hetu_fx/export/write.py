@@ -29,7 +29,7 @@ from hetu_fx.checkpoint.folders import replaced_folder, why_not_replaced
 from hetu_fx.checkpoint.tensor_files import plan_shards
 from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
 from hetu_fx.comm_ops.wire.bsr_run import run_moves
-from hetu_fx.comm_ops.wire.consensus import of_all, together
+from hetu_fx.comm_ops.wire.consensus import all_gather_object, raise_on_all_ranks
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import ExportError
 from hetu_fx.export import FORMAT
@@ -37,14 +37,14 @@ from hetu_fx.export.load import model_facts
 from hetu_fx.export.onnx_file import check_onnx_is_there
 from hetu_fx.export.picture import draw
 from hetu_fx.export.runnable import Argument, Place, Result, Runnable, StateSlot, export_runnable
-from hetu_fx.export.single import MESSAGE_BYTES, check_room, file_entry, write_beside, write_single
+from hetu_fx.export.single import MESSAGE_BYTES, check_room, file_entry, write_single, write_weight_files
 from hetu_fx.graph import meta
 from hetu_fx.graph.containers import Entries, TensorSlot
 from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import Program
 from hetu_fx.switching.graph_execution import GraphExecution
-from hetu_fx.switching.home.ops import layout_of, pieces_of
+from hetu_fx.switching.home.ops import get_home_layout, own_pieces
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.step.compiled_plans import GraphVariant, StagePlan
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
@@ -72,18 +72,20 @@ def export_runtime(runtime: Runtime, folder: Path, *, weights: bool = True, onnx
         )
     programs, table = runtime.execution.programs, runtime.table
     _check_leaves(programs.training)
-    together(table, lambda: _check(folder, weights, onnx) if table.rank == 0 else None)
+    raise_on_all_ranks(table, lambda: _check(folder, weights, onnx) if table.rank == 0 else None)
     runtime.in_flight.settle()
     with using(table), replaced_folder(folder, table, ExportError) as aside:
         runtime.buffers.sync()
         single = write_single(runtime, programs, aside, weights=weights, onnx=onnx)
-        beside = {} if weights else write_beside(runtime, aside)
+        beside = {} if weights else write_weight_files(runtime, aside)
         variants = {
-            name: of_all(table, _export_variant(runtime, variant, programs.training, aside, weights))
+            name: all_gather_object(table, _export_variant(runtime, variant, programs.training, aside, weights))
             for name, variant in runtime.variants.items()
             if isinstance(variant, GraphVariant)
         }
-        together(table, lambda: _finish(runtime, aside, single, beside, variants) if table.rank == 0 else None)
+        raise_on_all_ranks(
+            table, lambda: _finish(runtime, aside, single, beside, variants) if table.rank == 0 else None
+        )
 
 
 def _check_leaves(program: Program) -> None:
@@ -110,9 +112,9 @@ def _export_variant(
 ) -> dict[str, Any] | None:
     """Write this rank's graph of a variant; returns what the manifest says of it. Collective."""
     stage = variant.stage(program, False)  # makes its graph
-    parts = parts_of(runtime, stage.deduced) if weights else {}
+    parts = _rank_parameters(runtime, stage.deduced) if weights else {}
     folder = aside / "variants" / variant.name
-    return together(runtime.table, lambda: _write(runtime, stage, parts, folder))
+    return raise_on_all_ranks(runtime.table, lambda: _write(runtime, stage, parts, folder))
 
 
 def _write(runtime: Runtime, stage: StagePlan, parts: Mapping[str, Tensor], folder: Path) -> dict[str, Any] | None:
@@ -147,7 +149,7 @@ def _write_graph(
             _slot_entry(stage, device, slot, named.name)
             for slot, named in zip(device.slots, _slots_of(device), strict=True)
         ],
-        "results": [{"name": r.name, "kind": r.kind} for r in results_of(device)],
+        "results": [{"name": r.name, "kind": r.kind} for r in _named_results(device)],
     }
 
 
@@ -202,7 +204,7 @@ STATES = (SlotKind.PARAMETER, SlotKind.BUFFER, SlotKind.CONSTANT)
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedResult:
     """A slot or a result, and the name that callers have for it."""
 
     name: str
@@ -210,7 +212,7 @@ class Named:
     model_name: str
 
 
-def parts_of(runtime: Runtime, deduced: DeducedGraph) -> dict[str, Tensor]:
+def _rank_parameters(runtime: Runtime, deduced: DeducedGraph) -> dict[str, Tensor]:
     """Return this rank's parts of the parameters, as the graph reads them; collective.
 
     Raises:
@@ -218,13 +220,13 @@ def parts_of(runtime: Runtime, deduced: DeducedGraph) -> dict[str, Tensor]:
     """
     table, leaves = runtime.table, {leaf.name: leaf for leaf in deduced.parameters()}
     homes: dict[str, Any] = {name: runtime.homes[name] for name in leaves}
-    own = pieces_of(homes)
+    own = own_pieces(homes)
     targets = {name: deduced.parameter_annotations(leaf)[0] for name, leaf in leaves.items()}
     moves = {
-        name: TensorMove(layout_of(home).annotation, targets[name], tuple(home.shape), home.element_size())
+        name: TensorMove(get_home_layout(home).annotation, targets[name], tuple(home.shape), home.element_size())
         for name, home in homes.items()
     }
-    together(table, lambda: check_room(_bytes_here(moves, table.rank), f"the parts of rank {table.rank}"))
+    raise_on_all_ranks(table, lambda: check_room(_bytes_here(moves, table.rank), f"the parts of rank {table.rank}"))
     found: dict[str, Tensor] = {}
     for names in plan_shards(homes, MESSAGE_BYTES).values():
         pieces = [own[name] if moves[name].source.holds(table.rank) else None for name in names]
@@ -257,14 +259,14 @@ def _device_runnable(stage: StagePlan, device: DeviceGraph, model: nn.Module) ->
     updated = {place.name: place.shape for place in places if isinstance(place, StateSlot) and not place.is_parameter}
     results = tuple(
         Result(result.model_name if in_place else result.name, in_place)
-        for result in results_of(device)
+        for result in _named_results(device)
         for in_place in [_fits(stage, device.rank, result, updated)]
     )
     names = tuple(place.name for place in places if isinstance(place, Argument))
     return Runnable(device.graph, places, results, Entries(dict, names, tuple(map(TensorSlot, names))))
 
 
-def _fits(stage: StagePlan, rank: int, result: Named, buffers: Mapping[str, tuple[int, ...]]) -> bool:
+def _fits(stage: StagePlan, rank: int, result: NamedResult, buffers: Mapping[str, tuple[int, ...]]) -> bool:
     """Tell whether a result is the new value of a buffer that lies here as the graph reads it."""
     if result.kind != ResultKind.BUFFER_UPDATE or result.model_name not in buffers:
         return False
@@ -272,7 +274,7 @@ def _fits(stage: StagePlan, rank: int, result: Named, buffers: Mapping[str, tupl
     return at.holds(rank) and at == stage.buffers[result.model_name]
 
 
-def _place(stage: StagePlan, device: DeviceGraph, slot: GraphSlot, named: Named, model: nn.Module) -> Place:
+def _place(stage: StagePlan, device: DeviceGraph, slot: GraphSlot, named: NamedResult, model: nn.Module) -> Place:
     node = _slot_node(stage.deduced.annotated.graph, slot)
     shape = _local_hints(stage.deduced, device, node)
     if slot.kind not in STATES:
@@ -283,17 +285,19 @@ def _place(stage: StagePlan, device: DeviceGraph, slot: GraphSlot, named: Named,
     return StateSlot(slot.name, node, shape, False, is_saved=slot.kind is SlotKind.BUFFER and slot.name in saved)
 
 
-def _slots_of(device: DeviceGraph) -> list[Named]:
+def _slots_of(device: DeviceGraph) -> list[NamedResult]:
     """Return what the graph reads, in its order: what the caller gives has the name of a keyword."""
     given = [slot for slot in device.slots if slot.kind not in STATES]
     words = dict(zip(given, _unlike(slot.name for slot in given), strict=True))
-    return [Named(words.get(slot, slot.name), slot.kind.value, slot.name) for slot in device.slots]
+    return [NamedResult(words.get(slot, slot.name), slot.kind.value, slot.name) for slot in device.slots]
 
 
-def results_of(device: DeviceGraph) -> list[Named]:
+def _named_results(device: DeviceGraph) -> list[NamedResult]:
     """Return what the graph makes, in its order."""
     names = _unlike((result.name or "output" for result in device.results), keywords=False)
-    return [Named(name, result.kind.value, result.name) for name, result in zip(names, device.results, strict=True)]
+    return [
+        NamedResult(name, result.kind.value, result.name) for name, result in zip(names, device.results, strict=True)
+    ]
 
 
 def _unlike(names: Iterable[str], keywords: bool = True) -> Iterator[str]:

@@ -19,7 +19,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.blocks import find_blocks
 from hetu_fx.graph.capture_failure import WAY_OUT
 from hetu_fx.graph.checks import Check
-from hetu_fx.graph.clean import clean, merge_detached, name_masks
+from hetu_fx.graph.clean import clean, name_masks, remove_detached
 from hetu_fx.graph.containers import (
     LOSS,
     Constant,
@@ -90,7 +90,7 @@ class Assembly:
         leaves = self._merge_tied(flat, self._leaves(flat))
         outputs = self._outputs(flat, self._trained(flat, leaves))
         differentiable = [leaf.node for leaf in leaves if _may_carry_gradient(leaf)]
-        merge_detached(flat, gradient_carriers(flat, differentiable))
+        remove_detached(flat, gradient_carriers(flat, differentiable))
         outputs += self._buffer_updates(flat, leaves, functionalize(flat, differentiable))
         detach_at_exits(flat, differentiable)
         clean(flat)

@@ -24,7 +24,7 @@ def callee(node: fx.Node) -> Callable[..., Any]:
     return node.target
 
 
-def called_on(node: fx.Node, values: Mapping[fx.Node, Any], **instead: Any) -> Any:
+def evaluate_op(node: fx.Node, values: Mapping[fx.Node, Any], **instead: Any) -> Any:
     """Return what the function that an op node calls makes of the values of other nodes; `instead` of some keywords."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
     return callee(node)(*args, **{**kwargs, **{name: instead[name] for name in instead if name in kwargs}})

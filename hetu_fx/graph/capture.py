@@ -19,7 +19,7 @@ from torch.export import Dim, ExportedProgram
 
 from hetu_fx.base.device_types import is_elsewhere
 from hetu_fx.base.memory import without_collections
-from hetu_fx.base.patches import put_in
+from hetu_fx.base.patches import install_patches
 from hetu_fx.base.torch_private import (
     FakeTensorMode,
     GuardOnDataDependentSymNode,
@@ -37,7 +37,7 @@ from hetu_fx.graph.assigned import tied_buffers, written_back
 from hetu_fx.graph.bind import Batch, LossCall, as_call, flatten_batch
 from hetu_fx.graph.capture_failure import (
     NothingUnseen,
-    RowsAreCounted,
+    RowCountError,
     explain_failure,
     inference_is_no_grad,
     is_caught_by_the_user,
@@ -51,10 +51,10 @@ from hetu_fx.graph.containers import Tree, flatten, unflatten
 from hetu_fx.graph.example import Example, make_example
 from hetu_fx.graph.graph import OBSERVED, Graph, OutputKind
 from hetu_fx.graph.leaves.trace import LeafWarning, Leaves
-from hetu_fx.graph.neutral import PARAMETERS, OnHost, device_of, stand_in_device, state_at
+from hetu_fx.graph.neutral import PARAMETERS, OnHost, find_device, meta_state, stand_in_device
 from hetu_fx.graph.numbers import later, plain_values, steady, with_numbers
 from hetu_fx.graph.regions import casts
-from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, count_rows, row_dims_of
+from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, count_rows, find_row_dims
 from hetu_fx.graph.shared_memory import overlapping
 from hetu_fx.graph.tracing.autocasts import ambient_autocasts
 from hetu_fx.graph.tracing.compared_rows import ComparedRows
@@ -111,7 +111,7 @@ def capture(
         BatchError: `row_dims` does not fit the batch, or the graph that it leads to.
     """
     input_tree, tensors = flatten_batch(batch)
-    place = device or device_of(model, tensors)
+    place = device or find_device(model, tensors)
     codes = _Program.forward.__code__, _call.__code__
     these = Leaves(model, loss_fn, place, codes, leaves, around)
     program = _Program(model, input_tree, tuple(tensors), loss_fn, around, row_dims, numbers, fixed, these)
@@ -150,12 +150,12 @@ def _captured(
         program.on_host = OnHost()
         program.autocasts_traced = program.autocasts if casts_on_host else ()
         attributes = program.on_host.instead_of_attributes(program.model)
-        with contextlib.suppress(CaptureError), attributes, state_at(program.model, stand_in_device):
+        with contextlib.suppress(CaptureError), attributes, meta_state(program.model, stand_in_device):
             traced = _traced(program, tensors)
             if casts_on_host or not casts(traced.exported.graph_module):
                 return traced.graph(training)
         program.on_host, program.autocasts_traced = None, program.autocasts
-    with state_at(program.model, lambda _: device, PARAMETERS):
+    with meta_state(program.model, lambda _: device, PARAMETERS):
         return _traced(program, tensors).graph(training)
 
 
@@ -307,7 +307,7 @@ def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def _surroundings() -> Iterator[None]:
     """Trace with gradients on, ambient autocast off, and give back the random state as it was."""
-    put_in("torch")
+    install_patches("torch")
     with contextlib.ExitStack() as stack:
         stack.callback(clear_caches_of_sizes)
         for kind, _ in ambient_autocasts():
@@ -358,7 +358,7 @@ def _export(
         CaptureError: no attempt has gone through.
         GuardOnDataDependentSymNode: the first has not, as Python reads values; unless it `reads` them.
     """
-    on_host, row_dims = program.on_host is not None, row_dims_of(tensors, program.asked)
+    on_host, row_dims = program.on_host is not None, find_row_dims(tensors, program.asked)
     program.has_one_row = bool(row_dims) and count_rows(tensors, row_dims) == 1
     kept = make_example(tensors, program.model, row_dims, keep_batch=True, on_host=on_host)
     if program.fixed:
@@ -447,7 +447,7 @@ def _forget_what_makes_no_difference(
     with _beside(program) as found, contextlib.suppress(Exception):
         made = _export_once(program, there, batch=Dim.AUTO, rest=True)
         same_output = repr(program.output.found) == repr(found.found) and not program.leaves.used
-        if same_output and compared.is_same_beside(ComparedRows.of(made, there)):
+        if same_output and compared.matches_trace(ComparedRows.of(made, there)):
             compared.forget()
 
 
@@ -473,7 +473,7 @@ def _check_rows_are_not_counted(program: _Program, example: Example) -> None:
     try:
         with open_lengths(), refusing_counted_rows():
             _export_once(program, example, batch=True, rest=False)
-    except RowsAreCounted:
+    except RowCountError:
         raise
     except Exception:  # whatever keeps the rows from being open besides: they are fixed then
         return
@@ -569,7 +569,7 @@ def _exported(program: _Program, example: Example, shapes: Any) -> ExportedProgr
         return exported
 
     reading = program.reading
-    return program.leaves.answered(trace if reading is None else lambda: reading.settled(trace))
+    return program.leaves.trace_with_answers(trace if reading is None else lambda: reading.settled(trace))
 
 
 def _static_notes(program: _Program, example: Example, error: Exception, *, rest: bool) -> tuple[str, ...]:

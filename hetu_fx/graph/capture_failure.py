@@ -31,7 +31,7 @@ from hetu_fx.base.torch_private import is_fake, is_setup_context_defined, is_tol
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
 from hetu_fx.graph.tracing.derivatives import Derivatives, DerivativeTaken
-from hetu_fx.graph.tracing.meanings import Meaning, meaning_of
+from hetu_fx.graph.tracing.meanings import Meaning, explain_trace_error
 
 EAGER = (
     'use hetu_fx.auto_parallelize(..., capture="eager"), which runs the module as it is, data parallel with uneven '
@@ -52,13 +52,13 @@ MOST_ELEMENTS = 2**24  # of all arguments of a function that is tried
 
 def explain_failure(error: Exception) -> CaptureError:
     """Make the error that the user sees of one that torch.export raised."""
-    line, meaning = line_of(error), meaning_of(error)
+    line, meaning = user_line(error), explain_trace_error(error)
     if meaning is not None:
         return refusal(line, meaning)
     return CaptureError(f"cannot capture the model at {line}: {reason(error)}; {INTO_A_MODULE}, {WAY_OUT}")
 
 
-def line_of(error: BaseException) -> str:
+def user_line(error: BaseException) -> str:
     """Return "file.py:41" of the user's innermost line that an error of a trace comes from."""
     return _line_in_message(str(error)) or _line_in_traceback(error.__traceback__) or "unknown line"
 
@@ -87,7 +87,7 @@ def watch_fixed_sizes() -> Iterator[list[str]]:
         yield lines
 
 
-class RowsAreCounted(CaptureError):
+class RowCountError(CaptureError):
     """A forward goes on by how many values are of some kind, and takes that for the number of rows."""
 
 
@@ -102,7 +102,7 @@ def refusing_counted_rows() -> Iterator[None]:
     def see(symbol: Any, value: Any) -> None:
         others = getattr(value, "free_symbols", ())
         if is_told_by_values(symbol) and any(not is_told_by_values(other) for other in others):
-            raise RowsAreCounted("it takes how many values are of some kind for a size that it knows, as the rows")
+            raise RowCountError("it takes how many values are of some kind for a size that it knows, as the rows")
 
     with torch_private.watching_sizes(see):
         yield
@@ -121,7 +121,7 @@ def user_frame() -> tuple[str, str]:
 
 def reason(error: Exception) -> str:
     """Return the kind of an error and the first line of what it says; of torch's words about traces, what they mean."""
-    meaning = meaning_of(error)
+    meaning = explain_trace_error(error)
     if meaning is not None:
         return meaning.words
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -206,7 +206,7 @@ class NothingUnseen(TorchFunctionMode):
 
     def _keep_data(self, parameter: nn.Parameter, data: Tensor) -> None:
         """Let a parameter have its own memory again, as a cast to its own dtype gives it; refuse any other."""
-        same = meta.storages_of(parameter) == meta.storages_of(data) and parameter.stride() == data.stride()
+        same = meta.example_storages(parameter) == meta.example_storages(data) and parameter.stride() == data.stride()
         if not same or (parameter.shape, parameter.dtype) != (data.shape, data.dtype):
             raise CaptureError(
                 f"forward gives a parameter of shape {tuple(parameter.shape)} and {parameter.dtype} other data "

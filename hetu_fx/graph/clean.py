@@ -62,7 +62,7 @@ def clean(graph: fx.Graph) -> None:
     drop_dead_nodes(graph)
 
 
-def merge_detached(graph: fx.Graph, carriers: Collection[fx.Node]) -> None:
+def remove_detached(graph: fx.Graph, carriers: Collection[fx.Node]) -> None:
     """Take the detached form of a tensor that carries no gradient for that tensor: they differ in nothing.
 
     A write to one is a write to the other, so this comes before writes are followed. Torch makes both where a trace

@@ -41,7 +41,7 @@ def cast(here: fx.Node, value: fx.Node, dtype: torch.dtype) -> fx.Node:
     return value if meta.dtype(value) == dtype else insert(here, aten.to.dtype, value, dtype)
 
 
-def computed(target: Callable[..., int], first: fx.Node, second: Size) -> fx.Node:
+def append_size(target: Callable[..., int], first: fx.Node, second: Size) -> fx.Node:
     """Add a number that is computed from a size at the end of a graph, with its value in the example batch."""
     args = (first, second)
     node = first.graph.call_function(target, args)
@@ -105,7 +105,7 @@ class Sizes:
     def _make(self, expression: Any) -> fx.Node | None:
         if expression in self.symbols:
             return self._insert(aten.sym_size.int, *self.symbols[expression])
-        target, operands = operation_of(expression)
+        target, operands = size_operation(expression)
         if target is None:
             return None
         parts = [self.of_expression(operand) for operand in operands]
@@ -127,7 +127,7 @@ class Sizes:
         return placeholders[-1]
 
 
-def operation_of(size: Any) -> tuple[Callable[..., Any] | None, tuple[Any, ...]]:
+def size_operation(size: Any) -> tuple[Callable[..., Any] | None, tuple[Any, ...]]:
     """Return what a size is made by of others, and these; a power is a product. None: of none, or unknown."""
     if isinstance(size, sympy.Pow) and size.exp.is_Integer and size.exp > 1:
         return operator.mul, (size.base,) * int(size.exp)
@@ -181,7 +181,7 @@ def _inputs(node: fx.Node) -> Iterable[fx.Node]:
     return node.all_input_nodes
 
 
-def needed_for(
+def ancestors(
     nodes: Iterable[fx.Node], sources: Callable[[fx.Node], Iterable[fx.Node]] = _inputs
 ) -> frozenset[fx.Node]:
     """Return the nodes that these are made of, themselves among them.
@@ -197,7 +197,7 @@ def needed_for(
     return frozenset(found)
 
 
-def reached_from(
+def descendants(
     graph: Graph, start: Iterable[fx.Node], sources: Callable[[fx.Node], Iterable[fx.Node]] = _inputs
 ) -> frozenset[fx.Node]:
     """Return the ops that are made of some of the given nodes, and those nodes; `sources` gives what one is made of."""

@@ -183,7 +183,7 @@ class _Functionalizer:
         if len(written) != 1 or (target is not into and target is not node.args[0]):
             raise self._refusal(f"{node.target}, which writes to several tensors, or to one in the middle")
         through_op = self._root(target).op != "placeholder"
-        if through_op and target in self.carriers and not meta.grad_enabled(node):
+        if through_op and target in self.carriers and not meta.traced_with_grad(node):
             raise self._refusal("a write in a no-grad region to a value that carries a gradient")
         if node.target is not aten.detach_.default and not through_op:
             self.changed.add(self._root(target))

@@ -19,7 +19,7 @@ from torch import fx
 from hetu_fx.base.dtypes import is_real
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import arguments
-from hetu_fx.graph.positions import MOVEMENTS, Affine, AtMostZero, Known, aligned, movement, positional_values
+from hetu_fx.graph.positions import MOVEMENTS, Affine, AtMostZero, Known, align_affine, movement, positional_values
 
 aten = torch.ops.aten
 Indices = tuple[Affine, ...]
@@ -42,7 +42,7 @@ class SameElement:
 
 
 @dataclass(frozen=True, slots=True)
-class NotAbove:
+class LessEqual:
     """Whether the element of a tensor at the `first` indices is no larger than that at the `second`."""
 
     source: fx.Node
@@ -50,11 +50,11 @@ class NotAbove:
     second: Indices
 
 
-Term = SameElement | NotAbove | AtMostZero
+Term = SameElement | LessEqual | AtMostZero
 
 
 @dataclass(frozen=True, slots=True)
-class Sees:
+class MaskPredicate:
     """A mask that lets through only where all terms hold, exactly there if `exact` (numbers being 0 there).
 
     With `is_negated` it is true where the mask is not.
@@ -65,7 +65,7 @@ class Sees:
     is_negated: bool = False
 
 
-ReadMask = Element | Sees
+ReadMask = Element | MaskPredicate
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +87,14 @@ class _MaskCall:
         found = self.read.get(node)
         return found if isinstance(found, Element) else None if found else _itself(node)
 
-    def sees(self, item: object) -> Sees:
+    def sees(self, item: object) -> MaskPredicate:
         """Return what an operand lets through; all that is not known."""
         if not isinstance(item, fx.Node):
-            return Sees()
+            return MaskPredicate()
         found, place = self.read.get(item), self.positions.get(item)
         if isinstance(place, AtMostZero):
-            return Sees(frozenset() if place.always else frozenset({place}), exact=True)
-        return found if isinstance(found, Sees) else Sees(exact=_constant(item) == 0)
+            return MaskPredicate(frozenset() if place.always else frozenset({place}), exact=True)
+        return found if isinstance(found, MaskPredicate) else MaskPredicate(exact=_constant(item) == 0)
 
 
 def _itself(node: fx.Node) -> Element:
@@ -112,8 +112,8 @@ def _changed(found: ReadMask, change: Callable[[Affine], Affine]) -> ReadMask:
                 return AtMostZero(change(bound))
             case SameElement(source, pair):
                 return SameElement(source, frozenset(tuple(map(change, indices)) for indices in pair))
-            case NotAbove(source, first, second):
-                return NotAbove(source, tuple(map(change, first)), tuple(map(change, second)))
+            case LessEqual(source, first, second):
+                return LessEqual(source, tuple(map(change, first)), tuple(map(change, second)))
 
     if isinstance(found, Element):
         return Element(found.source, tuple(map(change, found.indices)))
@@ -154,23 +154,23 @@ def _compared(call: _MaskCall, *, first: str, second: str) -> ReadMask | None:
     a, b = call.element(first), call.element(second)
     if a is None or b is None or a.source is not b.source:
         return None
-    return Sees(frozenset({NotAbove(a.source, a.indices, b.indices)}), exact=True)
+    return MaskPredicate(frozenset({LessEqual(a.source, a.indices, b.indices)}), exact=True)
 
 
 def _equal(call: _MaskCall) -> ReadMask | None:
     a, b = call.element("self"), call.element("other")
     if a is None or b is None or a.source is not b.source:
         return None
-    return Sees(frozenset({SameElement(a.source, frozenset({a.indices, b.indices}))}), exact=True)
+    return MaskPredicate(frozenset({SameElement(a.source, frozenset({a.indices, b.indices}))}), exact=True)
 
 
 def _and(call: _MaskCall) -> ReadMask | None:
     return _both(call.sees(call.given("self")), call.sees(call.given("other")))
 
 
-def _both(a: Sees, b: Sees) -> Sees | None:
-    a, b = (Sees() if one.is_negated else one for one in (a, b))
-    return Sees(a.terms | b.terms, a.exact and b.exact)
+def _both(a: MaskPredicate, b: MaskPredicate) -> MaskPredicate | None:
+    a, b = (MaskPredicate() if one.is_negated else one for one in (a, b))
+    return MaskPredicate(a.terms | b.terms, a.exact and b.exact)
 
 
 def _added(call: _MaskCall) -> ReadMask | None:
@@ -228,13 +228,13 @@ _ROWS: tuple[tuple[Reader, tuple[Any, ...]], ...] = (
 _READERS: Mapping[Any, Reader] = {op: reader for reader, ops in _ROWS for op in ops}
 
 
-def masks_of(graph: fx.Graph) -> Mapping[fx.Node, Sees]:
+def find_masks(graph: fx.Graph) -> Mapping[fx.Node, MaskPredicate]:
     """Return the masks in a graph of which something is known."""
     positions, read = positional_values(graph), dict[fx.Node, ReadMask]()
     for node in graph.nodes:
         reader = _READERS.get(node.target) if node.op == "call_function" and meta.is_tensor(node) else None
         found = None if reader is None or node in positions else reader(_MaskCall(node, positions, read))
         if found is not None:
-            read[node] = _changed(found, partial(aligned, shape=meta.shape(node)))
-    masks = {node: found for node, found in read.items() if isinstance(found, Sees)}
+            read[node] = _changed(found, partial(align_affine, shape=meta.shape(node)))
+    masks = {node: found for node, found in read.items() if isinstance(found, MaskPredicate)}
     return {node: found for node, found in masks.items() if found.terms and not found.is_negated}

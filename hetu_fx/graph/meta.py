@@ -81,10 +81,10 @@ def set_value(node: fx.Node, example: Any) -> None:
 
 def storages(node: fx.Node) -> set[StorageWeakRef]:
     """Return the storages of the tensors that the node's example value is made of."""
-    return storages_of(node.meta.get("val"))
+    return example_storages(node.meta.get("val"))
 
 
-def storages_of(example: Any) -> set[StorageWeakRef]:
+def example_storages(example: Any) -> set[StorageWeakRef]:
     """Return the storages of the tensors that a value is made of; few ops make nested ones."""
     tensors = example if isinstance(example, (tuple, list)) else [example]
     return {StorageWeakRef(item.untyped_storage()) for item in tensors if isinstance(item, torch.Tensor)}
@@ -115,7 +115,7 @@ def hint(size: Size) -> int:
     return DATA_DEPENDENT if known is None else int(known)
 
 
-def size_at(sizes: Mapping[sympy.Symbol, int], size: Size) -> int:
+def evaluate_size(sizes: Mapping[sympy.Symbol, int], size: Size) -> int:
     """Return a size where symbols stand for these numbers; as in the example batch where they do not say."""
     if isinstance(size, int) or not sizes:
         return hint(size)
@@ -220,7 +220,7 @@ def exported_module_stack(node: fx.Node) -> ModuleStack:
     return tuple((path, str(kind).rsplit(".", 1)[-1]) for path, kind in recorded.values())
 
 
-def grad_enabled(node: fx.Node) -> bool:
+def traced_with_grad(node: fx.Node) -> bool:
     """Tell whether the node was traced with gradients enabled."""
     return bool(node.meta.get("grad_enabled", True))
 

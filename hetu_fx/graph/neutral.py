@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hetu_fx.base.device_types import CPU, HOST, device_types, is_elsewhere
-from hetu_fx.base.torch_private import SLOTS, makes_tensors, tree_map, untraced
+from hetu_fx.base.torch_private import SLOTS, makes_tensors, suspend_trace, tree_map
 
 PARAMETERS = SLOTS[:1]
 
@@ -29,14 +29,14 @@ def stand_in_device(device: torch.device) -> torch.device:
     return HOST if is_elsewhere(device) else device
 
 
-def device_of(model: nn.Module, tensors: Mapping[str, Tensor]) -> torch.device:
+def find_device(model: nn.Module, tensors: Mapping[str, Tensor]) -> torch.device:
     """Return the device, other than the host, that a model or else its batch is on; the host where all is there."""
     state = (*model.parameters(), *model.buffers(), *tensors.values())
     return next((tensor.device for tensor in state if is_elsewhere(tensor.device)), HOST)
 
 
 @contextmanager
-def state_at(
+def meta_state(
     model: nn.Module,
     place: Callable[[torch.device], torch.device],
     kinds: Sequence[str] = SLOTS[:2],
@@ -113,7 +113,7 @@ class OnHost(TorchFunctionMode):
 
     def _copy(self, value: Tensor) -> Tensor:
         if id(value) not in self._copy_of:
-            with untraced():
+            with suspend_trace():
                 copy = value.detach().to(HOST)
             self._copy_of[id(value)] = copy
             self.copies[id(copy)] = copy, value

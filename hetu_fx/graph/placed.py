@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hetu_fx.base.device_types import HOST, type_of
+from hetu_fx.base.device_types import HOST, device_type_record
 from hetu_fx.base.torch_private import OpOverload, argument_names, tree_map
 from hetu_fx.graph import meta
 
@@ -24,7 +24,7 @@ def place_ops(graph: fx.Graph, device: torch.device) -> Counter[str]:
     Returns:
         how many of the latter there are, by name.
     """
-    lacks, on_host = type_of(device).lacks, Counter[str]()
+    lacks, on_host = device_type_record(device).lacks, Counter[str]()
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
             continue

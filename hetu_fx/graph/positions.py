@@ -69,7 +69,7 @@ Positional = Affine | AtMostZero
 TRUE, FALSE = AtMostZero(Affine(0)), AtMostZero(Affine(1))
 
 
-def mapped(value: Positional | None, change: Callable[[Affine], Affine]) -> Positional | None:
+def _map_affine(value: Positional | None, change: Callable[[Affine], Affine]) -> Positional | None:
     """Change an affine value, or the bound of a truth value."""
     match value:
         case Affine():
@@ -202,7 +202,7 @@ def _cast(call: PositionedCall) -> Positional | None:
 
 def _moved(call: PositionedCall) -> Positional | None:
     change = movement(call.node)
-    return None if change is None else mapped(call.value_of(call.node.args[0]), change)
+    return None if change is None else _map_affine(call.value_of(call.node.args[0]), change)
 
 
 def _sum(call: PositionedCall, sign: int) -> Positional | None:
@@ -319,13 +319,13 @@ def positional_values(graph: fx.Graph) -> Known:
         reader = READERS.get(node.target) if node.op == "call_function" and meta.is_tensor(node) else None
         if reader is None:
             continue
-        found = mapped(reader(PositionedCall(node, known)), partial(aligned, shape=meta.shape(node)))
+        found = _map_affine(reader(PositionedCall(node, known)), partial(align_affine, shape=meta.shape(node)))
         if found is not None:
             known[node] = found
     return known
 
 
-def aligned(value: Affine, shape: tuple[meta.Size, ...]) -> Affine:
+def align_affine(value: Affine, shape: tuple[meta.Size, ...]) -> Affine:
     """Drop the slopes of dims of size 1, where the only index is 0, and give every dim of `shape` one."""
     slopes = (0,) * (len(shape) - len(value.slopes)) + value.slopes
     kept = (0 if isinstance(size, int) and size == 1 else slope for slope, size in zip(slopes, shape, strict=True))

@@ -166,7 +166,7 @@ def _is_castable(argument: fx.Node) -> bool:
 def _known_cast(argument: fx.Node, user: fx.Node, target: torch.dtype) -> fx.Node | None:
     """Return an earlier cast of the same weight, as autocast's cache does."""
     casts = (cast for cast in argument.users if cast.target is aten.to.dtype and cast.args[1] == target)
-    same_mode = (cast for cast in casts if meta.grad_enabled(cast) == meta.grad_enabled(user))
+    same_mode = (cast for cast in casts if meta.traced_with_grad(cast) == meta.traced_with_grad(user))
     return next(same_mode, None) if argument.op == "placeholder" else None
 
 
@@ -175,7 +175,7 @@ def gradient_carriers(graph: fx.Graph, differentiable: Collection[fx.Node]) -> s
     carriers = set(differentiable)
     for node in graph.nodes:
         reached = node.op == "call_function" and carriers.intersection(node.all_input_nodes)
-        if reached and meta.grad_enabled(node) and not _stops_gradients(node):
+        if reached and meta.traced_with_grad(node) and not _stops_gradients(node):
             carriers.add(node)
     return carriers
 
@@ -193,7 +193,7 @@ def detach_at_exits(graph: fx.Graph, differentiable: Collection[fx.Node]) -> Non
             continue
         if not _stops_gradients(node):
             carries.add(node)
-        if not meta.grad_enabled(node):
+        if not meta.traced_with_grad(node):
             _detach_exits(node)
     for node in graph.nodes:
         meta.forget_grad_enabled(node)
@@ -208,7 +208,7 @@ def _stops_gradients(node: fx.Node) -> bool:
 def _detach_exits(node: fx.Node) -> None:
     if not meta.is_tensor(node) or not carries_gradient(meta.dtype(node)):
         return
-    exits = [user for user in node.users if user.op == "output" or meta.grad_enabled(user)]
+    exits = [user for user in node.users if user.op == "output" or meta.traced_with_grad(user)]
     exits = [user for user in exits if user.target is not aten.detach.default]
     if not exits:
         return

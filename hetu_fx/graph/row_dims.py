@@ -84,7 +84,7 @@ def _keys_of(name: str) -> list[str]:
     return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
 
 
-def row_dims_of(tensors: Mapping[str, Tensor], asked: AskedRowDims = NOTHING_ASKED) -> dict[str, int]:
+def find_row_dims(tensors: Mapping[str, Tensor], asked: AskedRowDims = NOTHING_ASKED) -> dict[str, int]:
     """Return the row dims of an example batch: as asked, and dim 0 of what is not named and has as many entries there.
 
     Raises:
@@ -118,7 +118,7 @@ def _example(rows: Mapping[str, int]) -> str:
     return f'{{"{first}": 1, "{last}": None}}'
 
 
-def cut(tensor: Tensor, dim: int, interval: range) -> Tensor:
+def slice_rows(tensor: Tensor, dim: int, interval: range) -> Tensor:
     """Return the rows of an interval: a view where rows are dim 0, as all of them are; else a copy without gaps.
 
     A graph may view an input in other sizes, which a tensor with gaps does not allow.

@@ -20,8 +20,8 @@ from torch import fx
 from hetu_fx.base.torch_private import FakeTensorMode, OpOverload
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
-from hetu_fx.graph.calls import called_on, is_view, viewed_argument, written_arguments
-from hetu_fx.graph.edit import needed_for
+from hetu_fx.graph.calls import evaluate_op, is_view, viewed_argument, written_arguments
+from hetu_fx.graph.edit import ancestors
 
 Layout = tuple[Sequence[int], int]
 """The order of dims in memory, outermost first, and by how much the innermost one's stride is larger than 1."""
@@ -37,7 +37,7 @@ def check_layouts(graph: fx.Graph) -> None:
     """
     asked = list(_seen_writes(graph))
     # What leads to them is mostly little, and alike in all layouts; where it is not, the whole must run in a layout.
-    needed = needed_for(asked)
+    needed = ancestors(asked)
     if not _unlike(asked, [node for node in graph.nodes if node in needed]):
         return
     for node in _unlike(asked, list(graph.nodes)):
@@ -155,17 +155,21 @@ def _shared(
         try:
             for node in nodes:
                 if node.op != "output":
-                    made[node] = _laid_out(node, layout, sizes) if node.op == "placeholder" else called_on(node, made)
+                    made[node] = _laid_out(node, layout, sizes) if node.op == "placeholder" else evaluate_op(node, made)
         except Exception:  # of sizes or strides that an op refuses, or of values that no fake tensor has
             return None
-    return {node for node in asked if meta.storages_of(made[node]) & meta.storages_of(made[node.all_input_nodes[0]])}
+    return {
+        node
+        for node in asked
+        if meta.example_storages(made[node]) & meta.example_storages(made[node.all_input_nodes[0]])
+    }
 
 
 def _laid_out(node: fx.Node, layout: Layout, sizes: Mapping[sympy.Symbol, int]) -> Any:
     value = meta.value(node)
     if not isinstance(value, torch.Tensor):
         return value
-    shape = [meta.size_at(sizes, size) for size in value.shape]
+    shape = [meta.evaluate_size(sizes, size) for size in value.shape]
     order, innermost = layout
     strides, stride = [0] * len(shape), innermost
     for dim in reversed([dim for dim in order if dim < len(shape)] + list(range(DIMS, len(shape)))):

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetu_fx.base.launcher_end import end_with
+from hetu_fx.base.launcher_end import end_with_parent
 from hetu_fx.errors import EnvironmentProblem
 
 
@@ -116,7 +116,7 @@ _PROCESS_SHARED = _ROBUST = 1
 _OWNER_DIED = 0x40000000  # linux/futex.h
 
 
-class LifeSign:
+class LivenessLock:
     """Made before a fork. The child holds it, the parent looks at it."""
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ class WorkerProcess:
     process: int
     end: int
     channel: MessageChannel
-    life: LifeSign
+    life: LivenessLock
     last_sign: float
     state: str = "starting"
     rank: int = -1
@@ -206,7 +206,7 @@ def _missing(running: Sequence[WorkerProcess], seconds: float) -> Iterator[tuple
 
 def start_worker(work: Callable[[MessageChannel], int], others: Iterable[int]) -> WorkerProcess:
     """Start a process that does `work` and ends with the status that it returns; for `others` see `forked`."""
-    life = LifeSign()
+    life = LivenessLock()
 
     def be_worker(end: socket.socket) -> int:
         life.hold()
@@ -223,12 +223,12 @@ def start_worker(work: Callable[[MessageChannel], int], others: Iterable[int]) -
             sys.stderr.flush()
             channel.send("ends")
 
-    process, end = forked(be_worker, others)
+    process, end = fork_child(be_worker, others)
     end.setblocking(False)
     return WorkerProcess(process, os.pidfd_open(process), MessageChannel(end), life, time.monotonic())
 
 
-def forked(act: Callable[[socket.socket], int], others: Iterable[int]) -> tuple[int, socket.socket]:
+def fork_child(act: Callable[[socket.socket], int], others: Iterable[int]) -> tuple[int, socket.socket]:
     """Start a process that ends with the status of `act`; return it, and the other end of what `act` is given.
 
     It leaves go of `others`, file descriptors that are the parent's alone, and is killed when the parent is gone.
@@ -241,7 +241,7 @@ def forked(act: Callable[[socket.socket], int], others: Iterable[int]) -> tuple[
         return process, here
     status = 1
     try:
-        end_with(parent)
+        end_with_parent(parent)
         for descriptor in (here.fileno(), *others):
             os.close(descriptor)
         status = act(there)

@@ -21,9 +21,9 @@ from typing import Any
 
 from hetu_fx.base.addresses import LOOPBACK
 from hetu_fx.base.cgroups import MemoryKills
-from hetu_fx.comm_ops.wire.rendezvous import store_served_at
-from hetu_fx.launch.emulate.processes import how_ended
-from hetu_fx.launch.job import LaunchSpec, Message, MessageChannel, WorkerProcess, forked, start_worker, verdicts
+from hetu_fx.comm_ops.wire.rendezvous import serve_store
+from hetu_fx.launch.emulate.processes import describe_exit
+from hetu_fx.launch.job import LaunchSpec, Message, MessageChannel, WorkerProcess, fork_child, start_worker, verdicts
 from hetu_fx.report.sinks import JsonLines
 
 GAVE_UP_STATUS = 70
@@ -129,7 +129,7 @@ class JobLauncher:
         seen = worker.gone_at or seen
         if code > 0 and not worker.verdict:
             self.status = code
-            print(f"hetu-fx launch: {worker.name} {how_ended(code)}", file=sys.stderr)
+            print(f"hetu-fx launch: {worker.name} {describe_exit(code)}", file=sys.stderr)
             return
         reason = self._reason(worker, code)
         if worker.gone_at is not None:  # it has been said that it is gone, and not yet why
@@ -143,10 +143,10 @@ class JobLauncher:
     def _reason(self, worker: WorkerProcess, code: int) -> str:
         """Say why a process is lost that has ended with an exit code, -n for signal n."""
         if worker.verdict or code != -signal.SIGKILL:
-            return worker.verdict or f"{worker.name} {how_ended(code)}"
+            return worker.verdict or f"{worker.name} {describe_exit(code)}"
         cgroup = self._memory_kills.cgroup_of(worker.process)
         by = "" if cgroup is None else f", by the kernel: memory has run out in its cgroup {cgroup}"
-        return f"{worker.name} {how_ended(code)}{by}"
+        return f"{worker.name} {describe_exit(code)}{by}"
 
     def _count_loss(self, reason: str) -> None:
         self.losses += 1
@@ -280,7 +280,7 @@ class StoreProcess:
     """
 
     def __init__(self, others: Iterable[int] = ()) -> None:
-        self.process, self.channel = forked(_serve, others)
+        self.process, self.channel = fork_child(_serve, others)
         self.port = int(self.channel.recv(16))
 
     def end(self) -> None:
@@ -292,6 +292,6 @@ class StoreProcess:
 def _serve(channel: socket.socket) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):  # workers that are told to end still meet here
         signal.signal(number, signal.SIG_IGN)
-    store = store_served_at(LOOPBACK, 0, timedelta(seconds=STORE_SECONDS))
+    store = serve_store(LOOPBACK, 0, timedelta(seconds=STORE_SECONDS))
     channel.send(str(store.port).encode())
     return len(channel.recv(1))  # nobody writes: the other end is closed, or gone

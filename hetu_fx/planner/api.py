@@ -16,15 +16,15 @@ from torch import nn
 
 from hetu_fx.base.progress import Tell, telling
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.comm_ops.wire.consensus import by_first, from_first, of_all, together
+from hetu_fx.comm_ops.wire.consensus import all_gather_object, broadcast_from_rank0, from_first, raise_on_all_ranks
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.graph.bind import Batch
 from hetu_fx.graph.row_dims import AskedRowDims
 from hetu_fx.planner.captured_program import CapturedProgram, PlannedProgram
-from hetu_fx.planner.count.optimizer_state import Asked, state_of
+from hetu_fx.planner.count.optimizer_state import Asked, optimizer_state_of
 from hetu_fx.planner.left_out import with_reasons
-from hetu_fx.planner.measure.blocks import Measuring, joined, with_times
-from hetu_fx.planner.measure.speeds import SECONDS, OwnBlocks, measured_on
+from hetu_fx.planner.measure.blocks import Measuring, merge_profiles, with_times
+from hetu_fx.planner.measure.speeds import SECONDS, OwnBlocks, measure_on_blocks
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.searches import DEFAULT
 from hetu_fx.planner.simulate.simulate import simulate as simulate_step
@@ -88,7 +88,7 @@ def plan(
     choice = Choice.of(allow=allow, forbid=forbid, zero=zero, seconds=seconds)
     running = Plan.read(before) if isinstance(before, str | Path) else before
     program = CapturedProgram.of(_programs(model, loss_fn, row_dims), batch)
-    costs = replace(program.costs(), state=state_of(model.parameters(), optimizer))
+    costs = replace(program.costs(), state=optimizer_state_of(model.parameters(), optimizer))
 
     def find(planned: PlannedProgram, devices: Cluster, tell: Tell) -> Plan:
         made = planned.plan(devices, name, search, choice, before=running, steps_ahead=steps_ahead, tell=tell)
@@ -100,7 +100,7 @@ def plan(
         with telling("measuring devices and links"):
             planned, measured = program.at(from_first(table, costs)), Cluster.measure(table)
         with telling("planning") as tell:
-            return by_first(table, lambda: find(planned, measured, tell))
+            return broadcast_from_rank0(table, lambda: find(planned, measured, tell))
     devices = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
     with telling("planning") as tell:
         return find(program.at(costs), devices, tell)
@@ -135,13 +135,13 @@ def profile(
         ProfileError: two batches have rows of one length, or blocks cannot be measured.
     """
     check_shapes(model)
-    state = state_of(model.parameters(), optimizer)
+    state = optimizer_state_of(model.parameters(), optimizer)
     if measured is None:
         return _counted(model, (batch, *more), loss_fn, row_dims)[0].with_state(state)
     table, asked = GroupTable(), measured
-    own = together(table, lambda: _measured(model, (batch, *more), loss_fn, row_dims, asked, table.rank))
-    found = of_all(table, own)
-    return joined([profile for profile in found if profile is not None]).with_state(state)
+    own = raise_on_all_ranks(table, lambda: _measured(model, (batch, *more), loss_fn, row_dims, asked, table.rank))
+    found = all_gather_object(table, own)
+    return merge_profiles([profile for profile in found if profile is not None]).with_state(state)
 
 
 def measure(
@@ -176,8 +176,8 @@ def measure(
         return OwnBlocks.of(program, program.costs(memory=False), place, table.size)
 
     with telling("measuring devices and links"):
-        blocks, cluster = together(table, ready), Cluster.measure(table, device=str(place))
-        return measured_on(blocks, cluster, table, seconds)
+        blocks, cluster = raise_on_all_ranks(table, ready), Cluster.measure(table, device=str(place))
+        return measure_on_blocks(blocks, cluster, table, seconds)
 
 
 def _programs(model: nn.Module, loss_fn: Callable[..., torch.Tensor] | None, row_dims: AskedDims) -> Programs:

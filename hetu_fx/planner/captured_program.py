@@ -11,7 +11,7 @@ from hetu_fx.base.progress import Tell, nobody
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.graph.bind import Batch
 from hetu_fx.planner.count.count import program_costs
-from hetu_fx.planner.count.graph_problem import GraphProblem, problem_of
+from hetu_fx.planner.count.graph_problem import GraphProblem, graph_problem_of
 from hetu_fx.planner.make_plan import PlanOptions, make_plan
 from hetu_fx.planner.search.hap.played import PlayedStep
 from hetu_fx.planner.search.hap.priced import played_step
@@ -84,7 +84,7 @@ class PlannedProgram:
     @cached_property
     def hap(self) -> GraphProblem:
         """Return the program as HAP plans for it, with the rows of `costs`."""
-        return problem_of(self.program.analysed, rows=self.costs.rows)
+        return graph_problem_of(self.program.analysed, rows=self.costs.rows)
 
     @property
     def splits(self) -> tuple[Split, ...]:

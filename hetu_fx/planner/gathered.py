@@ -23,7 +23,7 @@ from torch import fx
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.graph import meta
 from hetu_fx.graph.leaves.ops import LEAF, told_op
-from hetu_fx.planner.count.count import example_rows, sizes_at, value_bytes, work_of
+from hetu_fx.planner.count.count import count_work, example_rows, sizes_for_rows, value_bytes
 from hetu_fx.planner.count.meetings import Meeting, Meetings
 from hetu_fx.planner.price.links import ring_traffic, turn_traffic
 from hetu_fx.planner.price.stage import GATHER, SUM, compute_lines
@@ -34,10 +34,10 @@ from hetu_fx.plans.plan import Plan, micro_batch_rows, pipeline_rows
 from hetu_fx.transforms.layouts.analysed_graph import AnalysedGraph
 from hetu_fx.transforms.layouts.annotated_graph import CONTEXT, FINE, TENSOR, AnnotatedGraph, StageLayout, stage_nodes
 from hetu_fx.transforms.layouts.axis import AxisDeduction
-from hetu_fx.transforms.layouts.deduce import prices_of
+from hetu_fx.transforms.layouts.deduce import axis_prices
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.layouts.reshard_cost import Prices
-from hetu_fx.transforms.layouts.states import WHOLE, AxisState, Need, SplitOn, Whole
+from hetu_fx.transforms.layouts.states import WHOLE, AxisState, OperandNeed, SplitOn, Whole
 from hetu_fx.transforms.layouts.work_shares import WorkShares, work_shares
 
 
@@ -76,8 +76,8 @@ class _Step:
 
     def bytes_of(self, node: fx.Node, rows: int | None = None) -> int:
         """Return the bytes of a value of some rows; None: of all."""
-        sizes = sizes_at(self.annotated.graph, self.rows if rows is None else rows)
-        return value_bytes(node, partial(meta.size_at, sizes))
+        sizes = sizes_for_rows(self.annotated.graph, self.rows if rows is None else rows)
+        return value_bytes(node, partial(meta.evaluate_size, sizes))
 
     def sent(self, ranks: Sequence[int], num_bytes: float, turns: int) -> float:
         """Return what the device sends that sends most, of what goes round a ring."""
@@ -93,8 +93,8 @@ class _Step:
 
     def work(self, nodes: Iterable[fx.Node], shares: WorkShares | None = None) -> PartCosts:
         """Return what ops cost per row, of which groups share this; None: nothing."""
-        size_of = partial(meta.size_at, sizes_at(self.annotated.graph, self.rows))
-        return work_of(self.annotated, nodes, size_of, shares)
+        size_of = partial(meta.evaluate_size, sizes_for_rows(self.annotated.graph, self.rows))
+        return count_work(self.annotated, nodes, size_of, shares)
 
     def shares(self) -> WorkShares | None:
         """Return what tensor parallel groups share, as the planner counts it; None where there are none."""
@@ -192,8 +192,8 @@ class _OnAxis:
             if layouts:
                 yield self._made(node, needs, layouts)
 
-    def _find_forced(self) -> dict[fx.Node, list[Need]]:
-        found: dict[fx.Node, list[Need]] = {}
+    def _find_forced(self) -> dict[fx.Node, list[OperandNeed]]:
+        found: dict[fx.Node, list[OperandNeed]] = {}
         seen: set[fx.Node] = set()
         for node in self.step.annotated.graph.graph.nodes:
             for need in self.deduction.needs(node):
@@ -206,14 +206,14 @@ class _OnAxis:
         """Return how a value comes out of its op: it may be put together for its readers at once."""
         return self.deduction.made.get(node, self.deduction.states[node])
 
-    def _is_forced(self, node: fx.Node, need: Need) -> bool:
+    def _is_forced(self, node: fx.Node, need: OperandNeed) -> bool:
         """Tell whether an op needs a value whole as its rule, or that it has none, does not let it be cut."""
         op, state = self.step.annotated.factors.op(node), self._lies(need.node)
         if not isinstance(state, SplitOn) or not isinstance(need.state, Whole):
             return False
         return state.factor in op.whole - op.apart.keys()
 
-    def _made(self, node: fx.Node, needs: Sequence[Need], layouts: Sequence[StageLayout]) -> GatheredOp:
+    def _made(self, node: fx.Node, needs: Sequence[OperandNeed], layouts: Sequence[StageLayout]) -> GatheredOp:
         kind = self.step.kind(node, "whole", "no rule")
         sent = max(self._sent(layout, needs) for layout in layouts)
         is_priced = self.step.cluster is not None
@@ -226,7 +226,7 @@ class _OnAxis:
         rows, count = self.step.pipeline_rows[layout.pipeline], self.step.plan.pipelines[layout.pipeline].micro_batches
         return micro_batch_rows(rows, count)[0], min(rows, count)
 
-    def _sent(self, layout: StageLayout, needs: Sequence[Need]) -> float:
+    def _sent(self, layout: StageLayout, needs: Sequence[OperandNeed]) -> float:
         (rows, count), groups = self._micro_batches(layout), layout.groups(self.axis)
         prices = self._prices[rows]
         turns = {need.node: GATHER * (1 + self.deduction.sums_cotangent(need)) for need in needs}
@@ -234,7 +234,7 @@ class _OnAxis:
             sum(self.step.sent(ranks, prices.num_bytes[node], turn) for node, turn in turns.items()) for ranks in groups
         )
 
-    def _seconds(self, layout: StageLayout, needs: Sequence[Need]) -> float:
+    def _seconds(self, layout: StageLayout, needs: Sequence[OperandNeed]) -> float:
         rows, count = self._micro_batches(layout)
         prices, trained = self._prices[rows], self.step.annotated.flow.differentiable
         return count * sum(
@@ -252,7 +252,7 @@ class _OnAxis:
         moved = {need.node for needs in self._forced.values() for need in needs}
         nodes = self.step.annotated.graph.graph.nodes
         sizes = [self.step.bytes_of(node, rows) if node in moved else 0 for node in nodes]
-        return prices_of(self.step.annotated, self.axis, self.step.cluster, sizes)
+        return axis_prices(self.step.annotated, self.axis, self.step.cluster, sizes)
 
     def _repeated(self, node: fx.Node, layout: StageLayout) -> float:
         """Return by how much longer an op takes that each device of a stage runs whole, where that is most."""

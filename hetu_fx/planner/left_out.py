@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from hetu_fx.base.words import bytes_of, ranks_text, rate_text, seconds_text
+from hetu_fx.base.words import format_used_bytes, ranks_text, rate_text, seconds_text
 from hetu_fx.planner.search.problem import Problem, predict_by_costs
 from hetu_fx.plans.plan import Pipeline, Plan
 from hetu_fx.plans.prediction import Prediction
@@ -40,7 +40,7 @@ def _reason(plan: Plan, ranks: Sequence[int], problem: Problem) -> str:
     size = min(len(pipeline.devices) for pipeline in plan.pipelines)
     if len(ranks) < size:
         return f"too few for another replica of {size} devices"
-    alone, joined = problem.fitted(plan), _fitting(plan, ranks, problem)
+    alone, joined = problem.fit_memory(plan), _fitting(plan, ranks, problem)
     if joined is None or alone is None:
         return _lack(plan, ranks[:size], problem)
     before, after = alone[1], joined[1]
@@ -64,7 +64,8 @@ def _lack(plan: Plan, ranks: Sequence[int], problem: Problem) -> str:
     worst = max(ranks, key=lambda rank: needed[rank] / limits[rank])
     if needed[worst] <= limits[worst]:
         return "another replica on them is not allowed"
-    return f"another replica on them needs {bytes_of(needed[worst], limits[worst])} each; more memory brings them in"
+    used = format_used_bytes(needed[worst], limits[worst])
+    return f"another replica on them needs {used} each; more memory brings them in"
 
 
 def _fitting(plan: Plan, ranks: Sequence[int], problem: Problem) -> tuple[Plan, float] | None:
@@ -72,7 +73,7 @@ def _fitting(plan: Plan, ranks: Sequence[int], problem: Problem) -> tuple[Plan, 
     size = min(len(pipeline.devices) for pipeline in plan.pipelines)
     most = len(ranks) // size
     made = (_joined(plan, ranks[: count * size], problem) for count in sorted({1, most}))
-    found = (problem.fitted(one) for one in made if one is not None)
+    found = (problem.fit_memory(one) for one in made if one is not None)
     return min((one for one in found if one is not None), key=lambda pair: pair[1], default=None)
 
 
@@ -142,7 +143,7 @@ def _least(ranks: Sequence[int], changed: Callable[[int], tuple[Plan, Problem]])
 
     def pays(factor: int) -> bool:
         plan, problem = changed(factor)
-        alone, joined = problem.fitted(plan), _fitting(plan, ranks, problem)
+        alone, joined = problem.fit_memory(plan), _fitting(plan, ranks, problem)
         return alone is not None and joined is not None and joined[1] < alone[1]
 
     return FACTORS[bisect_left(FACTORS, True, key=pays)] if pays(FACTORS[-1]) else None

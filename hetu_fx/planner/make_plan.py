@@ -30,7 +30,7 @@ from hetu_fx.cluster.chips import chip_text
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.bound import bound_seconds
-from hetu_fx.planner.price.fitting import fitted
+from hetu_fx.planner.price.fitting import fit_recompute
 from hetu_fx.planner.price.step import memory_problems
 from hetu_fx.planner.search.problem import (
     WORTH,
@@ -72,7 +72,7 @@ IN_CHUNKS: tuple[Schedule, ...] = ("interleaved", "zero-bubble")
 MOST_CHUNKS = 4
 """Their stages are dealt out in 2 chunks, and in so many or as many as they have blocks for."""
 
-__all__ = ["PlanOptions", "make_plan", "make_plans", "predicted"]
+__all__ = ["PlanOptions", "make_plan", "make_plans", "with_prediction"]
 
 
 def make_plan(
@@ -138,9 +138,9 @@ def _with_dtypes(plan: Plan, problem: Problem, dtypes: Sequence[str]) -> Plan:
     """Return a plan with the dtype of each stage, priced so."""
     cluster, pipelines = problem.cluster, []
     for pipeline in plan.pipelines:
-        stages = (replace(stage, dtype=cluster.dtype_of(stage.devices, dtypes)) for stage in pipeline.stages)
+        stages = (replace(stage, dtype=cluster.fastest_dtype(stage.devices, dtypes)) for stage in pipeline.stages)
         pipelines.append(replace(pipeline, stages=tuple(stages)))
-    made = predicted(replace(plan, pipelines=tuple(pipelines), predicted=None), problem)
+    made = with_prediction(replace(plan, pipelines=tuple(pipelines), predicted=None), problem)
     if made.predicted is None or plan.predicted is None:
         return made
     kept = ("runner_up", "runner_up_seconds", "bound_seconds")
@@ -233,11 +233,11 @@ def _has_bubbles(plan: Plan) -> bool:
 def _fitting(plan: Plan, problem: Problem) -> Plan | None:
     """Return the plan with what it has to recompute under its own schedule; None where it does not fit even so."""
     costs = problem.costs_of(plan)
-    found = fitted(plan.with_blocks(costs.num_blocks), costs, problem.cluster, problem.options)
+    found = fit_recompute(plan.with_blocks(costs.num_blocks), costs, problem.cluster, problem.options)
     return None if found is None else found.plan
 
 
-def predicted(plan: Plan, problem: Problem) -> Plan:
+def with_prediction(plan: Plan, problem: Problem) -> Plan:
     """Return a plan that was given, with what it is expected to cost. Raises `PlanError` where it does not fit."""
     strangers = sorted(set(plan.devices) - set(problem.cluster.ranks))
     if strangers:

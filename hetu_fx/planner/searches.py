@@ -26,7 +26,7 @@ from hetu_fx.planner.search.malleus.adapter import MALLEUS
 from hetu_fx.planner.search.mending import RAGGED
 from hetu_fx.planner.search.problem import Candidates, Problem, Search, always
 from hetu_fx.planner.search.regions import CLASSES
-from hetu_fx.planner.search.templates import classes_of
+from hetu_fx.planner.search.templates import device_classes
 from hetu_fx.plans.plan import Plan
 from hetu_fx.plans.prediction import Prediction
 
@@ -76,7 +76,7 @@ PROGRAMS = _of_graphs("programs", "captured models, any: the plans of `hap` that
 
 def _devices_differ(problem: Problem) -> bool:
     """Tell whether there are devices of unlike kind, speed or memory."""
-    return len(classes_of(problem)) > 1
+    return len(device_classes(problem)) > 1
 
 
 def _kinds_differ(problem: Problem) -> bool:

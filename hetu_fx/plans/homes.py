@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 Cells = dict[Interval, list[int]]
 
 
-def homes_near(
+def choose_homes(
     plan: Plan, read: Mapping[str, Annotation], shapes: Mapping[str, Shape], weights: Sequence[float]
 ) -> dict[str, Annotation]:
     """Choose the home of every parameter, near where a plan reads it, in proportion to each rank's weight.
@@ -137,14 +137,14 @@ def _by_midpoint(size: int, cells: Cells, shares: Mapping[int, float], cut: Spli
     """Cut anew, ranks in the order of what they read, so that most elements live where they are read."""
     order = sorted((start + stop, rank) for (start, stop), ranks in cells.items() for rank in ranks)
     ranks = [rank for _, rank in order]
-    units = shared_out(size // (cut.outer * cut.inner), [shares[rank] for rank in ranks])
+    units = largest_remainder(size // (cut.outer * cut.inner), [shares[rank] for rank in ranks])
     return _split(ranks, units, cut)
 
 
 def _inside_cells(shape: Shape, cells: Cells, shares: Mapping[int, float], cut: Split) -> Annotation:
     """Share every cell among its readers, along the dim that is cut already or, if too short, another."""
     weights = {cell: [shares[rank] for rank in ranks] for cell, ranks in cells.items()}
-    units = {cell: shared_out(cell[1] - cell[0], weights[cell]) for cell in cells}
+    units = {cell: largest_remainder(cell[1] - cell[0], weights[cell]) for cell in cells}
     error = max(_error(units[cell], weights[cell]) for cell in cells)
     others = [dim for dim in range(len(shape)) if dim != cut.dim and shape[dim] > 1]
     if error > TOLERANCE and others and len(cells) > 1:
@@ -161,7 +161,7 @@ def _nested(
     groups: list[DeviceGroup] = []
     shardings: list[Sharding] = []
     for cell, ranks in cells.items():
-        inner = _split(ranks, shared_out(shape[dim], weights[cell]), Split(dim, (1,)))
+        inner = _split(ranks, largest_remainder(shape[dim], weights[cell]), Split(dim, (1,)))
         groups += inner.groups
         shardings += inner.shardings
     top = Split(cut.dim, tuple(stop - start for start, stop in cells), cut.outer, cut.inner)
@@ -173,7 +173,7 @@ def _along_best_dim(shape: Shape, ranks: Sequence[int], shares: Mapping[int, flo
     weights = [shares[rank] for rank in ranks]
     errors = [_dim_error(size, weights) for size in shape]
     dim = next((d for d, error in enumerate(errors) if error <= TOLERANCE), errors.index(min(errors)))
-    return _split(ranks, shared_out(shape[dim], weights), Split(dim, (1,)))
+    return _split(ranks, largest_remainder(shape[dim], weights), Split(dim, (1,)))
 
 
 def _split(ranks: Sequence[int], units: Sequence[int], cut: Split) -> Annotation:
@@ -185,7 +185,7 @@ def _split(ranks: Sequence[int], units: Sequence[int], cut: Split) -> Annotation
     return Annotation((DeviceGroup(tuple(rank for rank, _ in kept)),), (Sharding((split,)),))
 
 
-def shared_out(size: int, weights: Sequence[float]) -> list[int]:
+def largest_remainder(size: int, weights: Sequence[float]) -> list[int]:
     """Share `size` whole items in proportion to weights by largest remainder (all zero: equally)."""
     total = sum(weights)
     ideals = [size * weight / total if total else size / len(weights) for weight in weights]
@@ -204,4 +204,4 @@ def _error(units: Sequence[int], weights: Sequence[float]) -> float:
 
 
 def _dim_error(size: int, weights: Sequence[float]) -> float:
-    return _error(shared_out(size, weights), weights)
+    return _error(largest_remainder(size, weights), weights)

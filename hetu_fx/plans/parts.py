@@ -17,7 +17,7 @@ from hetu_fx.plans.stage import Pipeline, Stage
 
 
 @dataclass(frozen=True, slots=True)
-class Deal:
+class DeviceDeal:
     """How the parts of a pipeline are dealt out, round by round: of p stages part k is chunk k // p of stage k % p.
 
     `chunks` is how many parts each stage holds.
@@ -31,14 +31,14 @@ class Deal:
             raise PlanError(f"{self.num_stages} stages cannot hold {self.chunks} parts each; give 1 or more of both")
 
     @classmethod
-    def of(cls, num_parts: int, chunks: int) -> Deal:
+    def of(cls, num_parts: int, chunks: int) -> DeviceDeal:
         """Return the deal of so many parts, of which each stage holds so many."""
         if num_parts % chunks:
             raise PlanError(f"{num_parts} parts cannot be dealt out in {chunks} chunks per stage; give a multiple")
         return cls(num_parts // chunks, chunks)
 
     @classmethod
-    def of_stages(cls, num_stages: int, chunks: int) -> Deal:
+    def of_stages(cls, num_stages: int, chunks: int) -> DeviceDeal:
         """Return the deal of so many chunks per stage; a stage that is alone stays whole."""
         return cls(num_stages, chunks if num_stages > 1 else 1)
 
@@ -78,7 +78,7 @@ class PartedPipeline:
 
     pipeline: Pipeline
     parts: tuple[Stage, ...]
-    deal: Deal
+    deal: DeviceDeal
     stops: tuple[int, ...]
 
     @classmethod
@@ -87,7 +87,7 @@ class PartedPipeline:
 
         Raises `PlanError` where blocks do not add up to `num_blocks`, and for a stage of fewer blocks than chunks.
         """
-        deal = Deal.of_stages(len(pipeline.stages), chunks)
+        deal = DeviceDeal.of_stages(len(pipeline.stages), chunks)
         blocks = pipeline.blocks(num_blocks)
         if num_blocks and deal.chunks > 1 and min(blocks) < chunks:
             raise PlanError(
@@ -120,7 +120,7 @@ class PartedPipeline:
         return range(start, start + self.parts[part].recompute)
 
 
-def _dealt(stages: Sequence[Stage], blocks: Sequence[int], deal: Deal) -> Iterator[Stage]:
+def _dealt(stages: Sequence[Stage], blocks: Sequence[int], deal: DeviceDeal) -> Iterator[Stage]:
     """Yield the parts in order."""
     if deal.chunks == 1:
         yield from map(_with_blocks, stages, blocks)

@@ -12,7 +12,7 @@ from hetu_fx.plans.tables import (
     blocks_text,
     busy_shares,
     busy_text,
-    groups_of,
+    device_groups,
     left_out_text,
     limit_text,
     memory_text,
@@ -35,7 +35,7 @@ _PREDICTED = ("memory", "busy")
 
 def plan_html(plan: Plan) -> str:
     """Return the table, with what its bars mean, and what the step was predicted to take."""
-    groups = list(groups_of(plan))
+    groups = list(device_groups(plan))
     is_predicted = any(group.costs for group in groups)
     header = [*_PLACE, *(_PREDICTED if is_predicted else ())]
     meanings = dict(list(_MEANINGS.items())[: 4 if is_predicted else 2])

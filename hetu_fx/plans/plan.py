@@ -5,7 +5,7 @@ A `Plan` is pipelines side by side (data parallel replicas); a `Pipeline` is sta
 or both, in shards proportional to ratios. Plans are values: equal plans compare equal and can be dict keys. They need
 no devices and no torch.
 
-The plan file (`hetu_fx.plan/1`) is meant to be edited by hand; see `Plan.read`.
+The plan file (`hetu_fx.plan/1`) is meant to be edited by hand; see `Plan.decode`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hetu_fx.errors import PlanError
 from hetu_fx.plans.parts import PartedPipeline
 from hetu_fx.plans.picture import plan_html
 from hetu_fx.plans.prediction import PREDICTION, Prediction
-from hetu_fx.plans.stage import LATER, PIPELINES, Pipeline, Stage, check_devices, reduced
+from hetu_fx.plans.stage import LATER, PIPELINES, Pipeline, Stage, check_devices, divide_by_gcd
 from hetu_fx.plans.tables import (
     HEADER,
     busiest,
@@ -91,7 +91,7 @@ class Plan(Document):
         object.__setattr__(self, "pipelines", tuple(self.pipelines))
         if not self.pipelines:
             raise PlanError("a plan has no pipelines; give at least one, such as {'stages': [{'devices': [0]}]}")
-        shares = reduced(tuple(pipeline.share for pipeline in self.pipelines))
+        shares = divide_by_gcd(tuple(pipeline.share for pipeline in self.pipelines))
         pairs = zip(self.pipelines, shares, strict=True)
         object.__setattr__(self, "pipelines", tuple(replace(p, share=share) for p, share in pairs))
         check_devices(self.devices, "a plan")

@@ -13,7 +13,7 @@ from enum import StrEnum
 from functools import lru_cache
 from itertools import accumulate, chain, count
 
-from hetu_fx.plans.parts import Deal
+from hetu_fx.plans.parts import DeviceDeal
 from hetu_fx.plans.plan import Schedule, micro_batch_rows
 
 
@@ -66,7 +66,7 @@ def cuts_backwards(schedule: Schedule) -> bool:
 class Action:
     """A phase of one micro-batch on one stage, in one of the chunks of the model that the stage holds.
 
-    Every part of the pipeline hands on to the next one; which part the chunk is says `plans.parts.Deal`.
+    Every part of the pipeline hands on to the next one; which part the chunk is says `plans.parts.DeviceDeal`.
     """
 
     phase: Phase
@@ -104,7 +104,7 @@ def actions(schedule: Schedule, stage: int, num_stages: int, num_micro_batches: 
 
 
 @lru_cache(maxsize=512)
-def orders_of(schedule: Schedule, num_stages: int, num_micro_batches: int, chunks: int = 1) -> tuple[Order, ...]:
+def stage_orders(schedule: Schedule, num_stages: int, num_micro_batches: int, chunks: int = 1) -> tuple[Order, ...]:
     """Return the actions of every stage of a pipeline."""
     stages = range(num_stages)
     return tuple(actions(schedule, stage, num_stages, num_micro_batches, chunks) for stage in stages)
@@ -182,7 +182,7 @@ def departures(stages: tuple[Order, ...], stage: int) -> Mapping[Sending, int]:
     and was never reached. Nor does what leaves a stage for another overtake what that waits for before, if in each call
     what is wanted first goes first (`arrivals`).
     """
-    deal, (called, places), found = deal_of(stages), _calls(stages), {}
+    deal, (called, places), found = infer_deal(stages), _calls(stages), {}
     for (passage, other), place in arrivals(stages, stage).items():
         at = called[deal.stage(other)][place]
         found[passage, other] = max(places[stage][passage] + 1, bisect_right(called[stage], at) - 1)
@@ -195,7 +195,7 @@ def at_once(stages: tuple[Order, ...], stage: int) -> Mapping[Sending, int]:
 
     But what a stage waits for later does not overtake what it waits for before.
     """
-    deal, (_, places) = deal_of(stages), _calls(stages)
+    deal, (_, places) = infer_deal(stages), _calls(stages)
     found, least = {}, [0] * len(stages)
     wanted = arrivals(stages, stage).items()
     made = ((place, places[stage][passage], passage, other) for (passage, other), place in wanted)
@@ -211,7 +211,7 @@ def arrivals(stages: tuple[Order, ...], stage: int) -> Mapping[Sending, int]:
 
     By number, among those of the part's stage. What the stage has for its own parts goes nowhere.
     """
-    deal, (_, places) = deal_of(stages), _calls(stages)
+    deal, (_, places) = infer_deal(stages), _calls(stages)
     passages = (action.passage for action in stages[stage])
     pairs = ((passage, other) for passage in passages for other in _others(passage[0], passage, stage, deal))
     return {(passage, other): places[deal.stage(other)][_in_part(passage, other, deal)] for passage, other in pairs}
@@ -236,7 +236,7 @@ def takings(stages: tuple[Order, ...], stage: int) -> Mapping[Sending, int]:
 
 def _answers(stages: tuple[Order, ...], stage: int) -> Mapping[tuple[int, int, int], tuple[list[int], list[int]]]:
     """Return what a stage's actions wait for, by (chunk, direction, other part): their numbers, and the makers'."""
-    deal, (_, places) = deal_of(stages), _calls(stages)
+    deal, (_, places) = infer_deal(stages), _calls(stages)
     found: dict[tuple[int, int, int], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
     for number, action in enumerate(stages[stage]):
         direction, _, chunk = passage = action.passage
@@ -247,7 +247,7 @@ def _answers(stages: tuple[Order, ...], stage: int) -> Mapping[tuple[int, int, i
     return found
 
 
-def _others(direction: int, passage: Passage, stage: int, deal: Deal) -> Iterator[int]:
+def _others(direction: int, passage: Passage, stage: int, deal: DeviceDeal) -> Iterator[int]:
     """Yield the parts of other stages that stand before the one that something goes through (-1), or after it (1)."""
     *_, chunk = passage
     part = deal.part(stage, chunk)
@@ -255,15 +255,15 @@ def _others(direction: int, passage: Passage, stage: int, deal: Deal) -> Iterato
     return (other for other in found if deal.stage(other) != stage)
 
 
-def _in_part(passage: Passage, part: int, deal: Deal) -> Passage:
+def _in_part(passage: Passage, part: int, deal: DeviceDeal) -> Passage:
     """Return how the same goes through another part."""
     direction, micro_batch, _ = passage
     return direction, micro_batch, deal.chunk(part)
 
 
-def deal_of(stages: Sequence[Order]) -> Deal:
+def infer_deal(stages: Sequence[Order]) -> DeviceDeal:
     """Return how parts are dealt out to stages that run these."""
-    return Deal(len(stages), 1 + max((action.chunk for action in stages[0]), default=0))
+    return DeviceDeal(len(stages), 1 + max((action.chunk for action in stages[0]), default=0))
 
 
 @lru_cache(maxsize=64)
@@ -277,7 +277,7 @@ def _ticks(stages: Sequence[Order]) -> list[dict[Passage, int]]:
     """Return when each action of each stage has ended, in order, if it waits for that of the part before its own."""
     ticks: list[dict[Passage, int]] = [{} for _ in stages]
     free, left = [0] * len(stages), sum(map(len, stages))
-    deal = deal_of(stages)
+    deal = infer_deal(stages)
     while left:
         for stage, (order, own) in enumerate(zip(stages, ticks, strict=True)):
             for action in order[len(own) :]:

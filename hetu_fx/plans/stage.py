@@ -117,7 +117,7 @@ class Stage:
                 f"{self._called} has {key} {list(ratios)}, but each must be at least 1; leave a device that is to hold "
                 f"nothing out of the stage"
             )
-        return reduced(ratios)
+        return divide_by_gcd(ratios)
 
     def recomputing(self, blocks: int, ops: RecomputedOps = "all") -> Stage:
         """Return the stage with so many blocks recomputed, of which those ops are."""
@@ -239,7 +239,7 @@ def chunk_sizes(count: int, blocks: int, recompute: int) -> Iterator[tuple[int, 
         recompute -= min(recompute, own)
 
 
-def reduced(numbers: tuple[int, ...]) -> tuple[int, ...]:
+def divide_by_gcd(numbers: tuple[int, ...]) -> tuple[int, ...]:
     """Divide whole numbers by their greatest common divisor."""
     common = math.gcd(*numbers)
     return tuple(number // common for number in numbers)
@@ -348,7 +348,7 @@ def _read_pipelines(values: Any, where: str) -> tuple[Pipeline, ...]:
         exact = [Fraction(str(share)) for share in given]
         whole = math.lcm(*(share.denominator for share in exact))
         if whole > 1:
-            shares = reduced(tuple(int(share * whole) for share in exact))
+            shares = divide_by_gcd(tuple(int(share * whole) for share in exact))
             values = [_with_share(value, share) for value, share in zip(values, shares, strict=True)]
     pipelines: tuple[Pipeline, ...] = _PIPELINES.read(values, where)
     return pipelines

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from hetu_fx.base.words import bytes_of, bytes_text, ranks_text, seconds_text, share_text
+from hetu_fx.base.words import bytes_text, format_used_bytes, ranks_text, seconds_text, share_text
 from hetu_fx.plans.prediction import DeviceCost
 from hetu_fx.plans.program import OpRegion
 from hetu_fx.plans.stage import Pipeline, Stage, ratios_text
@@ -126,7 +126,7 @@ class LikeDeviceGroup:
         return max(self.costs, key=lambda cost: cost.total_bytes)
 
 
-def groups_of(plan: Plan) -> Iterator[LikeDeviceGroup]:
+def device_groups(plan: Plan) -> Iterator[LikeDeviceGroup]:
     """Yield the devices of a plan, those together that do the same; of a short plan, of which the same is shown."""
     costs = _costs_of(plan)
     total = sum(pipeline.share for pipeline in plan.pipelines)
@@ -159,7 +159,9 @@ def memory_text(cost: DeviceCost) -> str:
     """Return what a device needs of what it has: `2 of 8 MB (25 %)`."""
     if cost.limit_bytes is None:
         return bytes_text(cost.total_bytes)
-    return f"{bytes_of(cost.total_bytes, cost.limit_bytes)} ({share_text(cost.total_bytes / cost.limit_bytes)})"
+    return (
+        f"{format_used_bytes(cost.total_bytes, cost.limit_bytes)} ({share_text(cost.total_bytes / cost.limit_bytes)})"
+    )
 
 
 def idle_seconds(cost: DeviceCost) -> float:
@@ -283,7 +285,7 @@ def device_rows(plan: Plan) -> Iterator[list[str]]:
     rows: its pipeline's share of the batch; shard: its share of what its stage cuts; memory: what it needs, of what
     it has, of several the most; busy: the share of the step in which it does not wait for others.
     """
-    for group in groups_of(plan):
+    for group in device_groups(plan):
         if group.costs:
             cells = [share_text(group.rows), share_text(group.shard), memory_text(group.most), busy_text(group.costs)]
             yield [ranks_text(group.ranks), *group.place, *cells]
@@ -293,7 +295,7 @@ def busiest(plan: Plan) -> list[int]:
     """Return of each row of a plan of many devices the one that waits least; none for a short plan."""
     if plan.predicted is None or len(plan.devices) <= FEW_DEVICES:
         return []
-    told = (group.costs for group in groups_of(plan) if group.costs)
+    told = (group.costs for group in device_groups(plan) if group.costs)
     return [min(costs, key=lambda cost: (idle_seconds(cost), cost.rank)).rank for costs in told]
 
 

@@ -17,7 +17,7 @@ _TOGETHER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _MOST_ORDERS = 64
 
 
-def batch_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
+def batch_from_call(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
     """Return a call's batch: by keyword, or positional where the forward of this signature takes *args.
 
     Raises:
@@ -47,11 +47,11 @@ class Arguments:
         self._orders: dict[tuple[str, ...], tuple[str, ...]] = {}
 
     def batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
-        """Return a call's batch; see `batch_of`."""
+        """Return a call's batch; see `batch_from_call`."""
         order = None if args else self._orders.get(tuple(kwargs))
         if order is not None:
             return {name: value for name in order if (value := kwargs[name]) is not None}
-        made = batch_of(self.signature, args, kwargs)
+        made = batch_from_call(self.signature, args, kwargs)
         if not args and len(self._orders) < _MOST_ORDERS and self._takes_each_by_name(kwargs):
             self._orders[tuple(kwargs)] = tuple(name for name in self.signature.parameters if name in kwargs)
         return made
@@ -61,13 +61,13 @@ class Arguments:
         return all(name in known and known[name].kind not in _TOGETHER for name in kwargs)
 
 
-def likeness_of(given: GivenBatch) -> tuple[Any, ...]:
+def quick_batch_form(given: GivenBatch) -> tuple[Any, ...]:
     """Return what is equal for batches of tensors alone that have one form and one size; quicker than the form."""
     kinds = [(tensor.dtype, tensor.shape, tensor.device, order_in_memory(tensor)) for tensor in given.tensors.values()]
     return given.structure, kinds, ambient_autocasts(), torch.get_default_dtype()
 
 
-def form_of(given: GivenBatch, training: bool) -> str:
+def batch_form(given: GivenBatch, training: bool) -> str:
     """Return a text that is equal for batches that one captured program can run."""
     parts = [f"{name}:{_short(t.dtype)}[{t.dim()}]" for name, t in sorted(given.tensors.items())]
     parts += sorted(f"{name}={value!r}" for name, value in given.constants.items())

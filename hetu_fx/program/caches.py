@@ -22,10 +22,10 @@ from hetu_fx.base.torch_private import buffer_slots, tree_leaves
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
 from hetu_fx.graph.bind import Batch, flatten_batch, output_and_loss
-from hetu_fx.graph.calls import called_on, is_random, is_unset
+from hetu_fx.graph.calls import evaluate_op, is_random, is_unset
 from hetu_fx.graph.capture import in_mode
 from hetu_fx.graph.containers import Constant, Tree, map_leaves, unflatten, walk
-from hetu_fx.graph.edit import needed_for
+from hetu_fx.graph.edit import ancestors
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
 from hetu_fx.graph.leaves.ops import told_arguments
 from hetu_fx.graph.tracing.contents import PLAIN
@@ -285,7 +285,7 @@ class _Values:
 
     def computed(self, node: fx.Node) -> Any:
         """Compute a steady value; None where it is too large."""
-        needed = needed_for([node], lambda one: () if one in self._computed else one.all_input_nodes)
+        needed = ancestors([node], lambda one: () if one in self._computed else one.all_input_nodes)
         with torch.no_grad():
             for one in self.graph.graph.nodes:
                 if one in needed and one not in self._computed:
@@ -299,7 +299,7 @@ class _Values:
         given = [self._computed[one] for one in node.all_input_nodes]
         if self._elements > _MOST_ELEMENTS or any(value is None for value in given):
             return None
-        return called_on(node, self._computed)
+        return evaluate_op(node, self._computed)
 
 
 def _constants(graph: Graph, constant_of: ConstantOf) -> Iterator[tuple[fx.Node, Tensor]]:

@@ -120,7 +120,7 @@ class LastMatch:
 Sizes = tuple[int, Bindings]
 
 
-def sizes_of(program: Program, given: GivenBatch) -> Sizes | str:
+def batch_sizes(program: Program, given: GivenBatch) -> Sizes | str:
     """Return the rows of a batch, and what symbols stand for; else which size of it the program does not take.
 
     Raises:

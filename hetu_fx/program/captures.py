@@ -20,9 +20,9 @@ from hetu_fx.errors import BatchError, CaptureError, StateError
 from hetu_fx.graph.bind import Batch, GivenBatch, LossCall, as_call, input_tensors
 from hetu_fx.graph.capture import in_mode
 from hetu_fx.graph.graph import Graph
-from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, row_dims_of
+from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, find_row_dims
 from hetu_fx.graph.tracing.autocasts import ambient_autocasts, casting, casting_on_host
-from hetu_fx.program.batch import Arguments, form_of, likeness_of
+from hetu_fx.program.batch import Arguments, batch_form, quick_batch_form
 from hetu_fx.program.captured import (
     Captured,
     CaptureEvent,
@@ -31,7 +31,7 @@ from hetu_fx.program.captured import (
     Match,
     Recurring,
     Sizes,
-    sizes_of,
+    batch_sizes,
 )
 from hetu_fx.program.lazy import check_shapes
 from hetu_fx.program.observed import check_global_hooks
@@ -156,12 +156,12 @@ class Programs:
     def _match(self, given: GivenBatch, training: bool, rows: int | None) -> Match:
         check_global_hooks()
         self._look()
-        likeness = likeness_of(given), self.observers.names
+        likeness = quick_batch_form(given), self.observers.names
         last = self._last.get(training)
         known = None if last is None else last.of(likeness, self.structure, given)
         if last is not None and known is not None and _takes(known.program, known.bindings, rows):
             return self._use(last.captured, known, training)
-        form = " ".join([form_of(given, training), *(f"observed {name}" for name in self.observers.names)])
+        form = " ".join([batch_form(given, training), *(f"observed {name}" for name in self.observers.names)])
         known_or_misfit = self._known(form, given, rows)
         if isinstance(known_or_misfit, str):
             known_or_misfit = self._capture(form, given, training, rows, known_or_misfit)
@@ -219,7 +219,7 @@ class Programs:
         open_first = sorted(self._kept.of_form(form), key=lambda one: not one.program.graph.takes_any_rows)
         for one in open_first:  # a rank's own rows may be as many as a graph of just so many has
             if one.holds(self.structure):
-                sizes = sizes_of(one.program, given)
+                sizes = batch_sizes(one.program, given)
                 if not isinstance(sizes, str) and _takes(one.program, sizes[1], rows):
                     return one, sizes
                 compares = f"the forward compares the rows of a batch, which are {rows}"
@@ -246,7 +246,7 @@ class Programs:
             _log.info("the model is captured again: %s", "; ".join(why))
         changed = why or self._other_constants(given)
         self._recurring.note([f"a size that the graph fixes: {misfit}"] if misfit else changed, seconds)
-        sizes = sizes_of(program, given)
+        sizes = batch_sizes(program, given)
         if isinstance(sizes, str):
             raise BatchError(sizes)
         if rows is not None:
@@ -258,7 +258,7 @@ class Programs:
         if rows is None:
             return given.batch
         dims = next((one.program.row_dims for one in self._kept.of_form(form) if one.program.row_dims), None)
-        return given.of_rows(dims or row_dims_of(given.tensors, self.tracer.row_dims), rows)
+        return given.of_rows(dims or find_row_dims(given.tensors, self.tracer.row_dims), rows)
 
     def _other_constants(self, given: GivenBatch) -> tuple[str, ...]:
         """Return how plain values differ from those of the batch before, each of which has a form of its own."""

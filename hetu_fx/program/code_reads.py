@@ -67,9 +67,9 @@ class CodeReads:
             if one is nn.Module or one is object:
                 return
             for value in vars(one).values():
-                self.look_at(getattr(value, "fget", getattr(value, "__func__", value)), kind)
+                self.inspect_function(getattr(value, "fget", getattr(value, "__func__", value)), kind)
 
-    def look_at(self, function: Any, kind: type | None = None) -> None:
+    def inspect_function(self, function: Any, kind: type | None = None) -> None:
         """Look at a function, and at those that it calls; as a method it may read of its class (`kind`)."""
         if isinstance(function, MethodType):
             owner, function = function.__self__, function.__func__
@@ -121,10 +121,10 @@ class CodeReads:
 
     def _found(self, owner: Any, name: str, value: Any, label: str, own: bool) -> None:
         if isinstance(value, FunctionType | MethodType) or _remembers(value):
-            self.look_at(value)
+            self.inspect_function(value)
         if isinstance(value, type) and issubclass(value, Function):  # its backward is the graph's, too
             for method in (value.forward, value.setup_context, value.backward):
-                self.look_at(method)
+                self.inspect_function(method)
         if not own or isinstance(value, type | ModuleType):
             return
         self._reach(value, label)

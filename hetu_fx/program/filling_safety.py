@@ -23,7 +23,7 @@ from hetu_fx.base.torch_private import OpOverload, short_name
 from hetu_fx.batches.packing import IGNORED, Filling
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument
-from hetu_fx.graph.edit import needed_for
+from hetu_fx.graph.edit import ancestors
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind
 from hetu_fx.program.program import Bindings, Program, evaluate
 
@@ -45,7 +45,7 @@ class Difference:
     text: str
 
 
-def fillings_of(graph: Graph, paddings: Mapping[str, int]) -> tuple[Filling, ...]:
+def possible_fillings(graph: Graph, paddings: Mapping[str, int]) -> tuple[Filling, ...]:
     """Return what may fill each input: what the loss ignores where it is its target, counted on in positions, else 0.
 
     Where choices are inputs, they may also say what is hidden: then they are filled with True.
@@ -64,13 +64,13 @@ def _usual_filling(graph: Graph, paddings: Mapping[str, int]) -> Filling:
     inputs = {leaf.node: leaf.name for leaf in graph.leaves_of(LeafKind.INPUT)}
     for node in graph.graph.nodes:
         if node.op == "call_function" and _name(node) in _LOSSES:
-            made_of = [inputs[operand] for operand in needed_for([argument(node, "target")]) if operand in inputs]
+            made_of = [inputs[operand] for operand in ancestors([argument(node, "target")]) if operand in inputs]
             ignored = argument(node, "ignore_index")
             targets |= {name: int(ignored) for name in made_of if len(made_of) == 1}
     return Filling({name: targets[name] for name in inputs.values() if name in targets}, position_input() or None)
 
 
-def filled_up(tensor: Tensor, shape: tuple[int, ...], name: str, filling: Filling) -> Tensor:
+def pad_input(tensor: Tensor, shape: tuple[int, ...], name: str, filling: Filling) -> Tensor:
     """Return an input at the beginning of a larger one; positions are counted on from their last."""
     if tuple(tensor.shape) == shape:
         return tensor
@@ -91,7 +91,7 @@ def way_of_filling(
     That is the first way that leaves none but in values beside the loss, or the usual one.
     """
     ways = []
-    for filling in fillings_of(program.graph, paddings):
+    for filling in possible_fillings(program.graph, paddings):
         ways.append((filling, _trace_of_filling(program, filling, buffers)))
         if all(one.kind is OutputKind.VALUE for one in ways[-1][1]):
             return ways[-1]
@@ -99,7 +99,7 @@ def way_of_filling(
 
 
 @torch.no_grad()
-def outputs_of(program: Program, buffers: Buffers, tensors: Mapping[str, Tensor], number: int) -> list[Any]:
+def random_outputs(program: Program, buffers: Buffers, tensors: Mapping[str, Tensor], number: int) -> list[Any]:
     """Return what a program makes of inputs with parameters that are random numbers, different for each `number`.
 
     It is run on the CPU, op by op.
@@ -137,8 +137,8 @@ def _differences(program: Program, filling: Filling, buffers: Buffers, number: i
     sizes = [_sizes(program, count) for count in (_TOKENS, _TOKENS + _MORE)]
     short = {leaf.name: _sample(leaf, sizes[0], filling, number) for leaf in program.inputs}
     shapes = {leaf.name: _shape(leaf.node, sizes[1]) for leaf in program.inputs}
-    long = {name: filled_up(tensor, shapes[name], name, filling) for name, tensor in short.items()}
-    before, after = (outputs_of(program, buffers, tensors, number) for tensors in (short, long))
+    long = {name: pad_input(tensor, shapes[name], name, filling) for name, tensor in short.items()}
+    before, after = (random_outputs(program, buffers, tensors, number) for tensors in (short, long))
     checks = {check.name for check in program.graph.checks}
     for leaf, node, one, other in zip(program.graph.outputs, program.graph.output_values, before, after, strict=True):
         if leaf.name in checks:

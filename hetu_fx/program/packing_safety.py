@@ -24,9 +24,9 @@ from hetu_fx.base.device_types import HOST
 from hetu_fx.base.dtypes import is_real
 from hetu_fx.deduction.factors.factors import FactorMap, OpFactors
 from hetu_fx.graph import meta
-from hetu_fx.graph.calls import argument, called_on
+from hetu_fx.graph.calls import argument, evaluate_op
 from hetu_fx.graph.clean import ATTENTION
-from hetu_fx.graph.edit import needed_for, reached_from
+from hetu_fx.graph.edit import ancestors, descendants
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind
 from hetu_fx.transforms.layouts.flow import Flow
 from hetu_fx.transforms.layouts.sequence_parallel import Classes, activations, sequence_classes
@@ -41,7 +41,7 @@ def why_not_packed(graph: Graph, factors: FactorMap, flow: Flow, positions: str)
         factors, flow: what is known of it.
         positions: the input of position ids.
     """
-    follows = reached_from(graph, [leaf.node for leaf in graph.leaves_of(LeafKind.INPUT) if leaf.name == positions])
+    follows = descendants(graph, [leaf.node for leaf in graph.leaves_of(LeafKind.INPUT) if leaf.name == positions])
 
     known: dict[fx.Node, bool] = {}
 
@@ -148,7 +148,7 @@ def _keeps_apart(graph: Graph, mask: fx.Node, positions: str) -> bool:
     Two sequences are laid into each row of the example's length, all else being ones. `positions` is the input of
     position ids.
     """
-    needed = needed_for([mask])
+    needed = ancestors([mask])
     inputs = {leaf.node: leaf for leaf in graph.leaves_of(LeafKind.INPUT)}
     others = {node for node in needed if node.op in ("placeholder", "get_attr")} - inputs.keys()
     (length,) = {meta.hints(leaf.node)[-1] for leaf in inputs.values() if leaf.name == positions}
@@ -182,5 +182,5 @@ def _run(graph: Graph, needed: frozenset[fx.Node], values: dict[fx.Node, Any]) -
     """Run the ops that are needed, on the CPU; return all values."""
     for node in graph.graph.nodes:
         if node in needed and node.op == "call_function":
-            values[node] = called_on(node, values, device=HOST)
+            values[node] = evaluate_op(node, values, device=HOST)
     return values

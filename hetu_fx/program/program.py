@@ -29,7 +29,7 @@ from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.layouts.exchange import exchanged_classes
 from hetu_fx.transforms.layouts.flow import Flow
-from hetu_fx.transforms.layouts.reshard_cost import bytes_of, travelling_work
+from hetu_fx.transforms.layouts.reshard_cost import node_bytes, travelling_work
 from hetu_fx.transforms.layouts.work_shares import (
     Split,
     WorkShares,
@@ -38,7 +38,7 @@ from hetu_fx.transforms.layouts.work_shares import (
     wide_work_shares,
     work_shares,
 )
-from hetu_fx.transforms.passes import rewrites_with, run_pass, run_rewrites
+from hetu_fx.transforms.passes import rewrites_for, run_pass, run_rewrites
 from hetu_fx.transforms.rewrites.counts import Prologue, extract_prologue
 from hetu_fx.transforms.rewrites.op_overrides import OpOverrides
 from hetu_fx.transforms.specialize.device_graph import LogicalShape
@@ -137,7 +137,7 @@ class Program:
     def __post_init__(self) -> None:
         graph, checked = self.graph, {leaf.name for leaf, _ in self.graph.outputs_of(OutputKind.CHECK)}
         inputs = graph.leaves_of(LeafKind.INPUT)
-        sizes = _Sizes.of(graph, shapes_of(inputs))
+        sizes = _Sizes.of(graph, input_shapes(inputs))
         made = {
             "inputs": inputs,
             "shapes": sizes.shapes,
@@ -322,12 +322,12 @@ AS_IT_STANDS = OpOverrides()
 def make_program(graph: Graph, frozen: frozenset[str], overrides: OpOverrides = AS_IT_STANDS) -> Program:
     """Rewrite a captured graph, with ops as `overrides` say, and analyse the result; parameters in `frozen` are not
     trained."""
-    return Program(run_pass(Analyse(frozen), run_rewrites(graph, rewrites_with(overrides))))
+    return Program(run_pass(Analyse(frozen), run_rewrites(graph, rewrites_for(overrides))))
 
 
-def sizes_of(program: Program) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def deduction_weights(program: Program) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return what deduction weighs ways by: bytes of values, and work that travels; of this rank's example."""
-    return bytes_of(program.graph), travelling_work(program.graph, program.factors)
+    return node_bytes(program.graph), travelling_work(program.graph, program.factors)
 
 
 def deduce_program(program: Program, plan: Plan, *, wants_values: bool, deduce: Deduce | None = None) -> DeducedGraph:
@@ -355,7 +355,7 @@ def _raise_any(misfit: str) -> None:
         raise BatchError(misfit)
 
 
-def shapes_of(leaves: Iterable[Leaf]) -> Shapes:
+def input_shapes(leaves: Iterable[Leaf]) -> Shapes:
     """Return what inputs are expected to be."""
     return {leaf.name: tuple(map(_number_or_expression, meta.shape(leaf.node))) for leaf in leaves}
 

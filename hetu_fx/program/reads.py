@@ -140,13 +140,13 @@ class Reads:
         """Return what was read as it was, by what it is of."""
         copies = {id(value): copy for value, copy in self._containers}
         values = zip((*self._entries, *self._others), (*self._values, *self._found), strict=True)
-        return {read.label: shown(copies.get(id(value), value)) for read, value in values}
+        return {read.label: show_value(copies.get(id(value), value)) for read, value in values}
 
     @property
     def facts_now(self) -> Mapping[str, str]:
         """Return the same as it is now."""
-        now = {read.label: shown(frozen(read.value)) for read in (*self._entries, *self._others)}
-        return now | {read.label: shown(read.value) for read in self._in_classes if read.value is not ABSENT}
+        now = {read.label: show_value(frozen(read.value)) for read in (*self._entries, *self._others)}
+        return now | {read.label: show_value(read.value) for read in self._in_classes if read.value is not ABSENT}
 
     def _arm(self) -> None:
         """Take what is there now as what was read."""
@@ -194,19 +194,19 @@ def _columns(found: Iterable[tuple[Any, str, Any]]) -> tuple[list[Any], list[str
     return [owner for owner, *_ in listed], [field for _, field, _ in listed], [value for *_, value in listed]
 
 
-def shown(value: Any) -> str:
+def show_value(value: Any) -> str:
     """Show a value, the same on all ranks: plain ones as they are, others by their kind."""
     match value:
         case dict():
-            text = "{" + ", ".join(f"{key!r}: {shown(item)}" for key, item in value.items()) + "}"
+            text = "{" + ", ".join(f"{key!r}: {show_value(item)}" for key, item in value.items()) + "}"
         case list() | deque():
-            text = f"[{', '.join(map(shown, value))}]"
+            text = f"[{', '.join(map(show_value, value))}]"
         case tuple():
-            text = f"({', '.join(map(shown, value))})"
+            text = f"({', '.join(map(show_value, value))})"
         case set() | frozenset():
-            text = "{" + ", ".join(sorted(map(shown, value))) + "}"
+            text = "{" + ", ".join(sorted(map(show_value, value))) + "}"
         case Inside():
-            text = type_name(value.kind) + ("" if type(value.content) is object else f" of {shown(value.content)}")
+            text = type_name(value.kind) + ("" if type(value.content) is object else f" of {show_value(value.content)}")
         case Tensor():
             text = f"a tensor of shape {list(value.shape)}"
         case _ if isinstance(value, SYMBOLIC):

@@ -20,7 +20,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.calls import operand, viewed_argument
 from hetu_fx.graph.functional import SAME_VALUE
 from hetu_fx.graph.row_dims import RowDims
-from hetu_fx.program.filling_safety import Buffers, outputs_of
+from hetu_fx.program.filling_safety import Buffers, random_outputs
 from hetu_fx.program.program import Program
 
 _TRIALS = 2
@@ -69,7 +69,7 @@ def evidence_of_rows(program: Program, assumed: RowDims, capture: Capture, buffe
     return Evidence(doubt=_doubt(assumed, found))
 
 
-def warning_of(used: RowDims) -> str:
+def row_dims_warning(used: RowDims) -> str:
     """Return what is to be said of dims that are used without being asked for."""
     return (
         f"entries along dim 0 of the inputs meet in the model, and its loss is one over another dim: the rows of the "
@@ -187,7 +187,7 @@ def _changes(program: Program, dims: Mapping[str, list[int]], buffers: Buffers, 
         name: tensor.roll([1] * len(dims[name]), dims[name]) if dims[name] else tensor for name, tensor in given.items()
     }
     place = [leaf.name for leaf in program.graph.outputs].index(program.loss_name)
-    one, other = (outputs_of(program, buffers, tensors, number)[place] for tensors in (given, turned))
+    one, other = (random_outputs(program, buffers, tensors, number)[place] for tensors in (given, turned))
     return bool((one - other).abs() > _TOLERANCE * one.abs())
 
 

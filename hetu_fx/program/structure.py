@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetu_fx.base.torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, SLOTS, guard_of
+from hetu_fx.base.torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, SLOTS, make_tensor_guard
 
 HOOKS = {**FORWARD_HOOKS, **BACKWARD_HOOKS}
 
@@ -50,7 +50,7 @@ class Traits:
                 return True
         if list(map(_traits, self._tensors)) != self._before:
             return False
-        made = guard_of(self._tensors) if self._tensors else None
+        made = make_tensor_guard(self._tensors) if self._tensors else None
         if made is not None:
             self._guards = [made, *self._guards][:_MOST_GUARDS]
         return True

@@ -20,15 +20,15 @@ from hetu_fx.graph.bind import Batch, LossCall, flatten_batch
 from hetu_fx.graph.capture import Around, capture
 from hetu_fx.graph.graph import Graph
 from hetu_fx.graph.leaves.ops import CONSTANTS, told_nodes
-from hetu_fx.graph.neutral import PARAMETERS, stand_in_device, state_at
+from hetu_fx.graph.neutral import PARAMETERS, meta_state, stand_in_device
 from hetu_fx.graph.numbers import later
-from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, row_dims_of
+from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, find_row_dims
 from hetu_fx.graph.tracing.contents import ABSENT, PLAIN, put, same
 from hetu_fx.program.caches import are_caches
 from hetu_fx.program.observed import Observers, check_hooks, hooks_must_change
 from hetu_fx.program.program import AS_IT_STANDS, Program, make_program, same_constants
-from hetu_fx.program.reads import Access, NotKept, Read, Reads, is_of_the_trace, shown
-from hetu_fx.program.row_evidence import Evidence, evidence_of_rows, warning_of
+from hetu_fx.program.reads import Access, NotKept, Read, Reads, is_of_the_trace, show_value
+from hetu_fx.program.row_evidence import Evidence, evidence_of_rows, row_dims_warning
 from hetu_fx.program.watched import Watch
 from hetu_fx.transforms.rewrites.op_overrides import OpOverrides
 
@@ -91,7 +91,7 @@ class Tracer:
             found = self._evidence(batch, program)
             program = replace(program, doubt=found.doubt) if found.doubt else program
             if found.used is not None:
-                warnings.warn(warning_of(found.used), stacklevel=2)
+                warnings.warn(row_dims_warning(found.used), stacklevel=2)
                 self.row_dims = AskedRowDims(found.used)
                 traced = self._traced(batch, training)
                 program = traced.program(self.overrides)
@@ -107,7 +107,7 @@ class Tracer:
             finally:
                 self.row_dims = asked
 
-        assumed = program.row_dims or row_dims_of(flatten_batch(batch)[1])
+        assumed = program.row_dims or find_row_dims(flatten_batch(batch)[1])
         return evidence_of_rows(program, assumed, capture_with, self.model.get_buffer)
 
     def source(self, batch: Batch, training: bool) -> Graph:
@@ -165,7 +165,7 @@ class Tracer:
             names = ", ".join(access.label for access, _ in changed)
             note = f"the forward keeps what follows from sizes ({names}): it is made anew in every step, and not kept"
             return replace(before, source=before.source.with_note(note))
-        told = "; ".join(f"{access.label}: {shown(access.copy)} -> {shown(left)}" for access, left in changed)
+        told = "; ".join(f"{access.label}: {show_value(access.copy)} -> {show_value(left)}" for access, left in changed)
         raise CaptureError(
             f"the forward keeps state in Python, which a captured graph cannot do: {told} (before and after a call); "
             f"keep it in a buffer (register_buffer), change it outside of the forward, or use "
@@ -209,7 +209,7 @@ class Tracer:
         # before they are home tensors: export leaves weak references to what it traces, and a tensor that has some
         # cannot be swapped for its home tensor.
         with (
-            state_at(self.model, stand_in_device, PARAMETERS, anew=True),
+            meta_state(self.model, stand_in_device, PARAMETERS, anew=True),
             _called_as_its_own(self.model, self.replaced),
             hooks_must_change(self.model),
             self._without_what_is_lost(watch),

@@ -80,7 +80,7 @@ class Watch:
             for kind in {type(module) for _, module in modules}:
                 self._code.look_at_class(kind)
             if isinstance(self.loss_fn, FunctionType | MethodType):
-                self._code.look_at(self.loss_fn)
+                self._code.inspect_function(self.loss_fn)
             with self.surroundings.watching():
                 try:
                     yield {}
@@ -218,7 +218,7 @@ class Watch:
         if isinstance(value, PLAIN):
             return
         if isinstance(value, FunctionType | MethodType):
-            self._code.look_at(value)
+            self._code.inspect_function(value)
         elif isinstance(value, list | tuple | dict | deque):
             items = value.items() if isinstance(value, dict) else enumerate(value)
             for key, item in list(items)[:_MOST_ITEMS]:

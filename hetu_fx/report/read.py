@@ -9,8 +9,19 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hetu_fx.base.documents import json_of, kind_of, nearest, open_regular, told_as_damaged
-from hetu_fx.base.json_values import INTEGER, INTEGERS, NUMBER, NUMBERS, TEXT, TEXTS, Values, is_object, many, numbered
+from hetu_fx.base.documents import json_kind, nearest, open_regular, parse_json, told_as_damaged
+from hetu_fx.base.json_values import (
+    INTEGER,
+    INTEGERS,
+    NUMBER,
+    NUMBERS,
+    TEXT,
+    TEXTS,
+    Values,
+    is_object,
+    many,
+    object_by_number,
+)
 from hetu_fx.base.records import REQUIRED, Document, JsonObject, Key
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import EnvironmentProblem, HetuFxError, StateError
@@ -34,7 +45,7 @@ def _checked_entry(value: Any, where: str) -> Entry:
         StateError: it is no entry; the error names the line, the key and the value.
     """
     if not is_object(value) or not isinstance(value.get("event"), str):
-        raise StateError(f"{where} is no entry: {kind_of(value)}; give a log as hetu_fx wrote it")
+        raise StateError(f"{where} is no entry: {json_kind(value)}; give a log as hetu_fx wrote it")
     event = value["event"]
     if event not in _FORMS:
         raise StateError(f"{where}: there is no entry {event!r}{nearest(event, tuple(_FORMS))}")
@@ -83,7 +94,7 @@ def _form(keys: Mapping[str, Key]) -> JsonObject[Entry]:
     return JsonObject(_entry, StateError, {**_keys({"event": TEXT}), **keys, **_keys({"time": NUMBER}, _ABSENT)})
 
 
-_RATES = numbered("devices", StateError)
+_RATES = object_by_number("devices", StateError)
 _AT = _keys({"step": INTEGER})
 _PLANNED = {**_keys({"name": TEXT, "plan": _document(Plan)}), **_keys({"rates": _RATES}, {})}
 _RAN = {
@@ -154,7 +165,7 @@ def _values(path: str | os.PathLike[str]) -> Iterator[tuple[str, Any]]:
             if len(line) > MOST_LINE_BYTES:
                 raise StateError(f"{where} has more than {MOST_LINE_BYTES} bytes; give a log as hetu_fx wrote it")
             try:
-                value = json_of(line, where, StateError, constants=True)
+                value = parse_json(line, where, StateError, constants=True)
             except StateError as problem:
                 torn = problem
             else:

@@ -20,7 +20,7 @@ from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
 from hetu_fx.report.run_log import Entry
-from hetu_fx.report.summary import steps_of
+from hetu_fx.report.summary import training_steps
 
 _OPS = many(GATHERED_OP.values)
 
@@ -39,7 +39,7 @@ class LoggedRun:
     @cached_property
     def steps(self) -> list[Entry]:
         """Return the training steps."""
-        return steps_of(self.log)
+        return training_steps(self.log)
 
     @cached_property
     def evaluations(self) -> list[Entry]:

@@ -42,7 +42,7 @@ from hetu_fx.base.records import Document
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.cluster.host import peak_bytes
 from hetu_fx.comm_ops.wire.consensus import StepFacts
-from hetu_fx.planner.dispatch.assignment import Planned
+from hetu_fx.planner.dispatch.assignment import BatchPlan
 from hetu_fx.planner.values.gathered_op import GATHERED_OP, GatheredOp
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.program.program import Program
@@ -101,7 +101,7 @@ class State:
     rows: tuple[int, ...] = ()
     variants: Mapping[str, Variant] = field(default_factory=dict)
     rates: Mapping[int, float] = field(default_factory=dict)
-    planned: Planned | None = None
+    planned: BatchPlan | None = None
     graphs: Sequence[GraphEvent] = ()
     homes: Sequence[HomeEvent] = ()
     cluster: Cluster | None = None
@@ -188,7 +188,7 @@ def _batch_entry(before: State, after: State, batch: Batch) -> Entry:
     return {"event": "step", "step": after.step, **ran, **times}
 
 
-def gathered_under(name: str, runtime: Runtime, adaptation: Adaptation) -> tuple[GatheredOp, ...]:
+def gathered_ops(name: str, runtime: Runtime, adaptation: Adaptation) -> tuple[GatheredOp, ...]:
     """Return what a variant gathers because no rule splits it; nothing of a module that runs as it is."""
     program, variant = _trained_program(runtime), runtime.variants[name]
     if program is None or not isinstance(variant, GraphVariant):
@@ -292,7 +292,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         if self._gathered_of.get(name) == asked:
             return self._before.gathered
         self._gathered_of[name] = asked
-        return {**self._before.gathered, name: gathered_under(name, self._runtime, self._adaptation)}
+        return {**self._before.gathered, name: gathered_ops(name, self._runtime, self._adaptation)}
 
     def _tell(self, entry: Entry) -> None:
         for sink in self._sinks:

@@ -106,7 +106,7 @@ def summaries(log: Sequence[Entry]) -> tuple[VariantSummary, ...]:
     return tuple(_summary(name, entries) for name, entries in by_variant.items())
 
 
-def steps_of(log: Sequence[Entry]) -> list[Entry]:
+def training_steps(log: Sequence[Entry]) -> list[Entry]:
     """Return the training steps of a log."""
     return [entry for entry in log if entry["event"] == "step"]
 

@@ -20,7 +20,7 @@ PLACES = 400
 WIDTH, HEIGHT, LANE = 1000.0, 200.0, 20.0
 
 
-def colours_of(names: Sequence[str]) -> dict[str, str]:
+def assign_colours(names: Sequence[str]) -> dict[str, str]:
     """Return a colour for each name, in the order in which they first ran; the seventh has that of the first."""
     return {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(dict.fromkeys(names))}
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.cluster.measure import snapped
+from hetu_fx.cluster.measure import group_speeds
 from hetu_fx.comm_ops.wire.consensus import StepFacts
 from hetu_fx.errors import HetuFxError, StateError
 from hetu_fx.planner.price.stage import stage_costs
@@ -26,7 +26,15 @@ from hetu_fx.plans.plan import Plan, micro_batch_rows
 from hetu_fx.plans.prediction import DeviceCost, Prediction
 from hetu_fx.switching.adapt.health import HealthTracker
 from hetu_fx.switching.adapt.own_times import Probe, Standby
-from hetu_fx.switching.adapt.replanning import ALIKE, Asked, Conditions, MadePlan, Planner, Replanning, nearest_known
+from hetu_fx.switching.adapt.replanning import (
+    ALIKE,
+    Conditions,
+    MadePlan,
+    Planner,
+    PlanRequest,
+    Replanning,
+    nearest_known,
+)
 from hetu_fx.switching.adapt.tried import TriedPlans
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.step.report import LastStep
@@ -47,7 +55,7 @@ REFINED_GAIN = 0.01
 
 
 @dataclass(frozen=True)
-class Replanned:
+class PlanChange:
     """A change of plan: for which rates, to which variant.
 
     Attributes:
@@ -93,7 +101,7 @@ class Adaptation:
         self.runtime, self.costs, self.cluster = runtime, costs, cluster
         self.tracker, self.plans = HealthTracker.of(health or {}), dict[Conditions, Plan]()
         self._calibrates = calibrates
-        self.changes: list[Replanned] = []
+        self.changes: list[PlanChange] = []
         self.tried = tried or TriedPlans(runtime.table, None)
         self.replanning = Replanning(runtime.table, planner, runtime.variants, self.tried)
         self._run_before: set[str] = set()
@@ -144,7 +152,7 @@ class Adaptation:
             self.tracker.changed() if self.runtime.variants.pinned is None else None
         )  # told when the policy chooses again
         if rates is not None and report.work is not None:
-            self.runtime.variants.go_by(rates)  # sequences go where they are done first
+            self.runtime.variants.set_rates(rates)  # sequences go where they are done first
         elif rates is not None:
             self.adapt(rates)
 
@@ -179,7 +187,7 @@ class Adaptation:
         that is left out, which had no work, nothing new is known.
         """
         self._calibrates = False
-        self.cluster = calibrated(cluster, normals)
+        self.cluster = calibrate_cluster(cluster, normals)
         _log.info("the first steps correct the devices' speeds to\n%s", self.cluster)
         speeds = {device.rank: device.flops_per_second for device in cluster.devices}
         self.tracker.rescale({rank: self.cluster.device(rank).flops_per_second / speeds[rank] for rank in normals})
@@ -188,7 +196,7 @@ class Adaptation:
             if variant.plan.predicted is not None:
                 variant.expect(self._predicted(variant.plan, variant.plan.predicted, cluster), variant.planned_rates)
         conditions = Conditions.of({}, self.runtime.variants.drained)
-        self.replanning.ask(Asked(conditions, CALIBRATED, self.runtime.step, LEAST_GAIN), self.cluster)
+        self.replanning.ask(PlanRequest(conditions, CALIBRATED, self.runtime.step, LEAST_GAIN), self.cluster)
 
     def _predicted(self, plan: Plan, before: Prediction, cluster: Cluster) -> Prediction:
         """Return what a step is expected to take at the devices' speeds now, which were those of `cluster`."""
@@ -198,7 +206,7 @@ class Adaptation:
     def adapt(self, rates: Mapping[int, float]) -> None:
         """Go by new rates: the policy weighs the variants there are by them at once, and one made for them later."""
         conditions = Conditions.of(rates, self.runtime.variants.drained)
-        self.runtime.variants.go_by(dict(conditions.rates))
+        self.runtime.variants.set_rates(dict(conditions.rates))
         _log.info("devices' rates are %s", dict(conditions.rates) or "those of healthy ones")
         known = nearest_known(self.plans, conditions)
         asked = self._asked(conditions)
@@ -220,11 +228,11 @@ class Adaptation:
         known = self.plans.get(asked.conditions)
         made = self.replanning.make_now(asked, cluster) if known is None else MadePlan(known)
         self.replanning.drop()
-        self.runtime.variants.go_by(dict(asked.conditions.rates))
+        self.runtime.variants.set_rates(dict(asked.conditions.rates))
         return self._adopt(asked, made)
 
-    def _asked(self, conditions: Conditions) -> Asked:
-        return Asked(conditions, conditions.name, self.runtime.step)
+    def _asked(self, conditions: Conditions) -> PlanRequest:
+        return PlanRequest(conditions, conditions.name, self.runtime.step)
 
     def _known_cluster(self) -> Cluster:
         if self.cluster is None:
@@ -246,7 +254,7 @@ class Adaptation:
             return
         self._adopt(asked, outcome)
 
-    def _is_worth_it(self, asked: Asked, plan: Plan, least_gain: float) -> bool:
+    def _is_worth_it(self, asked: PlanRequest, plan: Plan, least_gain: float) -> bool:
         """Tell whether a plan is faster than the one that runs, which is expected to take what it does by the rates."""
         current, rates = self.runtime.variants[self.runtime.current], dict(asked.conditions.rates)
         if current.plan.predicted is not None and rates and not current.plan.has_program:
@@ -254,13 +262,13 @@ class Adaptation:
             current.expect(expect(current.plan, self.costs, cluster), rates)
         return _gains(plan, current.predicted_seconds, least_gain)
 
-    def _adopt(self, asked: Asked, made: MadePlan) -> str:
+    def _adopt(self, asked: PlanRequest, made: MadePlan) -> str:
         """Give the policy a plan to choose from the next step on; return its variant's name."""
         self.plans[asked.conditions] = made.plan
         rates = dict(asked.conditions.rates)
         name = self._variant_for(rates, made, asked.conditions.name)
         self.tracker.restart()
-        self.changes.append(Replanned(self.runtime.step, rates, name, asked.step, made.seconds))
+        self.changes.append(PlanChange(self.runtime.step, rates, name, asked.step, made.seconds))
         _log.info("%s, planned in %.2g s for rates %s: %s", name, made.seconds, rates, made.plan.summary())
         return name
 
@@ -294,10 +302,10 @@ def _gains(plan: Plan, seconds: float, least_gain: float) -> bool:
     return plan.predicted is not None and plan.predicted.seconds < seconds * (1 - least_gain)
 
 
-def calibrated(cluster: Cluster, normals: Mapping[int, float]) -> Cluster:
+def calibrate_cluster(cluster: Cluster, normals: Mapping[int, float]) -> Cluster:
     """Return the cluster with speeds at which the measured seconds would have been expected."""
     known = [device for device in cluster.devices if device.rank in normals]
-    speeds = snapped([d.flops_per_second / normals[d.rank] for d in known], CALIBRATED_TOLERANCE)
+    speeds = group_speeds([d.flops_per_second / normals[d.rank] for d in known], CALIBRATED_TOLERANCE)
     return cluster.with_speeds({device.rank: speed for device, speed in zip(known, speeds, strict=True)})
 
 

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from hetu_fx.base.device_types import type_of
+from hetu_fx.base.device_types import device_type_record
 from hetu_fx.base.frameworks import torch_optimizer
 from hetu_fx.comm_ops.wire.consensus import StepFacts
-from hetu_fx.switching.step.timer import Clock, clock_of
+from hetu_fx.switching.step.timer import Clock, find_clock
 
 PROBE_SECONDS = 0.1
 PROBE_SHARE = 0.25
@@ -97,14 +97,14 @@ class Probe:
     """A product of two square matrices on a device, again and again."""
 
     def __init__(self, device: torch.device, clock: Clock | None = None) -> None:
-        self._device, self._clock = device, clock or clock_of(device)
+        self._device, self._clock = device, clock or find_clock(device)
         self._operand: torch.Tensor | None = None
 
     @torch.no_grad()
     def seconds(self, budget_seconds: float) -> float:
         """Return the seconds of one product, as measured for so long; four products at least."""
         if self._operand is None:
-            side = type_of(self._device).product_side // _PART
+            side = device_type_record(self._device).product_side // _PART
             self._operand = torch.ones(side, side, device=self._device)
         start, elapsed, count = self._clock.now(), 0.0, 0
         while count == 0 or elapsed < budget_seconds:
@@ -128,7 +128,7 @@ class UpdateTimes:
         self._begun: Any = None
         self._spans: list[tuple[Any, Any]] = []
 
-    def listen_to(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    def time_steps_of(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Time the steps of these from now on, too."""
         for given in optimizers:
             optimizer = torch_optimizer(given)

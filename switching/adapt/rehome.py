@@ -21,10 +21,10 @@ import torch
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.states import Duplicate
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.comm_ops.wire.consensus import StepFacts, by_first, of_all, together
+from hetu_fx.comm_ops.wire.consensus import StepFacts, all_gather_object, broadcast_from_rank0, raise_on_all_ranks
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import PlanError, StateError
-from hetu_fx.plans.homes import homes_near, speeds
+from hetu_fx.plans.homes import choose_homes, speeds
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.adapt.adaptation import Adaptation
 from hetu_fx.switching.migrate.plan import SwitchPlan
@@ -68,7 +68,7 @@ class Rehoming:
             self._take_in(optimizer)
             return self._wanted(home)
 
-        done = self._carry_out(*together(self.runtime.table, wanted), overlap)
+        done = self._carry_out(*raise_on_all_ranks(self.runtime.table, wanted), overlap)
         self.homes_follow = False
         return done
 
@@ -84,7 +84,7 @@ class Rehoming:
     def drain(self, ranks: Sequence[int], optimizer: Optimizers | None = None) -> SwitchPlan:
         """Take devices out of all work and of all homes; see `Handle.drain`."""
         self._learn(optimizer)
-        drained = together(self.runtime.table, lambda: self._drained_with(ranks))
+        drained = raise_on_all_ranks(self.runtime.table, lambda: self._drained_with(ranks))
         return self._change_devices(drained, overlap=False)  # its process may end as soon as this returns
 
     def admit(
@@ -92,13 +92,13 @@ class Rehoming:
     ) -> SwitchPlan:
         """Give drained devices work and homes again; see `Handle.admit`."""
         self._learn(optimizer)
-        drained = together(self.runtime.table, lambda: self._drained_without(ranks))
+        drained = raise_on_all_ranks(self.runtime.table, lambda: self._drained_without(ranks))
         return self._change_devices(drained, overlap)
 
     def drain_on_sigterm(self, optimizer: Optimizers | None = None) -> None:
         """Drain this process's device before the first step after a SIGTERM; see `Handle.drain_on_sigterm`."""
         self._learn(optimizer)
-        together(self.runtime.table, self._listen)
+        raise_on_all_ranks(self.runtime.table, self._listen)
 
     def tell(self) -> dict[str, float]:
         """Say whether this rank asks to be drained."""
@@ -125,7 +125,7 @@ class Rehoming:
 
     def _learn(self, optimizer: Optimizers | None) -> None:
         """Remember optimizers; refuse to go on without knowing of any, as their state would stay behind."""
-        together(self.runtime.table, lambda: self._take_in(optimizer))
+        raise_on_all_ranks(self.runtime.table, lambda: self._take_in(optimizer))
 
     def _take_in(self, optimizer: Optimizers | None) -> None:
         if optimizer is None and not self.is_told:
@@ -173,17 +173,17 @@ class Rehoming:
         runtime = self.runtime
         shapes = {name: tuple(home.shape) for name, home in runtime.homes.items()}
         left = [0.0 if rank in runtime.variants.drained else weight for rank, weight in enumerate(weights)]
-        _check_alike(of_all(runtime.table, (plan.summary(), left)))
+        _check_alike(all_gather_object(runtime.table, (plan.summary(), left)))
 
         def chosen() -> dict[str, Annotation]:
             if not any(left):
                 raise PlanError(f"homes are asked for with shares {list(weights)}, but no device with one is left")
             key = plan, tuple(left)
             if key not in self._chosen:
-                self._chosen[key] = homes_near(plan, runtime.execution.compute_annotations(plan), shapes, left)
+                self._chosen[key] = choose_homes(plan, runtime.execution.compute_annotations(plan), shapes, left)
             return self._chosen[key]
 
-        done = runtime.switch_home(by_first(runtime.table, chosen), self.optimizers, overlap)
+        done = runtime.switch_home(broadcast_from_rank0(runtime.table, chosen), self.optimizers, overlap)
         _log.info("homes are near %s: %s", plan.summary(), done.summary())
         return done
 
@@ -209,7 +209,7 @@ class Rehoming:
         """Plan for the devices that are not drained, and bring homes there; if that fails all is as before."""
         runtime, variants = self.runtime, self.runtime.variants
         with variants.draining(drained):
-            plan = together(runtime.table, self._replanned)
+            plan = raise_on_all_ranks(runtime.table, self._replanned)
             runtime.buffers.sync()
             done = self._carry_out(plan, self.weights, overlap)
         if variants.pinned not in {*variants.usable, None}:
@@ -232,7 +232,7 @@ def _check_alike(asked: Sequence[tuple[str, list[float]]]) -> None:
         raise StateError(f"homes are asked for unlike ({told}); all ranks must do the same")
 
 
-def bring_near(
+def move_homes_near(
     runtime: Runtime, plan: Plan, optimizers: Sequence[torch.optim.Optimizer], lost: Collection[int]
 ) -> SwitchPlan:
     """Bring parameters and all that belongs to them home near a plan; lost devices give nothing. Collective.
@@ -240,11 +240,13 @@ def bring_near(
     Raises StateError, on every rank, where nobody else has what a lost device held.
     """
     table, topology = runtime.table, runtime.table.topology
-    together(table, lambda: _leave_out(TrainingState(runtime.homes, optimizers), lost, table))
+    raise_on_all_ranks(table, lambda: _leave_out(TrainingState(runtime.homes, optimizers), lost, table))
     shapes = {name: tuple(home.shape) for name, home in runtime.homes.items()}
     known = speeds(topology if isinstance(topology, Cluster) else None, table.size)
     weights = [0.0 if rank in lost else speed for rank, speed in enumerate(known)]
-    near = by_first(table, lambda: homes_near(plan, runtime.execution.compute_annotations(plan), shapes, weights))
+    near = broadcast_from_rank0(
+        table, lambda: choose_homes(plan, runtime.execution.compute_annotations(plan), shapes, weights)
+    )
     return runtime.switch_home(near, optimizers, overlap=False)
 
 
@@ -253,11 +255,11 @@ def _leave_out(state: TrainingState, lost: Collection[int], table: GroupTable) -
     for (name, _), tensor in state.tensors.items():
         before = tensor.home_layout.annotation
         if not set(lost).isdisjoint(before.ranks):
-            left = left_of(name, before, lost)
+            left = surviving_home(name, before, lost)
             with_layout(tensor, tensor.local if left.holds(table.rank) else None, left, table)
 
 
-def left_of(name: str, home: Annotation, lost: Collection[int]) -> Annotation:
+def surviving_home(name: str, home: Annotation, lost: Collection[int]) -> Annotation:
     """Return where a tensor is that was at home there, after devices are lost: the groups that have lost none.
 
     Raises StateError where they do not have all of it.

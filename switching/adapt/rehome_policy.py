@@ -16,15 +16,21 @@ from statistics import median
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.comm_ops.wire.consensus import StepFacts, any_of, together
-from hetu_fx.planner.price.step_end import Housed, home_end_seconds, move_seconds, owned_bytes, update_seconds_per_byte
-from hetu_fx.plans.homes import homes_near
+from hetu_fx.comm_ops.wire.consensus import StepFacts, any_rank, raise_on_all_ranks
+from hetu_fx.planner.price.step_end import (
+    ParameterHome,
+    home_end_seconds,
+    move_seconds,
+    owned_bytes,
+    update_seconds_per_byte,
+)
+from hetu_fx.plans.homes import choose_homes
 from hetu_fx.switching.adapt.adaptation import Adaptation
 from hetu_fx.switching.adapt.own_times import UpdateTimes
 from hetu_fx.switching.adapt.rehome import Rehoming
 from hetu_fx.switching.bridge.plan import BridgeEntry
 from hetu_fx.switching.runtime import Runtime
-from hetu_fx.switching.step.timer import clock_of
+from hetu_fx.switching.step.timer import find_clock
 
 _log = logging.getLogger("hetu_fx.home")
 
@@ -73,9 +79,9 @@ class Outlook:
         return f"{gain:.2g} s less of a step of {step:.2g} s, for a move of {self.move_seconds:.2g} s"
 
 
-def housed(entries: Sequence[BridgeEntry]) -> list[Housed]:
+def parameter_homes(entries: Sequence[BridgeEntry]) -> list[ParameterHome]:
     """Return where parameters are at home, and where they are read."""
-    return [Housed(entry.shape, entry.dtype.itemsize, entry.home, entry.compute) for entry in entries]
+    return [ParameterHome(entry.shape, entry.dtype.itemsize, entry.home, entry.compute) for entry in entries]
 
 
 def outlook(
@@ -89,7 +95,7 @@ def outlook(
 
     `updates` are the seconds that devices took for an update with homes as they are, as far as they are known.
     """
-    stay = housed(entries)
+    stay = parameter_homes(entries)
     follow = [replace(one, home=targets[entry.name]) for one, entry in zip(stay, entries, strict=True)]
     moved = [replace(one, read=targets[entry.name]) for one, entry in zip(stay, entries, strict=True)]
     per_byte = update_seconds_per_byte(updates, owned_bytes(stay), cluster)
@@ -113,7 +119,7 @@ class HomesFollow:
         self._due_after: int | None = None
         self._stay_until = 0
         self._has_told = False
-        self._times = UpdateTimes(clock_of(next(runtime.model.parameters()).device))
+        self._times = UpdateTimes(find_clock(next(runtime.model.parameters()).device))
         self._updates: dict[int, deque[float]] = {}
         self._events_seen = 0
         self._changes = 0
@@ -125,7 +131,7 @@ class HomesFollow:
         """
         if self.runtime.table.size == 1:
             return {}
-        self._times.listen_to(self.rehoming.optimizers)
+        self._times.time_steps_of(self.rehoming.optimizers)
         return {"update_seconds": self._times.taken()}
 
     def observe(self, facts: StepFacts) -> None:
@@ -171,7 +177,7 @@ class HomesFollow:
 
     def _must_wait(self) -> bool:
         """Tell whether a rank awaits a backward, or keeps nothing that tells where the plan reads; collective."""
-        return any(any_of(self.runtime.table, [self.runtime.awaits_backward, not self._entries]))
+        return any(any_rank(self.runtime.table, [self.runtime.awaits_backward, not self._entries]))
 
     @property
     def _entries(self) -> tuple[BridgeEntry, ...]:
@@ -179,7 +185,7 @@ class HomesFollow:
 
     def _decide(self) -> None:
         runtime = self.runtime
-        targets, expected = together(runtime.table, self._expected)
+        targets, expected = raise_on_all_ranks(runtime.table, self._expected)
         if not expected.pays:
             _log.info("homes stay where they are: %s", expected)
             return
@@ -194,7 +200,7 @@ class HomesFollow:
         variant = self.runtime.variants[self.runtime.current]
         homes, read = self.runtime.homes, {entry.name: entry.compute for entry in self._entries}
         shapes = {name: tuple(home.shape) for name, home in homes.items()}
-        targets = homes_near(variant.plan, read, shapes, self.rehoming.weights)
+        targets = choose_homes(variant.plan, read, shapes, self.rehoming.weights)
         updates = {rank: median(seconds) for rank, seconds in self._updates.items()}
         return targets, outlook(self._entries, targets, variant.predicted_seconds, self._cluster, updates)
 

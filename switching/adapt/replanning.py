@@ -41,11 +41,11 @@ import torch
 from hetu_fx.base.cgroups import own_quota
 from hetu_fx.base.machine import start_time
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.comm_ops.wire.consensus import by_first
+from hetu_fx.comm_ops.wire.consensus import broadcast_from_rank0
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import CommError, HetuFxError, StateError
 from hetu_fx.plans.plan import Plan
-from hetu_fx.switching.adapt.tried import Tried, TriedPlans
+from hetu_fx.switching.adapt.tried import TrialResult, TriedPlans
 from hetu_fx.switching.variants import Variants
 
 Planner = Callable[[Cluster, str], Plan]
@@ -59,11 +59,11 @@ class MadePlan:
     plan: Plan
     seconds: float = 0.0
     deduced: bytes | None = None
-    tried: Tried | None = None
+    tried: TrialResult | None = None
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """A plan that is wanted: for what, under which name, and before which step it was asked for.
 
     `least_gain` is the share by which it must be faster than what runs, None where it is taken in any case.
@@ -75,7 +75,9 @@ class Asked:
     least_gain: float | None = None
 
 
-_Wanted = tuple[Asked, Cluster, Collection[Plan]]  # a plan, for a cluster; the compute layouts that are known before
+_Wanted = tuple[
+    PlanRequest, Cluster, Collection[Plan]
+]  # a plan, for a cluster; the compute layouts that are known before
 
 
 class Replanning:
@@ -90,7 +92,7 @@ class Replanning:
 
     def __init__(self, table: GroupTable, planner: Planner, variants: Variants, tried: TriedPlans) -> None:
         self.table, self.planner, self.variants, self.tried = table, planner, variants, tried
-        self.asked: Asked | None = None
+        self.asked: PlanRequest | None = None
         self._background: Background[_Wanted, MadePlan] | None = None
 
     def begin(self) -> None:
@@ -109,7 +111,7 @@ class Replanning:
         """Tell whether this rank has made the plan."""
         return self.asked is not None and self._background is not None and self._background.is_done
 
-    def ask(self, asked: Asked, cluster: Cluster) -> None:
+    def ask(self, asked: PlanRequest, cluster: Cluster) -> None:
         """Begin to make a plan, in place of one for other conditions that is being made."""
         if self.asked is not None and self.asked.conditions.distance(asked.conditions) < NEAR:
             return
@@ -125,12 +127,12 @@ class Replanning:
             self.end()
         self.asked = None
 
-    def take(self) -> tuple[Asked, MadePlan | HetuFxError]:
+    def take(self) -> tuple[PlanRequest, MadePlan | HetuFxError]:
         """Return the plan that is ready, or what went wrong, on every rank; collective."""
         assert self.asked is not None, "facts say that a plan is ready which nobody has asked for"
         asked, self.asked = self.asked, None
         try:
-            made = by_first(self.table, self._result)
+            made = broadcast_from_rank0(self.table, self._result)
         except CommError:
             raise
         except HetuFxError as error:
@@ -138,10 +140,10 @@ class Replanning:
         self._note(made)
         return asked, made
 
-    def make_now(self, asked: Asked, cluster: Cluster) -> MadePlan:
+    def make_now(self, asked: PlanRequest, cluster: Cluster) -> MadePlan:
         """Make a plan while all ranks wait; collective. Raises on every rank what went wrong."""
         self.drop()
-        made = by_first(self.table, lambda: self._made((asked, cluster, self.variants.layouts())))
+        made = broadcast_from_rank0(self.table, lambda: self._made((asked, cluster, self.variants.layouts())))
         self._note(made)
         return made
 
@@ -154,7 +156,7 @@ class Replanning:
         devices = cluster.without(tuple(asked.conditions.drained)).with_rates(dict(asked.conditions.rates))
         plan = self.planner(devices, asked.name)
         seconds = perf_counter() - start
-        return MadePlan(plan, seconds, self.variants.deduced(plan, layouts), self.tried.ask_here(plan))
+        return MadePlan(plan, seconds, self.variants.deduced(plan, layouts), self.tried.try_on_this_rank(plan))
 
     def _result(self) -> MadePlan:
         assert self._background is not None, "rank 0 makes plans"
@@ -302,7 +304,7 @@ def _serve(answer: Callable[[Any], Any], connection: Connection[Any, Any], paren
         while True:
             question = connection.recv()
             quota = own_quota()
-            with nullcontext() if quota is None else kept_to(quota * _SHARE_OF_QUOTA):
+            with nullcontext() if quota is None else limit_cores(quota * _SHARE_OF_QUOTA):
                 told = _outcome(answer, question)
             connection.send_bytes(told)
     finally:
@@ -324,7 +326,7 @@ def _leave_alone(connection: int, parent: int) -> None:
 
 
 @contextmanager
-def kept_to(cores: float) -> Iterator[None]:
+def limit_cores(cores: float) -> Iterator[None]:
     """Let this process run on so many cores at most meanwhile: it sleeps whenever it has run ahead of them.
 
     A call that does not come back to the interpreter is not interrupted; the sleep after it is longer by as much.

@@ -25,8 +25,8 @@ from hetu_fx.comm_ops.wire.collectives import Exchange
 from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import StateError
-from hetu_fx.switching.bridge.message import Arrivals, Cuts, MessageRun, cuts_of, narrowed
-from hetu_fx.switching.bridge.plan import BridgeBucket, BridgeEntry, BridgePlan, boxes_of, plan_bridge
+from hetu_fx.switching.bridge.message import Arrivals, Cuts, MessageRun, box_cuts, view_box
+from hetu_fx.switching.bridge.plan import BridgeBucket, BridgeEntry, BridgePlan, plan_bridge, slice_boxes
 from hetu_fx.switching.home.layout import LocalPart
 
 __all__ = ["Bridge", "BridgeBucket", "BridgeEntry", "BridgePlan", "Reduction", "plan_bridge"]
@@ -266,9 +266,9 @@ class BucketRun:
             box
             for part in finest_slices(Transition(move.source, move.target, move.shape))
             if rank in part.receivers and any(len(copy) == 1 and rank in copy[0] for copy in part.owners)
-            for box in boxes_of(part)
+            for box in slice_boxes(part)
         ]
-        return [(cuts_of(self.sources[name], box), cuts_of(self.targets[name], box)) for box in boxes]
+        return [(box_cuts(self.sources[name], box), box_cuts(self.targets[name], box)) for box in boxes]
 
     def meet(self, device: torch.device) -> None:
         """Make the process groups of the messages; collective over the ranks of each, in the order of all buckets."""
@@ -276,7 +276,7 @@ class BucketRun:
             on_host = self._place(message, device) == HOST
             message.meet(self.table, self.dtype.itemsize, on_host=on_host)
 
-    def at_home(self, tensors: Mapping[str, Tensor | None], device: torch.device) -> AtHome:
+    def at_home(self, tensors: Mapping[str, Tensor | None], device: torch.device) -> NoCommBucket:
         """Return the tensors of a bucket that `stays`: all are where they are wanted.
 
         Gradients are taken as they are: autograd gives them the shape and the dtype of the leaves that they are of.
@@ -288,7 +288,9 @@ class BucketRun:
         if missing:
             arrivals = Arrivals(self.targets, self.dtype, device)
             values.update((name, arrivals.make(name).zero_()) for name in missing)
-        return AtHome(self._nothing(device) | {name: value for name, value in values.items() if value is not None})
+        return NoCommBucket(
+            self._nothing(device) | {name: value for name, value in values.items() if value is not None}
+        )
 
     @cached_property
     def _stay(self) -> list[str]:
@@ -319,7 +321,7 @@ class BucketRun:
 
     def _place(self, message: MessageRun, device: torch.device) -> torch.device:
         """Return where the buffer of a message stands."""
-        return HOST if self.table.staged(device, message.lane.ranks) else device
+        return HOST if self.table.is_staged(device, message.lane.ranks) else device
 
     def _value(self, name: str, tensor: Tensor | None) -> Tensor | None:
         place = self.sources[name]
@@ -341,11 +343,11 @@ class BucketRun:
             value = values[name]
             arrivals.tensors[name] = arrivals.make(name).zero_() if value is None else value
         for name, source, target in self.copied:
-            value, result = values[name], narrowed(arrivals.make(name), target)
+            value, result = values[name], view_box(arrivals.make(name), target)
             if value is None:
                 result.zero_()
             else:
-                result.copy_(narrowed(value, source))
+                result.copy_(view_box(value, source))
 
     def move(self, values: Mapping[str, Tensor | None], arrivals: Arrivals) -> None:
         """Bring over what goes by batched send-receive."""
@@ -363,7 +365,7 @@ class BucketRun:
 
 
 @dataclass(slots=True)
-class AtHome:
+class NoCommBucket:
     """A bucket of which nothing travels."""
 
     tensors: dict[str, Tensor]
@@ -395,5 +397,5 @@ class BucketUnderWay:
         return {name: arrivals.make(name) for name in self.run.wanted}
 
 
-Handle = AtHome | BucketUnderWay
+Handle = NoCommBucket | BucketUnderWay
 """A bucket that was started."""

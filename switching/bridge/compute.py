@@ -20,7 +20,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.plans.plan import Pipeline, Plan
 from hetu_fx.plans.schedule import cuts_backwards
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
-from hetu_fx.switching.home.ops import pieces_of
+from hetu_fx.switching.home.ops import own_pieces
 
 
 def compute_layout(plan: Plan) -> Plan:
@@ -63,7 +63,7 @@ class Compute:
 
     def gather(self, bridge: Bridge) -> dict[str, Tensor]:
         """Return this rank's compute parameters; collective unless home has not changed since the last call."""
-        pieces = pieces_of(self.homes)
+        pieces = own_pieces(self.homes)
         is_known = self._lasts_for is bridge and len(pieces) == len(self._held)
         if is_known and all(map(is_, pieces.values(), self._held)):
             return dict(self._gathered[1])
@@ -103,7 +103,7 @@ class Compute:
         state = self._gathered[0]
         return () if state is None else state[0].plan.entries
 
-    def bridge_between(self, entries: Sequence[BridgeEntry]) -> Bridge:
+    def find_bridge(self, entries: Sequence[BridgeEntry]) -> Bridge:
         """Return the bridge of some entries; made once per home layout, which the entries tell."""
         key = tuple(entries)
         if key not in self._bridges:
@@ -127,7 +127,7 @@ class Compute:
     def has_stale_copies(self) -> bool:
         """Tell whether copies are kept that the next gather would replace; the same on all ranks."""
         state = self._gathered[0]
-        return state is not None and state[1] != self._state(state[0], pieces_of(self.homes))
+        return state is not None and state[1] != self._state(state[0], own_pieces(self.homes))
 
     @property
     def has_graphs(self) -> bool:
@@ -137,7 +137,7 @@ class Compute:
     @property
     def copy_bytes(self) -> int:
         """Return what this rank's copies take besides the homes, with which they may share memory."""
-        return bytes_besides(self._gathered[1].values(), pieces_of(self.homes).values())
+        return bytes_besides(self._gathered[1].values(), own_pieces(self.homes).values())
 
     @property
     def graph_bytes(self) -> int:

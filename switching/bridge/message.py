@@ -19,11 +19,11 @@ from hetu_fx.comm_ops.wire.flat import Flat, is_dense
 from hetu_fx.comm_ops.wire.groups import GroupTable, active
 from hetu_fx.comm_ops.wire.peers.exchanges import (
     Act,
-    gather_pieces_here,
-    gather_segments_here,
-    start_here,
-    sum_all_here,
-    sum_segments_here,
+    gather_pieces,
+    run_gather_segments,
+    run_sum_all,
+    run_sum_segments,
+    start_exchange,
 )
 from hetu_fx.comm_ops.wire.peers.memory import peers_worth_reading
 from hetu_fx.comm_ops.wire.two_level import (
@@ -38,13 +38,13 @@ from hetu_fx.switching.home.layout import LocalPart, to_local
 Cuts = tuple[tuple[int, int, int], ...]  # dim, start, length
 
 
-def cuts_of(part: LocalPart, box: Box) -> Cuts:
+def box_cuts(part: LocalPart, box: Box) -> Cuts:
     """Say which dims of a rank's part have to be narrowed to see a global box in it."""
     bounds = enumerate(to_local(box, part.region).bounds)
     return tuple((d, start, stop - start) for d, (start, stop) in bounds if stop - start != part.local_shape[d])
 
 
-def narrowed(tensor: Tensor, cuts: Cuts) -> Tensor:
+def view_box(tensor: Tensor, cuts: Cuts) -> Tensor:
     """View a box of a dense tensor."""
     for dim, start, length in cuts:
         tensor = tensor.narrow(dim, start, length)
@@ -70,9 +70,9 @@ _LEVELS = {
 
 # And how they go where ranks read each other's memory.
 _READING: Mapping[RouteKind, Act] = {
-    RouteKind.SUM: sum_all_here,
-    RouteKind.SCATTER: sum_segments_here,
-    RouteKind.GATHER: gather_segments_here,
+    RouteKind.SUM: run_sum_all,
+    RouteKind.SCATTER: run_sum_segments,
+    RouteKind.GATHER: run_gather_segments,
 }
 
 
@@ -133,7 +133,7 @@ class MessageRun:
         """Return a part in one dim; a view of a box has strides."""
         if value is None or not self.gives:
             return empty.new_zeros(slot.numel)
-        return narrowed(value, slot.cuts).reshape(-1).to(empty.device)
+        return view_box(value, slot.cuts).reshape(-1).to(empty.device)
 
     def meet(self, table: GroupTable, itemsize: int, *, on_host: bool) -> None:
         """Make the message's process group, if it is not there yet; collective over its ranks."""
@@ -169,11 +169,11 @@ class MessageRun:
         if peers is None:
             return None
         pieces = [Flat.of(self._piece(slot, values.get(slot.name), empty)) for slot in self.packed]
-        targets = [narrowed(arrivals.make(slot.name), slot.cuts) for slot in self.unpacked]
+        targets = [view_box(arrivals.make(slot.name), slot.cuts) for slot in self.unpacked]
         rooms = [x if is_dense(x) else torch.empty(x.shape, dtype=x.dtype) for x in targets]
         given = list(zip(map(Flat.over, rooms), self.givers, strict=True))
         by_rank = {rank: [x for x, giver in given if giver == rank] for rank in ranks}
-        exchange = gather_pieces_here(pieces, by_rank, self.sizes, ranks, self.tag, table, peers)
+        exchange = gather_pieces(pieces, by_rank, self.sizes, ranks, self.tag, table, peers)
         strided = [(x, room) for x, room in zip(targets, rooms, strict=True) if room is not x]
         return exchange.then(partial(_fill, strided)) if strided else exchange
 
@@ -184,7 +184,7 @@ class MessageRun:
             return start_in_levels(_LEVELS[self.lane.kind], buffer, self.sizes, self.lane.ranks, self.algorithm)
         if peers := peers_worth_reading(num_bytes, self.lane.ranks, table, on_host=on_host):
             act = _READING[self.lane.kind]
-            return start_here(act, buffer, self.sizes, self.lane.ranks, self.tag, table, peers)
+            return start_exchange(act, buffer, self.sizes, self.lane.ranks, self.tag, table, peers)
         match self.lane.kind:
             case RouteKind.SUM:
                 return sum_all(buffer, self.lane.ranks)
@@ -205,7 +205,7 @@ class MessageRun:
                 arrivals.tensors[slot.name] = parts[slot.position].to(arrivals.device)
             else:
                 sources.append(parts[slot.position])
-                targets.append(narrowed(arrivals.make(slot.name), slot.cuts))
+                targets.append(view_box(arrivals.make(slot.name), slot.cuts))
         if sources:
             foreach_copy(targets, sources)
 
@@ -217,7 +217,7 @@ def _fill(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 def _slots(start: int, parts: Iterable[ParameterBox], places: Mapping[str, LocalPart]) -> list[PackedBox]:
     return [
-        PackedBox(part.name, start + number, part.numel, cuts_of(places[part.name], part.box))
+        PackedBox(part.name, start + number, part.numel, box_cuts(places[part.name], part.box))
         for number, part in enumerate(parts)
     ]
 

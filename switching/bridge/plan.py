@@ -18,7 +18,7 @@ import torch
 from hetu_fx.annotations.annotation import Annotation, Duplicate
 from hetu_fx.annotations.region import Box
 from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES
-from hetu_fx.comm_ops.plans.routes import Route, RouteKind, routes_of
+from hetu_fx.comm_ops.plans.routes import Route, RouteKind, find_routes
 from hetu_fx.comm_ops.plans.slices import Slice, finest_slices
 from hetu_fx.comm_ops.plans.transition import Transition
 from hetu_fx.errors import AnnotationError, StateError
@@ -154,7 +154,7 @@ def _reduce_routes(gradient: Annotation, home: Annotation, shape: Shape) -> Rout
 def _routes(transition: Transition) -> Routes:
     found: list[tuple[BridgeLane, Slice, int | None]] = []
     for part in finest_slices(transition):
-        routes = routes_of(part)
+        routes = find_routes(part)
         if routes is None:
             return None
         found += [(lane, part, owner) for route in routes for lane, owner in _lanes(route)]
@@ -202,13 +202,13 @@ def _bucket(entries: Sequence[BridgeEntry], routes_of: Callable[[BridgeEntry], R
             moved.append(entry.name)
             continue
         for lane, piece, owner in routes:
-            parts.setdefault(lane, []).extend(ParameterBox(entry.name, box, owner) for box in boxes_of(piece))
+            parts.setdefault(lane, []).extend(ParameterBox(entry.name, box, owner) for box in slice_boxes(piece))
     messages = tuple(_message(lane, parts[lane]) for lane in sorted(parts))
     names = tuple(entry.name for entry in entries)
     return BridgeBucket(names, entries[0].dtype, messages, tuple(moved))
 
 
-def boxes_of(piece: Slice) -> tuple[Box, ...]:
+def slice_boxes(piece: Slice) -> tuple[Box, ...]:
     """List the boxes of a slice, in row-major order."""
     return tuple(Box(bounds) for bounds in itertools.product(*piece.dims))
 

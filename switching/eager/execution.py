@@ -15,7 +15,7 @@ from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial
 from hetu_fx.base.dtypes import is_real
 from hetu_fx.base.words import bytes_text
 from hetu_fx.comm_ops.plans.cost import Topology
-from hetu_fx.comm_ops.wire.consensus import any_of
+from hetu_fx.comm_ops.wire.consensus import any_rank
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.objects.messages import broadcast
 from hetu_fx.errors import PlanError, StateError
@@ -43,12 +43,12 @@ from hetu_fx.switching.eager.module import (
 )
 from hetu_fx.switching.eager.random_numbers import RandomNumbers
 from hetu_fx.switching.eager.row_mode import NOT_KNOWN, RowMode
-from hetu_fx.switching.home.ops import layout_of
+from hetu_fx.switching.home.ops import get_home_layout
 from hetu_fx.switching.step.batches import same_inputs
 from hetu_fx.switching.step.execution import LossAndOutput, Reading, StepInputs, check_takes_any_row
 from hetu_fx.switching.step.frame import StepFrame, ValueRoute, share_of_loss
 from hetu_fx.switching.step.rows import rows_for_pipeline
-from hetu_fx.switching.step.used import Used
+from hetu_fx.switching.step.used import GradientUse
 from hetu_fx.switching.step.variant import Variant
 
 _BY_ROWS_TEXT = (
@@ -99,7 +99,7 @@ class EagerVariant(Variant):
     def _made(self) -> Bridge:
         self._dtypes = self._dtypes_of_homes()
         with self.first_use.making():
-            return self.compute.bridge_between([self._entry(name, home) for name, home in self.homes.items()])
+            return self.compute.find_bridge([self._entry(name, home) for name, home in self.homes.items()])
 
     def _entry(self, name: str, home: nn.Parameter) -> BridgeEntry:
         """Every replica reads a copy, and has a summand of the gradient; all of it where it has run all rows."""
@@ -107,7 +107,7 @@ class EagerVariant(Variant):
         summands = Annotation.on(self.plan.devices, Partial(len(self.plan.devices)))
         gradient = copies if self.repeats_rows else summands
         trained = name in self.trained
-        at_home = layout_of(home).annotation
+        at_home = get_home_layout(home).annotation
         return BridgeEntry(name, tuple(home.shape), home.dtype, at_home, copies, gradient if trained else copies)
 
     def used_anywhere(self, names: Collection[str]) -> tuple[str, ...]:
@@ -116,7 +116,7 @@ class EagerVariant(Variant):
         A module may leave out parts of itself in some steps.
         """
         trained = list(self.trained)
-        flags = any_of(self.table, [name in names for name in trained])
+        flags = any_rank(self.table, [name in names for name in trained])
         return tuple(name for name, is_used in zip(trained, flags, strict=True) if is_used)
 
 
@@ -296,7 +296,7 @@ class _EagerStep(StepFrame):
         parameters = self.parameters(self.variant.bridge)
         if self.trains and not self.is_direct:
             variant = self.variant  # what a collector has must not lead back to the step, which has the collector
-            used = Used(lambda here, _: variant.used_anywhere(here))
+            used = GradientUse(lambda here, _: variant.used_anywhere(here))
             collector = self.collector(self.variant.bridge, parameters, overlaps=True, used=used)
             collector.listen()
             parameters = collector.leaves
@@ -310,7 +310,7 @@ class _EagerStep(StepFrame):
         routes = self._routes(forms, form)
         local = self._local_loss(form, made) if form.loss_name else None
         pieces, local = self.outside({} if made is None else made.values, routes, local)
-        values = self.hand_out(routes, pieces, has_work=made is not None)
+        values = self.own_outputs(routes, pieces, has_work=made is not None)
         tree = form.tree if values else loss_alone(form.tree, form.loss_name)
         if local is None:
             return LossAndOutput(None, unflatten(tree, values))

@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from hetu_fx.annotations.annotation import Sharding
 from hetu_fx.base.dtypes import is_real
-from hetu_fx.comm_ops.wire.consensus import LocalFacts, of_all
+from hetu_fx.comm_ops.wire.consensus import LocalFacts, all_gather_object
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import BatchError, StateError
 from hetu_fx.graph.bind import Batch, GivenBatch, LossCall, as_call
@@ -40,9 +40,9 @@ from hetu_fx.graph.containers import (
     walk,
     without_opaque,
 )
-from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, count_rows, row_dims_of, with_rows
+from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, count_rows, find_row_dims, with_rows
 from hetu_fx.plans.plan import Plan
-from hetu_fx.program.batch import batch_of, form_of
+from hetu_fx.program.batch import batch_form, batch_from_call
 from hetu_fx.program.structure import Structure, told_hook
 from hetu_fx.program.tracer import Forward
 from hetu_fx.switching.step.batches import longest_side, needing_gradients, sizes_besides_rows
@@ -137,7 +137,7 @@ class EagerModule:
         """
         if not self.structure.holds():
             self.structure = Structure(self.model)
-        given = GivenBatch.of(batch_of(self.signature, args, kwargs))
+        given = GivenBatch.of(batch_from_call(self.signature, args, kwargs))
         given.check_no_objects()
         tree, tensors = given.tree, given.tensors
         dims = self._row_dims(tensors)
@@ -146,7 +146,7 @@ class EagerModule:
         facts = LocalFacts(
             rows=count_rows(tensors, dims),
             # All ranks must cut the same inputs by rows.
-            signature=f"{form_of(given, training)} state {self.structure.digest} rows of {dims} "
+            signature=f"{batch_form(given, training)} state {self.structure.digest} rows of {dims} "
             f"gradients of {needing}{self._told}",
             sizes=tuple(sizes.values()),
             size_names=tuple(sizes),
@@ -158,7 +158,7 @@ class EagerModule:
     def _row_dims(self, tensors: Mapping[str, Tensor]) -> RowDims:
         """Return the dims that count rows, as they were found when an input was first seen."""
         if tensors.keys() - self._known.keys():
-            found = row_dims_of(tensors, self._asked)
+            found = find_row_dims(tensors, self._asked)
             self._known = {name: found.get(name) for name in tensors} | self._known
         dims = {name: dim for name in sorted(tensors) if (dim := self._known[name]) is not None}
         lost = [name for name, dim in dims.items() if tensors[name].dim() <= dim]
@@ -327,7 +327,7 @@ def tell(table: GroupTable, mine: OutputForm | Exception | None) -> dict[int, Ou
         Exception: this rank's own.
         StateError: another rank failed, or its output cannot be told; on all other ranks.
     """
-    everyone = of_all(table, f"{type(mine).__name__}: {mine}" if isinstance(mine, Exception) else mine)
+    everyone = all_gather_object(table, f"{type(mine).__name__}: {mine}" if isinstance(mine, Exception) else mine)
     if isinstance(mine, Exception):
         raise mine
     failed = [f"rank {rank}: {told}" for rank, told in enumerate(everyone) if isinstance(told, str)]

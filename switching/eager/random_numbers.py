@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hetu_fx.base.device_types import HOST, type_of
+from hetu_fx.base.device_types import HOST, device_type_record
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class RandomNumbers:
     @classmethod
     def of(cls, device: torch.device) -> RandomNumbers:
         """Return the states now, on a rank that computes on this device."""
-        kinds = {kind.name: kind for kind in (type_of(HOST), type_of(device))}
+        kinds = {kind.name: kind for kind in (device_type_record(HOST), device_type_record(device))}
         found = {name: kind.random_state() for name, kind in kinds.items()}
         states = {name: bytes(state.tolist()) for name, state in found.items() if state is not None}
         return cls(states, random.getstate(), _of_numpy())
 
     def draw_next(self, device: torch.device) -> None:
         """Let this rank's generators go on from these states, as far as it has such ones."""
-        for kind in {kind.name: kind for kind in (type_of(HOST), type_of(device))}.values():
+        for kind in {kind.name: kind for kind in (device_type_record(HOST), device_type_record(device))}.values():
             if kind.name in self.generators:
                 kind.set_random_state(torch.tensor(list(self.generators[kind.name]), dtype=torch.uint8))
         random.setstate(self.python)

@@ -162,14 +162,14 @@ def _give_back(func: Any, result: Any, first: HomeTensor, owners: dict[int, tupl
     return result
 
 
-def named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def named_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of an op by the names in its schema."""
     return dict(zip(names_in_order(func), args, strict=False)) | kwargs
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """List the arguments that the op's schema says it writes."""
-    values = named(func, args, kwargs)
+    values = named_arguments(func, args, kwargs)
     return [values[name] for name in written_names(func) if name in values]
 
 

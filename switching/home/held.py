@@ -14,7 +14,7 @@ from hetu_fx.base.torch_private import version
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.journal import journal
 from hetu_fx.switching.home.layout import HomeLayout
-from hetu_fx.switching.home.stepped import numbered
+from hetu_fx.switching.home.stepped import numbered_optimizers
 from hetu_fx.switching.home.tensor import HomeTensor, Read, wrap
 
 JOINT = "read by all ranks"
@@ -84,7 +84,7 @@ class Readings:
         self._kept.clear()
 
 
-def part_of(local: Tensor, layout: HomeLayout) -> Tensor:
+def host_part(local: Tensor, layout: HomeLayout) -> Tensor:
     """Return the elements that this rank counts in host memory, in the order of its chunks."""
     pieces = [local[index(place)].reshape(-1) for _, place in layout.counted_chunks]
     return torch.cat(pieces).cpu() if pieces else local.new_empty(0, device="cpu")
@@ -156,7 +156,11 @@ class Names:
         if len(key) == 1:
             return [Readable.home(self.homes[key[0]])]
         name, number, state = key
-        found = [one.state.get(self._parameters[name], {}).get(state) for one, its in numbered() if its == int(number)]
+        found = [
+            one.state.get(self._parameters[name], {}).get(state)
+            for one, its in numbered_optimizers()
+            if its == int(number)
+        ]
         return [Readable.home(tensor) for tensor in found if isinstance(tensor, HomeTensor)]
 
     def after(self, key: Key, writes: int, layout: str) -> HomeTensor | None:
@@ -180,7 +184,7 @@ class Names:
     def _named(self) -> Iterator[tuple[Key, HomeTensor]]:
         for name, home in self.homes.items():
             yield (name,), home
-            for optimizer, number in numbered():
+            for optimizer, number in numbered_optimizers():
                 for key, value in list(optimizer.state.get(self._parameters[name], {}).items()):  # threads ask too
                     if isinstance(value, HomeTensor):
                         yield (name, str(number), str(key)), value

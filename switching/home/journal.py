@@ -27,7 +27,7 @@ Rates = tuple[tuple[tuple[str, tuple[float, ...]], ...], ...]
 """Of one step, by group of parameters: the numbers that the optimizer goes by, by name."""
 
 SIGN = "sign_of_written"
-"""At a piece: the `Signed` of the whole value that was written there last, until ranks have compared."""
+"""At a piece: the `PendingSign` of the whole value that was written there last, until ranks have compared."""
 
 _MOST_ELEMENTS = 1 << 18  # of a large tensor that a sign looks at
 _ROUND = "journal_round"
@@ -56,14 +56,14 @@ class Sign(NamedTuple):
         return all(math.isclose(one, like, rel_tol=0, abs_tol=tolerance) for one, like in pairs)
 
 
-class Signed(NamedTuple):
+class PendingSign(NamedTuple):
     """A sign that may still be computed, where the value is: reading it waits."""
 
     numbers: Tensor
     eps: float
 
     @classmethod
-    def of(cls, whole: Tensor) -> Signed:
+    def of(cls, whole: Tensor) -> PendingSign:
         """Begin to compute the sign of a whole value."""
         flat = (whole if whole.layout == torch.strided else whole.to_dense()).detach().reshape(-1)
         flat = flat[:: max(1, -(-flat.numel() // _MOST_ELEMENTS))]
@@ -113,7 +113,7 @@ class Journal:
     def __init__(self) -> None:
         self.tensors = 0
         self.numbers: Log[float] = Log()
-        self.values: Log[Signed] = Log()
+        self.values: Log[PendingSign] = Log()
         self.steps: Log[Rates] = Log()
         self.swaps = 0
         self.writing: list[Any] = []
@@ -167,7 +167,7 @@ class Journal:
 
     def write_value(self, piece: Tensor, whole: Tensor) -> None:
         """Note, here and at the piece, that a whole plain value was written, of which this piece is the rank's part."""
-        vars(piece)[SIGN] = signed = Signed.of(whole)
+        vars(piece)[SIGN] = signed = PendingSign.of(whole)
         self.values.note(signed)
 
     def note_copy(self, source: Tensor, source_piece: Tensor, piece: Tensor, layout: HomeLayout) -> None:

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 
 from hetu_fx.annotations.annotation import Annotation, Shape
-from hetu_fx.annotations.local import index, read
+from hetu_fx.annotations.local import index, take_slice
 from hetu_fx.annotations.region import Box, Intervals, Region, select
 from hetu_fx.comm_ops.plans.slices import locate
 from hetu_fx.errors import AnnotationError
@@ -127,7 +127,7 @@ class HomeLayout(LocalPart):
             return full
         if not self.shape or 0 in self.local_shape:
             return full.new_empty(self.local_shape)
-        return read(full, self.region.dims)
+        return take_slice(full, self.region.dims)
 
 
 @lru_cache(maxsize=65536)

@@ -17,10 +17,10 @@ from hetu_fx.base.torch_private import is_parameter, version
 from hetu_fx.errors import StateError
 
 _shared: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by piece: its version, and a reference to the whole
-_kept_by_long_lived: WeakValueDictionary[int, AsksForWhole] = WeakValueDictionary()
+_kept_by_long_lived: WeakValueDictionary[int, LazyFullTensor] = WeakValueDictionary()
 
 
-class AsksForWhole(torch.Tensor):
+class LazyFullTensor(torch.Tensor):
     """A tensor of which this rank has a piece only, to those who ask for memory: they get that of the whole."""
 
     local: torch.Tensor
@@ -111,7 +111,7 @@ class AsksForWhole(torch.Tensor):
         return plain.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
 
-def let_go_of_wholes() -> None:
+def drop_cached_full_tensors() -> None:
     """Let go of the wholes that were kept for pointers into parameters: those live longer than any pointer is used."""
     if not _kept_by_long_lived:  # before each step
         return

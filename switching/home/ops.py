@@ -342,7 +342,7 @@ for place in TYPES_OF_LIST_KERNELS:
 _ALONE = Annotation.on((0,))
 
 
-def layout_of(home: torch.Tensor) -> HomeLayout:
+def get_home_layout(home: torch.Tensor) -> HomeLayout:
     """Return the layout of a home parameter; that of a plain one is all of it, on a rank alone."""
     return home.home_layout if isinstance(home, HomeTensor) else home_layout(_ALONE, tuple(home.shape), 0, 1)
 
@@ -355,7 +355,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, HomeTensor) else tensor
 
 
-def pieces_of(homes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def own_pieces(homes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return this rank's pieces of home parameters; those of plain ones share their memory, and their versions."""
     if set(map(type, homes.values())) <= {HomeTensor}:
         return dict(zip(homes, map(local_of, homes.values()), strict=True))

@@ -27,7 +27,7 @@ from hetu_fx.comm_ops.wire.bsr_run import run_moves
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.layout import HomeLayout
-from hetu_fx.switching.home.ops import HomeTensor, layout_of
+from hetu_fx.switching.home.ops import HomeTensor, get_home_layout
 
 
 def move_home(model: nn.Module, layouts: Mapping[str, HomeLayout], table: GroupTable) -> dict[str, nn.Parameter]:
@@ -111,7 +111,7 @@ def move_optimizer_state(
                 state[key] = HomeTensor.from_full(value, layouts[name])
 
 
-def check_assigned(model: nn.Module, tensors: Mapping[str, object]) -> None:
+def check_assigned_dtypes(model: nn.Module, tensors: Mapping[str, object]) -> None:
     """Refuse to take over other dtypes from a state dict, as `load_state_dict(..., assign=True)` is to do.
 
     Values and `requires_grad` are what else is taken over; copying does the same, and parameters stay in their homes.
@@ -135,7 +135,7 @@ def cut_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """
     parameters: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
     numbered = {str(number): p for number, p in enumerate(parameters) if isinstance(p, HomeTensor)}
-    move_optimizer_state(optimizer, numbered, {number: layout_of(home) for number, home in numbered.items()})
+    move_optimizer_state(optimizer, numbered, {number: get_home_layout(home) for number, home in numbered.items()})
 
 
 class Buffers:

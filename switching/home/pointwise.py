@@ -21,7 +21,7 @@ from hetu_fx.base.torch_private import (
 )
 from hetu_fx.comm_ops.wire.collectives import reduce_world
 from hetu_fx.errors import StateError
-from hetu_fx.switching.home.gathered import named, run_whole
+from hetu_fx.switching.home.gathered import named_arguments, run_whole
 from hetu_fx.switching.home.journal import journal
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
 from hetu_fx.switching.home.tensor import (
@@ -257,7 +257,7 @@ def _run_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     A position whose written tensor is plain runs whole: its home operands are gathered.
     """
-    given, written = named(func, args, kwargs), written_names(func)
+    given, written = named_arguments(func, args, kwargs), written_names(func)
     lists = {name: given[name] for name in lists_of_tensors(func) if given.get(name)}
     alike = _cut_alike(lists)
     layouts, cuts = alike or _cut_by_position(lists, written)

@@ -21,17 +21,17 @@ import torch
 from torch import Tensor, nn
 
 from hetu_fx.annotations.local import index
-from hetu_fx.base.addresses import Contact, addresses_of
+from hetu_fx.base.addresses import Contact, rank_addresses
 from hetu_fx.base.per_rank import PerRank
 from hetu_fx.base.torch_private import version
-from hetu_fx.comm_ops.wire.consensus import of_all, together
+from hetu_fx.comm_ops.wire.consensus import all_gather_object, raise_on_all_ranks
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.comm_ops.wire.one_sided import Caller, Listener, Question, Refused
+from hetu_fx.comm_ops.wire.one_sided import Caller, Listener, Question, ReadRefusal
 from hetu_fx.comm_ops.wire.shutdown import finish_at_exit
 from hetu_fx.errors import CommError, StateError
-from hetu_fx.switching.home.held import JOINT, Key, Names, Readings, dtype_of, is_copy, part_of, why_not
+from hetu_fx.switching.home.held import JOINT, Key, Names, Readings, dtype_of, host_part, is_copy, why_not
 from hetu_fx.switching.home.journal import journal
-from hetu_fx.switching.home.memory import let_go_of_wholes
+from hetu_fx.switching.home.memory import drop_cached_full_tensors
 from hetu_fx.switching.home.ops import PARTS
 from hetu_fx.switching.home.pointwise import CAST, is_pointwise
 from hetu_fx.switching.home.tensor import MADE_OF, OPS, HomeTensor, LoneReads, Read, gather_whole, wrap
@@ -66,10 +66,10 @@ class SharedHomes:
         runs = _runs()
         runs.append(ref(self, runs.remove))
         if self.size > 1:
-            host = addresses_of(of_all(table, together(table, Contact.own)))[self.rank]
+            host = rank_addresses(all_gather_object(table, raise_on_all_ranks(table, Contact.own)))[self.rank]
             self._listener = Listener(_weakly(self._answer), host, most=2 * self.size)
             finalize(self, self._listener.close)
-            self._caller = Caller(of_all(table, self._listener.address), self.seconds + _MARGIN_SECONDS)
+            self._caller = Caller(all_gather_object(table, self._listener.address), self.seconds + _MARGIN_SECONDS)
             finish_at_exit(self)
 
     def know(self, homes: Mapping[str, nn.Parameter]) -> None:
@@ -83,7 +83,7 @@ class SharedHomes:
             StateError: another rank has gone on and written it, or does not ask too for a tensor without a name.
             CommError: another rank has ended, or cannot be reached.
         """
-        own, layout = part_of(home.local, home.home_layout), home.home_layout
+        own, layout = host_part(home.local, home.home_layout), home.home_layout
         joint = (JOINT, str(self._joint), str(tuple(home.shape)), str(home.dtype)), 0, str(layout.annotation)
         read = of or joint, None
         self._read.keep(read, own.clone())
@@ -126,7 +126,7 @@ class SharedHomes:
     def forget(self) -> None:
         """Let go of what was kept for ranks that read later: all have come so far that they have read it."""
         self._read.clear()
-        let_go_of_wholes()
+        drop_cached_full_tensors()
 
     def finish(self) -> None:
         """Answer the others until they leave too, or have asked nothing for long; when the process ends."""
@@ -152,7 +152,7 @@ class SharedHomes:
     def _ask(self, rank: int, reads: Sequence[Read], into: Tensor) -> None:
         try:
             self._caller.ask(rank, {"rank": self.rank, "reads": reads}, into)
-        except Refused as error:
+        except ReadRefusal as error:
             raise StateError(f"rank {rank} does not give its part: {error}") from None
 
     def _answer(self, question: Question) -> Tensor:
@@ -194,7 +194,9 @@ class SharedHomes:
         tensor = self._value(of)
         if tensor is None:
             return None
-        part = part_of(tensor.local, tensor.home_layout) if reduced is None else PARTS[reduced[0]](tensor, *reduced[1:])
+        part = (
+            host_part(tensor.local, tensor.home_layout) if reduced is None else PARTS[reduced[0]](tensor, *reduced[1:])
+        )
         part = part.reshape(-1)
         leaves = list(_leaves(of))
         return part if all(self.names.after(tuple(key), n, layout) is not None for key, n, layout in leaves) else None

@@ -172,12 +172,12 @@ _seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 _numbers = count()
 
 
-def numbered() -> tuple[tuple[Optimizer, int], ...]:
+def numbered_optimizers() -> tuple[tuple[Optimizer, int], ...]:
     """Return all optimizers of home parameters that have been stepped, with their numbers; from any thread."""
     return tuple(_seen.items())
 
 
-def rates_of(optimizer: Optimizer) -> Rates:
+def optimizer_rates(optimizer: Optimizer) -> Rates:
     """Return the numbers that an optimizer goes by now: rates, momenta, decays."""
     return tuple(tuple(_rates(group.items())) for group in optimizer.param_groups)
 
@@ -201,7 +201,7 @@ def _begin(optimizer: Optimizer, *_: object) -> None:
         _seen[optimizer] = next(_numbers)
         optimizer.register_load_state_dict_post_hook(cut_optimizer_state)
         cut_optimizer_state(optimizer)
-    journal().begin_step(rates_of(optimizer) if has_homes else None)
+    journal().begin_step(optimizer_rates(optimizer) if has_homes else None)
     begin_step(optimizer)
 
 

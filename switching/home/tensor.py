@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from hetu_fx.annotations.local import index
-from hetu_fx.base.patches import put_in
+from hetu_fx.base.patches import install_patches
 from hetu_fx.base.torch_private import (
     disabled_torch_function,
     increment_version,
@@ -30,7 +30,7 @@ from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.journal import journal
 from hetu_fx.switching.home.layout import Chunk, HomeLayout
-from hetu_fx.switching.home.memory import AsksForWhole
+from hetu_fx.switching.home.memory import LazyFullTensor
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -86,7 +86,7 @@ class OpTable(dict[Any, Handler]):
 OPS = OpTable()
 
 
-class HomeTensor(AsksForWhole):
+class HomeTensor(LazyFullTensor):
     """A tensor of global shape of which this rank owns `local`, as `home_layout` says.
 
     Point-wise ops and optimizer kernels act on the piece. Sums, means, dots and norms give the global value
@@ -110,7 +110,7 @@ class HomeTensor(AsksForWhole):
                 f"rank {layout.rank} owns a piece of shape {tuple(layout.local_shape)} of a tensor of shape "
                 f"{layout.shape} under {layout.annotation}, got a piece of shape {tuple(local.shape)}"
             )
-        put_in("torch")
+        install_patches("torch")
         return wrap(local.detach(), layout, requires_grad)
 
     @classmethod
@@ -315,7 +315,7 @@ class PiecesWritten:
                     increment_version(tensors)
 
 
-def awaited(like: HomeTensor, wait: Callable[[], None]) -> HomeTensor:
+def make_awaited(like: HomeTensor, wait: Callable[[], None]) -> HomeTensor:
     """Return a tensor like another one that has no piece yet: whoever reads it calls `wait`, which ends in `give`."""
     made: HomeTensor = make_wrapper_subclass(HomeTensor, like.shape, dtype=like.dtype, device=like.device)
     made.wait_for_piece = wait

@@ -21,10 +21,10 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from hetu_fx.base.torch_private import version
-from hetu_fx.comm_ops.wire.consensus import LocalFacts, StepFacts, agree, digest_of, of_all
+from hetu_fx.comm_ops.wire.consensus import LocalFacts, StepFacts, agree, all_gather_object, hash_text
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
-from hetu_fx.switching.home.journal import SIGN, Rates, Sign, Signed, journal
+from hetu_fx.switching.home.journal import SIGN, PendingSign, Rates, Sign, journal
 from hetu_fx.switching.home.parameters import Buffers
 from hetu_fx.switching.home.tensor import HomeTensor
 
@@ -74,7 +74,7 @@ class Writes:
 
     def __init__(self, table: GroupTable, homes: Mapping[str, nn.Parameter], buffers: Buffers) -> None:
         self.table, self._homes, self._buffers = table, homes, buffers
-        self._gradients: dict[str, list[Signed]] = {}
+        self._gradients: dict[str, list[PendingSign]] = {}
         self._nodes: dict[str, Any] = {}
         self.begin()
         self._versions = [0] * len(self._parameters)  # what was written to a copy before its first call counts, and
@@ -95,7 +95,7 @@ class Writes:
         if self.table.size == 1:
             return {}
         parameters, *others = self.written
-        return {"writes": float(digest_of(repr((*parameters.values(), others))))}  # whose names are not worth the time
+        return {"writes": float(hash_text(repr((*parameters.values(), others))))}  # whose names are not worth the time
 
     @property
     def written(self) -> ScriptWrites:
@@ -110,7 +110,7 @@ class Writes:
             dict(zip(self._homes, map(sub, map(version, self._parameters), self._versions), strict=True)),
             {name: count - self._buffers_begun[name] for name, count in counts.items()},
             {name: found.sign for name, found in signed if found is not None},
-            {name: Signed.of(self._buffers.named(name)).sign for name in written},
+            {name: PendingSign.of(self._buffers.named(name)).sign for name in written},
             {name: reduce(Sign.plus, (one.sign for one in found)) for name, found in self._gradients.items()},
             noted.steps.since(steps),
             noted.tensors - tensors,
@@ -131,7 +131,7 @@ class Writes:
             return
         if len(set(facts.writes)) > 1:
             for kind, told in zip(
-                _COMPARISONS, zip(*of_all(self.table, tuple(self.written)), strict=True), strict=True
+                _COMPARISONS, zip(*all_gather_object(self.table, tuple(self.written)), strict=True), strict=True
             ):
                 if problem := kind.problem(told):
                     if not kind.lasts:
@@ -163,7 +163,7 @@ class Writes:
     def _see(self, name: str, gradients: tuple[Any, ...]) -> None:
         for gradient in gradients:
             if gradient is not None and not isinstance(gradient, HomeTensor):
-                self._gradients.setdefault(name, []).append(Signed.of(gradient))
+                self._gradients.setdefault(name, []).append(PendingSign.of(gradient))
 
 
 def _marks() -> tuple[int, int, int, int]:

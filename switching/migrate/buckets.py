@@ -126,7 +126,7 @@ class SwitchBucket:
     @property
     def load(self) -> Load:
         """Count what every rank holds for this bucket beside its state."""
-        return sum(loads_of(self.tensors, self.packed.transfers), Counter())
+        return sum(_transfer_loads(self.tensors, self.packed.transfers), Counter())
 
     def leaving(self, rank: int) -> dict[int, int]:
         """Count the bytes of the message to each receiver, padding included; in the order in which they are packed."""
@@ -142,7 +142,7 @@ class SwitchBucket:
         return max((num_bytes for (what, _), num_bytes in self.load.items() if what in self.transport.rooms), default=0)
 
 
-def loads_of(tensors: Sequence[StateTensor], packed: Sequence[SliceTransfer]) -> list[Load]:
+def _transfer_loads(tensors: Sequence[StateTensor], packed: Sequence[SliceTransfer]) -> list[Load]:
     """Count for each tensor what every rank holds beside its state while the tensor is brought over.
 
     Its new part stands beside the old one until all of it has arrived everywhere, unless it is the old one.
@@ -177,7 +177,7 @@ def peak_bytes(buckets: Sequence[SwitchBucket]) -> Counter[int]:
     return peaks
 
 
-def share_out(
+def fill_buckets(
     tensors: Sequence[StateTensor], transfers: Sequence[SliceTransfer], limit: int, transport: Carrier = Carrier.SENT
 ) -> tuple[SwitchBucket, ...]:
     """Put tensors in buckets that take `limit` bytes of a rank beside its state.
@@ -186,7 +186,7 @@ def share_out(
     largest new part takes nearly the limit or more, a rank takes that, and a fifth of the limit for messages: those
     are cut so that each part of them brings over a part of the bucket.
     """
-    loads = loads_of(tensors, [t for t in transfers if transport.packs(tensors[t.move].move, t)])
+    loads = _transfer_loads(tensors, [t for t in transfers if transport.packs(tensors[t.move].move, t)])
     largest = {
         what: max((n for load in loads for key, n in load.items() if key[0] == what), default=0) for what in USES
     }

@@ -46,7 +46,7 @@ class SliceRead:
         return _moved(self.taken, senders[self.tensors[0]]), _moved(self.placed, own[self.tensors[1]])
 
 
-def runs_of(shape: Sequence[int], where: Sequence[Intervals], itemsize: int) -> Extents:
+def contiguous_runs(shape: Sequence[int], where: Sequence[Intervals], itemsize: int) -> Extents:
     """List the runs of the slice `where` of a dense tensor in row-major order."""
     runs = np.array([[0, itemsize]], dtype=np.int64)
     stride = itemsize
@@ -77,7 +77,7 @@ def in_long_runs(move: TensorMove, transfer: SliceTransfer) -> bool:
     return (runs - 1) * LEAST_RUN_BYTES <= transfer.numel * move.itemsize
 
 
-def reads_of(plan: BsrPlan, rank: int) -> Iterator[SliceRead]:
+def slice_reads(plan: BsrPlan, rank: int) -> Iterator[SliceRead]:
     """List what `rank` reads for a plan, by sender, in portions. What stays where it is is not read."""
     by_sender: dict[int, list[SliceTransfer]] = {}
     for transfer in plan.incoming.get(rank, ()):
@@ -127,7 +127,7 @@ def _sides(move: TensorMove, transfer: SliceTransfer) -> tuple[_Side, _Side]:
 
 @lru_cache(maxsize=128)  # the blocks of a model have slices alike
 def _runs_at(at: Annotation, rank: int, shape: Shape, dims: Dims, itemsize: int) -> Extents:
-    return runs_of(at.region(rank, shape).local_shape, _where(at, rank, shape, dims), itemsize)
+    return contiguous_runs(at.region(rank, shape).local_shape, _where(at, rank, shape, dims), itemsize)
 
 
 @lru_cache(maxsize=4096)
@@ -146,7 +146,7 @@ def _moved(runs: Extents, addresses: Extents) -> Extents:
     return moved
 
 
-def ends_of(extents: Extents) -> Extents:
+def extent_ends(extents: Extents) -> Extents:
     """Count the bytes up to the end of each extent."""
     return np.cumsum(extents[:, 1])
 

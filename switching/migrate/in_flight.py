@@ -20,10 +20,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hetu_fx.base.memory import Log
-from hetu_fx.base.patches import Hook, put_in, register_patch
+from hetu_fx.base.patches import Hook, install_patches, register_patch
 from hetu_fx.base.per_rank import PerRank
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
-from hetu_fx.comm_ops.wire.serial_threads import InTurn, Turn
+from hetu_fx.comm_ops.wire.serial_threads import SerialExecutor, SerialTask
 from hetu_fx.comm_ops.wire.shutdown import finish_at_exit
 from hetu_fx.errors import CommError
 from hetu_fx.switching.home.tensor import HomeTensor, give, wrap
@@ -64,7 +64,7 @@ class _Journey:
 
     plan: SwitchPlan
     pieces: Sequence[tuple[HomeTensor, HomeTensor]]
-    turn: Turn
+    turn: SerialTask
     times: list[float]
 
 
@@ -104,9 +104,9 @@ class InFlightState:
                 times.append(perf_counter())
 
         pieces = [(tensor, stand_ins[key]) for key, tensor in tensors.items()]
-        self._journey = _Journey(plan, pieces, InTurn().start(work), times)
+        self._journey = _Journey(plan, pieces, SerialExecutor().start(work), times)
         _under_way().append(self)
-        put_in("torch")
+        install_patches("torch")
 
     def settle(self) -> None:
         """Wait until nothing is on its way; from any thread.
@@ -126,7 +126,7 @@ class InFlightState:
             _log.warning("rank %d: optimizer state did not arrive at its new home: %s", self.table.rank, error)
             error.__traceback__ = None  # what it holds would keep connections open
 
-    def tell_moved(self, plan: SwitchPlan, seconds: float, why: str = "") -> None:
+    def record_home_change(self, plan: SwitchPlan, seconds: float, why: str = "") -> None:
         """Record a change of home that training has waited for."""
         self.events.note(HomeEvent("moved", self._steps(), plan.now.total_bytes, seconds, seconds, why))
 

@@ -19,23 +19,23 @@ from torch import Tensor
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.comm_ops.wire.bsr_messages import Messages, Room, Rooms, Sending, post
-from hetu_fx.comm_ops.wire.bsr_run import examples_of, new_results, prepare, unpack
-from hetu_fx.comm_ops.wire.consensus import any_of, together
+from hetu_fx.comm_ops.wire.bsr_run import example_slices, new_results, prepare, unpack
+from hetu_fx.comm_ops.wire.consensus import any_rank, raise_on_all_ranks
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import CommError, StateError
 from hetu_fx.switching.home.layout import home_layout
-from hetu_fx.switching.home.ops import HomeTensor, layout_of
+from hetu_fx.switching.home.ops import HomeTensor, get_home_layout
 from hetu_fx.switching.home.parameters import move_optimizer_state
 from hetu_fx.switching.migrate.buckets import ARRIVING, LEAVING, Carrier, StateTensor, SwitchBucket
-from hetu_fx.switching.migrate.byte_runs import Extents, reads_of
+from hetu_fx.switching.migrate.byte_runs import Extents, slice_reads
 from hetu_fx.switching.migrate.in_flight import InFlightState, StandIns
 from hetu_fx.switching.migrate.node_memory import (
     NodeMemory,
     PeerMemory,
     ReadingRoom,
-    addresses_of,
     all_reach,
     all_share,
+    gather_addresses,
     share,
 )
 from hetu_fx.switching.migrate.plan import EXTRA_SHARE, LEAST_EXTRA_BYTES, SwitchPlan, plan_switch
@@ -74,16 +74,16 @@ def migrate(
         CommError: a peer is dead.
     """
     with using(table):
-        state = together(table, lambda: _checked(homes, targets, optimizers, table))
-        tensors = state.agreed(targets, table)
+        state = raise_on_all_ranks(table, lambda: _checked(homes, targets, optimizers, table))
+        tensors = state.describe_on_all_ranks(targets, table)
         nodes = tuple(0 if table.topology is None else table.topology.node_of(rank) for rank in range(table.size))
-        is_able = all(home.device.type == "cpu" or table.staged(home.device) for home in homes.values())
+        is_able = all(home.device.type == "cpu" or table.is_staged(home.device) for home in homes.values())
         memory = all_reach(table, [tensor.local for tensor in state.tensors.values()])
         transport = Carrier.DIRECT if memory else Carrier.SHARED if all_share(table, is_able) else Carrier.SENT
         wants = later is not None and (transport is Carrier.SENT if overlap is None else overlap)
         is_host = all(home.device.type == "cpu" for home in homes.values())
-        splits = not any_of(table, [not (wants and is_host)])[0]
-        plan = together(
+        splits = not any_rank(table, [not (wants and is_host)])[0]
+        plan = raise_on_all_ranks(
             table,
             lambda: plan_switch(
                 tensors,
@@ -96,7 +96,7 @@ def migrate(
         )
         _Migration(plan.now, state, table, is_able, memory).run()
     # A number beside a parameter without dims may be a count, which is whole everywhere.
-    layouts = {name: layout_of(home) for name, home in homes.items() if home.dim()}
+    layouts = {name: get_home_layout(home) for name, home in homes.items() if home.dim()}
     for optimizer in optimizers:
         move_optimizer_state(optimizer, {name: homes[name] for name in layouts}, layouts)
     if later is not None and plan.later.buckets:
@@ -159,7 +159,7 @@ class _Migration:
             return
         self._share()
         self._tell_addresses()
-        together(self.table, self._pack_first)
+        raise_on_all_ranks(self.table, self._pack_first)
         sending = self._post(0)
         for number in range(len(self.buckets)):
             arrived = sending.wait()
@@ -176,7 +176,7 @@ class _Migration:
             return parts
 
         try:
-            new = together(self.table, made)
+            new = raise_on_all_ranks(self.table, made)
         except CommError:
             raise
         except Exception:
@@ -200,7 +200,7 @@ class _Migration:
         """Tell all ranks where this rank's old parts are, and learn where theirs are; collective."""
         if self.memory is not None:
             held = self._held(self.plan.tensors)
-            told = addresses_of([home.local for home in held], self.table)
+            told = gather_addresses([home.local for home in held], self.table)
             keys = [(tensor.parameter, tensor.kind) for tensor in self.plan.tensors]
             self.addresses = dict(zip(keys, told.T, strict=True))
 
@@ -235,7 +235,7 @@ class _Migration:
         new = new_results(bucket.moves, rank, parts, like) if self.begun is None else self.begun
         if self.memory is not None:
             senders = np.array([self.addresses[tensor.parameter, tensor.kind] for tensor in bucket.tensors]).T
-            self.memory.take(reads_of(bucket.direct, rank), senders, new)
+            self.memory.take(slice_reads(bucket.direct, rank), senders, new)
         return unpack(bucket.packed, rank, parts, like, arrived, new)
 
     def _held(self, tensors: Sequence[StateTensor]) -> list[HomeTensor]:
@@ -247,7 +247,7 @@ class _Migration:
         like = [home.local for home in self._held(bucket.tensors)]
         holds = (tensor.source.holds(self.table.rank) for tensor in bucket.tensors)
         parts = [local if held else None for local, held in zip(like, holds, strict=True)]
-        return parts, examples_of(bucket.moves, parts, like, self.table.rank)
+        return parts, example_slices(bucket.moves, parts, like, self.table.rank)
 
 
 def _take_over(

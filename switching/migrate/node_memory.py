@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 
 from hetu_fx.comm_ops.wire.bsr_messages import Messages, Room
-from hetu_fx.comm_ops.wire.consensus import any_of, of_all
+from hetu_fx.comm_ops.wire.consensus import all_gather_object, any_rank
 from hetu_fx.comm_ops.wire.flat import is_dense
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.peers.memory import system_call
 from hetu_fx.errors import StateError
-from hetu_fx.switching.migrate.byte_runs import Extents, SliceRead, ends_of, next_extents
+from hetu_fx.switching.migrate.byte_runs import Extents, SliceRead, extent_ends, next_extents
 
 MOST_EXTENTS = 1024
 """What one system call takes (IOV_MAX of Linux)."""
@@ -85,7 +85,7 @@ def copy(process: int, taken: Extents, placed: Extents, read_once: ReadOnce | No
     Raises OSError where the memory cannot be read.
     """
     read_once = read_once or _read_once
-    sides = [(side, ends_of(side)) for side in (taken, placed)]
+    sides = [(side, extent_ends(side)) for side in (taken, placed)]
     done, total = 0, int(taken[:, 1].sum())
     while done < total:
         done += read_once(process, *(next_extents(side, ends, done, MOST_EXTENTS) for side, ends in sides))
@@ -115,15 +115,15 @@ def all_reach(table: GroupTable, parts: Sequence[Tensor]) -> PeerMemory | None:
     if found is None:
         return None
     is_able = all(part.device.type == "cpu" and is_dense(part) for part in parts)
-    return None if any_of(table, [not is_able])[0] else found
+    return None if any_rank(table, [not is_able])[0] else found
 
 
 def _tried(table: GroupTable) -> PeerMemory | None:
     """Read a word that nobody can guess from every rank; collective."""
     word = np.frombuffer(os.urandom(_TOKEN_BYTES), dtype=np.uint8)
-    told = of_all(table, (os.getpid(), word.ctypes.data, word.tobytes()))
+    told = all_gather_object(table, (os.getpid(), word.ctypes.data, word.tobytes()))
     failed = any(_word_at(process, address) != expected for process, address, expected in told)
-    return None if any_of(table, [failed])[0] else PeerMemory(tuple(process for process, _, _ in told))
+    return None if any_rank(table, [failed])[0] else PeerMemory(tuple(process for process, _, _ in told))
 
 
 def _word_at(process: int, address: int) -> bytes | None:
@@ -137,10 +137,10 @@ def _word_at(process: int, address: int) -> bytes | None:
     return found.tobytes()
 
 
-def addresses_of(parts: Sequence[Tensor | None], table: GroupTable) -> Extents:
+def gather_addresses(parts: Sequence[Tensor | None], table: GroupTable) -> Extents:
     """Return where all ranks' parts stand in their memory, by rank and tensor; collective."""
     own = tuple(0 if part is None else part.data_ptr() for part in parts)
-    return np.array(of_all(table, own), dtype=np.int64)
+    return np.array(all_gather_object(table, own), dtype=np.int64)
 
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -194,7 +194,7 @@ def all_share(table: GroupTable, is_able: bool) -> bool:
     """
     if table not in _shared:
         found = share(table, 1 if is_able else None, 1)
-        _shared[table] = not any_of(table, [len(found.others) < table.size - 1])[0]
+        _shared[table] = not any_rank(table, [len(found.others) < table.size - 1])[0]
     return _shared[table]
 
 
@@ -205,11 +205,11 @@ def share(table: GroupTable, room_bytes: int | None, num_rooms: int) -> NodeMemo
     """
     path, own = _made(_page_multiple(room_bytes or 0) * num_rooms)
     try:
-        told = of_all(table, (str(path), 0 if own is None else own.numel()))
+        told = all_gather_object(table, (str(path), 0 if own is None else own.numel()))
         reads = [] if room_bytes is None else [rank for rank in range(table.size) if rank != table.rank]
         opened = {rank: _opened(Path(told[rank][0]), told[rank][1]) for rank in reads}
         seen = {rank: memory for rank, memory in opened.items() if memory is not None}
-        readers = [rank for rank, read in enumerate(of_all(table, tuple(seen))) if table.rank in read]
+        readers = [rank for rank, read in enumerate(all_gather_object(table, tuple(seen))) if table.rank in read]
     finally:
         path.unlink(missing_ok=True)  # it stays as long as somebody has it open
     rooms = {rank: memory.chunk(num_rooms) for rank, memory in seen.items()}

@@ -17,7 +17,7 @@ from hetu_fx.base.words import bytes_text
 from hetu_fx.comm_ops.plans.bsr_plan import plan_moves
 from hetu_fx.errors import StateError
 from hetu_fx.show.table import table_text
-from hetu_fx.switching.migrate.buckets import Carrier, StateTensor, SwitchBucket, peak_bytes, share_out
+from hetu_fx.switching.migrate.buckets import Carrier, StateTensor, SwitchBucket, fill_buckets, peak_bytes
 
 FORMAT = "hetu_fx.switch/1"
 EXTRA_SHARE = 0.1
@@ -134,8 +134,8 @@ def plan_switch(
     Args:
         tensors: all of the state; those that stay count for its size only.
         nodes: the node of every rank; messages inside a node are preferred.
-        extra_share: what may be held beside the state, as a part of that of the rank that holds most; see `share_out`
-            for what one large tensor takes.
+        extra_share: what may be held beside the state, as a part of that of the rank that holds most; see
+            `fill_buckets` for what one large tensor takes.
         least_extra_bytes: what may be held beside the state, however small that is.
         transport: how slices get from rank to rank.
         splits: what optimizers alone use comes after all the rest, in buckets of its own.
@@ -157,7 +157,7 @@ def plan_switch(
 
     def buckets(tensors: Sequence[StateTensor]) -> tuple[SwitchBucket, ...]:
         together = plan_moves([tensor.move for tensor in tensors], node_of=nodes.__getitem__)
-        return share_out(tensors, together.transfers, limit, transport)
+        return fill_buckets(tensors, together.transfers, limit, transport)
 
     if not splits:
         return SwitchPlan(buckets(moving), state, transport)

@@ -12,7 +12,7 @@ from torch import nn
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.base.torch_private import tree_flatten_with_path
-from hetu_fx.comm_ops.wire.consensus import alike, digest_of, of_all, together
+from hetu_fx.comm_ops.wire.consensus import alike, all_gather_object, hash_text, raise_on_all_ranks
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.layout import home_layout
@@ -63,7 +63,7 @@ class TrainingState:
                 if isinstance(leaf, HomeTensor):
                     yield _kind(number, path), leaf
 
-    def described(self, targets: Mapping[str, Annotation]) -> tuple[StateTensor, ...]:
+    def describe_tensors(self, targets: Mapping[str, Annotation]) -> tuple[StateTensor, ...]:
         """Describe the tensors that this rank has, and where they are to go (left out: they stay)."""
         return tuple(
             StateTensor(
@@ -77,7 +77,7 @@ class TrainingState:
             for (name, kind), tensor in self.tensors.items()
         )
 
-    def agreed(self, targets: Mapping[str, Annotation], table: GroupTable) -> tuple[StateTensor, ...]:
+    def describe_on_all_ranks(self, targets: Mapping[str, Annotation], table: GroupTable) -> tuple[StateTensor, ...]:
         """Describe the tensors that some rank has, the same on all; collective.
 
         What a rank lacks it gets, with an empty part: an optimizer may pass over parameters of which it holds nothing.
@@ -86,13 +86,13 @@ class TrainingState:
             StateError: on every rank, if ranks have different tensors under one name, or lack one of which they own a
                 part.
         """
-        mine = self.described(targets)
+        mine = self.describe_tensors(targets)
         if table.size == 1 or alike(table, _digest(mine)):
             return mine
-        others = together(table, self._others)
-        told = of_all(table, (mine, others))
+        others = raise_on_all_ranks(table, self._others)
+        told = all_gather_object(table, (mine, others))
         merged = _merged_state([described for described, _ in told])
-        together(table, lambda: self._complete(merged, [plain for _, plain in told], table))
+        raise_on_all_ranks(table, lambda: self._complete(merged, [plain for _, plain in told], table))
         return merged
 
     def with_tensors(self, tensors: Mapping[Key, HomeTensor]) -> TrainingState:
@@ -181,7 +181,7 @@ def with_layout(tensor: HomeTensor, piece: torch.Tensor | None, target: Annotati
 @lru_cache(maxsize=16)
 def _digest(tensors: tuple[StateTensor, ...]) -> int:
     """Hash descriptions to 48 bits, the same in every process."""
-    return digest_of(repr(tensors))
+    return hash_text(repr(tensors))
 
 
 def _kind(number: int, path: Sequence[Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from hetu_fx.base.frameworks import label_inputs, position_input
-from hetu_fx.batches.packing import IGNORED, Filling, filled
+from hetu_fx.batches.packing import IGNORED, Filling, fill_rows
 from hetu_fx.errors import BatchError
 from hetu_fx.graph import meta
 from hetu_fx.graph.bind import input_tensors
@@ -122,7 +122,7 @@ def _sample_rows(sequences: Sequences, filling: Filling, width: int | None = Non
     """Return a batch of two rows of one sequence, of zeros, with the other arguments as they are."""
     width = width or longest_row(sequences)
     zeros = {name: (parts[0].new_zeros((width, *parts[0].shape[1:])),) for name, parts in sequences.inputs.items()}
-    return {**filled(zeros, ((0,), (0,)), width, filling), **sequences.others}
+    return {**fill_rows(zeros, ((0,), (0,)), width, filling), **sequences.others}
 
 
 def _checked(form: SequenceForm, sequences: Sequences, options: SequenceOptions) -> SequenceForm:

@@ -22,20 +22,27 @@ from hetu_fx.graph.bind import Batch, GivenBatch
 from hetu_fx.planner.count.count import program_costs
 from hetu_fx.planner.dispatch.assignment import (
     Assignments,
+    BatchPlan,
     EligibleVariant,
-    Planned,
     Request,
-    candidate_of,
     device_seconds,
+    make_candidate,
 )
 from hetu_fx.planner.dispatch.policies import Hydraulis, SequencePolicy
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
-from hetu_fx.program.batch import form_of
+from hetu_fx.program.batch import batch_form
 from hetu_fx.program.captures import Programs
 from hetu_fx.program.program import Program
 from hetu_fx.switching.sequences.form import SequenceForm, SequenceOptions, form_of_sequences, longest_row
-from hetu_fx.switching.step.assigned_rows import AssignedRows, Sequences, first_rows, row_plan, sequences_of, widened
+from hetu_fx.switching.step.assigned_rows import (
+    AssignedRows,
+    Sequences,
+    first_rows,
+    nested_sequences,
+    row_plan,
+    widen_assignment,
+)
 from hetu_fx.switching.step.compiled_plans import GraphVariant
 from hetu_fx.switching.step.execution import Division, Reading, StepInputs, VariantPart
 from hetu_fx.switching.step.run_step import run_step
@@ -66,7 +73,7 @@ class PlanningStats:
     waited_seconds: float = 0.0
     predicted_seconds: float = 0.0
 
-    def add(self, planned: Planned) -> None:
+    def add(self, planned: BatchPlan) -> None:
         """Count a plan."""
         self.batches += 1
         self.seconds += planned.planning_seconds
@@ -110,7 +117,7 @@ class SequencePlanner:
         while len(self._made) > _KEPT:
             self._made.popitem(last=False)[1].cancel()
 
-    def take(self, asked: AskedPlan) -> Planned:
+    def take(self, asked: AskedPlan) -> BatchPlan:
         """Return what runs a batch now.
 
         Raises:
@@ -119,7 +126,7 @@ class SequencePlanner:
         start = perf_counter()
         under_way = self._made.pop(asked, None)
         found, seconds = _plan(*asked) if under_way is None else under_way.result()
-        planned = Planned(found, math.fsum(one.seconds for one in found), seconds, perf_counter() - start)
+        planned = BatchPlan(found, math.fsum(one.seconds for one in found), seconds, perf_counter() - start)
         self.stats.add(planned)
         return planned
 
@@ -180,13 +187,13 @@ class SequenceReader:
             raise BatchError("sequences of mixed lengths are given out by length; use data='global' for them")
         return SequenceReading(facts, self, key, sequences)
 
-    def plan(self, key: str, sequences: Sequences, variants: Sequence[Variant], rates: Rates) -> Planned:
+    def plan(self, key: str, sequences: Sequences, variants: Sequence[Variant], rates: Rates) -> BatchPlan:
         """Return what runs a batch now."""
         return self.planner.take(self._asked(key, sequences, variants, rates))
 
     def ahead(self, batch: Batch, training: bool, variants: Sequence[Variant], rates: Rates) -> None:
         """Begin to plan for a batch to come, on devices of these rates, once one of its form has run."""
-        sequences = sequences_of(batch)
+        sequences = nested_sequences(batch)
         key = "" if sequences is None else _key(sequences, training)
         if sequences is not None and key in self.forms:
             self.planner.ahead(self._asked(key, sequences, variants, rates))
@@ -210,7 +217,7 @@ class SequenceReader:
     def _candidate(self, key: str, variant: Variant, cluster: Cluster) -> EligibleVariant:
         plan, devices, known = self._known.get((key, variant.name), (None, None, None))
         if known is None or plan is not variant.plan or devices != cluster:  # what is predicted of it may have changed
-            known = candidate_of(variant.name, variant.plan, self.costs[key], cluster)
+            known = make_candidate(variant.name, variant.plan, self.costs[key], cluster)
             self._known[key, variant.name] = variant.plan, cluster, known
         return known
 
@@ -238,7 +245,9 @@ class SequenceReading(Reading[GraphVariant]):
         """Divide it among variants, as planned ahead or now."""
         reader, form = self.reader, self.reader.forms[self.key]
         planned = reader.plan(self.key, self.sequences, variants, rates)
-        assignments = tuple(widened(found, form.program, self.sequences.inputs) for found in planned.assignments)
+        assignments = tuple(
+            widen_assignment(found, form.program, self.sequences.inputs) for found in planned.assignments
+        )
         numbers = iter(first_rows([micro for found in assignments for micro in found.micro_batches]))
         rows = [
             AssignedRows(
@@ -288,7 +297,7 @@ def _work(
 def _key(sequences: Sequences, training: bool) -> str:
     """Return a text that is equal for batches of one form."""
     parts: Mapping[str, Tensor] = {name: tensors[0] for name, tensors in sequences.inputs.items()}
-    return form_of(GivenBatch.of({**parts, **sequences.others}), training)
+    return batch_form(GivenBatch.of({**parts, **sequences.others}), training)
 
 
 def _cluster_of(variant: Variant) -> Cluster:

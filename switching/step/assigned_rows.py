@@ -17,7 +17,7 @@ from typing import Any
 import sympy
 from torch import Tensor
 
-from hetu_fx.batches.packing import Filling, filled
+from hetu_fx.batches.packing import Filling, fill_rows
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import BatchError
 from hetu_fx.graph.bind import Batch, input_tensors
@@ -46,7 +46,7 @@ class Sequences:
         return tuple(map(len, next(iter(self.inputs.values()))))
 
 
-def sequences_of(batch: Batch) -> Sequences | None:
+def nested_sequences(batch: Batch) -> Sequences | None:
     """Return the sequences of a batch whose inputs are nested tensors (torch.jagged); None where none is nested.
 
     Raises:
@@ -119,7 +119,7 @@ _MOST_TOKENS_MORE = 16
 """That a row is made wider by, so that a graph holds for it: graphs hold for all but a few widths, such as 1."""
 
 
-def widened(found: Assignment, program: Program, names: Iterable[str]) -> Assignment:
+def widen_assignment(found: Assignment, program: Program, names: Iterable[str]) -> Assignment:
     """Return an assignment whose rows are as wide as the program holds for, where it does not for theirs."""
     lengths = [size for name in names for size in program.shapes[name][1:2] if isinstance(size, sympy.Symbol)]
 
@@ -192,5 +192,5 @@ class AssignedRows:
         return MicroBatchRows(tensors, len(micro.rows), first_row, self.program.bind(tensors))
 
     def _tensors(self, micro: PackedMicroBatch) -> Mapping[str, Tensor]:
-        rows = filled(self.sequences.inputs, micro.rows, micro.width, self.filling)
+        rows = fill_rows(self.sequences.inputs, micro.rows, micro.width, self.filling)
         return input_tensors(self.program.graph, {**rows, **self.sequences.others})

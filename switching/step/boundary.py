@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetu_fx.base.torch_private import are_accumulated, gradient_hooks, keeps_graph
+from hetu_fx.base.torch_private import accumulates_into_leaves, gradient_hooks, keeps_graph
 from hetu_fx.switching.step.gradients import Collector, take_gradient
-from hetu_fx.switching.step.loss import applied
+from hetu_fx.switching.step.loss import apply_outside_transforms
 
 RUNS_ONCE = (
     "a plan with pipeline stages or several micro-batches runs backward inside forward, once, for the loss that the "
@@ -77,7 +77,7 @@ class StepBackward:
             start = self.collector.host.now()
             with self.collector.noting():
                 torch.autograd.backward([p for p, _ in pairs], [g for _, g in pairs], retain_graph=keeps)
-            self.collector.host.leave_out(start)
+            self.collector.host.exclude_since(start)
         self.is_over = not keeps or self.collector.ran_ahead
         home = self.collector.finish(goes_on=not self.is_over)
         if self.is_over:
@@ -135,7 +135,7 @@ def _put(
 
     It would make an alias of each first, which takes a home tensor as long as all else that is done for it.
     """
-    hooks, accumulated = map(gradient_hooks, parameters), are_accumulated(nodes)
+    hooks, accumulated = map(gradient_hooks, parameters), accumulates_into_leaves(nodes)
     for number, (parameter, hooked, is_added) in enumerate(zip(parameters, hooks, accumulated, strict=True)):
         if is_added and gradients[number] is not None and not any(hooked) and parameter.is_leaf:
             if parameter.grad is None:
@@ -155,8 +155,10 @@ class _Boundary(torch.autograd.Function):
         return (None, *ctx.step.run(gradients, [node for node, _ in ctx.next_functions]))
 
 
-def tied(step: StepBackward) -> list[Tensor]:
+def tie_to_user_graph(step: StepBackward) -> list[Tensor]:
     """Return the pieces of a step as parts of the user's graph, the loss first if there is one."""
     homes = [step.collector.homes[name] for name in step.collector.trained]
-    made: Sequence[Tensor] = applied(_Boundary, step, *homes, *(one.outer for one in step.inputs.values()))
+    made: Sequence[Tensor] = apply_outside_transforms(
+        _Boundary, step, *homes, *(one.outer for one in step.inputs.values())
+    )
     return list(made)

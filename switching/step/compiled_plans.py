@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.local import local_part
-from hetu_fx.base.device_types import HOST, type_of
+from hetu_fx.base.device_types import HOST, device_type_record
 from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.resolve.lowering import Lowering
-from hetu_fx.comm_ops.wire.consensus import by_first, together
+from hetu_fx.comm_ops.wire.consensus import broadcast_from_rank0, raise_on_all_ranks
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import LeafKind, OutputKind
@@ -31,7 +31,7 @@ from hetu_fx.program.program import Program, deduce_program
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
 from hetu_fx.switching.bridge.compute import Compute, bytes_besides
 from hetu_fx.switching.bridge.plan import taken_once
-from hetu_fx.switching.home.ops import layout_of
+from hetu_fx.switching.home.ops import get_home_layout
 from hetu_fx.switching.step.engine import Chunk, Engine
 from hetu_fx.switching.step.stage_p2p import Ends, StageP2P
 from hetu_fx.switching.step.used import GraphUse
@@ -47,7 +47,7 @@ from hetu_fx.transforms.lowering.choose_algorithms import ChooseAlgorithms
 from hetu_fx.transforms.lowering.lower import lower
 from hetu_fx.transforms.lowering.overlap import Overlap
 from hetu_fx.transforms.lowering.recompute import Recompute
-from hetu_fx.transforms.lowering.replay import Replayed, hindrance
+from hetu_fx.transforms.lowering.replay import RecordedCalls, hindrance
 from hetu_fx.transforms.lowering.weights_later import WeightsLater
 from hetu_fx.transforms.passes import run_pass
 from hetu_fx.transforms.rewrites.counter_rng import draws_by_token
@@ -169,7 +169,7 @@ class _Leaves:
     copies: Mapping[str, Tensor]
     trained: Collection[str]
 
-    def are_of(self, copies: Mapping[str, Tensor]) -> bool:
+    def share_memory_with(self, copies: Mapping[str, Tensor]) -> bool:
         """Tell whether they share their memory with these."""
         return self.copies.keys() == copies.keys() and all(map(is_, self.copies.values(), copies.values()))
 
@@ -220,12 +220,12 @@ class GraphCompute(Compute):
         stages = self._stages.setdefault(program, {})
         before = stages.get(key)
         if before is not None:
-            stages[key] = replace(before, bridge=together(self.table, lambda: self._bridge(before.deduced)))
+            stages[key] = replace(before, bridge=raise_on_all_ranks(self.table, lambda: self._bridge(before.deduced)))
         else:
             known = None if any(key) else self._deduced.pop(program, None)
             # By one rank for all: ways are weighed by sizes of the example batch, which ranks have of their own.
-            deduced = by_first(self.table, lambda: known or self._deduce(program, key))
-            stages[key] = together(self.table, lambda: self._make(program, deduced))
+            deduced = broadcast_from_rank0(self.table, lambda: known or self._deduce(program, key))
+            stages[key] = raise_on_all_ranks(self.table, lambda: self._make(program, deduced))
         self.sizes = None
         return stages[key]
 
@@ -240,14 +240,14 @@ class GraphCompute(Compute):
     def take_leaves(self, copies: Mapping[str, Tensor], trained: Collection[str]) -> dict[str, Tensor]:
         """Return copies as leaves of a step's graph of autograd: those of a step that is over, if there are any."""
         spare, self._spare = self._spare, None
-        if spare is not None and spare.trained is trained and spare.are_of(copies):
+        if spare is not None and spare.trained is trained and spare.share_memory_with(copies):
             return spare.leaves
         return super().take_leaves(copies, trained)
 
     def give_back(self, leaves: dict[str, Tensor], copies: Mapping[str, Tensor], trained: Collection[str]) -> None:
         """Keep leaves for the next step, while the copies are kept that they share their memory with."""
         made = _Leaves(leaves, copies, trained)
-        self._spare = made if made.are_of(self._gathered[1]) else None
+        self._spare = made if made.share_memory_with(self._gathered[1]) else None
 
     def drop_copies(self) -> None:
         """Forget the copies of the parameters; the next run gathers them again."""
@@ -288,7 +288,7 @@ class GraphCompute(Compute):
         device = run_pass(Specialize(self.table.rank, chunk), deduced)
         if device is None:
             return None
-        check_computes(type_of(self.device), deduced.annotated.stage(device.layout).dtype, self.table.rank)
+        check_computes(device_type_record(self.device), deduced.annotated.stage(device.layout).dtype, self.table.rank)
         device = run_pass(Place(self.device, is_alone=self._is_alone), device)
         device = run_pass(ChooseAlgorithms(Lowering(self.table.topology)), device)
         device = run_pass(Recompute(deduced.annotated), device)
@@ -314,7 +314,7 @@ class GraphCompute(Compute):
         return serialize(deduced, program.graph, program.factors, program.flow)
 
     def _bridge(self, deduced: DeducedGraph) -> Bridge:
-        return self.bridge_between(_bridge_entries(deduced, self.homes))
+        return self.find_bridge(_bridge_entries(deduced, self.homes))
 
     def _engine(self, devices: Sequence[DeviceGraph], annotated: AnnotatedGraph) -> Engine:
         ends = [Ends(device.handovers_in, device.handovers_out) for device in devices]
@@ -336,11 +336,11 @@ class GraphCompute(Compute):
         """Return what replays a graph's function, where that is wanted and can be."""
         if not self.replays:
             return run
-        why = hindrance(device, type_of(self.device))
+        why = hindrance(device, device_type_record(self.device))
         if why is not None:
             warnings.warn(f"cuda_graphs: rank {self.table.rank} runs without, as {why}", stacklevel=2)
             return run
-        return Replayed(run, [slot.kind in FIXED_PLACES for slot in device.slots], self.device)
+        return RecordedCalls(run, [slot.kind in FIXED_PLACES for slot in device.slots], self.device)
 
     def _constants(self, deduced: DeducedGraph, layouts: Sequence[StageLayout]) -> dict[str, Tensor]:
         annotations = _leaf_annotations(deduced, layouts, LeafKind.CONSTANT)
@@ -381,7 +381,7 @@ def _bridge_entries(deduced: DeducedGraph, homes: Mapping[str, nn.Parameter]) ->
     for leaf in deduced.parameters():
         home = homes[leaf.name]
         compute, gradient = deduced.parameter_annotations(leaf)
-        at_home, shape = layout_of(home).annotation, tuple(home.shape)
+        at_home, shape = get_home_layout(home).annotation, tuple(home.shape)
         taken = taken_once(gradient, at_home, shape)
         entries.append(BridgeEntry(leaf.name, shape, home.dtype, at_home, compute, taken))
     return entries

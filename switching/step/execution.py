@@ -17,13 +17,13 @@ from hetu_fx.comm_ops.plans.cost import Topology
 from hetu_fx.comm_ops.wire.consensus import Count, LocalFacts, StepFacts
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.dispatch.assignment import Planned
+from hetu_fx.planner.dispatch.assignment import BatchPlan
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.observed import Observers
 from hetu_fx.program.structure import Structure
 from hetu_fx.switching.bridge.compute import Compute
 from hetu_fx.switching.home.parameters import Buffers
-from hetu_fx.switching.step.loss import Guess
+from hetu_fx.switching.step.loss import PredictedLossGrad
 from hetu_fx.switching.step.rows import RowPlan
 from hetu_fx.switching.step.timer import ComputeTimer, HostTime
 from hetu_fx.switching.step.variant import Variant
@@ -74,7 +74,7 @@ class StepInputs:
     shared: bool
     outputs: str
     syncs_gradients: bool
-    guess: Guess
+    guess: PredictedLossGrad
     timer: ComputeTimer
     host: HostTime
     stand_by: Callable[[], None]
@@ -136,7 +136,7 @@ class Division(Generic[V]):
     parts: tuple[VariantPart[V], ...]
     counts: tuple[Count, ...]
     output: Callable[[Tensor], Any] | None = None
-    planned: Planned | None = None
+    planned: BatchPlan | None = None
     work: Work | None = None
 
     def joined(self, made: Sequence[LossAndOutput]) -> LossAndOutput:

@@ -16,7 +16,7 @@ from hetu_fx.errors import BatchError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import OutputKind
 from hetu_fx.graph.row_dims import other_dims
-from hetu_fx.program.filling_safety import Difference, filled_up, way_of_filling
+from hetu_fx.program.filling_safety import Difference, pad_input, way_of_filling
 from hetu_fx.program.program import Program, evaluate
 from hetu_fx.switching.step.batches import MicroBatchRows, ReadBatch, dims_besides_rows
 from hetu_fx.switching.step.rows import RowPlan
@@ -77,7 +77,7 @@ def _named(batch: ReadBatch, facts: StepFacts) -> str:
 
 def _with_sizes(batch: ReadBatch, facts: StepFacts, filling: Filling) -> ReadBatch:
     shapes = _shapes(batch.program, batch.tensors, facts.sizes)
-    tensors = {name: filled_up(tensor, shapes[name], name, filling) for name, tensor in batch.tensors.items()}
+    tensors = {name: pad_input(tensor, shapes[name], name, filling) for name, tensor in batch.tensors.items()}
     bindings = batch.program.bind(tensors)
     sizes_of = facts.sizes_of if facts.unequal_sizes else ()
     return replace(batch, tensors=tensors, bindings=bindings, brought=batch.bindings, sizes_of=sizes_of)
@@ -92,7 +92,7 @@ def _shapes(program: Program, tensors: Mapping[str, Tensor], sizes: Sequence[int
     return shapes
 
 
-def narrowed(batch: ReadBatch, cut: MicroBatchRows, rows: RowPlan) -> MicroBatchRows:
+def narrow_to_own_rows(batch: ReadBatch, cut: MicroBatchRows, rows: RowPlan) -> MicroBatchRows:
     """Return a micro-batch of a filled batch with the largest sizes that the ranks of its own rows have brought."""
     last = cut.first_row + cut.rows
     brought = [
@@ -111,7 +111,7 @@ def narrowed(batch: ReadBatch, cut: MicroBatchRows, rows: RowPlan) -> MicroBatch
     return replace(cut, tensors=tensors, bindings={**cut.bindings, **bindings})
 
 
-def share_of(narrow: Sequence[MicroBatchRows], cuts: Sequence[MicroBatchRows]) -> float:
+def filled_share(narrow: Sequence[MicroBatchRows], cuts: Sequence[MicroBatchRows]) -> float:
     """Return which share of the elements of some micro-batches others have that were made of them."""
     some, others = (sum(t.numel() for cut in made for t in cut.tensors.values()) for made in (narrow, cuts))
     return some / others if others else 1.0

@@ -24,13 +24,13 @@ from hetu_fx.graph.graph import OutputKind
 from hetu_fx.graph.row_dims import RowDims, with_rows
 from hetu_fx.program.program import Bindings, evaluate
 from hetu_fx.switching.bridge.bridge import Bridge
-from hetu_fx.switching.step.boundary import StepBackward, TiedInput, tied
+from hetu_fx.switching.step.boundary import StepBackward, TiedInput, tie_to_user_graph
 from hetu_fx.switching.step.execution import StepInputs
 from hetu_fx.switching.step.gradients import Collector
-from hetu_fx.switching.step.loss import GlobalLoss, LossGradient, applied
+from hetu_fx.switching.step.loss import GlobalLoss, LossGradient, apply_outside_transforms
 from hetu_fx.switching.step.rows import RowPlan, at_pipelines, at_ranks, move_tensor
 from hetu_fx.switching.step.timer import ComputeTimer
-from hetu_fx.switching.step.used import Used
+from hetu_fx.switching.step.used import GradientUse
 from hetu_fx.switching.step.variant import Variant
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.layouts.states import Summed
@@ -105,7 +105,7 @@ def _with_summed_copies(target: Annotation) -> Annotation:
     return Annotation.on(target.ranks, *axes)
 
 
-class BringBack(torch.autograd.Function):
+class ReturnOutput(torch.autograd.Function):
     """One output to the ranks that asked for it; its gradient back to the stage that made it.
 
     The gradient is divided by the number of ranks, as each rank has a loss of its own and their mean is trained on;
@@ -141,7 +141,7 @@ class BringBack(torch.autograd.Function):
 def share_of_loss(inputs: StepInputs, table: GroupTable, *, adds_up: bool) -> float:
     """Return what part of the loss each rank returns; the first step says so where it is not all of it.
 
-    That is a part where ranks bring rows of their own and the loss is a sum over rows (`adds_up`).
+    That is a part where ranks bring rows of their own and the loss is a sum over rows (`loss_is_additive`).
     """
     if inputs.shared or table.size == 1 or not adds_up:
         return 1.0
@@ -207,7 +207,9 @@ class StepFrame:
             return {entry.name: self.variant.homes[entry.name] for entry in bridge.plan.entries}
         return self.variant.compute.gather(bridge)
 
-    def collector(self, bridge: Bridge, compute: Mapping[str, Tensor], *, overlaps: bool, used: Used) -> Collector:
+    def collector(
+        self, bridge: Bridge, compute: Mapping[str, Tensor], *, overlaps: bool, used: GradientUse
+    ) -> Collector:
         """Make the compute tensors leaves of this step's autograd graph, before the model runs; once.
 
         See `Collector` for `overlaps` and `used`. Backward of what this rank returns ends in the collector.
@@ -264,7 +266,7 @@ class StepFrame:
             name: TiedInput(outer, partial(self._brought_back, outer, self._row_dims[name]))
             for name, outer in self.needing.items()
         }
-        made = tied(StepBackward(self._gathering, [*first, *pieces.values()], inputs, self._leaves))
+        made = tie_to_user_graph(StepBackward(self._gathering, [*first, *pieces.values()], inputs, self._leaves))
         loss = None if local_loss is None else made.pop(0)
         return {**values, **dict(zip(pieces, made, strict=True))}, loss
 
@@ -283,10 +285,12 @@ class StepFrame:
 
     def global_loss(self, local: Tensor, contributes: bool) -> Tensor:
         """Return the loss of the whole batch from each rank's part, of those that contribute one."""
-        loss: Tensor = applied(GlobalLoss, local, self._loss_gradient, contributes, self._scale, self.inputs.timer)
+        loss: Tensor = apply_outside_transforms(
+            GlobalLoss, local, self._loss_gradient, contributes, self._scale, self.inputs.timer
+        )
         return loss
 
-    def hand_out(
+    def own_outputs(
         self, routes: tuple[ValueRoute, ...], values: Mapping[str, Tensor], *, has_work: bool
     ) -> dict[str, Tensor]:
         """Return the outputs that belong to this rank's rows; collective.
@@ -304,7 +308,9 @@ class StepFrame:
             holds = route.source.holds(self.table.rank)
             if holds and (not has_work or route.name not in values):
                 piece = route.without_rows(piece, self.table)
-            returned[route.name] = applied(BringBack, piece, holds, route, self.table, self.inputs.shared)
+            returned[route.name] = apply_outside_transforms(
+                ReturnOutput, piece, holds, route, self.table, self.inputs.shared
+            )
         return returned
 
 

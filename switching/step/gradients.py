@@ -14,15 +14,15 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from hetu_fx.base.torch_private import are_accumulated, foreach_mul, gradient_hooks
-from hetu_fx.comm_ops.wire.consensus import any_of
+from hetu_fx.base.torch_private import accumulates_into_leaves, foreach_mul, gradient_hooks
+from hetu_fx.comm_ops.wire.consensus import any_rank
 from hetu_fx.comm_ops.wire.flat import in_memory
 from hetu_fx.errors import StateError
 from hetu_fx.switching.bridge.bridge import Bridge, Reduction
 from hetu_fx.switching.home.ops import as_home
 from hetu_fx.switching.step.execution import StepInputs
 from hetu_fx.switching.step.loss import LossGradient
-from hetu_fx.switching.step.used import Used
+from hetu_fx.switching.step.used import GradientUse
 from hetu_fx.switching.step.variant import Variant
 
 RunAgain = Callable[[float], None]
@@ -60,7 +60,7 @@ class Collector:
         loss_gradient: LossGradient,
         ran_ahead: bool,
         overlaps: bool,
-        used: Used,
+        used: GradientUse,
     ) -> None:
         self.bridge, self.homes, self.kept, self.timer = bridge, variant.homes, variant.kept_back, inputs.timer
         self.host = inputs.host
@@ -107,7 +107,7 @@ class Collector:
             of_outputs: other outputs than the loss have gradients.
         """
         self._is_of_outputs = of_outputs
-        self.kept.forget_cleared(self.homes)
+        self.kept.drop_cleared(self.homes)
         keeps = self._reduction is None or self.kept.bridge is not None
         if keeps and not self._adds_up(nodes):
             self.kept.read()
@@ -116,7 +116,7 @@ class Collector:
     def _adds_up(self, nodes: Sequence[Any]) -> bool:
         """Tell whether nothing happens to gradients but that they are added to those before."""
         hooked = any(any(gradient_hooks(self.homes[name])) for name in self.trained)
-        return not hooked and all(are_accumulated(nodes[: len(self.trained)]))
+        return not hooked and all(accumulates_into_leaves(nodes[: len(self.trained)]))
 
     def listen(self) -> None:
         """Hand each gradient on as it arrives, from now on, if it may travel: before the backward that completes them.
@@ -241,7 +241,7 @@ class Collector:
         if factor == 1.0:
             return False
         found = (leaf.grad for leaf in self.leaves.values() if leaf.grad is not None)
-        return not least <= factor <= most or any_of(self._loss_gradient.table, [not all(map(_is_finite, found))])[0]
+        return not least <= factor <= most or any_rank(self._loss_gradient.table, [not all(map(_is_finite, found))])[0]
 
     def correction(self) -> float:
         """Return what all that backward makes is to be multiplied by."""

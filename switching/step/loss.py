@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hetu_fx.base.torch_private import apply_of, make_subclass
+from hetu_fx.base.torch_private import make_subclass, plain_apply
 from hetu_fx.comm_ops.wire.calls import note
 from hetu_fx.comm_ops.wire.collectives import Exchange, sum_all
 from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable, Round, using
-from hetu_fx.comm_ops.wire.small_sums import MARKS, are_alike, packed, refuse_unlike
+from hetu_fx.comm_ops.wire.small_sums import MARKS, are_alike, pack_small_sum, refuse_unlike
 from hetu_fx.errors import CommError
 from hetu_fx.switching.home.async_tensor import Pending
 from hetu_fx.switching.step.timer import ComputeTimer
@@ -33,7 +33,7 @@ def start_marked_sum(number: Tensor, table: GroupTable, what: str) -> Exchange:
     """
     if (started := start_sum_by_round(number, table, what)) is not None:
         return started
-    head, _ = packed(number, dist.ReduceOp.SUM, what)
+    head, _ = pack_small_sum(number, dist.ReduceOp.SUM, what)
     with using(table):
         return sum_all(Flat(head), range(table.size)).then(partial(_take, number, head, table, what))
 
@@ -58,7 +58,7 @@ def _take(number: Tensor, head: Tensor, table: GroupTable, what: str) -> None:
 
 
 @dataclass
-class Guess:
+class PredictedLossGrad:
     """What the gradient of the loss will be: that of the last step, the same on all ranks."""
 
     value: float = 1.0
@@ -80,7 +80,13 @@ class LossGradient:
     """
 
     def __init__(
-        self, table: GroupTable, guess: Guess, ran_with: float | None = None, *, exact: bool = False, step: int = 0
+        self,
+        table: GroupTable,
+        guess: PredictedLossGrad,
+        ran_with: float | None = None,
+        *,
+        exact: bool = False,
+        step: int = 0,
     ) -> None:
         self.table, self.guess, self.exact = table, guess, exact
         self._what = f"backward of the loss of step {step} of model {table.number}"
@@ -191,9 +197,9 @@ class SeenLoss:
         return self._total.item()
 
 
-def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+def apply_outside_transforms(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """Run an autograd function; no step runs inside a transform of torch.func."""
-    return apply_of(function)(*arguments)
+    return plain_apply(function)(*arguments)
 
 
 def _summed(total: Tensor, table: GroupTable, *, waits: bool) -> Tensor:

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from statistics import median
 
-from hetu_fx.planner.dispatch.assignment import Planned
+from hetu_fx.planner.dispatch.assignment import BatchPlan
 from hetu_fx.switching.step.execution import Work
 from hetu_fx.switching.step.loss import SeenLoss
 from hetu_fx.switching.step.timer import ComputeTimer
@@ -83,7 +83,7 @@ class LastStep:
     variant: str = ""
     rows: tuple[int, ...] = ()
     timer: ComputeTimer = field(default_factory=ComputeTimer)
-    planned: Planned | None = None
+    planned: BatchPlan | None = None
     work: Work | None = None
     loss: SeenLoss = field(default_factory=SeenLoss)
     host_seconds: float = 0.0

@@ -21,7 +21,7 @@ from hetu_fx.comm_ops.wire.bsr_run import run_moves
 from hetu_fx.comm_ops.wire.fixed_messages import FixedMessages
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import BatchError
-from hetu_fx.graph.row_dims import RowDims, cut, with_rows
+from hetu_fx.graph.row_dims import RowDims, slice_rows, with_rows
 from hetu_fx.plans.plan import Plan, split_rows
 
 
@@ -123,7 +123,7 @@ def rows_for_pipeline(
 
 def cut_rows(tensors: Mapping[str, Tensor], row_dims: RowDims, interval: range) -> dict[str, Tensor]:
     """Return the rows of an interval, of inputs that have rows."""
-    return {name: cut(tensor, row_dims[name], interval) for name, tensor in tensors.items()}
+    return {name: slice_rows(tensor, row_dims[name], interval) for name, tensor in tensors.items()}
 
 
 @lru_cache(maxsize=256)

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from hetu_fx.comm_ops.wire.consensus import any_of
+from hetu_fx.comm_ops.wire.consensus import any_rank
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import BatchError, StateError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import OBSERVED, OutputKind
 from hetu_fx.graph.tracing.autocasts import ambient_autocasts, casting
-from hetu_fx.plans.schedule import Order, forwards, orders_of
+from hetu_fx.plans.schedule import Order, forwards, stage_orders
 from hetu_fx.program.loss_type import LossType
 from hetu_fx.program.program import Bindings, Program
 from hetu_fx.switching.step.assigned_rows import AssignedRows
@@ -25,7 +25,7 @@ from hetu_fx.switching.step.batches import MicroBatchRows, ReadBatch
 from hetu_fx.switching.step.compiled_plans import GraphVariant, StagePlan
 from hetu_fx.switching.step.engine import Feeds, MicroBatchFeeds, StageOutcome
 from hetu_fx.switching.step.execution import LossAndOutput, StepInputs
-from hetu_fx.switching.step.filling import as_brought, narrowed, share_of
+from hetu_fx.switching.step.filling import as_brought, filled_share, narrow_to_own_rows
 from hetu_fx.switching.step.frame import StepFrame, ValueRoute, share_of_loss, value_routes
 from hetu_fx.switching.step.gradients import Collector, RunAgain
 from hetu_fx.transforms.specialize.device_graph import SlotKind
@@ -39,7 +39,7 @@ def run_step(batch: StepBatch, variant: GraphVariant, inputs: StepInputs) -> Los
         return _GraphStep(variant, batch, inputs).run()
 
 
-def stage_of(variant: GraphVariant, batch: StepBatch, inputs: StepInputs) -> StagePlan:
+def find_stage(variant: GraphVariant, batch: StepBatch, inputs: StepInputs) -> StagePlan:
     """Return what runs a batch under a variant; collective where it has to be made."""
     return variant.stage(batch.program, _wants_values(variant, batch, inputs), splits=batch.splits)
 
@@ -72,7 +72,7 @@ class _GraphStep(StepFrame):
         _check_rows_can_be_put_together(self.program, batch.bindings, variant, inputs)
         if self.wants_values and not inputs.shared and variant.table.size > 1:
             _check_rows_of_outputs_are_known(self.program)
-        self.stage = stage_of(variant, batch, inputs)
+        self.stage = find_stage(variant, batch, inputs)
         self.device = self.stage.device
         runs_ahead = not self.stage.deduced.annotated.runs_in_step
         in_float16 = self.program.in_float16
@@ -122,7 +122,7 @@ class _GraphStep(StepFrame):
             return
         own = self.outcome.checks  # of the stages of this rank, which may make none
         found = dict(zip(own, torch.stack(list(own.values())).tolist(), strict=True)) if own else {}
-        raises = any_of(self.table, [found.get(check.name, 0) > 0 for check in checks])
+        raises = any_rank(self.table, [found.get(check.name, 0) > 0 for check in checks])
         for check in compress(checks, raises):
             raise check.error()
 
@@ -146,8 +146,8 @@ class _GraphStep(StepFrame):
             inputs.rows, self.variant.plan, self.table, shared=inputs.shared, readers=self.stage.readers
         )
         if isinstance(self.batch, ReadBatch) and self.batch.sizes_of and self._may_narrow():
-            narrow = [narrowed(self.batch, cut, inputs.rows) for cut in cuts]
-            self.outcome.timer.share = share_of(narrow, cuts)
+            narrow = [narrow_to_own_rows(self.batch, cut, inputs.rows) for cut in cuts]
+            self.outcome.timer.share = filled_share(narrow, cuts)
             cuts = narrow
         return [self._micro_batch(cut) for cut in cuts]
 
@@ -243,7 +243,7 @@ class _GraphStep(StepFrame):
         deal = self.stage.deduced.annotated.pipelines[self.device.layout.pipeline].deal
         if not train:
             return [forwards(num_micro_batches, deal.num_stages, deal.chunks)] * deal.num_stages
-        return orders_of(self.variant.plan.schedule, deal.num_stages, num_micro_batches, deal.chunks)
+        return stage_orders(self.variant.plan.schedule, deal.num_stages, num_micro_batches, deal.chunks)
 
     def _listening(self, collector: Collector) -> Callable[[], None] | None:
         """Return what lets gradients travel beside the last backward; None where they may not.
@@ -274,7 +274,7 @@ class _GraphStep(StepFrame):
 
     def _returned(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         has_work = self.device is not None and len(self.interval) > 0
-        made = self.hand_out(self.routes, values, has_work=has_work)
+        made = self.own_outputs(self.routes, values, has_work=has_work)
         return as_brought(self.batch, made) if isinstance(self.batch, ReadBatch) else made
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hetu_fx.base.dtypes import as_reals, carries_gradient, is_real
-from hetu_fx.comm_ops.wire.consensus import StepFacts, digest_of, of_all
+from hetu_fx.comm_ops.wire.consensus import StepFacts, all_gather_object, hash_text
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import BatchError
 
@@ -48,7 +48,7 @@ class SameInputs:
         if self._table.size == 1 or (count >= _FIRST and count % _EVERY):
             return 0.0
         told = [f"{name} {digest(tensor)}" for name, tensor in inputs().items()]
-        return float(1 + digest_of(" ".join(told))) if told else 0.0
+        return float(1 + hash_text(" ".join(told))) if told else 0.0
 
     def check(self, facts: StepFacts, form: str, inputs: Inputs) -> None:
         """Refuse inputs that differ; collective where some do.
@@ -60,7 +60,7 @@ class SameInputs:
             self._batches.clear()
         if len(set(facts.inputs) - {0.0}) > 1:
             own = {name: Summary.of(tensor) for name, tensor in inputs().items()}
-            told = of_all(self._table, own)
+            told = all_gather_object(self._table, own)
             unlike = {name: seen for name in own if are_unlike(seen := [of_rank[name] for of_rank in told])}
             if unlike:
                 raise BatchError(self._problem(unlike))
@@ -93,7 +93,7 @@ def digest(tensor: Tensor) -> int:
     for start in range(0, flat.numel(), _CHUNK):
         bits = _bits(flat[start : start + _CHUNK])
         total += (bits * (torch.arange(start, start + bits.numel(), device=bits.device) * 0x9E3779B1 + 1 | 1)).sum()
-    return digest_of(f"{tensor.dtype} {list(tensor.shape)} {total.item()}")
+    return hash_text(f"{tensor.dtype} {list(tensor.shape)} {total.item()}")
 
 
 def _plain(tensor: Tensor) -> Tensor:

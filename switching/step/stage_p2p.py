@@ -29,8 +29,8 @@ from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, TensorMove, plan_on_links
 from hetu_fx.comm_ops.wire.bsr_run import exchange, unpack
 from hetu_fx.comm_ops.wire.fixed_messages import FixedMessages
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
-from hetu_fx.comm_ops.wire.p2p import Message, Posted, Tag, post
-from hetu_fx.plans.schedule import Action, Order, Phase, arrivals, at_once, deal_of, departures, takings
+from hetu_fx.comm_ops.wire.p2p import Message, PendingMessages, Tag, post
+from hetu_fx.plans.schedule import Action, Order, Phase, arrivals, at_once, departures, infer_deal, takings
 from hetu_fx.program.program import Bindings, evaluate
 from hetu_fx.transforms.specialize.device_graph import Handover
 
@@ -60,7 +60,7 @@ class StageP2P:
         """Begin a step in which the stages of the pipeline run these actions, each in its order."""
         if orders != self._orders:
             self._orders, self._order = orders, orders[self.stage]
-            self._deal = deal_of(orders)
+            self._deal = infer_deal(orders)
             waits = len(orders) > 1 and self._table.is_native(self._device)
             self._departures = (departures if waits else at_once)(orders, self.stage)
             self._takings = takings(orders, self.stage)
@@ -206,7 +206,7 @@ class _InFlight:
 
     taken: int
     peers: set[int]
-    posted: Posted
+    posted: PendingMessages
 
 
 @dataclass(frozen=True)

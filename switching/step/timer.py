@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hetu_fx.base.device_types import type_of
+from hetu_fx.base.device_types import device_type_record
 from hetu_fx.comm_ops.wire.groups import set_working
 
 
@@ -70,9 +70,9 @@ class StreamClock:
         return past
 
 
-def clock_of(device: torch.device) -> Clock:
+def find_clock(device: torch.device) -> Clock:
     """Return the clock by which work on a device is timed."""
-    events = type_of(device).events
+    events = device_type_record(device).events
     return HostClock() if events is None else StreamClock(device, events())
 
 
@@ -98,7 +98,7 @@ class HostTime:
         finally:
             self.seconds += self.now() - start
 
-    def leave_out(self, start: float) -> None:
+    def exclude_since(self, start: float) -> None:
         """Leave out what was done since a moment."""
         self.seconds -= self.now() - start
 
@@ -181,5 +181,5 @@ class ComputeTimer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._host is not None:
-            self._host.leave_out(self._entered)
+            self._host.exclude_since(self._entered)
         self.stop()

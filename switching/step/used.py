@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
 
-from hetu_fx.comm_ops.wire.consensus import any_of
+from hetu_fx.comm_ops.wire.consensus import any_rank
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.graph.graph import Graph
 from hetu_fx.graph.leaves.uses import Use, noting_uses
-from hetu_fx.transforms.layouts.flow import parameters_with_gradient, uses_in
+from hetu_fx.transforms.layouts.flow import gradient_uses, parameters_with_gradient
 
 
 @dataclass(frozen=True)
-class Used:
+class GradientUse:
     """Tells which parameters have a gradient.
 
     Attributes:
@@ -46,18 +46,18 @@ class GraphUse:
     _last: tuple[tuple[frozenset[Use], bool], frozenset[str]] | None = None
 
     def __post_init__(self) -> None:
-        self.all_uses = tuple(uses_in(self.graph))
+        self.all_uses = tuple(gradient_uses(self.graph))
 
-    def used(self, table: GroupTable, *, has_loss: bool) -> Used:
+    def used(self, table: GroupTable, *, has_loss: bool) -> GradientUse:
         """Return what answers for one step."""
         notes = set[Use]()
 
         def anywhere(here: Collection[str], of_outputs: bool) -> frozenset[str]:
-            flags = any_of(table, [use in notes for use in self.all_uses]) if self.all_uses else ()
+            flags = any_rank(table, [use in notes for use in self.all_uses]) if self.all_uses else ()
             notes.clear()
             return self._with_gradient(frozenset(compress(self.all_uses, flags)), of_outputs or not has_loss)
 
-        return Used(anywhere, partial(noting_uses, notes) if self.all_uses else nullcontext)
+        return GradientUse(anywhere, partial(noting_uses, notes) if self.all_uses else nullcontext)
 
     def _with_gradient(self, uses: frozenset[Use], of_outputs: bool) -> frozenset[str]:
         key = uses, of_outputs

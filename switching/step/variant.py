@@ -20,7 +20,7 @@ from hetu_fx.switching.bridge.bridge import Bridge, Reduction
 from hetu_fx.switching.bridge.compute import Compute
 from hetu_fx.switching.home.layout import HomeLayout
 from hetu_fx.switching.home.ops import HomeTensor
-from hetu_fx.switching.home.tensor import awaited, give
+from hetu_fx.switching.home.tensor import give, make_awaited
 from hetu_fx.switching.step.policy import VariantFacts
 
 
@@ -59,7 +59,7 @@ class _Shown:
     layout: HomeLayout
 
 
-class KeptBack:
+class DeferredGradients:
     """What steps leave behind: gradients under `no_sync`, local to this rank, until they are synchronised.
 
     Meanwhile `.grad` shows tensors that wait: a step outside of `no_sync` brings home what was kept with its own
@@ -101,7 +101,7 @@ class KeptBack:
             home: Any = homes[name]
             if home.grad is not None:
                 home.grad.to_local()  # what another variant keeps comes home: one cannot wait for the other
-            self._shown[name] = _Shown(awaited(home, self.read), home.grad, home.home_layout)
+            self._shown[name] = _Shown(make_awaited(home, self.read), home.grad, home.home_layout)
             home.grad = self._shown[name].gradient
 
     def take(self, name: str, gradient: Tensor | None) -> Tensor | None:
@@ -109,7 +109,7 @@ class KeptBack:
         kept = self.local.pop(name, None)
         return gradient if kept is None else kept if gradient is None else kept.add_(gradient)
 
-    def forget_cleared(self, homes: Mapping[str, nn.Parameter]) -> None:
+    def drop_cleared(self, homes: Mapping[str, nn.Parameter]) -> None:
         """Forget what the user has cleared, or replaced, in `.grad`."""
         for name, shown in list(self._shown.items()):
             if homes[name].grad is not shown.gradient:
@@ -127,7 +127,7 @@ class KeptBack:
     def flush(self, homes: Mapping[str, nn.Parameter]) -> None:
         """Bring what was kept into `.grad`, unless it was cleared; collective if something was kept, on all alike."""
         self.settle()
-        self.forget_cleared(homes)
+        self.drop_cleared(homes)
         self.read()
 
     def read(self) -> None:
@@ -162,7 +162,7 @@ class Variant:
         self._go_by(plan, planned_rates)
         self.compute, self.table, self.homes = compute, compute.table, compute.homes
         self.look_at_homes()
-        self.kept_back = KeptBack()
+        self.kept_back = DeferredGradients()
         self.first_use = FirstUse()
 
     def look_at_homes(self) -> None:

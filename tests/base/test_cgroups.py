@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hetu_fx.base import cgroups
-from hetu_fx.base.cgroups import MemoryKills, memory_kills_in, quota_of, quota_within
+from hetu_fx.base.cgroups import MemoryKills, cgroup_quota, count_memory_kills, quota_within
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_a_path_that_is_the_hosts_stands_for_what_is_mounted(v2: str, tmp_path: 
 
 def test_without_a_hierarchy_there_is_no_quota(tmp_path: Path) -> None:
     assert quota_within("proc /proc proc rw 0 0\n", "0::/\n") is None
-    assert quota_of(tmp_path) is None
+    assert cgroup_quota(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_without_a_hierarchy_there_is_no_quota(tmp_path: Path) -> None:
 )
 def test_it_is_counted_whom_the_kernel_has_killed_for_memory(tmp_path: Path, file: str, text: str, kills: int) -> None:
     (tmp_path / file).write_text(text)
-    assert memory_kills_in(tmp_path) == kills
+    assert count_memory_kills(tmp_path) == kills
 
 
 def test_a_kill_is_accounted_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,19 +11,19 @@ import pytest
 import torch
 
 import hetu_fx
-from hetu_fx.base.device_types import CPU, CUDA, DeviceType, device_types, type_of
+from hetu_fx.base.device_types import CPU, CUDA, DeviceType, device_type_record, device_types
 from hetu_fx.errors import EnvironmentProblem
 from tests.kinds.testkind import NAME, on_testkind
 
 
 def test_the_host_stands_first_and_cuda_is_known_without_one() -> None:
     assert device_types()[:2] == (CPU, CUDA)
-    assert type_of(torch.device("cuda", 3)) is CUDA
+    assert device_type_record(torch.device("cuda", 3)) is CUDA
 
 
 def test_a_type_that_nobody_has_told_of_is_refused_with_the_way_out() -> None:
     with pytest.raises(EnvironmentProblem, match=r"type 'xpu' are not known, only .*group 'hetu_fx.kinds'"):
-        type_of(torch.device("xpu"))
+        device_type_record(torch.device("xpu"))
 
 
 def test_a_second_record_of_a_name_is_refused() -> None:
@@ -40,7 +40,7 @@ def test_ops_are_given_as_a_set_of_names() -> None:
 @on_testkind
 def test_a_type_without_a_backend_of_its_own_meets_over_the_host_s() -> None:
     assert DeviceType.group_backends() == "gloo"
-    assert type_of(torch.device(NAME)).chip(torch.device(NAME)) == NAME
+    assert device_type_record(torch.device(NAME)).chip(torch.device(NAME)) == NAME
 
 
 PACKAGE = """

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import hetu_fx
-from hetu_fx.base.imports import import_after
+from hetu_fx.base.imports import import_with_library
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_the_module_is_imported_after_the_library(library: str) -> None:
     finders = [*sys.meta_path]
-    import_after(library, "a_client")
+    import_with_library(library, "a_client")
     assert library not in sys.modules
     found = __import__(library)
     assert found.asked == ["a_client"]
@@ -38,12 +38,12 @@ def test_the_module_is_imported_after_the_library(library: str) -> None:
 
 def test_it_is_imported_at_once_where_the_library_is_there(library: str) -> None:
     found = __import__(library)
-    import_after(library, "a_client")
+    import_with_library(library, "a_client")
     assert found.asked == ["a_client"]
 
 
 def test_a_library_that_is_not_there_stays_missing(library: str) -> None:
-    import_after("no_such_library", "a_client")
+    import_with_library("no_such_library", "a_client")
     with pytest.raises(ModuleNotFoundError, match="no_such_library"):
         __import__("no_such_library")
     assert "a_client" not in sys.modules

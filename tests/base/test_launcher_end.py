@@ -13,8 +13,8 @@ from hetu_fx.base import launcher_end
 
 CHILD = """
 import os, signal
-from hetu_fx.base.launcher_end import end_with
-end_with(os.getppid())
+from hetu_fx.base.launcher_end import end_with_parent
+end_with_parent(os.getppid())
 print(os.getpid(), flush=True)
 os.kill(os.getpid(), signal.SIGSTOP)
 """
@@ -33,14 +33,14 @@ def test_a_stopped_process_ends_with_its_parent() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="as above")
 def test_a_process_whose_parent_has_gone_before_ends_at_once() -> None:
-    program = "import os; from hetu_fx.base.launcher_end import end_with; end_with(os.getppid() + 1)"
+    program = "import os; from hetu_fx.base.launcher_end import end_with_parent; end_with_parent(os.getppid() + 1)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("run_id", [None, "none"])
 def test_only_what_torchrun_has_started_ends_with_it(run_id: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
-    monkeypatch.setattr(launcher_end, "end_with", ended.append)
+    monkeypatch.setattr(launcher_end, "end_with_parent", ended.append)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     if run_id is not None:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)

@@ -1,6 +1,6 @@
 from dataclasses import dataclass, field
 
-from hetu_fx.base.once import once, once_beside
+from hetu_fx.base.once import once, once_per_object
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Slot:
     adder: Adder
     number: int
 
-    @once_beside(lambda slot: (slot.adder, (slot.number,)))
+    @once_per_object(lambda slot: (slot.adder, (slot.number,)))
     def twice(self) -> int:
         return 2 * self.adder.plus(self.number)
 

@@ -14,7 +14,7 @@ from torch.utils import _foreach_utils
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.base import patches
-from hetu_fx.base.patches import Patch, known_patches, put_in, register_patch, take_out
+from hetu_fx.base.patches import Patch, install_patches, known_patches, register_patch, remove_patches
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.switching.home import stepped  # noqa: F401  (with its hooks, and what sorts lists)
 from hetu_fx.switching.home.layout import home_layout
@@ -26,9 +26,9 @@ SORT = "_group_tensors_by_device_and_dtype"
 
 @pytest.fixture(autouse=True)
 def plain_torch() -> Iterator[None]:
-    take_out("torch")
+    remove_patches("torch")
     yield
-    put_in("torch")
+    install_patches("torch")
 
 
 def home() -> HomeTensor:
@@ -55,7 +55,7 @@ def test_the_first_home_tensor_puts_patches_in_and_the_next_does_not_again() -> 
 def test_torch_is_as_it_was_once_they_are_out() -> None:
     before = replaced()
     home()
-    take_out("torch")
+    remove_patches("torch")
     assert replaced() == before
     assert before[2:4] == [False, False]
 
@@ -73,8 +73,8 @@ def test_an_optimizer_steps_on_home_tensors_after_patches_were_out() -> None:
     parameter.grad = torch.ones(3)
     ours = home().requires_grad_()
     ours.grad = home()
-    take_out("torch")
-    put_in("torch")
+    remove_patches("torch")
+    install_patches("torch")
     for one in (parameter, ours):
         torch.optim.AdamW([one], lr=0.1, foreach=True).step()
     assert torch.equal(ours.to_local(), parameter.detach())
@@ -89,9 +89,9 @@ def test_what_a_version_lacks_is_refused_only_where_it_is_needed(
     register_patch(gone)
     if is_needed:
         with pytest.raises(EnvironmentProblem, match=r"has no torch.optim.optimizer.Optimizer.gone.*things fail"):
-            put_in("torch")
+            install_patches("torch")
     else:
-        put_in("torch")
+        install_patches("torch")
 
 
 def test_attributes_of_modules_are_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_attributes_of_modules_are_replaced_too(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(patches.sys.modules, "a_library", module)
     monkeypatch.setattr(patches, "_known", [])
     register_patch(Patch("a_library", "a_library", "", "size", "it is too small", "1.0", lambda size: size + 1))
-    put_in("a_library")
+    install_patches("a_library")
     assert vars(module)["size"] == 2
-    take_out("a_library")
+    remove_patches("a_library")
     assert vars(module)["size"] == 1

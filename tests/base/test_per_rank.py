@@ -2,7 +2,7 @@
 
 import threading
 
-from hetu_fx.base.per_rank import PerRank, working_for
+from hetu_fx.base.per_rank import PerRank, as_rank
 
 
 def test_a_process_has_one_in_all_its_threads():
@@ -17,11 +17,11 @@ def test_a_process_has_one_in_all_its_threads():
 def test_ranks_that_are_threads_have_their_own_and_keep_it():
     own, of_one, of_other = PerRank(list), {}, {}
     own().append("process")
-    with working_for(of_one):
+    with as_rank(of_one):
         own().append("one")
-        with working_for(of_other):
+        with as_rank(of_other):
             assert own() == []
         assert own() == ["one"]
-    with working_for(of_one):
+    with as_rank(of_one):
         assert own() == ["one"]
     assert own() == ["process"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hetu_fx.base.per_rank import working_for
+from hetu_fx.base.per_rank import as_rank
 from hetu_fx.base.progress import VARIABLE, Rhythm, speaks, telling
 
 AT_ONCE, SOON, NEVER = 0.0, 0.01, 3600.0
@@ -112,5 +112,5 @@ def test_of_ranks_that_are_threads_none_speaks(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv(VARIABLE, "1")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     assert speaks()
-    with working_for({}):
+    with as_rank({}):
         assert not speaks()

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetu_fx.base.json_values import many, numbered
-from hetu_fx.base.records import REQUIRED, Key, record, repeated
+from hetu_fx.base.json_values import many, object_by_number
+from hetu_fx.base.records import REQUIRED, Key, record, run_length_list
 from hetu_fx.errors import PlanError
 
 
@@ -74,7 +74,7 @@ def test_what_cannot_be_is_refused_with_its_place(value: Any, message: str) -> N
 
 
 def test_equal_values_in_a_row_are_written_once() -> None:
-    values = repeated(PART)
+    values = run_length_list(PART)
     written = [{"count": 2, "n": 1}, {"count": 1, "n": 2}]
     assert values.write((Part(1), Part(1), Part(2))) == written
     assert values.read(written, "here") == (Part(1), Part(1), Part(2))
@@ -89,7 +89,7 @@ def test_a_key_may_be_asked_for_never_written_or_written_always() -> None:
 
 
 def test_numbers_by_whole_numbers_are_strings_in_the_file() -> None:
-    values = numbered("tokens", PlanError)
+    values = object_by_number("tokens", PlanError)
     assert values.write({10: 1.0, 2: 0.5}) == {"2": 0.5, "10": 1.0}
     assert values.read({"2": 1}, "here.lengths") == {2: 1.0}
     with pytest.raises(PlanError, match=r"here: 'lengths' has keys \['two'\]; give whole numbers of tokens"):

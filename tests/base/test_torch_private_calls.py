@@ -155,22 +155,22 @@ def prefixed() -> bool:
     store = private.TCPStore("127.0.0.1", 0, None, True, SOON)
     inside = private.PrefixStore("a", store)
     assert isinstance(inside, private.Store)
-    assert private.address_of(inside) == f"{store.host}:{store.port}"
+    assert private.store_address(inside) == f"{store.host}:{store.port}"
     return stored(inside) and stored(private.connected_anew(inside)) and store.get("a/key") == b"value"
 
 
 def named_group(world: dist.ProcessGroup) -> bool:
     group = private.new_named_group([0], 0, "ours", SOON)
-    assert private.is_member_of(group)
+    assert private.is_group_member(group)
     assert stored(private.store_of_world())
     return sum_by(group) == 2 and dist.get_process_group_ranks(group) == [0]
 
 
 def through_devices() -> bool:
-    with private.gloo_through([private.gloo_device_at("127.0.0.1")]), world_of_one() as world:
+    with private.gloo_devices([private.make_gloo_device("127.0.0.1")]), world_of_one() as world:
         assert sum_by(world) == 2
     with world_of_one() as world:
-        backend = private.backend_of(private.new_named_group([0], 0, "through", SOON), HOST)
+        backend = private.group_backend(private.new_named_group([0], 0, "through", SOON), HOST)
         return private.is_gloo(backend) and private.timeout_of_backend(backend) == SOON
 
 
@@ -271,12 +271,12 @@ def composites_kept_apart() -> bool:
 
 
 def named_in_trace(x: Tensor) -> bool:
-    other = private.untraced()
+    other = private.suspend_trace()
     with other:
         plain = torch.ones(2)
-    assert not private.is_traced(plain)
+    assert not private.is_in_trace(plain)
     private.give_name_in_trace(plain, x)
-    return private.is_traced(plain) and private.is_between_ops()
+    return private.is_in_trace(plain) and private.is_between_ops()
 
 
 def gradient_by_aot(module: fx.GraphModule, **how: Any) -> tuple[list[fx.GraphModule], Tensor]:
@@ -304,7 +304,7 @@ def recomputed() -> bool:
     module.body = graph_of(EXP)
     graph = fx.Graph()
     x, body = graph.placeholder("x"), graph.get_attr("body")
-    graph.output(torch_compile.recomputed(graph, body, [x]))
+    graph.output(torch_compile.insert_checkpointed_call(graph, body, [x]))
     graphs, gradient = gradient_by_aot(fx.GraphModule(module, graph), partition_fn=min_cut_rematerialization_partition)
     assert torch.equal(gradient, torch.ones(2).exp())
     return EXP in {node.target for node in graphs[1].graph.nodes}
@@ -335,9 +335,12 @@ def by_one_library() -> bool:
 
 
 def carried() -> bool:
-    with private.carrying_over("hetu_fx.test", 3):
-        inside = private.carried_over("hetu_fx.test"), in_backward(lambda leaf: private.carried_over("hetu_fx.test"))
-    return inside == (3, 3) and private.carried_over("hetu_fx.test") is None
+    with private.set_thread_local("hetu_fx.test", 3):
+        inside = (
+            private.thread_local_value("hetu_fx.test"),
+            in_backward(lambda leaf: private.thread_local_value("hetu_fx.test")),
+        )
+    return inside == (3, 3) and private.thread_local_value("hetu_fx.test") is None
 
 
 def version_after(change: Callable[[Tensor], Any]) -> int:
@@ -360,7 +363,7 @@ def foreach(kernel: Callable[..., Any], *rest: Any) -> list[float]:
 
 
 def checked_twice(x: Tensor) -> list[bool]:
-    holds = private.guard_of((x,))
+    holds = private.make_tensor_guard((x,))
     assert holds is not None
     before = holds()
     x.requires_grad_(True)
@@ -417,8 +420,8 @@ CALLS: dict[str, Callable[[], Any]] = {
         [in_backward(lambda leaf: private.keeps_graph(), keeps) for keeps in (False, True)] == [False, True]
     ),
     "torch._C._will_engine_execute_node": lambda: (
-        in_backward(lambda leaf: private.are_accumulated([node_of(leaf)])) == [True]
-        and private.are_accumulated([node_of(torch.ones(2, requires_grad=True))]) == [False]
+        in_backward(lambda leaf: private.accumulates_into_leaves([node_of(leaf)])) == [True]
+        and private.accumulates_into_leaves([node_of(torch.ones(2, requires_grad=True))]) == [False]
     ),
     "torch.autograd.Variable._execution_engine.queue_callback": lambda: ended_in_order() == ["inside", "end"],
     "torch.autograd.graph._engine_run_backward": lambda: (
@@ -426,7 +429,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     ),
     "torch.autograd.function._is_setup_context_defined": lambda: (
         private.is_setup_context_defined(Doubled)
-        and gradient_by(lambda x: private.apply_of(Doubled)(x).sum().backward()) == [2, 2]
+        and gradient_by(lambda x: private.plain_apply(Doubled)(x).sum().backward()) == [2, 2]
     ),
     "_backward_hooks _post_accumulate_grad_hooks": hooks_moved,
     "torch._C._dynamo.guards": lambda: checked_twice(torch.ones(2)) == [True, False],
@@ -460,7 +463,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     ),
     "_loader torch.fx.graph_module._loader.eval_cache.pop": sources_dropped,
     "_rename": lambda: renamed(fx.Graph()) == "y",
-    "_boxed_call": lambda: private.is_boxed(make_boxed_func(print)) and not private.is_boxed(print),
+    "_boxed_call": lambda: (
+        private.takes_boxed_arguments(make_boxed_func(print)) and not private.takes_boxed_arguments(print)
+    ),
     "torch.nn.modules.batchnorm._BatchNorm _check_input_dim": lambda: (
         isinstance(LAYER, private.BatchNorm) and private.check_input_of_norm(LAYER, torch.ones(2, 2)) is None
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetu_fx.base.words import bytes_of, bytes_text, ranks_text, seconds_text, share_text
+from hetu_fx.base.words import bytes_text, format_used_bytes, ranks_text, seconds_text, share_text
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_bytes_have_the_unit_that_suits(count: float, text: str) -> None:
 
 
 def test_bytes_of_a_limit_have_its_unit() -> None:
-    assert bytes_of(2.5e8, 85.9e9) == "0.25 of 85.9 GB"
+    assert format_used_bytes(2.5e8, 85.9e9) == "0.25 of 85.9 GB"
 
 
 def test_shares_below_a_percent_are_not_nothing() -> None:

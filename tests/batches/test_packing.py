@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hetu_fx
-from hetu_fx.batches.packing import IGNORED, packed, rows_by_room
+from hetu_fx.batches.packing import IGNORED, pack_batch, rows_by_room
 from hetu_fx.errors import BatchError
 from tests.model_zoo import llama
 
@@ -25,7 +25,7 @@ def test_every_sequence_has_one_row_and_no_row_is_too_long(lengths: list[int], r
 
 
 def test_positions_restart_and_no_sequence_predicts_the_next() -> None:
-    batch = packed([torch.tensor([5, 6, 7]), torch.tensor([8, 9])], [(1, 0)], multiple=4, padding=1)
+    batch = pack_batch([torch.tensor([5, 6, 7]), torch.tensor([8, 9])], [(1, 0)], multiple=4, padding=1)
     assert batch["input_ids"].tolist() == [[8, 9, 5, 6, 7, 1, 1, 1]]
     assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2, 0, 1, 2]]
     assert batch["labels"].tolist() == [[IGNORED, 9, IGNORED, 6, 7, IGNORED, IGNORED, IGNORED]]
@@ -39,7 +39,7 @@ def test_packed_sequences_train_as_each_alone(is_parallel: bool) -> None:
     vocabulary = model.config.vocab_size
     lengths = (7, 3, 9, 4)
     sequences = [torch.randint(vocabulary, (length,), generator=generator) for length in lengths]
-    batch = packed(sequences, rows_by_room(lengths, 12), multiple=4)
+    batch = pack_batch(sequences, rows_by_room(lengths, 12), multiple=4)
     if is_parallel:
         hetu_fx.auto_parallelize(model, batch, plan=hetu_fx.Plan.single())
     model(**batch).loss.backward()
@@ -58,12 +58,12 @@ def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
 @pytest.mark.parametrize("rows", [[(0,)], [(0, 1), (1,)], [(0, 1), ()], []])
 def test_a_sequence_in_no_row_or_in_two_is_refused(rows: list[tuple[int, ...]]) -> None:
     with pytest.raises(BatchError, match="every one belongs in one row"):
-        packed([torch.tensor([1]), torch.tensor([2])], rows)
+        pack_batch([torch.tensor([1]), torch.tensor([2])], rows)
 
 
 def test_what_is_no_sequence_of_tokens_is_refused() -> None:
     with pytest.raises(BatchError, match=r"sequences \[0\] are not token ids"):
-        packed([torch.ones(1, 2)], [(0,)])
+        pack_batch([torch.ones(1, 2)], [(0,)])
 
 
 def test_a_sequence_longer_than_a_row_is_refused() -> None:

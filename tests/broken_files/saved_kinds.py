@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hetu_fx.checkpoint.folders import latest
 from hetu_fx.checkpoint.manifest import MANIFEST, FileEntry
-from hetu_fx.checkpoint.summed_files import SummedFile, write_summed
+from hetu_fx.checkpoint.summed_files import SummedFile, write_with_checksums
 from hetu_fx.errors import CheckpointError, ExportError, HetuFxError
 from hetu_fx.export.load import check_exported, load_exported, load_single
 from hetu_fx.plans.plan import Plan
@@ -99,7 +99,7 @@ def _sum_again(path: Path) -> None:
     except CheckpointError:
         with safe_open(path, "pt") as file:
             told = {key: text for key, text in (file.metadata() or {}).items() if not key.startswith("hetu_fx.sum")}
-        write_summed(path, load(path.read_bytes()), told)
+        write_with_checksums(path, load(path.read_bytes()), told)
 
 
 def _is_small(path: Path) -> bool:

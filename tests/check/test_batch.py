@@ -8,8 +8,8 @@ from hetu_fx.check.batch import (
     TrialSizes,
     cut_batch,
     cut_rows,
-    length_for,
-    rows_for,
+    fewest_rows,
+    sequence_length_for,
     with_few_micro_batches,
     with_few_pipelines,
 )
@@ -20,7 +20,7 @@ from tests.check.nets import Tokens, graph_of, tokens_batch
 
 def test_unequal_shares_stay_unequal_and_every_micro_batch_has_two_rows() -> None:
     plan = Plan((Pipeline((Stage((0,)),), share=1000, micro_batches=2), Pipeline((Stage((1,)),), share=617)))
-    rows = pipeline_rows(rows_for(plan, 2), plan)
+    rows = pipeline_rows(fewest_rows(plan, 2), plan)
     assert rows[0] > rows[1] >= 2
     sizes = micro_batch_rows(rows[0], 2)
     assert min(sizes) >= 2
@@ -29,7 +29,7 @@ def test_unequal_shares_stay_unequal_and_every_micro_batch_has_two_rows() -> Non
 
 def test_shares_that_few_rows_cannot_show_have_some_all_the_same() -> None:
     plan = Plan.data_parallel((0, 1), (1000, 999))
-    assert min(pipeline_rows(rows_for(plan, 2), plan)) >= 2
+    assert min(pipeline_rows(fewest_rows(plan, 2), plan)) >= 2
 
 
 def test_a_pipeline_keeps_so_many_micro_batches_as_fill_it() -> None:
@@ -44,8 +44,8 @@ def test_of_pipelines_that_are_alike_two_stay_on_devices_that_follow_each_other(
 
 
 def test_a_length_is_one_that_a_group_can_share() -> None:
-    assert length_for(Plan.context_parallel((0, 1, 2), (2, 2, 1))) == 10
-    assert length_for(Plan.single(0)) == 8
+    assert sequence_length_for(Plan.context_parallel((0, 1, 2), (2, 2, 1))) == 10
+    assert sequence_length_for(Plan.single(0)) == 8
 
 
 def test_rows_and_lengths_are_cut_by_what_the_graph_says_of_its_inputs() -> None:

@@ -44,7 +44,7 @@ def test_names_of_a_shortened_list_lead_back_to_the_model() -> None:
     graph = graph_of(Tokens(blocks=6), tokens_batch()).program.graph
     kept = KeptBlocks(graph.block_paths, (1, 4))
     assert kept.original_names() == {"blocks.0": "blocks.1", "blocks.1": "blocks.4"}
-    assert kept.dropped == {"blocks.0", "blocks.2", "blocks.3", "blocks.5"}
+    assert kept.dropped_blocks == {"blocks.0", "blocks.2", "blocks.3", "blocks.5"}
 
 
 def test_a_graph_with_fewer_blocks_has_the_same_ops_and_another_model_has_not() -> None:

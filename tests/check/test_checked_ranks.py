@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hetu_fx
-from hetu_fx.comm_ops.wire.consensus import of_all
+from hetu_fx.comm_ops.wire.consensus import all_gather_object
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import CheckError
 from hetu_fx.switching.step import batches
@@ -28,7 +28,7 @@ def check_a_plan_that_is_right_trains_and_so_does_one_that_is_added(rank: int, w
         name = model.hetu.add_variant(GROUP)
     says = model.hetu.checks
     assert all(found.startswith("checked: loss and 4 gradients") for found in says.values()), says
-    assert len(set(map(str, of_all(GroupTable(), says)))) == 1
+    assert len(set(map(str, all_gather_object(GroupTable(), says)))) == 1
     for variant in ("variant0", name):
         model.hetu.switch(variant)
         loss, right = model(**batch), alone(**batch)
@@ -43,7 +43,7 @@ def check_a_plan_that_is_wrong_is_refused_on_all_with_the_same_words(rank: int, 
         patch.setattr(batches, "_counts", lambda *given: tuple(count + 1 for count in right(*given)))
         with pytest.raises(CheckError, match="the loss is") as raised:
             hetu_fx.auto_parallelize(model, mlp_batch(), plan=SHARES, check=True)
-    assert len(set(of_all(GroupTable(), str(raised.value)))) == 1
+    assert len(set(all_gather_object(GroupTable(), str(raised.value)))) == 1
     assert not hasattr(model, "hetu")
     assert not any(hasattr(parameter, "home_layout") for parameter in model.parameters())
 

@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 from hetu_fx.check import kept
-from hetu_fx.check.kept import Answer, KeptAnswers, default_folder, key_of
+from hetu_fx.check.kept import Answer, KeptAnswers, default_folder, question_key
 
 
 def test_an_answer_is_read_by_another_process(tmp_path: Path) -> None:
-    answer = Answer(key_of(["graph", "plan"]), True, "checked")
+    answer = Answer(question_key(["graph", "plan"]), True, "checked")
     KeptAnswers(tmp_path).put(answer)
     assert KeptAnswers(tmp_path).get(answer.key) == answer
-    assert KeptAnswers(tmp_path).get(key_of(["graph", "another plan"])) is None
+    assert KeptAnswers(tmp_path).get(question_key(["graph", "another plan"])) is None
 
 
 def test_a_broken_file_is_told_and_asked_anew(tmp_path: Path) -> None:
-    (tmp_path / f"{key_of(['x'])}.json").write_text("{")
+    (tmp_path / f"{question_key(['x'])}.json").write_text("{")
     with pytest.warns(UserWarning, match="trying the plan again: .* is not valid JSON"):
-        assert KeptAnswers(tmp_path).get(key_of(["x"])) is None
+        assert KeptAnswers(tmp_path).get(question_key(["x"])) is None
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hetu_fx.checkpoint import folders
-from hetu_fx.checkpoint.folders import LeftOver, latest, place_of, replaced_folder
+from hetu_fx.checkpoint.folders import LeftOver, find_folder, latest, replaced_folder
 from hetu_fx.checkpoint.manifest import MANIFEST
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import CheckpointError, ExportError, HetuFxError, OtherRankError
@@ -196,7 +196,7 @@ def test_what_a_crash_between_two_renames_left_is_found_and_put_back(tmp_path: P
     write(tmp_path / "step-3")
     _after_the_first_rename(tmp_path / name)
     assert latest(tmp_path) == tmp_path / name
-    assert content(place_of(tmp_path / name)) == "new"
+    assert content(find_folder(tmp_path / name)) == "new"
     assert names(tmp_path) == sorted([f".{name}.new-01234567", f".{name}.old-01234567", "step-3"])  # only looked at
     write(tmp_path / name, "next")
     assert names(tmp_path) == sorted([name, "step-3"])
@@ -229,7 +229,7 @@ def test_what_was_not_sealed_before_a_crash_does_not_count(tmp_path: Path) -> No
     write(tmp_path / "step-7", "old")
     (tmp_path / "step-7").rename(tmp_path / ".step-7.old-01234567")
     (tmp_path / ".step-7.new-01234567").mkdir()
-    assert content(place_of(tmp_path / "step-7")) == "old"
+    assert content(find_folder(tmp_path / "step-7")) == "old"
     assert latest(tmp_path) == tmp_path / "step-7"
 
 

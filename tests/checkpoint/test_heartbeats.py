@@ -12,7 +12,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from hetu_fx.base.machine import start_time
-from hetu_fx.checkpoint.heartbeats import LEFT, Heartbeats, Peer, Silences, watch_each_other, watched_by
+from hetu_fx.checkpoint.heartbeats import LEFT, HeartbeatAges, Heartbeats, Peer, ranks_watched_by, watch_each_other
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
 
@@ -28,7 +28,7 @@ def silent() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_only_new_signs_break_a_silence() -> None:
-    silences = Silences((1, 2, 3, 4))
+    silences = HeartbeatAges((1, 2, 3, 4))
     for number in range(3):
         silences.hear({1: str(number), 2: "7", 3: LEFT}, 1.0)
     assert silences.longer_than(1.5) == (2, 4)  # 4 has never given one
@@ -40,7 +40,7 @@ def test_only_new_signs_break_a_silence() -> None:
     [("aa", [(1,), (0,)]), ("ab", [(1,), (0,)]), ("aabb", [(1,), (0, 2), (3,), (0, 2)]), ("a", [()])],
 )
 def test_everyone_watches_its_node_and_the_next_rank(nodes: str, watched: list[tuple[int, ...]]) -> None:
-    assert [watched_by(rank, nodes) for rank in range(len(nodes))] == watched
+    assert [ranks_watched_by(rank, nodes) for rank in range(len(nodes))] == watched
 
 
 OWN = Peer("here", os.getpid(), start_time(os.getpid()))

@@ -191,7 +191,7 @@ def test_on_three_ranks(name: str, gloo_checks: Any) -> None:
 def test_what_is_half_written_is_no_part_and_what_is_foreign_stays(tmp_path: Path) -> None:
     memory = SnapshotMemory.at(tmp_path)
     part = SnapshotPart(SnapshotMoment(1, "a0", 1), 0, 0)
-    room = memory.room_for(part, 5)
+    room = memory.allocate_part(part, 5)
     room.copy_(torch.frombuffer(bytearray(b"half "), dtype=torch.uint8))
     (beside,) = memory.folder.iterdir()
     (beside / ".tmpXXXXXX").write_bytes(b"torn")  # as safetensors names what it has not written to its end

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hetu_fx.checkpoint import summed_files
-from hetu_fx.checkpoint.summed_files import SummedFile, write_summed
+from hetu_fx.checkpoint.summed_files import SummedFile, write_with_checksums
 from hetu_fx.errors import CheckpointError
 
 
@@ -32,7 +32,7 @@ def tensors() -> dict[str, Tensor]:
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(summed_files, "BLOCK_BYTES", 160)  # two rows
-    write_summed(tmp_path / "x.safetensors", tensors(), {"format": "pt"})
+    write_with_checksums(tmp_path / "x.safetensors", tensors(), {"format": "pt"})
     return tmp_path / "x.safetensors"
 
 
@@ -83,7 +83,7 @@ def test_only_blocks_that_are_wanted_are_compared(file: Path) -> None:
 
 def test_a_file_is_read_on_where_another_takes_its_place(file: Path) -> None:
     opened = SummedFile(file)
-    write_summed(file.with_name("new"), {"rows": torch.zeros(1)}, {})
+    write_with_checksums(file.with_name("new"), {"rows": torch.zeros(1)}, {})
     os.replace(file.with_name("new"), file)
     opened.check_all()
     assert torch.equal(opened.value("rows"), tensors()["rows"])

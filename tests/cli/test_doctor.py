@@ -12,15 +12,15 @@ import hetu_fx
 from hetu_fx.base import tested
 from hetu_fx.base.tested import numbers
 from hetu_fx.cli.doctor import trial_findings
-from hetu_fx.cli.finding import Finding, conclusion, judged
+from hetu_fx.cli.finding import Finding, conclusion, make_finding
 from hetu_fx.cli.job_checks import clock_finding, link_findings, speed_finding, versions_finding
 from hetu_fx.cli.machine_checks import (
     SETTINGS,
     launch_finding,
     nccl_of,
     package_finding,
-    parts_of,
     settings_finding,
+    split_requirement,
 )
 from hetu_fx.cli.main import main
 from hetu_fx.cluster.cluster import Cluster
@@ -46,8 +46,8 @@ def test_whatever_is_not_fine_has_a_way_out(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_requirements_are_read_from_the_package() -> None:
-    assert parts_of("torch<2.14,>=2.11") == ("torch", [("<", "2.14"), (">=", "2.11")], "")
-    assert parts_of('accelerate>=1.15; extra == "hf"') == ("accelerate", [(">=", "1.15")], "hf")
+    assert split_requirement("torch<2.14,>=2.11") == ("torch", [("<", "2.14"), (">=", "2.11")], "")
+    assert split_requirement('accelerate>=1.15; extra == "hf"') == ("accelerate", [(">=", "1.15")], "hf")
     assert numbers("2.13.0+cpu") == (2, 13, 0)
 
 
@@ -124,7 +124,7 @@ def test_two_processes_that_fail_are_wrong_with_the_last_that_they_said() -> Non
     (found,) = trial_findings("", "first\nlast\n")
     assert found.state == "wrong"
     assert found.says == "failed: last"
-    told = json.dumps({"findings": [judged("clocks", "fine").to_json(), judged("python", "3").to_json()]})
+    told = json.dumps({"findings": [make_finding("clocks", "fine").to_json(), make_finding("python", "3").to_json()]})
     assert [finding.what for finding in trial_findings(told, "")] == ["two processes", "clocks"]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hetu_fx.cli.main import main
-from hetu_fx.cli.simulate import shown
+from hetu_fx.cli.simulate import devices_to_show
 from hetu_fx.planner.simulate.simulate import simulate
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
@@ -81,8 +81,8 @@ def test_a_slower_device_makes_the_step_longer(run: Run) -> None:
 def test_a_picture_of_many_devices_shows_one_of_each_stage() -> None:
     stages = [[(100 * i + 2 * j, 100 * i + 2 * j + 1) for j in range(4)] for i in range(9)]
     plan = Plan(tuple(Pipeline(tuple(Stage(group, blocks=1) for group in own)) for own in stages))
-    assert shown(plan) == (0, 2, 4, 6)
-    assert shown(PLAN) == (0, 1, 2)
+    assert devices_to_show(plan) == (0, 2, 4, 6)
+    assert devices_to_show(PLAN) == (0, 1, 2)
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ from torch import nn
 
 from hetu_fx.check.verdict import judge, worst
 from hetu_fx.cli.compare import draws_random_numbers
-from hetu_fx.cli.given import function_named
+from hetu_fx.cli.given import load_function
 from hetu_fx.cli.main import main
-from hetu_fx.cli.verify import as_text, plan_named
+from hetu_fx.cli.verify import as_text, read_plan_name
 from hetu_fx.comm_ops.wire import collectives
 from hetu_fx.errors import PlanError, ProfileError
-from hetu_fx.lockstep import Step, Trained, loss_of
+from hetu_fx.lockstep import Step, Trained, find_loss
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 
 SCRIPT = """
@@ -86,31 +86,31 @@ def test_the_table_has_a_row_per_step_and_a_judgement_per_plan() -> None:
 
 
 def test_plans_are_made_by_name_and_files_are_read(tmp_path: Path) -> None:
-    data, tensor = plan_named("data", 2), plan_named("tensor", 2)
+    data, tensor = read_plan_name("data", 2), read_plan_name("tensor", 2)
     assert isinstance(data, Plan)
     assert isinstance(tensor, Plan)
     assert [pipeline.share for pipeline in data.pipelines] == [3, 1]
     assert tensor.devices == (0, 1)
     tensor.write(tmp_path / "plan.json")
-    assert plan_named(str(tmp_path / "plan.json"), 2) == tensor
+    assert read_plan_name(str(tmp_path / "plan.json"), 2) == tensor
     with pytest.raises(PlanError, match="there is no plan file 'dta'"):
-        plan_named("dta", 2)
+        read_plan_name("dta", 2)
 
 
 def test_losses_are_found_as_models_return_them() -> None:
     loss = torch.tensor(1.0)
-    assert loss_of(loss) is loss_of({"loss": loss}) is loss_of((loss, torch.ones(2))) is loss
+    assert find_loss(loss) is find_loss({"loss": loss}) is find_loss((loss, torch.ones(2))) is loss
     with pytest.raises(ProfileError, match="returns no loss"):
-        loss_of(torch.ones(2))
+        find_loss(torch.ones(2))
 
 
 def test_a_function_is_found_in_a_script(script: Path) -> None:
-    model, batch = function_named(f"{script}:made")()
+    model, batch = load_function(f"{script}:made")()
     assert isinstance(model, nn.Module)
     assert draws_random_numbers(model, batch)
-    assert not draws_random_numbers(*function_named(f"{script}:without_dropout")())
+    assert not draws_random_numbers(*load_function(f"{script}:without_dropout")())
     with pytest.raises(ProfileError, match="there is no file"):
-        function_named(f"{script.parent}/other.py:made")
+        load_function(f"{script.parent}/other.py:made")
 
 
 @pytest.mark.parametrize("function", ["nothing", "my_net.py:nothing"])
@@ -184,7 +184,7 @@ def test_a_wrong_sum_differs_and_copies_that_differ_are_told(
     def sum_twice(result: torch.Tensor, summands: list[torch.Tensor]) -> None:
         result.copy_(sum(summands[1:], 2 * summands[0]))
 
-    monkeypatch.setattr(collectives, "sum_into", sum_twice)
+    monkeypatch.setattr(collectives, "sum_in_order", sum_twice)
     assert main(["verify", f"{script}:without_dropout", "--ranks=3", "--steps=1", "--plan=tensor"]) == 1
     assert "tensor: differs" in capsys.readouterr().out
 

@@ -11,10 +11,10 @@ from hetu_fx.cluster.links import (
     groups_to_time,
     inter_pairs,
     neighbours,
+    node_units,
     pairs_of_types,
     settled_limits,
     timed_collective,
-    units_of,
 )
 from hetu_fx.cluster.timed import SIZES
 from hetu_fx.comm_ops.plans.cost import cheapest_ring_cost
@@ -111,8 +111,8 @@ def test_every_rank_is_told_the_same_of_every_collective_and_group(tmp_path: Pat
 
 
 def test_devices_of_several_types_on_a_node_are_units_of_their_own() -> None:
-    assert units_of("aab", ["cpu", "cpu", "cuda"]) == ["a", "a", "b"]
-    assert units_of("aab", ["cpu", "cuda", "cuda"]) == ["a cpu", "a cuda", "b cuda"]
+    assert node_units("aab", ["cpu", "cpu", "cuda"]) == ["a", "a", "b"]
+    assert node_units("aab", ["cpu", "cuda", "cuda"]) == ["a cpu", "a cuda", "b cuda"]
 
 
 def test_the_fastest_of_neighbouring_types_tell_the_link_between_types() -> None:

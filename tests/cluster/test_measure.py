@@ -8,21 +8,21 @@ import pytest
 from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.cluster.measure import (
     Sample,
+    denoise_devices,
+    group_speeds,
     meeting_rounds,
     meeting_seconds,
-    settled,
     settled_seconds,
-    snapped,
 )
 from tests.spawned import results_of
 
 
 def test_equal_speeds_with_noise_are_one_speed() -> None:
-    assert snapped([100.0, 98.0, 51.0, 50.0, 96.0]) == [98.0, 98.0, 50.5, 50.5, 98.0]
+    assert group_speeds([100.0, 98.0, 51.0, 50.0, 96.0]) == [98.0, 98.0, 50.5, 50.5, 98.0]
 
 
 def test_speeds_that_differ_stay_apart() -> None:
-    assert snapped([80.0, 40.0, 20.0]) == [80.0, 40.0, 20.0]
+    assert group_speeds([80.0, 40.0, 20.0]) == [80.0, 40.0, 20.0]
 
 
 def test_a_limit_is_shared_by_the_ranks_it_limits() -> None:
@@ -31,14 +31,14 @@ def test_a_limit_is_shared_by_the_ranks_it_limits() -> None:
         (Device(1, "cpu", "a", 1.0, 900), (("machine", 900),)),
         (Device(2, "cpu", "b", 1.0, 900), (("machine", 900),)),
     ]
-    assert [m.memory_bytes for m in settled(raw)] == [100, 450, 900]
+    assert [m.memory_bytes for m in denoise_devices(raw)] == [100, 450, 900]
 
 
 def test_steps_of_devices_that_are_alike_take_the_same_besides() -> None:
     limits = (("machine", 900),)
     steps = enumerate((("a", 0.01), ("a", 0.03), ("b", 0.05)))
     raw = [(Device(rank, "cpu", node, 1.0, 900, step_seconds=s), limits) for rank, (node, s) in steps]
-    assert [m.step_seconds for m in settled(raw)] == [0.02, 0.02, 0.05]
+    assert [m.step_seconds for m in denoise_devices(raw)] == [0.02, 0.02, 0.05]
 
 
 def test_memory_and_ops_of_one_kind_and_speed_are_alike_on_all_nodes() -> None:
@@ -47,7 +47,7 @@ def test_memory_and_ops_of_one_kind_and_speed_are_alike_on_all_nodes() -> None:
         (Device(i, "cpu", node, 1.0, 900, memory_bytes_per_second=memory, op_seconds=op), (("machine", 900),))
         for i, (node, memory, op) in enumerate(nodes)
     ]
-    assert {(d.memory_bytes_per_second, d.op_seconds) for d in settled(raw)} == {(2e9, 2e-6)}
+    assert {(d.memory_bytes_per_second, d.op_seconds) for d in denoise_devices(raw)} == {(2e9, 2e-6)}
 
 
 def test_one_process_measures_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from hetu_fx.cluster import links
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.cluster.measure import measure_ways, pairs_to_time, ways_between
-from hetu_fx.cluster.ways import rows_of
+from hetu_fx.cluster.measure import link_ways, measure_ways, pairs_to_time
+from hetu_fx.cluster.ways import link_table
 from hetu_fx.comm_ops.plans.ways import DIRECT, STAGED, Way
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.threads.run import run_in_threads
@@ -67,7 +67,7 @@ def test_a_way_that_stands_twice_is_refused() -> None:
 
 
 def test_the_table_says_which_way_is_taken() -> None:
-    assert rows_of(WAYS) == [
+    assert link_table(WAYS) == [
         ["cpu - cuda", "intra", "staged", "1 GB/s", "0", "taken"],
         ["cuda - cuda", "inter", "direct", "100 MB/s", "10 us", ""],
         ["cuda - cuda", "inter", "staged", "300 MB/s", "20 us", "taken"],
@@ -85,9 +85,9 @@ def test_the_first_two_of_each_two_types_are_timed_inside_nodes_and_between() ->
 
 def test_unlike_types_have_one_way_and_like_ones_those_that_both_can_take() -> None:
     both = (DIRECT, STAGED)
-    assert ways_between(("cpu", "cuda"), [both, (DIRECT,)]) == (STAGED,)
-    assert ways_between(CUDA, [both, both]) == both
-    assert ways_between(CUDA, [both, (STAGED,)]) == (STAGED,)
+    assert link_ways(("cpu", "cuda"), [both, (DIRECT,)]) == (STAGED,)
+    assert link_ways(CUDA, [both, both]) == both
+    assert link_ways(CUDA, [both, (STAGED,)]) == (STAGED,)
 
 
 @pytest.mark.parametrize("detour_is_quicker", [True, False])
@@ -104,8 +104,8 @@ def test_where_the_detour_over_the_host_is_quicker_messages_take_it(detour_is_qu
         table.know_types(types)
         ways = measure_ways(table, nodes, types, NAME)
         known = tuple(way for way in ways if way.where == "inter")
-        table.know_ways(known, nodes)
-        return ways, table.staged(PLACE, (0, 1)), table.staged(PLACE, (0, 2)), table.staged(PLACE)
+        table.set_links(known, nodes)
+        return ways, table.is_staged(PLACE, (0, 1)), table.is_staged(PLACE, (0, 2)), table.is_staged(PLACE)
 
     with mock.patch.object(links, "_time_pair", timed):
         found = run_in_threads(3, ask)
@@ -123,9 +123,9 @@ def test_what_is_known_of_ways_goes_when_types_are_told_anew() -> None:
         told = []
         for _ in range(2):
             table.know_types([NAME] * 2)
-            told.append(table.staged(PLACE))
-            table.know_ways([Way(STAGED, (NAME, NAME), "intra", 1e9)], ["a", "a"])
-            told.append(table.staged(PLACE))
+            told.append(table.is_staged(PLACE))
+            table.set_links([Way(STAGED, (NAME, NAME), "intra", 1e9)], ["a", "a"])
+            told.append(table.is_staged(PLACE))
         return told
 
     assert run_in_threads(2, ask) == [[False, True] * 2] * 2

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from hetu_fx.deduction.rules.call import Call, Path, make_call
-from hetu_fx.deduction.rules.registry import rule_for
-from hetu_fx.deduction.rules.rule import Dims, Factoring, names_in
+from hetu_fx.deduction.rules.registry import find_rule
+from hetu_fx.deduction.rules.rule import Dims, Factoring, factor_names
 
 Cut = tuple[int, int]
 
@@ -60,7 +60,7 @@ class Trial:
         read = [dims for i, dims in enumerate(self.factoring.operands) if i not in unread]
         # The forms of sharded and placed factors have tests of their own.
         stays = self.factoring.whole | self.factoring.sharded | self.factoring.placed
-        used = names_in((*read, *self.factoring.results)) - stays
+        used = factor_names((*read, *self.factoring.results)) - stays
         return [name for name, size in self.sizes.items() if size > 1 and name in used]
 
 
@@ -68,7 +68,7 @@ def trial_of(name: str, given: Sample) -> Trial:
     target = find_op(name)
     results = flat(target(*given.args, **given.kwargs))
     call = make_call(target, given.args, given.kwargs, results, as_tensor)
-    rule = rule_for(target)
+    rule = find_rule(target)
     assert rule is not None
     return Trial(target, given, call, rule.factor(call), results)
 

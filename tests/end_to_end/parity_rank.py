@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import hetu_fx
 from hetu_fx.errors import HetuFxError
-from hetu_fx.lockstep import moved as to_device
+from hetu_fx.lockstep import move_model as to_device
 from tests.end_to_end.cells import (
     DEFAULT_TOLERANCE,
     LOSS_FNS,

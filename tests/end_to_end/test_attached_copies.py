@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetu_fx.copies import PlainAgain, as_it_was, attach_copying
+from hetu_fx.copies import RestoreOriginal, as_it_was, attach_copying
 
 
 class Twice(nn.Module):
@@ -37,7 +37,7 @@ class Recipe:
 
 
 def attach(model: nn.Module, recipe: Recipe) -> None:
-    plain = PlainAgain(model)
+    plain = RestoreOriginal(model)
     forward = MethodType(lambda self, x: Twice.forward(self, x) * 10, model)
     object.__setattr__(model, "forward", forward)
     object.__setattr__(model, "handle", object())
@@ -102,7 +102,7 @@ def test_what_a_model_had_before_comes_back() -> None:
     model = Twice()
     mine = MethodType(lambda self, x: x, model)
     object.__setattr__(model, "forward", mine)
-    plain = PlainAgain(model)
+    plain = RestoreOriginal(model)
     object.__setattr__(model, "forward", None)
     object.__setattr__(model, "handle", 1)
     plain.is_attached(model)
@@ -110,7 +110,7 @@ def test_what_a_model_had_before_comes_back() -> None:
         assert model.forward is mine
         assert not hasattr(model, "handle")
     assert model.forward is None
-    plain.take_off(model)
+    plain.detach_from(model)
     assert model.forward is mine
 
 

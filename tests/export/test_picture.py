@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 import hetu_fx
 from hetu_fx.export.picture import MOST_BOXES, PictureBox, draw, outline
-from hetu_fx.export.single import runnable_of
+from hetu_fx.export.single import make_runnable
 from hetu_fx.graph import meta
 from hetu_fx.graph.capture import capture
 from hetu_fx.plans.plan import Plan
@@ -45,7 +45,7 @@ def texts_of(picture: str) -> list[str]:
 
 def picture_of(model: nn.Module) -> str:
     graph = capture(model, {"features": torch.zeros(5, 4)})
-    return draw(runnable_of(graph, model), "a <stack>", graph.block_paths)
+    return draw(make_runnable(graph, model), "a <stack>", graph.block_paths)
 
 
 def test_blocks_that_are_alike_are_drawn_once() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hetu_fx.graph.masks import Indices, NotAbove, SameElement, Sees, Term, masks_of
+from hetu_fx.graph.masks import Indices, LessEqual, MaskPredicate, SameElement, Term, find_masks
 from hetu_fx.graph.positions import Affine, AtMostZero
 
 Mask = Callable[[Tensor], Tensor]
@@ -109,8 +109,8 @@ class Evaluated(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
-        self.known = masks_of(module.graph)
-        self.seen: list[Sees] = []
+        self.known = find_masks(module.graph)
+        self.seen: list[MaskPredicate] = []
 
     def run_node(self, n: fx.Node) -> object:
         value = super().run_node(n)
@@ -119,7 +119,7 @@ class Evaluated(fx.Interpreter):
             self._check(value, self.known[n])
         return value
 
-    def _check(self, value: Tensor, sees: Sees) -> None:
+    def _check(self, value: Tensor, sees: MaskPredicate) -> None:
         holds = torch.ones(value.shape, dtype=torch.bool)
         for term in sees.terms:
             holds &= self._holds(term, value.shape)
@@ -137,7 +137,7 @@ class Evaluated(fx.Interpreter):
             case SameElement(source, pair):
                 first, *others = (self._element(source, one, shape) for one in pair)
                 return first == others[0] if others else torch.ones(shape, dtype=torch.bool)
-            case NotAbove(source, first, second):
+            case LessEqual(source, first, second):
                 return self._element(source, first, shape) <= self._element(source, second, shape)
 
     def _element(self, source: fx.Node, indices: Indices, shape: torch.Size) -> Tensor:
@@ -154,14 +154,14 @@ def at(value: Affine, shape: torch.Size) -> Tensor:
     return total
 
 
-def read(mask: Mask) -> Sees | None:
+def read(mask: Mask) -> MaskPredicate | None:
     """Return what is known of a mask, once all that is known was checked at two sizes."""
     module = make_fx(mask, tracing_mode="symbolic", pre_dispatch=True)(torch.arange(12).view(2, 6))
     for rows, length in ((2, 7), (3, 5)):
         running = Evaluated(module)
         running.run(torch.randint(0, 3, (rows, length), generator=torch.Generator().manual_seed(0)))
     (output,) = module.graph.find_nodes(op="output")
-    return masks_of(module.graph).get(output.args[0])
+    return find_masks(module.graph).get(output.args[0])
 
 
 @pytest.mark.parametrize(("mask", "terms", "is_all"), KNOWN, ids=lambda case: getattr(case, "__name__", str(case)))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hetu_fx.graph import meta
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph, LeafKind
-from hetu_fx.lockstep import moved
+from hetu_fx.lockstep import move_model
 from hetu_fx.program.captures import Programs
 from tests.kinds.testkind import NAME, PLACE, on_testkind
 from tests.model_zoo import SAMPLES
@@ -47,7 +47,7 @@ def text_of(graph: Graph) -> list[str]:
 
 
 def on_place(model: nn.Module) -> nn.Module:
-    there = moved(copy.deepcopy(model), PLACE)
+    there = move_model(copy.deepcopy(model), PLACE)
     if isinstance(model, Looks):
         there.shift = model.shift.to(PLACE)
     return there

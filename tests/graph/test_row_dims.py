@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hetu_fx.errors import BatchError
 from hetu_fx.graph.capture import capture
-from hetu_fx.graph.row_dims import AskedRowDims, count_rows, cut, other_dims, row_dims_of, with_rows
+from hetu_fx.graph.row_dims import AskedRowDims, count_rows, find_row_dims, other_dims, slice_rows, with_rows
 
 
 def tensors(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
@@ -21,23 +21,23 @@ def tensors(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
 
 def test_rows_are_dim_0_of_all_inputs_that_have_as_many_there_as_the_first() -> None:
     batch = tensors(weight=(), x=(4, 6), y=(4,), mask=(6, 6))
-    assert row_dims_of(batch) == {"x": 0, "y": 0}
+    assert find_row_dims(batch) == {"x": 0, "y": 0}
 
 
 def test_asked_dims_are_kept_and_tell_the_number_of_rows_of_the_others() -> None:
     batch = tensors(x=(7, 4, 6), y=(4,), mask=(7, 7), square=(4, 4))
-    assert row_dims_of(batch, AskedRowDims({"x": 1, "square": None})) == {"x": 1, "y": 0}
-    assert row_dims_of(batch, AskedRowDims({"x": -2})) == {"x": 1, "y": 0, "square": 0}
+    assert find_row_dims(batch, AskedRowDims({"x": 1, "square": None})) == {"x": 1, "y": 0}
+    assert find_row_dims(batch, AskedRowDims({"x": -2})) == {"x": 1, "y": 0, "square": 0}
 
 
 def test_a_container_is_asked_for_by_its_name_and_its_tensors_by_theirs() -> None:
     batch = {"x": torch.zeros(7, 4), "state.0": torch.zeros(2, 4, 5), "state.1": torch.zeros(4, 5)}
     asked = AskedRowDims({"x": 1, "state": 1, "state.1": 0})
-    assert row_dims_of(batch, asked) == {"x": 1, "state.0": 1, "state.1": 0}
+    assert find_row_dims(batch, asked) == {"x": 1, "state.0": 1, "state.1": 0}
 
 
 def test_nothing_is_found_where_the_user_says_that_no_input_has_rows() -> None:
-    assert row_dims_of(tensors(x=(4, 6)), AskedRowDims({"x": None})) == {}
+    assert find_row_dims(tensors(x=(4, 6)), AskedRowDims({"x": None})) == {}
 
 
 @pytest.mark.parametrize("dims", [{"x": "1"}, {"x": True}, {1: 1}])
@@ -48,7 +48,7 @@ def test_what_is_no_dim_of_a_named_input_is_refused(dims: Any) -> None:
 
 def test_a_dim_that_the_input_lacks_and_a_name_of_no_input_are_refused() -> None:
     with pytest.raises(BatchError, match=r"dim 2 of input 'x' counts its rows, but its shape is \(4, 6\)"):
-        row_dims_of(tensors(x=(4, 6)), AskedRowDims({"x": 2}))
+        find_row_dims(tensors(x=(4, 6)), AskedRowDims({"x": 2}))
     with pytest.raises(BatchError, match=r"row_dims names \['z'\], but the inputs of the batch are \['x'\]"):
         AskedRowDims({"z": 0}).check_names(tensors(x=(4, 6)))
 
@@ -62,10 +62,10 @@ def test_inputs_with_unlike_numbers_of_rows_are_refused_with_the_way_out() -> No
 
 def test_rows_are_cut_without_gaps_and_all_of_them_as_they_are() -> None:
     x = torch.arange(24.0).view(2, 4, 3)
-    assert cut(x, 1, range(4)) is x
-    assert torch.equal(cut(x, 1, range(1, 3)), x[:, 1:3])
-    assert cut(x, 1, range(1, 3)).is_contiguous()
-    assert cut(x, 0, range(1, 2)).data_ptr() == x[1:].data_ptr()
+    assert slice_rows(x, 1, range(4)) is x
+    assert torch.equal(slice_rows(x, 1, range(1, 3)), x[:, 1:3])
+    assert slice_rows(x, 1, range(1, 3)).is_contiguous()
+    assert slice_rows(x, 0, range(1, 2)).data_ptr() == x[1:].data_ptr()
     assert with_rows((2, 4, 3), 1, 9) == (2, 9, 3)
     assert (other_dims(x, 1), other_dims(x, None)) == ([0, 2], [0, 1, 2])
 

@@ -10,7 +10,7 @@ from benchmarks.align.page import document
 from benchmarks.align.subjects import EXPLAINED, NAMES, Subject
 from benchmarks.align.trainings import FAULTY
 from benchmarks.families.families import FAMILIES
-from hetu_fx.transforms.rewrites.op_overrides import op_named
+from hetu_fx.transforms.rewrites.op_overrides import find_op
 from hetu_fx_align.interpret import graph_to_align, values_of_leaves
 from tests.hetu_fx_align.nets import net_and_batch
 
@@ -73,4 +73,4 @@ def test_families_and_ops_are_there() -> None:
     assert len(set(NAMES)) == 20
     assert set(NAMES) <= FAMILIES.keys()
     for _, op in EXPLAINED:
-        assert str(op_named(op, "here")) == op
+        assert str(find_op(op, "here")) == op

@@ -16,7 +16,7 @@ from tests.test_layers import ROOT
 
 ENTRIES = {"main"}  # named by pyproject.toml or by `python -m`
 CACHES = {"functools.cache", "functools.lru_cache", "functools.cached_property"}
-OWN_CACHES = {"hetu_fx.base.once.once", "hetu_fx.base.once.once_beside"}
+OWN_CACHES = {"hetu_fx.base.once.once", "hetu_fx.base.once.once_per_object"}
 PATCHES = {  # the last is where the table was, for commits of before
     "hetu_fx.base.patches.Patch",
     "hetu_fx.base.patches.Hook",

@@ -18,6 +18,7 @@ DOCS = ROOT / "docs"
 
 # What programs of users call and nothing of the product: the page that tells them.
 FOR_USERS = {
+    "hetu_fx.batches.packing.pack_batch": "sequences.md",
     "hetu_fx.comm_ops.resolve.explain.explain": "concepts.md",
     "hetu_fx.deduction.rules.registry.unregister_rule": "concepts.md",
     "hetu_fx.export.load.load_exported": "export.md",

@@ -169,7 +169,7 @@ class Runs:
             enable_model_summary=False,
         )
 
-    def fitted(self, model: LightningModule, trainer: Trainer, path: Path | None = None) -> dict[str, Any]:
+    def fit_memory(self, model: LightningModule, trainer: Trainer, path: Path | None = None) -> dict[str, Any]:
         """Train, and return what is to be compared."""
         data, world = rows(next(model.parameters()).dtype), self.world
         trainer.fit(model, loader(data, world), DataLoader(data, BATCH // world), ckpt_path=path, weights_only=False)
@@ -186,7 +186,7 @@ class Runs:
         whole = DataLoader(data, BATCH // self.world)
         before = self.trainer().validate(model, whole, verbose=False)
         trainer = self.trainer(num_sanity_val_steps=2)
-        made = self.fitted(model, trainer)
+        made = self.fit_memory(model, trainer)
         told = trainer.strategy.broadcast({"path": self.folder / "a", "rank": trainer.global_rank}, self.world - 1)
         made["told"] = [told["path"] == self.folder / "a", told["rank"] + 1 == self.world]
         after = [self.trainer().validate(model, whole, verbose=False), self.trainer().test(model, whole, verbose=False)]
@@ -197,43 +197,43 @@ class Runs:
         """Accumulate gradients, and clip them by norm."""
         torch.manual_seed(3)
         model = Inner().double()
-        return self.fitted(model, self.trainer(accumulate_grad_batches=4, gradient_clip_val=0.1))
+        return self.fit_memory(model, self.trainer(accumulate_grad_batches=4, gradient_clip_val=0.1))
 
     def resumed(self) -> dict[str, Any]:
         """Save every few steps; go on from one's own file, and from that of one device."""
         torch.manual_seed(3)
         own = self.plan or "one"
         saving = ModelCheckpoint(self.folder, filename=own, every_n_train_steps=4, enable_version_counter=False)
-        self.fitted(Inner().double(), self.trainer(1, enable_checkpointing=True, callbacks=[saving]))
+        self.fit_memory(Inner().double(), self.trainer(1, enable_checkpointing=True, callbacks=[saving]))
         return {source: self.gone_on(self.folder / f"{name}.ckpt") for source, name in (("own", own), ("one", "one"))}
 
     def gone_on(self, path: Path) -> dict[str, Any]:
         """Go on from a file, with parameters that are other ones before."""
         torch.manual_seed(7)
-        return self.fitted(Inner().double(), self.trainer(3), path)
+        return self.fit_memory(Inner().double(), self.trainer(3), path)
 
     def stopped(self) -> dict[str, Any]:
         """Stop early, as the metric is to rise; clip by value; one parameter is of no parallel module."""
         torch.manual_seed(3)
         stop: Callback = EarlyStopping("loss", mode="max", patience=1, verbose=False)
         options = {"gradient_clip_algorithm": "value", "gradient_clip_val": 0.01, "callbacks": [stop]}
-        return self.fitted(Scaled().double(), self.trainer(9, **options))
+        return self.fit_memory(Scaled().double(), self.trainer(9, **options))
 
     def scaled(self) -> dict[str, Any]:
         """Clip by norm, with a parameter of no parallel module."""
         torch.manual_seed(3)
-        return self.fitted(Scaled().double(), self.trainer(accumulate_grad_batches=2, gradient_clip_val=0.1))
+        return self.fit_memory(Scaled().double(), self.trainer(accumulate_grad_batches=2, gradient_clip_val=0.1))
 
     def manual(self) -> dict[str, Any]:
         """Optimize by hand."""
         torch.manual_seed(3)
-        return self.fitted(Manual().double(), self.trainer())
+        return self.fit_memory(Manual().double(), self.trainer())
 
     def low(self) -> dict[str, Any]:
         """Train in mixed precision."""
         torch.manual_seed(3)
         model = Outer()
-        return self.fitted(model, self.trainer(precision="bf16-mixed"))
+        return self.fit_memory(model, self.trainer(precision="bf16-mixed"))
 
 
 SETTINGS = ("plain", "accumulated", "resumed", "stopped", "scaled", "manual", "low")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import hetu_fx
-from hetu_fx.lockstep import moved
+from hetu_fx.lockstep import move_model
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from tests.kinds import testkind
 from tests.model_zoo import causal_batch, llama
@@ -41,7 +41,7 @@ def trained(rank: int, folder: Path, results: Any) -> None:
         model, batch = model_and_batch()
         place = torch.device(TYPES[rank])
         there = {key: value.to(place) for key, value in batch.items()}
-        model = hetu_fx.auto_parallelize(moved(model, place), dict(there), plan=plan, data="global")
+        model = hetu_fx.auto_parallelize(move_model(model, place), dict(there), plan=plan, data="global")
         optimizer, losses[name] = torch.optim.SGD(model.parameters(), lr=0.1), []
         for _ in range(2):
             with torch.autocast(place.type, dtype=torch.bfloat16):

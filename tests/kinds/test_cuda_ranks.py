@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hetu_fx
-from hetu_fx.lockstep import moved
+from hetu_fx.lockstep import move_model
 from hetu_fx.switching.home.ops import HomeTensor
 from tests.spawned import free_port, results_of
 
@@ -73,7 +73,7 @@ class Run:
 
     def __init__(self, device: torch.device | None, plan: hetu_fx.Plan = ROWS) -> None:
         self.device = device or torch.device("cpu")
-        self.model: Any = moved(net(), self.device)
+        self.model: Any = move_model(net(), self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
         if device is not None:
             options = {"plan": plan, "optimizer": self.optimizer, "data": "global"}

@@ -7,12 +7,12 @@ import signal
 
 import pytest
 
-from hetu_fx.launch.job import LifeSign
+from hetu_fx.launch.job import LivenessLock
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 
 
-def hold_in_a_child(life: LifeSign) -> int:
+def hold_in_a_child(life: LivenessLock) -> int:
     """Fork a process that holds it; returns once it does."""
     told, tell = os.pipe()
     process = os.fork()
@@ -27,11 +27,11 @@ def hold_in_a_child(life: LifeSign) -> int:
 
 
 def test_what_nobody_has_held_is_not_gone() -> None:
-    assert not LifeSign().is_gone
+    assert not LivenessLock().is_gone
 
 
 def test_who_is_killed_is_gone() -> None:
-    life = LifeSign()
+    life = LivenessLock()
     process = hold_in_a_child(life)
     assert not life.is_gone
     os.kill(process, signal.SIGKILL)

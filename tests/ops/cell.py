@@ -15,7 +15,7 @@ from hetu_fx.deduction.factors.factors import FactorMap
 from hetu_fx.errors import PlanError
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.switching.graph_execution import GraphExecution
-from hetu_fx.transforms.layouts.annotate import asked_for
+from hetu_fx.transforms.layouts.annotate import classes_to_split
 from tests.ops.database import READ_BEYOND, OpCall, calls, database, dtype_of
 from tests.ops.model import HOLDINGS, Embedding, OpModel, embedded
 from tests.ops.trial import Kind, Trial, quiet, raised, trains
@@ -147,7 +147,7 @@ def _ways(plan: Plan, captured: GraphExecution, most: int) -> Iterator[Plan]:
 
 def _can_split(plan: Plan, factors: FactorMap) -> bool:
     try:
-        return bool(asked_for(plan, factors))
+        return bool(classes_to_split(plan, factors))
     except PlanError:
         return False
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetu_fx.deduction.rules.build import kept
+from hetu_fx.deduction.rules.build import keep_dims
 from hetu_fx.deduction.rules.call import Call
 from hetu_fx.deduction.rules.registry import register_rule, unregister_rule
 from hetu_fx.deduction.rules.rule import Factoring
@@ -74,7 +74,7 @@ def found_of_planted(embedding: Embedding, width: int) -> list[Finding]:
 
 
 def test_a_wrong_rule_over_rows_is_found_where_rows_are_split() -> None:
-    with rule(lambda call: kept(call)):
+    with rule(lambda call: keep_dims(call)):
         found = found_of_planted(Embedding.OWN_ROWS, 3)
     kinds = {plan: worst(found, plan) for plan in PLANS}
     assert {plan: one.kind for plan, one in kinds.items() if one} == {
@@ -86,21 +86,21 @@ def test_a_wrong_rule_over_rows_is_found_where_rows_are_split() -> None:
 
 
 def test_a_wrong_rule_over_other_dims_is_found_where_a_group_splits_them() -> None:
-    with rule(lambda call: kept(call)):
+    with rule(lambda call: keep_dims(call)):
         found = found_of_planted(Embedding.WEIGHTS, 4)
     assert worst(found, "tensor").kind is Kind.WRONG
     assert worst(found, "data").kind is Kind.RIGHT
 
 
 def test_the_right_rule_is_right() -> None:
-    with rule(lambda call: kept(call, [0])):
+    with rule(lambda call: keep_dims(call, [0])):
         found = found_of_planted(Embedding.OWN_ROWS, 5)
     assert {one.kind for one in found if one.plan == "tensor"} == {Kind.RIGHT}
     assert Kind.WRONG not in {one.kind for one in found}
 
 
 def test_a_foreign_error_of_a_rule_is_a_crash() -> None:
-    with rule(lambda call: kept(call, [call.rank + 7])):
+    with rule(lambda call: keep_dims(call, [call.rank + 7])):
         found = found_of_planted(Embedding.OWN_ROWS, 7)
     assert {one.kind for one in found} == {Kind.CRASH}
     assert all(one.why.startswith("IndexError") for one in found)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from hetu_fx.planner.search.hap.assemble import HapResult
-from hetu_fx.planner.search.hap.prices import rounded
+from hetu_fx.planner.search.hap.prices import round_shares
 from hetu_fx.planner.search.hap.states import Layout
 
 
@@ -28,7 +28,7 @@ def rounded_seconds(result: HapResult) -> float:
         shares = (
             [0.0] * len(result.speeds)
             if form.cut is None
-            else [share / form.units for share in rounded(result.ratios[form.segment], form.units)]
+            else [share / form.units for share in round_shares(result.ratios[form.segment], form.units)]
         )
         for device, speed in enumerate(result.speeds):
             stages[-1][device] += (form.cut_flops * shares[device] + form.whole_flops) / speed

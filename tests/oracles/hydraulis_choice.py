@@ -22,7 +22,7 @@ from hetu_fx.planner.dispatch.dispatch import Dispatch, dispatch, of_lengths, un
 from hetu_fx.planner.dispatch.pack import Packing, packings
 from hetu_fx.planner.dispatch.rows import quick_rows
 from hetu_fx.planner.dispatch.strategy import Scheme, SequenceBatch, Strategy, too_long
-from hetu_fx.planner.search.hydraulis.adapter import asked
+from hetu_fx.planner.search.hydraulis.adapter import schemes_with_lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class BatchChoice:
 
     def __post_init__(self) -> None:
         given = [(packing.scheme, packing.lengths) for packing in self.packings]
-        if given != asked(self.dispatch):
+        if given != schemes_with_lengths(self.dispatch):
             raise PlanError(
                 f"the packings are of {[(str(scheme), lengths) for scheme, lengths in given]}, which are not the "
                 f"pipelines of the dispatch; pack the sequences that each pipeline has there"
@@ -100,7 +100,7 @@ def holding(strategies: Iterable[Strategy], batch: SequenceBatch) -> tuple[Strat
 
 def packed(dispatched: Dispatch, *, seed: int = 0) -> BatchChoice:
     """Return a dispatch with the packings of its pipelines, those that could be last packed with care."""
-    return BatchChoice(dispatched, packings(asked(dispatched), seed=seed))
+    return BatchChoice(dispatched, packings(schemes_with_lengths(dispatched), seed=seed))
 
 
 _PACKED_SEQUENCES = 10_000  # so many sequences are packed to try changes

@@ -18,7 +18,7 @@ from hetu_fx.comm_ops.plans.routes import slice_groups
 from hetu_fx.comm_ops.plans.transition import Transition
 from hetu_fx.comm_ops.resolve.resolution import AxisStep, MoveStep, OpCall, Resolution, TopStep
 from hetu_fx.comm_ops.wire.bsr_run import pack, unpack
-from hetu_fx.comm_ops.wire.split_run import put, result_like, take
+from hetu_fx.comm_ops.wire.split_run import result_like, take, write_slices
 
 Locals = dict[int, Tensor]
 
@@ -86,7 +86,7 @@ def _across_groups(step: TopStep, values: Locals) -> Locals:
             for owner, part in zip(group.ranks, parts, strict=False):
                 givers = [owner] if step.op == "split_all_gather" else group.ranks
                 flats = [take(values[giver], step.source, change, part, giver) for giver in givers]
-                put(results[rank], step.target, change, part, rank, torch.stack(flats).sum(0))
+                write_slices(results[rank], step.target, change, part, rank, torch.stack(flats).sum(0))
     return results
 
 

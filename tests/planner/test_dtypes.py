@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.cluster.precisions import Precision, precisions_of, rows_of
+from hetu_fx.cluster.precisions import Precision, merge_precisions, precision_table
 from hetu_fx.errors import ClusterError, PlanError
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.price.step import predict
@@ -74,10 +74,10 @@ def test_what_is_not_allowed_or_not_known_of_a_kind_is_not_planned() -> None:
 
 def test_unlike_kinds_in_one_stage_compute_in_what_all_gain_by() -> None:
     mixed = cluster()
-    assert mixed.dtype_of((0, 1), ("bfloat16", "float16")) == "bfloat16"
-    assert mixed.dtype_of((0, 2), ("bfloat16", "float16")) == "float16"
-    assert mixed.dtype_of((0, 2), ("bfloat16",)) is None
-    assert mixed.dtype_of((0, 2), ()) is None
+    assert mixed.fastest_dtype((0, 1), ("bfloat16", "float16")) == "bfloat16"
+    assert mixed.fastest_dtype((0, 2), ("bfloat16", "float16")) == "float16"
+    assert mixed.fastest_dtype((0, 2), ("bfloat16",)) is None
+    assert mixed.fastest_dtype((0, 2), ()) is None
 
 
 def test_a_cluster_file_says_what_its_kinds_compute_in() -> None:
@@ -100,11 +100,11 @@ def test_precisions_that_cannot_be_are_refused(precisions: list[dict[str, Any]],
 
 
 def test_what_ranks_have_found_of_a_kind_is_their_median() -> None:
-    found = precisions_of(
+    found = merge_precisions(
         ("a", "a", "a", "b"), [{"bfloat16": 2.0}, {"bfloat16": 9.0}, {"bfloat16": 3.0}, {"float16": 1.0}]
     )
     assert found == (Precision("a", "bfloat16", 3.0), Precision("b", "float16", 1.0))
-    assert rows_of(found) == [["a", "bfloat16", "3 x float32"], ["b", "float16", "1 x float32"]]
+    assert precision_table(found) == [["a", "bfloat16", "3 x float32"], ["b", "float16", "1 x float32"]]
 
 
 def test_a_dtype_that_a_stage_cannot_have_is_refused() -> None:

@@ -2,7 +2,7 @@
 
 from benchmarks.cases.planning import cases
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.search.templates import classes_of
+from hetu_fx.planner.search.templates import device_classes
 from hetu_fx.plans.plan import pipeline_rows
 
 
@@ -17,5 +17,5 @@ def test_the_published_plans_fit_their_models_and_clusters() -> None:
 
 
 def test_the_cases_have_one_two_and_four_kinds_and_stragglers() -> None:
-    found = {len(classes_of(Problem(case.profile, case.cluster))) for case in cases(most=64)}
+    found = {len(device_classes(Problem(case.profile, case.cluster))) for case in cases(most=64)}
     assert {1, 2, 4} <= found

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, Sharding, Split
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
-from hetu_fx.plans.homes import homes_near, make_home_layouts, shared_out, speeds
+from hetu_fx.plans.homes import choose_homes, largest_remainder, make_home_layouts, speeds
 from hetu_fx.plans.plan import Plan
 
 REPLICAS = Annotation.on((0, 1, 2), Duplicate(3))
@@ -89,7 +89,7 @@ def test_wrong_options_are_refused() -> None:
 
 @given(st.integers(0, 500), st.lists(st.floats(0, 100), min_size=1, max_size=7))
 def test_sharing_out_is_exact_and_fair(size: int, weights: list[float]) -> None:
-    shares = shared_out(size, weights)
+    shares = largest_remainder(size, weights)
     assert sum(shares) == size
     total = sum(weights)
     ideals = [size * w / total if total else size / len(weights) for w in weights]
@@ -109,7 +109,7 @@ def test_every_element_is_owned_exactly_once(compute: Annotation, rows: int, col
 def owners(weights: list[float], zero: int = 1) -> dict[str, dict[int, int]]:
     """Give the elements that each rank owns."""
     plan = Plan(Plan.data_parallel((0, 1, 2)).pipelines, zero=zero)
-    homes = homes_near(plan, READ, SHAPES, weights)
+    homes = choose_homes(plan, READ, SHAPES, weights)
     return {
         name: {r: torch.Size(home.region(r, SHAPES[name]).local_shape).numel() for r in home.ranks}
         for name, home in homes.items()

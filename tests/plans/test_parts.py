@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetu_fx.errors import PlanError
-from hetu_fx.plans.parts import Deal, PartedPipeline
+from hetu_fx.plans.parts import DeviceDeal, PartedPipeline
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 
 TWO_STAGES = Plan((Pipeline((Stage((0, 1), blocks=5), Stage((2,), blocks=3)), micro_batches=4),))
@@ -18,8 +18,8 @@ def interleaved(chunks: int = 2, **changes: Any) -> Plan:
 
 @given(st.integers(1, 6), st.integers(1, 4))
 def test_every_part_is_one_chunk_of_one_stage(num_stages: int, chunks: int) -> None:
-    deal = Deal(num_stages, chunks)
-    assert Deal.of(deal.num_parts, chunks) == deal
+    deal = DeviceDeal(num_stages, chunks)
+    assert DeviceDeal.of(deal.num_parts, chunks) == deal
     assert [deal.part(deal.stage(k), deal.chunk(k)) for k in range(deal.num_parts)] == list(range(deal.num_parts))
     held = [part for stage in range(num_stages) for part in deal.held(stage)]
     assert sorted(held) == list(range(num_stages * chunks))
@@ -28,9 +28,9 @@ def test_every_part_is_one_chunk_of_one_stage(num_stages: int, chunks: int) -> N
 
 def test_parts_that_do_not_come_out_even_are_refused() -> None:
     with pytest.raises(PlanError, match="5 parts cannot be dealt out in 2 chunks per stage"):
-        Deal.of(5, 2)
+        DeviceDeal.of(5, 2)
     with pytest.raises(PlanError, match="0 stages cannot hold 1 parts each"):
-        Deal(0)
+        DeviceDeal(0)
 
 
 def test_blocks_are_dealt_out_round_by_round_over_the_stages() -> None:
@@ -45,7 +45,7 @@ def test_blocks_are_dealt_out_round_by_round_over_the_stages() -> None:
 def test_a_stage_that_is_alone_stays_whole_beside_pipelines_in_chunks() -> None:
     alone = Pipeline((Stage((3,)),))
     first, second = interleaved(pipelines=(*TWO_STAGES.pipelines, alone)).parts(8)
-    assert (first.deal, second.deal) == (Deal(2, 2), Deal(1, 1))
+    assert (first.deal, second.deal) == (DeviceDeal(2, 2), DeviceDeal(1, 1))
     assert second.parts == (Stage((3,), blocks=8),)
 
 

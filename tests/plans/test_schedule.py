@@ -23,7 +23,7 @@ from hetu_fx.plans.schedule import (
     at_once,
     departures,
     forwards,
-    orders_of,
+    stage_orders,
     takings,
 )
 
@@ -78,7 +78,7 @@ def test_zero_bubble_cuts_no_more_backwards_than_end_as_soon_as_if_all_were(
 ) -> None:
     # of chunks, where there are as many micro-batches as stages: with fewer, stages wait at both ends of each chunk
     assume(chunks == 1 or micro_batches >= stages)
-    orders, all_cut = orders_of("zero-bubble", stages, micro_batches, chunks), list[Order]()
+    orders, all_cut = stage_orders("zero-bubble", stages, micro_batches, chunks), list[Order]()
     for stage in range(stages):
         all_cut.append(cut(actions(_whole(chunks), stage, stages, micro_batches, chunks), stage))
         num_cut = sum(action.phase is Phase.INPUT_GRADIENT for action in orders[stage])
@@ -122,7 +122,7 @@ def test_the_memory_model_counts_what_the_schedule_keeps(
 def test_chunks_warm_up_as_in_megatron(num_stages: int, chunks: int, rounds: int) -> None:
     # schedules.py of Megatron-LM: (p - rank - 1) * 2 + (chunks - 1) * p forwards come before the first pair
     micro_batches = rounds * num_stages
-    for stage, order in enumerate(orders_of("interleaved", num_stages, micro_batches, chunks)):
+    for stage, order in enumerate(stage_orders("interleaved", num_stages, micro_batches, chunks)):
         warm_up = min(micro_batches * chunks, 2 * (num_stages - stage - 1) + (chunks - 1) * num_stages)
         first = min(warm_up + 1, micro_batches * chunks)
         assert [a.phase for a in order].index(Phase.BACKWARD) == first
@@ -150,7 +150,7 @@ def run_on_paper(schedule: Schedule, num_stages: int, micro_batches: int, chunks
 
     Returns (actions left over when nobody can go on, ticks).
     """
-    queues = [list(order) for order in orders_of(schedule, num_stages, micro_batches, chunks)]
+    queues = [list(order) for order in stage_orders(schedule, num_stages, micro_batches, chunks)]
     done: Done = set()
     for tick in itertools.count():
         parts = [(s, q[0].chunk * num_stages + s, q[0]) for s, q in enumerate(queues) if q]
@@ -185,7 +185,7 @@ def test_no_stage_waits_for_ever(chunked: Chunked, num_stages: int, micro_batche
 @given(CHUNKED, st.integers(1, 5), st.integers(1, 12))
 def test_what_leaves_first_is_waited_for_first(chunked: Chunked, num_stages: int, micro_batches: int) -> None:
     schedule, chunks = chunked
-    orders = orders_of(schedule, num_stages, micro_batches, chunks)
+    orders = stage_orders(schedule, num_stages, micro_batches, chunks)
     for stage in range(num_stages):
         wanted = arrivals(orders, stage)
         for leaves in (departures(orders, stage), at_once(orders, stage)):
@@ -200,7 +200,7 @@ def test_what_need_not_wait_for_its_receiver_leaves_no_later(
     chunked: Chunked, num_stages: int, micro_batches: int
 ) -> None:
     schedule, chunks = chunked
-    orders = orders_of(schedule, num_stages, micro_batches, chunks)
+    orders = stage_orders(schedule, num_stages, micro_batches, chunks)
     for stage, order in enumerate(orders):
         soon, late = at_once(orders, stage), departures(orders, stage)
         made = {action.passage: number for number, action in enumerate(order)}
@@ -215,7 +215,7 @@ SECONDS = {Phase.FORWARD: 1.0, Phase.BACKWARD: 2.0, Phase.INPUT_GRADIENT: 1.0, P
 
 def seconds_of(schedule: Schedule, num_stages: int, micro_batches: int, chunks: int = 1) -> float:
     """Play a schedule whose forwards take a second per stage, backwards two; nothing is sent."""
-    return played(orders_of(schedule, num_stages, micro_batches, chunks), chunks)
+    return played(stage_orders(schedule, num_stages, micro_batches, chunks), chunks)
 
 
 def played(rows: Sequence[Order], chunks: int = 1) -> float:
@@ -276,14 +276,14 @@ def test_in_chunks_zero_bubble_keeps_no_more_than_the_first_stage_does_without(
     stages: int, chunks: int, rounds: int
 ) -> None:
     most = most_kept(actions("interleaved", 0, stages, rounds * stages, chunks))
-    orders = orders_of("zero-bubble", stages, rounds * stages, chunks)
+    orders = stage_orders("zero-bubble", stages, rounds * stages, chunks)
     assert most_kept(orders[0]) == most
     assert max(map(most_kept, orders)) <= most
 
 
 @given(st.integers(1, 6), st.integers(1, 12))
 def test_zero_bubble_keeps_no_more_micro_batches_than_1f1b_does_at_most(stages: int, micro_batches: int) -> None:
-    for order in orders_of("zero-bubble", stages, micro_batches):
+    for order in stage_orders("zero-bubble", stages, micro_batches):
         assert most_kept(order) <= min(stages, micro_batches)
 
 
@@ -331,7 +331,7 @@ def test_a_stage_holds_messages_of_the_micro_batches_in_flight_and_one_more(sche
 def test_with_chunks_messages_are_held_for_what_is_in_flight_and_a_round_more(
     schedule: Schedule, num_stages: int, chunks: int, rounds: int
 ) -> None:
-    orders = orders_of(schedule, num_stages, rounds * num_stages, chunks)
+    orders = stage_orders(schedule, num_stages, rounds * num_stages, chunks)
     for stage, order in enumerate(orders):
         made = {action.passage: number for number, action in enumerate(order)}
         spans: dict[int, list[tuple[int, int]]] = {}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hetu_fx.errors import BatchError, StateError
 from hetu_fx.graph.bind import GivenBatch
 from hetu_fx.program import captured, captures, tracer
-from hetu_fx.program.batch import Arguments, batch_of, form_of
+from hetu_fx.program.batch import Arguments, batch_form, batch_from_call
 from hetu_fx.program.captures import Programs
 
 
@@ -36,7 +36,7 @@ def parallel(*tensors: Tensor) -> None: ...
 
 
 def form(batch: dict[str, Any], *, training: bool = True) -> str:
-    return form_of(GivenBatch.of(batch), training)
+    return batch_form(GivenBatch.of(batch), training)
 
 
 @pytest.fixture
@@ -56,12 +56,12 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> tuple[Programs, list[bool]]:
 
 def test_arguments_are_brought_to_their_keywords() -> None:
     x, y = torch.ones(2, 3), torch.ones(1)
-    assert batch_of(signature(Summing().forward), (x,), {"bias": None, "extra": y}) == {"x": x, "extra": y}
+    assert batch_from_call(signature(Summing().forward), (x,), {"bias": None, "extra": y}) == {"x": x, "extra": y}
 
 
 def test_a_forward_of_any_arguments_keeps_them_by_position() -> None:
     x = torch.ones(2, 3)
-    assert batch_of(signature(anything), (x, x), {}) == (x, x)
+    assert batch_from_call(signature(anything), (x, x), {}) == (x, x)
 
 
 def test_calls_by_the_same_keywords_are_read_alike_and_others_anew() -> None:
@@ -78,7 +78,7 @@ def test_calls_by_the_same_keywords_are_read_alike_and_others_anew() -> None:
 
 def test_a_missing_argument_is_named() -> None:
     with pytest.raises(BatchError, match="missing a required argument: 'x'"):
-        batch_of(signature(Summing().forward), (), {})
+        batch_from_call(signature(Summing().forward), (), {})
 
 
 def test_sizes_do_not_change_the_form() -> None:
@@ -139,7 +139,7 @@ def test_a_batch_like_the_last_one_keeps_its_form_until_the_model_or_what_surrou
 ) -> None:
     programs, batch = Programs(Summing(), None), {"x": torch.ones(2, 3)}
     forms: list[str] = []
-    form = captures.form_of
+    form = captures.shape_and_dtype
     monkeypatch.setattr(captures, "form_of", lambda *args: [forms.append(form(*args)), forms[-1]][1])
     first = programs.match(GivenBatch.of(batch), True)
     again = programs.match(GivenBatch.of({"x": torch.zeros(2, 3)}), True)

@@ -23,7 +23,7 @@ def reads(function: Any) -> tuple[dict[str, Any], list[str]]:
     """Return the values that are found, and what is reached."""
     reached: list[str] = []
     code = CodeReads(lambda value, label: reached.append(label))
-    code.look_at(function)
+    code.inspect_function(function)
     return {read.label: read.value for read in code.found.values()}, reached
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hetu_fx.batches.packing import Filling
 from hetu_fx.graph.graph import OutputKind
 from hetu_fx.program.captures import Programs
-from hetu_fx.program.filling_safety import filled_up, fillings_of, way_of_filling
+from hetu_fx.program.filling_safety import pad_input, possible_fillings, way_of_filling
 from tests import model_zoo as zoo
 
 LENGTH = 13
@@ -131,7 +131,7 @@ def test_labels_are_told_by_the_loss_and_neighbours_are_seen(between: nn.Module,
     batch = {"words": torch.ones(4, LENGTH, dtype=torch.long), "tags": torch.ones(4, LENGTH, dtype=torch.long)}
     model = Tagger(between, -7)
     program = Programs(model, None).first(batch, training=True)
-    assert fillings_of(program.graph, {})[0].padding == {"tags": -7}
+    assert possible_fillings(program.graph, {})[0].padding == {"tags": -7}
     assert bool(differences(model, batch)) is seen
 
 
@@ -181,9 +181,9 @@ def test_values_that_mix_rows_and_tokens_are_told_apart_from_the_loss() -> None:
 def test_inputs_are_filled_at_their_end_and_positions_count_on() -> None:
     filling = Filling({"labels": -100}, "position_ids")
     ids = torch.tensor([[5, 6], [7, 8]])
-    assert filled_up(ids, (2, 2), "input_ids", filling) is ids
-    assert filled_up(ids, (2, 4), "input_ids", filling).tolist() == [[5, 6, 0, 0], [7, 8, 0, 0]]
-    assert filled_up(ids, (2, 3), "labels", filling).tolist() == [[5, 6, -100], [7, 8, -100]]
-    assert filled_up(ids, (2, 4), "position_ids", filling).tolist() == [[5, 6, 7, 8], [7, 8, 9, 10]]
-    assert filled_up(ids[:0], (0, 1), "input_ids", filling).shape == (0, 1)
-    assert filled_up(ids[:0], (0, 3), "position_ids", filling).shape == (0, 3)
+    assert pad_input(ids, (2, 2), "input_ids", filling) is ids
+    assert pad_input(ids, (2, 4), "input_ids", filling).tolist() == [[5, 6, 0, 0], [7, 8, 0, 0]]
+    assert pad_input(ids, (2, 3), "labels", filling).tolist() == [[5, 6, -100], [7, 8, -100]]
+    assert pad_input(ids, (2, 4), "position_ids", filling).tolist() == [[5, 6, 7, 8], [7, 8, 9, 10]]
+    assert pad_input(ids[:0], (0, 1), "input_ids", filling).shape == (0, 1)
+    assert pad_input(ids[:0], (0, 3), "position_ids", filling).shape == (0, 3)

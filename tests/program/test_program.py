@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hetu_fx.errors import BatchError
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph, LeafKind
-from hetu_fx.program.program import Shapes, bind, evaluate, shapes_of
+from hetu_fx.program.program import Shapes, bind, evaluate, input_shapes
 
 
 class Pooled(nn.Module):
@@ -35,7 +35,7 @@ def graph() -> Graph:
 
 @pytest.fixture(scope="module")
 def shapes(graph: Graph) -> Shapes:
-    return shapes_of(graph.leaves_of(LeafKind.INPUT))
+    return input_shapes(graph.leaves_of(LeafKind.INPUT))
 
 
 def test_symbols_stand_for_the_sizes_of_this_batch(graph: Graph, shapes: Shapes) -> None:

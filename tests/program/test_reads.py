@@ -9,7 +9,7 @@ import torch
 
 from hetu_fx.graph.tracing.contents import ABSENT, frozen, same
 from hetu_fx.program import reads
-from hetu_fx.program.reads import Read, Reads, shown
+from hetu_fx.program.reads import Read, Reads, show_value
 
 
 def reads_of(space: dict[str, Any], *names: str) -> Reads:
@@ -26,7 +26,7 @@ def test_another_value_does_not_hold(value: Any, other: Any) -> None:
     assert made.hold()
     space["a"] = other
     assert not made.hold()
-    assert (shown(value), shown(other)) == (made.facts["'a' of it"], made.facts_now["'a' of it"])
+    assert (show_value(value), show_value(other)) == (made.facts["'a' of it"], made.facts_now["'a' of it"])
 
 
 @pytest.mark.parametrize("value", [1.0, 10**9, "text", float("nan"), [1.0, {"a": 2}], (1, [2]), {"a": {1, 2}}])
@@ -99,7 +99,7 @@ def test_a_method_of_a_class_holds_at_a_glance_until_it_is_another(monkeypatch: 
 
 
 def test_what_is_shown_is_the_same_on_all_ranks() -> None:
-    assert shown({"b", "a"}) == "{'a', 'b'}"
-    assert shown(torch.ones(2, 3)) == "a tensor of shape [2, 3]"
-    assert shown(Reads) == shown(reads_of({})) == "hetu_fx.program.reads.Reads"
-    assert len(shown(list(range(1000)))) == 80
+    assert show_value({"b", "a"}) == "{'a', 'b'}"
+    assert show_value(torch.ones(2, 3)) == "a tensor of shape [2, 3]"
+    assert show_value(Reads) == show_value(reads_of({})) == "hetu_fx.program.reads.Reads"
+    assert len(show_value(list(range(1000)))) == 80

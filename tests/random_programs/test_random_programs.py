@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 
-from hetu_fx.deduction.rules.build import kept
+from hetu_fx.deduction.rules.build import keep_dims
 from hetu_fx.deduction.rules.registry import register_rule, unregister_rule
 from hetu_fx.plans.plan import Plan
 from tests.ops.trial import Kind
@@ -45,7 +45,7 @@ def test_programs_and_plans_with_less_in_them_can_still_be_tried() -> None:
 @contextmanager
 def wrong_rule() -> Iterator[None]:
     """Believe that each part of what is turned round comes from the same part."""
-    register_rule("aten.flip.default", lambda call: kept(call))
+    register_rule("aten.flip.default", lambda call: keep_dims(call))
     try:
         yield
     finally:

@@ -10,13 +10,13 @@ from typing import Any
 from torch import nn
 
 from hetu_fx.base.device_types import HOST
-from hetu_fx.comm_ops.wire.consensus import together
+from hetu_fx.comm_ops.wire.consensus import raise_on_all_ranks
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.threads.run import run_in_threads
 from hetu_fx.graph.row_dims import AskedRowDims
-from hetu_fx.lockstep import moved
+from hetu_fx.lockstep import move_model
 from hetu_fx.plans.plan import Plan
-from hetu_fx.prepare import homes_for, make_runtime
+from hetu_fx.prepare import check_plans_and_choose_homes, make_runtime
 from hetu_fx.program.captures import Programs
 from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.settings import Settings
@@ -39,11 +39,13 @@ class Ranks:
         execution = GraphExecution(programs, batches[0], None)
 
         def rank(table: GroupTable) -> Any:
-            own = moved(copy.deepcopy(model), HOST)
+            own = move_model(copy.deepcopy(model), HOST)
             table.connect(HOST)
             table.know_types([HOST.type] * len(batches))
             with using(table):
-                homes = together(table, lambda: homes_for((self.plan,), own, execution, None, table))
+                homes = raise_on_all_ranks(
+                    table, lambda: check_plans_and_choose_homes((self.plan,), own, execution, None, table)
+                )
             settings = Settings(shared=self.shared, outputs=self.outputs, seed=0)
             runtime = make_runtime(own, None, table, execution, (self.plan,), homes, settings)
             made = [runtime.run((), batches[table.rank]) for _ in range(calls)]

@@ -26,10 +26,10 @@ from hetu_fx.graph.capture import in_mode
 from hetu_fx.graph.containers import unflatten
 from hetu_fx.graph.example import make_example
 from hetu_fx.graph.graph import Graph
-from hetu_fx.graph.row_dims import AskedRowDims, row_dims_of
+from hetu_fx.graph.row_dims import AskedRowDims, find_row_dims
 from hetu_fx.graph.tracing.contents import PLAIN, Memory, frozen
 from hetu_fx.program import tracer
-from hetu_fx.program.batch import form_of
+from hetu_fx.program.batch import batch_form
 from hetu_fx.program.program import Program
 from hetu_fx.program.structure import Structure
 from hetu_fx.program.tracer import Tracer
@@ -85,7 +85,7 @@ def key_of(it: Tracer, batch: Batch, training: bool) -> Any:
     if any("forward" in vars(module) for module in it.model.modules()):  # what it reads comes on top
         return None
     asked = repr(it.row_dims), it.outputs
-    return *facts.items(), sizes, form_of(given, training), it.loss_fn, repr(it.overrides), *asked, Tensor.float
+    return *facts.items(), sizes, batch_form(given, training), it.loss_fn, repr(it.overrides), *asked, Tensor.float
 
 
 def played(it: Tracer, batch: Batch, training: bool, known: Known) -> Any:
@@ -147,7 +147,7 @@ def play(
 ) -> Graph:
     """Run the forward on an example, as a capture does, and give the graph that there is."""
     tree, tensors = flatten_batch(batch)
-    example = make_example(tensors, model, graph.row_dims or row_dims_of(tensors, row_dims), keep_batch=False)
+    example = make_example(tensors, model, graph.row_dims or find_row_dims(tensors, row_dims), keep_batch=False)
     args, kwargs = as_call(unflatten(tree, example.tensors))
     with in_mode(model, training), unwritten(model), torch.random.fork_rng(devices=[]), around():
         output = model(*args, **kwargs)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hetu_fx.cli.main import main
-from hetu_fx.planner.simulate.picture import drawn
+from hetu_fx.planner.simulate.picture import visible_events
 from hetu_fx.planner.simulate.timeline import Event
 from hetu_fx.planner.values.gathered_op import GATHERED_OP
 from hetu_fx.report.page.page import SECTIONS, html_page, report_json
@@ -91,7 +91,7 @@ def test_a_timeline_leaves_out_what_is_narrower_than_a_dot_beside_another() -> N
     wide = Event(0, "forward", 0.0, 0.5, "forward")
     thin = [Event(0, "forward", 0.5 + number * 1e-5, 0.5 + (number + 1) * 1e-5, "forward") for number in range(1000)]
     message = Event(0, "send", 0.5, 0.50001, "send")
-    shown = drawn([wide, *thin, message], 1.0)
+    shown = visible_events([wide, *thin, message], 1.0)
     assert shown[:2] == [wide, thin[0]]
     assert message in shown
     assert 10 <= len(shown) <= 14, "a hundredth of the picture has ten dots"

@@ -18,7 +18,7 @@ import hetu_fx
 from hetu_fx.cli.main import main
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import BatchError, EnvironmentProblem, StateError
-from hetu_fx.planner.dispatch.assignment import Planned
+from hetu_fx.planner.dispatch.assignment import BatchPlan
 from hetu_fx.planner.values.gathered_op import GATHERED_OP
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.plans.plan import Plan
@@ -62,7 +62,7 @@ def test_a_step_is_told_beside_what_was_predicted() -> None:
 
 
 def test_a_step_of_mixed_lengths_tells_of_its_own_prediction_and_of_planning() -> None:
-    planned = Planned((), seconds=0.7, planning_seconds=0.1, waited_seconds=0.02)
+    planned = BatchPlan((), seconds=0.7, planning_seconds=0.1, waited_seconds=0.02)
     (entry,) = entries(state(3, "short"), state(4, "short", planned=planned), Batch(128, 2.0))
     told = (entry["predicted_seconds"], entry["planning_seconds"], entry["waited_seconds"])
     assert told == (0.7, 0.1, 0.02)

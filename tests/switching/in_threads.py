@@ -11,7 +11,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.threads.run import run_in_threads
 from hetu_fx.graph.bind import Batch
 from hetu_fx.plans.plan import Plan
-from hetu_fx.prepare import homes_for, make_runtime
+from hetu_fx.prepare import check_plans_and_choose_homes, make_runtime
 from hetu_fx.program.captures import Programs
 from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.runtime import Runtime
@@ -41,5 +41,5 @@ def runtime_of(
 ) -> Runtime:
     """Make a model parallel, as two replicas without a plan; `shared`: all ranks are given the same rows."""
     execution = GraphExecution(Programs(model, loss_fn), batch, None)
-    layouts = homes_for((plan,), model, execution, None, table)
+    layouts = check_plans_and_choose_homes((plan,), model, execution, None, table)
     return make_runtime(model, None, table, execution, (plan,), layouts, Settings(shared, outputs="auto", seed=0))

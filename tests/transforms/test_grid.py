@@ -12,7 +12,7 @@ from hetu_fx.errors import DeductionError
 from hetu_fx.graph.graph import OutputKind
 from hetu_fx.plans.plan import Attention, Pipeline, Plan, Stage
 from hetu_fx.transforms.layouts.annotated_graph import CONTEXT, TENSOR
-from hetu_fx.transforms.layouts.deduce import prices_of
+from hetu_fx.transforms.layouts.deduce import axis_prices
 from tests.model_zoo import NO_DROPOUT, SAMPLES
 from tests.transforms.cases import LENGTH, Case, batch_of
 from tests.transforms.plans import (
@@ -137,10 +137,10 @@ def test_a_stage_of_both_hands_over_to_one_of_another_grid(llama: Case) -> None:
 
 def test_each_axis_is_priced_among_its_own_devices_for_what_they_have(llama: Case) -> None:
     annotated = deduced(llama.program, grid((3, 1), (2, 1))).annotated
-    context, tensor = (prices_of(annotated, axis) for axis in (CONTEXT, TENSOR))
+    context, tensor = (axis_prices(annotated, axis) for axis in (CONTEXT, TENSOR))
     assert context.groups == ((0, 2), (1, 3))
     assert tensor.groups == ((0, 1), (2, 3))
-    alone = prices_of(deduced(llama.program, Plan.tensor_parallel((0, 1))).annotated, TENSOR)
+    alone = axis_prices(deduced(llama.program, Plan.tensor_parallel((0, 1))).annotated, TENSOR)
     (weight,) = (leaf.node for leaf in annotated.graph.leaves if leaf.name == "model.layers.0.self_attn.k_proj.weight")
     (read,) = weight.users
     assert context.num_bytes[weight] == pytest.approx(alone.num_bytes[weight] * 2 / 3)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from hetu_fx.deduction.factors.analyse import analyse
 from hetu_fx.deduction.factors.factors import FactorMap
 from hetu_fx.graph.graph import Graph
-from hetu_fx.transforms.layouts.flow import Flow, flow_of
+from hetu_fx.transforms.layouts.flow import Flow, build_flow
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,4 +35,4 @@ class Analyse:
     name: ClassVar[str] = "analyse"
 
     def __call__(self, graph: Graph) -> AnalysedGraph:
-        return AnalysedGraph(graph, analyse(graph), flow_of(graph, self.frozen))
+        return AnalysedGraph(graph, analyse(graph), build_flow(graph, self.frozen))

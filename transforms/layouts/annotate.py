@@ -65,7 +65,11 @@ class Annotate:
         if self.plan.has_program:
             return self._with_program(analysed)
         graph, factors, flow = analysed.graph, analysed.factors, analysed.flow
-        wanted = tensor_classes(graph, factors, flow, asked_for(self.plan, factors)) if self._is_split else frozenset()
+        wanted = (
+            tensor_classes(graph, factors, flow, classes_to_split(self.plan, factors))
+            if self._is_split
+            else frozenset()
+        )
         classes = self._classes(graph, factors, wanted)
         finer = finer_cut(graph, factors, classes, _rivals, self._widest)
         if self.plan.split and (finer is None or self._widest % finer.ways):
@@ -114,12 +118,12 @@ class Annotate:
         """Return those of the `wanted` classes that tensor parallel stages split."""
         if self._widest == 1:
             return frozenset()
-        optional = _looked_across(graph, factors).difference(asked_for(self.plan, factors))
+        optional = _looked_across(graph, factors).difference(classes_to_split(self.plan, factors))
         return frozenset(c for c in wanted if c not in optional or (c.size or 0) >= self._widest)
 
     def _large_enough(self, classes: Splits, factors: FactorMap) -> Splits:
         """Return the classes without those of fewer parts than groups have devices, unless the plan asks for them."""
-        asked = asked_for(self.plan, factors)
+        asked = classes_to_split(self.plan, factors)
         return frozenset(c for c in classes if c in asked or (c.size or 0) >= self._widest)
 
     @property
@@ -189,7 +193,7 @@ def _check_batch(annotated: AnnotatedGraph) -> None:
         )
 
 
-def asked_for(plan: Plan, factors: FactorMap) -> tuple[FactorClass, ...]:
+def classes_to_split(plan: Plan, factors: FactorMap) -> tuple[FactorClass, ...]:
     """Return the classes that the plan's `split` names by dims of parameters."""
     found: dict[FactorClass, None] = {}
     for pattern, dim in plan.split:

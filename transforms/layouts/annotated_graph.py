@@ -17,7 +17,7 @@ from torch import fx
 from hetu_fx.deduction.factors.factors import FactorClass, FactorMap
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
-from hetu_fx.graph.edit import needed_for
+from hetu_fx.graph.edit import ancestors
 from hetu_fx.graph.graph import Graph, OutputKind, OutputLeaf
 from hetu_fx.plans.parts import PartedPipeline
 from hetu_fx.plans.plan import Plan, Stage
@@ -277,7 +277,7 @@ def stage_nodes(annotated: AnnotatedGraph, layout: StageLayout) -> StageNodes:
         if stage_of.get(node, last) == index and _is_made(leaf, annotated.wants_values)
     )
     roots = [*sent, *(annotated.graph.output_values[i] for i in outputs)]
-    walked = needed_for(roots, lambda node: () if stage_of.get(node, index) < index else node.all_input_nodes)
+    walked = ancestors(roots, lambda node: () if stage_of.get(node, index) < index else node.all_input_nodes)
     received = {node for node in walked if stage_of.get(node, index) < index}
     order = {node: i for i, node in enumerate(annotated.graph.graph.nodes)}
     return StageNodes(walked - received, tuple(sorted(received, key=order.__getitem__)), sent, outputs)

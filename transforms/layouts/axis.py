@@ -29,8 +29,8 @@ from hetu_fx.transforms.layouts.program_choices import Choices
 from hetu_fx.transforms.layouts.program_strategies import ProgramStrategies
 from hetu_fx.transforms.layouts.reshard_cost import Prices
 from hetu_fx.transforms.layouts.sequence_parallel import UNCUT, SequenceCut
-from hetu_fx.transforms.layouts.states import AxisState, Need, OpStrategy, SplitOn, Whole
-from hetu_fx.transforms.layouts.strategies import Strategies, gives_summands, passes_on, passes_on_exactly
+from hetu_fx.transforms.layouts.states import AxisState, OperandNeed, OpStrategy, SplitOn, Whole
+from hetu_fx.transforms.layouts.strategies import Strategies, gives_summands, passes_on_exactly, propagates_partial
 
 Splits = frozenset[FactorClass]
 
@@ -55,7 +55,7 @@ class AxisDeduction:
     states: Mapping[fx.Node, AxisState]
     summed_cotangents: frozenset[fx.Node]
 
-    def needs(self, node: fx.Node) -> tuple[Need, ...]:
+    def needs(self, node: fx.Node) -> tuple[OperandNeed, ...]:
         """Return what `node` needs of its tensor operands; nothing for leaves and items of a tuple."""
         decision = self.decisions.get(node)
         return decision.needs if decision else ()
@@ -76,10 +76,10 @@ class AxisDeduction:
         values = dict.fromkeys(need.node for need in needs if self.states[need.node] != need.state)
         return (*values, *dict.fromkeys(need.node for need in needs if self.sums_cotangent(need)))
 
-    def _differs(self, need: Need) -> bool:
+    def _differs(self, need: OperandNeed) -> bool:
         return self.sums_cotangent(need) or self.states[need.node] != need.state
 
-    def sums_cotangent(self, need: Need) -> bool:
+    def sums_cotangent(self, need: OperandNeed) -> bool:
         """Tell whether an op gives back summands of a value's cotangent that are added up within the graph."""
         return need.summed_cotangent and need.node not in self.summed_cotangents
 
@@ -182,10 +182,10 @@ class _CotangentMarks:
         """Tell whether summands of a cotangent go on as such; not those of a leaf that is split, and read whole."""
         if decision is None:
             return not isinstance(self.walk.states.get(node), SplitOn)
-        return passes_on(node, decision, self.flow)
+        return propagates_partial(node, decision, self.flow)
 
     def _marked(self, node: fx.Node, decision: OpStrategy) -> OpStrategy:
-        def mark(need: Need) -> Need:
+        def mark(need: OperandNeed) -> OperandNeed:
             summed = gives_summands(node, decision, need, self.flow, of_summands=node in self.summed)
             return replace(need, summed_cotangent=summed)
 

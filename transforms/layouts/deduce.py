@@ -31,7 +31,7 @@ from hetu_fx.deduction.factors.factors import FactorClass, OpFactors, flat
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import draws
-from hetu_fx.graph.edit import reached_from
+from hetu_fx.graph.edit import descendants
 from hetu_fx.graph.graph import LeafKind, OutputKind
 from hetu_fx.graph.leaves.ops import told_op
 from hetu_fx.plans.schedule import cuts_backwards
@@ -54,7 +54,7 @@ from hetu_fx.transforms.layouts.reshard_cost import (
     FLOPS_PER_SECOND,
     TYPICAL_LINKS,
     Prices,
-    bytes_of,
+    node_bytes,
     products_by_byte,
     travelling_work,
 )
@@ -122,7 +122,7 @@ class Deduce:
             _check_sums(annotated, batch)
         excluded, nothing = frozenset(batch.talking()), frozenset[FactorClass]()
         on_context, on_tensor, on_fine = (
-            prices_of(annotated, axis, self.topology, self.num_bytes) for axis in (CONTEXT, TENSOR, FINE)
+            axis_prices(annotated, axis, self.topology, self.num_bytes) for axis in (CONTEXT, TENSOR, FINE)
         )
         whole = inside(nothing, UNCUT, on_tensor)
         context = whole
@@ -149,7 +149,7 @@ class Deduce:
         return _Rings(annotated, prices, cluster, by_node, excluded).found()
 
 
-def prices_of(
+def axis_prices(
     annotated: AnnotatedGraph, axis: int, topology: Topology | None = None, num_bytes: Sequence[float] | None = None
 ) -> Prices:
     """Return the prices along an axis of stages; links and sizes that are left out are as `Deduce` says.
@@ -158,7 +158,7 @@ def prices_of(
     """
     layouts = [layout for layout in annotated.layouts if layout.axes[axis].ways > 1]
     groups = tuple(group for layout in layouts for group in layout.groups(axis))
-    sizes = bytes_of(annotated.graph) if num_bytes is None else num_bytes
+    sizes = node_bytes(annotated.graph) if num_bytes is None else num_bytes
     across = [[other for i, other in enumerate(layout.axes) if i != axis] for layout in layouts]
     pairs = zip(annotated.graph.graph.nodes, sizes, strict=True)
     found = {node: size * _largest_share(node, annotated, across) if size else 0.0 for node, size in pairs}
@@ -188,7 +188,7 @@ def _check_shared(annotated: AnnotatedGraph, context: AxisDeduction) -> None:
     Raises:
         PlanError: naming the op and the user's line.
     """
-    parameters = reached_from(annotated.graph, [leaf.node for leaf in annotated.graph.leaves_of(LeafKind.PARAMETER)])
+    parameters = descendants(annotated.graph, [leaf.node for leaf in annotated.graph.leaves_of(LeafKind.PARAMETER)])
     for layout in annotated.context_layouts:
         needed = stage_nodes(annotated, layout).needed & parameters & context.decisions.keys()
         for node in filter(needed.__contains__, annotated.graph.graph.nodes):  # all ranks name the same op

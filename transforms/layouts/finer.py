@@ -67,7 +67,7 @@ def finer_cut(graph: Graph, factors: FactorMap, classes: Splits, rivals: Rivals,
     pairs = _pairs_of([c for c in others if is_plain(c, factors)], size, factors)
     coarse = (classes - pairs.keys()) | {outer for outer, _ in pairs.values()}
     fine = {c for c in inner.values() if c is not None} | {within for _, within in pairs.values()}
-    return FinerCut(refined(factors, pairs), size, frozenset(coarse), frozenset(fine))
+    return FinerCut(_refine_factors(factors, pairs), size, frozenset(coarse), frozenset(fine))
 
 
 def _inside(factor: FactorClass, beside: set[FactorClass], parts: int, factors: FactorMap) -> FactorClass | None:
@@ -111,7 +111,7 @@ def _is_special(factor: FactorClass, op: OpFactors) -> bool:
     return factor in op.sharded | op.placed | op.averaged or factor in op.apart or factor in op.travelling.values()
 
 
-def refined(factors: FactorMap, pairs: Pairs) -> FactorMap:
+def _refine_factors(factors: FactorMap, pairs: Pairs) -> FactorMap:
     """Return the map with classes seen as pairs."""
     if not pairs:
         return factors

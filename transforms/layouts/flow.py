@@ -18,9 +18,9 @@ from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.deduction.factors.factors import FactorMap
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument
-from hetu_fx.graph.edit import needed_for, reached_from
+from hetu_fx.graph.edit import ancestors, descendants
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
-from hetu_fx.graph.leaves.ops import LEAF, operands_of
+from hetu_fx.graph.leaves.ops import LEAF, leaf_operands
 from hetu_fx.graph.leaves.uses import Use
 
 aten = torch.ops.aten
@@ -60,7 +60,7 @@ class Flow:
         return node in self.inputs and node in self.parameters
 
 
-def flow_of(graph: Graph, frozen: frozenset[str] = frozenset()) -> Flow:
+def build_flow(graph: Graph, frozen: frozenset[str] = frozenset()) -> Flow:
     """Return the flow of `graph`; parameters named in `frozen` get no gradient."""
     kinds = {leaf.node: leaf for leaf in graph.leaves}
     batch_kinds = {LeafKind.INPUT, LeafKind.RANDOM_STATE}
@@ -68,9 +68,9 @@ def flow_of(graph: Graph, frozen: frozenset[str] = frozenset()) -> Flow:
     parameters = {node for node, leaf in kinds.items() if leaf.kind is LeafKind.PARAMETER}
     trained = {node for node in parameters if kinds[node].name not in frozen}
     return Flow(
-        reached_from(graph, inputs),
-        reached_from(graph, parameters),
-        reached_from(graph, trained, lambda node: node.all_input_nodes if _carries_gradient(node) else ()),
+        descendants(graph, inputs),
+        descendants(graph, parameters),
+        descendants(graph, trained, lambda node: node.all_input_nodes if _carries_gradient(node) else ()),
     )
 
 
@@ -89,19 +89,19 @@ def parameters_with_gradient(graph: Graph, uses: Collection[Use], *, of_outputs:
         if node.target is not LEAF:
             return node.all_input_nodes
         name = argument(node, "name")
-        return [operand for place, operand in enumerate(operands_of(node)) if (name, place) in uses]
+        return [operand for place, operand in enumerate(leaf_operands(node)) if (name, place) in uses]
 
     kinds = (OutputKind.LOSS, OutputKind.VALUE) if of_outputs else (OutputKind.LOSS,)
-    reached = needed_for((node for kind in kinds for _, node in graph.outputs_of(kind)), sources)
+    reached = ancestors((node for kind in kinds for _, node in graph.outputs_of(kind)), sources)
     return frozenset(leaf.name for leaf in graph.leaves_of(LeafKind.PARAMETER) if leaf.node in reached)
 
 
-def uses_in(graph: Graph) -> list[Use]:
+def gradient_uses(graph: Graph) -> list[Use]:
     """Return all operands that calls of leaves may make gradients of, in the order of the graph, which ranks share."""
     return [
         (argument(node, "name"), place)
         for node in graph.graph.find_nodes(op="call_function", target=LEAF)
-        for place, operand in enumerate(operands_of(node))
+        for place, operand in enumerate(leaf_operands(node))
         if carries_gradient(meta.dtype(operand))
     ]
 
@@ -110,7 +110,7 @@ def _carries_gradient(node: fx.Node) -> bool:
     """Tell whether the value has gradients if an operand has: by its op and its kind; a tuple may hold one that has."""
     if node.target in _NO_GRADIENT or not meta.has_tensor(node):
         return False
-    if is_item(node) and node.args[1] in _STATISTICS.get(whole_of(node).target, ()):
+    if is_item(node) and node.args[1] in _STATISTICS.get(tuple_producer(node).target, ()):
         return False
     return not meta.is_tensor(node) or carries_gradient(meta.dtype(node))
 
@@ -120,7 +120,7 @@ def is_item(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem and meta.is_tensor(node)
 
 
-def whole_of(item: fx.Node) -> fx.Node:
+def tuple_producer(item: fx.Node) -> fx.Node:
     """Return the op that an item is one result of."""
     whole = item.args[0]
     assert isinstance(whole, fx.Node)

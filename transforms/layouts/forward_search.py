@@ -23,9 +23,9 @@ from torch import fx
 from hetu_fx.deduction.factors.factors import flat
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph
-from hetu_fx.transforms.layouts.flow import is_item, whole_of
+from hetu_fx.transforms.layouts.flow import is_item, tuple_producer
 from hetu_fx.transforms.layouts.reshard_cost import Prices, product_flops
-from hetu_fx.transforms.layouts.states import SUMMED, AxisState, Need, OpStrategy, SplitOn
+from hetu_fx.transforms.layouts.states import SUMMED, AxisState, OperandNeed, OpStrategy, SplitOn
 from hetu_fx.transforms.layouts.strategies import Strategies, gives_summands, passes_on_exactly
 
 WIDTH = 16
@@ -176,7 +176,7 @@ class ForwardWalk:
         return self._result(beam(tracks)[0], leaves)
 
     def _take_item(self, track: _ForwardBranch, item: fx.Node) -> None:
-        decision = track.open[whole_of(item)]
+        decision = track.open[tuple_producer(item)]
         made = self._item_state(item, decision)
         track.note(item, None, made, made if self.keep_sums else self.strategies.of_item(item, made))
 
@@ -221,7 +221,9 @@ class ForwardWalk:
         if self.hopeful:
             track.passing[node] = state == strategy.result and passes_on_exactly(node, strategy, self.strategies.flow)
 
-    def _read(self, track: _ForwardBranch, node: fx.Node, strategy: OpStrategy, need: Need, prices: Prices) -> float:
+    def _read(
+        self, track: _ForwardBranch, node: fx.Node, strategy: OpStrategy, need: OperandNeed, prices: Prices
+    ) -> float:
         """Return what it costs to bring a value to one more reader, and note that."""
         flow, state = self.strategies.flow, track.states[need.node]
         summed, before = gives_summands(node, strategy, need, flow), track.read.get(need.node, frozenset())

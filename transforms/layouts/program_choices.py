@@ -190,7 +190,7 @@ def _at(told: LeafDim, dims: Sequence[tuple[FactorClass, ...]], region: OpRegion
 def can_cut(node: fx.Node, factor: FactorClass, factors: FactorMap) -> bool:
     """Tell whether a program may cut an op on a factor."""
     op = factors.op(node)
-    seen = op.cut_at(factor)
+    seen = op.with_cut(factor)
     known_only = seen.sharded | seen.averaged  # forms for parts are written with numbers
     able = factor not in seen.whole and (factor.size is not None or factor not in known_only)
     return able and factors.splittable(factor) and not (factor.is_batch and _orders_rows(node, op, factors))

@@ -37,7 +37,7 @@ class ProgramStrategies(Strategies):
         if choice is None:
             return (self._following(node, states),)
         if choice.factor is not None:
-            strategy = self._split_on(node, op.cut_at(choice.factor), choice.factor, states)
+            strategy = self._split_on(node, op.with_cut(choice.factor), choice.factor, states)
             return (replace(_in_segment(strategy, choice.segment), factors=choice.factors),)
         if not choice.on_summands:
             return (self._whole_strategy(op, states),)

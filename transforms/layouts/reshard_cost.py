@@ -114,7 +114,7 @@ class Prices:
         return self._known[key]
 
 
-def bytes_of(graph: Graph) -> tuple[float, ...]:
+def node_bytes(graph: Graph) -> tuple[float, ...]:
     """Return the bytes of every node's tensor at the sizes of the example batch, 0 for none and for unknown sizes."""
     return tuple(_bytes(node) for node in graph.graph.nodes)
 
@@ -132,7 +132,7 @@ def product_flops(node: fx.Node, op: OpFactors) -> float:
 
 def contracted_sizes(op: OpFactors) -> list[int | None]:
     """Return the sizes of the classes over which an op sums products of two operands; None for a symbolic one."""
-    return [c.size for c in op.contracted]
+    return [c.size for c in op.contracted_classes]
 
 
 def travelling_work(graph: Graph, factors: FactorMap) -> tuple[float, ...]:

@@ -29,9 +29,9 @@ from torch import fx
 from hetu_fx.annotations.states import proportional_sizes
 from hetu_fx.deduction.factors.dual_roles import original
 from hetu_fx.deduction.factors.factors import FactorClass, FactorMap, OpFactors, SizeArg, flat
-from hetu_fx.deduction.rules.call import argument_at
+from hetu_fx.deduction.rules.call import call_argument
 from hetu_fx.graph import meta
-from hetu_fx.graph.edit import reached_from
+from hetu_fx.graph.edit import descendants
 from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.transforms.layouts.annotated_graph import AnnotatedGraph, stage_nodes
 from hetu_fx.transforms.layouts.flow import Flow, is_item, linear_source
@@ -104,7 +104,7 @@ def activations(graph: Graph, factors: FactorMap, flow: Flow) -> frozenset[fx.No
         return [operand.node for operand in factors.op(node).operands] if factors.is_op(node) else []
 
     parameters = [leaf.node for leaf in graph.leaves_of(LeafKind.PARAMETER)]
-    reached = reached_from(graph, parameters, tensors)
+    reached = descendants(graph, parameters, tensors)
     return frozenset(node for node in reached if node.op == "call_function" and flow.through_inputs(node))
 
 
@@ -133,7 +133,7 @@ def _stands_alone(node: fx.Node, factors: FactorMap) -> bool:
 
 def _are_told(node: fx.Node, op: OpFactors, is_told: Callable[[object, SizeArg], bool]) -> bool:
     """Tell whether each size that a call names `is_told` for a part, and no class leaves one of them unexplained."""
-    named = [argument_at(node, size.path) for size in op.size_args]
+    named = [call_argument(node, size.path) for size in op.size_args]
     explained = {*(o.node for o in op.operands), *(given for given in named if isinstance(given, fx.Node))}
     return explained.issuperset(node.all_input_nodes) and all(map(is_told, named, op.size_args))
 
@@ -212,7 +212,7 @@ class _PartsWalk:
         return read.union(c for i, c in op.travelling.items() if op.operands[i].node is node)
 
     def _reads_part(self, reader: fx.Node, node: fx.Node, factor: FactorClass) -> bool:
-        return any(factor in o.classes for o in self.factors.op(reader).cut_at(factor).read if o.node is node)
+        return any(factor in o.classes for o in self.factors.op(reader).with_cut(factor).read if o.node is node)
 
     def _grows(self, node: fx.Node) -> bool:
         """Tell whether a value is a linear function of one that is no larger, which is cheaper to put together."""
@@ -233,7 +233,7 @@ def computable_on_part(node: fx.Node, annotated: AnnotatedGraph) -> Classes:
 
 
 def _runs_on_part(node: fx.Node, op: OpFactors, factor: FactorClass) -> bool:
-    seen = op.cut_at(factor)
+    seen = op.with_cut(factor)
     if factor in seen.whole | seen.sharded | seen.averaged:
         return False
     tensors = [*op.results, *(operand.dims for operand in op.read)]

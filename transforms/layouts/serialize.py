@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hetu_fx.comm_ops.wire.objects.codec import read, write
+from hetu_fx.comm_ops.wire.objects.codec import decode, write
 from hetu_fx.deduction.factors.factors import FactorMap
 from hetu_fx.errors import StateError
 from hetu_fx.graph.graph import Graph
@@ -28,7 +28,7 @@ def deserialize(data: bytes, graph: Graph, factors: FactorMap, flow: Flow) -> De
         StateError: the other process has captured another program.
         CommError: these are no such bytes.
     """
-    deduced: DeducedGraph = read(data, "the graph of a plan", _Parts(_parts(graph, factors, flow)))
+    deduced: DeducedGraph = decode(data, "the graph of a plan", _Parts(_parts(graph, factors, flow)))
     return deduced
 
 

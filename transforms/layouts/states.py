@@ -33,7 +33,7 @@ class Summed:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread(Summed):
+class DisjointPartial(Summed):
     """Summands that do not overlap: each coordinate holds the entries that its part of `factor` makes, zeros elsewhere.
 
     What a group of experts makes of the rows that are sent to it, say.
@@ -51,7 +51,7 @@ SUMMED = Summed()
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class OperandNeed:
     """What an op needs of one operand on one axis.
 
     Attributes:
@@ -77,7 +77,7 @@ class OpStrategy:
     """
 
     factor: FactorClass | None
-    needs: tuple[Need, ...]
+    needs: tuple[OperandNeed, ...]
     result: AxisState
     travels: bool = False
     factors: bool = False

@@ -11,14 +11,24 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from hetu_fx.deduction.factors.factors import FactorClass, FactorMap, OpFactors, flat
-from hetu_fx.deduction.rules.forms import Lacking
+from hetu_fx.deduction.rules.forms import OnMissingFactor
 from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Leaf, LeafKind
 from hetu_fx.transforms.layouts.flow import Flow
 from hetu_fx.transforms.layouts.reshard_cost import product_flops
 from hetu_fx.transforms.layouts.sequence_parallel import SequenceCut
-from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, AxisState, Need, OpStrategy, SplitOn, Spread, Summed, Whole
+from hetu_fx.transforms.layouts.states import (
+    SUMMED,
+    WHOLE,
+    AxisState,
+    DisjointPartial,
+    OperandNeed,
+    OpStrategy,
+    SplitOn,
+    Summed,
+    Whole,
+)
 
 Splits = frozenset[FactorClass]
 States = Mapping[fx.Node, AxisState]
@@ -94,7 +104,7 @@ class Strategies:
         part = max(self.cut.of(node), key=lambda c: (_already_split(op, c, states), -c.id), default=None)
         if part is None:
             return []
-        strategy = self._split_on(node, op.cut_at(part), part, states)
+        strategy = self._split_on(node, op.with_cut(part), part, states)
         return [_in_ring(op, strategy) if node in self.cut.rings else strategy]
 
     def _whole_strategy(self, op: OpFactors, states: States) -> OpStrategy:
@@ -201,7 +211,9 @@ class Strategies:
         return any(_may_take_summands(op, node, states) for op in self._readers(node))
 
 
-def gives_summands(node: fx.Node, decision: OpStrategy, need: Need, flow: Flow, *, of_summands: bool = False) -> bool:
+def gives_summands(
+    node: fx.Node, decision: OpStrategy, need: OperandNeed, flow: Flow, *, of_summands: bool = False
+) -> bool:
     """Tell whether an op gives back summands of an operand's cotangent.
 
     `of_summands`: the cotangent of the result comes as summands itself.
@@ -213,7 +225,7 @@ def gives_summands(node: fx.Node, decision: OpStrategy, need: Need, flow: Flow, 
     return wanted and trained and isinstance(need.state, Whole)
 
 
-def passes_on(node: fx.Node, decision: OpStrategy | None, flow: Flow) -> bool:
+def propagates_partial(node: fx.Node, decision: OpStrategy | None, flow: Flow) -> bool:
     """Tell whether summands of the result's cotangent become summands of the operands'.
 
     Not where an operand is split or itself a sum: each part of it, each summand, has the whole cotangent.
@@ -228,19 +240,19 @@ def passes_on_exactly(node: fx.Node, decision: OpStrategy | None, flow: Flow) ->
     """Tell whether summands pass on, and none of the cotangents is of a narrower type: each would be rounded."""
     read = [need.node for need in decision.needs if need.node in flow.differentiable] if decision else []
     narrow = meta.is_tensor(node) and any(meta.dtype(node).itemsize > _itemsize(operand) for operand in read)
-    return not narrow and passes_on(node, decision, flow)
+    return not narrow and propagates_partial(node, decision, flow)
 
 
 def _lacking(op: OpFactors, factor: FactorClass) -> AxisState:
     """Return the state of a result that lacks `factor`, which is cut."""
     form = op.traits.sharded if factor in op.sharded else None
-    match form.lacking if form is not None else Lacking.SUM:
-        case Lacking.WHOLE:
+    match form.lacking if form is not None else OnMissingFactor.SUM:
+        case OnMissingFactor.WHOLE:
             return WHOLE
-        case Lacking.SUM:
+        case OnMissingFactor.SUM:
             return SUMMED
-        case Lacking.SPREAD:
-            return Spread(factor)
+        case OnMissingFactor.SPREAD:
+            return DisjointPartial(factor)
 
 
 def _narrows(node: fx.Node, op: OpFactors, summed: frozenset[int]) -> bool:
@@ -253,15 +265,15 @@ def _itemsize(node: fx.Node) -> int:
 
 def _of_summands(op: OpFactors, summed: frozenset[int], states: States) -> AxisState | None:
     kinds = {states[op.operands[i].node] for i in summed}
-    if len(kinds) == 1 and summed <= op.traits.vanishing and isinstance(kind := next(iter(kinds)), Spread):
+    if len(kinds) == 1 and summed <= op.traits.vanishing and isinstance(kind := next(iter(kinds)), DisjointPartial):
         return kind
     return SUMMED if summed and any(summed == group for group in op.linear) else None
 
 
-def _need(op: OpFactors, position: int, state: AxisState, states: States) -> Need:
+def _need(op: OpFactors, position: int, state: AxisState, states: States) -> OperandNeed:
     """Return the need of an operand; one of which only dtype and device are read may stay as it is."""
     node = op.operands[position].node
-    return Need(node, states[node] if position in op.unread else state)
+    return OperandNeed(node, states[node] if position in op.unread else state)
 
 
 def _already_split(op: OpFactors, factor: FactorClass, states: States) -> int:
@@ -274,23 +286,25 @@ def _is_worth(op: OpFactors, factor: FactorClass, states: States) -> bool:
     return not having or any(states[o.node] == SplitOn(factor) for o in having)
 
 
-def _split_need(op: OpFactors, position: int, factor: FactorClass, states: States) -> Need:
+def _split_need(op: OpFactors, position: int, factor: FactorClass, states: States) -> OperandNeed:
     operand = op.operands[position]
     if position in op.unread:
         return _need(op, position, WHOLE, states)
     if factor in operand.classes and not (factor in op.sharded and position in op.counted):
-        return Need(operand.node, SplitOn(factor))
-    if factor in op.sharded and states[operand.node] == Spread(factor):
-        return Need(operand.node, Spread(factor))
+        return OperandNeed(operand.node, SplitOn(factor))
+    if factor in op.sharded and states[operand.node] == DisjointPartial(factor):
+        return OperandNeed(operand.node, DisjointPartial(factor))
     if position in op.counted:  # counts of rows: each shard has its own where rows are cut, all of them elsewhere
-        return Need(operand.node, SUMMED if factor.is_batch else WHOLE)
-    return Need(operand.node, WHOLE, True, first_only=factor in op.reduced and position in op.additive)
+        return OperandNeed(operand.node, SUMMED if factor.is_batch else WHOLE)
+    return OperandNeed(operand.node, WHOLE, True, first_only=factor in op.reduced and position in op.additive)
 
 
 def _in_ring(op: OpFactors, strategy: OpStrategy) -> OpStrategy:
     """Return the strategy with the operands that may travel needed in parts."""
     travelling = {position: SplitOn(factor) for position, factor in op.travelling.items()}
-    needs = (Need(need.node, travelling[i]) if i in travelling else need for i, need in enumerate(strategy.needs))
+    needs = (
+        OperandNeed(need.node, travelling[i]) if i in travelling else need for i, need in enumerate(strategy.needs)
+    )
     return replace(strategy, needs=tuple(needs), travels=True)
 
 

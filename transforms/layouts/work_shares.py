@@ -16,12 +16,12 @@ from hetu_fx.deduction.factors.dual_roles import elsewhere
 from hetu_fx.deduction.factors.factors import FactorClass, FactorMap
 from hetu_fx.plans.plan import Plan
 from hetu_fx.transforms.layouts.analysed_graph import AnalysedGraph
-from hetu_fx.transforms.layouts.annotate import Annotate, asked_for, finer_than
+from hetu_fx.transforms.layouts.annotate import Annotate, classes_to_split, finer_than
 from hetu_fx.transforms.layouts.annotated_graph import FINE, TENSOR, AnnotatedGraph, read_outside
 from hetu_fx.transforms.layouts.axis import AxisDeduction, deduce_tensor_axis
-from hetu_fx.transforms.layouts.deduce import prices_of
+from hetu_fx.transforms.layouts.deduce import axis_prices
 from hetu_fx.transforms.layouts.exchange import class_apart
-from hetu_fx.transforms.layouts.flow import is_item, whole_of
+from hetu_fx.transforms.layouts.flow import is_item, tuple_producer
 from hetu_fx.transforms.layouts.sequence_parallel import sequence_classes, sequence_cut
 from hetu_fx.transforms.layouts.states import Summed
 
@@ -155,7 +155,7 @@ def larger_work_shares(analysed: AnalysedGraph, split: Split) -> WorkShares | No
     """
     plan = replace(Plan.tensor_parallel((0, 1)), split=split)
     narrow = WorkShares(analysed.factors, Annotate(plan, wants_values=False)(analysed).classes)
-    if narrow.units >= min((factor.size or 1 for factor in asked_for(plan, analysed.factors)), default=1):
+    if narrow.units >= min((factor.size or 1 for factor in classes_to_split(plan, analysed.factors)), default=1):
         return None
     larger = replace(plan, pipelines=Plan.tensor_parallel(range(narrow.units + 1)).pipelines)
     annotated = Annotate(larger, wants_values=False)(analysed)
@@ -189,7 +189,7 @@ def _deduced(
     annotated: AnnotatedGraph, splits: frozenset[FactorClass], axis: int, outside: frozenset[fx.Node]
 ) -> AxisDeduction:
     graph, factors, flow = annotated.graph, annotated.factors, annotated.flow
-    return deduce_tensor_axis(graph, factors, flow, splits, prices_of(annotated, axis), outside=outside)
+    return deduce_tensor_axis(graph, factors, flow, splits, axis_prices(annotated, axis), outside=outside)
 
 
 def _added_up(axis: AxisDeduction) -> tuple[frozenset[fx.Node], frozenset[fx.Node]]:
@@ -215,4 +215,4 @@ def _shared(annotated: AnnotatedGraph, axis: AxisDeduction, outside: frozenset[f
 
 
 def _runs_whole(axis: AxisDeduction, node: fx.Node) -> bool:
-    return axis.decisions[whole_of(node) if is_item(node) else node].factor is None
+    return axis.decisions[tuple_producer(node) if is_item(node) else node].factor is None

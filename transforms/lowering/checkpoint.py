@@ -48,7 +48,7 @@ SAVED: Mapping[RecomputedOps, frozenset[Any]] = {
 }
 
 
-def contexts_of(ops: RecomputedOps) -> Callable[[], Any]:
+def checkpoint_contexts(ops: RecomputedOps) -> Callable[[], Any]:
     """Return what `torch.utils.checkpoint` takes as `context_fn` for those ops to be recomputed; not for all."""
     return partial(create_selective_checkpoint_contexts, partial(_policy, SAVED[ops]))
 
@@ -66,7 +66,7 @@ class CheckpointedRun(nn.Module):
     def __init__(self, body: fx.GraphModule, ops: RecomputedOps) -> None:
         super().__init__()
         self.body, self.ops = body, ops
-        self._options: dict[str, Any] = {} if ops == "all" else {"context_fn": contexts_of(ops)}
+        self._options: dict[str, Any] = {} if ops == "all" else {"context_fn": checkpoint_contexts(ops)}
 
     def forward(self, *inputs: Any) -> Any:
         """Run the body; it draws from no generator, so that none need be put back."""

@@ -16,16 +16,16 @@ from torch import fx, nn
 from hetu_fx.base.torch_compile import (
     Symbols,
     budget_that_keeps,
+    insert_checkpointed_call,
     is_compiler_defect,
     keep,
     keep_only,
     memory_budget,
-    recomputed,
 )
 from hetu_fx.graph.calls import draws
 from hetu_fx.plans.recomputed import RecomputedOps
-from hetu_fx.transforms.lowering.checkpoint import SAVED, CheckpointedRun, contexts_of
-from hetu_fx.transforms.lowering.forms import Like, OpenDims, TensorForm, exactly, form_of, is_number
+from hetu_fx.transforms.lowering.checkpoint import SAVED, CheckpointedRun, checkpoint_contexts
+from hetu_fx.transforms.lowering.forms import Like, OpenDims, TensorForm, exactly, input_form, is_number
 from hetu_fx.transforms.lowering.traffic import sends
 
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -61,9 +61,9 @@ class Compiled:
             inputs = [given.contiguous() if i in loose else given for i, given in enumerate(inputs)]
         return variant(inputs)
 
-    def prepared(self, likes: Sequence[Any], open_dims: Sequence[OpenDims]) -> _Variant:
+    def find_compiled(self, likes: Sequence[Any], open_dims: Sequence[OpenDims]) -> _Variant:
         """Return what it was compiled to for inputs like these; compile it if there is nothing."""
-        forms = tuple(form_of(like, dims) for like, dims in zip(likes, open_dims, strict=True))
+        forms = tuple(input_form(like, dims) for like, dims in zip(likes, open_dims, strict=True))
         with compiling:
             variants = self._variants.setdefault((_surroundings(), *forms), [])
             found = next((variant for variant in variants if variant.takes(likes)), None)
@@ -79,7 +79,7 @@ class Compiled:
         loose = tuple(i for i, like in enumerate(likes) if isinstance(like, Like) and not like.is_dense)
         if len(self._calls) >= MOST_KNOWN:
             self._calls.clear()
-        call = self._calls[key] = self.prepared(likes, open_dims), loose
+        call = self._calls[key] = self.find_compiled(likes, open_dims), loose
         return call
 
 
@@ -191,7 +191,7 @@ def _graph(module: fx.GraphModule, num_sizes: int, constants: Mapping[int, Any])
         if node.op == "call_module" and isinstance(run := module.get_submodule(str(node.target)), CheckpointedRun):
             root.add_module(str(node.target), _body(run))
             body = graph.get_attr(str(node.target))
-            values[node] = recomputed(graph, body, fx.map_arg(node.args, values.__getitem__))
+            values[node] = insert_checkpointed_call(graph, body, fx.map_arg(node.args, values.__getitem__))
         else:
             values[node] = graph.node_copy(node, values.__getitem__)
             if sends(node):
@@ -202,7 +202,7 @@ def _graph(module: fx.GraphModule, num_sizes: int, constants: Mapping[int, Any])
 def _body(run: CheckpointedRun) -> fx.GraphModule:
     body = fx.GraphModule(nn.Module(), copy.deepcopy(run.body.graph))
     if run.ops != "all":
-        keep_only(body, contexts_of(run.ops), _name(run.ops))
+        keep_only(body, checkpoint_contexts(run.ops), _name(run.ops))
     return body
 
 

@@ -108,7 +108,7 @@ def is_told_by_values(like: Any) -> bool:
     return meta.DATA_DEPENDENT in (like.sizes if isinstance(like, Like) else (like,))
 
 
-def form_of(like: Any, open_dims: OpenDims) -> Hashable:
+def input_form(like: Any, open_dims: OpenDims) -> Hashable:
     """Return what an input must have in common with others: nothing, if it is a number; all, if it is no tensor."""
     return like.form(open_dims) if isinstance(like, Like) else None if is_number(like) else (type(like), like)
 

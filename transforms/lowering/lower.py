@@ -23,7 +23,7 @@ from hetu_fx import comm_ops
 from hetu_fx.base.cpp_library import one_library
 from hetu_fx.base.documents import sources_digest
 from hetu_fx.base.torch_compile import Symbols, aot_autograd, by_inductor
-from hetu_fx.base.torch_private import is_boxed
+from hetu_fx.base.torch_private import takes_boxed_arguments
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.transforms import rewrites
 from hetu_fx.transforms.lowering.block_modules import BlockModule
@@ -144,7 +144,7 @@ def _boxed(compiler: PairCompiler) -> PairCompiler:
 
     def compile_boxed(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
         made = compiler(module, examples)
-        boxed: Callable[..., Any] = made if is_boxed(made) else make_boxed_func(made)
+        boxed: Callable[..., Any] = made if takes_boxed_arguments(made) else make_boxed_func(made)
         return boxed
 
     return compile_boxed
@@ -213,7 +213,7 @@ class CompiledAhead:
         with compiling, self._together():
             for piece, likes in calls:
                 if not any(map(is_told_by_values, likes)):
-                    piece.compiled.prepared(likes, piece.open_dims)
+                    piece.compiled.find_compiled(likes, piece.open_dims)
 
 
 def _calls(

@@ -17,7 +17,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.calls import operand
 from hetu_fx.graph.graph import Leaf, LeafKind
 from hetu_fx.transforms.layouts.annotated_graph import AnnotatedGraph
-from hetu_fx.transforms.lowering.product_calls import CASTS, Given, given_of, uncast
+from hetu_fx.transforms.lowering.product_calls import CASTS, Given, product_operands, uncast
 from hetu_fx.transforms.lowering.slicing import PART, SUM, Slicing
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph, SlotKind
 
@@ -232,7 +232,7 @@ def _products_of(sent: fx.Node) -> tuple[fx.Node, list[fx.Node], list[Given]]:
 
 def _given(node: fx.Node) -> Given | None:
     """Return what a product of rows with a matrix is given; None for any other op."""
-    given = given_of(node)
+    given = product_operands(node)
     if given is None or meta.num_dims(given[1]) != 2 or (meta.num_dims(given[0]) or 0) < 2:
         return None
     return given

@@ -19,7 +19,7 @@ Given = tuple[fx.Node, fx.Node, fx.Node | None]
 """Rows, a weight and maybe a bias."""
 
 
-def given_of(node: fx.Node) -> Given | None:
+def product_operands(node: fx.Node) -> Given | None:
     """Return the rows, weight and bias that a product takes; None where it takes more, and for any other op.
 
     A bias of more than one dim has rows of its own: its gradient is no sum over all rows.
@@ -36,7 +36,7 @@ def given_of(node: fx.Node) -> Given | None:
 
 
 def product_call(name: str, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> tuple[Any, tuple[fx.Node, ...]]:
-    """Return the product of a name and what it takes of these, in its order: what `given_of` has read."""
+    """Return the product of a name and what it takes of these, in its order: what `product_operands` has read."""
     op, product = next((op, product) for op, product in PRODUCTS.items() if str(op) == name)
     places = (product.x, x), (product.weight, weight), (product.bias, bias)
     given = {place: one for place, one in places if place is not None and one is not None}

@@ -94,7 +94,7 @@ def _weights(device: DeviceGraph) -> frozenset[fx.Node]:
 def _runs(span: Sequence[fx.Node], talks: frozenset[fx.Node], weights: frozenset[fx.Node]) -> Iterator[Run]:
     """Order the ops of one block, and give those that can be run again without a message in between, run by run."""
     kept = frozenset(node for node in span if _is_kept(node))
-    levels = segments_of(span, kept, weights, talks)
+    levels = number_segments(span, kept, weights, talks)
     before = span[0].prev
     for node in sorted(span, key=lambda node: (levels[node], node in kept)):
         before.append(node)
@@ -109,7 +109,7 @@ def _is_kept(node: fx.Node) -> bool:
     return sends(node) or draws(node)
 
 
-def segments_of(
+def number_segments(
     span: Sequence[fx.Node],
     kept: frozenset[fx.Node],
     weights: frozenset[fx.Node],

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from hetu_fx.base.device_types import HOST, DeviceType, type_of
+from hetu_fx.base.device_types import HOST, DeviceType, device_type_record
 from hetu_fx.base.per_rank import PerRank
 from hetu_fx.base.torch_private import foreach_copy, keeps_graph
 from hetu_fx.errors import EnvironmentProblem
@@ -64,7 +64,7 @@ def _why_not(node: fx.Node) -> str | None:
     return None
 
 
-class Replayed:
+class RecordedCalls:
     """Runs a stage's function, from the fourth call of a kind on as a record of it.
 
     Args:
@@ -176,7 +176,7 @@ class _Record:
     """A function's forward, and its backward if gradients are wanted, recorded for inputs like these."""
 
     def __init__(self, run: Run, inputs: Sequence[Any], copied: frozenset[int], device: torch.device) -> None:
-        kind = type_of(device)
+        kind = device_type_record(device)
         assert kind.graphs is not None, "asked before: see `hindrance`"
         self._graphs = kind.graphs()
         self._copied = [i for i in sorted(copied) if isinstance(inputs[i], Tensor)]

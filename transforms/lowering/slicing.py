@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hetu_fx.cluster.chips import find_chip
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.plans.cost import cheapest_ring_cost
-from hetu_fx.comm_ops.plans.overlap import Beside, Slices, best_slices
+from hetu_fx.comm_ops.plans.overlap import OverlapCost, Slices, best_slices
 from hetu_fx.plans.plan import Stage
 
 SLICE_SECONDS, HOST_SLICE_SECONDS = 5e-5, 1e-3
@@ -49,7 +49,9 @@ class Slicing:
         row_bytes = width * (FLOAT32_BYTES if self.stage.dtype is None else LOW_BYTES)
         return best_slices(lambda rows: self.beside(rows, ranks, turns, 2 * weight_entries, row_bytes))
 
-    def beside(self, rows: int, ranks: Sequence[int], turns: int, flops_per_row: float, bytes_per_row: float) -> Beside:
+    def beside(
+        self, rows: int, ranks: Sequence[int], turns: int, flops_per_row: float, bytes_per_row: float
+    ) -> OverlapCost:
         """Return what products of some rows take, of which so many bytes a row travel."""
         num_bytes = rows * bytes_per_row
 
@@ -58,8 +60,8 @@ class Slicing:
 
         product = self._product(rows * flops_per_row, ranks)
         if all(find_chip(self.cluster.device(rank).kind) is not None for rank in ranks):
-            return Beside(product, sent, SLICE_SECONDS)
-        return Beside(product, sent, HOST_SLICE_SECONDS, self._on_host(num_bytes, ranks, sent(1)))
+            return OverlapCost(product, sent, SLICE_SECONDS)
+        return OverlapCost(product, sent, HOST_SLICE_SECONDS, self._on_host(num_bytes, ranks, sent(1)))
 
     def _product(self, flops: float, ranks: Sequence[int]) -> float:
         """Return the seconds of the slowest rank's share."""

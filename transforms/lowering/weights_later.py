@@ -13,7 +13,7 @@ from torch import fx
 from hetu_fx.plans.plan import Schedule
 from hetu_fx.plans.schedule import cuts_backwards
 from hetu_fx.transforms.lowering.later_products import later_product
-from hetu_fx.transforms.lowering.product_calls import Given, given_of, product_call, uncast
+from hetu_fx.transforms.lowering.product_calls import Given, product_call, product_operands, uncast
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph, GraphSlot, SlotKind
 
 
@@ -65,7 +65,7 @@ def _products(device: DeviceGraph) -> Iterator[tuple[fx.Node, Given]]:
     leaves = zip(device.graph.find_nodes(op="placeholder"), device.slots, strict=True)
     weights = {node for node, slot in leaves if slot.kind is SlotKind.PARAMETER}
     for node in device.graph.nodes:
-        given = given_of(node)
+        given = product_operands(node)
         if given is not None and all(one is None or _has_its_own(one, weights) for one in given[1:]):
             yield node, given
 

@@ -22,15 +22,15 @@ import torch
 from torch import fx
 
 from hetu_fx.deduction.factors.analyse import analyse
-from hetu_fx.deduction.rules.call import set_entry, thawed
+from hetu_fx.deduction.rules.call import mutable_copy, set_entry
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument, is_random
-from hetu_fx.graph.edit import Rewrite, insert, needed_for, operation_of, reached_from, replace
+from hetu_fx.graph.edit import Rewrite, ancestors, descendants, insert, replace, size_operation
 from hetu_fx.graph.graph import FixedRows, Graph, Leaf, LeafKind, OutputKind, drop_dead_nodes
 from hetu_fx.graph.row_dims import with_rows
 from hetu_fx.transforms.rewrites.counter_rng import with_random_state
 from hetu_fx.transforms.rewrites.counts import CountingRewrite
-from hetu_fx.transforms.rewrites.row_ops import OWN, RowLayout, insert_placed
+from hetu_fx.transforms.rewrites.row_ops import OWN, RowLayout, insert_row_mask
 
 aten = torch.ops.aten
 
@@ -43,7 +43,7 @@ class AllRows:
     Ensures: every op can be cut by rows, or reads the rows of the whole batch, whose number is the graph's `all_rows`;
         outputs that begin with rows have a replica's own there. Where it is not known how the rows of a value lie in
         its dim, a note says so, and the graph is as it was. Of a graph with a static batch, the inputs are gathered,
-        and every replica runs all of it. What is gathered for which op says `planner.gathered`.
+        and every replica runs all of it. What is gathered for which op says `planner.gathered_ops_by_variant`.
 
         %scores = matmul(%a, %b_t)    ->    %all_a = hetu.place_rows(%a, %random_state, %rows, 0, 1, 1)
                                             %all_b_t = hetu.place_rows(%b_t, %random_state, %rows, 1, 1, 1)
@@ -124,7 +124,7 @@ class _Gathering(CountingRewrite):
 
     def run(self) -> Graph:
         """Return the graph rewritten; the given one where no rows meet."""
-        counting = needed_for([node for _, node in self.graph.outputs_of(OutputKind.COUNT)])
+        counting = ancestors([node for _, node in self.graph.outputs_of(OutputKind.COUNT)])
         nodes = [node for node in self.graph.graph.nodes if node.op == "call_function" and node not in counting]
         for node in nodes:
             if self._starts(node) or any(not self._may_cut(source, node) for source in self._of_all_rows(node)):
@@ -156,7 +156,7 @@ class _Gathering(CountingRewrite):
     @cached_property
     def _leading_to_products(self) -> frozenset[fx.Node]:
         """Return the ops that products with parameters are made of, and those."""
-        parameters = reached_from(self.graph, [leaf.node for leaf in self.graph.leaves_of(LeafKind.PARAMETER)])
+        parameters = descendants(self.graph, [leaf.node for leaf in self.graph.leaves_of(LeafKind.PARAMETER)])
         found: set[fx.Node] = set()
         for node in reversed(self.graph.graph.nodes):
             if not found.isdisjoint(node.users) or self._is_product_with(node, parameters):
@@ -166,7 +166,7 @@ class _Gathering(CountingRewrite):
     def _is_product_with(self, node: fx.Node, parameters: frozenset[fx.Node]) -> bool:
         given = self.given[node]
         weighs = any(source in parameters and not self._has_rows(source) for source in node.all_input_nodes)
-        return weighs and self.factors.is_op(given) and bool(self.factors.op(given).contracted)
+        return weighs and self.factors.is_op(given) and bool(self.factors.op(given).contracted_classes)
 
     def visit(self, node: fx.Node) -> None:
         """Let an op read the rows of all replicas, or those of its own; and the number of all rows in any case."""
@@ -197,7 +197,7 @@ class _Gathering(CountingRewrite):
         ]
         if not numbers:
             return
-        call = {"args": thawed(node.args), "kwargs": thawed(node.kwargs)}
+        call = {"args": mutable_copy(node.args), "kwargs": mutable_copy(node.kwargs)}
         for path, number in numbers:
             set_entry(call, path, self._of_all(number, node))
         node.args, node.kwargs = tuple(call["args"]), call["kwargs"]
@@ -244,7 +244,7 @@ class _Gathering(CountingRewrite):
         """Return a size with as many rows as all replicas have."""
         if expression == self.graph.batch_symbol:
             return self._total_size(here)
-        operation, operands = operation_of(expression)
+        operation, operands = size_operation(expression)
         if operation is None:
             raise _UnknownLayout(f"it is not known what {expression} is for the rows of all replicas")
         first, *rest = (self._part(part, here) for part in operands)
@@ -277,7 +277,7 @@ class _Gathering(CountingRewrite):
                 f"rows meet each other at {meta.source_line(here)}, and how they lie in '{value.name}' of shape "
                 f"{meta.hints(value)} is not known; it is exact with one pipeline and one micro-batch only"
             )
-        return insert_placed(here, value, self._state(), self._total_size(here), layout)
+        return insert_row_mask(here, value, self._state(), self._total_size(here), layout)
 
     def _own_rows(self, value: fx.Node, here: fx.Node) -> fx.Node:
         """Return a replica's own rows of a value that is made of all rows."""
@@ -354,6 +354,6 @@ def _gather(leaf: Leaf, total: int, state: fx.Node, first: fx.Node) -> None:
     """Put all rows in the place of an input."""
     readers = list(leaf.node.users)
     assert leaf.row_dim is not None, "it has rows"
-    whole = insert_placed(first, leaf.node, state, total, (leaf.row_dim, 1, 1))
+    whole = insert_row_mask(first, leaf.node, state, total, (leaf.row_dim, 1, 1))
     for reader in readers:
         reader.replace_input_with(leaf.node, whole)

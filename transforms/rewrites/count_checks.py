@@ -17,7 +17,7 @@ from torch import fx
 from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import operand
-from hetu_fx.graph.edit import insert, needed_for, reached_from
+from hetu_fx.graph.edit import ancestors, descendants, insert
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind, drop_dead_nodes
 from hetu_fx.transforms.rewrites.counts import CountingRewrite, row_local_nodes
 
@@ -93,7 +93,7 @@ class _ChecksRewrite(CountingRewrite):
         """Detach what checks read of the rest of the graph: a parameter that one looks at has no gradient of that."""
         checks = [node for _, node in self.graph.outputs_of(OutputKind.CHECK)]
         others = [node for node in self.graph.output_values if node not in checks]
-        asking = needed_for(checks) - needed_for(others)
+        asking = ancestors(checks) - ancestors(others)
         for node in [one for one in self.graph.graph.nodes if one in asking]:
             for source in node.all_input_nodes:
                 if source not in asking and meta.is_tensor(source) and carries_gradient(meta.dtype(source)):
@@ -121,7 +121,7 @@ class _ChecksRewrite(CountingRewrite):
 
     def _of_the_batch(self) -> frozenset[fx.Node]:
         """Return what changes with the batch."""
-        return reached_from(self.graph, [leaf.node for leaf in self.graph.leaves_of(LeafKind.INPUT)])
+        return descendants(self.graph, [leaf.node for leaf in self.graph.leaves_of(LeafKind.INPUT)])
 
     def _true(self, node: fx.Node, wanted: bool) -> Iterable[fx.Node]:
         """Yield truth values, of which some element is true if, and only if, some element of `node` is as `wanted`."""

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from hetu_fx.base.documents import kind_of, nearest
+from hetu_fx.base.documents import json_kind, nearest
 from hetu_fx.base.json_values import Values, is_object
 from hetu_fx.base.records import Document, Key, record
 from hetu_fx.base.torch_private import OpOverload, op_names, tree_map
@@ -28,7 +28,7 @@ WIDER: Mapping[torch.dtype, torch.dtype] = {**dict.fromkeys(HALVES, torch.float3
 """What is computed in where a dtype is not exact enough; float64 stays."""
 
 
-def op_named(name: str, where: str) -> OpOverload[..., Any]:
+def find_op(name: str, where: str) -> OpOverload[..., Any]:
     """Return an op of torch by its name, such as aten.linear.default.
 
     Raises:
@@ -48,11 +48,11 @@ def op_named(name: str, where: str) -> OpOverload[..., Any]:
 def _ops(values: Any, where: str) -> dict[str, str]:
     """Read overrides by name of op."""
     for name, way in values.items():
-        op_named(name, where)
+        find_op(name, where)
         if not isinstance(way, str) or way not in MANNERS:
             told = nearest(way, tuple(MANNERS)) if isinstance(way, str) else ""
             raise AlignError(
-                f"{where}: {name!r} must be one of {', '.join(map(repr, MANNERS))}, not {kind_of(way)}{told}"
+                f"{where}: {name!r} must be one of {', '.join(map(repr, MANNERS))}, not {json_kind(way)}{told}"
             )
     return dict(values)
 
@@ -173,7 +173,7 @@ def _up_cast(node: fx.Node) -> bool:
 
 
 def _on_host(node: fx.Node) -> bool:
-    """Let whatever device runs the graph run an op on the host (`graph.placed`); here nothing changes."""
+    """Let whatever device runs the graph run an op on the host (`graph.place_pipeline`); here nothing changes."""
     meta.run_on_host(node)
     return False
 

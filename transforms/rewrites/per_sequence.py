@@ -15,8 +15,8 @@ from hetu_fx.graph.calls import argument, operand
 from hetu_fx.graph.clean import ATTENTION, grouped_heads
 from hetu_fx.graph.edit import Rewrite, insert, replace
 from hetu_fx.graph.graph import Graph
-from hetu_fx.graph.masks import Indices, NotAbove, SameElement, Sees, Term, masks_of
-from hetu_fx.graph.positions import Affine, AtMostZero, aligned
+from hetu_fx.graph.masks import Indices, LessEqual, MaskPredicate, SameElement, Term, find_masks
+from hetu_fx.graph.positions import Affine, AtMostZero, align_affine
 from hetu_fx.transforms.rewrites import sequence_ops  # noqa: F401 - registers hetu::sequence_attention
 
 aten = torch.ops.aten
@@ -62,7 +62,7 @@ class _SequenceRewrite(Rewrite):
 
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph)
-        self._masks: Mapping[fx.Node, Sees] = masks_of(self.graph.graph)
+        self._masks: Mapping[fx.Node, MaskPredicate] = find_masks(self.graph.graph)
         self._places: dict[fx.Node, fx.Node] = {}
 
     def visit(self, node: fx.Node) -> None:
@@ -86,7 +86,7 @@ class _SequenceRewrite(Rewrite):
         return self._places[numbers]
 
 
-def _meaning(node: fx.Node, mask: fx.Node, sees: Sees) -> MaskMeaning | None:
+def _meaning(node: fx.Node, mask: fx.Node, sees: MaskPredicate) -> MaskMeaning | None:
     """Return what a mask means for an attention; None where it is not known to keep sequences apart."""
     shapes = [[meta.expression(size) for size in meta.shape(given)] for given in node.args[:3]]  # type: ignore[arg-type]
     query, key, value = shapes
@@ -118,22 +118,22 @@ def _scores(node: fx.Node) -> tuple[meta.Size, ...]:
 def _indices(node: fx.Node, dim: int) -> Indices:
     """Return where the number of a score's query (dim -2) or key (-1) stands in numbers of (rows, tokens)."""
     slopes = (tuple(int(i == at % _RANK) for i in range(_RANK)) for at in (0, dim))
-    return tuple(aligned(Affine(0, one), _scores(node)) for one in slopes)
+    return tuple(align_affine(Affine(0, one), _scores(node)) for one in slopes)
 
 
 def _aligned(term: Term, node: fx.Node) -> Term:
     """Return a term of a mask as one of the scores that it is broadcast to."""
 
     def of(indices: Indices) -> Indices:
-        return tuple(aligned(one, _scores(node)) for one in indices)
+        return tuple(align_affine(one, _scores(node)) for one in indices)
 
     match term:
         case AtMostZero(bound):
-            return AtMostZero(aligned(bound, _scores(node)))
+            return AtMostZero(align_affine(bound, _scores(node)))
         case SameElement(source, pair):
             return SameElement(source, frozenset(map(of, pair)))
-        case NotAbove(source, first, second):
-            return NotAbove(source, of(first), of(second))
+        case LessEqual(source, first, second):
+            return LessEqual(source, of(first), of(second))
 
 
 def _is_causal(term: Term, numbers: fx.Node, row: Indices, column: Indices) -> bool:
@@ -141,7 +141,7 @@ def _is_causal(term: Term, numbers: fx.Node, row: Indices, column: Indices) -> b
     match term:
         case AtMostZero(bound):
             return bound == column[1].plus(row[1], -1)
-        case NotAbove(positions, first, second):
+        case LessEqual(positions, first, second):
             return (first, second) == (column, row) and _numbers_runs(numbers, positions)
     return False
 

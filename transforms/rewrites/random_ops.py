@@ -35,7 +35,7 @@ CUT_FIELDS = 5
 SIGNATURE = "Tensor state, SymInt site, SymInt[] rows, SymInt[] cut"
 
 
-def cut_of(dim: int, start: Size, part: Size, whole: Size, inner: int) -> list[Size]:
+def random_cut(dim: int, start: Size, part: Size, whole: Size, inner: int) -> list[Size]:
     """Return the five numbers of `cut` for one dim: (outer, whole, inner), of which [start, start + part)."""
     return [dim, start, part, whole, inner]
 

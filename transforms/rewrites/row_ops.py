@@ -83,7 +83,7 @@ own_rows.register_autograd(_put_back, setup_context=_remember)
 PLACE, OWN = torch.ops.hetu.place_rows.default, torch.ops.hetu.own_rows.default
 
 
-def insert_placed(here: fx.Node, value: fx.Node, state: fx.Node, total: int | fx.Node, layout: RowLayout) -> fx.Node:
+def insert_row_mask(here: fx.Node, value: fx.Node, state: fx.Node, total: int | fx.Node, layout: RowLayout) -> fx.Node:
     """Insert, before `here`, that a device's rows of a value are placed: booleans as numbers, which can be summed."""
     kind = meta.dtype(value)
     summable = cast(here, value, torch.uint8) if kind is torch.bool else value

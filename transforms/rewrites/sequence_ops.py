@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import register_flop_formula
 
-from hetu_fx.comm_ops.ops.attention_runs import attend, gradients, places_of, result_like
+from hetu_fx.comm_ops.ops.attention_runs import attend, gradients, result_like, token_places
 from hetu_fx.comm_ops.ops.ring_attention_block import KeyValueBlock, Places, work_dtype
 from hetu_fx.graph.meta import HALVES
 from hetu_fx.transforms.rewrites import varlen_attention
@@ -32,7 +32,7 @@ _HOST = "cpu"
 @torch.library.custom_op("hetu::sequence_places", mutates_args=(), schema="(Tensor groups) -> Tensor")
 def sequence_places(groups: Tensor) -> Tensor:
     """Return where each token stands: the start of its sequence, and its place in the row (rows, tokens, 2)."""
-    return places_of(groups)
+    return token_places(groups)
 
 
 @sequence_places.register_fake

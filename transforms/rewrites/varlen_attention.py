@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from hetu_fx.comm_ops.ops.attention_runs import runs_of
+from hetu_fx.comm_ops.ops.attention_runs import neighbour_runs
 from hetu_fx.comm_ops.ops.ring_attention_block import KeyValueBlock
 from hetu_fx.graph.meta import HALVES
 
@@ -59,7 +59,7 @@ def _sequences(query: Tensor, part: KeyValueBlock) -> tuple[Tensor, Tensor, int,
     """Return where sequences begin among the tokens of queries and of keys, and the lengths of the longest."""
     assert part.places is not None, "only packed rows come here"
     lengths: list[int] = []
-    for rows, runs in runs_of(part.places, is_causal=False):
+    for rows, runs in neighbour_runs(part.places, is_causal=False):
         lengths += [run.queries[1] for run in runs] * (rows.stop - rows.start)
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=query.device)
     return starts, starts, max(lengths), max(lengths)

@@ -17,11 +17,11 @@ from torch import fx
 
 from hetu_fx.deduction.factors.dual_roles import original
 from hetu_fx.deduction.factors.factors import FactorClass, FactorMap, OpFactors, SizeArg
-from hetu_fx.deduction.rules.call import entry_at, set_entry, thawed
+from hetu_fx.deduction.rules.call import call_entry, mutable_copy, set_entry
 from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import Size
-from hetu_fx.graph.edit import computed
+from hetu_fx.graph.edit import append_size
 from hetu_fx.transforms.layouts.annotated_graph import TENSOR, StageLayout
 from hetu_fx.transforms.layouts.states import WHOLE, AxisState
 
@@ -128,8 +128,8 @@ class DimParts:
         """Emit the parts of a length, as `proportional_sizes` cuts it."""
         whole = sum(shares)
         cuts = itertools.accumulate(shares[:-1])
-        inner = [computed(operator.floordiv, computed(operator.mul, length, share), whole) for share in cuts]
-        sizes = [computed(operator.sub, stop, start) for start, stop in itertools.pairwise((*inner, length))]
+        inner = [append_size(operator.floordiv, append_size(operator.mul, length, share), whole) for share in cuts]
+        sizes = [append_size(operator.sub, stop, start) for start, stop in itertools.pairwise((*inner, length))]
         return cls(length, (0, *inner), (inner[0], *sizes))
 
 
@@ -151,7 +151,7 @@ def localized_call(
         cut: the classes that the op computes a part of.
         size_of: the size that a class has in the local op: the device's part of those in `cut`, all of any other.
     """
-    args, kwargs = thawed(node.args), thawed(dict(node.kwargs))
+    args, kwargs = mutable_copy(node.args), mutable_copy(dict(node.kwargs))
     call = {"args": args, "kwargs": kwargs}
     for operand, local in zip(op.operands, operands, strict=True):
         set_entry(call, operand.path, local)
@@ -159,7 +159,7 @@ def localized_call(
     for size in op.size_args:
         if not cut:
             break
-        told = _told(entry_at(call, size.path), size, cut, size_of, others)
+        told = _told(call_entry(call, size.path), size, cut, size_of, others)
         if told is not None:
             set_entry(call, size.path, told)
             placed.update([told] if isinstance(told, fx.Node) else [])
@@ -195,7 +195,7 @@ def product(sizes: Sequence[Size]) -> Size:
     whole: Size = math.prod(size for size in sizes if isinstance(size, int))
     for size in sizes:
         if isinstance(size, fx.Node):
-            whole = computed(operator.mul, size, whole)
+            whole = append_size(operator.mul, size, whole)
     return whole
 
 

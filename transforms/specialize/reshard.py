@@ -14,13 +14,13 @@ from torch import fx
 
 from hetu_fx.annotations.annotation import Annotation, Shape, Split, State, cotangent
 from hetu_fx.comm_ops.ops.table import COMM_OPS
-from hetu_fx.comm_ops.resolve.resolution import OpCall, Resolution, resized
+from hetu_fx.comm_ops.resolve.resolution import OpCall, Resolution, resize_call
 from hetu_fx.comm_ops.resolve.resolve import resolve
 from hetu_fx.deduction.factors.factors import FactorClass
 from hetu_fx.graph.calls import Size
 from hetu_fx.transforms.layouts.annotated_graph import StageLayout
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph, DimView, cut_twice
-from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, AxisState, Need, SplitOn, States
+from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, AxisState, OperandNeed, SplitOn, States
 from hetu_fx.transforms.specialize.local_sizes import DimParts, LocalSizes
 
 aten = torch.ops.aten
@@ -68,7 +68,7 @@ class Reshards:
                 now[axis] = wanted[axis]
         return value
 
-    def over_replicas(self, need: Need, states: Sequence[States], value: fx.Node) -> fx.Node:
+    def over_replicas(self, need: OperandNeed, states: Sequence[States], value: fx.Node) -> fx.Node:
         """Sum over replicas what an op needs the sum of, or what its cotangent must be summed of.
 
         `states` are those of the value inside the stages of all replicas. Its cotangent comes as it goes with these:
@@ -90,7 +90,7 @@ class Reshards:
     def resolved(self, node: fx.Node, value: fx.Node, resolution: Resolution, parts: DimParts | None = None) -> fx.Node:
         """Add the calls of a resolution; with `parts`, in those instead of what stands in for them."""
         for made in resolution.calls(self.rank):
-            call = resized(made, parts.sizes) if parts else made
+            call = resize_call(made, parts.sizes) if parts else made
             value = self.emit(node, COMM_OPS[call.op].overload, value, *call.args)
             if node in self.deduced.annotated.flow.differentiable:
                 self.differentiable.add(value)
@@ -157,7 +157,7 @@ class _AxisReshard:
             shape[split.dim] = split.outer * sum(split.units) * split.inner
         source, target = (self._annotation(end) for end in (state, wanted))
         (call,) = resolve(source, target, shape).calls(self.reshards.rank)
-        return resized(call, self.reshards.sizes.parts(factor, end.segment).sizes) if is_open else call
+        return resize_call(call, self.reshards.sizes.parts(factor, end.segment).sizes) if is_open else call
 
     def _in_view(self, value: fx.Node, resolution: Resolution, view: DimView, state: AxisState) -> fx.Node:
         """See a dim as three while the value changes its state."""

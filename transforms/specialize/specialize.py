@@ -24,8 +24,8 @@ from hetu_fx.graph.graph import Leaf
 from hetu_fx.graph.leaves.ops import LEAF
 from hetu_fx.transforms.layouts.annotated_graph import TENSOR, StageLayout, is_size, stage_nodes
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
-from hetu_fx.transforms.layouts.states import WHOLE, Need, SplitOn, States, Summed
-from hetu_fx.transforms.rewrites.random_ops import cut_of
+from hetu_fx.transforms.layouts.states import WHOLE, OperandNeed, SplitOn, States, Summed
+from hetu_fx.transforms.rewrites.random_ops import random_cut
 from hetu_fx.transforms.specialize.casts import DTYPES, cast_target, check_casts, is_castable
 from hetu_fx.transforms.specialize.device_graph import (
     DeviceGraph,
@@ -134,7 +134,7 @@ class _Builder:
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.values.__getitem__)
             return self._in_output_states(node, self._emit(node, callee(node), *args, **kwargs))
         cut = [factor for factor in self._cut(node) if factor is not None]
-        op = reduce(OpFactors.cut_at, cut, self.annotated.factors.op(node))
+        op = reduce(OpFactors.with_cut, cut, self.annotated.factors.op(node))
         sizes = self.sizes.in_op(cut, self._segment(node))
         args, kwargs = localized_call(node, op, self._operands(node), self.values, cut, sizes)
         if op.traits.counter_at is not None:
@@ -257,7 +257,7 @@ class _Builder:
         split = self.deduced.axis(node, SplitOn(*cut), axis)
         assert isinstance(split, Split)
         start, part, whole = self.sizes.start(*cut), self.sizes.part(*cut), self.sizes.parts(*cut).length
-        return split.inner, cut_of(split.dim, start, part, whole, split.inner)
+        return split.inner, random_cut(split.dim, start, part, whole, split.inner)
 
     def _weighed(self, node: fx.Node, mean: fx.Node, axis: int, factor: FactorClass) -> fx.Node:
         """Turn the mean over this device's part into its summand of the mean over all parts."""
@@ -300,12 +300,12 @@ class _Builder:
     def _states(self, node: fx.Node) -> States:
         return self.deduced.states(node, self.layout)
 
-    def _alike(self, node: fx.Node, position: int) -> tuple[tuple[Need, ...], ...]:
+    def _alike(self, node: fx.Node, position: int) -> tuple[tuple[OperandNeed, ...], ...]:
         """Return what the replicas' ops need of this operand inside their stages; each by its own deductions."""
         deductions = map(self.deduced.inside, self._replicas)
         return tuple(tuple(deduction.needs(node)[position] for deduction in inside) for inside in deductions)
 
-    def _edge(self, needs: Sequence[Need], replicas: Sequence[Sequence[Need]]) -> fx.Node:
+    def _edge(self, needs: Sequence[OperandNeed], replicas: Sequence[Sequence[OperandNeed]]) -> fx.Node:
         """Return the value as its reader needs it on all axes, inserting communication at most once per kind.
 
         Replicas exchange it as their readers take it, or as it lies in each where some of these take summands or give
@@ -319,7 +319,7 @@ class _Builder:
         states = [tuple(need.state for need in of_replica) for of_replica in replicas]
         return self._once("read", (*needs, *states), lambda: self.reshards.over_replicas(batch, states, value))
 
-    def _over_replicas(self, need: Need) -> fx.Node:
+    def _over_replicas(self, need: OperandNeed) -> fx.Node:
         """Return the value as its reader needs it on the batch axis, as it lies inside the stage."""
         states = [self.deduced.states(need.node, layout) for layout in self._replicas]
         value = self.values[need.node]
@@ -332,7 +332,7 @@ class _Builder:
             self.edges[key] = make()
         return self.edges[key]
 
-    def _in_stage(self, needs: Sequence[Need], value: fx.Node) -> fx.Node:
+    def _in_stage(self, needs: Sequence[OperandNeed], value: fx.Node) -> fx.Node:
         """Return the value as its reader needs it on the axes inside the stage."""
         node = needs[0].node
         unsummed = [node not in deduction.summed_cotangents for deduction in self.inside]
@@ -360,7 +360,7 @@ class _Builder:
         state = self.batch.states.get(node, WHOLE)
         if kind is not ResultKind.BUFFER_UPDATE or not isinstance(state, Summed):
             return self._as_the_model_has_it(node, self.values[node])
-        return self._as_the_model_has_it(node, self._over_replicas(Need(node, WHOLE)))
+        return self._as_the_model_has_it(node, self._over_replicas(OperandNeed(node, WHOLE)))
 
     def _as_the_model_has_it(self, node: fx.Node, value: fx.Node) -> fx.Node:
         """Return what leaves the stage in the dtype that it has without a dtype of the stage."""
@@ -387,7 +387,7 @@ class _Builder:
         return Handover(value, source.key, target.key, self.deduced.value_annotation(node, target))
 
 
-def _is_of_summands(need: Need) -> bool:
+def _is_of_summands(need: OperandNeed) -> bool:
     """Tell whether an op takes summands of a value, or gives back summands of its cotangent."""
     return need.summed_cotangent or isinstance(need.state, Summed)
 
@@ -398,7 +398,7 @@ def _form(op: OpFactors, factor: FactorClass, *, travels: bool) -> Callable[[Par
         return op.traits.ring
     if op.traits.sharded and factor in op.sharded:
         return op.traits.sharded.write
-    return op.traits.placed if factor in op.cut_at(factor).placed else None
+    return op.traits.placed if factor in op.with_cut(factor).placed else None
 
 
 def _check_sendable(node: fx.Node) -> None:

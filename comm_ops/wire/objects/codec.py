@@ -12,8 +12,8 @@ from math import isfinite
 from types import NoneType
 from typing import Any
 
-from hetu_fx.base.documents import MOST_BYTES, json_of, told_as_damaged
-from hetu_fx.comm_ops.wire.objects.kinds import TELLABLE, Kind, Parts, kind_named, kind_of
+from hetu_fx.base.documents import MOST_BYTES, parse_json, told_as_damaged
+from hetu_fx.comm_ops.wire.objects.kinds import TELLABLE, Kind, Parts, find_kind, kind_of_type
 from hetu_fx.errors import CommError, StateError
 
 MOST_DEPTH = 100
@@ -48,7 +48,7 @@ def write(value: Any, names: Mapping[int, str] = _NOTHING) -> bytes:
     return data
 
 
-def read(data: bytes, where: str, known: Mapping[str, Any] = _NOTHING) -> Any:
+def decode(data: bytes, where: str, known: Mapping[str, Any] = _NOTHING) -> Any:
     """Return the value of bytes that `write` returned, or a stranger has made up.
 
     Args:
@@ -62,7 +62,7 @@ def read(data: bytes, where: str, known: Mapping[str, Any] = _NOTHING) -> Any:
     """
     with told_as_damaged(where, CommError):
         end = _SIZE_BYTES + int.from_bytes(data[:_SIZE_BYTES])
-        kinds, told = json_of(data[_SIZE_BYTES:end], where, CommError)
+        kinds, told = parse_json(data[_SIZE_BYTES:end], where, CommError)
         reader = _Reader([_checked(*kind) for kind in kinds], data, end, known)
         value = reader.made(told)
         if reader.place != len(data):
@@ -71,7 +71,7 @@ def read(data: bytes, where: str, known: Mapping[str, Any] = _NOTHING) -> Any:
 
 
 def _checked(name: str, *labels: str) -> Kind:
-    kind = kind_named(name)
+    kind = find_kind(name)
     if kind.labels != labels:
         raise ValueError(f"{name} has {', '.join(labels)} there, {', '.join(kind.labels)} here")
     return kind
@@ -113,7 +113,7 @@ class _Writer:
         if cls is bytes:
             self.blobs.append(value)
             return [_BYTES, len(value)]
-        return self._apart(value, kind_of(cls))
+        return self._apart(value, kind_of_type(cls))
 
     def _apart(self, value: Any, kind: Kind | None) -> list[Any]:
         if kind is None:

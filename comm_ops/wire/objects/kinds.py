@@ -140,7 +140,7 @@ _NAMED = {kind.name: kind for kind in (*_KINDS.values(), _CLASS)}
 
 
 @lru_cache(maxsize=4096)
-def kind_of(cls: type) -> Kind | None:
+def kind_of_type(cls: type) -> Kind | None:
     """Return the kind of a type's values; None if they cannot be told.
 
     Of classes, enums can that others find by their names, and of hetu_fx's own frozen dataclasses, named tuples, and
@@ -165,9 +165,9 @@ def kind_of(cls: type) -> Kind | None:
     return None if told is None else _object_kind(cls, told)
 
 
-def kind_named(name: str) -> Kind:
+def find_kind(name: str) -> Kind:
     """Return the kind that a message names. Raises ValueError where there is none."""
-    kind = _NAMED.get(name) or kind_of(_class_named(name))
+    kind = _NAMED.get(name) or kind_of_type(_class_named(name))
     if kind is None or kind.name != name:
         raise ValueError(f"{name} is no kind of value that ranks tell each other")
     return kind

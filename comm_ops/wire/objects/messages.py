@@ -15,7 +15,7 @@ import torch
 from hetu_fx.base.documents import MOST_BYTES
 from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable, active, guarded
-from hetu_fx.comm_ops.wire.objects.codec import read, write
+from hetu_fx.comm_ops.wire.objects.codec import decode, write
 from hetu_fx.comm_ops.wire.transport import Group
 from hetu_fx.errors import CommError, OtherRankError, StateError
 
@@ -101,7 +101,7 @@ def _framed(value: Any) -> tuple[bytes, Exception | None]:
 
 
 def _read(came: Sequence[bytes], ranks: Sequence[int]) -> list[Any]:
-    values = [read(data, f"what rank {rank} has told") for rank, data in zip(ranks, came, strict=True)]
+    values = [decode(data, f"what rank {rank} has told") for rank, data in zip(ranks, came, strict=True)]
     refused = {rank: value.why for rank, value in zip(ranks, values, strict=True) if isinstance(value, _Refused)}
     if refused:
         told = "; ".join(f"rank {rank}: {why}" for rank, why in refused.items())

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from hetu_fx.annotations.states import even_sizes
-from hetu_fx.comm_ops.wire.collectives import Exchange, UnderWay, sum_into
+from hetu_fx.comm_ops.wire.collectives import Exchange, PendingWork, sum_in_order
 from hetu_fx.comm_ops.wire.flat import Flat, dense, is_dense
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
-from hetu_fx.comm_ops.wire.peers.memory import BOARD_SLOTS, Peers, Told
-from hetu_fx.comm_ops.wire.peers.rooms import Room, is_room
+from hetu_fx.comm_ops.wire.peers.memory import BOARD_SLOTS, Peers, Record
+from hetu_fx.comm_ops.wire.peers.rooms import SharedBuffer, is_room
 from hetu_fx.comm_ops.wire.peers.standing import Standing
 from hetu_fx.comm_ops.wire.small_sums import refuse_unlike
 from hetu_fx.errors import CommError
@@ -44,7 +44,7 @@ class Summand(NamedTuple):
     """A tensor to be summed, dense, and the room in which it stands, if it does."""
 
     value: Tensor
-    room: Room | None = None
+    room: SharedBuffer | None = None
 
 
 class _Phase(IntEnum):
@@ -79,7 +79,7 @@ class _Reading:
         table: GroupTable,
         what: str,
         *,
-        room: Room | None = None,
+        room: SharedBuffer | None = None,
     ) -> None:
         self.buffer, self.ranks, self.table, self.peers, self._room = buffer, ranks, table, peers, room
         self._act: Callable[[_Reading, Addresses], None] | None = act
@@ -137,9 +137,9 @@ class _Reading:
 
     def _say(self, phase: _Phase) -> None:
         address = self.buffer.tensor.data_ptr() if self._room is None else self._room.address
-        self.peers.own.write(self._slot, Told(self._stamp + phase, address, self._kind))
+        self.peers.own.write(self._slot, Record(self._stamp + phase, address, self._kind))
 
-    def _all_are(self, phase: _Phase) -> dict[int, Told]:
+    def _all_are(self, phase: _Phase) -> dict[int, Record]:
         """Wait until all others are so far; return what they have said. Who is gone reads nothing."""
         stamp, gone = self._stamp + phase, phase is _Phase.READ
         waiting = partial(self.peers.wait_for, slot=self._slot, stamp=stamp, table=self.table, may_be_gone=gone)
@@ -149,7 +149,7 @@ class _Reading:
 Act = Callable[..., None]
 
 
-def start_here(
+def start_exchange(
     act: Act, buffer: Flat, sizes: Sequence[int], ranks: Sequence[int], number: int, table: GroupTable, peers: Peers
 ) -> Exchange:
     """Start one of the exchanges below, of a buffer of segments. Collective over `ranks`.
@@ -169,7 +169,7 @@ def _slot_of(number: int, count: int, ranks: Sequence[int]) -> int:
     return number * AT_ONCE + count % AT_ONCE
 
 
-def gather_pieces_here(
+def gather_pieces(
     pieces: Sequence[Flat],
     rooms: Mapping[int, Sequence[Flat]],
     sizes: Sequence[int],
@@ -185,7 +185,7 @@ def gather_pieces_here(
         rooms: for those of the others, in their order.
         sizes: elements by rank.
         ranks: all.
-        number: see `start_here`.
+        number: see `start_exchange`.
         table: the ranks.
         peers: their processes.
     """
@@ -204,22 +204,22 @@ def gather_pieces_here(
     return Exchange(tuple(ranks), [_Reading(act, places, ranks, 1 + number, peers, table, what)], table=table)
 
 
-def sum_all_here(reading: _Reading, addresses: Addresses, sizes: Sequence[int], peers: Peers) -> None:
+def run_sum_all(reading: _Reading, addresses: Addresses, sizes: Sequence[int], peers: Peers) -> None:
     """Do what `collectives.sum_all` does: each rank sums a part, and reads the others' sums."""
     parts = even_sizes(sum(sizes), len(reading.ranks))
-    sum_segments_here(reading, addresses, parts, peers)
+    run_sum_segments(reading, addresses, parts, peers)
     reading.meet()
-    gather_segments_here(reading, addresses, parts, peers)
+    run_gather_segments(reading, addresses, parts, peers)
 
 
-def gather_segments_here(reading: _Reading, addresses: Addresses, sizes: Sequence[int], peers: Peers) -> None:
+def run_gather_segments(reading: _Reading, addresses: Addresses, sizes: Sequence[int], peers: Peers) -> None:
     """Do what `collectives.gather_segments` does."""
     for rank, part, offset in zip(reading.ranks, reading.buffer.segments(sizes), _offsets(sizes), strict=True):
         if rank != reading.table.rank:
             peers.read(rank, addresses[rank] + offset * part.tensor.itemsize, part)
 
 
-def sum_segments_here(reading: _Reading, addresses: Addresses, sizes: Sequence[int], peers: Peers) -> None:
+def run_sum_segments(reading: _Reading, addresses: Addresses, sizes: Sequence[int], peers: Peers) -> None:
     """Do what `collectives.sum_segments` does."""
     here = reading.table.position(reading.ranks)
     own, offset = reading.buffer.segments(sizes)[here].tensor, _offsets(sizes)[here] * reading.buffer.tensor.itemsize
@@ -242,7 +242,7 @@ def _sum_into(result: Tensor, own: Tensor, addresses: Addresses, offset: int, he
         parts = {rank: peers.part(rank, addresses[rank], place, Flat(like)) for rank, like in given.items()}
         parts[here] = mine
         into = mine if result is own else result[start : start + most]
-        sum_into(into, [parts[rank] for rank in sorted(parts)])
+        sum_in_order(into, [parts[rank] for rank in sorted(parts)])
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:
@@ -250,7 +250,7 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
 
 
 def sum_read(x: Tensor, ranks: Sequence[int], table: GroupTable, peers: Peers) -> Tensor:
-    """Do what `collectives.sum_over` does: every rank reads all of the others' tensors, which stay as they are."""
+    """Do what `collectives.sum_tensor` does: every rank reads all of the others' tensors, which stay as they are."""
     with guarded("all-reduce", ranks, table):
         return begin_sum_read(x, ranks, table, peers).end()
 
@@ -261,7 +261,7 @@ def room_of_summand(shape: Sequence[int], dtype: torch.dtype, peers: Peers) -> S
     return None if room is None else Summand(room.tensor(shape, dtype), room)
 
 
-def begin_sum_read(x: Tensor | Summand, ranks: Sequence[int], table: GroupTable, peers: Peers) -> UnderWay[Tensor]:
+def begin_sum_read(x: Tensor | Summand, ranks: Sequence[int], table: GroupTable, peers: Peers) -> PendingWork[Tensor]:
     """Begin what `sum_read` does; a tensor is copied to a room if there is one. The caller guards all below."""
     summand = x if isinstance(x, Summand) else _placed(x, peers)
     own = summand.value
@@ -270,7 +270,7 @@ def begin_sum_read(x: Tensor | Summand, ranks: Sequence[int], table: GroupTable,
     def act(reading: _Reading, addresses: Addresses) -> None:
         _sum_into(result.view(-1), own.view(-1), addresses, 0, table.rank, peers)
 
-    return UnderWay(result, _begun(act, own, ranks, peers, table, "all-reduce", list(own.shape), summand.room))
+    return PendingWork(result, _begun(act, own, ranks, peers, table, "all-reduce", list(own.shape), summand.room))
 
 
 def _placed(x: Tensor, peers: Peers) -> Summand:
@@ -302,7 +302,7 @@ def begin_gather_read(
     table: GroupTable,
     peers: Peers,
     what: str = "all-gather",
-) -> UnderWay[list[Tensor]]:
+) -> PendingWork[list[Tensor]]:
     """Begin what `gather_read` does."""
     own = dense(x)
     parts = [own if r == table.rank else own.new_empty(list(s)) for r, s in zip(ranks, shapes, strict=True)]
@@ -312,7 +312,7 @@ def begin_gather_read(
             if rank != table.rank and part.numel():
                 peers.read(rank, addresses[rank], Flat.over(part))
 
-    return UnderWay(parts, _begun(act, own, ranks, peers, table, what, [list(shape) for shape in shapes]))
+    return PendingWork(parts, _begun(act, own, ranks, peers, table, what, [list(shape) for shape in shapes]))
 
 
 def reduce_read(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable, peers: Peers) -> Tensor:
@@ -323,7 +323,7 @@ def reduce_read(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable
 
 def begin_reduce_read(
     parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable, peers: Peers
-) -> UnderWay[Tensor]:
+) -> PendingWork[Tensor]:
     """Begin what `reduce_read` does."""
     here, sizes = table.position(ranks), [part.numel() for part in parts]
     buffer, room = _end_to_end(parts, peers)
@@ -333,7 +333,7 @@ def begin_reduce_read(
     def act(reading: _Reading, addresses: Addresses) -> None:
         _sum_into(result.view(-1), own, addresses, offset, table.rank, peers)
 
-    return UnderWay(result, _begun(act, buffer, ranks, peers, table, "reduce-scatter", sizes, room))
+    return PendingWork(result, _begun(act, buffer, ranks, peers, table, "reduce-scatter", sizes, room))
 
 
 def _end_to_end(parts: Sequence[Tensor], peers: Peers) -> Summand:
@@ -357,7 +357,7 @@ def _begun(
     table: GroupTable,
     what: str,
     sizes: object,
-    room: Room | None = None,
+    room: SharedBuffer | None = None,
 ) -> Exchange:
     told = f"{what} of {sizes} {own.dtype}"
     return Exchange(tuple(ranks), [_Reading(act, Flat.over(own), ranks, 0, peers, table, told, room=room)], table=table)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.comm_ops.wire.peers.memory import Peers, Told, mutual_peers
+from hetu_fx.comm_ops.wire.peers.memory import Peers, Record, mutual_peers
 from hetu_fx.errors import CommError
 
 RING = 64
@@ -43,7 +43,7 @@ class Mail:
         number = self.sent[peer]
         if number > RING:
             self.wait_until_taken(peer, number - RING)
-        self.peers.own.write(_slot(peer, number), Told(number, x.tensor.data_ptr(), x.tensor.nbytes))
+        self.peers.own.write(_slot(peer, number), Record(number, x.tensor.data_ptr(), x.tensor.nbytes))
         return _Sent(self, peer, number, x)
 
     def receive(self, peer: int, room: Flat) -> _Received:
@@ -99,7 +99,7 @@ class _Received:
         if told.kind != expected:
             raise CommError(f"rank {self.peer} hands over {told.kind} bytes where {expected} are expected")
         mail.peers.read(self.peer, told.address, self.room)
-        mail.peers.own.write(mail.receipt(self.peer), Told(self.number))
+        mail.peers.own.write(mail.receipt(self.peer), Record(self.number))
 
     def is_completed(self) -> bool:
         """Tell whether it stands there."""

@@ -30,8 +30,8 @@ from hetu_fx.base.machine import network_name
 from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.objects.messages import gather
-from hetu_fx.comm_ops.wire.peers.rooms import Area, Room, area_bytes, behind, is_room, seen
-from hetu_fx.comm_ops.wire.peers.shared import WORD_BYTES, Place, SharedMemory, mapped, shared_memory
+from hetu_fx.comm_ops.wire.peers.rooms import SharedBuffer, SharedPool, area_bytes, behind, is_room, view_remote
+from hetu_fx.comm_ops.wire.peers.shared import WORD_BYTES, Place, SharedMemory, map_remote_memory, shared_memory
 from hetu_fx.comm_ops.wire.shutdown import release_at_exit
 
 Found = TypeVar("Found")
@@ -48,7 +48,7 @@ SPIN_SECONDS, SLEEP_SHARE, MOST_SLEEP_SECONDS = 2e-4, 0.02, 1e-3
 _MOST_EXTENTS = 1024  # IOV_MAX of Linux
 
 
-class Told(NamedTuple):
+class Record(NamedTuple):
     """What a rank says: a stamp, an address, and a number of what stands there and what for."""
 
     stamp: int
@@ -61,7 +61,7 @@ class Told(NamedTuple):
         return self.stamp ^ self.address ^ self.kind
 
 
-_WORDS = len(Told(0)) + 1  # of a slot
+_WORDS = len(Record(0)) + 1  # of a slot
 
 
 _SLOT = struct.Struct(f"{_WORDS}q")
@@ -69,7 +69,7 @@ _OTHERS = struct.Struct(f"{_WORDS - 1}q")
 _STAMP = struct.Struct("q")
 
 
-class Board:
+class SharedMailbox:
     """Where a rank says how far it is in each exchange under way, for others to look at.
 
     Of each slot it has a stamp, which only grows, where a buffer stands, what for, and a word that tells that all of
@@ -79,7 +79,7 @@ class Board:
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
 
-    def write(self, slot: int, told: Told) -> None:
+    def write(self, slot: int, told: Record) -> None:
         """Say something new; the stamp last."""
         first = _SLOT.size * slot
         _OTHERS.pack_into(self._memory, first + _STAMP.size, told.address, told.kind, told.check)
@@ -89,13 +89,13 @@ class Board:
         """Return the stamp of what was said last."""
         return int(_STAMP.unpack_from(self._memory, _SLOT.size * slot)[0])
 
-    def look(self, slot: int) -> Told:
+    def look(self, slot: int) -> Record:
         """Return what was said last; nothing yet while it is written."""
         stamp, address, kind, check = _SLOT.unpack_from(self._memory, _SLOT.size * slot)
-        return Told(stamp, address, kind) if check == stamp ^ address ^ kind else _NOTHING
+        return Record(stamp, address, kind) if check == stamp ^ address ^ kind else _NOTHING
 
 
-_NOTHING = Told(0)
+_NOTHING = Record(0)
 
 
 @dataclass(frozen=True)
@@ -115,21 +115,21 @@ class Peers:
 
     processes: Mapping[int, int]
     words: Mapping[int, tuple[int, bytes]]
-    boards: Mapping[int, Board]
-    own: Board
+    boards: Mapping[int, SharedMailbox]
+    own: SharedMailbox
     counts: Counter[int] = field(default_factory=Counter)
     under_way: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)
-    area: Area | None = None
+    area: SharedPool | None = None
     areas: Mapping[int, Tensor] = field(default_factory=dict)
 
-    def room(self, num_bytes: int) -> Room | None:
+    def room(self, num_bytes: int) -> SharedBuffer | None:
         """Return a place in this rank's area; None where there is none."""
         return None if self.area is None else self.area.room(num_bytes)
 
     def part(self, rank: int, address: int, offset: int, room: Flat) -> Tensor:
         """Return what stands behind an address that a rank has told, as much as has room: there, or else copied."""
         if is_room(address):
-            return seen(self.areas[rank], address, offset, room.tensor)
+            return view_remote(self.areas[rank], address, offset, room.tensor)
         self.read(rank, address + offset, room)
         return room.tensor
 
@@ -153,22 +153,22 @@ class Peers:
                     self.read(rank, address, room)
                 done = max(0, done - room.tensor.nbytes)
 
-    def look(self, rank: int, slot: int) -> Told:
+    def look(self, rank: int, slot: int) -> Record:
         """Return what a rank has said, also one that has gone since."""
         return self.boards[rank].look(slot)
 
-    def wait_for(self, rank: int, slot: int, stamp: int, table: GroupTable, *, may_be_gone: bool = False) -> Told:
+    def wait_for(self, rank: int, slot: int, stamp: int, table: GroupTable, *, may_be_gone: bool = False) -> Record:
         """Wait until a rank has written this stamp, or a later one; return what it has said with it.
 
         Raises RuntimeError where it has gone, unless it may be, or has not come in time.
         """
         board = self.boards[rank]
 
-        def told_by_now() -> Told | None:
+        def told_by_now() -> Record | None:
             told = board.look(slot)
             return told if told.stamp >= stamp else None
 
-        return self.until(told_by_now, rank, table, Told(stamp) if may_be_gone else None)
+        return self.until(told_by_now, rank, table, Record(stamp) if may_be_gone else None)
 
     def has_come(self, rank: int, slot: int, stamp: int) -> bool:
         """Tell whether a rank has written this stamp, or a later one, or has gone."""
@@ -249,7 +249,7 @@ def system_call() -> Any:
 _found: WeakKeyDictionary[GroupTable, dict[tuple[int, ...], Peers | None]] = WeakKeyDictionary()
 
 
-def peers_of(table: GroupTable, ranks: Sequence[int]) -> Peers | None:
+def find_peers(table: GroupTable, ranks: Sequence[int]) -> Peers | None:
     """Return the processes of some ranks if all of them can read each other's memory.
 
     The first call for them is collective over them.
@@ -265,7 +265,7 @@ def peers_worth_reading(num_bytes: int, ranks: Sequence[int], table: GroupTable,
 
     The first call for some ranks that are worth it is collective over them.
     """
-    return peers_of(table, ranks) if on_host and num_bytes >= LEAST_BYTES and len(ranks) > 1 else None
+    return find_peers(table, ranks) if on_host and num_bytes >= LEAST_BYTES and len(ranks) > 1 else None
 
 
 def _tried(table: GroupTable, ranks: tuple[int, ...]) -> Peers | None:
@@ -285,15 +285,15 @@ def mutual_peers(table: GroupTable, ranks: tuple[int, ...], num_slots: int = BOA
     found = {rank: memory for rank, one in told.items() if (memory := one.seen()) is not None}
     seen_by = dict(zip(order, told_by_all(table, ranks, set(found)), strict=True))
     if shared is None:
-        return Peers({}, {}, {}, Board(mmap.mmap(-1, 1)))
+        return Peers({}, {}, {}, SharedMailbox(mmap.mmap(-1, 1)))
     shared.close()
     known = [rank for rank in found if table.rank in seen_by[rank]]
     processes = {rank: told[rank].process for rank in known}
     words = {rank: (told[rank].address, told[rank].word) for rank in known}
-    boards = {rank: Board(found[rank]) for rank in known}
+    boards = {rank: SharedMailbox(found[rank]) for rank in known}
     areas = {rank: behind(found[rank], board_bytes) for rank in known} if room_bytes else {}
-    area = Area(behind(shared.memory, board_bytes)[:room_bytes]) if room_bytes else None
-    return Peers(processes, words, boards, Board(shared.memory), area=area, areas=areas)
+    area = SharedPool(behind(shared.memory, board_bytes)[:room_bytes]) if room_bytes else None
+    return Peers(processes, words, boards, SharedMailbox(shared.memory), area=area, areas=areas)
 
 
 class _Introduction(NamedTuple):
@@ -316,7 +316,7 @@ class _Introduction(NamedTuple):
         """Return what the process shares, if its memory can be read."""
         if self.network != network_name() or self.shared is None or _word_at(self.process, self.address) != self.word:
             return None
-        return mapped(self.process, self.shared, for_tensors=True)
+        return map_remote_memory(self.process, self.shared, for_tensors=True)
 
 
 class _OwnWord:

@@ -4,8 +4,8 @@ A system's call that copies 2 MB from another process looks up 512 pages, and ne
 memory that both have mapped, a sum takes its summands right away: 0.15 ms instead of 0.27 where both lie in caches, the
 copy to there included, and 0.33 instead of 0.49 where they do not; 0.11 and 0.19 where the summand was made there.
 
-Every rank has an area of its own behind its board (`memory.Board`). Pages exist once they are written to, and are used
-again: none is cleared for a summand, as fresh memory is. What stands there is seen in the order in which it was written
+Every rank has an area of its own behind its board (`memory.SharedMailbox`). Pages exist once they are written to, and are
+used again: none is cleared for a summand, as fresh memory is. What stands there is seen in the order in which it was written
 on processors of some kinds; on others nothing is shared so. It outlives the process.
 """
 
@@ -33,7 +33,7 @@ _LOOSEST = 2
 
 
 @dataclass(eq=False)
-class Room:
+class SharedBuffer:
     """A place in this rank's area, which is nobody else's for as long as somebody has this.
 
     Attributes:
@@ -54,16 +54,16 @@ class Room:
         return self.memory[: prod(shape) * dtype.itemsize].view(dtype).view(list(shape))
 
 
-class Area:
+class SharedPool:
     """Memory of this rank that others have mapped, the rooms in it, and who has them."""
 
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
         self._sizes: dict[int, int] = {}
-        self._taken: WeakValueDictionary[int, Room] = WeakValueDictionary()
+        self._taken: WeakValueDictionary[int, SharedBuffer] = WeakValueDictionary()
         self._end = 0
 
-    def room(self, num_bytes: int) -> Room | None:
+    def room(self, num_bytes: int) -> SharedBuffer | None:
         """Return a place for so many bytes that nobody has; None if there is none left, or they are too many."""
         if num_bytes > MOST_ROOM_BYTES:
             return None
@@ -74,7 +74,7 @@ class Area:
                 return None
             start, self._end = self._end, self._end + size
             self._sizes[start] = size
-        room = self._taken[start] = Room(start, self._memory[start : start + self._sizes[start]])
+        room = self._taken[start] = SharedBuffer(start, self._memory[start : start + self._sizes[start]])
         return room
 
     def _is_free(self, start: int) -> bool:
@@ -99,7 +99,7 @@ def is_room(address: int) -> bool:
     return address < 0
 
 
-def seen(area: Tensor, address: int, offset: int, like: Tensor) -> Tensor:
+def view_remote(area: Tensor, address: int, offset: int, like: Tensor) -> Tensor:
     """View what stands in a rank's area so many bytes behind what it has told, as a flat tensor like another one."""
     start = -1 - address + offset
     return area[start : start + like.nbytes].view(like.dtype)

@@ -18,8 +18,8 @@ from functools import lru_cache, partial
 from zlib import crc32
 
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
-from hetu_fx.comm_ops.wire.peers.memory import Peers, peers_of, told_by_all
-from hetu_fx.comm_ops.wire.peers.shared import mapped, shared_memory
+from hetu_fx.comm_ops.wire.peers.memory import Peers, find_peers, told_by_all
+from hetu_fx.comm_ops.wire.peers.shared import map_remote_memory, shared_memory
 from hetu_fx.comm_ops.wire.small_sums import refuse_unlike
 from hetu_fx.errors import CommError
 
@@ -131,7 +131,7 @@ def open_rounds(table: GroupTable) -> None:
     if table.rounds is not None or table.size == 1:
         return
     ranks = tuple(range(table.size))
-    peers = peers_of(table, ranks)
+    peers = find_peers(table, ranks)
     if peers is not None:
         memory = _shared(table, peers, ranks)
         table.rounds = None if memory is None else Rounds(table, peers, memory)
@@ -142,7 +142,11 @@ def _shared(table: GroupTable, peers: Peers, ranks: tuple[int, ...]) -> Mapping[
     own = shared_memory(RING * _SLOT_BYTES)
     order, found = sorted(ranks, key=table.to_global), {} if own is None else {table.rank: own.memory}
     for rank, place in zip(order, told_by_all(table, ranks, own and own.place), strict=True):
-        if rank != table.rank and place is not None and (memory := mapped(peers.processes[rank], place)) is not None:
+        if (
+            rank != table.rank
+            and place is not None
+            and (memory := map_remote_memory(peers.processes[rank], place)) is not None
+        ):
             found[rank] = memory
     have_all = all(told_by_all(table, ranks, len(found) == len(ranks)))
     if own is not None:

@@ -53,7 +53,7 @@ def shared_memory(num_bytes: int) -> SharedMemory | None:
         return None
 
 
-def mapped(process: int, place: Place, *, for_tensors: bool = False) -> mmap.mmap | None:
+def map_remote_memory(process: int, place: Place, *, for_tensors: bool = False) -> mmap.mmap | None:
     """Return another process's memory, to be read; None where it cannot be.
 
     `for_tensors`: so that torch takes it, which has no tensors that cannot be written to.

@@ -10,7 +10,7 @@ from threading import Lock
 from typing import Protocol
 
 
-class Stands(Protocol):
+class PendingBuffer(Protocol):
     """An exchange that this rank has read all of, and its buffer, to which nobody writes."""
 
     def is_read(self) -> bool:
@@ -27,10 +27,10 @@ class Standing:
     """
 
     def __init__(self) -> None:
-        self._by_peers: dict[int, Stands] = {}
+        self._by_peers: dict[int, PendingBuffer] = {}
         self._lock = Lock()
 
-    def add(self, peers: int, exchange: Stands) -> None:
+    def add(self, peers: int, exchange: PendingBuffer) -> None:
         """Let an exchange of peers, by their id, stand until their next one is here."""
         with self._lock:
             before = self._by_peers.pop(peers, None)

@@ -29,7 +29,7 @@ class Way(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Letter:
+class PendingSend:
     """One end of a message: what is sent, or the room for it."""
 
     x: Flat
@@ -43,19 +43,19 @@ class Letter:
 
 
 @dataclass
-class Mail:
+class Mailbox:
     """The messages of which one end is there."""
 
-    sent: dict[Way, deque[Letter]] = field(default_factory=dict)
-    awaited: dict[Way, deque[Letter]] = field(default_factory=dict)
+    sent: dict[Way, deque[PendingSend]] = field(default_factory=dict)
+    awaited: dict[Way, deque[PendingSend]] = field(default_factory=dict)
 
-    def send(self, way: Way, x: Flat) -> Letter:
+    def send(self, way: Way, x: Flat) -> PendingSend:
         """Send a buffer; it stays as it is until the message is done."""
-        return _met(way, Letter(x), self.sent, self.awaited, sends=True)
+        return _met(way, PendingSend(x), self.sent, self.awaited, sends=True)
 
-    def receive(self, way: Way, x: Flat) -> Letter:
+    def receive(self, way: Way, x: Flat) -> PendingSend:
         """Receive a buffer, in `x`."""
-        return _met(way, Letter(x), self.awaited, self.sent, sends=False)
+        return _met(way, PendingSend(x), self.awaited, self.sent, sends=False)
 
     def left(self) -> list[str]:
         """Describe the messages of which the other end never came."""
@@ -64,8 +64,13 @@ class Mail:
 
 
 def _met(
-    way: Way, own: Letter, queue: dict[Way, deque[Letter]], others: dict[Way, deque[Letter]], *, sends: bool
-) -> Letter:
+    way: Way,
+    own: PendingSend,
+    queue: dict[Way, deque[PendingSend]],
+    others: dict[Way, deque[PendingSend]],
+    *,
+    sends: bool,
+) -> PendingSend:
     """Put one end to the other if that is there, else in the queue."""
     if way not in others:
         queue.setdefault(way, deque()).append(own)
@@ -77,7 +82,7 @@ def _met(
     return own
 
 
-def _deliver(way: Way, sent: Letter, awaited: Letter) -> None:
+def _deliver(way: Way, sent: PendingSend, awaited: PendingSend) -> None:
     forms = [f"{x.tensor.numel()} of {x.tensor.dtype}" for x in (sent.x, awaited.x)]
     if forms[0] != forms[1]:
         problem = f"a message from {way} is sent as {forms[0]} and awaited as {forms[1]}"

@@ -7,10 +7,10 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from hetu_fx.base.per_rank import Belongings, no_threads_are_ranks, working_for
+from hetu_fx.base.per_rank import Belongings, as_rank, no_threads_are_ranks
 from hetu_fx.comm_ops.wire.groups import GroupTable, activate
 from hetu_fx.comm_ops.wire.serial_threads import Threads, threads
-from hetu_fx.comm_ops.wire.threads.transport import Office, ThreadTransport
+from hetu_fx.comm_ops.wire.threads.transport import InProcessTransport, ThreadTransport
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ def run_in_threads(size: int, work: Callable[[GroupTable], T], seconds: float | 
         CommError: a message was sent that nobody has received.
         Exception: the first error of a rank.
     """
-    office = Office(size)
+    office = InProcessTransport(size)
     office.turns.seconds = seconds
     try:
         made: list[T] = office.turns.run([partial(_as_rank, office, rank, size, work) for rank in range(size)])
@@ -37,11 +37,11 @@ def run_in_threads(size: int, work: Callable[[GroupTable], T], seconds: float | 
     return made
 
 
-def _as_rank(office: Office, rank: int, size: int, work: Callable[[GroupTable], T]) -> T:
+def _as_rank(office: InProcessTransport, rank: int, size: int, work: Callable[[GroupTable], T]) -> T:
     table = GroupTable.over(ThreadTransport(office, rank), office.world, rank, size)
     belongings: Belongings = {}
     belongings[threads] = _Aside(office, rank, belongings)
-    with working_for(belongings):
+    with as_rank(belongings):
         activate(table)
         return work(table)
 
@@ -49,14 +49,14 @@ def _as_rank(office: Office, rank: int, size: int, work: Callable[[GroupTable], 
 class _Aside(Threads):
     """Threads beside that of a rank, which take turns with all others."""
 
-    def __init__(self, office: Office, rank: int, belongings: Belongings) -> None:
+    def __init__(self, office: InProcessTransport, rank: int, belongings: Belongings) -> None:
         self._turns, self._rank, self._belongings = office.turns, rank, belongings
 
     def start(self, work: Callable[[], None]) -> None:
         """Do it in a thread that works for this rank too."""
 
         def run() -> None:
-            with working_for(self._belongings):
+            with as_rank(self._belongings):
                 work()
 
         self._turns.start(f"a thread of rank {self._rank}", run)

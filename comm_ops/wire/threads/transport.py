@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetu_fx.comm_ops.wire.flat import Flat
-from hetu_fx.comm_ops.wire.threads.mail import Letter, Mail, Way
+from hetu_fx.comm_ops.wire.threads.mail import Mailbox, PendingSend, Way
 from hetu_fx.comm_ops.wire.threads.meetings import Act, Call, Meeting, Meetings, Members
-from hetu_fx.comm_ops.wire.threads.turns import Turns
+from hetu_fx.comm_ops.wire.threads.turns import RoundRobin
 from hetu_fx.comm_ops.wire.transport import WorldMessage
 from hetu_fx.errors import CommError, DivergedError
 
@@ -28,12 +28,12 @@ _REDUCE: Mapping[Any, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class Office:
+class InProcessTransport:
     """What the threads of a run have together: whose turn it is, and what is under way."""
 
     def __init__(self, size: int) -> None:
         self.world = Members("world", tuple(range(size)))
-        self.turns, self.meetings, self.mail = Turns(), Meetings(), Mail()
+        self.turns, self.meetings, self.mail = RoundRobin(), Meetings(), Mailbox()
 
     def check_empty(self) -> None:
         """Raise CommError where something is under way that nobody has waited for."""
@@ -45,7 +45,7 @@ class Office:
 class MeetingWork:
     """A collective under way."""
 
-    def __init__(self, meeting: Meeting, turns: Turns) -> None:
+    def __init__(self, meeting: Meeting, turns: RoundRobin) -> None:
         self._meeting, self._turns = meeting, turns
 
     def wait(self) -> None:
@@ -62,7 +62,7 @@ class MeetingWork:
 class LetterWork:
     """A message under way."""
 
-    def __init__(self, letter: Letter, what: str, turns: Turns) -> None:
+    def __init__(self, letter: PendingSend, what: str, turns: RoundRobin) -> None:
         self._letter, self._what, self._turns = letter, what, turns
 
     def wait(self) -> None:
@@ -79,7 +79,7 @@ class LetterWork:
 class ThreadTransport:
     """The side of one rank."""
 
-    def __init__(self, office: Office, rank: int) -> None:
+    def __init__(self, office: InProcessTransport, rank: int) -> None:
         self._office, self._rank = office, rank
 
     def connect(self, members: Sequence[int], name: str, timeout: timedelta) -> Members:

@@ -48,7 +48,7 @@ class Thread:
         return f"{self.name} {'is at work' if self.wait is None else f'waits for {self.wait.what}'}"
 
 
-class Turns:
+class RoundRobin:
     """Runs pieces of work in threads that take turns, in the order that they are given in, round and round.
 
     Attributes:

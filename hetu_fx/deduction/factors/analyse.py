@@ -31,12 +31,12 @@ from hetu_fx.deduction.factors.factors import (
 )
 from hetu_fx.deduction.factors.row_order import Routing, find_routing
 from hetu_fx.deduction.rules.build import opaque
-from hetu_fx.deduction.rules.call import Call, call_of
+from hetu_fx.deduction.rules.call import Call, read_call
 from hetu_fx.deduction.rules.forms import NO_TRAITS, OpTraits
 from hetu_fx.deduction.rules.partition import Partition
-from hetu_fx.deduction.rules.registry import rule_for
-from hetu_fx.deduction.rules.rule import Factoring, names_in
-from hetu_fx.deduction.rules.size import Size, size_of
+from hetu_fx.deduction.rules.registry import find_rule
+from hetu_fx.deduction.rules.rule import Factoring, factor_names
+from hetu_fx.deduction.rules.size import Size, recorded_size
 from hetu_fx.errors import RuleError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind
@@ -85,7 +85,7 @@ class _Analysis:
         elif node.target is operator.getitem and node.args[0] in self.dims:
             self.dims[node] = (self._item(node),)
         elif node.op in ("placeholder", "get_attr") and meta.is_tensor(node):
-            self.dims[node] = (tuple(self._fresh(node, size_of(size)) for size in meta.shape(node)),)
+            self.dims[node] = (tuple(self._fresh(node, recorded_size(size)) for size in meta.shape(node)),)
 
     def _fresh(self, node: fx.Node, size: Size) -> tuple[int, ...]:
         if size.number == 1:
@@ -221,7 +221,7 @@ class _Extraction:
         """
         factoring, bound = step.factoring, self._analysis.bound[node]
         read = [dims for i, dims in enumerate(factoring.operands) if i not in factoring.unread]
-        used = names_in((*read, *factoring.results))
+        used = factor_names((*read, *factoring.results))
         parts = Counter(cls for name in used for cls in self._classes_of((bound.factors[name],)))
         doubled = frozenset(cls for cls, count in parts.items() if count > 1)
         refined = (name for name in factoring.sharded if len(self._in_order(node, (name,))) > 1)
@@ -261,7 +261,7 @@ def _factor_ops(graph: Graph, nodes: Iterable[fx.Node]) -> tuple[Mapping[fx.Node
     told: set[str] = set()
     steps: dict[fx.Node, FactoredOp] = {}
     for node in filter(_is_tensor_op, nodes):
-        steps[node] = _step(call_of(node), node, told)
+        steps[node] = _step(read_call(node), node, told)
     unseen = {node for node in graph.graph.nodes if node not in steps and _is_tensor_op(node)}
     routing = find_routing(graph.graph, {node: (step.call, step.factoring) for node, step in steps.items()}, unseen)
     for node, call in routing.calls.items():
@@ -277,7 +277,7 @@ def _is_tensor_op(node: fx.Node) -> bool:
 
 
 def _step(call: Call, node: fx.Node, told: set[str]) -> FactoredOp:
-    rule = rule_for(node.target)
+    rule = find_rule(node.target)
     problem = "has no rule"
     if rule is not None:
         try:

@@ -145,7 +145,7 @@ class OpFactors:
         return bool(rows & (self.whole | self.sharded)) or any(cls.is_batch for cls in self.averaged)
 
     @property
-    def contracted(self) -> tuple[FactorClass, ...]:
+    def contracted_classes(self) -> tuple[FactorClass, ...]:
         """Return the classes over which the op sums products of two operands."""
         candidates = self.reduced - self.sharded
         return tuple(c for c in candidates if sum(c in operand.classes for operand in self.operands) > 1)
@@ -159,7 +159,7 @@ class OpFactors:
         given = [*entries(node.args), *entries(node.kwargs)]
         return tuple((path, item) for path, item in given if path not in sizes and not meta.has_tensor(item))
 
-    def cut_at(self, factor: FactorClass) -> OpFactors:
+    def with_cut(self, factor: FactorClass) -> OpFactors:
         """Return the op as it is for one who cuts `factor` in it, or wants to."""
         return self.apart.get(factor, self)
 

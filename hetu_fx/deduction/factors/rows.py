@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from hetu_fx.deduction.rules.call import Call
-from hetu_fx.deduction.rules.registry import rule_for
+from hetu_fx.deduction.rules.registry import find_rule
 from hetu_fx.deduction.rules.rule import Dim, Factoring
 from hetu_fx.deduction.rules.size import Size, integer
 
@@ -66,7 +66,7 @@ class RowStep:
 
     def with_call(self, call: Call) -> RowStep:
         """Return the step with another call, factored anew."""
-        rule = rule_for(self.node.target)
+        rule = find_rule(self.node.target)
         assert rule is not None, "an op with a role has a rule"
         return replace(self, call=call, factoring=rule.factor(call))
 

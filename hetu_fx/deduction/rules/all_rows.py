@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetu_fx.deduction.rules.build import FIRST, built, dims_of, names, opaque, replaced
+from hetu_fx.deduction.rules.build import FIRST, fresh_dims, names, opaque, replace_dims, rules_for_ops
 from hetu_fx.deduction.rules.call import Call, Shape
 from hetu_fx.deduction.rules.rule import Dims, Factoring, LiteralSize, Rule
 from hetu_fx.deduction.rules.size import Size, integer
@@ -19,9 +19,9 @@ def _moved(call: Call, source: str, result: str) -> Factoring:
             inside = _over(inside, size)
         sizes[rows] = inside
         parts = (name for name in ("outer", rows, "inner") if name in sizes)
-        return replaced(dims_of(shape), {dim: tuple(parts)})
+        return replace_dims(fresh_dims(shape), {dim: tuple(parts)})
 
-    state, *others = (dims_of(operand.shape, f"o{i}_") for i, operand in enumerate(call.operands[1:]))
+    state, *others = (fresh_dims(operand.shape, f"o{i}_") for i, operand in enumerate(call.operands[1:]))
     given, made = named(call.operands[0].shape, source), named(call.results[0], result)
     literals = tuple(LiteralSize(call.at(name), (name,)) for name in around if name in sizes)
     return Factoring((given, state, *others), (made,), sizes, names(state) | {"all"}, FIRST, literals=literals)
@@ -34,7 +34,7 @@ def _over(size: Size, part: Size) -> Size:
 
 
 RULES: tuple[Rule, ...] = (
-    *built(opaque, "_local_scalar_dense", "hetu.leaf.default"),
-    *built(_moved, "hetu.place_rows.default", source="rows", result="all"),
-    *built(_moved, "hetu.own_rows.default", source="all", result="rows"),
+    *rules_for_ops(opaque, "_local_scalar_dense", "hetu.leaf.default"),
+    *rules_for_ops(_moved, "hetu.place_rows.default", source="rows", result="all"),
+    *rules_for_ops(_moved, "hetu.own_rows.default", source="all", result="rows"),
 )

@@ -20,7 +20,7 @@ from functools import partial
 
 from hetu_fx.deduction.rules.call import Call, Shape
 from hetu_fx.deduction.rules.forms import NO_TRAITS, OpTraits
-from hetu_fx.deduction.rules.rule import Dim, Dims, Factoring, LiteralSize, Rule, names_in
+from hetu_fx.deduction.rules.rule import Dim, Dims, Factoring, LiteralSize, Rule, factor_names
 from hetu_fx.deduction.rules.size import Size, integer, product
 from hetu_fx.errors import RuleError
 
@@ -61,7 +61,7 @@ class RuleLine:
             operands=operands,
             results=results,
             sizes=sizes,
-            whole=whole & names_in((*operands, *results)),  # a dim of size 1 has no factor
+            whole=whole & factor_names((*operands, *results)),  # a dim of size 1 has no factor
             linear=_linear_sets(linear, len(patterns), additive),
             additive=additive,
         )
@@ -190,7 +190,7 @@ def lines(text: str, *ops: str, linear: Linear = "none") -> tuple[Rule, ...]:
     return tuple(from_line(full_name(op), text, linear) for op in ops)
 
 
-def built(
+def rules_for_ops(
     build: Callable[..., Factoring], *ops: str, traits: OpTraits = NO_TRAITS, **options: object
 ) -> tuple[Rule, ...]:
     """Return one rule per op, all by the same builder, whose docstring is the rule's text, with the same options."""
@@ -208,21 +208,21 @@ def full_name(op: str) -> str:
     return shortened.get(op.count("."), op)
 
 
-def dims_of(shape: Shape, prefix: str = "d") -> Dims:
+def fresh_dims(shape: Shape, prefix: str = "d") -> Dims:
     """Name the dims of a shape d0, d1, ...; a dim of size 1 has no factor."""
-    return tuple(named(f"{prefix}{i}", size) for i, size in enumerate(shape))
+    return tuple(factor_dim(f"{prefix}{i}", size) for i, size in enumerate(shape))
 
 
-def named(name: str, size: Size) -> Dim:
+def factor_dim(name: str, size: Size) -> Dim:
     """Return the dim of one factor; a dim of size 1 has none."""
     return () if size.number == 1 else (name,)
 
 
-def grouped(size: Size, groups: Size, outer: str, inner: str) -> tuple[Dim, Dim, dict[str, Size]]:
+def group_factors(size: Size, groups: Size, outer: str, inner: str) -> tuple[Dim, Dim, dict[str, Size]]:
     """Return the factors of a dim of a size that consists of so many groups, outer and inner, and their sizes."""
     rest = size.over(groups)
     assert rest is not None, "an op requires groups of equal size"
-    return named(outer, groups), named(inner, rest), {outer: groups, inner: rest}
+    return factor_dim(outer, groups), factor_dim(inner, rest), {outer: groups, inner: rest}
 
 
 def broadcast(shape: Shape, target: Sequence[Dim]) -> Dims:
@@ -238,7 +238,7 @@ def broadcast_shape(shapes: Sequence[Shape]) -> Shape:
     return tuple(next((size for size in column if size.number != 1), integer(1)) for column in columns)
 
 
-def replaced(dims: Dims, changes: dict[int, Dim]) -> Dims:
+def replace_dims(dims: Dims, changes: dict[int, Dim]) -> Dims:
     """Return dims with some replaced."""
     return tuple(changes.get(i, dim) for i, dim in enumerate(dims))
 
@@ -249,22 +249,22 @@ def names(dims: Dims, which: Sequence[int] | None = None) -> frozenset[str]:
     return frozenset(name for i in chosen for name in dims[i])
 
 
-def kept(call: Call, whole: Sequence[int] = (), linear: bool = False) -> Factoring:
+def keep_dims(call: Call, whole: Sequence[int] = (), linear: bool = False) -> Factoring:
     """Keep all dims of one operand, some of them whole."""
-    dims = dims_of(call.operands[0].shape)
+    dims = fresh_dims(call.operands[0].shape)
     return Factoring((dims,), (dims,) * len(call.results), whole=names(dims, whole), linear=FIRST if linear else ())
 
 
 def kept_along(call: Call, argument: str = "dim", linear: bool = False) -> Factoring:
     """Keep all dims of one operand, whole the ones that an argument names."""
-    return kept(call, call.dims(argument), linear)
+    return keep_dims(call, call.dims(argument), linear)
 
 
-def changed(call: Call, dims: Sequence[int], linear: bool = True) -> Factoring:
+def change_dims(call: Call, dims: Sequence[int], linear: bool = True) -> Factoring:
     """Make other dims of some dims of one operand; on both sides these stay whole."""
-    source = dims_of(call.operands[0].shape)
-    fresh = [dims_of(shape, "o") for shape in call.results]
-    results = tuple(replaced(source, {dim: new[dim] for dim in dims}) for new in fresh)
+    source = fresh_dims(call.operands[0].shape)
+    fresh = [fresh_dims(shape, "o") for shape in call.results]
+    results = tuple(replace_dims(source, {dim: new[dim] for dim in dims}) for new in fresh)
     whole = names(source, dims).union(*(names(new, dims) for new in fresh))
     return Factoring((source,), results, whole=whole, linear=FIRST if linear else ())
 
@@ -281,6 +281,6 @@ def literals(call: Call, argument: str, dims: Dims) -> tuple[LiteralSize, ...]:
 
 def opaque(call: Call) -> Factoring:
     """Return the factoring in which every dim is whole and related to no other."""
-    operands = tuple(dims_of(op.shape, f"a{i}_") for i, op in enumerate(call.operands))
-    results = tuple(dims_of(shape, f"r{i}_") for i, shape in enumerate(call.results))
-    return Factoring(operands, results, whole=names_in((*operands, *results)))
+    operands = tuple(fresh_dims(op.shape, f"a{i}_") for i, op in enumerate(call.operands))
+    results = tuple(fresh_dims(shape, f"r{i}_") for i, shape in enumerate(call.results))
+    return Factoring(operands, results, whole=factor_names((*operands, *results)))

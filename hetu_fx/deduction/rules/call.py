@@ -12,7 +12,7 @@ from torch import fx
 
 from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.base.torch_private import has_schema, schema
-from hetu_fx.deduction.rules.size import Size, size_of
+from hetu_fx.deduction.rules.size import Size, recorded_size
 from hetu_fx.graph import meta
 
 Shape = tuple[Size, ...]
@@ -111,7 +111,7 @@ class Call:
         return path if element is None else (*path, element)
 
 
-def call_of(node: fx.Node) -> Call:
+def read_call(node: fx.Node) -> Call:
     """Return the call that a call_function node makes."""
     example = meta.value(node)
     return make_call(
@@ -161,7 +161,7 @@ def _operand(name: str, path: Path, tensor: torch.Tensor, source: Any) -> Operan
 
 
 def _shape(tensor: torch.Tensor) -> Shape:
-    return tuple(size_of(size) for size in tensor.shape)
+    return tuple(recorded_size(size) for size in tensor.shape)
 
 
 def _example_of(passed: Any) -> torch.Tensor | None:
@@ -216,9 +216,9 @@ def entries(value: Any, path: Path = ()) -> Iterator[tuple[Path, fx.Node]]:
             yield from entries(item, (*path, position))
 
 
-def argument_at(node: fx.Node, path: Path) -> Any:
+def call_argument(node: fx.Node, path: Path) -> Any:
     """Return what stands at a place of a call."""
-    return entry_at({"args": node.args, "kwargs": node.kwargs}, path)
+    return call_entry({"args": node.args, "kwargs": node.kwargs}, path)
 
 
 def _holder_of(call: dict[str, Any], path: Path) -> tuple[Any, Any]:
@@ -230,18 +230,18 @@ def _holder_of(call: dict[str, Any], path: Path) -> tuple[Any, Any]:
     return holder, key
 
 
-def entry_at(call: dict[str, Any], path: Path) -> Any:
+def call_entry(call: dict[str, Any], path: Path) -> Any:
     """Return what stands at a place in a call's `args` and `kwargs`."""
     holder, key = _holder_of(call, path)
     return holder[key]
 
 
-def thawed(value: Any) -> Any:
+def mutable_copy(value: Any) -> Any:
     """Copy nested arguments into lists and dicts that can be changed."""
     if isinstance(value, list | tuple):
-        return [thawed(item) for item in value]
+        return [mutable_copy(item) for item in value]
     if isinstance(value, Mapping):
-        return {key: thawed(item) for key, item in value.items()}
+        return {key: mutable_copy(item) for key, item in value.items()}
     return value
 
 

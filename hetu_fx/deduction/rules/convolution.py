@@ -5,9 +5,9 @@ In a recurrence rows of the batch pass through, time steps and hidden channels s
 
 from __future__ import annotations
 
-from hetu_fx.deduction.rules.build import built, changed, dims_of, grouped, names, replaced
+from hetu_fx.deduction.rules.build import change_dims, fresh_dims, group_factors, names, replace_dims, rules_for_ops
 from hetu_fx.deduction.rules.call import Call
-from hetu_fx.deduction.rules.rule import Dims, Factoring, LiteralSize, Rule, names_in
+from hetu_fx.deduction.rules.rule import Dims, Factoring, LiteralSize, Rule, factor_names
 from hetu_fx.deduction.rules.size import integer
 
 
@@ -21,13 +21,13 @@ def _convolved(call: Call, *, transposed: bool = False) -> Factoring:
     groups = integer(call.integer("groups"))
     if shape[at].over(groups) is None or result[at].over(groups) is None:
         return _convolved_whole(call, at)
-    group, k, sizes = grouped(shape[at], groups, "g", "k")
-    _, o, more = grouped(result[at], groups, "g", "o")
-    kernel, image, new = dims_of(weight, "w")[2:], dims_of(shape, "x"), dims_of(result, "y")
+    group, k, sizes = group_factors(shape[at], groups, "g", "k")
+    _, o, more = group_factors(result[at], groups, "g", "o")
+    kernel, image, new = fresh_dims(weight, "w")[2:], fresh_dims(shape, "x"), fresh_dims(result, "y")
     is_transposed = transposed or bool(call.arguments.get("transposed"))
     first, second = ((*group, *k), o) if is_transposed else ((*group, *o), k)
     bias = [((*group, *o),)] if len(call.operands) == 3 else []
-    operands = (replaced(image, {at: (*group, *k)}), (first, second, *kernel), *bias)
+    operands = (replace_dims(image, {at: (*group, *k)}), (first, second, *kernel), *bias)
     target: Dims = (*image[:at], (*group, *o), *new[at + 1 :])
     extra = frozenset({2} if bias else ())
     symbolic: Dims = (k,) if shape[at].number is None else ()
@@ -35,7 +35,7 @@ def _convolved(call: Call, *, transposed: bool = False) -> Factoring:
         operands,
         (target,),
         sizes | more,
-        names_in(((*kernel, *image[at + 1 :], *new[at + 1 :]), symbolic)),
+        factor_names(((*kernel, *image[at + 1 :], *new[at + 1 :]), symbolic)),
         linear=(frozenset({0}) | extra, frozenset({1}) | extra),
         additive=extra,
         literals=(LiteralSize(call.at("groups"), group),) if group else (),
@@ -45,24 +45,24 @@ def _convolved(call: Call, *, transposed: bool = False) -> Factoring:
 def _convolved_whole(call: Call, at: int) -> Factoring:
     """Convolve a number of channels that only the run tells to be one of groups: the batch passes alone."""
     image, weight, *bias = (
-        dims_of(operand.shape, prefix) for operand, prefix in zip(call.operands, "xwb", strict=False)
+        fresh_dims(operand.shape, prefix) for operand, prefix in zip(call.operands, "xwb", strict=False)
     )
-    made: Dims = (*image[:at], *dims_of(call.results[0], "y")[at:])
+    made: Dims = (*image[:at], *fresh_dims(call.results[0], "y")[at:])
     extra = frozenset({2} if bias else ())
     linear = frozenset({0}) | extra, frozenset({1}) | extra
-    whole = names_in((image[at:], made[at:], weight, *bias))
+    whole = factor_names((image[at:], made[at:], weight, *bias))
     return Factoring((image, weight, *bias), (made,), whole=whole, linear=linear, additive=extra)
 
 
 def _pooled(call: Call, *, linear: bool = False) -> Factoring:
     """Pool or interpolate over space, which stays whole; batch and channels pass through."""
     space = 3 if "3d" in call.op else 1 if "1d" in call.op else 2
-    return changed(call, range(call.rank - space, call.rank), linear)
+    return change_dims(call, range(call.rank - space, call.rank), linear)
 
 
 def _sampled(call: Call) -> Factoring:
     """Read space at given places: batch and channels pass, the places too; linear in what is read."""
-    image, grid = (dims_of(operand.shape, prefix) for operand, prefix in zip(call.operands, "xg", strict=True))
+    image, grid = (fresh_dims(operand.shape, prefix) for operand, prefix in zip(call.operands, "xg", strict=True))
     batch = image[0]
     operands = (image, (batch, *grid[1:]))
     whole = names(image, range(2, len(image))) | names(grid, [len(grid) - 1])
@@ -78,35 +78,35 @@ def _in_columns(call: Call, *, folds: bool) -> Factoring:
     if folds:
         space, flat = flat, space
     at = len(space) - 3
-    channel, place, sizes = grouped(flat[at], space[at], "c", "p")
-    image = replaced(dims_of(space, "x"), {at: channel})
-    columns = (*image[:at], (*channel, *place), *dims_of(flat, "y")[at + 1 :])
+    channel, place, sizes = group_factors(flat[at], space[at], "c", "p")
+    image = replace_dims(fresh_dims(space, "x"), {at: channel})
+    columns = (*image[:at], (*channel, *place), *fresh_dims(flat, "y")[at + 1 :])
     whole = names(image, (at + 1, at + 2)) | names(columns, (at + 1,)) | frozenset(place)
     given, made = (columns, image) if folds else (image, columns)
     return Factoring((given,), (made,), sizes, whole, linear=(frozenset({0}),))
 
 
-def shuffled(call: Call) -> Factoring:
+def _shuffle_channels(call: Call) -> Factoring:
     """Move channels into space or back: both stay whole, batch passes through."""
-    return changed(call, range(call.rank - 3, call.rank))
+    return change_dims(call, range(call.rank - 3, call.rank))
 
 
 def _recurred(call: Call, once: bool = False) -> Factoring:
     """Run gated cells over time, or `once`: weights, steps and hidden states are whole, rows pass."""
     at, of_states = 0 if once or call.arguments.get("batch_first") else 1, 0 if once else 1
     operands = tuple(
-        _with_rows(dims_of(operand.shape, f"a{i}_"), {"input": at, "hx": of_states}.get(operand.argument))
+        _with_rows(fresh_dims(operand.shape, f"a{i}_"), {"input": at, "hx": of_states}.get(operand.argument))
         for i, operand in enumerate(call.operands)
     )
     shapes = enumerate(call.results)
-    results = tuple(_with_rows(dims_of(shape, f"r{i}_"), of_states if i else at) for i, shape in shapes)
-    every = names_in((*operands, *results))
+    results = tuple(_with_rows(fresh_dims(shape, f"r{i}_"), of_states if i else at) for i, shape in shapes)
+    every = factor_names((*operands, *results))
     draws = bool(call.arguments.get("train")) and call.arguments.get("dropout", 0.0) != 0
     return Factoring(operands, results, whole=every - {"rows"}, random=draws)
 
 
 def _with_rows(dims: Dims, at: int | None) -> Dims:
-    return dims if at is None or not dims[at] else replaced(dims, {at: ("rows",)})
+    return dims if at is None or not dims[at] else replace_dims(dims, {at: ("rows",)})
 
 
 POOLED_LINEARLY = """
@@ -119,16 +119,16 @@ POOLED_LINEARLY = """
 """.split()
 
 RULES: tuple[Rule, ...] = (
-    *built(_convolved, "conv1d", "conv2d", "conv3d", "convolution"),
-    *built(_convolved, "conv1d.padding", "conv2d.padding", "conv3d.padding"),
-    *built(_convolved, "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input", transposed=True),
-    *built(_pooled, "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool2d", "max_pool2d_with_indices"),
-    *built(_pooled, "adaptive_max_pool1d", "adaptive_max_pool3d"),
-    *built(_sampled, "grid_sampler", "grid_sampler_2d", "grid_sampler_3d"),
-    *built(_pooled, *POOLED_LINEARLY, linear=True),
-    *built(shuffled, "pixel_shuffle", "pixel_unshuffle"),
-    *built(_in_columns, "im2col", folds=False),
-    *built(_in_columns, "col2im", folds=True),
-    *built(_recurred, "gru.input", "lstm.input", "rnn_tanh.input", "rnn_relu.input"),
-    *built(_recurred, "gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell", once=True),
+    *rules_for_ops(_convolved, "conv1d", "conv2d", "conv3d", "convolution"),
+    *rules_for_ops(_convolved, "conv1d.padding", "conv2d.padding", "conv3d.padding"),
+    *rules_for_ops(_convolved, "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input", transposed=True),
+    *rules_for_ops(_pooled, "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool2d", "max_pool2d_with_indices"),
+    *rules_for_ops(_pooled, "adaptive_max_pool1d", "adaptive_max_pool3d"),
+    *rules_for_ops(_sampled, "grid_sampler", "grid_sampler_2d", "grid_sampler_3d"),
+    *rules_for_ops(_pooled, *POOLED_LINEARLY, linear=True),
+    *rules_for_ops(_shuffle_channels, "pixel_shuffle", "pixel_unshuffle"),
+    *rules_for_ops(_in_columns, "im2col", folds=False),
+    *rules_for_ops(_in_columns, "col2im", folds=True),
+    *rules_for_ops(_recurred, "gru.input", "lstm.input", "rnn_tanh.input", "rnn_relu.input"),
+    *rules_for_ops(_recurred, "gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell", once=True),
 )

@@ -17,31 +17,33 @@ from hetu_fx.deduction.rules.build import (
     FIRST,
     broadcast,
     broadcast_shape,
-    built,
-    dims_of,
-    named,
+    factor_dim,
+    fresh_dims,
     names,
     opaque,
-    replaced,
+    replace_dims,
+    rules_for_ops,
 )
 from hetu_fx.deduction.rules.call import Call, Shape
-from hetu_fx.deduction.rules.forms import KEEPS_ZEROS, Lacking, OpTraits, PartCall, ShardedForm
+from hetu_fx.deduction.rules.forms import KEEPS_ZEROS, OnMissingFactor, OpTraits, PartCall, ShardedForm
 from hetu_fx.deduction.rules.rule import NOTHING, Dim, Dims, Factoring, Rule
 from hetu_fx.deduction.rules.size import Size, integer
 
 aten = torch.ops.aten
 
 
-def indexed(call: Call) -> Factoring:
+def _index_by_tensors(call: Call) -> Factoring:
     """Index some dims by tensors that are broadcast together; the indexed dims stay whole."""
     if any(operand.is_bool for operand in call.operands[1:]):
         return opaque(call)
-    dims, rows = dims_of(call.operands[0].shape), _PointedRows(call)
+    dims, rows = fresh_dims(call.operands[0].shape), _PointedRows(call)
     places = _index_places(call)
     shapes = [operand.shape for operand in call.operands[1:]]
-    looked = dims_of(broadcast_shape(shapes), "i")
+    looked = fresh_dims(broadcast_shape(shapes), "i")
     index_dims = tuple(rows.outer(broadcast(shape, looked)) for shape in shapes)
-    source = replaced(dims, {dim: rows.pointed_at(i, index_dims[i]) for i, dim in places.items() if rows.points(i)})
+    source = replace_dims(
+        dims, {dim: rows.indexed_factor(i, index_dims[i]) for i, dim in places.items() if rows.points(i)}
+    )
     plain = [dim for i, dim in places.items() if not rows.points(i)]
     at, rest = _result_place(places), tuple(dim for i, dim in enumerate(source) if i not in places.values())
     result, whole = (*rest[:at], *rows.outer(looked), *rest[at:]), names(dims, plain) | rows.inner
@@ -68,7 +70,7 @@ class _PointedRows:
         """Return index dims with those that point at rows written as (row, slot)."""
         return tuple(self._composite.get(dim, dim) for dim in dims)
 
-    def pointed_at(self, index: int, dims: Dims) -> Dim:
+    def indexed_factor(self, index: int, dims: Dims) -> Dim:
         """Return the factor of the dim that an index operand points into."""
         return tuple(name for dim in dims for name in dim if name not in self.inner)
 
@@ -94,16 +96,16 @@ def _result_place(places: dict[int, int]) -> int:
     return dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
 
 
-def put(call: Call) -> Factoring:
+def _write_at_indices(call: Call) -> Factoring:
     """Write values at positions of some dims; these stay whole, unless rows are only permuted; others pass."""
-    dims = dims_of(call.operands[0].shape)
+    dims = fresh_dims(call.operands[0].shape)
     if call.pointers and len(dims) == 1:
         return Factoring((dims,) * len(call.operands), (dims,))
     _, *indices, written = call.operands
     if any(index.is_bool for index in indices):
         return opaque(call)
     places = _index_places(call)
-    looked = dims_of(broadcast_shape([index.shape for index in indices]), "i")
+    looked = fresh_dims(broadcast_shape([index.shape for index in indices]), "i")
     at, rest = _result_place(places), [dim for i, dim in enumerate(dims) if i not in places.values()]
     index_dims = (broadcast(index.shape, looked) for index in indices)
     values = broadcast(written.shape, (*rest[:at], *looked, *rest[at:]))
@@ -111,13 +113,13 @@ def put(call: Call) -> Factoring:
     return Factoring((dims, *index_dims, values), (dims,), whole=whole, linear=(frozenset({0, len(indices) + 1}),))
 
 
-def looked_up(call: Call) -> Factoring:
+def _table_lookup(call: Call) -> Factoring:
     """Look up rows of a table, which may be cut if gradients are not counted per index or sparse.
 
     What is scaled by how often an index comes needs all indices.
     """
-    dims = dims_of(call.operands[1].shape, "i")
-    table = tuple(map(named, "vh", call.operands[0].shape))
+    dims = fresh_dims(call.operands[1].shape, "i")
+    table = tuple(map(factor_dim, "vh", call.operands[0].shape))
     plain = not call.arguments.get("scale_grad_by_freq") and not call.arguments.get("sparse")
     looked = names(table, [0])
     whole, sharded = (NOTHING, looked) if plain else (looked, NOTHING)
@@ -130,31 +132,31 @@ def _bagged(call: Call) -> Factoring:
     return opaque(call)
 
 
-def gathered(call: Call) -> Factoring:
+def _pick_along_dim(call: Call) -> Factoring:
     """Pick along one dim, which may be cut in the tensor; other dims pass through where they are taken in full."""
     if _has_numbers(call):
         return opaque(call)
     shape, index = call.operands[0].shape, call.operands[1].shape
     dim = call.dim()
-    dims = dims_of(index)
+    dims = fresh_dims(index)
     partly = [i for i in range(len(shape)) if i != dim and shape[i] != index[i]]
-    source = replaced(dims, {i: named(f"s{i}", shape[i]) for i in [*partly, dim]})
+    source = replace_dims(dims, {i: factor_dim(f"s{i}", shape[i]) for i in [*partly, dim]})
     whole = names(source, partly) | names(dims, partly)
     return Factoring((source, dims), (dims,), whole=whole, linear=FIRST, sharded=names(source, [dim]))
 
 
-def scattered(call: Call) -> Factoring:
+def _write_along_dim(call: Call) -> Factoring:
     """Write along one dim, which stays whole; other dims pass through where they are written in full."""
     if _has_numbers(call):
         return opaque(call)
     shape, index = call.operands[0].shape, call.operands[1].shape
     dim = call.dim()
-    dims = dims_of(shape)
+    dims = fresh_dims(shape)
     partly = [i for i in range(len(shape)) if i != dim and shape[i] != index[i]]
-    written = replaced(dims, {i: named(f"s{i}", index[i]) for i in [*partly, dim]})
+    written = replace_dims(dims, {i: factor_dim(f"s{i}", index[i]) for i in [*partly, dim]})
     whole = names(dims, [*partly, dim]) | names(written, [*partly, dim])
     full = len(call.operands) < 3 or call.operands[2].shape == index
-    last = written if full else dims_of(call.operands[-1].shape, "v")
+    last = written if full else fresh_dims(call.operands[-1].shape, "v")
     whole |= NOTHING if full else names(last)
     operands = (dims, written, last)[: len(call.operands)]
     return Factoring(operands, (dims,), whole=whole, linear=(frozenset({0, 2}),) if len(operands) == 3 else ())
@@ -162,10 +164,10 @@ def scattered(call: Call) -> Factoring:
 
 def _picked_rows(call: Call) -> Factoring:
     """Pick along one dim, whole in the tensor, by a list of positions, which passes through."""
-    dims = dims_of(call.operands[0].shape)
+    dims = fresh_dims(call.operands[0].shape)
     dim = call.dim()
-    index = dims_of(call.operands[1].shape, "i")
-    target = replaced(dims, {dim: index[0] if index else ()})
+    index = fresh_dims(call.operands[1].shape, "i")
+    target = replace_dims(dims, {dim: index[0] if index else ()})
     return Factoring((dims, index), (target,), whole=names(dims, [dim]), linear=FIRST)
 
 
@@ -175,48 +177,48 @@ def _added_rows(call: Call) -> Factoring:
         return opaque(call)
     shape, source = call.operands[0].shape, call.operands[2].shape
     dim = call.dim()
-    dims = dims_of(shape)
+    dims = fresh_dims(shape)
     slots = source[dim].over(shape[dim])
     if call.pointers and slots is not None:
-        inner = named("slot", slots)
+        inner = factor_dim("slot", slots)
         row = (*dims[dim], *inner)
         sizes = {"slot": slots} | {name: shape[dim] for name in dims[dim]}
         pinned = frozenset(inner)
-        return Factoring((dims, (row,), replaced(dims, {dim: row})), (dims,), sizes, pinned, pinned=pinned)
-    new = named("new", source[dim])
+        return Factoring((dims, (row,), replace_dims(dims, {dim: row})), (dims,), sizes, pinned, pinned=pinned)
+    new = factor_dim("new", source[dim])
     whole = names(dims, [dim]) | frozenset(new)
     linear = (frozenset({0, 2}),)
-    return Factoring((dims, (new,), replaced(dims, {dim: new})), (dims,), whole=whole, linear=linear)
+    return Factoring((dims, (new,), replace_dims(dims, {dim: new})), (dims,), whole=whole, linear=linear)
 
 
 def _written_rows(call: Call, *, linear: bool = False) -> Factoring:
     """Write, or fold in, rows at a list of positions; positions and the dim stay whole."""
     if not call.rank:  # a number
         return opaque(call)
-    dims, dim = dims_of(call.operands[0].shape), call.dim()
-    new = dims_of(call.operands[1].shape, "new")
+    dims, dim = fresh_dims(call.operands[0].shape), call.dim()
+    new = fresh_dims(call.operands[1].shape, "new")
     whole = names(dims, [dim]) | names(new)
     if len(call.operands) < 3 or not call.operands[2].shape:  # the same number everywhere
         others = tuple(() for _ in call.operands[2:])
         return Factoring((dims, new, *others), (dims,), whole=whole)
-    written = replaced(dims, {dim: new[0] if new else ()})
+    written = replace_dims(dims, {dim: new[0] if new else ()})
     return Factoring((dims, new, written), (dims,), whole=whole, linear=(frozenset({0, 2}),) if linear else ())
 
 
 def _folded_in(call: Call) -> Factoring:
     """Fold values in along one dim, which stays whole; other dims pass through where they are written in full."""
-    return replace(scattered(call), linear=())
+    return replace(_write_along_dim(call), linear=())
 
 
 def _picked_along(call: Call) -> Factoring:
     """Pick along one dim, whole in the tensor; tensor and positions are broadcast in the others."""
     if call.arguments.get("dim") is None:
         return opaque(call)
-    target = dims_of(call.results[0])
+    target = fresh_dims(call.results[0])
     dim = call.dim(rank=len(target))
     source, index = (broadcast(operand.shape, target) for operand in call.operands)
-    own = named("s", call.operands[0].shape[dim])
-    return Factoring((replaced(source, {dim: own}), index), (target,), whole=frozenset(own), linear=FIRST)
+    own = factor_dim("s", call.operands[0].shape[dim])
+    return Factoring((replace_dims(source, {dim: own}), index), (target,), whole=frozenset(own), linear=FIRST)
 
 
 def _has_numbers(call: Call) -> bool:
@@ -226,8 +228,8 @@ def _has_numbers(call: Call) -> bool:
 
 def one_hot(call: Call) -> Factoring:
     """Write a 1 at each value's place in a new last dim, which stays whole."""
-    dims = dims_of(call.operands[0].shape)
-    new = named("c", call.results[0][-1])
+    dims = fresh_dims(call.operands[0].shape)
+    new = factor_dim("c", call.results[0][-1])
     return Factoring((dims,), ((*dims, new),), whole=frozenset(new))
 
 
@@ -243,22 +245,22 @@ def _look_up_own(shard: PartCall) -> fx.Node:
 
 def _pick_own(shard: PartCall) -> fx.Node:
     """Pick what lies in the part; zero elsewhere."""
-    return shard.picked(shard.given["self"], shard.dim, shard.given["index"])
+    return shard.pick_rows(shard.given["self"], shard.dim, shard.given["index"])
 
 
 RULES: tuple[Rule, ...] = (
-    *built(looked_up, "embedding", traits=OpTraits(sharded=ShardedForm(_look_up_own, Lacking.SUM))),
-    *built(_bagged, "embedding_bag", "embedding_bag.padding_idx", traits=OpTraits(starts=frozenset({2}))),
-    *built(indexed, "index.Tensor", traits=KEEPS_ZEROS),
-    *built(indexed, "_unsafe_index.Tensor"),
-    *built(put, "index_put", "_unsafe_index_put"),
-    *built(gathered, "gather", traits=OpTraits(sharded=ShardedForm(_pick_own, Lacking.SUM))),
-    *built(scattered, "scatter.src", "scatter.value", "scatter_add"),
-    *built(_picked_rows, "index_select", traits=KEEPS_ZEROS),
-    *built(_added_rows, "index_add"),
-    *built(one_hot, "one_hot"),
-    *built(_written_rows, "index_copy", linear=True),
-    *built(_written_rows, "index_fill.int_Scalar", "index_fill.int_Tensor", "index_reduce"),
-    *built(_folded_in, "scatter.reduce", "scatter.value_reduce", "scatter_reduce.two"),
-    *built(_picked_along, "take_along_dim"),
+    *rules_for_ops(_table_lookup, "embedding", traits=OpTraits(sharded=ShardedForm(_look_up_own, OnMissingFactor.SUM))),
+    *rules_for_ops(_bagged, "embedding_bag", "embedding_bag.padding_idx", traits=OpTraits(starts=frozenset({2}))),
+    *rules_for_ops(_index_by_tensors, "index.Tensor", traits=KEEPS_ZEROS),
+    *rules_for_ops(_index_by_tensors, "_unsafe_index.Tensor"),
+    *rules_for_ops(_write_at_indices, "index_put", "_unsafe_index_put"),
+    *rules_for_ops(_pick_along_dim, "gather", traits=OpTraits(sharded=ShardedForm(_pick_own, OnMissingFactor.SUM))),
+    *rules_for_ops(_write_along_dim, "scatter.src", "scatter.value", "scatter_add"),
+    *rules_for_ops(_picked_rows, "index_select", traits=KEEPS_ZEROS),
+    *rules_for_ops(_added_rows, "index_add"),
+    *rules_for_ops(one_hot, "one_hot"),
+    *rules_for_ops(_written_rows, "index_copy", linear=True),
+    *rules_for_ops(_written_rows, "index_fill.int_Scalar", "index_fill.int_Tensor", "index_reduce"),
+    *rules_for_ops(_folded_in, "scatter.reduce", "scatter.value_reduce", "scatter_reduce.two"),
+    *rules_for_ops(_picked_along, "take_along_dim"),
 )

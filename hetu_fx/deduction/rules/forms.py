@@ -21,13 +21,13 @@ from hetu_fx.comm_ops.resolve.resolution import Resolution
 from hetu_fx.comm_ops.resolve.resolve import resolve
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import Size, operand
-from hetu_fx.graph.edit import computed
+from hetu_fx.graph.edit import append_size
 from hetu_fx.graph.meta import HALVES, sum_dtype
 
 aten = torch.ops.aten
 
 
-class Lacking(Enum):
+class OnMissingFactor(Enum):
     """What the result of a sharded form is, where it lacks the factor that is cut."""
 
     WHOLE = "whole"  # the same on every device
@@ -45,7 +45,7 @@ class ShardedForm:
     """
 
     write: Callable[[PartCall], fx.Node]
-    lacking: Lacking = Lacking.WHOLE
+    lacking: OnMissingFactor = OnMissingFactor.WHOLE
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,17 +78,17 @@ class PartCall:
     @property
     def first(self) -> int:
         """Return the first index of this device's part of a factor of known size."""
-        return known(self.start)
+        return known_size(self.start)
 
     @property
     def size(self) -> int:
         """Return how much this device has of a factor of known size."""
-        return known(self.sizes[self.position])
+        return known_size(self.sizes[self.position])
 
     def stop(self) -> Size:
         """Return where this device's part ends, computed in the graph where only the run tells."""
         size = self.sizes[self.position]
-        return computed(operator.add, size, self.start) if isinstance(size, fx.Node) else self.first + size
+        return append_size(operator.add, size, self.start) if isinstance(size, fx.Node) else self.first + size
 
     @property
     def rank(self) -> int:
@@ -141,13 +141,13 @@ class PartCall:
         elsewhere = self.emit(aten.logical_or.default, before, after)
         return self.emit(aten.masked_fill.Scalar, place, elsewhere, 0), elsewhere
 
-    def picked(self, values: fx.Node, dim: int, indices: fx.Node) -> fx.Node:
+    def pick_rows(self, values: fx.Node, dim: int, indices: fx.Node) -> fx.Node:
         """Pick along the cut dim; zero where the index lies in another part."""
         place, elsewhere = self.places(indices)
         return self.emit(aten.masked_fill.Scalar, self.emit(aten.gather.default, values, dim, place), elsewhere, 0.0)
 
 
-def known(size: Size) -> int:
+def known_size(size: Size) -> int:
     """Return a size that is known before the run."""
     assert isinstance(size, int), "only the run tells it"
     return size

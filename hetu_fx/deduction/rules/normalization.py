@@ -14,16 +14,16 @@ from hetu_fx.deduction.rules.build import (
     FIRST,
     broadcast,
     broadcast_shape,
-    built,
-    dims_of,
-    grouped,
-    kept,
+    fresh_dims,
+    group_factors,
+    keep_dims,
     names,
     opaque,
-    replaced,
+    replace_dims,
+    rules_for_ops,
 )
 from hetu_fx.deduction.rules.call import Call
-from hetu_fx.deduction.rules.forms import Lacking, OpTraits, PartCall, ShardedForm, known
+from hetu_fx.deduction.rules.forms import OnMissingFactor, OpTraits, PartCall, ShardedForm, known_size
 from hetu_fx.deduction.rules.rule import NOTHING, Dims, Factoring, LiteralSize, Rule
 from hetu_fx.deduction.rules.size import integer
 from hetu_fx.graph import meta
@@ -36,19 +36,19 @@ aten = torch.ops.aten
 
 def softmax(call: Call) -> Factoring:
     """Normalize over one dim, which may be cut where the op has a form for that."""
-    factoring = kept(call)
+    factoring = keep_dims(call)
     return replace(factoring, sharded=names(factoring.operands[0], [call.dim()]))
 
 
 def _softmax_gradient(call: Call) -> Factoring:
     """Take the gradient of a softmax, of which one dim stays whole."""
-    dims = dims_of(call.operands[0].shape)
+    dims = fresh_dims(call.operands[0].shape)
     return Factoring((dims, dims), (dims,), whole=names(dims, [call.dim()]))
 
 
 def _over_last_dims(call: Call) -> Factoring:
     """Normalize over the last dims, which stay whole and which weight and bias have (layer and RMS norm)."""
-    dims = dims_of(call.operands[0].shape)
+    dims = fresh_dims(call.operands[0].shape)
     count = len(call.arguments["normalized_shape"])
     last = range(len(dims) - count, len(dims))
     operands = (dims, *(dims[len(dims) - count :] for _ in call.operands[1:]))
@@ -59,7 +59,7 @@ def _over_last_dims(call: Call) -> Factoring:
 
 def _gradient_over_last_dims(call: Call) -> Factoring:
     """Take the gradient of a layer norm, of which the last dims stay whole; with those of weight and bias all dims."""
-    dims = dims_of(call.operands[0].shape)
+    dims = fresh_dims(call.operands[0].shape)
     if len(call.results) > 1:
         return opaque(call)
     count = len(call.arguments["normalized_shape"])
@@ -74,8 +74,8 @@ def _over_groups(call: Call) -> Factoring:
     shape, groups = call.operands[0].shape, integer(call.integer("num_groups"))
     if shape[1].over(groups) is None:  # only the run tells how many channels a group has
         groups = integer(1)
-    group, rest, sizes = grouped(shape[1], groups, "group", "channel")
-    dims = replaced(dims_of(shape), {1: (*group, *rest)})
+    group, rest, sizes = group_factors(shape[1], groups, "group", "channel")
+    dims = replace_dims(fresh_dims(shape), {1: (*group, *rest)})
     operands = (dims, *(((*group, *rest),) for _ in call.operands[1:]))
     found = (LiteralSize(call.at("num_groups"), group),) if group else ()
     return Factoring(operands, (dims,), sizes, names(dims[2:]).union(rest), literals=found)
@@ -83,7 +83,7 @@ def _over_groups(call: Call) -> Factoring:
 
 def _over_all_but_one(call: Call) -> Factoring:
     """Scale a weight to a length for each entry of one dim (weight norm); that dim passes, all others stay whole."""
-    dims = dims_of(call.operands[0].shape)
+    dims = fresh_dims(call.operands[0].shape)
     dim = call.dim()
     length = tuple(factors if i == dim else () for i, factors in enumerate(dims))
     return Factoring((dims, length), (dims,), whole=names(dims, [i for i in range(len(dims)) if i != dim]))
@@ -94,7 +94,7 @@ def _per_channel(call: Call, *, instances: bool = False) -> Factoring:
 
     With running statistics a batch norm passes everything, an instance norm looks over the batch, too.
     """
-    dims = dims_of(call.operands[0].shape)
+    dims = fresh_dims(call.operands[0].shape)
     channel: Dims = (dims[1],)
     operands = (dims, *(channel for _ in call.operands[1:]))
     results = tuple(_channel_or_all(len(shape), dims, channel) for shape in call.results)
@@ -137,7 +137,7 @@ def _classified(call: Call) -> Factoring:
     The class dim may be cut, if targets are indices (not probabilities) and classes are not weighed.
     """
     shape = call.operands[0].shape
-    dims = dims_of(shape)
+    dims = fresh_dims(shape)
     at = 1 if len(shape) > 1 else 0
     rows = dims[:at] + dims[at + 1 :]
     operands = tuple(_of_rank(len(op.shape), op.argument, dims, rows, dims[at]) for op in call.operands)
@@ -152,15 +152,15 @@ def _of_rank(rank: int, argument: str, dims: Dims, rows: Dims, classes: tuple[st
     return dims if rank == len(dims) else rows
 
 
-def compared(call: Call) -> Factoring:
+def _elementwise_loss(call: Call) -> Factoring:
     """Compare each element with its target: every dim is rows."""
-    rows = dims_of(broadcast_shape([operand.shape for operand in call.operands]))
+    rows = fresh_dims(broadcast_shape([operand.shape for operand in call.operands]))
     return _reduced(call, tuple(broadcast(operand.shape, rows) for operand in call.operands), rows, NOTHING, NOTHING)
 
 
 def _gradient_of_compared(call: Call) -> Factoring:
     """Take the gradient of a loss of elements; that of a mean goes by how many there are, which stay whole."""
-    dims = dims_of(call.results[0])
+    dims = fresh_dims(call.results[0])
     operands = tuple(broadcast(operand.shape, dims) for operand in call.operands)
     whole = names(dims) if call.integer("reduction") == MEAN else NOTHING
     return Factoring(operands, (dims,), whole=whole, linear=FIRST)
@@ -171,7 +171,7 @@ def _compared_vectors(call: Call) -> Factoring:
 
     Labels of pairs have no last dim.
     """
-    full = dims_of(broadcast_shape([operand.shape for operand in call.operands if operand.argument != "target"]))
+    full = fresh_dims(broadcast_shape([operand.shape for operand in call.operands if operand.argument != "target"]))
     rows = full[:-1]
     operands = tuple(broadcast(op.shape, rows if op.argument == "target" else full) for op in call.operands)
     return _reduced(call, operands, rows, names(full[-1:]), NOTHING)
@@ -180,7 +180,7 @@ def _compared_vectors(call: Call) -> Factoring:
 def _set_apart(call: Call) -> Factoring:
     """Hold scores of classes, which stay whole, against each other, row by row."""
     scores = call.operands[0].shape
-    dims = dims_of(scores)
+    dims = fresh_dims(scores)
     rows, classes = dims[:-1], dims[-1:]
     others = {"weight": classes, "target": dims if call.shape("target") == scores else rows}
     operands = tuple(broadcast(operand.shape, others.get(operand.argument, dims)) for operand in call.operands)
@@ -201,11 +201,11 @@ def _cross_entropy_over_parts(shard: PartCall) -> fx.Node:
     given, dim = shard.given, _class_dim(shard)
     scores, smoothing = shard.in_full(), given["label_smoothing"]
     normalizer = shard.log_sum_exp(scores, dim, summed=False)
-    expected = shard.picked(scores, dim, shard.emit(aten.unsqueeze.default, given["target"], dim))
+    expected = shard.pick_rows(scores, dim, shard.emit(aten.unsqueeze.default, given["target"], dim))
     if smoothing:
         spread = shard.emit(aten.sum.dim_IntList, scores, [dim], True)
         expected = shard.emit(aten.mul.Tensor, expected, 1 - smoothing)
-        expected = shard.emit(aten.add.Tensor, expected, spread, alpha=smoothing / sum(map(known, shard.sizes)))
+        expected = shard.emit(aten.add.Tensor, expected, spread, alpha=smoothing / sum(map(known_size, shard.sizes)))
     each = shard.emit(aten.sub.Tensor, normalizer, shard.total(expected))
     return _over_rows(shard, shard.emit(aten.squeeze.dim, each, dim))
 
@@ -214,7 +214,7 @@ def _pick_own_scores(shard: PartCall) -> fx.Node:
     """Pick the negative scores of targets that lie in the part; a summand."""
     dim = _class_dim(shard)
     index = shard.emit(aten.unsqueeze.default, shard.given["target"], dim)
-    own = shard.picked(shard.in_full(), dim, index)
+    own = shard.pick_rows(shard.in_full(), dim, index)
     return _over_rows(shard, shard.emit(aten.neg.default, shard.emit(aten.squeeze.dim, own, dim)))
 
 
@@ -241,29 +241,34 @@ BATCH_NORMS = """
 """.split()
 
 RULES: tuple[Rule, ...] = (
-    *built(softmax, "softmax.int", traits=OpTraits(sharded=ShardedForm(_softmax_over_parts))),
-    *built(softmax, "log_softmax.int", traits=OpTraits(sharded=ShardedForm(_log_softmax_over_parts))),
-    *built(softmax, "_softmax", "_log_softmax", "_safe_softmax"),
-    *built(_softmax_gradient, "_softmax_backward_data", "_log_softmax_backward_data"),
-    *built(_over_last_dims, "layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"),
-    *built(_gradient_over_last_dims, "native_layer_norm_backward"),
-    *built(_over_groups, "group_norm"),
-    *built(_over_all_but_one, "_weight_norm"),
-    *built(_per_channel, *BATCH_NORMS),
-    *built(_per_channel, "instance_norm", instances=True),
-    *built(_classified, "cross_entropy_loss", traits=OpTraits(sharded=ShardedForm(_cross_entropy_over_parts))),
-    *built(_classified, "nll_loss", "nll_loss_nd", traits=OpTraits(sharded=ShardedForm(_pick_own_scores, Lacking.SUM))),
-    *built(_classified, "nll_loss2d"),
-    *built(
-        compared,
+    *rules_for_ops(softmax, "softmax.int", traits=OpTraits(sharded=ShardedForm(_softmax_over_parts))),
+    *rules_for_ops(softmax, "log_softmax.int", traits=OpTraits(sharded=ShardedForm(_log_softmax_over_parts))),
+    *rules_for_ops(softmax, "_softmax", "_log_softmax", "_safe_softmax"),
+    *rules_for_ops(_softmax_gradient, "_softmax_backward_data", "_log_softmax_backward_data"),
+    *rules_for_ops(_over_last_dims, "layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"),
+    *rules_for_ops(_gradient_over_last_dims, "native_layer_norm_backward"),
+    *rules_for_ops(_over_groups, "group_norm"),
+    *rules_for_ops(_over_all_but_one, "_weight_norm"),
+    *rules_for_ops(_per_channel, *BATCH_NORMS),
+    *rules_for_ops(_per_channel, "instance_norm", instances=True),
+    *rules_for_ops(_classified, "cross_entropy_loss", traits=OpTraits(sharded=ShardedForm(_cross_entropy_over_parts))),
+    *rules_for_ops(
+        _classified,
+        "nll_loss",
+        "nll_loss_nd",
+        traits=OpTraits(sharded=ShardedForm(_pick_own_scores, OnMissingFactor.SUM)),
+    ),
+    *rules_for_ops(_classified, "nll_loss2d"),
+    *rules_for_ops(
+        _elementwise_loss,
         *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div"),
         *("binary_cross_entropy_with_logits", "soft_margin_loss", "poisson_nll_loss"),
         *("margin_ranking_loss", "hinge_embedding_loss"),
     ),
-    *built(
+    *rules_for_ops(
         _gradient_of_compared,
         *("mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "binary_cross_entropy_backward"),
     ),
-    *built(_compared_vectors, "triplet_margin_loss", "cosine_embedding_loss"),
-    *built(_set_apart, "multi_margin_loss", "multilabel_margin_loss"),
+    *rules_for_ops(_compared_vectors, "triplet_margin_loss", "cosine_embedding_loss"),
+    *rules_for_ops(_set_apart, "multi_margin_loss", "multilabel_margin_loss"),
 )

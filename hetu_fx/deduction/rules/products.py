@@ -11,10 +11,10 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from hetu_fx.deduction.rules.build import EACH, broadcast, built, dims_of, lines, named, replaced
+from hetu_fx.deduction.rules.build import EACH, broadcast, factor_dim, fresh_dims, lines, replace_dims, rules_for_ops
 from hetu_fx.deduction.rules.call import Call, Shape
 from hetu_fx.deduction.rules.forms import OpTraits, PartCall
-from hetu_fx.deduction.rules.rule import Dim, Dims, Factoring, Rule, names_in
+from hetu_fx.deduction.rules.rule import Dim, Dims, Factoring, Rule, factor_names
 from hetu_fx.deduction.rules.size import ONE, Size
 from hetu_fx.graph import calls, meta
 from hetu_fx.graph.calls import callee, operand
@@ -29,17 +29,17 @@ def matmul(call: Call) -> Factoring:
     result = call.results[0]
     rows, columns = min(len(a) - 1, 1), min(len(b) - 1, 1)
     at = len(result) - rows - columns
-    batch, k = dims_of(result[:at], "b"), named("k", a[-1])
-    m = tuple(named("m", size) for size in result[at : at + rows])
-    n = tuple(named("n", size) for size in result[at + rows :])
+    batch, k = fresh_dims(result[:at], "b"), factor_dim("k", a[-1])
+    m = tuple(factor_dim("m", size) for size in result[at : at + rows])
+    n = tuple(factor_dim("n", size) for size in result[at + rows :])
     left, right = (*broadcast(a[:-2], batch), *m, k), (*broadcast(b[:-2], batch), k, *n)
     return Factoring((left, right), ((*batch, *m, *n),), linear=EACH)
 
 
-def added(call: Call) -> Factoring:
+def _product_plus_tensor(call: Call) -> Factoring:
     """Multiply two matrices (batched or not) and add a tensor that is broadcast to the result, once."""
     bias, a, _ = (operand.shape for operand in call.operands)
-    names, k = dims_of(call.results[0]), named("k", a[-1])
+    names, k = fresh_dims(call.results[0]), factor_dim("k", a[-1])
     left, right = (*names[: len(a) - 1], k), (*names[: len(a) - 2], k, *names[len(a) - 1 :])
     return Factoring((broadcast(bias, names), left, right), (names,), linear=BIAS_FIRST, additive=frozenset({0}))
 
@@ -56,27 +56,27 @@ def einsum(call: Call) -> Factoring:
     result = _letters(right, call.results[0])
     twice = frozenset(one for term in terms for one in term if one != "." and term.count(one) > 1)
     linear = tuple(frozenset({i}) for i in range(len(terms)))
-    return Factoring(operands, (result,), whole=twice & names_in((*operands, result)), linear=linear)
+    return Factoring(operands, (result,), whole=twice & factor_names((*operands, result)), linear=linear)
 
 
 def _letters(term: str, shape: Shape) -> Dims:
     """Return the dims of a term; those of its ellipsis are counted from the right."""
     before, dots, after = term.partition("...")
     more = len(shape) - len(before) - len(after) if dots else 0
-    return tuple(map(named, [*before, *(f"...{more - i}" for i in range(more)), *after], shape))
+    return tuple(map(factor_dim, [*before, *(f"...{more - i}" for i in range(more)), *after], shape))
 
 
 def _added_over_batch(call: Call) -> Factoring:
     """Multiply matrices pair by pair, add up the products and a tensor that is broadcast to them, once."""
     bias, a, _ = (operand.shape for operand in call.operands)
-    names, b, k = dims_of(call.results[0]), named("b", a[0]), named("k", a[-1])
+    names, b, k = fresh_dims(call.results[0]), factor_dim("b", a[0]), factor_dim("k", a[-1])
     operands = (broadcast(bias, names), (b, names[0], k), (b, k, names[1]))
     return Factoring(operands, (names,), linear=BIAS_FIRST, additive=frozenset({0}))
 
 
 def _added_outer(call: Call) -> Factoring:
     """Multiply each entry of a vector with each of another, and add a tensor that is broadcast to the result."""
-    names = dims_of(call.results[0])
+    names = fresh_dims(call.results[0])
     return Factoring((broadcast(call.operands[0].shape, names), names[:1], names[1:]), (names,), linear=BIAS_FIRST)
 
 
@@ -84,18 +84,18 @@ def _inner(call: Call) -> Factoring:
     """Multiply along the last dims, which are summed; numbers scale."""
     a, b = (operand.shape for operand in call.operands)
     if not a or not b:
-        target = dims_of(call.results[0])
+        target = fresh_dims(call.results[0])
         return Factoring((broadcast(a, target), broadcast(b, target)), (target,), linear=EACH)
-    left, right, k = dims_of(a[:-1], "m"), dims_of(b[:-1], "n"), named("k", a[-1])
+    left, right, k = fresh_dims(a[:-1], "m"), fresh_dims(b[:-1], "n"), factor_dim("k", a[-1])
     return Factoring(((*left, k), (*right, k)), ((*left, *right),), linear=EACH)
 
 
 def _contracted(call: Call) -> Factoring:
     """Multiply along pairs of dims, which are summed."""
-    left, right = (dims_of(operand.shape, prefix) for operand, prefix in zip(call.operands, "mn", strict=True))
+    left, right = (fresh_dims(operand.shape, prefix) for operand, prefix in zip(call.operands, "mn", strict=True))
     pairs = [call.dims(f"dims_{name}", len(dims)) for name, dims in (("self", left), ("other", right))]
     pairs = pairs if call.arguments["dims_self"] else [(), ()]
-    second = replaced(right, {b: left[a] for a, b in zip(*pairs, strict=True)})
+    second = replace_dims(right, {b: left[a] for a, b in zip(*pairs, strict=True)})
     kept = [dims for i, dims in enumerate(left) if i not in pairs[0]]
     kept += [dims for i, dims in enumerate(second) if i not in pairs[1]]
     return Factoring((left, second), (tuple(kept),), linear=EACH)
@@ -105,10 +105,10 @@ def _scaled_dot_product(call: Call) -> Factoring:
     """Attend: linear in the values; under a causal mask queries go by position."""
     query, key, value = (operand.shape for operand in call.operands[:3])
     result = call.results[0]
-    leading = list(dims_of(result[:-2], "b"))
+    leading = list(fresh_dims(result[:-2], "b"))
     sizes: dict[str, Size] = {}
     shared = _group_heads(call, leading, sizes)
-    q, k, d, e = (named(n, s) for n, s in zip("qkde", (query[-2], key[-2], query[-1], value[-1]), strict=True))
+    q, k, d, e = (factor_dim(n, s) for n, s in zip("qkde", (query[-2], key[-2], query[-1], value[-1]), strict=True))
     operands: list[Dims] = [
         (*broadcast(query[:-2], leading), q, d),
         (*broadcast(key[:-2], shared), k, d),
@@ -131,7 +131,7 @@ def _in_sequences(call: Call) -> Factoring:
     """Attend, queries and keys going by the places of their tokens, which come with them."""
     *tensors, queries, keys = call.operands
     plain = _scaled_dot_product(replace(call, operands=tuple(tensors)))
-    at = named("at", keys.shape[-1])
+    at = factor_dim("at", keys.shape[-1])
     pairs = zip((queries, keys), plain.operands, strict=False)
     places = ((*broadcast(given.shape[:1], dims[:1]), dims[-2], at) for given, dims in pairs)
     return replace(plain, operands=(*plain.operands, *places), whole=plain.whole | {*at}, placed=frozenset())
@@ -139,7 +139,7 @@ def _in_sequences(call: Call) -> Factoring:
 
 def _sequence_places(call: Call) -> Factoring:
     """Find where sequences begin, for which all tokens of a row are compared."""
-    rows, tokens, at = dims_of(call.results[0])
+    rows, tokens, at = fresh_dims(call.results[0])
     return Factoring(((rows, tokens),), ((rows, tokens, at),), whole=frozenset((*tokens, *at)))
 
 
@@ -155,7 +155,7 @@ def _group_heads(call: Call, leading: list[Dim], sizes: dict[str, Size]) -> list
     repeats = query[-3].over(key[-3]) if call.arguments.get("enable_gqa") else ONE
     if repeats is None or repeats == ONE:
         return leading
-    heads = named("heads", key[-3])
+    heads = factor_dim("heads", key[-3])
     sizes.update({"heads": key[-3], "repeats": repeats})
     shared = [*leading[:-1], heads]
     leading[-1] = (*heads, "repeats")
@@ -200,18 +200,18 @@ RULES: tuple[Rule, ...] = (
     *lines("m, n -> m n", "outer", "ger", linear="each"),
     *lines("... i, ... j, o i j, +o? -> ... o", "bilinear", linear="each"),
     *lines("... p [m], ... r [m] -> ... p r", "cdist"),
-    *built(matmul, "matmul"),
-    *built(added, "addmm", "baddbmm", "addmv"),
-    *built(_added_over_batch, "addbmm"),
-    *built(_added_outer, "addr"),
-    *built(_inner, "inner"),
-    *built(_contracted, "tensordot"),
-    *built(einsum, "einsum"),
-    *built(
+    *rules_for_ops(matmul, "matmul"),
+    *rules_for_ops(_product_plus_tensor, "addmm", "baddbmm", "addmv"),
+    *rules_for_ops(_added_over_batch, "addbmm"),
+    *rules_for_ops(_added_outer, "addr"),
+    *rules_for_ops(_inner, "inner"),
+    *rules_for_ops(_contracted, "tensordot"),
+    *rules_for_ops(einsum, "einsum"),
+    *rules_for_ops(
         _scaled_dot_product,
         "scaled_dot_product_attention",
         traits=OpTraits(placed=_causal_attention, ring=_ring_attention),
     ),
-    *built(_in_sequences, "hetu.sequence_attention.default", traits=OpTraits(ring=_ring_attention)),
-    *built(_sequence_places, "hetu.sequence_places.default"),
+    *rules_for_ops(_in_sequences, "hetu.sequence_attention.default", traits=OpTraits(ring=_ring_attention)),
+    *rules_for_ops(_sequence_places, "hetu.sequence_places.default"),
 )

@@ -8,21 +8,21 @@ from hetu_fx.deduction.rules.build import (
     FIRST,
     broadcast,
     broadcast_shape,
-    built,
-    changed,
-    dims_of,
+    change_dims,
+    factor_dim,
+    fresh_dims,
     kept_along,
-    named,
     names,
+    rules_for_ops,
 )
 from hetu_fx.deduction.rules.call import Call
 from hetu_fx.deduction.rules.forms import OpTraits
 from hetu_fx.deduction.rules.rule import NOTHING, Dims, Factoring, Rule
 
 
-def reduced(call: Call, *, linear: bool = False, averaged: bool = False, whole: bool = False) -> Factoring:
+def reduce_dims(call: Call, *, linear: bool = False, averaged: bool = False, whole: bool = False) -> Factoring:
     """Reduce over dims, which are gone: in parts where they are cut (averages weighed by the count), or whole."""
-    dims, gone = dims_of(call.operands[0].shape), call.dims()
+    dims, gone = fresh_dims(call.operands[0].shape), call.dims()
     target = tuple(dim for i, dim in enumerate(dims) if i not in gone)
     if call.arguments.get("keepdim"):
         target = tuple(() if i in gone else dim for i, dim in enumerate(dims))
@@ -38,7 +38,7 @@ def reduced(call: Call, *, linear: bool = False, averaged: bool = False, whole: 
 
 def _compared_along(call: Call) -> Factoring:
     """Compare directions along a dim, which stays whole and is gone; operands are broadcast."""
-    target = dims_of(call.results[0])
+    target = fresh_dims(call.results[0])
     dim = call.dim(rank=len(target) + 1)
     full = (*target[:dim], ("d",), *target[dim:])
     operands = tuple(broadcast(operand.shape, full) for operand in call.operands)
@@ -49,14 +49,14 @@ def _transformed(call: Call) -> Factoring:
     """Transform along dims, which stay whole: without any given, the last of as many as sizes are, all by default."""
     sizes = call.arguments.get("s") or ()
     is_last = bool(sizes) and not call.arguments.get("dim")
-    return changed(call, range(call.rank - len(sizes), call.rank) if is_last else call.dims())
+    return change_dims(call, range(call.rank - len(sizes), call.rank) if is_last else call.dims())
 
 
 def _quantiles(call: Call) -> Factoring:
     """Take quantiles over dims, which stay whole; several make a first dim, which stays whole too."""
-    factoring = reduced(call, whole=True)
+    factoring = reduce_dims(call, whole=True)
     asked = call.shape("q") or ()
-    several = named("q", asked[0]) if asked else ()
+    several = factor_dim("q", asked[0]) if asked else ()
     lead = (several,) if asked else ()
     operands = (*factoring.operands, lead) if call.position("q") is not None else factoring.operands
     results = tuple((*lead, *dims) for dims in factoring.results)
@@ -65,7 +65,7 @@ def _quantiles(call: Call) -> Factoring:
 
 def _distant(call: Call) -> Factoring:
     """Measure how far vectors are apart along the last dim, which stays whole."""
-    full = dims_of(broadcast_shape([operand.shape for operand in call.operands]))
+    full = fresh_dims(broadcast_shape([operand.shape for operand in call.operands]))
     operands = tuple(broadcast(operand.shape, full) for operand in call.operands)
     last: Dims = ((),) if call.arguments.get("keepdim") else ()
     return Factoring(operands, ((*full[:-1], *last),), whole=names(full[-1:]))
@@ -75,16 +75,16 @@ def _in_frames(call: Call) -> Factoring:
     """Transform a signal frame by frame, or back: signal and frames stay whole, the batch passes; linear in them."""
     signal, result = call.operands[0].shape, call.results[0]
     count = len(signal) - 1 if len(signal) < len(result) else len(result) - 1  # dims of the batch
-    source = dims_of(signal)
-    made = (*source[:count], *dims_of(result, "o")[count:])
-    others = tuple(dims_of(operand.shape, "w") for operand in call.operands[1:])
+    source = fresh_dims(signal)
+    made = (*source[:count], *fresh_dims(result, "o")[count:])
+    others = tuple(fresh_dims(operand.shape, "w") for operand in call.operands[1:])
     whole = names(source[count:]).union(names(made[count:]), *(names(dims) for dims in others))
     return Factoring((source, *others), (made,), whole=whole, linear=FIRST)
 
 
 def _integrated(call: Call, *, keeps: bool = False) -> Factoring:
     """Integrate along a dim by its neighbours: the dim stays whole, and is gone or one shorter."""
-    return changed(call, [call.dim()]) if keeps else reduced(call, linear=True, whole=True)
+    return change_dims(call, [call.dim()]) if keeps else reduce_dims(call, linear=True, whole=True)
 
 
 LOOKED_OVER = """
@@ -100,17 +100,17 @@ FOURIER = """
 """.split()
 
 RULES: tuple[Rule, ...] = (
-    *built(reduced, "sum", "sum.dim_IntList", "nansum", linear=True),
-    *built(reduced, "count_nonzero", "count_nonzero.dim_IntList"),
-    *built(reduced, "mean", "mean.dim", linear=True, averaged=True),
-    *built(reduced, *LOOKED_OVER, whole=True),
-    *built(_compared_along, "cosine_similarity"),
-    *built(kept_along, "cumprod", "logcumsumexp", "cummax", "cummin"),
-    *built(kept_along, "cumsum", linear=True),
-    *built(_transformed, *FOURIER, traits=OpTraits(needs_entries=True)),
-    *built(_quantiles, "quantile", "quantile.scalar", "nanquantile", "nanquantile.scalar"),
-    *built(_distant, "pairwise_distance"),
-    *built(_in_frames, "stft", "stft.center", "istft"),
-    *built(_integrated, "trapezoid.dx", "trapz.dx"),
-    *built(_integrated, "cumulative_trapezoid.dx", keeps=True),
+    *rules_for_ops(reduce_dims, "sum", "sum.dim_IntList", "nansum", linear=True),
+    *rules_for_ops(reduce_dims, "count_nonzero", "count_nonzero.dim_IntList"),
+    *rules_for_ops(reduce_dims, "mean", "mean.dim", linear=True, averaged=True),
+    *rules_for_ops(reduce_dims, *LOOKED_OVER, whole=True),
+    *rules_for_ops(_compared_along, "cosine_similarity"),
+    *rules_for_ops(kept_along, "cumprod", "logcumsumexp", "cummax", "cummin"),
+    *rules_for_ops(kept_along, "cumsum", linear=True),
+    *rules_for_ops(_transformed, *FOURIER, traits=OpTraits(needs_entries=True)),
+    *rules_for_ops(_quantiles, "quantile", "quantile.scalar", "nanquantile", "nanquantile.scalar"),
+    *rules_for_ops(_distant, "pairwise_distance"),
+    *rules_for_ops(_in_frames, "stft", "stft.center", "istft"),
+    *rules_for_ops(_integrated, "trapezoid.dx", "trapz.dx"),
+    *rules_for_ops(_integrated, "cumulative_trapezoid.dx", keeps=True),
 )

@@ -69,7 +69,7 @@ def registered_rules() -> tuple[str, ...]:
     return tuple(sorted(f"{name} {rule.text} {code and code.co_code.hex()}" for (name, rule), code in pairs))
 
 
-def rule_for(target: Any) -> Rule | None:
+def find_rule(target: Any) -> Rule | None:
     """Return the rule of an op, or None if nothing is known of it."""
     name = str(target)
     if name not in _found:

@@ -16,9 +16,18 @@ from enum import Enum
 import torch
 from torch import fx
 
-from hetu_fx.deduction.rules.build import EACH, built, changed, dims_of, full_name, kept, names, opaque
+from hetu_fx.deduction.rules.build import (
+    EACH,
+    change_dims,
+    fresh_dims,
+    full_name,
+    keep_dims,
+    names,
+    opaque,
+    rules_for_ops,
+)
 from hetu_fx.deduction.rules.call import Call
-from hetu_fx.deduction.rules.forms import Lacking, OpTraits, PartCall, ShardedForm
+from hetu_fx.deduction.rules.forms import OnMissingFactor, OpTraits, PartCall, ShardedForm
 from hetu_fx.deduction.rules.rule import Factoring, Rule
 from hetu_fx.graph.calls import callee
 
@@ -28,17 +37,17 @@ GROUPED = frozenset({2})
 
 def _sorted_along(call: Call) -> Factoring:
     """Sort along a dim, which stays whole unless its rows are sorted shard by shard."""
-    return kept(call, () if call.routed else [call.dim()])
+    return keep_dims(call, () if call.routed else [call.dim()])
 
 
 def top(call: Call) -> Factoring:
     """Take the largest of a dim, which stays whole, as does the number taken."""
-    return changed(call, [call.dim()] if call.rank else [], linear=False)
+    return change_dims(call, [call.dim()] if call.rank else [], linear=False)
 
 
 def histogram(call: Call) -> Factoring:
     """Count values in bins: a sum over all elements if the range is given, else they stay whole."""
-    dims, bins = dims_of(call.operands[0].shape), dims_of(call.results[0], "o")
+    dims, bins = fresh_dims(call.operands[0].shape), fresh_dims(call.results[0], "o")
     fixed = call.arguments.get("min", 0) != call.arguments.get("max", 0)
     return Factoring((dims,), (bins,), whole=names(bins) if fixed else names(bins + dims))
 
@@ -50,7 +59,7 @@ def _grouped_product(call: Call) -> Factoring:
         return _batched(call)
     if ranks != [2, 3, 1]:
         return opaque(call)
-    (m, k), (g, _, n) = (dims_of(operand.shape, p) for operand, p in zip(call.operands[:2], "xw", strict=True))
+    (m, k), (g, _, n) = (fresh_dims(operand.shape, p) for operand, p in zip(call.operands[:2], "xw", strict=True))
     return Factoring(
         ((m, k), (g, k, n), (g,)),
         ((m, n),),
@@ -62,7 +71,7 @@ def _grouped_product(call: Call) -> Factoring:
 
 
 def _batched(call: Call) -> Factoring:
-    (b, m, k), (_, _, n) = (dims_of(operand.shape, p) for operand, p in zip(call.operands, "xw", strict=True))
+    (b, m, k), (_, _, n) = (fresh_dims(operand.shape, p) for operand, p in zip(call.operands, "xw", strict=True))
     return Factoring(((b, m, k), (b, k, n)), ((b, m, n),), linear=EACH)
 
 
@@ -110,14 +119,14 @@ def _outside(shard: PartCall, number: fx.Node, start: fx.Node | None, ends: fx.N
     return shard.emit(aten.logical_or.default, after, shard.emit(aten.lt.Tensor, number, start))
 
 
-OWN_GROUPS = OpTraits(sharded=ShardedForm(_product_of_own_groups, Lacking.SPREAD))
+OWN_GROUPS = OpTraits(sharded=ShardedForm(_product_of_own_groups, OnMissingFactor.SPREAD))
 
 RULES: tuple[Rule, ...] = (
-    *built(_sorted_along, "sort", "sort.stable", "argsort", "argsort.stable"),
-    *built(top, "topk"),
-    *built(histogram, "histc"),
-    *built(_grouped_product, "_grouped_mm", "transformers.grouped_mm_fallback.default", traits=OWN_GROUPS),
-    *built(_grouped_product, "*.*grouped_mm_fallback.default"),
+    *rules_for_ops(_sorted_along, "sort", "sort.stable", "argsort", "argsort.stable"),
+    *rules_for_ops(top, "topk"),
+    *rules_for_ops(histogram, "histc"),
+    *rules_for_ops(_grouped_product, "_grouped_mm", "transformers.grouped_mm_fallback.default", traits=OWN_GROUPS),
+    *rules_for_ops(_grouped_product, "*.*grouped_mm_fallback.default"),
 )
 
 

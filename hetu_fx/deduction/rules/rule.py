@@ -75,7 +75,7 @@ class Factoring:
     def reduced(self) -> frozenset[str]:
         """Return the factors that are summed away."""
         read = (dims for i, dims in enumerate(self.operands) if i not in self.unread)
-        return names_in(read) - names_in(self.results) - self.whole
+        return factor_names(read) - factor_names(self.results) - self.whole
 
 
 Builder = Callable[[Call], Factoring]
@@ -101,7 +101,7 @@ class Rule:
         return factoring
 
 
-def names_in(tensors: Iterable[Dims]) -> frozenset[str]:
+def factor_names(tensors: Iterable[Dims]) -> frozenset[str]:
     """Return all factor names of some operands or results."""
     return frozenset(name for dims in tensors for dim in dims for name in dim)
 

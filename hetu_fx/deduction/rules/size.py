@@ -80,7 +80,7 @@ def product(sizes: Iterable[Size]) -> Size:
     return reduce(Size.times, sizes, ONE)
 
 
-def size_of(size: meta.Size) -> Size:
+def recorded_size(size: meta.Size) -> Size:
     """Return the size of a dim as recorded in an example value (int or SymInt)."""
     if isinstance(size, int):
         return integer(size)

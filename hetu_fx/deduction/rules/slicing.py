@@ -10,24 +10,24 @@ from dataclasses import replace
 
 from hetu_fx.deduction.rules.build import (
     FIRST,
-    built,
-    changed,
-    dims_of,
-    kept,
+    change_dims,
+    factor_dim,
+    fresh_dims,
+    keep_dims,
     kept_along,
-    named,
     names,
     opaque,
-    replaced,
+    replace_dims,
+    rules_for_ops,
 )
 from hetu_fx.deduction.rules.call import Call, Shape
 from hetu_fx.deduction.rules.forms import KEEPS_ZEROS
-from hetu_fx.deduction.rules.reduction import reduced
-from hetu_fx.deduction.rules.rule import Dim, Dims, Factoring, LiteralSize, Rule, names_in
+from hetu_fx.deduction.rules.reduction import reduce_dims
+from hetu_fx.deduction.rules.rule import Dim, Dims, Factoring, LiteralSize, Rule, factor_names
 from hetu_fx.deduction.rules.size import integer
 
 
-def sliced(call: Call) -> Factoring:
+def _slice_dim(call: Call) -> Factoring:
     """Take a range of a dim, which stays whole unless all of it is taken."""
     return _cut(call, (call.dim(),))
 
@@ -35,7 +35,7 @@ def sliced(call: Call) -> Factoring:
 def _cut(call: Call, dims: Sequence[int]) -> Factoring:
     """Return the factoring of an op that changes the sizes of some dims: there both sides stay whole."""
     shape, result = call.operands[0].shape, call.results[0]
-    return changed(call, [dim for dim in dims if shape[dim] != result[dim]])
+    return change_dims(call, [dim for dim in dims if shape[dim] != result[dim]])
 
 
 def pieces(call: Call, *, along: int | None = None) -> Factoring:
@@ -43,14 +43,14 @@ def pieces(call: Call, *, along: int | None = None) -> Factoring:
     it whole."""
     dim = call.dim() if along is None else min(along, call.rank - 1)
     sizes = [result[dim] for result in call.results]
-    source = dims_of(call.operands[0].shape)
+    source = fresh_dims(call.operands[0].shape)
     if len(sizes) == 1:
         return Factoring((source,), (source,), linear=FIRST, literals=_piece_sizes(call, source[dim], 1))
     if any(size != sizes[0] for size in sizes):
         return _unequal_pieces(call, source, dim)
-    count, rest = ("pieces",), named("rest", sizes[0])
+    count, rest = ("pieces",), factor_dim("rest", sizes[0])
     known = {"pieces": integer(len(sizes)), "rest": sizes[0]}
-    operand, piece = replaced(source, {dim: (*count, *rest)}), replaced(source, {dim: rest})
+    operand, piece = replace_dims(source, {dim: (*count, *rest)}), replace_dims(source, {dim: rest})
     found = _piece_sizes(call, rest, len(sizes))
     return Factoring((operand,), (piece,) * len(sizes), known, frozenset(count), FIRST, literals=found)
 
@@ -58,11 +58,11 @@ def pieces(call: Call, *, along: int | None = None) -> Factoring:
 def _pieces_at(call: Call, *, along: int | None = None) -> Factoring:
     """Cut a dim at given places; it stays whole."""
     dim = call.dim() if along is None else min(along, call.rank - 1)
-    return _unequal_pieces(call, dims_of(call.operands[0].shape), dim)
+    return _unequal_pieces(call, fresh_dims(call.operands[0].shape), dim)
 
 
 def _unequal_pieces(call: Call, source: Dims, dim: int) -> Factoring:
-    new = [replaced(source, {dim: named(f"piece{i}", shape[dim])}) for i, shape in enumerate(call.results)]
+    new = [replace_dims(source, {dim: factor_dim(f"piece{i}", shape[dim])}) for i, shape in enumerate(call.results)]
     whole = names(source, [dim]).union(*(names(piece, [dim]) for piece in new))
     return Factoring((source,), tuple(new), whole=whole, linear=FIRST)
 
@@ -77,18 +77,18 @@ def _piece_sizes(call: Call, rest: Dim, count: int) -> tuple[LiteralSize, ...]:
     return ()
 
 
-def concatenated(call: Call, *, along: int | None = None) -> Factoring:
+def _join_along_dim(call: Call, *, along: int | None = None) -> Factoring:
     """Join tensors along a dim, which stays whole; empty tensors of one dim count for nothing."""
     result = call.results[0]
     dim = call.dim(rank=len(result)) if along is None else along
     filled = [i for i, operand in enumerate(call.operands) if not _is_legacy_empty(operand.shape, result)]
-    target = dims_of(result)
-    operands = [dims_of(operand.shape, f"e{i}_") for i, operand in enumerate(call.operands)]
+    target = fresh_dims(result)
+    operands = [fresh_dims(operand.shape, f"e{i}_") for i, operand in enumerate(call.operands)]
     alone = len(filled) == 1
     for i in filled:
-        own = named(f"p{i}", call.operands[i].shape[dim])
-        operands[i] = target if alone else replaced(target, {dim: own})
-    whole = names_in(dims for i, dims in enumerate(operands) if i not in filled)
+        own = factor_dim(f"p{i}", call.operands[i].shape[dim])
+        operands[i] = target if alone else replace_dims(target, {dim: own})
+    whole = factor_names(dims for i, dims in enumerate(operands) if i not in filled)
     joined = frozenset() if alone else names(target, [dim]).union(*(names(operands[i], [dim]) for i in filled))
     return Factoring(tuple(operands), (target,), whole=whole | joined, linear=(frozenset(range(len(operands))),))
 
@@ -96,15 +96,17 @@ def concatenated(call: Call, *, along: int | None = None) -> Factoring:
 def _put_beside(call: Call, *, along: int) -> Factoring:
     """Join tensors along a dim of a given place, which stays whole; those of fewer dims get some first."""
     ranks = {len(operand.shape) for operand in call.operands}
-    return concatenated(call, along=along) if ranks == {len(call.results[0])} and min(ranks) > along else opaque(call)
+    return (
+        _join_along_dim(call, along=along) if ranks == {len(call.results[0])} and min(ranks) > along else opaque(call)
+    )
 
 
 def differences(call: Call) -> Factoring:
     """Subtract neighbours along a dim, which stays whole in the operand and in what is put before and after it."""
-    target = dims_of(call.results[0])
+    target = fresh_dims(call.results[0])
     dim = call.dim(rank=len(target))
-    ends = [named(f"p{i}", operand.shape[dim]) for i, operand in enumerate(call.operands)]
-    operands = tuple(replaced(target, {dim: end}) for end in ends)
+    ends = [factor_dim(f"p{i}", operand.shape[dim]) for i, operand in enumerate(call.operands)]
+    operands = tuple(replace_dims(target, {dim: end}) for end in ends)
     whole = names(target, [dim]).union(*(names(dims, [dim]) for dims in operands))
     return Factoring(operands, (target,), whole=whole, linear=(frozenset(range(len(operands))),))
 
@@ -115,25 +117,25 @@ def _is_legacy_empty(shape: Shape, result: Shape) -> bool:
 
 def overwritten(call: Call) -> Factoring:
     """Write a tensor into a range or an index of a dim, which stays whole."""
-    dims, dim, shape = dims_of(call.operands[0].shape), call.dim(), call.operands[1].shape
+    dims, dim, shape = fresh_dims(call.operands[0].shape), call.dim(), call.operands[1].shape
     if shape == call.operands[0].shape:
         return Factoring((dims, dims), (dims,), linear=(frozenset({0, 1}),))
-    own = dims_of(shape, "o")[dim : dim + 1] if len(shape) == call.rank else ()
+    own = fresh_dims(shape, "o")[dim : dim + 1] if len(shape) == call.rank else ()
     written = (*dims[:dim], *own, *dims[dim + 1 :])
     whole = names(dims, [dim]) | names(own)
     return Factoring((dims, written), (dims,), whole=whole, linear=(frozenset({0, 1}),))
 
 
-def stacked(call: Call) -> Factoring:
+def _stack_along_dim(call: Call) -> Factoring:
     """Stack tensors along a new dim, which stays whole."""
-    result = dims_of(call.results[0])
+    result = fresh_dims(call.results[0])
     dim = call.dim(rank=len(result))
     operand = result[:dim] + result[dim + 1 :]
     count = len(call.operands)
     return Factoring((operand,) * count, (result,), whole=names(result, [dim]), linear=(frozenset(range(count)),))
 
 
-def padded(call: Call) -> Factoring:
+def _pad_dims(call: Call) -> Factoring:
     """Pad dims at their ends; the padded ones stay whole. Linear if zeros are written."""
     given = call.arguments["pad"]
     dims = [call.rank - 1 - i // 2 for i in range(0, len(given), 2) if given[i] != 0 or given[i + 1] != 0]
@@ -145,18 +147,18 @@ def padded(call: Call) -> Factoring:
 
 def _unfolded(call: Call) -> Factoring:
     """Take windows of a dim, which stays whole, as do their number and size."""
-    factoring, window = changed(call, [call.dim("dimension")]), named("window", call.results[0][-1])
+    factoring, window = change_dims(call, [call.dim("dimension")]), factor_dim("window", call.results[0][-1])
     return replace(factoring, results=((*factoring.results[0], window),), whole=factoring.whole.union(window))
 
 
 def _turned(call: Call) -> Factoring:
     """Turn two dims by right angles; both stay whole."""
-    return changed(call, call.dims("dims"))
+    return change_dims(call, call.dims("dims"))
 
 
 def _on_diagonal(call: Call) -> Factoring:
     """Write the last dim on the diagonal of two new ones, all of which stay whole."""
-    source, made = dims_of(call.operands[0].shape), dims_of(call.results[0], "o")
+    source, made = fresh_dims(call.operands[0].shape), fresh_dims(call.results[0], "o")
     pair = [call.dim(name, rank=len(made)) for name in ("dim1", "dim2")]
     rest = iter(source[:-1])
     target = tuple(dims if i in pair else next(rest) for i, dims in enumerate(made))
@@ -165,49 +167,49 @@ def _on_diagonal(call: Call) -> Factoring:
 
 def diagonal(call: Call) -> Factoring:
     """Take the diagonal of two dims, which stay whole, as does the result's last."""
-    dims, pair = dims_of(call.operands[0].shape), [call.dim("dim1"), call.dim("dim2")]
-    last = named("diagonal", call.results[0][-1])
+    dims, pair = fresh_dims(call.operands[0].shape), [call.dim("dim1"), call.dim("dim2")]
+    last = factor_dim("diagonal", call.results[0][-1])
     target = (*(dim for i, dim in enumerate(dims) if i not in pair), last)
     return Factoring((dims,), (target,), whole=names(dims, pair) | frozenset(last), linear=FIRST)
 
 
 def _diagonal_written(call: Call) -> Factoring:
     """Write a tensor on the diagonal of two dims, which stay whole, as does its last one."""
-    dims, pair = dims_of(call.operands[0].shape), [call.dim("dim1"), call.dim("dim2")]
-    last = named("diagonal", call.operands[1].shape[-1])
+    dims, pair = fresh_dims(call.operands[0].shape), [call.dim("dim1"), call.dim("dim2")]
+    last = factor_dim("diagonal", call.operands[1].shape[-1])
     written = (*(dim for i, dim in enumerate(dims) if i not in pair), last)
     whole = names(dims, pair) | frozenset(last)
     return Factoring((dims, written), (dims,), whole=whole, linear=(frozenset({0, 1}),))
 
 
 RULES: tuple[Rule, ...] = (
-    *built(sliced, "slice.Tensor", "narrow", traits=KEEPS_ZEROS),
-    *built(reduced, "select.int", "unbind.int", traits=KEEPS_ZEROS, linear=True, whole=True),
-    *built(pieces, "split.Tensor", "split_with_sizes", "chunk", traits=KEEPS_ZEROS),
-    *built(pieces, "split.sizes", "tensor_split.sections"),
-    *built(concatenated, "cat", "concat", "concatenate"),
-    *built(differences, "diff"),
-    *built(overwritten, "slice_scatter", "select_scatter"),
-    *built(stacked, "stack"),
-    *built(padded, "pad", "constant_pad_nd"),
-    *built(kept_along, "flip", "roll", argument="dims", linear=True),
-    *built(kept, "tril", "triu", whole=(-2, -1), linear=True),
-    *built(_unfolded, "unfold"),
-    *built(diagonal, "diagonal", "linalg_diagonal"),
-    *built(_on_diagonal, "diag_embed"),
-    *built(_diagonal_written, "diagonal_scatter"),
-    *built(kept, "fliplr", whole=(1,), linear=True),
-    *built(kept, "flipud", whole=(0,), linear=True),
-    *built(_turned, "rot90"),
-    *built(pieces, "unsafe_split.Tensor", "unsafe_split_with_sizes", "unsafe_chunk"),
-    *built(pieces, "hsplit.int", along=1),
-    *built(pieces, "vsplit.int", along=0),
-    *built(pieces, "dsplit.int", along=2),
-    *built(_pieces_at, "tensor_split.indices"),
-    *built(_pieces_at, "hsplit.array", along=1),
-    *built(_pieces_at, "vsplit.array", along=0),
-    *built(_pieces_at, "dsplit.array", along=2),
-    *built(_put_beside, "vstack", along=0),
-    *built(_put_beside, "hstack", "column_stack", along=1),
-    *built(_put_beside, "dstack", along=2),
+    *rules_for_ops(_slice_dim, "slice.Tensor", "narrow", traits=KEEPS_ZEROS),
+    *rules_for_ops(reduce_dims, "select.int", "unbind.int", traits=KEEPS_ZEROS, linear=True, whole=True),
+    *rules_for_ops(pieces, "split.Tensor", "split_with_sizes", "chunk", traits=KEEPS_ZEROS),
+    *rules_for_ops(pieces, "split.sizes", "tensor_split.sections"),
+    *rules_for_ops(_join_along_dim, "cat", "concat", "concatenate"),
+    *rules_for_ops(differences, "diff"),
+    *rules_for_ops(overwritten, "slice_scatter", "select_scatter"),
+    *rules_for_ops(_stack_along_dim, "stack"),
+    *rules_for_ops(_pad_dims, "pad", "constant_pad_nd"),
+    *rules_for_ops(kept_along, "flip", "roll", argument="dims", linear=True),
+    *rules_for_ops(keep_dims, "tril", "triu", whole=(-2, -1), linear=True),
+    *rules_for_ops(_unfolded, "unfold"),
+    *rules_for_ops(diagonal, "diagonal", "linalg_diagonal"),
+    *rules_for_ops(_on_diagonal, "diag_embed"),
+    *rules_for_ops(_diagonal_written, "diagonal_scatter"),
+    *rules_for_ops(keep_dims, "fliplr", whole=(1,), linear=True),
+    *rules_for_ops(keep_dims, "flipud", whole=(0,), linear=True),
+    *rules_for_ops(_turned, "rot90"),
+    *rules_for_ops(pieces, "unsafe_split.Tensor", "unsafe_split_with_sizes", "unsafe_chunk"),
+    *rules_for_ops(pieces, "hsplit.int", along=1),
+    *rules_for_ops(pieces, "vsplit.int", along=0),
+    *rules_for_ops(pieces, "dsplit.int", along=2),
+    *rules_for_ops(_pieces_at, "tensor_split.indices"),
+    *rules_for_ops(_pieces_at, "hsplit.array", along=1),
+    *rules_for_ops(_pieces_at, "vsplit.array", along=0),
+    *rules_for_ops(_pieces_at, "dsplit.array", along=2),
+    *rules_for_ops(_put_beside, "vstack", along=0),
+    *rules_for_ops(_put_beside, "hstack", "column_stack", along=1),
+    *rules_for_ops(_put_beside, "dstack", along=2),
 )

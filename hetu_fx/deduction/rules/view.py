@@ -12,15 +12,15 @@ from dataclasses import replace
 from hetu_fx.deduction.rules.build import (
     FIRST,
     broadcast,
-    built,
-    dims_of,
-    grouped,
-    kept,
+    factor_dim,
+    fresh_dims,
+    group_factors,
+    keep_dims,
     lines,
     literals,
-    named,
     names,
-    replaced,
+    replace_dims,
+    rules_for_ops,
 )
 from hetu_fx.deduction.rules.call import Call, Shape
 from hetu_fx.deduction.rules.forms import KEEPS_ZEROS
@@ -29,7 +29,7 @@ from hetu_fx.deduction.rules.rule import Dims, Factoring, LiteralSize, Rule
 from hetu_fx.deduction.rules.size import Size, integer
 
 
-def refined(source: Shape, target: Shape) -> tuple[Dims, Dims, dict[str, Size], frozenset[str]]:
+def _common_factors(source: Shape, target: Shape) -> tuple[Dims, Dims, dict[str, Size], frozenset[str]]:
     """Return the common factors of two shapes of one tensor: dims of both, sizes, and what does not
     refine."""
     partition = Partition()
@@ -47,7 +47,7 @@ def refined(source: Shape, target: Shape) -> tuple[Dims, Dims, dict[str, Size], 
 
 def _reshaped(call: Call) -> Factoring:
     """Reshape, flatten, squeeze or unsqueeze; factors follow from the shapes."""
-    source, target, sizes, whole = refined(call.operands[0].shape, call.results[0])
+    source, target, sizes, whole = _common_factors(call.operands[0].shape, call.results[0])
     given = "size" if "size" in call.arguments else "shape"
     found = literals(call, given, target)
     return Factoring((source,), (target,), sizes, whole, linear=FIRST, literals=found)
@@ -55,7 +55,7 @@ def _reshaped(call: Call) -> Factoring:
 
 def _reshaped_like(call: Call) -> Factoring:
     """Reshape to the shape of another tensor, which is cut as the result is."""
-    source, target, sizes, whole = refined(call.operands[0].shape, call.results[0])
+    source, target, sizes, whole = _common_factors(call.operands[0].shape, call.results[0])
     return Factoring((source, target), (target,), sizes, whole, linear=FIRST)
 
 
@@ -67,20 +67,20 @@ def _squeezed(call: Call) -> Factoring:
 
 def _unflattened(call: Call) -> Factoring:
     """Split one dim into several; factors follow from the shapes."""
-    source, target, sizes, whole = refined(call.operands[0].shape, call.results[0])
+    source, target, sizes, whole = _common_factors(call.operands[0].shape, call.results[0])
     dim, count = call.dim(), len(target) - call.rank + 1
     found = literals(call, "sizes", target[dim : dim + count])
     return Factoring((source,), (target,), sizes, whole, FIRST, literals=found)
 
 
-def expanded(call: Call) -> Factoring:
+def _expand_dims(call: Call) -> Factoring:
     """Repeat dims of size 1; the new factors belong to the result alone."""
-    dims = dims_of(call.results[0])
+    dims = fresh_dims(call.results[0])
     operands = tuple(broadcast(operand.shape, dims) for operand in call.operands)
     return Factoring(operands, (dims,), linear=FIRST, literals=literals(call, "size", dims))
 
 
-def transposed(call: Call) -> Factoring:
+def _swap_dims(call: Call) -> Factoring:
     """Swap two dims, named dim0 and dim1 or axis0 and axis1, or the last two."""
     _, *given = call.arguments.values()
     order = list(range(call.rank))
@@ -90,12 +90,12 @@ def transposed(call: Call) -> Factoring:
     return _permutation(call, order)
 
 
-def permuted(call: Call) -> Factoring:
+def _permute_dims(call: Call) -> Factoring:
     """Put the dims in a given order, or in the reverse one."""
     return _permutation(call, call.dims("dims") if "dims" in call.arguments else range(call.rank)[::-1])
 
 
-def moved(call: Call) -> Factoring:
+def _move_dims(call: Call) -> Factoring:
     """Move dims to new places, the others keep their order."""
     source, target = call.dims("source"), call.dims("destination")
     rest = iter([dim for dim in range(call.rank) if dim not in source])
@@ -104,17 +104,17 @@ def moved(call: Call) -> Factoring:
 
 
 def _permutation(call: Call, order: Sequence[int]) -> Factoring:
-    dims = dims_of(call.operands[0].shape)
+    dims = fresh_dims(call.operands[0].shape)
     return Factoring((dims,), (tuple(dims[i] for i in order),), linear=FIRST)
 
 
-def repeated(call: Call) -> Factoring:
+def _repeat_dims(call: Call) -> Factoring:
     """Repeat the tensor along its dims: a dim becomes (repeats, itself)."""
     shape, result = call.operands[0].shape, call.results[0]
     offset = len(result) - len(shape)
     argument = "repeats" if "repeats" in call.arguments else "dims"
     first = len(result) - len(call.arguments[argument])
-    source, target, sizes = dims_of(shape), [], {}
+    source, target, sizes = fresh_dims(shape), [], {}
     found: list[LiteralSize] = []
     for i, size in enumerate(result):
         inner = source[i - offset] if i >= offset else ()
@@ -130,50 +130,50 @@ def repeated(call: Call) -> Factoring:
 
 def _mixed_channels(call: Call) -> Factoring:
     """Turn channels (groups, rest) into (rest, groups); both pass."""
-    shape, dims = call.operands[0].shape, dims_of(call.operands[0].shape)
+    shape, dims = call.operands[0].shape, fresh_dims(call.operands[0].shape)
     groups = integer(call.integer("groups"))
     if shape[1].over(groups) is None:  # only the run tells how many channels a group has
-        return kept(call, [1], linear=True)
-    outer, inner, sizes = grouped(shape[1], groups, "g", "r")
-    source, target = (replaced(dims, {1: pair}) for pair in ((*outer, *inner), (*inner, *outer)))
+        return keep_dims(call, [1], linear=True)
+    outer, inner, sizes = group_factors(shape[1], groups, "g", "r")
+    source, target = (replace_dims(dims, {1: pair}) for pair in ((*outer, *inner), (*inner, *outer)))
     found = (LiteralSize(call.at("groups"), outer),) if outer else ()
     return Factoring((source,), (target,), sizes, linear=FIRST, literals=found)
 
 
-def interleaved(call: Call) -> Factoring:
+def _repeat_each(call: Call) -> Factoring:
     """Repeat each element of a dim in place: the dim becomes (itself, repeats)."""
     shape, result = call.operands[0].shape, call.results[0]
     flat = call.arguments.get("dim") is None and len(shape) != 1
     dim = call.dim()
     times = None if flat else result[dim].over(shape[dim])
-    source = dims_of(shape)
+    source = fresh_dims(shape)
     if times is None:
-        target = dims_of(result, "o")
+        target = fresh_dims(result, "o")
         return Factoring((source,), (target,), whole=names(source + target), linear=FIRST)
     known = {"times": times} | {name: shape[dim] for name in source[dim]}
-    extra = named("times", times)
-    target = replaced(source, {dim: source[dim] + extra})
+    extra = factor_dim("times", times)
+    target = replace_dims(source, {dim: source[dim] + extra})
     found = (LiteralSize(call.at("repeats"), extra),) if extra else ()
     return Factoring((source,), (target,), known, linear=FIRST, literals=found)
 
 
 RULES: tuple[Rule, ...] = (
-    *built(_reshaped, "view", "reshape", "_unsafe_view", "flatten.using_ints", "unsqueeze", traits=KEEPS_ZEROS),
-    *built(_reshaped, "ravel", "view_copy"),
-    *built(_reshaped_like, "view_as", "reshape_as"),
-    *built(_squeezed, "squeeze", "squeeze.dim", traits=KEEPS_ZEROS),
-    *built(_squeezed, "squeeze.dims"),
-    *built(_unflattened, "unflatten.int"),
-    *built(expanded, "expand", traits=KEEPS_ZEROS),
-    *built(expanded, "expand_as", "broadcast_to"),
-    *built(transposed, "transpose.int", "t", traits=KEEPS_ZEROS),
-    *built(transposed, "swapaxes", "swapdims", "mT", "adjoint", "mH"),
-    *built(permuted, "permute", traits=KEEPS_ZEROS),
-    *built(permuted, "numpy_T"),
-    *built(moved, "movedim.intlist", "movedim.int", "moveaxis.intlist", "moveaxis.int"),
-    *built(repeated, "repeat", "tile"),
-    *built(_mixed_channels, "channel_shuffle"),
-    *built(interleaved, "repeat_interleave.self_int"),
+    *rules_for_ops(_reshaped, "view", "reshape", "_unsafe_view", "flatten.using_ints", "unsqueeze", traits=KEEPS_ZEROS),
+    *rules_for_ops(_reshaped, "ravel", "view_copy"),
+    *rules_for_ops(_reshaped_like, "view_as", "reshape_as"),
+    *rules_for_ops(_squeezed, "squeeze", "squeeze.dim", traits=KEEPS_ZEROS),
+    *rules_for_ops(_squeezed, "squeeze.dims"),
+    *rules_for_ops(_unflattened, "unflatten.int"),
+    *rules_for_ops(_expand_dims, "expand", traits=KEEPS_ZEROS),
+    *rules_for_ops(_expand_dims, "expand_as", "broadcast_to"),
+    *rules_for_ops(_swap_dims, "transpose.int", "t", traits=KEEPS_ZEROS),
+    *rules_for_ops(_swap_dims, "swapaxes", "swapdims", "mT", "adjoint", "mH"),
+    *rules_for_ops(_permute_dims, "permute", traits=KEEPS_ZEROS),
+    *rules_for_ops(_permute_dims, "numpy_T"),
+    *rules_for_ops(_move_dims, "movedim.intlist", "movedim.int", "moveaxis.intlist", "moveaxis.int"),
+    *rules_for_ops(_repeat_dims, "repeat", "tile"),
+    *rules_for_ops(_mixed_channels, "channel_shuffle"),
+    *rules_for_ops(_repeat_each, "repeat_interleave.self_int"),
     *lines("... [c] -> ...", "view_as_complex", linear="all"),
     *lines("... -> ... [c]", "view_as_real", linear="all"),
 )

@@ -284,11 +284,11 @@ class OpaqueCall:
 
 def _with_own_memory(made: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
     """Return what an op has made: whole tensors that share no memory with each other, or with what it was given."""
-    taken = meta.storages_of(list(given))
+    taken = meta.example_storages(list(given))
     own = [tensor.detach().contiguous() for tensor in made]
     for place, tensor in enumerate(own):
-        own[place] = tensor.clone() if taken & meta.storages_of(tensor) else tensor
-        taken |= meta.storages_of(own[place])
+        own[place] = tensor.clone() if taken & meta.example_storages(tensor) else tensor
+        taken |= meta.example_storages(own[place])
     return own
 
 
@@ -316,7 +316,7 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def seed_of(random_state: Tensor | None, site: int) -> int:
+def call_seed(random_state: Tensor | None, site: int) -> int:
     """Return the seed of a leaf's random numbers in a step: the same on all replicas, which call it on the same rows.
 
     Without a state, which graphs have after the passes, always the same.
@@ -358,7 +358,7 @@ def without_number(name: str) -> str:
     return name.partition("#")[0]
 
 
-def label_in(name: str) -> str:
+def call_label(name: str) -> str:
     """Return the label in an op's name."""
     return without_number(name).rpartition(" ")[0]
 

@@ -48,7 +48,7 @@ def leaf(module_or_class: L) -> L:
     return module_or_class
 
 
-def is_marked(module: nn.Module) -> bool:
+def is_marked_leaf(module: nn.Module) -> bool:
     """Tell whether the user has said that a module is a leaf."""
     return bool(vars(module).get(_MARK, False)) or any(vars(kind).get(_MARK, False) for kind in type(module).__mro__)
 
@@ -56,24 +56,24 @@ def is_marked(module: nn.Module) -> bool:
 def leaf_modules(model: nn.Module, loss_fn: Any, given: Collection[nn.Module] = ()) -> Iterator[tuple[str, nn.Module]]:
     """Yield the outermost modules of a model and of what makes its loss that are marked or given, once, with names."""
     seen = set[int]()
-    roots = [("", model), *((f"loss_fn.{type(one).__name__}", one) for one in modules_of(loss_fn))]
+    roots = [("", model), *((f"loss_fn.{type(one).__name__}", one) for one in named_modules_of(loss_fn))]
     for prefix, root in roots:
         for name, module in root.named_modules():
-            if id(module) not in seen and (module in given or is_marked(module)):
+            if id(module) not in seen and (module in given or is_marked_leaf(module)):
                 seen.update(map(id, module.modules()))
                 yield ".".join(part for part in (prefix, name) if part), module
 
 
-def modules_of(function: Any) -> Iterator[nn.Module]:
+def named_modules_of(function: Any) -> Iterator[nn.Module]:
     """Yield the modules that a function names: itself, what it is bound to, given, or finds around it."""
     match function:
         case nn.Module():
             yield function
         case MethodType():
-            yield from modules_of(function.__self__)
+            yield from named_modules_of(function.__self__)
         case partial():
             for item in (function.func, *function.args, *function.keywords.values()):
-                yield from modules_of(item)
+                yield from named_modules_of(item)
         case FunctionType():
             yield from (item for item in _around(function) if isinstance(item, nn.Module))
 
@@ -94,7 +94,7 @@ class Candidate:
     called: Any
 
 
-def candidates_of(error: BaseException, model: nn.Module, root: CodeType, loss: CodeType) -> list[Candidate]:
+def leaf_candidates(error: BaseException, model: nn.Module, root: CodeType, loss: CodeType) -> list[Candidate]:
     """Return what runs around the line from which an error of a trace comes, innermost first; never the whole model.
 
     Args:

@@ -22,7 +22,7 @@ from hetu_fx.base.torch_private import tree_leaves
 from hetu_fx.errors import StateError
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument
-from hetu_fx.graph.leaves.call import call_of_name, label_in, seed_of, without_number
+from hetu_fx.graph.leaves.call import call_label, call_of_name, call_seed, without_number
 from hetu_fx.graph.leaves.forms import read_form
 from hetu_fx.graph.leaves.uses import RAN, Use, noting_uses
 from hetu_fx.graph.leaves.work import Work
@@ -44,7 +44,7 @@ def _call_leaf(
     Raises:
         StateError: its results are not of these forms.
     """
-    return call_of_name(name).made([*values, *state], seed_of(random_state, site))
+    return call_of_name(name).made([*values, *state], call_seed(random_state, site))
 
 
 @_call_leaf.register_fake
@@ -75,7 +75,7 @@ def _call_leaf_backward(
 ) -> list[Tensor]:
     """Return the gradients of the `wanted` ones of values and state, by those of the results in some places."""
     given = dict(zip(places, cotangents, strict=True))
-    return call_of_name(name).gradients([*values, *state], seed_of(random_state, site), given, wanted)
+    return call_of_name(name).gradients([*values, *state], call_seed(random_state, site), given, wanted)
 
 
 @_call_leaf_backward.register_fake
@@ -123,7 +123,7 @@ def _backward(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
 
 def _refuse(ctx: Any, *_: Any) -> NoReturn:
     raise StateError(
-        f"a gradient of leaf {label_in(ctx.name)} is part of the loss (a penalty?), and has no derivative\n"
+        f"a gradient of leaf {call_label(ctx.name)} is part of the loss (a penalty?), and has no derivative\n"
         "hint: take the derivative of what is not behind a leaf, or name a leaf that has all of it (hetu_fx.leaf)"
     )
 
@@ -138,7 +138,7 @@ _call_leaf_backward.register_autograd(_refuse, setup_context=_remember_name)
 LEAF = torch.ops.hetu.leaf.default
 
 
-def operands_of(node: fx.Node) -> list[fx.Node]:
+def leaf_operands(node: fx.Node) -> list[fx.Node]:
     """Return what a call of a leaf is given: values, parameters and buffers, in order."""
     return [*argument(node, "values"), *argument(node, "state")]
 
@@ -150,8 +150,8 @@ def _flops(
     return round(call_of_name(name).work.at(values).flops)
 
 
-def work_in(node: fx.Node, size_of: Callable[[meta.Size], int]) -> Work:
-    """Return what a leaf's op takes, forward; `size_of` says what sizes are."""
+def leaf_work(node: fx.Node, size_of: Callable[[meta.Size], int]) -> Work:
+    """Return what a leaf's op takes, forward; `recorded_size` says what sizes are."""
     shapes = [list(map(size_of, meta.shape(value))) for value in argument(node, "values")]
     return call_of_name(argument(node, "name")).work.at(shapes)
 
@@ -175,4 +175,4 @@ def told_arguments(node: fx.Node) -> Any:
 
 def told_op(node: fx.Node) -> str:
     """Return what an op is, for people: the leaf that it calls, or its name."""
-    return f"leaf {label_in(argument(node, 'name'))}" if node.target is LEAF else str(node.target)
+    return f"leaf {call_label(argument(node, 'name'))}" if node.target is LEAF else str(node.target)

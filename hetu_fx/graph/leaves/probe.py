@@ -44,7 +44,7 @@ class CannotBeLeaf(Exception):
     """A module cannot be a leaf; says why."""
 
 
-class SizesAreFixed(Exception):
+class FixedSizesError(Exception):
     """A leaf cannot be called with other sizes than the example's."""
 
 
@@ -214,7 +214,7 @@ class Question:
         left = _attributes(self._modules)
         with _Read() as read:
             other = self._call(self.example, first.fill, seed=1)
-        if any(meta.storages_of(tensor) & read.storages for tensor in self.strange):
+        if any(meta.example_storages(tensor) & read.storages for tensor in self.strange):
             raise CannotBeLeaf("it reads a parameter or buffer of the model that is none of it, which may change")
         after = self._call(self.example, first.fill)
         for name, tensor in first.ran.tensors.items():
@@ -237,7 +237,7 @@ class Question:
         for symbol in self._symbols:
             found = list(self._with_others_of(symbol, fill))
             if not found:
-                raise SizesAreFixed(f"leaf {self.invocation.label} takes no other size than the example's")
+                raise FixedSizesError(f"leaf {self.invocation.label} takes no other size than the example's")
             made += found
         return made
 
@@ -312,7 +312,7 @@ class _Call:
     def shares(self) -> bool:
         """Whether results share memory with each other, or with what was given."""
         made = list(self.ran.tensors.values())
-        storages = [meta.storages_of(one) for one in (*made, list(self.ran.inputs))]
+        storages = [meta.example_storages(one) for one in (*made, list(self.ran.inputs))]
         return len(set().union(*storages)) < sum(map(len, storages))
 
 
@@ -346,7 +346,7 @@ class _Read(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note it, and run the op."""
         given = [one for one in tree_leaves((args, kwargs or {})) if isinstance(one, Tensor)]
-        self.storages |= meta.storages_of(given)
+        self.storages |= meta.example_storages(given)
         return func(*args, **(kwargs or {}))
 
 

@@ -26,12 +26,12 @@ from hetu_fx.base.torch_private import version
 from hetu_fx.base.words import bytes_text
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
-from hetu_fx.graph.capture_failure import RowsAreCounted, line_of, reason
+from hetu_fx.graph.capture_failure import RowCountError, reason, user_line
 from hetu_fx.graph.containers import Leaf, Opaque, TensorSlot, Tree, flatten, map_leaves, unflatten
 from hetu_fx.graph.leaves.call import Holder, Invocation, OpaqueCall, know, told_tree
-from hetu_fx.graph.leaves.mark import Candidate, candidates_of, leaf_modules
+from hetu_fx.graph.leaves.mark import Candidate, leaf_candidates, leaf_modules
 from hetu_fx.graph.leaves.ops import LEAF
-from hetu_fx.graph.leaves.probe import CannotBeLeaf, Operand, Question, SizesAreFixed
+from hetu_fx.graph.leaves.probe import CannotBeLeaf, FixedSizesError, Operand, Question
 from hetu_fx.graph.tracing.autocasts import Autocasts, ambient_autocasts
 from hetu_fx.graph.tracing.contents import ABSENT, put
 
@@ -46,7 +46,7 @@ class LeafWarning(UserWarning):
     """A module that no capture goes into is called as it is, on the rows of the whole batch."""
 
 
-class LeafRefused(CaptureError):
+class LeafError(CaptureError):
     """A module that was to be a leaf cannot be one.
 
     Attributes:
@@ -77,7 +77,7 @@ class _OfALeaf:
 
     def _use(self, *_: Any, **__: Any) -> NoReturn:
         why = f"the forward around it reads the attribute {self._name!r} that it leaves"  # type: ignore[attr-defined]
-        raise LeafRefused(self._target, why)  # type: ignore[attr-defined]
+        raise LeafError(self._target, why)  # type: ignore[attr-defined]
 
     __getattr__ = __call__ = __getitem__ = __iter__ = __len__ = __bool__ = __float__ = __int__ = __index__ = _use
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _use
@@ -142,7 +142,7 @@ class Leaves:
         model: what is captured.
         loss_fn: what makes its loss.
         device: where the model is.
-        codes: of the functions that call the model, and the loss function (see `candidates_of`).
+        codes: of the functions that call the model, and the loss function (see `leaf_candidates`).
         given: modules that are leaves besides those that the user has named; None: they are found.
         around: entered around calls outside of a trace, as around traces: what a forward leaves in Python is put back.
 
@@ -196,7 +196,7 @@ class Leaves:
             try:
                 with self._patched():
                     return capture()
-            except LeafRefused as refused:
+            except LeafError as refused:
                 if cause is None or not refused.target.why:
                     raise
                 found = self._instead_of(refused)
@@ -212,7 +212,7 @@ class Leaves:
             self._targets = [*self._not_inside(found), found, *self._like(found)]
         raise CaptureError(f"the model has more than {MOST_LEAVES} modules that cannot be captured") from cause
 
-    def answered(self, trace: Callable[[], T]) -> T:
+    def trace_with_answers(self, trace: Callable[[], T]) -> T:
         """Return a trace, begun anew whenever it has met a call of which it was not known what it makes.
 
         Raises:
@@ -227,10 +227,10 @@ class Leaves:
             try:
                 with self._around():
                     call = replace(question, strange=self._not_of(target)).answer()
-            except (CannotBeLeaf, SizesAreFixed) as error:
-                if isinstance(error, SizesAreFixed) and not target.opens_rows:
+            except (CannotBeLeaf, FixedSizesError) as error:
+                if isinstance(error, FixedSizesError) and not target.opens_rows:
                     raise
-                raise LeafRefused(target, str(error)) from error
+                raise LeafError(target, str(error)) from error
             know(call)
             self._known[key], self._owner[call.name] = call, target
             self._num_bytes[call.name] = question.num_bytes
@@ -257,11 +257,11 @@ class Leaves:
         if not self._finds:
             return None
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-        candidates = candidates_of(error, self._model, *self._codes)
-        why, opens_rows = f"{line_of(cause)}: {reason(cause)}", isinstance(error, RowsAreCounted)
+        candidates = leaf_candidates(error, self._model, *self._codes)
+        why, opens_rows = f"{user_line(cause)}: {reason(cause)}", isinstance(error, RowCountError)
         return self._first_of(candidates, why, opens_rows=opens_rows)
 
-    def _instead_of(self, refused: LeafRefused) -> _Target | None:
+    def _instead_of(self, refused: LeafError) -> _Target | None:
         """Return what to make a leaf as another one cannot be; None where nothing can be."""
         target = refused.target
         self._refused.add(id(target.called))
@@ -272,7 +272,7 @@ class Leaves:
     def _keeps_rows_fixed(self, cause: CaptureError) -> bool:
         """Let batches have one number of rows, if something was to be a leaf for others, and cannot; tell if so."""
         others = [target for target in self._targets if not target.opens_rows]
-        gives_up = self.opens_rows and (isinstance(cause, RowsAreCounted) or len(others) < len(self._targets))
+        gives_up = self.opens_rows and (isinstance(cause, RowCountError) or len(others) < len(self._targets))
         if gives_up:
             self.opens_rows, self._targets = False, others
         return gives_up
@@ -348,7 +348,7 @@ class Leaves:
         target = next((target for target, tensor, before in self._shared if version(tensor) != before), None)
         if target is not None:
             why = "it returns what it is given, or a view of that, and one of the two is written to later"
-            raise LeafRefused(target, why)
+            raise LeafError(target, why)
 
     def function(self, called: Callable[..., Any]) -> Callable[..., Any]:
         """Return what is to be called in the place of the function that makes the loss."""
@@ -473,4 +473,4 @@ def _as_slot(leaf: Leaf, tensors: Mapping[str, Tensor], sizes: dict[str, tuple[i
             sizes[leaf.name] = found
             return TensorSlot(leaf.name)
     kind = "number that follows from sizes" if isinstance(leaf.value, torch.SymInt) else leaf.type_name
-    raise LeafRefused(target, f"it is given a {kind}, where a leaf takes tensors, their sizes and plain values")
+    raise LeafError(target, f"it is given a {kind}, where a leaf takes tensors, their sizes and plain values")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from hetu_fx.base.torch_private import carried_over, carrying_over
+from hetu_fx.base.torch_private import set_thread_local, thread_local_value
 
 Use = tuple[str, int]
 """The name of a call of a leaf, and which of its operands it has made a gradient of."""
@@ -21,9 +21,9 @@ _KEY = "hetu_fx uses of leaves"
 @contextmanager
 def noting_uses(notes: set[Use]) -> Iterator[None]:
     """Note what backwards inside make gradients of; what is around this one, and notes it, has it as well."""
-    around = carried_over(_KEY)
+    around = thread_local_value(_KEY)
     try:
-        with carrying_over(_KEY, notes):
+        with set_thread_local(_KEY, notes):
             yield
     finally:
         if around is not None:
@@ -32,6 +32,6 @@ def noting_uses(notes: set[Use]) -> Iterator[None]:
 
 def note_uses(name: str, places: Iterable[int]) -> None:
     """Note that the backward of a call has run, and made gradients of these operands."""
-    notes = carried_over(_KEY)
+    notes = thread_local_value(_KEY)
     if notes is not None:
         notes.update((name, place) for place in (RAN, *places))

@@ -73,7 +73,7 @@ class ComparedRows:
         numbers = range(3, _MOST)
         return next((rows for rows in numbers if not self.takes(rows)), None)
 
-    def is_same_beside(self, other: ComparedRows) -> bool:
+    def matches_trace(self, other: ComparedRows) -> bool:
         """Tell whether this is the trace of another number of rows, too, for which the one condition does not hold."""
         opposite = [sympy.Not(one) for one in other.conditions]
         return list(self.conditions) == opposite and _told(self.exported) == _told(other.exported)

@@ -20,7 +20,7 @@ from hetu_fx.base.torch_private import (
     give_name_in_trace,
     instead_of_grad_and_value,
     is_between_ops,
-    is_traced,
+    is_in_trace,
     transform_level,
     tree_flatten,
     tree_map_only,
@@ -132,7 +132,7 @@ class Derivatives(TorchDispatchMode):
     def _name(self, tensor: Tensor) -> None:
         """Let a tensor be what autograd has detached it from."""
         source = tensor
-        while (known := self._sources.get(id(source))) and (known.is_autograds or not is_traced(source)):
+        while (known := self._sources.get(id(source))) and (known.is_autograds or not is_in_trace(source)):
             source = known.source
-        if is_traced(source):
+        if is_in_trace(source):
             give_name_in_trace(tensor, source)

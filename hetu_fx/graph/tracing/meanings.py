@@ -84,7 +84,7 @@ _MEANINGS = {
 """By what its type and text have in them; the first that fits."""
 
 
-def meaning_of(error: BaseException) -> Meaning | None:
+def explain_trace_error(error: BaseException) -> Meaning | None:
     """Return what an error of a trace means, where its own words would not tell; None where they do."""
     if isinstance(error, HetuFxError) or is_of_the_forward(error):
         return None

@@ -19,15 +19,15 @@ from hetu_fx.base.dtypes import is_real
 from hetu_fx.base.torch_private import (
     OpOverload,
     TorchDispatchMode,
+    suspend_trace,
     tree_leaves,
     tree_map_only,
-    untraced,
     version,
     written_names,
 )
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph.calls import bound, is_random_op, is_unset_op
-from hetu_fx.graph.meta import SYMBOLIC, storages_of
+from hetu_fx.graph.meta import SYMBOLIC, example_storages
 
 aten = torch.ops.aten
 
@@ -87,7 +87,7 @@ class KnownValues(TorchDispatchMode):
 
     def _computed(self, op: OpOverload[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         args, named = tree_map_only(Tensor, lambda one: self._known[id(one)][1], (args, named))
-        with untraced(), torch.no_grad():
+        with suspend_trace(), torch.no_grad():
             try:
                 return op(*args, **named)
             except (RuntimeError, IndexError, ValueError, TypeError):  # the trace says so itself, with the line
@@ -104,8 +104,10 @@ class KnownValues(TorchDispatchMode):
     def _forget_written(self, op: OpOverload[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Forget what an op has written to, and all that lies in the same memory, whichever view of it was written."""
         given = bound(op, args, named)
-        places = storages_of(_tensors([given[name] for name in written_names(op)]))
-        self._known = {number: pair for number, pair in self._known.items() if places.isdisjoint(storages_of(pair[0]))}
+        places = example_storages(_tensors([given[name] for name in written_names(op)]))
+        self._known = {
+            number: pair for number, pair in self._known.items() if places.isdisjoint(example_storages(pair[0]))
+        }
 
 
 def _tensors(values: Any) -> list[Tensor]:

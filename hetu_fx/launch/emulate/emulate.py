@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hetu_fx.base.documents import json_of, open_regular, told_as_damaged
+from hetu_fx.base.documents import open_regular, parse_json, told_as_damaged
 from hetu_fx.base.machine import start_time
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.launch.emulate.cleanup import PROCESSES_FILE, is_dead, main, remove_run, sweep
@@ -191,7 +191,7 @@ def _write_first_state(folder: Path, plan: RunPlan) -> None:
 
 def _read_state(file: BinaryIO) -> dict[str, Any]:
     where = f"the emulation's {STATE_FILE}"
-    state: dict[str, Any] = json_of(file.read(MOST_STATE_BYTES), where, EnvironmentProblem)
+    state: dict[str, Any] = parse_json(file.read(MOST_STATE_BYTES), where, EnvironmentProblem)
     with told_as_damaged(where, EnvironmentProblem):
         if not all(type(state[key]) is list for key in ("bases", "speeds")):
             raise TypeError("'bases' and 'speeds' are no lists")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
 
-from hetu_fx.base.cgroups import memory_kills_in, quota_of, v1_folder, v2_root
+from hetu_fx.base.cgroups import cgroup_quota, count_memory_kills, v1_folder, v2_root
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.launch.emulate.spec import EmulateSpec
 
@@ -108,7 +108,7 @@ def num_cores(limiter: Limiter) -> float:
     """Count the cores this process may use: its affinity, and the quota it is under."""
     cores = float(len(os.sched_getaffinity(0)))
     folder = next(iter(cgroup_bases(limiter)), None)
-    quota = None if folder is None else quota_of(folder)
+    quota = None if folder is None else cgroup_quota(folder)
     return cores if quota is None else min(cores, quota)
 
 
@@ -171,7 +171,7 @@ def rank_folders(limiter: Limiter, name: str, rank: int) -> tuple[Path, ...]:
 
 def num_memory_kills(limiter: Limiter, name: str, rank: int) -> int:
     """Count the processes of `rank` that the kernel killed for memory."""
-    return sum(map(memory_kills_in, rank_folders(limiter, name, rank)))
+    return sum(map(count_memory_kills, rank_folders(limiter, name, rank)))
 
 
 def assign_cores(speeds: tuple[float, ...], cores: tuple[int, ...]) -> tuple[int, ...]:

@@ -189,10 +189,10 @@ class Crew:
 
     def _say_failure(self, rank: int, code: int) -> None:
         others = f"; the others get {self.grace_seconds:g} s to end" if self.alive else ""
-        self.say(f"rank {rank} {how_ended(code)}{others}")
+        self.say(f"rank {rank} {describe_exit(code)}{others}")
 
 
-def how_ended(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Say how a process ended that has this exit code: -n is that of signal n."""
     if code > 0:
         return f"ended with status {code}"

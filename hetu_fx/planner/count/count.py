@@ -27,9 +27,9 @@ from hetu_fx.base.torch_private import OpOverload, tree_leaves, tree_map
 from hetu_fx.deduction.factors.factors import FactorMap
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import is_view
-from hetu_fx.graph.edit import reached_from
+from hetu_fx.graph.edit import descendants
 from hetu_fx.graph.graph import Graph, LeafKind
-from hetu_fx.graph.leaves.ops import LEAF, work_in
+from hetu_fx.graph.leaves.ops import LEAF, leaf_work
 from hetu_fx.graph.leaves.work import Work
 from hetu_fx.planner.count.liveness import program_memory
 from hetu_fx.planner.count.meetings import Meetings
@@ -38,7 +38,7 @@ from hetu_fx.planner.count.products import contracted_size, multiplies_weights
 from hetu_fx.planner.values.footprint import ProgramMemory
 from hetu_fx.planner.values.part_costs import NO_COSTS, PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.planner.values.shared import RowSums, Tied
+from hetu_fx.planner.values.shared import RowSums, TiedParameter
 from hetu_fx.program.program import Program
 from hetu_fx.transforms.layouts.flow import Flow
 from hetu_fx.transforms.layouts.work_shares import WorkShares
@@ -50,7 +50,7 @@ LEAF_CALLS = 4 / 3
 class FlopCounter:
     """Counts the FLOPs of ops by running them on meta tensors; equal calls are run once.
 
-    `size_of` says what a size is; left out: as in the example. `factors` have the rules of the ops.
+    `recorded_size` says what a size is; left out: as in the example. `factors` have the rules of the ops.
     """
 
     def __init__(self, factors: FactorMap, size_of: Callable[[meta.Size], int] = meta.hint) -> None:
@@ -142,8 +142,8 @@ def _counted(
     sizes: Mapping[sympy.Symbol, int] | None,
 ) -> ProgramCosts:
     graph = program.graph
-    profile = _Profile(program, shares, partial(meta.size_at, sizes or {}))
-    at_rows = partial(meta.size_at, {**(sizes or {}), **sizes_at(graph, rows or profile.example_rows)})
+    profile = _Profile(program, shares, partial(meta.evaluate_size, sizes or {}))
+    at_rows = partial(meta.evaluate_size, {**(sizes or {}), **sizes_for_rows(graph, rows or profile.example_rows)})
     summed = [value_bytes(node, at_rows) for node in program.summed_over_rows]
     for node in graph.graph.nodes:
         if node.op == "call_function":
@@ -174,10 +174,10 @@ def _gathered_work(program: Program, size_of: SizeOf, shares: WorkShares) -> Par
     axis = program.batch_axis
     found = [] if axis is None else Meetings(program.graph, axis).found
     nodes = [node for one in found for node in one.work]
-    return work_of(program, nodes, size_of, shares).work if nodes else NO_COSTS
+    return count_work(program, nodes, size_of, shares).work if nodes else NO_COSTS
 
 
-def sizes_at(graph: Graph, rows: int) -> dict[sympy.Symbol, int]:
+def sizes_for_rows(graph: Graph, rows: int) -> dict[sympy.Symbol, int]:
     """Return what the symbols of a graph that count rows stand for where there are so many, over all replicas."""
     return {symbol: rows for symbol in (graph.batch_symbol, graph.all_rows) if symbol is not None}
 
@@ -193,7 +193,7 @@ def _sizes(node: fx.Node) -> list[meta.Size]:
     return list(meta.shape(node)) if meta.is_tensor(node) else []
 
 
-class Analysed(Protocol):
+class AnalysedNodes(Protocol):
     """A graph of which it is known what its ops do to classes, and what its values depend on."""
 
     @property
@@ -209,8 +209,8 @@ class Analysed(Protocol):
         """What its values depend on."""
 
 
-def work_of(
-    analysed: Analysed, nodes: Iterable[fx.Node], size_of: SizeOf, shares: WorkShares | None = None
+def count_work(
+    analysed: AnalysedNodes, nodes: Iterable[fx.Node], size_of: SizeOf, shares: WorkShares | None = None
 ) -> PartCosts:
     """Return what some ops cost per row; without `shares`, if every device of a group runs them whole."""
     profile = _Profile(analysed, shares or WorkShares(analysed.factors, frozenset()), size_of)
@@ -242,16 +242,16 @@ class _Part:
 class _Profile:
     """The totals of all parts while the graph is walked: before, each block, after."""
 
-    def __init__(self, program: Analysed, shares: WorkShares, size_of: SizeOf) -> None:
+    def __init__(self, program: AnalysedNodes, shares: WorkShares, size_of: SizeOf) -> None:
         graph, self._flow = program.graph, program.flow
         self.shares, self._size_of, self.example_rows = shares, size_of, example_rows(graph, size_of)
         self.parts = [_Part() for _ in range(graph.num_blocks + 2)]
         self._graph, self._counter = graph, FlopCounter(shares.factors, size_of)
         inputs = {leaf.node for leaf in graph.leaves_of(LeafKind.INPUT)}
         self._parameters = {leaf.node for leaf in graph.leaves_of(LeafKind.PARAMETER)}
-        by_batch, by_weights = reached_from(graph, inputs), reached_from(graph, self._parameters)
+        by_batch, by_weights = descendants(graph, inputs), descendants(graph, self._parameters)
         self._of_batch, self._mixed = by_batch, by_batch & by_weights
-        self.tied: list[Tied] = []
+        self.tied: list[TiedParameter] = []
         self._kept: set[fx.Node] = set()
         self._gathered: set[fx.Node] = set()
 
@@ -314,7 +314,7 @@ class _Profile:
 
     def _inside(self, node: fx.Node) -> Work | None:
         """Return what is done in the call of a leaf; None of other ops."""
-        return work_in(node, self._size_of) if node.target is LEAF else None
+        return leaf_work(node, self._size_of) if node.target is LEAF else None
 
     def _calls(self, node: fx.Node) -> float:
         """Return how often an op's forward counts, which a leaf's backward does once more."""
@@ -353,7 +353,7 @@ class _Profile:
             part.add("repeated_parameter_bytes", size)
             part.add("late_parameter_bytes", size if node in self.shares.added_late else 0)
         if len(readers) > 1:
-            self.tied.append(Tied(size, size if is_split else 0, tuple(readers)))
+            self.tied.append(TiedParameter(size, size if is_split else 0, tuple(readers)))
 
     def memory(self) -> ProgramMemory | None:
         """Return what the parts hold; None where only the values of a batch tell."""

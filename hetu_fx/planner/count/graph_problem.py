@@ -24,7 +24,7 @@ from hetu_fx.deduction.factors.factors import ClassDims, FactorClass, FactorMap,
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import is_view
-from hetu_fx.graph.edit import needed_for
+from hetu_fx.graph.edit import ancestors
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
 from hetu_fx.planner.count.count import FlopCounter, example_rows
 from hetu_fx.planner.count.products import multiplies
@@ -50,7 +50,9 @@ class GraphProblem:
     sources: Mapping[fx.Node, tuple[str, ClassDims]]
 
 
-def problem_of(analysed: AnalysedGraph, *, rows: int | None = None, segment_per_part: bool = False) -> GraphProblem:
+def graph_problem_of(
+    analysed: AnalysedGraph, *, rows: int | None = None, segment_per_part: bool = False
+) -> GraphProblem:
     """Return the HAP problem of a training step of a captured model.
 
     Args:
@@ -102,7 +104,7 @@ class _ProblemReader:
 
     def wanted(self) -> Iterator[fx.Node]:
         """Yield the ops that the outputs need and parameters reach, in order."""
-        needed = needed_for(self.outputs(), lambda node: self._learned.intersection(node.all_input_nodes))
+        needed = ancestors(self.outputs(), lambda node: self._learned.intersection(node.all_input_nodes))
         yield from (node for node in self.graph.graph.nodes if node in needed and node.op == "call_function")
 
     def add(self, node: fx.Node) -> None:

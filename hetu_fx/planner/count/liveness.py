@@ -22,7 +22,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
 from hetu_fx.planner.count.peaks import Held, OpStorages, Owner, RecomputeSegments, Run, Sharing, all_pieces
 from hetu_fx.planner.count.storages import Storages
-from hetu_fx.planner.values.footprint import Again, PartMemory, ProgramMemory, Segment
+from hetu_fx.planner.values.footprint import PartMemory, ProgramMemory, RecomputeMemory, Segment
 from hetu_fx.planner.values.line import Amount
 from hetu_fx.transforms.layouts.flow import Flow
 from hetu_fx.transforms.layouts.work_shares import WorkShares
@@ -59,10 +59,10 @@ def program_memory(
     return ProgramMemory(tuple(found), *measured.amounts([everywhere], [more_everywhere]))
 
 
-def _again(pieces: Mapping[str, RecomputeSegments], num_blocks: int, measured: _Measured) -> list[Again]:
+def _again(pieces: Mapping[str, RecomputeSegments], num_blocks: int, measured: _Measured) -> list[RecomputeMemory]:
     """Return what each block is where it is computed again."""
     ways = {way: measured.pieces(found, num_blocks) for way, found in pieces.items()}
-    return [Again(**{way: blocks[number] for way, blocks in ways.items()}) for number in range(num_blocks)]
+    return [RecomputeMemory(**{way: blocks[number] for way, blocks in ways.items()}) for number in range(num_blocks)]
 
 
 def _largest(graph: Graph, shares: WorkShares, part_of: Mapping[fx.Node, int]) -> dict[int, Amount]:

@@ -9,7 +9,7 @@ from torch import fx
 
 from hetu_fx.graph.graph import Graph
 from hetu_fx.transforms.layouts.axis import AxisDeduction
-from hetu_fx.transforms.layouts.states import Need, Summed, Whole
+from hetu_fx.transforms.layouts.states import OperandNeed, Summed, Whole
 from hetu_fx.transforms.rewrites.row_ops import PLACE
 
 
@@ -63,7 +63,7 @@ class Meetings:
         elif node.target is PLACE or self._is_linear(node):
             self.placed.add(node)
 
-    def _is_gathered(self, need: Need) -> bool:
+    def _is_gathered(self, need: OperandNeed) -> bool:
         return need.node in self.placed and need.node not in self.of and isinstance(need.state, Whole)
 
     def _is_linear(self, node: fx.Node) -> bool:
@@ -80,7 +80,7 @@ class Meetings:
                 yield node
                 waiting.extend(node.all_input_nodes)
 
-    def _return(self, need: Need) -> None:
+    def _return(self, need: OperandNeed) -> None:
         """Count the sum of a cotangent."""
         if self.batch.sums_cotangent(need) and need.node in self.of and need.node not in self.returned:
             self.returned.add(need.node)

@@ -28,7 +28,7 @@ Asked = torch.optim.Optimizer | str | ParameterState | None
 """An optimizer, the name of one of `OPTIMIZERS`, what is known of its state, or nothing."""
 
 
-def state_of(parameters: Iterable[Tensor], optimizer: Asked = None) -> ParameterState:
+def optimizer_state_of(parameters: Iterable[Tensor], optimizer: Asked = None) -> ParameterState:
     """Return what these parameters cost with an optimizer; left out: AdamW.
 
     An optimizer that has made no step yet is tried on a small parameter: one of its class, with its settings. Raises

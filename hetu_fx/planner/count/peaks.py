@@ -21,7 +21,7 @@ from hetu_fx.planner.count.products import multiplies, multiplies_weights
 from hetu_fx.planner.count.storages import Change
 from hetu_fx.transforms.layouts.flow import Flow
 from hetu_fx.transforms.layouts.work_shares import WorkShares
-from hetu_fx.transforms.lowering.recompute import segments_of
+from hetu_fx.transforms.lowering.recompute import number_segments
 
 K = TypeVar("K")
 
@@ -321,7 +321,7 @@ class RecomputeSegments:
 def all_pieces(
     graph: Graph, shares: WorkShares, part_of: Mapping[fx.Node, int], flow: Flow
 ) -> dict[str, RecomputeSegments]:
-    """Return the pieces by how the devices of a stage share work, under the names of `footprint.Again`."""
+    """Return the pieces by how the devices of a stage share work, under the names of `footprint.RecomputeMemory`."""
     factors = shares.factors
     ops = [node for node in graph.graph.nodes if node.op == "call_function" and part_of[node] >= 0]
     weights = frozenset(leaf.node for leaf in graph.leaves_of(LeafKind.PARAMETER))
@@ -333,7 +333,7 @@ def all_pieces(
     others = frozenset(node.name for node in ops if multiplies(node, factors)) - of_weights
     pieces = {}
     for way, sent in _sent(ops, shares).items():
-        numbers = {part: segments_of(span, frozenset(sent), weights) for part, span in spans.items()}
+        numbers = {part: number_segments(span, frozenset(sent), weights) for part, span in spans.items()}
         places = {node.name: (part, segment) for part, found in numbers.items() for node, segment in found.items()}
         shared = {node.name: sharing for node, sharing in sent.items()}
         pieces[way] = RecomputeSegments(places, shared, readers, of_weights, others)

@@ -22,7 +22,7 @@ from hetu_fx.planner.dispatch.strategy import Scheme, TimeFit, fit_times
 from hetu_fx.planner.price.stage import stage_costs
 from hetu_fx.planner.price.step import PricedStep
 from hetu_fx.planner.values.line import Line
-from hetu_fx.planner.values.program import ProgramCosts, weights_at
+from hetu_fx.planner.values.program import ProgramCosts, length_weights
 from hetu_fx.plans.parts import PartedPipeline
 from hetu_fx.plans.plan import Plan
 
@@ -157,7 +157,7 @@ def pipeline_seconds(scheme: Scheme, micro_batches: Sequence[PackedMicroBatch]) 
     return scheme.done([scheme.times.micro_batch_seconds(micro.runs) for micro in micro_batches])
 
 
-def candidate_of(name: str, plan: Plan, by_length: Mapping[int, ProgramCosts], cluster: Cluster) -> EligibleVariant:
+def make_candidate(name: str, plan: Plan, by_length: Mapping[int, ProgramCosts], cluster: Cluster) -> EligibleVariant:
     """Return a plan as what may run a batch.
 
     Args:
@@ -183,11 +183,11 @@ def _scheme(
 ) -> Scheme:
     own, deal = pipeline.pipeline, pipeline.deal
     held = own.max_length or max_length or ANY_LENGTH
-    times = times_of(pipeline, by_length, cluster)
+    times = fit_pipeline_times(pipeline, by_length, cluster)
     return Scheme(len(own.stages[0].devices), deal.num_stages, times, held, chunks=deal.chunks)
 
 
-def times_of(pipeline: PartedPipeline, by_length: Mapping[int, ProgramCosts], cluster: Cluster) -> TimeFit:
+def fit_pipeline_times(pipeline: PartedPipeline, by_length: Mapping[int, ProgramCosts], cluster: Cluster) -> TimeFit:
     """Fit the seconds that the slowest stage takes for a row of each length; `fixed` is what a micro-batch costs.
 
     Parts of one stage count together.
@@ -235,7 +235,7 @@ def _rows_of_known(known: Collection[int], runs: Mapping[int, int]) -> dict[int,
     """Return how many rows of each known length take as long as rows of others do, which are counted by length."""
     found: dict[int, float] = defaultdict(float)
     for run, count in runs.items():
-        for length, weight in weights_at(known, run).items():
+        for length, weight in length_weights(known, run).items():
             found[length] += weight * count
     return found
 
@@ -249,7 +249,7 @@ Assignments = tuple[Assignment, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class BatchPlan:
     """A plan for a batch.
 
     Attributes:

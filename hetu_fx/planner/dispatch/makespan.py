@@ -73,7 +73,7 @@ def _done_seconds(problem: Assigning, receivers: Indices) -> Numbers:
     return result
 
 
-def improved(problem: Assigning, receivers: Indices) -> Indices:
+def _improve_assignment(problem: Assigning, receivers: Indices) -> Indices:
     """Move or exchange items of the last receiver while that helps.
 
     The sorted list of (1) falls in every round, so this ends.
@@ -192,7 +192,9 @@ def _better(problem: Assigning, receivers: Indices, items: Indices, anew: Indice
     result[items] = anew
     before, after = (np.sort(_done_seconds(problem, each))[::-1] for each in (receivers, result))
     differs = np.flatnonzero(np.abs(after - before) > EPSILON * before[0])
-    return improved(problem, result) if len(differs) and after[differs[0]] < before[differs[0]] else receivers
+    return (
+        _improve_assignment(problem, result) if len(differs) and after[differs[0]] < before[differs[0]] else receivers
+    )
 
 
 def _best_placed(problem: Assigning, restarts: int, random: np.random.Generator) -> Indices | None:
@@ -203,7 +205,7 @@ def _best_placed(problem: Assigning, restarts: int, random: np.random.Generator)
         caps = np.concatenate([caps, _caps(problem, restarts, random)])
     receivers, done = _place(problem, orders, caps)
     best = int(done.argmin())
-    return improved(problem, receivers[best]) if np.isfinite(done[best]) else None
+    return _improve_assignment(problem, receivers[best]) if np.isfinite(done[best]) else None
 
 
 def _last_and_others(problem: Assigning, receivers: Indices, random: np.random.Generator) -> Indices:

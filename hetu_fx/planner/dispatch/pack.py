@@ -26,7 +26,7 @@ import numpy as np
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.makespan import EPSILON, Assigning, Effort, assign
-from hetu_fx.planner.dispatch.rows import NO_ROWS, RowAssignment, grouped, quick_rows, sweep_counts
+from hetu_fx.planner.dispatch.rows import NO_ROWS, RowAssignment, group_by_row, quick_rows, sweep_counts
 from hetu_fx.planner.dispatch.strategy import Scheme, check_each_once
 
 EXACT_SEQUENCES = 10
@@ -108,7 +108,7 @@ def _falling(scheme: Scheme, lengths: Sequence[int]) -> list[int]:
 def _packing(scheme: Scheme, lengths: Sequence[int], found: RowAssignment, bound: float) -> Packing:
     """Return the packing of rows of falling lengths, the rows of most tokens first."""
     order = sorted(range(len(lengths)), key=lambda position: -lengths[position])
-    rows = filter(None, grouped(order, found.row_of))
+    rows = filter(None, group_by_row(order, found.row_of))
     by_tokens = sorted(rows, key=lambda row: (-sum(lengths[i] for i in row), [-lengths[i] for i in row], row))
     made = Packing(scheme, tuple(lengths), tuple(by_tokens))
     return replace(made, bound_seconds=min(bound, made.seconds))  # sums in another order may round otherwise

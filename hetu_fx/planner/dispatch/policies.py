@@ -28,8 +28,8 @@ from hetu_fx.planner.dispatch.assignment import (
 )
 from hetu_fx.planner.dispatch.dispatch import dispatch
 from hetu_fx.planner.dispatch.pack import packings
-from hetu_fx.planner.dispatch.rows import dispatched, least_done, whole_rows_of
-from hetu_fx.planner.dispatch.strategy import Scheme, SequenceBatch, Strategy, check_each_once, order_of
+from hetu_fx.planner.dispatch.rows import dispatch_rows, least_done, pack_whole_rows
+from hetu_fx.planner.dispatch.strategy import Scheme, SequenceBatch, Strategy, check_each_once, strategy_order
 from hetu_fx.plans.plan import pipeline_rows
 
 
@@ -149,16 +149,16 @@ def _dispatched(candidate: EligibleVariant, request: Request) -> Pipelines:
 def _packed(candidate: EligibleVariant, request: Request) -> Pipelines:
     if request.whole_rows:
         return _in_whole_rows(candidate, request)
-    groups = dispatched(candidate.schemes, request.lengths, request.seed, whole_rows=False)
+    groups = dispatch_rows(candidate.schemes, request.lengths, request.seed, whole_rows=False)
     lengths = ([request.lengths[i] for i in own] for own in groups)
     done = packings(list(zip(candidate.schemes, lengths, strict=True)), seed=request.seed)
     return tuple(_own_rows(one.rows, own, request) for one, own in zip(done, groups, strict=True))
 
 
 def _in_whole_rows(candidate: EligibleVariant, request: Request) -> Pipelines:
-    groups = dispatched(candidate.schemes, request.lengths, request.seed, whole_rows=True)
+    groups = dispatch_rows(candidate.schemes, request.lengths, request.seed, whole_rows=True)
     pairs = zip(candidate.schemes, groups, strict=True)
-    by_time = ((whole_rows_of(scheme, [request.lengths[i] for i in own]), own) for scheme, own in pairs)
+    by_time = ((pack_whole_rows(scheme, [request.lengths[i] for i in own]), own) for scheme, own in pairs)
     return tuple(_own_rows(rows, own, request) for rows, own in by_time)
 
 
@@ -182,7 +182,7 @@ _WAYS: Mapping[Batching, Callable[[EligibleVariant, Request], Pipelines | None]]
 def _groups(candidate: EligibleVariant, lengths: tuple[int, ...], request: Request) -> list[tuple[int, ...]]:
     """Return the positions of the sequences of each of the plan's pipelines, which a strategy has in another order."""
     found = dispatch(Strategy(candidate.schemes), SequenceBatch(lengths), seed=request.seed)
-    order = sorted(range(len(candidate.schemes)), key=lambda i: order_of(candidate.schemes[i]))
+    order = sorted(range(len(candidate.schemes)), key=lambda i: strategy_order(candidate.schemes[i]))
     return [group for _, group in sorted(zip(order, found.pipelines, strict=True))]
 
 
@@ -271,7 +271,7 @@ class HotSPa:
 
 
 @dataclass(frozen=True, slots=True)
-class Soonest:
+class EarliestFinish:
     """What that of several `policies` says that is expected to be done first, the first one of equals.
 
     `Hydraulis` needs a variant that takes the longest sequence for the whole batch; where that is all devices together,

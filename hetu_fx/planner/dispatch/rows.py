@@ -103,7 +103,7 @@ def _longest_first(lengths: Sequence[int], seconds: Sequence[float], count: int,
     return max(heap)[0], row_of
 
 
-def grouped(items: Sequence[int], row_of: Sequence[int]) -> Groups:
+def group_by_row(items: Sequence[int], row_of: Sequence[int]) -> Groups:
     """Return what is in each row, in the order of the items; no row is left out."""
     rows: list[list[int]] = [[] for _ in range(1 + max(row_of, default=-1))]
     for item, row in zip(items, row_of, strict=True):
@@ -147,7 +147,7 @@ def _least_done(problem: Assigning) -> float:
     return max(float(weighted.min(axis=0).sum()), float(alone.min(axis=0).max()))
 
 
-def dispatched(schemes: Sequence[Scheme], lengths: Sequence[int], seed: int, *, whole_rows: bool) -> Groups:
+def dispatch_rows(schemes: Sequence[Scheme], lengths: Sequence[int], seed: int, *, whole_rows: bool) -> Groups:
     """Return the positions of the sequences of each pipeline, longest first; some pipeline holds the longest."""
     falling = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     ordered = [lengths[i] for i in falling]
@@ -158,7 +158,7 @@ def dispatched(schemes: Sequence[Scheme], lengths: Sequence[int], seed: int, *, 
     return tuple(tuple(falling[i] for i in np.flatnonzero(receivers == j)) for j in range(len(schemes)))
 
 
-def whole_rows_of(scheme: Scheme, lengths: Sequence[int]) -> Groups:
+def pack_whole_rows(scheme: Scheme, lengths: Sequence[int]) -> Groups:
     """Return rows for sequences that the scheme holds, attention being paid for whole rows; each their positions."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     falling, best = [lengths[i] for i in order], NO_ROWS
@@ -168,10 +168,10 @@ def whole_rows_of(scheme: Scheme, lengths: Sequence[int]) -> Groups:
             break
         _, row_of = _longest_first(falling, falling, count, scheme.max_length)
         if row_of:
-            widths = [sum(row) for row in grouped(falling, row_of)]
+            widths = [sum(row) for row in group_by_row(falling, row_of)]
             found = RowAssignment(_seconds(scheme, widths), tuple(row_of))
             best = min(best, found, key=lambda rows: rows.seconds)
-    return grouped(order, best.row_of)
+    return group_by_row(order, best.row_of)
 
 
 def _seconds(scheme: Scheme, widths: Sequence[float]) -> float:

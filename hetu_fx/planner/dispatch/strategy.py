@@ -70,14 +70,14 @@ class TimeFit:
         return (self.a * tokens + self.b) * tokens
 
 
-class Fitted(NamedTuple):
+class FitQuality(NamedTuple):
     """A time fit, and the share of the variance of the samples that it explains."""
 
     fit: TimeFit
     r_squared: float
 
 
-def fit_times(samples: Sequence[tuple[int, float]]) -> Fitted:
+def fit_times(samples: Sequence[tuple[int, float]]) -> FitQuality:
     """Fit a, b, c to `(length, seconds)` of micro-batches of one sequence, by non-negative least squares.
 
     Relative errors are minimised, as short and long rows matter alike. Lengths below the one that fills a
@@ -96,7 +96,7 @@ def fit_times(samples: Sequence[tuple[int, float]]) -> Fitted:
     spread = float(((seconds - seconds.mean()) ** 2).sum())
     error = float(((columns @ found - seconds) ** 2).sum())
     a, b, c = (float(value) for value in found)
-    return Fitted(TimeFit(a / scale**2, b / scale, c), 1 - error / spread if spread else 1.0)
+    return FitQuality(TimeFit(a / scale**2, b / scale, c), 1 - error / spread if spread else 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class Strategy:
     pipelines: tuple[Scheme, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pipelines", tuple(sorted(self.pipelines, key=order_of)))
+        object.__setattr__(self, "pipelines", tuple(sorted(self.pipelines, key=strategy_order)))
         if not self.pipelines:
             raise PlanError("a strategy has no pipelines; give the scheme of at least one")
 
@@ -228,7 +228,7 @@ def check_each_once(what: str, groups: Sequence[Sequence[int]], count: int) -> N
         raise PlanError(f"{what} has sequences {wrong} missing or unknown and {twice} twice; give each exactly once")
 
 
-def order_of(scheme: Scheme) -> tuple[float, ...]:
+def strategy_order(scheme: Scheme) -> tuple[float, ...]:
     """Return what the pipelines of a strategy are sorted by."""
     times = scheme.times
     sizes = (-scheme.max_length, -scheme.tensor_parallel, scheme.stages)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from hetu_fx.annotations.local import local_part
-from hetu_fx.base.device_types import HOST, type_of
+from hetu_fx.base.device_types import HOST, device_type_record
 from hetu_fx.base.dtypes import carries_gradient
 from hetu_fx.base.progress import Tell, nobody
 from hetu_fx.cluster.cluster import Cluster
@@ -31,11 +31,11 @@ from hetu_fx.planner.measure.fit import (
     SHARES_OF_LENGTH,
     BlockSample,
     block_time,
-    degrees_of,
     distinct_blocks,
-    fastest_of,
-    lengths_of,
+    fastest_of_kind,
     slowdown,
+    timed_degrees,
+    timed_lengths,
 )
 from hetu_fx.planner.values.profile_file import BlockTime, Profile
 from hetu_fx.planner.values.program import ProgramCosts
@@ -133,7 +133,7 @@ def _symbol_hints(program: Program) -> Mapping[Any, int]:
     return {symbol: hint for symbol, hint in found.items() if symbol != program.graph.batch_symbol}
 
 
-def shard_of(program: Program, block: int, degree: int, place: torch.device = HOST) -> BlockShard:
+def make_block_shard(program: Program, block: int, degree: int, place: torch.device = HOST) -> BlockShard:
     """Return what the first device of a group of `degree` runs of a block, on `place`.
 
     Raises:
@@ -203,7 +203,7 @@ class Measuring:
     def measures(self, rank: int) -> bool:
         """Tell whether a rank measures: the fastest device of each kind does, the others wait."""
         device = self.cluster.device(rank)
-        return fastest_of(device.kind, self.cluster).rank == rank
+        return fastest_of_kind(device.kind, self.cluster).rank == rank
 
 
 def with_times(
@@ -222,14 +222,14 @@ def with_times(
     samples = list(_Measurement(profile, program, measuring, rank, place).samples(tell))
     times = [
         block_time(kind, found, profile.costs, profile.tokens_per_row, measuring.cluster)
-        for degree in degrees_of(profile.costs.units)
+        for degree in timed_degrees(profile.costs.units)
         if (found := [sample for sample in samples if sample.tensor_parallel == degree])
     ]
     alpha = (slowdown(times, profile.tokens_per_row),) if len(times) > 1 else ()
     return replace(profile, times=tuple(times), alpha=alpha)
 
 
-def joined(profiles: Sequence[Profile]) -> Profile:
+def merge_profiles(profiles: Sequence[Profile]) -> Profile:
     """Return the first profile with the times and alphas of all: they are of different kinds of devices."""
     times: tuple[BlockTime, ...] = tuple(time for profile in profiles for time in profile.times)
     alpha = tuple(slowdown for profile in profiles for slowdown in profile.alpha)
@@ -266,16 +266,16 @@ class _Measurement:
         self._profile, self._program, self._place = profile, program, place
         self._measuring, self._rank = measuring, rank
         self._blocks = distinct_blocks(profile.costs)
-        self._degrees = degrees_of(profile.costs.units)
+        self._degrees = timed_degrees(profile.costs.units)
 
     def samples(self, tell: Tell) -> Iterator[BlockSample]:
         """Yield what was measured."""
-        lengths = lengths_of(self._profile.tokens_per_row, self._estimate(), self._measuring.seconds)
+        lengths = timed_lengths(self._profile.tokens_per_row, self._estimate(), self._measuring.seconds)
         total, done = len(self._degrees) * len(self._blocks) * len(lengths), 0
         share = self._measuring.seconds / total
         for degree in self._degrees:
             for block, count in self._blocks:
-                shard = shard_of(self._program, block, degree, self._place)
+                shard = make_block_shard(self._program, block, degree, self._place)
                 for length in lengths:
                     tell(f"block {block} on {degree} x {length} tokens", done, total)
                     yield BlockSample(degree, length, *_timed(shard, length, self._place, share), count)
@@ -292,14 +292,14 @@ def _timed(shard: BlockShard, length: int, place: torch.device, budget: float) -
     """Return the median seconds forward and backward, and the bytes kept in between."""
     inputs = shard.inputs(length, place)
     kept = shard.kept_bytes(inputs)
-    seconds_of(shard, inputs)
+    time_shard(shard, inputs)
     seconds: list[float] = []
     while len(seconds) < _REPEATS or sum(seconds) < min(_CELL_SECONDS, budget / 2):
-        seconds.append(seconds_of(shard, inputs))
+        seconds.append(time_shard(shard, inputs))
     return statistics.median(seconds), float(kept)
 
 
-def seconds_of(shard: BlockShard, inputs: Sequence[torch.Tensor], times: int = 1) -> float:
+def time_shard(shard: BlockShard, inputs: Sequence[torch.Tensor], times: int = 1) -> float:
     """Run a shard forward and backward so many times in a row; return the seconds.
 
     A device that works beside its host is waited for once, at the end, as in a step: each wait would cost a launch.
@@ -316,4 +316,4 @@ def seconds_of(shard: BlockShard, inputs: Sequence[torch.Tensor], times: int = 1
 
 def _wait(inputs: Sequence[torch.Tensor]) -> None:
     for device in {tensor.device for tensor in inputs}:
-        type_of(device).synchronize(device)
+        device_type_record(device).synchronize(device)

@@ -11,7 +11,7 @@ from operator import add
 from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.cluster.paces import Pace
 from hetu_fx.errors import PlanError, ProfileError
-from hetu_fx.planner.dispatch.strategy import Fitted, fit_times
+from hetu_fx.planner.dispatch.strategy import FitQuality, fit_times
 from hetu_fx.planner.price.stage import compute_lines, tensor_parallel_lines
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.part_costs import PartCosts
@@ -46,12 +46,12 @@ def distinct_blocks(costs: ProgramCosts) -> tuple[tuple[int, int], ...]:
     return tuple((found[len(found) // 2], len(found)) for found in alike.values())
 
 
-def degrees_of(units: int) -> tuple[int, ...]:
+def timed_degrees(units: int) -> tuple[int, ...]:
     """Return the tensor parallel degrees that are timed: powers of two that cut `units` evenly."""
     return tuple(degree for degree in (1, 2, 4, MOST_DEGREES) if units % degree == 0)
 
 
-def lengths_of(longest: int, seconds: float, budget: float) -> tuple[int, ...]:
+def timed_lengths(longest: int, seconds: float, budget: float) -> tuple[int, ...]:
     """Return the lengths to time, shorter ones where timing all up to `longest` once takes `seconds`, over `budget`.
 
     Raises `ProfileError` where a sequence is too short for a curve.
@@ -82,7 +82,7 @@ def block_time(
     """
     degree = samples[0].tensor_parallel
     found = _fitted(f"a block on {degree} x {kind!r}", _mean(samples))
-    mean, sums = found.fit, _communication(degree, costs, cluster, fastest_of(kind, cluster))
+    mean, sums = found.fit, _communication(degree, costs, cluster, fastest_of_kind(kind, cluster))
     longest = max(sample.length for sample in samples)
     kept = sum(s.kept_bytes * s.count for s in samples if s.length == longest)
     return BlockTime(
@@ -97,7 +97,7 @@ def block_time(
     )
 
 
-def _fitted(where: str, samples: Sequence[tuple[int, float]]) -> Fitted:
+def _fitted(where: str, samples: Sequence[tuple[int, float]]) -> FitQuality:
     try:
         return fit_times(samples)
     except PlanError as problem:
@@ -136,7 +136,7 @@ def _all_blocks(costs: ProgramCosts) -> PartCosts:
     return reduce(add, costs.blocks)
 
 
-def fastest_of(kind: str, cluster: Cluster) -> Device:
+def fastest_of_kind(kind: str, cluster: Cluster) -> Device:
     """Return the fastest healthy device of a kind, the first of equal ones: what times of the kind hold for."""
     return max((d for d in cluster.devices if d.kind == kind), key=lambda d: (d.flops_per_second, -d.rank))
 
@@ -153,7 +153,7 @@ def slowdown(times: Sequence[BlockTime], length: int) -> Slowdown:
     return Slowdown(times[0].kind, factors, source="measured")
 
 
-def calibrated(cluster: Cluster, profile: Profile) -> Cluster:
+def calibrate_from_profile(cluster: Cluster, profile: Profile) -> Cluster:
     """Return the cluster as fast as its devices are on the profile's blocks, for kinds with known times.
 
     Rows of blocks are then predicted to take as long as the times say, on groups of every size that was timed, and on
@@ -166,7 +166,7 @@ def calibrated(cluster: Cluster, profile: Profile) -> Cluster:
     for kind in dict.fromkeys(device.kind for device in cluster.devices):
         known = profile.block_times(kind)
         if known:
-            fastest = fastest_of(kind, cluster)
+            fastest = fastest_of_kind(kind, cluster)
             speedup = 1 / _KindOnBlocks(fastest, profile, cluster).pace(known[min(known)]).work
             found = tuple(_faster(device, speedup) if device.kind == kind else device for device in found)
             own = _KindOnBlocks(_faster(fastest, speedup), profile, cluster)

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.comm_ops.wire.consensus import of_all, together
+from hetu_fx.comm_ops.wire.consensus import all_gather_object, raise_on_all_ranks
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.planner.captured_program import CapturedProgram
-from hetu_fx.planner.measure.blocks import BlockShard, check_measurable, seconds_of, shard_of
+from hetu_fx.planner.measure.blocks import BlockShard, check_measurable, make_block_shard, time_shard
 from hetu_fx.planner.measure.fit import counted_seconds, distinct_blocks
 from hetu_fx.planner.values.program import ProgramCosts
 
@@ -59,7 +59,9 @@ class OwnBlocks:
         """
         check_measurable(costs, program.program, place)
         rows = max(1, min(most_rows(program.length), costs.rows // world_size))
-        shards = [(shard_of(program.program, block, 1, place), count) for block, count in distinct_blocks(costs)]
+        shards = [
+            (make_block_shard(program.program, block, 1, place), count) for block, count in distinct_blocks(costs)
+        ]
         ready = tuple((shard, shard.inputs(program.length or 1, place, rows=rows), count) for shard, count in shards)
         return cls(costs, ready, rows)
 
@@ -76,7 +78,7 @@ class OwnBlocks:
         """Return what all blocks of the model take forward and backward, on the average over so many seconds."""
         start, passes = time.perf_counter(), list[float]()
         while not passes or time.perf_counter() - start < seconds:
-            passes.append(sum(seconds_of(shard, inputs, count) for shard, inputs, count in self.blocks))
+            passes.append(sum(time_shard(shard, inputs, count) for shard, inputs, count in self.blocks))
         return fmean(passes)
 
 
@@ -85,8 +87,8 @@ def most_rows(length: int) -> int:
     return max(MOST_ROWS, math.ceil(FULL_TOKENS / length)) if length else MOST_ROWS
 
 
-def measured_on(blocks: OwnBlocks, cluster: Cluster, table: GroupTable, seconds: float = SECONDS) -> Cluster:
+def measure_on_blocks(blocks: OwnBlocks, cluster: Cluster, table: GroupTable, seconds: float = SECONDS) -> Cluster:
     """Return the cluster as fast as its devices are on a model's blocks; collective, the same on every rank."""
-    of_all(table, None)  # all start together
-    found = of_all(table, together(table, lambda: blocks.speed_up(cluster, table.rank, seconds)))
+    all_gather_object(table, None)  # all start together
+    found = all_gather_object(table, raise_on_all_ranks(table, lambda: blocks.speed_up(cluster, table.rank, seconds)))
     return cluster.with_speeds({d.rank: d.flops_per_second * found[d.rank] for d in cluster.devices})

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.comm_ops.plans.overlap import Beside
+from hetu_fx.comm_ops.plans.overlap import OverlapCost
 from hetu_fx.planner.price.stage import StageCosts
 from hetu_fx.planner.values.line import Line
 from hetu_fx.plans.plan import Schedule
@@ -25,7 +25,7 @@ from hetu_fx.plans.schedule import cuts_backwards
 from hetu_fx.transforms.lowering.slicing import SUM, Slicing
 
 
-def overlapped(costs: StageCosts, rows: int, schedule: Schedule, cluster: Cluster) -> StageCosts:
+def overlap_sums(costs: StageCosts, rows: int, schedule: Schedule, cluster: Cluster) -> StageCosts:
     """Return a stage's costs for micro-batches of so many rows, with what its sums hide."""
     stage, parts = costs.stage, costs.parts
     is_group = len(stage.devices) > 1 and not (stage.is_grid or stage.shares_sequence) and costs.repeated_parts == 1
@@ -45,13 +45,15 @@ def overlapped(costs: StageCosts, rows: int, schedule: Schedule, cluster: Cluste
 
 def seen_shares(costs: StageCosts, rows: int, schedule: Schedule, cluster: Cluster) -> tuple[float, float]:
     """Return what share is seen of the seconds that bytes take: of sums in the forward, and in the backward."""
-    beside = overlapped(costs, rows, schedule, cluster)
+    beside = overlap_sums(costs, rows, schedule, cluster)
     pairs = ((beside.sums, costs.sums), (beside.returns, costs.returns))
     forward, backward = (seen.slope / alone.slope if alone.slope else 1.0 for seen, alone in pairs)
     return forward, backward
 
 
-def _one(costs: StageCosts, rows: int, count: int, flops: float, num_bytes: float, cluster: Cluster) -> Beside | None:
+def _one(
+    costs: StageCosts, rows: int, count: int, flops: float, num_bytes: float, cluster: Cluster
+) -> OverlapCost | None:
     """Return one of some sums, and its products; None where there are none."""
     if not count:
         return None
@@ -59,11 +61,11 @@ def _one(costs: StageCosts, rows: int, count: int, flops: float, num_bytes: floa
     return slicing.beside(rows, costs.stage.devices, SUM, flops / count, num_bytes / count)
 
 
-def _hidden_by_slices(one: Beside | None) -> float:
+def _hidden_by_slices(one: OverlapCost | None) -> float:
     return 0.0 if one is None else one.seconds(1) - one.seconds(one.slices)
 
 
-def _hidden_by_gradients(one: Beside | None) -> float:
+def _hidden_by_gradients(one: OverlapCost | None) -> float:
     if one is None:
         return 0.0
     sent = one.sent_seconds(1.0)

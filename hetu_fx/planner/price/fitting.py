@@ -3,8 +3,8 @@
 A plan that does not fit memory recomputes. A block that is recomputed keeps what enters it, and takes its forward once
 more (Chen et al., Training Deep Nets with Sublinear Memory Cost, section 4). The more blocks a stage recomputes the
 less it holds, so that the fewest that fit are found by bisection: for all ops of a block, and for only some of them
-(`plans.recomputed`), which keeps more and takes less. Each stage has the ops with which it takes least time. Of a
-stage in chunks the first blocks of the first chunk recompute first, and what its devices hold counts in all chunks.
+(`plans.recomputed`), which keeps more and takes less. Each stage has the ops with which it takes least time. Of a stage
+in chunks the first blocks of the first chunk recompute first, and what its devices hold counts in all chunks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.planner.price.placement import PlacedDevice, by_rank, peak_of, places_in
+from hetu_fx.planner.price.placement import PlacedDevice, by_rank, peak_terms, placed_devices
 from hetu_fx.planner.price.stage import device_lines, forward_lines
 from hetu_fx.planner.price.step import PricedStep
 from hetu_fx.planner.values.options import PlanOptions
@@ -44,7 +44,7 @@ def least_blocks(count: int, fits: Callable[[int], bool], known: int = 0) -> int
     return bisect_left(range(known + 1, count), True, key=fits) + known + 1
 
 
-def fitted(plan: Plan, costs: ProgramCosts, cluster: Cluster, options: PlanOptions) -> PricedStep | None:
+def fit_recompute(plan: Plan, costs: ProgramCosts, cluster: Cluster, options: PlanOptions) -> PricedStep | None:
     """Return a plan with the recompute that fits memory in least time, priced; None where nothing fits.
 
     Without `options.recompute` the plan is returned as it is, if it fits. Its blocks must be written out.
@@ -62,7 +62,7 @@ def _least_recompute(
     """Return each stage with what it has to recompute; None where a device does not fit with all."""
     plan, asked, least = bare.plan, costs.under(bare.plan), dict[Place, _Least]()
     speeds = {device.rank: device.speed for device in cluster.devices}
-    for rank, places in by_rank(places_in(plan, costs, speeds, bare.unlike)).items():
+    for rank, places in by_rank(placed_devices(plan, costs, speeds, bare.unlike)).items():
         key, limit = (places[0].pipeline, places[0].stage), int(cluster.device(rank).memory_bytes * fraction)
         known = least.get(key) or _Least.nothing(places, plan, asked)
         least[key] = known.fitting(places, limit)
@@ -114,7 +114,7 @@ class _Least:
         def fits(blocks: int) -> bool:
             pairs = zip(places, chunk_sizes(len(places), self._blocks, blocks), strict=True)
             held = [replace(place, piece=place.piece.recomputing(again, ops)) for place, (_, again) in pairs]
-            return sum(count for _, count in peak_of(held, self.schedule)) <= limit
+            return sum(count for _, count in peak_terms(held, self.schedule)) <= limit
 
         return least_blocks(self._blocks, fits)
 

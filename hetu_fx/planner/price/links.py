@@ -29,7 +29,7 @@ Traffic = tuple[tuple[int, int, float], ...]
 """(sender, receiver, bytes)."""
 
 
-def loads_of(traffic: Traffic, cluster: Cluster) -> dict[Resource, float]:
+def resource_loads(traffic: Traffic, cluster: Cluster) -> dict[Resource, float]:
     """Return the seconds for which messages keep each resource busy, if it does nothing else.
 
     A CPU copies what it sends and receives itself, as fast as it reaches its neighbours.
@@ -186,10 +186,10 @@ def _planned(ends: _Ends) -> HandOver:
 def _line(messages: Traffic, cluster: Cluster) -> Line:
     empty = messages_cost(((sender, receiver, 0.0) for sender, receiver, _ in messages), cluster)
     met = max(cluster.meeting_seconds((sender, receiver)) for sender, receiver, _ in messages)
-    return Line(empty + met, max(loads_of(messages, cluster).values()))
+    return Line(empty + met, max(resource_loads(messages, cluster).values()))
 
 
-def hand_over(stage: Stage, other: Stage, num_bytes: float, cluster: Cluster) -> HandOver:
+def price_hand_over(stage: Stage, other: Stage, num_bytes: float, cluster: Cluster) -> HandOver:
     """Return how a value of so many bytes goes from one stage to another, as the runtime sends it.
 
     Each receiver gets what it lacks from one of its owners, neighbours first; where several on a node get the same from

@@ -14,15 +14,15 @@ from operator import add
 
 from hetu_fx.planner.price.stage import StageCosts
 from hetu_fx.planner.values.line import Line
-from hetu_fx.plans.parts import Deal
+from hetu_fx.plans.parts import DeviceDeal
 from hetu_fx.plans.plan import Schedule, micro_batch_rows
-from hetu_fx.plans.schedule import BACKWARD, FORWARD, PHASES, actions, departures, orders_of
+from hetu_fx.plans.schedule import BACKWARD, FORWARD, PHASES, actions, departures, stage_orders
 
 Columns = tuple[tuple[float, ...], ...]
 """Seconds by stage: of each micro-batch in one phase of the schedule (`PHASES`), then in the next.
 
 Or of what each one's forward hands over, then of what its backward does. Here the stages are parts of a pipeline, of
-which a group of devices may hold several (`plans.parts.Deal`).
+which a group of devices may hold several (`plans.parts.DeviceDeal`).
 """
 
 Entry = tuple[int, int, int, int]
@@ -83,7 +83,7 @@ def finish(
         _columns([_shared(stage.to_next, crowds[i]), _shared(stage.to_previous, crowds[i - 1])], sizes)
         for i, stage in enumerate(stages)
     )
-    return _played(begins, work, tuple(sent), schedule, Deal.of(len(stages), chunks), overlaps)
+    return _played(begins, work, tuple(sent), schedule, DeviceDeal.of(len(stages), chunks), overlaps)
 
 
 def _shared(line: Line, count: int) -> Seconds:
@@ -99,7 +99,7 @@ def _columns(phases: Sequence[Seconds], sizes: Sequence[int]) -> tuple[float, ..
 
 @lru_cache(maxsize=4096)
 def _played(
-    begins: tuple[float, ...], work: Columns, sent: Columns, schedule: Schedule, deal: Deal, overlaps: bool
+    begins: tuple[float, ...], work: Columns, sent: Columns, schedule: Schedule, deal: DeviceDeal, overlaps: bool
 ) -> Finish:
     board = _Board(begins, work, sent, schedule, deal, overlaps)
     while board.left:
@@ -117,7 +117,13 @@ class _Board:
     """How far stages have come: when each is free, and when what its entries make has come to others."""
 
     def __init__(
-        self, begins: Sequence[float], work: Columns, sent: Columns, schedule: Schedule, deal: Deal, overlaps: bool
+        self,
+        begins: Sequence[float],
+        work: Columns,
+        sent: Columns,
+        schedule: Schedule,
+        deal: DeviceDeal,
+        overlaps: bool,
     ) -> None:
         count, stages, self._deal = len(sent[0]) // 2, range(deal.num_stages), deal
         both = [_together(*pair, schedule) for pair in zip(work, sent, strict=True)]
@@ -165,7 +171,9 @@ def _together(work: Sequence[float], sent: Sequence[float], schedule: Schedule) 
 
 
 @lru_cache(maxsize=512)
-def _table(schedule: Schedule, deal: Deal, count: int, overlaps: bool) -> tuple[list[list[Entry]], list[list[int]]]:
+def _table(
+    schedule: Schedule, deal: DeviceDeal, count: int, overlaps: bool
+) -> tuple[list[list[Entry]], list[list[int]]]:
     """Return the entries of each stage in order, and when what each part makes for others is there.
 
     That is how many entries of its stage are done then; where what is handed over overlaps, when it leaves.
@@ -173,7 +181,7 @@ def _table(schedule: Schedule, deal: Deal, count: int, overlaps: bool) -> tuple[
     stages = range(deal.num_stages)
     entries = [list(_entries(schedule, stage, deal, count)) for stage in stages]
     after = [_done(entries[deal.stage(part)], part, count) for part in range(deal.num_parts)]
-    orders = orders_of(schedule, deal.num_stages, count, deal.chunks) if overlaps else ()
+    orders = stage_orders(schedule, deal.num_stages, count, deal.chunks) if overlaps else ()
     for stage in stages if overlaps else ():
         for ((direction, micro_batch, chunk), other), call in departures(orders, stage).items():
             part = deal.part(stage, chunk)
@@ -182,7 +190,7 @@ def _table(schedule: Schedule, deal: Deal, count: int, overlaps: bool) -> tuple[
     return entries, after
 
 
-def _entries(schedule: Schedule, stage: int, deal: Deal, count: int) -> Iterator[Entry]:
+def _entries(schedule: Schedule, stage: int, deal: DeviceDeal, count: int) -> Iterator[Entry]:
     """Yield the entries of a stage in order."""
     places = {phase: place * count for place, phase in enumerate(PHASES[schedule])}
     for one in actions(schedule, stage, deal.num_stages, count, deal.chunks):

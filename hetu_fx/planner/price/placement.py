@@ -15,7 +15,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from hetu_fx.base.once import once_beside
+from hetu_fx.base.once import once_per_object
 from hetu_fx.planner.values.device_memory import (
     HeldShard,
     Instant,
@@ -29,11 +29,11 @@ from hetu_fx.planner.values.device_memory import (
 from hetu_fx.planner.values.footprint import StageFootprint
 from hetu_fx.planner.values.line import ZERO, Line
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.planner.values.shared import Tied
-from hetu_fx.plans.parts import Deal, PartedPipeline
+from hetu_fx.planner.values.shared import TiedParameter
+from hetu_fx.plans.parts import DeviceDeal, PartedPipeline
 from hetu_fx.plans.plan import Plan, Schedule, Stage, pipeline_rows
 from hetu_fx.plans.recomputed import RecomputedOps
-from hetu_fx.plans.schedule import Order, Phase, orders_of
+from hetu_fx.plans.schedule import Order, Phase, stage_orders
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +116,12 @@ class BlockRange:
             state=self.costs.state,
         )
 
-    @once_beside(_place)
+    @once_per_object(_place)
     def most_rows(self, limit: int, num_in_flight: int, micro_batches: int, zero: int, num_replicas: int) -> int:
         """Return the most rows of a micro-batch that a device can hold, if states are spread evenly over readers."""
         return most_rows(limit, self.shard(Homes.even(zero, num_replicas, self.group)), num_in_flight, micro_batches)
 
-    @once_beside(_place)
+    @once_per_object(_place)
     def peak(self, rows: int, num_in_flight: int, micro_batches: int, homes: Homes) -> Terms:
         """Return what its device holds at its peak, by term."""
         return peak(instants(self.shard(homes), num_in_flight, micro_batches), rows)
@@ -138,7 +138,7 @@ class PlacedDevice:
     rank: int
     pipeline: int
     part: int
-    deal: Deal
+    deal: DeviceDeal
     piece: BlockRange
     homes: Homes
     rows: int
@@ -158,8 +158,8 @@ def device_bytes(
 
     States are spread by `speeds`. Raises `PlanError` for a plan that does not fit the program.
     """
-    places = by_rank(places_in(plan, costs, speeds, pipelines))
-    return {rank: peak_of(found, plan.schedule) for rank, found in places.items()}
+    places = by_rank(placed_devices(plan, costs, speeds, pipelines))
+    return {rank: peak_terms(found, plan.schedule) for rank, found in places.items()}
 
 
 def by_rank(places: Iterator[PlacedDevice]) -> dict[int, list[PlacedDevice]]:
@@ -170,23 +170,23 @@ def by_rank(places: Iterator[PlacedDevice]) -> dict[int, list[PlacedDevice]]:
     return found
 
 
-def peak_of(places: Sequence[PlacedDevice], schedule: Schedule) -> Terms:
+def peak_terms(places: Sequence[PlacedDevice], schedule: Schedule) -> Terms:
     """Return what a device holds at its peak, by term, in all of its places."""
     first = places[0]
     if len(places) == 1:
         return first.piece.peak(first.rows, first.num_in_flight, first.micro_batches, first.homes)
-    order = orders_of(schedule, first.deal.num_stages, first.micro_batches, first.deal.chunks)[first.stage]
+    order = stage_orders(schedule, first.deal.num_stages, first.micro_batches, first.deal.chunks)[first.stage]
     shards = [place.piece.shard(place.homes) for place in places]
     return peak(chunk_instants(shards, order, first.micro_batches), first.rows)
 
 
-def shards_of(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> dict[int, HeldShard]:
+def device_shards(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> dict[int, HeldShard]:
     """Return what every device of a plan is given to hold; states are spread by `speeds`."""
-    places = by_rank(places_in(plan, costs, speeds))
-    return {rank: joined([place.piece.shard(place.homes) for place in found]) for rank, found in places.items()}
+    places = by_rank(placed_devices(plan, costs, speeds))
+    return {rank: join_shards([place.piece.shard(place.homes) for place in found]) for rank, found in places.items()}
 
 
-def places_in(
+def placed_devices(
     plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float], pipelines: Container[int] | None = None
 ) -> Iterator[PlacedDevice]:
     """Yield every device of a plan, or of these pipelines, with what it is given to hold.
@@ -249,7 +249,7 @@ def _readers(pipelines: Sequence[PartedPipeline], speeds: Mapping[int, float]) -
     """
     found: dict[int, _Holders] = {}
     for block in {start for pipeline in pipelines for start in pipeline.stops[:-1]}:
-        found[block] = _Holders.of(holders_of(block, pipelines), speeds)
+        found[block] = _Holders.of(block_holders(block, pipelines), speeds)
     return found
 
 
@@ -263,19 +263,19 @@ def _speed(stages: Sequence[Stage], speeds: Mapping[int, float]) -> float:
     return sum(speeds[rank] for rank in dict.fromkeys(rank for stage in stages for rank in stage.devices))
 
 
-def holders_of(block: int, pipelines: Sequence[PartedPipeline]) -> list[Stage]:
+def block_holders(block: int, pipelines: Sequence[PartedPipeline]) -> list[Stage]:
     """Return the part of each pipeline that holds a block; the last one for what stands after all."""
     return [one.parts[min(bisect_right(one.stops, block), len(one.parts)) - 1] for one in pipelines]
 
 
-def tied_holders(costs: ProgramCosts, pipeline: PartedPipeline) -> tuple[tuple[Tied, tuple[Stage, ...]], ...]:
+def tied_holders(costs: ProgramCosts, pipeline: PartedPipeline) -> tuple[tuple[TiedParameter, tuple[Stage, ...]], ...]:
     """Return each parameter that several parts of a pipeline read, with these."""
     pairs = [(part, costs.numbers(*blocks)) for part, blocks in _with_ranges(pipeline)]
     found = [(one, tuple(part for part, numbers in pairs if one.within(*numbers))) for one in costs.tied]
     return tuple((one, held) for one, held in found if len(held) > 1)
 
 
-def joined(chunks: Sequence[HeldShard]) -> HeldShard:
+def join_shards(chunks: Sequence[HeldShard]) -> HeldShard:
     """Return what lasts of all chunks together; of several there is no one footprint."""
     if len(chunks) == 1:
         return chunks[0]
@@ -292,7 +292,7 @@ def joined(chunks: Sequence[HeldShard]) -> HeldShard:
 
 def chunk_instants(chunks: Sequence[HeldShard], order: Order, micro_batches: int) -> Iterator[Instant]:
     """Yield what a device holds that runs an order of actions, of so many micro-batches of each chunk."""
-    whole, passages = joined(chunks), _passages(order, len(chunks))
+    whole, passages = join_shards(chunks), _passages(order, len(chunks))
     most = [max(one.kept[chunk] + (one.chunk == chunk) for one in passages) for chunk in range(len(chunks))]
     sent = sum(min(micro_batches, count + 1) * one.handed for count, one in zip(most, chunks, strict=True))
     yield from at_ends(whole, sent)

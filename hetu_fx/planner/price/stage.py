@@ -31,7 +31,7 @@ from operator import add
 from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.cluster.timed import SIZES
 from hetu_fx.comm_ops.plans.cost import cheapest_ring_cost
-from hetu_fx.planner.price.links import hand_over_line, loads_of, turn_traffic
+from hetu_fx.planner.price.links import hand_over_line, resource_loads, turn_traffic
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
@@ -112,7 +112,7 @@ def _side_by_side(
     if all(len({cluster.node_of(rank) for rank in ranks}) == 1 for ranks, _ in sent):
         return Line(fixed, slope)  # each has links of its own
     messages = (turn_traffic(ranks, size, turns, cluster) for ranks, size in sent)
-    loads = loads_of(tuple(chain.from_iterable(messages)), cluster)
+    loads = resource_loads(tuple(chain.from_iterable(messages)), cluster)
     return Line(fixed, max(slope, *(load for (name, _), load in loads.items() if name != "compute")))
 
 

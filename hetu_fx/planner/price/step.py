@@ -18,10 +18,10 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hetu_fx.base.words import bytes_of, bytes_text
+from hetu_fx.base.words import bytes_text, format_used_bytes
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.alike import alike
-from hetu_fx.planner.price.beside import overlapped
+from hetu_fx.planner.price.beside import overlap_sums
 from hetu_fx.planner.price.links import Resource
 from hetu_fx.planner.price.pipeline import Finish, finish
 from hetu_fx.planner.price.placement import device_bytes
@@ -123,7 +123,7 @@ class PricedStep:
         """Return what the step takes if what is sent travels beside work: what searches compare by."""
         ways, found = self._ways(), self._overlapped()
         done = max(self._handed_seconds(), *(finished.seconds for _, finished in found))
-        home = ways.home_by(_readiness(found, ways.kinds))
+        home = ways.arrival_home(_readiness(found, ways.kinds))
         return ways.ends("gather").overlapped_seconds + self._row_sums + max(done, home) + self._update
 
     @property
@@ -208,7 +208,7 @@ def _runs(plan: Plan, costs: ProgramCosts, cluster: Cluster, like: Sequence[int]
         if first not in known:
             largest = max(1, micro_batch_rows(rows, pipeline.micro_batches)[0])
             found = stage_costs(pipeline, costs.under(plan).of_replica(rows), cluster, largest)
-            known[first] = tuple(overlapped(one, largest, plan.schedule, cluster) for one in found)
+            known[first] = tuple(overlap_sums(one, largest, plan.schedule, cluster) for one in found)
         yield pipeline, rows, known[first]
 
 
@@ -259,7 +259,7 @@ def memory_problems(prediction: Prediction, cluster: Cluster, fraction: float = 
     """Return a line for each device that would need more than `fraction` of its memory."""
     limits = {device.rank: int(device.memory_bytes * fraction) for device in cluster.devices}
     return tuple(
-        f"device {d.rank} needs {bytes_of(d.total_bytes, limits[d.rank])}"
+        f"device {d.rank} needs {format_used_bytes(d.total_bytes, limits[d.rank])}"
         for d in prediction.devices
         if d.total_bytes > limits[d.rank]
     )

@@ -66,7 +66,7 @@ Pairs = Mapping[tuple[int, int], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Housed:
+class ParameterHome:
     """A parameter: its global shape and the bytes of an entry, its home, and where it is read (None: nowhere)."""
 
     shape: tuple[int, ...]
@@ -76,7 +76,7 @@ class Housed:
 
 
 def home_end_seconds(
-    parameters: Iterable[Housed], cluster: Cluster, update_seconds_per_byte: Mapping[int, float] | None = None
+    parameters: Iterable[ParameterHome], cluster: Cluster, update_seconds_per_byte: Mapping[int, float] | None = None
 ) -> float:
     """Return what the end of a step takes with such homes: gradient sync, gather and update, each of the slowest.
 
@@ -98,7 +98,7 @@ def home_end_seconds(
     return end_seconds(zip(sync, gather, updates, strict=True))
 
 
-def owned_bytes(parameters: Iterable[Housed]) -> dict[int, float]:
+def owned_bytes(parameters: Iterable[ParameterHome]) -> dict[int, float]:
     """Return the bytes of parameters that each rank owns, of those that own any."""
     owned: dict[int, float] = defaultdict(float)
     for one in parameters:
@@ -120,7 +120,7 @@ def update_seconds_per_byte(
     return {device.rank: found.get(device.rank, work / device.speed) for device in cluster.devices}
 
 
-def move_seconds(parameters: Iterable[Housed], cluster: Cluster) -> float:
+def move_seconds(parameters: Iterable[ParameterHome], cluster: Cluster) -> float:
     """Return what it takes to bring parameters, and their moments, from their homes to where they are read."""
     moved: dict[tuple[int, int], float] = defaultdict(float)
     for one in parameters:

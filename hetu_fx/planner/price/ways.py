@@ -22,7 +22,7 @@ from typing import Literal
 from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES, BUCKETS_AT_ONCE
-from hetu_fx.planner.price.links import Resource, Traffic, loads_of, turn_traffic
+from hetu_fx.planner.price.links import Resource, Traffic, resource_loads, turn_traffic
 from hetu_fx.planner.price.placement import tied_holders
 from hetu_fx.planner.price.step_end import sync_seconds
 from hetu_fx.planner.values.line import Line
@@ -78,7 +78,7 @@ def _cut(costs: ProgramCosts, holders: Sequence[Holders]) -> Iterator[Bucket]:
     yield Bucket(0, stop, holders[0])
 
 
-def rings_of(holders: Sequence[Stage]) -> list[Ring]:
+def weight_rings(holders: Sequence[Stage]) -> list[Ring]:
     """Return the rings that what these stages hold goes around, one for each part of its weights."""
     columns = [stage.context_groups for stage in holders]
     largest = max(map(len, columns))
@@ -104,10 +104,10 @@ class HomeWay:
         self.is_needed = len(stages) > 1 or stages[0].shares_sequence or repeats
         self._repeating = [(stage, program) for stage, program in own if program.whole.repeated_parameter_bytes]
         self._meetings = _meetings(stages, cluster)
-        rings = rings_of(stages)
+        rings = weight_rings(stages)
         parts = (turn_traffic(ring, BUCKET_BYTES / len(rings), 1 if zero else 2, cluster) for ring in rings)
         self.traffic: Traffic = tuple(itertools.chain.from_iterable(parts))
-        self.loads: Mapping[Resource, float] = loads_of(self.traffic, cluster)
+        self.loads: Mapping[Resource, float] = resource_loads(self.traffic, cluster)
         self.busiest = max(self.loads.values(), default=0.0)
 
     def share(self, start: int, stop: int) -> float:
@@ -245,7 +245,7 @@ class Ways:
         at_once, waits = min(BUCKETS_AT_ONCE, len(self._buckets)), self._with_waits(spent, busy, direction)
         return DirectionCosts(max([*done, link_seconds]), waits, link_seconds, at_once)
 
-    def home_by(self, ready: Callable[[Bucket], float]) -> float:
+    def arrival_home(self, ready: Callable[[Bucket], float]) -> float:
         """Return when all gradients are home, each bucket of which is ready at some time; 0 where none travel.
 
         Links are shared as if each had room for all that comes after the first bucket is ready.
@@ -298,6 +298,6 @@ class Ways:
                     continue
                 line = ring_line(direction, one.bytes, ring, self._cluster, self._plan.zero)
                 traffic = turn_traffic(ring, one.bytes, 1 if self._plan.zero else 2, self._cluster)
-                busiest = max(loads_of(traffic, self._cluster).values(), default=0.0)
+                busiest = max(resource_loads(traffic, self._cluster).values(), default=0.0)
                 readers = dict.fromkeys(rank for part in held for rank in part.devices)
                 yield list(readers), line.fixed + max(line.slope, busiest)

@@ -144,7 +144,7 @@ def deal(total: int, num_stages: int, seconds: RangeSeconds) -> tuple[int, ...] 
     return counts if fits else None
 
 
-def cut(total: int, num_stages: int, seconds: RangeSeconds) -> tuple[int, ...] | None:
+def min_max_ranges(total: int, num_stages: int, seconds: RangeSeconds) -> tuple[int, ...] | None:
     """Return the sizes of the consecutive ranges that solve (3), each at least 1.
 
     None when there are fewer items than stages, or every cut has an infinite cost (a stage that does not

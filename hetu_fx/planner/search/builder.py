@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.planner.search.allocate import spread
 from hetu_fx.planner.search.device_orders import Groups
-from hetu_fx.planner.search.estimates import Blocks, Estimates, ranks_of
+from hetu_fx.planner.search.estimates import Blocks, Estimates, device_ranks
 from hetu_fx.planner.search.replica import Replica
 from hetu_fx.planner.search.stage_estimates import ReplicaRules
 from hetu_fx.planner.values.program import ProgramCosts
@@ -42,7 +42,7 @@ class Builder:
         seconds = [lambda units, speed=device.speed: units / speed for device in devices]
         found = spread(self._costs.units if len(devices) > 1 else 1, seconds, low=(1,) * len(devices))
         assert found is not None, "no group is larger than there are units"
-        return Stage(ranks_of(devices), found)
+        return Stage(device_ranks(devices), found)
 
     def _cuts(self, groups: Groups) -> Iterator[Blocks]:
         """Yield the blocks of stages that end together, within memory, for each number of micro-batches.

@@ -36,9 +36,15 @@ from hetu_fx.planner.price.step_end import sync_seconds
 from hetu_fx.planner.search.allocate import spread
 from hetu_fx.planner.search.builder import Builder
 from hetu_fx.planner.search.device_orders import Space, alone, orders
-from hetu_fx.planner.search.estimates import rules_of
+from hetu_fx.planner.search.estimates import replica_rules
 from hetu_fx.planner.search.family import Family
-from hetu_fx.planner.search.manners import Manner, attentions, by_speed, shared_between_products, shared_throughout
+from hetu_fx.planner.search.manners import (
+    SequenceMode,
+    attentions,
+    group_by_speed,
+    shared_between_products,
+    shared_throughout,
+)
 from hetu_fx.planner.search.problem import Candidates, Problem, Search, in_all_splits
 from hetu_fx.planner.search.replica import Replica
 from hetu_fx.plans.plan import Attention, Pipeline, Plan
@@ -154,7 +160,7 @@ class _DeadlineSearch:
         self._problem, self._costs, self._cluster = problem, problem.costs, problem.cluster
         options, devices = problem.options, problem.cluster.devices
         memory = {d.rank: int(d.memory_bytes * options.memory_fraction) for d in devices}
-        self._rules = replace(rules_of(problem, options.zero), memory=memory)
+        self._rules = replace(replica_rules(problem, options.zero), memory=memory)
         self.space = Space.of(problem.costs, problem.cluster, options)
         micro_rows = max(1, round(problem.costs.rows / len(devices)))
         self.builder = Builder(problem.costs, problem.cluster, self._rules, micro_rows)
@@ -237,7 +243,7 @@ class _DeadlineSearch:
             return math.inf
         pipelines = [family.pipeline(count) for family, count in zip(families, rows, strict=True)]
         plan = self._problem.plan(sorted(pipelines, key=lambda pipeline: min(pipeline.devices)))
-        found = self._problem.fitted(plan)
+        found = self._problem.fit_memory(plan)
         if found is None:
             return math.inf
         self.plans |= [found]
@@ -318,7 +324,7 @@ def _shared_by_speed(devices: Sequence[Device], each: int, size: int, problem: P
     costs = problem.costs
     runs = [devices[i : i + each] for i in range(0, len(devices), each)]
     parts = min(costs.sequence_units, FINEST_SHARE)
-    stages = tuple(by_speed(run, size, parts) for run in runs)
+    stages = tuple(group_by_speed(run, size, parts) for run in runs)
     speeds = [math.fsum(device.speed for device in run) for run in runs]
     blocks = spread(costs.num_blocks, [partial(_over, speed) for speed in speeds], low=(1,) * len(runs))
     if costs.num_blocks:
@@ -328,7 +334,7 @@ def _shared_by_speed(devices: Sequence[Device], each: int, size: int, problem: P
     for count in dict.fromkeys(min(count, costs.rows) for count in problem.options.micro_batches):
         plan = problem.plan([Pipeline(stages, micro_batches=count)])
         tried: tuple[Attention, ...] = (*attentions(size, each // size, problem), "ring")
-        ways = (problem.fitted(Manner(attention=attention).of(plan)) for attention in tried)
+        ways = (problem.fit_memory(SequenceMode(attention=attention).of(plan)) for attention in tried)
         yield from (found for found in ways if found is not None)
 
 

@@ -134,7 +134,7 @@ _PLACE = {"rank", "node", "source", "memory_bytes", "place", "nic"}
 _FACTS = attrgetter(*(field.name for field in fields(Device) if field.name not in _PLACE))
 
 
-def alike_in(cluster: Cluster) -> tuple[LikeDevices, ...]:
+def devices_by_likeness(cluster: Cluster) -> tuple[LikeDevices, ...]:
     """Return the devices by all that they have but rank and node, those of like memory together."""
     found: dict[object, list[Device]] = {}
     for device in cluster.devices:

@@ -20,8 +20,8 @@ from dataclasses import replace
 from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.planner.price.links import hand_over_line
-from hetu_fx.planner.search.allocate import Alike, RangeSeconds, cut, deal, least_passing
-from hetu_fx.planner.search.device_orders import GroupKinds, Groups, alike_in
+from hetu_fx.planner.search.allocate import Alike, RangeSeconds, deal, least_passing, min_max_ranges
+from hetu_fx.planner.search.device_orders import GroupKinds, Groups, devices_by_likeness
 from hetu_fx.planner.search.family import Family
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.search.replica import Passing, Replica
@@ -42,10 +42,12 @@ Blocks = tuple[int, ...]
 """How many blocks each stage of a pipeline has."""
 
 
-def rules_of(problem: Problem, zero: int) -> ReplicaRules:
+def replica_rules(problem: Problem, zero: int) -> ReplicaRules:
     """Return what holds for the replicas of a problem's plans."""
     options = problem.options
-    rooms = [(alike, int(alike.memory_bytes * options.memory_fraction)) for alike in alike_in(problem.cluster)]
+    rooms = [
+        (alike, int(alike.memory_bytes * options.memory_fraction)) for alike in devices_by_likeness(problem.cluster)
+    ]
     memory = {device.rank: room for alike, room in rooms for device in alike.devices}
     return ReplicaRules(options.schedule, zero, options.micro_batches, memory, options.recompute)
 
@@ -56,10 +58,10 @@ Shape = Callable[[Sequence[Device]], Stage]
 
 def even(devices: Sequence[Device]) -> Stage:
     """Return a tensor parallel stage of equal shards."""
-    return Stage(ranks_of(devices))
+    return Stage(device_ranks(devices))
 
 
-def ranks_of(devices: Iterable[Device]) -> tuple[int, ...]:
+def device_ranks(devices: Iterable[Device]) -> tuple[int, ...]:
     """Return the ranks of devices, in order."""
     return tuple(device.rank for device in devices)
 
@@ -204,7 +206,7 @@ class Estimates:
 
     def balanced(self, groups: Groups, seconds: RangeSeconds) -> Blocks | None:
         """Return the blocks that let stages end together; None when none take finite seconds."""
-        ways = deal if self._costs.is_uniform or len(groups) == 1 else cut
+        ways = deal if self._costs.is_uniform or len(groups) == 1 else min_max_ranges
         return ways(self._costs.num_blocks, len(groups), seconds)
 
     def stage(self, devices: tuple[int, ...], start: int, stop: int) -> StageEstimate:
@@ -260,7 +262,7 @@ class Estimates:
 @once
 def even_estimates(problem: Problem) -> Estimates:
     """Return the estimates of a problem's plans whose groups have equal shards, which all searches share."""
-    return Estimates(problem.costs, problem.cluster, rules_of(problem, problem.options.zero))
+    return Estimates(problem.costs, problem.cluster, replica_rules(problem, problem.options.zero))
 
 
 class HandOvers:
@@ -292,10 +294,10 @@ class HandOvers:
         if not crossing:
             return replica, 0.0
         crowds, own = self.crowds(pipelines), self._own_seconds(replica)
-        beat = replica.crowded(crowds).passing.beat(1)
+        beat = replica.with_crowds(crowds).passing.beat(1)
         shares = (max(0.0, crossing - count * seconds) / beat for count, seconds in zip(crowds, own, strict=True))
         waits = [1 + min(1.0, share) / 2 for share in shares]
-        return replica.crowded([wait * count for wait, count in zip(waits, crowds, strict=True)]), crossing
+        return replica.with_crowds([wait * count for wait, count in zip(waits, crowds, strict=True)]), crossing
 
     def crossing_seconds(self, pipelines: Sequence[Groups], replica: Replica) -> float:
         """Return for how long a row of each pipeline keeps the busiest link of a node busy with hand-overs."""

@@ -21,12 +21,12 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.search.bounds import PlanBounds
 from hetu_fx.planner.search.contiguous import replica_counts
 from hetu_fx.planner.search.device_orders import Groups
-from hetu_fx.planner.search.estimates import Estimates, rules_of
+from hetu_fx.planner.search.estimates import Estimates, replica_rules
 from hetu_fx.planner.search.family import Family, ReplicaRun, micro_rows
 from hetu_fx.planner.search.manners import (
     IN_SEQUENCE,
     PLAIN,
-    Manner,
+    SequenceMode,
     attentions,
     contexts,
     shared_between_products,
@@ -100,7 +100,7 @@ class TimedArrangement:
     arrangement: Arrangement
     run: ReplicaRun
     zero: int
-    manner: Manner = PLAIN
+    manner: SequenceMode = PLAIN
 
     @property
     def micro_batches(self) -> int:
@@ -122,7 +122,7 @@ class TimedArrangement:
         return self.manner.of(replace(problem.plan(pipelines), zero=self.zero))
 
 
-def candidates(problem: Problem, manner: Manner = PLAIN) -> Iterator[TimedArrangement]:
+def candidates(problem: Problem, manner: SequenceMode = PLAIN) -> Iterator[TimedArrangement]:
     """Yield the homogeneous plans that are estimated to fit and may be near the best, also of what has been priced.
 
     None is context parallel.
@@ -152,9 +152,9 @@ def _context_candidates(problem: Problem) -> Iterator[TimedArrangement]:
                 continue
             found: list[TimedArrangement] = []
             for attention in attentions(degrees.group, degrees.context, problem):
-                found += trial_of(Manner(degrees.context, attention)).of(degrees)
+                found += trial_of(SequenceMode(degrees.context, attention)).of(degrees)
             if not _is_roomy(found):
-                found += trial_of(Manner(degrees.context, "ring")).of(degrees)
+                found += trial_of(SequenceMode(degrees.context, "ring")).of(degrees)
             best = min([best, *(one.seconds for one in found)])
             yield from found
             if _is_roomy(found) and not degrees.lacks_rows:
@@ -169,9 +169,9 @@ def _is_roomy(found: Iterable[TimedArrangement]) -> bool:
 class _Estimating:
     """Estimates plans that share sequences in one manner."""
 
-    def __init__(self, problem: Problem, manner: Manner) -> None:
+    def __init__(self, problem: Problem, manner: SequenceMode) -> None:
         self._problem, self._manner = problem, manner
-        self._rules = [rules_of(problem, zero) for zero in range(problem.options.zero + 1)]
+        self._rules = [replica_rules(problem, zero) for zero in range(problem.options.zero + 1)]
         self._orders = orders(problem.cluster)
         costs = manner.costs(problem.costs)
         self._estimates = Estimates(costs, problem.cluster, self._rules[-1], manner.shape)
@@ -276,7 +276,7 @@ def finalists(num_devices: int) -> int:
     return max(2, min(64, 2048 // num_devices), min(num_devices // 2, 48, 49152 // num_devices))
 
 
-class Expected(Protocol):
+class PlanEstimate(Protocol):
     """A plan that has not been made yet, and the seconds that it is estimated to take."""
 
     @property
@@ -289,7 +289,7 @@ class Expected(Protocol):
         ...
 
 
-def best_priced(found: Iterable[Expected], problem: Problem) -> dict[Plan, float]:
+def price_best_plans(found: Iterable[PlanEstimate], problem: Problem) -> dict[Plan, float]:
     """Return the plans that are expected to be the fastest and fit, with their seconds by the cost model.
 
     As many as a cluster of that size allows; in larger ones, from some on, those near the best that has been priced.
@@ -300,14 +300,14 @@ def best_priced(found: Iterable[Expected], problem: Problem) -> dict[Plan, float
     least = most if count <= FEW_DEVICES else LEAST_OF_SEARCH
     plans = _plans_worth_pricing(sorted(found, key=lambda one: one.seconds), problem, least)
     for plan in itertools.islice(problem.options.allowed(plans), 4 * most):
-        priced = problem.fitted(plan)
+        priced = problem.fit_memory(plan)
         fitting |= [] if priced is None else [priced]
         if len(fitting) == most or problem.time_limit.ends(fitting):
             break
     return fitting
 
 
-def _plans_worth_pricing(found: Iterable[Expected], problem: Problem, least: int) -> Iterator[Plan]:
+def _plans_worth_pricing(found: Iterable[PlanEstimate], problem: Problem, least: int) -> Iterator[Plan]:
     """Yield plans that differ, fastest first, `least` and all near the best, expected or priced meanwhile."""
     made, worth = set[Plan](), 0.0
     for one in found:
@@ -322,12 +322,12 @@ def _plans_worth_pricing(found: Iterable[Expected], problem: Problem, least: int
 
 def _find(problem: Problem) -> Candidates:
     problem.tell("homogeneous: pipelines x stages x devices of a stage x micro-batches")
-    found = best_priced(candidates(problem), problem)
+    found = price_best_plans(candidates(problem), problem)
     if shared_between_products(problem, found):
-        found |= best_priced(candidates(problem, IN_SEQUENCE), problem)
+        found |= price_best_plans(candidates(problem, IN_SEQUENCE), problem)
     if shared_throughout(problem, found):
         problem.tell("homogeneous: the same with sequences shared")
-        found |= best_priced(_context_candidates(problem), problem)
+        found |= price_best_plans(_context_candidates(problem), problem)
     return found
 
 

@@ -13,14 +13,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hetu_fx.cluster.cluster import Device
-from hetu_fx.planner.search.estimates import Shape, ranks_of
+from hetu_fx.planner.search.estimates import Shape, device_ranks
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Attention, Plan, Stage
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class SequenceMode:
     """How a plan's stages share a sequence.
 
     Attributes:
@@ -46,11 +46,11 @@ class Manner:
     @property
     def shape(self) -> Shape:
         """Return even stages of such plans."""
-        return lambda devices: Stage(ranks_of(devices), context=self.context)
+        return lambda devices: Stage(device_ranks(devices), context=self.context)
 
 
-PLAIN = Manner()
-IN_SEQUENCE = Manner(sequence_parallel=True)
+PLAIN = SequenceMode()
+IN_SEQUENCE = SequenceMode(sequence_parallel=True)
 
 
 def shared_between_products(problem: Problem, found: Iterable[Plan]) -> bool:
@@ -87,14 +87,14 @@ def attentions(group: int, context: int, problem: Problem) -> tuple[Attention, .
     return ("auto", "heads") if group == 1 and context <= problem.costs.head_units else ("auto",)
 
 
-def by_speed(devices: Sequence[Device], group: int, parts: int) -> Stage:
+def group_by_speed(devices: Sequence[Device], group: int, parts: int) -> Stage:
     """Return a stage of groups of so many neighbours that share a sequence in proportion to their speeds.
 
     `parts` is the finest share there is: shares are whole numbers of it.
     """
     speeds = [math.fsum(d.speed for d in devices[i : i + group]) for i in range(0, len(devices), group)]
     ratios = tuple(max(1, round(parts * speed / math.fsum(speeds))) for speed in speeds)
-    ranks = ranks_of(devices)
+    ranks = device_ranks(devices)
     if group == 1:
         return Stage(ranks, ratios, context=len(ranks))
     return Stage(ranks, context=len(speeds), context_ratios=ratios)

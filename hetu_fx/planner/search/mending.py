@@ -17,13 +17,13 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from hetu_fx.cluster.cluster import Cluster, Device
-from hetu_fx.planner.search.device_orders import Groups, alike_in, ranks_by_node
+from hetu_fx.planner.search.device_orders import Groups, devices_by_likeness, ranks_by_node
 from hetu_fx.planner.search.estimates import even_estimates
 from hetu_fx.planner.search.family import Family
-from hetu_fx.planner.search.homogeneous import TimedArrangement, best_priced, candidates
+from hetu_fx.planner.search.homogeneous import TimedArrangement, candidates, price_best_plans
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
-from hetu_fx.planner.search.regions import MOST_CLASSES, Estimated, estimate, estimated
-from hetu_fx.planner.search.templates import Template, classes_of
+from hetu_fx.planner.search.regions import MOST_CLASSES, TimedTemplates, estimate, estimate_templates
+from hetu_fx.planner.search.templates import Template, device_classes
 from hetu_fx.plans.plan import Plan
 
 Ranks = tuple[int, ...]
@@ -45,7 +45,7 @@ class Mending:
         self._speeds = {device.rank: device.speed for device in problem.cluster.devices}
         self._straggling = {device.rank for device in problem.cluster.devices if device.rate > 1.0}
 
-    def adapted(self, plan: Plan) -> Estimated | None:
+    def adapt_plan(self, plan: Plan) -> TimedTemplates | None:
         """Return the plan for the devices as they are, with its estimated seconds; None if none fits.
 
         Shards of the plan are taken as even.
@@ -111,22 +111,22 @@ class Mending:
         return len(group) * min(self._speeds[rank] for rank in group)
 
 
-def best_mended(
+def mend_best_plans(
     problem: Problem, whole: Problem, even: Sequence[TimedArrangement], lost: Collection[int] = ()
 ) -> dict[Plan, float]:
     """Return what the best plans for a whole cluster become on the problem's, which lacks some devices perhaps.
 
     `even` are homogeneous plans for the whole.
     """
-    mending, few = Mending(problem, lost), len(classes_of(whole)) <= MOST_CLASSES
-    templates = sorted(estimated(whole), key=lambda one: one.seconds) if few else []
+    mending, few = Mending(problem, lost), len(device_classes(whole)) <= MOST_CLASSES
+    templates = sorted(estimate_templates(whole), key=lambda one: one.seconds) if few else []
     unlike = {tuple(template.pipelines for template in one.chosen): one for one in reversed(templates)}
     uneven = sorted(unlike.values(), key=lambda one: one.seconds)[:MOST_ADAPTED]
     first = {candidate.arrangement: candidate for candidate in reversed(even)}
     chosen = sorted(first.values(), key=lambda candidate: candidate.seconds)[:MOST_ADAPTED]
     plans = dict.fromkeys([*(one.plan(whole) for one in uneven), *(one.plan(whole) for one in chosen)])
-    made = (mending.adapted(plan) for plan in plans)
-    return best_priced((one for one in made if one is not None), problem)
+    made = (mending.adapt_plan(plan) for plan in plans)
+    return price_best_plans((one for one in made if one is not None), problem)
 
 
 def lacking(cluster: Cluster) -> tuple[Device, ...]:
@@ -137,7 +137,7 @@ def lacking(cluster: Cluster) -> tuple[Device, ...]:
 
 def _copied(cluster: Cluster) -> Iterator[Device]:
     """Yield a device of a node as often as one like it is lacking there."""
-    for alike in alike_in(cluster):
+    for alike in devices_by_likeness(cluster):
         nodes = list(ranks_by_node(alike.devices, cluster).values())
         most = max(map(len, nodes))
         if most * len(nodes) - len(alike.devices) <= MOST_LACKING * len(alike.devices):
@@ -153,7 +153,7 @@ def _find(problem: Problem) -> Candidates:
     cluster = replace(problem.cluster, devices=(*problem.cluster.devices, *added))
     whole = replace(problem, cluster=cluster)
     even = sorted(candidates(whole), key=lambda one: one.seconds)
-    return best_mended(problem, whole, even, [device.rank for device in added])
+    return mend_best_plans(problem, whole, even, [device.rank for device in added])
 
 
 RAGGED = Search(

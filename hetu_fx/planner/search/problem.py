@@ -11,7 +11,7 @@ from hetu_fx.base.once import once
 from hetu_fx.base.progress import Tell, nobody
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.price.fitting import fitted
+from hetu_fx.planner.price.fitting import fit_recompute
 from hetu_fx.planner.simulate.simulate import expect, simulated_seconds
 from hetu_fx.planner.values.options import PlanOptions, TimeLimit
 from hetu_fx.planner.values.profile_file import Profile
@@ -67,7 +67,7 @@ LEAST_PRICED = 8
 
 
 @dataclass(slots=True)
-class Priced:
+class PriceTally:
     """What has been priced: how many plans that fit, the seconds of the best, and if some recompute nothing."""
 
     count: int = 0
@@ -110,7 +110,7 @@ class Problem:
     captured: CapturedCosts | None = field(default=None, compare=False)
     tell: Tell = field(default=nobody, compare=False)
     time_limit: TimeLimit = field(default_factory=TimeLimit, compare=False)
-    priced: Priced = field(default_factory=Priced, init=False, compare=False)
+    priced: PriceTally = field(default_factory=PriceTally, init=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.steps_ahead > 0:
@@ -149,13 +149,13 @@ class Problem:
         return self.captured.costs_of(plan.split, widest(plan))
 
     @once
-    def fitted(self, plan: Plan) -> tuple[Plan, float] | None:
+    def fit_memory(self, plan: Plan) -> tuple[Plan, float] | None:
         """Return a plan, with the least recompute that fits memory, and its predicted seconds; None if none fits.
 
         None too for one with what plans must not have.
         """
         costs = self.costs_of(plan)
-        found = fitted(plan.with_blocks(costs.num_blocks), costs, self.cluster, self.options)
+        found = fit_recompute(plan.with_blocks(costs.num_blocks), costs, self.cluster, self.options)
         if found is None or self.options.refused(found.plan):
             return None
         seconds = found.overlapped_seconds

@@ -19,10 +19,10 @@ from hetu_fx.cluster.cluster import Device
 from hetu_fx.planner.price.bound import bound_seconds
 from hetu_fx.planner.search.allocate import spread
 from hetu_fx.planner.search.estimates import Estimates
-from hetu_fx.planner.search.homogeneous import best_priced
+from hetu_fx.planner.search.homogeneous import price_best_plans
 from hetu_fx.planner.search.problem import WORTH, Candidates, Problem, Search, in_all_splits
 from hetu_fx.planner.search.step_ends import EndEstimate
-from hetu_fx.planner.search.templates import Region, Template, TemplateRegion, Templates, classes_of
+from hetu_fx.planner.search.templates import Region, Template, TemplateRegion, Templates, device_classes
 from hetu_fx.plans.plan import Plan
 
 MOST_CLASSES = 6
@@ -43,7 +43,7 @@ def cuts(classes: Region) -> Iterator[tuple[Region, ...]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimated:
+class TimedTemplates:
     """Templates of the regions of a cut with their rows, and the seconds that they are estimated to take."""
 
     seconds: float
@@ -63,7 +63,7 @@ class Estimated:
         return replace(plan, zero=self.zero)
 
 
-def estimated(problem: Problem, templates: Templates | None = None) -> Iterator[Estimated]:
+def estimate_templates(problem: Problem, templates: Templates | None = None) -> Iterator[TimedTemplates]:
     """Yield what plans of templates are estimated to take, those of this module unless others are given."""
     templates, least = Templates(problem) if templates is None else templates, math.inf
     asked = itertools.product(_cuts_by_speed(problem, templates.classes), reversed(range(problem.options.zero + 1)))
@@ -94,14 +94,14 @@ def _cuts_by_speed(problem: Problem, classes: Sequence[Sequence[Device]]) -> lis
     return sorted(found, key=lambda pair: pair[0])
 
 
-def estimate(chosen: tuple[Template, ...], problem: Problem, estimates: Estimates) -> Estimated | None:
+def estimate(chosen: tuple[Template, ...], problem: Problem, estimates: Estimates) -> TimedTemplates | None:
     """Return the templates with the rows that let them end together; None where one cannot do its rows."""
     rows = _rows_of_templates(chosen, problem.costs.rows)
     if rows is None:
         return None
     end, longest = _end_of(chosen, estimates), max(map(Template.seconds, chosen, rows))
     late = max(_late(end, *pair, longest) for pair in zip(chosen, rows, strict=True))
-    return Estimated(longest + end.seconds(late), chosen, rows)
+    return TimedTemplates(longest + end.seconds(late), chosen, rows)
 
 
 def _late(end: EndEstimate, template: Template, rows: int, longest: float) -> float:
@@ -131,12 +131,12 @@ def _end_of(chosen: Sequence[Template], estimates: Estimates) -> EndEstimate:
 
 
 def _find(problem: Problem) -> Candidates:
-    problem.tell(f"classes: {len(classes_of(problem))} classes of devices")
-    return best_priced(estimated(problem), problem)
+    problem.tell(f"classes: {len(device_classes(problem))} classes of devices")
+    return price_best_plans(estimate_templates(problem), problem)
 
 
 def _lacks(problem: Problem) -> str:
-    count = len(classes_of(problem))
+    count = len(device_classes(problem))
     if count <= MOST_CLASSES:
         return ""
     return f"it plans for up to {MOST_CLASSES} classes (kind, speed, memory) of devices, but there are {count}"

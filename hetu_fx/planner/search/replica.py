@@ -134,7 +134,7 @@ class Replica:
         """Return what a step takes on the slowest host."""
         return max(stage.host_seconds for stage in self.stages)
 
-    def crowded(self, crowds: Sequence[float]) -> Replica:
+    def with_crowds(self, crowds: Sequence[float]) -> Replica:
         """Return the replica beside others, so many of which, itself included, share links at each of its edges."""
         if all(count == 1 for count in crowds):
             return self
@@ -154,7 +154,7 @@ class Replica:
         """
         largest, sizes = self.parameter_bytes or 1.0, (stage.parameter_bytes for stage in self.stages)
         pairs = zip(itertools.accumulate(sizes, max), self.passing.backwards, strict=True)
-        return uppermost(after(gradients * size / largest, passed) for size, passed in pairs)
+        return uppermost(remaining_after(gradients * size / largest, passed) for size, passed in pairs)
 
     def left(self, block: int) -> Line:
         """Return how long before its end a pipeline's last backward comes to a block, all behind it being done.
@@ -215,15 +215,15 @@ class Replica:
 
     def on(self, groups: Groups) -> Replica:
         """Return the same replica on other devices, which must be alike."""
-        return replace(self, pipeline=placed(self.pipeline, groups))
+        return replace(self, pipeline=place_pipeline(self.pipeline, groups))
 
 
-def placed(pipeline: Pipeline, groups: Groups) -> Pipeline:
+def place_pipeline(pipeline: Pipeline, groups: Groups) -> Pipeline:
     """Return a pipeline on other devices."""
     pairs = zip(pipeline.stages, groups, strict=True)
     return replace(pipeline, stages=tuple([replace(stage, devices=devices) for stage, devices in pairs]))
 
 
-def after(seconds: float, passed: Line) -> Line:
+def remaining_after(seconds: float, passed: Line) -> Line:
     """Return what is left of so many seconds when others have passed."""
     return Line(seconds - passed.fixed, -passed.slope)

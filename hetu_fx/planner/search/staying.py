@@ -28,11 +28,11 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
 from hetu_fx.comm_ops.plans.cost import messages_cost
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.price.placement import holders_of
+from hetu_fx.planner.price.placement import block_holders
 from hetu_fx.planner.price.step import memory_problems
 from hetu_fx.planner.search.problem import Candidates, Problem, predict_by_costs
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.plans.homes import homes_near
+from hetu_fx.plans.homes import choose_homes
 from hetu_fx.plans.plan import Plan, Stage
 
 
@@ -126,8 +126,8 @@ def _homes(
 ) -> dict[str, Annotation]:
     """Return where tensors have their homes near a plan."""
     pipelines = plan.parts(num_blocks)
-    read = {name: _union(holders_of(one.block, pipelines), one.is_split) for name, one in tensors.items()}
-    return homes_near(plan, read, {name: one.shape for name, one in tensors.items()}, weights)
+    read = {name: _union(block_holders(one.block, pipelines), one.is_split) for name, one in tensors.items()}
+    return choose_homes(plan, read, {name: one.shape for name, one in tensors.items()}, weights)
 
 
 def _left(
@@ -140,7 +140,7 @@ def _left(
     pipelines = plan.parts(costs.num_blocks)
     found: dict[str, Annotation] = {}
     for name, one in tensors.items():
-        whole = [stage for stage in holders_of(one.block, pipelines) if gone.isdisjoint(stage.devices)]
+        whole = [stage for stage in block_holders(one.block, pipelines) if gone.isdisjoint(stage.devices)]
         if plan.zero or not whole:
             why = "states are spread over replicas (zero 1)" if plan.zero else f"block {one.block} was nowhere else"
             raise PlanError(

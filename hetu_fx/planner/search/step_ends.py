@@ -10,7 +10,7 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.plans.cost import BUCKETS_AT_ONCE, cheapest_ring_cost
 from hetu_fx.planner.price.step_end import sync_seconds
 from hetu_fx.planner.search.device_orders import Groups
-from hetu_fx.planner.search.replica import Replica, after
+from hetu_fx.planner.search.replica import Replica, remaining_after
 from hetu_fx.planner.values.line import Line, uppermost
 from hetu_fx.planner.values.program import ProgramCosts
 
@@ -50,7 +50,7 @@ class EndEstimate:
     def late(self, replica: Replica) -> tuple[Line, ...]:
         """Return for how long gradients of such pipelines travel after these, by the rows of a micro-batch."""
         ends = ((seconds, replica.left(stop)) for busy in self.links for stop, seconds in busy)
-        return uppermost([*replica.shown(self.ring), *(after(*pair) for pair in ends)])
+        return uppermost([*replica.shown(self.ring), *(remaining_after(*pair) for pair in ends)])
 
     def seconds(self, late: float) -> float:
         """Return it where gradients travel for so long after all pipelines; a piece does in any case."""

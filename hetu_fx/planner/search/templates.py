@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 
 from hetu_fx.cluster.cluster import Device
 from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD
-from hetu_fx.planner.search.device_orders import Groups, alike_in, ranks_by_node
+from hetu_fx.planner.search.device_orders import Groups, devices_by_likeness, ranks_by_node
 from hetu_fx.planner.search.estimates import Estimates, even_estimates
 from hetu_fx.planner.search.family import Family
 from hetu_fx.planner.search.homogeneous import stage_counts
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.search.replica import placed
+from hetu_fx.planner.search.replica import place_pipeline
 from hetu_fx.planner.search.step_ends import NO_END, EndEstimate, Held
 from hetu_fx.planner.values.line import Line
 from hetu_fx.plans.plan import Pipeline
@@ -95,7 +95,7 @@ class Template:
         few, more = divmod(rows, len(self.pipelines))
         of_rows = {count: self.family.pipeline(count) for count in (few, few + 1)[: 1 + (more > 0)]}
         for index, groups in enumerate(self.pipelines):
-            yield placed(of_rows[few + (index < more)], groups)
+            yield place_pipeline(of_rows[few + (index < more)], groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ class Draft:
     bounds: DealBounds
     family: Family | None = None
 
-    def worked_out(self, estimates: Estimates, rows: int, place: TemplateRegion) -> Queued | None:
+    def solve_draft(self, estimates: Estimates, rows: int, place: TemplateRegion) -> Queued | None:
         """Return it with blocks dealt to stages, or, where they are, its template; None where no blocks fit."""
         if self.family is None:
             own = self.deal.rows(rows)
@@ -214,9 +214,11 @@ def _deals_of(groups: Sequence[Sequence[tuple[int, ...]]], count: int) -> Iterat
             yield DeviceAllotment(groups, count, is_apart=True)
 
 
-def classes_of(problem: Problem) -> list[tuple[Device, ...]]:
+def device_classes(problem: Problem) -> list[tuple[Device, ...]]:
     """Return the devices of each class, slowest class first."""
-    found = sorted(alike_in(problem.cluster), key=lambda alike: (alike.one.speed, alike.one.kind, alike.memory_bytes))
+    found = sorted(
+        devices_by_likeness(problem.cluster), key=lambda alike: (alike.one.speed, alike.one.kind, alike.memory_bytes)
+    )
     return [alike.devices for alike in found]
 
 
@@ -238,7 +240,7 @@ class _Fastest:
             seconds, number, one = heapq.heappop(self._queue)
             if isinstance(one, Template):
                 self._found.setdefault(one.kind(self._estimates), (seconds, one))
-            elif (known := one.worked_out(self._estimates, self._rows, self._place)) is not None:
+            elif (known := one.solve_draft(self._estimates, self._rows, self._place)) is not None:
                 heapq.heappush(self._queue, (known[0], number, known[1]))
         found = itertools.islice(self._found.values(), count)
         return [template for seconds, template in found if seconds < below]
@@ -250,7 +252,7 @@ class Templates:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self.estimates = even_estimates(problem)
-        self.classes = classes_of(problem)
+        self.classes = device_classes(problem)
         self._speeds = [math.fsum(device.speed for device in members) for members in self.classes]
         self._deals: dict[Region, list[Draft]] = {}
         self._found: dict[TemplateRegion, _Fastest] = {}

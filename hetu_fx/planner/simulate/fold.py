@@ -26,7 +26,7 @@ Folding = Callable[[Loads], Loads]
 """What the loads of links come to for those that a job stands for."""
 
 
-def unfolded(loads: Loads) -> Loads:
+def unfold(loads: Loads) -> Loads:
     """Return the loads of a job that stands for itself alone."""
     return loads
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.planner.price.links import Resource, Traffic, loads_of
+from hetu_fx.planner.price.links import Resource, Traffic, resource_loads
 from hetu_fx.planner.simulate.events import Activity, Times, play
-from hetu_fx.planner.simulate.fold import Folding, unfolded
+from hetu_fx.planner.simulate.fold import Folding, unfold
 from hetu_fx.planner.values.line import Line
 
 
@@ -102,10 +102,10 @@ class Jobs:
         return Task(kind, tuple(seconds), slowest, uses)
 
     def transfer(
-        self, kind: str, line: Line, traffic: Traffic, devices: Sequence[int] = (), folded: Folding = unfolded
+        self, kind: str, line: Line, traffic: Traffic, devices: Sequence[int] = (), folded: Folding = unfold
     ) -> Task:
         """Return a message or a collective of `line.fixed` seconds of latency, and `line.slope` for its bytes."""
-        loads = loads_of(traffic, self.cluster)
+        loads = resource_loads(traffic, self.cluster)
         seconds = max(line.slope, *loads.values(), 0.0) if loads else line.slope
         uses = {resource: load / seconds for resource, load in folded(loads).items() if load}
         shown = tuple(devices) or tuple(dict.fromkeys(sender for sender, _, _ in traffic))

@@ -151,10 +151,10 @@ def _rows(timeline: Timeline, device: int | None) -> Iterator[str]:
 
 def device_lane(device: int, events: Sequence[Event], start: float, whole: float) -> str:
     """Return the events of a device in a picture of `whole` seconds from `start` on."""
-    return lane(f"device {device}", "".join(_box(event, start, whole) for event in drawn(events, whole)))
+    return lane(f"device {device}", "".join(_box(event, start, whole) for event in visible_events(events, whole)))
 
 
-def drawn(events: Sequence[Event], whole: float) -> list[Event]:
+def visible_events(events: Sequence[Event], whole: float) -> list[Event]:
     """Return the events of a device that can be seen in a picture of `whole` seconds.
 
     What is narrower than a dot, and begins in one that is taken by another of its row, is left out.

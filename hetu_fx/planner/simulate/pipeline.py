@@ -16,17 +16,17 @@ from itertools import chain
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import StateError
 from hetu_fx.planner.price.beside import seen_shares
-from hetu_fx.planner.price.links import hand_over, turn_traffic
+from hetu_fx.planner.price.links import price_hand_over, turn_traffic
 from hetu_fx.planner.price.stage import StageCosts, compute_lines, stage_costs
 from hetu_fx.planner.price.ways import Bucket
-from hetu_fx.planner.simulate.fold import Folding, unfolded
+from hetu_fx.planner.simulate.fold import Folding, unfold
 from hetu_fx.planner.simulate.jobs import Jobs, Task
-from hetu_fx.planner.values.footprint import highest_at
+from hetu_fx.planner.values.footprint import maximum_at
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.plans.parts import Deal, PartedPipeline
+from hetu_fx.plans.parts import DeviceDeal, PartedPipeline
 from hetu_fx.plans.plan import Plan, Schedule
-from hetu_fx.plans.schedule import BACKWARD, FORWARD, Action, Phase, at_once, departures, orders_of
+from hetu_fx.plans.schedule import BACKWARD, FORWARD, Action, Phase, at_once, departures, stage_orders
 
 _COMPLETES = (Phase.BACKWARD, Phase.WEIGHT_GRADIENT)
 
@@ -105,7 +105,7 @@ class PipelineJobs:
     rows: Sequence[int]
     buckets: Sequence[Bucket]
     ready: Mapping[int, Sequence[int]]
-    folded: Folding = unfolded
+    folded: Folding = unfold
     tells_memory: bool = True
     made: dict[tuple[int, int], int] = field(default_factory=dict)
     last: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class PipelineJobs:
         stages, deal = range(self._deal.num_stages), self._deal
         for stage, devices in enumerate(self.lane.stages):
             self.last[stage] = tuple(sorted({job for rank in devices for job in self.ready.get(rank, ())}))
-        self._rows = orders_of(schedule, deal.num_stages, len(self.rows), deal.chunks)
+        self._rows = stage_orders(schedule, deal.num_stages, len(self.rows), deal.chunks)
         self._make_tasks({entry.phase for row in self._rows for entry in row})
         self._ended: list[list[int]] = [[] for _ in stages]  # the last job of every entry of a stage
         are_hosts = all(self.jobs.cluster.device(rank).kind == "cpu" for rank in self.lane.devices)
@@ -144,7 +144,7 @@ class PipelineJobs:
                 self.made[part, number] = self.last[self._deal.stage(part)][0]
 
     @property
-    def _deal(self) -> Deal:
+    def _deal(self) -> DeviceDeal:
         return self.lane.pipeline.deal
 
     def _next(self, stage: int) -> Action | None:
@@ -232,7 +232,7 @@ class PipelineJobs:
         """Return the rounds of messages from one part to another."""
         ends = self.lane.pipeline.parts[source], self.lane.pipeline.parts[part]
         size = self.lane.program.boundary(self.lane.pipeline.stops[max(source, part)]) * rows
-        sent = hand_over(*ends, size, self.jobs.cluster)
+        sent = price_hand_over(*ends, size, self.jobs.cluster)
         pairs = [(Line(line.fixed, line.slope * size), sent.traffic(i, size)) for i, line in enumerate(sent.lines)]
         return tuple(
             self.jobs.transfer("send", line, traffic, folded=self.folded)
@@ -285,8 +285,8 @@ class PipelineJobs:
         for position, rank in enumerate(costs.stage.devices):
             held = self.lane.program.kept_by(costs.stage, begin, position)
             print_ = held.footprint(begin, stop, costs.share(position))
-            kept = highest_at((print_.kept,), rows)
-            most = highest_at(print_.forward if entry.phase is Phase.FORWARD else print_.later, rows)
+            kept = maximum_at((print_.kept,), rows)
+            most = maximum_at(print_.forward if entry.phase is Phase.FORWARD else print_.later, rows)
             made = costs.parameter_bytes(position) if entry.micro_batch == 0 else 0.0
             match entry.phase:
                 case Phase.FORWARD:

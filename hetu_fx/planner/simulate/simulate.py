@@ -18,7 +18,7 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.plans.cost import BUCKETS_AT_ONCE
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.links import Resource, turn_traffic
-from hetu_fx.planner.price.placement import shards_of, tied_holders
+from hetu_fx.planner.price.placement import device_shards, tied_holders
 from hetu_fx.planner.price.step import predict, row_sum_seconds
 from hetu_fx.planner.price.step_end import optimizer_seconds
 from hetu_fx.planner.price.ways import Bucket, Direction, Holders, HomeWay, buckets, ring_line
@@ -28,7 +28,7 @@ from hetu_fx.planner.simulate.pipeline import Held, PipelineJobs, PipelineLane
 from hetu_fx.planner.simulate.simulation import Simulation, simulation
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.plans.parts import Deal, PartedPipeline
+from hetu_fx.plans.parts import DeviceDeal, PartedPipeline
 from hetu_fx.plans.plan import Plan, pipeline_rows, split_rows
 from hetu_fx.plans.prediction import Prediction
 
@@ -69,7 +69,7 @@ def num_jobs(plan: Plan) -> int:
     """Return about how many jobs a plan's simulation has if all of its pipelines were alike: what it costs."""
     longest = max(plan.pipelines, key=lambda pipeline: pipeline.micro_batches * len(pipeline.stages))
     kinds = len({(len(p.stages), p.micro_batches, p.share, len(p.devices)) for p in plan.pipelines})
-    chunks = Deal.of_stages(len(longest.stages), plan.chunks).chunks
+    chunks = DeviceDeal.of_stages(len(longest.stages), plan.chunks).chunks
     return kinds * 2 * longest.micro_batches * chunks * sum(2 + (len(stage.devices) > 1) for stage in longest.stages)
 
 
@@ -108,7 +108,7 @@ class _StepJobs:
         parts = plan.parts(self.costs.num_blocks)
         self.ways = {one: self._bucket_way(one, parts) for one in dict.fromkeys(b.holders for b in self.buckets)}
         speeds = {rank: cluster.device(rank).speed for rank in plan.devices}
-        self.shards = {} if fold else shards_of(plan, self.costs, speeds)
+        self.shards = {} if fold else device_shards(plan, self.costs, speeds)
 
     def _lane(self, number: int) -> PipelineLane:
         rows = self._rows[number]

@@ -15,7 +15,7 @@ from itertools import pairwise
 from operator import attrgetter
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.values.line import NOTHING, ZERO, Amount, Line, combined, uppermost
+from hetu_fx.planner.values.line import NOTHING, ZERO, Amount, Line, uppermost, weighted_sum
 from hetu_fx.plans.recomputed import RecomputedOps
 
 
@@ -68,7 +68,7 @@ Segments = tuple[Segment, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class RecomputeMemory:
     """The pieces of a block by how the devices of its stage share work; none where they are not known.
 
     One device alone, tensor parallel ones that share the sequence or do not, context parallel ones, and a grid of both.
@@ -80,43 +80,43 @@ class Again:
     context: Segments = ()
     grid: Segments = ()
 
-    def each(self, change: Callable[[Segments], Segments]) -> Again:
+    def each(self, change: Callable[[Segments], Segments]) -> RecomputeMemory:
         """Return the same with all pieces changed."""
-        return self if self == UNKNOWN else Again(*map(change, _WAYS(self)))
+        return self if self == UNKNOWN else RecomputeMemory(*map(change, _WAYS(self)))
 
-    def amounts(self, change: Callable[[Amount], Amount]) -> Again:
+    def amounts(self, change: Callable[[Amount], Amount]) -> RecomputeMemory:
         """Return the same with all amounts changed."""
         return self.each(lambda pieces: tuple(Segment(*map(change, _PIECE(piece))) for piece in pieces))
 
     @property
-    def in_sequence(self) -> Again:
+    def in_sequence(self) -> RecomputeMemory:
         """Return what it is for tensor parallel groups that share the sequence: `tensor` is `sequence` then."""
         shared = self.amounts(lambda amount: amount.in_sequence)
         return replace(shared, tensor=shared.sequence)
 
     @property
-    def by_sequence(self) -> Again:
+    def by_sequence(self) -> RecomputeMemory:
         """Return what it is for a context parallel group."""
         return self.each(_by_sequence)
 
     @property
-    def in_ring(self) -> Again:
+    def in_ring(self) -> RecomputeMemory:
         """Return what it is where nothing is gathered: devices of a context parallel group send each other parts."""
         return self.each(lambda pieces: tuple(piece.in_ring for piece in pieces))
 
     @classmethod
-    def combined(cls, found: Sequence[Again], weights: Sequence[float]) -> Again:
+    def combined(cls, found: Sequence[RecomputeMemory], weights: Sequence[float]) -> RecomputeMemory:
         """Return the weighted sum; nothing where the pieces differ."""
         ways = list(zip(*map(_WAYS, found), strict=True))
         if any(len(set(map(len, pieces))) > 1 for pieces in ways):
             return cls()
         columns = (zip(*pieces, strict=True) for pieces in ways)
-        return cls(*(tuple(combined(Segment, _PIECE, column, weights) for column in pieces) for pieces in columns))
+        return cls(*(tuple(weighted_sum(Segment, _PIECE, column, weights) for column in pieces) for pieces in columns))
 
 
-UNKNOWN = Again()
+UNKNOWN = RecomputeMemory()
 
-_WAYS = attrgetter(*(field.name for field in fields(Again)))
+_WAYS = attrgetter(*(field.name for field in fields(RecomputeMemory)))
 _PIECE = attrgetter(*(field.name for field in fields(Segment)))
 
 
@@ -138,14 +138,14 @@ class PartMemory:
     backward: Amount = NOTHING
     later: Amount = NOTHING
     largest: Amount = NOTHING
-    again: Again = field(default=UNKNOWN, kw_only=True)
+    again: RecomputeMemory = field(default=UNKNOWN, kw_only=True)
     pieces: Segments = field(default=(), kw_only=True)
 
     def recomputed(self, way: str, kept: Amount, ops: RecomputedOps) -> PartMemory:
         """Return what it is where it is computed again in backward.
 
         Args:
-            way: how devices share work, as `Again` names it.
+            way: how devices share work, as `RecomputeMemory` names it.
             kept: what is left after the forward if `again` does not say; all comes back at once then.
             ops: which are computed again; if `again` does not say, it is as if none were where not all are.
         """
@@ -164,8 +164,8 @@ class PartMemory:
     @classmethod
     def combined(cls, parts: Sequence[PartMemory], weights: Sequence[float]) -> PartMemory:
         """Return the weighted sum of what parts hold."""
-        again = Again.combined([part.again for part in parts], weights)
-        return replace(combined(cls, _AMOUNTS, parts, weights), again=again)
+        again = RecomputeMemory.combined([part.again for part in parts], weights)
+        return replace(weighted_sum(cls, _AMOUNTS, parts, weights), again=again)
 
     def narrowed(self, share: float) -> PartMemory:
         """Return what it is for a device that has `share` of what is split."""
@@ -291,6 +291,6 @@ class StageFootprint:
         return cls(before, uppermost(forward), uppermost(backward), uppermost(later), largest)
 
 
-def highest_at(lines: Sequence[Line], rows: float) -> float:
+def maximum_at(lines: Sequence[Line], rows: float) -> float:
     """Return the most that one of the lines says."""
     return max((line(rows) for line in lines), default=0.0)

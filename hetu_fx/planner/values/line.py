@@ -116,7 +116,7 @@ NOTHING = Amount()
 _NUMBERS = attrgetter(*(field.name for field in fields(Amount)))
 
 
-def combined(
+def weighted_sum(
     make: Callable[..., T], values: Callable[[T], Sequence[Amount]], found: Sequence[T], weights: Sequence[float]
 ) -> T:
     """Return what is made of the weighted sums of the amounts of each of these."""

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hetu_fx.base.checks import Source, check_not_negative, check_positive, check_source, standing_twice
-from hetu_fx.base.json_values import many, numbered
-from hetu_fx.base.records import REQUIRED, Document, Key, record, repeated
+from hetu_fx.base.json_values import many, object_by_number
+from hetu_fx.base.records import REQUIRED, Document, Key, record, run_length_list
 from hetu_fx.base.words import bytes_text, rate_text
 from hetu_fx.errors import ProfileError
 from hetu_fx.planner.values.footprint import PartMemory, ProgramMemory
 from hetu_fx.planner.values.part_costs import NO_COSTS, PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.planner.values.shared import ROW_SUMS, Tied
+from hetu_fx.planner.values.shared import ROW_SUMS, TiedParameter
 from hetu_fx.planner.values.state import STATE, UNSAID, ParameterState
 
 
@@ -79,7 +79,7 @@ BLOCK_TIME = record(
 SLOWDOWN = record(
     Slowdown,
     ProfileError,
-    factors=Key(numbered("devices of a group", ProfileError)),
+    factors=Key(object_by_number("devices of a group", ProfileError)),
     source=Key(written="always"),
 )
 
@@ -194,15 +194,15 @@ _MEMORY = record(
     ProfileError,
     order="everywhere parts",
     everywhere=Key(written="always"),
-    parts=Key(repeated(_PART_MEMORY)),
+    parts=Key(run_length_list(_PART_MEMORY)),
 )
 _KEYS: dict[str, Any] = {
     "units": Key(written="always"),
     "before": Key(_PART, default=PartCosts(), written="always"),
-    "blocks": Key(repeated(_PART), default=(), written="always"),
+    "blocks": Key(run_length_list(_PART), default=(), written="always"),
     "after": Key(_PART, default=PartCosts(), written="always"),
-    "boundary_bytes": Key(repeated(_BOUNDARY), written="always"),
-    "tied": Key(many(record(Tied, ProfileError, split_bytes=Key(default=0.0, written="always")).values)),
+    "boundary_bytes": Key(run_length_list(_BOUNDARY), written="always"),
+    "tied": Key(many(record(TiedParameter, ProfileError, split_bytes=Key(default=0.0, written="always")).values)),
     "row_sums": Key(ROW_SUMS),
     "gathered_work": Key(_PART, default=NO_COSTS),
     "memory": Key(_MEMORY),
@@ -258,5 +258,5 @@ Profile.form = record(
     other_lengths=Key(many(_OTHER_LENGTH.values)),
     times=Key(many(BLOCK_TIME.values)),
     alpha=Key(many(SLOWDOWN.values)),
-    sequences=Key(numbered("tokens", ProfileError)),
+    sequences=Key(object_by_number("tokens", ProfileError)),
 )

@@ -19,7 +19,7 @@ from hetu_fx.errors import PlanError, ProfileError
 from hetu_fx.planner.values.footprint import PartMemory, ProgramMemory, StageFootprint
 from hetu_fx.planner.values.line import Amount, Line
 from hetu_fx.planner.values.part_costs import NO_COSTS, PartCosts
-from hetu_fx.planner.values.shared import NO_ROW_SUMS, RowSums, Tied, gradients_of, pending_of
+from hetu_fx.planner.values.shared import NO_ROW_SUMS, RowSums, TiedParameter, gradient_bytes, pending_gradient_bytes
 from hetu_fx.planner.values.state import UNSAID, ParameterState
 from hetu_fx.plans.plan import Attention, Plan, Stage
 from hetu_fx.plans.recomputed import RecomputedOps
@@ -48,7 +48,7 @@ class ProgramCosts:
     boundary_bytes: tuple[float, ...] = ()
     units: int = 1
     memory: ProgramMemory | None = None
-    tied: tuple[Tied, ...] = ()
+    tied: tuple[TiedParameter, ...] = ()
     row_sums: RowSums = NO_ROW_SUMS
     gathered_work: PartCosts = NO_COSTS
     state: ParameterState = UNSAID
@@ -205,7 +205,7 @@ class ProgramCosts:
 
     @staticmethod
     def _way(stage: Stage) -> str:
-        """Return how a stage's devices share work, as `footprint.Again` names it."""
+        """Return how a stage's devices share work, as `footprint.RecomputeMemory` names it."""
         if stage.shares_sequence:
             return "grid" if stage.is_grid else "context"
         return "tensor" if len(stage.devices) > 1 else "alone"
@@ -285,7 +285,7 @@ class ProgramCosts:
         """Return the numbers of the parts of a stage with the blocks [start, stop): the first, and after the last."""
         return (0 if start == 0 else start + 1), (stop + 2 if stop == self.num_blocks else stop + 1)
 
-    def shared(self, start: int, stop: int) -> tuple[Tied, ...]:
+    def shared(self, start: int, stop: int) -> tuple[TiedParameter, ...]:
         """Return the parameters that a stage with the blocks [start, stop) reads, and other stages too."""
         first, last = self.numbers(start, stop)
         return tuple(one for one in self.tied if one.is_shared(first, last))
@@ -302,8 +302,8 @@ class ProgramCosts:
         before = memory.everywhere.line(share) + Line(slope=self.boundary(start))
         counted = [part.parameter_bytes_at(share) for part in self.parts[first:last]]
         size = self.state.gradient_share
-        gradients = [size * count for count in gradients_of(counted, self.tied, first, share)]
-        waiting = [size * count for count in pending_of(self.tied, first, last - first, share)]
+        gradients = [size * count for count in gradient_bytes(counted, self.tied, first, share)]
+        waiting = [size * count for count in pending_gradient_bytes(self.tied, first, last - first, share)]
         return StageFootprint.of(memory.parts[first:last], gradients, share, before, waiting)
 
     @cached_property
@@ -338,15 +338,15 @@ _MOVED = (
 )
 
 
-def costs_at(by_length: Mapping[int, ProgramCosts], length: int) -> ProgramCosts:
+def costs_for_length(by_length: Mapping[int, ProgramCosts], length: int) -> ProgramCosts:
     """Return the costs for rows of `length` tokens. Raises `ProfileError` if none are known for any length."""
     if length in by_length:
         return by_length[length]
-    weights = weights_at(by_length, length)
+    weights = length_weights(by_length, length)
     return _combined([by_length[one] for one in weights], [*weights.values()])
 
 
-def weights_at(known: Collection[int], length: int) -> dict[int, float]:
+def length_weights(known: Collection[int], length: int) -> dict[int, float]:
     """Return how what is known of some lengths adds up to what rows of another take, by the length.
 
     Raises `ProfileError` if none are known.

@@ -51,7 +51,7 @@ ROW_SUMS = record(RowSums, ProfileError, count=Key(default=REQUIRED), bytes=Key(
 
 
 @dataclass(frozen=True, slots=True)
-class Tied:
+class TiedParameter:
     """A parameter that several parts read.
 
     Attributes:
@@ -88,14 +88,14 @@ class Tied:
         return 0 < len(self.within(first, last)) < len(self.readers)
 
 
-def pending_of(tied: Sequence[Tied], first: int, count: int, share: float) -> list[float]:
+def pending_gradient_bytes(tied: Sequence[TiedParameter], first: int, count: int, share: float) -> list[float]:
     """Return for each of `count` parts the bytes of gradients that wait for another reader's while it goes backward."""
     spans = [(one.within(first, first + count), one.at(share)) for one in tied]
     waiting = [(held[0] - first, held[-1] - first, size) for held, size in spans if held]
     return [sum(size for start, stop, size in waiting if start <= part < stop) for part in range(count)]
 
 
-def gradients_of(parameters: Sequence[float], tied: Sequence[Tied], first: int, share: float) -> list[float]:
+def gradient_bytes(parameters: Sequence[float], tied: Sequence[TiedParameter], first: int, share: float) -> list[float]:
     """Return the bytes of gradients that each part's backward makes, from those of the parameters that it counts.
 
     The last reader of a parameter among the parts is the first to make its gradient.

@@ -39,7 +39,7 @@ SECTIONS: Mapping[str, Section] = {
     "timeline": Section("One step: predicted and measured", timeline.html, timeline.data),
     "memory": Section("Memory", memory.html, memory.data),
     "traffic": Section("Traffic of one step", traffic.html, traffic.data),
-    "gathered": Section("What is gathered, as no rule splits it", told.gathered_html, told.gathered),
+    "gathered": Section("What is gathered, as no rule splits it", told.gathered_html, told.gathered_ops_by_variant),
     "cluster": Section("Cluster", told.cluster_html, told.cluster),
     "plans": Section("Plans", told.plans_html, told.plans),
     "changes": Section("What changed", told.changes_html, told.changes),

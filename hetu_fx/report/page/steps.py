@@ -11,7 +11,7 @@ from typing import Any
 from hetu_fx.report.run import LoggedRun
 from hetu_fx.report.run_log import Entry
 from hetu_fx.report.summary import HEADER, summaries, variant_row
-from hetu_fx.show.charts import Scale, boxes, colours_of, levels, places, plot, shares
+from hetu_fx.show.charts import Scale, assign_colours, boxes, levels, places, plot, shares
 from hetu_fx.show.markup import keys, note, number, table
 
 HIGHEST = 2.0
@@ -39,7 +39,7 @@ def html(run: LoggedRun) -> str:
     """Return a box for each step, or for each few where there are many."""
     if not run.steps:
         return ""
-    colours = colours_of([entry["variant"] for entry in run.steps])
+    colours = assign_colours([entry["variant"] for entry in run.steps])
     seconds = [entry["seconds"] for entry in run.steps]
     scale = Scale(0.0, min(max(seconds), HIGHEST * median(seconds)) or 1.0)
     groups = places(run.steps)

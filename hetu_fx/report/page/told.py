@@ -64,7 +64,7 @@ def changes_html(run: LoggedRun) -> str:
     return told + _text("\n".join(map(entry_text, found[-MOST_CHANGES:]))) if found else ""
 
 
-def gathered(run: LoggedRun) -> dict[str, Any]:
+def gathered_ops_by_variant(run: LoggedRun) -> dict[str, Any]:
     """Return the ops of each variant that gather because no rule splits them, each with what would avoid it."""
     return {
         name: [{**GATHERED_OP.write(one), "cure": one.cure} for one in found] for name, found in run.gathered.items()

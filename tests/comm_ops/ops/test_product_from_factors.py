@@ -108,7 +108,7 @@ def test_products_are_made_in_a_room_whatever_that_was_and_added_to_it(op: Any, 
     product = PRODUCTS[op]
     expected = product.call(x, weight, bias)
     room = torch.full_like(expected, torch.nan)
-    product.make_into(room, x, weight, bias)
+    product.write_product(room, x, weight, bias)
     torch.testing.assert_close(room, expected)
     total = torch.full_like(x, torch.nan)
     assert product.of_input is not None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hetu_fx.comm_ops.ops import ring_attention_block
-from hetu_fx.comm_ops.ops.attention_runs import places_of
+from hetu_fx.comm_ops.ops.attention_runs import token_places
 from hetu_fx.comm_ops.ops.ring_attention import Attention, Message
 from hetu_fx.comm_ops.ops.ring_attention_block import Places, Ring
 
@@ -179,7 +179,7 @@ def test_rows_of_several_sequences_stay_apart(sizes: tuple[int, ...], is_causal:
     length, ring = sum(sizes), Ring(sizes, sizes, is_causal)
     number = (torch.arange(length) >= torch.tensor([[2], [3]])).long()
     same = (number[:, :, None] == number[:, None]).unsqueeze(1)
-    given, places = whole(3, length), places_of(number)
+    given, places = whole(3, length), token_places(number)
     sees = same & torch.ones(length, length, dtype=torch.bool).tril() if is_causal else same
     expected = attention(*given, attn_mask=sees, enable_gqa=True)
     gradient = torch.randn_like(expected)

@@ -2,7 +2,7 @@
 
 from hetu_fx.annotations.annotation import parse_annotation
 from hetu_fx.cluster.cluster import Cluster, Link
-from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves, plan_on_links, seconds_of
+from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves, plan_on_links, price_plan
 
 MOVE = TensorMove(parse_annotation("[0,1] D(2)"), parse_annotation("[2,3] D(2)"), (1000,), 4)
 
@@ -15,8 +15,8 @@ def test_receivers_share_what_comes_over_a_slow_link():
     cluster = two_nodes(Link(1e6))
     direct, shared = (plan_moves([MOVE], node_of=cluster.node_of, relays=relays) for relays in (False, True))
     assert plan_on_links([MOVE], cluster) == shared
-    assert seconds_of(direct, cluster) == 2 * 4000 / 1e6
-    assert seconds_of(shared, cluster) == 4000 / 1e6 + 2000 / 1e9
+    assert price_plan(direct, cluster) == 2 * 4000 / 1e6
+    assert price_plan(shared, cluster) == 4000 / 1e6 + 2000 / 1e9
 
 
 def test_they_do_not_where_another_round_costs_more():

@@ -6,13 +6,13 @@ from functools import partial
 
 import pytest
 
-from hetu_fx.comm_ops.plans.overlap import COUNTS, Beside, Slices, best_slices, parse_slices
+from hetu_fx.comm_ops.plans.overlap import COUNTS, OverlapCost, Slices, best_slices, parse_slices
 from hetu_fx.errors import CommError
 
 
-def beside(rows: int, *, product: float, sent: float, slice_seconds: float = 0.0, latency: float = 0.0) -> Beside:
+def beside(rows: int, *, product: float, sent: float, slice_seconds: float = 0.0, latency: float = 0.0) -> OverlapCost:
     """Let a row take so many seconds."""
-    return Beside(rows * product, lambda share: latency + rows * share * sent, slice_seconds)
+    return OverlapCost(rows * product, lambda share: latency + rows * share * sent, slice_seconds)
 
 
 @pytest.mark.parametrize("slices", COUNTS)
@@ -33,7 +33,7 @@ def test_slices_that_cost_more_than_they_hide_are_one() -> None:
 
 
 def test_a_processor_that_communicates_itself_hides_nothing() -> None:
-    assert Beside(8.0, lambda share: 8 * share, 0.0, host_seconds=8.0).slices == 1
+    assert OverlapCost(8.0, lambda share: 8 * share, 0.0, host_seconds=8.0).slices == 1
 
 
 def test_more_rows_are_cut_in_more_slices() -> None:

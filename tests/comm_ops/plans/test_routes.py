@@ -1,7 +1,7 @@
 """Which devices of unequal groups meet: the groups of Hetu v2's examples (fact sheet 1.3)."""
 
 from hetu_fx.annotations.annotation import parse_annotation
-from hetu_fx.comm_ops.plans.routes import fits, groups_of, slice_groups
+from hetu_fx.comm_ops.plans.routes import collectives_of_rank, fits, slice_groups
 from hetu_fx.comm_ops.plans.transition import Transition
 from hetu_fx.comm_ops.resolve.resolution import TopStep
 
@@ -45,7 +45,7 @@ def test_scattered_slices_land_where_the_group_holds_them():
     assert first.ranks == (0, 2)
     assert first.parts == ((((((0, 4),), ((0, 2),))),), ((((4, 6),), ((0, 2),)),))
     assert second.ranks == (1, 2)
-    assert groups_of(Transition(source, target, (6, 4)), 2) == (first, second)
+    assert collectives_of_rank(Transition(source, target, (6, 4)), 2) == (first, second)
 
 
 def test_a_dim_that_both_tiers_cut_does_not_fit():

@@ -7,7 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetu_fx.annotations.annotation import parse_annotation
-from hetu_fx.comm_ops.resolve.intermediates import cut_copies, partial_on_top, reduced, scattered
+from hetu_fx.comm_ops.resolve.intermediates import (
+    cut_copies,
+    partial_on_top,
+    reduced_annotations,
+    scattered_annotations,
+)
 from tests.oracles.annotation_definition import parts
 from tests.oracles.annotation_samples import random_annotation
 
@@ -31,16 +36,18 @@ SEEDS = st.integers(0, 2**32 - 1)
     ],
 )  # fmt: skip
 def test_summands_are_added_up_and_cut_up_where_a_dim_is_free(annotation, shape, expected):
-    assert [str(found) for found in reduced(parse_annotation(annotation), shape)] == expected
+    assert [str(found) for found in reduced_annotations(parse_annotation(annotation), shape)] == expected
 
 
 def test_copies_are_cut_up_on_both_tiers():
     whole = parse_annotation("D(2) over {[0,1] S(0, 2); [2-4] D(3)}")
-    assert [str(found) for found in scattered(whole, SHAPE)] == ["S(1, 2) over {[0,1] S(0, 2); [2-4] S(0, 3)}"]
-    assert [str(sharding.axes) for sharding in cut_copies(whole, SHAPE)] == [
-        str(sharding.axes) for sharding in scattered(whole, SHAPE)[0].shardings
+    assert [str(found) for found in scattered_annotations(whole, SHAPE)] == [
+        "S(1, 2) over {[0,1] S(0, 2); [2-4] S(0, 3)}"
     ]
-    assert scattered(parse_annotation("[0,1] S(0, 2)"), SHAPE) == []
+    assert [str(sharding.axes) for sharding in cut_copies(whole, SHAPE)] == [
+        str(sharding.axes) for sharding in scattered_annotations(whole, SHAPE)[0].shardings
+    ]
+    assert scattered_annotations(parse_annotation("[0,1] S(0, 2)"), SHAPE) == []
 
 
 @pytest.mark.parametrize(
@@ -63,10 +70,10 @@ def test_summands_become_groups(annotation, expected):
 @given(SEEDS)
 def test_what_is_proposed_fits_and_keeps_the_ranks(seed):
     annotation = random_annotation(Random(seed), range(12), SHAPE)
-    for found in (*reduced(annotation, SHAPE), *scattered(annotation, SHAPE)):
+    for found in (*reduced_annotations(annotation, SHAPE), *scattered_annotations(annotation, SHAPE)):
         found.check_shape(SHAPE)
         assert found.groups == annotation.groups
-    assert not any(found.has_partial for found in reduced(annotation, SHAPE))
+    assert not any(found.has_partial for found in reduced_annotations(annotation, SHAPE))
     on_top = partial_on_top(annotation)
     if on_top is not None:
         before, after = parts(annotation, SHAPE), parts(on_top, SHAPE)

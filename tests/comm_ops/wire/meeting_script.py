@@ -11,9 +11,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hetu_fx.base.addresses import Contact, addresses_of
+from hetu_fx.base.addresses import Contact, rank_addresses
 from hetu_fx.base.machine import node_name, short_names
-from hetu_fx.comm_ops.wire.consensus import of_all
+from hetu_fx.comm_ops.wire.consensus import all_gather_object
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.one_sided import Caller, Listener
 from hetu_fx.comm_ops.wire.process_group import create_group, create_world
@@ -30,11 +30,11 @@ def main() -> None:
         sys.exit(3)
     table, total = GroupTable(), torch.ones(1)
     dist.all_reduce(total, group=create_group(list(range(table.size)), "another", timedelta(seconds=60)))
-    addresses = addresses_of(of_all(table, Contact.own()))
-    nodes = of_all(table, node_name())
+    addresses = rank_addresses(all_gather_object(table, Contact.own()))
+    nodes = all_gather_object(table, node_name())
     own, found = torch.full((4,), table.rank, dtype=torch.uint8), torch.empty(4, dtype=torch.uint8)
     listener = Listener(lambda question: own, addresses[table.rank])
-    caller = Caller(of_all(table, listener.address), 30)
+    caller = Caller(all_gather_object(table, listener.address), 30)
     caller.ask((table.rank + 1) % table.size, {}, found)
     told = {"sum": float(total), "addresses": addresses, "nodes": len(set(nodes)), "shown": short_names(nodes)}
     print(json.dumps({**told, "read": found.tolist()}))

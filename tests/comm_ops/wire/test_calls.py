@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hetu_fx.comm_ops.wire import calls
-from hetu_fx.comm_ops.wire.calls import LastCall, note, place_of, whereabouts
+from hetu_fx.comm_ops.wire.calls import LastCall, note, user_line_of_error, whereabouts
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "last", LastCall())
 
 
-def _seen_from_a_thread() -> calls.Whereabouts:
+def _seen_from_a_thread() -> calls.CallSite:
     found = []
     thread = threading.Thread(target=lambda: found.append(whereabouts()))
     thread.start()
@@ -51,8 +51,8 @@ def test_a_backward_that_runs_is_a_call_of_ours_at_the_line_that_asked_for_it() 
 def test_an_errors_place_is_the_users_line_that_it_passed_last() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.ones(2) @ torch.ones(3)
-    assert place_of(caught.value).startswith("test_calls.py:")
-    assert place_of(None) == ""
+    assert user_line_of_error(caught.value).startswith("test_calls.py:")
+    assert user_line_of_error(None) == ""
 
 
 class ImportsLate(ModuleType):

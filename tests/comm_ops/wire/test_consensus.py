@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from hetu_fx.comm_ops.wire import consensus
-from hetu_fx.comm_ops.wire.consensus import LocalFacts, StepFacts, agree, any_of, by_first, together
+from hetu_fx.comm_ops.wire.consensus import (
+    LocalFacts,
+    StepFacts,
+    agree,
+    any_rank,
+    broadcast_from_rank0,
+    raise_on_all_ranks,
+)
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import BatchError, OtherRankError, PlanError
 
@@ -31,8 +38,8 @@ def other(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def comes_with(theirs: LocalFacts | Exception) -> None:
         monkeypatch.setattr(consensus, "_exchange", lambda _, row: [row, consensus._encode(theirs)])
-        monkeypatch.setattr(consensus, "of_all", lambda _, mine: [mine, told(mine, theirs)])
-        monkeypatch.setattr(consensus, "any_of", lambda _, flags: (True,) * len(flags))
+        monkeypatch.setattr(consensus, "all_gather_object", lambda _, mine: [mine, told(mine, theirs)])
+        monkeypatch.setattr(consensus, "any_rank", lambda _, flags: (True,) * len(flags))
 
     return comes_with
 
@@ -171,7 +178,7 @@ def test_messages_of_facts_and_errors_have_one_length() -> None:
 
 
 def test_different_texts_have_different_exact_digests() -> None:
-    first, second = (consensus.digest_of(text) for text in ("a", "b"))
+    first, second = (consensus.hash_text(text) for text in ("a", "b"))
     assert first != second
     assert int(float(first)) == first
 
@@ -180,7 +187,7 @@ def test_different_texts_have_different_exact_digests() -> None:
 def test_what_fails_on_another_rank_only_fails_here_in_the_same_way(other: Any, error: Exception, kind: Any) -> None:
     other(error)
     with pytest.raises(kind, match=f"another rank failed: rank 1: {type(error).__name__}: {error}") as caught:
-        together(TWO, lambda: 3)
+        raise_on_all_ranks(TWO, lambda: 3)
     assert caught.type is kind
 
 
@@ -188,11 +195,11 @@ def test_doing_together_alone_gives_the_result_or_the_error() -> None:
     def fail() -> int:
         raise PlanError("mine")
 
-    assert together(ALONE, lambda: 3) == by_first(ALONE, lambda: 3) == 3
+    assert raise_on_all_ranks(ALONE, lambda: 3) == broadcast_from_rank0(ALONE, lambda: 3) == 3
     with pytest.raises(PlanError, match="mine"):
-        together(ALONE, fail)
+        raise_on_all_ranks(ALONE, fail)
     with pytest.raises(PlanError, match="mine"):
-        by_first(ALONE, fail)
+        broadcast_from_rank0(ALONE, fail)
 
 
 @pytest.mark.parametrize(("error", "kind"), [(PlanError("too few: 2"), PlanError), (OSError("full"), OtherRankError)])
@@ -206,11 +213,11 @@ def test_what_fails_on_rank_0_fails_on_the_others_in_the_same_way(
 
     monkeypatch.setattr(consensus, "from_first", lambda _, value: sent.append(value) or sent[0])
     with pytest.raises(type(error), match=str(error)):
-        by_first(TWO, fail)
+        broadcast_from_rank0(TWO, fail)
     with pytest.raises(kind, match=str(error)) as caught:
-        by_first(GroupTable.dry(1, 2), fail)
+        broadcast_from_rank0(GroupTable.dry(1, 2), fail)
     assert caught.type is kind
 
 
 def test_alone_the_flags_of_any_rank_are_ones_own() -> None:
-    assert any_of(ALONE, [True, False]) == (True, False)
+    assert any_rank(ALONE, [True, False]) == (True, False)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetu_fx.comm_ops.wire.collectives import gather_parts, gather_segments, reduce_parts, sum_all, sum_over
+from hetu_fx.comm_ops.wire.collectives import gather_parts, gather_segments, reduce_parts, sum_all, sum_tensor
 from hetu_fx.comm_ops.wire.flat import Flat, dense, is_dense
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.p2p import Tag, post
@@ -90,7 +90,7 @@ def test_every_collective_takes_it_as_it_is_read(name: str) -> None:
     def work(table: GroupTable) -> None:
         with using(table), torch.no_grad():
             total = plain if is_truth else plain * 2
-            assert torch.equal(sum_over(x, (0, 1), table), total)
+            assert torch.equal(sum_tensor(x, (0, 1), table), total)
             assert torch.equal(reduce_parts([x, x], (0, 1), table), total)
             assert all(torch.equal(part, plain) for part in gather_parts(x, [x.shape] * 2, (0, 1), table))
             buffer = Flat(plain.reshape(-1).clone())

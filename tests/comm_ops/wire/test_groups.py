@@ -121,7 +121,7 @@ def test_another_ranks_communication_is_refused():
 
 
 def test_host_tensors_are_not_staged():
-    assert not GroupTable().staged(torch.device("cpu"))
+    assert not GroupTable().is_staged(torch.device("cpu"))
 
 
 def test_a_dry_table_has_no_other_beside_it():

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hetu_fx.comm_ops.wire import one_sided
-from hetu_fx.comm_ops.wire.one_sided import MOST_STRANGERS, Caller, Listener, Question, Refused
+from hetu_fx.comm_ops.wire.one_sided import MOST_STRANGERS, Caller, Listener, Question, ReadRefusal
 from hetu_fx.errors import CommError, StateError
 
 
@@ -41,9 +41,9 @@ def test_a_refusal_says_why_and_the_next_question_is_answered() -> None:
     listener = Listener(numbers)
     caller = Caller([listener.address], 10)
     found = torch.empty(1, dtype=torch.float64)
-    with pytest.raises(Refused, match="StateError: less than nothing"):
+    with pytest.raises(ReadRefusal, match="StateError: less than nothing"):
         caller.ask(0, {"count": -1}, found)
-    with pytest.raises(Refused, match="16 bytes instead of 8"):
+    with pytest.raises(ReadRefusal, match="16 bytes instead of 8"):
         caller.ask(0, {"count": 2}, found)
     caller.ask(0, {"count": 1}, found)
     listener.close()

@@ -6,11 +6,11 @@ from threading import Event
 
 import pytest
 
-from hetu_fx.comm_ops.wire.serial_threads import InTurn
+from hetu_fx.comm_ops.wire.serial_threads import SerialExecutor
 
 
 def test_pieces_run_in_the_order_given_and_beside_the_caller() -> None:
-    turns, may_run, done = InTurn(), Event(), []
+    turns, may_run, done = SerialExecutor(), Event(), []
     pieces = [lambda: may_run.wait(60) and done.append(0), lambda: done.append(1), lambda: done.append(2)]
     under_way = [turns.start(piece) for piece in pieces]
     assert done == [], "the caller was kept waiting"
@@ -26,7 +26,7 @@ def test_waiting_for_the_end_is_bounded_and_raises_nothing() -> None:
         may_run.wait(60)
         raise KeyError("lost")
 
-    piece = InTurn().start(fail)
+    piece = SerialExecutor().start(fail)
     assert not piece.is_over(0.0)
     may_run.set()
     assert piece.is_over(60.0)
@@ -34,7 +34,7 @@ def test_waiting_for_the_end_is_bounded_and_raises_nothing() -> None:
 
 
 def test_an_error_comes_out_where_the_piece_is_waited_for_and_nothing_runs_after_it() -> None:
-    turns, done = InTurn(), []
+    turns, done = SerialExecutor(), []
 
     def fail() -> None:
         raise KeyError("lost")

@@ -147,9 +147,13 @@ def test_stages_that_post_messages_one_by_one_are_found(
     """As pipelines do whose every message is a call of its own: in 1F1B neighbours have one for each other at once."""
     right = p2p.post
 
-    def one_by_one(receives: Sequence[Any], sends: Sequence[Any], table: GroupTable, group: Any = None) -> p2p.Posted:
+    def one_by_one(
+        receives: Sequence[Any], sends: Sequence[Any], table: GroupTable, group: Any = None
+    ) -> p2p.PendingMessages:
         arriving = [work for message in receives for work in right([message], (), table, group).arriving]
-        return p2p.Posted(arriving, [work for message in sends for work in right((), [message], table, group).leaving])
+        return p2p.PendingMessages(
+            arriving, [work for message in sends for work in right((), [message], table, group).leaving]
+        )
 
     monkeypatch.setattr("hetu_fx.switching.step.stage_p2p.post", one_by_one)
     trained(Cell("llama", plan))

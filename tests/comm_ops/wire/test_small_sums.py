@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetu_fx.comm_ops.wire.small_sums import MARKS, are_alike, packed
+from hetu_fx.comm_ops.wire.small_sums import MARKS, are_alike, pack_small_sum
 
 SUM, MAX, MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN
 BY_OP = {SUM: torch.add, MAX: torch.maximum, MIN: torch.minimum}
 
 
 def _reduced(values: list[torch.Tensor], op: dist.ReduceOp.RedOpType, what: list[str]) -> torch.Tensor:
-    heads = [packed(value, op, text)[0] for value, text in zip(values, what, strict=True)]
+    heads = [pack_small_sum(value, op, text)[0] for value, text in zip(values, what, strict=True)]
     return functools.reduce(BY_OP[op], heads)
 
 
@@ -31,7 +31,7 @@ def test_messages_for_the_same_are_alike_and_others_are_not(op: dist.ReduceOp.Re
 
 @pytest.mark.parametrize("value", [torch.zeros(()), torch.zeros(3, dtype=torch.int32), torch.zeros(200)])
 def test_all_messages_have_one_size(value: torch.Tensor) -> None:
-    head, rest = packed(value, SUM, "norm")
+    head, rest = pack_small_sum(value, SUM, "norm")
     assert head.nbytes == 512
     assert rest.numel() == max(0, value.numel() - head.numel() + MARKS)
 
@@ -42,7 +42,7 @@ def test_other_sizes_of_the_same_are_unlike() -> None:
 
 
 def test_complex_numbers_travel_as_two() -> None:
-    head, _ = packed(torch.tensor(1 + 2j), SUM, "sum")
+    head, _ = pack_small_sum(torch.tensor(1 + 2j), SUM, "sum")
     assert head[MARKS : MARKS + 2].tolist() == [1.0, 2.0]
 
 

@@ -13,14 +13,14 @@ from torch.utils import _pytree as pytree
 from hetu_fx.comm_ops.plans.algorithm import parse_algorithm
 from hetu_fx.comm_ops.plans.ways import STAGED, Way
 from hetu_fx.comm_ops.wire import staging
-from hetu_fx.comm_ops.wire.collectives import gather_parts, reduce_parts, sum_all, sum_over
+from hetu_fx.comm_ops.wire.collectives import gather_parts, reduce_parts, sum_all, sum_tensor
 from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.p2p import Tag, post
 from hetu_fx.comm_ops.wire.staging import StagedArrival, StagedMessage
 from hetu_fx.comm_ops.wire.threads.run import run_in_threads
 from hetu_fx.comm_ops.wire.threads.transport import ThreadTransport
-from hetu_fx.comm_ops.wire.two_level import all_gather_by, all_reduce_by, reduce_scatter_by
+from hetu_fx.comm_ops.wire.two_level import all_gather_two_level, all_reduce_two_level, reduce_scatter_two_level
 from tests.kinds import testkind
 from tests.kinds.testkind import NAME, PLACE, on_testkind
 
@@ -67,7 +67,7 @@ def test_collectives_of_several_types_are_those_of_one(types: list[str]) -> None
         ranks, own = (0, 1, 2), numbers(table.rank, device)
         summed = own.clone()
         sum_all(Flat.over(summed), ranks).wait()
-        made = [sum_over(own, ranks, table), summed, *gather_parts(own, [[7]] * 3, ranks, table)]
+        made = [sum_tensor(own, ranks, table), summed, *gather_parts(own, [[7]] * 3, ranks, table)]
         made.append(reduce_parts([own, own * 2, own * 3], ranks, table))
         assert {one.device.type for one in made} == {device.type}
         return [one.cpu() for one in made]
@@ -80,7 +80,7 @@ def test_collectives_of_several_types_are_those_of_one(types: list[str]) -> None
 def test_what_is_staged_follows_from_the_types_of_a_group_and_both_ends_cut_alike() -> None:
     def ask(table: GroupTable, device: torch.device) -> tuple[Any, ...]:
         others = [rank for rank in range(3) if rank != table.rank]
-        return table.staged(device), table.staged(device, (1, 2)), [table.cuts(rank) for rank in others]
+        return table.is_staged(device), table.is_staged(device, (1, 2)), [table.cuts(rank) for rank in others]
 
     assert run_on(["cpu", "cpu", NAME], ask) == [
         (False, False, [False, True]),
@@ -117,7 +117,7 @@ def test_devices_of_one_type_among_others_talk_in_a_group_of_their_own(monkeypat
 @on_testkind
 def test_ranks_that_nobody_has_told_of_are_taken_to_be_alike() -> None:
     def ask(table: GroupTable) -> tuple[bool, bool]:
-        return table.staged(HOST), table.cuts(1 - table.rank)
+        return table.is_staged(HOST), table.cuts(1 - table.rank)
 
     assert run_in_threads(2, ask) == [(False, False)] * 2
 
@@ -191,15 +191,15 @@ def parts_of(rank: int, device: torch.device) -> list[Tensor]:
 Collective = Callable[[GroupTable, torch.device], list[Tensor]]
 COMPOSED: dict[str, tuple[Collective, Collective]] = {
     "all_reduce": (
-        lambda table, device: [all_reduce_by(numbers(table.rank, device), RANKS, BY_TYPE, table)],
-        lambda table, device: [sum_over(numbers(table.rank, device), RANKS, table)],
+        lambda table, device: [all_reduce_two_level(numbers(table.rank, device), RANKS, BY_TYPE, table)],
+        lambda table, device: [sum_tensor(numbers(table.rank, device), RANKS, table)],
     ),
     "all_gather": (
-        lambda table, device: all_gather_by(numbers(table.rank, device), [[7]] * 5, RANKS, BY_TYPE, table),
+        lambda table, device: all_gather_two_level(numbers(table.rank, device), [[7]] * 5, RANKS, BY_TYPE, table),
         lambda table, device: gather_parts(numbers(table.rank, device), [[7]] * 5, RANKS, table),
     ),
     "reduce_scatter": (
-        lambda table, device: [reduce_scatter_by(parts_of(table.rank, device), RANKS, BY_TYPE, table)],
+        lambda table, device: [reduce_scatter_two_level(parts_of(table.rank, device), RANKS, BY_TYPE, table)],
         lambda table, device: [reduce_parts(parts_of(table.rank, device), RANKS, table)],
     ),
 }
@@ -240,10 +240,10 @@ def test_what_is_known_to_be_quicker_over_the_host_goes_there_and_arrives() -> N
 
     def meet(table: GroupTable, device: torch.device) -> list[Tensor]:
         detours = [Way(STAGED, (NAME, NAME), "inter", 1e9)]
-        table.know_ways(detours, ["a", "b"])
+        table.set_links(detours, ["a", "b"])
         peer, room = 1 - table.rank, torch.zeros(7, dtype=torch.float64, device=device)
         post([(peer, room, Tag.SLICES)], [(peer, numbers(table.rank, device), Tag.SLICES)], table).wait()
-        return [room.cpu(), sum_over(numbers(table.rank, device), (0, 1), table).cpu()]
+        return [room.cpu(), sum_tensor(numbers(table.rank, device), (0, 1), table).cpu()]
 
     ThreadTransport.post = noted  # type: ignore[method-assign]
     found = run_on([NAME, NAME], meet)
@@ -260,7 +260,7 @@ def test_a_sum_over_several_types_has_the_same_bits_however_large(size: int) -> 
     """Large ones are summed part by part."""
 
     def meet(table: GroupTable, device: torch.device) -> Tensor:
-        return sum_over(numbers(table.rank, device, size), (0, 1, 2), table).cpu()
+        return sum_tensor(numbers(table.rank, device, size), (0, 1, 2), table).cpu()
 
     found = run_on([NAME, "cpu", NAME], meet)
     expected = sum(numbers(rank, HOST, size) for rank in range(3))

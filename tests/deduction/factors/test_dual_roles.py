@@ -44,7 +44,7 @@ def test_scores_are_cut_by_queries_with_all_keys_in_reach() -> None:
     op = op_of(graph, factors, "matmul.default")
     other = elsewhere(sequence)
     assert sequence in op.whole
-    seen = op.cut_at(sequence)
+    seen = op.with_cut(sequence)
     assert [[sequence in o.classes, other in o.classes] for o in seen.operands] == [[True, False], [False, True]]
     assert seen.results[0][1:] == ((sequence,), (other,))
     assert sequence not in seen.whole
@@ -53,9 +53,9 @@ def test_scores_are_cut_by_queries_with_all_keys_in_reach() -> None:
 
 def test_what_is_normalized_over_keys_and_what_mixes_values_is_cut_by_queries() -> None:
     graph, factors, sequence = analysed()
-    softmax = op_of(graph, factors, "softmax.int").cut_at(sequence)
+    softmax = op_of(graph, factors, "softmax.int").with_cut(sequence)
     assert softmax.operands[0].dims == softmax.results[0]
-    mixed = op_of(graph, factors, "matmul.default", 1).cut_at(sequence)
+    mixed = op_of(graph, factors, "matmul.default", 1).with_cut(sequence)
     assert [sequence in o.classes for o in mixed.operands] == [True, False]
     assert mixed.results[0][1] == (sequence,)
 
@@ -68,7 +68,7 @@ def test_what_comes_second_in_an_operand_and_first_in_the_result_stays_whole() -
         if str(node.target) == "aten.transpose.int" and factors.dims(node)[1:] == ((sequence,), (sequence,))
     )
     assert sequence not in turned.apart
-    assert turned.cut_at(sequence) is turned
+    assert turned.with_cut(sequence) is turned
 
 
 def test_causal_attention_can_be_cut_by_queries_if_it_is_told_where_they_are() -> None:
@@ -76,7 +76,7 @@ def test_causal_attention_can_be_cut_by_queries_if_it_is_told_where_they_are() -
     op = op_of(graph, factors, "scaled_dot_product_attention.default")
     assert sequence in op.whole
     assert op.placed == frozenset()
-    assert op.cut_at(sequence).placed == {sequence}
+    assert op.with_cut(sequence).placed == {sequence}
 
 
 def test_causal_attention_over_a_sequence_of_pairs_stays_whole() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hetu_fx.deduction.rules.registry import RULES, rule_for
+from hetu_fx.deduction.rules.registry import RULES, find_rule
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import make_program
 from hetu_fx.transforms.lowering.traffic import communications
@@ -164,7 +164,7 @@ def test_models_with_a_split_vocabulary_equal_one_device(name: str, plan: str) -
 
 @pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.traits.sharded])
 def test_every_op_with_a_form_has_a_rule_of_its_own(name: str) -> None:
-    rule = rule_for(name)
+    rule = find_rule(name)
     assert rule is not None
     assert rule.op != "*.*.*"
 

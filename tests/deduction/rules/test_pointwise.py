@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hetu_fx.deduction.rules.call import make_call
-from hetu_fx.deduction.rules.registry import rule_for
+from hetu_fx.deduction.rules.registry import find_rule
 
 aten = torch.ops.aten
 DTYPES = torch.float64, torch.complex128, torch.int64
@@ -45,7 +45,7 @@ def summands(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def is_linear(op: Any, args: tuple[Any, ...], made: Any) -> bool:
-    rule = rule_for(op)
+    rule = find_rule(op)
     assert rule is not None
     call = make_call(op, args, {}, made, lambda x: x if isinstance(x, Tensor) else None)
     return frozenset({0}) in rule.factor(call).linear

@@ -12,7 +12,7 @@ from torch import nn
 from hetu_fx.deduction.factors.analyse import UnknownOpWarning, analyse
 from hetu_fx.deduction.factors.factors import FactorMap, OpFactors
 from hetu_fx.deduction.rules.call import Call
-from hetu_fx.deduction.rules.registry import register_rule, rule_for, unregister_rule
+from hetu_fx.deduction.rules.registry import find_rule, register_rule, unregister_rule
 from hetu_fx.deduction.rules.rule import Factoring
 from hetu_fx.errors import RuleError
 from hetu_fx.graph.capture import capture
@@ -109,7 +109,7 @@ def test_malformed_names_and_lines_are_refused() -> None:
 
 
 def test_patterns_and_pointwise_tags_find_a_rule() -> None:
-    assert rule_for(torch.ops.aten.special_bessel_j0.default) is not None
-    assert rule_for("mylib.my_grouped_mm_fallback.default") is not None
-    assert rule_for(torch.ops.aten.nonzero.default) is None
-    assert rule_for(torch.ops.aten.rrelu.default) is None  # point by point, but at random
+    assert find_rule(torch.ops.aten.special_bessel_j0.default) is not None
+    assert find_rule("mylib.my_grouped_mm_fallback.default") is not None
+    assert find_rule(torch.ops.aten.nonzero.default) is None
+    assert find_rule(torch.ops.aten.rrelu.default) is None  # point by point, but at random

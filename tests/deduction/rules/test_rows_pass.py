@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hetu_fx.deduction.rules.call import make_call
-from hetu_fx.deduction.rules.registry import rule_for
+from hetu_fx.deduction.rules.registry import find_rule
 from hetu_fx.deduction.rules.rule import Factoring
 
 aten = torch.ops.aten
@@ -29,7 +29,7 @@ CALLS: list[tuple[Any, tuple[Any, ...]]] = [
 
 
 def factoring_of(op: Any, args: tuple[Any, ...]) -> Factoring:
-    rule = rule_for(op)
+    rule = find_rule(op)
     assert rule is not None
     return rule.factor(make_call(op, args, {}, op(*args), lambda x: x if isinstance(x, Tensor) else None))
 

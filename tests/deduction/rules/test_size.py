@@ -6,7 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from hetu_fx.deduction.rules.size import ONE, Size, integer, product, size_of
+from hetu_fx.deduction.rules.size import ONE, Size, integer, product, recorded_size
 
 S, T = Size(1, (("s", 1),), 5), Size(1, (("t", 1),), 7)
 
@@ -32,15 +32,15 @@ def test_sizes_of_example_values_are_products_of_symbols_and_opaque_sums() -> No
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=False)
     tensor = mode.from_tensor(torch.ones(5, 7))
     rows, columns = tensor.shape
-    assert size_of(rows * columns) == size_of(columns).times(size_of(rows))
-    assert len(size_of(columns + 1).atoms) == 1
-    assert size_of(columns + 1).over(size_of(columns)) is None
-    assert size_of(3) == integer(3)
+    assert recorded_size(rows * columns) == recorded_size(columns).times(recorded_size(rows))
+    assert len(recorded_size(columns + 1).atoms) == 1
+    assert recorded_size(columns + 1).over(recorded_size(columns)) is None
+    assert recorded_size(3) == integer(3)
 
 
 def test_a_sum_of_products_with_a_common_factor_is_divided_by_it() -> None:
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=False)
     rows, columns = mode.from_tensor(torch.ones(5, 7)).shape
     for number in (columns - 1, (columns - 1) // 4 + 1, 2 * columns + 2):
-        assert size_of(rows * number + rows * 0).over(size_of(rows)) == size_of(number)
-    assert size_of(rows * columns - rows).over(size_of(columns - 1)) == size_of(rows)
+        assert recorded_size(rows * number + rows * 0).over(recorded_size(rows)) == recorded_size(number)
+    assert recorded_size(rows * columns - rows).over(recorded_size(columns - 1)) == recorded_size(rows)

@@ -17,8 +17,8 @@ from benchmarks.kit.nets import Autoencoder, BertMoe
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
 from hetu_fx.lockstep import Lockstep, train_alone
-from hetu_fx.planner.count.graph_problem import problem_of
-from hetu_fx.planner.search.hap.adapter import sayable, stage_of
+from hetu_fx.planner.count.graph_problem import graph_problem_of
+from hetu_fx.planner.search.hap.adapter import hap_stage, is_expressible
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.program import OpRegion
@@ -158,8 +158,8 @@ FOUND = {
 def test_a_program_that_is_found_trains_what_one_device_trains(name: str) -> None:
     case = FOUND[name]
     model = case.make().double()
-    problem = problem_of(program_of(model, case.batch, case.loss_fn).analysed)
-    stage = stage_of(problem, search(sayable(problem), Cluster.on_paper(case.speeds, intra=case.link)))
+    problem = graph_problem_of(program_of(model, case.batch, case.loss_fn).analysed)
+    stage = hap_stage(problem, search(is_expressible(problem), Cluster.on_paper(case.speeds, intra=case.link)))
     assert any(region.factors for region in stage.program) == case.sends
     check(model, [case.batch], Plan((Pipeline((stage,)),)), case.loss_fn)
 

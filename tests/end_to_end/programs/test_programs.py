@@ -80,7 +80,7 @@ def rows_elsewhere(analysed: AnalysedGraph, *first: OpRegion) -> Iterator[OpRegi
         is_free = not factors.is_op(node) or not flow.is_mixed(node) or is_item(node)
         if not is_free and not any(fnmatch(name, region.ops) for region in first):
             op = factors.op(node)
-            has_rows = any(c.is_batch and c not in op.cut_at(c).whole for c in op.classes)
+            has_rows = any(c.is_batch and c not in op.with_cut(c).whole for c in op.classes)
             yield OpRegion(name, "rows" if has_rows else "whole")
 
 

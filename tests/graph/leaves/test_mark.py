@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from hetu_fx.errors import CaptureError
-from hetu_fx.graph.leaves.mark import is_marked, leaf, leaf_modules, modules_of
+from hetu_fx.graph.leaves.mark import is_marked_leaf, leaf, leaf_modules, named_modules_of
 
 
 class Marked(nn.Module):
@@ -26,14 +26,14 @@ class Below(Marked):
 def test_what_is_named_is_returned_and_so_are_copies() -> None:
     module = nn.Linear(2, 2)
     assert leaf(module) is module
-    assert is_marked(copy.deepcopy(module))
-    assert not is_marked(nn.Linear(2, 2))
+    assert is_marked_leaf(copy.deepcopy(module))
+    assert not is_marked_leaf(nn.Linear(2, 2))
     assert not any("leaf" in name for name in module.state_dict())
 
 
 def test_a_class_names_its_modules_and_those_of_its_subclasses() -> None:
-    assert is_marked(Marked())
-    assert is_marked(Below())
+    assert is_marked_leaf(Marked())
+    assert is_marked_leaf(Below())
 
 
 def test_only_the_outermost_is_told() -> None:
@@ -49,7 +49,7 @@ def test_those_of_a_loss_function_are_told_too() -> None:
         return loss(output)
 
     for function in (loss, loss.forward, partial(loss), around):
-        assert list(modules_of(function)) == [loss]
+        assert list(named_modules_of(function)) == [loss]
         assert list(leaf_modules(model, function)) == [("loss_fn.Marked", loss)]
 
 

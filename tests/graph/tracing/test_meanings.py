@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph.capture import capture
-from hetu_fx.graph.tracing.meanings import meaning_of
+from hetu_fx.graph.tracing.meanings import explain_trace_error
 
 Ends = Callable[["Net", Tensor, Tensor, Tensor], Tensor]
 TORCHS = re.compile(
@@ -153,6 +153,6 @@ def test_a_refusal_says_what_the_forward_does_and_a_cure(end: Ends) -> None:
 def test_words_of_the_forward_are_left_as_they_are() -> None:
     with pytest.raises(ValueError, match="SymInt") as caught:
         raise ValueError("u0 is no SymInt")
-    assert meaning_of(caught.value) is None
-    assert meaning_of(RuntimeError("Could not guard on data-dependent expression Eq(u0, 1)")) is not None
-    assert meaning_of(RuntimeError("mat1 and mat2 shapes cannot be multiplied (6x4 and 5x4)")) is None
+    assert explain_trace_error(caught.value) is None
+    assert explain_trace_error(RuntimeError("Could not guard on data-dependent expression Eq(u0, 1)")) is not None
+    assert explain_trace_error(RuntimeError("mat1 and mat2 shapes cannot be multiplied (6x4 and 5x4)")) is None

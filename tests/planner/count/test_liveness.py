@@ -9,7 +9,7 @@ from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
 from hetu_fx.planner.count.count import example_rows, owners, program_costs
 from hetu_fx.planner.count.peaks import EVERYWHERE
 from hetu_fx.planner.count.storages import Storages
-from hetu_fx.planner.values.footprint import highest_at
+from hetu_fx.planner.values.footprint import maximum_at
 from tests import model_zoo
 from tests.planner.programs import uncut
 
@@ -43,7 +43,7 @@ def test_what_is_found_without_data_is_what_a_real_step_holds(name: str) -> None
     _, graph = model_zoo.captured(name)
     found = program_costs(**uncut(graph)).footprint(0, graph.num_blocks, 1.0)
     for rows in (example_rows(graph), 3):
-        predicted = max(highest_at(found.forward, rows), highest_at(found.backward, rows))
+        predicted = max(maximum_at(found.forward, rows), maximum_at(found.backward, rows))
         assert predicted == pytest.approx(real_peak(name, rows), rel=0.01)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hetu_fx.errors import ProfileError
-from hetu_fx.planner.count.optimizer_state import state_of
+from hetu_fx.planner.count.optimizer_state import optimizer_state_of
 from hetu_fx.planner.values.state import OPTIMIZERS, SIZES, ParameterState
 
 SIDE = 256
@@ -48,18 +48,18 @@ def test_the_table_and_the_optimizer_itself_say_what_it_holds(name: str, dtype: 
     make, settings = NAMES[name]
     own = parameter(dtype)
     fresh = make([own], **settings)
-    measured, named = state_of([own], fresh), state_of([own], name)
+    measured, named = optimizer_state_of([own], fresh), optimizer_state_of([own], name)
     assert measured.optimizer == name
     held = held_bytes(fresh, own) / own.numel()
     assert measured.whole_share * own.element_size() == pytest.approx(held, rel=0.02), "a step's count, rows, columns"
-    assert state_of([own], fresh) == measured, "after a step as before it"
+    assert optimizer_state_of([own], fresh) == measured, "after a step as before it"
     assert named.whole_share == measured.whole_share
 
 
 @pytest.mark.parametrize(("settings", "count"), [({}, 2), ({"amsgrad": True}, 3)])
 def test_the_settings_of_an_optimizer_count(settings: dict[str, Any], count: int) -> None:
     own = parameter(torch.float32)
-    assert state_of([own], torch.optim.AdamW([own], **settings)).slots == ("fp32",) * count
+    assert optimizer_state_of([own], torch.optim.AdamW([own], **settings)).slots == ("fp32",) * count
 
 
 class Mastered(torch.optim.Optimizer):
@@ -77,17 +77,17 @@ class Mastered(torch.optim.Optimizer):
 
 def test_an_optimizer_with_a_master_copy_holds_16_bytes_for_bf16() -> None:
     own = parameter(torch.bfloat16)
-    found = state_of([own], Mastered([own]))
+    found = optimizer_state_of([own], Mastered([own]))
     assert found.whole_share * SIZES["bf16"] == 16 == ParameterState("bf16", master="fp32").whole_share * 2
     assert held_bytes(Mastered([own]), own) == 16 * own.numel()
 
 
 def test_parameters_alone_are_planned_with_adamw_of_their_type() -> None:
     model = nn.Sequential(nn.Linear(64, 64, dtype=torch.bfloat16), nn.LayerNorm(64))
-    assert state_of(model.parameters()) == ParameterState("bf16")
+    assert optimizer_state_of(model.parameters()) == ParameterState("bf16")
 
 
 def test_an_optimizer_that_cannot_be_tried_is_refused_with_the_way_out() -> None:
     own = parameter(torch.float32)
     with pytest.raises(ProfileError, match=r"cannot find out what LBFGS keeps .* optimizer='adamw'"):
-        state_of([own], torch.optim.LBFGS([own]))
+        optimizer_state_of([own], torch.optim.LBFGS([own]))

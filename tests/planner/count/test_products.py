@@ -8,7 +8,7 @@ import pytest
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.count.count import program_costs
-from hetu_fx.planner.price.fitting import fitted
+from hetu_fx.planner.price.fitting import fit_recompute
 from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.profile_file import Profile
@@ -69,7 +69,7 @@ def test_a_stage_recomputes_what_lets_it_fit_in_least_time(case: tuple[str, Prog
     priced = {choice: predict(choice, costs, CLUSTER) for choice in choices}
     chosen = set()
     for limit in sorted({prediction.devices[0].total_bytes for prediction in priced.values()}):
-        found = fitted(plan, costs, Cluster.on_paper(SLOW, memory_bytes=limit), options)
+        found = fit_recompute(plan, costs, Cluster.on_paper(SLOW, memory_bytes=limit), options)
         assert found is not None
         fits = [one for one in priced.values() if one.devices[0].total_bytes <= limit]
         assert found.prediction.seconds == min(one.seconds for one in fits)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetu_fx.planner.dispatch.assignment import Assignment, PackedMicroBatch, candidate_of, device_seconds
+from hetu_fx.planner.dispatch.assignment import Assignment, PackedMicroBatch, device_seconds, make_candidate
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from tests.planner.examples import paper, rising, transformer
 
@@ -66,7 +66,7 @@ def test_work_of_a_stage_in_chunks_is_that_of_the_blocks_which_it_holds() -> Non
 
 def test_pipelines_in_chunks_fill_in_less_time() -> None:
     """The slower stage has blocks 2 and 4 of 1 to 4 units instead of 3 and 4, and the other waits half as long."""
-    whole, dealt = (candidate_of("one", plan, RISING, CLUSTER).schemes for plan in (WHOLE, DEALT))
+    whole, dealt = (make_candidate("one", plan, RISING, CLUSTER).schemes for plan in (WHOLE, DEALT))
     assert [scheme.fill for scheme in whole] == [1, 0]
     assert [scheme.fill for scheme in dealt] == [0.5, 0]
     assert [scheme.devices for scheme in dealt] == [scheme.devices for scheme in whole] == [2, 1]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hetu_fx.errors import BatchError, PlanError
 from hetu_fx.planner.dispatch.assignment import ANY_LENGTH, Batching, EligibleVariant, Request
-from hetu_fx.planner.dispatch.policies import HotSPa, Hydraulis, Soonest, assign
+from hetu_fx.planner.dispatch.policies import EarliestFinish, HotSPa, Hydraulis, assign
 from hetu_fx.planner.dispatch.strategy import Scheme, TimeFit
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 
@@ -137,13 +137,13 @@ def test_groups_need_a_variant_each() -> None:
 
 def test_the_policy_is_followed_that_is_done_first() -> None:
     candidates = [candidate("replicas", *(8,) * 4), two_stages("stages", 64)]
-    both = Soonest((Hydraulis(), HotSPa((8,))))
+    both = EarliestFinish((Hydraulis(), HotSPa((8,))))
     apart = both(candidates, Request((8,) * 16 + (40,)))
     assert [part.variant for part in apart] == ["replicas", "stages"], "stages take the short ones one after another"
     dear = [replace(one, step_seconds=500.0) for one in candidates]
     assert [part.variant for part in both(dear, Request((8,) * 16 + (40,)))] == ["stages"]
     with pytest.raises(PlanError, match="no policy"):
-        Soonest(())
+        EarliestFinish(())
 
 
 def test_a_model_that_cannot_pack_is_not_packed() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetu_fx.planner.dispatch.rows import dispatched, least_done, least_seconds, whole_rows_of
+from hetu_fx.planner.dispatch.rows import dispatch_rows, least_done, least_seconds, pack_whole_rows
 from hetu_fx.planner.dispatch.strategy import Scheme, TimeFit
 
 HELD = 64
@@ -49,7 +49,7 @@ def test_no_rows_take_less_than_what_their_sequences_add(scheme: Scheme, lengths
 
 @given(schemes, few_lengths)
 def test_rows_hold_every_sequence_once_and_are_nearly_the_best(scheme: Scheme, lengths: list[int]) -> None:
-    rows = whole_rows_of(scheme, lengths)
+    rows = pack_whole_rows(scheme, lengths)
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
     placed = [[lengths[i] for i in row] for row in rows]
     assert max(map(sum, placed)) <= HELD
@@ -58,18 +58,18 @@ def test_rows_hold_every_sequence_once_and_are_nearly_the_best(scheme: Scheme, l
 
 def test_rows_are_as_long_as_makes_up_for_a_micro_batch() -> None:
     scheme = Scheme(1, 1, TimeFit(a=1.0, b=1.0, c=16.0), HELD)
-    widths = sorted(len(row) for row in whole_rows_of(scheme, [1] * 12))
+    widths = sorted(len(row) for row in pack_whole_rows(scheme, [1] * 12))
     assert widths == [4, 4, 4], "a token costs w + 16 / w in a row of w"
 
 
 def test_a_pipeline_without_sequences_has_no_rows() -> None:
-    assert whole_rows_of(Scheme(1, 1, TimeFit(0.0, 1.0), HELD), []) == ()
+    assert pack_whole_rows(Scheme(1, 1, TimeFit(0.0, 1.0), HELD), []) == ()
 
 
 @given(st.lists(schemes, min_size=1, max_size=3), st.lists(st.integers(1, 2 * HELD), min_size=1, max_size=20))
 def test_sequences_go_to_pipelines_that_hold_them(pipelines: list[Scheme], lengths: list[int]) -> None:
     wide = Scheme(2, 1, TimeFit(0.0, 2.0), 2 * HELD)
-    groups = dispatched([*pipelines, wide], lengths, seed=0, whole_rows=True)
+    groups = dispatch_rows([*pipelines, wide], lengths, seed=0, whole_rows=True)
     assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
     assert all(lengths[i] <= HELD for group in groups[:-1] for i in group)
 
@@ -86,7 +86,7 @@ def test_no_dispatch_is_done_before_the_bound(pipelines: list[Scheme], lengths: 
 
 def test_pipelines_are_done_at_the_same_time() -> None:
     slow, fast = (Scheme(1, 1, TimeFit(a=0.0, b=b), HELD) for b in (3.0, 1.0))
-    slow_group, fast_group = dispatched([slow, fast], [1] * 40, seed=0, whole_rows=True)
+    slow_group, fast_group = dispatch_rows([slow, fast], [1] * 40, seed=0, whole_rows=True)
     assert (len(slow_group), len(fast_group)) == (10, 30)
 
 

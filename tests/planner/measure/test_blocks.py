@@ -17,8 +17,8 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import ClusterError, ProfileError
 from hetu_fx.planner.api import profile
 from hetu_fx.planner.captured_program import CapturedProgram
-from hetu_fx.planner.measure.blocks import BlockShard, Measuring, joined, shard_of
-from hetu_fx.planner.measure.fit import degrees_of, distinct_blocks
+from hetu_fx.planner.measure.blocks import BlockShard, Measuring, make_block_shard, merge_profiles
+from hetu_fx.planner.measure.fit import distinct_blocks, timed_degrees
 from hetu_fx.planner.values.profile_file import BlockTime, Profile, Slowdown
 from hetu_fx.program.captures import Programs
 from hetu_fx.program.program import Program
@@ -60,7 +60,7 @@ def program() -> Program:
 @pytest.mark.parametrize("length", [5, LENGTH])
 def test_a_shard_has_its_part_of_the_parameters_and_gets_their_gradients(program: Program, length: int) -> None:
     for degree in (1, 2):
-        shard = shard_of(program, 0, degree)
+        shard = make_block_shard(program, 0, degree)
         inputs = shard.inputs(length, CPU)
         results = shard.forward(inputs)
         assert [tuple(result.shape[:2]) for result in results] == [(1, length)]
@@ -77,8 +77,8 @@ def test_blocks_with_dropout_two_lengths_or_experts_run_alone(name: str) -> None
     captured = CapturedProgram.of(Programs(sample.model(), None), sample.batch(4, LENGTH))
     costs = captured.costs(4)
     for block, _ in distinct_blocks(costs):
-        for degree in degrees_of(costs.units):
-            shard = shard_of(captured.program, block, degree)
+        for degree in timed_degrees(costs.units):
+            shard = make_block_shard(captured.program, block, degree)
             inputs = shard.inputs(LENGTH // 2, CPU)
             shard.backward(shard.forward(inputs))
             trained = [t for t in inputs if t.requires_grad]
@@ -86,7 +86,7 @@ def test_blocks_with_dropout_two_lengths_or_experts_run_alone(name: str) -> None
 
 
 def test_a_shard_keeps_less_than_the_whole_block_and_in_proportion_to_the_length(program: Program) -> None:
-    whole, half = shard_of(program, 1, 1), shard_of(program, 1, 2)
+    whole, half = make_block_shard(program, 1, 1), make_block_shard(program, 1, 2)
     kept = [shard.kept_bytes(shard.inputs(LENGTH, CPU)) for shard in (whole, half)]
     assert kept[0] / 2 < kept[1] < kept[0]
     assert whole.kept_bytes(whole.inputs(LENGTH // 2, CPU)) == pytest.approx(kept[0] / 2, rel=0.1)
@@ -145,7 +145,7 @@ def test_profiles_of_several_kinds_are_joined() -> None:
         Profile(transformer(), LENGTH, times=(BlockTime(kind, 1, 0.0, 1.0),), alpha=(Slowdown(kind, {1: 1.0}),))
         for kind in "ab"
     ]
-    whole = joined(parts)
+    whole = merge_profiles(parts)
     assert [time.kind for time in whole.times] == ["a", "b"]
     assert [alpha.kind for alpha in whole.alpha] == ["a", "b"]
 
@@ -154,7 +154,7 @@ def measure_as(rank: int, store: str, results: Any) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    hetu_fx.planner.measure.blocks.seconds_of = run_by_size
+    hetu_fx.planner.measure.blocks.time_shard = run_by_size
     hetu_fx.planner.measure.blocks._CELL_SECONDS = 0.0
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     made = profile(llama(), causal_batch(4, LENGTH), measured=Measuring(paper(1, 10)))

@@ -11,12 +11,12 @@ from hetu_fx.errors import ProfileError
 from hetu_fx.planner.measure.fit import (
     BlockSample,
     block_time,
-    calibrated,
-    degrees_of,
+    calibrate_from_profile,
     distinct_blocks,
-    fastest_of,
-    lengths_of,
+    fastest_of_kind,
     slowdown,
+    timed_degrees,
+    timed_lengths,
 )
 from hetu_fx.planner.price.stage import compute_lines, tensor_parallel_lines
 from hetu_fx.planner.values.part_costs import PartCosts
@@ -43,14 +43,14 @@ def test_each_distinct_block_is_timed_once_and_away_from_the_ends() -> None:
 
 
 def test_degrees_cut_the_units_evenly() -> None:
-    assert [degrees_of(units) for units in (1, 2, 3, 12, 16)] == [(1,), (1, 2), (1,), (1, 2, 4), (1, 2, 4, 8)]
+    assert [timed_degrees(units) for units in (1, 2, 3, 12, 16)] == [(1,), (1, 2), (1,), (1, 2, 4), (1, 2, 4, 8)]
 
 
 def test_sequences_that_would_take_too_long_are_shortened() -> None:
-    assert lengths_of(4096, 10.0, 90.0) == (1024, 2048, 3072, 4096)
-    assert lengths_of(4096, 180.0, 90.0) == (512, 1024, 1536, 2048)
+    assert timed_lengths(4096, 10.0, 90.0) == (1024, 2048, 3072, 4096)
+    assert timed_lengths(4096, 180.0, 90.0) == (512, 1024, 1536, 2048)
     with pytest.raises(ProfileError, match="too short for a curve; give a batch with rows of 4 tokens"):
-        lengths_of(4096, 1e6, 1.0)
+        timed_lengths(4096, 1e6, 1.0)
 
 
 def test_the_curve_of_a_block_is_found_again() -> None:
@@ -90,7 +90,7 @@ def test_alpha_is_the_slowdown_on_smaller_groups() -> None:
 
 def test_the_fastest_healthy_device_of_a_kind_is_the_one_that_times_hold_for() -> None:
     cluster = paper(1, 3, 3, 2).with_rates({1: 9.0})
-    assert fastest_of("paper", cluster).rank == 1
+    assert fastest_of_kind("paper", cluster).rank == 1
 
 
 def seconds_of_a_row(cluster: Cluster, parts: PartCosts = COSTS.blocks[0]) -> float:
@@ -102,22 +102,22 @@ def test_a_measured_kind_gets_the_speed_at_which_its_blocks_take_as_long_as_meas
     cluster = paper(2, 1)
     line = compute_lines(Stage((0,)), COSTS.blocks[0], cluster)[0]
     time = BlockTime("paper", 1, 0.0, 4 * line.slope / LENGTH, line.fixed)
-    found = calibrated(cluster, Profile(COSTS, LENGTH, times=(time,)))
+    found = calibrate_from_profile(cluster, Profile(COSTS, LENGTH, times=(time,)))
     assert [d.flops_per_second for d in found.devices] == [pytest.approx(0.5e9), pytest.approx(0.25e9)]
     assert seconds_of_a_row(found) == pytest.approx(time.seconds(LENGTH))
 
 
 def test_of_times_that_are_all_overhead_a_tenth_counts_as_work() -> None:
     time = BlockTime("paper", 1, 0.0, 1e-12, 1.0)
-    found = calibrated(paper(1), Profile(COSTS, LENGTH, times=(time,)))
+    found = calibrate_from_profile(paper(1), Profile(COSTS, LENGTH, times=(time,)))
     line = compute_lines(Stage((0,)), COSTS.blocks[0], found)[0]
     assert (line.fixed, line.slope) == (pytest.approx(0.9), pytest.approx(0.1))
 
 
 def test_a_kind_that_nobody_timed_keeps_its_speed() -> None:
     time = BlockTime("other", 1, 0.0, 1.0)
-    assert calibrated(paper(2, 1), Profile(COSTS, LENGTH, times=(time,))) == paper(2, 1)
-    assert calibrated(paper(2), Profile(COSTS, 0, times=(replace(time, kind="paper"),))) == paper(2)
+    assert calibrate_from_profile(paper(2, 1), Profile(COSTS, LENGTH, times=(time,))) == paper(2, 1)
+    assert calibrate_from_profile(paper(2), Profile(COSTS, 0, times=(replace(time, kind="paper"),))) == paper(2)
 
 
 GPUS = {"H100-80G": (3.1e-11, 4.4e-7), "A100-80G": (7.7e-11, 1.2e-6)}
@@ -154,7 +154,7 @@ def times_on(kind: str, cluster: Cluster) -> tuple[BlockTime, ...]:
 def test_a_measured_block_is_priced_at_what_was_measured(kind: str, length: int, degree: int) -> None:
     times = times_on(kind, gpus(kind))
     costs = large(length)
-    found = calibrated(gpus(kind), Profile(costs, length, times=times))
+    found = calibrate_from_profile(gpus(kind), Profile(costs, length, times=times))
     stage = Stage(tuple(range(degree)))
     compute, sums = compute_lines(stage, costs.blocks[0], found), tensor_parallel_lines(stage, costs.blocks[0], found)
     priced = max(line(1) for line in compute) + sum(line(1) for line in sums)
@@ -165,7 +165,7 @@ def test_a_measured_block_is_priced_at_what_was_measured(kind: str, length: int,
 @pytest.mark.parametrize("kind", GPUS)
 def test_between_measured_degrees_a_block_takes_what_lies_between(kind: str) -> None:
     costs = large(2048)
-    found = calibrated(gpus(kind), Profile(costs, 2048, times=times_on(kind, gpus(kind))))
+    found = calibrate_from_profile(gpus(kind), Profile(costs, 2048, times=times_on(kind, gpus(kind))))
     two, three, four = (compute_lines(Stage(tuple(range(n))), costs.blocks[0], found)[0](1) for n in (2, 3, 4))
     assert two > three > four
-    assert calibrated(found, Profile(costs, 2048, times=times_on(kind, gpus(kind)))).paces == found.paces
+    assert calibrate_from_profile(found, Profile(costs, 2048, times=times_on(kind, gpus(kind)))).paces == found.paces

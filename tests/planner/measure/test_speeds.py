@@ -17,7 +17,7 @@ from hetu_fx.errors import ProfileError
 from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.measure.blocks import BlockShard
 from hetu_fx.planner.measure.fit import counted_seconds
-from hetu_fx.planner.measure.speeds import FULL_TOKENS, MOST_ROWS, OwnBlocks, measured_on, most_rows
+from hetu_fx.planner.measure.speeds import FULL_TOKENS, MOST_ROWS, OwnBlocks, measure_on_blocks, most_rows
 from hetu_fx.program.captures import Programs
 from tests import model_zoo
 from tests.model_zoo import causal_batch
@@ -47,7 +47,7 @@ def test_a_device_whose_blocks_take_twice_as_long_as_counted_is_half_as_fast(mon
     cluster = replace(cluster, devices=tuple(replace(device, op_seconds=1e-5) for device in cluster.devices))
     take(monkeypatch, 2 * counted_seconds(blocks.costs, 0, cluster, blocks.rows) / blocks.costs.num_blocks)
     assert blocks.speed_up(cluster, 0, seconds=0.0) == pytest.approx(0.5)
-    found = measured_on(blocks, cluster, GroupTable(), seconds=0.0)
+    found = measure_on_blocks(blocks, cluster, GroupTable(), seconds=0.0)
     assert found.device(0).flops_per_second == pytest.approx(cluster.device(0).flops_per_second / 2)
     assert counted_seconds(blocks.costs, 0, found, blocks.rows) == pytest.approx(
         2 * counted_seconds(blocks.costs, 0, cluster, blocks.rows)

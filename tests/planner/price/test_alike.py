@@ -5,7 +5,7 @@ import pytest
 from hetu_fx.cluster.cluster import Link
 from hetu_fx.planner.price import step
 from hetu_fx.planner.price.alike import alike
-from hetu_fx.planner.price.fitting import fitted
+from hetu_fx.planner.price.fitting import fit_recompute
 from hetu_fx.planner.price.step import PricedStep
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
@@ -39,9 +39,9 @@ def test_prices_are_those_of_pipelines_that_are_priced_one_by_one(
     cluster = replace(CLUSTER, devices=tuple(replace(d, memory_bytes=memory_bytes) for d in CLUSTER.devices))
     plan = Plan((*(pipeline((i,), (i + 2,)) for i in (0, 1, 4, 5)), pipeline((8, 9), (10, 11))))
     options = PlanOptions(recompute=True)
-    together = fitted(plan.with_blocks(4), COSTS, cluster, options)
+    together = fit_recompute(plan.with_blocks(4), COSTS, cluster, options)
     monkeypatch.setattr(step, "alike", lambda plan, rows, cluster: tuple(range(len(plan.pipelines))))
-    alone = fitted(plan.with_blocks(4), COSTS, cluster, options)
+    alone = fit_recompute(plan.with_blocks(4), COSTS, cluster, options)
     assert together is not None
     assert alone is not None
     assert together.plan == alone.plan

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hetu_fx.cluster.cluster import Cluster, Link
-from hetu_fx.planner.price.beside import overlapped
+from hetu_fx.planner.price.beside import overlap_sums
 from hetu_fx.planner.price.stage import StageCosts, stage_costs
 from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.values.part_costs import PartCosts
@@ -41,7 +41,7 @@ def priced(at: Cluster, part: PartCosts = SENT, stage: Stage = GROUP, schedule: 
     """Return what a stage takes one thing after the other, and with what it hides."""
     costs = ProgramCosts(ROWS, PartCosts(), (part,), PartCosts())
     (alone,) = stage_costs(parted(Pipeline((stage,)), costs), costs, at)
-    return alone, overlapped(alone, ROWS, schedule, at)  # type: ignore[arg-type]
+    return alone, overlap_sums(alone, ROWS, schedule, at)  # type: ignore[arg-type]
 
 
 def test_of_a_sum_that_takes_longer_its_product_is_hidden_but_for_a_slice() -> None:

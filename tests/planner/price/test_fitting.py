@@ -6,7 +6,7 @@ import pytest
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plan
-from hetu_fx.planner.price.fitting import fitted, least_blocks
+from hetu_fx.planner.price.fitting import fit_recompute, least_blocks
 from hetu_fx.planner.price.step import PricedStep, memory_problems, predict
 from hetu_fx.planner.search.builder import Builder
 from hetu_fx.planner.search.stage_estimates import ReplicaRules
@@ -59,7 +59,7 @@ def test_nothing_is_found_where_all_blocks_do_not_help() -> None:
 def test_a_plan_that_fits_recomputes_nothing() -> None:
     again = tuple(replace(stage, recompute=3) for stage in TWO_STAGES.pipelines[0].stages)
     asked = replace(TWO_STAGES, pipelines=(replace(TWO_STAGES.pipelines[0], stages=again),))
-    found = fitted(asked, COSTS, paper(1, 1, 1, 1), OPTIONS)
+    found = fit_recompute(asked, COSTS, paper(1, 1, 1, 1), OPTIONS)
     assert found is not None
     assert found.plan == TWO_STAGES
 
@@ -67,7 +67,7 @@ def test_a_plan_that_fits_recomputes_nothing() -> None:
 def test_stages_recompute_as_few_blocks_as_fit() -> None:
     cluster = paper(1, 1, 1, 1, memory_bytes=ROOMIER)
     assert not fits(TWO_STAGES, cluster)
-    found = fitted(TWO_STAGES, COSTS, cluster, OPTIONS)
+    found = fit_recompute(TWO_STAGES, COSTS, cluster, OPTIONS)
     assert found is not None
     plan, prediction = found.plan, found.prediction
     assert fits(plan, cluster)
@@ -81,16 +81,16 @@ def test_stages_recompute_as_few_blocks_as_fit() -> None:
 
 
 def test_the_front_of_a_pipeline_recomputes_more_than_its_end() -> None:
-    found = fitted(TWO_STAGES, COSTS, paper(1, 1, 1, 1, memory_bytes=ROOMIER), OPTIONS)
+    found = fit_recompute(TWO_STAGES, COSTS, paper(1, 1, 1, 1, memory_bytes=ROOMIER), OPTIONS)
     assert found is not None
     front, end = recomputed(found.plan)
     assert front > end
 
 
 def test_what_does_not_fit_with_all_blocks_recomputed_is_refused() -> None:
-    assert fitted(TWO_STAGES, COSTS, paper(1, 1, 1, 1, memory_bytes=TIGHT // 2), OPTIONS) is None
+    assert fit_recompute(TWO_STAGES, COSTS, paper(1, 1, 1, 1, memory_bytes=TIGHT // 2), OPTIONS) is None
     off = replace(OPTIONS, recompute=False)
-    assert fitted(TWO_STAGES, COSTS, paper(1, 1, 1, 1, memory_bytes=TIGHT), off) is None
+    assert fit_recompute(TWO_STAGES, COSTS, paper(1, 1, 1, 1, memory_bytes=TIGHT), off) is None
 
 
 @pytest.mark.parametrize("search", ["auto", "homogeneous", "classes", "contiguous", "malleus", "heteroauto"])
@@ -158,14 +158,14 @@ def test_plans_in_chunks_and_grids_recompute_what_lets_them_fit_in_least_time(pl
     seconds = {one: PricedStep(one, costs, ample).overlapped_seconds for one in every}
     chosen = set()
     for limit in sorted(set(needed.values())):
-        found = fitted(plan, costs, paper(*(1.0,) * len(plan.devices), memory_bytes=limit), options)
+        found = fit_recompute(plan, costs, paper(*(1.0,) * len(plan.devices), memory_bytes=limit), options)
         assert found is not None
         assert needed[found.plan] <= limit
         assert found.overlapped_seconds == min(seconds[one] for one, size in needed.items() if size <= limit)
         chosen.add(tuple(recomputed(found.plan)))
     assert len(chosen) > 2
     least = paper(*(1.0,) * len(plan.devices), memory_bytes=min(needed.values()) - 1)
-    assert fitted(plan, costs, least, options) is None
+    assert fit_recompute(plan, costs, least, options) is None
 
 
 def test_the_planner_finds_what_pipelines_in_chunks_recompute() -> None:
@@ -177,7 +177,7 @@ def test_the_planner_finds_what_pipelines_in_chunks_recompute() -> None:
     assert plan.chunks > 1
     assert plan.predicted is not None
     assert not memory_problems(plan.predicted, cluster, OPTIONS.memory_fraction)
-    whole = fitted(replace(plan, schedule="1f1b", chunks=1), costs, cluster, OPTIONS)
+    whole = fit_recompute(replace(plan, schedule="1f1b", chunks=1), costs, cluster, OPTIONS)
     assert whole is not None
     assert simulated_seconds(whole.plan, costs, cluster) > 1.1 * plan.predicted.seconds
     assert sum(recomputed(whole.plan)) < sum(recomputed(plan))

@@ -1,7 +1,7 @@
 import pytest
 
 from hetu_fx.cluster.cluster import Cluster, Link
-from hetu_fx.planner.price.links import hand_over, hand_over_line, loads_of, ring_traffic, turn_traffic
+from hetu_fx.planner.price.links import hand_over_line, price_hand_over, resource_loads, ring_traffic, turn_traffic
 from hetu_fx.plans.plan import Stage
 from tests.planner.examples import paper
 
@@ -10,7 +10,7 @@ TWO_NODES = paper(1, 1, 1, 1, nodes="aabb", inter=Link(1e8))
 
 def test_messages_of_one_node_use_its_devices_and_those_across_their_nodes_links() -> None:
     cluster = paper(1, 1, 1, nodes="aab", inter=Link(1e8))
-    assert loads_of(((0, 1, 1e10), (0, 2, 1e8)), cluster) == {
+    assert resource_loads(((0, 1, 1e10), (0, 2, 1e8)), cluster) == {
         ("out", 0): 1.0,
         ("in", 1): 1.0,
         ("out of node", 0): 1.0,
@@ -20,7 +20,7 @@ def test_messages_of_one_node_use_its_devices_and_those_across_their_nodes_links
 
 def test_a_cpu_copies_what_it_sends_and_gets() -> None:
     cluster = Cluster.on_paper([1.0, 1.0], nodes="ab", kinds=("cpu", "cpu"), intra=Link(1e9), inter=Link(1e8))
-    loads = loads_of(((0, 1, 1e8),), cluster)
+    loads = resource_loads(((0, 1, 1e8),), cluster)
     assert loads["out of node", 0] == 1.0
     assert loads["compute", 0] == loads["compute", 1] == pytest.approx(0.1)
 
@@ -36,7 +36,7 @@ def test_in_two_levels_each_byte_crosses_between_nodes_once() -> None:
 
 
 def test_what_two_devices_of_a_node_get_from_another_is_sent_in_slices_and_gathered() -> None:
-    sent = hand_over(Stage((0, 1)), Stage((2, 3)), 1e6, TWO_NODES)
+    sent = price_hand_over(Stage((0, 1)), Stage((2, 3)), 1e6, TWO_NODES)
     assert sent.rounds == (((0, 2, 0.5), (1, 3, 0.5)), ((2, 3, 0.5), (3, 2, 0.5)))
     assert sent.traffic(0, 10.0) == ((0, 2, 5.0), (1, 3, 5.0))
     line = hand_over_line(Stage((0, 1)), Stage((2, 3)), 1e6, TWO_NODES)
@@ -44,11 +44,11 @@ def test_what_two_devices_of_a_node_get_from_another_is_sent_in_slices_and_gathe
 
 
 def test_inside_a_node_each_device_gets_the_whole_from_one_that_has_it() -> None:
-    sent = hand_over(Stage((0,)), Stage((1,)), 1e6, TWO_NODES)
+    sent = price_hand_over(Stage((0,)), Stage((1,)), 1e6, TWO_NODES)
     assert sent.rounds == (((0, 1, 1.0),),)
 
 
 def test_a_shard_of_the_sequence_comes_from_its_owners() -> None:
     cluster = paper(1, 1, 1)
-    (messages,) = hand_over(Stage((0, 1), (2, 1), context=2), Stage((2,)), 3e6, cluster).rounds
+    (messages,) = price_hand_over(Stage((0, 1), (2, 1), context=2), Stage((2,)), 3e6, cluster).rounds
     assert messages == ((0, 2, pytest.approx(2 / 3)), (1, 2, pytest.approx(1 / 3)))

@@ -2,11 +2,11 @@ from dataclasses import replace
 
 import pytest
 
-from hetu_fx.planner.price.placement import BlockRange, Homes, chunk_instants, device_bytes, joined, shards_of
+from hetu_fx.planner.price.placement import BlockRange, Homes, chunk_instants, device_bytes, device_shards, join_shards
 from hetu_fx.planner.values.device_memory import HeldShard, instants, peak
 from hetu_fx.planner.values.footprint import StageFootprint
 from hetu_fx.planner.values.line import Line
-from hetu_fx.planner.values.shared import Tied
+from hetu_fx.planner.values.shared import TiedParameter
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.schedule import Action, Phase, actions
 from tests.planner.examples import transformer
@@ -17,7 +17,7 @@ EQUAL = dict.fromkeys(range(4), 1.0)
 
 def test_states_are_spread_over_the_readers_of_each_part_by_speed() -> None:
     plan = Plan.data_parallel([0, 1])
-    shards = shards_of(plan, COSTS, {0: 3.0, 1: 1.0})
+    shards = device_shards(plan, COSTS, {0: 3.0, 1: 1.0})
     whole = COSTS.whole.parameter_bytes
     assert {rank: shard.owned for rank, shard in shards.items()} == pytest.approx({0: 0.75 * whole, 1: 0.25 * whole})
     assert {shard.copied for shard in shards.values()} == {whole}
@@ -25,7 +25,7 @@ def test_states_are_spread_over_the_readers_of_each_part_by_speed() -> None:
 
 def test_unequal_pipelines_own_together_what_the_program_has() -> None:
     front = Pipeline((Stage((0, 1), (3, 1), 3), Stage((2,), blocks=1)), share=3, micro_batches=2)
-    shards = shards_of(Plan((front, Pipeline((Stage((3,)),)))), COSTS, EQUAL)
+    shards = device_shards(Plan((front, Pipeline((Stage((3,)),)))), COSTS, EQUAL)
     assert shards[3].copied == COSTS.whole.parameter_bytes
     # the device that reads a quarter of what the pair splits owns no more than that
     assert sum(shard.owned for shard in shards.values()) == pytest.approx(COSTS.whole.parameter_bytes, rel=0.1)
@@ -34,15 +34,15 @@ def test_unequal_pipelines_own_together_what_the_program_has() -> None:
 
 def test_readers_that_split_alike_own_their_shards_together_and_others_parts_of_the_whole() -> None:
     pair = Pipeline((Stage((0, 1), (3, 1)),))
-    alike = shards_of(Plan((pair, Pipeline((Stage((2, 3), (3, 1)),)))), COSTS, EQUAL)
+    alike = device_shards(Plan((pair, Pipeline((Stage((2, 3), (3, 1)),)))), COSTS, EQUAL)
     split, whole = COSTS.whole.split_parameter_bytes, COSTS.whole.parameter_bytes
     assert alike[0].owned == pytest.approx(split * 3 / 8 + (whole - split) / 4)
-    even = shards_of(Plan((Pipeline((Stage((0, 1)),)), Pipeline((Stage((2,)),)))), COSTS, EQUAL)
+    even = device_shards(Plan((Pipeline((Stage((0, 1)),)), Pipeline((Stage((2,)),)))), COSTS, EQUAL)
     assert [shard.owned for shard in even.values()] == pytest.approx([whole / 3] * 3)
 
 
 def test_a_group_alone_copies_only_what_it_does_not_split() -> None:
-    shards = shards_of(Plan.tensor_parallel([0, 1]), COSTS, EQUAL)
+    shards = device_shards(Plan.tensor_parallel([0, 1]), COSTS, EQUAL)
     common = COSTS.whole.parameter_bytes - COSTS.whole.split_parameter_bytes
     assert {shard.copied for shard in shards.values()} == {common}
     assert sum(shard.owned for shard in shards.values()) == COSTS.whole.parameter_bytes
@@ -57,18 +57,18 @@ def test_without_spreading_states_every_device_owns_what_it_reads() -> None:
 def test_devices_that_share_the_sequence_copy_every_parameter_and_own_it_together() -> None:
     plan = Plan.context_parallel([0, 1], [3, 1])
     whole = COSTS.whole.parameter_bytes
-    shards = shards_of(plan, COSTS, {0: 2.0, 1: 1.0})
+    shards = device_shards(plan, COSTS, {0: 2.0, 1: 1.0})
     assert [shard.copied for shard in shards.values()] == [whole] * 2
     assert [shard.owned for shard in shards.values()] == pytest.approx([whole * 2 / 3, whole / 3])
     assert shards[0].footprint.kept[1] == pytest.approx(3 * shards[1].footprint.kept[1])
-    without = shards_of(replace(plan, zero=0), COSTS, EQUAL)
+    without = device_shards(replace(plan, zero=0), COSTS, EQUAL)
     assert {(shard.copied, shard.owned, shard.synced) for shard in without.values()} == {(0, whole, whole)}
 
 
 def test_groups_that_share_the_sequence_hold_their_shards_of_weights_and_parts_of_the_rest() -> None:
     stage = Stage((0, 1, 2, 3), (3, 1), context=2, context_ratios=(2, 1))
-    shards = shards_of(Plan((Pipeline((stage,)),)), COSTS, EQUAL)
-    group = shards_of(Plan.tensor_parallel([0, 1], [3, 1]), COSTS, EQUAL)
+    shards = device_shards(Plan((Pipeline((stage,)),)), COSTS, EQUAL)
+    group = device_shards(Plan.tensor_parallel([0, 1], [3, 1]), COSTS, EQUAL)
     assert [shards[i].parameters for i in range(4)] == pytest.approx([group[i % 2].parameters for i in range(4)])
     assert [shards[i].owned for i in range(4)] == pytest.approx([group[i % 2].parameters / 2 for i in range(4)])
     kept = [shards[i].footprint.kept[1] for i in range(4)]
@@ -78,21 +78,21 @@ def test_groups_that_share_the_sequence_hold_their_shards_of_weights_and_parts_o
 
 def test_a_group_that_shares_the_sequence_keeps_less() -> None:
     plan = Plan.tensor_parallel([0, 1])
-    plain, shared = (shards_of(replace(plan, sequence_parallel=on), COSTS, EQUAL)[0] for on in (False, True))
+    plain, shared = (device_shards(replace(plan, sequence_parallel=on), COSTS, EQUAL)[0] for on in (False, True))
     assert shared.footprint.kept[1] < plain.footprint.kept[1]
     assert shared.parameters == plain.parameters
 
 
 def test_stages_that_read_a_tied_parameter_each_copy_it_and_own_a_part() -> None:
     table = COSTS.before.parameter_bytes
-    tied = replace(COSTS, after=replace(COSTS.after, parameter_bytes=0.0), tied=(Tied(table, 0.0, (0, 5)),))
+    tied = replace(COSTS, after=replace(COSTS.after, parameter_bytes=0.0), tied=(TiedParameter(table, 0.0, (0, 5)),))
     plan = Plan((Pipeline((Stage((0,), blocks=2), Stage((1,), blocks=2))),))
-    shards = shards_of(plan, tied, {0: 3.0, 1: 1.0})
+    shards = device_shards(plan, tied, {0: 3.0, 1: 1.0})
     assert [shard.copied for shard in shards.values()] == [table, table]
     assert [shard.synced for shard in shards.values()] == [table, table]
     assert sum(shard.owned for shard in shards.values()) == tied.whole.parameter_bytes
     assert shards[0].parameters == shards[1].parameters == COSTS.stage(0, 2).parameter_bytes
-    assert shards_of(Plan.single(), tied, EQUAL)[0].copied == 0
+    assert device_shards(Plan.single(), tied, EQUAL)[0].copied == 0
 
 
 def test_front_stages_of_1f1b_and_all_of_gpipe_hold_more_activations() -> None:
@@ -154,5 +154,5 @@ def test_one_chunk_is_a_stage_that_is_whole() -> None:
 
 
 def test_what_lasts_adds_up() -> None:
-    found = joined([shard(1.0, 30.0, handed=2.0), replace(shard(2.0, 50.0), copied=7.0)])
+    found = join_shards([shard(1.0, 30.0, handed=2.0), replace(shard(2.0, 50.0), copied=7.0)])
     assert (found.parameters, found.owned, found.copied, found.handed) == (80.0, 80.0, 7.0, 2.0)

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from hetu_fx.base.words import bytes_of
+from hetu_fx.base.words import format_used_bytes
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.cluster.devices import FLOPS_PER_BYTE
 from hetu_fx.errors import PlanError
@@ -150,7 +150,7 @@ def test_memory_problems_name_device_need_and_limit() -> None:
     need = prediction.devices[0].total_bytes
     assert memory_problems(prediction, paper(5, memory_bytes=need)) == ()
     (line,) = memory_problems(prediction, paper(5, memory_bytes=need), 0.5)
-    assert line == f"device 0 needs {bytes_of(need, need // 2)}"
+    assert line == f"device 0 needs {format_used_bytes(need, need // 2)}"
 
 
 def test_a_plan_for_another_model_is_refused() -> None:

@@ -2,7 +2,7 @@ import pytest
 
 from hetu_fx.cluster.cluster import Link
 from hetu_fx.planner.price import ways
-from hetu_fx.planner.price.ways import Bucket, HomeWay, Ways, buckets, rings_of
+from hetu_fx.planner.price.ways import Bucket, HomeWay, Ways, buckets, weight_rings
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
@@ -23,7 +23,7 @@ def staged(*pipelines: tuple[tuple[int, int], ...]) -> Plan:
 
 def test_rings_that_leave_a_node_share_its_link() -> None:
     stages = [Stage((0, 1)), Stage((2, 3))]
-    assert rings_of(stages) == [(0, 2), (1, 3)]
+    assert weight_rings(stages) == [(0, 2), (1, 3)]
     way = HomeWay(stages, COSTS, TWO_NODES, 1)
     size = COSTS.whole.parameter_bytes
     assert way.share(0, 4) * way.loads["out of node", 0] == pytest.approx(size / 2 / 1e8)

@@ -4,7 +4,7 @@ from itertools import combinations, pairwise, product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetu_fx.planner.search.allocate import Seconds, cut, spread
+from hetu_fx.planner.search.allocate import Seconds, min_max_ranges, spread
 
 
 def lines(numbers: Sequence[tuple[int, int]]) -> list[Seconds]:
@@ -77,7 +77,7 @@ def test_cut_equals_brute_force(sizes: list[int], stages: list[tuple[int, int]])
     def seconds(stage: int, start: int, stop: int) -> float:
         return fixed[stage] + speeds[stage] * sum(sizes[start:stop])
 
-    found = cut(len(sizes), len(stages), seconds)
+    found = min_max_ranges(len(sizes), len(stages), seconds)
     best = brute_force_cut(sizes, speeds, fixed)
     assert (found is None) == (best is None)
     if found is not None:
@@ -89,11 +89,11 @@ def test_cut_equals_brute_force(sizes: list[int], stages: list[tuple[int, int]])
 
 def test_slow_stages_get_fewer_blocks() -> None:
     rates = [7.22, 3.66, 1.9, 1.0, 1.0]  # Malleus' recorded 70B pipeline with one straggler suspended
-    assert cut(80, 5, lambda i, start, stop: rates[i] * (stop - start)) is not None
-    blocks = cut(80, 5, lambda i, start, stop: rates[i] * (stop - start))
+    assert min_max_ranges(80, 5, lambda i, start, stop: rates[i] * (stop - start)) is not None
+    blocks = min_max_ranges(80, 5, lambda i, start, stop: rates[i] * (stop - start))
     assert max(r * b for r, b in zip(rates, blocks or (), strict=True)) == 28.0
 
 
 def test_a_stage_that_fits_nowhere_gives_none() -> None:
-    assert cut(4, 2, lambda stage, start, stop: float("inf") if stage else 1.0) is None
-    assert cut(1, 2, lambda stage, start, stop: 1.0) is None
+    assert min_max_ranges(4, 2, lambda stage, start, stop: float("inf") if stage else 1.0) is None
+    assert min_max_ranges(1, 2, lambda stage, start, stop: 1.0) is None

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetu_fx.cluster.cluster import Link
-from hetu_fx.planner.price.fitting import fitted
+from hetu_fx.planner.price.fitting import fit_recompute
 from hetu_fx.planner.search.allocate import least_longest, least_passing
 from hetu_fx.planner.search.bounds import PlanBounds
-from hetu_fx.planner.search.estimates import Estimates, rules_of
+from hetu_fx.planner.search.estimates import Estimates, replica_rules
 from hetu_fx.planner.search.homogeneous import candidates
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.search.templates import DeviceAllotment, TemplateRegion, Templates
@@ -65,7 +65,7 @@ def test_pipelines_and_the_end_of_a_step_take_no_less_than_what_deals_say() -> N
 
 def test_nothing_is_said_of_blocks_that_differ() -> None:
     problem = Problem(Profile(transformer(layers=2, rows=8)), CLUSTER)
-    estimates = Estimates(problem.costs, problem.cluster, rules_of(problem, 1))
+    estimates = Estimates(problem.costs, problem.cluster, replica_rules(problem, 1))
     assert estimates.least_seconds(((0,), (1,)), 4) == 0.0
 
 
@@ -74,7 +74,7 @@ def test_homogeneous_plans_take_no_less_than_their_degrees_say() -> None:
     bounds, slowest = PlanBounds(problem), 0
     for candidate in candidates(problem):
         least = candidate.degrees.least_seconds(bounds)
-        priced = fitted(candidate.plan(problem), COSTS, CLUSTER, problem.options)
+        priced = fit_recompute(candidate.plan(problem), COSTS, CLUSTER, problem.options)
         assert priced is not None
         assert least <= priced.overlapped_seconds
         slowest += least > 0.7 * priced.overlapped_seconds

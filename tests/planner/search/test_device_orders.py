@@ -3,7 +3,7 @@ import pytest
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.device_orders import Space, alone, compositions, equal_sizes, orders, ranks_by_node
-from hetu_fx.planner.search.malleus.mapping import regrouped
+from hetu_fx.planner.search.malleus.mapping import order_ranks
 from hetu_fx.planner.values.options import PlanOptions
 from tests.planner.examples import paper
 
@@ -67,4 +67,4 @@ def test_ranks_of_a_node_stand_below_one_switch_first() -> None:
     cluster = Cluster.from_json({"format": "hetu_fx.cluster/1", "devices": devices, "levels": levels})
     assert ranks_by_node(cluster.devices, cluster) == {"0": [0, 2, 1, 3], "1": [4, 6, 5, 7]}
     ranks = ranks_by_node(cluster.devices, cluster)["0"]
-    assert regrouped(ranks, dict.fromkeys(ranks, 1.0), {}) == ranks
+    assert order_ranks(ranks, dict.fromkeys(ranks, 1.0), {}) == ranks

@@ -49,7 +49,7 @@ def test_hand_overs_wait_while_those_of_other_stages_keep_their_link_busy() -> N
     among, crossing = found.hand_overs.among(pipelines, replica)
     own = 2 * COSTS.boundary(1) / 1e9
     assert crossing == pytest.approx(2 * own)  # the node in the middle sends forwards and backwards
-    busy = own / replica.crowded((2, 2)).passing.beat(1)
+    busy = own / replica.with_crowds((2, 2)).passing.beat(1)
     assert 0 < busy < 1
     assert [edge.slope for edge in among.passing.edges] == pytest.approx(
         [2 * (1 + busy / 2) * edge.slope for edge in replica.passing.edges]

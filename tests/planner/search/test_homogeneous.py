@@ -50,7 +50,7 @@ def ranks(number: int, size: int) -> tuple[int, ...]:
 )
 def test_it_is_as_fast_as_the_best_of_all_homogeneous_plans(cluster: Cluster) -> None:
     problem = Problem(Profile(COSTS), cluster)
-    priced = (problem.fitted(plan) for plan in all_homogeneous(problem))
+    priced = (problem.fit_memory(plan) for plan in all_homogeneous(problem))
     best = min(found[1] for found in priced if found is not None)
     assert min(HOMOGENEOUS.find(problem).values()) <= best * (1 + 1e-9)
 
@@ -58,7 +58,7 @@ def test_it_is_as_fast_as_the_best_of_all_homogeneous_plans(cluster: Cluster) ->
 def test_estimates_are_what_is_predicted_where_pipelines_stand_in_nodes() -> None:
     problem = Problem(Profile(COSTS), paper(*[100] * 8, nodes="aaaabbbb", inter=SLOW))
     for candidate in sorted(candidates(problem), key=lambda candidate: candidate.seconds)[:20]:
-        found = problem.fitted(candidate.plan(problem))
+        found = problem.fit_memory(candidate.plan(problem))
         assert found is not None
         rows = math.ceil(COSTS.rows / candidate.degrees.pipelines)
         if rows % candidate.micro_batches == 0:

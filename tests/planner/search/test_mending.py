@@ -26,7 +26,7 @@ def problem(rates: dict[int, float]) -> Problem:
 
 
 def test_without_stragglers_the_groups_stay() -> None:
-    adapted = Mending(problem({})).adapted(PLAN)
+    adapted = Mending(problem({})).adapt_plan(PLAN)
     assert adapted is not None
     assert [stage.devices for *_, stage in adapted.plan(problem({})).stages] == [
         stage.devices for *_, stage in PLAN.stages
@@ -35,7 +35,7 @@ def test_without_stragglers_the_groups_stay() -> None:
 
 def test_a_stragglers_pipeline_is_mended_and_the_other_stays() -> None:
     slowed = problem({5: 6.0})
-    adapted = Mending(slowed).adapted(PLAN)
+    adapted = Mending(slowed).adapt_plan(PLAN)
     assert adapted is not None
     plan = adapted.plan(slowed)
     hurt, other = plan.pipelines
@@ -49,14 +49,14 @@ def test_a_stragglers_pipeline_is_mended_and_the_other_stays() -> None:
 
 def test_a_hopeless_straggler_is_left_out() -> None:
     hopeless = problem({5: 1000.0})
-    adapted = Mending(hopeless).adapted(PLAN)
+    adapted = Mending(hopeless).adapt_plan(PLAN)
     assert adapted is not None
     assert 5 not in adapted.plan(hopeless).devices
 
 
 def test_a_pipeline_goes_on_without_devices_that_are_lost() -> None:
     left = Problem(Profile(COSTS), paper(*[1000] * 15, nodes="aaaaaaaabbbbbbb"))
-    adapted = Mending(left, lost=[15]).adapted(PLAN)
+    adapted = Mending(left, lost=[15]).adapt_plan(PLAN)
     assert adapted is not None
     other, hurt = adapted.plan(left).pipelines
     assert [stage.devices for stage in other.stages] == [(0, 1, 2, 3), (4, 5, 6, 7)]
@@ -66,7 +66,7 @@ def test_a_pipeline_goes_on_without_devices_that_are_lost() -> None:
 
 def test_a_pipeline_that_is_lost_is_left_out() -> None:
     left = Problem(Profile(COSTS), paper(*[1000] * 8, nodes="aaaaaaaa"))
-    adapted = Mending(left, lost=range(8, 16)).adapted(PLAN)
+    adapted = Mending(left, lost=range(8, 16)).adapt_plan(PLAN)
     assert adapted is not None
     assert [stage.devices for *_, stage in adapted.plan(left).stages] == [(0, 1, 2, 3), (4, 5, 6, 7)]
 

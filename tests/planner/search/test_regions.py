@@ -9,8 +9,8 @@ from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.price.step import memory_problems
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.search.regions import CLASSES, cuts, estimated
-from hetu_fx.planner.search.templates import TemplateRegion, Templates, classes_of
+from hetu_fx.planner.search.regions import CLASSES, cuts, estimate_templates
+from hetu_fx.planner.search.templates import TemplateRegion, Templates, device_classes
 from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.profile_file import Profile
@@ -80,7 +80,8 @@ def test_the_fastest_templates_are_those_of_all_deals_wherever_they_stand() -> N
 def test_states_stay_whole_where_parameters_take_long_to_gather() -> None:
     problem = Problem(Profile(COSTS), replace(of(*[1000] * 8, *[300] * 8), inter=Link(2e7, 1e-5)))
     spread, whole = (
-        min((one for one in estimated(problem) if one.zero == zero), key=lambda one: one.seconds) for zero in (1, 0)
+        min((one for one in estimate_templates(problem) if one.zero == zero), key=lambda one: one.seconds)
+        for zero in (1, 0)
     )
     assert whole.seconds < spread.seconds
     plan = make_plan(COSTS, problem.cluster, search="classes")
@@ -94,6 +95,6 @@ def test_states_stay_whole_where_parameters_take_long_to_gather() -> None:
 
 def test_too_many_classes_are_refused() -> None:
     cluster = paper(*range(1, 9))
-    assert len(classes_of(Problem(Profile(COSTS), cluster))) == 8
+    assert len(device_classes(Problem(Profile(COSTS), cluster))) == 8
     with pytest.raises(PlanError, match="it plans for up to 6 classes"):
         make_plan(COSTS, cluster, search="classes")

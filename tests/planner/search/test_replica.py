@@ -85,11 +85,11 @@ def test_gradients_of_later_stages_travel_beside_the_backward_of_earlier_ones() 
 def test_a_replica_beside_others_hands_over_on_links_that_it_shares() -> None:
     costs, rules = small(64).costs, ReplicaRules("1f1b", 1, (4,), dict.fromkeys(range(3), 1 << 50))
     made = Estimates(costs, cluster({"A100-80G": 3}, per_node=1), rules).replica(((0,), (1,), (2,)), (8, 12, 12))
-    crowded = made.crowded((4, 1))
+    crowded = made.with_crowds((4, 1))
     sent = 3 * made.passing.edges[0].slope * 2
     assert crowded.latency(8, 4) - made.latency(8, 4) == pytest.approx(2 * sent)
     assert crowded.seconds(8, 4) > made.seconds(8, 4)
-    assert made.crowded((1, 1)) is made
+    assert made.with_crowds((1, 1)) is made
 
 
 def played(work: list[Line], edges: list[Line], rows: int, count: int, schedule: Schedule) -> float:

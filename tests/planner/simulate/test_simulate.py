@@ -12,7 +12,7 @@ from hetu_fx.planner.simulate.simulation import Simulation
 from hetu_fx.planner.simulate.timeline import Event
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.planner.values.shared import Tied
+from hetu_fx.planner.values.shared import TiedParameter
 from hetu_fx.plans.plan import Pipeline, Plan, Schedule, Stage
 from tests.planner.examples import paper, transformer
 
@@ -140,7 +140,7 @@ def test_devices_that_share_the_sequence_gather_in_every_block_and_send_all_grad
 def test_tied_parameters_travel_once_between_replicas_and_between_the_stages_that_read_them() -> None:
     costs = transformer()
     table = costs.before.parameter_bytes
-    tied = replace(costs, after=replace(costs.after, parameter_bytes=0.0), tied=(Tied(table, 0.0, (0, 5)),))
+    tied = replace(costs, after=replace(costs.after, parameter_bytes=0.0), tied=(TiedParameter(table, 0.0, (0, 5)),))
     replicas = simulate(Plan.data_parallel((0, 1)), tied, paper(1, 1)).link_bytes
     assert replicas[0, 1] == pytest.approx(tied.whole.parameter_bytes)
     plan = Plan((pipeline(0, 1, micro_batches=4),))

@@ -6,7 +6,7 @@ from hetu_fx.errors import PlanError, ProfileError
 from hetu_fx.planner.values.footprint import PartMemory, ProgramMemory
 from hetu_fx.planner.values.line import Amount
 from hetu_fx.planner.values.part_costs import PartCosts
-from hetu_fx.planner.values.program import ProgramCosts, costs_at
+from hetu_fx.planner.values.program import ProgramCosts, costs_for_length
 from hetu_fx.plans.plan import Plan
 from tests.planner.examples import transformer
 
@@ -55,15 +55,15 @@ def at(length: int) -> ProgramCosts:
 def test_three_lengths_tell_every_other_one() -> None:
     known = {length: at(length) for length in (32, 64, 256)}
     for length in (1, 48, 200, 1000):
-        told, counted = costs_at(known, length).whole, at(length).whole
+        told, counted = costs_for_length(known, length).whole, at(length).whole
         assert told.flops == pytest.approx(counted.flops)
         assert told.activation_bytes == pytest.approx(counted.activation_bytes)
         assert (told.parameter_bytes, told.num_ops) == (counted.parameter_bytes, counted.num_ops)
-        assert costs_at(known, length).boundary_bytes == pytest.approx(at(length).boundary_bytes)
+        assert costs_for_length(known, length).boundary_bytes == pytest.approx(at(length).boundary_bytes)
 
 
 def test_one_length_tells_others_in_proportion() -> None:
-    told = costs_at({64: at(64)}, 32)
+    told = costs_for_length({64: at(64)}, 32)
     assert told.whole.flops == pytest.approx(at(64).whole.flops / 2)
     assert told.whole.parameter_bytes == at(64).whole.parameter_bytes
 
@@ -75,22 +75,22 @@ def holding(length: int) -> ProgramCosts:
 
 def test_what_parts_hold_for_another_length_is_told_too() -> None:
     three = {length: holding(length) for length in (32, 64, 256)}
-    told = costs_at(three, 100).memory
+    told = costs_for_length(three, 100).memory
     assert told is not None
     assert told.parts[1].kept.per_row == pytest.approx(500 + 100**2)
     assert told.parts[1].backward.at(2) == pytest.approx(7 + 2 * 300)
-    proportional = costs_at({64: holding(64)}, 32).memory
+    proportional = costs_for_length({64: holding(64)}, 32).memory
     assert proportional is not None
     assert proportional.parts[0].backward == Amount(fixed=7, per_row=96)
     assert proportional.everywhere == Amount(fixed=9)
-    assert costs_at({32: at(32), 64: holding(64), 256: holding(256)}, 100).memory is None
+    assert costs_for_length({32: at(32), 64: holding(64), 256: holding(256)}, 100).memory is None
 
 
 def test_a_known_length_is_taken_as_it_is() -> None:
     costs = at(64)
-    assert costs_at({64: costs, 32: at(32), 128: at(128)}, 64) is costs
+    assert costs_for_length({64: costs, 32: at(32), 128: at(128)}, 64) is costs
 
 
 def test_without_a_length_nothing_can_be_told() -> None:
     with pytest.raises(ProfileError, match="give tokens_per_row"):
-        costs_at({}, 5)
+        costs_for_length({}, 5)

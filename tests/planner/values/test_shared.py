@@ -14,7 +14,7 @@ from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.profile_file import PROGRAM
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.planner.values.shared import NO_ROW_SUMS, RowSums, Tied, gradients_of, pending_of
+from hetu_fx.planner.values.shared import NO_ROW_SUMS, RowSums, TiedParameter, gradient_bytes, pending_gradient_bytes
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs
 from tests import model_zoo
@@ -65,7 +65,7 @@ def test_a_profile_file_has_them() -> None:
         RowSums(-1)
 
 
-TABLE = Tied(100, 40, (0, 3))
+TABLE = TiedParameter(100, 40, (0, 3))
 
 
 def test_a_group_holds_what_is_split_in_shares() -> None:
@@ -78,20 +78,20 @@ def test_a_stage_counts_it_besides_only_where_it_lacks_the_first_reader() -> Non
 
 
 def test_the_last_reader_makes_the_gradient_first() -> None:
-    assert gradients_of([110, 7, 8, 9], [TABLE], 0, 1.0) == [10, 7, 8, 109]
-    assert gradients_of([110, 7], [TABLE], 0, 1.0) == [110, 7]
-    assert gradients_of([8, 9], [TABLE], 2, 0.5) == [8, 9 + 80]
+    assert gradient_bytes([110, 7, 8, 9], [TABLE], 0, 1.0) == [10, 7, 8, 109]
+    assert gradient_bytes([110, 7], [TABLE], 0, 1.0) == [110, 7]
+    assert gradient_bytes([8, 9], [TABLE], 2, 0.5) == [8, 9 + 80]
 
 
 def test_gradients_wait_from_the_last_reader_of_a_stage_to_its_first() -> None:
-    assert pending_of([TABLE], 0, 4, 1.0) == [100, 100, 100, 0]
-    assert pending_of([TABLE], 0, 2, 1.0) == pending_of([TABLE], 2, 2, 1.0) == [0, 0]
+    assert pending_gradient_bytes([TABLE], 0, 4, 1.0) == [100, 100, 100, 0]
+    assert pending_gradient_bytes([TABLE], 0, 2, 1.0) == pending_gradient_bytes([TABLE], 2, 2, 1.0) == [0, 0]
 
 
 @pytest.mark.parametrize(("split", "readers"), [(101, (0, 1)), (0, (0,)), (0, (1, 0)), (0, (0, 0))])
 def test_what_cannot_be_is_refused(split: float, readers: tuple[int, ...]) -> None:
     with pytest.raises(PlanError, match="tied parameter"):
-        Tied(100, split, readers)
+        TiedParameter(100, split, readers)
 
 
 def test_tied_embeddings_are_held_by_the_first_and_the_last_stage() -> None:

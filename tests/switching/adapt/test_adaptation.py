@@ -22,13 +22,13 @@ from hetu_fx.switching.adapt.adaptation import (
     CALIBRATED,
     Adaptation,
     at_speeds,
-    calibrated,
+    calibrate_cluster,
     compute_seconds,
     expected_seconds,
 )
 from hetu_fx.switching.adapt.health import HealthTracker
-from hetu_fx.switching.adapt.replanning import Asked, Conditions, MadePlan
-from hetu_fx.switching.adapt.tried import NOT_TRIED, Tried, TryPlan
+from hetu_fx.switching.adapt.replanning import Conditions, MadePlan, PlanRequest
+from hetu_fx.switching.adapt.tried import NOT_TRIED, TrialResult, TryPlan
 from hetu_fx.switching.step.report import LastStep
 from tests.planner.examples import paper, rising, transformer
 
@@ -138,7 +138,7 @@ def test_a_variant_that_could_not_be_a_folder_is_refused(name: str) -> None:
 def test_speeds_are_corrected_to_those_that_would_have_been_expected(
     normals: dict[int, float], speeds: tuple[float, float]
 ) -> None:
-    found = calibrated(Cluster.on_paper((8e9, 4e9)), normals)
+    found = calibrate_cluster(Cluster.on_paper((8e9, 4e9)), normals)
     assert tuple(device.flops_per_second for device in found.devices) == speeds
 
 
@@ -237,7 +237,7 @@ def test_a_plan_for_a_rate_that_is_known_better_is_left_alone_where_it_gains_lit
     assert adaptation.plans[Conditions.of({0: 2.06})] == runs.plan
 
 
-def _asked(adaptation: Adaptation) -> Asked:
+def _asked(adaptation: Adaptation) -> PlanRequest:
     assert adaptation.replanning.asked is not None
     return adaptation.replanning.asked
 
@@ -275,7 +275,9 @@ def test_a_planner_that_fails_is_told_and_leaves_all_as_it_was(caplog: pytest.Lo
 
 def trying(try_plan: TryPlan, monkeypatch: pytest.MonkeyPatch) -> Adaptation:
     """Make an adaptation whose planner finds another plan than the one that runs, and whose plans are tried."""
-    monkeypatch.setattr("hetu_fx.api.try_of", lambda *given: lambda plan: try_plan(plan) if plan.name else NOT_TRIED)
+    monkeypatch.setattr(
+        "hetu_fx.api.make_try_plan", lambda *given: lambda plan: try_plan(plan) if plan.name else NOT_TRIED
+    )
     model = hetu_fx.auto_parallelize(Line(), {"x": torch.randn(4, 3)}, plan=Plan.single(), check=True)
     made: Adaptation = model.hetu._adaptation
     made.cluster = paper(1)
@@ -283,7 +285,7 @@ def trying(try_plan: TryPlan, monkeypatch: pytest.MonkeyPatch) -> Adaptation:
     return made
 
 
-def wrong(plan: Plan) -> Tried:
+def wrong(plan: Plan) -> TrialResult:
     """Try a plan, and find it wrong."""
     raise CheckError(f"the plan {plan.name} does not give what one device gives")
 
@@ -292,7 +294,7 @@ def test_a_plan_that_is_made_while_training_is_tried_and_what_was_found_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     here = os.getpid()
-    adaptation = trying(lambda plan: Tried(f"tried, {os.getpid() == here} that it was here"), monkeypatch)
+    adaptation = trying(lambda plan: TrialResult(f"tried, {os.getpid() == here} that it was here"), monkeypatch)
     adaptation.adapt({0: 2.0})
     take_over(adaptation)
     variants = adaptation.runtime.variants

@@ -15,7 +15,7 @@ import pytest
 
 from hetu_fx.errors import PlanError, StateError
 from hetu_fx.switching.adapt import replanning as module
-from hetu_fx.switching.adapt.replanning import Background, kept_to
+from hetu_fx.switching.adapt.replanning import Background, limit_cores
 
 
 def finished(background: Background[Any, Any]) -> Background[Any, Any]:
@@ -141,7 +141,7 @@ def test_the_process_has_none_of_the_parents_connections() -> None:
 def test_a_paced_process_takes_its_part_of_the_time_and_no_more() -> None:
     def shares(cores: float) -> tuple[float, float]:
         start, used = time.monotonic(), time.process_time()
-        with kept_to(cores):
+        with limit_cores(cores):
             while time.process_time() - used < 0.1:
                 pass
             return time.process_time() - used, time.monotonic() - start

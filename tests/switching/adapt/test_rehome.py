@@ -17,7 +17,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import PlanError, StateError
 from hetu_fx.lockstep import Lockstep, train_alone
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from hetu_fx.switching.adapt.rehome import left_of
+from hetu_fx.switching.adapt.rehome import surviving_home
 from tests.end_to_end.cells import LOSS_FNS, Mlp, mlp_batch
 from tests.switching.in_threads import as_two_ranks, runtime_of
 
@@ -37,7 +37,7 @@ def test_homes_are_weighed_by_what_devices_do_now() -> None:
     model = hetu_fx.auto_parallelize(Line(), {"x": torch.randn(4, 3)}, plan=Plan.single())
     rehoming = model.hetu._rehoming
     rehoming.adaptation.cluster = Cluster.on_paper((6e9,))
-    rehoming.runtime.variants.go_by({0: 3.0})
+    rehoming.runtime.variants.set_rates({0: 3.0})
     assert rehoming.weights == [2e9]
     rehoming.runtime.variants.drained = frozenset({0})
     assert rehoming.weights == [0.0]
@@ -93,14 +93,14 @@ LEFT = Plan((Pipeline((Stage((0,)),)), Pipeline((Stage((2, 3)),))), zero=0)
 
 
 def test_groups_that_have_lost_none_are_left() -> None:
-    assert left_of("w", PAIRS, {1}) == Annotation.on((2, 3), Split(0, (1, 1)))
-    assert left_of("w", PAIRS, {4}) == PAIRS
+    assert surviving_home("w", PAIRS, {1}) == Annotation.on((2, 3), Split(0, (1, 1)))
+    assert surviving_home("w", PAIRS, {4}) == PAIRS
 
 
 def test_what_nobody_else_has_is_refused() -> None:
     for home, lost in ((PAIRS, {1, 2}), (Annotation.on((0, 1), Split(0, (1, 1))), {0})):
         with pytest.raises(StateError, match=r"'w'.*zero=0"):
-            left_of("w", home, lost)
+            surviving_home("w", home, lost)
 
 
 def train(lost: tuple[set[int], ...], *, zero: int = 0) -> None:

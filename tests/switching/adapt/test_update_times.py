@@ -38,7 +38,7 @@ class Wrapped(torch.optim.Optimizer):
 
 def test_the_steps_of_an_optimizer_inside_another_count() -> None:
     times, inner = UpdateTimes(Ticks()), optimizer()
-    times.listen_to([Wrapped(inner)])
+    times.time_steps_of([Wrapped(inner)])
     inner.step()
     assert times.taken() == 1.0
 
@@ -47,7 +47,7 @@ def test_the_steps_of_all_optimizers_since_the_last_look_count() -> None:
     times, optimizers = UpdateTimes(Ticks()), [optimizer(), optimizer()]
     optimizers[0].step()
     for _ in range(2):
-        times.listen_to(optimizers)
+        times.time_steps_of(optimizers)
     assert times.taken() == 0.0
     for one in (*optimizers, optimizers[0]):
         one.step()

@@ -9,7 +9,7 @@ import torch
 
 from hetu_fx.annotations.annotation import Annotation, Split
 from hetu_fx.errors import StateError
-from hetu_fx.switching.home.held import COPIED, JOINT, Key, Readable, Readings, is_copy, part_of, why_not
+from hetu_fx.switching.home.held import COPIED, JOINT, Key, Readable, Readings, host_part, is_copy, why_not
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
 
 CUT = Annotation.on((0, 1), Split(0, (2, 1)))
@@ -59,8 +59,8 @@ def test_a_piece_on_its_way_is_not_given() -> None:
 
 def test_only_counted_elements_are_given() -> None:
     nowhere = home_layout(Annotation.on((1,)), (6, 2), 0, 2)
-    assert part_of(torch.empty(nowhere.local_shape), nowhere).numel() == 0
-    assert part_of(home().local, home().home_layout).tolist() == WHOLE[:4].flatten().tolist()
+    assert host_part(torch.empty(nowhere.local_shape), nowhere).numel() == 0
+    assert host_part(home().local, home().home_layout).tolist() == WHOLE[:4].flatten().tolist()
 
 
 def test_copies_are_told_from_what_has_a_name() -> None:

@@ -14,7 +14,7 @@ from hetu_fx.annotations.annotation import Annotation, Split
 from hetu_fx.switching.home import stepped
 from hetu_fx.switching.home.journal import journal
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
-from hetu_fx.switching.home.stepped import numbered
+from hetu_fx.switching.home.stepped import numbered_optimizers
 from hetu_fx.switching.home.tensor import OPS
 
 CUT = home_layout(Annotation.on((0, 1), Split(0, (2, 1))), (6, 4), 0, 2)
@@ -153,7 +153,7 @@ def test_kernels_of_a_step_are_given_pieces(name: str, monkeypatch: pytest.Monke
         with list_kernels_of_homes(monkeypatch) as seen:
             optimizer.step()
     assert seen == []
-    assert optimizer in dict(numbered()), "its steps are followed"
+    assert optimizer in dict(numbered_optimizers()), "its steps are followed"
 
 
 AS_TORCH_MAKES_THEM: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -14,7 +14,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation, Split
-from hetu_fx.switching.home.memory import let_go_of_wholes
+from hetu_fx.switching.home.memory import drop_cached_full_tensors
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
 from hetu_fx.switching.home.tensor import OPS
 
@@ -42,7 +42,7 @@ def gathered(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gathered]:
 
     monkeypatch.setattr(OPS.reads, "whole", read)
     yield found
-    let_go_of_wholes()
+    drop_cached_full_tensors()
 
 
 def model(number: int = 3) -> nn.Module:
@@ -94,7 +94,7 @@ def test_what_a_pointer_into_a_parameter_leads_to_stays_until_the_next_step(gath
     address = made[0].data_ptr()
     assert made[0].data_ptr() == address
     assert gathered.number_there == 1
-    let_go_of_wholes()
+    drop_cached_full_tensors()
     assert gathered.number_there == 0
 
 

@@ -121,7 +121,7 @@ def test_a_step_that_fails_lasts_to_the_end_of_its_round() -> None:
 
 def test_a_rate_may_be_a_tensor() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=torch.tensor(0.5))
-    assert dict(stepped.rates_of(optimizer)[0])["lr"] == (0.5,)
+    assert dict(stepped.optimizer_rates(optimizer)[0])["lr"] == (0.5,)
 
 
 RATES = ((("lr", (0.1,)), ("betas", (0.9, 0.99))),)

@@ -21,7 +21,7 @@ from hetu_fx.annotations.annotation import Annotation, Duplicate, Split
 from hetu_fx.base.torch_private import version
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
-from hetu_fx.switching.home.held import part_of
+from hetu_fx.switching.home.held import host_part
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
 from hetu_fx.switching.home.shared import SharedHomes
 from hetu_fx.switching.home.tensor import Read
@@ -104,12 +104,12 @@ def check_what_a_rank_reads_and_writes_while_it_is_asked_is_given(rank: int, wor
         found = looked(asked)
         looks.append(found)
         if len(looks) == 1:
-            run.shared._read.keep(asked, part_of(own.local, own.home_layout).clone())
+            run.shared._read.keep(asked, host_part(own.local, own.home_layout).clone())
             run.write(2.0)
         return found
 
     run.shared._read.part = look  # type: ignore[method-assign]
-    assert torch.equal(run.shared._part(question, rank) * 2, part_of(own.local, own.home_layout))
+    assert torch.equal(run.shared._part(question, rank) * 2, host_part(own.local, own.home_layout))
     dist.barrier()
 
 

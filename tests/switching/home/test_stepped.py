@@ -10,7 +10,7 @@ from torch import nn
 
 from hetu_fx.annotations.annotation import Annotation, Split
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
-from hetu_fx.switching.home.stepped import numbered
+from hetu_fx.switching.home.stepped import numbered_optimizers
 
 CUT = home_layout(Annotation.on((0, 1), Split(0, (2, 1))), (6, 4), 0, 2)
 
@@ -23,7 +23,7 @@ def stepped(parameter: nn.Parameter) -> torch.optim.Optimizer:
 
 
 def number_of(optimizer: torch.optim.Optimizer) -> int | None:
-    return next((number for known, number in numbered() if known is optimizer), None)
+    return next((number for known, number in numbered_optimizers() if known is optimizer), None)
 
 
 def home() -> nn.Parameter:
@@ -46,7 +46,7 @@ def test_a_number_is_not_given_again() -> None:
     assert before is not None
     del gone
     gc.collect()
-    assert before not in [number for _, number in numbered()]
+    assert before not in [number for _, number in numbered_optimizers()]
     assert (number_of(stepped(home())) or 0) > before
 
 

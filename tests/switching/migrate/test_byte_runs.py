@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hetu_fx.annotations.annotation import Annotation, Split
-from hetu_fx.annotations.local import read
+from hetu_fx.annotations.local import take_slice
 from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, TensorMove, plan_moves
 from hetu_fx.errors import StateError
 from hetu_fx.switching.migrate import byte_runs, node_memory
-from hetu_fx.switching.migrate.byte_runs import Extents, in_long_runs, num_runs, reads_of, runs_of
+from hetu_fx.switching.migrate.byte_runs import Extents, contiguous_runs, in_long_runs, num_runs, slice_reads
 from hetu_fx.switching.migrate.node_memory import PeerMemory, copy
 from tests.oracles.annotation_reference import shard
 from tests.oracles.annotation_samples import random_annotation
@@ -45,10 +45,10 @@ def test_the_runs_of_a_slice_are_its_bytes_in_order(
     shape, where = drawn
     dtype = {1: torch.uint8, 2: torch.int16, 8: torch.int64}[itemsize]
     whole = torch.arange(math.prod(shape)).to(dtype).view(shape)
-    runs = runs_of(shape, where, itemsize)
+    runs = contiguous_runs(shape, where, itemsize)
     flat = whole.reshape(-1).view(torch.uint8).numpy()
     found = np.concatenate([flat[first : first + size] for first, size in runs])
-    assert found.tobytes() == read(whole, where).contiguous().numpy().tobytes()
+    assert found.tobytes() == take_slice(whole, where).contiguous().numpy().tobytes()
     assert num_runs(shape, where) == len(runs)
 
 
@@ -103,7 +103,7 @@ def check_parts(plan: BsrPlan, wholes: list[Tensor], memory: PeerMemory, senders
     for rank in range(WORLD):
         expected = [parts(move.target, whole).get(rank) for move, whole in zip(plan.moves, wholes, strict=True)]
         new = [None if part is None else torch.zeros_like(part) for part in expected]
-        memory.take(reads_of(plan, rank), senders, new)
+        memory.take(slice_reads(plan, rank), senders, new)
         for move, found, wanted in zip(plan.moves, new, expected, strict=True):
             if wanted is not None and not move.stays(rank) and move.source != move.target:
                 assert found is not None
@@ -131,7 +131,7 @@ def test_rows_are_read_where_they_are_and_narrow_columns_are_packed() -> None:
 
 def test_a_process_that_is_not_there_is_told_of() -> None:
     move = TensorMove(Annotation.on((1,)), Annotation.on((0,)), (4,), 4)
-    reads = [*reads_of(plan_moves([move]), 0)]
+    reads = [*slice_reads(plan_moves([move]), 0)]
     nobody = 2**22 + 1  # above the largest id that Linux gives
     memory = PeerMemory((os.getpid(), nobody))
     with pytest.raises(StateError, match=f"16 bytes of rank 1 could not be read from process {nobody}"):

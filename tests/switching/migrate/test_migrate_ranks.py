@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Split
 from hetu_fx.comm_ops.wire import bsr_run, p2p
-from hetu_fx.comm_ops.wire.consensus import of_all
+from hetu_fx.comm_ops.wire.consensus import all_gather_object
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import CommError, StateError
 from hetu_fx.switching.home.ops import HomeTensor
@@ -113,7 +113,7 @@ def check_what_ranks_of_one_machine_share_is_not_sent(rank: int, world: int, fol
             plan = moved(homes, [], targets, extra_share=1e-3, least_extra_bytes=0)
         assert plan.transport is transport
         assert_same(homes, plains)
-    of_all(GroupTable(), None)
+    all_gather_object(GroupTable(), None)
     assert not [*SHARED_MEMORY.glob(f"hetu_fx_switch-{token}-*")]
 
 
@@ -210,7 +210,7 @@ def check_a_rank_that_fails_between_buckets_fails_on_all_and_no_tensor_is_half_m
     assert all(place in places for place, *places in zip(found, old, new, strict=True))
     assert found != old
     assert found != new
-    assert of_all(GroupTable(), found) == [found] * world
+    assert all_gather_object(GroupTable(), found) == [found] * world
     assert_same(homes, plains)
     assert_same([home.grad for home in homes], [plain.grad for plain in plains])
     moved(homes, [], BEFORE)
@@ -274,7 +274,7 @@ def check_an_error_beside_a_step_reaches_all_ranks_before_optimizers_do_anything
         assert [home.home_layout.annotation for home in homes] == list(ELSEWHERE.values())
         tensors = [t for t in state_of(homes, optimizer) if isinstance(t, HomeTensor)]
         found = [tensor.home_layout.annotation for tensor in tensors]
-        assert of_all(GroupTable(), found) == [found] * world
+        assert all_gather_object(GroupTable(), found) == [found] * world
         for tensor, whole in zip(state_of(homes, optimizer), wholes, strict=True):
             assert torch.equal(whole_of(tensor), whole_of(whole))
         overlapped(homes, optimizer, BEFORE, transport)
@@ -305,12 +305,12 @@ def check_a_rank_that_is_stuck_beside_a_step_is_an_error_on_all_and_nothing_hang
         patch.setattr(migrate_module, "unpack", stuck)
         overlapped(homes, optimizer, ELSEWHERE, transport)
         if rank == 1:
-            of_all(GroupTable(), None)
+            all_gather_object(GroupTable(), None)
             others_gave_up.set()
         with pytest.raises(CommError):
             optimizer.step()
         if rank != 1:
-            of_all(GroupTable(), None)
+            all_gather_object(GroupTable(), None)
     assert all(float(optimizer.state[home]["step"]) == 1 for home in homes)
 
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from hetu_fx.batches.sampler import nested_batch
 from hetu_fx.errors import BatchError
 from hetu_fx.planner.dispatch.assignment import Assignment, PackedMicroBatch
-from hetu_fx.switching.step.assigned_rows import first_rows, row_plan, sequences_of
+from hetu_fx.switching.step.assigned_rows import first_rows, nested_sequences, row_plan
 
 
 def test_nested_inputs_are_sequences() -> None:
-    found = sequences_of(nested_batch([[1, 2, 3], torch.tensor([4]), b"ab"], use_cache=False))
+    found = nested_sequences(nested_batch([[1, 2, 3], torch.tensor([4]), b"ab"], use_cache=False))
     assert found is not None
     assert found.lengths == (3, 1, 2)
     assert [part.tolist() for part in found.inputs["input_ids"]] == [[1, 2, 3], [4], [97, 98]]
@@ -22,19 +22,19 @@ def test_nested_inputs_are_sequences() -> None:
 
 
 def test_a_batch_of_rows_has_none() -> None:
-    assert sequences_of({"input_ids": torch.ones(2, 3)}) is None
-    assert sequences_of((torch.ones(2, 3),)) is None
+    assert nested_sequences({"input_ids": torch.ones(2, 3)}) is None
+    assert nested_sequences((torch.ones(2, 3),)) is None
 
 
 def test_rows_beside_sequences_are_refused() -> None:
     with pytest.raises(BatchError, match="stand beside sequences"):
-        sequences_of({**nested_batch([[1, 2]]), "mask": torch.ones(1, 2)})
+        nested_sequences({**nested_batch([[1, 2]]), "mask": torch.ones(1, 2)})
 
 
 def test_inputs_of_other_lengths_are_refused() -> None:
     batch = {"input_ids": nested_batch([[1, 2]])["input_ids"], "labels": nested_batch([[1]])["labels"]}
     with pytest.raises(BatchError, match="different lengths"):
-        sequences_of(batch)
+        nested_sequences(batch)
 
 
 def test_sequences_of_unlike_inputs_are_refused() -> None:

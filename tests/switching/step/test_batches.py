@@ -12,7 +12,7 @@ from hetu_fx.comm_ops.wire.consensus import agree
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.threads.run import run_in_threads
 from hetu_fx.errors import BatchError
-from hetu_fx.program.batch import batch_of
+from hetu_fx.program.batch import batch_from_call
 from hetu_fx.program.captures import Programs
 from hetu_fx.switching.step.batches import ReadBatch, read_batch
 from tests.model_zoo import SAMPLES
@@ -26,7 +26,7 @@ def programs() -> Programs:
 
 
 def read(programs: Programs, *args: Any, **kwargs: Any) -> ReadBatch:
-    return read_batch(batch_of(programs.signature, args, kwargs), programs, training=True, shared=False)
+    return read_batch(batch_from_call(programs.signature, args, kwargs), programs, training=True, shared=False)
 
 
 def test_facts_are_rows_lengths_sizes_and_counts(programs: Programs) -> None:
@@ -113,7 +113,7 @@ def test_several_tasks_in_one_step_are_refused_on_all_ranks_by_name() -> None:
 
     def step(table: GroupTable) -> None:
         programs = Programs(Tasks(), None)
-        given = batch_of(programs.signature, (), {"x": torch.ones(2, 3), "task": "ab"[table.rank]})
+        given = batch_from_call(programs.signature, (), {"x": torch.ones(2, 3), "task": "ab"[table.rank]})
         with pytest.raises(BatchError) as caught:
             agree(table, read_batch(given, programs, training=True, shared=False).facts)
         told.append(str(caught.value))

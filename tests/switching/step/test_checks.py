@@ -16,7 +16,7 @@ from hetu_fx.errors import ForwardCheckError, PlanError
 from hetu_fx.graph.graph import OutputKind, OutputLeaf
 from hetu_fx.lockstep import Lockstep, train_alone
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from hetu_fx.prepare import homes_for, make_runtime
+from hetu_fx.prepare import check_plans_and_choose_homes, make_runtime
 from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.settings import Settings
 
@@ -180,7 +180,7 @@ def test_training_goes_on_after_a_batch_that_failed_on_all_ranks(name: str, end:
 
     def trained(table: GroupTable) -> tuple[list[float], int, int]:
         own, plans = how.copied(model), (PLANS[name],)
-        layouts = homes_for(plans, own, execution, None, table)
+        layouts = check_plans_and_choose_homes(plans, own, execution, None, table)
         settings = Settings(shared=True, outputs="auto", seed=0)
         runtime = make_runtime(own, None, table, execution, plans, layouts, settings)
         losses, errors = [], 0

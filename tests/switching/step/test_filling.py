@@ -18,7 +18,7 @@ from hetu_fx.program.captures import Programs
 from hetu_fx.switching import graph_execution
 from hetu_fx.switching.step import run_step
 from hetu_fx.switching.step.batches import MicroBatchRows, ReadBatch, read_batch
-from hetu_fx.switching.step.filling import Fillings, as_brought, narrowed, share_of
+from hetu_fx.switching.step.filling import Fillings, as_brought, filled_share, narrow_to_own_rows
 from hetu_fx.switching.step.rows import RowPlan
 from tests.model_zoo import bert, causal_batch, llama, mixtral
 
@@ -84,12 +84,12 @@ def test_micro_batches_are_as_wide_as_the_rows_of_the_ranks_that_have_brought_th
     batch = Fillings(model).filled(read(model), agreed(read(model), 10), wants_values=False)
     rows = RowPlan((range(0, 3), range(3, 4)), (range(0, 4),), ((range(0, 2), range(2, 4)),))
     cuts = [MicroBatchRows(batch.tensors, 2, first, batch.bindings) for first in (0, 2)]
-    narrow = [narrowed(batch, cut, rows) for cut in cuts]
+    narrow = [narrow_to_own_rows(batch, cut, rows) for cut in cuts]
     assert [cut.tensors["labels"].shape[1] for cut in narrow] == [7, 10]  # the second has a row of rank 1's too
     assert [max(cut.bindings.values()) for cut in narrow] == [7, 10]
-    assert share_of(narrow, cuts) == 17 / 20
+    assert filled_share(narrow, cuts) == 17 / 20
     nothing = replace(cuts[0], rows=0)
-    assert narrowed(batch, nothing, rows) is nothing
+    assert narrow_to_own_rows(batch, nothing, rows) is nothing
 
 
 def test_narrow_micro_batches_add_up_to_the_loss_and_gradients_of_the_filled_batch(
@@ -112,7 +112,7 @@ def test_narrow_micro_batches_add_up_to_the_loss_and_gradients_of_the_filled_bat
         return replace(one, sizes_of=((7, 7, 7), (10, 10, 10)))
 
     def narrow(one: ReadBatch, cut: MicroBatchRows, rows: RowPlan) -> MicroBatchRows:
-        made = narrowed(one, cut, replace(rows, owned=(range(0, 2), range(2, 4))))
+        made = narrow_to_own_rows(one, cut, replace(rows, owned=(range(0, 2), range(2, 4))))
         widths.append(made.tensors["labels"].shape[1])
         return made
 

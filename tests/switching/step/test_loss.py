@@ -14,7 +14,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import DivergedError
 from hetu_fx.switching.home.async_tensor import Pending
 from hetu_fx.switching.step import loss as step
-from hetu_fx.switching.step.loss import GlobalLoss, Guess, LossGradient, SeenLoss, applied
+from hetu_fx.switching.step.loss import GlobalLoss, LossGradient, PredictedLossGrad, SeenLoss, apply_outside_transforms
 from hetu_fx.switching.step.timer import ComputeTimer
 
 
@@ -41,8 +41,8 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> Sums:
 
 
 def global_loss(local: Tensor, gradient: LossGradient | None = None) -> Tensor:
-    gradient = gradient or LossGradient(GroupTable.dry(0, 2), Guess())
-    loss: Tensor = applied(GlobalLoss, local, gradient, True, 1.0, ComputeTimer())
+    gradient = gradient or LossGradient(GroupTable.dry(0, 2), PredictedLossGrad())
+    loss: Tensor = apply_outside_transforms(GlobalLoss, local, gradient, True, 1.0, ComputeTimer())
     return loss
 
 
@@ -113,7 +113,7 @@ def test_changing_a_pending_loss_in_place_changes_the_sum(sums: Sums) -> None:
 
 def test_what_backward_made_is_corrected_by_the_average(sums: Sums) -> None:
     """What this rank halves before the sum is 4 / 2; the other's share is 2."""
-    guess, local = Guess(), torch.tensor(1.0, requires_grad=True)
+    guess, local = PredictedLossGrad(), torch.tensor(1.0, requires_grad=True)
     gradient = LossGradient(GroupTable.dry(0, 2), guess)
     (global_loss(local, gradient) * 4).backward()
     assert local.grad == 1.0
@@ -123,7 +123,7 @@ def test_what_backward_made_is_corrected_by_the_average(sums: Sums) -> None:
 
 def test_the_last_average_is_the_next_guess(sums: Sums) -> None:
     local = torch.tensor(1.0, requires_grad=True)
-    gradient = LossGradient(GroupTable.dry(0, 2), Guess(4.0))
+    gradient = LossGradient(GroupTable.dry(0, 2), PredictedLossGrad(4.0))
     (global_loss(local, gradient) * 4).backward()
     assert local.grad == 4.0
     assert gradient.correction() == 1.0
@@ -131,7 +131,7 @@ def test_the_last_average_is_the_next_guess(sums: Sums) -> None:
 
 @pytest.mark.parametrize("useless", [0.0, float("inf"), float("nan")])
 def test_nothing_is_guessed_that_cannot_be_corrected(useless: float, sums: Sums) -> None:
-    sums.other, guess = useless, Guess(3.0)
+    sums.other, guess = useless, PredictedLossGrad(3.0)
     gradient = LossGradient(GroupTable.dry(0, 2), guess)
     gradient.begin(torch.tensor(0.0))
     assert str(gradient.correction()) == str(useless / 3)
@@ -139,38 +139,38 @@ def test_nothing_is_guessed_that_cannot_be_corrected(useless: float, sums: Sums)
 
 
 def test_what_ran_ahead_is_corrected_by_all_of_the_average(sums: Sums) -> None:
-    gradient = LossGradient(GroupTable.dry(0, 2), Guess(4.0), ran_with=1.0)
+    gradient = LossGradient(GroupTable.dry(0, 2), PredictedLossGrad(4.0), ran_with=1.0)
     gradient.begin(torch.tensor(4.0))
     assert gradient.correction() == 4.0
 
 
 def test_a_loss_that_is_not_asked_needs_no_correction() -> None:
-    assert LossGradient(GroupTable.dry(0, 2), Guess(4.0)).correction() == 1.0
+    assert LossGradient(GroupTable.dry(0, 2), PredictedLossGrad(4.0)).correction() == 1.0
 
 
 def test_one_process_runs_with_what_comes_in() -> None:
-    gradient, local = LossGradient(GroupTable.dry(0, 1), Guess()), torch.tensor(1.0, requires_grad=True)
+    gradient, local = LossGradient(GroupTable.dry(0, 1), PredictedLossGrad()), torch.tensor(1.0, requires_grad=True)
     (global_loss(local, gradient) * 0.3).backward()
     assert local.grad == torch.tensor(0.3)
     assert gradient.correction() == 1.0
 
 
 def test_the_average_is_waited_for_once_however_often_it_is_asked_for(sums: Sums) -> None:
-    gradient = LossGradient(GroupTable.dry(0, 2), Guess())
+    gradient = LossGradient(GroupTable.dry(0, 2), PredictedLossGrad())
     gradient.begin(torch.tensor(4.0))
     assert gradient.correction() == gradient.correction() == 4.0
     assert sums.waited == 1
 
 
 def test_in_float16_backward_waits_for_the_average(sums: Sums) -> None:
-    guess = Guess(4.0)
+    guess = PredictedLossGrad(4.0)
     gradient = LossGradient(GroupTable.dry(0, 2), guess, exact=True)
     assert gradient.begin(torch.tensor(6.0)) == 6.0 / 2 + sums.other
     assert (gradient.correction(), guess.value) == (1.0, 5.0)
 
 
 def test_in_float16_what_ran_ahead_under_another_scale_runs_again_with_the_average(sums: Sums) -> None:
-    gradient = LossGradient(GroupTable.dry(0, 2), Guess(), ran_with=1.0, exact=True)
+    gradient = LossGradient(GroupTable.dry(0, 2), PredictedLossGrad(), ran_with=1.0, exact=True)
     assert gradient.begin(torch.tensor(6.0)) == 1.0
     assert gradient.correction() == 5.0
     assert gradient.ran_again() == 5.0
@@ -180,7 +180,7 @@ def test_in_float16_what_ran_ahead_under_another_scale_runs_again_with_the_avera
 def test_losses_of_unlike_steps_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Tensor] = []
     monkeypatch.setattr(step, "sum_all", lambda buffer, ranks: sent.append(buffer.tensor) or Exchange())
-    first, second = (LossGradient(GroupTable.dry(0, 2), Guess(), step=number) for number in (1, 2))
+    first, second = (LossGradient(GroupTable.dry(0, 2), PredictedLossGrad(), step=number) for number in (1, 2))
     for gradient in (first, second):
         gradient.begin(torch.tensor(1.0))
     sent[0] += sent[1]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hetu_fx.comm_ops.wire.consensus import StepFacts, of_all
+from hetu_fx.comm_ops.wire.consensus import StepFacts, all_gather_object
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.threads.run import run_in_threads
 from hetu_fx.errors import BatchError
@@ -57,7 +57,7 @@ def compared(table: GroupTable) -> list[bool]:
     for step in range(120):
         mine = {"weight": torch.tensor([1.0, float(table.rank and step >= 5)])}
         number = same.told("form", lambda mine=mine: mine)
-        facts = StepFacts(inputs=tuple(of_all(table, number)))
+        facts = StepFacts(inputs=tuple(all_gather_object(table, number)))
         try:
             same.check(facts, "form", lambda mine=mine: mine)
             found.append(False)

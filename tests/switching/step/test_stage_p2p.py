@@ -12,9 +12,9 @@ from torch import Tensor, fx
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.comm_ops.wire.p2p import Message, Posted
+from hetu_fx.comm_ops.wire.p2p import Message, PendingMessages
 from hetu_fx.plans.plan import Schedule
-from hetu_fx.plans.schedule import Order, forwards, orders_of
+from hetu_fx.plans.schedule import Order, forwards, stage_orders
 from hetu_fx.switching.step import stage_p2p
 from hetu_fx.switching.step.engine import Chunk, Engine, MicroBatchFeeds
 from hetu_fx.switching.step.stage_p2p import Ends, StageP2P
@@ -43,12 +43,12 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[Call] = []
 
-    def post(self, receives: Sequence[Message], sends: Sequence[Message], table: GroupTable) -> Posted:
+    def post(self, receives: Sequence[Message], sends: Sequence[Message], table: GroupTable) -> PendingMessages:
         for _, room, _ in receives:
             room.zero_()
         messages = [*(("from", peer) for peer, _, _ in receives), *(("to", peer) for peer, _, _ in sends)]
         self.calls.append(tuple(messages))
-        return Posted(())
+        return PendingMessages(())
 
 
 class OneRank(GroupTable):
@@ -60,7 +60,7 @@ class OneRank(GroupTable):
     def is_native(self, device: torch.device) -> bool:
         return True
 
-    def staged(self, device: torch.device) -> bool:
+    def is_staged(self, device: torch.device) -> bool:
         return False
 
 
@@ -116,7 +116,7 @@ def calls_of(
     found = []
     orders: Sequence[Order] = [forwards(micro_batches, num_stages, chunks)] * num_stages
     if schedule:
-        orders = orders_of(schedule, num_stages, micro_batches, chunks)
+        orders = stage_orders(schedule, num_stages, micro_batches, chunks)
     for stage in range(num_stages):
         recorder = Recorder()
         monkeypatch.setattr(stage_p2p, "post", recorder.post)

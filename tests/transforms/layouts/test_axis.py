@@ -13,7 +13,7 @@ from hetu_fx.deduction.factors.factors import FactorClass
 from hetu_fx.graph.graph import LeafKind
 from hetu_fx.program.program import Program
 from hetu_fx.transforms.layouts.axis import AxisDeduction, deduce_batch_axis, deduce_tensor_axis
-from hetu_fx.transforms.layouts.reshard_cost import Prices, bytes_of
+from hetu_fx.transforms.layouts.reshard_cost import Prices, node_bytes
 from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, SplitOn
 from tests.transforms.plans import program_of
 
@@ -82,7 +82,7 @@ def parameters_of(program: Program) -> set[fx.Node]:
 
 
 def deduced(program: Program, splits: frozenset[FactorClass]) -> AxisDeduction:
-    sizes = dict(zip(program.graph.graph.nodes, bytes_of(program.graph), strict=True))
+    sizes = dict(zip(program.graph.graph.nodes, node_bytes(program.graph), strict=True))
     return deduce_tensor_axis(program.graph, program.factors, program.flow, splits, Prices(((0, 1),), sizes))
 
 

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph, LeafKind
-from hetu_fx.transforms.layouts.flow import Flow, flow_of
+from hetu_fx.transforms.layouts.flow import Flow, build_flow
 
 aten = torch.ops.aten
 
@@ -35,7 +35,7 @@ def graph() -> Graph:
 
 @pytest.fixture(scope="module")
 def flow(graph: Graph) -> Flow:
-    return flow_of(graph)
+    return build_flow(graph)
 
 
 def node_of(graph: Graph, target: Any) -> fx.Node:
@@ -71,7 +71,7 @@ def test_no_gradient_flows_through_a_tensor_that_only_lends_its_shape(graph: Gra
 
 
 def test_no_gradient_flows_through_frozen_parameters_alone(graph: Graph) -> None:
-    flow = flow_of(graph, frozenset({"weight"}))
+    flow = build_flow(graph, frozenset({"weight"}))
     leaves = {leaf.name: leaf.node for leaf in graph.leaves_of(LeafKind.PARAMETER)}
     assert leaves["scale"] in flow.differentiable
     assert leaves["weight"] not in flow.differentiable

@@ -10,7 +10,13 @@ from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.comm_ops.plans.cost import Topology, all_reduce_cost, ring_cost
 from hetu_fx.deduction.factors.factors import FactorClass
 from hetu_fx.transforms.layouts.forward_search import WIDTH, beam
-from hetu_fx.transforms.layouts.reshard_cost import FLOPS_PER_SECOND, TYPICAL_LINKS, Prices, bytes_of, products_by_byte
+from hetu_fx.transforms.layouts.reshard_cost import (
+    FLOPS_PER_SECOND,
+    TYPICAL_LINKS,
+    Prices,
+    node_bytes,
+    products_by_byte,
+)
 from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, AxisState, SplitOn
 from tests.transforms.plans import program_of
 
@@ -37,7 +43,7 @@ def test_a_change_costs_what_its_calls_do_forth_and_back(
 ) -> None:
     graph = program_of(nn.Linear(30, 40), (torch.randn(4, 30),)).graph
     weight = next(leaf.node for leaf in graph.leaves if leaf.name == "weight")
-    prices = Prices((RANKS,), dict(zip(graph.graph.nodes, bytes_of(graph), strict=True)))
+    prices = Prices((RANKS,), dict(zip(graph.graph.nodes, node_bytes(graph), strict=True)))
     assert prices.change(weight, state, wanted, summed=summed, trained=True) == pytest.approx(seconds)
     assert prices.change(weight, state, wanted, summed=summed, trained=False) <= seconds
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hetu_fx.base.torch_compile import Symbols
 from hetu_fx.graph import meta
-from hetu_fx.transforms.lowering.forms import Like, TensorForm, form_of
+from hetu_fx.transforms.lowering.forms import Like, TensorForm, input_form
 
 DENSE = {
     "as it was made": torch.empty(3, 4, 5),
@@ -26,7 +26,7 @@ LOOSE = {
 
 
 def form(tensor: Tensor, *open_dims: int) -> TensorForm:
-    found = form_of(Like.of(tensor), open_dims)
+    found = input_form(Like.of(tensor), open_dims)
     assert isinstance(found, TensorForm)
     return found
 
@@ -71,5 +71,5 @@ def test_tensors_that_code_tells_apart_differ(other: Tensor) -> None:
 
 
 def test_numbers_are_alike_and_constants_are_not() -> None:
-    assert form_of(3, ()) == form_of(7, ())
-    assert len({form_of(value, ()) for value in (True, False, 1.0, 2.0, None, 1)}) == 6
+    assert input_form(3, ()) == input_form(7, ())
+    assert len({input_form(value, ()) for value in (True, False, 1.0, 2.0, None, 1)}) == 6

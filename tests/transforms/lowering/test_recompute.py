@@ -21,7 +21,7 @@ from hetu_fx.plans.recomputed import RecomputedOps
 from hetu_fx.program.program import Program
 from hetu_fx.transforms.lowering.checkpoint import SAVED, RecomputingModule
 from hetu_fx.transforms.lowering.lower import Backend, lower
-from hetu_fx.transforms.lowering.recompute import segments_of
+from hetu_fx.transforms.lowering.recompute import number_segments
 from hetu_fx.transforms.lowering.traffic import communications, sends
 from tests.oracles.traffic import traffic_by_block
 from tests.transforms.cases import LENGTH, Case, batch_of
@@ -292,6 +292,6 @@ def test_ops_wait_for_the_messages_of_their_part_and_casts_of_weights_for_their_
     read = graph.call_function(operator.add, (summed, cast))
     later = graph.call_function(operator.add, (read, beside))
     ops = [cast, made, summed, beside, read]
-    segments = segments_of(ops, frozenset({summed}), frozenset({weight}))
+    segments = number_segments(ops, frozenset({summed}), frozenset({weight}))
     assert [segments[op] for op in ops] == [1, 0, 0, 0, 1]
-    assert segments_of([later], frozenset({summed}), frozenset({weight})) == {later: 0}
+    assert number_segments([later], frozenset({summed}), frozenset({weight})) == {later: 0}

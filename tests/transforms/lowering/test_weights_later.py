@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from hetu_fx.graph import meta
 from hetu_fx.plans.plan import Plan
 from hetu_fx.transforms.lowering.later_products import LATER_PRODUCTS, LaterProducts, later_product
-from hetu_fx.transforms.lowering.product_calls import given_of, product_call
+from hetu_fx.transforms.lowering.product_calls import product_call, product_operands
 from hetu_fx.transforms.lowering.weights_later import WeightsLater, without_waiting
 from hetu_fx.transforms.specialize.device_graph import SlotKind
 from tests.transforms.cases import Case
@@ -134,7 +134,7 @@ def test_a_product_that_waited_takes_what_it_took(name: str) -> None:
     some = [None] if LATER_PRODUCTS[name].bias is None else [bias] if name == "aten.addmm.default" else [bias, None]
     for one in some:
         op, given = product_call(name, x, weight, one)
-        assert given_of(graph.call_function(op, given)) == (x, weight, one)
+        assert product_operands(graph.call_function(op, given)) == (x, weight, one)
 
 
 class Doubled(nn.Module):

@@ -12,8 +12,8 @@ from hetu_fx.errors import AlignError
 from hetu_fx.graph import meta
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph
-from hetu_fx.transforms.passes import REWRITES, rewrites_with
-from hetu_fx.transforms.rewrites.op_overrides import OpOverrides, Override, op_named
+from hetu_fx.transforms.passes import REWRITES, rewrites_for
+from hetu_fx.transforms.rewrites.op_overrides import OpOverrides, Override, find_op
 
 SOFTMAX, TOPK = "aten.softmax.int", "aten.topk.default"
 
@@ -96,8 +96,8 @@ def test_without_overrides_the_graph_is_the_same_object_and_the_pass_stands_in_t
     graph = overridden({})
     assert Override()(graph) is graph
     overrides = OpOverrides({SOFTMAX: "up-cast"})
-    assert [type(one) for one in rewrites_with(overrides)] == [type(one) for one in REWRITES]
-    assert Override(overrides) in rewrites_with(overrides)
+    assert [type(one) for one in rewrites_for(overrides)] == [type(one) for one in REWRITES]
+    assert Override(overrides) in rewrites_for(overrides)
 
 
 def test_a_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_file_that_cannot_be_is_refused_with_the_place(text: str, says: str, t
 
 
 def test_ops_are_found_by_their_whole_names() -> None:
-    assert op_named(SOFTMAX, "here") is torch.ops.aten.softmax.int
+    assert find_op(SOFTMAX, "here") is torch.ops.aten.softmax.int
     for name in ("aten.softmax", "softmax", "aten.softmax.int.more"):
         with pytest.raises(AlignError, match=r"write it like aten\.linear\.default"):
-            op_named(name, "here")
+            find_op(name, "here")

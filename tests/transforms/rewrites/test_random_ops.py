@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from hetu_fx.deduction.rules.registry import rule_for
+from hetu_fx.deduction.rules.registry import find_rule
 from hetu_fx.transforms.rewrites import random_ops
-from hetu_fx.transforms.rewrites.random_ops import cut_of
+from hetu_fx.transforms.rewrites.random_ops import random_cut
 
 hetu = torch.ops.hetu
 
@@ -83,7 +83,7 @@ def test_rows_inside_of_another_dim_that_is_cut() -> None:
     x = torch.randn(6, 7, 5)
     whole = drop(x.reshape(-1), rows=(0, 30, 5, 1)).view(6, 7, 5)
     local = x[2:5, 1:3].reshape(-1)
-    part = drop(local, row=1, rows=(0, 30, 5, 1), cut=cut_of(0, 2, 3, 6, 10))
+    part = drop(local, row=1, rows=(0, 30, 5, 1), cut=random_cut(0, 2, 3, 6, 10))
     assert torch.equal(part.view(3, 2, 5), whole[2:5, 1:3])
 
 
@@ -98,7 +98,7 @@ def test_parts_of_a_cut_factor_make_their_part_of_the_mask() -> None:
     whole = drop(x).view(3, 2, 6, 5)
     for start, stop in ((0, 1), (1, 4), (4, 6)):
         local = x.view(3, 2, 6, 5)[:, :, start:stop].reshape(3, -1)
-        part = drop(local, cut=cut_of(1, start, stop - start, 6, 5))
+        part = drop(local, cut=random_cut(1, start, stop - start, 6, 5))
         assert torch.equal(part.view(3, 2, stop - start, 5), whole[:, :, start:stop])
 
 
@@ -106,14 +106,14 @@ def test_rows_and_heads_in_one_dim_cut_both_ways() -> None:
     x = torch.randn(4 * 6, 5)
     whole = drop(x, rows=(0, 6, 6, 1)).view(4, 6, 5)
     local = x.view(4, 6, 5)[1:3, 2:5].reshape(-1, 5)
-    part = drop(local, row=1, rows=(0, 6, 6, 1), cut=cut_of(0, 2, 3, 6, 1))
+    part = drop(local, row=1, rows=(0, 6, 6, 1), cut=random_cut(0, 2, 3, 6, 1))
     assert torch.equal(part.view(2, 3, 5), whole[1:3, 2:5])
 
 
 def test_two_cut_dims() -> None:
     x = torch.randn(2, 6, 8)
     local = x[:, 1:3, 4:8].contiguous()
-    part = drop(local, cut=cut_of(1, 1, 2, 6, 1) + cut_of(2, 4, 4, 8, 1))
+    part = drop(local, cut=random_cut(1, 1, 2, 6, 1) + random_cut(2, 4, 4, 8, 1))
     assert torch.equal(part, drop(x)[:, 1:3, 4:8])
 
 
@@ -154,7 +154,7 @@ def test_ops_are_well_formed() -> None:
 
 def test_rules_know_where_ops_that_draw_take_their_part() -> None:
     for op in (torch.ops.hetu.uniform.default, torch.ops.hetu.dropout.default):
-        rule = rule_for(op)
+        rule = find_rule(op)
         assert rule is not None
         assert rule.traits.counter_at is not None
         assert op._schema.arguments[rule.traits.counter_at].name == "cut"

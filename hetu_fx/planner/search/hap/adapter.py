@@ -22,7 +22,7 @@ from fnmatch import fnmatchcase as fnmatch
 from torch import fx
 
 from hetu_fx.deduction.factors.factors import FactorClass
-from hetu_fx.deduction.rules.forms import Lacking
+from hetu_fx.deduction.rules.forms import OnMissingFactor
 from hetu_fx.errors import DeductionError, PlanError, ResolveError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Leaf, LeafKind
@@ -30,7 +30,7 @@ from hetu_fx.planner.count.graph_problem import GraphProblem, factor_name
 from hetu_fx.planner.price.step import memory_problems
 from hetu_fx.planner.search.hap.assemble import HapResult
 from hetu_fx.planner.search.hap.forms import SynthesisRules
-from hetu_fx.planner.search.hap.prices import rounded
+from hetu_fx.planner.search.hap.prices import round_shares
 from hetu_fx.planner.search.hap.program import HapStep
 from hetu_fx.planner.search.hap.search import MOST_ROUNDS, search
 from hetu_fx.planner.search.hap.states import PARTIAL
@@ -65,13 +65,13 @@ def _found(problem: Problem, rounds: int, *, near: bool) -> Candidates:
         problem.tell(f"hap: {refusal}")
         return {}
     plans = [plan for each in found for plan in _plans(each, captured, problem)]
-    fitting = dict(fitted for fitted in map(problem.fitted, plans) if fitted is not None)
+    fitting = dict(fitted for fitted in map(problem.fit_memory, plans) if fitted is not None)
     return fitting | dict(_with_programs(captured, result, problem, rounds=rounds))
 
 
 def _searched(captured: CapturedCosts, problem: Problem, *, rounds: int, factors: bool = True) -> HapResult:
     """Return HAP's program, of what can be said."""
-    options, program = problem.options, sayable(captured.hap)
+    options, program = problem.options, is_expressible(captured.hap)
     return search(
         program,
         problem.cluster,
@@ -94,7 +94,7 @@ def _with_programs(
     sends = any(step.form.gathered for step in result.program.steps)
     for each in (result, *([_searched(captured, problem, factors=False, rounds=rounds)] if sends else [])):
         try:
-            stage = stage_of(captured.hap, each)
+            stage = hap_stage(captured.hap, each)
         except PlanError as refusal:
             problem.tell(f"hap: its program cannot be said: {refusal}")
             continue
@@ -158,7 +158,7 @@ NEGLIGIBLE = 0.002
 """Ratios of smaller numbers are taken where the program takes longer by no more than this part."""
 
 
-def stage_of(problem: GraphProblem, result: HapResult) -> Stage:
+def hap_stage(problem: GraphProblem, result: HapResult) -> Stage:
     """Return the stage of all devices that runs a program, its ratios small whole numbers.
 
     Devices that no segment gives a part are left out. Raises `PlanError` for a factor that no parameter and no input
@@ -179,14 +179,14 @@ def stage_of(problem: GraphProblem, result: HapResult) -> Stage:
 def _whole(result: HapResult) -> tuple[tuple[int, ...], ...]:
     """Return the ratios of each segment in the smallest numbers that lose next to nothing."""
     for parts in _DENOMINATORS:
-        shares = tuple(rounded(ratios, parts * len(ratios)) for ratios in result.ratios)
+        shares = tuple(round_shares(ratios, parts * len(ratios)) for ratios in result.ratios)
         ratios = tuple(tuple(share / sum(each) for share in each) for each in shares)
         if result.program.seconds(result.speeds, ratios) <= result.seconds * (1 + NEGLIGIBLE):
             break
     return shares
 
 
-def sayable(problem: GraphProblem) -> TensorProgram:
+def is_expressible(problem: GraphProblem) -> TensorProgram:
     """Return the problem in which no op is cut on what a program cannot name."""
     known = frozenset(factor_name(c) for c in problem.analysed.factors.classes if c.is_batch or _places(problem, c))
     ops = (replace(op, whole=op.whole | (frozenset(op.factors) - known)) for op in problem.program.ops)
@@ -244,7 +244,7 @@ class _Regions:
     def _adds_up(self, node: fx.Node, factor: FactorClass) -> bool:
         op = self.problem.analysed.factors.op(node)
         form = op.traits.sharded if factor in op.sharded else None
-        return form is not None and form.lacking is Lacking.WHOLE
+        return form is not None and form.lacking is OnMissingFactor.WHOLE
 
     def _region(self, name: str, node: fx.Node, step: HapStep, sums: frozenset[str]) -> OpRegion:
         form = step.form

@@ -17,13 +17,13 @@ from hetu_fx.planner.search.hap.expand import Expansion
 from hetu_fx.planner.search.hap.prices import PricedCollective, Ratios, Vector
 from hetu_fx.planner.search.hap.program import HapProgram, HapStep, LayoutChange
 from hetu_fx.planner.search.hap.span import Span
-from hetu_fx.planner.search.hap.states import Bytes, HeldBytes, Layout, LayoutKind, held
+from hetu_fx.planner.search.hap.states import Bytes, HeldBytes, Layout, LayoutKind, held_bytes
 from hetu_fx.planner.search.hap.synthesis import Item, Layouts, OpChoice, State, Stretch, best_first, block_description
 from hetu_fx.planner.values.tensor_program import TensorProgram
 
 
 @dataclass(frozen=True, slots=True)
-class Synthesised:
+class SynthesizedProgram:
     """A program and how it was found; `is_exact`: none is faster at those ratios."""
 
     program: HapProgram
@@ -31,7 +31,7 @@ class Synthesised:
     is_exact: bool
 
 
-def synthesise(expansion: Expansion) -> Synthesised:
+def synthesise(expansion: Expansion) -> SynthesizedProgram:
     """Return the fastest program at the expansion's prices.
 
     Raises `PlanError` when no program fits the memory, or an op cannot be done at all.
@@ -44,7 +44,7 @@ def synthesise(expansion: Expansion) -> Synthesised:
         raise PlanError(_nothing_found(expansion, len([taken for taken in frontier.taken if taken])))
     is_exact = frontier.is_exact and all(item.is_exact for item in items)
     program = assemble(expansion, ends[0].all_choices())
-    return Synthesised(program, sum(map(len, frontier.taken)), is_exact)
+    return SynthesizedProgram(program, sum(map(len, frontier.taken)), is_exact)
 
 
 def assemble(expansion: Expansion, choices: Sequence[OpChoice]) -> HapProgram:
@@ -117,7 +117,9 @@ class HapResult:
 def _nothing_found(expansion: Expansion, reached: int) -> str:
     problem, limits = expansion.problem, expansion.limits
     if limits.bind:
-        smallest = math.fsum(held(t, Layout(LayoutKind.SPLIT, 0), zero=expansion.zero).spread for t in problem.tensors)
+        smallest = math.fsum(
+            held_bytes(t, Layout(LayoutKind.SPLIT, 0), zero=expansion.zero).spread for t in problem.tensors
+        )
         return (
             f"no program fits the memory of {limits.num_devices} devices: {limits.total / 1e6:.4g} MB together, "
             f"{limits.least / 1e6:.4g} MB the smallest; parameters with their states and what the backward keeps "

@@ -10,10 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.hap.forms import OpForm, SynthesisRules, forms_of
+from hetu_fx.planner.search.hap.forms import OpForm, SynthesisRules, op_forms
 from hetu_fx.planner.search.hap.prices import RatioPrices, Vector
 from hetu_fx.planner.search.hap.span import Span
-from hetu_fx.planner.search.hap.states import COPY, HeldBytes, Layout, LayoutKind, Limits, held, held_after, split
+from hetu_fx.planner.search.hap.states import (
+    COPY,
+    HeldBytes,
+    Layout,
+    LayoutKind,
+    Limits,
+    held_bytes,
+    held_bytes_after,
+    split,
+)
 from hetu_fx.planner.search.hap.synthesis import Dominance, Layouts, OpChoice, Stretch
 from hetu_fx.planner.values.tensor_program import Tensor, TensorProgram
 
@@ -50,7 +59,7 @@ class Expansion:
 
     def __post_init__(self) -> None:
         count = self.prices.num_devices
-        found = tuple(forms_of(op, self.problem, self.rules, count) for op in self.problem.ops)
+        found = tuple(op_forms(op, self.problem, self.rules, count) for op in self.problem.ops)
         without = [op.name for op, forms in zip(self.problem.ops, found, strict=True) if not forms]
         if without:
             raise PlanError(f"ops {without} can be done in no form by {count} devices; let them be copied")
@@ -86,7 +95,7 @@ class Expansion:
             more = HeldBytes()
             if self.limits.bind:
                 made = zip(op.makes, form.makes, strict=True)
-                more = sum((held(self._tensor(name), layout, zero=self.zero) for name, layout in made), way.held)
+                more = sum((held_bytes(self._tensor(name), layout, zero=self.zero) for name, layout in made), way.held)
             choice = OpChoice(index, number, way.homes, way.changes)
             yield Stretch(left, self._span(form, way.seconds + gathers, way.ends_stage), more, (choice,))
 
@@ -143,7 +152,7 @@ class Expansion:
             layouts[tensor.name] = (first, *sorted((*others, wanted)))
         more = HeldBytes()
         if self.limits.bind and any(not transfer.is_backward for transfer in transfers):
-            more = held_after(tensor, wanted)
+            more = held_bytes_after(tensor, wanted)
         return _Way(
             layouts,
             way.homes,
@@ -157,7 +166,7 @@ class Expansion:
         """Yield the ways to hold a parameter: all that its later readers or memory may need, else the fastest."""
         found = []
         for home in self._homes(index, tensor, wanted):
-            more = held(tensor, home, zero=self.zero) if self.limits.bind else HeldBytes()
+            more = held_bytes(tensor, home, zero=self.zero) if self.limits.bind else HeldBytes()
             layouts = {**way.layouts, tensor.name: (home,)}
             homes = (*way.homes, (tensor.name, home))
             start = _Way(layouts, homes, way.changes, way.seconds, way.ends_stage, way.held + more)

@@ -80,7 +80,7 @@ class OpForm(NamedTuple):
         return f"cut on {self.cut}" + (", from sufficient factors" if self.gathered else "")
 
 
-def forms_of(op: Op, problem: TensorProgram, rules: SynthesisRules, num_devices: int) -> tuple[OpForm, ...]:
+def op_forms(op: Op, problem: TensorProgram, rules: SynthesisRules, num_devices: int) -> tuple[OpForm, ...]:
     """Return the forms of an op, in a fixed order without repeats."""
     forms = _Forms(op, problem, rules, num_devices)
     return tuple(dict.fromkeys((*forms.whole(), *forms.on_summands(), *forms.cut())))

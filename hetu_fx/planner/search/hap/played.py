@@ -26,7 +26,7 @@ from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD, OP_SECONDS, WEIGHT
 from hetu_fx.planner.price.step import TERMS
 from hetu_fx.planner.price.step_end import TURN_MOVES, optimizer_seconds
 from hetu_fx.planner.search.hap.assemble import HapResult
-from hetu_fx.planner.search.hap.prices import PricedCollective, rounded
+from hetu_fx.planner.search.hap.prices import PricedCollective, round_shares
 from hetu_fx.planner.search.hap.program import HapStep, LayoutChange
 from hetu_fx.planner.search.hap.states import SHARED, ChangeKind, LayoutKind
 from hetu_fx.planner.simulate.jobs import Jobs, Task
@@ -192,7 +192,7 @@ class PlayedStep:
         form, speed = step.form, self._run.speeds[position]
         share = 0.0
         if form.cut is not None:
-            share = rounded(self._run.ratios[form.segment], form.units)[position] / form.units
+            share = round_shares(self._run.ratios[form.segment], form.units)[position] / form.units
         return self._more_work * (form.cut_flops * share + form.whole_flops) / speed
 
     def _work_of_costs(self) -> float:

@@ -28,7 +28,7 @@ from hetu_fx.planner.search.hap.forms import OpForm, from_factors
 from hetu_fx.planner.search.hap.played import PlayedStep
 from hetu_fx.planner.search.hap.prices import Collectives, PricedCollective, RatioPrices
 from hetu_fx.planner.search.hap.program import HapProgram, HapStep, LayoutChange
-from hetu_fx.planner.search.hap.search import bytes_of
+from hetu_fx.planner.search.hap.search import program_bytes
 from hetu_fx.planner.search.hap.states import COPY, PARTIAL, SHARED, Layout, LayoutKind, split
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.tensor_program import Op, Tensor
@@ -39,18 +39,18 @@ from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.layouts.flow import is_item
 from hetu_fx.transforms.layouts.program_choices import segments
-from hetu_fx.transforms.layouts.states import AxisState, Need, OpStrategy, SplitOn, Whole
+from hetu_fx.transforms.layouts.states import AxisState, OperandNeed, OpStrategy, SplitOn, Whole
 from hetu_fx.transforms.layouts.strategies import gives_summands
 from hetu_fx.transforms.specialize.specialize import Specialize
 
 
-def executed(problem: GraphProblem, axis: AxisDeduction, prices: RatioPrices) -> HapProgram:
+def _price_execution(problem: GraphProblem, axis: AxisDeduction, prices: RatioPrices) -> HapProgram:
     """Return what devices do along an axis on which all of them stand, its moves as is fastest at the ratios.
 
     The prices have the ratios of each segment that parts follow.
     """
     walk = _Walk(problem, axis, prices, dict(zip(problem.nodes, problem.program.ops, strict=True)))
-    return HapProgram(tuple(step for node in walk.nodes() for step in walk.visited(node)), len(prices.ratios))
+    return HapProgram(tuple(step for node in walk.nodes() for step in walk.visit_op(node)), len(prices.ratios))
 
 
 @dataclass
@@ -77,7 +77,7 @@ class _Walk:
             if node is self.problem.nodes[-1]:
                 return
 
-    def visited(self, node: fx.Node) -> Iterator[HapStep]:
+    def visit_op(self, node: fx.Node) -> Iterator[HapStep]:
         """Yield what an op is; nothing for a view, whose moves the next op waits for."""
         for need in self.axis.decisions[node].needs:
             self._bring(need)
@@ -101,12 +101,12 @@ class _Walk:
         ends = [i for i, need in enumerate(decision.needs) if self._is_made_whole(node, decision, need)]
         return from_factors(op, form, ends, self.problem.program) if ends else form
 
-    def _is_made_whole(self, node: fx.Node, decision: OpStrategy, need: Need) -> bool:
+    def _is_made_whole(self, node: fx.Node, decision: OpStrategy, need: OperandNeed) -> bool:
         """Tell whether a gradient that would come in summands is made from gathered factors instead."""
         summing = replace(decision, factors=False)
         return decision.factors and gives_summands(node, summing, need, self.problem.analysed.flow)
 
-    def _bring(self, need: Need) -> None:
+    def _bring(self, need: OperandNeed) -> None:
         """Note what brings an operand to how the op needs it."""
         if need.node not in self.problem.sources:
             return
@@ -146,7 +146,7 @@ class _Walk:
         changes = (self.prices.change(tensor, home, layout) for layout in wanted - {None, home} if layout)
         return sum(self.prices.seconds(transfers or ()) for transfers in changes)
 
-    def _wanted(self, need: Need) -> Layout | None:
+    def _wanted(self, need: OperandNeed) -> Layout | None:
         return self._layout(need.node, need.state, summed=need.summed_cotangent)
 
     def _made(self, node: fx.Node) -> Layout | None:
@@ -176,7 +176,7 @@ class _Walk:
         return [node] if node in self.problem.sources else list(filter(is_item, node.users))
 
 
-def run_of(problem: GraphProblem, plan: Plan, deduced: DeducedGraph, cluster: Cluster) -> HapResult:
+def price_plan_run(problem: GraphProblem, plan: Plan, deduced: DeducedGraph, cluster: Cluster) -> HapResult:
     """Return the program that a plan runs on its devices, at its ratios (of each segment), with its seconds.
 
     Raises `PlanError` for a plan of stages or of grids, which is no program of all devices.
@@ -188,14 +188,14 @@ def run_of(problem: GraphProblem, plan: Plan, deduced: DeducedGraph, cluster: Cl
     speeds = tuple(device.speed for device in devices)
     ratios = tuple(tuple(share / sum(each) for share in each) for each in shares)
     prices = RatioPrices(speeds, Collectives.of_cluster(cluster), ratios)
-    found = executed(replace(problem, program=program), axis, prices)
+    found = _price_execution(replace(problem, program=program), axis, prices)
     return HapResult(
         program=found,
         ratios=ratios,
         seconds=found.seconds(speeds, ratios),
         ranks=plan.devices,
         speeds=speeds,
-        held=bytes_of(found, program, zero=plan.zero),
+        held=program_bytes(found, program, zero=plan.zero),
     )
 
 
@@ -207,11 +207,12 @@ def deduce_plan(problem: GraphProblem, plan: Plan, cluster: Cluster) -> DeducedG
 def played_step(problem: GraphProblem, plan: Plan, costs: ProgramCosts, cluster: Cluster) -> PlayedStep:
     """Return a step under a plan with a program, on paper, which others are simulated for.
 
-    `costs` are those of the program. Raises as `deduce_plan` and `run_of` do, and where no graph of a device is made.
+    `costs` are those of the program. Raises as `deduce_plan` and `price_plan_run` do, and where no graph of a
+    device is made.
     """
     deduced = deduce_plan(problem, plan, cluster)
     Specialize(plan.devices[0])(deduced)
-    run = run_of(problem, plan, deduced, cluster)
+    run = price_plan_run(problem, plan, deduced, cluster)
     return PlayedStep(run, problem.program.by_name, costs, cluster, plan.zero)
 
 

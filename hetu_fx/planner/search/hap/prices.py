@@ -122,7 +122,7 @@ def _all_to_all_cost(num_bytes: float, ranks: Sequence[int], cluster: Cluster) -
     return ring_cost(num_bytes / len(ranks), ranks, cluster)
 
 
-def rounded(ratios: Sequence[float], total: int) -> tuple[int, ...]:
+def round_shares(ratios: Sequence[float], total: int) -> tuple[int, ...]:
     """Return whole shares of `total` near the ratios: floors, then one more for the largest remainders.
 
     Equal remainders go to the last device, as in HAP's released code; a share may be 0.

@@ -16,12 +16,12 @@ from statistics import fmean
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.hap.assemble import HapResult, Synthesised, synthesise
+from hetu_fx.planner.search.hap.assemble import HapResult, SynthesizedProgram, synthesise
 from hetu_fx.planner.search.hap.expand import Expansion
 from hetu_fx.planner.search.hap.forms import SynthesisRules
 from hetu_fx.planner.search.hap.prices import Collectives, RatioPrices, Ratios
 from hetu_fx.planner.search.hap.program import HapProgram, HapStep, best_ratios
-from hetu_fx.planner.search.hap.states import Bytes, HeldBytes, Layout, LayoutKind, Limits, held, held_after
+from hetu_fx.planner.search.hap.states import Bytes, HeldBytes, Layout, LayoutKind, Limits, held_bytes, held_bytes_after
 from hetu_fx.planner.values.tensor_program import TensorProgram
 
 MOST_ROUNDS = 8
@@ -46,7 +46,7 @@ def search(
     It starts from ratios in proportion to the speeds, and from even ones.
 
     Args:
-        problem: the program; see `adapter.problem_of` for a captured model.
+        problem: the program; see `adapter.graph_problem_of` for a captured model.
         cluster: the devices; each takes part.
         collectives: measured ones; None: as the cluster's links have it.
         rules: what the search may do; None: all that is sound.
@@ -80,7 +80,7 @@ class _Alternation:
     zero: int
     best: tuple[HapProgram, Ratios, float] | None = None
     rounds: list[tuple[float, float]] = field(default_factory=list)
-    found: list[Synthesised] = field(default_factory=list)
+    found: list[SynthesizedProgram] = field(default_factory=list)
     tried: list[Ratios] = field(default_factory=list)
 
     @property
@@ -120,7 +120,7 @@ class _Alternation:
             least = min(before, after)
 
     def _ratios(self, program: HapProgram, limits: Limits) -> Ratios:
-        held = bytes_of(program, self.problem, zero=self.zero)
+        held = program_bytes(program, self.problem, zero=self.zero)
         room = self.room if limits.bind else ()
         return best_ratios(
             program, self.speeds, held=held, memory_bytes=room, drops_constants=self.rules.drops_constants
@@ -128,7 +128,7 @@ class _Alternation:
 
     def _seconds(self, program: HapProgram, ratios: Ratios, limits: Limits) -> float:
         """Return the seconds of a pair, infinite if it does not fit; remember the best."""
-        held = bytes_of(program, self.problem, zero=self.zero)
+        held = program_bytes(program, self.problem, zero=self.zero)
         sizes = (held.on_device(index, ratios) for index in range(len(self.speeds)))
         if limits.bind and any(size > room * (1 + NEGLIGIBLE) for size, room in zip(sizes, self.room, strict=True)):
             return float("inf")
@@ -145,7 +145,7 @@ class _Alternation:
             *self.best,
             ranks=self.cluster.ranks,
             speeds=self.speeds,
-            held=bytes_of(self.best[0], self.problem, zero=self.zero),
+            held=program_bytes(self.best[0], self.problem, zero=self.zero),
             rounds=tuple(self.rounds),
             num_states=sum(found.num_states for found in self.found),
             is_exact=all(found.is_exact for found in self.found),
@@ -157,7 +157,7 @@ def _are_near(one: Ratios, other: Ratios) -> bool:
     return all(abs(a - b) < NEGLIGIBLE for a, b in pairs)
 
 
-def bytes_of(program: HapProgram, problem: TensorProgram, *, zero: int = 1) -> Bytes:
+def program_bytes(program: HapProgram, problem: TensorProgram, *, zero: int = 1) -> Bytes:
     """Return what the tensors of a program take."""
     entries = [entry for step in program.steps for entry in _held(step, problem, zero)]
     spread = [0.0] * program.num_segments
@@ -169,10 +169,10 @@ def bytes_of(program: HapProgram, problem: TensorProgram, *, zero: int = 1) -> B
 def _held(step: HapStep, problem: TensorProgram, zero: int) -> Iterator[tuple[int, HeldBytes]]:
     pairs: list[tuple[str, Layout]] = [*step.homes, *zip(step.op.makes, step.form.makes, strict=True)]
     for name, layout in pairs:
-        yield _segment(layout, step), held(problem.by_name[name], layout, zero=zero)
+        yield _segment(layout, step), held_bytes(problem.by_name[name], layout, zero=zero)
     for change in step.changes:
         if any(not transfer.is_backward for transfer in change.transfers):
-            yield _segment(change.target, step), held_after(problem.by_name[change.tensor], change.target)
+            yield _segment(change.target, step), held_bytes_after(problem.by_name[change.tensor], change.target)
 
 
 def _segment(layout: Layout, step: HapStep) -> int:

@@ -115,7 +115,7 @@ class HeldBytes(NamedTuple):
         return HeldBytes(self.copied + other.copied, self.spread + other.spread)
 
 
-def held(tensor: Tensor, layout: Layout, *, zero: int = 1) -> HeldBytes:
+def held_bytes(tensor: Tensor, layout: Layout, *, zero: int = 1) -> HeldBytes:
     """Return what a tensor takes in a layout: a parameter with all its states, a value if it is kept."""
     is_split = layout.kind is LayoutKind.SPLIT
     if tensor.kind == "parameter" and tensor.has_gradient:
@@ -125,10 +125,10 @@ def held(tensor: Tensor, layout: Layout, *, zero: int = 1) -> HeldBytes:
         if not zero:
             return HeldBytes(copied=whole)
         return HeldBytes(2 * tensor.bytes, (1 + MOMENTS) * tensor.bytes)
-    return held_after(tensor, layout)
+    return held_bytes_after(tensor, layout)
 
 
-def held_after(tensor: Tensor, target: Layout) -> HeldBytes:
+def held_bytes_after(tensor: Tensor, target: Layout) -> HeldBytes:
     """Return what a tensor takes besides, after an exchange has brought it to another layout."""
     if tensor.kind == "value" and not tensor.is_kept:
         return HeldBytes()
@@ -146,7 +146,9 @@ class Limits:
     @classmethod
     def of(cls, memory_bytes: Sequence[float], problem: TensorProgram) -> Limits:
         """Return the limits of these devices, or none if even copies of everything fit."""
-        worst = sum(2 * sum(held(tensor, COPY)) for tensor in problem.tensors)  # and as much once more for changes
+        worst = sum(
+            2 * sum(held_bytes(tensor, COPY)) for tensor in problem.tensors
+        )  # and as much once more for changes
         if worst <= min(memory_bytes, default=math.inf):
             return cls(num_devices=len(memory_bytes))
         return cls(min(memory_bytes), math.fsum(memory_bytes), len(memory_bytes))

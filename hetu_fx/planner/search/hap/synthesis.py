@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 from hetu_fx.planner.search.hap.forms import SynthesisRules
 from hetu_fx.planner.search.hap.prices import RatioPrices, Vector
 from hetu_fx.planner.search.hap.span import Span
-from hetu_fx.planner.search.hap.states import HeldBytes, Layout, Limits, held_after
+from hetu_fx.planner.search.hap.states import HeldBytes, Layout, Limits, held_bytes_after
 from hetu_fx.planner.values.tensor_program import Op, Tensor, TensorProgram
 
 MOST_COMPARED = 24
@@ -150,7 +150,7 @@ class Dominance:
             if not known:
                 return None
             seconds += min(known)
-            held += held_after(tensor, layout)
+            held += held_bytes_after(tensor, layout)
         return seconds, held
 
     def change_seconds(self, tensor: Tensor, source: Layout, target: Layout) -> float | None:

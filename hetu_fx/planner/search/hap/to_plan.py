@@ -4,7 +4,7 @@ A plan says two things of all devices together: rows for each (data parallel), o
 splits certain factors wherever they stand, and, if asked to, the sequence where it splits none of them. A HAP program
 may mix these op by op. So each of the two is searched again, with nothing else allowed, and the faster one is taken.
 What that costs more than the program is the loss. Factors' names must mean the same in all ops, as
-`adapter.problem_of` makes them.
+`adapter.graph_problem_of` makes them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TypeVar
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.hap.assemble import HapResult
-from hetu_fx.planner.search.hap.prices import Collectives, rounded
+from hetu_fx.planner.search.hap.prices import Collectives, round_shares
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.values.tensor_program import Op, Tensor, TensorProgram
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
@@ -98,7 +98,7 @@ class _Ask:
             raise PlanError("no tensor of the program has rows of the batch")
         allowed = {op.name: _row_factors(op, self.problem) for op in self.problem.ops}
         found = self._search(_confined(self.problem, allowed))
-        shares = rounded(found.ratios[0], total)
+        shares = round_shares(found.ratios[0], total)
         pairs = zip(self.cluster.ranks, shares, strict=True)
         pipelines = tuple(Pipeline((Stage((rank,)),), share=rows) for rank, rows in pairs if rows)
         return self._told(Plan(pipelines, zero=self.zero), found, shares)
@@ -125,7 +125,7 @@ class _Ask:
         found = self._search(_confined(self.problem, allowed, split))
         asked, pipelines = tuple(_asked_for(self.problem, split)), one_group(found, PARTS)
         plan = Plan(pipelines, zero=self.zero, split=asked, sequence_parallel=bool(carried))
-        return self._told(plan, found, rounded(found.ratios[0], PARTS))
+        return self._told(plan, found, round_shares(found.ratios[0], PARTS))
 
     def _told(self, plan: Plan, found: HapResult, shares: Sequence[int]) -> Translation:
         ratios = tuple(share / sum(shares) for share in shares)
@@ -145,7 +145,7 @@ class _Ask:
 
 def one_group(found: HapResult, parts: int) -> tuple[Pipeline]:
     """Return one group with shares of whole parts; devices whose share is none are left out."""
-    pairs = zip(found.ranks, rounded(found.ratios[0], parts), strict=True)
+    pairs = zip(found.ranks, round_shares(found.ratios[0], parts), strict=True)
     ranks, shares = zip(*((rank, share) for rank, share in pairs if share), strict=True)
     return (Pipeline((Stage(ranks, shares),)),)
 

@@ -20,16 +20,16 @@ from itertools import product
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.device_orders import Groups, alike_in, ranks_by_node
-from hetu_fx.planner.search.estimates import Blocks, rules_of
+from hetu_fx.planner.search.device_orders import Groups, devices_by_likeness, ranks_by_node
+from hetu_fx.planner.search.estimates import Blocks, replica_rules
 from hetu_fx.planner.search.family import Family
 from hetu_fx.planner.search.heteroauto.cost import HeteroResult, throughput_bound
 from hetu_fx.planner.search.heteroauto.kinds import ChipCosts, HeteroProblems
-from hetu_fx.planner.search.heteroauto.search import Upper
-from hetu_fx.planner.search.homogeneous import best_priced, stage_counts
+from hetu_fx.planner.search.heteroauto.search import OuterLevel
+from hetu_fx.planner.search.homogeneous import price_best_plans, stage_counts
 from hetu_fx.planner.search.malleus.adapter import degrees
 from hetu_fx.planner.search.problem import Candidates, Problem, Search, in_all_splits
-from hetu_fx.planner.search.regions import CLASSES, MOST_CLASSES, estimated
+from hetu_fx.planner.search.regions import CLASSES, MOST_CLASSES, estimate_templates
 from hetu_fx.planner.search.templates import FREE_SIZES, Queued, Region, Template, TemplateRegion, Templates
 
 LESS_MEMORY = (0.85, 0.7)
@@ -46,7 +46,7 @@ Shape = tuple[int, int]
 
 def shapes(problem: Problem) -> list[Shape]:
     """Return the shapes to try: replicas by how many groups of a kind one of them may have."""
-    rows, options, kinds = problem.costs.rows, problem.options, alike_in(problem.cluster)
+    rows, options, kinds = problem.costs.rows, problem.options, devices_by_likeness(problem.cluster)
     groups = {len(kind.devices) // size for kind in kinds for size in degrees(problem)}
     counts = {min(rows, n // stages) for n in groups if n for stages in stage_counts(n, problem.costs.num_blocks)}
     return sorted({(replicas, min(m, rows // replicas)) for replicas in counts for m in options.micro_batches})
@@ -57,7 +57,7 @@ class HeteroTemplates(Templates):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        self._whole, self._rules = problem, rules_of(problem, problem.options.zero)
+        self._whole, self._rules = problem, replica_rules(problem, problem.options.zero)
         self._unlike: dict[Region, list[Template]] = {}
         self._families: dict[Hashable, Family] = {}
         self._kinds: dict[tuple[str, bool], ChipCosts] = {}
@@ -92,27 +92,27 @@ class HeteroTemplates(Templates):
 
     def _searched(self, part: Problem) -> Iterator[Template]:
         """Yield what is found for each shape, in order of what they take at least."""
-        below, worth = math.inf, _WORTH if len(alike_in(part.cluster)) > 1 else _WORTH_ALONE
+        below, worth = math.inf, _WORTH if len(devices_by_likeness(part.cluster)) > 1 else _WORTH_ALONE
         try:
             problems = HeteroProblems(part, self._kinds)
             queue = [(throughput_bound(problems.of(*shape), shape[0]), False, shape) for shape in shapes(part)]
         except PlanError:
             return  # nothing is known of groups that some kind could form
         heapq.heapify(queue)
-        uppers: dict[Shape, Upper] = {}
+        uppers: dict[Shape, OuterLevel] = {}
         while queue and queue[0][0] < below and not part.time_limit.ends(below < math.inf):
             _, is_bounded, shape = heapq.heappop(queue)
             if not is_bounded:
-                uppers[shape] = uppers.get(shape) or Upper(problems.of(*shape))
-                heapq.heappush(queue, (*uppers[shape].bounded(), shape))
+                uppers[shape] = uppers.get(shape) or OuterLevel(problems.of(*shape))
+                heapq.heappush(queue, (*uppers[shape].next_bound(), shape))
                 continue
             all_memory = uppers.pop(shape)
-            parts = itertools.chain([all_memory], (Upper(problems.of(*shape, margin)) for margin in LESS_MEMORY))
+            parts = itertools.chain([all_memory], (OuterLevel(problems.of(*shape, margin)) for margin in LESS_MEMORY))
             seconds, fitting = self._fitting(part, parts, below)
             below = min(below, worth * seconds)
             yield from fitting
 
-    def _fitting(self, part: Problem, uppers: Iterable[Upper], below: float) -> tuple[float, list[Template]]:
+    def _fitting(self, part: Problem, uppers: Iterable[OuterLevel], below: float) -> tuple[float, list[Template]]:
         """Return the best of one shape with their least seconds, from the most memory for which some fit."""
         for upper in uppers:
             results = upper.near_below(below)
@@ -168,7 +168,7 @@ def _pipelines(cluster: Cluster, result: HeteroResult, by_replica: bool) -> tupl
 
 def placed_groups(cluster: Cluster, result: HeteroResult, by_replica: bool) -> dict[tuple[int, int], tuple[int, ...]]:
     """Return the devices of each (stage, replica), larger groups first so that they leave no gaps in a node."""
-    free = {alike.name: list(ranks_by_node(alike.devices, cluster).values()) for alike in alike_in(cluster)}
+    free = {alike.name: list(ranks_by_node(alike.devices, cluster).values()) for alike in devices_by_likeness(cluster)}
     places = list(product(range(len(result.stages)), range(result.replicas)))
     degree = {place: result.stages[place[0]].groups.degree for place in places}
     order = sorted(places, key=lambda place: (-degree[place], *(place[::-1] if by_replica else place)))
@@ -184,11 +184,11 @@ def _taken(nodes: list[list[int]], size: int) -> tuple[int, ...]:
 
 
 def _find(problem: Problem) -> Candidates:
-    return best_priced(estimated(problem, HeteroTemplates(problem)), problem)
+    return price_best_plans(estimate_templates(problem, HeteroTemplates(problem)), problem)
 
 
 def _lacks(problem: Problem) -> str:
-    kinds = alike_in(problem.cluster)
+    kinds = devices_by_likeness(problem.cluster)
     if not problem.costs.num_blocks:
         return "it places repeated blocks, but the program has none"
     if not problem.options.pipelines:
@@ -212,5 +212,5 @@ KINDS = Search(
     name="kinds",
     applies="devices of several kinds: what 'classes' and 'heteroauto' propose for each region, in any mixture",
     lacks=lambda problem: HETEROAUTO.lacks(problem) or CLASSES.lacks(problem),
-    find=in_all_splits(lambda problem: best_priced(estimated(problem, AllTemplates(problem)), problem)),
+    find=in_all_splits(lambda problem: price_best_plans(estimate_templates(problem, AllTemplates(problem)), problem)),
 )

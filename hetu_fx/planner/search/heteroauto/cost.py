@@ -84,7 +84,7 @@ class HeteroStage:
         return f"{self.groups.kind.name}/{self.groups.degree}x{self.layers}{again}"
 
 
-def edge_of(problem: HeteroProblem, is_first: bool, is_last: bool) -> EndCosts:
+def edge_costs(problem: HeteroProblem, is_first: bool, is_last: bool) -> EndCosts:
     """Return what a stage holds besides layers."""
     nothing = EndCosts()
     return (problem.before if is_first else nothing) + (problem.after if is_last else nothing)
@@ -224,7 +224,7 @@ class Tables:
     def costs(self, place: StageGroups) -> Costs:
         """Return the costs of stages at a place."""
         if place not in self._costs:
-            edge = edge_of(self.problem, place.is_first, place.behind is None)
+            edge = edge_costs(self.problem, place.is_first, place.behind is None)
             behind = 0.0 if place.behind is None else hand_over_seconds(self.problem, place.groups, place.behind)
             seconds = self._seconds(place.groups, edge) + behind
             share = _times(self.problem.bubble, seconds)
@@ -244,7 +244,7 @@ class Tables:
 
     def stage(self, place: StageGroups, row: int, layers: int) -> HeteroStage:
         """Return the stage of so many layers at a place, which recomputes where it has to."""
-        edge, flying = edge_of(self.problem, place.is_first, place.behind is None), int(self._flying[row, 0])
+        edge, flying = edge_costs(self.problem, place.is_first, place.behind is None), int(self._flying[row, 0])
         keeping = HeteroStage(place.groups, layers)
         fits = held_bytes(self.problem, self.replicas, keeping, edge, flying) <= place.groups.kind.memory_bytes
         return HeteroStage(place.groups, layers, recompute=not fits)

@@ -14,8 +14,8 @@ from statistics import fmean
 from hetu_fx.cluster.cluster import Cluster, Device, Link
 from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD
 from hetu_fx.planner.price.step_end import optimizer_seconds
-from hetu_fx.planner.search.device_orders import LikeDevices, alike_in, ranks_by_node
-from hetu_fx.planner.search.heteroauto.problem import ChipKind, EndCosts, Freedom, HeteroProblem, Layer
+from hetu_fx.planner.search.device_orders import LikeDevices, devices_by_likeness, ranks_by_node
+from hetu_fx.planner.search.heteroauto.problem import ChipKind, EndCosts, HeteroProblem, Layer, SearchSpace
 from hetu_fx.planner.search.malleus.adapter import degrees, layer_line
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.values.line import Line
@@ -35,7 +35,7 @@ class HeteroProblems:
         costs, cluster = problem.costs, problem.cluster
         self._problem = problem
         asked, known, self._kinds = _of_one_source(problem), {} if known is None else known, list[ChipCosts]()
-        for alike in alike_in(cluster):
+        for alike in devices_by_likeness(cluster):
             key = alike.name, bool(asked.profile.times)  # problems may differ in their clusters, and in what counts
             if key not in known:
                 known[key] = ChipCosts.of(asked, alike)
@@ -58,7 +58,7 @@ class HeteroProblems:
             replicas=(replicas,),
             schedule=options.schedule,
             zero=options.zero,
-            freedom=Freedom(recompute=options.recompute, degree_per_kind=len(self._kinds) <= _FREE_KINDS),
+            freedom=SearchSpace(recompute=options.recompute, degree_per_kind=len(self._kinds) <= _FREE_KINDS),
             state=costs.state,
         )
 

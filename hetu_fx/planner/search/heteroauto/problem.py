@@ -106,7 +106,7 @@ class ChipKind:
 
 
 @dataclass(frozen=True, slots=True)
-class Freedom:
+class SearchSpace:
     """What a plan may do; what is switched off shows what it is worth.
 
     Attributes:
@@ -154,7 +154,7 @@ class HeteroProblem:
     schedule: Schedule = "1f1b"
     zero: int = 1
     bubble: float = 1.0
-    freedom: Freedom = Freedom()
+    freedom: SearchSpace = SearchSpace()
     state: ParameterState = UNSAID
 
     def __post_init__(self) -> None:

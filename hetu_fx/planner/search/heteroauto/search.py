@@ -20,7 +20,7 @@ from itertools import islice, product
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.heteroauto.cost import Bounds, GroupChoice, Groups, HeteroResult, Tables
 from hetu_fx.planner.search.heteroauto.problem import ChipKind, HeteroProblem
-from hetu_fx.planner.search.heteroauto.sweep import Arranged, arrange
+from hetu_fx.planner.search.heteroauto.sweep import PipelineArrangement, arrange
 
 NEAR = 1.05
 """What is slower than the best by less than this factor may be faster by prices that know more."""
@@ -33,7 +33,7 @@ _SLACKS = (1.05, 1.3, 2.0, math.inf)  # over the least lower bound, until someth
 
 def search(problem: HeteroProblem) -> HeteroResult:
     """Return the best plan found. Raises `PlanError` when none fits memory, with the way out."""
-    result = Upper(problem).search_below(math.inf)
+    result = OuterLevel(problem).search_below(math.inf)
     if result is None:
         raise PlanError(_nothing_fits(problem))
     return result
@@ -48,7 +48,7 @@ class _Candidate:
     choices: tuple[GroupChoice, ...]
 
 
-_Best = tuple[_Candidate, Arranged]
+_Best = tuple[_Candidate, PipelineArrangement]
 """A candidate, and its best arrangement."""
 
 
@@ -69,7 +69,7 @@ class _Lazily:
                 return
             yield self._found[place]
 
-    def bounded(self) -> tuple[float, bool]:
+    def next_bound(self) -> tuple[float, bool]:
         """Work out one bound more; return the least of all, and whether it is one that was worked out."""
         if self._heap and not self._heap[0][1]:
             self._work_out()
@@ -83,7 +83,7 @@ class _Lazily:
             heapq.heappush(self._heap, (bound.seconds, True, number, bound))
 
 
-class Upper:
+class OuterLevel:
     """The upper level; remembers tables and bounds of each number of replicas."""
 
     def __init__(self, problem: HeteroProblem) -> None:
@@ -93,15 +93,15 @@ class Upper:
         groups = [Groups(kind, degree) for kind in problem.kinds for degree in kind.degrees]
         self._bounds = {count: Bounds(tables, groups) for count, tables in self._tables.items()}
         self._candidates = _Lazily(self._all(), self._bounded)
-        self._known: dict[_Candidate, tuple[float, Arranged | None]] = {}
+        self._known: dict[_Candidate, tuple[float, PipelineArrangement | None]] = {}
         self._num_arranged = 0
 
-    def bounded(self) -> tuple[float, bool]:
+    def next_bound(self) -> tuple[float, bool]:
         """Work out one bound more; return what no plan with groups of one size per kind is below, and if that is all.
 
         It is infinite where none can fit memory.
         """
-        return self._candidates.bounded()
+        return self._candidates.next_bound()
 
     def search_below(self, seconds: float) -> HeteroResult | None:
         """Return the best plan found; None when none that fits memory takes less than so many seconds."""
@@ -122,7 +122,7 @@ class Upper:
         others = [self._result(one, arranged, arranged.seconds) for one, arranged in pairs if arranged is not None]
         return [best, *(one for one in others if one.stages != best.stages)]
 
-    def _arranged(self, candidate: _Candidate, below: float) -> Arranged | None:
+    def _arranged(self, candidate: _Candidate, below: float) -> PipelineArrangement | None:
         """Return its fastest arrangement of less than `below` seconds, as far as it is known already."""
         limit, found = self._known.get(candidate, (0.0, None))
         if found is None and limit < below:
@@ -131,7 +131,7 @@ class Upper:
             self._known[candidate] = below, found
         return found if found is not None and found.seconds < below else None
 
-    def _result(self, chosen: _Candidate, arranged: Arranged, coarse_seconds: float) -> HeteroResult:
+    def _result(self, chosen: _Candidate, arranged: PipelineArrangement, coarse_seconds: float) -> HeteroResult:
         return HeteroResult(chosen.replicas, arranged.stages, arranged.seconds, coarse_seconds, self._num_arranged)
 
     def _coarse(self, below: float) -> _Best | None:

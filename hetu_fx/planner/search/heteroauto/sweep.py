@@ -235,16 +235,16 @@ class Sweep:
 
 
 @dataclass(frozen=True, slots=True)
-class Arranged:
+class PipelineArrangement:
     """The stages of a pipeline, in order, and the seconds of a step."""
 
     seconds: float
     stages: tuple[HeteroStage, ...]
 
 
-def arrange(tables: Tables, choices: Sequence[GroupChoice], below: float) -> Arranged | None:
+def arrange(tables: Tables, choices: Sequence[GroupChoice], below: float) -> PipelineArrangement | None:
     """Return the fastest arrangement of less than `below` seconds, None when there is none."""
-    best: Arranged | None = None
+    best: PipelineArrangement | None = None
     for sizes in _sizes(tables):
         best = _descend(tables, choices, below if best is None else best.seconds, sizes) or best
     return best
@@ -260,8 +260,10 @@ def _sizes(tables: Tables) -> Iterator[list[int]]:
         yield from ([n for n in (size, size + 1) if n <= count] for size in sorted(least))
 
 
-def _descend(tables: Tables, choices: Sequence[GroupChoice], below: float, sizes: list[int]) -> Arranged | None:
-    best: Arranged | None = None
+def _descend(
+    tables: Tables, choices: Sequence[GroupChoice], below: float, sizes: list[int]
+) -> PipelineArrangement | None:
+    best: PipelineArrangement | None = None
     limit = below - tables.problem.num_layers * min(tables.least_share(choice.groups) for choice in choices)
     while _may_hold(tables, choices, limit, sizes):
         found = Sweep(tables, choices, math.nextafter(limit, -math.inf), sizes, below).solve()
@@ -271,7 +273,7 @@ def _descend(tables: Tables, choices: Sequence[GroupChoice], below: float, sizes
         largest = max(_bound(tables, step) for step in steps)
         if share + largest < below:
             below = share + largest
-            best = Arranged(below, tuple(tables.stage(s.place, s.row, s.layers) for s in steps))
+            best = PipelineArrangement(below, tuple(tables.stage(s.place, s.row, s.layers) for s in steps))
         limit = min(below - share, largest)
     return best
 

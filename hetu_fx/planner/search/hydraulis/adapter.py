@@ -23,9 +23,9 @@ from hetu_fx.planner.dispatch.strategy import Scheme, SequenceBatch, Strategy
 from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.search.device_orders import ranks_by_node
 from hetu_fx.planner.search.hydraulis.pool import ALIGNMENT, LengthVariant, propose
-from hetu_fx.planner.search.hydraulis.schemes import SchemeShape, fitting_schemes, kinds_of, pipeline_of
+from hetu_fx.planner.search.hydraulis.schemes import SchemeShape, devices_by_kind, fitting_schemes, make_pipeline
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
-from hetu_fx.planner.values.program import ENOUGH, costs_at
+from hetu_fx.planner.values.program import ENOUGH, costs_for_length
 from hetu_fx.plans.plan import Pipeline, Plan
 from hetu_fx.plans.prediction import Prediction
 
@@ -36,7 +36,7 @@ _INTERVALS = 64  # lengths are told apart in so many steps at most
 def variants(problem: Problem) -> tuple[LengthVariant, ...]:
     """Return the strategies of the pool by growing longest sequence, one for each run of lengths; none if none fits."""
     counts, schemes = problem.profile.sequences, fitting_schemes(problem)
-    devices = _devices(schemes, counts, list(map(len, kinds_of(problem.cluster))))
+    devices = _devices(schemes, counts, list(map(len, devices_by_kind(problem.cluster))))
     if not devices:
         return ()
     step = math.ceil(max(counts) / _INTERVALS / ALIGNMENT) * ALIGNMENT
@@ -72,16 +72,18 @@ def typical_batch(counts: Mapping[int, float], longest: int, size: int) -> Seque
     return SequenceBatch((*drawn[:-1], lengths[-1]))
 
 
-def asked(dispatched: Dispatch) -> list[tuple[Scheme, tuple[int, ...]]]:
+def schemes_with_lengths(dispatched: Dispatch) -> list[tuple[Scheme, tuple[int, ...]]]:
     """Return the scheme and the lengths of each pipeline of a dispatch."""
     pairs = zip(dispatched.strategy.pipelines, dispatched.pipelines, strict=True)
     return [(scheme, tuple(dispatched.batch.lengths[i] for i in group)) for scheme, group in pairs]
 
 
-def plan_of(variant: LengthVariant, problem: Problem) -> tuple[Plan, tuple[Packing, ...]]:
+def variant_plan(variant: LengthVariant, problem: Problem) -> tuple[Plan, tuple[Packing, ...]]:
     """Return a variant's plan, and how the sequences of a typical batch are packed under it."""
     counts, schemes = problem.profile.sequences, variant.strategy.pipelines
-    done = packings(asked(dispatch(variant.strategy, typical_batch(counts, variant.longest, problem.costs.rows))))
+    done = packings(
+        schemes_with_lengths(dispatch(variant.strategy, typical_batch(counts, variant.longest, problem.costs.rows)))
+    )
     shares = _shares(done)
     pipelines = tuple(
         Pipeline(
@@ -107,7 +109,7 @@ def _shares(done: Sequence[Packing]) -> dict[Scheme, int]:
 def _placed(strategy: Strategy, problem: Problem) -> list[Pipeline]:
     """Return each pipeline on devices: the groups of a kind in the fullest node that still has room for them."""
     cluster = problem.cluster
-    free = [list(ranks_by_node(devices, cluster).values()) for devices in kinds_of(cluster)]
+    free = [list(ranks_by_node(devices, cluster).values()) for devices in devices_by_kind(cluster)]
     found = []
     for scheme in strategy.pipelines:
         counts = scheme.kinds or (scheme.group,)
@@ -118,7 +120,7 @@ def _placed(strategy: Strategy, problem: Problem) -> list[Pipeline]:
             for rank in _taken(own, count)
         ]
         shape = SchemeShape(counts, scheme.stages, scheme.context, scheme.recomputes)
-        found.append(pipeline_of(shape, list(map(cluster.device, ranks)), problem))
+        found.append(make_pipeline(shape, list(map(cluster.device, ranks)), problem))
     return found
 
 
@@ -137,7 +139,7 @@ def _find(problem: Problem) -> Candidates:
     asked = variants(problem)
     for number, variant in enumerate(asked):
         problem.tell(f"hydraulis: sequences of up to {variant.longest} tokens", number, len(asked))
-        plan, _ = plan_of(variant, problem)
+        plan, _ = variant_plan(variant, problem)
         found[plan] = _predict(plan, problem).seconds
     return found
 
@@ -147,7 +149,7 @@ def _predict(plan: Plan, problem: Problem) -> Prediction:
     assert plan.max_length is not None, "a variant is for some longest sequence"
     batch = typical_batch(problem.profile.sequences, plan.max_length, problem.costs.rows)
     mean = max(1, round(sum(batch.lengths) / len(batch.lengths)))
-    prediction = predict(plan, costs_at(problem.profile.by_length, mean), problem.cluster)
+    prediction = predict(plan, costs_for_length(problem.profile.by_length, mean), problem.cluster)
     return replace(prediction, why=f"{prediction.why}; rows of {mean} tokens, the mean up to {plan.max_length}")
 
 
@@ -157,7 +159,7 @@ def _lacks(problem: Problem) -> str:
         return 'the profile says nothing of lengths; give tokens_per_row, and sequences such as {"512": 30}'
     if not problem.costs.num_blocks or not can_cut:
         return "its pipelines are cut into stages and micro-batches, which the program cannot be"
-    kinds = kinds_of(problem.cluster)
+    kinds = devices_by_kind(problem.cluster)
     counts = list(map(len, kinds))
     if len(kinds) > 1 and math.prod(count + 1 for count in counts) > _MOST_NUMBERS:
         return (

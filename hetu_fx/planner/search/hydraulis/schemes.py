@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hetu_fx.cluster.cluster import Cluster, Device
-from hetu_fx.planner.dispatch.assignment import ANY_LENGTH, times_of
+from hetu_fx.planner.dispatch.assignment import ANY_LENGTH, fit_pipeline_times
 from hetu_fx.planner.dispatch.strategy import Scheme, TimeFit
 from hetu_fx.planner.price.stage import StageCosts, stage_costs
 from hetu_fx.planner.search.hydraulis.pool import ALIGNMENT
@@ -31,7 +31,7 @@ from hetu_fx.plans.plan import Pipeline, Stage
 _LIKE = 0.9  # devices are of one kind that have this share at least of its fastest one's speed, and of its memory
 
 
-def kinds_of(cluster: Cluster) -> tuple[tuple[Device, ...], ...]:
+def devices_by_kind(cluster: Cluster) -> tuple[tuple[Device, ...], ...]:
     """Return the devices of each kind, which have nearly the same speed and memory; the fastest kind first."""
     found: list[list[Device]] = []
     for device in sorted(cluster.devices, key=lambda one: (-one.speed, one.kind, -one.memory_bytes)):
@@ -113,7 +113,7 @@ def _may_recompute(problem: Problem, shape: SchemeShape) -> bool:
 
 def _shapes(problem: Problem) -> Iterator[SchemeShape]:
     """Yield what a pipeline may be: first of one kind of devices, splitting heads alone."""
-    kinds = kinds_of(problem.cluster)
+    kinds = devices_by_kind(problem.cluster)
     stages = _powers(problem.costs.num_blocks)
     alone = [tuple(int(i == j) for j in range(len(kinds))) for i in range(len(kinds))]
     contexts = _powers(problem.costs.sequence_units) if problem.options.context_parallel else [1]
@@ -154,7 +154,7 @@ def _given(problem: Problem, shape: SchemeShape) -> BlockTime | None:
     """Return how long a block takes by the profile, which knows groups of one kind that split heads."""
     if shape.is_mixed or shape.context > 1 or shape.recompute:
         return None
-    devices = kinds_of(problem.cluster)[shape.counts.index(sum(shape.counts))]
+    devices = devices_by_kind(problem.cluster)[shape.counts.index(sum(shape.counts))]
     return problem.profile.block_times(devices[0].kind).get(shape.group)
 
 
@@ -169,7 +169,7 @@ def _scheme(problem: Problem, shape: SchemeShape) -> Scheme | None:
         return None
     blocks = math.ceil(problem.costs.num_blocks / shape.stages)
     if time is None:
-        times = times_of(pipeline, known, cluster)
+        times = fit_pipeline_times(pipeline, known, cluster)
     else:
         times = TimeFit(time.a * blocks, time.b * blocks, time.c * blocks)
     kinds = shape.counts if len(shape.counts) > 1 else ()
@@ -180,14 +180,14 @@ def _scheme(problem: Problem, shape: SchemeShape) -> Scheme | None:
 
 def _alone(problem: Problem, shape: SchemeShape) -> tuple[PartedPipeline, Cluster]:
     """Return a pipeline on devices like the cluster's, in one node, and a cluster of these."""
-    of_kinds = map(_one_of, kinds_of(problem.cluster))
+    of_kinds = map(_one_of, devices_by_kind(problem.cluster))
     alike = [one for one, count in zip(of_kinds, shape.counts, strict=True) for _ in range(count)] * shape.stages
     devices = tuple(replace(one, rank=rank, node="0") for rank, one in enumerate(alike))
-    pipeline = PartedPipeline.of(pipeline_of(shape, devices, problem), problem.costs.num_blocks)
+    pipeline = PartedPipeline.of(make_pipeline(shape, devices, problem), problem.costs.num_blocks)
     return pipeline, replace(problem.cluster, devices=devices)
 
 
-def pipeline_of(shape: SchemeShape, devices: Sequence[Device], problem: Problem) -> Pipeline:
+def make_pipeline(shape: SchemeShape, devices: Sequence[Device], problem: Problem) -> Pipeline:
     """Return the pipeline of a shape on devices, those of a stage one after another."""
     size, (least, more) = sum(shape.counts), divmod(problem.costs.num_blocks, shape.stages)
     groups = [devices[start : start + size] for start in range(0, len(devices), size)]

@@ -27,7 +27,7 @@ from hetu_fx.planner.search.device_orders import EXHAUSTIVE_DEVICES
 from hetu_fx.planner.search.homogeneous import TimedArrangement, candidates
 from hetu_fx.planner.search.malleus.search import search
 from hetu_fx.planner.search.malleus.situation import LayerMemory, MalleusSituation
-from hetu_fx.planner.search.mending import best_mended
+from hetu_fx.planner.search.mending import mend_best_plans
 from hetu_fx.planner.search.problem import WORTH, Candidates, Problem, Search
 from hetu_fx.planner.values.device_memory import fixed_bytes
 from hetu_fx.planner.values.line import Line
@@ -176,11 +176,11 @@ def _find(problem: Problem) -> Candidates:
             return found
         problem.tell(f"malleus: {shape}", number, len(tried))
         plan = _plan(problem, shape, _below(problem, shape, min(found.values(), default=math.inf)))
-        priced = None if plan is None else problem.fitted(plan)
+        priced = None if plan is None else problem.fit_memory(plan)
         if priced is not None:
-            shared = problem.fitted(_with_rows_shared(priced[0], problem))
+            shared = problem.fit_memory(_with_rows_shared(priced[0], problem))
             found |= dict(pair for pair in (priced, shared) if pair is not None)
-    return found | ({} if healthy.cluster == problem.cluster else best_mended(problem, healthy, even))
+    return found | ({} if healthy.cluster == problem.cluster else mend_best_plans(problem, healthy, even))
 
 
 def _below(problem: Problem, shape: Shape, best: float) -> float:

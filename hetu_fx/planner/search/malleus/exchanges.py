@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hetu_fx.planner.search.malleus.groups import GroupKind
-from hetu_fx.planner.search.malleus.layers import Filled, Kinds, most_below, most_by
+from hetu_fx.planner.search.malleus.layers import FilledPipeline, Kinds, micro_batches_within, most_below
 
 _ROUNDED = 1 - 1e-9  # a sum that is greater by less than rounding
 
@@ -32,22 +32,25 @@ class ExchangeGoal:
     rate: float
 
     @classmethod
-    def of(cls, pipelines: Sequence[Filled], total: int, seconds: float, pair: tuple[int, int]) -> ExchangeGoal:
+    def of(cls, pipelines: Sequence[FilledPipeline], total: int, seconds: float, pair: tuple[int, int]) -> ExchangeGoal:
         """Return it for two of some pipelines, which do `total` micro-batches in so many seconds."""
         rest = [one for number, one in enumerate(pipelines) if number not in pair]
-        missing = total - sum(most_by(one, seconds) for one in rest)
+        missing = total - sum(micro_batches_within(one, seconds) for one in rest)
         before = total - sum(most_below(one, seconds) for one in rest)
         rate = sum(1 / pipelines[number].bottleneck for number in pair)
         return cls(seconds, missing, before, rate)
 
-    def allows(self, one: Filled | None, other: Filled | None) -> bool:
+    def allows(self, one: FilledPipeline | None, other: FilledPipeline | None) -> bool:
         """Tell whether no bound rules out that these in place of the two are better."""
         if one is None or other is None:
             return False
         if most_below(one, self.seconds) + most_below(other, self.seconds) >= self.missing_before:
             return True
         is_faster = 1 / one.bottleneck + 1 / other.bottleneck > self.rate * _ROUNDED
-        return is_faster and most_by(one, self.seconds) + most_by(other, self.seconds) >= self.missing
+        return (
+            is_faster
+            and micro_batches_within(one, self.seconds) + micro_batches_within(other, self.seconds) >= self.missing
+        )
 
 
 def different_pairs(bins: Sequence[Kinds]) -> Iterator[tuple[int, int]]:
@@ -75,10 +78,10 @@ def exchanges(one: Kinds, other: Kinds) -> Iterator[tuple[Kinds, Kinds]]:
     for mine in (None, *dict.fromkeys(one)):
         for theirs in (None, *dict.fromkeys(other)):
             if mine != theirs:
-                yield replaced(one, mine, theirs), replaced(other, theirs, mine)
+                yield replace_kind(one, mine, theirs), replace_kind(other, theirs, mine)
 
 
-def replaced(kinds: Kinds, gone: GroupKind | None, new: GroupKind | None) -> Kinds:
+def replace_kind(kinds: Kinds, gone: GroupKind | None, new: GroupKind | None) -> Kinds:
     left = list(kinds)
     if gone is not None:
         left.remove(gone)

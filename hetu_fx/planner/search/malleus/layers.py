@@ -47,7 +47,7 @@ Kinds = tuple[GroupKind, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Filled:
+class FilledPipeline:
     """A pipeline's stages in order, the layers of each (1 or more), and its bottleneck seconds o."""
 
     kinds: Kinds
@@ -65,20 +65,20 @@ class LayerFiller:
 
     def __init__(self, situation: MalleusSituation) -> None:
         self._situation = situation
-        self._found: dict[Kinds, Filled | None] = {}
+        self._found: dict[Kinds, FilledPipeline | None] = {}
 
     @property
     def num_filled(self) -> int:
         """Return how many different pipelines were filled."""
         return len(self._found)
 
-    def fill(self, kinds: Kinds) -> Filled | None:
+    def fill(self, kinds: Kinds) -> FilledPipeline | None:
         """Return the best filling with some of these groups (slowest first), or None when none fits memory."""
         if kinds not in self._found:
             self._found[kinds] = self._fill(kinds)
         return self._found[kinds]
 
-    def _fill(self, kinds: Kinds) -> Filled | None:
+    def _fill(self, kinds: Kinds) -> FilledPipeline | None:
         best = self._in_order(kinds)
         relaxed = self._situation.num_layers / math.fsum(1 / kind.seconds for kind in kinds) if kinds else math.inf
         if self._situation.memory is not None and (best is None or best.bottleneck > relaxed + kinds[0].seconds):
@@ -86,18 +86,18 @@ class LayerFiller:
             best = _better(best, self._in_order(tuple(weighted)))
         return _better(best, self._without_slowest(kinds, best))
 
-    def _without_slowest(self, kinds: Kinds, best: Filled | None) -> Filled | None:
+    def _without_slowest(self, kinds: Kinds, best: FilledPipeline | None) -> FilledPipeline | None:
         """Return a filling without the slowest group, where its one layer is what bounds the pipeline."""
         if len(kinds) > 1 and (best is None or best.bottleneck == kinds[0].seconds):
             return self.fill(kinds[1:])
         return None
 
-    def _in_order(self, kinds: Kinds) -> Filled | None:
+    def _in_order(self, kinds: Kinds) -> FilledPipeline | None:
         seconds = [kind.seconds for kind in kinds]
         layers = spread_evenly(self._situation.num_layers, seconds, [1] * len(kinds), self._most_layers(kinds))
         if layers is None:
             return None
-        return Filled(kinds, layers, max(y * n for y, n in zip(seconds, layers, strict=True)))
+        return FilledPipeline(kinds, layers, max(y * n for y, n in zip(seconds, layers, strict=True)))
 
     def _most_layers(self, kinds: Kinds) -> Sequence[int]:
         memory, last = self._situation.memory, len(kinds) - 1
@@ -107,7 +107,7 @@ class LayerFiller:
         return [max(0, int(room / memory.at(last - j))) for j, room in enumerate(rooms)]
 
 
-def _better(one: Filled | None, other: Filled | None) -> Filled | None:
+def _better(one: FilledPipeline | None, other: FilledPipeline | None) -> FilledPipeline | None:
     if one is None or other is None:
         return one or other
     return min(one, other, key=lambda filled: (filled.bottleneck, len(filled.kinds)))
@@ -125,13 +125,13 @@ class Budget:
         return self.left > 0
 
 
-def most_below(filled: Filled, seconds: float) -> int:
+def most_below(filled: FilledPipeline, seconds: float) -> int:
     """Return the most micro-batches that a pipeline does in less than `seconds`; 0 if fewer than it has stages."""
     most = math.ceil(seconds / filled.bottleneck * _BELOW) - 1
     return most if most >= len(filled.kinds) else 0
 
 
-def most_by(filled: Filled, seconds: float) -> int:
+def micro_batches_within(filled: FilledPipeline, seconds: float) -> int:
     """Return the most micro-batches that a pipeline does in no more than `seconds`; 0 if fewer than it has stages."""
     most = math.floor(seconds / filled.bottleneck / _BELOW)
     return most if most >= len(filled.kinds) else 0
@@ -196,7 +196,7 @@ class Listing:
         bottlenecks: NDArray[np.float64] = np.append(values, np.inf)[high]
         return bottlenecks
 
-    def find(self, below: float) -> list[Filled] | None:
+    def find(self, below: float) -> list[FilledPipeline] | None:
         """Return pipelines that take less than `below` seconds by (2), or None; is_complete says if that is sure."""
         self._below = below
         if below == math.inf:
@@ -216,7 +216,7 @@ class Listing:
         losses: NDArray[np.float64] = np.where(most >= self._stages, share - most, np.inf)
         return losses
 
-    def _loss_of(self, row: int, filled: Filled | None) -> float:
+    def _loss_of(self, row: int, filled: FilledPipeline | None) -> float:
         """Return (1) of one row, with memory."""
         most = 0 if filled is None else most_below(filled, self._below)
         share = self._below * float(self._capacity[row]) / self._situation.num_layers
@@ -285,7 +285,7 @@ class Listing:
         self._stages[row] = 1 if filled is None else len(filled.kinds)
         self._loss[row] = self._loss_of(row, filled)
 
-    def _filled(self, row: int) -> Filled:
+    def _filled(self, row: int) -> FilledPipeline:
         filled = self._filler.fill(self._kinds_of(row))
         assert filled is not None
         return filled

@@ -25,7 +25,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from hetu_fx.planner.search.malleus.groups import Group, GroupKind
-from hetu_fx.planner.search.malleus.layers import Filled
+from hetu_fx.planner.search.malleus.layers import FilledPipeline
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.prediction import Prediction
 
@@ -70,7 +70,7 @@ def holdings(plan: Plan | None, num_layers: int) -> Holdings:
     return result
 
 
-def regrouped(ranks: Sequence[int], rates: Mapping[int, float], held: Holdings) -> list[int]:
+def order_ranks(ranks: Sequence[int], rates: Mapping[int, float], held: Holdings) -> list[int]:
     """Return a node's ranks, fastest first, equally fast ones such that stages can stay as they are.
 
     Those that hold nothing stay in the order that is given, so that groups stand below one switch. Stages whose devices
@@ -102,7 +102,7 @@ class WantedGroup:
     kind: GroupKind
 
 
-def places_of(pipeline: int, filled: Filled) -> Iterator[WantedGroup]:
+def wanted_groups(pipeline: int, filled: FilledPipeline) -> Iterator[WantedGroup]:
     """Yield the stages of a pipeline that want groups."""
     start = 0
     for kind, count in zip(filled.kinds, filled.layers, strict=True):
@@ -122,7 +122,7 @@ def crossings(nodes_of_layers: Sequence[Counter[int]]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Mapped:
+class GroupMapping:
     """A group for each place, and the sums (1) and (2)."""
 
     groups: tuple[Group, ...]
@@ -130,7 +130,7 @@ class Mapped:
     moved_layers: float
 
 
-def map_groups(places: Sequence[WantedGroup], groups: Sequence[Group], held: Holdings) -> Mapped:
+def map_groups(places: Sequence[WantedGroup], groups: Sequence[Group], held: Holdings) -> GroupMapping:
     """Return a group of its kind for each place, with few crossings (1) and, among those, little moved (2).
 
     The better of two descents: from places in order of layers filled node by node, and, where something is held, from
@@ -180,13 +180,13 @@ class _Assignment:
             for layer in range(place.start, place.stop):
                 self._nodes[layer][group.node] += 1
 
-    def improved(self) -> Mapped:
+    def improved(self) -> GroupMapping:
         """Swap groups of a kind as long as that lowers crossings, or else what is moved; return what it comes to."""
         while any([self._swap_if_better(i, j) for i, j in self._pairs()]):
             pass
         pairs = zip(self.groups, self._places, strict=True)
         moved = math.fsum(_moved(group, place, self._held) for group, place in pairs)
-        return Mapped(tuple(self.groups), crossings(self._nodes), moved)
+        return GroupMapping(tuple(self.groups), crossings(self._nodes), moved)
 
     def _swap_if_better(self, i: int, j: int) -> bool:
         is_better = self._gain(i, j) < (0, -1e-9)

@@ -35,20 +35,28 @@ from itertools import combinations
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.allocate import spread_evenly
-from hetu_fx.planner.search.malleus.exchanges import ExchangeGoal, different_pairs, exchanges, replaced
+from hetu_fx.planner.search.malleus.exchanges import ExchangeGoal, different_pairs, exchanges, replace_kind
 from hetu_fx.planner.search.malleus.groups import Grouping, GroupKind, groupings
-from hetu_fx.planner.search.malleus.layers import MOST_STEPS, Budget, Filled, Kinds, LayerFiller, Listing, most_below
+from hetu_fx.planner.search.malleus.layers import (
+    MOST_STEPS,
+    Budget,
+    FilledPipeline,
+    Kinds,
+    LayerFiller,
+    Listing,
+    most_below,
+)
 from hetu_fx.planner.search.malleus.mapping import (
+    GroupMapping,
     Holdings,
     MalleusPipeline,
     MalleusResult,
     MalleusStage,
-    Mapped,
     WantedGroup,
     holdings,
     map_groups,
-    places_of,
-    regrouped,
+    order_ranks,
+    wanted_groups,
 )
 from hetu_fx.planner.search.malleus.situation import MalleusSituation
 from hetu_fx.plans.plan import Plan
@@ -92,7 +100,7 @@ def search(
 def _search(situation: MalleusSituation, before: Plan | None, below: float) -> MalleusResult | None:
     """Return the best assignment to the situation's own number of pipelines; None when none is fast enough."""
     held = holdings(before, situation.num_layers)
-    nodes = [regrouped(ranks, situation.rates, held) for ranks in situation.nodes]
+    nodes = [order_ranks(ranks, situation.rates, held) for ranks in situation.nodes]
     placer = Placer(situation)
     best: tuple[Placement, Grouping] | None = None
     least = math.inf
@@ -113,7 +121,7 @@ def _result(
     least: float,
     placer: Placer,
 ) -> MalleusResult:
-    places = [place for index, filled in enumerate(placement.pipelines) for place in places_of(index, filled)]
+    places = [place for index, filled in enumerate(placement.pipelines) for place in wanted_groups(index, filled)]
     mapped = map_groups(places, grouping.groups, held)
     pipelines = [
         MalleusPipeline(_stages(index, places, mapped), count) for index, count in enumerate(placement.micro_batches)
@@ -130,7 +138,7 @@ def _result(
     )
 
 
-def _stages(pipeline: int, places: Sequence[WantedGroup], mapped: Mapped) -> tuple[MalleusStage, ...]:
+def _stages(pipeline: int, places: Sequence[WantedGroup], mapped: GroupMapping) -> tuple[MalleusStage, ...]:
     return tuple(
         MalleusStage(group.devices, place.stop - place.start, group.kind.seconds)
         for place, group in zip(places, mapped.groups, strict=True)
@@ -152,7 +160,7 @@ def _nothing_fits(situation: MalleusSituation) -> str:
 class Placement:
     """Filled pipelines, the micro-batches of each, and their steady seconds T, (2)."""
 
-    pipelines: tuple[Filled, ...]
+    pipelines: tuple[FilledPipeline, ...]
     micro_batches: tuple[int, ...]
     seconds: float
 
@@ -214,14 +222,14 @@ class Placer:
         slim = []
         for filled, count in zip(placement.pipelines, placement.micro_batches, strict=True):
             for kind in sorted(filled.kinds, reverse=True):
-                less = self.filler.fill(replaced(filled.kinds, kind, None)) if len(filled.kinds) > 1 else None
+                less = self.filler.fill(replace_kind(filled.kinds, kind, None)) if len(filled.kinds) > 1 else None
                 is_enough = less is not None and less.bottleneck * count <= placement.seconds
                 if less is not None and is_enough and less.fill_seconds < filled.fill_seconds:
                     filled = less
             slim.append(filled)
         return replace(placement, pipelines=tuple(slim))
 
-    def _micro_batches(self, pipelines: Sequence[Filled | None]) -> Placement | None:
+    def _micro_batches(self, pipelines: Sequence[FilledPipeline | None]) -> Placement | None:
         """Return the placement with (2) solved."""
         filled = [one for one in pipelines if one is not None]
         if len(filled) < len(pipelines):
@@ -248,7 +256,7 @@ class Placer:
     def _exchange(self, bins: list[Kinds], i: int, j: int, best: Placement | None) -> Placement | None:
         """Make the best exchange between two pipelines, if one is better than `best`."""
         better, chosen = None, None
-        filled: list[Filled | None] = [*map(self.filler.fill, bins)] if best is None else [*best.pipelines]
+        filled: list[FilledPipeline | None] = [*map(self.filler.fill, bins)] if best is None else [*best.pipelines]
         reach = None if best is None else ExchangeGoal.of(best.pipelines, sum(best.micro_batches), best.seconds, (i, j))
         for one, other in exchanges(bins[i], bins[j]):
             if not self._swaps.take(1):
@@ -294,7 +302,7 @@ def _parts(placement: Placement) -> Iterator[tuple[int, ...]]:
         return filled.bottleneck * capacity
 
     order = sorted(range(len(placement.pipelines)), key=lambda i: (-waste(i), i))
-    copies, few = Counter[Filled](), list[int]()
+    copies, few = Counter[FilledPipeline](), list[int]()
     for i in order:
         few += [i] if copies[placement.pipelines[i]] < PART else []
         copies[placement.pipelines[i]] += 1

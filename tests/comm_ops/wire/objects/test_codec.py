@@ -19,7 +19,7 @@ import torch
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.comm_ops.wire.objects import codec
-from hetu_fx.comm_ops.wire.objects.codec import MOST_DEPTH, read, write
+from hetu_fx.comm_ops.wire.objects.codec import MOST_DEPTH, decode, write
 from hetu_fx.comm_ops.wire.peers.shared import Place
 from hetu_fx.deduction.factors.factors import FactorClass
 from hetu_fx.errors import CommError, HetuFxError, StateError
@@ -29,7 +29,7 @@ from hetu_fx.plans.plan import Pipeline, Plan, Stage
 
 
 def again(value: Any) -> Any:
-    return read(write(value), "a test")
+    return decode(write(value), "a test")
 
 
 def message(told: Any, *kinds: Any, blobs: bytes = b"") -> bytes:
@@ -124,7 +124,7 @@ def test_an_object_in_several_places_is_told_once_and_is_one_object_again() -> N
 def test_what_the_reader_has_is_told_by_name() -> None:
     mine, theirs = object(), object()
     data = write({"it": [mine]}, {id(mine): "the thing"})
-    assert read(data, "a test", {"the thing": theirs})["it"][0] is theirs
+    assert decode(data, "a test", {"the thing": theirs})["it"][0] is theirs
 
 
 class Mutable:
@@ -232,7 +232,7 @@ SHAPE = [1, 1 << 62, 4]
 def test_a_strangers_bytes_are_an_error_of_ours(data: bytes) -> None:
     before = set(sys.modules)
     with pytest.raises(HetuFxError) as raised:
-        read(data, "what rank 3 has told")
+        decode(data, "what rank 3 has told")
     assert isinstance(raised.value, CommError)
     assert "what rank 3 has told" in str(raised.value)
     assert set(sys.modules) - before == set()
@@ -243,7 +243,7 @@ def test_any_change_of_a_byte_gives_a_value_or_an_error_of_ours() -> None:
     for place in range(len(data)):
         for byte in (0, 34, 57, data[place] ^ 1, data[place] ^ 128):
             try:
-                read(data[:place] + bytes([byte]) + data[place + 1 :], "a test")
+                decode(data[:place] + bytes([byte]) + data[place + 1 :], "a test")
             except HetuFxError:
                 continue
 
@@ -251,7 +251,7 @@ def test_any_change_of_a_byte_gives_a_value_or_an_error_of_ours() -> None:
 def test_a_class_checks_itself_and_makes_what_follows_from_its_fields_when_it_is_read() -> None:
     data = write(Plan.single(0)).replace(b"1f1b", b"1f9b")
     with pytest.raises(HetuFxError, match="1f9b"):
-        read(data, "a test")
+        decode(data, "a test")
     annotation = Annotation.replicated((0, 1))
     assert b"_hash" not in write(annotation)
     assert hash(again(annotation)) == hash(annotation)

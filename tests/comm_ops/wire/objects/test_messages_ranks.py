@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import hetu_fx
-from hetu_fx.comm_ops.wire.consensus import by_first, from_first, of_all
+from hetu_fx.comm_ops.wire.consensus import all_gather_object, broadcast_from_rank0, from_first
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.objects import messages
 from hetu_fx.comm_ops.wire.objects.messages import FIRST_BYTES, gather
@@ -29,11 +29,11 @@ def check_objects_of_all_sizes_arrive(rank: int, world: int, folder: Path) -> No
     table = GroupTable()
     for size in SIZES:
         expected = [("x" * (size * other), {other: torch.full((other,), 0.5)}) for other in range(world)]
-        for found, wanted in zip(of_all(table, expected[rank]), expected, strict=True):
+        for found, wanted in zip(all_gather_object(table, expected[rank]), expected, strict=True):
             assert str(found) == str(wanted)
         assert from_first(table, "x" * size if rank == 0 else None) == "x" * size
     plan = Plan.tensor_parallel((0, 1), (2, 1))
-    assert by_first(table, lambda: {"plan": plan}) == {"plan": plan}
+    assert broadcast_from_rank0(table, lambda: {"plan": plan}) == {"plan": plan}
 
 
 def check_some_ranks_tell_each_other_in_the_order_of_their_group(rank: int, world: int, folder: Path) -> None:
@@ -52,13 +52,13 @@ def check_any_process_can_tell_the_others(rank: int, world: int, folder: Path) -
 def check_what_cannot_be_told_is_an_error_on_all(rank: int, world: int, folder: Path) -> None:
     table = GroupTable()
     with pytest.raises(StateError, match=r"Unknown cannot be told.* at \['deep'\]\[1\]") as raised:
-        of_all(table, {"deep": [0, Unknown()]} if rank == 1 else "fine")
+        all_gather_object(table, {"deep": [0, Unknown()]} if rank == 1 else "fine")
     assert isinstance(raised.value, OtherRankError) == (rank != 1)
     assert rank == 1 or "rank 1: StateError" in str(raised.value)
     with pytest.raises(StateError, match="Unknown cannot be told") as raised:
         from_first(table, Unknown())
     assert isinstance(raised.value, OtherRankError) == (rank != 0)
-    assert of_all(table, rank) == [0, 1, 2]  # nothing is left under way
+    assert all_gather_object(table, rank) == [0, 1, 2]  # nothing is left under way
 
 
 def check_a_size_that_is_announced_is_bounded_before_memory_is_taken(rank: int, world: int, folder: Path) -> None:
@@ -68,7 +68,7 @@ def check_a_size_that_is_announced_is_bounded_before_memory_is_taken(rank: int, 
         dist.all_gather([torch.empty_like(claim) for _ in range(world)], claim)
     else:
         with pytest.raises(CommError, match=r"at most, and have announced: rank 0: .*, rank 2: 18446744073709551615"):
-            of_all(table, rank)
+            all_gather_object(table, rank)
     dist.barrier()
 
 
@@ -77,7 +77,7 @@ def check_bytes_that_are_no_object_are_an_error(rank: int, world: int, folder: P
         if rank == 2:
             patch.setattr(messages, "write", lambda value: b"\x80\x05cposix\nsystem\n")
         with pytest.raises(CommError, match="what rank 2 has told is"):
-            of_all(GroupTable(), rank)
+            all_gather_object(GroupTable(), rank)
 
 
 @pytest.mark.distributed

@@ -14,23 +14,23 @@ import torch
 import torch.distributed as dist
 
 from hetu_fx.comm_ops.plans.algorithm import FLAT
-from hetu_fx.comm_ops.wire.collectives import gather_segments, reduce_parts, sum_over, sum_segments
+from hetu_fx.comm_ops.wire.collectives import gather_segments, reduce_parts, sum_segments, sum_tensor
 from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.peers import exchanges, memory
 from hetu_fx.comm_ops.wire.peers.exchanges import (
     Act,
     begin_sum_read,
-    gather_pieces_here,
+    gather_pieces,
     gather_read,
-    gather_segments_here,
     room_of_summand,
-    start_here,
-    sum_all_here,
-    sum_segments_here,
+    run_gather_segments,
+    run_sum_all,
+    run_sum_segments,
+    start_exchange,
 )
-from hetu_fx.comm_ops.wire.peers.memory import Board, Peers, Told, peers_of
-from hetu_fx.comm_ops.wire.two_level import all_gather_by, all_reduce_by, reduce_scatter_by
+from hetu_fx.comm_ops.wire.peers.memory import Peers, Record, SharedMailbox, find_peers
+from hetu_fx.comm_ops.wire.two_level import all_gather_two_level, all_reduce_two_level, reduce_scatter_two_level
 from hetu_fx.errors import CommError, DivergedError
 
 WORLD = 3
@@ -47,10 +47,10 @@ def value(rank: int, dtype: torch.dtype) -> torch.Tensor:
 def read(act: Act, buffer: torch.Tensor, number: int = 0) -> torch.Tensor:
     """Do an exchange by reading, in chunks of a few elements."""
     table = GroupTable(name=f"readers {number}")
-    peers = peers_of(table, RANKS)
+    peers = find_peers(table, RANKS)
     assert peers is not None
     with using(table):
-        start_here(act, Flat(buffer), SIZES, RANKS, number, table, peers).wait()
+        start_exchange(act, Flat(buffer), SIZES, RANKS, number, table, peers).wait()
     return buffer
 
 
@@ -62,17 +62,17 @@ def check_sums_have_the_bits_of_those_that_are_sent(rank: int, world: int, folde
             sent, table = value(rank, dtype), GroupTable(name=f"senders {dtype}")
             with using(table):
                 sum_segments(Flat(sent), SIZES, RANKS).wait()
-            found = read(sum_segments_here, value(rank, dtype), 10 + number)
+            found = read(run_sum_segments, value(rank, dtype), 10 + number)
             assert torch.equal(found.split(SIZES)[here], sent.split(SIZES)[here])
 
 
 def check_exchanges_of_one_number_may_be_under_way_together(rank: int, world: int, folder: Path) -> None:
     table = GroupTable(name="together")
-    peers = peers_of(table, RANKS)
+    peers = find_peers(table, RANKS)
     assert peers is not None
     buffers = [value(rank, torch.float64) * factor for factor in (1, 2, 3)]
     with using(table):
-        begun = [start_here(sum_all_here, Flat(buffer), SIZES, RANKS, 5, table, peers) for buffer in buffers]
+        begun = [start_exchange(run_sum_all, Flat(buffer), SIZES, RANKS, 5, table, peers) for buffer in buffers]
         for exchange in begun:
             exchange.wait()
     expected = value(0, torch.float64) + value(1, torch.float64) + value(2, torch.float64)
@@ -82,21 +82,21 @@ def check_exchanges_of_one_number_may_be_under_way_together(rank: int, world: in
 
 def check_too_many_of_one_number_are_refused_until_some_have_ended(rank: int, world: int, folder: Path) -> None:
     table = GroupTable(name="many")
-    peers = peers_of(table, RANKS)
+    peers = find_peers(table, RANKS)
     assert peers is not None
     with using(table):
         begun = [
-            start_here(sum_all_here, Flat(value(rank, torch.float64)), SIZES, RANKS, 0, table, peers)
+            start_exchange(run_sum_all, Flat(value(rank, torch.float64)), SIZES, RANKS, 0, table, peers)
             for _ in range(exchanges.AT_ONCE)
         ]
         with pytest.raises(CommError, match=r"more than 32 exchanges 1 .* end one before the next"):
-            start_here(sum_all_here, Flat(value(rank, torch.float64)), SIZES, RANKS, 0, table, peers)
+            start_exchange(run_sum_all, Flat(value(rank, torch.float64)), SIZES, RANKS, 0, table, peers)
     del begun
 
 
 def check_a_sum_that_stands_ends_when_its_number_has_come_round(rank: int, world: int, folder: Path) -> None:
     table, x = GroupTable(name="round"), torch.full((3,), float(rank))
-    peers = peers_of(table, RANKS)
+    peers = find_peers(table, RANKS)
     assert peers is not None
     for _ in range(2):
         place = room_of_summand([3], x.dtype, peers)
@@ -109,7 +109,7 @@ def check_a_sum_that_stands_ends_when_its_number_has_come_round(rank: int, world
 
 def check_a_sum_of_all_is_the_same_everywhere(rank: int, world: int, folder: Path) -> None:
     for number, dtype in enumerate(DTYPES):
-        found = read(sum_all_here, value(rank, dtype), 20 + number)
+        found = read(run_sum_all, value(rank, dtype), 20 + number)
         expected = value(0, dtype) + value(1, dtype) + value(2, dtype)
         assert torch.equal(found, expected)
 
@@ -118,7 +118,7 @@ def check_segments_are_gathered(rank: int, world: int, folder: Path) -> None:
     sent, table = value(rank, torch.float32), GroupTable(name="gathers")
     with using(table):
         gather_segments(Flat(sent), SIZES, RANKS).wait()
-    assert torch.equal(read(gather_segments_here, value(rank, torch.float32), 30), sent)
+    assert torch.equal(read(run_gather_segments, value(rank, torch.float32), 30), sent)
 
 
 def check_a_collective_of_an_op_reads_from_so_many_bytes_on(rank: int, world: int, folder: Path) -> None:
@@ -134,11 +134,11 @@ def check_a_collective_of_an_op_reads_from_so_many_bytes_on(rank: int, world: in
         for size in (999, 1000):
             x = value(rank, torch.float32)[:size].view(-1, 1)
             before = x.clone()
-            assert torch.equal(all_reduce_by(x, ranks, FLAT, table), sum_over(x, ranks, table))
+            assert torch.equal(all_reduce_two_level(x, ranks, FLAT, table), sum_tensor(x, ranks, table))
             parts = x.split([size - 9, 0, 9])
-            assert torch.equal(reduce_scatter_by(parts, ranks, FLAT, table), reduce_parts(parts, ranks, table))
+            assert torch.equal(reduce_scatter_two_level(parts, ranks, FLAT, table), reduce_parts(parts, ranks, table))
             apart = [part.clone() for part in parts]
-            assert torch.equal(reduce_scatter_by(apart, ranks, FLAT, table), reduce_parts(parts, ranks, table))
+            assert torch.equal(reduce_scatter_two_level(apart, ranks, FLAT, table), reduce_parts(parts, ranks, table))
             assert torch.equal(x, before)
             assert bool(read) == (size == 1000)
 
@@ -148,18 +148,18 @@ def check_a_gather_of_uneven_parts_reads_them(rank: int, world: int, folder: Pat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "LEAST_BYTES", 0)
         x = torch.full(shapes[rank], float(rank))
-        gathered = all_gather_by(x, shapes, ranks, FLAT, table)
+        gathered = all_gather_two_level(x, shapes, ranks, FLAT, table)
         for sender, (part, shape) in enumerate(zip(gathered, shapes, strict=True)):
             assert torch.equal(part, torch.full(shape, float(sender)))
 
 
 def check_exchanges_may_be_under_way_together(rank: int, world: int, folder: Path) -> None:
     table = GroupTable(name="together")
-    peers = peers_of(table, RANKS)
+    peers = find_peers(table, RANKS)
     assert peers is not None
     buffers = [value(rank, torch.float64) for _ in range(3)]
     with using(table):
-        started = [start_here(sum_all_here, Flat(b), SIZES, RANKS, i, table, peers) for i, b in enumerate(buffers)]
+        started = [start_exchange(run_sum_all, Flat(b), SIZES, RANKS, i, table, peers) for i, b in enumerate(buffers)]
         for exchange in started:
             exchange.wait()
     assert all(torch.equal(buffer, buffers[0]) for buffer in buffers)
@@ -169,9 +169,9 @@ def check_ranks_of_other_networks_are_not_read(rank: int, world: int, folder: Pa
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "network_name", lambda: f"network {min(rank, 1)}")
         table = GroupTable(name="networks")
-        assert peers_of(table, (0, 1, 2)) is None
+        assert find_peers(table, (0, 1, 2)) is None
         if rank > 0:
-            assert peers_of(table, (1, 2)) is not None
+            assert find_peers(table, (1, 2)) is not None
 
 
 def check_where_one_may_not_read_nobody_does(rank: int, world: int, folder: Path) -> None:
@@ -181,33 +181,33 @@ def check_where_one_may_not_read_nobody_does(rank: int, world: int, folder: Path
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(memory, "_copy", forbidden)
-        assert peers_of(GroupTable(name="forbidden"), (0, 1, 2)) is None
+        assert find_peers(GroupTable(name="forbidden"), (0, 1, 2)) is None
 
 
 def check_a_process_that_has_gone_is_named(rank: int, world: int, folder: Path) -> None:
     table = GroupTable(name="gone")
-    peers = peers_of(table, (0, 1, 2))
+    peers = find_peers(table, (0, 1, 2))
     assert peers is not None
     gone = replace(peers, processes=dict.fromkeys(range(WORLD), 2**22 + os.getpid()), areas={})
     with using(table), pytest.raises(CommError, match=r"process of rank \d has gone"):
-        start_here(gather_segments_here, Flat(torch.zeros(10)), (4, 4, 2), (0, 1, 2), 40, table, gone).wait()
+        start_exchange(run_gather_segments, Flat(torch.zeros(10)), (4, 4, 2), (0, 1, 2), 40, table, gone).wait()
 
 
 def check_who_ends_after_the_last_exchange_is_not_missed(rank: int, world: int, folder: Path) -> None:
-    table, look = GroupTable(name="ends"), Board.look
-    peers = peers_of(table, RANKS)
+    table, look = GroupTable(name="ends"), SharedMailbox.look
+    peers = find_peers(table, RANKS)
     assert peers is not None
 
     def has_read(slot: int) -> bool:
         return peers.own.stamp(slot) % 3 == 0
 
-    def silent_then(self: Board, slot: int) -> Told:
-        return Told(0) if has_read(slot) else look(self, slot)
+    def silent_then(self: SharedMailbox, slot: int) -> Record:
+        return Record(0) if has_read(slot) else look(self, slot)
 
     with pytest.MonkeyPatch.context() as patch:
-        exchange = start_here(gather_segments_here, Flat(value(rank, torch.float32)), SIZES, RANKS, 0, table, peers)
+        exchange = start_exchange(run_gather_segments, Flat(value(rank, torch.float32)), SIZES, RANKS, 0, table, peers)
         slot = next(iter(peers.under_way))
-        patch.setattr(Board, "look", silent_then)
+        patch.setattr(SharedMailbox, "look", silent_then)
         patch.setattr(Peers, "lives", lambda peers, other: not has_read(slot))
         with using(table):
             exchange.wait()
@@ -215,7 +215,7 @@ def check_who_ends_after_the_last_exchange_is_not_missed(rank: int, world: int, 
 
 def check_a_summand_in_a_room_is_not_waited_for_and_stays(rank: int, world: int, folder: Path) -> None:
     table, ranks, size = GroupTable(name="rooms"), (0, 1, 2), 5000
-    peers = peers_of(table, ranks)
+    peers = find_peers(table, ranks)
     assert peers is not None
     for number in range(3):
         place = room_of_summand([size], torch.float32, peers)
@@ -236,7 +236,7 @@ def check_a_summand_in_a_room_is_not_waited_for_and_stays(rank: int, world: int,
 
 def check_memory_that_is_given_is_waited_for(rank: int, world: int, folder: Path) -> None:
     table, ranks, x = GroupTable(name="given"), (0, 1, 2), torch.full((40, 30), float(rank))
-    peers, ended, end = peers_of(table, ranks), [], exchanges._Reading.end
+    peers, ended, end = find_peers(table, ranks), [], exchanges._Reading.end
     assert peers is not None
 
     def noted(self: Any) -> None:
@@ -255,13 +255,13 @@ def check_memory_that_is_given_is_waited_for(rank: int, world: int, folder: Path
 
 def check_a_rank_without_rooms_reads_those_of_others(rank: int, world: int, folder: Path) -> None:
     table = GroupTable(name="full")
-    peers = peers_of(table, RANKS)
+    peers = find_peers(table, RANKS)
     assert peers is not None
     if rank == 1:  # has no place left, and says where its own stands
         peers = replace(peers, area=None)
     x = value(rank, torch.bfloat16)
     found = begin_sum_read(x, RANKS, table, peers).end()
-    assert torch.equal(found, sum_over(x, RANKS, table))
+    assert torch.equal(found, sum_tensor(x, RANKS, table))
 
 
 def check_two_ranks_of_which_one_gets_nothing_sum_what_is_copied_to_rooms(rank: int, world: int, folder: Path) -> None:
@@ -270,13 +270,13 @@ def check_two_ranks_of_which_one_gets_nothing_sum_what_is_copied_to_rooms(rank: 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(memory, "LEAST_BYTES", 0)
             parts = [torch.full((size, 3), float(rank)).t() for size in (5, 0)]
-            found = reduce_scatter_by(parts, ranks, FLAT, table)
+            found = reduce_scatter_two_level(parts, ranks, FLAT, table)
         assert torch.equal(found, torch.ones(3, 5 if rank == 1 else 0))
 
 
 def check_pieces_are_taken_from_where_they_stand(rank: int, world: int, folder: Path) -> None:
     table, numels = GroupTable(name="pieces"), {2: (3, 100), 0: (), 1: (7,)}
-    peers, by = peers_of(table, RANKS), memory._copied_at_once
+    peers, by = find_peers(table, RANKS), memory._copied_at_once
     assert peers is not None
     for number, most in enumerate((None, 0, 20)):  # bytes after which the system is said to stop
         with pytest.MonkeyPatch.context() as patch:
@@ -286,7 +286,7 @@ def check_pieces_are_taken_from_where_they_stand(rank: int, world: int, folder: 
             pieces = [Flat(torch.full((numel,), rank + i / 8)) for i, numel in enumerate(numels[rank])]
             rooms = {other: [Flat(torch.empty(n)) for n in numels[other]] for other in RANKS if other != rank}
             sizes = [sum(numels[other]) for other in RANKS]
-            gather_pieces_here(pieces, rooms, sizes, RANKS, 70 + number, table, peers).wait()
+            gather_pieces(pieces, rooms, sizes, RANKS, 70 + number, table, peers).wait()
         for other, found in rooms.items():
             for i, room in enumerate(found):
                 assert torch.equal(room.tensor, torch.full_like(room.tensor, other + i / 8))
@@ -294,23 +294,23 @@ def check_pieces_are_taken_from_where_they_stand(rank: int, world: int, folder: 
 
 def check_unlike_calls_are_refused(rank: int, world: int, folder: Path) -> None:
     table = GroupTable(name="unlike")
-    peers = peers_of(table, RANKS)
+    peers = find_peers(table, RANKS)
     assert peers is not None
     sizes = SIZES if rank == 1 else (*SIZES[1:], SIZES[0])
     with using(table), pytest.raises(DivergedError, match=f"rank {rank} asks for gather_segments_here"):
-        start_here(gather_segments_here, Flat(value(rank, torch.float32)), sizes, RANKS, 60, table, peers).wait()
+        start_exchange(run_gather_segments, Flat(value(rank, torch.float32)), sizes, RANKS, 60, table, peers).wait()
 
 
 def check_a_rank_that_comes_late_is_waited_for_within_bounds(rank: int, world: int, folder: Path) -> None:
     table = GroupTable(name="late", timeout=timedelta(seconds=0.3))
-    peers = peers_of(table, RANKS)
+    peers = find_peers(table, RANKS)
     assert peers is not None
     with using(table):
         sleep(0.05 if rank == 1 else 0.0)
-        start_here(sum_all_here, Flat(value(rank, torch.float64)), SIZES, RANKS, 0, table, peers).wait()
+        start_exchange(run_sum_all, Flat(value(rank, torch.float64)), SIZES, RANKS, 0, table, peers).wait()
         if rank != 1:  # which does not come again
             with pytest.raises(CommError, match="has not come within"):
-                start_here(sum_all_here, Flat(value(rank, torch.float64)), SIZES, RANKS, 1, table, peers).wait()
+                start_exchange(run_sum_all, Flat(value(rank, torch.float64)), SIZES, RANKS, 1, table, peers).wait()
 
 
 @pytest.mark.distributed

@@ -21,12 +21,12 @@ def work(rank: int, store: str, results: Any) -> None:
 
     from hetu_fx.comm_ops.plans.algorithm import FLAT
     from hetu_fx.comm_ops.wire.groups import GroupTable
-    from hetu_fx.comm_ops.wire.peers.memory import peers_of
+    from hetu_fx.comm_ops.wire.peers.memory import find_peers
     from hetu_fx.comm_ops.wire.started import start_sum
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     table = GroupTable()
-    peers = peers_of(table, (0, 1))
+    peers = find_peers(table, (0, 1))
     assert peers is not None
     under_way = start_sum(torch.arange(SIZE) + float(rank), (0, 1), FLAT, table)
     deadline = time.monotonic() + 60

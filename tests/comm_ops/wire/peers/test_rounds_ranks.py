@@ -131,7 +131,7 @@ def check_what_a_process_has_said_is_heard_after_it_has_gone(rank: int, world: i
 
 
 def check_a_process_is_looked_for_by_its_number(rank: int, world: int, folder: Path) -> None:
-    found = memory.peers_of(table := GroupTable(name="looked for"), (0, 1, 2))
+    found = memory.find_peers(table := GroupTable(name="looked for"), (0, 1, 2))
     assert found is not None
     gone, other = replace(found, processes=dict.fromkeys(range(WORLD), 2**22 + os.getpid())), (rank + 1) % world
     assert found.lives(other)

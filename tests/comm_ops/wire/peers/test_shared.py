@@ -6,12 +6,12 @@ import os
 
 import pytest
 
-from hetu_fx.comm_ops.wire.peers.shared import SharedMemory, mapped, shared_memory
+from hetu_fx.comm_ops.wire.peers.shared import SharedMemory, map_remote_memory, shared_memory
 
 
 def test_what_is_written_is_seen_where_it_is_mapped() -> None:
     own = SharedMemory(100)
-    other = mapped(os.getpid(), own.place)
+    other = map_remote_memory(os.getpid(), own.place)
     assert other is not None
     own.memory[10:15] = b"hello"
     assert other[10:15] == b"hello"
@@ -21,19 +21,19 @@ def test_what_is_written_is_seen_where_it_is_mapped() -> None:
 
 def test_it_stays_for_those_that_have_mapped_it_once_it_is_closed() -> None:
     own = SharedMemory(100)
-    other = mapped(os.getpid(), own.place)
+    other = map_remote_memory(os.getpid(), own.place)
     own.close()
     own.memory[0:2] = b"ab"
     assert other is not None
     assert other[0:2] == b"ab"
-    assert mapped(os.getpid(), own.place) is None
+    assert map_remote_memory(os.getpid(), own.place) is None
 
 
 def test_another_files_memory_is_not_taken_for_it() -> None:
     one, other = SharedMemory(100), SharedMemory(100)
-    assert mapped(os.getpid(), one.place._replace(file=other.place.file)) is None
-    assert mapped(os.getpid(), one.place._replace(num_bytes=5000)) is None
-    assert mapped(2**22 + os.getpid(), one.place) is None
+    assert map_remote_memory(os.getpid(), one.place._replace(file=other.place.file)) is None
+    assert map_remote_memory(os.getpid(), one.place._replace(num_bytes=5000)) is None
+    assert map_remote_memory(2**22 + os.getpid(), one.place) is None
 
 
 def test_where_there_is_none_to_be_had_its_file_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,10 @@ from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable, active
 from hetu_fx.comm_ops.wire.threads.run import run_in_threads
 from hetu_fx.comm_ops.wire.two_level import (
-    all_gather_by,
-    all_reduce_by,
+    all_gather_two_level,
+    all_reduce_two_level,
     gather_segments_in_levels,
-    reduce_scatter_by,
+    reduce_scatter_two_level,
     start_in_levels,
     sum_all_in_levels,
 )
@@ -27,11 +27,11 @@ TOTAL = 8 * PLAIN + 2800
 def test_two_levels_bring_what_a_flat_collective_brings() -> None:
     def work(table: GroupTable) -> None:
         whole, shapes = PLAIN + 100 * table.rank, [[size] for size in SIZES]
-        assert torch.equal(all_reduce_by(whole, RANKS, LEVELS, table), TOTAL)
-        gathered = all_gather_by(whole.split(SIZES)[table.rank], shapes, RANKS, LEVELS, table)
+        assert torch.equal(all_reduce_two_level(whole, RANKS, LEVELS, table), TOTAL)
+        gathered = all_gather_two_level(whole.split(SIZES)[table.rank], shapes, RANKS, LEVELS, table)
         expected = [part + 100 * rank for rank, part in enumerate(PLAIN.split(SIZES))]
         assert torch.equal(torch.cat(list(gathered)), torch.cat(expected))
-        scattered = reduce_scatter_by(whole.split(SIZES), RANKS, LEVELS, table)
+        scattered = reduce_scatter_two_level(whole.split(SIZES), RANKS, LEVELS, table)
         assert torch.equal(scattered, TOTAL.split(SIZES)[table.rank])
 
     run_in_threads(8, work)

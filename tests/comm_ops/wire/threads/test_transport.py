@@ -6,17 +6,23 @@ import torch.distributed as dist
 
 from hetu_fx.comm_ops.wire.collectives import (
     exchange_parts,
-    gather_padded,
+    gather_as_padded,
     gather_parts,
     gather_segments,
-    reduce_padded,
+    reduce_as_padded,
     reduce_parts,
     reduce_world,
     sum_all,
-    sum_over,
     sum_segments,
+    sum_tensor,
 )
-from hetu_fx.comm_ops.wire.consensus import LocalFacts, agree, by_first, of_all, together
+from hetu_fx.comm_ops.wire.consensus import (
+    LocalFacts,
+    agree,
+    all_gather_object,
+    broadcast_from_rank0,
+    raise_on_all_ranks,
+)
 from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import active
 from hetu_fx.comm_ops.wire.p2p import Tag, post
@@ -39,14 +45,14 @@ def test_every_rank_has_its_table_and_ops_find_it():
 
 @pytest.mark.parametrize("world", [2, 3, 64])
 def test_a_sum_is_the_same_on_all(world):
-    found = run_in_threads(world, lambda table: sum_over(own(table), range(world), table))
+    found = run_in_threads(world, lambda table: sum_tensor(own(table), range(world), table))
     expected = world * torch.arange(4.0, dtype=torch.float64) + 10 * sum(range(world))
     assert all(torch.equal(one, expected) for one in found)
 
 
 def test_large_tensors_of_several_ranks_are_summed_by_the_collective():
     size = 1 << 18
-    found = run_in_threads(3, lambda table: sum_over(torch.full((size,), 1.0 + table.rank), range(3), table))
+    found = run_in_threads(3, lambda table: sum_tensor(torch.full((size,), 1.0 + table.rank), range(3), table))
     assert all(torch.equal(one, torch.full((size,), 6.0)) for one in found)
 
 
@@ -57,10 +63,10 @@ def test_unequal_parts_are_gathered_and_scattered_in_a_group_in_any_order():
         if table.rank not in ranks:
             return None
         here = table.position(ranks)
-        for gather in (gather_parts, gather_padded):
+        for gather in (gather_parts, gather_as_padded):
             gathered = gather(torch.full(shapes[here], float(table.rank)), shapes, ranks, table)
             assert torch.equal(torch.cat(gathered), torch.tensor([3.0] * 2 + [1.0] * 5))
-        for reduce in (reduce_parts, reduce_padded):
+        for reduce in (reduce_parts, reduce_as_padded):
             part = reduce([torch.full(shape, float(table.rank)) for shape in shapes], ranks, table)
             assert torch.equal(part, torch.full(shapes[here], 4.0))
         return here
@@ -88,15 +94,15 @@ def test_ranks_agree_by_small_messages():
     def work(table):
         highest = reduce_world(torch.tensor([float(table.rank)]), 5, dist.ReduceOp.MAX, "a number")
         facts = agree(table, LocalFacts(rows=table.rank, signature="same"))
-        told = by_first(table, lambda: ["of", table.rank])
-        return float(highest), facts.rows, told, of_all(table, table.rank)
+        told = broadcast_from_rank0(table, lambda: ["of", table.rank])
+        return float(highest), facts.rows, told, all_gather_object(table, table.rank)
 
     assert run_in_threads(5, work) == [(4.0, (0, 1, 2, 3, 4), ["of", 0], [0, 1, 2, 3, 4])] * 5
 
 
 def test_objects_are_copies():
     shared = ["mine"]
-    found = run_in_threads(2, lambda table: of_all(table, shared))
+    found = run_in_threads(2, lambda table: all_gather_object(table, shared))
     assert all(one is not shared for values in found for one in values)
 
 
@@ -105,7 +111,7 @@ def test_an_object_that_cannot_be_told_is_an_error_on_all():
 
     def work(table):
         try:
-            of_all(table, object() if table.rank == 1 else "fine")
+            all_gather_object(table, object() if table.rank == 1 else "fine")
         except StateError as error:
             seen.append(type(error).__name__)
 
@@ -122,7 +128,7 @@ def test_an_error_of_one_rank_is_raised_on_all_as_among_processes():
                 raise StateError("a problem")
 
         try:
-            together(table, act)
+            raise_on_all_ranks(table, act)
         except StateError as error:
             seen.append(str(error))
 
@@ -168,7 +174,7 @@ def test_sums_of_other_sizes_or_dtypes_are_refused(other):
 
 def test_messages_of_other_sizes_are_refused():
     with pytest.raises(DivergedError, match=r"from rank 0 to rank 1 .* is sent as 3 of .* and awaited as 4 of"):
-        run_in_threads(2, lambda table: sum_over(own(table, 3 + table.rank), (0, 1), table))
+        run_in_threads(2, lambda table: sum_tensor(own(table, 3 + table.rank), (0, 1), table))
 
 
 def test_a_rank_that_does_not_come_is_named():

@@ -2,12 +2,12 @@
 
 import pytest
 
-from hetu_fx.comm_ops.wire.threads.turns import Turns
+from hetu_fx.comm_ops.wire.threads.turns import RoundRobin
 from hetu_fx.errors import DivergedError, StateError
 
 
 def test_one_runs_until_it_waits_and_then_the_next_in_the_circle():
-    turns, told, there = Turns(), [], set()
+    turns, told, there = RoundRobin(), [], set()
 
     def work(number):
         told.append(("comes", number))
@@ -21,7 +21,7 @@ def test_one_runs_until_it_waits_and_then_the_next_in_the_circle():
 
 
 def test_where_nobody_can_go_on_it_is_told_what_each_waits_for():
-    turns = Turns()
+    turns = RoundRobin()
 
     def work(number):
         if number < 2:
@@ -35,7 +35,7 @@ def test_where_nobody_can_go_on_it_is_told_what_each_waits_for():
 
 
 def test_the_error_of_the_rank_that_had_it_is_raised_not_those_of_ranks_that_waited_for_it():
-    turns = Turns()
+    turns = RoundRobin()
 
     def work(number):
         if number == 1:
@@ -47,7 +47,7 @@ def test_the_error_of_the_rank_that_had_it_is_raised_not_those_of_ranks_that_wai
 
 
 def test_what_has_caught_the_word_that_none_can_go_on_may_end_well():
-    turns = Turns()
+    turns = RoundRobin()
 
     def work(number):
         with pytest.raises(DivergedError):
@@ -58,7 +58,7 @@ def test_what_has_caught_the_word_that_none_can_go_on_may_end_well():
 
 
 def test_a_thread_that_begins_to_wait_when_the_time_is_over_gives_up_for_all():
-    turns = Turns()
+    turns = RoundRobin()
     turns.seconds = 0.0
 
     def work(number):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hetu_fx.planner.search.hap.assemble import assemble
 from hetu_fx.planner.search.hap.expand import Expansion
 from hetu_fx.planner.search.hap.program import HapProgram
-from hetu_fx.planner.search.hap.search import bytes_of
+from hetu_fx.planner.search.hap.search import program_bytes
 from hetu_fx.planner.search.hap.states import COPY, Bytes, Layout, LayoutKind, split
 from hetu_fx.planner.search.hap.states import changes as changes_of
 from hetu_fx.planner.search.hap.synthesis import OpChoice
@@ -19,7 +19,7 @@ def programs(expansion: Expansion) -> Iterator[tuple[HapProgram, Bytes]]:
     """Yield all programs, with what they hold."""
     for choices in _choices(expansion, 0, {}):
         program = assemble(expansion, choices)
-        yield program, bytes_of(program, expansion.problem, zero=expansion.zero)
+        yield program, program_bytes(program, expansion.problem, zero=expansion.zero)
 
 
 def fastest(expansion: Expansion) -> float:

@@ -11,9 +11,9 @@ from torch import nn
 
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.graph.capture import capture
-from hetu_fx.planner.count.graph_problem import GraphProblem, problem_of
+from hetu_fx.planner.count.graph_problem import GraphProblem, graph_problem_of
 from hetu_fx.planner.search.hap.assemble import HapResult
-from hetu_fx.planner.search.hap.priced import deduce_plan, run_of
+from hetu_fx.planner.search.hap.priced import deduce_plan, price_plan_run
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import make_program
 from tests.planner.search.nets import Convolutions, Perceptron, images, mean_square
@@ -23,7 +23,7 @@ TWO_TO_ONE = Cluster.on_paper([2e10, 1e10], intra=Link(1e10, 1e-6))
 
 def run_of_plan(problem: GraphProblem, plan: Plan, cluster: Cluster) -> HapResult:
     """Return the program that a plan runs."""
-    return run_of(problem, plan, deduce_plan(problem, plan, cluster), cluster)
+    return price_plan_run(problem, plan, deduce_plan(problem, plan, cluster), cluster)
 
 
 class Attention(nn.Module):
@@ -58,7 +58,7 @@ def graph_problem(make: Callable[[], nn.Module], batch: dict[str, torch.Tensor],
     """Capture a model without weights."""
     with torch.device("meta"):
         model = make()
-    return problem_of(make_program(capture(model, batch, loss_fn=loss_fn), frozenset()).analysed)
+    return graph_problem_of(make_program(capture(model, batch, loss_fn=loss_fn), frozenset()).analysed)
 
 
 @functools.cache

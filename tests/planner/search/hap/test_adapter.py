@@ -16,7 +16,7 @@ from hetu_fx.errors import PlanError
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph
 from hetu_fx.planner.captured_program import CapturedProgram
-from hetu_fx.planner.count.graph_problem import problem_of
+from hetu_fx.planner.count.graph_problem import graph_problem_of
 from hetu_fx.planner.make_plan import make_plans
 from hetu_fx.planner.search.contiguous import CONTIGUOUS
 from hetu_fx.planner.search.hap.search import search
@@ -159,7 +159,7 @@ def stack(layers: int = 3) -> Graph:
 
 
 def test_tensors_have_the_factors_of_the_models_dims() -> None:
-    problem = problem_of(Analyse()(stack())).program
+    problem = graph_problem_of(Analyse()(stack())).program
     weight = problem.by_name["layers.0.qkv.weight"]
     assert (weight.shape, weight.origin, weight.kind) == ((3, 4, 16, 64), (0, 0, 0, 1), "parameter")
     [x] = [tensor for tensor in problem.tensors if tensor.kind == "input"]
@@ -167,7 +167,7 @@ def test_tensors_have_the_factors_of_the_models_dims() -> None:
 
 
 def test_views_are_no_ops_and_products_count_their_flops() -> None:
-    problem = problem_of(Analyse()(stack())).program
+    problem = graph_problem_of(Analyse()(stack())).program
     names = " ".join(op.name for op in problem.ops)
     assert "transpose" not in names
     assert "view" not in names
@@ -180,13 +180,13 @@ def test_views_are_no_ops_and_products_count_their_flops() -> None:
 
 
 def test_a_larger_batch_scales_rows_and_work() -> None:
-    one, two = (problem_of(Analyse()(stack()), rows=rows).program for rows in (8, 16))
+    one, two = (graph_problem_of(Analyse()(stack()), rows=rows).program for rows in (8, 16))
     assert [op.flops * 2 for op in one.ops[:5]] == [op.flops for op in two.ops[:5]]
     assert {t.shape[t.row_dim] for t in two.tensors if t.row_dim is not None} == {16}
 
 
 def test_equal_layers_are_searched_once() -> None:
-    problem = problem_of(Analyse()(stack(6))).program
+    problem = graph_problem_of(Analyse()(stack(6))).program
     assert len(problem.blocks) == 6
     once, all_of_them = (search(one, FAST_AND_SLOW) for one in (problem, replace(problem, blocks=())))
     assert once.seconds == pytest.approx(all_of_them.seconds, rel=1e-9)
@@ -198,21 +198,23 @@ def test_heads_and_feed_forward_are_cut_for_few_rows_and_rows_where_there_are_ma
     held = []
     for rows in (2, 4096):
         result = search(
-            problem_of(Analyse()(stack()), rows=rows).program, Cluster.on_paper([2e9, 1e9]), collectives=equally_fast
+            graph_problem_of(Analyse()(stack()), rows=rows).program,
+            Cluster.on_paper([2e9, 1e9]),
+            collectives=equally_fast,
         )
         held.append([str(layouts(result)[f"layers.1.{name}.weight"]) for name in ("qkv", "up")])
     assert held == [["split 1", "split 0"], ["copy", "copy"]]  # by heads: the second factor of the fused dim
 
 
 def test_parts_of_the_model_may_have_ratios_of_their_own() -> None:
-    problem = problem_of(Analyse()(stack()), segment_per_part=True).program
+    problem = graph_problem_of(Analyse()(stack()), segment_per_part=True).program
     assert {op.segment for op in problem.ops} == {1, 2}
     apart, together = (search(one, FAST_AND_SLOW).seconds for one in (problem, problem.in_one_segment()))
     assert apart <= together * (1 + 1e-6)
 
 
 def test_the_plan_of_a_captured_model_names_parameters_of_the_model() -> None:
-    problem = problem_of(Analyse()(stack())).program
+    problem = graph_problem_of(Analyse()(stack())).program
     result = search(problem, FAST_AND_SLOW)
     translation = translations(problem, result, FAST_AND_SLOW)[0]
     parameters = {tensor.name for tensor in problem.tensors if tensor.kind == "parameter"}
@@ -228,11 +230,11 @@ def test_a_graph_without_parameters_is_refused() -> None:
 
     graph = capture(Nothing(), {"x": torch.randn(4, 4)}, loss_fn=lambda out, **batch: out)
     with pytest.raises(PlanError, match="no value of the graph depends on a parameter"):
-        problem_of(Analyse()(graph))
+        graph_problem_of(Analyse()(graph))
 
 
 @pytest.mark.parametrize("name", ["bert", "conv", "gpt2", "vit"])
 def test_models_of_the_zoo_have_programs_no_slower_than_their_plans(name: str) -> None:
-    problem = problem_of(Analyse()(captured(name)[1])).program
+    problem = graph_problem_of(Analyse()(captured(name)[1])).program
     result = search(problem, FAST_AND_SLOW)
     assert translations(problem, result, FAST_AND_SLOW)[0].loss_seconds >= -1e-6 * result.seconds

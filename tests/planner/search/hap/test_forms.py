@@ -6,8 +6,8 @@ import pytest
 from torch import fx
 
 from hetu_fx.deduction.factors.factors import FactorClass, flat
-from hetu_fx.planner.count.graph_problem import GraphProblem, factor_name, problem_of
-from hetu_fx.planner.search.hap.forms import SynthesisRules, forms_of
+from hetu_fx.planner.count.graph_problem import GraphProblem, factor_name, graph_problem_of
+from hetu_fx.planner.search.hap.forms import SynthesisRules, op_forms
 from hetu_fx.planner.search.hap.states import COPY, PARTIAL, SHARED, Layout, split
 from hetu_fx.program.program import make_program
 from hetu_fx.transforms.layouts.program_choices import OpCut
@@ -40,7 +40,7 @@ def reads(node: fx.Node, strategy: OpStrategy, problem: GraphProblem) -> list[La
 
 
 def zoo(name: str) -> GraphProblem:
-    return problem_of(make_program(captured(name)[1], frozenset()).analysed)
+    return graph_problem_of(make_program(captured(name)[1], frozenset()).analysed)
 
 
 PROBLEMS = {"perceptron": perceptron, "convolutions": convolutions, "stack": stack} | {
@@ -55,7 +55,7 @@ def test_an_op_that_is_cut_reads_and_makes_what_deduction_says(name: str) -> Non
     classes = {factor_name(c): c for c in analysed.factors.classes}
     for node, op in zip(problem.nodes, problem.program.ops, strict=True):
         states = {operand.node: WHOLE for operand in analysed.factors.op(node).operands}
-        for form in forms_of(op, problem.program, SUMS, 2):
+        for form in op_forms(op, problem.program, SUMS, 2):
             if form.cut is not None:
                 choices = {node: OpCut(classes[form.cut])}
                 rules = analysed.factors, analysed.flow, frozenset[FactorClass](), UNCUT, True

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.hap.assemble import synthesise
 from hetu_fx.planner.search.hap.program import HapProgram, best_ratios
-from hetu_fx.planner.search.hap.search import bytes_of
+from hetu_fx.planner.search.hap.search import program_bytes
 from hetu_fx.planner.search.hap.states import Bytes
 from tests.planner.search.hap.small import drawn, expansion, feed_forward
 
@@ -59,7 +59,7 @@ def test_bytes_of_a_program_are_those_of_its_layouts() -> None:
     problem = feed_forward(rows=16, width=64, inner=512)
     program = synthesise(expansion(problem, (3e5, 1e5))).program
     weights, rows = 4.0 * 64 * 512, 4.0 * 16
-    held = bytes_of(program, problem)
+    held = program_bytes(program, problem)
     assert held.spread == (4 * 2 * weights + 2 * rows * 512,)  # parameters with their states; hidden and active
     assert held.copied == rows * 64 + 4  # summands of the last value and of the loss
     assert held.on_device(1, ((0.75, 0.25),)) == held.copied + held.spread[0] / 4

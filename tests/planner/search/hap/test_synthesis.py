@@ -9,7 +9,7 @@ from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.hap import synthesis
 from hetu_fx.planner.search.hap.assemble import synthesise
 from hetu_fx.planner.search.hap.forms import SynthesisRules
-from hetu_fx.planner.search.hap.search import bytes_of
+from hetu_fx.planner.search.hap.search import program_bytes
 from hetu_fx.planner.search.hap.states import Limits
 from tests.planner.search.hap.exhaustive import fastest, programs
 from tests.planner.search.hap.small import chain, drawn, expansion, feed_forward
@@ -58,7 +58,7 @@ def test_with_limits_of_memory_it_is_the_fastest_of_those_that_fit(
     found = synthesise(given)
     assert found.is_exact
     assert found.program.seconds(given.prices.speeds, given.prices.ratios) == pytest.approx(best, rel=1e-9)
-    held = bytes_of(found.program, problem)
+    held = program_bytes(found.program, problem)
     assert held.copied <= limits.least * (1 + 1e-9)
 
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.planner.search.hap.prices import rounded
+from hetu_fx.planner.search.hap.prices import round_shares
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.search.hap.to_plan import translations
 from hetu_fx.planner.values.tensor_program import TensorProgram
@@ -40,7 +40,7 @@ def named(rows: int, width: int, inner: int, layers: int) -> TensorProgram:
 def test_shares_are_rounded_as_in_the_released_code(
     flops: tuple[int, ...], total: int, shares: tuple[int, ...]
 ) -> None:
-    assert rounded([each / sum(flops) for each in flops], total) == shares
+    assert round_shares([each / sum(flops) for each in flops], total) == shares
 
 
 def test_a_program_that_cuts_rows_becomes_a_data_parallel_plan() -> None:

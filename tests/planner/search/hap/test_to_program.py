@@ -9,7 +9,7 @@ import torch
 
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.planner.count.graph_problem import GraphProblem, factor_name
-from hetu_fx.planner.search.hap.adapter import sayable, stage_of
+from hetu_fx.planner.search.hap.adapter import hap_stage, is_expressible
 from hetu_fx.planner.search.hap.assemble import HapResult
 from hetu_fx.planner.search.hap.forms import SynthesisRules
 from hetu_fx.planner.search.hap.search import search
@@ -22,8 +22,8 @@ from tests.planner.search.nets import mean_square
 
 
 def said(problem: GraphProblem, cluster: Cluster = TWO_TO_ONE, **rules: bool) -> tuple[Stage, HapResult]:
-    found = search(sayable(problem), cluster, rules=SynthesisRules(**rules))  # type: ignore[arg-type]
-    return stage_of(problem, found), found
+    found = search(is_expressible(problem), cluster, rules=SynthesisRules(**rules))  # type: ignore[arg-type]
+    return hap_stage(problem, found), found
 
 
 def named(region: OpRegion, problem: GraphProblem) -> set[str]:
@@ -84,5 +84,5 @@ def test_nothing_is_cut_on_what_no_parameter_and_no_input_has() -> None:
             return (x * self.weight)[:, :, None] * torch.arange(64.0, device=x.device)
 
     problem = graph_problem(Outer, {"x": torch.randn(3, 4)}, mean_square)
-    last = next(op for op in sayable(problem).ops if len(op.results[0]) == 3)
+    last = next(op for op in is_expressible(problem).ops if len(op.results[0]) == 3)
     assert len(last.whole & set(last.results[0])) == 1

@@ -14,7 +14,7 @@ from itertools import product
 from hetu_fx.planner.search.heteroauto.cost import (
     Groups,
     HeteroStage,
-    edge_of,
+    edge_costs,
     hand_over_seconds,
     held_bytes,
     update_seconds,
@@ -108,7 +108,7 @@ class Exhaustive:
         self, replicas: int, stage: HeteroStage, behind: Groups | None, row: int, is_first: bool
     ) -> tuple[float, float] | None:
         problem, groups = self.problem, stage.groups
-        count, edge = problem.num_micro_batches // replicas, edge_of(problem, is_first, behind is None)
+        count, edge = problem.num_micro_batches // replicas, edge_costs(problem, is_first, behind is None)
         flying = in_flight(problem.schedule, 0, row, count)
         fits = held_bytes(problem, replicas, stage, edge, flying) <= groups.kind.memory_bytes
         if not fits or (stage.recompute and not problem.freedom.recompute):
@@ -124,7 +124,7 @@ def step_seconds(problem: HeteroProblem, replicas: int, stages: Sequence[HeteroS
     count = problem.num_micro_batches // replicas
     seconds, ends = [], []
     for index, stage in enumerate(stages):
-        edge = edge_of(problem, index == 0, index == len(stages) - 1)
+        edge = edge_costs(problem, index == 0, index == len(stages) - 1)
         flying = in_flight(problem.schedule, index, len(stages), count)
         if held_bytes(problem, replicas, stage, edge, flying) > stage.groups.kind.memory_bytes:
             return math.inf

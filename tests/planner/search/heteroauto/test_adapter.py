@@ -6,7 +6,7 @@ from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plan, make_plans
 from hetu_fx.planner.price.step import memory_problems
-from hetu_fx.planner.search.device_orders import alike_in
+from hetu_fx.planner.search.device_orders import devices_by_likeness
 from hetu_fx.planner.search.heteroauto.adapter import placed_groups, shapes
 from hetu_fx.planner.search.heteroauto.kinds import HeteroProblems
 from hetu_fx.planner.search.heteroauto.search import search
@@ -91,7 +91,12 @@ def test_what_fits_nowhere_is_said() -> None:
 
 def test_devices_are_of_one_kind_if_they_differ_in_nothing_but_their_nodes() -> None:
     cluster = two_kinds().with_rates({1: 2.0, 6: 1.5})
-    assert [[d.rank for d in alike.devices] for alike in alike_in(cluster)] == [[0, 2, 3], [1], [4, 5, 7], [6]]
+    assert [[d.rank for d in alike.devices] for alike in devices_by_likeness(cluster)] == [
+        [0, 2, 3],
+        [1],
+        [4, 5, 7],
+        [6],
+    ]
     made = HeteroProblems(replace(BOTH, cluster=cluster)).of(1, 8)
     fast, slowed = made.kinds[0].layers[1], made.kinds[1].layers[1]
     assert slowed.forward_seconds == pytest.approx(2 * fast.forward_seconds)
@@ -102,8 +107,8 @@ def test_devices_are_of_one_kind_if_they_differ_in_nothing_but_their_nodes() -> 
 def test_devices_of_like_memory_are_of_one_kind_with_the_least_of_it() -> None:
     free = [1 << 30, (1 << 30) + (1 << 20), 1 << 32, 1 << 30]
     cluster = Cluster.on_paper([1e12] * 4, memory_bytes=free, intra=FAST_LINK)
-    assert [[d.rank for d in alike.devices] for alike in alike_in(cluster)] == [[0, 1, 3], [2]]
-    assert [alike.memory_bytes for alike in alike_in(cluster)] == [1 << 30, 1 << 32]
+    assert [[d.rank for d in alike.devices] for alike in devices_by_likeness(cluster)] == [[0, 1, 3], [2]]
+    assert [alike.memory_bytes for alike in devices_by_likeness(cluster)] == [1 << 30, 1 << 32]
 
 
 def test_links_inside_a_node_are_used_by_what_stands_on_one() -> None:

@@ -12,7 +12,7 @@ from hetu_fx.planner.search.heteroauto.cost import (
     transfer_seconds,
     update_seconds,
 )
-from hetu_fx.planner.search.heteroauto.problem import EndCosts, Freedom
+from hetu_fx.planner.search.heteroauto.problem import EndCosts, SearchSpace
 from tests.planner.search.heteroauto.examples import kind, layers_of, problem, simulated_seconds
 from tests.planner.search.heteroauto.exhaustive import step_seconds
 
@@ -54,7 +54,7 @@ def test_a_message_to_a_larger_group_is_sliced_and_gathered_where_that_is_faster
     assert transfer_seconds(sending, 2, four, link) == pytest.approx(8 / 2 / 4 + 3 * 2 / 8)
     assert transfer_seconds(sending, 4, two, link) == pytest.approx(8 / 2 / 4 + 4 / 8)
     assert hand_over_seconds(sending, two, four) == pytest.approx(1.75 + 1.5)
-    naive = replace(sending, freedom=Freedom(slice_and_gather=False))
+    naive = replace(sending, freedom=SearchSpace(slice_and_gather=False))
     assert hand_over_seconds(naive, two, four) == pytest.approx(2 * 8 / 4 + 8 / 4)
     far = Groups(replace(SLOW, inside=Link(0.1)), 4)
     assert transfer_seconds(sending, 2, far, link) == pytest.approx(2 * 8 / 4)

@@ -10,12 +10,12 @@ from benchmarks.cases.heteroauto import LAYER_PARAMETERS, LAYERS, TABLE_PARAMETE
 from hetu_fx.cluster.cluster import Link
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.heteroauto.cost import HeteroResult
-from hetu_fx.planner.search.heteroauto.problem import ChipKind, EndCosts, Freedom, HeteroProblem, Layer
-from hetu_fx.planner.search.heteroauto.search import NEAR, Upper, search
+from hetu_fx.planner.search.heteroauto.problem import ChipKind, EndCosts, HeteroProblem, Layer, SearchSpace
+from hetu_fx.planner.search.heteroauto.search import NEAR, OuterLevel, search
 from tests.planner.search.heteroauto.examples import kind, layers_of, problem, simulated_seconds
 from tests.planner.search.heteroauto.exhaustive import Exhaustive, step_seconds
 
-COARSE = Freedom(split_kinds=False)
+COARSE = SearchSpace(split_kinds=False)
 SPEEDS = st.sampled_from([1.0, 10.0, 1e9])
 
 
@@ -54,7 +54,7 @@ def problems(draw: st.DrawFn) -> HeteroProblem:
         schedule=draw(st.sampled_from(["1f1b", "gpipe"])),
         zero=draw(st.sampled_from([0, 1])),
         bubble=draw(st.sampled_from([1.0, 0.5, 0.0])),
-        freedom=Freedom(*(draw(st.booleans()) for _ in fields(Freedom))),
+        freedom=SearchSpace(*(draw(st.booleans()) for _ in fields(SearchSpace))),
     )
 
 
@@ -153,7 +153,7 @@ def test_splitting_a_kind_pays_where_its_groups_of_one_size_do_not_match_the_oth
     assert search(replace(odd, freedom=COARSE)).seconds == result.coarse_seconds
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(Freedom)])
+@pytest.mark.parametrize("name", [field.name for field in fields(SearchSpace)])
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_switched_off_never_makes_the_step_shorter(name: str, seed: int) -> None:
     drawn = random.Random(seed)
@@ -205,17 +205,17 @@ def test_1024_chips_of_4_kinds_get_a_plan_with_all_of_them() -> None:
 def test_only_what_is_faster_than_a_limit_is_returned() -> None:
     two = problem(kind("fast", (2,), layers_of(1.0)), kind("slow", (2,), layers_of(2.0)))
     best = search(two)
-    assert Upper(two).search_below(best.coarse_seconds) is None
-    assert Upper(two).search_below(1.001 * best.coarse_seconds) == best
+    assert OuterLevel(two).search_below(best.coarse_seconds) is None
+    assert OuterLevel(two).search_below(1.001 * best.coarse_seconds) == best
 
 
 def test_plans_of_other_groups_that_are_nearly_as_fast_are_returned_too() -> None:
     two = problem(kind("alike", (4,), layers_of(1.0, {1: 1.0, 2: 1.99})), layers=8, micro_batches=32)
-    best, *others = Upper(two).near_below(math.inf)
+    best, *others = OuterLevel(two).near_below(math.inf)
     assert best == search(two)
     assert others
     assert all(best.seconds <= other.seconds < NEAR * best.seconds for other in others)
-    assert Upper(two).near_below(best.coarse_seconds) == []
+    assert OuterLevel(two).near_below(best.coarse_seconds) == []
 
 
 def test_what_fits_nowhere_is_refused_with_the_way_out() -> None:

@@ -5,7 +5,7 @@ import pytest
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plan, make_plans
-from hetu_fx.planner.search.hydraulis.adapter import plan_of, typical_batch, variants
+from hetu_fx.planner.search.hydraulis.adapter import typical_batch, variant_plan, variants
 from hetu_fx.planner.search.hydraulis.schemes import fitting_schemes
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.values.options import PlanOptions
@@ -56,7 +56,7 @@ def test_the_answer_is_a_plan_for_each_longest_sequence() -> None:
 
 
 def test_pipelines_that_cannot_take_the_longest_sequence_say_so() -> None:
-    plan, done = plan_of(variants(PROBLEM)[-1], PROBLEM)
+    plan, done = variant_plan(variants(PROBLEM)[-1], PROBLEM)
     limits = [pipeline.max_length for pipeline in plan.pipelines]
     assert limits[0] is None
     assert limits[-1] == done[-1].scheme.max_length

@@ -15,7 +15,7 @@ from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plans
 from hetu_fx.planner.search.hydraulis.adapter import variants
-from hetu_fx.planner.search.hydraulis.schemes import SchemeShape, fitting_schemes, kinds_of
+from hetu_fx.planner.search.hydraulis.schemes import SchemeShape, devices_by_kind, fitting_schemes
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.part_costs import PartCosts
@@ -81,7 +81,7 @@ def test_what_has_no_room_for_the_longest_computes_its_blocks_again() -> None:
 def test_unequal_devices_share_by_speed_and_the_last_to_hold_a_row_counts() -> None:
     """Speeds 3 and 1: of 8 parts the fast one has 6, which takes it as long as 2 take the other."""
     asked = problem(3.0, 1.0, tokens=1024, longest=512)
-    fast, slow = (devices[0] for devices in kinds_of(asked.cluster))
+    fast, slow = (devices[0] for devices in devices_by_kind(asked.cluster))
     assert SchemeShape((1, 1), 1).stage((fast, slow), BLOCKS, asked.costs).ratios == (3, 1)
     found = by_name(asked)
     of_fast, of_slow = found["<tp 1, pp 1, of 1 + 0>"], found["<tp 1, pp 1, of 0 + 1>"]
@@ -113,7 +113,7 @@ def test_a_pool_recomputes_only_where_its_options_let_it() -> None:
 
 def test_devices_that_differ_a_little_are_of_one_kind_which_is_as_slow_as_its_slowest() -> None:
     asked = problem(1.0, 0.95, 0.5, tokens=1024, longest=512)
-    assert [[device.rank for device in devices] for devices in kinds_of(asked.cluster)] == [[0, 1], [2]]
+    assert [[device.rank for device in devices] for devices in devices_by_kind(asked.cluster)] == [[0, 1], [2]]
     assert by_name(asked)["<tp 1, pp 1, of 1 + 0>"][0] == pytest.approx(3 * BLOCKS / 0.95)
 
 

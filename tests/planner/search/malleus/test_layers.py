@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from hetu_fx.planner.search.malleus.groups import GroupKind
-from hetu_fx.planner.search.malleus.layers import Filled, Kinds, LayerFiller
+from hetu_fx.planner.search.malleus.layers import FilledPipeline, Kinds, LayerFiller
 from hetu_fx.planner.search.malleus.situation import LayerMemory, MalleusSituation
 from tests.planner.search.malleus.models import ample, kinds
 
@@ -76,7 +76,7 @@ def test_a_slower_group_never_helps(seconds: list[float], layers: int, data: st.
 
 def test_a_group_too_slow_for_one_layer_is_left_out() -> None:
     filled = LayerFiller(ample(8, 4, 1)).fill(kinds(90.0, 1.0, 1.0))
-    assert filled == Filled(kinds(1.0, 1.0), (4, 4), 4.0)
+    assert filled == FilledPipeline(kinds(1.0, 1.0), (4, 4), 4.0)
 
 
 def test_what_fits_no_memory_is_none() -> None:

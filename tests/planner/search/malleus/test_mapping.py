@@ -10,7 +10,7 @@ from hetu_fx.planner.search.malleus.mapping import (
     holdings,
     map_groups,
     moved_layers,
-    regrouped,
+    order_ranks,
 )
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 
@@ -109,5 +109,5 @@ def test_no_swap_of_two_groups_is_better(order: list[int], nodes: list[str]) -> 
 def test_equally_fast_devices_stay_with_their_stage() -> None:
     rates = dict.fromkeys(range(8), 1.0) | {1: 3.0}
     held = holdings(TWO_BY_TWO, 8)
-    assert regrouped(range(8), rates, held) == [2, 3, 4, 5, 6, 7, 0, 1]
-    assert regrouped(range(8), rates, {}) == [0, 2, 3, 4, 5, 6, 7, 1]
+    assert order_ranks(range(8), rates, held) == [2, 3, 4, 5, 6, 7, 0, 1]
+    assert order_ranks(range(8), rates, {}) == [0, 2, 3, 4, 5, 6, 7, 1]

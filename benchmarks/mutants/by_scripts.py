@@ -45,7 +45,7 @@ def judge_all(mutants: Sequence[Mutant]) -> list[Row]:
     """Give a row for each mistake: which script notices it. ValueError for a script that fails without any."""
     runs, start = Runs(scripts()), perf_counter()
     named = dict.fromkeys(name for mutant in mutants for name in mutant.scripts)
-    if wrong := runs.inspect_function(named):
+    if wrong := runs.look_at(named):
         raise ValueError(f"scripts do not come out as they should, without any mistake: {wrong}")
     _say(f"{len(named)} scripts came out as they should without a mistake in {perf_counter() - start:.0f} s")
     found: dict[Mutant, Noticed | None] = {}
@@ -53,7 +53,7 @@ def judge_all(mutants: Sequence[Mutant]) -> list[Row]:
         found[mutant] = noticed
         _say(f"{len(found)}/{len(mutants)} {mutant.name}: {_told(noticed)}")
     left = [mutant for mutant, noticed in found.items() if noticed is None]
-    runs.inspect_function(runs.others if left else ())
+    runs.look_at(runs.others if left else ())
     for mutant, noticed in runs.tried(dict.fromkeys(left, tuple(runs.known))):
         found[mutant] = noticed
         _say(f"{mutant.name}, by all scripts: {_told(noticed)}")
@@ -79,7 +79,7 @@ class Runs:
         every = (one for one in self.scripts.values() if one.area in AREAS and SETTING in one.settings)
         return [one.name for one in every if one.name not in self.known]
 
-    def inspect_function(self, names: Iterable[str]) -> dict[str, list[object]]:
+    def look_at(self, names: Iterable[str]) -> dict[str, list[object]]:
         """Run scripts without a mistake, and know them. Give those that do not come out as they should."""
         wrong = {}
         for name, heard in in_forks(names, self._look_at, _at_once(), SECONDS):

@@ -4,9 +4,9 @@ A system's call that copies 2 MB from another process looks up 512 pages, and ne
 memory that both have mapped, a sum takes its summands right away: 0.15 ms instead of 0.27 where both lie in caches, the
 copy to there included, and 0.33 instead of 0.49 where they do not; 0.11 and 0.19 where the summand was made there.
 
-Every rank has an area of its own behind its board (`memory.SharedMailbox`). Pages exist once they are written to, and are
-used again: none is cleared for a summand, as fresh memory is. What stands there is seen in the order in which it was written
-on processors of some kinds; on others nothing is shared so. It outlives the process.
+Every rank has an area of its own behind its board (`memory.SharedMailbox`). Pages exist once they are written to, and
+are used again: none is cleared for a summand, as fresh memory is. What stands there is seen in the order in which it
+was written on processors of some kinds; on others nothing is shared so. It outlives the process.
 """
 
 from __future__ import annotations

@@ -402,7 +402,7 @@ _WRAPPERS = (  # by the module that has them once it is imported, with what to g
     ("torch.nn.parallel", "DataParallel", "hint: give the model itself, model.module"),
     ("torch.distributed.fsdp", "FullyShardedDataParallel", "hint: give the model as it is before FSDP wraps it"),
     ("torch.distributed.fsdp", "FSDPModule", "hint: give the model as it is before fully_shard"),
-    (*OPTIMIZED_MODULE, "hint: give the model as it is before torch.compile, and compile='inductor' beside it"),
+    (*OPTIMIZED_MODULE, "hint: give the model as it is before torch.compile, and compile='inductor' with it"),
 )
 
 
@@ -414,7 +414,7 @@ def check_arguments(wanted: Preparation) -> None:
     """
     model, optimizer = wanted.model, wanted.optimizer
     if not isinstance(model, nn.Module):
-        raise StateError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+        raise StateError(f"model is a {type(model).__name__}\nhint: give a torch.nn.Module")
     for name, module in model.named_modules():
         for space, kind, way_out in _WRAPPERS:
             wrapper = getattr(sys.modules.get(space), kind, None)

@@ -35,7 +35,8 @@ def graph_to_align(model: nn.Module, batch: Batch) -> Graph:
     graph = capture(model, batch, training=model.training)
     if graph.loss is None:
         raise AlignError(
-            "the model returns no loss: a number that needs a gradient, the only one or named 'loss'; let it make one"
+            "the model returns no loss: a number that needs a gradient, the only one or named 'loss'\n"
+            "hint: return the loss from forward"
         )
     drawn = Randomness()(graph)
     place_ops(drawn.graph, next((parameter.device for parameter in model.parameters()), HOST))

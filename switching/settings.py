@@ -54,7 +54,7 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("warm", "homes_follow", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
-                raise StateError(f"Options: {name} is {getattr(self, name)!r}; give True or False")
+                raise StateError(f"Options: {name} is {getattr(self, name)!r}\nhint: give True or False")
         if self.idle_bytes < 0:
             raise StateError(f"idle_bytes is {self.idle_bytes}; give 0 (variants that do not run keep nothing) or more")
 
@@ -72,7 +72,7 @@ class Options:
                 raise TypeError(f"auto_parallelize() got an unexpected keyword argument {name!r}{nearest(name, known)}")
             warnings.warn(f"{name}=... is options=hetu_fx.Options({name}=...) now", DeprecationWarning, stacklevel=3)
         if not isinstance(options, Options | None):
-            raise StateError(f"options is {options!r}; give hetu_fx.Options(...)")
+            raise StateError(f"options is {options!r}\nhint: give hetu_fx.Options(...)")
         return replace(options or cls(), **{name: value for name, value in old.items() if (name, value) != _NO_HEALTH})
 
 

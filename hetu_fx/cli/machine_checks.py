@@ -105,7 +105,7 @@ def nccl_of(version: str, environment: Mapping[str, str]) -> str:
     """Return which of torch's two NCCL backends "nccl" stands for: nccl2 by default from 2.15 on."""
     by_default = "1" if numbers(version) >= (2, 15) else "0"
     is_new = numbers(version) >= (2, 14) and environment.get("TORCH_DIST_USE_NCCL2", by_default) == "1"
-    return "nccl2 (as nccl; TORCH_DIST_USE_NCCL2=0 takes the former one)" if is_new else "nccl"
+    return "nccl2 (as nccl; TORCH_DIST_USE_NCCL2=0 takes the older one)" if is_new else "nccl"
 
 
 def _devices() -> Finding:

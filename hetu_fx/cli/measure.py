@@ -114,7 +114,7 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     parser.usage = "hetu-fx profile SCRIPT.py:FUNCTION [--out FILE]"
     parser.add_argument("model", metavar="SCRIPT:FUNCTION", help="returns (model, example batch of all devices)")
     parser.add_argument("--out", type=Path, default=Path("profile.json"), metavar="FILE", help="(default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print the profile as JSON; write no file")
+    parser.add_argument("--json", action="store_true", help="print the profile as JSON and no file")
 
 
 def call_profile(options: argparse.Namespace, rest: Sequence[str]) -> int:

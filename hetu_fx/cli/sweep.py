@@ -66,7 +66,7 @@ def show_sweep(problem: Problem, options: argparse.Namespace) -> int:
 def _axes(given: Sequence[str]) -> dict[str, list[str]]:
     axes = {name: values.split(",") for name, _, values in (text.partition("=") for text in given)}
     if not axes.keys() <= {*_AXES} or not all(map(all, axes.values())):
-        raise PlanError(f"--sweep {' '.join(given)} is no sweep; write it like --sweep rows=64,256 link=10gbit,100gbit")
+        raise PlanError(f"--sweep {' '.join(given)} is no sweep\nhint: --sweep rows=64,256 link=10gbit,100gbit")
     return axes
 
 

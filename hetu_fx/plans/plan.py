@@ -281,7 +281,7 @@ class Plan(Document):
 def _ranks(devices: int | Sequence[int]) -> tuple[int, ...]:
     """Return the ranks that are given, or as many as are asked for."""
     if isinstance(devices, int) and devices < 1:
-        raise PlanError(f"a plan for {devices} devices was asked for; give 1 or more, or their ranks")
+        raise PlanError(f"a plan for {devices} devices was asked for\nhint: give 1 or more, or their ranks")
     return tuple(range(devices)) if isinstance(devices, int) else tuple(devices)
 
 

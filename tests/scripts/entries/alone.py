@@ -93,7 +93,7 @@ for _what, _look, _made, _tolerance in (
     ("evaluates", _evaluated, "mlp", 1e-9),
     ("generates", _generated, "llama", 1e-5),
 ):
-    script(f"{_what} on one rank alone, while the others go on", settings=SEVERAL, tolerance=_tolerance)(
+    script(f"{_what} on one rank alone, while the others train", settings=SEVERAL, tolerance=_tolerance)(
         lambda job, look=_look, made=_made: _after_a_step(job, look, made)
     )
 
@@ -110,7 +110,7 @@ def _(job: Job) -> Results:
     return {"norm": seen[0], "loss": _step(model, optimizer, rows), **job.parameters(model)}
 
 
-@script("reads a parameter on one rank alone when the others have stepped, and goes on", settings=("dp2", "tp2"))
+@script("reads a parameter on one rank alone when the others have stepped, and continues", settings=("dp2", "tp2"))
 def _(job: Job) -> Results:
     model, batch = job.mlp()
     model = job.parallel(model, batch)

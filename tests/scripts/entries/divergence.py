@@ -116,7 +116,7 @@ def _(job: Job) -> Results:
     return {}
 
 
-@script("gathers a parameter on one rank while the others go on to the next step", refused=AWAY, settings=SEVERAL)
+@script("gathers a parameter on one rank while the others train to the next step", refused=AWAY, settings=SEVERAL)
 def _(job: Job) -> Results:
     model, optimizer, rows = _start(job)
     if job.rank == 0:
@@ -125,7 +125,7 @@ def _(job: Job) -> Results:
     return {}
 
 
-@script("takes a gradient's norm on one rank while the others go on", refused=AWAY, settings=SEVERAL)
+@script("takes a gradient's norm on one rank while the others train", refused=AWAY, settings=SEVERAL)
 def _(job: Job) -> Results:
     model, optimizer, rows = _start(job)
     if job.rank == 0:

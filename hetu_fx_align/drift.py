@@ -106,7 +106,7 @@ def whole_run(graph: Graph, leaves: Leaves, runner: Runner) -> WholeRun:
         node: runner.way.tensor(value.detach()).requires_grad_(value.requires_grad) for node, value in leaves.items()
     }
     try:
-        made = seen_run(graph, own, lambda call: runner.run(runner.way.adapt_plan(call)), None)
+        made = seen_run(graph, own, lambda call: runner.run(runner.way.adapt_call(call)), None)
     except Exception as error:  # whatever a way raises is what is to be told of it
         return WholeRun(runner.way.name, says=first_line(error))
     exact = {node: wide(value) for node, value in own.items()}

@@ -86,7 +86,7 @@ def judge(runner: Runner, call: Call, tolerances: Tolerances) -> tuple[Verdict, 
         made = run_in(runner, call)
     except Exception as error:  # whatever an op raises in a way is what is to be told of it
         return Verdict(name, "fails", says=first_line(error)), None
-    read = runner.way.adapt_plan(call)
+    read = runner.way.adapt_call(call)
     try:
         reference, dtype = reference_of(read, made)
     except (NotImplementedError, RuntimeError) as error:

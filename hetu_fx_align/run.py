@@ -37,7 +37,7 @@ class Made:
 
 def run_in(runner: Runner, call: Call) -> Made:
     """Run a call in a way, with cotangents drawn by a seed that is always the same."""
-    return run_both_ways(runner.run, runner.way.adapt_plan(call), None)
+    return run_both_ways(runner.run, runner.way.adapt_call(call), None)
 
 
 def run_both_ways(run: Run, call: Call, cotangents: Sequence[Tensor] | None) -> Made:

@@ -39,7 +39,7 @@ class Way:
     backend: str = ""
     replaced: Mapping[str, Replacement] = field(default_factory=dict)
 
-    def adapt_plan(self, call: Call) -> Call:
+    def adapt_call(self, call: Call) -> Call:
         """Return a call with its tensors as this way takes them; numbers beyond its dtype become the largest it has."""
         return call if self.dtype is None and self.device is None else call.mapped(self.tensor, self._number)
 

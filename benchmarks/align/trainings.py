@@ -42,7 +42,7 @@ def losses_in(way: Way, steps: int = STEPS) -> list[float]:
     trained = {leaf.node: model.get_parameter(leaf.name) for leaf in graph.leaves_of(LeafKind.PARAMETER)}
 
     def visit(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return runner.run(way.adapt_plan(call_of(node, args, kwargs)))
+        return runner.run(way.adapt_call(call_of(node, args, kwargs)))
 
     for step in range(steps):
         leaves = {**values_of_leaves(graph, model, _batch(step)), **trained}

@@ -107,7 +107,7 @@ def listed() -> Iterator[Decisions]:
 
     with (
         patch.object(bsr_run, "_write", writing),
-        patch.object(split_run, "groups_of", grouping),
+        patch.object(split_run, "collectives_of_rank", grouping),
         patch.object(Resolution, "calls", calling),
         patch.object(bridge, "plan_bridge", bridging),
         patch.object(PartCall, "joined", joining_parts),
@@ -142,7 +142,7 @@ def planted(wrong: Wrong) -> Iterator[None]:
     forget()
     with (
         patch.object(BsrPlan, "__post_init__", planning),
-        patch.object(split_run, "groups_of", grouping),
+        patch.object(split_run, "collectives_of_rank", grouping),
         patch.object(Resolution, "calls", calling),
         patch.object(bridge, "plan_bridge", bridging),
     ):

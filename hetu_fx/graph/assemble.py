@@ -296,7 +296,7 @@ def _without_unused_constants(flat: fx.Graph, leaves: tuple[Leaf, ...]) -> tuple
 
 def _index_of_loss(names: list[str], values: list[fx.Node], trained: Collection[fx.Node]) -> int | None:
     nodes = dict(zip(names, values, strict=True))
-    numbers = [n for n, node in nodes.items() if _is_number(node) and (n == LOSS or meta.shape(node) == ())]
+    numbers = [n for n, node in nodes.items() if (n == LOSS or meta.shape(node) == ()) and _is_number(node)]
     found = loss_among(names, numbers, [name for name, node in nodes.items() if node in trained])
     return None if found is None else names.index(found)
 

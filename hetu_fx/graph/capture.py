@@ -51,7 +51,7 @@ from hetu_fx.graph.containers import Tree, flatten, unflatten
 from hetu_fx.graph.example import Example, make_example
 from hetu_fx.graph.graph import OBSERVED, Graph, OutputKind
 from hetu_fx.graph.leaves.trace import LeafWarning, Leaves
-from hetu_fx.graph.neutral import PARAMETERS, OnHost, find_device, meta_state, stand_in_device
+from hetu_fx.graph.neutral import PARAMETERS, OnHost, find_device, stand_in_device, stand_in_state
 from hetu_fx.graph.numbers import later, plain_values, steady, with_numbers
 from hetu_fx.graph.regions import casts
 from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, count_rows, find_row_dims
@@ -150,12 +150,12 @@ def _captured(
         program.on_host = OnHost()
         program.autocasts_traced = program.autocasts if casts_on_host else ()
         attributes = program.on_host.instead_of_attributes(program.model)
-        with contextlib.suppress(CaptureError), attributes, meta_state(program.model, stand_in_device):
+        with contextlib.suppress(CaptureError), attributes, stand_in_state(program.model, stand_in_device):
             traced = _traced(program, tensors)
             if casts_on_host or not casts(traced.exported.graph_module):
                 return traced.graph(training)
         program.on_host, program.autocasts_traced = None, program.autocasts
-    with meta_state(program.model, lambda _: device, PARAMETERS):
+    with stand_in_state(program.model, lambda _: device, PARAMETERS):
         return _traced(program, tensors).graph(training)
 
 

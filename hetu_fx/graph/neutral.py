@@ -36,7 +36,7 @@ def find_device(model: nn.Module, tensors: Mapping[str, Tensor]) -> torch.device
 
 
 @contextmanager
-def meta_state(
+def stand_in_state(
     model: nn.Module,
     place: Callable[[torch.device], torch.device],
     kinds: Sequence[str] = SLOTS[:2],
@@ -52,21 +52,25 @@ def meta_state(
         anew: also what is there already stands aside for others without values.
     """
     stand_ins: dict[int, Tensor] = {}
-    slots = [getattr(module, kind) for module in model.modules() for kind in kinds]
-    held = [(where, name, tensor) for where in slots for name, tensor in where.items() if tensor is not None]
-    moved = [(where, name, tensor) for where, name, tensor in held if anew or place(tensor.device) != tensor.device]
+    slots = [(kind, getattr(module, kind)) for module in model.modules() for kind in kinds]
+    held = [
+        (kind, where, name, tensor) for kind, where in slots for name, tensor in where.items() if tensor is not None
+    ]
+    moved = [one for one in held if anew or place(one[3].device) != one[3].device]
     try:
-        for where, name, tensor in moved:
-            where[name] = stand_ins.setdefault(id(tensor), _stand_in(tensor, place(tensor.device)))
+        for kind, where, name, tensor in moved:
+            made = _stand_in(tensor, place(tensor.device), kind in PARAMETERS)
+            where[name] = stand_ins.setdefault(id(tensor), made)
         yield
     finally:
-        for where, name, tensor in moved:
+        for _, where, name, tensor in moved:
             where[name] = tensor
 
 
-def _stand_in(held: Tensor, device: torch.device) -> Tensor:
+def _stand_in(held: Tensor, device: torch.device, is_parameter: bool) -> Tensor:
     empty = torch.empty(tuple(held.shape), dtype=held.dtype, device=device)
-    return nn.Parameter(empty, requires_grad=held.requires_grad) if isinstance(held, nn.Parameter) else empty
+    # A script may have put a computed tensor in a parameter's place (torch.func.functional_call).
+    return nn.Parameter(empty, requires_grad=held.requires_grad) if is_parameter else empty
 
 
 class OnHost(TorchFunctionMode):

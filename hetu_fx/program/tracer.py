@@ -20,7 +20,7 @@ from hetu_fx.graph.bind import Batch, LossCall, flatten_batch
 from hetu_fx.graph.capture import Around, capture
 from hetu_fx.graph.graph import Graph
 from hetu_fx.graph.leaves.ops import CONSTANTS, told_nodes
-from hetu_fx.graph.neutral import PARAMETERS, meta_state, stand_in_device
+from hetu_fx.graph.neutral import PARAMETERS, stand_in_device, stand_in_state
 from hetu_fx.graph.numbers import later
 from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, find_row_dims
 from hetu_fx.graph.tracing.contents import ABSENT, PLAIN, put, same
@@ -209,7 +209,7 @@ class Tracer:
         # before they are home tensors: export leaves weak references to what it traces, and a tensor that has some
         # cannot be swapped for its home tensor.
         with (
-            meta_state(self.model, stand_in_device, PARAMETERS, anew=True),
+            stand_in_state(self.model, stand_in_device, PARAMETERS, anew=True),
             _called_as_its_own(self.model, self.replaced),
             hooks_must_change(self.model),
             self._without_what_is_lost(watch),

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, fx, nn
+from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
 from torch.fx import graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -380,8 +381,17 @@ NCCL = ("_group_start", "_group_end")
 LAYER = nn.BatchNorm1d(2)
 LAYER.register_buffer("scratch", torch.ones(1), persistent=False)
 
+
 # The private names, as the guard finds them in the product's source; and a call that holds if they do what they did.
+def tells_a_defect_of_the_compiler_from_a_missing_compiler() -> bool:
+    wrapped = (InductorError(one, None) for one in (TypeError(), InvalidCxxCompiler("c++"), CppCompileError([], "")))
+    return list(map(torch_compile.is_compiler_defect, wrapped)) == [True, False, False]
+
+
 CALLS: dict[str, Callable[[], Any]] = {
+    "torch._inductor.exc.CppCompileError torch._inductor.exc.InductorError torch._inductor.exc.InvalidCxxCompiler": (
+        tells_a_defect_of_the_compiler_from_a_missing_compiler
+    ),
     "torch.Tensor._is_zerotensor": lambda: private.is_zerotensor(torch._efficientzerotensor(2)),
     "torch.Tensor._make_subclass": lambda: type(private.make_subclass(OwnTensor, torch.ones(2))) is OwnTensor,
     "torch.Tensor._make_wrapper_subclass": lambda: private.make_wrapper_subclass(Wrapped, (2, 3)).shape == (2, 3),

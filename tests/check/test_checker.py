@@ -143,7 +143,7 @@ def test_state_that_nobody_sees_is_found_by_a_second_step(tmp_path: Path) -> Non
 def test_what_was_found_is_kept_for_the_same_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = mlp_batch()
     says = checker_of(Mlp(), batch, tmp_path).try_plan(SHARES).says
-    monkeypatch.setattr(module, "tried", None)  # nothing is tried again
+    monkeypatch.setattr(module, "run_trial", None)  # nothing is tried again
     assert checker_of(Mlp(), batch, tmp_path).try_plan(SHARES).says == says
 
 

@@ -29,7 +29,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hetu_fx.planner.measure.blocks, "seconds_of", run_by_size)
+    monkeypatch.setattr(hetu_fx.planner.measure.blocks, "time_shard", run_by_size)
     monkeypatch.setattr(hetu_fx.planner.measure.blocks, "_CELL_SECONDS", 0.0)
     Path("my_example.py").write_text(EXAMPLE)
 

@@ -27,10 +27,10 @@ def test_an_unknown_name_is_told_with_the_nearest() -> None:
 
 def test_a_way_casts_real_numbers_alone_and_keeps_numbers_in_its_range() -> None:
     call = Call.of(aten.masked_fill.Scalar, (torch.ones(3), torch.tensor([True, False, True]), -3.4028234e38), {})
-    made = WAYS["bf16"].adapt_plan(call)
+    made = WAYS["bf16"].adapt_call(call)
     assert [tensor.dtype for tensor in made.tensors] == [torch.bfloat16, torch.bool]
     assert made.leaves[2] == torch.finfo(torch.bfloat16).min
-    assert WAYS["eager"].adapt_plan(call) is call
+    assert WAYS["eager"].adapt_call(call) is call
 
 
 def test_a_replaced_op_runs_in_its_place_and_others_run_as_they_are() -> None:

@@ -40,9 +40,15 @@ def fresh_state() -> Iterator[None]:
     AcceleratorState._reset_state(True)
 
 
-def test_prepare_leaves_a_marked_model_and_the_wrapped_optimizer_is_found() -> None:
+def test_a_model_that_has_had_no_batch_yet_is_refused() -> None:
     model = nn.Linear(2, 2)
     meet(model)
+    with pytest.raises(StateError, match="before its first call(.|\n)*hint: give .* an example batch"):
+        Accelerator(cpu=True).prepare(model)
+
+
+def test_prepare_leaves_a_parallel_model_and_the_wrapped_optimizer_is_found() -> None:
+    model = parallel(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     prepared, wrapped = Accelerator(cpu=True).prepare(model, optimizer)
     assert prepared is model
@@ -90,7 +96,7 @@ def test_a_model_is_asked_once_and_not_for_eight_bits() -> None:
     assert accelerator.prepare(model).forward == forward
     accelerator.state._mixed_precision = "fp8"
     with pytest.raises(StateError, match="use mixed_precision='bf16'"):
-        ask_for_precision(accelerator, Net())
+        ask_for_precision(accelerator, model)
 
 
 @pytest.mark.parametrize("hook", ["fp16", "power_sgd"])

@@ -231,7 +231,7 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     given = _Given(op)
     results = {argument.name for argument in op._schema.arguments if argument.is_out} & kwargs.keys()
     named = {
-        name: pytree.tree_map(given.allocate_part if name in results else given.on_host, value)
+        name: pytree.tree_map(given.room_for if name in results else given.on_host, value)
         for name, value in kwargs.items()
     }
     positional = pytree.tree_map(given.on_host, args)
@@ -266,7 +266,7 @@ class _Given:
         self.of_memory[value.untyped_storage().data_ptr()] = value
         return self._stands_in(_as_of(_HOST, value), value)
 
-    def allocate_part(self, result: Tensor) -> Tensor:
+    def room_for(self, result: Tensor) -> Tensor:
         """Return room for a result that can grow, as the host's kernel may make it another size."""
         return self._stands_in(torch.empty(0, dtype=result.dtype), result)
 

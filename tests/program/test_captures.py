@@ -139,8 +139,8 @@ def test_a_batch_like_the_last_one_keeps_its_form_until_the_model_or_what_surrou
 ) -> None:
     programs, batch = Programs(Summing(), None), {"x": torch.ones(2, 3)}
     forms: list[str] = []
-    form = captures.shape_and_dtype
-    monkeypatch.setattr(captures, "form_of", lambda *args: [forms.append(form(*args)), forms[-1]][1])
+    form = captures.batch_form
+    monkeypatch.setattr(captures, "batch_form", lambda *args: [forms.append(form(*args)), forms[-1]][1])
     first = programs.match(GivenBatch.of(batch), True)
     again = programs.match(GivenBatch.of({"x": torch.zeros(2, 3)}), True)
     assert (len(forms), again.program, again.signature) == (1, first.program, first.signature)

@@ -26,7 +26,7 @@ CHANGES: dict[str, Callable[[nn.Parameter], None]] = {
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let torch compare them, or have no such thing."""
     if request.param == "one by one":
-        monkeypatch.setattr(structure, "guard_of", lambda tensors: None)
+        monkeypatch.setattr(structure, "make_tensor_guard", lambda tensors: None)
 
 
 @pytest.mark.usefixtures("way")

@@ -61,7 +61,7 @@ def test_devices_that_share_a_key_value_head_hold_it_whole_and_sum_its_gradient_
 @pytest.mark.parametrize("ratios", [(1, 1, 1), (2, 1, 1, 1)])
 def test_what_does_not_share_key_value_heads_alike_is_refused(ratios: tuple[int, ...]) -> None:
     program, _ = grouped(8, 2)
-    with pytest.raises(PlanError, match="give a multiple of 2 devices, and the same ratios to those that share each"):
+    with pytest.raises(PlanError, match="give a multiple of 2 devices, the same ratios to those that share each"):
         deduced(program, group(*ratios))
 
 

@@ -48,7 +48,7 @@ def run_by_size(shard: BlockShard, inputs: Sequence[torch.Tensor]) -> float:
 
 @pytest.fixture
 def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hetu_fx.planner.measure.blocks, "seconds_of", run_by_size)
+    monkeypatch.setattr(hetu_fx.planner.measure.blocks, "time_shard", run_by_size)
     monkeypatch.setattr(hetu_fx.planner.measure.blocks, "_CELL_SECONDS", 0.0)
 
 

@@ -39,7 +39,7 @@ def take(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
         shard.backward(shard.forward(inputs))
         return times * seconds
 
-    monkeypatch.setattr(hetu_fx.planner.measure.speeds, "seconds_of", run)
+    monkeypatch.setattr(hetu_fx.planner.measure.speeds, "time_shard", run)
 
 
 def test_a_device_whose_blocks_take_twice_as_long_as_counted_is_half_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:

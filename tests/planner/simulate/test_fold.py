@@ -56,12 +56,11 @@ def test_one_for_all_takes_as_long_as_all_in_chunks() -> None:
     assert simulated_seconds(plan, costs, cluster) == pytest.approx(simulate(plan, costs, cluster).seconds, rel=1e-9)
 
 
-def test_what_is_expected_is_simulated_and_says_what_the_formula_does() -> None:
+def test_what_is_expected_is_simulated_and_knows_what_the_formula_says() -> None:
     plan, costs, cluster = staged((0, 1), (2, 3)), transformer(), paper(1, 1, 1, 1)
     found = expect(plan, costs, cluster)
     assert found.seconds == simulated_seconds(plan, costs, cluster)
     assert found.formula_seconds is not None
-    assert "simulated; " in str(found)
 
 
 def test_more_micro_batches_are_more_jobs() -> None:

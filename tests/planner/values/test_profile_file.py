@@ -89,7 +89,7 @@ def test_rows_change_for_all_lengths() -> None:
     [
         ({"flop": 1}, {}, "profile: program: unknown key 'flop'"),
         ({"blocks": [{"flop": 1}]}, {}, r"program.blocks\[0\]: unknown key 'flop' \(did you mean 'flops'\?\)"),
-        ({"blocks": [{"count": 0}]}, {}, r"blocks\[0\]: count is 0; give how many"),
+        ({"blocks": [{"count": 0}]}, {}, r"blocks\[0\]: count is 0; give the number of equal ones in a row"),
         ({"blocks": [{"flops": 1, "split_flops": 2}]}, {}, r"blocks\[0\]: part costs: split_flops is 2.0"),
         ({"before": {"num_ops": -1}}, {}, "program.before has num_ops -1; give a finite number, 0 or more"),
         ({"before": {"num_ops": 1.5}}, {}, "'num_ops' must be a whole number"),

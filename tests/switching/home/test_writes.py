@@ -40,7 +40,7 @@ class Ranks:
             for table, homes, model in zip(tables, self.homes, self.models, strict=True)
         ]
         self._told: Sequence[Any] = ()
-        monkeypatch.setattr(writes, "of_all", lambda table, mine: self._told)
+        monkeypatch.setattr(writes, "all_gather_object", lambda table, mine: self._told)
 
     def check(self) -> None:
         """Do what each rank does at an agreement."""

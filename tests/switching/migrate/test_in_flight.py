@@ -88,7 +88,7 @@ def test_who_reads_the_state_waits_for_it(trip: Trip, reader: str) -> None:
 
 
 def test_printing_does_not_wait(trip: Trip) -> None:
-    assert "its piece is not here yet" in repr(trip.tensor)
+    assert "whose shard is not here yet" in repr(trip.tensor)
     assert trip.way._journey is not None
 
 

@@ -118,7 +118,7 @@ def test_narrow_micro_batches_add_up_to_the_loss_and_gradients_of_the_filled_bat
 
     expected = trained()
     monkeypatch.setattr(graph_execution, "read_batch", read_as_two)
-    monkeypatch.setattr(run_step, "narrowed", narrow)
+    monkeypatch.setattr(run_step, "narrow_to_own_rows", narrow)
     for one, other in zip(trained(), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
     assert widths == [7, 10]

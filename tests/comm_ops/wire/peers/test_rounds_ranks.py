@@ -144,7 +144,7 @@ def check_a_process_is_looked_for_by_its_number(rank: int, world: int, folder: P
 def check_where_one_cannot_map_it_nobody_has_rounds(rank: int, world: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(rounds, "mapped", lambda *what: None)
+            patch.setattr(rounds, "map_remote_memory", lambda *what: None)
         open_rounds(table := GroupTable(name="unmapped"))
         assert table.rounds is None
 

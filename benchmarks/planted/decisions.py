@@ -77,7 +77,7 @@ class Wrong:
 @contextmanager
 def listed() -> Iterator[Decisions]:
     """List what is decided and used inside."""
-    found, write, groups_of = Decisions(), bsr_run._write, split_run.groups_of
+    found, write, groups_of = Decisions(), bsr_run._write, split_run.collectives_of_rank
     calls, plan_bridge, joined = Resolution.calls, bridge.plan_bridge, PartCall.joined
     joining: list[PartCall] = []
 
@@ -118,7 +118,7 @@ def listed() -> Iterator[Decisions]:
 @contextmanager
 def planted(wrong: Wrong) -> Iterator[None]:
     """Have wrong decisions taken inside."""
-    post_init, groups_of = BsrPlan.__post_init__, split_run.groups_of
+    post_init, groups_of = BsrPlan.__post_init__, split_run.collectives_of_rank
     calls, plan_bridge = Resolution.calls, bridge.plan_bridge
 
     def planning(self: BsrPlan) -> None:

@@ -43,7 +43,7 @@ def fresh_state() -> Iterator[None]:
 def test_a_model_that_has_had_no_batch_yet_is_refused() -> None:
     model = nn.Linear(2, 2)
     meet(model)
-    with pytest.raises(StateError, match="before its first call(.|\n)*hint: give .* an example batch"):
+    with pytest.raises(StateError, match=r"before its first call(.|\n)*hint: give .* an example batch"):
         Accelerator(cpu=True).prepare(model)
 
 

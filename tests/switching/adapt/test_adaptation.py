@@ -244,7 +244,7 @@ def _asked(adaptation: Adaptation) -> PlanRequest:
 
 def test_a_device_that_became_slow_under_a_pinned_variant_is_planned_for_when_that_is_released() -> None:
     adaptation = adaptation_with(Plan.single())
-    adaptation.cluster = paper(2)  # the other one could take its work
+    adaptation.cluster = paper(1, 1)  # the other one could take its work
     runtime = adaptation.runtime
     adaptation.tracker = HealthTracker(window=1, patience=1)
     adaptation.tracker._device(0).first = [1.0] * adaptation.tracker.settling

@@ -156,7 +156,7 @@ def start_exchange(
 
     Exchanges of different numbers may be under way together; all ranks wait for theirs in one order.
     """
-    what = f"{act.__name__} of {list(sizes)} {buffer.tensor.dtype}"
+    what = f"{act.__name__.removeprefix('run_')} of {list(sizes)} {buffer.tensor.dtype}"
     acting = partial(act, sizes=sizes, peers=peers)
     return Exchange(tuple(ranks), [_Reading(acting, buffer, ranks, 1 + number, peers, table, what)], table=table)
 

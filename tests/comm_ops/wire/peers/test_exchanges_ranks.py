@@ -297,7 +297,7 @@ def check_unlike_calls_are_refused(rank: int, world: int, folder: Path) -> None:
     peers = find_peers(table, RANKS)
     assert peers is not None
     sizes = SIZES if rank == 1 else (*SIZES[1:], SIZES[0])
-    with using(table), pytest.raises(DivergedError, match=f"rank {rank} asks for gather_segments_here"):
+    with using(table), pytest.raises(DivergedError, match=f"rank {rank} asks for gather_segments of"):
         start_exchange(run_gather_segments, Flat(value(rank, torch.float32)), sizes, RANKS, 60, table, peers).wait()
 
 

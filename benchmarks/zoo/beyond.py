@@ -50,8 +50,8 @@ SMALLEST = "diffusers: PriorTransformer"
 PROCESSES, COMPILED = "processes", "inductor"
 TITLES = {PROCESSES: "two processes", COMPILED: "inductor"}
 DESCRIPTIONS = {
-    PROCESSES: "by two processes over gloo, which bring 5 and 3 of 8 rows",
-    COMPILED: "compiled by inductor, as ranks of one process",
+    PROCESSES: "Two processes over gloo bring 5 and 3 of 8 rows.",
+    COMPILED: "Inductor compiles for ranks of one process.",
 }
 
 
@@ -114,8 +114,8 @@ def _section(rows: Sequence[Row], found: Sequence[str]) -> str:
     asked = " ".join(f"--way {way}" for way in found)
     return "\n".join(
         [
-            f"Written by `python -m benchmarks.zoo {asked} --write-docs`: a selection, each model under one plan,",
-            f"{' and '.join(DESCRIPTIONS[way] for way in found)}.",
+            f"Written by `python -m benchmarks.zoo {asked} --write-docs`. Each model runs under one plan.",
+            " ".join(DESCRIPTIONS[way] for way in found),
             "",
             page.markdown(["family", "plan", *(TITLES[way] for way in found), "reason"], rows),
             "",

@@ -190,7 +190,7 @@ HELD = {
     "python -m benchmarks.align --write-docs": BENCHMARK,
     "python -m benchmarks.coverage --write-docs": BENCHMARK,
     "python -m benchmarks.zoo --write-docs": BENCHMARK,
-    "python -m benchmarks.zoo --way processes --write-docs": BENCHMARK,
+    "python -m benchmarks.zoo --way processes --way inductor --write-docs": BENCHMARK,
     "python -m benchmarks.mutants --scripts": BENCHMARK,
     **{
         f"python -m benchmarks.{name}": BENCHMARK

@@ -5,7 +5,7 @@ A `Plan` is pipelines side by side (data parallel replicas); a `Pipeline` is sta
 or both, in shards proportional to ratios. Plans are values: equal plans compare equal and can be dict keys. They need
 no devices and no torch.
 
-The plan file (`hetu_fx.plan/1`) is meant to be edited by hand; see `Plan.decode`.
+The plan file (`hetu_fx.plan/1`) is meant to be edited by hand; see `Plan.read`.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class ReturnOutput(torch.autograd.Function):
 def share_of_loss(inputs: StepInputs, table: GroupTable, *, adds_up: bool) -> float:
     """Return what part of the loss each rank returns; the first step says so where it is not all of it.
 
-    That is a part where ranks bring rows of their own and the loss is a sum over rows (`loss_is_additive`).
+    That is a part where ranks bring rows of their own and the loss is a sum over rows (`adds_up`).
     """
     if inputs.shared or table.size == 1 or not adds_up:
         return 1.0

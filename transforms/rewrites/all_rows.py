@@ -43,7 +43,7 @@ class AllRows:
     Ensures: every op can be cut by rows, or reads the rows of the whole batch, whose number is the graph's `all_rows`;
         outputs that begin with rows have a replica's own there. Where it is not known how the rows of a value lie in
         its dim, a note says so, and the graph is as it was. Of a graph with a static batch, the inputs are gathered,
-        and every replica runs all of it. What is gathered for which op says `planner.gathered_ops_by_variant`.
+        and every replica runs all of it. What is gathered for which op says `planner.gathered`.
 
         %scores = matmul(%a, %b_t)    ->    %all_a = hetu.place_rows(%a, %random_state, %rows, 0, 1, 1)
                                             %all_b_t = hetu.place_rows(%b_t, %random_state, %rows, 1, 1, 1)

@@ -173,7 +173,7 @@ def _up_cast(node: fx.Node) -> bool:
 
 
 def _on_host(node: fx.Node) -> bool:
-    """Let whatever device runs the graph run an op on the host (`graph.place_pipeline`); here nothing changes."""
+    """Let whatever device runs the graph run an op on the host (`specialize.place`); here nothing changes."""
     meta.run_on_host(node)
     return False
 

@@ -151,7 +151,7 @@ def _flops(
 
 
 def leaf_work(node: fx.Node, size_of: Callable[[meta.Size], int]) -> Work:
-    """Return what a leaf's op takes, forward; `recorded_size` says what sizes are."""
+    """Return what a leaf's op takes, forward; `size_of` says what sizes are."""
     shapes = [list(map(size_of, meta.shape(value))) for value in argument(node, "values")]
     return call_of_name(argument(node, "name")).work.at(shapes)
 

@@ -50,7 +50,7 @@ LEAF_CALLS = 4 / 3
 class FlopCounter:
     """Counts the FLOPs of ops by running them on meta tensors; equal calls are run once.
 
-    `recorded_size` says what a size is; left out: as in the example. `factors` have the rules of the ops.
+    `size_of` says what a size is; left out: as in the example. `factors` have the rules of the ops.
     """
 
     def __init__(self, factors: FactorMap, size_of: Callable[[meta.Size], int] = meta.hint) -> None:

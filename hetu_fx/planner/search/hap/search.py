@@ -46,7 +46,7 @@ def search(
     It starts from ratios in proportion to the speeds, and from even ones.
 
     Args:
-        problem: the program; see `adapter.graph_problem_of` for a captured model.
+        problem: the program; see `count.graph_problem_of` for a captured model.
         cluster: the devices; each takes part.
         collectives: measured ones; None: as the cluster's links have it.
         rules: what the search may do; None: all that is sound.

@@ -4,7 +4,7 @@ A plan says two things of all devices together: rows for each (data parallel), o
 splits certain factors wherever they stand, and, if asked to, the sequence where it splits none of them. A HAP program
 may mix these op by op. So each of the two is searched again, with nothing else allowed, and the faster one is taken.
 What that costs more than the program is the loss. Factors' names must mean the same in all ops, as
-`adapter.graph_problem_of` makes them.
+`count.graph_problem_of` makes them.
 """
 
 from __future__ import annotations

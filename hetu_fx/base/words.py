@@ -10,7 +10,7 @@ _NOTHING = 1e-12  # what is less is rounding
 _LONG = 120.0  # from so many seconds on, minutes say more
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _SIZES = {unit: size for size, unit in _BYTES} | {"bytes": 1.0}
-_FAR = 1000  # so many times as many bytes have another unit where both stand together
+_FAR = 100  # so many times as many bytes have another unit where both stand together
 _DIGITS = 3
 _MOST_RUNS = 3  # of ranks that are written out
 

@@ -33,7 +33,8 @@ def test_bytes_have_the_unit_that_suits(count: float, text: str) -> None:
 
 
 def test_bytes_of_a_limit_have_its_unit() -> None:
-    assert format_used_bytes(2.5e8, 85.9e9) == "0.25 of 85.9 GB"
+    assert format_used_bytes(2.5e9, 85.9e9) == "2.5 of 85.9 GB"
+    assert format_used_bytes(2.5e8, 85.9e9) == "250 MB of 85.9 GB"
 
 
 def test_shares_below_a_percent_are_not_nothing() -> None:

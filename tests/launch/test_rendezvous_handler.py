@@ -1,0 +1,175 @@
+"""Nodes meet, join later, die and come back through torchelastic's interface, as threads at one store."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from importlib.metadata import entry_points
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+
+from hetu_fx.errors import EnvironmentProblem
+from hetu_fx.launch.rendezvous_handler import SECRET, HetuRendezvous, Times, endpoint
+
+SECONDS = 60.0
+
+
+def parameters(where: str, least: int, most: int, run_id: str = "job", **config: Any) -> RendezvousParameters:
+    return RendezvousParameters("hetu_fx", where, run_id, least, most, **{"timeout": SECONDS, **config})
+
+
+@pytest.fixture
+def where() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+@contextmanager
+def nodes(where: str, count: int, least: int, most: int, **config: Any) -> Iterator[list[HetuRendezvous]]:
+    with ExitStack() as stack:
+        found = []
+        for _ in range(count):
+            found.append(HetuRendezvous(parameters(where, least, most, **config)))
+            stack.callback(found[-1].shutdown)
+        yield found
+
+
+def together(handlers: Sequence[RendezvousHandler]) -> list[RendezvousInfo]:
+    """Have nodes join at once; return what each was told."""
+    with ThreadPoolExecutor(len(handlers)) as pool:
+        started = [pool.submit(handler.next_rendezvous) for handler in handlers]
+        return [one.result(timeout=SECONDS) for one in started]
+
+
+def until(ready: Any) -> None:
+    """Wait for something to become so."""
+    deadline = time.monotonic() + SECONDS
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def end_without_a_word(handler: HetuRendezvous) -> None:
+    """Let a node show no further signs of life."""
+    handler._listener.end()
+
+
+def test_torchrun_finds_it_by_name() -> None:
+    (found,) = entry_points(group="torchrun.handlers", name="hetu_fx")
+    made = found.load()()(parameters("127.0.0.1:0", 1, 1))
+    assert isinstance(made, HetuRendezvous)
+    assert (made.get_backend(), made.get_run_id(), made.use_agent_store) == ("hetu_fx", "job", True)
+    made.shutdown()
+
+
+def test_nodes_are_numbered_and_read_what_another_writes(where: str) -> None:
+    with nodes(where, 3, 3, 3) as three:
+        infos = together(three)
+        assert sorted((info.rank, info.world_size) for info in infos) == [(0, 3), (1, 3), (2, 3)]
+        infos[0].store.set("word", "told")
+        assert [info.store.get("word") for info in infos] == [b"told"] * 3
+        addresses = {(i.bootstrap_store_info.master_addr, i.bootstrap_store_info.master_port) for i in infos}  # type: ignore[union-attr]
+        assert len(addresses) == 1
+        assert [handler.num_nodes_waiting() for handler in three] == [0] * 3
+
+
+def test_a_node_that_comes_later_is_in_the_next_round_behind_the_others(where: str) -> None:
+    with nodes(where, 3, 2, 3) as (one, other, later):
+        before = together([one, other])
+        with ThreadPoolExecutor(1) as pool:
+            comes = pool.submit(later.next_rendezvous)
+            until(lambda: one.num_nodes_waiting() and other.num_nodes_waiting())
+            after = together([one, other])
+            assert comes.result(timeout=SECONDS).rank == 2
+        assert [info.rank for info in after] == [info.rank for info in before]
+        assert {info.world_size for info in after} == {3}
+        after[0].store.set("of", "this round")
+        assert not before[0].store.check(["of"])
+
+
+def test_a_newcomer_waits_while_there_is_no_place(where: str) -> None:
+    with nodes(where, 2, 1, 1, timeout=2.0) as (one, other):
+        together([one])
+        with pytest.raises(RendezvousTimeoutError, match="within 2 s"):
+            other.next_rendezvous()
+        assert one.num_nodes_waiting() == 0
+
+
+def test_a_node_that_dies_is_missed_by_the_others_and_comes_back_as_a_newcomer(where: str) -> None:
+    with nodes(where, 4, 2, 3, beat=0.1, silent=0.6) as (one, other, dies, back):
+        together([one, other, dies])
+        end_without_a_word(dies)
+        until(lambda: one.num_nodes_waiting() and other.num_nodes_waiting())
+        assert {info.world_size for info in together([one, other])} == {2}
+        with ThreadPoolExecutor(1) as pool:
+            comes = pool.submit(back.next_rendezvous)
+            until(one.num_nodes_waiting)
+            together([one, other])
+            assert comes.result(timeout=SECONDS).world_size == 3
+
+
+def test_of_two_nodes_the_one_that_serves_the_store_goes_on_alone(where: str) -> None:
+    with nodes(where, 2, 1, 2, beat=0.1, silent=0.6) as (serves, other):
+        together([serves, other])
+        end_without_a_word(other)
+        until(serves.num_nodes_waiting)
+        assert together([serves])[0].world_size == 1
+
+
+def test_a_closed_job_takes_nobody(where: str) -> None:
+    with nodes(where, 2, 1, 2) as (one, other):
+        together([one])
+        one.set_closed()
+        assert other.is_closed()
+        with pytest.raises(RendezvousClosedError, match="'job' has ended"):
+            other.next_rendezvous()
+
+
+def test_an_endpoint_that_nobody_serves_is_an_error_with_its_address() -> None:
+    with pytest.raises(RendezvousConnectionError, match=r"192\.0\.2\.1:29400.*\n.*hint: start the node"):
+        HetuRendezvous(parameters("192.0.2.1", 1, 2, reach=0.5))
+
+
+@pytest.mark.parametrize("unlike", ["id", "secret"])
+def test_a_node_of_another_job_is_told_so(where: str, unlike: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET, "one")
+    with nodes(where, 1, 1, 2):
+        monkeypatch.setenv(SECRET, "another" if unlike == "secret" else "one")
+        with pytest.raises(RendezvousStateError, match="of another job"):
+            HetuRendezvous(parameters(where, 1, 2, "another" if unlike == "id" else "job"))
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("host", ("host", 29400)), ("10.0.0.1:1234", ("10.0.0.1", 1234)), ("[fe80::1]:80", ("fe80::1", 80))],
+)
+def test_an_endpoint_is_a_host_and_a_port(text: str, found: tuple[str, int]) -> None:
+    assert endpoint(text) == found
+
+
+@pytest.mark.parametrize("text", ["", ":80", "host:", "host:port", "host:70000"])
+def test_what_is_no_endpoint_is_refused(text: str) -> None:
+    with pytest.raises(EnvironmentProblem, match="no endpoint"):
+        endpoint(text)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [({"beet": 1}, "it takes beat, come"), ({"beat": 0}, "above 0"), ({"beat": "x"}, "number"), ({"beat": 1}, "late")],
+)
+def test_times_that_are_none_are_refused(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(EnvironmentProblem, match=why):
+        Times.of(given)

@@ -35,12 +35,13 @@ class Membership:
     """The nodes of a job.
 
     Attributes:
-        host: the node that serves the store in which this stands.
+        host: the node that served the store when the last round was settled.
         number: of the round that was settled last; 0 before the first.
         members: of that round, in the order of their ranks.
         joined: those that want to be in the next one, in the order in which they came.
         silent: whom each member of the last round has not heard for too long; before the first, whom those that joined.
         is_closed: whether there will be no further round.
+        server: the node that serves the store now; "" where that is the host.
 
     Raises ClusterError where a node stands twice, or nodes are accused by one that has no say.
     """
@@ -51,6 +52,7 @@ class Membership:
     joined: tuple[Member, ...] = ()
     silent: Mapping[str, frozenset[str]] = field(default_factory=dict, hash=False)
     is_closed: bool = False
+    server: str = ""
 
     def __post_init__(self) -> None:
         for nodes in (self.member_nodes, self.joined_nodes):
@@ -128,6 +130,14 @@ class Membership:
         silent = {by: found - {node} for by, found in self.silent.items() if by != node}
         return replace(self, joined=joined, members=members, silent=_without_empty(silent))
 
+    def moved(self, server: str) -> Membership:
+        """Return what a node that begins to serve the store knows: the last round, and who was host of it."""
+        return Membership(self.host, self.number, self.members, server=server)
+
+    def without_missing(self) -> Membership:
+        """Return it with all members put out that have not joined: for one who knows that they are gone."""
+        return replace(self, members=tuple(one for one in self.members if one.node not in self.missing), silent={})
+
     def hearing(self, node: str, silent: Collection[str]) -> Membership:
         """Return it with whom a node takes for silent now; its word counts only where it has a say."""
         if node not in self.electorate:
@@ -159,7 +169,7 @@ class Membership:
             return None
         order = {node: at for at, node in enumerate(self.member_nodes)}
         ready.sort(key=lambda one: order.get(one.node, len(order)))
-        return replace(self, number=self.number + 1, members=tuple(ready[:most]), joined=tuple(ready[most:]), silent={})
+        return Membership(self.server or self.host, self.number + 1, tuple(ready[:most]), tuple(ready[most:]))
 
     def to_json(self) -> str:
         """Write it as one line of JSON."""
@@ -170,6 +180,7 @@ class Membership:
             "joined": [[one.node, one.address] for one in self.joined],
             "silent": {by: sorted(found) for by, found in sorted(self.silent.items())},
             "is_closed": self.is_closed,
+            "server": self.server,
         }
         return json.dumps(record)
 
@@ -185,7 +196,8 @@ class Membership:
     def _of(cls, record: dict[str, Any]) -> Membership:
         members, joined = (tuple(Member(*map(str, one)) for one in record[name]) for name in ("members", "joined"))
         silent = {str(by): frozenset(map(str, found)) for by, found in record["silent"].items()}
-        return cls(str(record["host"]), int(record["number"]), members, joined, silent, bool(record["is_closed"]))
+        ends = bool(record["is_closed"]), str(record["server"])
+        return cls(str(record["host"]), int(record["number"]), members, joined, silent, *ends)
 
 
 def _without_empty(silent: Mapping[str, frozenset[str]]) -> dict[str, frozenset[str]]:

@@ -1,24 +1,20 @@
 """torchelastic's rendezvous by `membership`: `torchrun --rdzv-backend hetu_fx --rdzv-endpoint host:port --nnodes 1:3`.
 
-The node at the endpoint serves one store at one address. What is in it is text: torch's own rendezvous keeps a pickle
-there, which runs code of whoever reaches the port. Each node counts up its beats and reads the others'. Each round has
-a store of its own for its workers, served by its first node, so that nobody reads what an earlier round has left.
+The node at the endpoint serves the store in which the membership stands. Of several endpoints (`a,b,c`) the first one
+serves it, and the next when it is gone: nodes look at all of them, and go to the store whose last round is the latest.
+Each round has a store of its own for its workers, served by its first node, so that nobody reads what is left.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import secrets
-import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from importlib import metadata
 from typing import Any
 
 from torch.distributed.elastic.rendezvous.api import (
@@ -27,26 +23,21 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
-    RendezvousStateError,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
 
-from hetu_fx.base.addresses import LOOPBACK, Contact
 from hetu_fx.base.machine import node_name, short_names
-from hetu_fx.base.torch_private import PrefixStore, TCPStore
+from hetu_fx.base.torch_private import TCPStore
 from hetu_fx.comm_ops.wire.rendezvous import serve_store
 from hetu_fx.errors import EnvironmentProblem
-from hetu_fx.launch.membership import Beats, Member, Membership
+from hetu_fx.launch.membership import Member, Membership
+from hetu_fx.launch.rendezvous_store import Endpoint, MembershipStore
 
 BACKEND = "hetu_fx"
-SECRET = "HETU_FX_SECRET"
-"""Of the environment: a word that all nodes of a job have, so that none joins another job by mistake."""
-
-DEFAULT_PORT = 29400
-_VERSION = metadata.version("hetu-fx")
 _LOG = logging.getLogger(__name__)
-_LOOPBACK_NAMES = ("localhost", "::1", LOOPBACK)
+_DIAL_SECONDS = 0.5  # for each of several endpoints
+_TELL_SECONDS = 5.0  # between two words of what is waited for
 
 
 @dataclass(frozen=True)
@@ -58,8 +49,10 @@ class Times:
         silent: without one, after which a node counts as gone.
         last_call: for which the first round waits for more nodes once there are enough.
         come: within which a member must come to a next round although it shows signs of life.
-        reach: for which a node tries to reach the endpoint.
+        reach: for which a node tries to reach an endpoint at its start.
         timeout: within which a round must be settled.
+        alone_after: after which nodes that are too few to put out the others, as they cannot know whether these are
+            gone, go on without them; infinite: never. Where only the network was cut, two jobs are the price.
     """
 
     beat: float = 0.3
@@ -68,10 +61,11 @@ class Times:
     come: float = 60.0
     reach: float = 10.0
     timeout: float = 600.0
+    alone_after: float = float("inf")
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            if getattr(self, each.name) <= 0:
+            if not getattr(self, each.name) > 0:
                 raise EnvironmentProblem(f"--rdzv-conf {each.name}={getattr(self, each.name):g}: seconds are above 0")
         if self.silent < 3 * self.beat:
             raise EnvironmentProblem(
@@ -91,58 +85,6 @@ class Times:
             raise EnvironmentProblem(f"--rdzv-conf: {error}; times are numbers of seconds") from error
 
 
-class _Shared:
-    """A connection to the store, and the one value in it; its calls never block for long."""
-
-    def __init__(self, store: TCPStore, run_id: str) -> None:
-        self.store, self._root = store, f"hetu_fx/{run_id}"
-        self._key, self._lock = f"{self._root}/membership", threading.Lock()
-
-    def check_job(self, job: str) -> None:
-        """Raise RendezvousStateError where the store is another job's."""
-        with self._lock:
-            found = self.store.compare_set("hetu_fx/job", "", job).decode()
-        if found != job:
-            raise RendezvousStateError(
-                f"the rendezvous is of another job: it is for {found!r}, this node has {job!r} (hetu_fx, --rdzv-id, "
-                f"digest of {SECRET})\nhint: give all nodes of a job the same, and each job an endpoint of its own"
-            )
-
-    def open(self, first: Membership) -> None:
-        """Write the first value, where there is none."""
-        with self._lock:
-            self.store.compare_set(self._key, "", first.to_json())
-
-    def read(self) -> Membership:
-        """Return the value."""
-        with self._lock:
-            return Membership.from_json(self.store.get(self._key).decode())
-
-    def beat(self, node: str, others: tuple[str, ...]) -> tuple[Membership, dict[str, int]]:
-        """Count up a node's beats; return the value, and the others' counts."""
-        with self._lock:
-            self.store.add(f"{self._root}/beat/{node}", 1)
-            text, *counts = self.store.multi_get([self._key, *(f"{self._root}/beat/{other}" for other in others)])
-        return Membership.from_json(text.decode()), dict(zip(others, map(int, counts), strict=True))
-
-    def change(self, make: Callable[[Membership], Membership | None]) -> Membership:
-        """Change the value by compare-and-set; return it. None of `make` leaves it as it is."""
-        while True:
-            with self._lock:
-                old = self.store.get(self._key).decode()
-                known = Membership.from_json(old)
-                made = make(known)
-                if made is None or made == known:
-                    return known
-                text = made.to_json()
-                if self.store.compare_set(self._key, old, text).decode() == text:
-                    return made
-
-    def part(self, number: int) -> PrefixStore:
-        """Return the part of the store that the agents of a round use, over a connection of its own."""
-        return PrefixStore(f"{self._root}/round/{number}", self.store.clone())
-
-
 class HetuRendezvous(RendezvousHandler):
     """A node's side.
 
@@ -150,27 +92,24 @@ class HetuRendezvous(RendezvousHandler):
         parameters: as torchelastic gives them; `config` has `Times`.
 
     Raises:
-        RendezvousConnectionError: nobody serves the endpoint.
+        RendezvousConnectionError: nobody serves an endpoint.
         RendezvousStateError: it is of another job, or of another version of hetu_fx.
         EnvironmentProblem: an endpoint or a time is none.
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         self._run_id, self._times = parameters.run_id, Times.of(parameters.config)
+        self._endpoints = tuple(map(Endpoint.of, parameters.endpoint.split(",")))
+        # Of several endpoints more than half have to be there at the start: a node that starts again while it cannot
+        # reach the others begins no second job.
+        self._quorum = len(self._endpoints) // 2 + 1 if len(self._endpoints) > 1 else 1
         self._least, self._most = parameters.min_nodes, parameters.max_nodes
-        host, port = endpoint(parameters.endpoint)
-        self._where = f"{host}:{port}"
-        address = parameters.local_addr or _own_address(host)
+        address = parameters.local_addr or self._endpoints[0].own_address()
         self._me = Member(f"{node_name()}-{os.getpid()}-{secrets.token_hex(3)}", address)
-        self._served = _serve(host, port, address, self._times)
-        store = self._served or _connect(host, port, self._times)
-        self._shared = _Shared(store, self._run_id)
-        self._shared.check_job(f"hetu_fx {_VERSION}, id {self._run_id!r}, secret {_digest()}")
-        if self._served is not None:
-            self._shared.open(Membership(self._me.node))
         self._workers_store: TCPStore | None = None
-        self._round = 0
-        self._listener = _Listener(self._shared, self._me.node, self._times, self._where)
+        self._settled = Membership(self._me.node)
+        self._served: dict[Endpoint, TCPStore] = {}
+        self._at = self._first_store()
 
     def get_backend(self) -> str:
         """Return the name by which torchrun knows it."""
@@ -185,57 +124,123 @@ class HetuRendezvous(RendezvousHandler):
         """Return the job's id."""
         return self._run_id
 
+    def _first_store(self) -> MembershipStore:
+        """Return the store of the job, which this node serves where it is at the first endpoint and no other is up."""
+        found, served = self._latest() if len(self._endpoints) > 1 else None, None
+        if found is None:
+            served = self._endpoints[0].serve(self._me.address)
+        if served is not None:
+            return self._open(self._endpoints[0], served)
+        deadline = time.monotonic() + self._times.reach
+        while found is None and time.monotonic() < deadline:
+            time.sleep(self._times.beat)
+            found = self._latest()
+        if found is None:
+            raise RendezvousConnectionError(
+                f"nobody serves the rendezvous at {self._endpoints[0]}, tried for {self._times.reach:g} s\n"
+                "hint: start the node of that address too, or wait longer for it by --rdzv-conf reach=300"
+            )
+        return found
+
+    def _open(self, where: Endpoint, served: TCPStore) -> MembershipStore:
+        """Serve a store with the last round that this node knows."""
+        self._served[where] = served
+        store = self._connected(served, where)
+        store.open(self._settled.moved(self._me.node))
+        return store
+
+    def _connected(self, store: TCPStore, where: Endpoint) -> MembershipStore:
+        times = self._times
+        bounds = {"beat": times.beat, "silent": times.silent, "come": times.come}
+        return MembershipStore(store, self._run_id, self._me.node, where, **bounds)
+
+    def _latest(self, used: MembershipStore | None = None) -> MembershipStore | None:
+        """Return the first of the stores whose last round is the latest, of those that are served and have one."""
+        best, number = None, -1
+        for where in self._endpoints:
+            with suppress(RendezvousConnectionError):
+                is_used = used is not None and used.where == where and not used.lost
+                store = used if used and is_used else self._connected(where.dial(_DIAL_SECONDS), where)
+                found = store.read().number if store.has_value() else -1
+                if found > number:
+                    best, store, number = store, best or store, found
+                if store is not best and store is not used:
+                    store.end()
+        return best
+
+    def _move(self) -> None:
+        """Go to the store where the job goes on: the latest of those that are served; serve one where it is time to.
+
+        An endpoint of this machine is served once the one in use is gone, with the last round that is known here.
+        """
+        for where in self._endpoints[1:] if self._settled.number and self._at.lost else ():
+            served = None if where in self._served else where.serve(self._me.address)
+            if served is not None:
+                self._open(where, served).end()
+                break
+        found = self._latest(self._at)
+        if found is not None and found is not self._at:
+            _LOG.warning("the rendezvous is at %s now, which was at %s", found.where, self._at.where)
+            self._at.end()
+            self._at = found
+
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round, and return this node's rank in it once it is settled.
 
         Raises:
             RendezvousClosedError: the job has ended.
-            RendezvousConnectionError: the store cannot be reached any more.
+            RendezvousConnectionError: no store can be reached any more.
             RendezvousTimeoutError: it is not settled in time; names what it waits for.
         """
-        self._listener.start()
-        settled = self._settled()
-        self._round = settled.number
-        rank = settled.member_nodes.index(self._me.node)
-        return self._info(settled, rank)
-
-    def _settled(self) -> Membership:
-        """Wait for a later round that this node is in, and settle it where nobody else has."""
-        deadline, moved, seen = time.monotonic() + self._times.timeout, time.monotonic(), ()
+        wait, deadline = _Wait(self._times), time.monotonic() + self._times.timeout
         while time.monotonic() < deadline:
-            known = self._reached(lambda: self._shared.change(self._join))
-            if known.is_closed:
-                raise RendezvousClosedError(f"the job {self._run_id!r} has ended; it takes no further nodes")
-            if known.joined_nodes != seen:
-                moved, seen = time.monotonic(), known.joined_nodes
-            is_over = time.monotonic() - moved > self._times.last_call
-            known = self._reached(lambda is_over=is_over: self._shared.change(self._settle(is_over)))
-            if known.number > self._round and self._me.node in known.member_nodes:
-                return known
+            try:
+                known = self._try_round(wait)
+                reason = _waits_for(known, self._least_of(known))
+                if known.number > self._settled.number and self._me.node in known.member_nodes:
+                    self._settled = known
+                    return self._info(known)
+            except RendezvousConnectionError as error:
+                reason = str(error)
+            if wait.is_long:
+                _LOG.warning("still waiting for a round of the job: %s", reason)
+            if self._at.lost or wait.is_slow:
+                self._move()
             time.sleep(self._times.beat / 3)
-        self._reached(lambda: self._shared.change(lambda known: known.leaving(self._me.node)))
-        raise RendezvousTimeoutError(_late(known, self._least, self._times.timeout))
+        with suppress(RendezvousConnectionError):
+            self._at.change(lambda known: known.leaving(self._me.node))
+        raise RendezvousTimeoutError(
+            f"no round was settled within {self._times.timeout:g} s: {reason}\n"
+            "hint: look for the reason in the output of the others"
+        )
+
+    def _try_round(self, wait: _Wait) -> Membership:
+        """Join the next round, and settle it where that can be; return what is known."""
+        known = self._at.change(self._join)
+        if known.is_closed:
+            raise RendezvousClosedError(f"the job {self._run_id!r} has ended; it takes no further nodes")
+        wait.see(known)
+        return self._at.change(self._settle(wait))
 
     def _join(self, known: Membership) -> Membership | None:
-        is_in = known.number > self._round and self._me.node in known.member_nodes
+        is_in = known.number > self._settled.number and self._me.node in known.member_nodes
         return None if is_in or known.is_closed or self._me.node in known.joined_nodes else known.joining(self._me)
 
-    def _settle(self, is_over: bool) -> Callable[[Membership], Membership | None]:
+    def _settle(self, wait: _Wait) -> Callable[[Membership], Membership | None]:
         def settle(known: Membership) -> Membership | None:
-            has_say = self._me.node in (known.electorate or known.joined_nodes)
-            return known.settled(self._least, self._most, last_call_is_over=is_over) if has_say else None
+            if self._me.node not in known.electorate and known.members:
+                return None
+            found = known.without_missing() if wait.is_alone else known
+            return found.settled(self._least_of(known), self._most, last_call_is_over=wait.last_call_is_over)
 
         return settle
 
-    def _reached(self, ask: Callable[[], Membership]) -> Membership:
-        try:
-            return ask()
-        except RuntimeError as error:
-            raise RendezvousConnectionError(f"the rendezvous at {self._where} cannot be reached: {error}") from error
+    def _least_of(self, known: Membership) -> int:
+        return self._least if known.number else max(self._least, self._quorum)
 
-    def _info(self, settled: Membership, rank: int) -> RendezvousInfo:
+    def _info(self, settled: Membership) -> RendezvousInfo:
         """Return what torchelastic needs of a round; its first node serves the store of its workers."""
-        store, port = self._shared.part(settled.number), None
+        rank, store, port = settled.member_nodes.index(self._me.node), self._at.part(settled.number), None
         self._workers_store = None
         if rank == 0:
             served = serve_store(self._me.address, 0, timedelta(seconds=self._times.timeout))
@@ -248,163 +253,85 @@ class HetuRendezvous(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         """Return for how many nodes the workers should start again: new ones, and those that are gone.
 
-        Raises RendezvousConnectionError where the store has not been reached for long.
+        A store that is gone counts as a node: the workers are started where the job goes on.
         """
-        known = self._listener.known()
-        has_read = known is not None and known.number >= self._round  # it may have read before the round was settled
-        return known.waiting(self._me.node, self._most) if has_read else 0
+        known = self._at.known
+        if known is not None and known.is_closed:
+            return 0
+        if self._at.lost:
+            _LOG.warning("the rendezvous at %s is gone: %s", self._at.where, self._at.lost)
+            return 1
+        has_read = known is not None and known.number >= self._settled.number  # not from before the round was settled
+        return known.waiting(self._me.node, self._most) if known is not None and has_read else 0
 
     def is_closed(self) -> bool:
         """Tell whether the job has ended."""
-        return self._reached(self._shared.read).is_closed
+        return self._at.read().is_closed
 
     def set_closed(self) -> None:
         """End the job: no node joins it any more."""
-        self._reached(lambda: self._shared.change(lambda known: replace(known, is_closed=True)))
+        self._at.change(lambda known: replace(known, is_closed=True))
 
     def shutdown(self) -> bool:
         """End the job, and this node's part in it; return whether the others could be told.
 
         The node that serves the store waits a little for the others, which tell their end in it too.
         """
-        self._listener.end()
         try:
-            known = self._reached(
-                lambda: self._shared.change(lambda known: replace(known.leaving(self._me.node), is_closed=True))
-            )
+            known = self._at.change(lambda known: replace(known.leaving(self._me.node), is_closed=True))
             deadline = time.monotonic() + 2 * self._times.silent
-            while self._served is not None and known.members and time.monotonic() < deadline:
+            while self._at.where in self._served and known.members and time.monotonic() < deadline:
                 time.sleep(self._times.beat / 3)
-                known = self._reached(self._shared.read)
+                known = self._at.read()
         except RendezvousConnectionError as error:
             _LOG.warning("the end of the job could not be told: %s", error)
             return False
+        finally:
+            self._at.end()
         return True
 
 
-class _Listener:
-    """A thread that shows this node's signs of life and hears the others'."""
+class _Wait:
+    """For how long a round has been waited for, and since when nobody came to it."""
 
-    def __init__(self, shared: _Shared, node: str, times: Times, where: str) -> None:
-        self._shared, self._node, self._times, self._where = shared, node, times, where
-        self._ended, self._thread = threading.Event(), threading.Thread(target=self._run, name=BACKEND, daemon=True)
-        self._beats = Beats(times.silent)
-        self._missing_since: dict[str, float] = {}
-        self._known: Membership | None = None
-        self._reached, self._failure = time.monotonic(), ""
+    def __init__(self, times: Times) -> None:
+        self._times, self._start = times, time.monotonic()
+        self._moved, self._told, self._joined = self._start, self._start, ()
 
-    def start(self) -> None:
-        """Begin, if it has not begun; returns once this node has shown a first sign of life."""
-        if not self._thread.is_alive() and not self._ended.is_set():
-            self._step()
-            self._thread.start()
+    def see(self, known: Membership) -> None:
+        """Take note of who has joined."""
+        if known.joined_nodes != self._joined:
+            self._moved, self._joined = time.monotonic(), known.joined_nodes
 
-    def end(self) -> None:
-        """End it, and wait until it has ended."""
-        self._ended.set()
-        if self._thread.is_alive():
-            self._thread.join(self._times.silent)
+    @property
+    def last_call_is_over(self) -> bool:
+        return time.monotonic() - self._moved > self._times.last_call
 
-    def known(self) -> Membership | None:
-        """Return what was read last. Raises RendezvousConnectionError where that was too long ago."""
-        silent = time.monotonic() - self._reached
-        if silent > self._times.reach:
-            raise RendezvousConnectionError(
-                f"the rendezvous at {self._where} has not answered for {silent:.1f} s{self._failure}\n"
-                "hint: look whether the machine that serves it runs, and whether the network leads there"
-            )
-        return self._known
+    @property
+    def is_slow(self) -> bool:
+        """Tell whether it has taken so long that the job may go on elsewhere."""
+        return time.monotonic() - self._start > 2 * self._times.silent
 
-    def _run(self) -> None:
-        told = False
-        while not self._ended.wait(self._times.beat):
-            try:
-                self._step()
-            except RuntimeError as error:
-                self._failure = f": {str(error).splitlines()[0]}"
-                if not told:
-                    _LOG.warning("the rendezvous at %s does not answer%s", self._where, self._failure)
-                told = True
-            else:
-                told = False
+    @property
+    def is_alone(self) -> bool:
+        """Tell whether to go on without those that have not come."""
+        return time.monotonic() - self._moved > self._times.alone_after
 
-    def _step(self) -> None:
-        """Show a sign of life, and say of whom there has been none."""
-        watched = self._known.watched if self._known else ()
-        known, counts = self._shared.beat(self._node, watched)
+    @property
+    def is_long(self) -> bool:
+        """Tell, once in a while, whether to say what is waited for."""
         now = time.monotonic()
-        self._known, self._reached, self._failure = known, now, ""
-        self._beats.hear(counts, now)
-        silent = {*self._beats.silent(now), *self._late(known, now)} & {*known.watched} - {self._node}
-        if self._node in known.electorate and silent != {*known.silent.get(self._node, ())}:
-            self._known = self._shared.change(lambda found: found.hearing(self._node, silent))
-
-    def _late(self, known: Membership, now: float) -> list[str]:
-        """Return the members that do not come to a next round although there is one, for too long."""
-        missing = known.missing if known.is_forming else ()
-        self._missing_since = {node: self._missing_since.get(node, now) for node in missing}
-        return [node for node, since in self._missing_since.items() if now - since > self._times.come]
+        if now - self._told < _TELL_SECONDS:
+            return False
+        self._told = now
+        return True
 
 
-def endpoint(text: str) -> tuple[str, int]:
-    """Return host and port of an endpoint. Raises EnvironmentProblem for what is none."""
-    host, colon, port = text.strip().rpartition(":") if not text.strip().endswith("]") else (text.strip(), "", "")
-    if not colon:
-        host, port = text.strip(), str(DEFAULT_PORT)
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise EnvironmentProblem(
-            f"--rdzv-endpoint {text!r} is no endpoint\nhint: give one like --rdzv-endpoint 10.0.0.1:{DEFAULT_PORT}"
-        )
-    return host.strip("[]"), int(port)
-
-
-def _own_address(host: str) -> str:
-    """Return the address at which other nodes reach this one: at its end of the way to the endpoint."""
-    source = Contact.own(host).source
-    is_here = source.startswith("127.") or source == "::1"
-    return Contact.own(_OUTSIDE).source if is_here and host not in _LOOPBACK_NAMES else source
-
-
-_OUTSIDE = "192.0.2.1"  # of no machine (RFC 5737): the way there is the way to other machines
-
-
-def _serve(host: str, port: int, address: str, times: Times) -> TCPStore | None:
-    """Serve the store where the endpoint is an address of this machine that nobody serves yet; else None."""
-    with suppress(OSError):
-        resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
-        is_named_loopback = str(resolved).startswith("127.") and host not in _LOOPBACK_NAMES
-        return serve_store(address if is_named_loopback else str(resolved), port, timedelta(seconds=times.timeout))
-    return None
-
-
-def _connect(host: str, port: int, times: Times) -> TCPStore:
-    """Connect to the store at the endpoint. Raises RendezvousConnectionError where nobody serves it."""
-    deadline, reason = time.monotonic() + times.reach, "no answer"
-    while time.monotonic() < deadline:
-        try:
-            socket.create_connection((host, port), timeout=times.reach).close()
-            return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=times.timeout))
-        except (OSError, RuntimeError) as error:
-            reason = str(error).splitlines()[0]
-            time.sleep(times.beat)
-    raise RendezvousConnectionError(
-        f"nobody serves the rendezvous at {host}:{port}, tried for {times.reach:g} s: {reason}\n"
-        "hint: start the node of that address too, or wait longer for it by --rdzv-conf reach=300"
-    )
-
-
-def _digest() -> str:
-    """Return a digest of the job's secret; "none" without one."""
-    secret = os.environ.get(SECRET, "")
-    return hashlib.sha256(secret.encode()).hexdigest()[:12] if secret else "none"
-
-
-def _late(known: Membership, least: int, seconds: float) -> str:
+def _waits_for(known: Membership, least: int) -> str:
     missing = _shown(known.missing)
-    waits = (
-        f"members {missing} have not come" if missing else f"of at least {least} nodes {len(known.joined)} have come"
-    )
-    return f"no round was settled within {seconds:g} s: {waits}\nhint: look for the reason in the output of the others"
+    if missing:
+        return f"members {missing} have not come, and too few of the last round are here to go on without them"
+    return f"{len(known.joined)} of at least {least} nodes came"
 
 
 def _shown(nodes: Sequence[str]) -> list[str]:

@@ -24,14 +24,14 @@ pytestmark = [
 
 SCRIPT = str(Path(__file__).with_name("elastic_script.py"))
 SECONDS = 120.0
-STEPS, PAUSE_SECONDS = 150, 0.1
+STEPS, PAUSE_SECONDS = 120, 0.1
 
 
 class Agent:
     """torchrun on a machine, and what it and its workers have said so far."""
 
-    def __init__(self, machine: Machine, endpoint: str, nodes: str) -> None:
-        command = ["-m", "torch.distributed.run", "--rdzv-backend", "hetu_fx", "--rdzv-endpoint", endpoint]
+    def __init__(self, machine: Machine, endpoints: str, nodes: str) -> None:
+        command = ["-m", "torch.distributed.run", "--rdzv-backend", "hetu_fx", "--rdzv-endpoint", endpoints]
         command += ["--nnodes", nodes, "--nproc-per-node", "1", "--max-restarts", "20", "--monitor-interval", "0.1"]
         self.lines: list[str] = []
         own = {"HETU_FX_NODE": machine.hostname, "HETU_FX_JOB": "elastic"}
@@ -59,12 +59,13 @@ class Agent:
 
 
 @contextmanager
-def started(three: list[Machine], nodes: str) -> Iterator[Callable[[int], Agent]]:
-    """Give what starts an agent on a machine; whatever is left at the end is killed."""
+def started(three: list[Machine], nodes: str, servers: int = 1) -> Iterator[Callable[[int], Agent]]:
+    """Give what starts an agent on a machine, the first of which may serve; whatever is left at the end is killed."""
     agents: list[Agent] = []
+    endpoints = ",".join(machine.address for machine in three[:servers])
 
     def start(number: int) -> Agent:
-        agents.append(Agent(three[number], f"{three[0].address}:29400", nodes))
+        agents.append(Agent(three[number], endpoints, nodes))
         return agents[-1]
 
     try:
@@ -106,3 +107,30 @@ def test_a_machine_joins_another_dies_and_comes_back_and_no_step_is_lost(tmp_pat
     assert ends == pytest.approx([expected] * 3, rel=1e-9)
     done = [int(step) for step in re.findall(r"step (\d+) of", "".join(first.lines))]
     assert sorted(set(done)) == list(range(1, STEPS + 1))
+
+
+def test_the_machine_that_serves_the_rendezvous_dies_and_the_others_go_on_and_take_it_back(tmp_path: Path) -> None:
+    with machines(tmp_path, ["one", "two", "three"]) as three, started(three, "1:3", servers=3) as start:
+        first, second, third = start(0), start(1), start(2)
+        second.until("step 10 of 3")
+        first.process.kill()
+        second.until("of 2$")
+        back = start(0)
+        back.until("start rank 2 of 3 at [1-9]")
+        ends = [total_of(agent.until("end ")) for agent in (second, third, back)]
+        assert [agent.end() for agent in (second, third, back)] == [0, 0, 0]
+    assert ends == pytest.approx([alone()] * 3, rel=1e-9)
+
+
+def test_a_machine_that_is_cut_off_says_so_and_the_others_go_on_without_it(tmp_path: Path) -> None:
+    with machines(tmp_path, ["one", "two", "three"]) as three, started(three, "1:3", servers=3) as start:
+        first, second, third = start(0), start(1), start(2)
+        second.until("step 10 of 3")
+        cut = ["ip", "-n", three[2].namespace, "link", "set", "eth0", "down"]
+        subprocess.run(cut, check=True, timeout=30)
+        third.until("the rendezvous at .* is gone: no answer")
+        ends = [total_of(agent.until("end ")) for agent in (first, second)]
+        assert [agent.end() for agent in (first, second)] == [0, 0]
+        assert not any("of 1" in line for line in third.lines)
+        third.until("still waiting for a round of the job")
+    assert ends == pytest.approx([alone()] * 2, rel=1e-9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -108,27 +109,19 @@ def test_a_closed_job_settles_nothing() -> None:
     assert replace(joined(Membership("a"), "ab"), is_closed=True).settled(1, 2, last_call_is_over=True) is None
 
 
+GOOD = {"host": "a", "number": 1, "members": [["a", "x"]], "joined": [], "silent": {}, "is_closed": False, "server": ""}
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
         ("", "who is in the job"),
         ("[]", "who is in the job"),
         ('{"host": "a"}', "members"),
-        ('{"host": "a", "number": 1, "members": [["a"]], "joined": [], "silent": {}, "is_closed": false}', "address"),
-        (
-            '{"host": "a", "number": 1, "members": [["a", "x"], ["a", "y"]], "joined": [], "silent": {}, '
-            '"is_closed": false}',
-            "twice",
-        ),
-        (
-            '{"host": "a", "number": 0, "members": [["a", "x"]], "joined": [], "silent": {}, "is_closed": false}',
-            "first",
-        ),
-        (
-            '{"host": "a", "number": 1, "members": [["a", "x"]], "joined": [], "silent": {"b": []}, '
-            '"is_closed": false}',
-            "no say",
-        ),
+        (json.dumps(GOOD | {"members": [["a"]]}), "address"),
+        (json.dumps(GOOD | {"members": [["a", "x"], ["a", "y"]]}), "twice"),
+        (json.dumps(GOOD | {"number": 0}), "before the first"),
+        (json.dumps(GOOD | {"silent": {"b": []}}), "no say"),
     ],
 )
 def test_what_says_not_who_is_in_the_job_is_refused(text: str, why: str) -> None:
@@ -136,9 +129,36 @@ def test_what_says_not_who_is_in_the_job_is_refused(text: str, why: str) -> None
         Membership.from_json(text)
 
 
-@given(
-    st.lists(st.sampled_from("abcdef"), unique=True), st.lists(st.sampled_from("abcdef"), unique=True), st.booleans()
+@pytest.mark.parametrize(
+    ("members", "old_side", "new_side", "goes_on"),
+    [("abc", "a", "bc", "new"), ("ab", "a", "b", "old"), ("abcd", "ab", "cd", "old"), ("abcd", "a", "bcd", "new")],
 )
+def test_of_two_stores_after_a_partition_one_at_the_most_settles(
+    members: str, old_side: str, new_side: str, goes_on: str
+) -> None:
+    def outcome(store: Membership, side: str) -> Membership | None:
+        for node in side:
+            store = store.joining(member(node)).hearing(node, {*members} - {*side})
+        return store.settled(1, MOST, last_call_is_over=True)
+
+    last = settled(members)
+    old, new = outcome(last, old_side), outcome(last.moved(new_side[0]), new_side)
+    assert ("old" if old else "") + ("new" if new else "") == goes_on
+    found = old or new
+    assert found is not None
+    assert (found.number, found.host) == (2, "a" if old else new_side[0])
+
+
+def test_who_knows_that_the_others_are_gone_goes_on_without_them() -> None:
+    left = settled("abc").moved("b").joining(member("b"))
+    assert left.settled(1, 3, last_call_is_over=True) is None
+    assert nodes(left.without_missing().settled(1, 3, last_call_is_over=True)) == "b"
+
+
+SOME = st.lists(st.sampled_from("abcdef"), unique=True)
+
+
+@given(SOME, SOME, st.booleans())
 def test_the_text_of_a_membership_is_read_as_it_was(members: list[str], wanted: list[str], is_closed: bool) -> None:
     known = joined(Membership("a", 3, tuple(map(member, members))), "".join(wanted))
     for by in known.electorate:

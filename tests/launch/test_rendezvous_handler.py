@@ -22,7 +22,8 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from hetu_fx.errors import EnvironmentProblem
-from hetu_fx.launch.rendezvous_handler import SECRET, HetuRendezvous, Times, endpoint
+from hetu_fx.launch.rendezvous_handler import HetuRendezvous, Times
+from hetu_fx.launch.rendezvous_store import SECRET, Endpoint
 
 SECONDS = 60.0
 
@@ -31,10 +32,14 @@ def parameters(where: str, least: int, most: int, run_id: str = "job", **config:
     return RendezvousParameters("hetu_fx", where, run_id, least, most, **{"timeout": SECONDS, **config})
 
 
-@pytest.fixture
-def where() -> str:
+def free_endpoint() -> str:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+@pytest.fixture
+def where() -> str:
+    return free_endpoint()
 
 
 @contextmanager
@@ -64,7 +69,7 @@ def until(ready: Any) -> None:
 
 def end_without_a_word(handler: HetuRendezvous) -> None:
     """Let a node show no further signs of life."""
-    handler._listener.end()
+    handler._at.end()
 
 
 def test_torchrun_finds_it_by_name() -> None:
@@ -129,6 +134,57 @@ def test_of_two_nodes_the_one_that_serves_the_store_goes_on_alone(where: str) ->
         assert together([serves])[0].world_size == 1
 
 
+def die(handler: HetuRendezvous) -> None:
+    """Let a node die with what it serves."""
+    store = handler._at
+    store.end()
+    store._thread.join(SECONDS)
+    handler._served.clear()
+    store._store = None  # type: ignore[assignment]
+
+
+QUICK = {"beat": 0.1, "silent": 0.6}
+
+
+def test_the_next_endpoint_serves_when_the_first_is_gone_and_takes_newcomers() -> None:
+    where = ",".join(free_endpoint() for _ in range(3))
+    with nodes(where, 3, 1, 3, **QUICK) as (first, one, other):
+        before = together([first, one, other])
+        die(first)
+        until(lambda: one.num_nodes_waiting() and other.num_nodes_waiting())
+        after = together([one, other])
+        assert sorted(info.rank for info in after) == [0, 1]
+        assert {info.world_size for info in before + after} == {2, 3}
+        assert one._at.where == other._at.where == Endpoint.of(where.split(",")[1])
+        with nodes(where, 1, 1, 3, **QUICK) as (back,), ThreadPoolExecutor(1) as pool:
+            comes = pool.submit(back.next_rendezvous)
+            until(one.num_nodes_waiting)
+            together([one, other])
+            assert comes.result(timeout=SECONDS).world_size == 3
+
+
+def test_one_of_two_that_has_lost_the_store_does_not_go_on_alone_unless_it_may() -> None:
+    where = ",".join(free_endpoint() for _ in range(2))
+    with nodes(where, 2, 1, 2, timeout=4.0, **QUICK) as (first, other):
+        together([first, other])
+        die(first)
+        until(other.num_nodes_waiting)
+        with pytest.raises(RendezvousTimeoutError, match="too few of the last round are here"):
+            other.next_rendezvous()
+    where = ",".join(free_endpoint() for _ in range(2))
+    with nodes(where, 2, 1, 2, alone_after=1.0, **QUICK) as (first, other):
+        together([first, other])
+        die(first)
+        until(other.num_nodes_waiting)
+        assert other.next_rendezvous().world_size == 1
+
+
+def test_of_three_endpoints_two_have_to_be_there_at_the_start() -> None:
+    where = ",".join(free_endpoint() for _ in range(3))
+    with nodes(where, 1, 1, 3, timeout=2.0) as (alone,), pytest.raises(RendezvousTimeoutError, match="1 of at least 2"):
+        alone.next_rendezvous()
+
+
 def test_a_closed_job_takes_nobody(where: str) -> None:
     with nodes(where, 2, 1, 2) as (one, other):
         together([one])
@@ -157,18 +213,23 @@ def test_a_node_of_another_job_is_told_so(where: str, unlike: str, monkeypatch: 
     [("host", ("host", 29400)), ("10.0.0.1:1234", ("10.0.0.1", 1234)), ("[fe80::1]:80", ("fe80::1", 80))],
 )
 def test_an_endpoint_is_a_host_and_a_port(text: str, found: tuple[str, int]) -> None:
-    assert endpoint(text) == found
+    assert Endpoint.of(text) == Endpoint(*found)
 
 
 @pytest.mark.parametrize("text", ["", ":80", "host:", "host:port", "host:70000"])
 def test_what_is_no_endpoint_is_refused(text: str) -> None:
     with pytest.raises(EnvironmentProblem, match="no endpoint"):
-        endpoint(text)
+        Endpoint.of(text)
 
 
 @pytest.mark.parametrize(
     ("given", "why"),
-    [({"beet": 1}, "it takes beat, come"), ({"beat": 0}, "above 0"), ({"beat": "x"}, "number"), ({"beat": 1}, "late")],
+    [
+        ({"beet": 1}, "it takes alone_after, beat, come"),
+        ({"beat": 0}, "above 0"),
+        ({"beat": "x"}, "number"),
+        ({"beat": 1}, "late"),
+    ],
 )
 def test_times_that_are_none_are_refused(given: dict[str, Any], why: str) -> None:
     with pytest.raises(EnvironmentProblem, match=why):

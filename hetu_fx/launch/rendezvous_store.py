@@ -199,8 +199,13 @@ class MembershipStore:
         return self._failure or (f"no answer for {silent:.1f} s" if silent > 2 * self._silent else "")
 
     def end(self) -> None:
-        """Show no further signs of life, and answer nothing any more."""
+        """Show no further signs of life, and answer nothing any more.
+
+        The thread is waited for: one that is in a call of the store while the interpreter ends takes the process down.
+        """
         self._ended.set()
+        self._asked.put(lambda: None)
+        self._thread.join(2 * self._silent)
 
     def _ask(self, call: Callable[[], T]) -> T:
         """Have the thread do something; return what comes of it. Raises RendezvousConnectionError without an answer."""

@@ -138,7 +138,6 @@ def die(handler: HetuRendezvous) -> None:
     """Let a node die with what it serves."""
     store = handler._at
     store.end()
-    store._thread.join(SECONDS)
     handler._served.clear()
     store._store = None  # type: ignore[assignment]
 

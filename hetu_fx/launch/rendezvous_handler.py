@@ -137,7 +137,7 @@ class HetuRendezvous(RendezvousHandler):
             found = self._latest()
         if found is None:
             raise RendezvousConnectionError(
-                f"nobody serves the rendezvous at {self._endpoints[0]}, tried for {self._times.reach:g} s\n"
+                f"no machine serves the rendezvous at {self._endpoints[0]}, tried for {self._times.reach:g} s\n"
                 "hint: start the node of that address too, or wait longer for it by --rdzv-conf reach=300"
             )
         return found
@@ -192,7 +192,7 @@ class HetuRendezvous(RendezvousHandler):
             RendezvousConnectionError: no store can be reached any more.
             RendezvousTimeoutError: it is not settled in time; names what it waits for.
         """
-        wait, deadline = _Wait(self._times), time.monotonic() + self._times.timeout
+        wait, deadline = _RoundWait(self._times), time.monotonic() + self._times.timeout
         while time.monotonic() < deadline:
             try:
                 known = self._try_round(wait)
@@ -214,7 +214,7 @@ class HetuRendezvous(RendezvousHandler):
             "hint: look for the reason in the output of the others"
         )
 
-    def _try_round(self, wait: _Wait) -> Membership:
+    def _try_round(self, wait: _RoundWait) -> Membership:
         """Join the next round, and settle it where that can be; return what is known."""
         known = self._at.change(self._join)
         if known.is_closed:
@@ -226,7 +226,7 @@ class HetuRendezvous(RendezvousHandler):
         is_in = known.number > self._settled.number and self._me.node in known.member_nodes
         return None if is_in or known.is_closed or self._me.node in known.joined_nodes else known.joining(self._me)
 
-    def _settle(self, wait: _Wait) -> Callable[[Membership], Membership | None]:
+    def _settle(self, wait: _RoundWait) -> Callable[[Membership], Membership | None]:
         def settle(known: Membership) -> Membership | None:
             if self._me.node not in known.electorate and known.members:
                 return None
@@ -284,19 +284,20 @@ class HetuRendezvous(RendezvousHandler):
                 time.sleep(self._times.beat / 3)
                 known = self._at.read()
         except RendezvousConnectionError as error:
-            _LOG.warning("the end of the job could not be told: %s", error)
+            _LOG.warning("the other machines may not know that the job has ended: %s", error)
             return False
         finally:
             self._at.end()
         return True
 
 
-class _Wait:
+class _RoundWait:
     """For how long a round has been waited for, and since when nobody came to it."""
 
     def __init__(self, times: Times) -> None:
         self._times, self._start = times, time.monotonic()
-        self._moved, self._told, self._joined = self._start, self._start, ()
+        self._moved, self._told = self._start, self._start
+        self._joined: tuple[str, ...] = ()
 
     def see(self, known: Membership) -> None:
         """Take note of who has joined."""
@@ -330,7 +331,7 @@ class _Wait:
 def _waits_for(known: Membership, least: int) -> str:
     missing = _shown(known.missing)
     if missing:
-        return f"members {missing} have not come, and too few of the last round are here to go on without them"
+        return f"members {missing} have not come, and too few of the last round are here to continue without them"
     return f"{len(known.joined)} of at least {least} nodes came"
 
 

@@ -23,7 +23,7 @@ from typing import TypeVar
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 
 from hetu_fx.base.addresses import LOOPBACK, Contact
-from hetu_fx.base.torch_private import PrefixStore, TCPStore
+from hetu_fx.base.torch_private import PrefixStore, TCPStore, connected_anew
 from hetu_fx.comm_ops.wire.rendezvous import serve_store
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.launch.membership import Beats, Membership
@@ -183,7 +183,7 @@ class MembershipStore:
 
     def part(self, number: int) -> PrefixStore:
         """Return the part of the store that the agents of a round use, over a connection of its own."""
-        return PrefixStore(f"{self._root}/round/{number}", self._store.clone())
+        return PrefixStore(f"{self._root}/round/{number}", connected_anew(self._store))
 
     @property
     def known(self) -> Membership | None:

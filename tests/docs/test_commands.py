@@ -35,6 +35,9 @@ EMULATED = Held(by="launch/emulate/test_emulate_ranks.py::test_without_quotas_ev
 INSTALL = Held(why="needs a package index; its extras are looked up")
 MEASURE = Held(by="cli/test_measure.py::test_devices_and_blocks_are_measured_and_planned_from_the_files")
 PLANNED = Held(by="test_planning_page.py::test_the_page_shows_what_the_commands_print_and_the_tables_that_there_are")
+ELASTIC = Held(
+    by="launch/test_elastic_machines.py::test_a_machine_joins_another_dies_and_comes_back_and_no_step_is_lost"
+)
 TORCHRUN = Held(by="integrations/test_launchers.py::test_torchrun_trains_like_one_process")
 ALIGN = Held(by="hetu_fx_align/test_command.py::test_honest_dtypes_are_within_and_the_table_has_a_row_per_op_and_way")
 ALIGN_FILES = Held(by="hetu_fx_align/test_command.py::test_a_wrong_op_is_named_saved_replayed_and_overridden")
@@ -66,6 +69,9 @@ HELD = {
         by="examples/test_examples.py::test_the_command_of_the_page_starts_an_example"
     ),
     "torchrun --nproc-per-node 2 train.py": TORCHRUN,
+    "torchrun --rdzv-backend hetu_fx --rdzv-endpoint 10.0.0.1,10.0.0.2,10.0.0.3 --nnodes 1:8 --nproc-per-node 4 "
+    "train.py": ELASTIC,
+    "torchrun --rdzv-backend hetu_fx --rdzv-endpoint HOST --nnodes 1:8 --nproc-per-node 4 train.py": ELASTIC,
     "torchrun --nproc-per-node 4 train.py": TORCHRUN,
     "torchrun --nproc-per-node 4 -m hetu_fx.cli verify my_script:make_model --plan auto": SEVERAL,
     "torchrun --nproc-per-node 8 -m hetu_fx.cli doctor --device cuda": SEVERAL,

@@ -14,7 +14,7 @@ from tests.house.state import module_state
 from tests.house.tree import Function, Module, Tree, importers
 from tests.test_layers import ROOT
 
-ENTRIES = {"main"}  # named by pyproject.toml or by `python -m`
+ENTRIES = {"main", "torchrun_handler"}  # named by pyproject.toml or by `python -m`
 CACHES = {"functools.cache", "functools.lru_cache", "functools.cached_property"}
 OWN_CACHES = {"hetu_fx.base.once.once", "hetu_fx.base.once.once_per_object"}
 PATCHES = {  # the last is where the table was, for commits of before

@@ -110,15 +110,17 @@ def auto_parallelize(
     docs/eager.md.
 
     Raises:
-        HetuFxError: on every process; says what, where, the values and the way out.
+        HetuFxError: on every process; says what, where, the values and a hint.
     """
     asked = Options.given(options, old)
     if isinstance(model, nn.Module):
         as_it_was(model)
     if hasattr(model, "hetu"):
-        raise StateError("this model is parallel already; use model.hetu.add_variant(plan) to give it another plan")
+        raise StateError(
+            "this model is parallel already\nhint: use model.hetu.add_variant(plan) to give it another plan"
+        )
     if data not in ("per_rank", "global"):
-        raise BatchError(f"data={data!r} is not known; use 'per_rank' or 'global'")
+        raise BatchError(f"data={data!r} is not known\nhint: use 'per_rank' or 'global'")
     settings = Settings(
         data == "global",
         outputs,
@@ -215,7 +217,7 @@ def _wants_checks(asked: Literal["auto"] | bool) -> bool:
         StateError: something else was asked.
     """
     if asked not in ("auto", True, False):
-        raise StateError(f"check={asked!r} is not known; use 'auto', True or False")
+        raise StateError(f"check={asked!r} is not known\nhint: use 'auto', True or False")
     return os.environ.get(VARIABLE, "1") != "0" if asked == "auto" else bool(asked)
 
 

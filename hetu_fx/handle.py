@@ -182,7 +182,7 @@ class Handle:
     def sequences(self) -> SequenceReader:
         """How batches of sequences of mixed lengths run: its `options` and its `policy` can be replaced."""
         if self._reader is None:
-            raise StateError("sequences of mixed lengths run as captured graphs; use capture='graph'")
+            raise StateError("sequences of mixed lengths run as captured graphs\nhint: use capture='graph'")
         return self._reader
 
     @property

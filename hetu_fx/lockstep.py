@@ -157,12 +157,18 @@ class Lockstep:
         plans = (plans,) if isinstance(plans, Plan) else tuple(plans)
         ranks = self.ranks or 1 + max(max(plan.devices) for plan in plans)
         if self.rows is not None and len(self.rows) != ranks:
-            raise PlanError(f"rows are given for {len(self.rows)} ranks, but there are {ranks}; give one for each")
+            raise PlanError(
+                f"rows are given for {len(self.rows)} ranks, but there are {ranks}\nhint: give one for each"
+            )
         if self.devices is not None and len(self.devices) != ranks:
-            raise PlanError(f"devices are given for {len(self.devices)} ranks, but there are {ranks}; give each one")
+            raise PlanError(
+                f"devices are given for {len(self.devices)} ranks, but there are {ranks}\nhint: give each one"
+            )
         elsewhere = {str(p.device) for p in model.parameters() if p.device.type != "cpu"}
         if elsewhere:
-            raise StateError(f"the model is on {sorted(elsewhere)}, from where no rank takes it; move it to the host")
+            raise StateError(
+                f"the model is on {sorted(elsewhere)}, and ranks take it from the host\nhint: move it to the host"
+            )
         execution = None if self.eager is not None else captured or self.capture(model, batches[0])
         with _unwritten_is_nan(), telling(f"training as {ranks} ranks") as tell:
             own = [execution.programs.arguments.batch(*as_call(batch)) for batch in batches] if execution else batches
@@ -325,7 +331,7 @@ class _Run:
         assert self.how.rows is not None, "ranks bring rows of their own"
         rows = tensor.size(dim)
         if rows > sum(self.how.rows):
-            raise PlanError(f"a batch has {rows} rows, but ranks bring {list(self.how.rows)}; give more rows")
+            raise PlanError(f"a batch has {rows} rows, but ranks bring {list(self.how.rows)}\nhint: give more rows")
         stop = min(rows, sum(self.how.rows[: rank + 1]))
         return slice_rows(tensor, dim, range(min(stop, sum(self.how.rows[:rank])), stop))
 

@@ -57,7 +57,7 @@ class Patch:
                 return _nothing
             raise EnvironmentProblem(
                 f"{self.library} {version(self.library)} has no {self.module}.{self.owner}.{self.name}, which "
-                f"is needed: {self.why}; install {self.library}=={self.tested}.*"
+                f"is needed: {self.why}\nhint: pip install '{self.library}=={self.tested}.*'"
             )
         original = vars(owner)[self.name]
         setattr(owner, self.name, self.wrap(original))

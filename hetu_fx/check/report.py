@@ -56,10 +56,10 @@ def failure_text(plan: Plan, case: Case, found: Found, captured: GraphExecution 
 def _hints(case: Case, found: Found) -> list[str]:
     if found.remembers and case.eager is None:
         return [
-            "hint: on one device a second step like the first gives something else: the forward goes by what it keeps "
-            "in Python (a counter, an iterator) or reads elsewhere (a clock, a file), which a graph repeats as it was; "
-            "keep it in a buffer (register_buffer), set it outside of the forward, or use "
-            'hetu_fx.auto_parallelize(..., capture="eager")'
+            "on one device, too, a second equal step gives something else: the forward uses what it keeps in Python (a "
+            "counter, an iterator) or reads elsewhere (a clock, a file), and a graph repeats the first value",
+            "hint: keep it in a buffer (register_buffer), set it outside of the forward, or use "
+            'hetu_fx.auto_parallelize(..., capture="eager")',
         ]
     if case.eager is not None:
         return [

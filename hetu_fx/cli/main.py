@@ -84,7 +84,7 @@ def _call_emulate(options: argparse.Namespace, rest: Sequence[str]) -> int:
         change_speed(*_rank_and_speed(options.set))
         return 0
     if options.speeds is None:
-        raise EnvironmentProblem("no speeds given: name one per rank, e.g. --speeds 0.8,0.4,0.2,0.2")
+        raise EnvironmentProblem("no speeds given\nhint: name one per rank, e.g. --speeds 0.8,0.4,0.2,0.2")
     spec = EmulateSpec(
         speeds=options.speeds,
         memory=options.memory,
@@ -133,7 +133,7 @@ def _call_completion(options: argparse.Namespace, rest: Sequence[str]) -> int:
     try:
         import shtab
     except ImportError as problem:
-        message = "completion needs shtab, which is not installed; pip install 'hetu-fx[completion]'"
+        message = "completion needs shtab, which is not installed\nhint: pip install 'hetu-fx[completion]'"
         raise EnvironmentProblem(message) from problem
     print(shtab.complete(make_parser(), options.shell))
     return 0
@@ -292,5 +292,5 @@ def _with_dashes(word: str) -> str:
 def _rank_and_speed(text: str) -> tuple[int, float]:
     rank, equals, speed = text.partition("=")
     if not (equals and rank.strip().isdecimal()):
-        raise EnvironmentProblem(f"{text!r} is not a rank and its speed; write it like --set 2=0.1")
+        raise EnvironmentProblem(f"{text!r} is not a rank and its speed\nhint: write it like --set 2=0.1")
     return int(rank), parse_speeds(speed)[0]

@@ -125,7 +125,7 @@ def call_profile(options: argparse.Namespace, rest: Sequence[str]) -> int:
     check_folder("--out", options.out, ProfileError)
     made = load_function(options.model)()
     if not (isinstance(made, tuple) and len(made) == 2):
-        raise ProfileError(f"{options.model} returned {type(made).__name__}; return (model, example batch)")
+        raise ProfileError(f"{options.model} returned {type(made).__name__}\nhint: return (model, example batch)")
     with telling("profiling"):
         found = profile(*made)
     if options.json:

@@ -72,7 +72,7 @@ def _axes(given: Sequence[str]) -> dict[str, list[str]]:
 
 def _rows(text: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise PlanError(f"--sweep rows={text}: give whole numbers of rows, like rows=64,256")
+        raise PlanError(f"--sweep rows={text} names no whole numbers\nhint: write it like rows=64,256")
     return int(text)
 
 

@@ -74,7 +74,7 @@ def apply_what_if(cluster: Cluster, options: argparse.Namespace) -> Cluster:
     gone, there = set(options.without), set(cluster.ranks)
     if not gone < there:
         raise ClusterError(
-            f"--without {sorted(gone)}: the cluster has ranks {sorted(there)}; name some of them, not all"
+            f"--without {sorted(gone)}: the cluster has ranks {sorted(there)}\nhint: name some of them, not all"
         )
     from hetu_fx.planner.question import check_rates
 
@@ -98,7 +98,9 @@ def _rate(text: str) -> tuple[int, float]:
     try:
         return int(rank), float(rate)
     except ValueError:
-        raise ClusterError(f"{text!r} is not a rank and its straggling rate; write it like --rate 2=2.5") from None
+        raise ClusterError(
+            f"{text!r} is not a rank and its straggling rate\nhint: write it like --rate 2=2.5"
+        ) from None
 
 
 def with_link(cluster: Cluster, bits_per_second: float, option: str) -> Cluster:

@@ -184,7 +184,7 @@ class Assembly:
             if leaf.kind is not LeafKind.BUFFER:
                 raise CaptureError(
                     f"forward changes the {leaf.kind} {leaf.name!r} in place ({meta.source_line(value)}); "
-                    f"only registered buffers may be changed by forward; {WAY_OUT}"
+                    f"only registered buffers may be changed by forward\nhint: {WAY_OUT}"
                 )
         output = flat.output_node()
         output.args = ((*output.args[0], *(value for _, value in buffers)),)  # type: ignore[misc]
@@ -305,7 +305,7 @@ def _check_loss(node: fx.Node) -> None:
     if not _is_number(node):
         raise CaptureError(
             f"loss_fn returns a tensor of shape {list(meta.shape(node))} and {meta.dtype(node)}, but a loss is one "
-            f"real number for the whole batch; return the mean or the sum of it"
+            f"real number for the whole batch\nhint: return the mean or the sum of it"
         )
 
 

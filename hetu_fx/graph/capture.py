@@ -107,7 +107,7 @@ def capture(
         leaves: modules that are called as they are, besides those that the user has named; None: they are found.
 
     Raises:
-        CaptureError: the model cannot be captured; names the line and the way out.
+        CaptureError: the model cannot be captured; names the line, with a hint.
         BatchError: `row_dims` does not fit the batch, or the graph that it leads to.
     """
     input_tree, tensors = flatten_batch(batch)

@@ -61,14 +61,15 @@ def _lacks_a_graph(problem: Problem) -> str:
     if problem.captured is not None:
         return ""
     return (
-        "it plans op by op and needs the captured graph, which profiles do not hold; use hetu_fx.plan(model, batch, "
-        "search='hap'), or 'auto', 'homogeneous', 'classes' or 'contiguous' for a profile"
+        "it plans op by op and needs the captured graph, which profiles do not hold\n"
+        "hint: use hetu_fx.plan(model, batch, search='hap'), or for a profile 'auto', 'homogeneous', 'classes' or "
+        "'contiguous'"
     )
 
 
 HAP = _of_graphs(
     "hap",
-    "captured models, any: rows or parts of the widths that pay, op by op, in proportion to unlike devices",
+    "captured models, any: rows or parts of the widths that pay, op by op, in proportion to the devices' speeds",
     "find_plans",
 )
 PROGRAMS = _of_graphs("programs", "captured models, any: the plans of `hap` that carry its program", "find_programs")

@@ -55,21 +55,22 @@ class OpRegion:
 
     def __post_init__(self) -> None:
         if not self.ops:
-            raise PlanError("a region has no ops; give a pattern of op names, '*' for all")
+            raise PlanError("a region has no ops\nhint: give a pattern of op names, '*' for all")
         if self.split not in (ROWS, *_UNCUT) and _LEAF_DIM.fullmatch(self.split) is None:
-            raise PlanError(f"{self} has split {self.split!r}; {_WAYS}")
+            raise PlanError(f"{self} has split {self.split!r}\nhint: {_WAYS}")
         object.__setattr__(self, "ratios", self._checked(tuple(self.ratios)))
         if self.factors and not self.is_cut:
-            raise PlanError(f"{self} has factors, but its ops are not cut; leave factors out, or give a split")
+            raise PlanError(f"{self} has factors, but its ops are not cut\nhint: leave factors out, or give a split")
 
     def _checked(self, ratios: tuple[int, ...]) -> tuple[int, ...]:
         if not ratios:
             return ratios
         if not self.is_cut:
-            raise PlanError(f"{self} has ratios {list(ratios)}, but its ops are not cut; leave ratios out")
+            raise PlanError(f"{self} has ratios {list(ratios)}, but its ops are not cut\nhint: leave ratios out")
         if min(ratios) < 0 or not any(ratios):
             raise PlanError(
-                f"{self} has ratios {list(ratios)}; give whole numbers from 0, not all of them 0, or leave them out"
+                f"{self} has ratios {list(ratios)}\n"
+                f"hint: give whole numbers from 0, not all of them 0, or leave them out"
             )
         common = math.gcd(*ratios)
         return tuple(ratio // common for ratio in ratios)
@@ -98,5 +99,5 @@ def check_program(regions: Sequence[OpRegion], num_devices: int, what: str) -> N
         if region.ratios and len(region.ratios) != num_devices:
             raise PlanError(
                 f"{what}, program[{place}]: {region} has {len(region.ratios)} ratios {list(region.ratios)} for "
-                f"{num_devices} devices; give one for each, or leave them out for those of the stage"
+                f"{num_devices} devices\nhint: give one for each, or leave them out for those of the stage"
             )

@@ -377,7 +377,7 @@ def bind(shapes: Shapes, tensors: Mapping[str, torch.Tensor]) -> dict[sympy.Symb
         if len(actual) != len(expected):
             raise BatchError(
                 f"input {name!r} has {len(actual)} dims {tuple(actual)}, but the model was captured with "
-                f"{len(expected)}; pass an example batch of that form to hetu_fx.auto_parallelize"
+                f"{len(expected)}\nhint: pass an example batch of that form to hetu_fx.auto_parallelize"
             )
         for dim, size in enumerate(expected):
             if size.__class__ is not int or size != actual[dim]:
@@ -394,8 +394,8 @@ def _bind_size(bindings: dict[sympy.Symbol, int], name: str, dim: int, expected:
             return
     if int(expected) != actual:
         raise BatchError(
-            f"dim {dim} of input {name!r} has size {actual}, but the captured graph needs {int(expected)} there; "
-            f"pad the batch to that size, or call hetu_fx.auto_parallelize with an example of the new size"
+            f"dim {dim} of input {name!r} has size {actual}, but the captured graph needs {int(expected)} there\n"
+            f"hint: pad the batch to that size, or call hetu_fx.auto_parallelize with an example of the new size"
         )
 
 

@@ -228,8 +228,8 @@ class NotKept:
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise StateError(
-            f"{self.__dict__['label']} is set by the forward, but that runs as captured graphs, which set nothing; "
-            f'return the value as an output, or use hetu_fx.auto_parallelize(..., capture="eager")'
+            f"{self.__dict__['label']} is set by the forward, but that runs as captured graphs, which set nothing\n"
+            f'hint: return the value as an output, or use hetu_fx.auto_parallelize(..., capture="eager")'
         )
 
     def __getattr__(self, name: str) -> Any:

@@ -140,7 +140,7 @@ class Tracer:
                 return
         raise CaptureError(
             f"the forward goes on by the time ({', '.join(clocks)}), which a captured graph would keep as it was when "
-            f"it was made; pass it in as a tensor or keep it in a buffer, or use "
+            f"it was made\nhint: pass it in as a tensor or keep it in a buffer, or use "
             f'hetu_fx.auto_parallelize(..., capture="eager")'
         )
 
@@ -167,8 +167,8 @@ class Tracer:
             return replace(before, source=before.source.with_note(note))
         told = "; ".join(f"{access.label}: {show_value(access.copy)} -> {show_value(left)}" for access, left in changed)
         raise CaptureError(
-            f"the forward keeps state in Python, which a captured graph cannot do: {told} (before and after a call); "
-            f"keep it in a buffer (register_buffer), change it outside of the forward, or use "
+            f"the forward keeps state in Python, which a captured graph cannot do: {told} (before and after a call)\n"
+            f"hint: keep it in a buffer (register_buffer), change it outside of the forward, or use "
             f'hetu_fx.auto_parallelize(..., capture="eager")'
         )
 

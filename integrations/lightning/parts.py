@@ -93,8 +93,9 @@ class Parts:
                 if id(parameter) in own:
                     raise StateError(
                         f"training_step calls {names[module]!r}, which shares parameter {own[id(parameter)]!r} with "
-                        f"{names[other]!r}, which runs in parallel by itself; have training_step call one module that "
-                        f"calls both, such as the LightningModule by self(...)"
+                        f"{names[other]!r}, which runs in parallel by itself\n"
+                        f"hint: have training_step call one module that calls both, such as the LightningModule by "
+                        f"self(...)"
                     )
 
     @contextmanager
@@ -128,7 +129,7 @@ def _example(
     if inspect.Parameter.VAR_POSITIONAL in kinds:
         raise BatchError(
             f"{type(module).__name__} takes *{kinds[inspect.Parameter.VAR_POSITIONAL]}, and training_step calls it "
-            f"with arguments by position and by keyword ({', '.join(kwargs)}); pass all of them by position"
+            f"with arguments by position and by keyword ({', '.join(kwargs)})\nhint: pass all of them by position"
         )
     more = bound.pop(kinds.get(inspect.Parameter.VAR_KEYWORD, ""), {})
     return {**bound, **more}

@@ -64,8 +64,8 @@ def test_without_a_model_only_the_devices_are_measured() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("my_example", "names no function; write it like MODULE:FUNCTION"),
-        ("no_such_example:small", "No module named 'no_such_example'; start in the folder of the module"),
+        ("my_example", "names no function\nhint: write it like MODULE:FUNCTION"),
+        ("no_such_example:small", "No module named 'no_such_example'\nhint: start in the folder of the module"),
         ("my_example:large", "module my_example has no function large"),
         ("my_example:number", "module my_example has no function number"),
     ],

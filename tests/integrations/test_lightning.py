@@ -219,7 +219,7 @@ def test_the_first_call_is_the_example_as_it_is_written() -> None:
     assert called(Several(), 1, 2) == (1, 2)
     assert called(Several(), x=1) == {"x": 1}
     assert called(Named(), 1, y=2) == {"x": 1, "y": 2}
-    with pytest.raises(BatchError, match=r"Several takes \*args.*\(x\); pass all of them by position"):
+    with pytest.raises(BatchError, match=r"Several takes \*args.*\(x\)\nhint: pass all of them by position"):
         called(Several(), 1, x=2)
 
 

@@ -150,7 +150,7 @@ def test_more_micro_batches_than_usual_are_used_where_nothing_else_fits() -> Non
 
 
 def test_nothing_fits_is_said_with_numbers() -> None:
-    with pytest.raises(PlanError, match=r"no plan fits the memory of devices 0, 1: .* use more or larger"):
+    with pytest.raises(PlanError, match=r"no plan fits the memory of devices 0, 1: .*\nhint: use more or larger"):
         make_plan(BIG, paper(1, 1, memory_bytes=1000))
 
 

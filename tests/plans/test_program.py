@@ -40,10 +40,10 @@ def test_a_dim_of_a_leaf_is_read_with_the_factor_that_it_names() -> None:
 @pytest.mark.parametrize(
     ("region", "said"),
     [
-        (("", "rows"), "a region has no ops; give a pattern"),
-        (("*", "columns"), r"region '\*' has split 'columns'; give 'rows', 'whole'"),
+        (("", "rows"), "a region has no ops\nhint: give a pattern"),
+        (("*", "columns"), r"region '\*' has split 'columns'\nhint: give 'rows', 'whole'"),
         (("*", "whole", (1, 2)), r"has ratios \[1, 2\], but its ops are not cut"),
-        (("*", "rows", (0, 0)), r"has ratios \[0, 0\]; give whole numbers from 0, not all of them 0"),
+        (("*", "rows", (0, 0)), r"has ratios \[0, 0\]\nhint: give whole numbers from 0, not all of them 0"),
         (("*", "whole", (), True), "has factors, but its ops are not cut"),
     ],
 )
@@ -56,7 +56,7 @@ def test_a_region_that_contradicts_itself_is_refused(region: tuple[Any, ...], sa
     ("given", "said"),
     [
         ({"regions": (OpRegion("*", "rows", (1, 1, 1)),)}, r"program\[0\]: region '\*' has 3 ratios .* for 2 devices"),
-        ({"stages": 2}, "but the plan has several pipelines or stages; give one pipeline of one stage"),
+        ({"stages": 2}, "but the plan has several pipelines or stages\nhint: give one pipeline of one stage"),
         ({"sequence_parallel": True}, "but the plan has sequence_parallel"),
         ({"split": (("up", 0),)}, "but the plan has split"),
     ],

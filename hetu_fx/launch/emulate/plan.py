@@ -142,13 +142,15 @@ def _limiter(limit: LimitChoice, spec: EmulateSpec) -> Limiter:
     if isinstance(limiter, CgroupV1) and not any(spec.memory):
         limiter = replace(limiter, memory=None)
     if limit == "cgroups" and isinstance(limiter, Affinity):
-        raise EnvironmentProblem(f"no CPU quotas to be had: {limiter.reason}; run as root")
+        raise EnvironmentProblem(f"no CPU quotas to be had: {limiter.reason}\nhint: run as root")
     return limiter
 
 
 def _check_nodes_possible() -> None:
     if os.geteuid() != 0:
-        raise EnvironmentProblem("--nodes makes network namespaces, which needs root; run as root or with one node")
+        raise EnvironmentProblem(
+            "--nodes makes network namespaces, which needs root\nhint: run as root or with one node"
+        )
     check_tools()
 
 

@@ -70,7 +70,7 @@ def graph_problem_of(
         reader.add(node)
     outputs = tuple(dict.fromkeys(reader.source_of(node)[0] for node in reader.outputs()))
     if not reader.ops:
-        raise PlanError("no value of the graph depends on a parameter; there is nothing to spread over devices")
+        raise PlanError("no value of the graph depends on a parameter, so there is nothing to spread over devices")
     program = TensorProgram(tuple(reader.tensors.values()), tuple(reader.ops), outputs, tuple(reader.blocks()))
     return GraphProblem(program, analysed, tuple(reader.nodes), reader.sources)
 

@@ -133,7 +133,7 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.multiple < 1:
-            raise PlanError(f"rows cannot have a multiple of {self.multiple} tokens; give 1 or more")
+            raise PlanError(f"rows cannot have a multiple of {self.multiple} tokens\nhint: give 1 or more")
 
     def width(self, tokens: int) -> int:
         """Return the width of a row for so many tokens."""

@@ -114,7 +114,7 @@ class Dispatch:
     def __post_init__(self) -> None:
         if len(self.pipelines) != len(self.strategy.pipelines):
             counts = f"{len(self.pipelines)} groups of sequences for the {len(self.strategy.pipelines)} pipelines"
-            raise PlanError(f"a dispatch has {counts} of {self.strategy}; give one each, empty where one idles")
+            raise PlanError(f"a dispatch has {counts} of {self.strategy}\nhint: give one each, empty where one idles")
         check_each_once("a dispatch", self.pipelines, len(self.batch.lengths))
         for scheme, group in zip(self.strategy.pipelines, self.pipelines, strict=True):
             _check_lengths(scheme, {position: self.batch.lengths[position] for position in group})
@@ -177,5 +177,5 @@ def _check_lengths(scheme: Scheme, lengths: dict[int, int]) -> None:
     if long:
         raise PlanError(
             f"a dispatch gives {scheme} sequences of {long} tokens (by position), but it holds at most "
-            f"{scheme.max_length}; give them to a pipeline that holds them"
+            f"{scheme.max_length}\nhint: give them to a pipeline that holds them"
         )

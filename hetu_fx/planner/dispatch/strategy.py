@@ -54,7 +54,7 @@ class TimeFit:
     def __post_init__(self) -> None:
         check_not_negative(PlanError, "time fit", a=self.a, b=self.b, c=self.c)
         if self.a == self.b == 0:
-            raise PlanError("time fit has a = b = 0, so that sequences cost nothing; give one of them above 0")
+            raise PlanError("time fit has a = b = 0, so that sequences cost nothing\nhint: give one of them above 0")
 
     def seconds(self, length: float) -> float:
         """Return (1): the seconds per stage of a sequence of `length` tokens."""
@@ -86,8 +86,8 @@ def fit_times(samples: Sequence[tuple[int, float]]) -> FitQuality:
     lengths = [length for length, _ in samples]
     if len(set(lengths)) < _UNKNOWNS or not all(length > 0 and 0 < s < math.inf for length, s in samples):
         raise PlanError(
-            f"cannot fit a, b, c to {list(samples)}; give (length, seconds), both above 0, of at least "
-            f"{_UNKNOWNS} different lengths"
+            f"cannot fit a, b, c to {list(samples)}\n"
+            f"hint: give (length, seconds), both above 0, of at least {_UNKNOWNS} different lengths"
         )
     tokens, seconds = (np.array(column, dtype=np.float64) for column in zip(*samples, strict=True))
     scale = tokens.max()  # so that the columns are of like size
@@ -122,11 +122,11 @@ class Scheme:
     def __post_init__(self) -> None:
         for name in ("tensor_parallel", "stages", "max_length", "filling_tokens", "context", "chunks"):
             if getattr(self, name) < 1:
-                raise PlanError(f"scheme {self} has {name} {getattr(self, name)}; give a whole number from 1")
+                raise PlanError(f"scheme {self} has {name} {getattr(self, name)}\nhint: give a whole number from 1")
         if self.kinds and sum(self.kinds) != self.group:
             raise PlanError(
                 f"scheme {self} has {sum(self.kinds)} devices in a stage by their kinds {self.kinds}, but {self.group} "
-                f"by its groups; give as many"
+                f"by its groups\nhint: give the same number of devices by both"
             )
 
     @property
@@ -173,7 +173,7 @@ class Strategy:
     def __post_init__(self) -> None:
         object.__setattr__(self, "pipelines", tuple(sorted(self.pipelines, key=strategy_order)))
         if not self.pipelines:
-            raise PlanError("a strategy has no pipelines; give the scheme of at least one")
+            raise PlanError("a strategy has no pipelines\nhint: give the scheme of at least one")
 
     @property
     def max_length(self) -> int:
@@ -194,10 +194,10 @@ class SequenceBatch:
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", tuple(map(index, self.lengths)))
         if not self.lengths:
-            raise PlanError("a batch has no sequences; give the length of at least one")
+            raise PlanError("a batch has no sequences\nhint: give the length of at least one")
         wrong = {position: length for position, length in enumerate(self.lengths) if length < 1}
         if wrong:
-            raise PlanError(f"a batch has lengths below 1, by position: {wrong}; leave empty sequences out")
+            raise PlanError(f"a batch has lengths below 1, by position: {wrong}\nhint: leave empty sequences out")
 
     @property
     def longest(self) -> int:
@@ -215,7 +215,7 @@ def too_long(batch: SequenceBatch, holders: str, most: int) -> PlanError:
     """Return the error for a longest sequence where `holders` "more than" so many tokens; raised by the caller."""
     return PlanError(
         f"sequence {batch.lengths.index(batch.longest)} of the batch has {batch.longest} tokens, but {holders} "
-        f"more than {most}; cut it, or give a strategy with more devices in a pipeline"
+        f"more than {most}\nhint: cut it, or give a strategy with more devices in a pipeline"
     )
 
 
@@ -225,7 +225,9 @@ def check_each_once(what: str, groups: Sequence[Sequence[int]], count: int) -> N
     wrong = sorted(held.keys() ^ set(range(count)))
     twice = sorted(position for position, times in held.items() if times > 1)
     if wrong or twice:
-        raise PlanError(f"{what} has sequences {wrong} missing or unknown and {twice} twice; give each exactly once")
+        raise PlanError(
+            f"{what} has sequences {wrong} missing or unknown and {twice} twice\nhint: give each exactly once"
+        )
 
 
 def strategy_order(scheme: Scheme) -> tuple[float, ...]:

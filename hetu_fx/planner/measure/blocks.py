@@ -246,14 +246,14 @@ def check_measurable(costs: ProgramCosts, program: Program, place: torch.device)
     elif place.type == "meta":
         reason = "it is on the meta device, and blocks need one to run on (such as model.to_empty(device='cpu'))"
     if reason is not None:
-        raise ProfileError(f"blocks cannot be measured: {reason}; profile it without measuring")
+        raise ProfileError(f"blocks cannot be measured: {reason}\nhint: profile it without measuring")
 
 
 def _check_lengths(program: Program) -> None:
     if not _symbol_hints(program):
         raise ProfileError(
-            "blocks cannot be measured: the captured graph has no sequences that could have other lengths; profile it "
-            "without measuring"
+            "blocks cannot be measured: the captured graph has no sequences that could have other lengths\n"
+            "hint: profile it without measuring"
         )
 
 

@@ -60,8 +60,8 @@ def timed_lengths(longest: int, seconds: float, budget: float) -> tuple[int, ...
     lengths = tuple(sorted({int(most * share) for share in SHARES_OF_LENGTH} - {0}))
     if len(lengths) < len(SHARES_OF_LENGTH):
         raise ProfileError(
-            f"sequences of up to {most} tokens can be timed, which are too short for a curve; give a batch with rows "
-            f"of {len(SHARES_OF_LENGTH)} tokens at least, or more seconds"
+            f"sequences of up to {most} tokens can be timed, which are too short for a curve\n"
+            f"hint: give a batch with rows of {len(SHARES_OF_LENGTH)} tokens at least, or more seconds"
         )
     return lengths
 
@@ -102,8 +102,8 @@ def _fitted(where: str, samples: Sequence[tuple[int, float]]) -> FitQuality:
         return fit_times(samples)
     except PlanError as problem:
         raise ProfileError(
-            f"{where}: no curve lies near the measured (tokens, seconds) {samples}: {problem}; measure longer "
-            f"sequences, on a machine that does nothing else"
+            f"{where}: no curve lies near the measured (tokens, seconds) {samples}: {problem}\n"
+            f"hint: measure longer sequences, on a machine that does nothing else"
         ) from None
 
 

@@ -78,7 +78,7 @@ def _new_figure(width: float, height: float) -> Figure:
         from matplotlib.figure import Figure  # no pyplot: its global state and window system are not wanted
     except ImportError as problem:
         raise EnvironmentProblem(
-            "a picture needs matplotlib, which is not installed; pip install 'hetu-fx[ui]'"
+            "a picture needs matplotlib, which is not installed\nhint: pip install 'hetu-fx[ui]'"
         ) from problem
     return Figure(figsize=(width, height), layout="constrained")
 

@@ -96,7 +96,7 @@ class _StepJobs:
         if plan.has_program:
             raise PlanError(
                 "the plan has a program, which is simulated op by op, for which the model is needed, not its costs or "
-                "its profile alone; use hetu_fx.simulate(model, batch, plan, cluster), without another schedule"
+                "its profile alone\nhint: use hetu_fx.simulate(model, batch, plan, cluster), without another schedule"
             )
         self.plan, self.cluster, self.fold = plan, cluster, fold
         self.costs = costs.under(plan)

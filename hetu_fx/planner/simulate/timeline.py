@@ -35,7 +35,7 @@ class Event:
         if self.end_seconds < self.start_seconds:
             raise StateError(
                 f"event {self.name!r} of device {self.device} ends at {self.end_seconds} s, before it "
-                f"starts at {self.start_seconds} s; take both times from one clock"
+                f"starts at {self.start_seconds} s\nhint: take both times from one clock"
             )
 
     @property

@@ -121,11 +121,11 @@ class Choice:
                 raise PlanError(f"plans have no feature {name!r} to allow or forbid{nearest(name, tuple(FEATURES))}")
         both = sorted(set(self.allow) & set(self.forbid))
         if both:
-            raise PlanError(f"{', '.join(both)} is both allowed and forbidden; name it once")
+            raise PlanError(f"{', '.join(both)} is both allowed and forbidden\nhint: name it once")
         if self.zero and "zero" in self.forbid:
-            raise PlanError(f"zero is {self.zero}, but zero is forbidden; give one of them")
+            raise PlanError(f"zero is {self.zero}, but zero is forbidden\nhint: give one of them")
         if self.zero == 0 and "zero" in self.allow:
-            raise PlanError("zero is 0, but zero is allowed; give one of them")
+            raise PlanError("zero is 0, but zero is allowed\nhint: give one of them")
 
 
 ANY = Choice()
@@ -175,21 +175,24 @@ class PlanOptions:
         if not mixes_rows:
             return chosen
         if "pipeline" in choice.allow:
-            raise PlanError("pipeline is allowed, but rows meet in the model (BatchNorm): it is not cut into stages")
+            raise PlanError(
+                "pipeline is allowed, but rows meet in the model (BatchNorm), which is not cut into stages\n"
+                "hint: leave pipeline out"
+            )
         return replace(chosen, micro_batches=(1,), pipelines=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "micro_batches", tuple(sorted(set(self.micro_batches))))
         if not self.micro_batches or self.micro_batches[0] < 1:
-            raise PlanError(f"micro_batches to choose from are {self.micro_batches}; give numbers from 1")
+            raise PlanError(f"micro_batches to choose from are {self.micro_batches}\nhint: give numbers from 1")
         if not 0 < self.memory_fraction <= 1:
-            raise PlanError(f"memory_fraction is {self.memory_fraction}; give a number above 0, up to 1")
+            raise PlanError(f"memory_fraction is {self.memory_fraction}\nhint: give a number above 0, up to 1")
         if self.zero not in (0, 1):
-            raise PlanError(f"zero is {self.zero}; give 0 (states whole on each replica) or 1 (spread over them)")
+            raise PlanError(f"zero is {self.zero}\nhint: give 0 (states whole on each replica) or 1 (spread over them)")
         if self.schedule == "interleaved":
             raise PlanError(
-                "the schedule to search under is 'interleaved', but searches go through whole stages; leave it out "
-                "(the best pipelines are tried in chunks, too)"
+                "the schedule to search under is 'interleaved', but searches go through whole stages\n"
+                "hint: leave it out (the best pipelines are tried in chunks, too)"
             )
         if self.seconds is not None:
             check_positive(PlanError, "search", seconds=self.seconds)

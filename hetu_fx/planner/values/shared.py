@@ -66,9 +66,9 @@ class TiedParameter:
 
     def __post_init__(self) -> None:
         if not 0 <= self.split_bytes <= self.bytes:
-            raise PlanError(f"tied parameter: split_bytes is {self.split_bytes}; give 0 to {self.bytes}")
+            raise PlanError(f"tied parameter: split_bytes is {self.split_bytes}\nhint: give 0 to {self.bytes}")
         if len(self.readers) < 2 or list(self.readers) != sorted(set(self.readers)) or self.readers[0] < 0:
-            raise PlanError(f"tied parameter: readers are {list(self.readers)}; give two parts or more, in order")
+            raise PlanError(f"tied parameter: readers are {list(self.readers)}\nhint: give two parts or more, in order")
 
     def at(self, share: float) -> float:
         """Return the bytes on a device that has `share` of what is split."""

@@ -167,7 +167,7 @@ def hap_stage(problem: GraphProblem, result: HapResult) -> Stage:
     shares = _whole(result)
     places = [place for place, each in enumerate(zip(*shares, strict=True)) if any(each)]
     if len(places) < 2:
-        raise PlanError(f"ratios {result.ratios} leave one device all of the program; a plan of one device runs that")
+        raise PlanError(f"ratios {result.ratios} leave one device all of the program\nhint: use a plan of one device")
     ratios = [tuple(segment[place] for place in places) for segment in shares]
     common = next((each for each in ratios if all(each)), (1,) * len(places))
     classes = {factor_name(c): c for c in problem.analysed.factors.classes}

@@ -62,7 +62,7 @@ class Expansion:
         found = tuple(op_forms(op, self.problem, self.rules, count) for op in self.problem.ops)
         without = [op.name for op, forms in zip(self.problem.ops, found, strict=True) if not forms]
         if without:
-            raise PlanError(f"ops {without} can be done in no form by {count} devices; let them be copied")
+            raise PlanError(f"ops {without} can be done in no form by {count} devices\nhint: allow them to be copied")
         works = ([self.prices.work(form) for form in forms] for forms in found)
         object.__setattr__(self, "forms", found)
         object.__setattr__(self, "least_work", tuple(tuple(map(min, zip(*each, strict=True))) for each in works))

@@ -228,5 +228,5 @@ def _axis(plan: Plan, deduced: DeducedGraph) -> tuple[AxisDeduction, tuple[tuple
             if len(along) == 1:
                 return along[0], segments(stages[0])
     raise PlanError(
-        f"plan {plan.summary()} is no program of all devices together; give rows to single devices, or one stage"
+        f"plan {plan.summary()} is no program of all devices together\nhint: give rows to single devices, or one stage"
     )

@@ -196,7 +196,7 @@ def _lacks(problem: Problem) -> str:
     if len(kinds) > MOST_CLASSES:
         return (
             f"it tells up to {MOST_CLASSES} kinds of devices apart, but these are of {len(kinds)} by kind, speed "
-            f"and memory; use search 'malleus'"
+            f"and memory\nhint: use search 'malleus'"
         )
     return ""
 

@@ -88,7 +88,9 @@ class ChipKind:
         check_not_negative(PlanError, where, update_seconds_per_byte=self.update_seconds_per_byte)
         check_not_negative(PlanError, where, recomputed_share=self.recomputed_share)
         if not self.layers or any(size < 1 or size & (size - 1) for size in self.layers):
-            raise PlanError(f"{where} has layers for groups of {list(self.layers)}; give powers of two, such as 1 or 4")
+            raise PlanError(
+                f"{where} has layers for groups of {list(self.layers)}\nhint: give powers of two, such as 1 or 4"
+            )
 
     @property
     def chips(self) -> int:
@@ -161,13 +163,13 @@ class HeteroProblem:
         object.__setattr__(self, "kinds", tuple(self.kinds))
         names = [kind.name for kind in self.kinds]
         if not names or len(set(names)) < len(names):
-            raise PlanError(f"kinds are named {names}; give one at least, each with a name of its own")
+            raise PlanError(f"kinds are named {names}\nhint: give one at least, each with a name of its own")
         check_positive(PlanError, "problem", num_layers=self.num_layers, num_micro_batches=self.num_micro_batches)
         check_not_negative(PlanError, "problem", boundary_bytes=self.boundary_bytes)
         if not 0 <= self.bubble <= 1:
-            raise PlanError(f"bubble is {self.bubble}; give 1 (1F1B) to 0 (filling and draining are hidden)")
+            raise PlanError(f"bubble is {self.bubble}\nhint: give 1 (1F1B) to 0 (filling and draining are hidden)")
         if self.schedule not in SCHEDULES or self.zero not in (0, 1):
-            raise PlanError(f"schedule {self.schedule!r}, zero {self.zero}; give one of {SCHEDULES}, and 0 or 1")
+            raise PlanError(f"schedule {self.schedule!r}, zero {self.zero}\nhint: give one of {SCHEDULES}, and 0 or 1")
         self._check_replicas()
 
     def _check_replicas(self) -> None:
@@ -176,5 +178,7 @@ class HeteroProblem:
         counts = given or tuple(count for count in range(1, min(total, most) + 1) if total % count == 0)
         wrong = [count for count in counts if count < 1 or total % count]
         if wrong:
-            raise PlanError(f"{total} micro-batches for {wrong} replicas; give numbers of replicas that divide them")
+            raise PlanError(
+                f"{total} micro-batches for {wrong} replicas\nhint: give numbers of replicas that divide them"
+            )
         object.__setattr__(self, "replicas", tuple(sorted(set(counts))))

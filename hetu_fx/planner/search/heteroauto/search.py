@@ -32,7 +32,7 @@ _SLACKS = (1.05, 1.3, 2.0, math.inf)  # over the least lower bound, until someth
 
 
 def search(problem: HeteroProblem) -> HeteroResult:
-    """Return the best plan found. Raises `PlanError` when none fits memory, with the way out."""
+    """Return the best plan found. Raises `PlanError` when none fits memory, with a hint."""
     result = OuterLevel(problem).search_below(math.inf)
     if result is None:
         raise PlanError(_nothing_fits(problem))
@@ -223,6 +223,6 @@ def _pairs(groups: Groups, other: int, replicas: int) -> Iterator[tuple[GroupCho
 def _nothing_fits(problem: HeteroProblem) -> str:
     kinds = ", ".join(f"{kind.chips} x {kind.name} of {kind.memory_bytes / 1e6:.4g} MB" for kind in problem.kinds)
     return (
-        f"no pipeline of {problem.num_layers} layers fits {kinds} with {list(problem.replicas)} replicas: give more "
-        f"chips, larger groups, more micro-batches (so that each keeps less), or allow recomputation"
+        f"no pipeline of {problem.num_layers} layers fits {kinds} with {list(problem.replicas)} replicas\n"
+        f"hint: give more chips, larger groups, or more micro-batches (so that each keeps less), or allow recomputation"
     )

@@ -85,7 +85,7 @@ def search(
         pipelines: numbers of pipelines to choose from besides the situation's own, which is kept where no other
             is faster; its memory is taken to hold for all of them.
 
-    Raises `PlanError` when nothing fits, with the way out, or nothing takes less than `below`.
+    Raises `PlanError` when nothing fits, with a hint, or nothing takes less than `below`.
     """
     best: MalleusResult | None = None
     for count in dict.fromkeys((situation.num_pipelines, *pipelines)):
@@ -152,7 +152,7 @@ def _nothing_fits(situation: MalleusSituation) -> str:
         f"no assignment of {situation.num_layers} layers and {situation.num_micro_batches} micro-batches to "
         f"{situation.num_pipelines} pipelines on devices {list(situation.cluster.ranks)} with groups of up to "
         f"{situation.degrees[0]}: every pipeline needs a group, {need / 1e6:.4g} MB for its layers, and a "
-        f"micro-batch per stage; use fewer pipelines, smaller groups, more micro-batches, or more devices"
+        f"micro-batch per stage\nhint: use fewer pipelines, smaller groups, more micro-batches, or more devices"
     )
 
 

@@ -94,5 +94,5 @@ def test_a_parameter_that_is_read_through_a_view_has_its_home_too() -> None:
 
 def test_a_plan_of_stages_is_no_program_of_all_devices() -> None:
     plan = Plan((Pipeline((Stage((0,)), Stage((1,)))),))
-    with pytest.raises(PlanError, match=r"\[0\] > \[1\] is no program of all devices together; give rows"):
+    with pytest.raises(PlanError, match=r"\[0\] > \[1\] is no program of all devices together\nhint: give rows"):
         run_of_plan(perceptron(), plan, TWO_TO_ONE)

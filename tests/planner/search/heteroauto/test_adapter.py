@@ -166,7 +166,7 @@ def test_a_program_or_cluster_that_it_is_not_for_is_refused() -> None:
         make_plan(MODEL, paper(1, 2), options=whole, search="heteroauto")
     unlike = paper(*range(1, MOST_CLASSES + 2))
     with pytest.raises(
-        PlanError, match=f"up to {MOST_CLASSES} kinds .* these are of {MOST_CLASSES + 1} .* use .*'malleus'"
+        PlanError, match=f"up to {MOST_CLASSES} kinds .* these are of {MOST_CLASSES + 1} .*\nhint: use .*'malleus'"
     ):
         make_plan(MODEL, unlike, search="heteroauto")
 

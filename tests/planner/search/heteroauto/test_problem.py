@@ -29,17 +29,17 @@ def test_equal_problems_are_equal_values() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda: Layer(0.0, 1.0), "layer has forward_seconds 0.0; give a finite number above 0"),
-        (lambda: Layer(1.0, 1.0, kept_bytes=-1.0), "layer has kept_bytes -1.0; give a finite number, 0 or more"),
+        (lambda: Layer(0.0, 1.0), "layer has forward_seconds 0.0\nhint: give a finite number above 0"),
+        (lambda: Layer(1.0, 1.0, kept_bytes=-1.0), "layer has kept_bytes -1.0\nhint: give a finite number, 0 or more"),
         (lambda: EndCosts(work=-1.0), "edge has work -1.0"),
         (lambda: replace(FOUR, nodes=()), "kind 'four' has least of nodes 0"),
-        (lambda: replace(FOUR, layers={3: Layer(1.0, 1.0)}), r"layers for groups of \[3\]; give powers of two"),
+        (lambda: replace(FOUR, layers={3: Layer(1.0, 1.0)}), r"layers for groups of \[3\]\nhint: give powers of two"),
         (lambda: replace(FOUR, recomputed_share=-0.1), "recomputed_share -0.1"),
-        (lambda: problem(FOUR, FOUR), r"kinds are named \['four', 'four'\]; give one at least, each with a name"),
+        (lambda: problem(FOUR, FOUR), r"kinds are named \['four', 'four'\]\nhint: give one at least, each with a name"),
         (lambda: problem(FOUR, layers=0), "problem has num_layers 0"),
-        (lambda: replace(problem(FOUR), replicas=(3, 4)), r"8 micro-batches for \[3\] replicas; give numbers"),
-        (lambda: replace(problem(FOUR), bubble=2.0), r"bubble is 2.0; give 1 \(1F1B\) to 0"),
-        (lambda: replace(problem(FOUR), zero=2), "zero 2; give one of"),
+        (lambda: replace(problem(FOUR), replicas=(3, 4)), r"8 micro-batches for \[3\] replicas\nhint: give numbers"),
+        (lambda: replace(problem(FOUR), bubble=2.0), r"bubble is 2.0\nhint: give 1 \(1F1B\) to 0"),
+        (lambda: replace(problem(FOUR), zero=2), "zero 2\nhint: give one of"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_give(

@@ -220,5 +220,5 @@ def test_plans_of_other_groups_that_are_nearly_as_fast_are_returned_too() -> Non
 
 def test_what_fits_nowhere_is_refused_with_the_way_out() -> None:
     small = kind("small", (2,), layers_of(1.0, kept_bytes=1.0), memory=0.2)
-    with pytest.raises(PlanError, match=r"no pipeline of 6 layers fits 2 x small .* give more chips"):
+    with pytest.raises(PlanError, match=r"no pipeline of 6 layers fits 2 x small .*\nhint: give more chips"):
         search(problem(small, kind("other", (2,), {1: Layer(1.0, 1.0, 9.0)}, memory=2.0)))

@@ -217,7 +217,7 @@ class Runtime:
         if transform_level() is not None:
             raise StateError(
                 "a parallel model cannot run inside a transform of torch.func (grad, vmap, ...), which has no part "
-                "in what ranks send; call the transform inside `with model.hetu.whole():`, or backward() outside"
+                "in what ranks send\nhint: call the transform inside `with model.hetu.whole():`, or backward() outside"
             )
         note("model(...)", is_step=True)
         self.times.begin(perf_counter())

@@ -56,7 +56,9 @@ class Options:
             if not isinstance(getattr(self, name), bool):
                 raise StateError(f"Options: {name} is {getattr(self, name)!r}\nhint: give True or False")
         if self.idle_bytes < 0:
-            raise StateError(f"idle_bytes is {self.idle_bytes}; give 0 (variants that do not run keep nothing) or more")
+            raise StateError(
+                f"idle_bytes is {self.idle_bytes}\nhint: give 0 (variants that do not run keep nothing) or more"
+            )
 
     @classmethod
     def given(cls, options: Options | None, old: Mapping[str, Any]) -> Options:

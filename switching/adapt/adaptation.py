@@ -237,8 +237,8 @@ class Adaptation:
     def _known_cluster(self) -> Cluster:
         if self.cluster is None:
             raise StateError(
-                "the devices were not measured, so there is nothing to plan from; pass cluster=... or plan='auto' to "
-                "hetu_fx.auto_parallelize"
+                "the devices were not measured, so there is nothing to plan from\n"
+                "hint: pass cluster=... or plan='auto' to hetu_fx.auto_parallelize"
             )
         return self.cluster
 

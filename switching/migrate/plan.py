@@ -144,7 +144,7 @@ def plan_switch(
         StateError: a share that is not above 0, or a tensor named twice.
     """
     if extra_share <= 0:
-        raise StateError(f"extra_share is {extra_share}; give a part of the state above 0, such as {EXTRA_SHARE}")
+        raise StateError(f"extra_share is {extra_share}\nhint: give a part of the state above 0, such as {EXTRA_SHARE}")
     names = Counter((tensor.parameter, tensor.kind) for tensor in tensors)
     if len(names) < len(tensors):
         raise StateError(f"{max(names, key=names.__getitem__)} stands in the state more than once")

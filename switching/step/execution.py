@@ -41,7 +41,7 @@ def check_takes_any_row(plan: Plan, length: int | None = None) -> None:
     if limited:
         raise PlanError(
             f"pipelines take sequences up to a length of their own, {limited} by index, but rows are handed out by "
-            f"shares, whatever their length{'' if length is None else f' of {length}'}; give a plan all of whose "
+            f"shares, whatever their length{'' if length is None else f' of {length}'}\nhint: give a plan all of whose "
             f"pipelines take them (without max_length), or pass sequences of mixed lengths as nested tensors"
         )
 

@@ -164,8 +164,8 @@ def _uncompiled(module: fx.GraphModule, likes: Sequence[Any], error: Exception |
     """Return what runs a graph as it is, for inputs of the forms for which torch fails to compile it; say so."""
     shapes = ", ".join(sorted({str(like.sizes) for like in likes if isinstance(like, Like)}))
     warnings.warn(
-        f"torch {torch.__version__} fails to compile a part of the model for inputs of shapes {shapes}: {error}; "
-        f"for these it runs uncompiled, with the same results\n"
+        f"torch {torch.__version__} fails to compile a part of the model for inputs of shapes {shapes}: {error}. "
+        f"For these it runs uncompiled, with the same results\n"
         f"hint: another number of rows per rank and micro-batch may avoid this defect of torch, or compile=None",
         stacklevel=2,
     )

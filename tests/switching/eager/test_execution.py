@@ -134,7 +134,7 @@ def test_a_loss_may_be_computed_outside() -> None:
     ids=["tensor parallel", "pipeline", "micro-batches"],
 )
 def test_plans_that_cut_the_module_are_refused(plan: Plan) -> None:
-    with pytest.raises(PlanError, match=r"one device in one micro-batch; use hetu_fx\.Plan\.data_parallel"):
+    with pytest.raises(PlanError, match=r"one device in one micro-batch\nhint: use hetu_fx\.Plan\.data_parallel"):
         parallel(make(Choosy), plan=plan)
 
 

@@ -81,8 +81,6 @@ class Preparation:
     process_group: dist.ProcessGroup | None
     capture: str
     backend: Any
-    align: OpOverrides | str | Path | None = None
-    cuda_graphs: bool = False
     row_dims: AskedRowDims = NOTHING_ASKED
     works_by_rows: bool = False
 
@@ -102,7 +100,7 @@ def prepare(wanted: Preparation, make_try: MakeTry | None = None) -> tuple[Runti
     settle_after_fork()
     end_with_torchrun()
     join_world()
-    table = GroupTable(watched_group(wanted.process_group, wanted.settings.wait_seconds))
+    table = GroupTable(watched_group(wanted.process_group, wanted.settings.options.patience_seconds))
     _warn_if_alone(table)
     _warn_of_layout(wanted.model, table)
     _check_group(table)
@@ -136,7 +134,7 @@ def prepare(wanted: Preparation, make_try: MakeTry | None = None) -> tuple[Runti
         planner = _planner_like(() if wanted.plan == "auto" else plans, _as_tried(planned, tried))
     settings = replace(wanted.settings, seed=seed)
     runtime = make_runtime(wanted.model, wanted.optimizer, table, execution, priced, layouts, settings)
-    health = wanted.settings.health
+    health = settings.options.health
     calibrates = wanted.cluster is None
     adaptation = Adaptation(runtime, costs, cluster, planner, health=health, calibrates=calibrates, tried=tried)
     if wanted.plan == "auto":
@@ -257,9 +255,10 @@ def _execution_of(
 
     Where ranks compute on several types of devices (`is_mixed`), they have the casts of one.
     """
+    options = wanted.settings.options
     match wanted.capture:
         case "graph":
-            overrides = given_overrides(wanted.align)
+            overrides = given_overrides(options.align)
             programs = Programs(
                 wanted.model,
                 wanted.loss_fn,
@@ -268,7 +267,7 @@ def _execution_of(
                 row_dims=wanted.row_dims,
                 outputs=wanted.settings.outputs,
             )
-            execution = GraphExecution(programs, wanted.batch, wanted.backend, replays=wanted.cuda_graphs)
+            execution = GraphExecution(programs, wanted.batch, wanted.backend, replays=options.cuda_graphs)
             forbidden = () if wanted.backend is None else _WITHOUT_GAIN_COMPILED
             return execution, CapturedProgram.of(programs, wanted.batch, forbidden=forbidden)
         case "eager" if wanted.backend is not None:
@@ -276,14 +275,14 @@ def _execution_of(
                 f"compile={wanted.backend!r} compiles captured graphs, and capture='eager' makes none\n"
                 f"hint: leave it out, and call .compile() on the modules that you want compiled"
             )
-        case "eager" if wanted.cuda_graphs:
+        case "eager" if options.cuda_graphs:
             raise StateError(
                 "cuda_graphs=True is for captured graphs, and capture='eager' makes none\n"
                 "hint: leave it out, and record modules by torch's make_graphed_callables"
             )
-        case "eager" if wanted.align is not None:
+        case "eager" if options.align is not None:
             raise StateError(
-                f"align={wanted.align!r} is for ops of captured graphs, and capture='eager' makes none\n"
+                f"align={options.align!r} is for ops of captured graphs, and capture='eager' makes none\n"
                 f"hint: leave it out, and cast in the model's forward where it is not exact enough"
             )
         case "eager" if wanted.settings.seed is not None:

@@ -94,7 +94,7 @@ class Runtime:
         self.settings = settings
         self.members = MemberWatch(model, homes)
         self.buffers = Buffers(model, table)
-        self.shared = SharedHomes(table, homes, settings.wait_seconds)
+        self.shared = SharedHomes(table, homes, settings.options.patience_seconds)
         self.variants = Variants(execution, table, homes)
         self.current = ""
         self._syncs_gradients = True
@@ -103,10 +103,10 @@ class Runtime:
         self.report = LastStep()
         self.switches = 0
         self.times = StepTimes()
-        self.idle = IdleMemory(table, settings.idle_bytes)
+        self.idle = IdleMemory(table, settings.options.idle_bytes)
         self.writes = Writes(table, homes, self.buffers)
         self.same_inputs = SameInputs(table, shared=settings.shared)
-        self.whole = WholeModule(model, table, self.buffers, self.writes, settings.idle_bytes)
+        self.whole = WholeModule(model, table, self.buffers, self.writes, settings.options.idle_bytes)
         self.in_flight = InFlightState(table, lambda: self.step)
         self._watchers: list[Watcher] = []
         self._stand_by: Callable[[], None] = _rest

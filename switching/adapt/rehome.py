@@ -51,7 +51,7 @@ class Rehoming:
     ) -> None:
         self.runtime, self.adaptation = runtime, adaptation
         self.optimizers: list[torch.optim.Optimizer] = list(optimizers)
-        self.homes_follow = runtime.settings.homes_follow
+        self.homes_follow = runtime.settings.options.homes_follow
         self.is_told = bool(optimizers)
         self._chosen: dict[tuple[Plan, tuple[float, ...]], dict[str, Annotation]] = {}
         self._has_signal = False

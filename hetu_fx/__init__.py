@@ -91,8 +91,18 @@ __all__ = [*sorted(_HOMES)]
 
 warn_of_newer()
 offer("hetu_fx.integrations.transformers", "hetu_fx.integrations.accelerate")
-import_with_library("lightning.pytorch.strategies", "hetu_fx.integrations.lightning.registered")
-import_with_library("torch.export.pt2_archive", "hetu_fx.export.known_ops")
+import_with_library(
+    "lightning.pytorch.strategies",
+    "hetu_fx.integrations.lightning.registered",
+    why='Trainer(strategy="hetu_fx") would be unknown',
+    tested="2.6",
+)
+import_with_library(
+    "torch.export.pt2_archive",
+    "hetu_fx.export.known_ops",
+    why="torch.export.load would not know the ops of exported graphs",
+    tested="2.13",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -102,6 +102,13 @@ def register_patch(patch: Patch | Hook) -> None:
     _known.append(patch)
 
 
+def add_patch(patch: Patch | Hook) -> None:
+    """Register what has to be in before there is a parallel model, and put it in."""
+    register_patch(patch)
+    with _lock:
+        _ways_back[patch] = patch.put_in()
+
+
 def register_substitute(module: str, name: str, make: Substitute) -> None:
     """Have what a library puts in a parallel model's `forward`, beside which nothing would run, replaced there.
 

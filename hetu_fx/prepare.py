@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.base.device_types import HOST, DeviceType, device_type_record
 from hetu_fx.base.forked import settle_after_fork
 from hetu_fx.base.frameworks import launchers, torch_optimizer
@@ -526,8 +527,13 @@ def check_plans_and_choose_homes(
     """
     for plan in plans:
         execution.check(plan, table.size)
-    # Raises what is wrong with any of them. By one rank for all, as examples have other sizes on each.
-    read, *_ = broadcast_from_rank0(table, lambda: [execution.compute_annotations(plan) for plan in plans])
+
+    def read_by_first() -> Mapping[str, Annotation]:
+        for plan in plans:
+            execution.check_ops(plan)
+        return execution.compute_annotations(plans[0])
+
+    read = broadcast_from_rank0(table, read_by_first)  # by one for all, as examples have other sizes on each
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     annotations = choose_homes(plans[0], read, shapes, speeds(cluster, table.size))
     layouts = {name: home_layout(annotations[name], shape, table.rank, table.size) for name, shape in shapes.items()}

@@ -83,7 +83,7 @@ def _point(problem: Problem, search: str | None, rows: int, link: float | None) 
     cluster = problem.cluster if link is None else with_link(problem.cluster, link, f"--sweep link={link:g}bit")
     *_, plan = make_plans(replace(problem, profile=problem.profile.with_rows(rows), cluster=cluster), search or DEFAULT)
     assert plan.predicted is not None
-    return Point(rows, link, tuple(sorted(plan.devices)), plan.predicted.seconds, short_text(plan))
+    return Point(rows, link, tuple(sorted(plan.devices)), plan.predicted.seconds, short_text(plan.pipelines))
 
 
 def _gains(points: Sequence[Point]) -> Iterator[str]:

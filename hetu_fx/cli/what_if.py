@@ -11,8 +11,8 @@ from hetu_fx.base.words import seconds_text
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import ClusterError
 from hetu_fx.launch.emulate.spec import parse_rate
+from hetu_fx.plans.changes import changes
 from hetu_fx.plans.plan import Plan
-from hetu_fx.plans.tables import changes
 from hetu_fx.show.table import table_text
 
 _WIDEST = 120  # columns of a table, however wide a terminal is

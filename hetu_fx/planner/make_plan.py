@@ -175,7 +175,7 @@ def _best(search: Search, problem: Problem, found: Mapping[Plan, float]) -> Plan
     others = [plan for plan in found if _shape(plan, problem.cluster) != _shape(best, problem.cluster)]
     if others:
         second = min(others, key=lambda plan: (found[plan], plan.summary()))
-        runner_up, seconds = short_text(second), found[second]
+        runner_up, seconds = short_text(second.pipelines), found[second]
         prediction = replace(prediction, runner_up=runner_up, runner_up_seconds=seconds)
     return replace(best, predicted=prediction)
 

@@ -28,9 +28,9 @@ from hetu_fx.plans.tables import (
     busiest,
     device_rows,
     left_out_text,
+    pipelines_text,
     plan_table,
     program_text,
-    rows_text,
     sentence,
     short_text,
 )
@@ -246,11 +246,11 @@ class Plan(Document):
 
     def summary(self) -> str:
         """Return the plan on one line: `3 rows in 2: [0,1 2:1]x3 > [2]x1 | 1 row: [3]x4`."""
-        return " | ".join(f"{rows_text(pipeline)}: {pipeline}" for pipeline in self.pipelines)
+        return pipelines_text(self.pipelines)
 
     def __repr__(self) -> str:
         step = "" if self.predicted is None else f"; predicted step {seconds_text(self.predicted.seconds)}"
-        return f"<Plan{self._called}: {short_text(self)}{step}>"
+        return f"<Plan{self._called}: {short_text(self.pipelines)}{step}>"
 
     @property
     def _how(self) -> str:
@@ -260,24 +260,32 @@ class Plan(Document):
         return f"plan{self._called}: schedule {self.schedule_text}, zero {self.zero}, sequence length {length}{shared}"
 
     def __str__(self) -> str:
-        return "\n".join([self._how, plan_table(self), *program_text(self)])
+        return "\n".join([self._how, plan_table(self.pipelines), *program_text(self.pipelines)])
 
     def explain(self, devices: Iterable[int] = ()) -> str:
         """Return who computes what in a sentence and as a table, what was predicted, and why the planner chose it.
 
         Which of the devices that there are it leaves out is said too: of `devices`, and of those planned for.
         """
-        told = tuple(devices)
-        head = [sentence(self, told), plan_table(self), *program_text(self), *left_out_text(self, told)]
+        own, told = (self.pipelines, self.predicted), tuple(devices)
+        head = [sentence(*own, told), plan_table(self.pipelines), *program_text(self.pipelines)]
+        head += left_out_text(*own, told)
         if self.predicted is None:
             return "\n".join([*head, "no prediction: the plan was given, not made by the planner", self._how])
-        rows = list(device_rows(self))
+        rows = list(device_rows(*own))
         table = [table_text(HEADER, rows)] if rows else []
-        return "\n".join([*head, *table, self.predicted.text(busiest(self)), self._how])
+        return "\n".join([*head, *table, self.predicted.text(busiest(*own)), self._how])
+
+    def html(self) -> str:
+        """Return who has which share of the work, as a table with bars for a page."""
+        length = "" if self.max_length is None else f", sequences of at most {self.max_length}"
+        step = "" if self.predicted is None else f": predicted step {seconds_text(self.predicted.seconds)}"
+        title = f"plan{self._called}{step}; schedule {self.schedule_text}, zero {self.zero}{length}"
+        return plan_html(title, self.pipelines, self.predicted)
 
     def _repr_html_(self) -> str:
-        """Return what notebooks show: who has which share of the work, as a table with bars."""
-        return alone(plan_html(self))
+        """Return what notebooks show: `html`, as a page of its own."""
+        return alone(self.html())
 
 
 def _ranks(devices: int | Sequence[int]) -> tuple[int, ...]:

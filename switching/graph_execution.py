@@ -41,8 +41,8 @@ from hetu_fx.switching.step.run_step import find_stage, run_step
 from hetu_fx.switching.step.variant import DeferredGradients
 from hetu_fx.transforms.layouts.annotate import Annotate
 from hetu_fx.transforms.layouts.deduce import Deduce
-from hetu_fx.transforms.layouts.placement import Placement
 from hetu_fx.transforms.layouts.serialize import serialize
+from hetu_fx.transforms.layouts.shardings import StageShardings
 from hetu_fx.transforms.lowering.lower import check_backend
 from hetu_fx.transforms.passes import run_pass
 
@@ -105,7 +105,7 @@ class GraphExecution:
         """Return where the plan's stages read each parameter."""
         with self._doubted() as program:
             annotated = run_pass(Annotate(plan, wants_values=not program.loss_name), program.analysed)
-            return Placement(annotated).parameters_read()
+            return StageShardings(annotated).parameters_read()
 
     @contextmanager
     def _doubted(self) -> Iterator[Program]:

@@ -13,12 +13,12 @@ from hetu_fx.errors import PlanError
 from hetu_fx.graph.graph import Leaf, OutputKind
 from hetu_fx.transforms.layouts.annotated_graph import StageLayout
 from hetu_fx.transforms.layouts.axis import AxisDeduction
-from hetu_fx.transforms.layouts.placement import Placement
+from hetu_fx.transforms.layouts.shardings import StageShardings
 from hetu_fx.transforms.layouts.states import SUMMED, States, Summed
 
 
 @dataclass(frozen=True, eq=False)
-class DeducedGraph(Placement):
+class DeducedGraph(StageShardings):
     """An annotated graph whose every value has a state on all axes; the same for all devices."""
 
     batch: AxisDeduction

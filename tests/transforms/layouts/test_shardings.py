@@ -7,7 +7,7 @@ import pytest
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.program import OpRegion
 from hetu_fx.transforms.layouts.annotate import Annotate
-from hetu_fx.transforms.layouts.placement import Placement
+from hetu_fx.transforms.layouts.shardings import StageShardings
 from tests.transforms.plans import deduced, pipeline, zoo_program
 
 PLANS = {
@@ -25,7 +25,7 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_parameters_lie_where_the_deduced_states_say(name: str) -> None:
     program, plan = zoo_program("llama"), PLANS[name]
-    found = Placement(Annotate(plan, wants_values=False)(program.analysed)).parameters_read()
+    found = StageShardings(Annotate(plan, wants_values=False)(program.analysed)).parameters_read()
     whole = deduced(program, plan)
     assert found
     assert found == {

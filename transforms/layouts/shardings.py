@@ -56,7 +56,7 @@ class DimView:
 
 
 @dataclass(frozen=True, eq=False)
-class Placement:
+class StageShardings:
     """What an annotated graph says of where values lie."""
 
     annotated: AnnotatedGraph

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetu_fx.cli.what_if import diff
 from hetu_fx.errors import PlanError
-from hetu_fx.plans.changes import diff
 from hetu_fx.plans.plan import Pipeline, Plan, Stage, micro_batch_rows, pipeline_rows, plan_in_word, split_rows
 from hetu_fx.plans.prediction import DeviceCost, Prediction
 from hetu_fx.plans.stage import STAGE

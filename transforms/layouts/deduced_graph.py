@@ -71,7 +71,8 @@ class DeducedGraph(StageShardings):
             )
         kind = "duplicate" if duplicated and trained else "partial"
         # In the gradient of a copy that chunks of one stage read, autograd adds up theirs.
-        return self.read_annotation(leaf), self.across(leaf.node, self.holders(leaf), kind, summed=True)
+        holders = self.holders(leaf)
+        return self.across(leaf.node, holders, "duplicate"), self.across(leaf.node, holders, kind, summed=True)
 
     @cached_property
     def talks_across_replicas(self) -> bool:

@@ -21,7 +21,6 @@ from hetu_fx.graph.graph import Leaf, LeafKind
 from hetu_fx.transforms.layouts.annotated_graph import AnnotatedGraph, StageAxis, StageLayout, stage_nodes
 from hetu_fx.transforms.layouts.axis import axis_strategies
 from hetu_fx.transforms.layouts.states import WHOLE, AxisState, SplitOn, States, Summed, Whole
-from hetu_fx.transforms.layouts.strategies import Strategies
 
 aten = torch.ops.aten
 
@@ -63,26 +62,19 @@ class StageShardings:
 
     def parameters_read(self) -> Mapping[str, Annotation]:
         """Return where each parameter lies when it is read, by name; those that no stage reads are left out."""
-        return {leaf.name: self.read_annotation(leaf) for leaf in self.parameters()}
-
-    def read_annotation(self, leaf: Leaf) -> Annotation:
-        """Return where a parameter lies when it is read; chunks of one stage read one copy."""
-        layouts = self.holders(leaf)
-        states = [self.leaf_states(leaf, layout) for layout in layouts]
-        return self.across_states(leaf.node, states, layouts, "duplicate")
-
-    def leaf_states(self, leaf: Leaf, layout: StageLayout) -> States:
-        """Return how a leaf lies along the axes inside a stage."""
-        ways = zip(self._strategies, layout.axes, strict=True)
-        return tuple(strategies.of_leaf(leaf) if axis.ways > 1 else WHOLE for strategies, axis in ways)
-
-    @cached_property
-    def _strategies(self) -> tuple[Strategies, ...]:
-        """Return what says how leaves lie along each axis, the outer one first; all are whole along the context's."""
         one = self.annotated
-        given = one.factors, one.flow
-        tensor = axis_strategies(*given, one.classes, choices=one.choices)
-        return axis_strategies(*given, frozenset()), tensor, axis_strategies(*given, one.fine)
+        tensor = axis_strategies(one.factors, one.flow, one.classes, choices=one.choices)
+        along = _whole, tensor.of_leaf, axis_strategies(one.factors, one.flow, one.fine).of_leaf
+
+        def states(leaf: Leaf, layout: StageLayout) -> States:
+            lie = zip(along, layout.axes, strict=True)
+            return tuple(state(leaf) if axis.ways > 1 else WHOLE for state, axis in lie)
+
+        found = ((leaf, self.holders(leaf)) for leaf in self.parameters())
+        return {
+            leaf.name: self.across_states(leaf.node, [states(leaf, one) for one in layouts], layouts, "duplicate")
+            for leaf, layouts in found
+        }
 
     def shape(self, node: fx.Node) -> Shape:
         """Return a value's shape; symbolic sizes are None, where the classes of the dim do not tell them."""
@@ -211,6 +203,11 @@ class StageShardings:
     def parameters(self) -> tuple[Leaf, ...]:
         """Return the parameter leaves that some stage reads."""
         return tuple(leaf for leaf in self.annotated.graph.leaves_of(LeafKind.PARAMETER) if self.readers(leaf))
+
+
+def _whole(leaf: Leaf) -> AxisState:
+    """Tell how a leaf lies along an axis that shares the sequence: whole."""
+    return WHOLE
 
 
 def cut_twice(node: fx.Node, dim: int, layout: StageLayout) -> DeductionError:

@@ -8,7 +8,8 @@ from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.program import OpRegion
 from hetu_fx.transforms.layouts.annotate import Annotate
 from hetu_fx.transforms.layouts.shardings import StageShardings
-from tests.transforms.plans import deduced, pipeline, zoo_program
+from tests.model_zoo import example, llama
+from tests.transforms.plans import deduced, pipeline, program_of, zoo_program
 
 PLANS = {
     "replicas": Plan.data_parallel(3),
@@ -24,7 +25,9 @@ PLANS = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_parameters_lie_where_the_deduced_states_say(name: str) -> None:
-    program, plan = zoo_program("llama"), PLANS[name]
+    plan = PLANS[name]
+    has_chunks = plan.chunks > 1
+    program = program_of(llama(num_hidden_layers=4), example("llama")) if has_chunks else zoo_program("llama")
     found = StageShardings(Annotate(plan, wants_values=False)(program.analysed)).parameters_read()
     whole = deduced(program, plan)
     assert found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hetu_fx.plans.changes import changes, diff
+from hetu_fx.cli.what_if import changes, diff
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 
 

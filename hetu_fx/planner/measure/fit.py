@@ -101,8 +101,9 @@ def _fitted(where: str, samples: Sequence[tuple[int, float]]) -> FitQuality:
     try:
         return fit_times(samples)
     except PlanError as problem:
+        said, *_ = str(problem).splitlines()
         raise ProfileError(
-            f"{where}: no curve lies near the measured (tokens, seconds) {samples}: {problem}\n"
+            f"{where}: no curve lies near the measured (tokens, seconds) {samples}: {said}\n"
             f"hint: measure longer sequences, on a machine that does nothing else"
         ) from None
 

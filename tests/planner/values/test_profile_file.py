@@ -116,9 +116,9 @@ def test_a_bad_profile_is_refused_with_its_place(program: dict[str, Any], others
 
 
 def test_what_stands_twice_is_refused() -> None:
-    with pytest.raises(ProfileError, match=r"times: \('T4', 1\) stand twice"):
+    with pytest.raises(ProfileError, match=r"times: \('T4', 1\) are there twice"):
         replace(FULL, times=(*FULL.times, BlockTime("T4", 1, 1.0, 1.0)))
-    with pytest.raises(ProfileError, match="lengths of a row: 64 stand twice"):
+    with pytest.raises(ProfileError, match="lengths of a row: 64 are there twice"):
         replace(FULL, other_lengths=((64, COSTS),))
 
 

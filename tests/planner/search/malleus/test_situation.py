@@ -15,7 +15,7 @@ SMALL = MalleusSituation(nodes_of(4, 8), 8, 16, 2, {4: 1.0, 2: 1.9})
     ("change", "message"),
     [
         ({"num_layers": 0}, "num_layers 0\nhint: give 1 or more"),
-        ({"num_pipelines": 17}, "16 micro-batches for 17 pipelines\nhint: give one each"),
+        ({"num_pipelines": 17}, "16 micro-batches for 17 pipelines\nhint: give each at least one"),
         ({"layer_seconds": {3: 1.0}}, "degrees [3]\nhint: give powers of two"),
         ({"layer_seconds": {}}, "degrees []\nhint: give powers of two"),
         ({"layer_seconds": {2: 0.0}}, "give a finite number above 0"),

@@ -24,7 +24,7 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.graph import meta
 from hetu_fx.graph.leaves.ops import LEAF, told_op
 from hetu_fx.planner.count.count import count_work, example_rows, sizes_for_rows, value_bytes
-from hetu_fx.planner.count.meetings import Meeting, Meetings
+from hetu_fx.planner.count.meetings import RowMeeting, RowMeetings
 from hetu_fx.planner.price.links import ring_traffic, turn_traffic
 from hetu_fx.planner.price.stage import GATHER, SUM, compute_lines
 from hetu_fx.planner.values.gathered_op import GatheredOp
@@ -131,17 +131,19 @@ class _Step:
 def _of_rows(step: _Step) -> Iterator[GatheredOp]:
     """Yield the ops in which rows of several replicas meet; of a graph of one batch size, the model."""
     ranks = [pipeline.devices[0] for pipeline in step.plan.pipelines]
-    found = Meetings(step.annotated.graph, step.deduced.batch).found if len(ranks) > 1 else []
+    found = RowMeetings(step.annotated.graph, step.deduced.batch).found if len(ranks) > 1 else []
     shares = step.shares() if found and step.cluster is not None else None
     if found and step.annotated.graph.fixed_rows is not None:
-        every = Meeting(found[0].op, [n for one in found for n in one.summed], [n for one in found for n in one.work])
+        every = RowMeeting(
+            found[0].op, [n for one in found for n in one.summed], [n for one in found for n in one.work]
+        )
         yield replace(_met("fixed batch", every, ranks, step, shares), op="the model", line="", path="", source="")
         return
     for one in found:
         yield _met(step.kind(one.op, "rows", "rows, no rule"), one, ranks, step, shares)
 
 
-def _met(kind: str, one: Meeting, ranks: Sequence[int], step: _Step, shares: WorkShares | None) -> GatheredOp:
+def _met(kind: str, one: RowMeeting, ranks: Sequence[int], step: _Step, shares: WorkShares | None) -> GatheredOp:
     sizes = list(map(step.bytes_of, one.summed))
     sums = RowSums(len(sizes), float(sum(sizes)))
     sent = sum(step.sent(ranks, size, SUM) for size in sizes)

@@ -21,7 +21,7 @@ _TEXT = re.compile(r"(\d+)((?:\*\d+\.\d+)*)(?:/(\d+))?(?:([+-]\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class SizeFormula:
     """A size: `times` the product of the sizes of some dims, a dim being (number of the tensor, dim), over and plus."""
 
     dims: tuple[tuple[int, int], ...] = ()
@@ -37,7 +37,7 @@ class Size:
         return f"{self.times}{dims}" + f"/{self.over}" * (self.over > 1) + f"{self.plus:+d}" * bool(self.plus)
 
     @classmethod
-    def read(cls, text: str) -> Size:
+    def read(cls, text: str) -> SizeFormula:
         """Return the size that a text says."""
         found = _TEXT.fullmatch(text)
         assert found is not None, "only texts of sizes are read"
@@ -58,7 +58,7 @@ class Form:
     """The dtype and the sizes of a tensor."""
 
     dtype: torch.dtype
-    sizes: tuple[Size, ...]
+    sizes: tuple[SizeFormula, ...]
 
     def __str__(self) -> str:
         return " ".join((str(self.dtype).removeprefix("torch."), *map(str, self.sizes)))
@@ -71,24 +71,24 @@ class Form:
 def read_form(text: str) -> Form:
     """Return the form that a text says."""
     name, *sizes = text.split()
-    return Form(getattr(torch, name), tuple(map(Size.read, sizes)))
+    return Form(getattr(torch, name), tuple(map(SizeFormula.read, sizes)))
 
 
-def found_size(sizes: Sequence[int], given: Sequence[Shapes]) -> Size | None:
+def found_size(sizes: Sequence[int], given: Sequence[Shapes]) -> SizeFormula | None:
     """Return how a size follows from what is given, by some calls: what it was, and what was given, in each.
 
     The simplest of: always the same, that of a dim, a multiple or a part of it, so much more or less, and the product
     of two. None if it is none of these.
     """
     if len(set(sizes)) == 1:
-        return Size(times=sizes[0])
+        return SizeFormula(times=sizes[0])
     changing = [(tensor, dim) for tensor, shape in enumerate(given[0]) for dim in range(len(shape))]
     of = {place: [shapes[place[0]][place[1]] for shapes in given] for place in changing}
     alone = (found for place, others in of.items() for found in _of_one(place, sizes, others))
     return next(alone, None) or next(_of_two(sizes, of), None)
 
 
-def _of_one(place: tuple[int, int], sizes: Sequence[int], others: Sequence[int]) -> Iterator[Size]:
+def _of_one(place: tuple[int, int], sizes: Sequence[int], others: Sequence[int]) -> Iterator[SizeFormula]:
     pairs = list(zip(sizes, others, strict=True))
     if len(set(others)) == 1:
         return
@@ -96,16 +96,16 @@ def _of_one(place: tuple[int, int], sizes: Sequence[int], others: Sequence[int])
     over = {divmod(other, size) if size else (0, other) for size, other in pairs}
     plus = {size - other for size, other in pairs}
     if len(times) == 1 and not next(iter(times))[1]:
-        yield Size((place,), times=next(iter(times))[0])
+        yield SizeFormula((place,), times=next(iter(times))[0])
     if len(over) == 1 and not next(iter(over))[1]:
-        yield Size((place,), over=next(iter(over))[0])
+        yield SizeFormula((place,), over=next(iter(over))[0])
     if len(plus) == 1:
-        yield Size((place,), plus=next(iter(plus)))
+        yield SizeFormula((place,), plus=next(iter(plus)))
 
 
-def _of_two(sizes: Sequence[int], of: dict[tuple[int, int], list[int]]) -> Iterator[Size]:
+def _of_two(sizes: Sequence[int], of: dict[tuple[int, int], list[int]]) -> Iterator[SizeFormula]:
     for first, second in combinations_with_replacement(of, 2):
         products = [one * other for one, other in zip(of[first], of[second], strict=True)]
         for found in _of_one(first, sizes, products):
             if not found.plus:
-                yield Size((first, second), found.times, found.over)
+                yield SizeFormula((first, second), found.times, found.over)

@@ -25,7 +25,7 @@ from hetu_fx.graph.calls import argument
 from hetu_fx.graph.leaves.call import call_label, call_of_name, call_seed, without_number
 from hetu_fx.graph.leaves.forms import read_form
 from hetu_fx.graph.leaves.uses import RAN, Use, noting_uses
-from hetu_fx.graph.leaves.work import Work
+from hetu_fx.graph.leaves.work import LeafWork
 
 _SIGNATURE = "Tensor[] values, Tensor[] state, Tensor? random_state, SymInt site, str name, str[] forms"
 
@@ -150,7 +150,7 @@ def _flops(
     return round(call_of_name(name).work.at(values).flops)
 
 
-def leaf_work(node: fx.Node, size_of: Callable[[meta.Size], int]) -> Work:
+def leaf_work(node: fx.Node, size_of: Callable[[meta.Size], int]) -> LeafWork:
     """Return what a leaf's op takes, forward; `size_of` says what sizes are."""
     shapes = [list(map(size_of, meta.shape(value))) for value in argument(node, "values")]
     return call_of_name(argument(node, "name")).work.at(shapes)

@@ -14,7 +14,7 @@ from hetu_fx.transforms.rewrites.row_ops import PLACE
 
 
 @dataclass(eq=False)
-class Meeting:
+class RowMeeting:
     """An op that reads rows of all replicas: the values that these sum for it, and what each then computes whole."""
 
     op: fx.Node
@@ -22,7 +22,7 @@ class Meeting:
     work: list[fx.Node] = field(default_factory=list)
 
 
-class Meetings:
+class RowMeetings:
     """Finds where rows meet, from the first op to the last.
 
     Args:
@@ -39,8 +39,8 @@ class Meetings:
 
     def __init__(self, graph: Graph, batch: AxisDeduction) -> None:
         self.batch = batch
-        self.found: list[Meeting] = []
-        self.of: dict[fx.Node, Meeting] = {}
+        self.found: list[RowMeeting] = []
+        self.of: dict[fx.Node, RowMeeting] = {}
         self.placed: set[fx.Node] = set()
         self.counted: set[fx.Node] = set()
         self.returned: set[fx.Node] = set()
@@ -52,7 +52,7 @@ class Meetings:
         needs = self.batch.needs(node)
         fresh = [need.node for need in needs if self._is_gathered(need)]
         if fresh:
-            self.found.append(Meeting(node, fresh, list(self._linear(fresh))))
+            self.found.append(RowMeeting(node, fresh, list(self._linear(fresh))))
             self.of.update(dict.fromkeys(fresh, self.found[-1]))
         meetings = [self.of[source] for source in node.all_input_nodes if source in self.of]
         for need in needs if meetings else ():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hetu_fx.graph.leaves.forms import Form, Size, found_size, read_form
+from hetu_fx.graph.leaves.forms import Form, SizeFormula, found_size, read_form
 
 GIVEN = [[(5, 4), (3,)], [(6, 4), (3,)], [(8, 4), (3,)], [(5, 8), (3,)], [(5, 16), (3,)]]
 
@@ -27,8 +27,8 @@ GIVEN = [[(5, 4), (3,)], [(6, 4), (3,)], [(8, 4), (3,)], [(5, 8), (3,)], [(5, 16
 def test_a_size_is_told_by_how_it_follows_others(sizes: list[int], text: str) -> None:
     found = found_size(sizes, GIVEN)
     assert str(found) == text
-    assert Size.read(text) == found
-    assert [Size.read(text).of(shapes) for shapes in GIVEN] == sizes
+    assert SizeFormula.read(text) == found
+    assert [SizeFormula.read(text).of(shapes) for shapes in GIVEN] == sizes
 
 
 @pytest.mark.parametrize("sizes", [[5, 6, 9, 5, 5], [5, 6, 8, 5, 6], [1, 2, 1, 2, 1]])
@@ -37,7 +37,7 @@ def test_a_size_that_follows_nothing_is_not_told(sizes: list[int]) -> None:
 
 
 def test_a_form_is_read_from_its_text() -> None:
-    form = Form(torch.float64, (Size(((0, 0),)), Size(times=3)))
+    form = Form(torch.float64, (SizeFormula(((0, 0),)), SizeFormula(times=3)))
     assert str(form) == "float64 1*0.0 3"
     assert read_form(str(form)) == form
     assert read_form("int64").shape([]) == []

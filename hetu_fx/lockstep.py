@@ -38,7 +38,7 @@ from hetu_fx.switching.adapt.rehome import move_homes_near
 from hetu_fx.switching.eager.execution import EagerExecution
 from hetu_fx.switching.eager.row_mode import RowMode
 from hetu_fx.switching.graph_execution import GraphExecution
-from hetu_fx.switching.migrate.plan import SwitchPlan
+from hetu_fx.switching.migrate.move_plan import SwitchPlan
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.settings import Settings
 

@@ -22,8 +22,8 @@ from hetu_fx.base.dtypes import carries_gradient, in_double
 from hetu_fx.base.torch_private import LISTED_SLOTS, TorchDispatchMode, is_fake, tree_leaves
 from hetu_fx.errors import StateError
 from hetu_fx.graph import meta
-from hetu_fx.graph.leaves.call import Invocation, OpaqueCall, Ran, are_alike, hold_the_same, new_name
-from hetu_fx.graph.leaves.forms import Form, Shapes, found_size
+from hetu_fx.graph.leaves.leaf_call import Invocation, OpaqueCall, Ran, are_alike, hold_the_same, new_name
+from hetu_fx.graph.leaves.result_shapes import Form, Shapes, found_size
 from hetu_fx.graph.leaves.work import CountWork, LeafWork, WorkBySize
 from hetu_fx.graph.numbers import random_states
 from hetu_fx.graph.tracing.contents import Inside, frozen, same

@@ -28,9 +28,9 @@ from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
 from hetu_fx.graph.capture_failure import RowCountError, reason, user_line
 from hetu_fx.graph.containers import Leaf, Opaque, TensorSlot, Tree, flatten, map_leaves, unflatten
-from hetu_fx.graph.leaves.call import Holder, Invocation, OpaqueCall, know, told_tree
+from hetu_fx.graph.leaves.leaf_call import Holder, Invocation, OpaqueCall, know, told_tree
+from hetu_fx.graph.leaves.leaf_ops import LEAF
 from hetu_fx.graph.leaves.mark import Candidate, leaf_candidates, leaf_modules
-from hetu_fx.graph.leaves.ops import LEAF
 from hetu_fx.graph.leaves.probe import CannotBeLeaf, FixedSizesError, LeafOperand, Question
 from hetu_fx.graph.tracing.autocasts import Autocasts, ambient_autocasts
 from hetu_fx.graph.tracing.contents import ABSENT, put

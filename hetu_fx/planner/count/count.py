@@ -29,16 +29,16 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.calls import is_view
 from hetu_fx.graph.edit import descendants
 from hetu_fx.graph.graph import Graph, LeafKind
-from hetu_fx.graph.leaves.ops import LEAF, leaf_work
+from hetu_fx.graph.leaves.leaf_ops import LEAF, leaf_work
 from hetu_fx.graph.leaves.work import LeafWork
 from hetu_fx.planner.count.liveness import program_memory
-from hetu_fx.planner.count.meetings import RowMeetings
 from hetu_fx.planner.count.peaks import EVERYWHERE
-from hetu_fx.planner.count.products import contracted_size, multiplies_weights
+from hetu_fx.planner.count.product_ops import contracted_size, multiplies_weights
+from hetu_fx.planner.count.row_meetings import RowMeetings
+from hetu_fx.planner.values.exchanged_values import RowSums, TiedParameter
 from hetu_fx.planner.values.footprint import ProgramMemory
 from hetu_fx.planner.values.part_costs import NO_COSTS, PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.planner.values.shared import RowSums, TiedParameter
 from hetu_fx.program.program import Program
 from hetu_fx.transforms.layouts.flow import Flow
 from hetu_fx.transforms.layouts.work_shares import WorkShares

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from hetu_fx.planner.dispatch.policies import EarliestFinish as EarliestFinish
     from hetu_fx.planner.dispatch.policies import HotSPa as HotSPa
     from hetu_fx.planner.dispatch.policies import Hydraulis as Hydraulis
-    from hetu_fx.planner.measure.blocks import Measuring as Measuring
+    from hetu_fx.planner.measure.block_times import Measuring as Measuring
     from hetu_fx.planner.values.profile_file import Profile as Profile
     from hetu_fx.plans.plan import Pipeline as Pipeline
     from hetu_fx.plans.plan import Plan as Plan
@@ -62,7 +62,7 @@ _HOMES = {
     "Hydraulis": "hetu_fx.planner.dispatch.policies",
     "Launcher": "hetu_fx.base.frameworks",
     "LossType": "hetu_fx.program.loss_type",
-    "Measuring": "hetu_fx.planner.measure.blocks",
+    "Measuring": "hetu_fx.planner.measure.block_times",
     "Options": "hetu_fx.switching.settings",
     "PartsStager": "hetu_fx.checkpoint.staging",
     "Pieces": "hetu_fx.batches.sampler",

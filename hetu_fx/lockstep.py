@@ -29,7 +29,7 @@ from hetu_fx.errors import DivergedError, PlanError, ProfileError, StateError
 from hetu_fx.graph.bind import Batch, LossCall, as_call, flatten_batch, output_and_loss
 from hetu_fx.graph.containers import LOSS, flatten, loss_among, unflatten
 from hetu_fx.graph.row_dims import AskedRowDims, RowDims, find_row_dims, slice_rows
-from hetu_fx.pieces import Piece, Pieces, dense, join_pieces
+from hetu_fx.pieces import Pieces, RankShard, dense, join_pieces
 from hetu_fx.plans.plan import Plan
 from hetu_fx.prepare import check_plans_and_choose_homes, make_runtime
 from hetu_fx.program.batch import batch_from_call
@@ -38,7 +38,7 @@ from hetu_fx.switching.adapt.rehome import move_homes_near
 from hetu_fx.switching.eager.execution import EagerExecution
 from hetu_fx.switching.eager.row_mode import RowMode
 from hetu_fx.switching.graph_execution import GraphExecution
-from hetu_fx.switching.migrate.plan import SwitchPlan
+from hetu_fx.switching.migrate.move_plan import SwitchPlan
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.settings import Settings
 
@@ -279,7 +279,7 @@ class _Run:
                 optimizer.step()
             model.zero_grad()
         changed = _state(model) if optimizer is not None else dict(model.named_buffers())
-        return replace(made, state={name: Piece.of(tensor) for name, tensor in changed.items()})
+        return replace(made, state={name: RankShard.of(tensor) for name, tensor in changed.items()})
 
     def _runtime(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, table: GroupTable) -> Runtime:
         settings = Settings(shared=self.how.rows is None, outputs="auto", seed=self.how.seed)
@@ -309,7 +309,7 @@ class _Run:
         loss.backward()
         made.losses.append(float(loss.detach()))
         gradients = {name: home.grad for name, home in runtime.homes.items() if home.grad is not None}
-        made.gradients.append({name: Piece.of(gradient) for name, gradient in gradients.items()})
+        made.gradients.append({name: RankShard.of(gradient) for name, gradient in gradients.items()})
 
     def _place(self, number: int) -> int:
         return 0 if self.how.plan_of_step is None else self.how.plan_of_step[number]

@@ -42,7 +42,7 @@ from hetu_fx.switching.home.writes import Writes
 from hetu_fx.switching.members import MemberWatch
 from hetu_fx.switching.migrate.in_flight import InFlightState
 from hetu_fx.switching.migrate.migrate import migrate
-from hetu_fx.switching.migrate.plan import SwitchPlan
+from hetu_fx.switching.migrate.move_plan import SwitchPlan
 from hetu_fx.switching.settings import Settings
 from hetu_fx.switching.step.execution import (
     Division,
@@ -55,9 +55,9 @@ from hetu_fx.switching.step.execution import (
 )
 from hetu_fx.switching.step.loss import PredictedLossGrad, SeenLoss
 from hetu_fx.switching.step.policy import BatchFacts
-from hetu_fx.switching.step.report import LastStep, StepTimes
 from hetu_fx.switching.step.rows import RowPlan, check_rows, plan_rows
 from hetu_fx.switching.step.same_inputs import SameInputs
+from hetu_fx.switching.step.step_report import LastStep, StepTimes
 from hetu_fx.switching.step.timer import ComputeTimer, HostTime, find_clock
 from hetu_fx.switching.step.variant import Variant
 from hetu_fx.switching.variants import Variants

@@ -11,7 +11,7 @@ from importlib import metadata
 from hetu_fx.base.words import rate_text
 from hetu_fx.cli.finding import Finding, make_finding
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.cluster.show import link_text
+from hetu_fx.cluster.cluster_table import link_text
 from hetu_fx.comm_ops.wire.consensus import all_gather_object
 from hetu_fx.comm_ops.wire.groups import GroupTable
 

@@ -28,7 +28,7 @@ from hetu_fx.cli.simulate import add_simulate, call_simulate
 from hetu_fx.cli.verify import add_verify, call_verify
 from hetu_fx.errors import EnvironmentProblem, HetuFxError
 from hetu_fx.launch.emulate.emulate import EmulateSpec, Output, change_speed, plan_run, run
-from hetu_fx.launch.emulate.plan import LimitChoice
+from hetu_fx.launch.emulate.emulation_plan import LimitChoice
 from hetu_fx.launch.emulate.spec import parse_memory, parse_rate, parse_speeds
 from hetu_fx.launch.job import LaunchSpec
 

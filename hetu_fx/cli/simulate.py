@@ -127,11 +127,11 @@ def to_json(made: Simulation, plan: Plan, cluster: Cluster) -> dict[str, Any]:
 def _draw(made: Simulation, plan: Plan, cluster: Cluster, path: Path) -> None:
     """Draw what devices do and hold; of a large plan those of the first pipelines of each kind."""
     if path.suffix == ".html":
-        from hetu_fx.planner.simulate.picture import write_html
+        from hetu_fx.planner.simulate.timeline_picture import write_html
 
         write_html(_picture_of(made, plan), path)
     else:
-        from hetu_fx.planner.simulate.picture import draw
+        from hetu_fx.planner.simulate.timeline_picture import draw
 
         limits = {device.rank: device.memory_bytes for device in cluster.devices}
         draw(_picture_of(made, plan), str(path), limits, form=path.suffix.removeprefix("."))

@@ -16,7 +16,7 @@ from hetu_fx.base.json_values import many
 from hetu_fx.base.low_dtypes import STAGE_DTYPES
 from hetu_fx.base.records import Key, record
 from hetu_fx.errors import PlanError
-from hetu_fx.plans.program import OpRegion, check_program
+from hetu_fx.plans.op_regions import OpRegion, check_program
 from hetu_fx.plans.recomputed import RecomputedOps, check_recomputed_ops
 
 LATER = {

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from hetu_fx.base.words import bytes_text, format_used_bytes, ranks_text, seconds_text, share_text
+from hetu_fx.plans.op_regions import OpRegion
 from hetu_fx.plans.prediction import DeviceCost, Prediction
-from hetu_fx.plans.program import OpRegion
 from hetu_fx.plans.stage import Pipeline, Stage, ratios_text
 from hetu_fx.show.table import table_text
 

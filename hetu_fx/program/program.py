@@ -16,9 +16,9 @@ from hetu_fx.base.once import once
 from hetu_fx.deduction.factors.factors import FactorMap
 from hetu_fx.errors import BatchError, DeductionError, PlanError
 from hetu_fx.graph import meta
-from hetu_fx.graph.checks import Check
+from hetu_fx.graph.forward_checks import Check
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind
-from hetu_fx.graph.leaves.ops import CONSTANTS, told_nodes
+from hetu_fx.graph.leaves.leaf_ops import CONSTANTS, told_nodes
 from hetu_fx.graph.row_dims import RowDims, count_rows, with_rows
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.loss_type import LossType, loss_type

@@ -19,7 +19,7 @@ from hetu_fx.errors import BatchError, CaptureError
 from hetu_fx.graph.bind import Batch, LossCall, flatten_batch
 from hetu_fx.graph.capture import Around, capture
 from hetu_fx.graph.graph import Graph
-from hetu_fx.graph.leaves.ops import CONSTANTS, told_nodes
+from hetu_fx.graph.leaves.leaf_ops import CONSTANTS, told_nodes
 from hetu_fx.graph.neutral import PARAMETERS, stand_in_device, stand_in_state
 from hetu_fx.graph.numbers import later
 from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, find_row_dims

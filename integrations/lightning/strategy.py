@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 
 import hetu_fx
 from hetu_fx.errors import EnvironmentProblem, StateError
-from hetu_fx.integrations.lightning.parts import Parts
+from hetu_fx.integrations.lightning.parallel_modules import Parts
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from hetu_fx.errors import PlanError, StateError
 from hetu_fx.plans.homes import choose_homes, speeds
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.adapt.adaptation import Adaptation
-from hetu_fx.switching.migrate.plan import SwitchPlan
+from hetu_fx.switching.migrate.move_plan import SwitchPlan
 from hetu_fx.switching.migrate.state_tensors import TrainingState, check_optimizers, with_layout
 from hetu_fx.switching.runtime import Runtime
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-import hetu_fx.planner.measure.blocks
+import hetu_fx.planner.measure.block_times
 from hetu_fx.cli.given import local_device
 from hetu_fx.cli.main import main
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.values.profile_file import Profile
-from tests.planner.measure.test_blocks import run_by_size
+from tests.planner.measure.test_block_times import run_by_size
 
 EXAMPLE = """
 from tests.model_zoo import causal_batch, llama
@@ -29,8 +29,8 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hetu_fx.planner.measure.blocks, "time_shard", run_by_size)
-    monkeypatch.setattr(hetu_fx.planner.measure.blocks, "_CELL_SECONDS", 0.0)
+    monkeypatch.setattr(hetu_fx.planner.measure.block_times, "time_shard", run_by_size)
+    monkeypatch.setattr(hetu_fx.planner.measure.block_times, "_CELL_SECONDS", 0.0)
     Path("my_example.py").write_text(EXAMPLE)
 
 

@@ -24,9 +24,9 @@ from hetu_fx.base.torch_compile import (
 )
 from hetu_fx.graph.calls import draws
 from hetu_fx.plans.recomputed import RecomputedOps
-from hetu_fx.transforms.lowering.checkpoint import SAVED, CheckpointedRun, checkpoint_contexts
-from hetu_fx.transforms.lowering.forms import Like, OpenDims, TensorForm, exactly, input_form, is_number
-from hetu_fx.transforms.lowering.traffic import sends
+from hetu_fx.transforms.lowering.graph_traffic import sends
+from hetu_fx.transforms.lowering.input_guards import Like, OpenDims, TensorForm, exactly, input_form, is_number
+from hetu_fx.transforms.lowering.recomputing_module import SAVED, CheckpointedRun, checkpoint_contexts
 
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 """What makes a function of a graph, which it may keep and change, and of inputs to trace it with."""

@@ -18,8 +18,8 @@ from enum import StrEnum
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.dispatch.strategy import Scheme, TimeFit, fit_times
-from hetu_fx.planner.price.stage import stage_costs
+from hetu_fx.planner.dispatch.scheme_costs import Scheme, TimeFit, fit_times
+from hetu_fx.planner.price.stage_seconds import stage_costs
 from hetu_fx.planner.price.step import PricedStep
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.program import ProgramCosts, length_weights

@@ -30,7 +30,7 @@ from scipy.sparse import block_array, coo_array, diags_array, eye_array, kron
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.makespan import Assigning, Effort, assign
-from hetu_fx.planner.dispatch.strategy import Numbers, Scheme, SequenceBatch, Strategy, check_each_once, check_holds
+from hetu_fx.planner.dispatch.scheme_costs import Numbers, Scheme, SequenceBatch, Strategy, check_each_once, check_holds
 
 _ROUNDING = 1e-6  # the solver's tolerance
 _WITHOUT_SOLUTION = {2: 1.0}  # infeasible; a solver that gave up proves nothing

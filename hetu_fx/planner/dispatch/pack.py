@@ -26,8 +26,8 @@ import numpy as np
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.makespan import EPSILON, Assigning, Effort, assign
-from hetu_fx.planner.dispatch.rows import NO_ROWS, RowAssignment, group_by_row, quick_rows, sweep_counts
-from hetu_fx.planner.dispatch.strategy import Scheme, check_each_once
+from hetu_fx.planner.dispatch.row_dispatch import NO_ROWS, RowAssignment, group_by_row, quick_rows, sweep_counts
+from hetu_fx.planner.dispatch.scheme_costs import Scheme, check_each_once
 
 EXACT_SEQUENCES = 10
 """Up to so many sequences of a pipeline are packed exactly."""

@@ -28,8 +28,8 @@ from hetu_fx.planner.dispatch.assignment import (
 )
 from hetu_fx.planner.dispatch.dispatch import dispatch
 from hetu_fx.planner.dispatch.pack import packings
-from hetu_fx.planner.dispatch.rows import dispatch_rows, least_done, pack_whole_rows
-from hetu_fx.planner.dispatch.strategy import Scheme, SequenceBatch, Strategy, check_each_once, strategy_order
+from hetu_fx.planner.dispatch.row_dispatch import dispatch_rows, least_done, pack_whole_rows
+from hetu_fx.planner.dispatch.scheme_costs import Scheme, SequenceBatch, Strategy, check_each_once, strategy_order
 from hetu_fx.plans.plan import pipeline_rows
 
 

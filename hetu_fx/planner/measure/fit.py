@@ -11,8 +11,8 @@ from operator import add
 from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.cluster.paces import Pace
 from hetu_fx.errors import PlanError, ProfileError
-from hetu_fx.planner.dispatch.strategy import FitQuality, fit_times
-from hetu_fx.planner.price.stage import compute_lines, tensor_parallel_lines
+from hetu_fx.planner.dispatch.scheme_costs import FitQuality, fit_times
+from hetu_fx.planner.price.stage_seconds import compute_lines, tensor_parallel_lines
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.profile_file import BlockTime, Profile, Slowdown

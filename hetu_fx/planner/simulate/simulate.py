@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.plans.cost import BUCKETS_AT_ONCE
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.price.links import Resource, turn_traffic
+from hetu_fx.planner.price.link_load import Resource, turn_traffic
 from hetu_fx.planner.price.placement import device_shards, tied_holders
 from hetu_fx.planner.price.step import predict, row_sum_seconds
 from hetu_fx.planner.price.step_end import optimizer_seconds

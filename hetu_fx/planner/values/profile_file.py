@@ -16,10 +16,10 @@ from hetu_fx.base.json_values import many, object_by_number
 from hetu_fx.base.records import REQUIRED, Document, Key, record, run_length_list
 from hetu_fx.base.words import bytes_text, rate_text
 from hetu_fx.errors import ProfileError
+from hetu_fx.planner.values.exchanged_values import ROW_SUMS, TiedParameter
 from hetu_fx.planner.values.footprint import PartMemory, ProgramMemory
 from hetu_fx.planner.values.part_costs import NO_COSTS, PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.planner.values.shared import ROW_SUMS, TiedParameter
 from hetu_fx.planner.values.state import STATE, UNSAID, ParameterState
 
 

@@ -16,10 +16,16 @@ from operator import add
 
 from hetu_fx.base.once import once
 from hetu_fx.errors import PlanError, ProfileError
+from hetu_fx.planner.values.exchanged_values import (
+    NO_ROW_SUMS,
+    RowSums,
+    TiedParameter,
+    gradient_bytes,
+    pending_gradient_bytes,
+)
 from hetu_fx.planner.values.footprint import PartMemory, ProgramMemory, StageFootprint
 from hetu_fx.planner.values.line import Amount, Line
 from hetu_fx.planner.values.part_costs import NO_COSTS, PartCosts
-from hetu_fx.planner.values.shared import NO_ROW_SUMS, RowSums, TiedParameter, gradient_bytes, pending_gradient_bytes
 from hetu_fx.planner.values.state import UNSAID, ParameterState
 from hetu_fx.plans.plan import Attention, Plan, Stage
 from hetu_fx.plans.recomputed import RecomputedOps

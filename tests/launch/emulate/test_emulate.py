@@ -11,6 +11,7 @@ from hetu_fx.base.machine import start_time
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.launch.emulate.cleanup import is_dead, remove_run, run_name, sweep
 from hetu_fx.launch.emulate.emulate import EmulateSpec, change_speed, current_speeds, plan_run, run
+from hetu_fx.launch.emulate.emulation_plan import describe
 from hetu_fx.launch.emulate.limits import (
     Affinity,
     CgroupV1,
@@ -26,7 +27,6 @@ from hetu_fx.launch.emulate.limits import (
     speed_settings,
 )
 from hetu_fx.launch.emulate.network import network_commands, run_command
-from hetu_fx.launch.emulate.plan import describe
 from hetu_fx.launch.emulate.spec import check_cores, parse_memory, parse_rate, parse_size, parse_speeds
 
 

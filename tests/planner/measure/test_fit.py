@@ -18,7 +18,7 @@ from hetu_fx.planner.measure.fit import (
     timed_degrees,
     timed_lengths,
 )
-from hetu_fx.planner.price.stage import compute_lines, tensor_parallel_lines
+from hetu_fx.planner.price.stage_seconds import compute_lines, tensor_parallel_lines
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.profile_file import BlockTime, Profile
 from hetu_fx.planner.values.program import ProgramCosts

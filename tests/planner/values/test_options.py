@@ -8,8 +8,8 @@ import pytest
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.values.options import FEATURES, Choice, PlanOptions, TimeLimit
+from hetu_fx.plans.op_regions import OpRegion
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from hetu_fx.plans.program import OpRegion
 
 PLANS = {
     "data_parallel": Plan.data_parallel([0, 1]),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hetu_fx.plans.op_regions import OpRegion
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from hetu_fx.plans.program import OpRegion
 from hetu_fx.transforms.layouts.annotate import Annotate
 from hetu_fx.transforms.layouts.shardings import StageShardings
 from tests.model_zoo import example, llama

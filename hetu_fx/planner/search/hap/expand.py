@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.hap.forms import OpForm, SynthesisRules, op_forms
+from hetu_fx.planner.search.hap.op_forms import OpForm, SynthesisRules, op_forms
 from hetu_fx.planner.search.hap.prices import RatioPrices, Vector
 from hetu_fx.planner.search.hap.span import Span
-from hetu_fx.planner.search.hap.states import (
+from hetu_fx.planner.search.hap.synthesis import Dominance, Layouts, OpChoice, Stretch
+from hetu_fx.planner.search.hap.tensor_states import (
     COPY,
     HeldBytes,
     Layout,
@@ -23,7 +24,6 @@ from hetu_fx.planner.search.hap.states import (
     held_bytes_after,
     split,
 )
-from hetu_fx.planner.search.hap.synthesis import Dominance, Layouts, OpChoice, Stretch
 from hetu_fx.planner.values.tensor_program import Tensor, TensorProgram
 
 

@@ -33,8 +33,8 @@ from hetu_fx.comm_ops.plans.cost import (
     send_cost,
 )
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.hap.forms import OpForm
-from hetu_fx.planner.search.hap.states import ChangeKind, Layout, changes
+from hetu_fx.planner.search.hap.op_forms import OpForm
+from hetu_fx.planner.search.hap.tensor_states import ChangeKind, Layout, changes
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.tensor_program import Tensor
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from itertools import islice, product
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.heteroauto.cost import Bounds, GroupChoice, Groups, HeteroResult, Tables
-from hetu_fx.planner.search.heteroauto.problem import ChipKind, HeteroProblem
-from hetu_fx.planner.search.heteroauto.sweep import PipelineArrangement, arrange
+from hetu_fx.planner.search.heteroauto.chip_cost import Bounds, GroupChoice, Groups, HeteroResult, Tables
+from hetu_fx.planner.search.heteroauto.chip_problem import ChipKind, HeteroProblem
+from hetu_fx.planner.search.heteroauto.layer_sweep import PipelineArrangement, arrange
 
 NEAR = 1.05
 """What is slower than the best by less than this factor may be faster by prices that know more."""

@@ -19,7 +19,7 @@ from statistics import fmean
 
 from hetu_fx.planner.dispatch.dispatch import Dispatch, dispatch
 from hetu_fx.planner.dispatch.pack import Packing, packings
-from hetu_fx.planner.dispatch.strategy import Scheme, SequenceBatch, Strategy
+from hetu_fx.planner.dispatch.scheme_costs import Scheme, SequenceBatch, Strategy
 from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.search.device_orders import ranks_by_node
 from hetu_fx.planner.search.hydraulis.pool import ALIGNMENT, LengthVariant, propose

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.makespan import Indices
-from hetu_fx.planner.dispatch.strategy import Numbers, Scheme, Strategy
+from hetu_fx.planner.dispatch.scheme_costs import Numbers, Scheme, Strategy
 
 ALIGNMENT = 128
 """Rows have whole multiples of so many tokens."""

@@ -35,8 +35,8 @@ from itertools import combinations
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.allocate import spread_evenly
-from hetu_fx.planner.search.malleus.exchanges import ExchangeGoal, different_pairs, exchanges, replace_kind
-from hetu_fx.planner.search.malleus.groups import Grouping, GroupKind, groupings
+from hetu_fx.planner.search.malleus.device_groups import Grouping, GroupKind, groupings
+from hetu_fx.planner.search.malleus.group_swaps import ExchangeGoal, different_pairs, exchanges, replace_kind
 from hetu_fx.planner.search.malleus.layers import (
     MOST_STEPS,
     Budget,

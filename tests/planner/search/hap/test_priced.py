@@ -9,9 +9,9 @@ from torch import nn
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.count.graph_problem import GraphProblem
 from hetu_fx.planner.search.hap.prices import Collectives
-from hetu_fx.planner.search.hap.states import ChangeKind
+from hetu_fx.planner.search.hap.tensor_states import ChangeKind
+from hetu_fx.plans.op_regions import OpRegion
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from hetu_fx.plans.program import OpRegion
 from tests.oracles.hap_programs import layouts
 from tests.planner.search.hap.graphs import TWO_TO_ONE, convolutions, graph_problem, perceptron, run_of_plan
 

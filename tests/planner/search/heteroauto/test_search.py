@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from benchmarks.cases.heteroauto import LAYER_PARAMETERS, LAYERS, TABLE_PARAMETERS, four_kinds
 from hetu_fx.cluster.cluster import Link
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.heteroauto.cost import HeteroResult
-from hetu_fx.planner.search.heteroauto.problem import ChipKind, EndCosts, HeteroProblem, Layer, SearchSpace
+from hetu_fx.planner.search.heteroauto.chip_cost import HeteroResult
+from hetu_fx.planner.search.heteroauto.chip_problem import ChipKind, EndCosts, HeteroProblem, Layer, SearchSpace
 from hetu_fx.planner.search.heteroauto.search import NEAR, OuterLevel, search
 from tests.planner.search.heteroauto.examples import kind, layers_of, problem, simulated_seconds
 from tests.planner.search.heteroauto.exhaustive import Exhaustive, step_seconds

@@ -335,10 +335,9 @@ def _warn_of_layout(model: nn.Module, table: GroupTable) -> None:
     """Say where a channels_last model keeps its layout on several ranks, and where not."""
     if table.rank == 0 and table.size > 1 and any(map(_is_channels_last, model.parameters())):
         warnings.warn(
-            "the model is channels_last, but on several ranks weights, and rows that come from other ranks, arrive in "
-            "the default layout: convolutions run in channels_last where the rows of a rank's own inputs are, and "
-            "convert weights each time; results are equal up to rounding\nhint: pass inputs in channels_last too, of "
-            "even shares",
+            "the model is channels_last, but on several ranks weights, and rows of other ranks, arrive in the default "
+            "layout. Convolutions run in channels_last if a rank's own rows are, and convert weights each time. "
+            "Results are equal up to rounding\nhint: pass inputs in channels_last too, of even shares",
             stacklevel=4,
         )
 

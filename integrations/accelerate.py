@@ -60,8 +60,8 @@ def check_processes(counted: int) -> None:
     world = dist.get_world_size() if dist.is_initialized() else 1
     if counted == 1 and world > 1:
         raise EnvironmentProblem(
-            f"accelerate takes each of the {world} processes for the only one (number 0 of 1), so all of them would "
-            f"read the same rows and write the same files\n"
+            f"accelerate takes each of the {world} processes for the only one (number 0 of 1). All of them would read "
+            f"the same rows and write the same files\n"
             f"hint: on CPUs, use Accelerator(cpu=True), TrainingArguments(use_cpu=True), or ACCELERATE_USE_CPU=1 in "
             f"the environment of the launch: 'ACCELERATE_USE_CPU=1 torchrun --nproc-per-node 2 SCRIPT' or "
             f"'{TWO_PROCESSES}'. In a notebook, set os.environ['ACCELERATE_USE_CPU'] = '1' before notebook_launcher"

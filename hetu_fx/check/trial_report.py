@@ -63,9 +63,9 @@ def _hints(case: Case, found: Found) -> list[str]:
         ]
     if case.eager is not None:
         return [
-            "hint: each replica has run all rows, and yet they differ: let the module follow from its inputs, "
-            "parameters and the random numbers of torch, random and numpy.random alone, or use one device "
-            "(hetu_fx.Plan.single())"
+            "each replica has run all rows, and yet they differ",
+            "hint: let the module follow from its inputs, parameters and the random numbers of torch, random and "
+            "numpy.random alone, or use one device (hetu_fx.Plan.single())",
         ]
     return [
         "hint: report the case below, and use another plan until it is fixed; check=False trains anyway, with the "

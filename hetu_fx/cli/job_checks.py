@@ -34,8 +34,8 @@ def versions_finding(versions: Sequence[dict[str, str]]) -> Finding:
     """Tell whether all ranks have the same versions."""
     unlike = [name for name in versions[0] if len({of_rank[name] for of_rank in versions}) > 1]
     told = "; ".join(f"{name} {[of_rank[name] for of_rank in versions]}" for name in unlike)
-    way = "install the same versions everywhere: plans and graphs are made on every rank, and must come out alike"
-    return make_finding("versions of all ranks", told or f"alike on {len(versions)}", wrong=way if unlike else "")
+    way = "install the same versions everywhere: every rank makes plans and graphs, which must be equal"
+    return make_finding("versions of all ranks", told or f"equal on {len(versions)}", wrong=way if unlike else "")
 
 
 def _offsets(table: GroupTable) -> list[float]:

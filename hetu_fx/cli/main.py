@@ -158,7 +158,7 @@ def _call_log(options: argparse.Namespace, rest: Sequence[str]) -> int:
 def _add_report(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `hetu-fx report`."""
     parser.add_argument("file", type=Path, help="what model.hetu.log wrote")
-    parser.add_argument("--out", type=Path, metavar="HTML", help="the page to write (default: beside the log)")
+    parser.add_argument("--out", type=Path, metavar="HTML", help="the page to write (default: next to the log)")
     parser.add_argument("--json", action="store_true", help="print what the page would say as JSON; write no page")
 
 
@@ -190,7 +190,7 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=100,
         metavar="L",
-        help="give up after so many lost processes (default: %(default)g)",
+        help="give up after this number of lost processes (default: %(default)g)",
     )
     rejoin = "replace a lost process after this time; it joins at a step's end (default: only where too few are left)"
     for name, default, what in (

@@ -158,7 +158,7 @@ def _show(plan: Plan) -> None:
 
 def _add_choice(parser: argparse.ArgumentParser) -> None:
     """Declare the options that say what plans may do."""
-    for name, what in (("allow", "what plans may do besides"), ("forbid", "what plans must not do")):
+    for name, what in (("allow", "what else plans may do"), ("forbid", "what plans must not do")):
         parser.add_argument(
             f"--{name}", nargs="+", action="extend", default=[], metavar="NAME", help=f"{what}, names below"
         )
@@ -173,5 +173,5 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
         "--steps",
         type=float,
         metavar="N",
-        help="so many steps are left, over which the move is spread (needs --before)",
+        help="the steps that are left, over which the move is spread (needs --before)",
     )

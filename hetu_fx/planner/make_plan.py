@@ -318,7 +318,7 @@ def _nothing_fits(problem: Problem) -> str:
     return (
         f"no plan fits the memory of devices {ranks_text(cluster.ranks)}: parameters, gradients and optimizer "
         f"states are {bytes_text(need)}, one row keeps {bytes_text(costs.whole.activation_bytes)} of "
-        f"activations; the devices have {bytes_text(have)} together, and plans may use "
+        f"activations. The devices have {bytes_text(have)} together, and plans may use "
         f"{options.memory_fraction:.0%} of it\n"
         f"hint: use more or larger devices, or shorter sequences{_or_allow(options)}"
     )

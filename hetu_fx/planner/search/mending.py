@@ -158,7 +158,7 @@ def _find(problem: Problem) -> Candidates:
 
 RAGGED = Search(
     name="ragged",
-    applies="nodes of a kind have unlike numbers of devices: plans for full nodes, without what is lacking",
+    applies="nodes of a kind have different numbers of devices: plans for full nodes, without what is lacking",
     lacks=lambda problem: "" if lacking(problem.cluster) else "all nodes of a kind have as many devices",
     find=_find,
 )

@@ -80,10 +80,8 @@ FEATURES: Mapping[str, Feature] = {
     "zero_bubble": Feature(
         "gradients of weights made where a stage would wait", lambda plan: plan.schedule == "zero-bubble"
     ),
-    "interleaved": Feature(
-        "stages in chunks, through which micro-batches go round by round", lambda plan: plan.chunks > 1
-    ),
-    "uneven": Feature("unlike rows, shards or stages", _is_uneven),
+    "interleaved": Feature("stages in chunks, which micro-batches pass in rounds", lambda plan: plan.chunks > 1),
+    "uneven": Feature("rows, shards or stages of different sizes", _is_uneven),
 }
 """What users may allow and forbid, by name."""
 

@@ -122,7 +122,7 @@ def _nothing_found(expansion: Expansion, reached: int) -> str:
         )
         return (
             f"no program fits the memory of {limits.num_devices} devices: {limits.total / 1e6:.4g} MB together, "
-            f"{limits.least / 1e6:.4g} MB the smallest; parameters with their states and what the backward keeps "
+            f"{limits.least / 1e6:.4g} MB the smallest. Parameters with their states and what the backward keeps "
             f"are {smallest / 1e6:.4g} MB if all of it is split\nhint: use more or larger devices, or a smaller batch"
         )
     ops = [op.name for op in problem.ops][max(0, reached - 1) :][:1]

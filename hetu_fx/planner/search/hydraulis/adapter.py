@@ -182,7 +182,7 @@ def _knows_times(problem: Problem, kind: str) -> bool:
 
 HYDRAULIS = Search(
     name="hydraulis",
-    applies="sequences of unlike lengths: a plan for each longest sequence of a batch",
+    applies="sequences of different lengths: a plan for each longest sequence of a batch",
     lacks=_lacks,
     find=_find,
     predict=_predict,

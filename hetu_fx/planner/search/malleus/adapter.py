@@ -237,8 +237,8 @@ def _lacks(problem: Problem) -> str:
 
 MALLEUS = Search(
     name="malleus",
-    applies="devices of one kind of which some straggle: groups are split, layers and micro-batches moved, or devices "
-    "left out",
+    applies="devices of one kind, some of them stragglers: groups are split, layers and micro-batches moved, or "
+    "devices left out",
     lacks=_lacks,
     find=_find,
 )

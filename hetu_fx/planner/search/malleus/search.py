@@ -151,7 +151,7 @@ def _nothing_fits(situation: MalleusSituation) -> str:
     return (
         f"no assignment of {situation.num_layers} layers and {situation.num_micro_batches} micro-batches to "
         f"{situation.num_pipelines} pipelines on devices {list(situation.cluster.ranks)} with groups of up to "
-        f"{situation.degrees[0]}: every pipeline needs a group, {need / 1e6:.4g} MB for its layers, and a "
+        f"{situation.degrees[0]}. Every pipeline needs a group, {need / 1e6:.4g} MB for its layers, and a "
         f"micro-batch per stage\nhint: use fewer pipelines, smaller groups, more micro-batches, or more devices"
     )
 

@@ -269,7 +269,7 @@ def test_no_worker_stays_behind_its_launcher_not_even_a_stopped_one(
     ("options", "message"),
     [
         ({"min_nproc": 3}, "--min-nproc is 3\nhint: give 1 to --nproc 2"),
-        ({"grace_seconds": 0.0}, "--grace are (10.0, 600.0, 0.0)\nhint: give more than 0 seconds"),
+        ({"grace_seconds": 0.0}, r"--grace are \(.*, 0\.0\)\nhint: give more than 0 seconds"),
         ({"rejoin_seconds": -1.0}, "--rejoin-after is -1\nhint: give 0 seconds or more"),
     ],
 )

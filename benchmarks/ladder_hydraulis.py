@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.cases.published_hydraulis import POOL, SCHEMES
 from benchmarks.kit.report import Bar, Row, finish, parser
-from hetu_fx.planner.dispatch.strategy import Scheme, SequenceBatch
+from hetu_fx.planner.dispatch.scheme_costs import Scheme, SequenceBatch
 from tests.oracles.hydraulis_choice import choose
 
 DEVICES = 64

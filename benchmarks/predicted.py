@@ -253,7 +253,7 @@ def row(name: str, plan: Plan, costs: ProgramCosts, probed: Cluster, measured: C
     compute, optimizer = seconds.compute[rank], seconds.optimizer[rank]
     return {
         "setting": name,
-        "plan": short_text(plan),
+        "plan": short_text(plan.pipelines),
         "by products": first.seconds,
         "predicted": predicted.seconds,
         "measured": seconds.total,

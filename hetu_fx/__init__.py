@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from hetu_fx.planner.dispatch.policies import EarliestFinish as EarliestFinish
     from hetu_fx.planner.dispatch.policies import HotSPa as HotSPa
     from hetu_fx.planner.dispatch.policies import Hydraulis as Hydraulis
-    from hetu_fx.planner.measure.blocks import Measuring as Measuring
+    from hetu_fx.planner.measure.block_times import Measuring as Measuring
     from hetu_fx.planner.values.profile_file import Profile as Profile
     from hetu_fx.plans.plan import Pipeline as Pipeline
     from hetu_fx.plans.plan import Plan as Plan
@@ -62,7 +62,7 @@ _HOMES = {
     "Hydraulis": "hetu_fx.planner.dispatch.policies",
     "Launcher": "hetu_fx.base.frameworks",
     "LossType": "hetu_fx.program.loss_type",
-    "Measuring": "hetu_fx.planner.measure.blocks",
+    "Measuring": "hetu_fx.planner.measure.block_times",
     "Options": "hetu_fx.switching.settings",
     "PartsStager": "hetu_fx.checkpoint.staging",
     "Pieces": "hetu_fx.batches.sampler",
@@ -91,8 +91,18 @@ __all__ = [*sorted(_HOMES)]
 
 warn_of_newer()
 offer("hetu_fx.integrations.transformers", "hetu_fx.integrations.accelerate")
-import_with_library("lightning.pytorch.strategies", "hetu_fx.integrations.lightning.registered")
-import_with_library("torch.export.pt2_archive", "hetu_fx.export.known_ops")
+import_with_library(
+    "lightning.pytorch.strategies",
+    "hetu_fx.integrations.lightning.registered",
+    why='Trainer(strategy="hetu_fx") would be unknown',
+    tested="2.6",
+)
+import_with_library(
+    "torch.export.pt2_archive",
+    "hetu_fx.export.known_ops",
+    why="torch.export.load would not know the ops of exported graphs",
+    tested="2.13",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,6 @@ from torch import nn
 from hetu_fx.base.frameworks import frameworks
 from hetu_fx.check.checker import Checker
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.comm_ops.wire.common_path import patience
 from hetu_fx.copies import Parallelize, RestoreOriginal, as_it_was, attach_copying, attach_later
 from hetu_fx.errors import BatchError, StateError
 from hetu_fx.forwards import Forwards
@@ -110,24 +109,17 @@ def auto_parallelize(
     docs/eager.md.
 
     Raises:
-        HetuFxError: on every process; says what, where, the values and the way out.
+        HetuFxError: on every process; says what, where, the values and a hint.
     """
     asked = Options.given(options, old)
     if isinstance(model, nn.Module):
         as_it_was(model)
     if hasattr(model, "hetu"):
-        raise StateError("this model is parallel already; use model.hetu.add_variant(plan) to give it another plan")
+        raise StateError(
+            "this model is parallel already\nhint: use model.hetu.add_variant(plan) to give it another plan"
+        )
     if data not in ("per_rank", "global"):
-        raise BatchError(f"data={data!r} is not known; use 'per_rank' or 'global'")
-    settings = Settings(
-        data == "global",
-        outputs,
-        seed,
-        idle_bytes=asked.idle_bytes,
-        homes_follow=asked.homes_follow,
-        wait_seconds=patience(asked.wait_seconds),
-        health=dict(asked.health),
-    )
+        raise BatchError(f"data={data!r} is not known\nhint: use 'per_rank' or 'global'")
     preparation = Preparation(
         model,
         () if batch is None else batch,
@@ -135,12 +127,10 @@ def auto_parallelize(
         cluster,
         optimizer,
         loss_fn,
-        settings,
+        Settings(data == "global", outputs, seed, asked),
         process_group,
         capture,
         compile,
-        asked.align,
-        asked.cuda_graphs,
         AskedRowDims(row_dims or {}),
         works_by_rows=check is False,
     )
@@ -182,9 +172,10 @@ def _recipe(wanted: Preparation, runtime: Runtime, checks: bool) -> Parallelize:
     """Return what makes a copy of the model parallel as the model is now, without a hold on the model."""
     names = sorted(runtime.variants, key=lambda name: name != runtime.current)
     plans = tuple(runtime.variants[name].plan for name in names)
-    settled = replace(wanted, batch=(), plan=plans, cluster=None, optimizer=None, settings=runtime.settings)
-    if wanted.align is not None:
-        settled = replace(settled, align=given_overrides(wanted.align))  # the file may be gone when a copy is made
+    settings, options = runtime.settings, runtime.settings.options
+    if options.align is not None:  # the file may be gone when a copy is made
+        settings = replace(settings, options=replace(options, align=given_overrides(options.align)))
+    settled = replace(wanted, batch=(), plan=plans, cluster=None, optimizer=None, settings=settings)
     return _later(settled, checks)
 
 
@@ -215,7 +206,7 @@ def _wants_checks(asked: Literal["auto"] | bool) -> bool:
         StateError: something else was asked.
     """
     if asked not in ("auto", True, False):
-        raise StateError(f"check={asked!r} is not known; use 'auto', True or False")
+        raise StateError(f"check={asked!r} is not known\nhint: use 'auto', True or False")
     return os.environ.get(VARIABLE, "1") != "0" if asked == "auto" else bool(asked)
 
 

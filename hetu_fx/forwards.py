@@ -25,9 +25,9 @@ from hetu_fx.switching.runtime import Runtime
 
 _DEEPEST = 12  # wrappers, and what they consist of, around each other
 _LIBRARIES = ("torch", "hetu_fx")  # whose functions name nothing of a script's
-_WAY_OUT = (
-    "assign it to the model's class, or before hetu_fx.auto_parallelize; a wrapper keeps the forward that it finds in "
-    "the model, and calls it"
+_HINT = (
+    "hint: assign it to the model's class, or before hetu_fx.auto_parallelize. A wrapper must keep the forward that it "
+    "finds in the model, and call it"
 )
 
 
@@ -75,8 +75,8 @@ class Forwards:
         made = getattr(type(self.model), CALL)(self.model, *args, **kwargs)
         if self._is_wrapped and self._runs == runs:
             raise StateError(
-                f"{_told(self._found)} stands in the parallel model's 'forward' since the call and was taken for a "
-                f"wrapper of the one before, but has not called it: nothing ran in parallel; {_WAY_OUT}"
+                f"{_told(self._found)} was put in the parallel model's 'forward' and taken for a wrapper of the one "
+                f"before, but has not called it: nothing ran in parallel\n{_HINT}"
             )
         return made
 
@@ -101,7 +101,7 @@ class Forwards:
 
     def _run(self, own: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._is_running and not self.runtime.whole.is_open:
-            raise StateError(f"{_told(self._found)} calls the parallel model inside its own forward; {_WAY_OUT}")
+            raise StateError(f"{_told(self._found)} calls the parallel model inside its own forward\n{_HINT}")
         self._runs += 1
         self.runtime.execution.become(own)
         self._is_running = True
@@ -160,8 +160,8 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature:
         return inspect.signature(forward)
     except (TypeError, ValueError) as error:
         raise StateError(
-            f"{_told(forward)} stands in the parallel model's 'forward' since the call, but tells no signature; put a "
-            f"function there whose arguments are named"
+            f"{_told(forward)} was put in the parallel model's 'forward', but has no signature that Python can read\n"
+            f"hint: put a function there that names its arguments"
         ) from error
 
 

@@ -33,7 +33,7 @@ from hetu_fx.report.sinks import JsonLines, ProgressSink, Scalars, tensorboard_w
 from hetu_fx.switching.adapt.adaptation import Adaptation
 from hetu_fx.switching.adapt.rehome import Home, Optimizers, Rehoming
 from hetu_fx.switching.graph_execution import GraphExecution
-from hetu_fx.switching.migrate.plan import SwitchPlan
+from hetu_fx.switching.migrate.move_plan import SwitchPlan
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.sequences.reader import SequenceReader
 from hetu_fx.switching.step.policy import Policy
@@ -182,7 +182,7 @@ class Handle:
     def sequences(self) -> SequenceReader:
         """How batches of sequences of mixed lengths run: its `options` and its `policy` can be replaced."""
         if self._reader is None:
-            raise StateError("sequences of mixed lengths run as captured graphs; use capture='graph'")
+            raise StateError("sequences of mixed lengths run as captured graphs\nhint: use capture='graph'")
         return self._reader
 
     @property

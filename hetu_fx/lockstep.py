@@ -29,7 +29,7 @@ from hetu_fx.errors import DivergedError, PlanError, ProfileError, StateError
 from hetu_fx.graph.bind import Batch, LossCall, as_call, flatten_batch, output_and_loss
 from hetu_fx.graph.containers import LOSS, flatten, loss_among, unflatten
 from hetu_fx.graph.row_dims import AskedRowDims, RowDims, find_row_dims, slice_rows
-from hetu_fx.pieces import Piece, Pieces, dense, join_pieces
+from hetu_fx.pieces import Pieces, RankShard, dense, join_pieces
 from hetu_fx.plans.plan import Plan
 from hetu_fx.prepare import check_plans_and_choose_homes, make_runtime
 from hetu_fx.program.batch import batch_from_call
@@ -38,7 +38,7 @@ from hetu_fx.switching.adapt.rehome import move_homes_near
 from hetu_fx.switching.eager.execution import EagerExecution
 from hetu_fx.switching.eager.row_mode import RowMode
 from hetu_fx.switching.graph_execution import GraphExecution
-from hetu_fx.switching.migrate.plan import SwitchPlan
+from hetu_fx.switching.migrate.move_plan import SwitchPlan
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.settings import Settings
 
@@ -157,12 +157,18 @@ class Lockstep:
         plans = (plans,) if isinstance(plans, Plan) else tuple(plans)
         ranks = self.ranks or 1 + max(max(plan.devices) for plan in plans)
         if self.rows is not None and len(self.rows) != ranks:
-            raise PlanError(f"rows are given for {len(self.rows)} ranks, but there are {ranks}; give one for each")
+            raise PlanError(
+                f"rows are given for {len(self.rows)} ranks, but there are {ranks}\nhint: give one for each"
+            )
         if self.devices is not None and len(self.devices) != ranks:
-            raise PlanError(f"devices are given for {len(self.devices)} ranks, but there are {ranks}; give each one")
+            raise PlanError(
+                f"devices are given for {len(self.devices)} ranks, but there are {ranks}\nhint: give each one"
+            )
         elsewhere = {str(p.device) for p in model.parameters() if p.device.type != "cpu"}
         if elsewhere:
-            raise StateError(f"the model is on {sorted(elsewhere)}, from where no rank takes it; move it to the host")
+            raise StateError(
+                f"the model is on {sorted(elsewhere)}, and ranks take it from the host\nhint: move it to the host"
+            )
         execution = None if self.eager is not None else captured or self.capture(model, batches[0])
         with _unwritten_is_nan(), telling(f"training as {ranks} ranks") as tell:
             own = [execution.programs.arguments.batch(*as_call(batch)) for batch in batches] if execution else batches
@@ -273,7 +279,7 @@ class _Run:
                 optimizer.step()
             model.zero_grad()
         changed = _state(model) if optimizer is not None else dict(model.named_buffers())
-        return replace(made, state={name: Piece.of(tensor) for name, tensor in changed.items()})
+        return replace(made, state={name: RankShard.of(tensor) for name, tensor in changed.items()})
 
     def _runtime(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, table: GroupTable) -> Runtime:
         settings = Settings(shared=self.how.rows is None, outputs="auto", seed=self.how.seed)
@@ -303,7 +309,7 @@ class _Run:
         loss.backward()
         made.losses.append(float(loss.detach()))
         gradients = {name: home.grad for name, home in runtime.homes.items() if home.grad is not None}
-        made.gradients.append({name: Piece.of(gradient) for name, gradient in gradients.items()})
+        made.gradients.append({name: RankShard.of(gradient) for name, gradient in gradients.items()})
 
     def _place(self, number: int) -> int:
         return 0 if self.how.plan_of_step is None else self.how.plan_of_step[number]
@@ -325,7 +331,7 @@ class _Run:
         assert self.how.rows is not None, "ranks bring rows of their own"
         rows = tensor.size(dim)
         if rows > sum(self.how.rows):
-            raise PlanError(f"a batch has {rows} rows, but ranks bring {list(self.how.rows)}; give more rows")
+            raise PlanError(f"a batch has {rows} rows, but ranks bring {list(self.how.rows)}\nhint: give more rows")
         stop = min(rows, sum(self.how.rows[: rank + 1]))
         return slice_rows(tensor, dim, range(min(stop, sum(self.how.rows[:rank])), stop))
 

@@ -17,14 +17,14 @@ from hetu_fx.switching.home.layout import HomeLayout
 
 
 @dataclass(frozen=True)
-class Piece:
+class RankShard:
     """What a rank has of a tensor; without a layout it has all of it."""
 
     local: Tensor
     layout: HomeLayout | None
 
     @classmethod
-    def of(cls, tensor: Any) -> Piece:
+    def of(cls, tensor: Any) -> RankShard:
         """Copy what this rank has of a tensor, a home tensor or a plain one, to the host."""
         if hasattr(tensor, "to_local"):
             return cls(tensor.to_local().detach().to(HOST, copy=True), tensor.home_layout)
@@ -33,7 +33,7 @@ class Piece:
 
 ROUNDING = 64
 """By how many units in the last place of its largest element a buffer of one replica may differ from another's."""
-Pieces = Mapping[str, Piece]
+Pieces = Mapping[str, RankShard]
 """What a rank has of tensors, by name."""
 
 
@@ -55,7 +55,7 @@ def join_pieces(ranks: Sequence[Pieces]) -> dict[str, Tensor]:
     }
 
 
-def _whole(name: str, pieces: Mapping[int, Piece]) -> Tensor:
+def _whole(name: str, pieces: Mapping[int, RankShard]) -> Tensor:
     """Put a tensor together from the elements that each rank counts; other ranks' copies must be the same bits.
 
     Tensors without a layout (buffers) nobody sends: replicas that share work otherwise make them by other sums.

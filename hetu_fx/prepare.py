@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.base.device_types import HOST, DeviceType, device_type_record
 from hetu_fx.base.forked import settle_after_fork
 from hetu_fx.base.frameworks import launchers, torch_optimizer
@@ -81,8 +82,6 @@ class Preparation:
     process_group: dist.ProcessGroup | None
     capture: str
     backend: Any
-    align: OpOverrides | str | Path | None = None
-    cuda_graphs: bool = False
     row_dims: AskedRowDims = NOTHING_ASKED
     works_by_rows: bool = False
 
@@ -102,7 +101,7 @@ def prepare(wanted: Preparation, make_try: MakeTry | None = None) -> tuple[Runti
     settle_after_fork()
     end_with_torchrun()
     join_world()
-    table = GroupTable(watched_group(wanted.process_group, wanted.settings.wait_seconds))
+    table = GroupTable(watched_group(wanted.process_group, wanted.settings.options.patience_seconds))
     _warn_if_alone(table)
     _warn_of_layout(wanted.model, table)
     _check_group(table)
@@ -136,7 +135,7 @@ def prepare(wanted: Preparation, make_try: MakeTry | None = None) -> tuple[Runti
         planner = _planner_like(() if wanted.plan == "auto" else plans, _as_tried(planned, tried))
     settings = replace(wanted.settings, seed=seed)
     runtime = make_runtime(wanted.model, wanted.optimizer, table, execution, priced, layouts, settings)
-    health = wanted.settings.health
+    health = settings.options.health
     calibrates = wanted.cluster is None
     adaptation = Adaptation(runtime, costs, cluster, planner, health=health, calibrates=calibrates, tried=tried)
     if wanted.plan == "auto":
@@ -257,9 +256,10 @@ def _execution_of(
 
     Where ranks compute on several types of devices (`is_mixed`), they have the casts of one.
     """
+    options = wanted.settings.options
     match wanted.capture:
         case "graph":
-            overrides = given_overrides(wanted.align)
+            overrides = given_overrides(options.align)
             programs = Programs(
                 wanted.model,
                 wanted.loss_fn,
@@ -268,28 +268,28 @@ def _execution_of(
                 row_dims=wanted.row_dims,
                 outputs=wanted.settings.outputs,
             )
-            execution = GraphExecution(programs, wanted.batch, wanted.backend, replays=wanted.cuda_graphs)
+            execution = GraphExecution(programs, wanted.batch, wanted.backend, replays=options.cuda_graphs)
             forbidden = () if wanted.backend is None else _WITHOUT_GAIN_COMPILED
             return execution, CapturedProgram.of(programs, wanted.batch, forbidden=forbidden)
         case "eager" if wanted.backend is not None:
             raise StateError(
-                f"compile={wanted.backend!r} compiles captured graphs, and capture='eager' makes none; leave it out, "
-                f"and call .compile() on the model's parts that you want compiled"
+                f"compile={wanted.backend!r} compiles captured graphs, and capture='eager' makes none\n"
+                f"hint: leave it out, and call .compile() on the modules that you want compiled"
             )
-        case "eager" if wanted.cuda_graphs:
+        case "eager" if options.cuda_graphs:
             raise StateError(
-                "cuda_graphs=True is for captured graphs, and capture='eager' makes none; leave it out, and record "
-                "parts of the model by torch's make_graphed_callables"
+                "cuda_graphs=True is for captured graphs, and capture='eager' makes none\n"
+                "hint: leave it out, and record modules by torch's make_graphed_callables"
             )
-        case "eager" if wanted.align is not None:
+        case "eager" if options.align is not None:
             raise StateError(
-                f"align={wanted.align!r} is for ops of captured graphs, and capture='eager' makes none; leave it out, "
-                f"and cast in the model's forward where it is not exact enough"
+                f"align={options.align!r} is for ops of captured graphs, and capture='eager' makes none\n"
+                f"hint: leave it out, and cast in the model's forward where it is not exact enough"
             )
         case "eager" if wanted.settings.seed is not None:
             raise StateError(
-                f"seed={wanted.settings.seed} is for the random numbers of captured graphs; with capture='eager' the "
-                f"module draws from torch's own generator: call torch.manual_seed"
+                f"seed={wanted.settings.seed} is for the random numbers of captured graphs, but with capture='eager' "
+                f"the module draws from torch's own generator\nhint: leave it out, and call torch.manual_seed"
             )
         case "eager":
             shared = wanted.settings.shared
@@ -297,7 +297,7 @@ def _execution_of(
             module.check_rows_are_known(ranks)
             return module, ModuleProgram(wanted.model)
         case other:
-            raise StateError(f"capture={other!r} is not known; use 'graph' or 'eager'")
+            raise StateError(f"capture={other!r} is not known\nhint: use 'graph' or 'eager'")
 
 
 def given_overrides(given: OpOverrides | str | Path | None) -> OpOverrides:
@@ -314,8 +314,8 @@ def join_world() -> None:
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise EnvironmentProblem(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set; start the script with "
-            f"{' or '.join(launcher.command for launcher in launchers())}"
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set\n"
+            f"hint: start the script with {' or '.join(launcher.command for launcher in launchers())}"
         )
     create_world(DeviceType.group_backends(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
@@ -325,7 +325,8 @@ def _warn_if_alone(table: GroupTable) -> None:
     if table.size == 1 and any(launcher.variable in os.environ for launcher in launchers()):
         ways = " or ".join(f"'{launcher.two_processes}'" for launcher in launchers())
         warnings.warn(
-            f"hetu_fx runs on ONE process although a launcher started this script; for two CPU processes use {ways}",
+            f"hetu_fx runs on ONE process although a launcher started this script\n"
+            f"hint: for two CPU processes use {ways}",
             stacklevel=4,
         )
 
@@ -334,10 +335,9 @@ def _warn_of_layout(model: nn.Module, table: GroupTable) -> None:
     """Say where a channels_last model keeps its layout on several ranks, and where not."""
     if table.rank == 0 and table.size > 1 and any(map(_is_channels_last, model.parameters())):
         warnings.warn(
-            "the model is channels_last, but on several ranks weights, and rows that come from other ranks, arrive in "
-            "the default layout: convolutions run in channels_last where the rows of a rank's own inputs are, and "
-            "convert weights each time; results are equal up to rounding\nhint: pass inputs in channels_last too, of "
-            "even shares",
+            "the model is channels_last, but on several ranks weights, and rows of other ranks, arrive in the default "
+            "layout. Convolutions run in channels_last if a rank's own rows are, and convert weights each time. "
+            "Results are equal up to rounding\nhint: pass inputs in channels_last too, of even shares",
             stacklevel=4,
         )
 
@@ -355,8 +355,8 @@ def _check_group(table: GroupTable) -> None:
     ranks = [table.to_global(rank) for rank in range(table.size)]
     if ranks != list(range(table.size)):
         raise EnvironmentProblem(
-            f"process_group has ranks {ranks}, but it must be the first ranks of the world; start the processes in "
-            f"another order, or leave ranks out by the plan (a plan need not use every device)"
+            f"process_group has ranks {ranks}, but it must be the first ranks of the world\n"
+            f"hint: start the processes in another order, or leave ranks out by the plan (it need not use all devices)"
         )
 
 
@@ -376,24 +376,25 @@ def _check_model(model: nn.Module) -> None:
     """Refuse a model without values, or spread over devices already."""
     devices = {parameter.device for parameter in model.parameters()}
     if not devices:
-        raise StateError("the model has no parameters; there is nothing to parallelize")
+        raise StateError("the model has no parameters, so there is nothing to parallelize")
     if torch.device("meta") in devices:
         name = next(n for n, p in model.named_parameters() if p.is_meta)
         raise StateError(
-            f"parameter {name!r} is on the meta device and has no values; load the weights (model.to_empty, then "
-            f"load_state_dict) before hetu_fx.auto_parallelize, or plan without running by hetu_fx.plan"
+            f"parameter {name!r} is on the meta device and has no values\n"
+            f"hint: load the weights (model.to_empty, then load_state_dict) before hetu_fx.auto_parallelize, or only "
+            f"plan, by hetu_fx.plan"
         )
     if len(devices) > 1:
         raise StateError(
-            f"the model's parameters are on {len(devices)} devices {sorted(map(str, devices))}; move it to one "
-            f"device per process, such as model.to('cuda')"
+            f"the model's parameters are on {len(devices)} devices {sorted(map(str, devices))}\n"
+            f"hint: move the model to one device per process, such as model.to('cuda')"
         )
     kind = device_type_record(next(iter(devices)))
     for name, parameter in model.named_parameters():
         if parameter.dtype in kind.no_dtypes:
             raise StateError(
-                f"parameter {name!r} is {parameter.dtype}, in which devices of type {kind.name!r} cannot compute; cast "
-                f"the model on all ranks, such as by model.float()"
+                f"parameter {name!r} is {parameter.dtype}, in which devices of type {kind.name!r} cannot compute\n"
+                f"hint: cast the model on all ranks, such as by model.float()"
             )
 
 
@@ -495,7 +496,7 @@ def _given_plans(given: Plans, ranks: int, execution: Execution[Any]) -> Sequenc
             return (plan,)
         case plans:
             if not plans or not all(isinstance(plan, Plan) for plan in plans):
-                raise PlanError(f"plan must be 'auto', a Plan, a list of Plans or a path, not {plans!r}")
+                raise PlanError(f"plan is {plans!r}\nhint: give 'auto', a Plan, a list of Plans or a path")
             return tuple(plans)
 
 
@@ -525,8 +526,13 @@ def check_plans_and_choose_homes(
     """
     for plan in plans:
         execution.check(plan, table.size)
-    # Raises what is wrong with any of them. By one rank for all, as examples have other sizes on each.
-    read, *_ = broadcast_from_rank0(table, lambda: [execution.compute_annotations(plan) for plan in plans])
+
+    def read_by_first() -> Mapping[str, Annotation]:
+        for plan in plans:
+            execution.check_ops(plan)
+        return execution.compute_annotations(plans[0])
+
+    read = broadcast_from_rank0(table, read_by_first)  # by one for all, as examples have other sizes on each
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     annotations = choose_homes(plans[0], read, shapes, speeds(cluster, table.size))
     layouts = {name: home_layout(annotations[name], shape, table.rank, table.size) for name, shape in shapes.items()}

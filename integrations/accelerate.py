@@ -60,11 +60,11 @@ def check_processes(counted: int) -> None:
     world = dist.get_world_size() if dist.is_initialized() else 1
     if counted == 1 and world > 1:
         raise EnvironmentProblem(
-            f"accelerate takes each of the {world} processes for the only one (number 0 of 1), so all of them would "
-            f"read the same rows and write the same files; on CPUs it joins them if it is told to: "
-            f"Accelerator(cpu=True), TrainingArguments(use_cpu=True), or ACCELERATE_USE_CPU=1 in the environment of "
-            f"the launch (in a notebook os.environ['ACCELERATE_USE_CPU'] = '1' before notebook_launcher): "
-            f"'ACCELERATE_USE_CPU=1 torchrun --nproc-per-node 2 SCRIPT' or '{TWO_PROCESSES}'"
+            f"accelerate takes each of the {world} processes for the only one (number 0 of 1). All of them would read "
+            f"the same rows and write the same files\n"
+            f"hint: on CPUs, use Accelerator(cpu=True), TrainingArguments(use_cpu=True), or ACCELERATE_USE_CPU=1 in "
+            f"the environment of the launch: 'ACCELERATE_USE_CPU=1 torchrun --nproc-per-node 2 SCRIPT' or "
+            f"'{TWO_PROCESSES}'. In a notebook, set os.environ['ACCELERATE_USE_CPU'] = '1' before notebook_launcher"
         )
 
 
@@ -104,7 +104,7 @@ def ask_for_precision(accelerator: Any, model: nn.Module) -> None:
     if accelerator.mixed_precision == "fp8":
         raise StateError(
             "Accelerator(mixed_precision='fp8') puts other layers in the model, after hetu_fx.auto_parallelize has "
-            "captured it; use mixed_precision='bf16'"
+            "captured it\nhint: use mixed_precision='bf16'"
         )
     object.__setattr__(model, MARK, True)
     if not accelerator.native_amp:
@@ -135,7 +135,7 @@ def _warn_of_comm_hook(accelerator: Any) -> None:
     if handler is not None and handler.comm_hook is not DDPCommunicationHookType.NO:
         warnings.warn(
             f"DistributedDataParallelKwargs(comm_hook='{handler.comm_hook.value}') is not used: hetu_fx sends "
-            "gradients of parallel models in their own type; leave comm_hook out",
+            "gradients of parallel models in their own type\nhint: leave comm_hook out",
             stacklevel=4,
         )
 
@@ -148,7 +148,7 @@ def _warn_of_compiler(accelerator: Any) -> None:
     if backend is not DynamoBackend.NO:
         warnings.warn(
             f"Accelerator(dynamo_backend='{backend.value.lower()}'), or TrainingArguments(torch_compile=True), is not "
-            "used for parallel models; pass compile= to hetu_fx.auto_parallelize",
+            "used for parallel models\nhint: pass compile= to hetu_fx.auto_parallelize",
             stacklevel=4,
         )
 
@@ -160,8 +160,8 @@ def _refusing_parallel_models(enter: Callable[..., Any]) -> Callable[..., Any]:
     def refusing_parallel_models(self: Any) -> Any:
         if self.enabled and hasattr(self.model, "hetu"):
             raise StateError(
-                "LocalSGD trains another model on each process and averages them now and then, and a parallel model is "
-                "one model on all of them; leave LocalSGD out, or pass enabled=False"
+                "LocalSGD trains one model per rank and averages them after a few steps, but a parallel model is one "
+                "model on all ranks\nhint: leave LocalSGD out, or pass enabled=False"
             )
         return enter(self)
 
@@ -291,14 +291,14 @@ def check_plugins(state: Any) -> None:
         ways = "; ".join(f"{option}: {way}" for option, way in plugin.ways)
         raise StateError(
             f"{plugin.given} or {plugin.variable}=true of the launch shards models by other means than the plan of a "
-            f"parallel model; leave it out. What it is asked for has its place: {ways}"
+            f"parallel model\nhint: leave it out. With hetu_fx: {ways}"
         )
     sizes = list(_sizes(getattr(state, "parallelism_config", None)))
     if sizes:
         told = "; ".join(f"{name}_size={size}: {SIZES[name]}" for name, size in sizes)
         raise StateError(
             f"Accelerator(parallelism_config=...) asks for sizes of its own, and a parallel model runs as its plan "
-            f"says; leave it out. What it is asked for has its place: {told}"
+            f"says\nhint: leave it out. With hetu_fx: {told}"
         )
 
 

@@ -100,7 +100,7 @@ register_substitute("trl.trainer.utils", "add_fused_lm_head.<locals>._fused_forw
 register_patch(
     Patch(
         "trl", "trl.trainer.sft_trainer", "SFTTrainer", "compute_loss",
-        why="its fused head would run on each process alone, beside the parallel model",
+        why="its fused head would run on each rank alone, outside of the parallel model",
         tested="1.16",
         wrap=_with_the_models_loss,
     )

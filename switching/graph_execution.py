@@ -39,9 +39,12 @@ from hetu_fx.switching.step.filling import Fillings
 from hetu_fx.switching.step.loss import PredictedLossGrad
 from hetu_fx.switching.step.run_step import find_stage, run_step
 from hetu_fx.switching.step.variant import DeferredGradients
+from hetu_fx.transforms.layouts.annotate import Annotate
 from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.layouts.serialize import serialize
+from hetu_fx.transforms.layouts.shardings import StageShardings
 from hetu_fx.transforms.lowering.lower import check_backend
+from hetu_fx.transforms.passes import run_pass
 
 
 class GraphExecution:
@@ -91,17 +94,30 @@ class GraphExecution:
         """Raise PlanError unless the plan fits the model's blocks and the world."""
         plan.check(num_blocks=self.programs.num_blocks, world_size=world_size)
 
+    def check_ops(self, plan: Plan) -> None:
+        """Raise PlanError or DeductionError unless all ops can run under the plan."""
+        with self._doubted() as program:
+            deduced = deduce_program(program, plan, wants_values=not program.loss_name)
+            for leaf in deduced.parameters():
+                deduced.parameter_annotations(leaf)
+
     def compute_annotations(self, plan: Plan) -> Mapping[str, Annotation]:
         """Return where the plan's stages read each parameter."""
+        with self._doubted() as program:
+            annotated = run_pass(Annotate(plan, wants_values=not program.loss_name), program.analysed)
+            return StageShardings(annotated).parameters_read()
+
+    @contextmanager
+    def _doubted(self) -> Iterator[Program]:
+        """Give the program that holds for the model; errors also say what is doubted of it."""
         program = self.program if self.programs.holds(self.program) else self.programs.current
         assert program is not None, "a batch has been read"
         try:
-            deduced = deduce_program(program, plan, wants_values=not program.loss_name)
+            yield program
         except (PlanError, DeductionError) as error:
             if program.doubt:
                 raise type(error)(f"{error}\n{program.doubt}") from error
             raise
-        return {leaf.name: deduced.parameter_annotations(leaf)[0] for leaf in deduced.parameters()}
 
     def deduced(self, plan: Plan, topology: Topology | None) -> bytes | None:
         """Return the plan's deduced graph for training, as bytes."""

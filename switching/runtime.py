@@ -42,7 +42,7 @@ from hetu_fx.switching.home.writes import Writes
 from hetu_fx.switching.members import MemberWatch
 from hetu_fx.switching.migrate.in_flight import InFlightState
 from hetu_fx.switching.migrate.migrate import migrate
-from hetu_fx.switching.migrate.plan import SwitchPlan
+from hetu_fx.switching.migrate.move_plan import SwitchPlan
 from hetu_fx.switching.settings import Settings
 from hetu_fx.switching.step.execution import (
     Division,
@@ -55,9 +55,9 @@ from hetu_fx.switching.step.execution import (
 )
 from hetu_fx.switching.step.loss import PredictedLossGrad, SeenLoss
 from hetu_fx.switching.step.policy import BatchFacts
-from hetu_fx.switching.step.report import LastStep, StepTimes
 from hetu_fx.switching.step.rows import RowPlan, check_rows, plan_rows
 from hetu_fx.switching.step.same_inputs import SameInputs
+from hetu_fx.switching.step.step_report import LastStep, StepTimes
 from hetu_fx.switching.step.timer import ComputeTimer, HostTime, find_clock
 from hetu_fx.switching.step.variant import Variant
 from hetu_fx.switching.variants import Variants
@@ -94,7 +94,7 @@ class Runtime:
         self.settings = settings
         self.members = MemberWatch(model, homes)
         self.buffers = Buffers(model, table)
-        self.shared = SharedHomes(table, homes, settings.wait_seconds)
+        self.shared = SharedHomes(table, homes, settings.options.patience_seconds)
         self.variants = Variants(execution, table, homes)
         self.current = ""
         self._syncs_gradients = True
@@ -103,10 +103,10 @@ class Runtime:
         self.report = LastStep()
         self.switches = 0
         self.times = StepTimes()
-        self.idle = IdleMemory(table, settings.idle_bytes)
+        self.idle = IdleMemory(table, settings.options.idle_bytes)
         self.writes = Writes(table, homes, self.buffers)
         self.same_inputs = SameInputs(table, shared=settings.shared)
-        self.whole = WholeModule(model, table, self.buffers, self.writes, settings.idle_bytes)
+        self.whole = WholeModule(model, table, self.buffers, self.writes, settings.options.idle_bytes)
         self.in_flight = InFlightState(table, lambda: self.step)
         self._watchers: list[Watcher] = []
         self._stand_by: Callable[[], None] = _rest
@@ -217,7 +217,7 @@ class Runtime:
         if transform_level() is not None:
             raise StateError(
                 "a parallel model cannot run inside a transform of torch.func (grad, vmap, ...), which has no part "
-                "in what ranks send; call the transform inside `with model.hetu.whole():`, or backward() outside"
+                "in what ranks send\nhint: call the transform inside `with model.hetu.whole():`, or backward() outside"
             )
         note("model(...)", is_step=True)
         self.times.begin(perf_counter())

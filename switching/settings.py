@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hetu_fx.base.documents import nearest
-from hetu_fx.comm_ops.wire.common_path import WAIT_SECONDS
+from hetu_fx.comm_ops.wire.common_path import patience
 from hetu_fx.errors import StateError
 from hetu_fx.transforms.rewrites.op_overrides import OpOverrides
 
@@ -52,11 +52,20 @@ class Options:
     cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "health", dict(self.health))
+        patience(self.wait_seconds)
         for name in ("warm", "homes_follow", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise StateError(f"Options: {name} is {getattr(self, name)!r}\nhint: give True or False")
         if self.idle_bytes < 0:
-            raise StateError(f"idle_bytes is {self.idle_bytes}; give 0 (variants that do not run keep nothing) or more")
+            raise StateError(
+                f"idle_bytes is {self.idle_bytes}\nhint: give 0 (variants that do not run keep nothing) or more"
+            )
+
+    @property
+    def patience_seconds(self) -> float:
+        """Return how long a rank waits for another one: as given, else as the environment says, else 60 s."""
+        return patience(self.wait_seconds)
 
     @classmethod
     def given(cls, options: Options | None, old: Mapping[str, Any]) -> Options:
@@ -87,16 +96,10 @@ class Settings:
         shared: every rank passes the same whole batch (`data="global"`); otherwise each its own rows.
         outputs: "auto" (other outputs than the loss in evaluation only), "all" or "loss".
         seed: of all random numbers that the model draws.
-        idle_bytes: what variants that do not run may keep on a rank.
-        homes_follow: parameters' homes follow plans that are made for the devices' rates.
-        wait_seconds: for which a rank waits for one that is elsewhere.
-        health: by which a device counts as slow, and as healthy again: `threshold`, `hysteresis`, `window` and others.
+        options: all else.
     """
 
     shared: bool
     outputs: str
     seed: int | None
-    idle_bytes: int = IDLE_BYTES
-    homes_follow: bool = True
-    wait_seconds: float = WAIT_SECONDS
-    health: Mapping[str, float] = field(default_factory=dict)
+    options: Options = field(default_factory=Options)

@@ -47,7 +47,7 @@ class Variants(Mapping[str, Variant]):
     def known(self, name: str) -> Variant:
         """Return a variant. Raises StateError if there is none of the name."""
         if name not in self:
-            raise StateError(f"there is no variant {name!r}; there are {sorted(self)}")
+            raise StateError(f"there is no variant {name!r}\nhint: use one of {sorted(self)}")
         return self[name]
 
     def add(
@@ -68,9 +68,11 @@ class Variants(Mapping[str, Variant]):
     def check(self, plan: Plan, name: str) -> None:
         """Raise HetuFxError unless a variant of the name and the plan may be added."""
         if name in self:
-            raise StateError(f"there is a variant {name!r} already; choose another name")
+            raise StateError(f"there is a variant {name!r} already\nhint: choose another name")
         if name in ("", ".", "..") or not set("/\\\0").isdisjoint(name):
-            raise StateError(f"a variant cannot be named {name!r}: exports have a folder of its name; use letters")
+            raise StateError(
+                f"a variant cannot be named {name!r}: exports have a folder of its name\nhint: use letters"
+            )
         self._execution.check(plan, self._table.size)
 
     def take_in_homes(self, *, are_others: bool) -> None:
@@ -106,7 +108,7 @@ class Variants(Mapping[str, Variant]):
         if name is not None and not self.drained.isdisjoint(self.known(name).plan.devices):
             raise StateError(
                 f"variant {name!r} uses devices {sorted(self.drained.intersection(self[name].plan.devices))}, "
-                f"which are drained; use another variant, or model.hetu.admit them"
+                f"which are drained\nhint: use another variant, or model.hetu.admit them"
             )
         self.pinned = name
 
@@ -139,16 +141,18 @@ class Variants(Mapping[str, Variant]):
         facts = {name: variant.facts for name, variant in self.usable.items()}
         if not facts:
             raise StateError(
-                f"every variant uses one of the drained devices {sorted(self.drained)}; add one that does not by "
+                f"every variant uses one of the drained devices {sorted(self.drained)}\nhint: add one that does not by "
                 f"model.hetu.add_variant(plan), or model.hetu.admit them"
             )
         name = self.policy(tuple(facts.values()), batch, self.health)
         self.known(name)
         if name not in facts:
-            raise StateError(f"the policy chose variant {name!r}, but its devices are drained; see model.hetu.drained")
+            raise StateError(
+                f"the policy chose variant {name!r}, but its devices are drained\nhint: see model.hetu.drained"
+            )
         if not facts[name].fits(batch):
             raise BatchError(
                 f"the policy chose variant {name!r} for a batch whose longest sequence is {batch.longest}, but that "
-                f"takes {facts[name].max_length} at most; let it choose among those that fit"
+                f"takes {facts[name].max_length} at most\nhint: let it choose among those that fit"
             )
         return name

@@ -177,9 +177,9 @@ class WholeModule:
         names = [place.full_name for place in changed if place.is_state]
         if names:
             raise StateError(
-                f"{names} were written or replaced inside model.hetu.whole(), where each process has copies of its "
-                f"own; change parameters outside of it, on all processes alike, train outside of it, and call "
-                f"model.eval() for modules that write their running statistics"
+                f"{names} were written or replaced inside model.hetu.whole(), where each rank has copies of its own\n"
+                f"hint: change parameters and train outside of it, on all ranks alike, and call model.eval() for "
+                f"modules that write their running statistics"
             )
 
 
@@ -243,8 +243,9 @@ def check_room(left: Sequence[Left], needed: int) -> None:
     ]
     if short:
         raise StateError(
-            f"model.hetu.whole() needs {needed} bytes on every rank for the whole parameters: {'; '.join(short)}; free "
-            f"memory there, start fewer processes per machine, or call the parallel model itself, which gathers less"
+            f"model.hetu.whole() needs {needed} bytes on every rank for the whole parameters: {'; '.join(short)}\n"
+            f"hint: free memory there, start fewer processes per machine, or call the parallel model itself, which "
+            f"gathers less"
         )
 
 
@@ -272,6 +273,6 @@ def _constant(whole: Tensor, home: HomeTensor) -> nn.Parameter:
 
 def _refuse_gradient(gradient: Tensor) -> NoReturn:
     raise StateError(
-        "a backward reached the parameters inside model.hetu.whole(), where they have no gradients; train outside of "
-        "it, or take torch.autograd.grad(loss, inputs) for gradients of inputs alone"
+        "a backward reached the parameters inside model.hetu.whole(), where they have no gradients\n"
+        "hint: train outside of it, or take torch.autograd.grad(loss, inputs) for gradients of inputs alone"
     )

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.cases.published_malleus import LLAMA_32B, LLAMA_70B
 from benchmarks.ladder_hydraulis import LONGEST, SCHEMES, batch, homogeneous_seconds, packed_rows
 from benchmarks.ladder_malleus import measure, restarted, situations
-from hetu_fx.planner.dispatch.strategy import SequenceBatch
+from hetu_fx.planner.dispatch.scheme_costs import SequenceBatch
 
 
 def test_rows_hold_every_sequence_once_within_the_context() -> None:

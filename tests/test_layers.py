@@ -43,7 +43,7 @@ FLOORS = (
     "planner.search",
     "switching.migrate switching.eviction switching.settings switching.variants switching.whole switching.members",
     "switching.step",
-    "planner.dispatch planner.gathered",
+    "planner.dispatch planner.gathered_ops",
     "planner.simulate",
     "planner.price",
     "planner.count",

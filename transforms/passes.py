@@ -14,10 +14,10 @@ from hetu_fx.transforms.layouts.analysed_graph import Analyse
 from hetu_fx.transforms.layouts.annotate import Annotate
 from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.lowering.block_modules import BlockModules
-from hetu_fx.transforms.lowering.checkpoint import RecomputingModule
 from hetu_fx.transforms.lowering.choose_algorithms import ChooseAlgorithms
-from hetu_fx.transforms.lowering.overlap import Overlap
+from hetu_fx.transforms.lowering.overlap_products import Overlap
 from hetu_fx.transforms.lowering.recompute import Recompute
+from hetu_fx.transforms.lowering.recomputing_module import RecomputingModule
 from hetu_fx.transforms.lowering.weights_later import WeightsLater
 from hetu_fx.transforms.rewrites.all_rows import AllRows
 from hetu_fx.transforms.rewrites.count_checks import CountChecks

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from hetu_fx.cluster.cluster import Link
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.heteroauto.cost import HeteroResult
-from hetu_fx.planner.search.heteroauto.problem import ChipKind, EndCosts, HeteroProblem, Layer
+from hetu_fx.planner.search.heteroauto.chip_cost import HeteroResult
+from hetu_fx.planner.search.heteroauto.chip_problem import ChipKind, EndCosts, HeteroProblem, Layer
 from hetu_fx.planner.search.heteroauto.search import search
 
 LAYERS, WIDTH, INNER, KEY_WIDTH, TOKENS, VOCABULARY = 96, 8192, 36864, 1024, 4096, 92544

@@ -5,7 +5,7 @@ Seconds come in milliseconds, by (tensor parallel degree, stages), as published.
 
 from __future__ import annotations
 
-from hetu_fx.planner.dispatch.strategy import Strategy, TimeFit
+from hetu_fx.planner.dispatch.scheme_costs import Strategy, TimeFit
 from tests.oracles.hydraulis_memory import MemoryModel, ModelShape, OptimizerStrategy, fitting_schemes
 
 MIB = 1 << 20

@@ -17,9 +17,9 @@ from benchmarks.cases.planning import cluster, small
 from hetu_fx.cluster.cluster import Link
 from hetu_fx.planner.make_plan import IN_CHUNKS, make_plan
 from hetu_fx.planner.price.step import PricedStep
+from hetu_fx.planner.search.cluster_regions import estimate_templates
 from hetu_fx.planner.search.homogeneous import candidates
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.search.regions import estimate_templates
 from hetu_fx.planner.simulate.simulate import simulated_seconds
 from hetu_fx.plans.plan import Plan
 

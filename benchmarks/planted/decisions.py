@@ -22,7 +22,7 @@ from hetu_fx.comm_ops.resolve.resolution import OpCall, Resolution
 from hetu_fx.comm_ops.wire import bsr_run, split_run
 from hetu_fx.deduction.rules.forms import PartCall
 from hetu_fx.switching.bridge import bridge
-from hetu_fx.switching.bridge.plan import BridgeEntry, BridgePlan
+from hetu_fx.switching.bridge.bridge_plan import BridgeEntry, BridgePlan
 
 ChangeCalls = Callable[[tuple[OpCall, ...]], tuple[OpCall, ...]]
 

@@ -21,7 +21,7 @@ from hetu_fx.comm_ops.plans.routes import SliceGroup, slice_groups
 from hetu_fx.comm_ops.plans.slices import Dims
 from hetu_fx.comm_ops.plans.transition import Transition
 from hetu_fx.comm_ops.resolve.resolution import OpCall
-from hetu_fx.switching.bridge.plan import BridgeBucket, BridgePlan, Message, ParameterBox
+from hetu_fx.switching.bridge.bridge_plan import BridgeBucket, BridgePlan, Message, ParameterBox
 
 SHIFTED, TWICE, NOT_SENT = "a shifted slice", "a summand twice", "a copy not sent"
 

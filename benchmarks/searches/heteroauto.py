@@ -19,7 +19,7 @@ from benchmarks.cases.heteroauto import ablations, four_kinds, speed_up, superli
 from benchmarks.kit.report import Bar, Row, finish, parser
 from hetu_fx.cluster.cluster import Link
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.heteroauto.problem import ChipKind, HeteroProblem, Layer, SearchSpace
+from hetu_fx.planner.search.heteroauto.chip_problem import ChipKind, HeteroProblem, Layer, SearchSpace
 from hetu_fx.planner.search.heteroauto.search import search
 from tests.planner.search.heteroauto.exhaustive import Exhaustive
 

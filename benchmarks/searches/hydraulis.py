@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.cases.published_hydraulis import LARGE, POOL, SCHEMES
 from benchmarks.kit.report import Bar, Row, finish, parser
 from hetu_fx.planner.dispatch.dispatch import dispatch
-from hetu_fx.planner.dispatch.strategy import SequenceBatch, Strategy
+from hetu_fx.planner.dispatch.scheme_costs import SequenceBatch, Strategy
 from hetu_fx.planner.search.hydraulis.pool import propose
 from tests.oracles.hydraulis_choice import choose, holding, packed, refine
 

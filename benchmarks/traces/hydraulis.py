@@ -21,7 +21,7 @@ from benchmarks.ladder_hydraulis import batch
 from benchmarks.planted.worlds import VOCABULARY, Net
 from benchmarks.traces.trace import Named, Trace
 from hetu_fx.batches.packing import IGNORED, Filling, fill_rows
-from hetu_fx.planner.dispatch.strategy import Scheme, SequenceBatch, Strategy
+from hetu_fx.planner.dispatch.scheme_costs import Scheme, SequenceBatch, Strategy
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from tests.oracles.hydraulis_choice import choose
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from examples.demo.settings import DemoSettings, settings_for
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.launch.emulate.emulate import EmulateSpec, Output, plan_run, run
+from hetu_fx.launch.emulate.emulation_plan import LimitChoice
 from hetu_fx.launch.emulate.limits import Affinity, Limiter, num_cores
-from hetu_fx.launch.emulate.plan import LimitChoice
 
 if TYPE_CHECKING:
     from examples.demo.report import Comparison, Loaded
@@ -68,14 +68,14 @@ def _check_needed() -> None:
     """Raise EnvironmentProblem unless the packages of the demo are installed."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        raise EnvironmentProblem(f"the demo needs {', '.join(missing)}; pip install 'hetu-fx[hf,ui]'")
+        raise EnvironmentProblem(f"the demo needs {', '.join(missing)}\nhint: pip install 'hetu-fx[hf,ui]'")
 
 
 def make_room(folder: Path) -> None:
     """Make the folder, empty; only one that the demo wrote before is replaced."""
     if folder.exists():
         if not folder.is_dir() or (any(folder.iterdir()) and not (folder / MARK).exists()):
-            raise EnvironmentProblem(f"{folder} exists and is not a demo's; choose another with --output")
+            raise EnvironmentProblem(f"{folder} exists and is not a demo's\nhint: choose another with --output")
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     (folder / MARK).write_text("{}\n")

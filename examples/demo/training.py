@@ -30,10 +30,10 @@ from examples.demo.record import StepRecord, Throughput
 from examples.demo.report import Loaded, Reference
 from examples.demo.screen import Screen
 from examples.demo.settings import DemoSettings
+from hetu_fx.cli.what_if import diff
 from hetu_fx.handle import Handle
 from hetu_fx.planner.simulate.timeline import Event
 from hetu_fx.plans.prediction import Prediction
-from hetu_fx.plans.tables import diff
 from hetu_fx.report.summary import rates_text
 
 

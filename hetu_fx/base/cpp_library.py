@@ -186,7 +186,7 @@ def _compiler() -> str:
         made = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         if made.returncode == 0:
             return made.stdout
-    raise EnvironmentProblem(f"{' '.join(command)} failed: {made.stderr.strip()}; choose a C++ compiler by CXX")
+    raise EnvironmentProblem(f"{' '.join(command)} failed: {made.stderr.strip()}\nhint: choose a C++ compiler by CXX")
 
 
 def _command() -> str:

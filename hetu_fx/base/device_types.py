@@ -94,7 +94,7 @@ class DeviceType:
             EnvironmentProblem: another one has its name.
         """
         if _types.setdefault(self.name, self) is not self:
-            raise EnvironmentProblem(f"device type {self.name!r} is known already; register each once")
+            raise EnvironmentProblem(f"device type {self.name!r} is known already\nhint: register each once")
 
     @staticmethod
     def group_backends() -> str:
@@ -181,8 +181,8 @@ def device_type_record(device: torch.device) -> DeviceType:
     found = _types.get(device.type) or next((one for one in device_types() if one.name == device.type), None)
     if found is None:
         raise EnvironmentProblem(
-            f"devices of type {device.type!r} are not known, only {sorted(_types)}; add a DeviceType by an entry point "
-            f"of the group {GROUP!r}, or by hetu_fx.DeviceType(...).register()"
+            f"devices of type {device.type!r} are not known, only {sorted(_types)}\n"
+            f"hint: add a DeviceType by an entry point of the group {GROUP!r}, or by hetu_fx.DeviceType(...).register()"
         )
     return found
 

@@ -53,7 +53,7 @@ def read_bytes(path: str | os.PathLike[str], error: type[HetuFxError], folder: i
     with open_regular(path, error, folder) as file:
         size = os.fstat(file.fileno()).st_size
         if size > MOST_BYTES:
-            raise error(f"cannot read {os.fspath(path)}: it has {size} bytes; a document has {MOST_BYTES} at most")
+            raise error(f"cannot read {os.fspath(path)}: it has {size} bytes, but a document has {MOST_BYTES} at most")
         return file.read(size)
 
 

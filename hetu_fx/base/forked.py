@@ -24,7 +24,7 @@ def settle_after_fork() -> None:
         return
     if in_bad_fork():
         raise EnvironmentProblem(
-            "this process was forked from one that has used CUDA already, and so cannot use it; restart the notebook, "
-            "and call nothing of CUDA (no .to('cuda'), no Accelerator()) before notebook_launcher"
+            "this process was forked from one that has used CUDA already, and so cannot use it\n"
+            "hint: restart the notebook, and call nothing of CUDA (.to('cuda'), Accelerator()) before notebook_launcher"
         )
     torch.set_num_threads(1)

@@ -119,7 +119,7 @@ def object_by_number(counted: str, error: type[HetuFxError]) -> Values:
         wrong = [name for name in values if not name.isdecimal()]
         if wrong:
             holder, key = re.split(r"(?:: |\.)(?=\w+$)", where)
-            raise error(f'{holder}: {key!r} has keys {wrong}; give whole numbers of {counted}, such as "8"')
+            raise error(f'{holder}: {key!r} has keys {wrong}\nhint: give whole numbers of {counted}, such as "8"')
         return {int(name): number for name, number in numbers(error).read(values, where)}
 
     return Values("an object", is_object, read, lambda values: {str(key): values[key] for key in sorted(values)})

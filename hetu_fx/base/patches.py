@@ -57,7 +57,7 @@ class Patch:
                 return _nothing
             raise EnvironmentProblem(
                 f"{self.library} {version(self.library)} has no {self.module}.{self.owner}.{self.name}, which "
-                f"is needed: {self.why}; install {self.library}=={self.tested}.*"
+                f"is needed: {self.why}\nhint: pip install '{self.library}=={self.tested}.*'"
             )
         original = vars(owner)[self.name]
         setattr(owner, self.name, self.wrap(original))
@@ -100,6 +100,13 @@ _lock = Lock()  # ranks may be threads of one process
 def register_patch(patch: Patch | Hook) -> None:
     """Have a patch put in as soon as its module is loaded and a parallel model is there."""
     _known.append(patch)
+
+
+def add_patch(patch: Patch | Hook) -> None:
+    """Register what has to be in before there is a parallel model, and put it in."""
+    register_patch(patch)
+    with _lock:
+        _ways_back[patch] = patch.put_in()
 
 
 def register_substitute(module: str, name: str, make: Substitute) -> None:

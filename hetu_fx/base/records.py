@@ -123,7 +123,7 @@ class JsonObject(Generic[T]):
         known = self.known
         for key in value:
             if key in self.later:
-                raise self.error(f"{where}: {key!r} is not supported; {self.later[key]}")
+                raise self.error(f"{where}: {key!r} is not supported\nhint: {self.later[key]}")
             if key not in known:
                 raise self.error(f"{where}: unknown key {key!r}{nearest(str(key), known)}")
         if self.format:
@@ -146,10 +146,12 @@ class JsonObject(Generic[T]):
             return key.of.read_among(value, where)
         given = [name for name in key.names if name in value]
         if len(given) > 1:
-            raise self.error(f"{where}: {' and '.join(map(repr, given))} are two names of one thing; give one of them")
+            raise self.error(
+                f"{where}: {' and '.join(map(repr, given))} are two names of one thing\nhint: give one of them"
+            )
         if not given:
             if key.default is REQUIRED:
-                raise self.error(f"{where}: {key.name!r} is missing; give {key.values.what}")
+                raise self.error(f"{where}: {key.name!r} is missing\nhint: give {key.values.what}")
             return key.default
         name, found = given[0], value[given[0]]
         if not key.values.fits(found):
@@ -160,8 +162,8 @@ class JsonObject(Generic[T]):
         found = self._part(Key(TEXT, "format", default=REQUIRED), value, where)
         if found != self.format:
             raise self.error(
-                f"{where}: format is {found!r}, but this version reads {self.format!r} only; "
-                f"write the file again, or read it with the version that wrote it"
+                f"{where}: format is {found!r}, but this version reads {self.format!r} only\n"
+                f"hint: write the file again, or read it with the version that wrote it"
             )
 
 
@@ -240,7 +242,7 @@ def _values_of(hint: Any, error: type[HetuFxError]) -> Values:
         return many(_values_of(kinds[0], error))
     if get_origin(hint) in (Union, UnionType) and len(kinds) == 1:
         return _values_of(kinds[0], error)
-    raise TypeError(f"no JSON form for {hint}; give a Key(of=...)")
+    raise TypeError(f"no JSON form for {hint}\nhint: give a Key(of=...)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +258,7 @@ def run_length_list(one: JsonObject[Any]) -> Values:
 
     def check(where: str, parts: Mapping[str, Any]) -> None:
         if parts["count"] < 1:
-            raise one.error(f"{where}: count is {parts['count']}; give the number of equal ones in a row, from 1")
+            raise one.error(f"{where}: count is {parts['count']}\nhint: give the number of equal ones in a row, from 1")
 
     run = record(
         _Repeat, one.error, order="count one", one=Key(one, inline=True), count=Key(written="always"), check=check

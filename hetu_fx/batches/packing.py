@@ -29,7 +29,9 @@ def rows_by_room(lengths: Sequence[int], room: int) -> tuple[tuple[int, ...], ..
         For each row the positions in `lengths`, in order; rows in the order of their first sequence.
     """
     if lengths and max(lengths) > room:
-        raise BatchError(f"a sequence of {max(lengths)} tokens does not fit a row of {room}; cut it, or widen the rows")
+        raise BatchError(
+            f"a sequence of {max(lengths)} tokens does not fit a row of {room}\nhint: cut it, or widen the rows"
+        )
     rows: list[list[int]] = []
     left: list[int] = []
     for position in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -132,9 +134,11 @@ def _check(sequences: Sequence[torch.Tensor], rows: Sequence[Sequence[int]]) -> 
     placed = sorted(position for row in rows for position in row)
     if placed != list(range(len(sequences))) or not rows or not all(rows):
         raise BatchError(
-            f"the rows hold sequences {placed} of the {len(sequences)} given; every one belongs in one row, and a row "
-            f"holds one or more"
+            f"the rows hold sequences {placed} of the {len(sequences)} given\n"
+            f"hint: put each in one row, and one or more in each row"
         )
     odd = [i for i, sequence in enumerate(sequences) if sequence.dim() != 1 or not len(sequence)]
     if odd:
-        raise BatchError(f"sequences {odd} are not token ids of shape (tokens,) with a token or more; pass each as one")
+        raise BatchError(
+            f"sequences {odd} are not token ids of shape (tokens,) with a token or more\nhint: pass each as one"
+        )

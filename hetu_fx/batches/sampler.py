@@ -30,7 +30,7 @@ class Piece:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop or self.index < 0:
-            raise BatchError(f"{self} is no piece of a sequence; it needs 0 <= start < stop and an index from 0")
+            raise BatchError(f"{self} is no piece of a sequence\nhint: give 0 <= start < stop and an index from 0")
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -54,9 +54,9 @@ class TokenBudgetSampler:
         self, lengths: Sequence[int], tokens: int, *, longest: int | None = None, shuffle: bool = True, seed: int = 0
     ) -> None:
         if tokens < 1 or (longest is not None and longest < 1):
-            raise BatchError(f"a batch of {tokens} tokens in pieces of {longest} cannot be made; give 1 or more")
+            raise BatchError(f"a batch of {tokens} tokens in pieces of {longest} cannot be made\nhint: give 1 or more")
         if any(length < 0 for length in lengths):
-            raise BatchError(f"a sequence cannot have {min(lengths)} tokens; give lengths of 0 or more")
+            raise BatchError(f"a sequence cannot have {min(lengths)} tokens\nhint: give lengths of 0 or more")
         self._lengths = np.asarray(lengths, dtype=np.int64)
         self._tokens, self._longest = tokens, longest
         self._shuffle, self._seed = shuffle, seed
@@ -135,7 +135,9 @@ class Pieces:
         found = self._sequences[piece.index][piece.start : piece.stop]
         if len(found) != len(piece):
             length = len(self._sequences[piece.index])
-            raise BatchError(f"{piece} is not in sequence {piece.index}, which has {length} tokens; give its lengths")
+            raise BatchError(
+                f"{piece} is not in sequence {piece.index}, which has {length} tokens\nhint: give its lengths"
+            )
         return found
 
 
@@ -155,7 +157,9 @@ def nested_batch(sequences: Sequence[Any], **others: Any) -> dict[str, Any]:
     """
     rows = [row if isinstance(row, dict) else {"input_ids": row, "labels": row} for row in sequences]
     if len({tuple(sorted(row)) for row in rows}) != 1:
-        raise BatchError(f"sequences have inputs {[sorted(row) for row in rows]}; give one or more, all of the same")
+        raise BatchError(
+            f"sequences have inputs {[sorted(row) for row in rows]}\nhint: give one or more, all of the same"
+        )
     inputs = {name: [_tensor(row[name]) for row in rows] for name in rows[0]}
     nested = {name: torch.nested.nested_tensor(parts, layout=torch.jagged) for name, parts in inputs.items()}
     return {**nested, **others}

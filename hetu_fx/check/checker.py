@@ -17,7 +17,9 @@ from torch import nn
 from hetu_fx.base.device_types import HOST
 from hetu_fx.base.progress import Tell, telling
 from hetu_fx.base.words import bytes_text
-from hetu_fx.check.batch import (
+from hetu_fx.check.kept import Answer, KeptAnswers, default_folder, question_key
+from hetu_fx.check.model import ModelTemplate, Narrowing
+from hetu_fx.check.small_batch import (
     TrialSizes,
     cut_batch,
     cut_rows,
@@ -28,11 +30,9 @@ from hetu_fx.check.batch import (
     with_few_micro_batches,
     with_few_pipelines,
 )
-from hetu_fx.check.blocks import KeptBlocks, same_ops
-from hetu_fx.check.kept import Answer, KeptAnswers, default_folder, question_key
-from hetu_fx.check.model import ModelTemplate, Narrowing
-from hetu_fx.check.report import differences_text, failure_text
 from hetu_fx.check.trial import Case, Found, TrialReference, alone, loss_is_additive, run_trial
+from hetu_fx.check.trial_blocks import KeptBlocks, same_ops
+from hetu_fx.check.trial_report import differences_text, failure_text
 from hetu_fx.cluster.host import memory_left
 from hetu_fx.deduction.rules.registry import registered_rules
 from hetu_fx.errors import CheckError, HetuFxError

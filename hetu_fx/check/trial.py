@@ -18,7 +18,7 @@ from torch import nn
 
 from hetu_fx.base.device_types import HOST
 from hetu_fx.base.dtypes import is_real
-from hetu_fx.check.batch import split_rows_by_rank
+from hetu_fx.check.small_batch import split_rows_by_rank
 from hetu_fx.check.verdict import differences
 from hetu_fx.errors import CommError
 from hetu_fx.graph import meta

@@ -48,5 +48,5 @@ def call_clean(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if not found:
         print("no job has snapshots in this node's memory")
     elif stale and not options.yes:
-        print("hint: hetu-fx clean --yes removes what is stale; its jobs can then go on from checkpoints only")
+        print("hint: hetu-fx clean --yes removes what is stale; its jobs can then resume from checkpoints only")
     return 0

@@ -51,7 +51,7 @@ class Training:
         """Return an optimizer of parameters."""
         kind = getattr(torch.optim, self.optimizer, None)
         if kind is None:
-            raise ProfileError(f"torch.optim has no {self.optimizer!r}; name an optimizer like SGD or AdamW")
+            raise ProfileError(f"torch.optim has no {self.optimizer!r}\nhint: name an optimizer like SGD or AdamW")
         made: torch.optim.Optimizer = kind(parameters, lr=self.lr)
         return made
 
@@ -141,7 +141,7 @@ def _trained_by_all(model: nn.Module, batch: Any, plan: Plan | str, training: Tr
         PlanError: the plan is to be made for measured devices.
     """
     if not isinstance(plan, Plan):
-        raise PlanError(f"{plan!r} is made for processes, which are measured; give a plan file, data or tensor")
+        raise PlanError(f"{plan!r} is made for processes, which are measured\nhint: give a plan file, data or tensor")
     how = Lockstep(training.make_optimizer, ranks=training.ranks, row_dims=training.row_dims, seed=SEED)
     return how.train(model, [batch] * training.steps, plan)
 

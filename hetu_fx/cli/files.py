@@ -33,7 +33,7 @@ def read_files(options: argparse.Namespace, what: str) -> tuple[Profile, Cluster
     """
     if options.cluster is None or options.profile is None:
         missing = "cluster" if options.cluster is None else "profile"
-        raise PlanError(f"{what} for a cluster and a profile; give --{missing} FILE too")
+        raise PlanError(f"{what} for a cluster and a profile\nhint: give --{missing} FILE too")
     from hetu_fx.planner.measure.fit import calibrate_from_profile
     from hetu_fx.planner.question import check_kinds, check_rates
     from hetu_fx.planner.values.profile_file import Profile

@@ -12,7 +12,7 @@ _MARKS: dict[State, str] = {"fine": "ok   ", "doubtful": "?    ", "wrong": "WRON
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at: how it is, and the way out where it is not as it should be."""
+    """One thing that was looked at: how it is, and a hint where it is not as it should be."""
 
     what: str
     state: State
@@ -29,7 +29,7 @@ class Finding:
 
 
 def make_finding(what: str, says: str, *, wrong: str = "", doubtful: str = "") -> Finding:
-    """Return a finding that is fine, unless there is a way out to name for it."""
+    """Return a finding that is fine, unless there is a hint for it."""
     state: State = "wrong" if wrong else "doubtful" if doubtful else "fine"
     return Finding(what, state, says, wrong or doubtful)
 

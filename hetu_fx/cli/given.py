@@ -21,11 +21,13 @@ def load_function(text: str) -> Callable[[], Any]:
     """
     place, colon, name = text.rpartition(":")
     if not (place and colon and name):
-        raise ProfileError(f"model {text!r} names no function; write it like MODULE:FUNCTION or SCRIPT.py:FUNCTION")
+        raise ProfileError(
+            f"model {text!r} names no function\nhint: write it like MODULE:FUNCTION or SCRIPT.py:FUNCTION"
+        )
     module = _script(text, Path(place)) if place.endswith(".py") else _module(text, place)
     found = getattr(module, name, None)
     if not callable(found):
-        raise ProfileError(f"model {text!r}: module {place} has no function {name}; name one that it has")
+        raise ProfileError(f"model {text!r}: module {place} has no function {name}\nhint: name one that it has")
     result: Callable[[], Any] = found
     return result
 
@@ -35,13 +37,15 @@ def _module(text: str, place: str) -> ModuleType:
     try:
         return import_module(place)
     except ModuleNotFoundError as problem:
-        raise ProfileError(f"model {text!r}: {problem}; start in the folder of the module, or install it") from None
+        raise ProfileError(
+            f"model {text!r}: {problem}\nhint: start in the folder of the module, or install it"
+        ) from None
 
 
 def _script(text: str, file: Path) -> ModuleType:
     """Import a script by its path; what it does as `__main__` is not done."""
     if not file.is_file():
-        raise ProfileError(f"model {text!r}: there is no file {file}; give the path of a script")
+        raise ProfileError(f"model {text!r}: there is no file {file}\nhint: give the path of a script")
     sys.path.insert(0, str(file.resolve().parent))
     spec = spec_from_file_location(file.stem, file)
     assert spec is not None
@@ -64,8 +68,8 @@ def check_folder(option: str, path: Path, error: type[HetuFxError]) -> None:
     """Raise `error` where a file cannot be written, before anything long is done for it."""
     folder = path.absolute().parent
     if not folder.is_dir():
-        raise error(f"{option} {path}: there is no folder {folder}; make it, or name another place")
+        raise error(f"{option} {path}: there is no folder {folder}\nhint: make it, or name another place")
     if path.is_dir():
-        raise error(f"{option} {path} is a folder; name a file in it")
+        raise error(f"{option} {path} is a folder\nhint: name a file in it")
     if not os.access(folder, os.W_OK):
-        raise error(f"{option} {path}: the folder {folder} cannot be written to; name another place")
+        raise error(f"{option} {path}: the folder {folder} cannot be written to\nhint: name another place")

@@ -11,7 +11,7 @@ from importlib import metadata
 from hetu_fx.base.words import rate_text
 from hetu_fx.cli.finding import Finding, make_finding
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.cluster.show import link_text
+from hetu_fx.cluster.cluster_table import link_text
 from hetu_fx.comm_ops.wire.consensus import all_gather_object
 from hetu_fx.comm_ops.wire.groups import GroupTable
 
@@ -34,8 +34,8 @@ def versions_finding(versions: Sequence[dict[str, str]]) -> Finding:
     """Tell whether all ranks have the same versions."""
     unlike = [name for name in versions[0] if len({of_rank[name] for of_rank in versions}) > 1]
     told = "; ".join(f"{name} {[of_rank[name] for of_rank in versions]}" for name in unlike)
-    way = "install the same versions everywhere: plans and graphs are made on every rank, and must come out alike"
-    return make_finding("versions of all ranks", told or f"alike on {len(versions)}", wrong=way if unlike else "")
+    way = "install the same versions everywhere: every rank makes plans and graphs, which must be equal"
+    return make_finding("versions of all ranks", told or f"equal on {len(versions)}", wrong=way if unlike else "")
 
 
 def _offsets(table: GroupTable) -> list[float]:

@@ -28,7 +28,7 @@ from hetu_fx.cli.simulate import add_simulate, call_simulate
 from hetu_fx.cli.verify import add_verify, call_verify
 from hetu_fx.errors import EnvironmentProblem, HetuFxError
 from hetu_fx.launch.emulate.emulate import EmulateSpec, Output, change_speed, plan_run, run
-from hetu_fx.launch.emulate.plan import LimitChoice
+from hetu_fx.launch.emulate.emulation_plan import LimitChoice
 from hetu_fx.launch.emulate.spec import parse_memory, parse_rate, parse_speeds
 from hetu_fx.launch.job import LaunchSpec
 
@@ -84,7 +84,7 @@ def _call_emulate(options: argparse.Namespace, rest: Sequence[str]) -> int:
         change_speed(*_rank_and_speed(options.set))
         return 0
     if options.speeds is None:
-        raise EnvironmentProblem("no speeds given: name one per rank, e.g. --speeds 0.8,0.4,0.2,0.2")
+        raise EnvironmentProblem("no speeds given\nhint: name one per rank, e.g. --speeds 0.8,0.4,0.2,0.2")
     spec = EmulateSpec(
         speeds=options.speeds,
         memory=options.memory,
@@ -133,7 +133,7 @@ def _call_completion(options: argparse.Namespace, rest: Sequence[str]) -> int:
     try:
         import shtab
     except ImportError as problem:
-        message = "completion needs shtab, which is not installed; pip install 'hetu-fx[completion]'"
+        message = "completion needs shtab, which is not installed\nhint: pip install 'hetu-fx[completion]'"
         raise EnvironmentProblem(message) from problem
     print(shtab.complete(make_parser(), options.shell))
     return 0
@@ -158,7 +158,7 @@ def _call_log(options: argparse.Namespace, rest: Sequence[str]) -> int:
 def _add_report(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `hetu-fx report`."""
     parser.add_argument("file", type=Path, help="what model.hetu.log wrote")
-    parser.add_argument("--out", type=Path, metavar="HTML", help="the page to write (default: beside the log)")
+    parser.add_argument("--out", type=Path, metavar="HTML", help="the page to write (default: next to the log)")
     parser.add_argument("--json", action="store_true", help="print what the page would say as JSON; write no page")
 
 
@@ -190,7 +190,7 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=100,
         metavar="L",
-        help="give up after so many lost processes (default: %(default)g)",
+        help="give up after this number of lost processes (default: %(default)g)",
     )
     rejoin = "replace a lost process after this time; it joins at a step's end (default: only where too few are left)"
     for name, default, what in (
@@ -292,5 +292,5 @@ def _with_dashes(word: str) -> str:
 def _rank_and_speed(text: str) -> tuple[int, float]:
     rank, equals, speed = text.partition("=")
     if not (equals and rank.strip().isdecimal()):
-        raise EnvironmentProblem(f"{text!r} is not a rank and its speed; write it like --set 2=0.1")
+        raise EnvironmentProblem(f"{text!r} is not a rank and its speed\nhint: write it like --set 2=0.1")
     return int(rank), parse_speeds(speed)[0]

@@ -74,7 +74,7 @@ def call_measure(options: argparse.Namespace, rest: Sequence[str]) -> int:
     import torch.distributed as dist
 
     from hetu_fx.cluster.cluster import Cluster
-    from hetu_fx.cluster.compute import speedups
+    from hetu_fx.cluster.device_speed import speedups
     from hetu_fx.cluster.links import groups_to_time, time_collectives
     from hetu_fx.cluster.measure import measure_ways
     from hetu_fx.comm_ops.wire.consensus import all_gather_object
@@ -125,7 +125,7 @@ def call_profile(options: argparse.Namespace, rest: Sequence[str]) -> int:
     check_folder("--out", options.out, ProfileError)
     made = load_function(options.model)()
     if not (isinstance(made, tuple) and len(made) == 2):
-        raise ProfileError(f"{options.model} returned {type(made).__name__}; return (model, example batch)")
+        raise ProfileError(f"{options.model} returned {type(made).__name__}\nhint: return (model, example batch)")
     with telling("profiling"):
         found = profile(*made)
     if options.json:
@@ -152,7 +152,7 @@ def _profile(make: Callable[[], tuple[Any, Any]], cluster: Cluster, device: str,
 
     from hetu_fx.base.torch_private import tree_map_only
     from hetu_fx.planner.api import profile
-    from hetu_fx.planner.measure.blocks import Measuring
+    from hetu_fx.planner.measure.block_times import Measuring
 
     model, batch = make()
     batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)

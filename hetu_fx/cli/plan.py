@@ -91,7 +91,7 @@ def _given(options: argparse.Namespace) -> Plan:
     asked = [name for name in _NEED_BOTH if getattr(options, name) not in (None, [])]
     if options.file is None or asked:
         what = f"--{asked[0]}" if asked else "planning"
-        raise PlanError(f"{what} needs --cluster FILE and --profile FILE; to show a plan file, name it alone")
+        raise PlanError(f"{what} needs --cluster FILE and --profile FILE\nhint: to show a plan file, name it alone")
     return Plan.read(options.file)
 
 
@@ -121,7 +121,9 @@ def _running(options: argparse.Namespace) -> tuple[Plan | None, float]:
     """Return the plan that the job runs and the steps that are left; one says nothing without the other."""
     if (options.before is None) != (options.steps is None):
         missing = "--before FILE" if options.before is None else "--steps N"
-        raise PlanError(f"getting from the plan that runs is spread over the steps that are left; give {missing} too")
+        raise PlanError(
+            f"getting from the plan that runs is spread over the steps that are left\nhint: give {missing} too"
+        )
     return (None, math.inf) if options.before is None else (Plan.read(options.before), options.steps)
 
 
@@ -156,7 +158,7 @@ def _show(plan: Plan) -> None:
 
 def _add_choice(parser: argparse.ArgumentParser) -> None:
     """Declare the options that say what plans may do."""
-    for name, what in (("allow", "what plans may do besides"), ("forbid", "what plans must not do")):
+    for name, what in (("allow", "what else plans may do"), ("forbid", "what plans must not do")):
         parser.add_argument(
             f"--{name}", nargs="+", action="extend", default=[], metavar="NAME", help=f"{what}, names below"
         )
@@ -171,5 +173,5 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
         "--steps",
         type=float,
         metavar="N",
-        help="so many steps are left, over which the move is spread (needs --before)",
+        help="the steps that are left, over which the move is spread (needs --before)",
     )

@@ -96,7 +96,7 @@ def _text_of(made: Simulation, plan: Plan, cluster: Cluster) -> Iterator[str]:
 def _device_rows(made: Simulation, plan: Plan, cluster: Cluster) -> Iterator[list[str]]:
     """Yield a row for the like stages of a plan: of several devices that which holds most of what it has."""
     curves = made.timeline.memory
-    for found in alike(plan):
+    for found in alike(plan.pipelines):
         ranks = [rank for group in found.groups for rank in group]
         limits = {rank: cluster.device(rank).memory_bytes for rank in ranks}
         fullest = max(ranks, key=lambda rank: (made.peak_bytes[rank] / limits[rank], -rank))
@@ -127,11 +127,11 @@ def to_json(made: Simulation, plan: Plan, cluster: Cluster) -> dict[str, Any]:
 def _draw(made: Simulation, plan: Plan, cluster: Cluster, path: Path) -> None:
     """Draw what devices do and hold; of a large plan those of the first pipelines of each kind."""
     if path.suffix == ".html":
-        from hetu_fx.planner.simulate.picture import write_html
+        from hetu_fx.planner.simulate.timeline_picture import write_html
 
         write_html(_picture_of(made, plan), path)
     else:
-        from hetu_fx.planner.simulate.picture import draw
+        from hetu_fx.planner.simulate.timeline_picture import draw
 
         limits = {device.rank: device.memory_bytes for device in cluster.devices}
         draw(_picture_of(made, plan), str(path), limits, form=path.suffix.removeprefix("."))
@@ -141,7 +141,7 @@ def devices_to_show(plan: Plan) -> tuple[int, ...]:
     """Return the devices that a picture has room for: one of each stage of like pipelines, if there are many."""
     if len(plan.devices) <= _MOST_DRAWN:
         return tuple(sorted(plan.devices))
-    firsts = (found.groups[i][0] for found in alike(plan) for i in range(len(found.positions)))
+    firsts = (found.groups[i][0] for found in alike(plan.pipelines) for i in range(len(found.positions)))
     return tuple(sorted(list(firsts)[:_MOST_DRAWN]))
 
 
@@ -153,5 +153,5 @@ def _picture_of(made: Simulation, plan: Plan) -> Timeline:
     events = tuple(event for event in whole.events if event.device in kept)
     counters = tuple(counter for counter in whole.counters if counter.device in kept)
     left = len(plan.devices) - len(kept)
-    name = f"simulated step: {short_text(plan)}{f' (and {left} devices more)' if left else ''}"
+    name = f"simulated step: {short_text(plan.pipelines)}{f' (and {left} devices more)' if left else ''}"
     return Timeline(events, name, counters)

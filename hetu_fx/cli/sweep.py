@@ -72,7 +72,7 @@ def _axes(given: Sequence[str]) -> dict[str, list[str]]:
 
 def _rows(text: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise PlanError(f"--sweep rows={text}: give whole numbers of rows, like rows=64,256")
+        raise PlanError(f"--sweep rows={text} names no whole numbers\nhint: write it like rows=64,256")
     return int(text)
 
 
@@ -83,7 +83,7 @@ def _point(problem: Problem, search: str | None, rows: int, link: float | None) 
     cluster = problem.cluster if link is None else with_link(problem.cluster, link, f"--sweep link={link:g}bit")
     *_, plan = make_plans(replace(problem, profile=problem.profile.with_rows(rows), cluster=cluster), search or DEFAULT)
     assert plan.predicted is not None
-    return Point(rows, link, tuple(sorted(plan.devices)), plan.predicted.seconds, short_text(plan))
+    return Point(rows, link, tuple(sorted(plan.devices)), plan.predicted.seconds, short_text(plan.pipelines))
 
 
 def _gains(points: Sequence[Point]) -> Iterator[str]:

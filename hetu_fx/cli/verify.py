@@ -106,7 +106,7 @@ def _started(options: argparse.Namespace, names: Sequence[str]) -> list[dict[str
         status = subprocess.run(whole, stdout=sys.stderr, check=False).returncode
         if status or not file.exists():
             raise EnvironmentProblem(
-                f"the processes that were to compare ended with status {status}; what they said stands above"
+                f"the processes that were to compare ended with status {status}\nhint: read what they wrote, above"
             )
         verdicts: list[dict[str, Any]] = json.loads(file.read_text())
     return verdicts
@@ -158,7 +158,8 @@ def _verdicts_of_all(options: argparse.Namespace, names: Sequence[str]) -> list[
 
     if options.device != "cpu" or options.ranks < 1:
         raise PlanError(
-            f"--ranks {options.ranks} --device {options.device} cannot be; give 1 rank or more, all of them on the cpu"
+            f"--ranks {options.ranks} --device {options.device} cannot be\n"
+            f"hint: give 1 rank or more, all of them on the cpu"
         )
     plans = {name: read_plan_name(name, options.ranks) for name in names}
     dims = _row_dims(options.row_dim)
@@ -170,7 +171,9 @@ def _row_dims(given: Sequence[str]) -> dict[str, int | None]:
     """Return which dims count rows, as the command line says."""
     pairs = {name: dim for name, _, dim in (one.rpartition("=") for one in given)}
     if any(not name or not (dim == "none" or dim.removeprefix("-").isdecimal()) for name, dim in pairs.items()):
-        raise BatchError(f"--row-dim {list(given)} names no dims; write it like --row-dim x=1 --row-dim mask=none")
+        raise BatchError(
+            f"--row-dim {list(given)} names no dims\nhint: write it like --row-dim x=1 --row-dim mask=none"
+        )
     return {name: None if dim == "none" else int(dim) for name, dim in pairs.items()}
 
 

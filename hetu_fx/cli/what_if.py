@@ -7,12 +7,12 @@ import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from hetu_fx.base.words import seconds_text
+from hetu_fx.base.words import ranks_text, seconds_text
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import ClusterError
 from hetu_fx.launch.emulate.spec import parse_rate
 from hetu_fx.plans.plan import Plan
-from hetu_fx.plans.tables import changes
+from hetu_fx.plans.tables import have_few_devices, rows_text, short_text
 from hetu_fx.show.table import table_text
 
 _WIDEST = 120  # columns of a table, however wide a terminal is
@@ -74,7 +74,7 @@ def apply_what_if(cluster: Cluster, options: argparse.Namespace) -> Cluster:
     gone, there = set(options.without), set(cluster.ranks)
     if not gone < there:
         raise ClusterError(
-            f"--without {sorted(gone)}: the cluster has ranks {sorted(there)}; name some of them, not all"
+            f"--without {sorted(gone)}: the cluster has ranks {sorted(there)}\nhint: name some of them, not all"
         )
     from hetu_fx.planner.question import check_rates
 
@@ -98,7 +98,9 @@ def _rate(text: str) -> tuple[int, float]:
     try:
         return int(rank), float(rate)
     except ValueError:
-        raise ClusterError(f"{text!r} is not a rank and its straggling rate; write it like --rate 2=2.5") from None
+        raise ClusterError(
+            f"{text!r} is not a rank and its straggling rate\nhint: write it like --rate 2=2.5"
+        ) from None
 
 
 def with_link(cluster: Cluster, bits_per_second: float, option: str) -> Cluster:
@@ -106,3 +108,29 @@ def with_link(cluster: Cluster, bits_per_second: float, option: str) -> Cluster:
     if len({device.node for device in cluster.devices}) == 1:
         raise ClusterError(f"{option} is the link between nodes, but the cluster has one node only")
     return cluster.with_inter(bits_per_second / 8)
+
+
+def changes(before: Plan, after: Plan) -> list[tuple[str, str | None, str | None]]:
+    """Return what is not the same in two plans, as (what, before, after); None where there is no such thing."""
+    old, new = _facts(before), _facts(after)
+    found = [(key, old.get(key), new.get(key)) for key in dict.fromkeys([*old, *new])]
+    return [(key, was, now) for key, was, now in found if was != now]
+
+
+def diff(before: Plan, after: Plan) -> str:
+    """Return what changes from one plan to another, one line each, or `no difference`."""
+    lines = [f"  {key}: {was} -> {now}" for key, was, now in changes(before, after) if was and now]
+    gone = [f"- {key}: {was}" for key, was, now in changes(before, after) if now is None]
+    come = [f"+ {key}: {now}" for key, was, now in changes(before, after) if was is None]
+    return "\n".join([*gone, *come, *lines]) or "no difference"
+
+
+def _facts(plan: Plan) -> dict[str, str]:
+    facts = {"name": str(plan.name), "schedule": plan.schedule_text, "zero": str(plan.zero)}
+    facts |= {"max_length": str(plan.max_length), "split": str(dict(plan.split))}
+    facts["sequence_parallel"] = str(plan.sequence_parallel)
+    if not have_few_devices(plan.pipelines):
+        return facts | {"pipelines": short_text(plan.pipelines), "devices": ranks_text(plan.devices)}
+    for index, pipeline in enumerate(plan.pipelines):
+        facts[f"pipelines[{index}]"] = f"{rows_text(pipeline)}: {pipeline}"
+    return facts

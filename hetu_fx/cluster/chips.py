@@ -47,7 +47,7 @@ class Chip:
         figures = {**self.flops_per_second, "memory_bytes": self.memory_bytes, **bandwidth}
         check_positive(ClusterError, f"chip {self.name}", **figures)
         if not self.flops_per_second.keys() <= set(DTYPES):
-            raise ClusterError(f"chip {self.name} has speeds for {list(self.flops_per_second)}; known are {DTYPES}")
+            raise ClusterError(f"chip {self.name} has speeds for {list(self.flops_per_second)}\nhint: give {DTYPES}")
 
     def flops(self, dtype: str | None = None) -> float:
         """Return the peak for an element type; None: the first of `DTYPES` that it multiplies."""
@@ -55,7 +55,7 @@ class Chip:
             return next(self.flops_per_second[known] for known in DTYPES if known in self.flops_per_second)
         if dtype not in self.flops_per_second:
             known = ", ".join(self.flops_per_second)
-            raise ClusterError(f"chip {self.name} has no figure for dtype {dtype!r}; there are some for {known}")
+            raise ClusterError(f"chip {self.name} has no figure for dtype {dtype!r}\nhint: give one of {known}")
         return self.flops_per_second[dtype]
 
 

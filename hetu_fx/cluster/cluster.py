@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from hetu_fx.base.checks import standing_twice
 from hetu_fx.base.json_values import many
 from hetu_fx.base.records import Document, Key, record
+from hetu_fx.cluster.cluster_table import cluster_text, level_links
 from hetu_fx.cluster.devices import COLLECTIVE, DEVICE, LINKS, ClusterLinks, Collective, Device, Link, OutsideLink
 from hetu_fx.cluster.paces import PACE, Pace, interpolate_pace
 from hetu_fx.cluster.precisions import PRECISION, Precision, by_kind, fastest_in_common, with_faster_products
-from hetu_fx.cluster.show import cluster_text, level_links
 from hetu_fx.cluster.timed import met_seconds, seen_turn, timed_by_group
 from hetu_fx.cluster.topology import CLUSTER, LEVEL, NICS, NODE, TYPE, Hierarchy, Level, Nics, Place, device_ports
 from hetu_fx.cluster.ways import WAY, check_ways

@@ -50,7 +50,7 @@ class Device:
 
     def __post_init__(self) -> None:
         if self.rank < 0:
-            raise ClusterError(f"device has rank {self.rank}; ranks count from 0")
+            raise ClusterError(f"device has rank {self.rank}\nhint: give ranks from 0")
         figures = {"flops_per_second": self.flops_per_second, "memory_bytes": self.memory_bytes, "rate": self.rate}
         figures |= _known(self, "bytes_per_second", "memory_bytes_per_second", "op_seconds")
         check_positive(ClusterError, f"device {self.rank}", **figures)

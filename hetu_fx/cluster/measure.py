@@ -24,7 +24,7 @@ import torch
 
 from hetu_fx.base.device_types import HOST, device_type_record
 from hetu_fx.base.machine import short_names
-from hetu_fx.cluster.compute import Products, matmul_flops_per_second, memory_bytes_per_second, op_seconds
+from hetu_fx.cluster.device_speed import Products, matmul_flops_per_second, memory_bytes_per_second, op_seconds
 from hetu_fx.cluster.devices import Device
 from hetu_fx.cluster.host import memory_limits, node_name, step_seconds
 from hetu_fx.cluster.links import measure_links, time_pairs

@@ -81,9 +81,9 @@ def _check_levels(levels: Sequence[Level], nics: Nics | None) -> None:
     if len(set(names)) < len(names) or not all(names) or DEVICE_UNIT in names:
         raise ClusterError(f"levels are {names}\nhint: give each a name of its own, other than {DEVICE_UNIT!r}")
     if NODE not in names or names[-1] != CLUSTER:
-        raise ClusterError(f"levels are {names}, from inside out; one has to be {NODE!r} and the last {CLUSTER!r}")
+        raise ClusterError(f"levels are {names}\nhint: from inside out, name one {NODE!r}, the last {CLUSTER!r}")
     if RAIL in names and (nics is None or names[names.index(RAIL) - 1] != NODE):
-        raise ClusterError(f"levels are {names}: {RAIL!r} stands right above {NODE!r}, and needs 'nics'")
+        raise ClusterError(f"levels are {names}\nhint: put {RAIL!r} right above {NODE!r}, and give 'nics'")
     for index, level in enumerate(levels):
         known = (DEVICE_UNIT, *(name for name in names[:index] if name != RAIL))
         if level.per and level.per not in known:
@@ -274,7 +274,7 @@ def device_ports(devices: Sequence[Device], nics: Nics) -> dict[int, int]:
     strange = [rank for rank, port in found.items() if not 0 <= port < nics.per_node]
     if strange:
         raise ClusterError(
-            f"device {strange[0]} has nic {found[strange[0]]}; a node has {nics.per_node}, counted from 0"
+            f"device {strange[0]} has nic {found[strange[0]]}, but a node has {nics.per_node}, counted from 0"
         )
     return found
 

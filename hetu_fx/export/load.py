@@ -210,7 +210,7 @@ def load_exported(folder: str | Path, variant: str, rank: int, chunk: int = 0) -
         except (KeyError, IndexError) as error:
             known = {name: sorted(v["ranks"]) for name, v in manifest["variants"].items()}
             asked = f"{variant!r} for rank {rank}" + f", chunk {chunk}" * (chunk > 0)
-            raise ExportError(f"{folder} has no graph of variant {asked}; it has {known}") from error
+            raise ExportError(f"{folder} has no graph of variant {asked}\nhint: name one of {known}") from error
         module = _module(opened, manifest, entry)
         loaded = ExportedRank(rank, module, tuple(entry["slots"]), tuple(entry["results"]))
         if manifest["weights"]:
@@ -254,7 +254,7 @@ def _stale_torch(manifest: Mapping[str, Any]) -> list[str]:
     written, here = manifest["torch"], str(torch.__version__)
     if written.split(".")[:2] == here.split(".")[:2]:
         return []
-    return [f"it was written by torch {written}, this is torch {here}; export again if it does not load"]
+    return [f"it was written by torch {written}, this is torch {here}\nhint: export again if it does not load"]
 
 
 class _Beside(Mapping[str, Tensor]):

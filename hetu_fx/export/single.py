@@ -16,8 +16,8 @@ from hetu_fx.cluster.host import memory_left
 from hetu_fx.comm_ops.wire.consensus import raise_on_all_ranks
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import CaptureError, ExportError, HetuFxError
+from hetu_fx.export.graph_svg import draw
 from hetu_fx.export.onnx_file import write_onnx
-from hetu_fx.export.picture import draw
 from hetu_fx.export.runnable import (
     Argument,
     Place,

@@ -33,9 +33,9 @@ from hetu_fx.comm_ops.wire.consensus import all_gather_object, raise_on_all_rank
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import ExportError
 from hetu_fx.export import FORMAT
+from hetu_fx.export.graph_svg import draw
 from hetu_fx.export.load import model_facts
 from hetu_fx.export.onnx_file import check_onnx_is_there
-from hetu_fx.export.picture import draw
 from hetu_fx.export.runnable import Argument, Place, Result, Runnable, StateSlot, export_runnable
 from hetu_fx.export.single import MESSAGE_BYTES, check_room, file_entry, write_single, write_weight_files
 from hetu_fx.graph import meta

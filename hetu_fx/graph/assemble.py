@@ -18,8 +18,6 @@ from hetu_fx.errors import BatchError, CaptureError
 from hetu_fx.graph import meta
 from hetu_fx.graph.blocks import find_blocks
 from hetu_fx.graph.capture_failure import WAY_OUT
-from hetu_fx.graph.checks import Check
-from hetu_fx.graph.clean import clean, name_masks, remove_detached
 from hetu_fx.graph.containers import (
     LOSS,
     Constant,
@@ -32,12 +30,14 @@ from hetu_fx.graph.containers import (
     without_opaque,
 )
 from hetu_fx.graph.example import Example, order_in_memory
+from hetu_fx.graph.forward_checks import Check
 from hetu_fx.graph.functional import functionalize
 from hetu_fx.graph.graph import FixedRows, Graph, InputLayout, Leaf, LeafKind, OutputKind, OutputLeaf
-from hetu_fx.graph.leaves.call import OpaqueCall
+from hetu_fx.graph.leaves.leaf_call import OpaqueCall
 from hetu_fx.graph.numbers import settled_numbers
 from hetu_fx.graph.regions import detach_at_exits, gradient_carriers, inline_regions
 from hetu_fx.graph.row_dims import AskedRowDims
+from hetu_fx.graph.simplify import clean, name_masks, remove_detached
 
 MODEL_PREFIX = "model."
 LEAF_KINDS = {
@@ -184,7 +184,7 @@ class Assembly:
             if leaf.kind is not LeafKind.BUFFER:
                 raise CaptureError(
                     f"forward changes the {leaf.kind} {leaf.name!r} in place ({meta.source_line(value)}); "
-                    f"only registered buffers may be changed by forward; {WAY_OUT}"
+                    f"only registered buffers may be changed by forward\nhint: {WAY_OUT}"
                 )
         output = flat.output_node()
         output.args = ((*output.args[0], *(value for _, value in buffers)),)  # type: ignore[misc]
@@ -305,7 +305,7 @@ def _check_loss(node: fx.Node) -> None:
     if not _is_number(node):
         raise CaptureError(
             f"loss_fn returns a tensor of shape {list(meta.shape(node))} and {meta.dtype(node)}, but a loss is one "
-            f"real number for the whole batch; return the mean or the sum of it"
+            f"real number for the whole batch\nhint: return the mean or the sum of it"
         )
 
 

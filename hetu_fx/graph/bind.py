@@ -182,9 +182,9 @@ class GivenBatch:
         if self.objects:
             found = ", ".join(f"{name!r} ({kind})" for name, kind in self.objects.items())
             raise BatchError(
-                f"the batch has objects that are neither tensors, plain values nor containers of them: {found}; "
-                f"pass tensors, and call a model with its cache (past_key_values) inside `with model.hetu.whole():`, "
-                f"as model.generate does"
+                f"the batch has objects that are neither tensors, plain values nor containers of them: {found}\n"
+                f"hint: pass tensors, and call a model with its cache (past_key_values) inside "
+                f"`with model.hetu.whole():`, as model.generate does"
             )
 
 
@@ -198,8 +198,8 @@ def input_tensors(graph: Graph, batch: Batch) -> dict[str, torch.Tensor]:
     wanted = {leaf.name for leaf in graph.leaves_of(LeafKind.INPUT)}
     if set(tensors) != wanted:
         raise BatchError(
-            f"the batch has tensors {sorted(tensors)}, the captured graph takes {sorted(wanted)}; "
-            "capture the model again with such a batch"
+            f"the batch has tensors {sorted(tensors)}, the captured graph takes {sorted(wanted)}\n"
+            "hint: capture the model again with such a batch"
         )
     _check_constants(graph.input_tree, tree)
     return tensors
@@ -212,5 +212,5 @@ def _check_constants(captured: Tree, given: Tree) -> None:
         if before.get(name) != now.get(name):
             raise BatchError(
                 f"batch entry {name!r} is {now.get(name)!r}, but {before.get(name)!r} is baked into the "
-                "captured graph; pass it as a tensor, or capture the model again"
+                "captured graph\nhint: pass it as a tensor, or capture the model again"
             )

@@ -46,9 +46,9 @@ from hetu_fx.graph.capture_failure import (
     refusing_counted_rows,
     watch_fixed_sizes,
 )
-from hetu_fx.graph.checks import Check
 from hetu_fx.graph.containers import Tree, flatten, unflatten
 from hetu_fx.graph.example import Example, make_example
+from hetu_fx.graph.forward_checks import Check
 from hetu_fx.graph.graph import OBSERVED, Graph, OutputKind
 from hetu_fx.graph.leaves.trace import LeafWarning, Leaves
 from hetu_fx.graph.neutral import PARAMETERS, OnHost, find_device, stand_in_device, stand_in_state
@@ -107,7 +107,7 @@ def capture(
         leaves: modules that are called as they are, besides those that the user has named; None: they are found.
 
     Raises:
-        CaptureError: the model cannot be captured; names the line and the way out.
+        CaptureError: the model cannot be captured; names the line, with a hint.
         BatchError: `row_dims` does not fit the batch, or the graph that it leads to.
     """
     input_tree, tensors = flatten_batch(batch)

@@ -55,7 +55,7 @@ def explain_failure(error: Exception) -> CaptureError:
     line, meaning = user_line(error), explain_trace_error(error)
     if meaning is not None:
         return refusal(line, meaning)
-    return CaptureError(f"cannot capture the model at {line}: {reason(error)}; {INTO_A_MODULE}, {WAY_OUT}")
+    return CaptureError(f"cannot capture the model at {line}: {reason(error)}\nhint: {INTO_A_MODULE}, {WAY_OUT}")
 
 
 def user_line(error: BaseException) -> str:
@@ -176,7 +176,7 @@ class NothingUnseen(TorchFunctionMode):
             if isinstance(argument, nn.Parameter) and argument.requires_grad and not is_fake(argument):
                 raise CaptureError(
                     f"a trainable tensor of shape {tuple(argument.shape)} is used that is not a parameter of the "
-                    "model; register it in the model (a loss function with parameters belongs into the model)"
+                    "model\nhint: register it in the model (a loss function with parameters belongs into the model)"
                 )
         if func is torch.autograd.grad:
             if self.derivatives is None:
@@ -186,15 +186,16 @@ class NothingUnseen(TorchFunctionMode):
             raise refusal(_line_of_caller(), meaning)
         if func in _HOOKS:
             raise CaptureError(
-                f"forward registers a hook on a value ({_line_of_caller()}), and a captured graph has none; write what "
-                f"it does to the gradient as an op (half of it: `0.5 * h + 0.5 * h.detach()`), or {WAY_OUT}"
+                f"forward registers a hook on a value ({_line_of_caller()}), and a captured graph has none\n"
+                f"hint: write what it does to the gradient as an op (half of it: `0.5 * h + 0.5 * h.detach()`), or "
+                f"{WAY_OUT}"
             )
         if func in _FREEZING and isinstance(args[0], nn.Parameter):
             wanted = args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True)
             if bool(wanted) != args[0].requires_grad:
                 raise CaptureError(
                     f"forward sets requires_grad of a parameter to {wanted} ({_line_of_caller()}), and a graph trains "
-                    f"what is trained before it; set it outside, use `weight.detach()`, or {WAY_OUT}"
+                    f"what is trained before it\nhint: set it outside, use `weight.detach()`, or {WAY_OUT}"
                 )
         if func == _DATA:
             return args[0].detach()  # which a trace sees
@@ -210,7 +211,7 @@ class NothingUnseen(TorchFunctionMode):
         if not same or (parameter.shape, parameter.dtype) != (data.shape, data.dtype):
             raise CaptureError(
                 f"forward gives a parameter of shape {tuple(parameter.shape)} and {parameter.dtype} other data "
-                f"({_line_of_caller()}), and a graph reads what is there before it; do so outside, or {WAY_OUT}"
+                f"({_line_of_caller()}), and a graph reads what is there before it\nhint: do so outside, or {WAY_OUT}"
             )
 
 
@@ -255,7 +256,7 @@ def no_backward_is_lost() -> Iterator[None]:
             raise CaptureError(
                 f"the model calls {cls.__qualname__} ({_line_of_caller()}), an autograd function whose backward is not "
                 f"the derivative of its forward (tried on random numbers), and a captured graph has its forward "
-                f"only; {INTO_A_MODULE}, {WAY_OUT}"
+                f"only\nhint: {INTO_A_MODULE}, {WAY_OUT}"
             )
         return found.__get__(None, cls)(*args, **kwargs)
 

@@ -124,7 +124,7 @@ class Withheld:
     def _refuse(self) -> NoReturn:
         raise StateError(
             f"output {self.name!r} is a {self.type_name} of all ranks' rows, spread over devices, and is not brought "
-            f"back from a parallel step; call the model inside `with model.hetu.whole():`, as model.generate does"
+            f"back from a parallel step\nhint: call the model inside `with model.hetu.whole():`, as model.generate does"
         )
 
 

@@ -288,4 +288,4 @@ class _Functionalizer:
             return self.graph.node_copy(view, latest.__getitem__)
 
     def _refusal(self, what: str) -> CaptureError:
-        return CaptureError(f"cannot follow {what} ({meta.source_line(self.here)}); {WAY_OUT}")
+        return CaptureError(f"cannot follow {what} ({meta.source_line(self.here)})\nhint: {WAY_OUT}")

@@ -20,9 +20,9 @@ from torch import fx
 
 from hetu_fx.graph import meta
 from hetu_fx.graph.blocks import block_index
-from hetu_fx.graph.checks import Check
 from hetu_fx.graph.containers import Tree, loss_alone, unflatten
-from hetu_fx.graph.leaves.call import OpaqueCall
+from hetu_fx.graph.forward_checks import Check
+from hetu_fx.graph.leaves.leaf_call import OpaqueCall
 from hetu_fx.graph.row_dims import RowDims
 
 

@@ -109,7 +109,7 @@ def _emit_region(fresh: fx.Graph, node: fx.Node, values: dict[fx.Node, Any], mod
         case name:
             raise CaptureError(
                 f"the model uses {name} at {meta.source_line(node)}, control flow inside the graph, which "
-                f"cannot be sharded; {WAY_OUT}"
+                f"cannot be sharded\nhint: {WAY_OUT}"
             )
 
 

@@ -36,7 +36,7 @@ class AskedRowDims:
         for name, dim in self.dims.items():
             if not isinstance(name, str) or not (dim is None or type(dim) is int):
                 raise BatchError(
-                    f"row_dims has {name!r}: {dim!r}; give names of inputs, with the dim that counts rows or None"
+                    f"row_dims has {name!r}: {dim!r}\nhint: give names of inputs, with the dim that counts rows or None"
                 )
 
     def has(self, name: str) -> bool:
@@ -107,8 +107,9 @@ def count_rows(tensors: Mapping[str, Tensor], dims: RowDims) -> int:
     rows = {name: int(tensors[name].shape[dim]) for name, dim in dims.items() if name in tensors}
     if len(set(rows.values())) > 1:
         raise BatchError(
-            f"inputs have different numbers of rows: {rows}; give one row per sample in each\n"
-            f"hint: where rows are not dim 0 of an input, or it has none, say so: row_dims={_example(rows)}"
+            f"inputs have different numbers of rows: {rows}\n"
+            f"hint: give one row per sample in each. Where rows are not dim 0 of an input, or it has none, pass "
+            f"row_dims={_example(rows)}"
         )
     return next(iter(rows.values()), 1)
 

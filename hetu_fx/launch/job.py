@@ -57,13 +57,16 @@ class LaunchSpec:
 
     def __post_init__(self) -> None:
         if not self.command:
-            raise EnvironmentProblem("no script given; write hetu-fx launch --nproc 2 -- SCRIPT ARGUMENTS")
+            raise EnvironmentProblem("no script given\nhint: write hetu-fx launch --nproc 2 -- SCRIPT ARGUMENTS")
         if not 1 <= self.min_nproc <= self.nproc:
-            raise EnvironmentProblem(f"--min-nproc {self.min_nproc} must be between 1 and --nproc {self.nproc}")
+            raise EnvironmentProblem(f"--min-nproc is {self.min_nproc}\nhint: give 1 to --nproc {self.nproc}")
         if min(self.stopped_seconds, self.stuck_seconds, self.grace_seconds) <= 0:
-            raise EnvironmentProblem("--stopped-after, --stuck-after and --grace must be above 0 seconds")
+            seconds = self.stopped_seconds, self.stuck_seconds, self.grace_seconds
+            raise EnvironmentProblem(
+                f"--stopped-after, --stuck-after, --grace are {seconds}\nhint: give more than 0 seconds"
+            )
         if self.rejoin_seconds is not None and self.rejoin_seconds < 0:
-            raise EnvironmentProblem(f"--rejoin-after {self.rejoin_seconds:g} must be 0 seconds or more")
+            raise EnvironmentProblem(f"--rejoin-after is {self.rejoin_seconds:g}\nhint: give 0 seconds or more")
 
     @property
     def beat_seconds(self) -> float:

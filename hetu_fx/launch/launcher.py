@@ -159,7 +159,7 @@ class JobLauncher:
         if self.failed_at is not None:
             return
         self.failed_at, self.is_over = time.monotonic(), True
-        print(f"hetu-fx launch: {reason}; the others go on", file=sys.stderr)
+        print(f"hetu-fx launch: {reason}; the others keep running", file=sys.stderr)
         for worker in self._members():
             worker.channel.send("lost", reason=reason)
             if worker.state == "done":
@@ -268,7 +268,7 @@ class JobLauncher:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    print(f"hetu-fx launch: {signal.Signals(number).name}: all workers are told to end", file=sys.stderr)
+    print(f"hetu-fx launch: {signal.Signals(number).name}: ending all workers", file=sys.stderr)
     sys.exit(128 + number)
 
 

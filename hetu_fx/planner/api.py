@@ -23,7 +23,7 @@ from hetu_fx.graph.row_dims import AskedRowDims
 from hetu_fx.planner.captured_program import CapturedProgram, PlannedProgram
 from hetu_fx.planner.count.optimizer_state import Asked, optimizer_state_of
 from hetu_fx.planner.left_out import with_reasons
-from hetu_fx.planner.measure.blocks import Measuring, merge_profiles, with_times
+from hetu_fx.planner.measure.block_times import Measuring, merge_profiles, with_times
 from hetu_fx.planner.measure.speeds import SECONDS, OwnBlocks, measure_on_blocks
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.searches import DEFAULT
@@ -227,7 +227,7 @@ def simulate(
     """Return what a training step would be: seconds, bubbles, bytes per link, memory over time, and a timeline of it.
 
     Nothing is run or changed. Draw it with `.timeline.write_png` or
-    `hetu_fx.planner.simulate.picture.write_html`, or open what `.timeline.write_chrome` writes in Perfetto.
+    `hetu_fx.planner.simulate.timeline_picture.write_html`, or open what `.timeline.write_chrome` writes in Perfetto.
 
     Args:
         model: any module; its parameters may be on the meta device.

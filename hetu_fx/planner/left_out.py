@@ -20,6 +20,9 @@ FACTORS = tuple(1 << power for power in range(1, 11))
 
 _EXACT = 0.01  # predictions are not more exact than that
 
+Groups = Sequence[tuple[int, ...]]
+"""The devices of possible replicas."""
+
 
 def with_reasons(plan: Plan, problem: Problem) -> Plan:
     """Return a predicted plan that says of each kind of devices that it leaves out why, and what brings them in."""
@@ -38,24 +41,25 @@ def _reasons(plan: Plan, problem: Problem) -> Iterator[str]:
 
 def _reason(plan: Plan, ranks: Sequence[int], problem: Problem) -> str:
     size = min(len(pipeline.devices) for pipeline in plan.pipelines)
-    if len(ranks) < size:
+    groups = [tuple(ranks[start : start + size]) for start in range(0, len(ranks) - size + 1, size)]
+    if not groups:
         return f"too few for another replica of {size} devices"
-    alone, joined = problem.fit_memory(plan), _fitting(plan, ranks, problem)
+    alone, joined = problem.fit_memory(plan), _fitting(plan, groups, problem)
     if joined is None or alone is None:
-        return _lack(plan, ranks[:size], problem)
+        return _lack(plan, groups[0], problem)
     before, after = alone[1], joined[1]
     if after < before * (1 + _EXACT):
         return f"with them a step takes {seconds_text(after)}, about as long as without"
     much = f"{after / before:.2g} times as long" if after > 2 * before else f"{100 * (after / before - 1):.1f} % more"
     told = f"with them a step takes {seconds_text(after)}, {much}{_what_grows(alone[0], joined[0], problem)}"
-    ways = [way for way in (_link(plan, ranks, problem), _rows(plan, ranks, problem)) if way]
+    ways = [way for way in (_link(plan, groups, problem), _rows(plan, groups, problem)) if way]
     brings = f"they pay from {' or '.join(ways)} on" if ways else "no faster link and no larger batch brings them in"
     return f"{told}; {brings}"
 
 
-def _lack(plan: Plan, ranks: Sequence[int], problem: Problem) -> str:
+def _lack(plan: Plan, ranks: tuple[int, ...], problem: Problem) -> str:
     """Say why no other replica on some devices is there."""
-    one = _joined(plan, ranks, problem)
+    one = _joined(plan, [ranks], problem)
     if one is None:
         return "they would have less than a row each; a larger batch brings them in"
     needed = {device.rank: device.total_bytes for device in predict_by_costs(one, problem).devices}
@@ -68,26 +72,22 @@ def _lack(plan: Plan, ranks: Sequence[int], problem: Problem) -> str:
     return f"another replica on them needs {used} each; more memory brings them in"
 
 
-def _fitting(plan: Plan, ranks: Sequence[int], problem: Problem) -> tuple[Plan, float] | None:
-    """Return the fastest plan that fits with more replicas on some of these devices, and its seconds."""
-    size = min(len(pipeline.devices) for pipeline in plan.pipelines)
-    most = len(ranks) // size
-    made = (_joined(plan, ranks[: count * size], problem) for count in sorted({1, most}))
+def _fitting(plan: Plan, groups: Groups, problem: Problem) -> tuple[Plan, float] | None:
+    """Return the faster plan that fits with one more replica or one on each group, and its seconds."""
+    made = (_joined(plan, groups[:count], problem) for count in sorted({1, len(groups)}))
     found = (problem.fit_memory(one) for one in made if one is not None)
     return min((one for one in found if one is not None), key=lambda pair: pair[1], default=None)
 
 
-def _joined(plan: Plan, ranks: Sequence[int], problem: Problem) -> Plan | None:
+def _joined(plan: Plan, more: Groups, problem: Problem) -> Plan | None:
     """Return the plan with replicas like its smallest one on more devices, rows in proportion to speed; None if few."""
-    shape = min(plan.pipelines, key=lambda pipeline: len(pipeline.devices))
-    size, rows = len(shape.devices), problem.costs.rows
-    groups = [pipeline.devices for pipeline in plan.pipelines]
-    groups += [tuple(ranks[start : start + size]) for start in range(0, len(ranks), size)]
+    shape, rows = min(plan.pipelines, key=lambda pipeline: len(pipeline.devices)), problem.costs.rows
+    groups = [*(pipeline.devices for pipeline in plan.pipelines), *more]
     speeds = [sum(problem.cluster.device(rank).speed for rank in group) for group in groups]
     shares = [round(rows * speed / sum(speeds)) for speed in speeds]
     if rows < len(groups) or min(shares) < 1:
         return None
-    shapes = [*plan.pipelines, *[shape] * (len(groups) - len(plan.pipelines))]
+    shapes = [*plan.pipelines, *[shape] * len(more)]
     made = [_on(one, group, share) for one, group, share in zip(shapes, groups, shares, strict=True)]
     return replace(plan, pipelines=tuple(made), predicted=None)
 
@@ -116,19 +116,19 @@ def _most(prediction: Prediction) -> dict[str, float]:
     return found
 
 
-def _link(plan: Plan, ranks: Sequence[int], problem: Problem) -> str:
+def _link(plan: Plan, groups: Groups, problem: Problem) -> str:
     """Return from which link between nodes on these devices pay; "" for none, or where there is one node."""
     now = problem.cluster.inter.bytes_per_second
     if len({device.node for device in problem.cluster.devices}) == 1:
         return ""
-    factor = _least(ranks, lambda k: (plan, replace(problem, cluster=problem.cluster.with_inter(now * k))))
+    factor = _least(groups, lambda k: (plan, replace(problem, cluster=problem.cluster.with_inter(now * k))))
     return "" if factor is None else f"{rate_text(8 * now * factor, 'bit/s')} between nodes"
 
 
-def _rows(plan: Plan, ranks: Sequence[int], problem: Problem) -> str:
+def _rows(plan: Plan, groups: Groups, problem: Problem) -> str:
     """Return from which number of rows on these devices pay; "" for none."""
     rows = problem.costs.rows
-    factor = _least(ranks, lambda k: (_longer(plan, k), replace(problem, profile=problem.profile.with_rows(rows * k))))
+    factor = _least(groups, lambda k: (_longer(plan, k), replace(problem, profile=problem.profile.with_rows(rows * k))))
     return "" if factor is None else f"{rows * factor} rows a step"
 
 
@@ -138,12 +138,12 @@ def _longer(plan: Plan, factor: int) -> Plan:
     return replace(plan, pipelines=tuple(made))
 
 
-def _least(ranks: Sequence[int], changed: Callable[[int], tuple[Plan, Problem]]) -> int | None:
+def _least(groups: Groups, changed: Callable[[int], tuple[Plan, Problem]]) -> int | None:
     """Return the least factor by which a changed problem is solved faster with some devices than without them."""
 
     def pays(factor: int) -> bool:
         plan, problem = changed(factor)
-        alone, joined = problem.fit_memory(plan), _fitting(plan, ranks, problem)
+        alone, joined = problem.fit_memory(plan), _fitting(plan, groups, problem)
         return alone is not None and joined is not None and joined[1] < alone[1]
 
     return FACTORS[bisect_left(FACTORS, True, key=pays)] if pays(FACTORS[-1]) else None

@@ -98,14 +98,16 @@ def make_plan(
     plans = make_plans(problem, search)
     if len(plans) > 1:
         lengths = [plan.max_length for plan in plans]
-        raise PlanError(f"search {search!r} finds a plan for each longest sequence {lengths}; ask make_plans for them")
+        raise PlanError(
+            f"search {search!r} finds a plan for each longest sequence {lengths}\nhint: ask make_plans for them"
+        )
     return plans[0]
 
 
 def make_plans(problem: Problem, search: str = DEFAULT) -> tuple[Plan, ...]:
     """Return the best plan for each `max_length` that the search plans for, shorter ones first; most plan for one.
 
-    Raises `PlanError` when no plan fits, or the problem lacks what the search needs, with the way out.
+    Raises `PlanError` when no plan fits, or the problem lacks what the search needs, with a hint.
     """
     chosen = find_search(search)
     lacking = chosen.lacks(problem)
@@ -173,7 +175,7 @@ def _best(search: Search, problem: Problem, found: Mapping[Plan, float]) -> Plan
     others = [plan for plan in found if _shape(plan, problem.cluster) != _shape(best, problem.cluster)]
     if others:
         second = min(others, key=lambda plan: (found[plan], plan.summary()))
-        runner_up, seconds = short_text(second), found[second]
+        runner_up, seconds = short_text(second.pipelines), found[second]
         prediction = replace(prediction, runner_up=runner_up, runner_up_seconds=seconds)
     return replace(best, predicted=prediction)
 
@@ -266,7 +268,7 @@ def _estimates(problem: Problem) -> Iterator[str]:
     if public:
         ranks = ranks_text(device.rank for device in public)
         kinds = sorted({chip_text(device.kind) for device in public})
-        yield f"estimate: public figures of {', '.join(kinds)}, which programs do not reach, stand for devices {ranks}"
+        yield f"estimate: public figures of {', '.join(kinds)}, which programs do not reach, describe devices {ranks}"
     if problem.profile.source == "estimate":
         yield "estimate: the program's costs are counted from its graph, not measured"
 
@@ -316,8 +318,9 @@ def _nothing_fits(problem: Problem) -> str:
     return (
         f"no plan fits the memory of devices {ranks_text(cluster.ranks)}: parameters, gradients and optimizer "
         f"states are {bytes_text(need)}, one row keeps {bytes_text(costs.whole.activation_bytes)} of "
-        f"activations; the devices have {bytes_text(have)} together, {options.memory_fraction:.0%} of which "
-        f"may be used; use more or larger devices, or shorter sequences{_or_allow(options)}"
+        f"activations. The devices have {bytes_text(have)} together, and plans may use "
+        f"{options.memory_fraction:.0%} of it\n"
+        f"hint: use more or larger devices, or shorter sequences{_or_allow(options)}"
     )
 
 
@@ -346,7 +349,7 @@ def make_or_find_plans(problem: Problem, search: str, folder: Path) -> tuple[Pla
         try:
             return _read(path, key)
         except PlanError as problem_with_file:
-            warnings.warn(f"planning anew: {problem_with_file}", stacklevel=2)
+            warnings.warn(f"planning again: {problem_with_file}", stacklevel=2)
     plans = make_plans(problem, search)
     if any(plan.predicted is not None and plan.predicted.bound_seconds is not None for plan in plans):
         return plans  # with more time there may be a better one

@@ -71,7 +71,7 @@ class PlannedModule:
                 return Plan(plan.pipelines, name=name, predicted=predicted)
         raise PlanError(
             f"parameters, gradients and optimizer states do not fit ({'; '.join(problems)}), and capture='eager' "
-            f"has the whole model on every device; use larger devices, or make the model capturable"
+            f"has the whole model on every device\nhint: use larger devices, or make the model capturable"
         )
 
     def _spread(self, cluster: Cluster) -> Plan:

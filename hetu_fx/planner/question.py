@@ -16,7 +16,7 @@ def check_rates(cluster: Cluster) -> None:
         if device.rate < 1:
             raise ClusterError(
                 f"device {device.rank} has rate {device.rate:g}, but a straggling rate is 1 (healthy) or more: 2 takes "
-                f"twice as long as it should; for a faster device give more flops_per_second"
+                f"twice as long as it should\nhint: for a faster device give more flops_per_second"
             )
 
 
@@ -32,5 +32,5 @@ def _check(key: str, told: Iterable[str], kinds: Sequence[str]) -> None:
         if kind not in kinds:
             raise ProfileError(
                 f"the profile has {key} of kind {kind!r}, but no device of the cluster is of that kind"
-                f"{nearest(kind, kinds)}; name it as the cluster does, or take them out"
+                f"{nearest(kind, kinds)}\nhint: name it as the cluster does, or take them out"
             )

@@ -18,6 +18,7 @@ from importlib import import_module
 from hetu_fx.base.documents import nearest
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.bound import bound_seconds
+from hetu_fx.planner.search.cluster_regions import CLASSES
 from hetu_fx.planner.search.contiguous import CONTIGUOUS
 from hetu_fx.planner.search.heteroauto.adapter import HETEROAUTO, KINDS
 from hetu_fx.planner.search.homogeneous import HOMOGENEOUS
@@ -25,7 +26,6 @@ from hetu_fx.planner.search.hydraulis.adapter import HYDRAULIS
 from hetu_fx.planner.search.malleus.adapter import MALLEUS
 from hetu_fx.planner.search.mending import RAGGED
 from hetu_fx.planner.search.problem import Candidates, Problem, Search, always
-from hetu_fx.planner.search.regions import CLASSES
 from hetu_fx.planner.search.templates import device_classes
 from hetu_fx.plans.plan import Plan
 from hetu_fx.plans.prediction import Prediction
@@ -61,14 +61,15 @@ def _lacks_a_graph(problem: Problem) -> str:
     if problem.captured is not None:
         return ""
     return (
-        "it plans op by op and needs the captured graph, which profiles do not hold; use hetu_fx.plan(model, batch, "
-        "search='hap'), or 'auto', 'homogeneous', 'classes' or 'contiguous' for a profile"
+        "it plans op by op and needs the captured graph, which profiles do not hold\n"
+        "hint: use hetu_fx.plan(model, batch, search='hap'), or for a profile 'auto', 'homogeneous', 'classes' or "
+        "'contiguous'"
     )
 
 
 HAP = _of_graphs(
     "hap",
-    "captured models, any: rows or parts of the widths that pay, op by op, in proportion to unlike devices",
+    "captured models, any: rows or parts of the widths that pay, op by op, in proportion to the devices' speeds",
     "find_plans",
 )
 PROGRAMS = _of_graphs("programs", "captured models, any: the plans of `hap` that carry its program", "find_programs")

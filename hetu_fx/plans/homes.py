@@ -63,9 +63,9 @@ def make_home_layouts(
     Raises PlanError for another `zero`, or weights that are negative.
     """
     if zero not in (0, 1):
-        raise PlanError(f"zero must be 0 (copies as the plan reads them) or 1 (each element once), got {zero}")
+        raise PlanError(f"zero is {zero}\nhint: give 0 (copies as the plan reads them) or 1 (each element once)")
     if min(weights) < 0 or not all(map(math.isfinite, weights)):
-        raise PlanError(f"home weights must be {len(weights)} numbers >= 0, one per rank, got {list(weights)}")
+        raise PlanError(f"home weights are {list(weights)}\nhint: give {len(weights)} numbers from 0, one per rank")
     if zero == 0:
         return {name: compute[name] for name in shapes}
     shares = dict(enumerate(weights))

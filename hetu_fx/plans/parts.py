@@ -28,13 +28,17 @@ class DeviceDeal:
 
     def __post_init__(self) -> None:
         if self.num_stages < 1 or self.chunks < 1:
-            raise PlanError(f"{self.num_stages} stages cannot hold {self.chunks} parts each; give 1 or more of both")
+            raise PlanError(
+                f"{self.num_stages} stages cannot hold {self.chunks} parts each\nhint: give 1 or more of both"
+            )
 
     @classmethod
     def of(cls, num_parts: int, chunks: int) -> DeviceDeal:
         """Return the deal of so many parts, of which each stage holds so many."""
         if num_parts % chunks:
-            raise PlanError(f"{num_parts} parts cannot be dealt out in {chunks} chunks per stage; give a multiple")
+            raise PlanError(
+                f"{num_parts} parts cannot be dealt out in {chunks} chunks per stage\nhint: give a multiple"
+            )
         return cls(num_parts // chunks, chunks)
 
     @classmethod
@@ -91,7 +95,7 @@ class PartedPipeline:
         blocks = pipeline.blocks(num_blocks)
         if num_blocks and deal.chunks > 1 and min(blocks) < chunks:
             raise PlanError(
-                f"{pipeline} has {list(blocks)} blocks, fewer than {chunks} chunks per stage; use fewer chunks"
+                f"{pipeline} has {list(blocks)} blocks, fewer than {chunks} chunks per stage\nhint: use fewer chunks"
             )
         parts = tuple(_dealt(pipeline.stages, blocks, deal))
         return cls(pipeline, parts, deal, tuple(accumulate((part.blocks or 0 for part in parts), initial=0)))

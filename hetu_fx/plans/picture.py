@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
-from hetu_fx.base.words import ranks_text, seconds_text, share_text
+from hetu_fx.base.words import ranks_text, share_text
+from hetu_fx.plans.prediction import Prediction
+from hetu_fx.plans.stage import Pipeline
 from hetu_fx.plans.tables import (
     LikeDeviceGroup,
     blocks_text,
@@ -19,9 +20,6 @@ from hetu_fx.plans.tables import (
 )
 from hetu_fx.show.markup import COLOURS, bar, cells_table, keys, note
 
-if TYPE_CHECKING:
-    from hetu_fx.plans.plan import Plan
-
 _ROWS, _SHARD, _MEMORY, _BUSY = COLOURS[:4]
 _MEANINGS = {
     "rows: of the batch": _ROWS,
@@ -33,22 +31,15 @@ _PLACE = ("pipeline", "micro-batches", "stage", "blocks", "device", "rows", "sha
 _PREDICTED = ("memory", "busy")
 
 
-def plan_html(plan: Plan) -> str:
-    """Return the table, with what its bars mean, and what the step was predicted to take."""
-    groups = list(device_groups(plan))
+def plan_html(title: str, pipelines: Sequence[Pipeline], predicted: Prediction | None) -> str:
+    """Return the table, with what its bars mean, below a title and the devices that are left out."""
+    groups = list(device_groups(pipelines, predicted))
+    notes = (title, *left_out_text(pipelines, predicted))
     is_predicted = any(group.costs for group in groups)
     header = [*_PLACE, *(_PREDICTED if is_predicted else ())]
     meanings = dict(list(_MEANINGS.items())[: 4 if is_predicted else 2])
     table = cells_table(header, (_row(group)[: len(header)] for group in groups))
-    return f'<div class="short">{"".join(map(note, _title(plan)))}{table}{keys(meanings)}</div>'
-
-
-def _title(plan: Plan) -> Iterator[str]:
-    length = "" if plan.max_length is None else f", sequences of at most {plan.max_length}"
-    name = "plan" if plan.name is None else f"plan {plan.name!r}"
-    step = "" if plan.predicted is None else f": predicted step {seconds_text(plan.predicted.seconds)}"
-    yield f"{name}{step}; schedule {plan.schedule_text}, zero {plan.zero}{length}"
-    yield from left_out_text(plan)
+    return f'<div class="short">{"".join(map(note, notes))}{table}{keys(meanings)}</div>'
 
 
 def _row(group: LikeDeviceGroup) -> list[str]:

@@ -28,9 +28,9 @@ from hetu_fx.plans.tables import (
     busiest,
     device_rows,
     left_out_text,
+    pipelines_text,
     plan_table,
     program_text,
-    rows_text,
     sentence,
     short_text,
 )
@@ -90,40 +90,40 @@ class Plan(Document):
     def __post_init__(self) -> None:
         object.__setattr__(self, "pipelines", tuple(self.pipelines))
         if not self.pipelines:
-            raise PlanError("a plan has no pipelines; give at least one, such as {'stages': [{'devices': [0]}]}")
+            raise PlanError("a plan has no pipelines\nhint: give at least one, such as {'stages': [{'devices': [0]}]}")
         shares = divide_by_gcd(tuple(pipeline.share for pipeline in self.pipelines))
         pairs = zip(self.pipelines, shares, strict=True)
         object.__setattr__(self, "pipelines", tuple(replace(p, share=share) for p, share in pairs))
         check_devices(self.devices, "a plan")
         self._check_schedule()
         if self.zero not in (0, 1):
-            raise PlanError(f"zero is {self.zero}; give 0 (states whole on each replica) or 1 (spread over them)")
+            raise PlanError(f"zero is {self.zero}\nhint: give 0 (states whole on each replica) or 1 (spread over them)")
         object.__setattr__(self, "split", tuple((pattern, dim) for pattern, dim in self.split))
         if any(type(dim) is not int or dim < 0 for _, dim in self.split):
-            raise PlanError(f"split is {dict(self.split)}; give a dim from 0 for each pattern of parameter names")
+            raise PlanError(f"split is {dict(self.split)}\nhint: give a dim from 0 for each pattern of parameter names")
         if type(self.sequence_parallel) is not bool:
-            raise PlanError(f"sequence_parallel is {self.sequence_parallel!r}; give true or false")
+            raise PlanError(f"sequence_parallel is {self.sequence_parallel!r}\nhint: give true or false")
         grid = next((stage for *_, stage in self.stages if stage.is_grid), None)
         if self.sequence_parallel and grid is not None:
             raise PlanError(
                 f"sequence_parallel is true, but stage {grid} shares the sequence between tensor parallel groups "
-                f"already; leave sequence_parallel out, or give that stage no context"
+                f"already\nhint: leave sequence_parallel out, or give that stage no context"
             )
         self._check_program()
         if self.attention not in ATTENTIONS:
             raise PlanError(f"unknown attention {self.attention!r}{nearest(self.attention, ATTENTIONS)}")
         if self.attention != "auto" and not any(stage.shares_sequence for *_, stage in self.stages):
             raise PlanError(
-                f"attention is {self.attention!r}, but no stage shares the sequence; give a stage a context, or leave "
-                f"attention out"
+                f"attention is {self.attention!r}, but no stage shares the sequence\n"
+                f"hint: give a stage a context, or leave attention out"
             )
         if self.max_length is not None and self.max_length < 1:
-            raise PlanError(f"max_length is {self.max_length}; give 1 or more, or leave it out for any length")
+            raise PlanError(f"max_length is {self.max_length}\nhint: give 1 or more, or leave it out for any length")
         limits = [pipeline.max_length for pipeline in self.pipelines if pipeline.max_length is not None]
         if len(limits) == len(self.pipelines) and (self.max_length is None or self.max_length > max(limits)):
             raise PlanError(
-                f"the plan's max_length is {self.max_length}, but its pipelines take sequences of up to {max(limits)}; "
-                f"give a max_length of at most that"
+                f"the plan's max_length is {self.max_length}, but its pipelines take sequences of up to {max(limits)}\n"
+                f"hint: give a max_length of at most that"
             )
 
     def _check_schedule(self) -> None:
@@ -133,8 +133,8 @@ class Plan(Document):
         object.__setattr__(self, "chunks", self.chunks or least)
         if self.chunks < least or (self.chunks > 1 and self.schedule not in _CHUNKS):
             raise PlanError(
-                f"the plan has chunks {self.chunks} and schedule {self.schedule!r}; give 2 or more chunks under "
-                f"'interleaved', any number under 'zero-bubble', and none under others"
+                f"the plan has chunks {self.chunks} and schedule {self.schedule!r}\n"
+                f"hint: give 2 or more chunks under 'interleaved', any number under 'zero-bubble', none under others"
             )
 
     def _check_program(self) -> None:
@@ -146,8 +146,8 @@ class Plan(Document):
         given = [name for name, is_given in asked.items() if is_given]
         if given:
             raise PlanError(
-                f"a stage has a program, which cuts each op over all devices, but the plan has {' and '.join(given)}; "
-                f"give one pipeline of one stage without them, or leave the program out"
+                f"a stage has a program, which cuts each op over all devices, but the plan has {' and '.join(given)}\n"
+                f"hint: give one pipeline of one stage without them, or leave the program out"
             )
 
     @classmethod
@@ -164,7 +164,9 @@ class Plan(Document):
         devices = _ranks(devices)
         shares = tuple(shares) or (1,) * len(devices)
         if len(shares) != len(devices):
-            raise PlanError(f"{len(shares)} shares {list(shares)} for devices {list(devices)}; give one per device")
+            raise PlanError(
+                f"{len(shares)} shares {list(shares)} for devices {list(devices)}\nhint: give one per device"
+            )
         return cls(tuple(Pipeline((Stage((d,)),), share=s) for d, s in zip(devices, shares, strict=True)))
 
     @classmethod
@@ -213,7 +215,7 @@ class Plan(Document):
         if outside:
             raise PlanError(
                 f"plan{self._called} is for another world: it uses devices {outside}, but there are only "
-                f"{world_size} (0 to {world_size - 1}); start more processes, or plan again for this world"
+                f"{world_size} (0 to {world_size - 1})\nhint: start more processes, or plan again for this world"
             )
         for index, pipeline in enumerate(self.pipelines):
             try:
@@ -244,11 +246,11 @@ class Plan(Document):
 
     def summary(self) -> str:
         """Return the plan on one line: `3 rows in 2: [0,1 2:1]x3 > [2]x1 | 1 row: [3]x4`."""
-        return " | ".join(f"{rows_text(pipeline)}: {pipeline}" for pipeline in self.pipelines)
+        return pipelines_text(self.pipelines)
 
     def __repr__(self) -> str:
         step = "" if self.predicted is None else f"; predicted step {seconds_text(self.predicted.seconds)}"
-        return f"<Plan{self._called}: {short_text(self)}{step}>"
+        return f"<Plan{self._called}: {short_text(self.pipelines)}{step}>"
 
     @property
     def _how(self) -> str:
@@ -258,24 +260,32 @@ class Plan(Document):
         return f"plan{self._called}: schedule {self.schedule_text}, zero {self.zero}, sequence length {length}{shared}"
 
     def __str__(self) -> str:
-        return "\n".join([self._how, plan_table(self), *program_text(self)])
+        return "\n".join([self._how, plan_table(self.pipelines), *program_text(self.pipelines)])
 
     def explain(self, devices: Iterable[int] = ()) -> str:
         """Return who computes what in a sentence and as a table, what was predicted, and why the planner chose it.
 
         Which of the devices that there are it leaves out is said too: of `devices`, and of those planned for.
         """
-        told = tuple(devices)
-        head = [sentence(self, told), plan_table(self), *program_text(self), *left_out_text(self, told)]
+        own, told = (self.pipelines, self.predicted), tuple(devices)
+        head = [sentence(*own, told), plan_table(self.pipelines), *program_text(self.pipelines)]
+        head += left_out_text(*own, told)
         if self.predicted is None:
             return "\n".join([*head, "no prediction: the plan was given, not made by the planner", self._how])
-        rows = list(device_rows(self))
+        rows = list(device_rows(*own))
         table = [table_text(HEADER, rows)] if rows else []
-        return "\n".join([*head, *table, self.predicted.text(busiest(self)), self._how])
+        return "\n".join([*head, *table, self.predicted.text(busiest(*own)), self._how])
+
+    def html(self) -> str:
+        """Return who has which share of the work, as a table with bars for a page."""
+        length = "" if self.max_length is None else f", sequences of at most {self.max_length}"
+        step = "" if self.predicted is None else f": predicted step {seconds_text(self.predicted.seconds)}"
+        title = f"plan{self._called}{step}; schedule {self.schedule_text}, zero {self.zero}{length}"
+        return plan_html(title, self.pipelines, self.predicted)
 
     def _repr_html_(self) -> str:
-        """Return what notebooks show: who has which share of the work, as a table with bars."""
-        return alone(plan_html(self))
+        """Return what notebooks show: `html`, as a page of its own."""
+        return alone(self.html())
 
 
 def _ranks(devices: int | Sequence[int]) -> tuple[int, ...]:

@@ -60,7 +60,7 @@ class Prediction:
     def __post_init__(self) -> None:
         ranks = [device.rank for device in self.devices]
         if len(set(ranks)) < len(ranks):
-            raise PlanError(f"prediction names a device twice: ranks {ranks}; give one entry per device")
+            raise PlanError(f"prediction names a device twice: ranks {ranks}\nhint: give one entry per device")
         check_not_negative(PlanError, "prediction", seconds=self.seconds)
         if self.formula_seconds is not None:
             check_not_negative(PlanError, "prediction", formula_seconds=self.formula_seconds)

@@ -24,4 +24,6 @@ def check_recomputed_ops(ops: str, blocks: int, what: str) -> None:
     if ops not in RECOMPUTED_OPS:
         raise PlanError(f"{what} has recompute_ops {ops!r}{nearest(ops, RECOMPUTED_OPS)}")
     if ops != "all" and not blocks:
-        raise PlanError(f"{what} has recompute_ops {ops!r}, but recomputes no block; give a recompute of 1 or more")
+        raise PlanError(
+            f"{what} has recompute_ops {ops!r}, but recomputes no block\nhint: give a recompute of 1 or more"
+        )

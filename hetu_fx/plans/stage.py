@@ -16,7 +16,7 @@ from hetu_fx.base.json_values import many
 from hetu_fx.base.low_dtypes import STAGE_DTYPES
 from hetu_fx.base.records import Key, record
 from hetu_fx.errors import PlanError
-from hetu_fx.plans.program import OpRegion, check_program
+from hetu_fx.plans.op_regions import OpRegion, check_program
 from hetu_fx.plans.recomputed import RecomputedOps, check_recomputed_ops
 
 LATER = {
@@ -64,9 +64,9 @@ class Stage:
             shares = self._checked("context_ratios", self.context_ratios, self.context, each)
             object.__setattr__(self, "context_ratios", shares)
         if self.blocks is not None and self.blocks < 0:
-            raise PlanError(f"{self._called} has {self.blocks} blocks; give 0 or more")
+            raise PlanError(f"{self._called} has {self.blocks} blocks\nhint: give 0 or more")
         if self.recompute < 0:
-            raise PlanError(f"{self._called} has recompute {self.recompute}; give 0 or more")
+            raise PlanError(f"{self._called} has recompute {self.recompute}\nhint: give 0 or more")
         check_recomputed_ops(self.recompute_ops, self.recompute, self._called)
         if self.dtype is not None:
             self._check_dtype(self.dtype)
@@ -78,22 +78,24 @@ class Stage:
         count = len(self.devices)
         if self.context < 1 or count % self.context:
             raise PlanError(
-                f"{self._called} has context {self.context}; give {count} to share the sequence between all of them, a "
-                f"divisor of {count} to share it between tensor parallel groups, or leave it out"
+                f"{self._called} has context {self.context}\n"
+                f"hint: give {count} to share the sequence between all of them, a divisor of {count} to share it "
+                f"between tensor parallel groups, or leave it out"
             )
         object.__setattr__(self, "context_ratios", tuple(self.context_ratios))
         if self.context_ratios and not self.is_grid:
             raise PlanError(
-                f"{self._called} has context_ratios {list(self.context_ratios)}, but its context is {self.context}; "
-                f"give them as 'ratios' where all devices share the sequence (only tensor parallel groups that share "
-                f"it, with a context between 1 and the number of devices, have both)"
+                f"{self._called} has context_ratios {list(self.context_ratios)}, but its context is {self.context}\n"
+                f"hint: give them as 'ratios' where all devices share the sequence. Only tensor parallel groups that "
+                f"share it (a context between 1 and the number of devices) have both"
             )
 
     def _check_dtype(self, dtype: str) -> None:
         if dtype not in STAGE_DTYPES:
             raise PlanError(
-                f"{self._called} has dtype {dtype!r}; give {' or '.join(map(repr, STAGE_DTYPES))}, or leave it out "
-                f"(float16 needs a loss that is scaled: use torch.autocast and a GradScaler)"
+                f"{self._called} has dtype {dtype!r}\n"
+                f"hint: give {' or '.join(map(repr, STAGE_DTYPES))}, or leave it out (float16 needs a scaled loss: use "
+                f"torch.autocast and a GradScaler)"
             )
 
     def _check_program(self) -> None:
@@ -101,8 +103,8 @@ class Stage:
         check_program(self.program, len(self.devices), self._called)
         if self.program and self.shares_sequence:
             raise PlanError(
-                f"{self._called} has a program and context {self.context}; leave one of them out (a program can cut "
-                f"the sequence as a dim of an input)"
+                f"{self._called} has a program and context {self.context}\n"
+                f"hint: leave one of them out (a program can cut the sequence as a dim of an input)"
             )
 
     def _checked(self, key: str, given: tuple[int, ...], count: int, each: str) -> tuple[int, ...]:
@@ -110,12 +112,13 @@ class Stage:
         ratios = tuple(given) or (1,) * count
         if len(ratios) != count:
             raise PlanError(
-                f"{self._called} has {len(ratios)} {key} {list(ratios)}; give {each}, or leave them out for even shards"
+                f"{self._called} has {len(ratios)} {key} {list(ratios)}\n"
+                f"hint: give {each}, or leave them out for even shards"
             )
         if any(ratio < 1 for ratio in ratios):
             raise PlanError(
-                f"{self._called} has {key} {list(ratios)}, but each must be at least 1; leave a device that is to hold "
-                f"nothing out of the stage"
+                f"{self._called} has {key} {list(ratios)}, but each must be at least 1\n"
+                f"hint: leave devices that hold nothing out of the stage"
             )
         return divide_by_gcd(ratios)
 
@@ -146,8 +149,8 @@ class Stage:
         """Raise `PlanError` where fewer blocks than are to be recomputed come to this stage."""
         if self.recompute > blocks:
             raise PlanError(
-                f"{self._called} recomputes {self.recompute} blocks, but holds {blocks}; give a "
-                f"recompute of at most that, or leave it out (only repeated blocks of a model are recomputed)"
+                f"{self._called} recomputes {self.recompute} blocks, but holds {blocks}\n"
+                f"hint: give a recompute of at most that, or leave it out (only repeated blocks are recomputed)"
             )
 
     @property
@@ -248,12 +251,12 @@ def divide_by_gcd(numbers: tuple[int, ...]) -> tuple[int, ...]:
 def check_devices(devices: tuple[int, ...], what: str) -> None:
     """Raise `PlanError` for no devices, a negative one, or one that stands twice."""
     if not devices:
-        raise PlanError(f"{what} has no devices; give at least one")
+        raise PlanError(f"{what} has no devices\nhint: give at least one")
     if min(devices) < 0:
-        raise PlanError(f"{what} has device {min(devices)} in {list(devices)}; devices are ranks, from 0")
+        raise PlanError(f"{what} has device {min(devices)} in {list(devices)}\nhint: give ranks, from 0")
     if len(set(devices)) < len(devices):  # asked of thousands of devices again and again
         twice = sorted({device for device in devices if devices.count(device) > 1})
-        raise PlanError(f"{what} uses devices {twice} twice ({list(devices)}); use each device once")
+        raise PlanError(f"{what} uses devices {twice} twice ({list(devices)})\nhint: use each device once")
 
 
 STAGE = record(
@@ -281,18 +284,18 @@ class Pipeline:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", tuple(self.stages))
         if not self.stages:
-            raise PlanError("a pipeline has no stages; give at least one, such as {'devices': [0]}")
+            raise PlanError("a pipeline has no stages\nhint: give at least one, such as {'devices': [0]}")
         if self.share < 1:
-            raise PlanError(f"{self} has rows {self.share}; give 1 or more, or leave the pipeline out")
+            raise PlanError(f"{self} has rows {self.share}\nhint: give 1 or more, or leave the pipeline out")
         if self.micro_batches < 1:
-            raise PlanError(f"{self} has {self.micro_batches} micro-batches; give 1 or more")
+            raise PlanError(f"{self} has {self.micro_batches} micro-batches\nhint: give 1 or more")
         if self.max_length is not None and self.max_length < 1:
-            raise PlanError(f"{self} has max_length {self.max_length}; give 1 or more, or leave it out")
+            raise PlanError(f"{self} has max_length {self.max_length}\nhint: give 1 or more, or leave it out")
         given = [stage.blocks for stage in self.stages]
         if None in given and any(blocks is not None for blocks in given):
-            raise PlanError(f"{self} gives blocks for some stages only: {given}; give them for all or for none")
+            raise PlanError(f"{self} gives blocks for some stages only: {given}\nhint: give them for all or for none")
         if 0 in given[1:-1]:
-            raise PlanError(f"{self} has a stage without blocks in the middle: {given}; leave that stage out")
+            raise PlanError(f"{self} has a stage without blocks in the middle: {given}\nhint: leave that stage out")
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -313,15 +316,15 @@ class Pipeline:
         if sum(given) != num_blocks:
             raise PlanError(
                 f"blocks {list(given)} of {self} add up to {sum(given)}, but the model has {num_blocks} "
-                f"repeated blocks; make them add up, or leave 'blocks' out"
+                f"repeated blocks\nhint: make them add up, or leave 'blocks' out"
             )
         return given
 
     def _even_blocks(self, num_blocks: int) -> tuple[int, ...]:
         if 0 < num_blocks < len(self.stages):
             raise PlanError(
-                f"{self} has {len(self.stages)} stages, but the model has only {num_blocks} repeated blocks; "
-                f"use fewer stages"
+                f"{self} has {len(self.stages)} stages, but the model has only {num_blocks} repeated blocks\n"
+                f"hint: use fewer stages"
             )
         small, more = divmod(num_blocks, len(self.stages))
         return tuple(small + (i < more) for i in range(len(self.stages)))

@@ -1,6 +1,6 @@
 """Plans as tables for people, within 80 columns: what is alike stands in one row, however many devices there are.
 
-Alike are stages that differ in their devices alone, and devices that do the same. And what changes between two plans.
+Alike are stages that differ in their devices alone, and devices that do the same.
 """
 
 from __future__ import annotations
@@ -8,16 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from hetu_fx.base.words import bytes_text, format_used_bytes, ranks_text, seconds_text, share_text
-from hetu_fx.plans.prediction import DeviceCost
-from hetu_fx.plans.program import OpRegion
+from hetu_fx.plans.op_regions import OpRegion
+from hetu_fx.plans.prediction import DeviceCost, Prediction
 from hetu_fx.plans.stage import Pipeline, Stage, ratios_text
 from hetu_fx.show.table import table_text
-
-if TYPE_CHECKING:
-    from hetu_fx.plans.plan import Plan
 
 FEW_DEVICES = 8
 """Plans of so many devices are written out; of more, like stages that follow each other stand together too."""
@@ -62,15 +58,15 @@ class Alike:
         return ((rank, own) for group in self.groups for rank, own in zip(group, self.stage.shares, strict=True))
 
 
-def alike(plan: Plan) -> list[Alike]:
-    """Return the stages of a plan, those together that stand in one row."""
-    return [found for numbers in _like_pipelines(plan) for found in _alike_in(numbers, plan)]
+def alike(pipelines: Sequence[Pipeline]) -> list[Alike]:
+    """Return the stages of pipelines, those together that are in one row."""
+    return [found for numbers in _like_pipelines(pipelines) for found in _alike_in(numbers, pipelines)]
 
 
-def _like_pipelines(plan: Plan) -> list[list[int]]:
+def _like_pipelines(pipelines: Sequence[Pipeline]) -> list[list[int]]:
     """Return the numbers of pipelines that differ in their devices alone."""
     found: dict[object, list[int]] = {}
-    for number, pipeline in enumerate(plan.pipelines):
+    for number, pipeline in enumerate(pipelines):
         stages = tuple(map(_anywhere, pipeline.stages))
         found.setdefault((pipeline.share, pipeline.micro_batches, pipeline.max_length, stages), []).append(number)
     return list(found.values())
@@ -81,11 +77,20 @@ def _anywhere(stage: Stage) -> Stage:
     return replace(stage, devices=tuple(range(len(stage.devices))))
 
 
-def _alike_in(numbers: Sequence[int], plan: Plan) -> Iterator[Alike]:
-    pipelines = [plan.pipelines[number] for number in numbers]
-    for positions in _runs(pipelines[0].stages, is_short=len(plan.devices) <= FEW_DEVICES):
-        groups = tuple(pipeline.stages[position].devices for pipeline in pipelines for position in positions)
-        yield Alike(tuple(numbers), pipelines[0], positions, groups)
+def _alike_in(numbers: Sequence[int], pipelines: Sequence[Pipeline]) -> Iterator[Alike]:
+    like = [pipelines[number] for number in numbers]
+    for positions in _runs(like[0].stages, is_short=have_few_devices(pipelines)):
+        groups = tuple(pipeline.stages[position].devices for pipeline in like for position in positions)
+        yield Alike(tuple(numbers), like[0], positions, groups)
+
+
+def have_few_devices(pipelines: Sequence[Pipeline]) -> bool:
+    """Tell whether pipelines have few devices, so that each is written out."""
+    return len(_devices(pipelines)) <= FEW_DEVICES
+
+
+def _devices(pipelines: Iterable[Pipeline]) -> tuple[int, ...]:
+    return tuple(device for pipeline in pipelines for device in pipeline.devices)
 
 
 def _runs(stages: Sequence[Stage], *, is_short: bool) -> Iterator[range]:
@@ -126,18 +131,14 @@ class LikeDeviceGroup:
         return max(self.costs, key=lambda cost: cost.total_bytes)
 
 
-def device_groups(plan: Plan) -> Iterator[LikeDeviceGroup]:
-    """Yield the devices of a plan, those together that do the same; of a short plan, of which the same is shown."""
-    costs = _costs_of(plan)
-    total = sum(pipeline.share for pipeline in plan.pipelines)
-    for found in alike(plan):
-        for shard, ranks in _like_devices(found, costs, is_short=len(plan.devices) <= FEW_DEVICES):
+def device_groups(pipelines: Sequence[Pipeline], predicted: Prediction | None) -> Iterator[LikeDeviceGroup]:
+    """Yield the devices of pipelines, those together that do the same; of a short plan, of which the same is shown."""
+    costs = {} if predicted is None else {device.rank: device for device in predicted.devices}
+    total = sum(pipeline.share for pipeline in pipelines)
+    for found in alike(pipelines):
+        for shard, ranks in _like_devices(found, costs, is_short=have_few_devices(pipelines)):
             own = tuple(costs[rank] for rank in ranks if rank in costs)
             yield LikeDeviceGroup(found, ranks, found.pipeline.share / total, shard, own)
-
-
-def _costs_of(plan: Plan) -> Mapping[int, DeviceCost]:
-    return {} if plan.predicted is None else {device.rank: device for device in plan.predicted.devices}
 
 
 def _like_devices(
@@ -189,14 +190,14 @@ _FEW_RANKS = 4  # of a group
 _LONG = 12  # letters of ratios that are all alike
 
 
-def plan_table(plan: Plan) -> str:
-    """Return the table of a plan's pipelines and stages; what is a pipeline's stands with its first stage."""
-    return table_text(PLAN_HEADER, [_plan_row(found) for found in alike(plan)])
+def plan_table(pipelines: Sequence[Pipeline]) -> str:
+    """Return the table of pipelines and stages; what is a pipeline's stands with its first stage."""
+    return table_text(PLAN_HEADER, [_plan_row(found) for found in alike(pipelines)])
 
 
-def program_text(plan: Plan) -> Iterator[str]:
+def program_text(pipelines: Iterable[Pipeline]) -> Iterator[str]:
     """Yield the table of a program: ops of each region, what they are cut on, how gradients of weights are made."""
-    for *_, stage in plan.stages:
+    for stage in (stage for pipeline in pipelines for stage in pipeline.stages):
         if stage.program:
             rows = [_region_row(region, stage) for region in stage.program]
             yield f"program, op by op; the first region that an op matches holds\n{table_text(PROGRAM_HEADER, rows)}"
@@ -247,24 +248,27 @@ def limit_text(pipeline: Pipeline) -> str:
     return "" if pipeline.max_length is None else f", up to {pipeline.max_length} tokens"
 
 
-def left_out_text(plan: Plan, devices: Iterable[int] = ()) -> Iterator[str]:
-    """Yield a line on the devices that a plan does not use, of some and of those that it was made for, if there are."""
-    known = {*devices, *(() if plan.predicted is None else plan.predicted.left_out)}
-    idle = known - {*plan.devices}
+def left_out_text(
+    pipelines: Sequence[Pipeline], predicted: Prediction | None, devices: Iterable[int] = ()
+) -> Iterator[str]:
+    """Yield a line on the devices that pipelines do not use, of some and of those that were planned for, if any."""
+    known, used = {*devices, *(() if predicted is None else predicted.left_out)}, {*_devices(pipelines)}
+    idle = known - used
     if idle:
-        yield f"left out: {len(idle)} of {len(known | {*plan.devices})} devices, {ranks_text(idle)}"
-        yield from () if plan.predicted is None else (f"- {why}" for why in plan.predicted.left_out_why)
+        yield f"left out: {len(idle)} of {len(known | used)} devices, {ranks_text(idle)}"
+        yield from () if predicted is None else (f"- {why}" for why in predicted.left_out_why)
 
 
-def sentence(plan: Plan, devices: Iterable[int] = ()) -> str:
+def sentence(pipelines: Sequence[Pipeline], predicted: Prediction | None, devices: Iterable[int] = ()) -> str:
     """Say in words who computes what: `2 of 4 devices compute each batch in 32.3 ms (predicted): 2 replicas`."""
-    known = {*devices, *plan.devices, *(() if plan.predicted is None else plan.predicted.left_out)}
-    used, counts = len(plan.devices), [len(pipeline.stages) for pipeline in plan.pipelines]
-    who = f"device {plan.devices[0]}" if used == len(known) == 1 else f"{used} devices"
+    own = _devices(pipelines)
+    known = {*devices, *own, *(() if predicted is None else predicted.left_out)}
+    used, counts = len(own), [len(pipeline.stages) for pipeline in pipelines]
+    who = f"device {own[0]}" if used == len(known) == 1 else f"{used} devices"
     who = who if used == len(known) else f"{used} of {len(known)} devices"
-    step = "" if plan.predicted is None else f" in {seconds_text(plan.predicted.seconds)} (predicted)"
-    most = max(len(stage.devices) for *_, stage in plan.stages)
-    told = [f"{len(counts)} replicas{_uneven([one.share for one in plan.pipelines])}"] if len(counts) > 1 else []
+    step = "" if predicted is None else f" in {seconds_text(predicted.seconds)} (predicted)"
+    most = max(len(stage.devices) for pipeline in pipelines for stage in pipeline.stages)
+    told = [f"{len(counts)} replicas{_uneven([one.share for one in pipelines])}"] if len(counts) > 1 else []
     told += [f"{'' if len({*counts}) == 1 else 'up to '}{max(counts)} stages"] if max(counts) > 1 else []
     told += [f"up to {most} devices a stage"] if most > 1 else []
     return f"{who} compute{'s' if used == 1 else ''} each batch{step}{': ' if told else ''}{', '.join(told)}"
@@ -279,23 +283,23 @@ def _uneven(shares: Sequence[int]) -> str:
     return f" with rows from {min(shares)} to {max(shares)} of {sum(shares)}"
 
 
-def device_rows(plan: Plan) -> Iterator[list[str]]:
-    """Yield what devices do, under `HEADER`, a row for those that do the same; none for a plan without prediction.
+def device_rows(pipelines: Sequence[Pipeline], predicted: Prediction | None) -> Iterator[list[str]]:
+    """Yield what devices do, under `HEADER`, a row for those that do the same; none without a prediction.
 
     rows: its pipeline's share of the batch; shard: its share of what its stage cuts; memory: what it needs, of what
     it has, of several the most; busy: the share of the step in which it does not wait for others.
     """
-    for group in device_groups(plan):
+    for group in device_groups(pipelines, predicted):
         if group.costs:
             cells = [share_text(group.rows), share_text(group.shard), memory_text(group.most), busy_text(group.costs)]
             yield [ranks_text(group.ranks), *group.place, *cells]
 
 
-def busiest(plan: Plan) -> list[int]:
-    """Return of each row of a plan of many devices the one that waits least; none for a short plan."""
-    if plan.predicted is None or len(plan.devices) <= FEW_DEVICES:
+def busiest(pipelines: Sequence[Pipeline], predicted: Prediction | None) -> list[int]:
+    """Return of each row of many devices the one that waits least; none for a few."""
+    if predicted is None or have_few_devices(pipelines):
         return []
-    told = (group.costs for group in device_groups(plan) if group.costs)
+    told = (group.costs for group in device_groups(pipelines, predicted) if group.costs)
     return [min(costs, key=lambda cost: (idle_seconds(cost), cost.rank)).rank for costs in told]
 
 
@@ -306,14 +310,19 @@ def rows_text(pipeline: Pipeline) -> str:
     return f"{pipeline.share} {noun}{parts}{limit_text(pipeline)}"
 
 
-def short_text(plan: Plan) -> str:
-    """Return the plan on a line: its summary, or of many devices what its pipelines and stages are alike in.
+def pipelines_text(pipelines: Iterable[Pipeline]) -> str:
+    """Return pipelines on one line: `3 rows in 2: [0,1 2:1]x3 > [2]x1 | 1 row: [3]x4`."""
+    return " | ".join(f"{rows_text(pipeline)}: {pipeline}" for pipeline in pipelines)
+
+
+def short_text(pipelines: Sequence[Pipeline]) -> str:
+    """Return pipelines on a line: their summary, or of many devices what pipelines and stages are alike in.
 
     `2 x 1 row in 32: 3 x [2 devices]x1 > [2 devices]x4` are two pipelines of four stages each.
     """
-    if len(plan.devices) <= FEW_DEVICES:
-        return plan.summary()
-    by_pipeline = groupby(alike(plan), lambda found: found.numbers)
+    if have_few_devices(pipelines):
+        return pipelines_text(pipelines)
+    by_pipeline = groupby(alike(pipelines), lambda found: found.numbers)
     return " | ".join(_short_pipeline(list(found)) for _, found in by_pipeline)
 
 
@@ -330,29 +339,3 @@ def _short_stage(stage: Stage) -> str:
 
 def _times(count: int, text: str) -> str:
     return text if count == 1 else f"{count} x {text}"
-
-
-def changes(before: Plan, after: Plan) -> list[tuple[str, str | None, str | None]]:
-    """Return what is not the same in two plans, as (what, before, after); None where there is no such thing."""
-    old, new = _facts(before), _facts(after)
-    found = [(key, old.get(key), new.get(key)) for key in dict.fromkeys([*old, *new])]
-    return [(key, was, now) for key, was, now in found if was != now]
-
-
-def diff(before: Plan, after: Plan) -> str:
-    """Return what changes from one plan to another, one line each, or `no difference`."""
-    lines = [f"  {key}: {was} -> {now}" for key, was, now in changes(before, after) if was and now]
-    gone = [f"- {key}: {was}" for key, was, now in changes(before, after) if now is None]
-    come = [f"+ {key}: {now}" for key, was, now in changes(before, after) if was is None]
-    return "\n".join([*gone, *come, *lines]) or "no difference"
-
-
-def _facts(plan: Plan) -> dict[str, str]:
-    facts = {"name": str(plan.name), "schedule": plan.schedule_text, "zero": str(plan.zero)}
-    facts |= {"max_length": str(plan.max_length), "split": str(dict(plan.split))}
-    facts["sequence_parallel"] = str(plan.sequence_parallel)
-    if len(plan.devices) > FEW_DEVICES:
-        return facts | {"pipelines": short_text(plan), "devices": ranks_text(plan.devices)}
-    for index, pipeline in enumerate(plan.pipelines):
-        facts[f"pipelines[{index}]"] = f"{rows_text(pipeline)}: {pipeline}"
-    return facts

@@ -27,7 +27,7 @@ from hetu_fx.graph.capture import in_mode
 from hetu_fx.graph.containers import Constant, Tree, map_leaves, unflatten, walk
 from hetu_fx.graph.edit import ancestors
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
-from hetu_fx.graph.leaves.ops import told_arguments
+from hetu_fx.graph.leaves.leaf_ops import told_arguments
 from hetu_fx.graph.tracing.contents import PLAIN
 from hetu_fx.program.program import Program, evaluate
 from hetu_fx.program.reads import Access

@@ -188,8 +188,8 @@ class Recurring:
                 self._is_told = True
                 warnings.warn(
                     f"the model has been captured {self._counts[label]} times because of {label} ({how}, at last; that "
-                    f"took {seconds:.1f} s), and the {MOST_CAPTURES} captures that were used last are kept. What "
-                    f"changes often should be a tensor: a buffer of the model that the script writes in place, or an "
-                    f"input; sizes should be padded to one of a few",
+                    f"took {seconds:.1f} s), and the {MOST_CAPTURES} captures that were used last are kept\n"
+                    f"hint: make a tensor of what changes often: a buffer that the script writes in place, or an "
+                    f"input. Pad sizes to one of a few",
                     stacklevel=2,
                 )

@@ -110,7 +110,7 @@ class Programs:
     def training(self) -> Program:
         """Return the program that was last asked for in training mode; StateError if there is none."""
         if True not in self._latest:
-            raise StateError("the model has not been captured in training mode yet; run a training batch first")
+            raise StateError("the model has not been captured in training mode yet\nhint: run a training batch first")
         return self._latest[True].program
 
     def first(self, batch: Batch, training: bool) -> Program:

@@ -307,7 +307,7 @@ class Surroundings:
         if self.drawn:
             raise CaptureError(
                 f"the forward draws random numbers of {' and '.join(self.drawn)}, which a captured graph would repeat "
-                f"in every step; draw them with torch (torch.rand), pass them in as inputs, or use "
+                f"in every step\nhint: draw them with torch (torch.rand), pass them in as inputs, or use "
                 f'hetu_fx.auto_parallelize(..., capture="eager")'
             )
 

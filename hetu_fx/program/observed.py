@@ -53,7 +53,7 @@ class Observers:
         """
         names = [known for known, _ in self.model.named_modules() if known]
         if name not in names:
-            raise StateError(f"there is no submodule {name!r} to observe; there are {', '.join(names)}")
+            raise StateError(f"there is no submodule {name!r} to observe\nhint: name one of {', '.join(names)}")
         return Observation(name, tell, self._all)
 
     @property
@@ -87,15 +87,16 @@ def _check_called(names: Iterable[str], found: dict[str, Any]) -> None:
     for name in names:
         if name not in found:
             raise CaptureError(
-                f"{place(name)} is observed, but the forward does not call it (or calls a method of it); observe one "
-                f"that is called"
+                f"{place(name)} is observed, but the forward does not call it (or calls a method of it)\n"
+                f"hint: observe one that is called"
             )
 
 
 def _collect(found: dict[str, Any], name: str, module: nn.Module, given: Any, output: Any) -> None:
     if name in found:
         raise CaptureError(
-            f"{place(name)} is observed, but the forward calls it several times; observe a module that is called once"
+            f"{place(name)} is observed, but the forward calls it several times\n"
+            f"hint: observe a module that is called once"
         )
     found[name] = tree_map_only(Tensor, Tensor.clone, output)
 
@@ -104,8 +105,8 @@ def check_global_hooks() -> None:
     """Refuse hooks that are registered for all modules. Raises CaptureError; before each step."""
     for hook in chain.from_iterable(map(dict.values, GLOBAL_HOOKS)):
         raise CaptureError(
-            f"hook {told_hook(hook)} is registered for all modules, but a captured graph has none left that call it; "
-            f"remove it, or {_EAGER}"
+            f"hook {told_hook(hook)} is registered for all modules, but a captured graph has none left that call it\n"
+            f"hint: remove it, or {_EAGER}"
         )
 
 
@@ -120,7 +121,7 @@ def check_hooks(model: nn.Module) -> None:
             for hook in getattr(module, kind).values() if name else ():
                 raise CaptureError(
                     f"{place(name)} has a {what} {told_hook(hook)}, but backward runs as one captured graph, in which "
-                    f"no module has a gradient of its own; remove it, or {_EAGER}"
+                    f"no module has a gradient of its own\nhint: remove it, or {_EAGER}"
                 )
 
 
@@ -148,8 +149,9 @@ def _checked(hook: Callable[..., Any], what: str, name: str) -> Callable[..., An
         if result is None:
             raise CaptureError(
                 f"{what} returns nothing: it only looks, and would see fakes while the model is captured and "
-                f"nothing in any step; use model.hetu.observe({name!r}, fn), which has the output after each step, let "
-                f"it return what it changes, or {_EAGER}"
+                f"nothing in any step\n"
+                f"hint: use model.hetu.observe({name!r}, fn), which has the output after each step; return what the "
+                f"hook changes; or {_EAGER}"
             )
         return result
 

@@ -25,9 +25,9 @@ from hetu_fx.base.dtypes import is_real
 from hetu_fx.deduction.factors.factors import FactorMap, OpFactors
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument, evaluate_op
-from hetu_fx.graph.clean import ATTENTION
 from hetu_fx.graph.edit import ancestors, descendants
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind
+from hetu_fx.graph.simplify import ATTENTION
 from hetu_fx.transforms.layouts.flow import Flow
 from hetu_fx.transforms.layouts.sequence_parallel import Classes, activations, sequence_classes
 from hetu_fx.transforms.rewrites.per_sequence import PER_SEQUENCE

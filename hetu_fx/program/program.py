@@ -16,9 +16,9 @@ from hetu_fx.base.once import once
 from hetu_fx.deduction.factors.factors import FactorMap
 from hetu_fx.errors import BatchError, DeductionError, PlanError
 from hetu_fx.graph import meta
-from hetu_fx.graph.checks import Check
+from hetu_fx.graph.forward_checks import Check
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind
-from hetu_fx.graph.leaves.ops import CONSTANTS, told_nodes
+from hetu_fx.graph.leaves.leaf_ops import CONSTANTS, told_nodes
 from hetu_fx.graph.row_dims import RowDims, count_rows, with_rows
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.loss_type import LossType, loss_type
@@ -377,7 +377,7 @@ def bind(shapes: Shapes, tensors: Mapping[str, torch.Tensor]) -> dict[sympy.Symb
         if len(actual) != len(expected):
             raise BatchError(
                 f"input {name!r} has {len(actual)} dims {tuple(actual)}, but the model was captured with "
-                f"{len(expected)}; pass an example batch of that form to hetu_fx.auto_parallelize"
+                f"{len(expected)}\nhint: pass an example batch of that form to hetu_fx.auto_parallelize"
             )
         for dim, size in enumerate(expected):
             if size.__class__ is not int or size != actual[dim]:
@@ -394,8 +394,8 @@ def _bind_size(bindings: dict[sympy.Symbol, int], name: str, dim: int, expected:
             return
     if int(expected) != actual:
         raise BatchError(
-            f"dim {dim} of input {name!r} has size {actual}, but the captured graph needs {int(expected)} there; "
-            f"pad the batch to that size, or call hetu_fx.auto_parallelize with an example of the new size"
+            f"dim {dim} of input {name!r} has size {actual}, but the captured graph needs {int(expected)} there\n"
+            f"hint: pad the batch to that size, or call hetu_fx.auto_parallelize with an example of the new size"
         )
 
 

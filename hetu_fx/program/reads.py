@@ -23,7 +23,7 @@ from torch import Tensor
 from hetu_fx.base.torch_private import tree_leaves, version
 from hetu_fx.errors import StateError
 from hetu_fx.graph.meta import SYMBOLIC
-from hetu_fx.graph.tracing.contents import ABSENT, PLAIN, Inside, Memory, can_change, frozen, put, same
+from hetu_fx.graph.tracing.contents import ABSENT, PLAIN, Inside, RawMemory, can_change, frozen, put, same
 from hetu_fx.program.structure import told_hook, type_name
 
 _MOST_SHOWN = 80
@@ -211,7 +211,7 @@ def show_value(value: Any) -> str:
             text = f"a tensor of shape {list(value.shape)}"
         case _ if isinstance(value, SYMBOLIC):
             text = "a number of a batch"
-        case _ if value is ABSENT or isinstance(value, (*PLAIN, Memory)):
+        case _ if value is ABSENT or isinstance(value, (*PLAIN, RawMemory)):
             text = repr(value)
         case _ if callable(value) and not isinstance(value, type | torch.nn.Module):
             text = told_hook(value)
@@ -228,8 +228,8 @@ class NotKept:
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise StateError(
-            f"{self.__dict__['label']} is set by the forward, but that runs as captured graphs, which set nothing; "
-            f'return the value as an output, or use hetu_fx.auto_parallelize(..., capture="eager")'
+            f"{self.__dict__['label']} is set by the forward, but that runs as captured graphs, which set nothing\n"
+            f'hint: return the value as an output, or use hetu_fx.auto_parallelize(..., capture="eager")'
         )
 
     def __getattr__(self, name: str) -> Any:

@@ -19,7 +19,7 @@ from hetu_fx.errors import BatchError, CaptureError
 from hetu_fx.graph.bind import Batch, LossCall, flatten_batch
 from hetu_fx.graph.capture import Around, capture
 from hetu_fx.graph.graph import Graph
-from hetu_fx.graph.leaves.ops import CONSTANTS, told_nodes
+from hetu_fx.graph.leaves.leaf_ops import CONSTANTS, told_nodes
 from hetu_fx.graph.neutral import PARAMETERS, stand_in_device, stand_in_state
 from hetu_fx.graph.numbers import later
 from hetu_fx.graph.row_dims import NOTHING_ASKED, AskedRowDims, RowDims, find_row_dims
@@ -140,7 +140,7 @@ class Tracer:
                 return
         raise CaptureError(
             f"the forward goes on by the time ({', '.join(clocks)}), which a captured graph would keep as it was when "
-            f"it was made; pass it in as a tensor or keep it in a buffer, or use "
+            f"it was made\nhint: pass it in as a tensor or keep it in a buffer, or use "
             f'hetu_fx.auto_parallelize(..., capture="eager")'
         )
 
@@ -167,8 +167,8 @@ class Tracer:
             return replace(before, source=before.source.with_note(note))
         told = "; ".join(f"{access.label}: {show_value(access.copy)} -> {show_value(left)}" for access, left in changed)
         raise CaptureError(
-            f"the forward keeps state in Python, which a captured graph cannot do: {told} (before and after a call); "
-            f"keep it in a buffer (register_buffer), change it outside of the forward, or use "
+            f"the forward keeps state in Python, which a captured graph cannot do: {told} (before and after a call)\n"
+            f"hint: keep it in a buffer (register_buffer), change it outside of the forward, or use "
             f'hetu_fx.auto_parallelize(..., capture="eager")'
         )
 

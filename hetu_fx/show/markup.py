@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from types import MappingProxyType
 
 COLOURS = ("#4a7fd0", "#e08a2e", "#3f9d63", "#c2588f", "#9a8420", "#4aa3b5")
 """Told apart, on light and on dark."""
@@ -19,16 +20,18 @@ STYLE = """
 .hetu-fx *{box-sizing:border-box}
 .hetu-fx .scroll{overflow:auto;max-height:32rem;border:1px solid var(--line);border-radius:4px;margin:.5rem 0}
 .hetu-fx table{border-collapse:collapse;font-size:.9rem;width:100%;margin:0;overflow-wrap:normal}
-.hetu-fx th,.hetu-fx td{padding:.25rem .7rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--line);
+.hetu-fx th,.hetu-fx td{padding:.25rem .55rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--line);
 background:var(--paper);color:var(--ink)}
-.hetu-fx th:first-child,.hetu-fx td:first-child{text-align:left}
-.hetu-fx th{background:var(--soft);position:sticky;top:0}
+.hetu-fx th:first-child,.hetu-fx td:first-child{text-align:left;position:sticky;left:0}
+.hetu-fx th{background:var(--soft);position:sticky;top:0}.hetu-fx th:first-child{z-index:1}
 .hetu-fx .note{color:var(--quiet);font-size:.9rem;margin:.3rem 0}
 .hetu-fx .key{display:inline-block;margin-right:1rem}
 .hetu-fx .key i,.hetu-fx .bar i{display:inline-block;height:.8em;border-radius:2px}
-.hetu-fx .key i{width:.8em;margin-right:.35em}
-.hetu-fx .bar{display:flex;width:11rem;height:.8rem;border-left:1px solid var(--line);margin-left:auto}
+.hetu-fx .key i{width:.8em;margin-right:.35em}.hetu-fx .key.line i{width:1.4em;height:2px;vertical-align:middle}
+.hetu-fx .bar{display:flex;width:7rem;height:.8rem;border-left:1px solid var(--line);margin-left:auto}
 .hetu-fx .bar i{border-radius:0}.hetu-fx .short .bar{width:4rem}
+@media (max-width:40rem){.hetu-fx th,.hetu-fx td{padding:.25rem .45rem}
+.hetu-fx td:first-child{white-space:normal;min-width:5.5rem;max-width:9rem}}
 """
 
 _PAGE_STYLE = """
@@ -58,14 +61,14 @@ def cells_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def keys(colours: Mapping[str, str]) -> str:
-    """Return what the colours of a picture mean, by name."""
-    marks = (_key(name, colour) for name, colour in colours.items())
-    return f"<p>{''.join(marks)}</p>"
+def keys(colours: Mapping[str, str], lines: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return what the colours of a picture's areas, and of its lines, mean, by name."""
+    marks = [_key(name, colour, "key") for name, colour in colours.items()]
+    return f"<p>{''.join([*marks, *(_key(name, colour, 'key line') for name, colour in lines.items())])}</p>"
 
 
-def _key(name: str, colour: str) -> str:
-    return f'<span class="key"><i style="background:{colour}"></i>{escape(name)}</span>'
+def _key(name: str, colour: str, kind: str) -> str:
+    return f'<span class="{kind}"><i style="background:{colour}"></i>{escape(name)}</span>'
 
 
 def bar(parts: Sequence[tuple[str, float, str]], whole: float) -> str:

@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 
 import hetu_fx
 from hetu_fx.errors import EnvironmentProblem, StateError
-from hetu_fx.integrations.lightning.parts import Parts
+from hetu_fx.integrations.lightning.parallel_modules import Parts
 
 T = TypeVar("T")
 
@@ -128,8 +128,8 @@ def check_launch(devices: int, nodes: int, world: int) -> None:
     if devices * nodes != world:
         raise EnvironmentProblem(
             f"Trainer(devices={devices}, num_nodes={nodes}) is for {devices * nodes} processes, and the launcher has "
-            f"started {world}; pass as devices= the processes of a node, and as num_nodes= the nodes (on CPUs "
-            f"devices='auto' means 1): devices=int(os.environ['LOCAL_WORLD_SIZE'])"
+            f"started {world}\nhint: pass devices=int(os.environ['LOCAL_WORLD_SIZE']), the processes of a node, and "
+            f"num_nodes= the nodes (on CPUs devices='auto' means 1)"
         )
 
 
@@ -309,7 +309,7 @@ def check_precision(plugin: Precision) -> None:
     """
     if type(plugin) not in PRECISIONS:
         raise StateError(
-            f"{type(plugin).__name__} is not known to leave the model's layers as they are; use precision="
+            f"{type(plugin).__name__} is not known to leave the model's layers as they are\nhint: use precision="
             f"'bf16-mixed', '16-mixed', 'bf16-true', '16-true', '32-true' or '64-true'"
         )
 
@@ -318,11 +318,13 @@ def _check_options(options: Mapping[str, Any]) -> None:
     known = {*inspect.signature(hetu_fx.auto_parallelize).parameters, *_RARE} - {"old"}
     for name in options:
         if name in REFUSED:
-            raise StateError(f"HetuStrategy takes no {name}=: {REFUSED[name]}; leave it out")
+            raise StateError(f"HetuStrategy takes no {name}=: {REFUSED[name]}\nhint: leave it out")
         if name not in known:
             near = difflib.get_close_matches(name, [*known], 1)
             meant = f", did you mean {near[0]!r}?" if near else ""
-            raise StateError(f"HetuStrategy: hetu_fx.auto_parallelize has no argument {name!r}{meant}; leave it out")
+            raise StateError(
+                f"HetuStrategy: hetu_fx.auto_parallelize has no argument {name!r}{meant}\nhint: leave it out"
+            )
 
 
 def _whole_tensors(checkpoint: Any, *, keep: bool) -> Any:

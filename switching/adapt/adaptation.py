@@ -19,7 +19,7 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.cluster.measure import group_speeds
 from hetu_fx.comm_ops.wire.consensus import StepFacts
 from hetu_fx.errors import HetuFxError, StateError
-from hetu_fx.planner.price.stage import stage_costs
+from hetu_fx.planner.price.stage_seconds import stage_costs
 from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan, micro_batch_rows
@@ -37,7 +37,7 @@ from hetu_fx.switching.adapt.replanning import (
 )
 from hetu_fx.switching.adapt.tried import TriedPlans
 from hetu_fx.switching.runtime import Runtime
-from hetu_fx.switching.step.report import LastStep
+from hetu_fx.switching.step.step_report import LastStep
 
 _log = logging.getLogger("hetu_fx.health")
 
@@ -237,8 +237,8 @@ class Adaptation:
     def _known_cluster(self) -> Cluster:
         if self.cluster is None:
             raise StateError(
-                "the devices were not measured, so there is nothing to plan from; pass cluster=... or plan='auto' to "
-                "hetu_fx.auto_parallelize"
+                "the devices were not measured, so there is nothing to plan from\n"
+                "hint: pass cluster=... or plan='auto' to hetu_fx.auto_parallelize"
             )
         return self.cluster
 

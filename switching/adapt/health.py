@@ -93,7 +93,7 @@ class HealthTracker:
             if name not in known:
                 raise StateError(f"health has {name!r}{nearest(name, tuple(known))}")
             if isinstance(known[name], int) and value != int(value):
-                raise StateError(f"health has {name} {value}; give a whole number of steps")
+                raise StateError(f"health has {name} {value}\nhint: give a whole number of steps")
         own: dict[str, Any] = {n: type(known[n])(value) for n, value in given.items()}
         window = own.get("window", usual.window)
         least = {name: max(window, known[name]) for name in ("lasting", "settling")}
@@ -101,15 +101,15 @@ class HealthTracker:
 
     def __post_init__(self) -> None:
         if self.window < 1 or self.patience < 1:
-            raise StateError(f"window {self.window}, patience {self.patience}; give 1 or more of each")
+            raise StateError(f"window {self.window}, patience {self.patience}\nhint: give 1 or more of each")
         if min(self.lasting, self.settling) < self.window or self.gap <= 0:
             raise StateError(
-                f"lasting is {self.lasting}, settling {self.settling}, window {self.window}, gap {self.gap}; give "
-                f"lasting and settling of the window at least, and a gap above 0"
+                f"lasting is {self.lasting}, settling {self.settling}, window {self.window}, gap {self.gap}\n"
+                f"hint: give lasting and settling of the window at least, and a gap above 0"
             )
         if not 0 <= self.hysteresis <= self.threshold:
             raise StateError(
-                f"hysteresis is {self.hysteresis}, threshold {self.threshold}; give 0 <= hysteresis <= threshold"
+                f"hysteresis is {self.hysteresis}, threshold {self.threshold}\nhint: give 0 <= hysteresis <= threshold"
             )
 
     @property

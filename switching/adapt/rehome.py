@@ -27,7 +27,7 @@ from hetu_fx.errors import PlanError, StateError
 from hetu_fx.plans.homes import choose_homes, speeds
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.adapt.adaptation import Adaptation
-from hetu_fx.switching.migrate.plan import SwitchPlan
+from hetu_fx.switching.migrate.move_plan import SwitchPlan
 from hetu_fx.switching.migrate.state_tensors import TrainingState, check_optimizers, with_layout
 from hetu_fx.switching.runtime import Runtime
 
@@ -51,7 +51,7 @@ class Rehoming:
     ) -> None:
         self.runtime, self.adaptation = runtime, adaptation
         self.optimizers: list[torch.optim.Optimizer] = list(optimizers)
-        self.homes_follow = runtime.settings.homes_follow
+        self.homes_follow = runtime.settings.options.homes_follow
         self.is_told = bool(optimizers)
         self._chosen: dict[tuple[Plan, tuple[float, ...]], dict[str, Annotation]] = {}
         self._has_signal = False
@@ -130,8 +130,8 @@ class Rehoming:
     def _take_in(self, optimizer: Optimizers | None) -> None:
         if optimizer is None and not self.is_told:
             raise StateError(
-                "the optimizer's state must move with the parameters, but no optimizer is known: pass optimizer=... "
-                "here or to hetu_fx.auto_parallelize (several as a list; optimizer=() if there is none)"
+                "the optimizer's state must move with the parameters, but no optimizer is known\n"
+                "hint: pass optimizer=... here or to hetu_fx.auto_parallelize (several as a list; () if there is none)"
             )
         if optimizer is None:
             return
@@ -159,7 +159,7 @@ class Rehoming:
         """Return all ranks, of which the given ones must be some."""
         given, world = list(ranks), range(self.runtime.table.size)
         if not given or any(type(rank) is not int or rank not in world for rank in given):
-            raise StateError(f"homes are asked for on devices {given}; give some of 0 to {len(world) - 1}")
+            raise StateError(f"homes are asked for on devices {given}\nhint: give some of 0 to {len(world) - 1}")
         return world
 
     @property
@@ -192,9 +192,11 @@ class Rehoming:
         again = self.runtime.variants.drained.intersection(ranks)
         self._in_world(ranks)
         if again:
-            raise StateError(f"devices {sorted(again)} are drained already; model.hetu.admit takes them back")
+            raise StateError(f"devices {sorted(again)} are drained already\nhint: model.hetu.admit takes them back")
         if len(drained) == self.runtime.table.size:
-            raise StateError(f"draining devices {list(ranks)} would leave none; save a checkpoint and end the job")
+            raise StateError(
+                f"draining devices {list(ranks)} would leave none\nhint: save a checkpoint and end the job"
+            )
         return drained
 
     def _drained_without(self, ranks: Sequence[int]) -> frozenset[int]:
@@ -229,7 +231,7 @@ def _check_alike(asked: Sequence[tuple[str, list[float]]]) -> None:
     """Refuse what ranks ask for unlike: near which plan, and which shares."""
     if any(one != asked[0] for one in asked):
         told = "; ".join(f"rank {rank}: near {near}, shares {shares}" for rank, (near, shares) in enumerate(asked))
-        raise StateError(f"homes are asked for unlike ({told}); all ranks must do the same")
+        raise StateError(f"ranks ask for different homes ({told})\nhint: make the same call on all ranks")
 
 
 def move_homes_near(
@@ -269,7 +271,7 @@ def surviving_home(name: str, home: Annotation, lost: Collection[int]) -> Annota
     if not whole or not isinstance(home.top, Duplicate):
         raise StateError(
             f"devices {sorted(lost)} are lost, and nobody else has all of {name!r}, which was at home on ranks "
-            f"{sorted(home.ranks)}; train with zero=0 on several replicas, or load a checkpoint"
+            f"{sorted(home.ranks)}\nhint: train with zero=0 on several replicas, or load a checkpoint"
         )
     groups, shardings = zip(*whole, strict=True)
     return Annotation(groups, shardings, Duplicate(len(groups)) if len(groups) > 1 else None)

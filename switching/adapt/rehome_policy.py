@@ -28,7 +28,7 @@ from hetu_fx.plans.homes import choose_homes
 from hetu_fx.switching.adapt.adaptation import Adaptation
 from hetu_fx.switching.adapt.own_times import UpdateTimes
 from hetu_fx.switching.adapt.rehome import Rehoming
-from hetu_fx.switching.bridge.plan import BridgeEntry
+from hetu_fx.switching.bridge.bridge_plan import BridgeEntry
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.step.timer import find_clock
 

@@ -25,8 +25,8 @@ from hetu_fx.comm_ops.wire.collectives import Exchange
 from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import StateError
+from hetu_fx.switching.bridge.bridge_plan import BridgeBucket, BridgeEntry, BridgePlan, plan_bridge, slice_boxes
 from hetu_fx.switching.bridge.message import Arrivals, Cuts, MessageRun, box_cuts, view_box
-from hetu_fx.switching.bridge.plan import BridgeBucket, BridgeEntry, BridgePlan, plan_bridge, slice_boxes
 from hetu_fx.switching.home.layout import LocalPart
 
 __all__ = ["Bridge", "BridgeBucket", "BridgeEntry", "BridgePlan", "Reduction", "plan_bridge"]

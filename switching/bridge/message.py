@@ -32,7 +32,7 @@ from hetu_fx.comm_ops.wire.two_level import (
     sum_all_in_levels,
     sum_segments_in_levels,
 )
-from hetu_fx.switching.bridge.plan import Message, ParameterBox
+from hetu_fx.switching.bridge.bridge_plan import Message, ParameterBox
 from hetu_fx.switching.home.layout import LocalPart, to_local
 
 Cuts = tuple[tuple[int, int, int], ...]  # dim, start, length

@@ -207,8 +207,8 @@ class EagerExecution:
             raise PlanError(
                 f"{self._lists} is a list of tensors, which capture='eager' cannot put together of several ranks: "
                 f"dim 0 of each may count rows, or each may be a sample (an image of channels, height and width)\n"
-                f"hint: say row_dims={dict.fromkeys(lists, 0)} if dim 0 of each counts rows; pass samples as one "
-                f"tensor, padded, or the same whole batch on all ranks, with data='global'"
+                f"hint: say row_dims={dict.fromkeys(lists, 0)} if dim 0 of each counts rows. Else pass "
+                f"samples as one padded tensor, or the same whole batch on all ranks, with data='global'"
             )
 
     def check(self, plan: Plan, world_size: int) -> None:
@@ -217,23 +217,26 @@ class EagerExecution:
             if len(pipeline.devices) > 1 or pipeline.micro_batches > 1:
                 raise PlanError(
                     f"pipelines[{index}] of the plan is {pipeline} in {pipeline.micro_batches} micro-batches, but "
-                    f"capture='eager' runs the whole module on one device in one micro-batch; use "
+                    f"capture='eager' runs the whole module on one device in one micro-batch\nhint: use "
                     f"hetu_fx.Plan.data_parallel(devices, shares) or plan='auto', or make the model capturable and use "
                     f"capture='graph'"
                 )
             if any(stage.recompute for stage in pipeline.stages):
                 raise PlanError(
-                    f"pipelines[{index}] of the plan is {pipeline}, but capture='eager' runs the module as it is; "
-                    f"leave 'recompute' out, and call torch.utils.checkpoint in the module's own forward"
+                    f"pipelines[{index}] of the plan is {pipeline}, but capture='eager' runs the module as it is\n"
+                    f"hint: leave 'recompute' out, and call torch.utils.checkpoint in the module's own forward"
                 )
             if any(stage.dtype for stage in pipeline.stages):
                 raise PlanError(
-                    f"pipelines[{index}] of the plan is {pipeline}, but capture='eager' runs the module as it is; "
-                    f"leave 'dtype' out, and use torch.autocast around the module"
+                    f"pipelines[{index}] of the plan is {pipeline}, but capture='eager' runs the module as it is\n"
+                    f"hint: leave 'dtype' out, and use torch.autocast around the module"
                 )
         check_takes_any_row(plan)
         plan.check(num_blocks=0, world_size=world_size)
         self.check_rows_are_known(world_size)
+
+    def check_ops(self, plan: Plan) -> None:
+        """Check nothing: the module runs as it is."""
 
     def compute_annotations(self, plan: Plan) -> Mapping[str, Annotation]:
         """Return that every replica reads all parameters."""

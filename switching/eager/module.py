@@ -211,7 +211,7 @@ def _with_loss(tree: Tree, tensors: Mapping[str, Tensor], given: Tensor | None) 
     """Find the loss: what loss_fn gave, else that among the outputs."""
     if given is not None and not is_loss(given):
         raise BatchError(
-            f"loss_fn gave a tensor of shape {tuple(given.shape)} and {given.dtype}; return a mean over rows"
+            f"loss_fn gave a tensor of shape {tuple(given.shape)} and {given.dtype}\nhint: return a mean over rows"
         )
     numbers = [name for name, tensor in tensors.items() if is_loss(tensor)]
     trained = [name for name in numbers if tensors[name].requires_grad or not torch.is_grad_enabled()]
@@ -347,7 +347,7 @@ def common_form(forms: Mapping[int, OutputForm]) -> OutputForm:
         if form.alike() != first.alike():
             raise StateError(
                 f"the module's outputs differ in form between replicas: rank {first_rank} made {_told(first)}, rank "
-                f"{rank} made {_told(form)}; return the same structure for any rows"
+                f"{rank} made {_told(form)}\nhint: return the same structure for any rows"
             )
     return replace(first, tree=_without_constants(first.tree, _differing_constants(forms), named=True))
 
@@ -386,8 +386,8 @@ def eager_routes(
     """
     for name, values in _differing_constants(forms).items():
         raise StateError(
-            f"output {name!r} is {values} on ranks {sorted(values)}: a plain value of each replica's rows alone; "
-            f"return a tensor with one entry per row, {_WAY_OUT}"
+            f"output {name!r} is {values} on ranks {sorted(values)}: a plain value of each replica's rows alone\n"
+            f"hint: return a tensor with one entry per row, {_WAY_OUT}"
         )
     specs = {
         name: {rank: form.values[name] for rank, form in forms.items()} for name in next(iter(forms.values())).values
@@ -406,8 +406,8 @@ def _route(name: str, specs: Mapping[int, Spec], plan: Plan, rows: RowPlan, shar
         shapes = {rank: list(spec.shape) for rank, spec in specs.items()}
         raise StateError(
             f"output {name!r} has shapes {shapes} by rank, whose replicas have {held} rows: replicas' outputs other "
-            f"than the loss can be joined only along rows, and here dims {found} may count them; return one entry per "
-            f"row, {_WAY_OUT}"
+            f"than the loss can be joined only along rows, and here dims {found} may count them\n"
+            f"hint: return one entry per row, {_WAY_OUT}"
         )
     rows_dim = clear[0] if len(clear) == 1 else None
     groups = [pipeline.devices for pipeline in plan.pipelines]

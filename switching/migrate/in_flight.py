@@ -27,7 +27,7 @@ from hetu_fx.comm_ops.wire.serial_threads import SerialExecutor, SerialTask
 from hetu_fx.comm_ops.wire.shutdown import finish_at_exit
 from hetu_fx.errors import CommError
 from hetu_fx.switching.home.tensor import HomeTensor, give, wrap
-from hetu_fx.switching.migrate.plan import SwitchPlan
+from hetu_fx.switching.migrate.move_plan import SwitchPlan
 from hetu_fx.switching.migrate.state_tensors import Key
 
 _log = logging.getLogger("hetu_fx.home")

@@ -29,6 +29,7 @@ from hetu_fx.switching.home.parameters import move_optimizer_state
 from hetu_fx.switching.migrate.buckets import ARRIVING, LEAVING, Carrier, StateTensor, SwitchBucket
 from hetu_fx.switching.migrate.byte_runs import Extents, slice_reads
 from hetu_fx.switching.migrate.in_flight import InFlightState, StandIns
+from hetu_fx.switching.migrate.move_plan import EXTRA_SHARE, LEAST_EXTRA_BYTES, SwitchPlan, plan_switch
 from hetu_fx.switching.migrate.node_memory import (
     NodeMemory,
     PeerMemory,
@@ -38,7 +39,6 @@ from hetu_fx.switching.migrate.node_memory import (
     gather_addresses,
     share,
 )
-from hetu_fx.switching.migrate.plan import EXTRA_SHARE, LEAST_EXTRA_BYTES, SwitchPlan, plan_switch
 from hetu_fx.switching.migrate.state_tensors import Homes, TrainingState, with_layout
 
 

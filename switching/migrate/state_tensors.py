@@ -46,8 +46,8 @@ class TrainingState:
                 if tensor.shape != home.shape:
                     raise StateError(
                         f"{kind} of parameter {name!r} is a home tensor of shape {tuple(tensor.shape)}, the parameter "
-                        f"has shape {tuple(home.shape)}: nothing says where its parts belong; make it a plain tensor "
-                        f"by full_tensor()"
+                        f"has shape {tuple(home.shape)}: nothing says where its parts belong\n"
+                        f"hint: make it a plain tensor by full_tensor()"
                     )
                 self.tensors[name, kind] = tensor
 
@@ -142,7 +142,7 @@ def check_optimizers(homes: Homes, optimizers: Sequence[torch.optim.Optimizer]) 
         if strangers:
             raise StateError(
                 f"optimizer {number} ({type(optimizer).__name__}) holds {len(strangers)} parameters that are none of "
-                f"the model's, the first of shape {tuple(strangers[0].shape)}; make it from model.parameters()"
+                f"the model's, the first of shape {tuple(strangers[0].shape)}\nhint: make it from model.parameters()"
             )
 
 
@@ -158,8 +158,8 @@ def _merged_state(told: Sequence[Sequence[StateTensor]]) -> tuple[StateTensor, .
             known = merged.setdefault((tensor.parameter, tensor.kind), tensor)
             if known != tensor:
                 raise StateError(
-                    f"{tensor.kind} of parameter {tensor.parameter!r} is {tensor} on rank {rank}, {known} on another; "
-                    f"all ranks must do the same to the model and its optimizers"
+                    f"{tensor.kind} of parameter {tensor.parameter!r} is {tensor} on rank {rank}, {known} on another\n"
+                    f"hint: do the same to the model and its optimizers on all ranks"
                 )
     for rank, tensors in enumerate(told):
         have = {(tensor.parameter, tensor.kind) for tensor in tensors}
@@ -167,7 +167,7 @@ def _merged_state(told: Sequence[Sequence[StateTensor]]) -> tuple[StateTensor, .
         if lacking:
             raise StateError(
                 f"rank {rank} owns a part of {lacking[0].parameter!r} but has no {lacking[0].kind} of it, which other "
-                f"ranks have ({len(lacking)} such tensors); all ranks must step the same optimizers"
+                f"ranks have ({len(lacking)} such tensors)\nhint: step the same optimizers on all ranks"
             )
     return tuple(merged.values())
 

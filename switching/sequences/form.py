@@ -87,7 +87,7 @@ def form_of_sequences(
         if not reason:
             return _checked(_together(program, filling, options), sequences, options)
     if options.packs:
-        raise BatchError(f"sequences cannot be packed as asked for by packs=True: {reason}; leave packs out")
+        raise BatchError(f"sequences cannot be packed as asked for by packs=True: {reason}\nhint: leave packs out")
     program = programs.find(_sample_rows(sequences, plain), training)
     return _checked(_apart(program, plain, options, reason), sequences, options)
 
@@ -133,24 +133,24 @@ def _checked(form: SequenceForm, sequences: Sequences, options: SequenceOptions)
     """
     if not form.program.loss_name:
         raise BatchError(
-            "sequences of mixed lengths run in micro-batches, so the loss must come from the model; pass labels, or "
-            "loss_fn=... to hetu_fx.auto_parallelize"
+            "sequences of mixed lengths run in micro-batches, so the loss must come from the model\n"
+            "hint: pass labels, or loss_fn=... to hetu_fx.auto_parallelize"
         )
     fixed = [leaf.name for leaf in form.program.inputs if _has_fixed_length(leaf, sequences)]
     if fixed:
         raise BatchError(
-            f"the captured graph takes inputs {fixed} of one length only, so that sequences cannot run at their own; "
-            f"pad them to that length"
+            f"the captured graph takes inputs {fixed} of one length only, so that sequences cannot run at their own\n"
+            f"hint: pad them to that length"
         )
     if form.program.mixes_rows:
         raise BatchError(
             "rows of a batch meet in the model (or their number is fixed), so that sequences cannot be spread over "
-            "micro-batches; pad them to batches of one length"
+            "micro-batches\nhint: pad them to batches of one length"
         )
     if ROWS in form.program.counts:
         raise BatchError(
             "the loss is a mean over rows, of which sequences have unequal lengths, so that it would depend on who "
-            f"shares a row; let it be a mean over the labels {list(options.labels)} that are not {IGNORED}"
+            f"shares a row\nhint: let it be a mean over the labels {list(options.labels)} that are not {IGNORED}"
         )
     unused = replace(form.filling, first_unused=tuple(name for name in options.labels if name in sequences.inputs))
     is_unused = _counts(form, sequences, form.filling) == _counts(form, sequences, unused)

@@ -170,7 +170,7 @@ class SequenceReader:
         if self.programs.observers.names:
             raise BatchError(
                 f"submodules {', '.join(self.programs.observers.names)} are observed, but sequences of mixed lengths "
-                f"give no outputs; remove the observers, or pass rows"
+                f"give no outputs\nhint: remove the observers, or pass rows"
             )
         _check_rows_are_dim_0(self.programs, sequences)
         key = _key(sequences, training)
@@ -184,7 +184,7 @@ class SequenceReader:
             state=lambda: self.programs.facts(program),
         )
         if not shared:
-            raise BatchError("sequences of mixed lengths are given out by length; use data='global' for them")
+            raise BatchError("sequences of mixed lengths are given out by length\nhint: use data='global' for them")
         return SequenceReading(facts, self, key, sequences)
 
     def plan(self, key: str, sequences: Sequences, variants: Sequence[Variant], rates: Rates) -> BatchPlan:

@@ -54,7 +54,9 @@ def nested_sequences(batch: Batch) -> Sequences | None:
     """
     if not isinstance(batch, Mapping):
         if any(isinstance(value, Tensor) and value.is_nested for value in batch):
-            raise BatchError("sequences are passed by keyword: model(input_ids=nested, labels=nested)")
+            raise BatchError(
+                "sequences are passed by position\nhint: use keywords: model(input_ids=nested, labels=nested)"
+            )
         return None
     nested = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.is_nested}
     if not nested:
@@ -70,17 +72,22 @@ def _check_others(others: Mapping[str, Any]) -> None:
     rows = {name: tuple(value.shape) for name, value in others.items() if isinstance(value, Tensor) and value.dim()}
     if rows:
         raise BatchError(
-            f"inputs of shapes {rows} stand beside sequences of mixed lengths; pass them as nested tensors too, one "
-            f"entry per token (torch.nested.nested_tensor(parts, layout=torch.jagged))"
+            f"inputs of shapes {rows} come with sequences of mixed lengths\n"
+            f"hint: pass them as nested tensors too, one entry per token (torch.nested.nested_tensor(parts, "
+            f"layout=torch.jagged))"
         )
 
 
 def _check_lengths(lengths: Mapping[str, tuple[int, ...]]) -> None:
     if len(set(lengths.values())) > 1:
-        raise BatchError(f"inputs have sequences of different lengths {dict(lengths)}; give each token one of each")
+        raise BatchError(
+            f"inputs have sequences of different lengths {dict(lengths)}\nhint: give each token one of each"
+        )
     first = next(iter(lengths.values()))
     if not first or 0 in first:
-        raise BatchError(f"a batch has sequences of {list(first)} tokens; give one or more, of one token or more each")
+        raise BatchError(
+            f"a batch has sequences of {list(first)} tokens\nhint: give one or more, of one token or more each"
+        )
 
 
 def row_plan(assignment: Assignment, world_size: int, sequences: int) -> RowPlan:

@@ -150,8 +150,8 @@ def needing_gradients(tensors: Mapping[str, Tensor], row_dims: RowDims) -> dict[
     found = {name: t for name, t in tensors.items() if t.requires_grad} if torch.is_grad_enabled() else {}
     if others := sorted(found.keys() - row_dims.keys()):
         raise BatchError(
-            f"input {others} needs a gradient, which only inputs with rows get; make it a parameter of the model, "
-            f"detach it, or take the gradient inside model.hetu.whole()"
+            f"input {others} needs a gradient, which only inputs with rows get\n"
+            f"hint: make it a parameter of the model, detach it, or take the gradient inside model.hetu.whole()"
         )
     return found
 

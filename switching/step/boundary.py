@@ -110,8 +110,8 @@ class StepBackward:
         if self.is_over:
             once = f"{RUNS_ONCE}; " if self.collector.ran_ahead else ""
             self.collector.refuse(
-                f"{once}backward goes through this step a second time, but what it needs was freed after the first; "
-                f"pass retain_graph=True to the first (under a plan of one stage and one micro-batch)"
+                f"{once}backward goes through this step a second time, but what it needs was freed after the first\n"
+                f"hint: pass retain_graph=True to the first (under a plan of one stage and one micro-batch)"
             )
         if self.collector.ran_ahead and any(gradient is not None for gradient in gradients[1:]):
             self.collector.refuse(

@@ -24,13 +24,13 @@ from hetu_fx.comm_ops.wire.consensus import broadcast_from_rank0, raise_on_all_r
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import LeafKind, OutputKind
-from hetu_fx.planner.gathered import gathered_ops
+from hetu_fx.planner.gathered_ops import gathered_ops
 from hetu_fx.planner.values.gathered_op import KINDS, GatheredOp
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import Program, deduce_program
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
+from hetu_fx.switching.bridge.bridge_plan import taken_once
 from hetu_fx.switching.bridge.compute import Compute, bytes_besides
-from hetu_fx.switching.bridge.plan import taken_once
 from hetu_fx.switching.home.ops import get_home_layout
 from hetu_fx.switching.step.engine import Chunk, Engine
 from hetu_fx.switching.step.stage_p2p import Ends, StageP2P
@@ -42,11 +42,11 @@ from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.layouts.serialize import deserialize, serialize
 from hetu_fx.transforms.layouts.states import Summed
 from hetu_fx.transforms.lowering.block_modules import BlockModules
-from hetu_fx.transforms.lowering.checkpoint import RecomputingModule
 from hetu_fx.transforms.lowering.choose_algorithms import ChooseAlgorithms
 from hetu_fx.transforms.lowering.lower import lower
-from hetu_fx.transforms.lowering.overlap import Overlap
+from hetu_fx.transforms.lowering.overlap_products import Overlap
 from hetu_fx.transforms.lowering.recompute import Recompute
+from hetu_fx.transforms.lowering.recomputing_module import RecomputingModule
 from hetu_fx.transforms.lowering.replay import RecordedCalls, hindrance
 from hetu_fx.transforms.lowering.weights_later import WeightsLater
 from hetu_fx.transforms.passes import run_pass

@@ -41,7 +41,7 @@ def check_takes_any_row(plan: Plan, length: int | None = None) -> None:
     if limited:
         raise PlanError(
             f"pipelines take sequences up to a length of their own, {limited} by index, but rows are handed out by "
-            f"shares, whatever their length{'' if length is None else f' of {length}'}; give a plan all of whose "
+            f"shares, whatever their length{'' if length is None else f' of {length}'}\nhint: give a plan all of whose "
             f"pipelines take them (without max_length), or pass sequences of mixed lengths as nested tensors"
         )
 
@@ -217,13 +217,13 @@ class Execution(Protocol[V]):
         """Run what a script has put in the place of the model's forward; None: its class's."""
 
     def check(self, plan: Plan, world_size: int) -> None:
-        """Raise PlanError unless the model can run under the plan."""
+        """Raise PlanError unless the plan fits the model and the world; ops are not looked at."""
+
+    def check_ops(self, plan: Plan) -> None:
+        """Raise HetuFxError unless all that the model computes can run under the plan; one rank asks for all."""
 
     def compute_annotations(self, plan: Plan) -> Mapping[str, Annotation]:
-        """Return where the plan reads each parameter, by name; those that it never reads are left out.
-
-        Raises HetuFxError if the model cannot run under the plan.
-        """
+        """Return where the plan reads each parameter, by name; those that it never reads are left out."""
 
     def deduced(self, plan: Plan, topology: Topology | None) -> bytes | None:
         """Return what is found out of a plan before any rank can run it, as bytes; None where that is nothing.

@@ -45,9 +45,10 @@ class Fillings:
         if facts.unequal_sizes and relevant:
             raise BatchError(
                 f"ranks bring inputs of unequal sizes (the largest are {_named(batch, facts)}), and filled up to one "
-                f"size the model would do something else: {relevant[0].text}. Pass what masks the padding "
-                f"(attention_mask) if the model takes it, or pad all ranks' batches of a step to the same size in the "
-                f'collator (padding="max_length", or pad_to_multiple_of with a multiple that all stay below)'
+                f"size the model would do something else: {relevant[0].text}\n"
+                f"hint: pass what masks the padding (attention_mask) if the model takes it, or pad all ranks' batches "
+                f'of a step to the same size in the collator (padding="max_length", or pad_to_multiple_of with a '
+                f"multiple that all stay below)"
             )
         differs = bool(facts.unequal_sizes) and any(one.kind is OutputKind.VALUE for one in found)
         return replace(_with_sizes(batch, facts, filling), changes_values=differs)
@@ -66,8 +67,8 @@ def _check_sizes_are_open(batch: ReadBatch, facts: StepFacts) -> None:
     if fixed:
         why = "; ".join(batch.program.graph.notes) or "loops over a size fix it, as comparisons do"
         raise BatchError(
-            f"{', '.join(fixed)} is not the same on all ranks, but the model's forward fixes it ({why}); pad all "
-            f"ranks' batches of a step to the same size in the collator"
+            f"{', '.join(fixed)} is not the same on all ranks, but the model's forward fixes it ({why})\n"
+            f"hint: pad all ranks' batches of a step to the same size in the collator"
         )
 
 

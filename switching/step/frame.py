@@ -234,9 +234,9 @@ class StepFrame:
         alone = all(len(pipeline.devices) == 1 for pipeline in self.variant.plan.pipelines)
         if self.runs_ahead or not alone:
             raise StateError(
-                f"input {sorted(self.needing)} needs a gradient, which a plan gives whose pipelines are one device "
-                f"each, in one micro-batch (such as Plan.data_parallel); this is {self.variant.plan}. Detach it, use "
-                f"such a plan, or take the gradient inside model.hetu.whole()"
+                f"input {sorted(self.needing)} needs a gradient. The plan must have pipelines of one device and one "
+                f"micro-batch (such as Plan.data_parallel), but it is {self.variant.plan}\n"
+                f"hint: detach the input, use such a plan, or take the gradient inside model.hetu.whole()"
             )
 
     def leaves_of(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -92,7 +92,7 @@ def choose(variants: Sequence[VariantFacts], batch: BatchFacts, health: Health =
         limits = {variant.name: variant.max_length for variant in variants}
         raise BatchError(
             f"no variant takes a batch whose longest sequence is {batch.longest} (max_length by variant: "
-            f"{limits}); add a variant without max_length, or shorten the sequences"
+            f"{limits})\nhint: add a variant without max_length, or shorten the sequences"
         )
     if all(variant.predicted_seconds > 0 for variant in fitting):
         return min(fitting, key=lambda variant: variant.seconds(health)).name

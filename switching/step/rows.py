@@ -53,8 +53,8 @@ def check_rows(owned_rows: tuple[int, ...], *, shared: bool) -> None:
     """Raise BatchError if there are no rows, or not the same number on ranks that bring the same."""
     if shared and len(set(owned_rows)) > 1:
         raise BatchError(
-            f"data='global' means the same batch on every rank, but the ranks bring {list(owned_rows)} rows; "
-            f"use data='per_rank' if each rank has rows of its own"
+            f"data='global' means the same batch on every rank, but the ranks bring {list(owned_rows)} rows\n"
+            f"hint: use data='per_rank' if each rank has rows of its own"
         )
     if sum(owned_rows) == 0:
         raise BatchError("the batch has no rows on any rank")

@@ -13,13 +13,13 @@ def test_what_is_in_range_passes() -> None:
 
 @pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan])
 def test_what_must_be_above_0_is_refused_by_name(value: float) -> None:
-    with pytest.raises(ClusterError, match=rf"^device 3 has rate {value}; give a finite number above 0$"):
+    with pytest.raises(ClusterError, match=rf"^device 3 has rate {value}\nhint: give a finite number above 0$"):
         check_positive(ClusterError, "device 3", memory_bytes=1, rate=value)
 
 
 @pytest.mark.parametrize("value", [-1, math.inf, math.nan])
 def test_what_may_be_0_is_refused_below(value: float) -> None:
-    with pytest.raises(PlanError, match=rf"^link has latency_seconds {value}; give a finite number, 0 or more$"):
+    with pytest.raises(PlanError, match=rf"^link has latency_seconds {value}\nhint: give a finite number, 0 or more$"):
         check_not_negative(PlanError, "link", latency_seconds=value)
 
 

@@ -99,7 +99,7 @@ def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: str(broken))
     cpp_library._compiler.cache_clear()
     try:
-        with pytest.raises(EnvironmentProblem, match=r"g\+\+ -mcpu=native .* failed: no such luck; choose .* by CXX"):
+        with pytest.raises(EnvironmentProblem, match=r"g\+\+ -mcpu=native .* failed: no such luck\nhint: .* CXX"):
             cpp_library._compiler()
     finally:
         cpp_library._compiler.cache_clear()

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 import hetu_fx
+from hetu_fx.base import patches
 from hetu_fx.base.imports import import_with_library
+from hetu_fx.base.patches import install_patches, known_patches, remove_patches
 
 
 @pytest.fixture
@@ -22,12 +24,18 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     for name in ("a_library", "a_client"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setattr(patches, "_known", [])
+    monkeypatch.setattr(patches, "_ways_back", {})
     return "a_library"
+
+
+def add(library: str) -> None:
+    import_with_library(library, "a_client", why="the client is lost", tested="1.0")
 
 
 def test_the_module_is_imported_after_the_library(library: str) -> None:
     finders = [*sys.meta_path]
-    import_with_library(library, "a_client")
+    add(library)
     assert library not in sys.modules
     found = __import__(library)
     assert found.asked == ["a_client"]
@@ -38,12 +46,24 @@ def test_the_module_is_imported_after_the_library(library: str) -> None:
 
 def test_it_is_imported_at_once_where_the_library_is_there(library: str) -> None:
     found = __import__(library)
-    import_with_library(library, "a_client")
+    add(library)
     assert found.asked == ["a_client"]
 
 
+def test_it_is_a_patch_that_can_be_taken_out_and_put_in_again(library: str) -> None:
+    finders = [*sys.meta_path]
+    add(library)
+    (patch,) = known_patches()
+    assert str(patch) == "sys.meta_path (a_library 1.0): the client is lost"
+    remove_patches(library)
+    assert sys.meta_path == finders
+    install_patches(library)
+    assert __import__(library).asked == ["a_client"]
+    assert sys.meta_path == finders
+
+
 def test_a_library_that_is_not_there_stays_missing(library: str) -> None:
-    import_with_library("no_such_library", "a_client")
+    add("no_such_library")
     with pytest.raises(ModuleNotFoundError, match="no_such_library"):
         __import__("no_such_library")
     assert "a_client" not in sys.modules

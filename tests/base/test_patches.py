@@ -63,7 +63,7 @@ def test_torch_is_as_it_was_once_they_are_out() -> None:
 def test_every_patch_of_torch_has_its_place_in_the_torch_that_is_installed() -> None:
     home()
     ours = [one for one in known_patches() if one.library == "torch"]
-    assert len(ours) == 7
+    assert len(ours) == 8
     assert {one for one in ours if one in patches._ways_back} == set(ours)
     assert all(patches._ways_back[one] is not patches._nothing for one in ours)
 

@@ -52,13 +52,13 @@ def test_types_and_defaults_are_those_of_the_fields_and_defaults_are_left_out() 
     ("value", "message"),
     [
         ([], r"^here must be an object, not a list: \[\]"),
-        ({}, r"^here: 'format' is missing; give a string"),
+        ({}, r"^here: 'format' is missing\nhint: give a string"),
         ({"format": "whole/2", "parts": []}, "here: format is 'whole/2', but this version reads 'whole/1' only"),
-        ({"format": "whole/1"}, "here: 'parts' is missing; give a list"),
+        ({"format": "whole/1"}, "here: 'parts' is missing\nhint: give a list"),
         ({"format": "whole/1", "partz": []}, r"here: unknown key 'partz' \(did you mean 'parts'\?\)"),
         ({"format": "whole/1", "parts": 3}, "here: 'parts' must be a list, not a number: 3"),
         ({"format": "whole/1", "parts": [3]}, r"here: parts\[0\] must be an object, not a number: 3"),
-        ({"format": "whole/1", "parts": [{}]}, r"here: parts\[0\]: 'n' is missing; give a whole number"),
+        ({"format": "whole/1", "parts": [{}]}, r"here: parts\[0\]: 'n' is missing\nhint: give a whole number"),
         ({"format": "whole/1", "parts": [{"n": True}]}, "'n' must be a whole number, not a boolean: true"),
         ({"format": "whole/1", "parts": [{"n": -1}]}, r"^here: parts\[0\]: n is -1"),
         ({"format": "whole/1", "parts": [{"n": 1, "t": None}]}, "'t' must be a string, not null: null"),
@@ -78,7 +78,7 @@ def test_equal_values_in_a_row_are_written_once() -> None:
     written = [{"count": 2, "n": 1}, {"count": 1, "n": 2}]
     assert values.write((Part(1), Part(1), Part(2))) == written
     assert values.read(written, "here") == (Part(1), Part(1), Part(2))
-    with pytest.raises(PlanError, match=r"here\[0\]: count is 0; give the number of equal ones in a row"):
+    with pytest.raises(PlanError, match=r"here\[0\]: count is 0\nhint: give the number of equal ones in a row"):
         values.read([{"count": 0, "n": 1}], "here")
 
 
@@ -92,7 +92,7 @@ def test_numbers_by_whole_numbers_are_strings_in_the_file() -> None:
     values = object_by_number("tokens", PlanError)
     assert values.write({10: 1.0, 2: 0.5}) == {"2": 0.5, "10": 1.0}
     assert values.read({"2": 1}, "here.lengths") == {2: 1.0}
-    with pytest.raises(PlanError, match=r"here: 'lengths' has keys \['two'\]; give whole numbers of tokens"):
+    with pytest.raises(PlanError, match=r"here: 'lengths' has keys \['two'\]\nhint: give whole numbers of tokens"):
         values.read({"two": 1}, "here.lengths")
 
 

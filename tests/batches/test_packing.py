@@ -57,7 +57,7 @@ def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 @pytest.mark.parametrize("rows", [[(0,)], [(0, 1), (1,)], [(0, 1), ()], []])
 def test_a_sequence_in_no_row_or_in_two_is_refused(rows: list[tuple[int, ...]]) -> None:
-    with pytest.raises(BatchError, match="every one belongs in one row"):
+    with pytest.raises(BatchError, match="hint: put each in one row"):
         pack_batch([torch.tensor([1]), torch.tensor([2])], rows)
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-import hetu_fx.planner.measure.blocks
+import hetu_fx.planner.measure.block_times
 from hetu_fx.cli.given import local_device
 from hetu_fx.cli.main import main
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.values.profile_file import Profile
-from tests.planner.measure.test_blocks import run_by_size
+from tests.planner.measure.test_block_times import run_by_size
 
 EXAMPLE = """
 from tests.model_zoo import causal_batch, llama
@@ -29,8 +29,8 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hetu_fx.planner.measure.blocks, "time_shard", run_by_size)
-    monkeypatch.setattr(hetu_fx.planner.measure.blocks, "_CELL_SECONDS", 0.0)
+    monkeypatch.setattr(hetu_fx.planner.measure.block_times, "time_shard", run_by_size)
+    monkeypatch.setattr(hetu_fx.planner.measure.block_times, "_CELL_SECONDS", 0.0)
     Path("my_example.py").write_text(EXAMPLE)
 
 
@@ -64,8 +64,8 @@ def test_without_a_model_only_the_devices_are_measured() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("my_example", "names no function; write it like MODULE:FUNCTION"),
-        ("no_such_example:small", "No module named 'no_such_example'; start in the folder of the module"),
+        ("my_example", "names no function\nhint: write it like MODULE:FUNCTION"),
+        ("no_such_example:small", "No module named 'no_such_example'\nhint: start in the folder of the module"),
         ("my_example:large", "module my_example has no function large"),
         ("my_example:number", "module my_example has no function number"),
     ],

@@ -130,7 +130,7 @@ def test_figures_that_are_estimates_are_named(run: Run) -> None:
     Profile(COSTS, source="estimate").write("profile.json")
     _, out, _ = run()
     lines = out.splitlines()
-    assert "estimate: public figures of A100-80G, which programs do not reach, stand for devices 0, 1" in lines
+    assert "estimate: public figures of A100-80G, which programs do not reach, describe devices 0, 1" in lines
     assert "estimate: the program's costs are counted from its graph, not measured" in lines
 
 
@@ -138,29 +138,29 @@ def test_figures_that_are_estimates_are_named(run: Run) -> None:
     ("words", "message"),
     [
         (["--search=maleus"], "unknown search 'maleus' (did you mean 'malleus'?)"),
-        (["--without", "7"], "--without [7]: the cluster has ranks [0, 1, 2]; name some of them, not all"),
+        (["--without", "7"], "--without [7]: the cluster has ranks [0, 1, 2]\nhint: name some of them, not all"),
         (["--without", "0", "1", "2"], "name some of them, not all"),
-        (["--rate", "2"], "'2' is not a rank and its straggling rate; write it like --rate 2=2.5"),
+        (["--rate", "2"], "'2' is not a rank and its straggling rate\nhint: write it like --rate 2=2.5"),
         (["--rate", "9=2"], "rates for ranks [9]"),
         (["--rate", "1=0"], "device 1 has rate 0.0"),
         (["--rate", "1=0.5"], "device 1 has rate 0.5, but a straggling rate is 1 (healthy) or more"),
         (["--out", "nowhere/plan.json"], "--out nowhere/plan.json: there is no folder"),
-        (["--out", "cache"], "--out cache is a folder; name a file in it"),
+        (["--out", "cache"], "--out cache is a folder\nhint: name a file in it"),
         (["--forbid", "pipelines"], "plans have no feature 'pipelines' to allow or forbid (did you mean 'pipeline'?)"),
         (["--seconds", "-1"], "search has seconds -1.0"),
-        (["--steps", "10"], "spread over the steps that are left; give --before FILE too"),
-        (["--before", "plan.json"], "spread over the steps that are left; give --steps N too"),
+        (["--steps", "10"], "spread over the steps that are left\nhint: give --before FILE too"),
+        (["--before", "plan.json"], "spread over the steps that are left\nhint: give --steps N too"),
         (["--link", "fast"], "link rate 'fast' is not a rate"),
         (["--rows", "0"], "rows 0"),
         (["no.json"], "cannot read no.json"),
         (["--profile=no.json"], "cannot read no.json"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(run: Run, words: list[str], message: str) -> None:
+def test_what_cannot_be_is_refused_in_a_line_and_a_hint(run: Run, words: list[str], message: str) -> None:
     status, out, err = run(*words)
     assert (status, out) == (2, "")
     assert message in err
-    assert len(err.splitlines()) == 1
+    assert [line[:6] for line in err.splitlines()[1:]] in ([], ["hint: "])
 
 
 def test_what_is_forbidden_is_in_no_plan(run: Run) -> None:

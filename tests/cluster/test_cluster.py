@@ -39,14 +39,14 @@ def test_a_written_cluster_reads_back_equal(tmp_path: Any) -> None:
         ({"format": "hetu_fx.cluster/9"}, "this version reads 'hetu_fx.cluster/1' only"),
         ({"devices": []}, "cluster: a cluster has no devices"),
         ({"devices": [{"rank": 0, "flops": 1}]}, r"devices\[0\]: unknown key 'flops'"),
-        ({"devices": [{"rank": 0, "flops_per_second": 0, "memory_bytes": 1}]}, "flops_per_second 0.0; give"),
-        ({"devices": [{"rank": 0, "flops_per_second": 1, "memory_bytes": 1, "rate": -1}]}, "rate -1.0; give"),
+        ({"devices": [{"rank": 0, "flops_per_second": 0, "memory_bytes": 1}]}, "flops_per_second 0.0\nhint: give"),
+        ({"devices": [{"rank": 0, "flops_per_second": 1, "memory_bytes": 1, "rate": -1}]}, "rate -1.0\nhint: give"),
         (
             {"devices": [{"rank": 0, "flops_per_second": 1}]},
             r"'memory_bytes' is missing\nhint: give a whole number",
         ),
         ({"devices": [{"rank": -1, "flops_per_second": 1, "memory_bytes": 1}]}, "device has rank -1"),
-        ({"devices": [{"rank": 0, "kind": "T4", "meeting_seconds": -1}]}, "meeting_seconds -1.0; give a finite"),
+        ({"devices": [{"rank": 0, "kind": "T4", "meeting_seconds": -1}]}, "meeting_seconds -1.0\nhint: give a finite"),
         (
             {"collectives": [TIMED | {"where": "near"}]},
             r"collectives\[0\]: .* is timed 'near'\nhint: give one of intra, inter",

@@ -144,8 +144,11 @@ def test_a_thousand_devices_are_priced_from_their_places() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"levels": LEVELS[:3]}, "one has to be 'node' and the last 'cluster'"),
-        ({"levels": [*LEVELS[:2], {"within": "rail", "bytes_per_second": 1}, LEVELS[3]]}, "'rail' stands right above"),
+        ({"levels": LEVELS[:3]}, "hint: from inside out, name one 'node', the last 'cluster'"),
+        (
+            {"levels": [*LEVELS[:2], {"within": "rail", "bytes_per_second": 1}, LEVELS[3]]},
+            "hint: put 'rail' right above",
+        ),
         ({"levels": [LEVELS[0], *LEVELS]}, "give each a name of its own"),
         (
             {"levels": [*LEVELS[:3], LEVELS[3] | {"per": "rak"}]},
@@ -171,7 +174,7 @@ def test_what_cannot_be_is_refused_with_the_way_out(changes: dict[str, Any], mes
 def test_a_port_that_is_not_there_is_refused() -> None:
     document = rails().to_json()
     document["devices"][3]["nic"] = 4
-    with pytest.raises(ClusterError, match="device 3 has nic 4; a node has 4, counted from 0"):
+    with pytest.raises(ClusterError, match="device 3 has nic 4, but a node has 4, counted from 0"):
         Cluster.from_json(document)
 
 

@@ -32,9 +32,9 @@ def _check(page: Path, made: Callable[[], str]) -> None:
 
 
 @pytest.mark.parametrize("error", HetuFxError.__subclasses__(), ids=lambda error: error.__name__)
-def test_every_error_names_a_way_out(error: type[HetuFxError]) -> None:
+def test_every_error_has_a_hint(error: type[HetuFxError]) -> None:
     if error.__module__ == HetuFxError.__module__:
-        assert "Way out: " in (inspect.getdoc(error) or "")
+        assert "Hint: " in (inspect.getdoc(error) or "")
 
 
 def test_everything_that_is_named_is_there() -> None:

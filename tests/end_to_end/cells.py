@@ -11,8 +11,8 @@ from torch import nn
 
 from hetu_fx.check.verdict import judge
 from hetu_fx.lockstep import Trained
+from hetu_fx.plans.op_regions import OpRegion
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from hetu_fx.plans.program import OpRegion
 from tests.model_zoo import NO_DROPOUT, SAMPLES, Sample
 
 

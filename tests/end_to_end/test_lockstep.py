@@ -58,7 +58,7 @@ def test_of_a_smaller_batch_the_last_ranks_bring_fewer_rows() -> None:
 
 
 def test_a_batch_of_more_rows_than_ranks_bring_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"a batch has 9 rows, but ranks bring \[5, 0, 2, 1\]; give more rows"):
+    with pytest.raises(PlanError, match=r"a batch has 9 rows, but ranks bring \[5, 0, 2, 1\]\nhint: give more rows"):
         Lockstep(rows=(5, 0, 2, 1), loss_fn=HOW.loss_fn).train(model(), batches(9), GROUPS)
 
 
@@ -122,7 +122,7 @@ def test_copies_that_differ_are_told_with_the_rank(monkeypatch: pytest.MonkeyPat
 
 
 def test_rows_of_another_number_of_ranks_are_refused() -> None:
-    with pytest.raises(PlanError, match="rows are given for 2 ranks, but there are 3; give one for each"):
+    with pytest.raises(PlanError, match="rows are given for 2 ranks, but there are 3\nhint: give one for each"):
         Lockstep(rows=(3, 3), loss_fn=HOW.loss_fn).train(model(), batches(6), SHARES)
 
 

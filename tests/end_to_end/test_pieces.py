@@ -8,15 +8,15 @@ import torch
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.states import Split
 from hetu_fx.errors import DivergedError
-from hetu_fx.pieces import Piece, join_pieces
+from hetu_fx.pieces import RankShard, join_pieces
 from hetu_fx.switching.home.layout import home_layout
 
 WHOLE = torch.arange(12.0).view(4, 3)
 
 
-def pieces(annotation: Annotation, world: int = 3) -> list[dict[str, Piece]]:
+def pieces(annotation: Annotation, world: int = 3) -> list[dict[str, RankShard]]:
     layouts = [home_layout(annotation, (4, 3), rank, world) for rank in range(world)]
-    return [{"w": Piece(layout.take(WHOLE).clone(), layout)} for layout in layouts]
+    return [{"w": RankShard(layout.take(WHOLE).clone(), layout)} for layout in layouts]
 
 
 def test_parts_and_copies_make_the_whole() -> None:
@@ -32,7 +32,7 @@ def test_a_copy_that_differs_is_told_with_its_rank() -> None:
 
 
 def test_plain_tensors_are_the_same_on_all_ranks() -> None:
-    plain = [{"b": Piece(torch.ones(2), None)}, {"b": Piece(torch.ones(2), None)}]
+    plain = [{"b": RankShard(torch.ones(2), None)}, {"b": RankShard(torch.ones(2), None)}]
     assert torch.equal(join_pieces(plain)["b"], torch.ones(2))
     plain[1]["b"].local.add_(1e-6)  # by other sums
     assert torch.equal(join_pieces(plain)["b"], torch.ones(2))

@@ -114,7 +114,9 @@ def test_what_is_of_another_format_or_missing_is_refused_by_name(export: Path, t
         load_exported(tmp_path, "alone", 0)
     with pytest.raises(ExportError, match=r"no single-device graph for inference: .*nothing but its loss"):
         load_single(export, "inference")
-    with pytest.raises(ExportError, match=r"no graph of variant 'PP' for rank 0; it has \{'alone': \['0'\]\}"):
+    with pytest.raises(
+        ExportError, match=r"no graph of variant 'PP' for rank 0\nhint: name one of \{'alone': \['0'\]\}"
+    ):
         load_exported(export, "PP", 0)
 
 

@@ -105,7 +105,7 @@ def test_a_hook_of_ddp_is_said_not_to_be_used_and_no_hook_is_not(hook: str, recw
     Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(static_graph=True)]).prepare(model)
     assert not [one for one in recwarn if "comm_hook" in str(one.message)]
     asked = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType(hook))
-    with pytest.warns(UserWarning, match=rf"comm_hook='{hook}'\) is not used.*leave comm_hook out"):
+    with pytest.warns(UserWarning, match=rf"comm_hook='{hook}'\) is not used.*\nhint: leave comm_hook out"):
         Accelerator(cpu=True, kwargs_handlers=[asked]).prepare(model)
 
 
@@ -114,7 +114,7 @@ def test_a_compiler_of_the_accelerator_is_said_not_to_be_used(recwarn: pytest.Wa
     Accelerator(cpu=True).prepare(model)
     assert not [one for one in recwarn if "dynamo_backend" in str(one.message)]
     AcceleratorState._reset_state(True)
-    with pytest.warns(UserWarning, match=r"dynamo_backend='eager'.*pass compile= to hetu_fx.auto_parallelize"):
+    with pytest.warns(UserWarning, match=r"dynamo_backend='eager'.*\nhint: pass compile= to hetu_fx.auto_parallelize"):
         Accelerator(cpu=True, dynamo_backend="eager").prepare(model)
 
 
@@ -123,7 +123,9 @@ def test_processes_that_accelerate_takes_for_the_only_one_are_refused(monkeypatc
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     check_processes(2)
-    with pytest.raises(EnvironmentProblem, match=r"each of the 2 processes for the only one.*ACCELERATE_USE_CPU=1"):
+    with pytest.raises(
+        EnvironmentProblem, match=r"each of the 2 processes for the only one.*\nhint: .*ACCELERATE_USE_CPU=1"
+    ):
         check_processes(1)
     Accelerator()
     with pytest.raises(EnvironmentProblem, match=r"Accelerator\(cpu=True\)"):

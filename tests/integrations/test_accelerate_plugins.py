@@ -54,7 +54,7 @@ def test_fsdp_is_refused_whichever_comes_first(version: int) -> None:
     model = parallel()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(
-        StateError, match=r"fsdp_plugin=.*leave it out.*activation_checkpointing: a stage's 'recompute'"
+        StateError, match=r"fsdp_plugin=.*\nhint: leave it out.*activation_checkpointing: a stage's 'recompute'"
     ):
         accelerator().prepare(model, optimizer)
     with pytest.raises(StateError, match="fsdp_plugin"):

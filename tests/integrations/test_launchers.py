@@ -137,4 +137,4 @@ def test_processes_of_which_each_is_the_only_one_for_accelerate_are_refused(tmp_
     status, said = run(*torchrun(tmp_path, "accelerate"), seconds=SECONDS)
     assert status != 0
     assert "accelerate takes each of the 2 processes for the only one" in said
-    assert "in a notebook os.environ['ACCELERATE_USE_CPU'] = '1' before notebook_launcher" in said
+    assert "In a notebook, set os.environ['ACCELERATE_USE_CPU'] = '1' before notebook_launcher" in said

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import hetu_fx
 from hetu_fx.errors import BatchError, EnvironmentProblem, StateError
 from hetu_fx.integrations.lightning import HetuStrategy
-from hetu_fx.integrations.lightning.parts import Parts
+from hetu_fx.integrations.lightning.parallel_modules import Parts
 from hetu_fx.integrations.lightning.strategy import check_launch, check_precision
 from tests.integrations.lightning_script import SETTINGS, Inner, Outer, Runs, Scaled, rows
 from tests.spawned import free_port, run
@@ -219,7 +219,7 @@ def test_the_first_call_is_the_example_as_it_is_written() -> None:
     assert called(Several(), 1, 2) == (1, 2)
     assert called(Several(), x=1) == {"x": 1}
     assert called(Named(), 1, y=2) == {"x": 1, "y": 2}
-    with pytest.raises(BatchError, match=r"Several takes \*args.*\(x\); pass all of them by position"):
+    with pytest.raises(BatchError, match=r"Several takes \*args.*\(x\)\nhint: pass all of them by position"):
         called(Several(), 1, x=2)
 
 

@@ -268,9 +268,9 @@ def test_no_worker_stays_behind_its_launcher_not_even_a_stopped_one(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"min_nproc": 3}, "--min-nproc 3 must be between 1 and --nproc 2"),
-        ({"grace_seconds": 0.0}, "must be above 0 seconds"),
-        ({"rejoin_seconds": -1.0}, "--rejoin-after -1 must be 0 seconds or more"),
+        ({"min_nproc": 3}, "--min-nproc is 3\nhint: give 1 to --nproc 2"),
+        ({"grace_seconds": 0.0}, r"--grace are \(.*, 0\.0\)\nhint: give more than 0 seconds"),
+        ({"rejoin_seconds": -1.0}, "--rejoin-after is -1\nhint: give 0 seconds or more"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -280,7 +280,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, options: dict[str, Any], mess
 
 def test_a_launch_without_a_script_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "--nproc", "2"]) == 2
-    assert "no script given; write hetu-fx launch" in capsys.readouterr().err
+    assert "no script given\nhint: write hetu-fx launch" in capsys.readouterr().err
 
 
 def test_messages_that_come_in_pieces_are_put_together() -> None:

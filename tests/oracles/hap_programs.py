@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from hetu_fx.planner.search.hap.assemble import HapResult
 from hetu_fx.planner.search.hap.prices import round_shares
-from hetu_fx.planner.search.hap.states import Layout
+from hetu_fx.planner.search.hap.synthesised_program import HapResult
+from hetu_fx.planner.search.hap.tensor_states import Layout
 
 
 def layouts(result: HapResult) -> Mapping[str, Layout]:

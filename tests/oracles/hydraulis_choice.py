@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.dispatch import Dispatch, dispatch, of_lengths, unpacked_seconds
 from hetu_fx.planner.dispatch.pack import Packing, packings
-from hetu_fx.planner.dispatch.rows import quick_rows
-from hetu_fx.planner.dispatch.strategy import Scheme, SequenceBatch, Strategy, too_long
+from hetu_fx.planner.dispatch.row_dispatch import quick_rows
+from hetu_fx.planner.dispatch.scheme_costs import Scheme, SequenceBatch, Strategy, too_long
 from hetu_fx.planner.search.hydraulis.adapter import schemes_with_lengths
 
 

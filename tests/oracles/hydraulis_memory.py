@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from hetu_fx.base.checks import check_not_negative, check_positive
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.dispatch.strategy import Scheme, TimeFit
+from hetu_fx.planner.dispatch.scheme_costs import Scheme, TimeFit
 from hetu_fx.planner.search.hydraulis.pool import ALIGNMENT
 
 MOVED_SHARE = 0.25

@@ -10,7 +10,7 @@ from benchmarks.cases.published_hydraulis import POOL, SCHEMES
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.dispatch import dispatch
 from hetu_fx.planner.dispatch.pack import pack
-from hetu_fx.planner.dispatch.strategy import SequenceBatch, Strategy
+from hetu_fx.planner.dispatch.scheme_costs import SequenceBatch, Strategy
 from tests.oracles.hydraulis_choice import BatchChoice, choose, holding, packed, refine
 from tests.planner.dispatch.examples import BATCH, PACKED_MS
 

@@ -8,7 +8,7 @@ import pytest
 
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import Program
-from hetu_fx.transforms.lowering.traffic import communications
+from hetu_fx.transforms.lowering.graph_traffic import communications
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph
 from tests.oracles.traffic import Traffic, traffic_by_block
 from tests.transforms.plans import device_graph, pipeline, zoo_program

@@ -20,7 +20,7 @@ from hetu_fx.comm_ops.plans.cost import EQUAL_LINKS
 from hetu_fx.comm_ops.resolve.resolution import OpCall
 from hetu_fx.graph import meta
 from hetu_fx.graph.blocks import block_index
-from hetu_fx.transforms.lowering.traffic import comm_call, communications
+from hetu_fx.transforms.lowering.graph_traffic import comm_call, communications
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph
 
 

@@ -109,5 +109,5 @@ def test_what_ranks_have_found_of_a_kind_is_their_median() -> None:
 
 def test_a_dtype_that_a_stage_cannot_have_is_refused() -> None:
     for dtype in ("int8", "float16"):
-        with pytest.raises(PlanError, match=f"has dtype '{dtype}'; give 'bfloat16', or leave it out"):
+        with pytest.raises(PlanError, match=f"has dtype '{dtype}'\nhint: give 'bfloat16', or leave it out"):
             Stage((0,), dtype=dtype)

@@ -150,7 +150,7 @@ def test_more_micro_batches_than_usual_are_used_where_nothing_else_fits() -> Non
 
 
 def test_nothing_fits_is_said_with_numbers() -> None:
-    with pytest.raises(PlanError, match=r"no plan fits the memory of devices 0, 1: .* use more or larger"):
+    with pytest.raises(PlanError, match=r"no plan fits the memory of devices 0, 1: .*\nhint: use more or larger"):
         make_plan(BIG, paper(1, 1, memory_bytes=1000))
 
 
@@ -291,7 +291,7 @@ def test_a_file_that_is_not_the_answer_is_made_anew(tmp_path: Path, spoil: str) 
     good = json.loads(path.read_text())
     bad = {"other key": good | {"key": "0"}, "no plans": good | {"plans": []}}
     path.write_text(json.dumps(bad[spoil]) if spoil in bad else spoil)
-    with pytest.warns(UserWarning, match="^planning anew: "):
+    with pytest.warns(UserWarning, match="^planning again: "):
         again = make_or_find_plans(PROBLEM, DEFAULT, tmp_path)
     assert explained(again) == explained(first)
     assert json.loads(path.read_text()) == good

@@ -24,5 +24,5 @@ def test_the_default_is_what_is_asked_without_a_name() -> None:
 
 
 def test_many_devices_are_not_gone_through_one_by_one() -> None:
-    with pytest.raises(PlanError, match="it goes through all runs of up to 16 devices, but there are 17; use 'auto'"):
+    with pytest.raises(PlanError, match="it tries all runs of up to 16 devices, but there are 17\nhint: use 'auto'"):
         make_plan(transformer(), paper(*[1] * 17), search="contiguous")

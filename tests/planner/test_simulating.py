@@ -10,8 +10,8 @@ from torch import nn
 
 import hetu_fx
 from hetu_fx.errors import ClusterError
+from hetu_fx.plans.op_regions import OpRegion
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from hetu_fx.plans.program import OpRegion
 from tests.planner.examples import paper
 
 PLAN = Plan((Pipeline((Stage((0,)), Stage((1,))), micro_batches=4),))

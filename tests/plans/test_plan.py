@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetu_fx.cli.what_if import diff
 from hetu_fx.errors import PlanError
 from hetu_fx.plans.plan import Pipeline, Plan, Stage, micro_batch_rows, pipeline_rows, plan_in_word, split_rows
 from hetu_fx.plans.prediction import DeviceCost, Prediction
 from hetu_fx.plans.stage import STAGE
-from hetu_fx.plans.tables import diff
 
 DESIGN_FILE = """
 {"format": "hetu_fx.plan/1",
@@ -128,12 +128,12 @@ def test_even_ratios_of_a_grid_have_one_spelling() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"context": 3}, r"devices \[0, 1, 2, 3\] has context 3; give 4 to .* all of them, a divisor of 4 to share"),
-        ({"context": 0}, "has context 0; give 4"),
-        ({"context": 4, "context_ratios": (1, 2, 1, 1)}, "but its context is 4; give them as 'ratios'"),
+        ({"context": 3}, r"devices \[0, 1, 2, 3\] has context 3\nhint: give 4 to .* all of them, a divisor of 4"),
+        ({"context": 0}, "has context 0\nhint: give 4"),
+        ({"context": 4, "context_ratios": (1, 2, 1, 1)}, "but its context is 4\nhint: give them as 'ratios'"),
         ({"context_ratios": (1, 2)}, "but its context is 1"),
-        ({"context": 2, "ratios": (1, 2, 3, 4)}, r"4 ratios \[1, 2, 3, 4\]; give one per device of a .* group \(2\)"),
-        ({"context": 2, "context_ratios": (1,)}, r"1 context_ratios \[1\]; give one per part of the sequence \(2\)"),
+        ({"context": 2, "ratios": (1, 2, 3, 4)}, r"4 ratios \[1, 2, 3, 4\]\nhint: give one per device .* group \(2\)"),
+        ({"context": 2, "context_ratios": (1,)}, r"1 context_ratios \[1\]\nhint: give one per part .* \(2\)"),
         ({"context": 2, "context_ratios": (1, 0)}, r"context_ratios \[1, 0\], but each must be at least 1"),
     ],
 )
@@ -176,7 +176,7 @@ def test_only_blocks_that_a_stage_gets_are_recomputed() -> None:
     plan.check(num_blocks=4, world_size=2)
     assert plan.with_blocks(5).summary() == "1 row: [0]x3 > [1]x2 recompute 2"
     for blocks, held in ((3, 1), (0, 0)):
-        message = rf"plan, pipelines\[0\]: stage on devices \[1\] recomputes 2 blocks, but holds {held}; give .*at most"
+        message = rf"plan, pipelines\[0\]: stage on devices \[1\] recomputes 2 blocks, but holds {held}\nhint: .*most"
         with pytest.raises(PlanError, match=message):
             plan.check(num_blocks=blocks, world_size=2)
 
@@ -192,15 +192,15 @@ def test_only_blocks_that_a_stage_gets_are_recomputed() -> None:
         ),
         ({"format": 1}, r"'format' must be a string, not a number: 1"),
         ({"schedule": "1fb"}, r"unknown schedule '1fb' \(did you mean '1f1b'\?\)"),
-        ({"zero": 3}, r"zero is 3; give 0"),
+        ({"zero": 3}, r"zero is 3\nhint: give 0"),
         ({"zero": True}, r"'zero' must be a whole number, not a boolean: true"),
-        ({"max_length": 0}, r"max_length is 0; give 1 or more"),
-        ({"split": {"*.weight": -1}}, r"split is .*; give a dim from 0 for each pattern of parameter names"),
+        ({"max_length": 0}, r"max_length is 0\nhint: give 1 or more"),
+        ({"split": {"*.weight": -1}}, r"split is .*\nhint: give a dim from 0 for each pattern of parameter names"),
         ({"sequence_parallel": 1}, r"'sequence_parallel' must be true or false, not a number: 1"),
         ({"pipelines": {}}, r"'pipelines' must be a list, not an object"),
-        ({"pipelines": []}, r"a plan has no pipelines; give at least one"),
+        ({"pipelines": []}, r"a plan has no pipelines\nhint: give at least one"),
         ({"pipelines": [3]}, r"plan: pipelines\[0\] must be an object, not a number: 3"),
-        ({"home": {}}, r"'home' is not supported; leave it out"),
+        ({"home": {}}, r"'home' is not supported\nhint: leave it out"),
         ({"predicted": {"seconds": "1"}}, r"plan: predicted: 'seconds' must be a number, not a string"),
     ],
 )
@@ -213,10 +213,10 @@ def test_a_bad_plan_object_is_refused_with_its_place(changes: dict[str, Any], me
     ("pipeline", "message"),
     [
         ({"stages": []}, r"plan: pipelines\[0\]: a pipeline has no stages"),
-        ({"stages": [{"devices": [0]}], "rows": 0}, r"\[0\] has rows 0; give 1 or more"),
+        ({"stages": [{"devices": [0]}], "rows": 0}, r"\[0\] has rows 0\nhint: give 1 or more"),
         ({"stages": [{"devices": [0]}], "rows": 1, "share": 2}, r"'rows' and 'share' are two names of one thing"),
         ({"stages": [{"devices": [0]}], "rows": -1.5}, r"'rows' must be a whole number, not a number: -1.5"),
-        ({"stages": [{"devices": [0]}], "micro_batches": 0}, r"0 micro-batches; give 1 or more"),
+        ({"stages": [{"devices": [0]}], "micro_batches": 0}, r"0 micro-batches\nhint: give 1 or more"),
         ({"stages": [{"devices": [0]}], "microbatches": 2}, r"did you mean 'micro_batches'"),
         (
             {"stages": [{"devices": [0], "blocks": 1}, {"devices": [1]}]},
@@ -242,17 +242,17 @@ def test_a_bad_pipeline_is_refused(pipeline: dict[str, Any], message: str) -> No
         ({"devices": [0, 0]}, r"uses devices \[0\] twice"),
         ({"devices": [-1]}, r"device -1 in \[-1\]"),
         ({"devices": [0.5]}, r"'devices' must be a list of whole numbers"),
-        ({"devices": [0, 1], "ratios": [2]}, r"has 1 ratios \[2\]; give one per device"),
+        ({"devices": [0, 1], "ratios": [2]}, r"has 1 ratios \[2\]\nhint: give one per device"),
         ({"devices": [0, 1], "ratios": [1, -1]}, r"ratios \[1, -1\], but each must be at least 1"),
-        ({"devices": [0, 1], "ratios": [1, 0]}, r"leave a device that is to hold nothing out"),
-        ({"devices": [0], "blocks": -2}, r"has -2 blocks; give 0 or more"),
+        ({"devices": [0, 1], "ratios": [1, 0]}, r"leave devices that hold nothing out"),
+        ({"devices": [0], "blocks": -2}, r"has -2 blocks\nhint: give 0 or more"),
         ({"devices": [0], "recompute": True}, r"'recompute' must be a whole number, not a boolean: true"),
         ({"devices": [0], "recompute": 1, "recompute_ops": "pointwize"}, r"has recompute_ops 'pointwize'.*'pointwise'"),
         ({"devices": [0], "recompute_ops": "attention"}, r"has recompute_ops 'attention', but recomputes no block"),
-        ({"devices": [0], "recompute": -1}, r"has recompute -1; give 0 or more"),
+        ({"devices": [0], "recompute": -1}, r"has recompute -1\nhint: give 0 or more"),
         (
             {"devices": [0], "blocks": 3, "recompute": 4},
-            r"recomputes 4 blocks, but holds 3; give a recompute",
+            r"recomputes 4 blocks, but holds 3\nhint: give a recompute",
         ),
         ({"device": [0]}, r"unknown key 'device' \(did you mean 'devices'\?\)"),
     ],
@@ -307,7 +307,7 @@ def test_left_out_blocks_are_as_even_as_possible() -> None:
     pipeline = Pipeline(tuple(Stage((i,)) for i in range(3)))
     assert pipeline.blocks(8) == (3, 3, 2)
     assert Plan((pipeline,)).with_blocks(8).summary() == "1 row: [0]x3 > [1]x3 > [2]x2"
-    with pytest.raises(PlanError, match="3 stages, but the model has only 2 repeated blocks; use fewer stages"):
+    with pytest.raises(PlanError, match="3 stages, but the model has only 2 repeated blocks\nhint: use fewer stages"):
         pipeline.blocks(2)
 
 
@@ -371,7 +371,7 @@ def test_a_pipeline_may_take_short_sequences_only() -> None:
     assert "1, up to 512 tokens" in str(plan)
     with pytest.raises(PlanError, match="max_length is 4096, but its pipelines take sequences of up to 512"):
         Plan((replace(pipelines[0], max_length=256), plan.pipelines[1]), max_length=4096)
-    with pytest.raises(PlanError, match="has max_length 0; give 1 or more"):
+    with pytest.raises(PlanError, match="has max_length 0\nhint: give 1 or more"):
         replace(pipelines[0], max_length=0)
 
 
@@ -400,7 +400,7 @@ def test_a_plan_with_chunks_reads_and_writes_and_tells_them() -> None:
     [
         (
             {"chunks": 2},
-            "chunks 2 and schedule '1f1b'; give 2 or more chunks under 'interleaved', any number under 'zero-bubble', ",
+            "chunks 2 and schedule '1f1b'\nhint: give 2 or more chunks under 'interleaved', any number under",
         ),
         ({"schedule": "interleaved", "chunks": 1}, "chunks 1 and schedule 'interleaved'"),
         ({"schedule": "interleaved", "chunks": -2}, "chunks -2"),
@@ -414,7 +414,7 @@ def test_chunks_go_with_their_schedule(changes: dict[str, Any], message: str) ->
 
 def test_a_stage_of_fewer_blocks_than_chunks_is_refused() -> None:
     with pytest.raises(
-        PlanError, match=r"pipelines\[0\]: .* has \[5, 3\] blocks, fewer than 4 chunks per stage; use few"
+        PlanError, match=r"pipelines\[0\]: .* has \[5, 3\] blocks, fewer than 4 chunks per stage\nhint: use few"
     ):
         interleaved(4).check(num_blocks=8, world_size=3)
 

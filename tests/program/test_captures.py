@@ -286,7 +286,7 @@ def test_a_value_that_changes_before_every_step_is_named_once_with_the_way_out()
 
     (told,) = warned(Programs(model, None), annealed())
     assert "captured 8 times because of 'factor' of the model (0.125 -> 0.1111" in told
-    assert "a buffer of the model that the script writes in place, or an input" in told
+    assert "a buffer that the script writes in place, or an input" in told
 
 
 def test_a_plain_value_of_the_batch_that_changes_before_every_step_is_named() -> None:

@@ -37,7 +37,7 @@ def test_all_observers_of_a_module_are_told_and_no_others() -> None:
 
 def test_a_submodule_that_is_not_there_or_not_called_is_refused() -> None:
     watching = Watching()
-    with pytest.raises(StateError, match="no submodule 'body' to observe; there are layer, norm, dropout"):
+    with pytest.raises(StateError, match="no submodule 'body' to observe\nhint: name one of layer, norm, dropout"):
         watching.programs.observers.observe("body", print)
     watching.model.idle = nn.Linear(1, 1)
     watching.programs.observers.observe("idle", print)

@@ -52,7 +52,7 @@ def test_two_inputs_that_must_agree_are_refused_when_they_do_not(shapes: Shapes)
 
 def test_a_fixed_size_is_named_with_what_to_do(shapes: Shapes) -> None:
     with pytest.raises(
-        BatchError, match=r"dim 2 of input 'x' has size 9, but the captured graph needs 6.*pad the batch"
+        BatchError, match=r"dim 2 of input 'x' has size 9, but the captured graph needs 6 there\nhint: pad the batch"
     ):
         bind(shapes, batch(4, 7, width=9))
 

@@ -27,7 +27,7 @@ from hetu_fx.graph.containers import unflatten
 from hetu_fx.graph.example import make_example
 from hetu_fx.graph.graph import Graph
 from hetu_fx.graph.row_dims import AskedRowDims, find_row_dims
-from hetu_fx.graph.tracing.contents import PLAIN, Memory, frozen
+from hetu_fx.graph.tracing.contents import PLAIN, RawMemory, frozen
 from hetu_fx.program import tracer
 from hetu_fx.program.batch import batch_form
 from hetu_fx.program.program import Program
@@ -123,7 +123,7 @@ def content(value: Any) -> Any:
             return content(value.__func__), content(value.__self__)
         case Tensor():
             return value.dtype, str(value.device), repr(value.tolist())
-        case Memory():
+        case RawMemory():
             return value
         case _ if isinstance(value, PLAIN):
             return type(value), repr(value)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hetu_fx.cli.main import main
-from hetu_fx.planner.simulate.picture import visible_events
 from hetu_fx.planner.simulate.timeline import Event
+from hetu_fx.planner.simulate.timeline_picture import visible_events
 from hetu_fx.planner.values.gathered_op import GATHERED_OP
 from hetu_fx.report.page.page import SECTIONS, html_page, report_json
 from hetu_fx.report.page.traffic import by_kind

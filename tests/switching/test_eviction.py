@@ -41,7 +41,7 @@ def test_what_takes_nothing_is_not_evicted() -> None:
 
 
 def test_sizes_are_not_negative() -> None:
-    with pytest.raises(StateError, match="idle layout has copy_bytes -1; give a finite number, 0 or more"):
+    with pytest.raises(StateError, match="idle layout has copy_bytes -1\nhint: give a finite number, 0 or more"):
         IdleLayout(0, -1, 0)
 
 

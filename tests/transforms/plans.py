@@ -20,8 +20,8 @@ from hetu_fx.program.tracer import Tracer
 from hetu_fx.transforms.layouts.annotate import Annotate
 from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
+from hetu_fx.transforms.lowering.graph_traffic import communications
 from hetu_fx.transforms.lowering.recompute import Recompute
-from hetu_fx.transforms.lowering.traffic import communications
 from hetu_fx.transforms.show import op_name
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph, GraphSlot, SlotKind
 from hetu_fx.transforms.specialize.specialize import Specialize

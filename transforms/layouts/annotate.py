@@ -204,7 +204,7 @@ def classes_to_split(plan: Plan, factors: FactorMap) -> tuple[FactorClass, ...]:
             names = [leaf.name for leaf in factors.leaves if leaf.kind is LeafKind.PARAMETER]
             raise PlanError(
                 f"the plan wants dim {dim} of {pattern!r} split, but no parameter of that name has such a dim that can "
-                f"be; parameters: {', '.join(names[:4])}, ..."
+                f"be\nhint: the parameters are {', '.join(names[:4])}, ..."
             )
         found.update(dict.fromkeys(classes))
     return tuple(found)

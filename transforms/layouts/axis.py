@@ -120,8 +120,7 @@ def deduce_tensor_axis(
     than the stage's ops read; `exchanged` those that replicas exchange, so that each needs all of the cotangent that it
     takes part with. Where a program has `choices`, each op runs as these say.
     """
-    given = factors, flow, splits, cut, True, outside
-    strategies = Strategies(*given) if choices is None else ProgramStrategies(*given, choices)
+    strategies = axis_strategies(factors, flow, splits, cut, outside, choices)
     walks = [ForwardWalk(graph, strategies, prices, hopeful=hopeful).walk() for hopeful in (False, True)]
     whole = outside | exchanged
     found = [(walk, _CotangentWalk(graph, flow, walk, prices, whole).cheapest()) for walk in walks]
@@ -133,6 +132,19 @@ def deduce_tensor_axis(
         return exchanged.isdisjoint(results) and (node in unsummed or not flow.through_inputs(node))
 
     return _CotangentMarks(flow, walk, may_stay).deduction(graph, splits)
+
+
+def axis_strategies(
+    factors: FactorMap,
+    flow: Flow,
+    splits: Splits,
+    cut: SequenceCut = UNCUT,
+    outside: frozenset[fx.Node] = frozenset(),
+    choices: Choices | None = None,
+) -> Strategies:
+    """Return how ops can run, and leaves lie, along an axis inside stages; see `deduce_tensor_axis`."""
+    given = factors, flow, splits, cut, True, outside
+    return Strategies(*given) if choices is None else ProgramStrategies(*given, choices)
 
 
 class _CotangentMarks:

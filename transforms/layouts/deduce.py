@@ -33,7 +33,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.calls import draws
 from hetu_fx.graph.edit import descendants
 from hetu_fx.graph.graph import LeafKind, OutputKind
-from hetu_fx.graph.leaves.ops import told_op
+from hetu_fx.graph.leaves.leaf_ops import told_op
 from hetu_fx.plans.schedule import cuts_backwards
 from hetu_fx.transforms.layouts.annotated_graph import (
     CONTEXT,

@@ -20,7 +20,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument
 from hetu_fx.graph.edit import ancestors, descendants
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
-from hetu_fx.graph.leaves.ops import LEAF, leaf_operands
+from hetu_fx.graph.leaves.leaf_ops import LEAF, leaf_operands
 from hetu_fx.graph.leaves.uses import Use
 
 aten = torch.ops.aten

@@ -1,4 +1,4 @@
-"""What a stage's program says of each op of a graph (see `hetu_fx.plans.program`).
+"""What a stage's program says of each op of a graph (see `hetu_fx.plans.op_regions`).
 
 Every op that batch and parameters reach has a region, but for items of results and views that only rearrange dims,
 which lie as what they are of; what depends on inputs alone is whole. A dim of a pattern of leaves stands for the one
@@ -22,7 +22,7 @@ from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import is_view, overload
 from hetu_fx.graph.graph import Graph, LeafKind
-from hetu_fx.plans.program import ROWS, SUMMANDS, LeafDim, OpRegion
+from hetu_fx.plans.op_regions import ROWS, SUMMANDS, LeafDim, OpRegion
 from hetu_fx.plans.stage import Stage
 from hetu_fx.transforms.layouts.analysed_graph import AnalysedGraph
 from hetu_fx.transforms.layouts.flow import is_item

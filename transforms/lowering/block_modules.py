@@ -19,8 +19,8 @@ from torch import fx, nn
 
 from hetu_fx.graph import meta
 from hetu_fx.graph.blocks import block_index
-from hetu_fx.graph.leaves.ops import LEAF
-from hetu_fx.transforms.lowering.checkpoint import CheckpointedRun
+from hetu_fx.graph.leaves.leaf_ops import LEAF
+from hetu_fx.transforms.lowering.recomputing_module import CheckpointedRun
 from hetu_fx.transforms.rewrites.counter_rng import DROPOUT, UNIFORM
 
 SITES = {DROPOUT: 3, UNIFORM: 2, LEAF: 3}

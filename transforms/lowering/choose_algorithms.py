@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hetu_fx.comm_ops.resolve.lowering import Lowering
-from hetu_fx.transforms.lowering.traffic import comm_call, communications
+from hetu_fx.transforms.lowering.graph_traffic import comm_call, communications
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph
 
 

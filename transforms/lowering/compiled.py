@@ -24,9 +24,9 @@ from hetu_fx.base.torch_compile import (
 )
 from hetu_fx.graph.calls import draws
 from hetu_fx.plans.recomputed import RecomputedOps
-from hetu_fx.transforms.lowering.checkpoint import SAVED, CheckpointedRun, checkpoint_contexts
-from hetu_fx.transforms.lowering.forms import Like, OpenDims, TensorForm, exactly, input_form, is_number
-from hetu_fx.transforms.lowering.traffic import sends
+from hetu_fx.transforms.lowering.graph_traffic import sends
+from hetu_fx.transforms.lowering.input_guards import Like, OpenDims, TensorForm, exactly, input_form, is_number
+from hetu_fx.transforms.lowering.recomputing_module import SAVED, CheckpointedRun, checkpoint_contexts
 
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 """What makes a function of a graph, which it may keep and change, and of inputs to trace it with."""
@@ -164,8 +164,8 @@ def _uncompiled(module: fx.GraphModule, likes: Sequence[Any], error: Exception |
     """Return what runs a graph as it is, for inputs of the forms for which torch fails to compile it; say so."""
     shapes = ", ".join(sorted({str(like.sizes) for like in likes if isinstance(like, Like)}))
     warnings.warn(
-        f"torch {torch.__version__} fails to compile a part of the model for inputs of shapes {shapes}: {error}; "
-        f"for these it runs uncompiled, with the same results\n"
+        f"torch {torch.__version__} fails to compile a part of the model for inputs of shapes {shapes}: {error}. "
+        f"For these it runs uncompiled, with the same results\n"
         f"hint: another number of rows per rank and micro-batch may avoid this defect of torch, or compile=None",
         stacklevel=2,
     )

@@ -28,7 +28,7 @@ from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.transforms import rewrites
 from hetu_fx.transforms.lowering.block_modules import BlockModule
 from hetu_fx.transforms.lowering.compiled import Compiled, Compiler, compiling
-from hetu_fx.transforms.lowering.forms import ALL_DIMS, Like, is_number, is_told_by_values
+from hetu_fx.transforms.lowering.input_guards import ALL_DIMS, Like, is_number, is_told_by_values
 
 aten = torch.ops.aten
 

@@ -19,7 +19,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.blocks import block_index
 from hetu_fx.graph.calls import draws
 from hetu_fx.transforms.layouts.annotated_graph import AnnotatedGraph
-from hetu_fx.transforms.lowering.traffic import communications, sends
+from hetu_fx.transforms.lowering.graph_traffic import communications, sends
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph, SlotKind
 
 Run = tuple[fx.Node, ...]

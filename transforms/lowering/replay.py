@@ -25,8 +25,8 @@ from hetu_fx.base.per_rank import PerRank
 from hetu_fx.base.torch_private import foreach_copy, keeps_graph
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.graph.calls import draws
-from hetu_fx.graph.leaves.ops import LEAF, told_op
-from hetu_fx.transforms.lowering.traffic import communications
+from hetu_fx.graph.leaves.leaf_ops import LEAF, told_op
+from hetu_fx.transforms.lowering.graph_traffic import communications
 from hetu_fx.transforms.rewrites.counter_rng import DROPOUT, UNIFORM
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph
 

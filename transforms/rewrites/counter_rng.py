@@ -19,7 +19,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument, arguments, draws, operand, overload
 from hetu_fx.graph.edit import Rewrite, add_leaf, cast, insert, replace
 from hetu_fx.graph.graph import Graph, LeafKind
-from hetu_fx.graph.leaves.ops import LEAF
+from hetu_fx.graph.leaves.leaf_ops import LEAF
 from hetu_fx.graph.meta import HALVES
 from hetu_fx.transforms.rewrites import random_ops  # noqa: F401 - registers hetu::dropout and hetu::uniform
 from hetu_fx.transforms.rewrites.counts import linear_factor

@@ -12,11 +12,11 @@ from torch import fx
 from hetu_fx.base.dtypes import is_real
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument, operand
-from hetu_fx.graph.clean import ATTENTION, grouped_heads
 from hetu_fx.graph.edit import Rewrite, insert, replace
 from hetu_fx.graph.graph import Graph
 from hetu_fx.graph.masks import Indices, LessEqual, MaskPredicate, SameElement, Term, find_masks
 from hetu_fx.graph.positions import Affine, AtMostZero, align_affine
+from hetu_fx.graph.simplify import ATTENTION, grouped_heads
 from hetu_fx.transforms.rewrites import sequence_ops  # noqa: F401 - registers hetu::sequence_attention
 
 aten = torch.ops.aten

@@ -19,7 +19,8 @@ from hetu_fx.comm_ops.resolve.resolve import resolve
 from hetu_fx.deduction.factors.factors import FactorClass
 from hetu_fx.graph.calls import Size
 from hetu_fx.transforms.layouts.annotated_graph import StageLayout
-from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph, DimView, cut_twice
+from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
+from hetu_fx.transforms.layouts.shardings import DimView, cut_twice
 from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, AxisState, OperandNeed, SplitOn, States
 from hetu_fx.transforms.specialize.local_sizes import DimParts, LocalSizes
 

@@ -21,7 +21,7 @@ from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import Size, argument, bound, callee, operand, overload
 from hetu_fx.graph.graph import Leaf
-from hetu_fx.graph.leaves.ops import LEAF
+from hetu_fx.graph.leaves.leaf_ops import LEAF
 from hetu_fx.transforms.layouts.annotated_graph import TENSOR, StageLayout, is_size, stage_nodes
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.layouts.states import WHOLE, OperandNeed, SplitOn, States, Summed

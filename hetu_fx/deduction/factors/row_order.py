@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from hetu_fx.deduction.factors.rows import NATURAL, PLAIN, SELF, KnownRows, Misuse, RowStep
+from hetu_fx.deduction.factors.row_facts import NATURAL, PLAIN, SELF, KnownRows, Misuse, RowStep
 from hetu_fx.deduction.rules.call import Call
 from hetu_fx.deduction.rules.routing import ROLES, Role
 from hetu_fx.deduction.rules.rule import Factoring

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from hetu_fx.deduction.rules import (
-    all_rows,
     convolution,
     embedding,
     linalg,
@@ -18,6 +17,7 @@ from hetu_fx.deduction.rules import (
     pointwise,
     products,
     reduction,
+    replica_rows,
     routing,
     slicing,
     view,
@@ -28,7 +28,7 @@ from hetu_fx.deduction.rules.rule import Builder, Rule
 
 _PRODUCTS = (*products.RULES, *linalg.RULES, *convolution.RULES, *routing.RULES)
 _ALONG_DIMS = (*reduction.RULES, *normalization.RULES)
-_MOVES = (*view.RULES, *slicing.RULES, *embedding.RULES, *all_rows.RULES)
+_MOVES = (*view.RULES, *slicing.RULES, *embedding.RULES, *replica_rows.RULES)
 RULES: Mapping[str, Rule] = {rule.op: rule for rule in (*pointwise.RULES, *_PRODUCTS, *_ALONG_DIMS, *_MOVES)}
 
 _registered: dict[str, Rule] = {}

@@ -22,9 +22,9 @@ from hetu_fx.base.dtypes import carries_gradient, in_double
 from hetu_fx.base.torch_private import LISTED_SLOTS, TorchDispatchMode, is_fake, tree_leaves
 from hetu_fx.errors import StateError
 from hetu_fx.graph import meta
-from hetu_fx.graph.leaves.call import Invocation, OpaqueCall, Ran, are_alike, hold_the_same, new_name
-from hetu_fx.graph.leaves.forms import Form, Shapes, found_size
-from hetu_fx.graph.leaves.work import CountWork, Work, WorkBySize
+from hetu_fx.graph.leaves.leaf_call import Invocation, OpaqueCall, Ran, are_alike, hold_the_same, new_name
+from hetu_fx.graph.leaves.result_shapes import Form, Shapes, found_size
+from hetu_fx.graph.leaves.work import CountWork, LeafWork, WorkBySize
 from hetu_fx.graph.numbers import random_states
 from hetu_fx.graph.tracing.contents import Inside, frozen, same
 
@@ -49,7 +49,7 @@ class FixedSizesError(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class Operand:
+class LeafOperand:
     """What a leaf is given in a trace: sizes of which symbols may stand for, a dtype, and values if they are known."""
 
     shape: tuple[Any, ...]
@@ -80,8 +80,8 @@ class Question:
 
     called: Any
     invocation: Invocation
-    values: tuple[Operand, ...]
-    state: tuple[Operand, ...]
+    values: tuple[LeafOperand, ...]
+    state: tuple[LeafOperand, ...]
     example: Environment
     device: torch.device
     strange: Sequence[Tensor] = ()
@@ -306,7 +306,7 @@ class _Call:
     shapes: Shapes
     ran: Ran
     operands: Sequence[Tensor]
-    work: Work
+    work: LeafWork
 
     @property
     def shares(self) -> bool:
@@ -329,7 +329,7 @@ def _signed(shape: Sequence[int], dtype: torch.dtype, source: torch.Generator) -
     return (torch.rand(tuple(shape), generator=source, dtype=in_double(dtype)) * 0.6 - 0.3).to(dtype)
 
 
-def _of_state(one: Operand, source: torch.Generator) -> Tensor:
+def _of_state(one: LeafOperand, source: torch.Generator) -> Tensor:
     """Return values of a parameter, which has none while it is captured, or of a buffer."""
     if one.known is not None:
         return one.known.detach()

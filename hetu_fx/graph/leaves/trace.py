@@ -28,10 +28,10 @@ from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
 from hetu_fx.graph.capture_failure import RowCountError, reason, user_line
 from hetu_fx.graph.containers import Leaf, Opaque, TensorSlot, Tree, flatten, map_leaves, unflatten
-from hetu_fx.graph.leaves.call import Holder, Invocation, OpaqueCall, know, told_tree
+from hetu_fx.graph.leaves.leaf_call import Holder, Invocation, OpaqueCall, know, told_tree
+from hetu_fx.graph.leaves.leaf_ops import LEAF
 from hetu_fx.graph.leaves.mark import Candidate, leaf_candidates, leaf_modules
-from hetu_fx.graph.leaves.ops import LEAF
-from hetu_fx.graph.leaves.probe import CannotBeLeaf, FixedSizesError, Operand, Question
+from hetu_fx.graph.leaves.probe import CannotBeLeaf, FixedSizesError, LeafOperand, Question
 from hetu_fx.graph.tracing.autocasts import Autocasts, ambient_autocasts
 from hetu_fx.graph.tracing.contents import ABSENT, put
 
@@ -62,7 +62,7 @@ class LeafError(CaptureError):
         )
 
 
-class _Unknown(BaseException):
+class _UnknownLeaf(BaseException):
     """A trace has met a call of a leaf of which it is not known what it makes. No forward catches this."""
 
     def __init__(self, target: _Target, key: Any, question: Question) -> None:
@@ -222,7 +222,7 @@ class Leaves:
         while True:
             try:
                 return trace()
-            except _Unknown as unknown:
+            except _UnknownLeaf as unknown:
                 target, key, question = unknown.target, unknown.key, unknown.question
             try:
                 with self._around():
@@ -388,7 +388,7 @@ class Leaves:
     def _known_call(
         self, target: _Target, invocation: Invocation, tensors: Mapping[str, Tensor], state: _State
     ) -> OpaqueCall:
-        values = tuple(Operand(_shape(tensor), tensor.dtype) for tensor in tensors.values())
+        values = tuple(LeafOperand(_shape(tensor), tensor.dtype) for tensor in tensors.values())
         key = (
             id(target),
             told_tree(invocation.given),
@@ -399,10 +399,10 @@ class Leaves:
             invocation.autocasts,
         )
         if key not in self._known:
-            held = [Operand(tuple(map(int, one.shape)), one.dtype) for one in state[0].values()]
+            held = [LeafOperand(tuple(map(int, one.shape)), one.dtype) for one in state[0].values()]
             held += [_buffer(one, target.buffers[name]) for name, one in state[1].items()]
             question = Question(target.called, invocation, values, tuple(held), self._example(), self._device)
-            raise _Unknown(target, key, question)
+            raise _UnknownLeaf(target, key, question)
         return self._known[key]
 
     def _invocation(self, target: _Target, tree: Tree, tensors: Mapping[str, Tensor], state: _State) -> Invocation:
@@ -447,9 +447,9 @@ def _state_of(target: _Target) -> _State:
     return dict(target.called.named_parameters()), {name: named[name] for name in target.buffers}
 
 
-def _buffer(traced: Tensor, known: Tensor) -> Operand:
+def _buffer(traced: Tensor, known: Tensor) -> LeafOperand:
     has_values = known.device.type != "meta"
-    return Operand(tuple(map(int, traced.shape)), traced.dtype, known if has_values else None)
+    return LeafOperand(tuple(map(int, traced.shape)), traced.dtype, known if has_values else None)
 
 
 def _shape(tensor: Tensor) -> tuple[Any, ...]:

@@ -24,7 +24,7 @@ Shapes = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class LeafWork:
     """What a call takes, forward.
 
     Attributes:
@@ -41,7 +41,7 @@ class Work:
         check_not_negative(StateError, "work of a leaf", **dict(zip(_NAMES, _VALUES(self), strict=True)))
 
 
-_NAMES = tuple(one.name for one in fields(Work))
+_NAMES = tuple(one.name for one in fields(LeafWork))
 _VALUES = attrgetter(*_NAMES)
 
 
@@ -53,9 +53,9 @@ class CountWork(TorchDispatchMode):
         self._totals = dict.fromkeys(_NAMES, 0.0)
 
     @property
-    def work(self) -> Work:
+    def work(self) -> LeafWork:
         """Return what has been counted."""
-        return Work(**self._totals)
+        return LeafWork(**self._totals)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op, and count it."""
@@ -99,7 +99,7 @@ class _Curve:
     """
 
     place: tuple[int, int]
-    points: tuple[tuple[int, Work], ...]
+    points: tuple[tuple[int, LeafWork], ...]
 
     def times(self, name: str, size: int) -> float:
         """Return how many times as much a call takes of one kind as the example's, if the size is this."""
@@ -132,14 +132,14 @@ ROUNDING = 1e-9
 class WorkBySize:
     """What a call of a leaf takes, forward, by the sizes of what it is given; sizes that change together multiply."""
 
-    example: Work = field(default_factory=Work)
+    example: LeafWork = field(default_factory=LeafWork)
     curves: tuple[_Curve, ...] = ()
 
     @classmethod
-    def of(cls, calls: Iterable[tuple[Shapes, Work]]) -> WorkBySize:
+    def of(cls, calls: Iterable[tuple[Shapes, LeafWork]]) -> WorkBySize:
         """Return it by the shapes and the work of some calls, the example's first."""
         (shapes, example), *others = calls
-        found: dict[tuple[int, int], dict[int, Work]] = {}
+        found: dict[tuple[int, int], dict[int, LeafWork]] = {}
         for other, work in others:
             changed = list(_changed(shapes, other))
             if changed:
@@ -148,9 +148,9 @@ class WorkBySize:
                 points.setdefault(other[tensor][dim], work)
         return cls(example, tuple(_Curve(place, tuple(points.items())) for place, points in found.items()))
 
-    def at(self, shapes: Shapes) -> Work:
+    def at(self, shapes: Shapes) -> LeafWork:
         """Return what a call takes that is given tensors of these shapes."""
-        return Work(*(self._at(name, shapes) for name in _NAMES))
+        return LeafWork(*(self._at(name, shapes) for name in _NAMES))
 
     def _at(self, name: str, shapes: Shapes) -> float:
         sizes = [(curve, shapes[curve.place[0]][curve.place[1]]) for curve in self.curves]

@@ -15,7 +15,7 @@ from hetu_fx.base.torch_private import forget_guard, size_guards
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
 from hetu_fx.graph.example import Example
-from hetu_fx.graph.leaves.ops import LEAF, told_arguments
+from hetu_fx.graph.leaves.leaf_ops import LEAF, told_arguments
 
 aten = torch.ops.aten
 

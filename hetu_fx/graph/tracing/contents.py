@@ -38,7 +38,7 @@ ABSENT = _Absent()
 
 
 @dataclass(frozen=True)
-class Memory:
+class RawMemory:
     """What an object has in memory: an array, a number of ctypes, or the state of a generator of random numbers.
 
     Attributes:
@@ -128,7 +128,7 @@ def same(value: Any, other: Any) -> bool:
     content, before = frozen(value), frozen(other)
     if isinstance(content, Inside) and isinstance(before, Inside):
         return content.kind is before.kind and same(content.content, before.content)
-    return isinstance(content, Memory) and content == before
+    return isinstance(content, RawMemory) and content == before
 
 
 def _are_identical(value: dict[Any, Any], other: dict[Any, Any]) -> bool:
@@ -166,10 +166,10 @@ def _memory(value: Any) -> Any:
     if isinstance(value, (*PLAIN, Tensor, type)):
         return value
     if kind.__module__.startswith(_RANDOM) and not callable(value):
-        return Memory(kind, (), pickle.dumps(value))
+        return RawMemory(kind, (), pickle.dumps(value))
     try:
         with memoryview(value) as memory:
-            return Memory(kind, (memory.format, memory.shape), memory.tobytes())
+            return RawMemory(kind, (memory.format, memory.shape), memory.tobytes())
     except (TypeError, ValueError, BufferError):
         return value
 

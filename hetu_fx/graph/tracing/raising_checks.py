@@ -21,7 +21,7 @@ from torch import Tensor
 from hetu_fx.base.torch_private import answering_guards
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph.capture_failure import INTO_A_MODULE, WAY_OUT, user_frame
-from hetu_fx.graph.checks import Check
+from hetu_fx.graph.forward_checks import Check
 from hetu_fx.graph.tracing.meanings import is_of_the_forward
 from hetu_fx.graph.tracing.read_values import ReadNumbers
 

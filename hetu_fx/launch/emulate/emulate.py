@@ -25,6 +25,7 @@ from hetu_fx.base.documents import open_regular, parse_json, told_as_damaged
 from hetu_fx.base.machine import start_time
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.launch.emulate.cleanup import PROCESSES_FILE, is_dead, main, remove_run, sweep
+from hetu_fx.launch.emulate.emulation_plan import DEFAULT_PORT, LimitChoice, RunPlan, describe, plan_run, size_text
 from hetu_fx.launch.emulate.limits import (
     CgroupV1,
     CgroupV2,
@@ -36,7 +37,6 @@ from hetu_fx.launch.emulate.limits import (
     this_limiter,
 )
 from hetu_fx.launch.emulate.network import run_command
-from hetu_fx.launch.emulate.plan import DEFAULT_PORT, LimitChoice, RunPlan, describe, plan_run, size_text
 from hetu_fx.launch.emulate.processes import Crew, Output
 from hetu_fx.launch.emulate.spec import EmulateSpec, check_cores, check_speed
 
@@ -59,7 +59,7 @@ def run(
     nothing left behind, when the machine cannot give what `spec` asks for.
     """
     if not command:
-        raise EnvironmentProblem("no command to run; write it after --, e.g. -- python train.py")
+        raise EnvironmentProblem("no command to run\nhint: write it after --, e.g. -- python train.py")
     if shutil.which(command[0]) is None:
         raise EnvironmentProblem(f"command {command[0]!r} is not to be found or not executable")
     plan = plan_run(spec, limit=limit, port=_free_port() if spec.num_nodes == 1 else DEFAULT_PORT)
@@ -109,7 +109,7 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir()
     except OSError as error:
         raise EnvironmentProblem(
-            f"cannot make the cgroup {folder} ({error.strerror}); run as root, or use --limit affinity"
+            f"cannot make the cgroup {folder} ({error.strerror})\nhint: run as root, or use --limit affinity"
         ) from error
 
 
@@ -154,7 +154,7 @@ def change_speed(rank: int, speed: float, control: str | os.PathLike[str] | None
         state = _read_state(file)
         speeds = list(state["speeds"])
         if not 0 <= rank < len(speeds):
-            raise EnvironmentProblem(f"no rank {rank} to change: the emulation runs ranks 0 to {len(speeds) - 1}")
+            raise EnvironmentProblem(f"no rank {rank} to change\nhint: name one of ranks 0 to {len(speeds) - 1}")
         check_speed(rank, speed)
         limiter = _limiter_of(state)
         speeds[rank] = float(speed)
@@ -210,7 +210,7 @@ def _limiter_of(state: dict[str, Any]) -> Limiter:
             return CgroupV2(bases[0])
         case kind:
             raise EnvironmentProblem(
-                f"cannot change speeds of an emulation by {kind.lower()}: only CPU quotas change; run as root"
+                f"cannot change speeds of an emulation by {kind.lower()}: only CPU quotas change\nhint: run as root"
             )
 
 
@@ -224,7 +224,7 @@ def _control_folder(control: str | os.PathLike[str] | None) -> Path:
     if len(living) != 1:
         names = ", ".join(str(path) for path in living) or "none"
         raise EnvironmentProblem(
-            f"not one running emulation to change (found: {names}); name its folder in {CONTROL_VARIABLE}"
+            f"not one running emulation to change (found: {names})\nhint: name its folder in {CONTROL_VARIABLE}"
         )
     return living[0]
 

@@ -62,8 +62,8 @@ class Setting:
             self.path.write_text(self.text)
         except OSError as error:
             raise EnvironmentProblem(
-                f"cannot write {self.text!r} to {self.path} ({error.strerror}); run as root, outside of an "
-                "unprivileged container, or use affinity (--limit affinity)"
+                f"cannot write {self.text!r} to {self.path} ({error.strerror})\n"
+                "hint: run as root, outside of an unprivileged container, or use affinity (--limit affinity)"
             ) from error
 
 
@@ -119,7 +119,7 @@ def quota_and_period(speed: float) -> tuple[int, int]:
     return QUOTA_MIN_US, math.floor(QUOTA_MIN_US / speed)
 
 
-# By kind: files of a rank's cgroup and what stands in them; of memory the second shuts the way out into swap.
+# By kind: files of a rank's cgroup and what stands in them; of memory the second keeps it out of swap.
 _SPEED_FILES: Mapping[type[Limiter], Mapping[str, str]] = {
     CgroupV1: {"cpu.cfs_period_us": "{period}", "cpu.cfs_quota_us": "{quota}"},
     CgroupV2: {"cpu.max": "{quota} {period}"},
@@ -144,8 +144,8 @@ def memory_settings(limiter: Limiter, name: str, rank: int, size: int | None) ->
         return ()
     if isinstance(limiter, Affinity) or (isinstance(limiter, CgroupV1) and limiter.memory is None):
         raise EnvironmentProblem(
-            f"cannot limit rank {rank} to {size} bytes: memory limits need a writable memory cgroup; "
-            "run as root, or leave --memory out"
+            f"cannot limit rank {rank} to {size} bytes: memory limits need a writable memory cgroup\n"
+            "hint: run as root, or leave --memory out"
         )
     folder = rank_folders(limiter, name, rank)[-1]
     (limit, text), (swap, of_swap) = _MEMORY_FILES[type(limiter)].items()

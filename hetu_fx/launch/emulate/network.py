@@ -53,7 +53,8 @@ def check_tools() -> None:
     if missing:
         wanted = " ".join(sorted({packages[tool] for tool in missing}))
         raise EnvironmentProblem(
-            f"--nodes needs {', '.join(missing)}, which PATH does not have; on Debian and Ubuntu: apt install {wanted}"
+            f"--nodes needs {', '.join(missing)}, which PATH does not have\n"
+            f"hint: on Debian and Ubuntu: apt install {wanted}"
         )
 
 
@@ -63,8 +64,8 @@ def run_command(command: Command) -> None:
     if done.returncode != 0:
         said = done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}"
         raise EnvironmentProblem(
-            f"cannot build the network of --nodes: {' '.join(command)!r} said: {said}; it needs root and "
-            "a kernel with veth (and bridge for more than two nodes, sch_tbf for --link)"
+            f"cannot build the network of --nodes: {' '.join(command)!r} said: {said}\n"
+            "hint: run as root, on a kernel with veth (and bridge for more than two nodes, sch_tbf for --link)"
         )
 
 

@@ -54,34 +54,36 @@ class EmulateSpec:
 
     def _check_ranks(self) -> None:
         if not self.speeds:
-            raise EnvironmentProblem("no speeds given: name one per rank, e.g. --speeds 0.8,0.4,0.2,0.2")
+            raise EnvironmentProblem("no speeds given\nhint: name one per rank, e.g. --speeds 0.8,0.4,0.2,0.2")
         for rank, speed in enumerate(self.speeds):
             check_speed(rank, speed)
         if len(self.memory) != self.world_size:
             raise EnvironmentProblem(
-                f"{len(self.memory)} memory sizes for {self.world_size} speeds; give one per rank, or none"
+                f"{len(self.memory)} memory sizes for {self.world_size} speeds\nhint: give one per rank, or none"
             )
         for rank, size in enumerate(self.memory):
             if size is not None and size < 1 << 20:
-                raise EnvironmentProblem(f"rank {rank} would get {size} bytes of memory; give at least 1M")
+                raise EnvironmentProblem(f"rank {rank} would get {size} bytes of memory\nhint: give at least 1M")
 
     def _check_nodes(self) -> None:
         if not 1 <= self.num_nodes <= min(self.world_size, NUM_NODES_MAX):
             raise EnvironmentProblem(
-                f"cannot spread {self.world_size} ranks over {self.num_nodes} nodes; every node needs a rank"
+                f"cannot spread {self.world_size} ranks over {self.num_nodes} nodes\nhint: give every node a rank"
             )
         if self.link_bits_per_second is None:
             return
         if self.num_nodes == 1:
-            raise EnvironmentProblem("a link rate needs two nodes or more to link; add --nodes 2")
+            raise EnvironmentProblem("a link rate needs two nodes or more to link\nhint: add --nodes 2")
         if not 8e3 <= self.link_bits_per_second < math.inf:
-            raise EnvironmentProblem(f"a link of {self.link_bits_per_second:g} bit/s; give at least 8kbit")
+            raise EnvironmentProblem(f"a link of {self.link_bits_per_second:g} bit/s\nhint: give at least 8kbit")
 
 
 def check_speed(rank: int, speed: float) -> None:
     """Raise EnvironmentProblem unless `speed` is a number of cores that a quota can express."""
     if not SLOWEST_SPEED <= speed < math.inf:
-        raise EnvironmentProblem(f"speed {speed:g} of rank {rank} is no share of cores; give {SLOWEST_SPEED} or more")
+        raise EnvironmentProblem(
+            f"speed {speed:g} of rank {rank} is no share of cores\nhint: give {SLOWEST_SPEED} or more"
+        )
 
 
 def check_cores(speeds: tuple[float, ...], num_cores: float) -> None:
@@ -94,8 +96,8 @@ def check_cores(speeds: tuple[float, ...], num_cores: float) -> None:
         return
     scaled = ",".join(f"{math.floor(speed / total * num_cores * 900) / 1000:g}" for speed in speeds)
     raise EnvironmentProblem(
-        f"speeds {', '.join(f'{speed:g}' for speed in speeds)} sum to {total:g}, and must sum to less than "
-        f"the {num_cores:g} cores there are; the same ratios fit as --speeds {scaled}"
+        f"speeds {', '.join(f'{speed:g}' for speed in speeds)} sum to {total:g}, but must sum to less than "
+        f"the {num_cores:g} cores there are\nhint: the same ratios fit as --speeds {scaled}"
     )
 
 
@@ -113,7 +115,7 @@ def parse_size(text: str) -> int:
     """Read "2G" or "512M" as bytes (K, M, G and T count by 1024)."""
     parts = size_parts(text, 1024)
     if parts is None:
-        raise EnvironmentProblem(f"memory size {text!r} is not a number of bytes; write it like 512M or 2G")
+        raise EnvironmentProblem(f"memory size {text!r} is not a number of bytes\nhint: write it like 512M or 2G")
     return int(_number(parts[0], "memory size") * parts[1])
 
 
@@ -121,7 +123,7 @@ def parse_rate(text: str) -> float:
     """Read "200mbit" as bits per second."""
     match = re.fullmatch(r"\s*([0-9.]+)\s*([kmg]?bit)(?:/s|ps)?\s*", text, flags=re.IGNORECASE)
     if match is None:
-        raise EnvironmentProblem(f"link rate {text!r} is not a rate; write it like 200mbit or 1gbit")
+        raise EnvironmentProblem(f"link rate {text!r} is not a rate\nhint: write it like 200mbit or 1gbit")
     return _number(match[1], "link rate") * _RATE_FACTORS[match[2].lower()]
 
 

@@ -29,16 +29,16 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.calls import is_view
 from hetu_fx.graph.edit import descendants
 from hetu_fx.graph.graph import Graph, LeafKind
-from hetu_fx.graph.leaves.ops import LEAF, leaf_work
-from hetu_fx.graph.leaves.work import Work
+from hetu_fx.graph.leaves.leaf_ops import LEAF, leaf_work
+from hetu_fx.graph.leaves.work import LeafWork
 from hetu_fx.planner.count.liveness import program_memory
-from hetu_fx.planner.count.meetings import Meetings
 from hetu_fx.planner.count.peaks import EVERYWHERE
-from hetu_fx.planner.count.products import contracted_size, multiplies_weights
+from hetu_fx.planner.count.product_ops import contracted_size, multiplies_weights
+from hetu_fx.planner.count.row_meetings import RowMeetings
+from hetu_fx.planner.values.exchanged_values import RowSums, TiedParameter
 from hetu_fx.planner.values.footprint import ProgramMemory
 from hetu_fx.planner.values.part_costs import NO_COSTS, PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.planner.values.shared import RowSums, TiedParameter
 from hetu_fx.program.program import Program
 from hetu_fx.transforms.layouts.flow import Flow
 from hetu_fx.transforms.layouts.work_shares import WorkShares
@@ -172,7 +172,7 @@ def _counted(
 def _gathered_work(program: Program, size_of: SizeOf, shares: WorkShares) -> PartCosts:
     """Return what every one of several replicas does of all rows, per row."""
     axis = program.batch_axis
-    found = [] if axis is None else Meetings(program.graph, axis).found
+    found = [] if axis is None else RowMeetings(program.graph, axis).found
     nodes = [node for one in found for node in one.work]
     return count_work(program, nodes, size_of, shares).work if nodes else NO_COSTS
 
@@ -312,7 +312,7 @@ class _Profile:
             reader.add("beside_bytes", self._held_bytes(node) / self.example_rows)
             reader.add("num_beside", 1)
 
-    def _inside(self, node: fx.Node) -> Work | None:
+    def _inside(self, node: fx.Node) -> LeafWork | None:
         """Return what is done in the call of a leaf; None of other ops."""
         return leaf_work(node, self._size_of) if node.target is LEAF else None
 

@@ -27,7 +27,7 @@ from hetu_fx.graph.calls import is_view
 from hetu_fx.graph.edit import ancestors
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
 from hetu_fx.planner.count.count import FlopCounter, example_rows
-from hetu_fx.planner.count.products import multiplies
+from hetu_fx.planner.count.product_ops import multiplies
 from hetu_fx.planner.values.tensor_program import Factors, Kind, Op, Tensor, TensorProgram
 from hetu_fx.transforms.layouts.analysed_graph import AnalysedGraph
 from hetu_fx.transforms.layouts.program_choices import can_cut, only_rearranges, sends_factors
@@ -70,7 +70,7 @@ def graph_problem_of(
         reader.add(node)
     outputs = tuple(dict.fromkeys(reader.source_of(node)[0] for node in reader.outputs()))
     if not reader.ops:
-        raise PlanError("no value of the graph depends on a parameter; there is nothing to spread over devices")
+        raise PlanError("no value of the graph depends on a parameter, so there is nothing to spread over devices")
     program = TensorProgram(tuple(reader.tensors.values()), tuple(reader.ops), outputs, tuple(reader.blocks()))
     return GraphProblem(program, analysed, tuple(reader.nodes), reader.sources)
 

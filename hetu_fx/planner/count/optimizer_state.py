@@ -82,8 +82,8 @@ def _tried(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> torch.optim.
         return _step(optimizer, gradient.to_sparse() if takes_sparse_gradients_alone(optimizer) else gradient)
     except Exception as problem:  # whatever a class that nobody here knows raises
         raise ProfileError(
-            f"cannot find out what {type(optimizer).__name__} keeps for a parameter: {problem}; name one like it, "
-            f"optimizer='adamw' (known: {', '.join(OPTIMIZERS)})"
+            f"cannot find out what {type(optimizer).__name__} keeps for a parameter: {problem}\n"
+            f"hint: name one like it, optimizer='adamw' (known: {', '.join(OPTIMIZERS)})"
         ) from problem
 
 

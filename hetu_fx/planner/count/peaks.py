@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 from torch import fx
 
 from hetu_fx.graph.graph import Graph, LeafKind
-from hetu_fx.planner.count.products import multiplies, multiplies_weights
+from hetu_fx.planner.count.product_ops import multiplies, multiplies_weights
 from hetu_fx.planner.count.storages import Change
 from hetu_fx.transforms.layouts.flow import Flow
 from hetu_fx.transforms.layouts.work_shares import WorkShares

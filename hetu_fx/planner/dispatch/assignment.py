@@ -18,8 +18,8 @@ from enum import StrEnum
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.dispatch.strategy import Scheme, TimeFit, fit_times
-from hetu_fx.planner.price.stage import stage_costs
+from hetu_fx.planner.dispatch.scheme_costs import Scheme, TimeFit, fit_times
+from hetu_fx.planner.price.stage_seconds import stage_costs
 from hetu_fx.planner.price.step import PricedStep
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.program import ProgramCosts, length_weights
@@ -133,7 +133,7 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.multiple < 1:
-            raise PlanError(f"rows cannot have a multiple of {self.multiple} tokens; give 1 or more")
+            raise PlanError(f"rows cannot have a multiple of {self.multiple} tokens\nhint: give 1 or more")
 
     def width(self, tokens: int) -> int:
         """Return the width of a row for so many tokens."""

@@ -30,7 +30,7 @@ from scipy.sparse import block_array, coo_array, diags_array, eye_array, kron
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.makespan import Assigning, Effort, assign
-from hetu_fx.planner.dispatch.strategy import Numbers, Scheme, SequenceBatch, Strategy, check_each_once, check_holds
+from hetu_fx.planner.dispatch.scheme_costs import Numbers, Scheme, SequenceBatch, Strategy, check_each_once, check_holds
 
 _ROUNDING = 1e-6  # the solver's tolerance
 _WITHOUT_SOLUTION = {2: 1.0}  # infeasible; a solver that gave up proves nothing
@@ -114,7 +114,7 @@ class Dispatch:
     def __post_init__(self) -> None:
         if len(self.pipelines) != len(self.strategy.pipelines):
             counts = f"{len(self.pipelines)} groups of sequences for the {len(self.strategy.pipelines)} pipelines"
-            raise PlanError(f"a dispatch has {counts} of {self.strategy}; give one each, empty where one idles")
+            raise PlanError(f"a dispatch has {counts} of {self.strategy}\nhint: give one each, empty where one idles")
         check_each_once("a dispatch", self.pipelines, len(self.batch.lengths))
         for scheme, group in zip(self.strategy.pipelines, self.pipelines, strict=True):
             _check_lengths(scheme, {position: self.batch.lengths[position] for position in group})
@@ -177,5 +177,5 @@ def _check_lengths(scheme: Scheme, lengths: dict[int, int]) -> None:
     if long:
         raise PlanError(
             f"a dispatch gives {scheme} sequences of {long} tokens (by position), but it holds at most "
-            f"{scheme.max_length}; give them to a pipeline that holds them"
+            f"{scheme.max_length}\nhint: give them to a pipeline that holds them"
         )

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hetu_fx.planner.dispatch.strategy import Numbers, Scheme
+from hetu_fx.planner.dispatch.scheme_costs import Numbers, Scheme
 
 Indices = NDArray[np.int64]
 

@@ -26,8 +26,8 @@ import numpy as np
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.makespan import EPSILON, Assigning, Effort, assign
-from hetu_fx.planner.dispatch.rows import NO_ROWS, RowAssignment, group_by_row, quick_rows, sweep_counts
-from hetu_fx.planner.dispatch.strategy import Scheme, check_each_once
+from hetu_fx.planner.dispatch.row_dispatch import NO_ROWS, RowAssignment, group_by_row, quick_rows, sweep_counts
+from hetu_fx.planner.dispatch.scheme_costs import Scheme, check_each_once
 
 EXACT_SEQUENCES = 10
 """Up to so many sequences of a pipeline are packed exactly."""
@@ -52,11 +52,11 @@ class Packing:
     def __post_init__(self) -> None:
         check_each_once("a packing", self.rows, len(self.lengths))
         if not all(self.rows):
-            raise PlanError(f"a packing has an empty row in {self.rows}; leave it out")
+            raise PlanError(f"a packing has an empty row in {self.rows}\nhint: leave it out")
         full = [tokens for tokens in self.row_tokens if tokens > self.scheme.max_length]
         if full:
             most = self.scheme.max_length
-            raise PlanError(f"a packing has rows of {full} tokens, but {self.scheme} holds {most}; use more rows")
+            raise PlanError(f"a packing has rows of {full} tokens, but {self.scheme} holds {most}\nhint: use more rows")
 
     @property
     def row_tokens(self) -> tuple[int, ...]:
@@ -101,7 +101,9 @@ def packings(groups: Sequence[tuple[Scheme, Sequence[int]]], *, seed: int = 0) -
 
 def _falling(scheme: Scheme, lengths: Sequence[int]) -> list[int]:
     if max(lengths, default=0) > scheme.max_length:
-        raise PlanError(f"{scheme} holds rows of {scheme.max_length} tokens, not of {max(lengths)}; cut the sequence")
+        raise PlanError(
+            f"{scheme} holds rows of {scheme.max_length} tokens, not of {max(lengths)}\nhint: cut the sequence"
+        )
     return sorted(lengths, reverse=True)
 
 

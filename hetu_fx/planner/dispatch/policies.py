@@ -28,8 +28,8 @@ from hetu_fx.planner.dispatch.assignment import (
 )
 from hetu_fx.planner.dispatch.dispatch import dispatch
 from hetu_fx.planner.dispatch.pack import packings
-from hetu_fx.planner.dispatch.rows import dispatch_rows, least_done, pack_whole_rows
-from hetu_fx.planner.dispatch.strategy import Scheme, SequenceBatch, Strategy, check_each_once, strategy_order
+from hetu_fx.planner.dispatch.row_dispatch import dispatch_rows, least_done, pack_whole_rows
+from hetu_fx.planner.dispatch.scheme_costs import Scheme, SequenceBatch, Strategy, check_each_once, strategy_order
 from hetu_fx.plans.plan import pipeline_rows
 
 
@@ -49,7 +49,8 @@ def assign(candidates: Sequence[EligibleVariant], request: Request) -> Assignmen
         names = [candidate.name for candidate in candidates]
         raise BatchError(
             f"none of the variants {names} runs rows of {request.longest} tokens on all pipelines with a share, as "
-            f"{request.batching.value!r} batching asks; use {Batching.PACKED.value!r}, or pipelines that hold them"
+            f"{request.batching.value!r} batching asks\n"
+            f"hint: use {Batching.PACKED.value!r}, or pipelines that hold them"
         )
     first = min(found, key=lambda assignment: assignment.seconds)
     check_each_once("an assignment", [first.positions], len(request.lengths))
@@ -69,7 +70,7 @@ def _check_taken(candidates: Sequence[EligibleVariant], request: Request) -> Non
     if max(limits.values(), default=0) < request.longest:
         raise BatchError(
             f"no variant takes a sequence of {request.longest} tokens (most that a pipeline takes, by variant: "
-            f"{limits}); cut it, or add a variant whose max_length allows for it"
+            f"{limits})\nhint: cut it, or add a variant whose max_length allows for it"
         )
 
 
@@ -247,11 +248,13 @@ class HotSPa:
         object.__setattr__(self, "variants", tuple(self.variants))
         if self.variants and len(self.variants) != len(self.bounds) + 1:
             raise PlanError(
-                f"bounds {self.bounds} make {len(self.bounds) + 1} groups, but there are variants {self.variants}; "
-                f"give one for each group, shortest first"
+                f"bounds {self.bounds} make {len(self.bounds) + 1} groups, but there are variants {self.variants}\n"
+                f"hint: give one for each group, shortest first"
             )
         if any(bound < 1 for bound in self.bounds) or len(set(self.bounds)) < len(self.bounds):
-            raise PlanError(f"groups of lengths have bounds {self.bounds}; give different numbers of tokens from 1")
+            raise PlanError(
+                f"groups of lengths have bounds {self.bounds}\nhint: give different numbers of tokens from 1"
+            )
 
     def __call__(self, candidates: Sequence[EligibleVariant], request: Request, /) -> tuple[Assignment, ...]:
         """Return an assignment for each variant that has a group."""
@@ -283,7 +286,7 @@ class EarliestFinish:
     def __post_init__(self) -> None:
         object.__setattr__(self, "policies", tuple(self.policies))
         if not self.policies:
-            raise PlanError("there is no policy to follow; give one or more")
+            raise PlanError("there is no policy to follow\nhint: give one or more")
 
     def __call__(self, candidates: Sequence[EligibleVariant], request: Request, /) -> tuple[Assignment, ...]:
         """Return the parts that take the fewest seconds together."""

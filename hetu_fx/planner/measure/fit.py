@@ -11,8 +11,8 @@ from operator import add
 from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.cluster.paces import Pace
 from hetu_fx.errors import PlanError, ProfileError
-from hetu_fx.planner.dispatch.strategy import FitQuality, fit_times
-from hetu_fx.planner.price.stage import compute_lines, tensor_parallel_lines
+from hetu_fx.planner.dispatch.scheme_costs import FitQuality, fit_times
+from hetu_fx.planner.price.stage_seconds import compute_lines, tensor_parallel_lines
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.profile_file import BlockTime, Profile, Slowdown
@@ -60,8 +60,8 @@ def timed_lengths(longest: int, seconds: float, budget: float) -> tuple[int, ...
     lengths = tuple(sorted({int(most * share) for share in SHARES_OF_LENGTH} - {0}))
     if len(lengths) < len(SHARES_OF_LENGTH):
         raise ProfileError(
-            f"sequences of up to {most} tokens can be timed, which are too short for a curve; give a batch with rows "
-            f"of {len(SHARES_OF_LENGTH)} tokens at least, or more seconds"
+            f"sequences of up to {most} tokens can be timed, which are too short for a curve\n"
+            f"hint: give a batch with rows of {len(SHARES_OF_LENGTH)} tokens at least, or more seconds"
         )
     return lengths
 
@@ -101,9 +101,10 @@ def _fitted(where: str, samples: Sequence[tuple[int, float]]) -> FitQuality:
     try:
         return fit_times(samples)
     except PlanError as problem:
+        said, *_ = str(problem).splitlines()
         raise ProfileError(
-            f"{where}: no curve lies near the measured (tokens, seconds) {samples}: {problem}; measure longer "
-            f"sequences, on a machine that does nothing else"
+            f"{where}: no curve lies near the measured (tokens, seconds) {samples}: {said}\n"
+            f"hint: measure longer sequences, on a machine that does nothing else"
         ) from None
 
 

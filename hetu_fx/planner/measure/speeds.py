@@ -20,7 +20,7 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import all_gather_object, raise_on_all_ranks
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.planner.captured_program import CapturedProgram
-from hetu_fx.planner.measure.blocks import BlockShard, check_measurable, make_block_shard, time_shard
+from hetu_fx.planner.measure.block_times import BlockShard, check_measurable, make_block_shard, time_shard
 from hetu_fx.planner.measure.fit import counted_seconds, distinct_blocks
 from hetu_fx.planner.values.program import ProgramCosts
 

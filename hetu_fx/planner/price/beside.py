@@ -18,11 +18,11 @@ from dataclasses import replace
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.plans.overlap import OverlapCost
-from hetu_fx.planner.price.stage import StageCosts
+from hetu_fx.planner.price.stage_seconds import StageCosts
 from hetu_fx.planner.values.line import Line
 from hetu_fx.plans.plan import Schedule
 from hetu_fx.plans.schedule import cuts_backwards
-from hetu_fx.transforms.lowering.slicing import SUM, Slicing
+from hetu_fx.transforms.lowering.slice_counts import SUM, Slicing
 
 
 def overlap_sums(costs: StageCosts, rows: int, schedule: Schedule, cluster: Cluster) -> StageCosts:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 
 from hetu_fx.cluster.cluster import Device
-from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD, OP_SECONDS, WEIGHT_MOVES
+from hetu_fx.planner.price.stage_seconds import FORWARD_AND_BACKWARD, OP_SECONDS, WEIGHT_MOVES
 from hetu_fx.planner.price.step_end import OPTIMIZER_MOVES
 from hetu_fx.planner.values.program import ProgramCosts
 

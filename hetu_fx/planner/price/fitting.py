@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.placement import PlacedDevice, by_rank, peak_terms, placed_devices
-from hetu_fx.planner.price.stage import device_lines, forward_lines
+from hetu_fx.planner.price.stage_seconds import device_lines, forward_lines
 from hetu_fx.planner.price.step import PricedStep
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.program import ProgramCosts

@@ -26,10 +26,10 @@ from hetu_fx.planner.values.device_memory import (
     most_rows,
     peak,
 )
+from hetu_fx.planner.values.exchanged_values import TiedParameter
 from hetu_fx.planner.values.footprint import StageFootprint
 from hetu_fx.planner.values.line import ZERO, Line
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.planner.values.shared import TiedParameter
 from hetu_fx.plans.parts import DeviceDeal, PartedPipeline
 from hetu_fx.plans.plan import Plan, Schedule, Stage, pipeline_rows
 from hetu_fx.plans.recomputed import RecomputedOps

@@ -22,10 +22,10 @@ from hetu_fx.base.words import bytes_text, format_used_bytes
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.alike import alike
 from hetu_fx.planner.price.beside import overlap_sums
-from hetu_fx.planner.price.links import Resource
-from hetu_fx.planner.price.pipeline import Finish, finish
+from hetu_fx.planner.price.link_load import Resource
 from hetu_fx.planner.price.placement import device_bytes
-from hetu_fx.planner.price.stage import StageCosts, stage_costs
+from hetu_fx.planner.price.schedule_seconds import Finish, finish
+from hetu_fx.planner.price.stage_seconds import StageCosts, stage_costs
 from hetu_fx.planner.price.step_end import optimizer_seconds
 from hetu_fx.planner.price.ways import Bucket, DirectionCosts, Stops, Ways
 from hetu_fx.planner.values.device_memory import Terms

@@ -26,7 +26,7 @@ from hetu_fx.comm_ops.plans.cost import messages_cost
 from hetu_fx.comm_ops.plans.slices import finest_slices
 from hetu_fx.comm_ops.plans.transition import Transition
 from hetu_fx.planner.values.device_memory import MOMENTS
-from hetu_fx.planner.values.shared import turn_seconds
+from hetu_fx.planner.values.exchanged_values import turn_seconds
 
 TURN_MOVES = 4  # what goes around a ring is read and written on its way into the message, and out of it
 OPTIMIZER_MOVES = 7  # Adam reads parameter, gradient and two moments, and writes all but the gradient

@@ -22,7 +22,7 @@ from typing import Literal
 from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES, BUCKETS_AT_ONCE
-from hetu_fx.planner.price.links import Resource, Traffic, resource_loads, turn_traffic
+from hetu_fx.planner.price.link_load import Resource, Traffic, resource_loads, turn_traffic
 from hetu_fx.planner.price.placement import tied_holders
 from hetu_fx.planner.price.step_end import sync_seconds
 from hetu_fx.planner.values.line import Line

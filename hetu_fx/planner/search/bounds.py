@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 
-from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD
+from hetu_fx.planner.price.stage_seconds import FORWARD_AND_BACKWARD
 from hetu_fx.planner.search.problem import Problem
 
 

@@ -363,7 +363,7 @@ def _lacks(problem: Problem) -> str:
     count = len(problem.cluster.devices)
     if count <= MOST_DEVICES:
         return ""
-    return f"it goes through all runs of up to {MOST_DEVICES} devices, but there are {count}; use 'auto' or 'classes'"
+    return f"it tries all runs of up to {MOST_DEVICES} devices, but there are {count}\nhint: use 'auto' or 'classes'"
 
 
 CONTIGUOUS = Search(

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster, Device
-from hetu_fx.planner.price.links import hand_over_line
+from hetu_fx.planner.price.link_load import hand_over_line
 from hetu_fx.planner.search.allocate import Alike, RangeSeconds, deal, least_passing, min_max_ranges
 from hetu_fx.planner.search.device_orders import GroupKinds, Groups, devices_by_likeness
 from hetu_fx.planner.search.family import Family

@@ -17,12 +17,12 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from hetu_fx.cluster.cluster import Cluster, Device
+from hetu_fx.planner.search.cluster_regions import MOST_CLASSES, TimedTemplates, estimate, estimate_templates
 from hetu_fx.planner.search.device_orders import Groups, devices_by_likeness, ranks_by_node
 from hetu_fx.planner.search.estimates import even_estimates
 from hetu_fx.planner.search.family import Family
 from hetu_fx.planner.search.homogeneous import TimedArrangement, candidates, price_best_plans
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
-from hetu_fx.planner.search.regions import MOST_CLASSES, TimedTemplates, estimate, estimate_templates
 from hetu_fx.planner.search.templates import Template, device_classes
 from hetu_fx.plans.plan import Plan
 
@@ -158,7 +158,7 @@ def _find(problem: Problem) -> Candidates:
 
 RAGGED = Search(
     name="ragged",
-    applies="nodes of a kind have unlike numbers of devices: plans for full nodes, without what is lacking",
+    applies="nodes of a kind have different numbers of devices: plans for full nodes, without what is lacking",
     lacks=lambda problem: "" if lacking(problem.cluster) else "all nodes of a kind have as many devices",
     find=_find,
 )

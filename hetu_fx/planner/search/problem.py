@@ -114,7 +114,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         if not self.steps_ahead > 0:
-            raise PlanError(f"steps_ahead is {self.steps_ahead}; give a number above 0, or math.inf")
+            raise PlanError(f"steps_ahead is {self.steps_ahead}\nhint: give a number above 0, or math.inf")
 
     @property
     def costs(self) -> ProgramCosts:
@@ -189,7 +189,7 @@ def _of_program(plan: Plan, problem: Problem) -> Prediction:
     if problem.captured is None:
         raise PlanError(
             "a plan with a program is priced op by op, for which the captured graph is needed, which profiles do not "
-            "hold; use hetu_fx.plan(model, batch), or leave the program out"
+            "hold\nhint: use hetu_fx.plan(model, batch), or leave the program out"
         )
     return problem.captured.expect(plan, problem.cluster)
 
@@ -206,7 +206,7 @@ class Search:
     Attributes:
         name: how users call it.
         applies: when it is worth asking, in a line.
-        lacks: says what a problem lacks for it, and the way out; empty when nothing.
+        lacks: says what a problem lacks for it, and a hint; empty when nothing.
         find: returns plans, priced; none when none fits.
         predict: says what a plan that was found is expected to cost.
         simulates: tells whether the finalists are ranked by simulating them, which `predict` does then too.

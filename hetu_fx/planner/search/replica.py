@@ -23,7 +23,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD
+from hetu_fx.planner.price.stage_seconds import FORWARD_AND_BACKWARD
 from hetu_fx.planner.search.device_orders import Groups
 from hetu_fx.planner.search.stage_estimates import ReplicaRules, StageEstimate, StageRun
 from hetu_fx.planner.values.line import Line, uppermost

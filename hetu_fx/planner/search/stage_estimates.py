@@ -10,7 +10,7 @@ from functools import reduce
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.fitting import least_blocks
 from hetu_fx.planner.price.placement import BlockRange
-from hetu_fx.planner.price.stage import device_lines, forward_lines, part_costs
+from hetu_fx.planner.price.stage_seconds import device_lines, forward_lines, part_costs
 from hetu_fx.planner.price.step_end import optimizer_seconds
 from hetu_fx.planner.values.device_memory import in_flight
 from hetu_fx.planner.values.line import Line

@@ -144,8 +144,8 @@ def _left(
         if plan.zero or not whole:
             why = "states are spread over replicas (zero 1)" if plan.zero else f"block {one.block} was nowhere else"
             raise PlanError(
-                f"the plan that runs uses devices {sorted(gone)}, which are gone, and nobody else has what they held: "
-                f"{why}; leave out the plan that runs, and load a checkpoint"
+                f"the plan that runs uses devices {sorted(gone)}, which are gone, and no other has what they held: "
+                f"{why}\nhint: leave out the plan that runs, and load a checkpoint"
             )
         found[name] = _union(whole, one.is_split)
     return found

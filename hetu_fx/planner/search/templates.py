@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from hetu_fx.cluster.cluster import Device
-from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD
+from hetu_fx.planner.price.stage_seconds import FORWARD_AND_BACKWARD
 from hetu_fx.planner.search.device_orders import Groups, devices_by_likeness, ranks_by_node
 from hetu_fx.planner.search.estimates import Estimates, even_estimates
 from hetu_fx.planner.search.family import Family

@@ -45,9 +45,9 @@ class Activity:
     def __post_init__(self) -> None:
         if not (0 <= self.seconds < math.inf and 0 <= self.latency_seconds < math.inf):
             times = self.seconds, self.latency_seconds
-            raise StateError(f"an activity takes {times} seconds; give finite numbers from 0")
+            raise StateError(f"an activity takes {times} seconds\nhint: give finite numbers from 0")
         if self.uses and not 0 < min(self.uses.values()) <= max(self.uses.values()) < math.inf:
-            raise StateError(f"an activity uses {dict(self.uses)}; give finite shares above 0")
+            raise StateError(f"an activity uses {dict(self.uses)}\nhint: give finite shares above 0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.cluster.topology import Place
 from hetu_fx.planner.price.alike import firsts, shape
-from hetu_fx.planner.price.links import Resource
+from hetu_fx.planner.price.link_load import Resource
 from hetu_fx.plans.plan import Plan
 
 Loads = Mapping[Resource, float]

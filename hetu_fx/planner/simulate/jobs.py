@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.planner.price.links import Resource, Traffic, resource_loads
+from hetu_fx.planner.price.link_load import Resource, Traffic, resource_loads
 from hetu_fx.planner.simulate.events import Activity, Times, play
 from hetu_fx.planner.simulate.fold import Folding, unfold
 from hetu_fx.planner.values.line import Line

@@ -16,8 +16,8 @@ from itertools import chain
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import StateError
 from hetu_fx.planner.price.beside import seen_shares
-from hetu_fx.planner.price.links import price_hand_over, turn_traffic
-from hetu_fx.planner.price.stage import StageCosts, compute_lines, stage_costs
+from hetu_fx.planner.price.link_load import price_hand_over, turn_traffic
+from hetu_fx.planner.price.stage_seconds import StageCosts, compute_lines, stage_costs
 from hetu_fx.planner.price.ways import Bucket
 from hetu_fx.planner.simulate.fold import Folding, unfold
 from hetu_fx.planner.simulate.jobs import Jobs, Task

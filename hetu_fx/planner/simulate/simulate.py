@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.plans.cost import BUCKETS_AT_ONCE
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.price.links import Resource, turn_traffic
+from hetu_fx.planner.price.link_load import Resource, turn_traffic
 from hetu_fx.planner.price.placement import device_shards, tied_holders
 from hetu_fx.planner.price.step import predict, row_sum_seconds
 from hetu_fx.planner.price.step_end import optimizer_seconds
@@ -96,7 +96,7 @@ class _StepJobs:
         if plan.has_program:
             raise PlanError(
                 "the plan has a program, which is simulated op by op, for which the model is needed, not its costs or "
-                "its profile alone; use hetu_fx.simulate(model, batch, plan, cluster), without another schedule"
+                "its profile alone\nhint: use hetu_fx.simulate(model, batch, plan, cluster), without another schedule"
             )
         self.plan, self.cluster, self.fold = plan, cluster, fold
         self.costs = costs.under(plan)

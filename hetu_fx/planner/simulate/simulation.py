@@ -16,11 +16,11 @@ from itertools import pairwise
 
 from hetu_fx.base.words import bytes_text, seconds_text
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.planner.price.links import Resource
+from hetu_fx.planner.price.link_load import Resource
 from hetu_fx.planner.simulate.events import Times
 from hetu_fx.planner.simulate.jobs import Job, Jobs
-from hetu_fx.planner.simulate.picture import WORK
 from hetu_fx.planner.simulate.timeline import MEMORY, Counter, Event, Timeline
+from hetu_fx.planner.simulate.timeline_picture import WORK
 from hetu_fx.plans.schedule import Phase
 
 _PHASE = frozenset(Phase)

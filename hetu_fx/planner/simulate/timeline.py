@@ -1,7 +1,7 @@
 """Timelines: what each device did, or will do, and when.
 
 Measured steps and simulated ones are the same type, so they can be laid side by side. A timeline becomes a
-Chrome trace (chrome://tracing, Perfetto), a picture, or a page (`hetu_fx.planner.simulate.picture`).
+Chrome trace (chrome://tracing, Perfetto), a picture, or a page (`hetu_fx.planner.simulate.timeline_picture`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from hetu_fx.base.documents import write_atomically
 from hetu_fx.base.words import seconds_text
 from hetu_fx.errors import EnvironmentProblem, StateError
-from hetu_fx.planner.simulate.picture import draw
+from hetu_fx.planner.simulate.timeline_picture import draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Event:
         if self.end_seconds < self.start_seconds:
             raise StateError(
                 f"event {self.name!r} of device {self.device} ends at {self.end_seconds} s, before it "
-                f"starts at {self.start_seconds} s; take both times from one clock"
+                f"starts at {self.start_seconds} s\nhint: take both times from one clock"
             )
 
     @property

@@ -270,7 +270,9 @@ class StageFootprint:
             waiting: bytes of gradients made by later parts that wait to be added, of each part; none if left out.
         """
         if len(gradients) != len(parts):
-            raise PlanError(f"a stage has {len(parts)} parts, but gradients of {len(gradients)}; give one of each")
+            raise PlanError(
+                f"a stage has {len(parts)} parts, but gradients of {len(gradients)}\nhint: give one of each"
+            )
         forward, backward, later = [], [], []
         left, waits = sum(gradients), waiting or [0.0] * len(parts)
         lines = {id(part): tuple(part.lines(share)) for part in parts}

@@ -80,10 +80,8 @@ FEATURES: Mapping[str, Feature] = {
     "zero_bubble": Feature(
         "gradients of weights made where a stage would wait", lambda plan: plan.schedule == "zero-bubble"
     ),
-    "interleaved": Feature(
-        "stages in chunks, through which micro-batches go round by round", lambda plan: plan.chunks > 1
-    ),
-    "uneven": Feature("unlike rows, shards or stages", _is_uneven),
+    "interleaved": Feature("stages in chunks, which micro-batches pass in rounds", lambda plan: plan.chunks > 1),
+    "uneven": Feature("rows, shards or stages of different sizes", _is_uneven),
 }
 """What users may allow and forbid, by name."""
 
@@ -121,11 +119,11 @@ class Choice:
                 raise PlanError(f"plans have no feature {name!r} to allow or forbid{nearest(name, tuple(FEATURES))}")
         both = sorted(set(self.allow) & set(self.forbid))
         if both:
-            raise PlanError(f"{', '.join(both)} is both allowed and forbidden; name it once")
+            raise PlanError(f"{', '.join(both)} is both allowed and forbidden\nhint: name it once")
         if self.zero and "zero" in self.forbid:
-            raise PlanError(f"zero is {self.zero}, but zero is forbidden; give one of them")
+            raise PlanError(f"zero is {self.zero}, but zero is forbidden\nhint: give one of them")
         if self.zero == 0 and "zero" in self.allow:
-            raise PlanError("zero is 0, but zero is allowed; give one of them")
+            raise PlanError("zero is 0, but zero is allowed\nhint: give one of them")
 
 
 ANY = Choice()
@@ -175,21 +173,24 @@ class PlanOptions:
         if not mixes_rows:
             return chosen
         if "pipeline" in choice.allow:
-            raise PlanError("pipeline is allowed, but rows meet in the model (BatchNorm): it is not cut into stages")
+            raise PlanError(
+                "pipeline is allowed, but rows meet in the model (BatchNorm), which is not cut into stages\n"
+                "hint: leave pipeline out"
+            )
         return replace(chosen, micro_batches=(1,), pipelines=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "micro_batches", tuple(sorted(set(self.micro_batches))))
         if not self.micro_batches or self.micro_batches[0] < 1:
-            raise PlanError(f"micro_batches to choose from are {self.micro_batches}; give numbers from 1")
+            raise PlanError(f"micro_batches to choose from are {self.micro_batches}\nhint: give numbers from 1")
         if not 0 < self.memory_fraction <= 1:
-            raise PlanError(f"memory_fraction is {self.memory_fraction}; give a number above 0, up to 1")
+            raise PlanError(f"memory_fraction is {self.memory_fraction}\nhint: give a number above 0, up to 1")
         if self.zero not in (0, 1):
-            raise PlanError(f"zero is {self.zero}; give 0 (states whole on each replica) or 1 (spread over them)")
+            raise PlanError(f"zero is {self.zero}\nhint: give 0 (states whole on each replica) or 1 (spread over them)")
         if self.schedule == "interleaved":
             raise PlanError(
-                "the schedule to search under is 'interleaved', but searches go through whole stages; leave it out "
-                "(the best pipelines are tried in chunks, too)"
+                "the schedule to search under is 'interleaved', but searches go through whole stages\n"
+                "hint: leave it out (the best pipelines are tried in chunks, too)"
             )
         if self.seconds is not None:
             check_positive(PlanError, "search", seconds=self.seconds)

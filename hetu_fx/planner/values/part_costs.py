@@ -73,12 +73,14 @@ class PartCosts:
         for name in ("flops", "attention_flops", "traffic_bytes", "activation_bytes", "parameter_bytes"):
             whole, cut = getattr(self, name), getattr(self, f"split_{name}")
             if not 0 <= cut <= whole:
-                raise PlanError(f"part costs: split_{name} is {cut}, but {name} is {whole}; give 0 to {whole}")
+                raise PlanError(f"part costs: split_{name} is {cut}, but {name} is {whole}\nhint: give 0 to {whole}")
         for name in ("traffic_bytes", "activation_bytes"):
             whole, shared = getattr(self, name), getattr(self, f"sequence_{name}")
             rest = whole - getattr(self, f"split_{name}")
             if not 0 <= shared <= rest + ROUNDING * whole:
-                raise PlanError(f"part costs: sequence_{name} is {shared}, but {rest} are not split; give no more")
+                raise PlanError(
+                    f"part costs: sequence_{name} is {shared}, but {rest} are not split\nhint: give no more"
+                )
 
     def __add__(self, other: PartCosts) -> PartCosts:
         return PartCosts(*map(add, _VALUES(self), _VALUES(other)))

@@ -16,10 +16,10 @@ from hetu_fx.base.json_values import many, object_by_number
 from hetu_fx.base.records import REQUIRED, Document, Key, record, run_length_list
 from hetu_fx.base.words import bytes_text, rate_text
 from hetu_fx.errors import ProfileError
+from hetu_fx.planner.values.exchanged_values import ROW_SUMS, TiedParameter
 from hetu_fx.planner.values.footprint import PartMemory, ProgramMemory
 from hetu_fx.planner.values.part_costs import NO_COSTS, PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.planner.values.shared import ROW_SUMS, TiedParameter
 from hetu_fx.planner.values.state import STATE, UNSAID, ParameterState
 
 
@@ -46,7 +46,7 @@ class BlockTime:
         check_not_negative(ProfileError, where, a=self.a, b=self.b, c=self.c, bytes_per_token=self.bytes_per_token)
         check_source(ProfileError, where, self.source)
         if self.a == self.b == 0:
-            raise ProfileError(f"{where} has a = b = 0, so that tokens cost nothing; give one of them above 0")
+            raise ProfileError(f"{where} has a = b = 0, so that tokens cost nothing\nhint: give one of them above 0")
 
     def seconds(self, length: int) -> float:
         """Return t(s) of a sequence of so many tokens."""
@@ -66,7 +66,7 @@ class Slowdown:
         check_positive(ProfileError, where, **{f"factors[{degree}]": v for degree, v in self.factors.items()})
         check_source(ProfileError, where, self.source)
         if min(self.factors, default=0) < 1:
-            raise ProfileError(f"{where} has degrees {sorted(self.factors)}; give one at least, from 1")
+            raise ProfileError(f"{where} has degrees {sorted(self.factors)}\nhint: give one at least, from 1")
 
 
 BLOCK_TIME = record(
@@ -121,13 +121,17 @@ class Profile(Document):
         check_not_negative(ProfileError, "sequences", **{f"[{n}]": count for n, count in self.sequences.items()})
         lengths = [length for length, _ in self.other_lengths]
         if min(self.tokens_per_row, *lengths, 0) < 0 or min(self.sequences, default=1) < 1:
-            raise ProfileError(f"lengths are {[self.tokens_per_row, *lengths, *self.sequences]}; give tokens from 1")
+            raise ProfileError(
+                f"lengths are {[self.tokens_per_row, *lengths, *self.sequences]}\nhint: give tokens from 1"
+            )
         _check_once("lengths of a row", [self.tokens_per_row, *lengths])
         _check_once("times", [(time.kind, time.tensor_parallel) for time in self.times])
         _check_once("alpha", [slowdown.kind for slowdown in self.alpha])
         blocks = {costs.num_blocks for _, costs in self.other_lengths} - {self.costs.num_blocks}
         if blocks:
-            raise ProfileError(f"other_lengths have {blocks} blocks, program {self.costs.num_blocks}; give one model")
+            raise ProfileError(
+                f"other_lengths have {blocks} blocks, program {self.costs.num_blocks}\nhint: give one model"
+            )
 
     def __repr__(self) -> str:
         whole, counted = self.costs.whole, {"estimate": "counted"}.get(self.source, self.source)
@@ -172,7 +176,7 @@ class Profile(Document):
 def _check_once(what: str, keys: Sequence[Hashable]) -> None:
     twice = sorted(map(str, standing_twice(keys)))
     if twice:
-        raise ProfileError(f"{what}: {', '.join(twice)} stand twice; give each once")
+        raise ProfileError(f"{what}: {', '.join(twice)} are there twice\nhint: give each once")
 
 
 def _check_part(where: str, numbers: Mapping[str, Any]) -> None:

@@ -16,10 +16,16 @@ from operator import add
 
 from hetu_fx.base.once import once
 from hetu_fx.errors import PlanError, ProfileError
+from hetu_fx.planner.values.exchanged_values import (
+    NO_ROW_SUMS,
+    RowSums,
+    TiedParameter,
+    gradient_bytes,
+    pending_gradient_bytes,
+)
 from hetu_fx.planner.values.footprint import PartMemory, ProgramMemory, StageFootprint
 from hetu_fx.planner.values.line import Amount, Line
 from hetu_fx.planner.values.part_costs import NO_COSTS, PartCosts
-from hetu_fx.planner.values.shared import NO_ROW_SUMS, RowSums, TiedParameter, gradient_bytes, pending_gradient_bytes
 from hetu_fx.planner.values.state import UNSAID, ParameterState
 from hetu_fx.plans.plan import Attention, Plan, Stage
 from hetu_fx.plans.recomputed import RecomputedOps
@@ -61,17 +67,19 @@ class ProgramCosts:
         expected = max(0, len(self.blocks) - 1)
         if len(self.boundary_bytes) != expected:
             raise PlanError(
-                f"program costs: {len(self.boundary_bytes)} boundaries for {len(self.blocks)} blocks; give {expected}"
+                f"program costs: {len(self.boundary_bytes)} boundaries for {len(self.blocks)} blocks\n"
+                f"hint: give {expected}"
             )
         if min(self.rows, self.units, self.sequence_units) < 1:
             numbers = f"rows {self.rows}, units {self.units}, sequence_units {self.sequence_units}"
-            raise PlanError(f"program costs: {numbers}; give 1 or more of each")
+            raise PlanError(f"program costs: {numbers}\nhint: give 1 or more of each")
         if self.wide is not None and (self.wide.rows, self.wide.state) != (self.rows, self.state):
             object.__setattr__(self, "wide", replace(self.wide, rows=self.rows, state=self.state))
         count, last = len(self.parts), max((one.readers[-1] for one in self.tied), default=0)
         if self.memory is not None and len(self.memory.parts) != count:
             raise PlanError(
-                f"program costs: memory has {len(self.memory.parts)} parts, the program {count}; give as many"
+                f"program costs: memory has {len(self.memory.parts)} parts, the program {count}\n"
+                f"hint: give one for each part"
             )
         if last >= count:
             raise PlanError(f"program costs: part {last} reads a tied parameter, but parts are 0 to {count - 1}")
@@ -352,7 +360,7 @@ def length_weights(known: Collection[int], length: int) -> dict[int, float]:
     Raises `ProfileError` if none are known.
     """
     if not known:
-        raise ProfileError("the profile does not say what length of rows it is for; give tokens_per_row")
+        raise ProfileError("the profile does not say what length of rows it is for\nhint: give tokens_per_row")
     if length in known:
         return {length: 1.0}
     if len(known) < ENOUGH:

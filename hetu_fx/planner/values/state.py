@@ -65,11 +65,13 @@ class ParameterState:
             if name is not None and name not in SIZES:
                 raise ProfileError(f"state has element type {name!r}{nearest(name, tuple(SIZES))}")
         if self.dtype is None and any(given):
-            raise ProfileError("state names element types of what stands beside the parameters; give their dtype too")
+            raise ProfileError(
+                "state names element types of what is kept next to the parameters\nhint: give their dtype too"
+            )
         if self.slots is None and self.optimizer not in OPTIMIZERS:
             raise ProfileError(
-                f"state has optimizer {self.optimizer!r}{nearest(self.optimizer, tuple(OPTIMIZERS))}; name one of "
-                f"these, or give its slots"
+                f"state has optimizer {self.optimizer!r}{nearest(self.optimizer, tuple(OPTIMIZERS))}\n"
+                f"hint: name one of these, or give its slots"
             )
 
     @property

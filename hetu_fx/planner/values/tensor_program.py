@@ -103,12 +103,12 @@ class Op:
         if len(self.reads) != len(self.operands) or len(self.makes) != len(self.results):
             raise PlanError(
                 f"op {self.name!r} reads {self.reads} with factors {self.operands} and makes {self.makes} with "
-                f"factors {self.results}; give one tuple of factors for each tensor"
+                f"factors {self.results}\nhint: give one tuple of factors for each tensor"
             )
         if self.backward_flops and len(self.backward_flops) != len(self.reads):
             raise PlanError(f"op {self.name!r}: {len(self.backward_flops)} backward_flops for {self.reads}")
         if self.flops < 0 or self.segment < 0:
-            raise PlanError(f"op {self.name!r}: flops {self.flops}, segment {self.segment}; give 0 or more")
+            raise PlanError(f"op {self.name!r}: flops {self.flops}, segment {self.segment}\nhint: give 0 or more")
 
     @property
     def factors(self) -> tuple[str, ...]:
@@ -191,7 +191,7 @@ def _scaled(op: Op, ratio: float) -> Op:
 def _check_names(what: str, names: list[str]) -> None:
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if twice:
-        raise PlanError(f"{what}s {twice} stand twice in a program; give each a name of its own")
+        raise PlanError(f"{what}s {twice} are twice in a program\nhint: give each a name of its own")
 
 
 def _check_order(problem: TensorProgram) -> None:
@@ -202,7 +202,7 @@ def _check_order(problem: TensorProgram) -> None:
         if missing or strange:
             raise PlanError(
                 f"op {op.name!r} reads {missing}, which nothing before it makes, or makes {strange}, which are no "
-                f"tensors of the program or made before; put ops in order, one for each value"
+                f"tensors of the program or made before\nhint: put ops in order, one for each value"
             )
         known.update(op.makes)
     if missing := [name for name in problem.outputs if name not in known]:
@@ -218,7 +218,7 @@ def _check_dims(problem: TensorProgram, op: Op) -> None:
         )
         if wrong:
             raise PlanError(
-                f"op {op.name!r}: factors {factors} do not fit the shape {shape} of {name!r}, beside sizes {sizes}"
+                f"op {op.name!r}: factors {factors} do not fit the shape {shape} of {name!r}, next to sizes {sizes}"
             )
 
 
@@ -226,4 +226,6 @@ def _check_blocks(problem: TensorProgram) -> None:
     stops = [0, *(stop for _, stop in problem.blocks)]
     pairs = zip(problem.blocks, stops, strict=False)
     if any(start < before or stop <= start for (start, stop), before in pairs) or stops[-1] > len(problem.ops):
-        raise PlanError(f"blocks {problem.blocks} of {len(problem.ops)} ops; give ranges in order that do not overlap")
+        raise PlanError(
+            f"blocks {problem.blocks} of {len(problem.ops)} ops\nhint: give ranges in order that do not overlap"
+        )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from hetu_fx.report.run import LoggedRun
-from hetu_fx.show.charts import Scale, curve, finite, places, plot
-from hetu_fx.show.markup import note, number
+from hetu_fx.show.charts import PLACES, Scale, curve, finite, places, plot
+from hetu_fx.show.markup import keys, note, number
 
-_COLOUR = "#4a7fd0"
+_COLOUR, _BAND = "#4a7fd0", "#4a7fd040"
 
 
 def data(run: LoggedRun) -> list[dict[str, Any]]:
@@ -29,7 +29,15 @@ def html(run: LoggedRun) -> str:
     scale = Scale(min(values), max(values))
     picture = curve(places(values), scale, _COLOUR)
     ends = (f"step {known[0]['step']}: {number(values[0])}", f"step {known[-1]['step']}: {number(values[-1])}")
-    return plot(picture, f"{number(scale.high)}", *ends, f"lowest {number(scale.low)}") + _remarks(run, len(values))
+    shown = plot(picture, f"{number(scale.high)}", *ends, f"lowest {number(scale.low)}")
+    return _legend(len(values)) + shown + _remarks(run, len(values))
+
+
+def _legend(steps: int) -> str:
+    """Return what the line is, and of many steps the band around it."""
+    if steps <= PLACES:
+        return keys({}, {"loss": _COLOUR})
+    return keys({"least to most of neighbouring steps": _BAND}, {"loss, their median": _COLOUR})
 
 
 def _remarks(run: LoggedRun, known: int) -> str:

@@ -46,9 +46,9 @@ def html(run: LoggedRun) -> str:
     picture = boxes([_box(group, colours) for group in groups], scale) + levels(list(map(_predicted, groups)), scale)
     ends = f"step {run.steps[0]['step']}", f"step {run.steps[-1]['step']}"
     beyond = sum(value > scale.high for value in seconds)
-    remarks = ["Lines across the boxes: predicted."] * any(entry["predicted_seconds"] for entry in run.steps)
-    remarks += [f"Higher than the picture: {beyond} steps, the longest of {number(max(seconds))} s."] * bool(beyond)
-    return keys(colours) + plot(picture, f"{number(scale.high)} s", *ends) + "".join(map(note, remarks))
+    lines = {"predicted": "currentColor"} if any(entry["predicted_seconds"] for entry in run.steps) else {}
+    remarks = [f"Higher than the picture: {beyond} steps, the longest of {number(max(seconds))} s."] * bool(beyond)
+    return keys(colours, lines) + plot(picture, f"{number(scale.high)} s", *ends) + "".join(map(note, remarks))
 
 
 def _box(group: Sequence[Entry], colours: Mapping[str, str]) -> tuple[float, str, str]:

@@ -6,7 +6,6 @@ from html import escape
 from typing import Any
 
 from hetu_fx.planner.values.gathered_op import GATHERED_OP, HEADER, remarks
-from hetu_fx.plans.picture import plan_html
 from hetu_fx.plans.plan import Plan
 from hetu_fx.report.run import LoggedRun
 from hetu_fx.report.summary import CHANGES, entry_text
@@ -48,7 +47,7 @@ def plans_html(run: LoggedRun) -> str:
 
 
 def _plan(name: str, plan: Plan) -> str:
-    return f"<h3>{escape(name)}</h3>{plan_html(plan)}{_text(plan.explain())}"
+    return f"<h3>{escape(name)}</h3>{plan.html()}{_text(plan.explain())}"
 
 
 def changes(run: LoggedRun) -> list[dict[str, Any]]:

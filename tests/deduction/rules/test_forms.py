@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from hetu_fx.deduction.rules.registry import RULES, find_rule
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import make_program
-from hetu_fx.transforms.lowering.traffic import communications
+from hetu_fx.transforms.lowering.graph_traffic import communications
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph
 from tests.deduction.shards import sample, trial_of
 from tests.model_zoo import SAMPLES, captured, to_double

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import hetu_fx
 from hetu_fx.errors import ExportError, StateError
 from hetu_fx.graph.capture import capture
-from hetu_fx.graph.leaves.ops import LEAF
+from hetu_fx.graph.leaves.leaf_ops import LEAF
 from hetu_fx.lockstep import Lockstep, Trained, train_alone
 from hetu_fx.plans.plan import Plan
 from tests.end_to_end.leaves.kinds import Codes, Model, Noisy, batch_of, made

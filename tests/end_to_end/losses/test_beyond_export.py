@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 
 from hetu_fx.check.verdict import judge
 from hetu_fx.lockstep import Lockstep, train_alone
-from hetu_fx.planner.gathered import gathered_ops
+from hetu_fx.planner.gathered_ops import gathered_ops
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.program.captures import Programs
 from hetu_fx.transforms.layouts.annotate import Annotate

@@ -20,8 +20,8 @@ from hetu_fx.lockstep import Lockstep, train_alone
 from hetu_fx.planner.count.graph_problem import graph_problem_of
 from hetu_fx.planner.search.hap.adapter import hap_stage, is_expressible
 from hetu_fx.planner.search.hap.search import search
+from hetu_fx.plans.op_regions import OpRegion
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from hetu_fx.plans.program import OpRegion
 from tests.end_to_end.cells import LOSS_FNS, Step, check_equal, make_batch, make_model
 from tests.transforms.plans import program_of
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from hetu_fx.check.verdict import judge
 from hetu_fx.lockstep import Lockstep, train_alone
+from hetu_fx.plans.op_regions import OpRegion
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from hetu_fx.plans.program import OpRegion
 from hetu_fx.transforms.layouts.analysed_graph import AnalysedGraph
 from hetu_fx.transforms.layouts.flow import is_item
 from hetu_fx.transforms.layouts.program_choices import op_names

@@ -238,7 +238,7 @@ def test_only_a_folder_of_the_demo_is_replaced(tmp_path: Path) -> None:
     assert [path.name for path in mine.iterdir()] == [MARK]
     other.mkdir()
     (other / "thesis.txt").write_text("precious")
-    with pytest.raises(EnvironmentProblem, match="is not a demo's; choose another with --output"):
+    with pytest.raises(EnvironmentProblem, match="is not a demo's\nhint: choose another with --output"):
         make_room(other)
 
 

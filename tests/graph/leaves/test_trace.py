@@ -19,8 +19,8 @@ from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph, OutputKind
+from hetu_fx.graph.leaves.leaf_ops import LEAF
 from hetu_fx.graph.leaves.mark import leaf
-from hetu_fx.graph.leaves.ops import LEAF
 from hetu_fx.graph.leaves.trace import LeafWarning
 
 Does = Callable[["Part", Tensor], Tensor]

@@ -6,24 +6,24 @@ import pytest
 import torch
 
 from hetu_fx.errors import StateError
-from hetu_fx.graph.leaves.work import CountWork, Work, WorkBySize
+from hetu_fx.graph.leaves.work import CountWork, LeafWork, WorkBySize
 
 
-def counted(rows: int, width: int = 3) -> Work:
+def counted(rows: int, width: int = 3) -> LeafWork:
     x = torch.ones(rows, width)
     with CountWork() as found:
         (x @ x.t()).view(-1).exp()
-    made: Work = found.work
+    made: LeafWork = found.work
     return made
 
 
 def told(*calls: tuple[int, float], width: int = 3) -> WorkBySize:
     """Return what is told by the FLOPs of calls with some rows."""
-    return WorkBySize.of(([[rows, width]], Work(flops)) for rows, flops in calls)
+    return WorkBySize.of(([[rows, width]], LeafWork(flops)) for rows, flops in calls)
 
 
 def test_products_count_their_flops_other_ops_the_bytes_that_they_move_and_views_nothing() -> None:
-    assert counted(4) == Work(flops=2 * 4 * 4 * 3, traffic_bytes=2 * 4 * 4 * 4, num_ops=4)
+    assert counted(4) == LeafWork(flops=2 * 4 * 4 * 3, traffic_bytes=2 * 4 * 4 * 4, num_ops=4)
 
 
 def test_what_is_written_in_place_is_moved() -> None:
@@ -62,9 +62,9 @@ def test_where_more_rows_took_less_the_example_tells_all() -> None:
 
 
 def test_calls_with_the_example_s_sizes_tell_nothing_more() -> None:
-    assert told((4, 10.0), (4, 11.0)).at([[9, 3]]) == Work(10.0)
+    assert told((4, 10.0), (4, 11.0)).at([[9, 3]]) == LeafWork(10.0)
 
 
 def test_work_below_nothing_is_refused() -> None:
     with pytest.raises(StateError, match="work of a leaf has flops -1"):
-        Work(flops=-1.0)
+        LeafWork(flops=-1.0)

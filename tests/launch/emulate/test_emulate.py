@@ -11,6 +11,7 @@ from hetu_fx.base.machine import start_time
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.launch.emulate.cleanup import is_dead, remove_run, run_name, sweep
 from hetu_fx.launch.emulate.emulate import EmulateSpec, change_speed, current_speeds, plan_run, run
+from hetu_fx.launch.emulate.emulation_plan import describe
 from hetu_fx.launch.emulate.limits import (
     Affinity,
     CgroupV1,
@@ -26,7 +27,6 @@ from hetu_fx.launch.emulate.limits import (
     speed_settings,
 )
 from hetu_fx.launch.emulate.network import network_commands, run_command
-from hetu_fx.launch.emulate.plan import describe
 from hetu_fx.launch.emulate.spec import check_cores, parse_memory, parse_rate, parse_size, parse_speeds
 
 
@@ -41,8 +41,8 @@ def test_texts_of_the_command_line_are_read() -> None:
     ("read", "text", "said"),
     [
         (parse_speeds, "0.8,fast", "speed 'fast' is not a number"),
-        (parse_size, "2X", "memory size '2X' is not a number of bytes; write it like 512M"),
-        (parse_rate, "200", "link rate '200' is not a rate; write it like 200mbit"),
+        (parse_size, "2X", "memory size '2X' is not a number of bytes\nhint: write it like 512M"),
+        (parse_rate, "200", "link rate '200' is not a rate\nhint: write it like 200mbit"),
         (parse_size, "1.2.3G", "memory size '1.2.3' is not a number"),
     ],
 )
@@ -77,7 +77,7 @@ def test_ranks_are_spread_evenly_and_in_order() -> None:
 
 
 def test_speeds_that_fill_the_machine_are_refused_with_ones_that_fit() -> None:
-    with pytest.raises(EnvironmentProblem, match=r"sum to 2, and must sum to less than the 2 cores .* 0.9,0.9"):
+    with pytest.raises(EnvironmentProblem, match=r"sum to 2, but must sum to less than the 2 cores .*\n.* 0.9,0.9"):
         check_cores((1.0, 1.0), 2)
     check_cores((0.9, 0.9), 2)
 
@@ -150,9 +150,9 @@ def test_memory_limits_need_cgroups() -> None:
         plan_run(EmulateSpec(speeds=(0.5,), memory=(1 << 30,)), limit="affinity")
 
 
-def test_a_setting_that_the_kernel_refuses_says_the_way_out(tmp_path: Path) -> None:
+def test_a_setting_that_the_kernel_refuses_has_a_hint(tmp_path: Path) -> None:
     Setting(tmp_path / "missing/file", "1", optional=True).write()
-    with pytest.raises(EnvironmentProblem, match=r"cannot write '1' to .*; run as root"):
+    with pytest.raises(EnvironmentProblem, match=r"cannot write '1' to .*\nhint: run as root"):
         Setting(tmp_path / "missing/file", "1").write()
 
 

@@ -89,5 +89,5 @@ def test_parameters_alone_are_planned_with_adamw_of_their_type() -> None:
 
 def test_an_optimizer_that_cannot_be_tried_is_refused_with_the_way_out() -> None:
     own = parameter(torch.float32)
-    with pytest.raises(ProfileError, match=r"cannot find out what LBFGS keeps .* optimizer='adamw'"):
+    with pytest.raises(ProfileError, match=r"cannot find out what LBFGS keeps .*\nhint: .* optimizer='adamw'"):
         optimizer_state_of([own], torch.optim.LBFGS([own]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from benchmarks.cases.published_hydraulis import SCHEMES
-from hetu_fx.planner.dispatch.strategy import SequenceBatch
+from hetu_fx.planner.dispatch.scheme_costs import SequenceBatch
 
 BATCH = SequenceBatch((12000,) * 6 + (6000,) * 10 + (3000,) * 20)
 DISPATCH_MS = (5463, 5019, 4134, 8566, 5424, 12018, 4958)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from benchmarks.cases.published_hydraulis import POOL, SCHEMES, strategy
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.dispatch import Dispatch, dispatch, unpacked_seconds
-from hetu_fx.planner.dispatch.strategy import SequenceBatch, Strategy
+from hetu_fx.planner.dispatch.scheme_costs import SequenceBatch, Strategy
 from tests.planner.dispatch.examples import BATCH, DISPATCH_MS, lengths_up_to, schemes
 
 

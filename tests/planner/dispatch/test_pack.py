@@ -10,7 +10,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from benchmarks.cases.published_hydraulis import SCHEMES
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.pack import EXACT_SEQUENCES, Packing, pack, pack_quickly
-from hetu_fx.planner.dispatch.strategy import Scheme, TimeFit
+from hetu_fx.planner.dispatch.scheme_costs import Scheme, TimeFit
 from tests.planner.dispatch.examples import lengths_up_to, schemes
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hetu_fx.errors import BatchError, PlanError
 from hetu_fx.planner.dispatch.assignment import ANY_LENGTH, Batching, EligibleVariant, Request
 from hetu_fx.planner.dispatch.policies import EarliestFinish, HotSPa, Hydraulis, assign
-from hetu_fx.planner.dispatch.strategy import Scheme, TimeFit
+from hetu_fx.planner.dispatch.scheme_costs import Scheme, TimeFit
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 
 LINEAR = TimeFit(a=0.0, b=1.0, c=1.0)

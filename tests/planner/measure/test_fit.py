@@ -18,7 +18,7 @@ from hetu_fx.planner.measure.fit import (
     timed_degrees,
     timed_lengths,
 )
-from hetu_fx.planner.price.stage import compute_lines, tensor_parallel_lines
+from hetu_fx.planner.price.stage_seconds import compute_lines, tensor_parallel_lines
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.profile_file import BlockTime, Profile
 from hetu_fx.planner.values.program import ProgramCosts
@@ -49,7 +49,7 @@ def test_degrees_cut_the_units_evenly() -> None:
 def test_sequences_that_would_take_too_long_are_shortened() -> None:
     assert timed_lengths(4096, 10.0, 90.0) == (1024, 2048, 3072, 4096)
     assert timed_lengths(4096, 180.0, 90.0) == (512, 1024, 1536, 2048)
-    with pytest.raises(ProfileError, match="too short for a curve; give a batch with rows of 4 tokens"):
+    with pytest.raises(ProfileError, match="too short for a curve\nhint: give a batch with rows of 4 tokens"):
         timed_lengths(4096, 1e6, 1.0)
 
 
@@ -78,7 +78,7 @@ def test_a_group_pays_for_its_communication_and_its_meetings() -> None:
 
 def test_times_that_do_not_grow_with_the_length_are_refused_with_the_way_out() -> None:
     falling = [BlockSample(1, length, 1.0 / length, 0.0) for length in LENGTHS]
-    with pytest.raises(ProfileError, match=r"a block on 1 x 'paper': no curve .* measure longer sequences"):
+    with pytest.raises(ProfileError, match=r"a block on 1 x 'paper': no curve .*\nhint: measure longer sequences"):
         block_time("paper", falling, COSTS, LENGTH, paper(1))
 
 

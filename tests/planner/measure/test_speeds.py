@@ -15,7 +15,7 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import ProfileError
 from hetu_fx.planner.captured_program import CapturedProgram
-from hetu_fx.planner.measure.blocks import BlockShard
+from hetu_fx.planner.measure.block_times import BlockShard
 from hetu_fx.planner.measure.fit import counted_seconds
 from hetu_fx.planner.measure.speeds import FULL_TOKENS, MOST_ROWS, OwnBlocks, measure_on_blocks, most_rows
 from hetu_fx.program.captures import Programs

@@ -8,7 +8,7 @@ import pytest
 
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.planner.price.beside import overlap_sums
-from hetu_fx.planner.price.stage import StageCosts, stage_costs
+from hetu_fx.planner.price.stage_seconds import StageCosts, stage_costs
 from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts

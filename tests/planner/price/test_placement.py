@@ -4,9 +4,9 @@ import pytest
 
 from hetu_fx.planner.price.placement import BlockRange, Homes, chunk_instants, device_bytes, device_shards, join_shards
 from hetu_fx.planner.values.device_memory import HeldShard, instants, peak
+from hetu_fx.planner.values.exchanged_values import TiedParameter
 from hetu_fx.planner.values.footprint import StageFootprint
 from hetu_fx.planner.values.line import Line
-from hetu_fx.planner.values.shared import TiedParameter
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.schedule import Action, Phase, actions
 from tests.planner.examples import transformer

@@ -7,8 +7,8 @@ from hetu_fx.base.words import format_used_bytes
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.cluster.devices import FLOPS_PER_BYTE
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.price.links import hand_over_line
-from hetu_fx.planner.price.stage import GATHER, SUM, pipeline_seconds, stage_costs
+from hetu_fx.planner.price.link_load import hand_over_line
+from hetu_fx.planner.price.stage_seconds import GATHER, SUM, pipeline_seconds, stage_costs
 from hetu_fx.planner.price.step import TERMS, memory_problems, predict
 from hetu_fx.planner.price.step_end import TURN_MOVES, sync_seconds
 from hetu_fx.planner.values.line import Line

@@ -3,7 +3,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetu_fx.planner.price.stage import pipeline_seconds
+from hetu_fx.planner.price.stage_seconds import pipeline_seconds
 from hetu_fx.planner.search.contiguous import DeadlineTable, Option
 from hetu_fx.planner.search.replica import Passing, Replica
 from hetu_fx.planner.values.line import Line

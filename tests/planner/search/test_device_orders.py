@@ -50,9 +50,9 @@ def test_nodes_alone_are_searched_only_when_there_are_several() -> None:
 
 def test_options_that_cannot_be_are_refused() -> None:
     assert PlanOptions(micro_batches=(4, 1, 4)).micro_batches == (1, 4)
-    with pytest.raises(PlanError, match=r"micro_batches to choose from are \(0, 1\); give numbers from 1"):
+    with pytest.raises(PlanError, match=r"micro_batches to choose from are \(0, 1\)\nhint: give numbers from 1"):
         PlanOptions(micro_batches=(1, 0))
-    with pytest.raises(PlanError, match=r"memory_fraction is 1\.5; give a number above 0, up to 1"):
+    with pytest.raises(PlanError, match=r"memory_fraction is 1\.5\nhint: give a number above 0, up to 1"):
         PlanOptions(memory_fraction=1.5)
 
 

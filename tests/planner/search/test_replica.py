@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.cases.planning import cluster, small
-from hetu_fx.planner.price.pipeline import finish
-from hetu_fx.planner.price.stage import StageCosts, stage_costs
+from hetu_fx.planner.price.schedule_seconds import finish
+from hetu_fx.planner.price.stage_seconds import StageCosts, stage_costs
 from hetu_fx.planner.price.step_end import optimizer_seconds
 from hetu_fx.planner.search.estimates import Estimates
 from hetu_fx.planner.search.family import Family

@@ -75,5 +75,5 @@ def test_a_plan_that_no_longer_fits_is_left() -> None:
 
 
 def test_steps_ahead_are_some() -> None:
-    with pytest.raises(PlanError, match="steps_ahead is 0; give a number above 0"):
+    with pytest.raises(PlanError, match="steps_ahead is 0\nhint: give a number above 0"):
         asked(0)

@@ -8,8 +8,8 @@ import pytest
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.values.options import FEATURES, Choice, PlanOptions, TimeLimit
+from hetu_fx.plans.op_regions import OpRegion
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from hetu_fx.plans.program import OpRegion
 
 PLANS = {
     "data_parallel": Plan.data_parallel([0, 1]),
@@ -76,7 +76,7 @@ def test_what_is_allowed_is_forbidden_no_longer() -> None:
         ({"forbid": "zero", "allow": "zero"}, "both allowed and forbidden"),
         ({"forbid": "zero", "zero": 1}, "zero is 1, but zero is forbidden"),
         ({"allow": "zero", "zero": 0}, "zero is 0, but zero is allowed"),
-        ({"zero": 2}, "zero is 2; give 0"),
+        ({"zero": 2}, "zero is 2\nhint: give 0"),
         ({"seconds": 0}, "search has seconds 0"),
     ],
 )

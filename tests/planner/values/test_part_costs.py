@@ -20,7 +20,7 @@ def test_work_is_what_grows_with_rows_and_is_not_kept() -> None:
 
 
 def test_costs_that_cannot_be_are_refused() -> None:
-    with pytest.raises(PlanError, match="split_flops is 2, but flops is 1; give 0 to 1"):
+    with pytest.raises(PlanError, match="split_flops is 2, but flops is 1\nhint: give 0 to 1"):
         PartCosts(flops=1, split_flops=2)
-    with pytest.raises(PlanError, match=r"sequence_traffic_bytes is 2, but 1.* are not split; give no more"):
+    with pytest.raises(PlanError, match=r"sequence_traffic_bytes is 2, but 1.* are not split\nhint: give no more"):
         PartCosts(traffic_bytes=3, split_traffic_bytes=2, sequence_traffic_bytes=2)

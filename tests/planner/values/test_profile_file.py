@@ -51,7 +51,7 @@ def test_memory_of_other_parts_than_the_program_has_is_refused() -> None:
         small({"memory": {"parts": [{"count": 2, "kept": {"per_row": 8}}]}})
     with pytest.raises(ProfileError, match="part 4 reads a tied parameter, but parts are 0 to 3"):
         small({"tied": [{"bytes": 8, "readers": [1, 4]}]})
-    with pytest.raises(ProfileError, match=r"tied\[0\].*readers are \[1\]; give two parts or more"):
+    with pytest.raises(ProfileError, match=r"tied\[0\].*readers are \[1\]\nhint: give two parts or more"):
         small({"tied": [{"bytes": 8, "readers": [1]}]})
     with pytest.raises(ProfileError, match=r"memory.parts\[0\].kept.*'rows'"):
         small({"memory": {"parts": [{"count": 4, "kept": {"rows": 8}}]}})
@@ -89,22 +89,22 @@ def test_rows_change_for_all_lengths() -> None:
     [
         ({"flop": 1}, {}, "profile: program: unknown key 'flop'"),
         ({"blocks": [{"flop": 1}]}, {}, r"program.blocks\[0\]: unknown key 'flop' \(did you mean 'flops'\?\)"),
-        ({"blocks": [{"count": 0}]}, {}, r"blocks\[0\]: count is 0; give the number of equal ones in a row"),
+        ({"blocks": [{"count": 0}]}, {}, r"blocks\[0\]: count is 0\nhint: give the number of equal ones in a row"),
         ({"blocks": [{"flops": 1, "split_flops": 2}]}, {}, r"blocks\[0\]: part costs: split_flops is 2.0"),
-        ({"before": {"num_ops": -1}}, {}, "program.before has num_ops -1; give a finite number, 0 or more"),
+        ({"before": {"num_ops": -1}}, {}, "program.before has num_ops -1\nhint: give a finite number, 0 or more"),
         ({"before": {"num_ops": 1.5}}, {}, "'num_ops' must be a whole number"),
-        ({"boundary_bytes": []}, {}, "program: program costs: 0 boundaries for 2 blocks; give 1"),
+        ({"boundary_bytes": []}, {}, "program: program costs: 0 boundaries for 2 blocks\nhint: give 1"),
         ({"boundary_bytes": [{"bytes": -4}]}, {}, r"boundary_bytes\[0\] has bytes -4.0"),
-        ({"rows": 0}, {}, "rows 0, units 1, sequence_units 1; give 1 or more of each"),
+        ({"rows": 0}, {}, "rows 0, units 1, sequence_units 1\nhint: give 1 or more of each"),
         ({"source": "guess"}, {}, "program has source 'guess'"),
         ({}, {"time": []}, r"profile: unknown key 'time' \(did you mean 'times'\?\)"),
         ({}, {"format": "hetu_fx.profile/2"}, "this version reads 'hetu_fx.profile/1' only"),
         ({}, {"times": [{"kind": "x", "tensor_parallel": 1, "a": 0, "b": 0}]}, r"times\[0\]: .* a = b = 0"),
-        ({}, {"times": [{"kind": "x", "tensor_parallel": 0, "a": 1, "b": 0}]}, "tensor_parallel 0; give a finite"),
-        ({}, {"times": [{"kind": "x", "tensor_parallel": 1, "b": 1}]}, "'a' is missing; give a number"),
-        ({}, {"alpha": [{"kind": "x", "factors": {"two": 1}}]}, r"'factors' has keys \['two'\]; give whole numbers"),
-        ({}, {"alpha": [{"kind": "x", "factors": {"2": 0}}]}, r"factors\[2\] 0.0; give a finite number above 0"),
-        ({}, {"alpha": [{"kind": "x", "factors": {}}]}, r"degrees \[\]; give one at least"),
+        ({}, {"times": [{"kind": "x", "tensor_parallel": 0, "a": 1, "b": 0}]}, "tensor_parallel 0\nhint: give a"),
+        ({}, {"times": [{"kind": "x", "tensor_parallel": 1, "b": 1}]}, "'a' is missing\nhint: give a number"),
+        ({}, {"alpha": [{"kind": "x", "factors": {"two": 1}}]}, r"'factors' has keys \['two'\]\nhint: give whole"),
+        ({}, {"alpha": [{"kind": "x", "factors": {"2": 0}}]}, r"factors\[2\] 0.0\nhint: give a finite number above 0"),
+        ({}, {"alpha": [{"kind": "x", "factors": {}}]}, r"degrees \[\]\nhint: give one at least"),
         ({}, {"sequences": {"0": 1}}, "give tokens from 1"),
         ({}, {"sequences": {"5": -1}}, r"sequences has \[5\] -1.0"),
         ({}, {"other_lengths": [{"tokens_per_row": 4, "rows": 1}]}, "give one model"),
@@ -116,9 +116,9 @@ def test_a_bad_profile_is_refused_with_its_place(program: dict[str, Any], others
 
 
 def test_what_stands_twice_is_refused() -> None:
-    with pytest.raises(ProfileError, match=r"times: \('T4', 1\) stand twice"):
+    with pytest.raises(ProfileError, match=r"times: \('T4', 1\) are there twice"):
         replace(FULL, times=(*FULL.times, BlockTime("T4", 1, 1.0, 1.0)))
-    with pytest.raises(ProfileError, match="lengths of a row: 64 stand twice"):
+    with pytest.raises(ProfileError, match="lengths of a row: 64 are there twice"):
         replace(FULL, other_lengths=((64, COSTS),))
 
 

@@ -42,9 +42,9 @@ def test_boundaries_lie_between_blocks() -> None:
 
 
 def test_costs_that_cannot_be_are_refused() -> None:
-    with pytest.raises(PlanError, match="1 boundaries for 3 blocks; give 2"):
+    with pytest.raises(PlanError, match="1 boundaries for 3 blocks\nhint: give 2"):
         ProgramCosts(4, BEFORE, (BLOCK,) * 3, AFTER, (1.0,))
-    with pytest.raises(PlanError, match="rows 0, units 1, sequence_units 1; give 1 or more"):
+    with pytest.raises(PlanError, match="rows 0, units 1, sequence_units 1\nhint: give 1 or more"):
         ProgramCosts(0, BEFORE, (), AFTER)
 
 

@@ -390,7 +390,11 @@ def _(job: Job) -> Results:
     return found
 
 
-@script("averages models now and then by accelerate's LocalSGD", refused="LocalSGD trains another", settings=SEVERAL)
+@script(
+    "averages models now and then by accelerate's LocalSGD",
+    refused="LocalSGD trains one model per rank",
+    settings=SEVERAL,
+)
 def _(job: Job) -> Results:
     accelerator = Accelerator(cpu=True)
     model, batch = job.mlp()

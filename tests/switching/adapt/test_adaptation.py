@@ -15,9 +15,9 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import StepFacts
 from hetu_fx.errors import CheckError, PlanError
 from hetu_fx.planner.simulate.simulate import expect
+from hetu_fx.plans.op_regions import OpRegion
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.prediction import DeviceCost, Prediction
-from hetu_fx.plans.program import OpRegion
 from hetu_fx.switching.adapt.adaptation import (
     CALIBRATED,
     Adaptation,
@@ -29,7 +29,7 @@ from hetu_fx.switching.adapt.adaptation import (
 from hetu_fx.switching.adapt.health import HealthTracker
 from hetu_fx.switching.adapt.replanning import Conditions, MadePlan, PlanRequest
 from hetu_fx.switching.adapt.tried import NOT_TRIED, TrialResult, TryPlan
-from hetu_fx.switching.step.report import LastStep
+from hetu_fx.switching.step.step_report import LastStep
 from tests.planner.examples import paper, rising, transformer
 
 

@@ -260,7 +260,7 @@ def test_after_a_restart_old_steps_do_not_count() -> None:
 
 
 def test_settings_that_cannot_be_are_refused() -> None:
-    with pytest.raises(StateError, match="window 0, patience 2; give 1 or more"):
+    with pytest.raises(StateError, match="window 0, patience 2\nhint: give 1 or more"):
         HealthTracker(window=0)
     with pytest.raises(StateError, match="lasting is 4, settling 30, window 5, gap 0"):
         HealthTracker(lasting=4)
@@ -274,7 +274,7 @@ def test_a_user_says_when_a_device_counts_as_slow() -> None:
     assert (calm.threshold, calm.hysteresis, calm.window, calm.lasting, calm.settling) == (1.0, 0.5, 20, 20, 30)
     for wrong, message in (
         ({"treshold": 0.2}, "health has 'treshold'.*threshold"),
-        ({"window": 2.5}, "health has window 2.5; give a whole number"),
+        ({"window": 2.5}, "health has window 2.5\nhint: give a whole number"),
         ({"threshold": 0.1, "hysteresis": 0.2}, "give 0 <= hysteresis <= threshold"),
     ):
         with pytest.raises(StateError, match=message):

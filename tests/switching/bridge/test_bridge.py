@@ -12,8 +12,8 @@ from hetu_fx.comm_ops.plans.routes import RouteKind
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import AnnotationError, StateError
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry, plan_bridge
+from hetu_fx.switching.bridge.bridge_plan import taken_once
 from hetu_fx.switching.bridge.compute import Compute
-from hetu_fx.switching.bridge.plan import taken_once
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
 
 COPIES = Annotation.on((0, 1, 2), Duplicate(3))

@@ -134,7 +134,7 @@ def test_a_loss_may_be_computed_outside() -> None:
     ids=["tensor parallel", "pipeline", "micro-batches"],
 )
 def test_plans_that_cut_the_module_are_refused(plan: Plan) -> None:
-    with pytest.raises(PlanError, match=r"one device in one micro-batch; use hetu_fx\.Plan\.data_parallel"):
+    with pytest.raises(PlanError, match=r"one device in one micro-batch\nhint: use hetu_fx\.Plan\.data_parallel"):
         parallel(make(Choosy), plan=plan)
 
 
@@ -189,7 +189,7 @@ def test_outputs_by_row_go_back_to_their_callers() -> None:
 @pytest.mark.parametrize(
     ("forms", "said"),
     [
-        ((form(3, norm=()), form(1, norm=())), r"output 'norm' has shapes .*one entry per row.*outputs=\"loss\""),
+        ((form(3, norm=()), form(1, norm=())), r"output 'norm' .*\nhint: return one entry per row.*outputs=\"loss\""),
         ((form(3, out=(3, 7)), form(1, out=(1, 8))), "output 'out' has shapes"),
         ((form(3, told=3), form(1, told=1)), r"output 'told' is \{0: 3, 1: 1\} on ranks \[0, 1\]"),
     ],

@@ -19,7 +19,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable, active
 from hetu_fx.errors import CommError, StateError
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
 from hetu_fx.switching.migrate.in_flight import InFlightState
-from hetu_fx.switching.migrate.plan import SwitchPlan
+from hetu_fx.switching.migrate.move_plan import SwitchPlan
 
 KEY = ("weight", "optimizer 0 exp_avg")
 NOTHING = SwitchPlan((), (0,))

@@ -11,7 +11,7 @@ import pytest
 from hetu_fx.errors import BatchError
 from hetu_fx.planner.dispatch.assignment import Assignment, EligibleVariant, Request
 from hetu_fx.planner.dispatch.policies import Hydraulis
-from hetu_fx.planner.dispatch.strategy import Scheme, TimeFit
+from hetu_fx.planner.dispatch.scheme_costs import Scheme, TimeFit
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.sequences.reader import SequencePlanner
 

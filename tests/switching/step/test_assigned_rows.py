@@ -27,7 +27,7 @@ def test_a_batch_of_rows_has_none() -> None:
 
 
 def test_rows_beside_sequences_are_refused() -> None:
-    with pytest.raises(BatchError, match="stand beside sequences"):
+    with pytest.raises(BatchError, match="come with sequences"):
         nested_sequences({**nested_batch([[1, 2]]), "mask": torch.ones(1, 2)})
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from hetu_fx.errors import PlanError
 from hetu_fx.graph.capture import capture
+from hetu_fx.plans.op_regions import OpRegion
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from hetu_fx.plans.program import OpRegion
 from hetu_fx.program.program import Program
 from hetu_fx.transforms.layouts.program_choices import op_names
 from hetu_fx.transforms.layouts.states import SplitOn

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.transforms.lowering.block_modules import BlockModule, BlockModules
-from hetu_fx.transforms.lowering.checkpoint import RecomputingModule
 from hetu_fx.transforms.lowering.lower import Backend, lower
 from hetu_fx.transforms.lowering.recompute import Recompute
+from hetu_fx.transforms.lowering.recomputing_module import RecomputingModule
 from hetu_fx.transforms.specialize.device_graph import SlotKind
 from hetu_fx.transforms.specialize.specialize import Specialize
 from tests.transforms.lowering.recorder import Recorder

@@ -13,9 +13,9 @@ from torch import Tensor, fx, nn
 
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.plans.plan import Plan
-from hetu_fx.transforms.lowering.checkpoint import RecomputingModule
 from hetu_fx.transforms.lowering.compiled import Compiled
 from hetu_fx.transforms.lowering.lower import Backend, BlockCall, CompiledAhead, lower
+from hetu_fx.transforms.lowering.recomputing_module import RecomputingModule
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph
 from tests.transforms.lowering.recorder import Recorder
 from tests.transforms.lowering.test_block_modules import WIDTH, Cut, Tower

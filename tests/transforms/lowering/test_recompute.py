@@ -19,10 +19,10 @@ from hetu_fx.graph.meta import module_stack
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.recomputed import RecomputedOps
 from hetu_fx.program.program import Program
-from hetu_fx.transforms.lowering.checkpoint import SAVED, RecomputingModule
+from hetu_fx.transforms.lowering.graph_traffic import communications, sends
 from hetu_fx.transforms.lowering.lower import Backend, lower
 from hetu_fx.transforms.lowering.recompute import number_segments
-from hetu_fx.transforms.lowering.traffic import communications, sends
+from hetu_fx.transforms.lowering.recomputing_module import SAVED, RecomputingModule
 from tests.oracles.traffic import traffic_by_block
 from tests.transforms.cases import LENGTH, Case, batch_of
 from tests.transforms.lowering.recorder import Recorder

@@ -13,8 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hetu_fx.graph.calls import argument
 from hetu_fx.graph.capture import capture
-from hetu_fx.graph.clean import ATTENTION
 from hetu_fx.graph.graph import Graph
+from hetu_fx.graph.simplify import ATTENTION
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import Program
 from hetu_fx.transforms.rewrites.per_sequence import PER_SEQUENCE, PLACES, PerSequence

@@ -203,5 +203,5 @@ def test_a_plan_file_keeps_the_dtype_of_its_stages() -> None:
     assert Plan.from_json(written) == plan
     assert "x2 bfloat16" in plan.summary()
     written["pipelines"][0]["stages"][1]["dtype"] = "bfloat"
-    with pytest.raises(PlanError, match="dtype 'bfloat'; give 'bfloat16'"):
+    with pytest.raises(PlanError, match="dtype 'bfloat'\nhint: give 'bfloat16'"):
         Plan.from_json(written)

@@ -28,18 +28,18 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Leaf, LeafKind
 from hetu_fx.planner.count.graph_problem import GraphProblem, factor_name
 from hetu_fx.planner.price.step import memory_problems
-from hetu_fx.planner.search.hap.assemble import HapResult
-from hetu_fx.planner.search.hap.forms import SynthesisRules
+from hetu_fx.planner.search.hap.op_forms import SynthesisRules
+from hetu_fx.planner.search.hap.op_program import HapStep
 from hetu_fx.planner.search.hap.prices import round_shares
-from hetu_fx.planner.search.hap.program import HapStep
 from hetu_fx.planner.search.hap.search import MOST_ROUNDS, search
-from hetu_fx.planner.search.hap.states import PARTIAL
+from hetu_fx.planner.search.hap.synthesised_program import HapResult
+from hetu_fx.planner.search.hap.tensor_states import PARTIAL
 from hetu_fx.planner.search.hap.to_plan import PARTS, Translation, one_group, translations
 from hetu_fx.planner.search.problem import Candidates, CapturedCosts, Problem
 from hetu_fx.planner.values.tensor_program import TensorProgram
+from hetu_fx.plans.op_regions import ROWS, SUMMANDS, WHOLE, LeafDim, OpRegion
 from hetu_fx.plans.plan import Pipeline, Plan
 from hetu_fx.plans.prediction import Prediction
-from hetu_fx.plans.program import ROWS, SUMMANDS, WHOLE, LeafDim, OpRegion
 from hetu_fx.plans.stage import Stage
 from hetu_fx.transforms.layouts.flow import is_item
 from hetu_fx.transforms.layouts.program_choices import only_rearranges, op_names
@@ -167,7 +167,7 @@ def hap_stage(problem: GraphProblem, result: HapResult) -> Stage:
     shares = _whole(result)
     places = [place for place, each in enumerate(zip(*shares, strict=True)) if any(each)]
     if len(places) < 2:
-        raise PlanError(f"ratios {result.ratios} leave one device all of the program; a plan of one device runs that")
+        raise PlanError(f"ratios {result.ratios} leave one device all of the program\nhint: use a plan of one device")
     ratios = [tuple(segment[place] for place in places) for segment in shares]
     common = next((each for each in ratios if all(each)), (1,) * len(places))
     classes = {factor_name(c): c for c in problem.analysed.factors.classes}

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.hap.forms import OpForm, SynthesisRules, op_forms
+from hetu_fx.planner.search.hap.op_forms import OpForm, SynthesisRules, op_forms
 from hetu_fx.planner.search.hap.prices import RatioPrices, Vector
 from hetu_fx.planner.search.hap.span import Span
-from hetu_fx.planner.search.hap.states import (
+from hetu_fx.planner.search.hap.synthesis import Dominance, Layouts, OpChoice, Stretch
+from hetu_fx.planner.search.hap.tensor_states import (
     COPY,
     HeldBytes,
     Layout,
@@ -23,7 +24,6 @@ from hetu_fx.planner.search.hap.states import (
     held_bytes_after,
     split,
 )
-from hetu_fx.planner.search.hap.synthesis import Dominance, Layouts, OpChoice, Stretch
 from hetu_fx.planner.values.tensor_program import Tensor, TensorProgram
 
 
@@ -62,7 +62,7 @@ class Expansion:
         found = tuple(op_forms(op, self.problem, self.rules, count) for op in self.problem.ops)
         without = [op.name for op, forms in zip(self.problem.ops, found, strict=True) if not forms]
         if without:
-            raise PlanError(f"ops {without} can be done in no form by {count} devices; let them be copied")
+            raise PlanError(f"ops {without} can be done in no form by {count} devices\nhint: allow them to be copied")
         works = ([self.prices.work(form) for form in forms] for forms in found)
         object.__setattr__(self, "forms", found)
         object.__setattr__(self, "least_work", tuple(tuple(map(min, zip(*each, strict=True))) for each in works))

@@ -21,19 +21,19 @@ from statistics import fmean
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES
-from hetu_fx.planner.price.links import turn_traffic
-from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD, OP_SECONDS, WEIGHT_MOVES
+from hetu_fx.planner.price.link_load import turn_traffic
+from hetu_fx.planner.price.stage_seconds import FORWARD_AND_BACKWARD, OP_SECONDS, WEIGHT_MOVES
 from hetu_fx.planner.price.step import TERMS
 from hetu_fx.planner.price.step_end import TURN_MOVES, optimizer_seconds
-from hetu_fx.planner.search.hap.assemble import HapResult
+from hetu_fx.planner.search.hap.op_program import HapStep, LayoutChange
 from hetu_fx.planner.search.hap.prices import PricedCollective, round_shares
-from hetu_fx.planner.search.hap.program import HapStep, LayoutChange
-from hetu_fx.planner.search.hap.states import SHARED, ChangeKind, LayoutKind
+from hetu_fx.planner.search.hap.synthesised_program import HapResult
+from hetu_fx.planner.search.hap.tensor_states import SHARED, ChangeKind, LayoutKind
 from hetu_fx.planner.simulate.jobs import Jobs, Task
 from hetu_fx.planner.simulate.simulation import Simulation, simulation
+from hetu_fx.planner.values.exchanged_values import turn_seconds
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.planner.values.shared import turn_seconds
 from hetu_fx.planner.values.tensor_program import Tensor
 from hetu_fx.plans.prediction import DeviceCost, Prediction
 from hetu_fx.plans.schedule import Phase

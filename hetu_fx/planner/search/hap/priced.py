@@ -23,13 +23,13 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.deduction.factors.factors import flat
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.count.graph_problem import GraphProblem, factor_name
-from hetu_fx.planner.search.hap.assemble import HapResult
-from hetu_fx.planner.search.hap.forms import OpForm, from_factors
+from hetu_fx.planner.search.hap.op_forms import OpForm, from_factors
+from hetu_fx.planner.search.hap.op_program import HapProgram, HapStep, LayoutChange
 from hetu_fx.planner.search.hap.played import PlayedStep
 from hetu_fx.planner.search.hap.prices import Collectives, PricedCollective, RatioPrices
-from hetu_fx.planner.search.hap.program import HapProgram, HapStep, LayoutChange
 from hetu_fx.planner.search.hap.search import program_bytes
-from hetu_fx.planner.search.hap.states import COPY, PARTIAL, SHARED, Layout, LayoutKind, split
+from hetu_fx.planner.search.hap.synthesised_program import HapResult
+from hetu_fx.planner.search.hap.tensor_states import COPY, PARTIAL, SHARED, Layout, LayoutKind, split
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.tensor_program import Op, Tensor
 from hetu_fx.plans.plan import Plan
@@ -228,5 +228,5 @@ def _axis(plan: Plan, deduced: DeducedGraph) -> tuple[AxisDeduction, tuple[tuple
             if len(along) == 1:
                 return along[0], segments(stages[0])
     raise PlanError(
-        f"plan {plan.summary()} is no program of all devices together; give rows to single devices, or one stage"
+        f"plan {plan.summary()} is no program of all devices together\nhint: give rows to single devices, or one stage"
     )

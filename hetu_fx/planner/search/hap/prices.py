@@ -33,8 +33,8 @@ from hetu_fx.comm_ops.plans.cost import (
     send_cost,
 )
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.hap.forms import OpForm
-from hetu_fx.planner.search.hap.states import ChangeKind, Layout, changes
+from hetu_fx.planner.search.hap.op_forms import OpForm
+from hetu_fx.planner.search.hap.tensor_states import ChangeKind, Layout, changes
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.tensor_program import Tensor
 
@@ -71,7 +71,7 @@ class Collectives:
         lines = (getattr(self, field.name) for field in fields(self) if field.name != "meeting_seconds")
         for seconds, per_byte in (line for line in lines if line is not None):
             if not all(math.isfinite(value) and value >= 0 for value in (seconds, per_byte)):
-                raise PlanError(f"a collective has {seconds} seconds, {per_byte} per byte; give 0 or more")
+                raise PlanError(f"a collective has {seconds} seconds, {per_byte} per byte\nhint: give 0 or more")
 
     @classmethod
     def of_cluster(cls, cluster: Cluster) -> Collectives:
@@ -139,7 +139,8 @@ def _check_ratios(ratios: Ratios, num_devices: int) -> None:
     for segment, shares in enumerate(ratios):
         if len(shares) != num_devices or min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
             raise PlanError(
-                f"ratios of segment {segment} are {shares} for {num_devices} devices; give one each, adding up to 1"
+                f"ratios of segment {segment} are {shares} for {num_devices} devices\n"
+                f"hint: give one each, adding up to 1"
             )
 
 

@@ -16,12 +16,20 @@ from statistics import fmean
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.hap.assemble import HapResult, SynthesizedProgram, synthesise
 from hetu_fx.planner.search.hap.expand import Expansion
-from hetu_fx.planner.search.hap.forms import SynthesisRules
+from hetu_fx.planner.search.hap.op_forms import SynthesisRules
+from hetu_fx.planner.search.hap.op_program import HapProgram, HapStep, best_ratios
 from hetu_fx.planner.search.hap.prices import Collectives, RatioPrices, Ratios
-from hetu_fx.planner.search.hap.program import HapProgram, HapStep, best_ratios
-from hetu_fx.planner.search.hap.states import Bytes, HeldBytes, Layout, LayoutKind, Limits, held_bytes, held_bytes_after
+from hetu_fx.planner.search.hap.synthesised_program import HapResult, SynthesizedProgram, synthesise
+from hetu_fx.planner.search.hap.tensor_states import (
+    Bytes,
+    HeldBytes,
+    Layout,
+    LayoutKind,
+    Limits,
+    held_bytes,
+    held_bytes_after,
+)
 from hetu_fx.planner.values.tensor_program import TensorProgram
 
 MOST_ROUNDS = 8

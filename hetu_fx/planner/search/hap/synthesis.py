@@ -18,10 +18,10 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import NamedTuple, Protocol
 
-from hetu_fx.planner.search.hap.forms import SynthesisRules
+from hetu_fx.planner.search.hap.op_forms import SynthesisRules
 from hetu_fx.planner.search.hap.prices import RatioPrices, Vector
 from hetu_fx.planner.search.hap.span import Span
-from hetu_fx.planner.search.hap.states import HeldBytes, Layout, Limits, held_bytes_after
+from hetu_fx.planner.search.hap.tensor_states import HeldBytes, Layout, Limits, held_bytes_after
 from hetu_fx.planner.values.tensor_program import Op, Tensor, TensorProgram
 
 MOST_COMPARED = 24

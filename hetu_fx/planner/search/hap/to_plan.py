@@ -16,9 +16,9 @@ from typing import TypeVar
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.hap.assemble import HapResult
 from hetu_fx.planner.search.hap.prices import Collectives, round_shares
 from hetu_fx.planner.search.hap.search import search
+from hetu_fx.planner.search.hap.synthesised_program import HapResult
 from hetu_fx.planner.values.tensor_program import Op, Tensor, TensorProgram
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 

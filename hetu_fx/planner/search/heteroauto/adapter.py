@@ -20,16 +20,16 @@ from itertools import product
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
+from hetu_fx.planner.search.cluster_regions import CLASSES, MOST_CLASSES, estimate_templates
 from hetu_fx.planner.search.device_orders import Groups, devices_by_likeness, ranks_by_node
 from hetu_fx.planner.search.estimates import Blocks, replica_rules
 from hetu_fx.planner.search.family import Family
-from hetu_fx.planner.search.heteroauto.cost import HeteroResult, throughput_bound
-from hetu_fx.planner.search.heteroauto.kinds import ChipCosts, HeteroProblems
+from hetu_fx.planner.search.heteroauto.chip_cost import HeteroResult, throughput_bound
+from hetu_fx.planner.search.heteroauto.chip_kinds import ChipCosts, HeteroProblems
 from hetu_fx.planner.search.heteroauto.search import OuterLevel
 from hetu_fx.planner.search.homogeneous import price_best_plans, stage_counts
 from hetu_fx.planner.search.malleus.adapter import degrees
 from hetu_fx.planner.search.problem import Candidates, Problem, Search, in_all_splits
-from hetu_fx.planner.search.regions import CLASSES, MOST_CLASSES, estimate_templates
 from hetu_fx.planner.search.templates import FREE_SIZES, Queued, Region, Template, TemplateRegion, Templates
 
 LESS_MEMORY = (0.85, 0.7)
@@ -196,7 +196,7 @@ def _lacks(problem: Problem) -> str:
     if len(kinds) > MOST_CLASSES:
         return (
             f"it tells up to {MOST_CLASSES} kinds of devices apart, but these are of {len(kinds)} by kind, speed "
-            f"and memory; use search 'malleus'"
+            f"and memory\nhint: use search 'malleus'"
         )
     return ""
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from itertools import islice, product
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.heteroauto.cost import Bounds, GroupChoice, Groups, HeteroResult, Tables
-from hetu_fx.planner.search.heteroauto.problem import ChipKind, HeteroProblem
-from hetu_fx.planner.search.heteroauto.sweep import PipelineArrangement, arrange
+from hetu_fx.planner.search.heteroauto.chip_cost import Bounds, GroupChoice, Groups, HeteroResult, Tables
+from hetu_fx.planner.search.heteroauto.chip_problem import ChipKind, HeteroProblem
+from hetu_fx.planner.search.heteroauto.layer_sweep import PipelineArrangement, arrange
 
 NEAR = 1.05
 """What is slower than the best by less than this factor may be faster by prices that know more."""
@@ -32,7 +32,7 @@ _SLACKS = (1.05, 1.3, 2.0, math.inf)  # over the least lower bound, until someth
 
 
 def search(problem: HeteroProblem) -> HeteroResult:
-    """Return the best plan found. Raises `PlanError` when none fits memory, with the way out."""
+    """Return the best plan found. Raises `PlanError` when none fits memory, with a hint."""
     result = OuterLevel(problem).search_below(math.inf)
     if result is None:
         raise PlanError(_nothing_fits(problem))
@@ -223,6 +223,6 @@ def _pairs(groups: Groups, other: int, replicas: int) -> Iterator[tuple[GroupCho
 def _nothing_fits(problem: HeteroProblem) -> str:
     kinds = ", ".join(f"{kind.chips} x {kind.name} of {kind.memory_bytes / 1e6:.4g} MB" for kind in problem.kinds)
     return (
-        f"no pipeline of {problem.num_layers} layers fits {kinds} with {list(problem.replicas)} replicas: give more "
-        f"chips, larger groups, more micro-batches (so that each keeps less), or allow recomputation"
+        f"no pipeline of {problem.num_layers} layers fits {kinds} with {list(problem.replicas)} replicas\n"
+        f"hint: give more chips, larger groups, or more micro-batches (so that each keeps less), or allow recomputation"
     )

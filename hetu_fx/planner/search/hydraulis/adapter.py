@@ -19,7 +19,7 @@ from statistics import fmean
 
 from hetu_fx.planner.dispatch.dispatch import Dispatch, dispatch
 from hetu_fx.planner.dispatch.pack import Packing, packings
-from hetu_fx.planner.dispatch.strategy import Scheme, SequenceBatch, Strategy
+from hetu_fx.planner.dispatch.scheme_costs import Scheme, SequenceBatch, Strategy
 from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.search.device_orders import ranks_by_node
 from hetu_fx.planner.search.hydraulis.pool import ALIGNMENT, LengthVariant, propose
@@ -156,21 +156,21 @@ def _predict(plan: Plan, problem: Problem) -> Prediction:
 def _lacks(problem: Problem) -> str:
     can_cut = problem.options.pipelines and problem.options.micro_batches[-1] > 1
     if not problem.profile.sequences or not problem.profile.tokens_per_row:
-        return 'the profile says nothing of lengths; give tokens_per_row, and sequences such as {"512": 30}'
+        return 'the profile says nothing of lengths\nhint: give tokens_per_row, and sequences such as {"512": 30}'
     if not problem.costs.num_blocks or not can_cut:
         return "its pipelines are cut into stages and micro-batches, which the program cannot be"
     kinds = devices_by_kind(problem.cluster)
     counts = list(map(len, kinds))
     if len(kinds) > 1 and math.prod(count + 1 for count in counts) > _MOST_NUMBERS:
         return (
-            f"there are too many ways to take of {' + '.join(map(str, counts))} devices of unlike kinds (over "
-            f"{_MOST_NUMBERS}); use another search"
+            f"there are too many ways to choose among {' + '.join(map(str, counts))} devices of {len(kinds)} kinds "
+            f"(over {_MOST_NUMBERS})\nhint: use another search"
         )
     unknown = [devices[0].kind for devices in kinds if not _knows_times(problem, devices[0].kind)]
     if unknown:
         return (
-            f"seconds by length are not known for {unknown[0]!r}; give times of that kind, or the program at three "
-            f"lengths (hetu_fx.profile(model, batch, more=[shorter, longer]))"
+            f"seconds by length are not known for {unknown[0]!r}\nhint: give times of that kind, or the program at "
+            f"three lengths (hetu_fx.profile(model, batch, more=[shorter, longer]))"
         )
     return ""
 
@@ -182,7 +182,7 @@ def _knows_times(problem: Problem, kind: str) -> bool:
 
 HYDRAULIS = Search(
     name="hydraulis",
-    applies="sequences of unlike lengths: a plan for each longest sequence of a batch",
+    applies="sequences of different lengths: a plan for each longest sequence of a batch",
     lacks=_lacks,
     find=_find,
     predict=_predict,

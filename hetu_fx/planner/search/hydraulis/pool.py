@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.makespan import Indices
-from hetu_fx.planner.dispatch.strategy import Numbers, Scheme, Strategy
+from hetu_fx.planner.dispatch.scheme_costs import Numbers, Scheme, Strategy
 
 ALIGNMENT = 128
 """Rows have whole multiples of so many tokens."""
@@ -63,16 +63,16 @@ def propose(
     """
     if step < 1 or not counts or not all(n > 0 and 0 <= c < math.inf for n, c in counts.items()):
         raise PlanError(
-            f"cannot propose strategies for counts {dict(counts)} in steps of {step}; give counts of at least 0 by "
-            f"lengths from 1, and a step from 1"
+            f"cannot propose strategies for counts {dict(counts)} in steps of {step}\n"
+            f"hint: give counts of at least 0 by lengths from 1, and a step from 1"
         )
     most = (devices,) if isinstance(devices, int) else tuple(devices)
     usable = tuple(sorted(dict.fromkeys(s for s in schemes if _number_of(s, most)), key=str))
     held = max((scheme.max_length for scheme in usable), default=0)
     if max(counts) > held:
         raise PlanError(
-            f"no scheme of at most {' + '.join(map(str, most))} devices holds {max(counts)} tokens, only up to {held}; "
-            f"cut longer sequences, or give more devices"
+            f"no scheme of at most {' + '.join(map(str, most))} devices holds {max(counts)} tokens, only up to {held}\n"
+            f"hint: cut longer sequences, or give more devices"
         )
     proposal = _Proposal(usable, _Histogram(counts, step), most)
     ends = enumerate(proposal.histogram.ends[1:], 1)

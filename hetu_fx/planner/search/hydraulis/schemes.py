@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 
 from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.planner.dispatch.assignment import ANY_LENGTH, fit_pipeline_times
-from hetu_fx.planner.dispatch.strategy import Scheme, TimeFit
-from hetu_fx.planner.price.stage import StageCosts, stage_costs
+from hetu_fx.planner.dispatch.scheme_costs import Scheme, TimeFit
+from hetu_fx.planner.price.stage_seconds import StageCosts, stage_costs
 from hetu_fx.planner.search.hydraulis.pool import ALIGNMENT
 from hetu_fx.planner.search.malleus.adapter import degrees
 from hetu_fx.planner.search.problem import Problem

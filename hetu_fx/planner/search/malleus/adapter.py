@@ -20,7 +20,7 @@ from operator import add
 from hetu_fx.cluster.cluster import Device
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.alike import alike
-from hetu_fx.planner.price.stage import compute_lines, pipeline_seconds, stage_costs, tensor_parallel_lines
+from hetu_fx.planner.price.stage_seconds import compute_lines, pipeline_seconds, stage_costs, tensor_parallel_lines
 from hetu_fx.planner.search.allocate import spread
 from hetu_fx.planner.search.contiguous import replica_counts
 from hetu_fx.planner.search.device_orders import EXHAUSTIVE_DEVICES
@@ -237,8 +237,8 @@ def _lacks(problem: Problem) -> str:
 
 MALLEUS = Search(
     name="malleus",
-    applies="devices of one kind of which some straggle: groups are split, layers and micro-batches moved, or devices "
-    "left out",
+    applies="devices of one kind, some of them stragglers: groups are split, layers and micro-batches moved, or "
+    "devices left out",
     lacks=_lacks,
     find=_find,
 )

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetu_fx.planner.search.allocate import spread_evenly
-from hetu_fx.planner.search.malleus.groups import GroupKind
+from hetu_fx.planner.search.malleus.device_groups import GroupKind
 from hetu_fx.planner.search.malleus.situation import MalleusSituation
 
 MOST_PIPELINES = 20_000

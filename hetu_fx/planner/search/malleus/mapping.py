@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from hetu_fx.planner.search.malleus.groups import Group, GroupKind
+from hetu_fx.planner.search.malleus.device_groups import Group, GroupKind
 from hetu_fx.planner.search.malleus.layers import FilledPipeline
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.prediction import Prediction

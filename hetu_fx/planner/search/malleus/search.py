@@ -35,8 +35,8 @@ from itertools import combinations
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.allocate import spread_evenly
-from hetu_fx.planner.search.malleus.exchanges import ExchangeGoal, different_pairs, exchanges, replace_kind
-from hetu_fx.planner.search.malleus.groups import Grouping, GroupKind, groupings
+from hetu_fx.planner.search.malleus.device_groups import Grouping, GroupKind, groupings
+from hetu_fx.planner.search.malleus.group_swaps import ExchangeGoal, different_pairs, exchanges, replace_kind
 from hetu_fx.planner.search.malleus.layers import (
     MOST_STEPS,
     Budget,
@@ -85,7 +85,7 @@ def search(
         pipelines: numbers of pipelines to choose from besides the situation's own, which is kept where no other
             is faster; its memory is taken to hold for all of them.
 
-    Raises `PlanError` when nothing fits, with the way out, or nothing takes less than `below`.
+    Raises `PlanError` when nothing fits, with a hint, or nothing takes less than `below`.
     """
     best: MalleusResult | None = None
     for count in dict.fromkeys((situation.num_pipelines, *pipelines)):
@@ -151,8 +151,8 @@ def _nothing_fits(situation: MalleusSituation) -> str:
     return (
         f"no assignment of {situation.num_layers} layers and {situation.num_micro_batches} micro-batches to "
         f"{situation.num_pipelines} pipelines on devices {list(situation.cluster.ranks)} with groups of up to "
-        f"{situation.degrees[0]}: every pipeline needs a group, {need / 1e6:.4g} MB for its layers, and a "
-        f"micro-batch per stage; use fewer pipelines, smaller groups, more micro-batches, or more devices"
+        f"{situation.degrees[0]}. Every pipeline needs a group, {need / 1e6:.4g} MB for its layers, and a "
+        f"micro-batch per stage\nhint: use fewer pipelines, smaller groups, more micro-batches, or more devices"
     )
 
 

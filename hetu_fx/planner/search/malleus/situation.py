@@ -45,8 +45,9 @@ class LayerMemory:
         table = self.layer_bytes
         if not table or table[0] <= 0 or any(b < a for a, b in itertools.pairwise(table)):
             raise PlanError(
-                f"layer_bytes are {list(table)}; give bytes above 0 that do not fall, the last stage's first "
-                f"(each stage before it keeps one more micro-batch)"
+                f"layer_bytes are {list(table)}\n"
+                f"hint: give bytes above 0 that do not fall, the last stage's first (each earlier stage keeps one more "
+                f"micro-batch)"
             )
         check_not_negative(PlanError, "layer memory", edge_bytes=self.edge_bytes, reserve_bytes=self.reserve_bytes)
 
@@ -101,12 +102,12 @@ class MalleusSituation:
         object.__setattr__(self, "layer_seconds", given)
         for name in ("num_layers", "num_micro_batches", "num_pipelines"):
             if getattr(self, name) < 1:
-                raise PlanError(f"situation has {name} {getattr(self, name)}; give 1 or more")
+                raise PlanError(f"situation has {name} {getattr(self, name)}\nhint: give 1 or more")
         _check_degrees(given)
         if self.num_micro_batches < self.num_pipelines:
             raise PlanError(
-                f"{self.num_micro_batches} micro-batches for {self.num_pipelines} pipelines; give one each at "
-                f"least: use smaller micro-batches or fewer pipelines"
+                f"{self.num_micro_batches} micro-batches for {self.num_pipelines} pipelines\n"
+                f"hint: give each at least one, by smaller micro-batches or fewer pipelines"
             )
 
     @property
@@ -133,10 +134,13 @@ class MalleusSituation:
 
 def _check_degrees(seconds: Mapping[int, float]) -> None:
     if not seconds or any(degree < 1 or degree & (degree - 1) for degree in seconds):
-        raise PlanError(f"layer_seconds has degrees {list(seconds)}; give powers of two, such as {{2: 1.0, 1: 1.9}}")
+        raise PlanError(
+            f"layer_seconds has degrees {list(seconds)}\nhint: give powers of two, such as {{2: 1.0, 1: 1.9}}"
+        )
     values = list(seconds.values())
     check_positive(PlanError, "layer_seconds", **{f"[{degree}]": value for degree, value in seconds.items()})
     if any(slower <= faster for faster, slower in itertools.pairwise(values)):
         raise PlanError(
-            f"layer_seconds are {dict(seconds)}: a larger group is no faster than a smaller one; leave that degree out"
+            f"layer_seconds are {dict(seconds)}: a larger group is no faster than a smaller one\n"
+            f"hint: leave that degree out"
         )

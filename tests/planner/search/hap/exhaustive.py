@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hetu_fx.planner.search.hap.assemble import assemble
 from hetu_fx.planner.search.hap.expand import Expansion
-from hetu_fx.planner.search.hap.program import HapProgram
+from hetu_fx.planner.search.hap.op_program import HapProgram
 from hetu_fx.planner.search.hap.search import program_bytes
-from hetu_fx.planner.search.hap.states import COPY, Bytes, Layout, LayoutKind, split
-from hetu_fx.planner.search.hap.states import changes as changes_of
 from hetu_fx.planner.search.hap.synthesis import OpChoice
+from hetu_fx.planner.search.hap.synthesised_program import assemble
+from hetu_fx.planner.search.hap.tensor_states import COPY, Bytes, Layout, LayoutKind, split
+from hetu_fx.planner.search.hap.tensor_states import changes as changes_of
 
 State = dict[str, tuple[Layout, ...]]
 

@@ -12,8 +12,8 @@ from torch import nn
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.graph.capture import capture
 from hetu_fx.planner.count.graph_problem import GraphProblem, graph_problem_of
-from hetu_fx.planner.search.hap.assemble import HapResult
 from hetu_fx.planner.search.hap.priced import deduce_plan, price_plan_run
+from hetu_fx.planner.search.hap.synthesised_program import HapResult
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import make_program
 from tests.planner.search.nets import Convolutions, Perceptron, images, mean_square

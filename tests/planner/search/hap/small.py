@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 from hetu_fx.planner.search.hap.expand import Expansion
-from hetu_fx.planner.search.hap.forms import SynthesisRules
+from hetu_fx.planner.search.hap.op_forms import SynthesisRules
 from hetu_fx.planner.search.hap.prices import Collectives, RatioPrices, Ratios
-from hetu_fx.planner.search.hap.states import Limits
+from hetu_fx.planner.search.hap.tensor_states import Limits
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.tensor_program import Op, Tensor, TensorProgram
 

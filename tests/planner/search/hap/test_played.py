@@ -12,9 +12,9 @@ from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.captured_program import PlannedProgram
 from hetu_fx.planner.simulate.simulate import simulated_seconds
+from hetu_fx.plans.op_regions import OpRegion
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.prediction import Prediction
-from hetu_fx.plans.program import OpRegion
 from tests.planner.search.nets import convolutions
 
 MEETING = 1e-3

@@ -9,9 +9,9 @@ from torch import nn
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.count.graph_problem import GraphProblem
 from hetu_fx.planner.search.hap.prices import Collectives
-from hetu_fx.planner.search.hap.states import ChangeKind
+from hetu_fx.planner.search.hap.tensor_states import ChangeKind
+from hetu_fx.plans.op_regions import OpRegion
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from hetu_fx.plans.program import OpRegion
 from tests.oracles.hap_programs import layouts
 from tests.planner.search.hap.graphs import TWO_TO_ONE, convolutions, graph_problem, perceptron, run_of_plan
 
@@ -94,5 +94,5 @@ def test_a_parameter_that_is_read_through_a_view_has_its_home_too() -> None:
 
 def test_a_plan_of_stages_is_no_program_of_all_devices() -> None:
     plan = Plan((Pipeline((Stage((0,)), Stage((1,)))),))
-    with pytest.raises(PlanError, match=r"\[0\] > \[1\] is no program of all devices together; give rows"):
+    with pytest.raises(PlanError, match=r"\[0\] > \[1\] is no program of all devices together\nhint: give rows"):
         run_of_plan(perceptron(), plan, TWO_TO_ONE)

@@ -3,12 +3,12 @@
 import pytest
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.planner.search.hap.assemble import HapResult, synthesise
 from hetu_fx.planner.search.hap.expand import Expansion
-from hetu_fx.planner.search.hap.forms import RELEASED
+from hetu_fx.planner.search.hap.op_forms import RELEASED
 from hetu_fx.planner.search.hap.prices import Collectives, RatioPrices
 from hetu_fx.planner.search.hap.search import search
-from hetu_fx.planner.search.hap.states import Limits
+from hetu_fx.planner.search.hap.synthesised_program import HapResult, synthesise
+from hetu_fx.planner.search.hap.tensor_states import Limits
 from hetu_fx.planner.values.tensor_program import TensorProgram
 from tests.planner.search.hap.released import FOUR_EQUAL, P100, SET_H, SET_L, TWO_AND_TWO, V100, encoder, mlp
 

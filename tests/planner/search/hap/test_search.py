@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.hap.forms import SynthesisRules
+from hetu_fx.planner.search.hap.op_forms import SynthesisRules
 from hetu_fx.planner.search.hap.prices import Collectives
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.values.line import Line

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.hap import synthesis
-from hetu_fx.planner.search.hap.assemble import synthesise
-from hetu_fx.planner.search.hap.forms import SynthesisRules
+from hetu_fx.planner.search.hap.op_forms import SynthesisRules
 from hetu_fx.planner.search.hap.search import program_bytes
-from hetu_fx.planner.search.hap.states import Limits
+from hetu_fx.planner.search.hap.synthesised_program import synthesise
+from hetu_fx.planner.search.hap.tensor_states import Limits
 from tests.planner.search.hap.exhaustive import fastest, programs
 from tests.planner.search.hap.small import chain, drawn, expansion, feed_forward
 

@@ -10,11 +10,11 @@ import torch
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.planner.count.graph_problem import GraphProblem, factor_name
 from hetu_fx.planner.search.hap.adapter import hap_stage, is_expressible
-from hetu_fx.planner.search.hap.assemble import HapResult
-from hetu_fx.planner.search.hap.forms import SynthesisRules
+from hetu_fx.planner.search.hap.op_forms import SynthesisRules
 from hetu_fx.planner.search.hap.search import search
-from hetu_fx.planner.search.hap.states import PARTIAL
-from hetu_fx.plans.program import OpRegion
+from hetu_fx.planner.search.hap.synthesised_program import HapResult
+from hetu_fx.planner.search.hap.tensor_states import PARTIAL
+from hetu_fx.plans.op_regions import OpRegion
 from hetu_fx.plans.stage import Stage
 from hetu_fx.transforms.layouts.program_choices import op_names
 from tests.planner.search.hap.graphs import TWO_TO_ONE, convolutions, graph_problem, perceptron, stack

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hetu_fx.cluster.cluster import Link
-from hetu_fx.planner.search.heteroauto.cost import HeteroStage
-from hetu_fx.planner.search.heteroauto.problem import ChipKind, HeteroProblem, Layer
+from hetu_fx.planner.search.heteroauto.chip_cost import HeteroStage
+from hetu_fx.planner.search.heteroauto.chip_problem import ChipKind, HeteroProblem, Layer
 from hetu_fx.plans.schedule import Action, Phase, actions
 
 FREE = Link(1e15)

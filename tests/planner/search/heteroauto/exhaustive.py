@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 
-from hetu_fx.planner.search.heteroauto.cost import (
+from hetu_fx.planner.search.heteroauto.chip_cost import (
     Groups,
     HeteroStage,
     edge_costs,
@@ -20,7 +20,7 @@ from hetu_fx.planner.search.heteroauto.cost import (
     update_seconds,
     work_seconds,
 )
-from hetu_fx.planner.search.heteroauto.problem import HeteroProblem
+from hetu_fx.planner.search.heteroauto.chip_problem import HeteroProblem
 from hetu_fx.planner.values.device_memory import in_flight
 
 Left = tuple[tuple[Groups, int], ...]

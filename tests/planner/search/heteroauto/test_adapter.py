@@ -6,12 +6,12 @@ from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plan, make_plans
 from hetu_fx.planner.price.step import memory_problems
+from hetu_fx.planner.search.cluster_regions import MOST_CLASSES
 from hetu_fx.planner.search.device_orders import devices_by_likeness
 from hetu_fx.planner.search.heteroauto.adapter import placed_groups, shapes
-from hetu_fx.planner.search.heteroauto.kinds import HeteroProblems
+from hetu_fx.planner.search.heteroauto.chip_kinds import HeteroProblems
 from hetu_fx.planner.search.heteroauto.search import search
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.search.regions import MOST_CLASSES
 from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.part_costs import PartCosts
@@ -166,7 +166,7 @@ def test_a_program_or_cluster_that_it_is_not_for_is_refused() -> None:
         make_plan(MODEL, paper(1, 2), options=whole, search="heteroauto")
     unlike = paper(*range(1, MOST_CLASSES + 2))
     with pytest.raises(
-        PlanError, match=f"up to {MOST_CLASSES} kinds .* these are of {MOST_CLASSES + 1} .* use .*'malleus'"
+        PlanError, match=f"up to {MOST_CLASSES} kinds .* these are of {MOST_CLASSES + 1} .*\nhint: use .*'malleus'"
     ):
         make_plan(MODEL, unlike, search="heteroauto")
 

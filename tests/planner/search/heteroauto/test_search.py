@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from benchmarks.cases.heteroauto import LAYER_PARAMETERS, LAYERS, TABLE_PARAMETERS, four_kinds
 from hetu_fx.cluster.cluster import Link
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.heteroauto.cost import HeteroResult
-from hetu_fx.planner.search.heteroauto.problem import ChipKind, EndCosts, HeteroProblem, Layer, SearchSpace
+from hetu_fx.planner.search.heteroauto.chip_cost import HeteroResult
+from hetu_fx.planner.search.heteroauto.chip_problem import ChipKind, EndCosts, HeteroProblem, Layer, SearchSpace
 from hetu_fx.planner.search.heteroauto.search import NEAR, OuterLevel, search
 from tests.planner.search.heteroauto.examples import kind, layers_of, problem, simulated_seconds
 from tests.planner.search.heteroauto.exhaustive import Exhaustive, step_seconds
@@ -220,5 +220,5 @@ def test_plans_of_other_groups_that_are_nearly_as_fast_are_returned_too() -> Non
 
 def test_what_fits_nowhere_is_refused_with_the_way_out() -> None:
     small = kind("small", (2,), layers_of(1.0, kept_bytes=1.0), memory=0.2)
-    with pytest.raises(PlanError, match=r"no pipeline of 6 layers fits 2 x small .* give more chips"):
+    with pytest.raises(PlanError, match=r"no pipeline of 6 layers fits 2 x small .*\nhint: give more chips"):
         search(problem(small, kind("other", (2,), {1: Layer(1.0, 1.0, 9.0)}, memory=2.0)))

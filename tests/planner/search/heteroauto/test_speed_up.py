@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.cases.heteroauto import ablations, speed_up, superlinear
-from hetu_fx.planner.search.heteroauto.problem import HeteroProblem
+from hetu_fx.planner.search.heteroauto.chip_problem import HeteroProblem
 from tests.planner.search.heteroauto.examples import kind, layers_of, problem
 
 MIXED = superlinear()

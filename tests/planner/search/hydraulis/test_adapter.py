@@ -72,7 +72,7 @@ def test_groups_stay_in_a_node() -> None:
 
 
 def test_one_plan_is_not_taken_for_several() -> None:
-    with pytest.raises(PlanError, match=r"finds a plan for each longest sequence .*; ask make_plans"):
+    with pytest.raises(PlanError, match=r"finds a plan for each longest sequence .*\nhint: ask make_plans"):
         make_plan(PROFILE, eight(), search="hydraulis")
 
 
@@ -104,7 +104,7 @@ def test_a_typical_batch_is_spread_as_the_counts_are_and_ends_with_the_longest()
     ("change", "message"),
     [
         ({"profile": replace(PROFILE, sequences={})}, "the profile says nothing of lengths"),
-        ({"profile": replace(PROFILE, other_lengths=())}, "seconds by length are not known for 'paper'; give times"),
+        ({"profile": replace(PROFILE, other_lengths=())}, "seconds by length are not known for 'paper'\nhint: give"),
         ({"options": PlanOptions.of_program(mixes_rows=True)}, "which the program cannot be"),
     ],
 )

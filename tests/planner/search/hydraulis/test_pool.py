@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.cases.published_hydraulis import SCHEMES
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.dispatch.strategy import Scheme, Strategy, TimeFit
+from hetu_fx.planner.dispatch.scheme_costs import Scheme, Strategy, TimeFit
 from hetu_fx.planner.search.hydraulis.pool import LengthVariant, propose
 
 STEP = 100

@@ -119,5 +119,5 @@ def test_devices_that_differ_a_little_are_of_one_kind_which_is_as_slow_as_its_sl
 
 def test_of_too_many_unlike_devices_no_pool_is_made() -> None:
     asked = problem(*[1.0] * 40, *[0.5] * 40)
-    with pytest.raises(PlanError, match=r"too many ways to take of 40 \+ 40 devices of unlike kinds \(over 600\)"):
+    with pytest.raises(PlanError, match=r"too many ways to choose among 40 \+ 40 devices of 2 kinds \(over 600\)"):
         make_plans(asked, "hydraulis")

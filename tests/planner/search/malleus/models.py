@@ -1,7 +1,7 @@
 """Small situations that the tests of the Malleus search share; layer seconds are relative."""
 
 from benchmarks.cases.published_malleus import nodes_of
-from hetu_fx.planner.search.malleus.groups import GroupKind
+from hetu_fx.planner.search.malleus.device_groups import GroupKind
 from hetu_fx.planner.search.malleus.situation import MalleusSituation
 
 

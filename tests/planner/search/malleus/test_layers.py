@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from hetu_fx.planner.search.malleus.groups import GroupKind
+from hetu_fx.planner.search.malleus.device_groups import GroupKind
 from hetu_fx.planner.search.malleus.layers import FilledPipeline, Kinds, LayerFiller
 from hetu_fx.planner.search.malleus.situation import LayerMemory, MalleusSituation
 from tests.planner.search.malleus.models import ample, kinds

@@ -3,7 +3,7 @@ from itertools import permutations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetu_fx.planner.search.malleus.groups import Group, GroupKind
+from hetu_fx.planner.search.malleus.device_groups import Group, GroupKind
 from hetu_fx.planner.search.malleus.mapping import (
     LayerSlice,
     WantedGroup,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hetu_fx.planner.search.allocate import spread_evenly
 from hetu_fx.planner.search.malleus import search as placement
-from hetu_fx.planner.search.malleus.groups import GroupKind
+from hetu_fx.planner.search.malleus.device_groups import GroupKind
 from hetu_fx.planner.search.malleus.layers import LayerFiller
 from hetu_fx.planner.search.malleus.search import Placer
 from hetu_fx.planner.search.malleus.situation import LayerMemory, MalleusSituation

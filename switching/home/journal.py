@@ -29,6 +29,12 @@ Rates = tuple[tuple[tuple[str, tuple[float, ...]], ...], ...]
 SIGN = "sign_of_written"
 """At a piece: the `PendingSign` of the whole value that was written there last, until ranks have compared."""
 
+NAMED = "named"
+"""At a parameter: its name; at a gradient that a backward has made that, and the number of the backward."""
+
+GRADIENTS = "gradients"
+"""At a model's first parameter: the `Gradients` of its last backward."""
+
 _MOST_ELEMENTS = 1 << 18  # of a large tensor that a sign looks at
 _ROUND = "journal_round"
 
@@ -96,6 +102,18 @@ class PieceCopy:
     layout: HomeLayout
 
 
+class Gradients(NamedTuple):
+    """Gradients of a model as its last backward has left them, also if they have been cleared since.
+
+    Attributes:
+        count: of backwards so far, of all models; the same on all ranks.
+        of: what stood at each parameter, by name.
+    """
+
+    count: int
+    of: Mapping[str, Tensor]
+
+
 class Journal:
     """What was written on this rank, and copied.
 
@@ -108,6 +126,7 @@ class Journal:
         is_stepping: an optimizer makes a step.
         writing: the ops that are writing; see `undisturbed`.
         writes: begun so far.
+        backwards: that have brought gradients home.
     """
 
     def __init__(self) -> None:
@@ -118,6 +137,7 @@ class Journal:
         self.swaps = 0
         self.writing: list[Any] = []
         self.writes = 0
+        self.backwards = 0
         self.is_stepping = False
         self._rates: Rates = ()
         self._round = 0
@@ -164,6 +184,14 @@ class Journal:
         before = self.writes
         found = None if self.writing else read()
         return found if before == self.writes else None
+
+    def note_gradients(self, homes: Mapping[str, Tensor], made: Mapping[str, Tensor]) -> None:
+        """Note the gradients that a backward has made of some parameters, which are put or added to those there are."""
+        self.backwards += 1
+        for name, gradient in made.items():
+            vars(gradient)[NAMED] = name, self.backwards
+        before = {name: home.grad for name, home in homes.items() if home.is_leaf and home.grad is not None}
+        vars(next(iter(homes.values())))[GRADIENTS] = Gradients(self.backwards, {**made, **before})
 
     def write_value(self, piece: Tensor, whole: Tensor) -> None:
         """Note, here and at the piece, that a whole plain value was written, of which this piece is the rank's part."""

@@ -166,7 +166,6 @@ def _is_ours(file: str, function: str) -> bool:
     return is_below or function == _ENGINE
 
 
-@lru_cache(maxsize=4096)
 def _is_below(file: str, folders: tuple[str, ...]) -> bool:
     installed = "site-packages" if "dist-packages" not in file else "dist-packages"
     return any(

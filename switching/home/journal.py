@@ -11,10 +11,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
 from hetu_fx.base.dtypes import as_reals, carries_gradient
 from hetu_fx.base.memory import Log
@@ -114,6 +115,20 @@ class Gradients(NamedTuple):
     of: Mapping[str, Tensor]
 
 
+class _Stepping:
+    """What is known of an optimizer's step that is under way; see `stepped`.
+
+    Attributes:
+        is_pointwise: its kernels may have pieces.
+        uncounted: how often they write without counting it in versions, as torch's fused kernels do once.
+        listed: groups that are asked for lists in it, which torch would not make.
+    """
+
+    is_pointwise = False
+    uncounted = 0
+    listed: Sequence[dict[str, Any]] = ()
+
+
 class Journal:
     """What was written on this rank, and copied.
 
@@ -127,6 +142,8 @@ class Journal:
         writing: the ops that are writing; see `undisturbed`.
         writes: begun so far.
         backwards: that have brought gradients home.
+        optimizers: of home parameters that have been stepped, with their numbers in the order of their first steps.
+        stepping: the step that is under way.
     """
 
     def __init__(self) -> None:
@@ -138,6 +155,9 @@ class Journal:
         self.writing: list[Any] = []
         self.writes = 0
         self.backwards = 0
+        self.optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self.stepping = _Stepping()
+        self._num_optimizers = 0
         self.is_stepping = False
         self._rates: Rates = ()
         self._round = 0
@@ -147,6 +167,11 @@ class Journal:
         """Begin another round; any step has ended, maybe by an error."""
         self._round += 1
         self.is_stepping = False
+
+    def number(self, optimizer: Optimizer) -> None:
+        """Give an optimizer its number, which no other has had."""
+        self.optimizers[optimizer] = self._num_optimizers
+        self._num_optimizers += 1
 
     def begin_step(self, rates: Rates | None) -> None:
         """Note a step of an optimizer, whose writes do not count; None if it has no home parameters."""

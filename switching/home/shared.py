@@ -151,7 +151,7 @@ class SharedHomes:
         """Let go of what was kept for ranks that read later: all have come so far that they have read it."""
         self._read.clear()
         self.names.forget_gradients()
-        drop_cached_full_tensors()
+        drop_cached_full_tensors(self.names.homes.values())
 
     def finish(self) -> None:
         """Answer the others until they leave too, or have asked nothing for long; when the process ends."""

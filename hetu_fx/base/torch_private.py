@@ -94,8 +94,9 @@ get_default_group = _get_default_group
 
 def collectives_begun(group: ProcessGroup) -> int | None:
     """Return how many collectives this rank has begun in a group; None where its backend does not count them."""
+    stated: Any = group  # torch has it, and says nothing of it
     try:
-        return group._get_sequence_number_for_group()
+        return int(stated._get_sequence_number_for_group())
     except RuntimeError:
         return None
 

@@ -123,7 +123,7 @@ class Names:
         its = (found.of if backward else self.homes).get(name)
         if its is None or vars(its).get(NAMED) != mark or vars(its).get("local") is not home.local:
             return None
-        return (name, GRADIENT, str(found.count)) if backward else (name,)
+        return (name, GRADIENT, str(found.backward)) if backward else (name,)
 
     def forget_gradients(self) -> None:
         """Keep no gradient for ranks that read it later, but those that still stand at their parameters."""
@@ -140,9 +140,9 @@ class Names:
 
     def _held_gradient(self, name: str, count: int) -> list[Readable]:
         found = self._gradients
-        if found.count < count:
+        if found.backward < count:
             return []
-        gradient = found.of.get(name) if found.count == count else None
+        gradient = found.of.get(name) if found.backward == count else None
         return [Readable.home(gradient) if isinstance(gradient, HomeTensor) else Readable(None, None, None)]
 
     def name_of(self, piece: Tensor) -> Key | None:

@@ -107,11 +107,11 @@ class Gradients(NamedTuple):
     """Gradients of a model as its last backward has left them, also if they have been cleared since.
 
     Attributes:
-        count: of backwards so far, of all models; the same on all ranks.
+        backward: its number among those of all models, the same on all ranks.
         of: what stood at each parameter, by name.
     """
 
-    count: int
+    backward: int
     of: Mapping[str, Tensor]
 
 

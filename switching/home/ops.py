@@ -383,6 +383,8 @@ def as_home(pieces: Mapping[str, torch.Tensor], homes: Mapping[str, nn.Parameter
     found = list(map(homes.__getitem__, pieces))
     if not set(map(type, found)) <= {HomeTensor}:
         return dict(pieces)
-    made = dict(zip(pieces, map(wrap, pieces.values(), map(home_layout_of, found)), strict=True))
+    made: dict[str, torch.Tensor] = dict(
+        zip(pieces, map(wrap, pieces.values(), map(home_layout_of, found)), strict=True)
+    )
     journal().note_gradients(homes, made)
     return made

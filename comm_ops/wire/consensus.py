@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import chain
 from time import perf_counter, sleep
@@ -217,7 +217,8 @@ def agree(
 
     Raises:
         BatchError: on every rank, if the ranks' batches do not fit together.
-        Exception: on every rank, if some rank came with an error: there its own, on the others a BatchError.
+        Exception: on every rank, if some rank came with an error: there its own, on the others a BatchError. If that
+            rank asks alone, there only.
     """
     if table.size == 1:
         if isinstance(facts, Exception):
@@ -240,14 +241,22 @@ def agree(
 def _exchanged(
     table: GroupTable, facts: LocalFacts | Exception, told: Mapping[str, float]
 ) -> tuple[Sequence[Numbers], StepFacts]:
-    """Return what all ranks have said, and what that comes to; raises on all ranks what one of them came with."""
+    """Return what all ranks have said, and what that comes to; raises on all ranks what one of them came with.
+
+    What a rank came with that asks alone is raised there alone: the others do not wait for it.
+    """
     gathered = _exchange(table, _encode(facts, told))
+    ranks = [row[_FIRST_FACT:_FIRST_SIZE] for row in gathered]
+    agreed = _combined(ranks, (), ())
+    if agreed.is_asked_alone:
+        if isinstance(facts, Exception) and table.rank in agreed.asks:
+            raise facts
+        return gathered, agreed
     if any(row[_ERROR] for row in gathered):
         _raise_everywhere(table, facts)
     assert isinstance(facts, LocalFacts)
     counts = tuple(sum(row[_FIRST_COUNT + i] for row in gathered) for i in range(len(facts.counts)))
-    ranks = [row[_FIRST_FACT:_FIRST_SIZE] for row in gathered]
-    return gathered, _combined(ranks, counts, _sizes_of(gathered, len(facts.sizes)))
+    return gathered, replace(agreed, counts=counts, sizes_of=_sizes_of(gathered, len(facts.sizes)))
 
 
 def _combined(ranks: Sequence[Numbers], counts: tuple[Count, ...], sizes_of: tuple[tuple[int, ...], ...]) -> StepFacts:
@@ -349,7 +358,8 @@ def _fitting(facts: LocalFacts | Exception) -> LocalFacts | Exception:
 
 def _encode(facts: LocalFacts | Exception, told: Mapping[str, float] = _NOTHING) -> Numbers:
     if isinstance(facts, Exception):
-        return [1.0] + [0.0] * (_WIDTH - 1)
+        asks = {name: told[name] for name in told if name == "asks"}
+        return _with_told([1.0] + [0.0] * (_WIDTH - 1), asks, _FIRST_FACT)
     return _with_told(facts.row, told, _FIRST_FACT)
 
 

@@ -133,6 +133,14 @@ def test_a_rank_that_asks_goes_alone_once_the_others_are_seen_twice_to_wait_for_
     assert next(looks, None) is None
 
 
+def test_an_error_of_a_rank_that_asks_alone_is_raised_there_alone() -> None:
+    table, rounds = asking(lambda: True)
+    table.timeout = timedelta(seconds=60)
+    with pytest.raises(PlanError, match="mine"):
+        agree(table, PlanError("mine"), {"asks": True, "has_plan": True})
+    assert rounds.taken_back == 1
+
+
 def ended() -> bool:
     raise CommError("rank 0 has ended")
 

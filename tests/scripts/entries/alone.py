@@ -203,6 +203,22 @@ def _(job: Job) -> Results:
     return {"losses": torch.stack(losses), **job.parameters(model), **_told_by(job, seen, 0)}
 
 
+@script("evaluates with an unknown argument on rank 0, while the others wait at a barrier or train", settings=EVERY)
+def _(job: Job) -> Results:
+    model, batch = job.mlp()
+    model = job.parallel(model, batch)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    rows = job.rows(batch)
+    for turn in range(3):
+        loss = _step(model, optimizer, rows)
+        if job.rank == 0 and turn < 2:
+            with torch.no_grad(), pytest.raises((TypeError, HetuFxError), match="unknown"):
+                model(**batch, unknown=1)
+        if turn == 0:
+            job.barrier()
+    return {"loss": loss, **job.parameters(model)}
+
+
 @script(
     "reads gradients on rank 0 when the others have set them to zero, and continues", settings=("dp2", "tp2", "pp2")
 )

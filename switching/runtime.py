@@ -285,11 +285,11 @@ class Runtime:
         """Return the batch, what ranks agree on, and whether the script has made others of the model's members."""
         batch: Reading[Any] | None = None
         local: LocalFacts | Exception
-        told: dict[str, float] = {}
+        told: dict[str, float] = {"asks": not torch.is_grad_enabled()}
         try:
             batch = read()
             told |= {"compute_seconds": self._compute_seconds(), "host_seconds": self.report.host_seconds}
-            told |= {**self.writes.told, "asks": not torch.is_grad_enabled()}
+            told |= self.writes.told
             same = partial(batch.same_inputs, shared=self.settings.shared)
             told["inputs"] = self.same_inputs.told(batch.facts.shown, same)
             for watcher in self._watchers:

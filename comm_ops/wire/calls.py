@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import accumulate, chain, repeat
+from itertools import accumulate, chain, repeat, takewhile
 from operator import attrgetter, call, methodcaller
 from time import perf_counter
 from types import FrameType, TracebackType
@@ -26,6 +26,7 @@ _OURS = "hetu_fx"
 _STARTERS = ("launch", "cli")  # packages of ours that run scripts, further out
 _STARTERS_FOLDERS = tuple(os.path.join(folder, name) for folder in sys.modules[_OURS].__path__ for name in _STARTERS)
 _LIBRARY_FOLDERS = (os.path.dirname(torch.__file__), *map(sysconfig.get_path, ("stdlib", "platstdlib")))
+_COLLECTIVES = os.path.join(_LIBRARY_FOLDERS[0], "distributed", "distributed_c10d.py")
 _ENGINE = "_engine_run_backward"  # of torch.autograd.graph: its callers wait in it for a backward
 _SHOWN_CHARACTERS = 80
 _MOST_FRAMES = 1000
@@ -78,6 +79,13 @@ def whereabouts() -> CallSite:
     """Tell where the thread is that calls parallel models; from any thread."""
     thread = last.thread or threading.main_thread().ident
     return _whereabouts(_stack(thread))
+
+
+def is_in_collective() -> bool:
+    """Tell whether that thread is in a collective of torch's that the user's own code has called."""
+    stack = _stack(last.thread or threading.main_thread().ident)
+    inside = list(takewhile(attrgetter("is_inner"), stack))
+    return any(line.file == _COLLECTIVES for line in inside) and not any(line.is_ours for line in inside)
 
 
 def user_line_of_error(error: BaseException | None) -> str:
@@ -158,7 +166,6 @@ def _is_ours(file: str, function: str) -> bool:
     return is_below or function == _ENGINE
 
 
-@lru_cache(maxsize=4096)
 def _is_below(file: str, folders: tuple[str, ...]) -> bool:
     installed = "site-packages" if "dist-packages" not in file else "dist-packages"
     return any(

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import chain
+from time import perf_counter, sleep
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
@@ -20,10 +21,10 @@ from torch import Tensor
 
 from hetu_fx import errors
 from hetu_fx.comm_ops.wire.flat import Flat
-from hetu_fx.comm_ops.wire.groups import GroupTable, guarded, using
+from hetu_fx.comm_ops.wire.groups import GroupTable, Round, guarded, using
 from hetu_fx.comm_ops.wire.objects.messages import broadcast, gather
 from hetu_fx.comm_ops.wire.small_sums import reduce_small
-from hetu_fx.errors import BatchError, HetuFxError, OtherRankError
+from hetu_fx.errors import BatchError, CommError, HetuFxError, OtherRankError
 
 T = TypeVar("T")
 Numbers = Sequence[float]
@@ -126,12 +127,14 @@ _COMBINE: Mapping[str, Callable[[Numbers], Any]] = {
 _PLACES = {name: place for place, name in enumerate(_COMBINE)}
 
 _NOTHING: Mapping[str, float] = MappingProxyType({})
+_LOOK_SECONDS, _MOST_LOOK_SECONDS = 0.02, 0.5
 _MAX_SIZES = 24
 _MAX_COUNTS = 16
 _MAX_VALUES = 8
 _MOST_TOLD = 10
 _ERROR, _DIGEST, _FIRST_FACT = range(3)
 _ROWS = _FIRST_FACT + _PLACES["rows"]
+_ASKS = _FIRST_FACT + _PLACES["asks"]
 _FIRST_SIZE = _FIRST_FACT + len(_COMBINE)
 _FIRST_COUNT = _FIRST_SIZE + _MAX_SIZES
 _FIRST_VALUE = _FIRST_COUNT + _MAX_COUNTS
@@ -203,7 +206,8 @@ def agree(
     """Exchange facts between all ranks of the table; collective.
 
     Ranks that only look at what the model makes do so alone where others do something else: they get the facts, which
-    hold for no step (`is_asked_alone`), and the others go on to exchange facts with what those ranks come with next.
+    hold for no step (`is_asked_alone`), and the others go on to exchange facts with what those ranks come with next. So
+    does one rank where the others wait for it elsewhere (`GroupTable.others_wait`), at a barrier for example.
 
     Args:
         table: the ranks.
@@ -213,7 +217,8 @@ def agree(
 
     Raises:
         BatchError: on every rank, if the ranks' batches do not fit together.
-        Exception: on every rank, if some rank came with an error: there its own, on the others a BatchError.
+        Exception: on every rank, if some rank came with an error: there its own, on the others a BatchError. If that
+            rank asks alone, there only.
     """
     if table.size == 1:
         if isinstance(facts, Exception):
@@ -236,14 +241,22 @@ def agree(
 def _exchanged(
     table: GroupTable, facts: LocalFacts | Exception, told: Mapping[str, float]
 ) -> tuple[Sequence[Numbers], StepFacts]:
-    """Return what all ranks have said, and what that comes to; raises on all ranks what one of them came with."""
+    """Return what all ranks have said, and what that comes to; raises on all ranks what one of them came with.
+
+    What a rank came with that asks alone is raised there alone: the others do not wait for it.
+    """
     gathered = _exchange(table, _encode(facts, told))
+    ranks = [row[_FIRST_FACT:_FIRST_SIZE] for row in gathered]
+    agreed = _combined(ranks, (), ())
+    if agreed.is_asked_alone:
+        if isinstance(facts, Exception) and table.rank in agreed.asks:
+            raise facts
+        return gathered, agreed
     if any(row[_ERROR] for row in gathered):
         _raise_everywhere(table, facts)
     assert isinstance(facts, LocalFacts)
     counts = tuple(sum(row[_FIRST_COUNT + i] for row in gathered) for i in range(len(facts.counts)))
-    ranks = [row[_FIRST_FACT:_FIRST_SIZE] for row in gathered]
-    return gathered, _combined(ranks, counts, _sizes_of(gathered, len(facts.sizes)))
+    return gathered, replace(agreed, counts=counts, sizes_of=_sizes_of(gathered, len(facts.sizes)))
 
 
 def _combined(ranks: Sequence[Numbers], counts: tuple[Count, ...], sizes_of: tuple[tuple[int, ...], ...]) -> StepFacts:
@@ -345,7 +358,8 @@ def _fitting(facts: LocalFacts | Exception) -> LocalFacts | Exception:
 
 def _encode(facts: LocalFacts | Exception, told: Mapping[str, float] = _NOTHING) -> Numbers:
     if isinstance(facts, Exception):
-        return [1.0] + [0.0] * (_WIDTH - 1)
+        asks = {name: told[name] for name in told if name == "asks"}
+        return _with_told([1.0] + [0.0] * (_WIDTH - 1), asks, _FIRST_FACT)
     return _with_told(facts.row, told, _FIRST_FACT)
 
 
@@ -366,14 +380,48 @@ def _exchange(table: GroupTable, row: Sequence[float]) -> Sequence[Numbers]:
     what, ranks = "agreement on the step", range(table.size)
     if table.rounds is not None:
         with guarded(what, ranks, table):
-            (of_step := table.rounds.say(row, what)).wait()
-        return of_step.heard
+            said = table.rounds.say(row, what)
+            if row[_ASKS] and _is_alone(table, said):
+                said.take_back()
+                return [row if rank == table.rank else [0.0] * _WIDTH for rank in ranks]
+            said.wait()
+        return said.heard
     mine = torch.tensor(row, dtype=torch.float64, device=table.transport.device(table.base))
     everyone = mine.new_empty(table.size, len(row))
     with using(table), guarded(what, ranks):
         table.transport.all_gather([Flat(row) for row in everyone.unbind()], Flat(mine), table.base)
     told: list[list[float]] = everyone.tolist()
     return told
+
+
+def _is_alone(table: GroupTable, said: Round) -> bool:
+    """Wait until the others have come to a round, or are seen to wait for this rank elsewhere: they do not come then.
+
+    It is looked twice: one that has come to a collective elsewhere may just be leaving it.
+    """
+    pause, is_seen, deadline = _LOOK_SECONDS, False, perf_counter() + table.timeout.total_seconds()
+    while table.others_wait is not None and perf_counter() < deadline and not _comes_within(said, pause):
+        if table.path is not None:
+            table.path.check()
+        was_seen = is_seen
+        try:
+            is_seen = table.others_wait()
+        except CommError:  # one has ended, or is stopped: whoever waits for it says so
+            return False
+        if is_seen and was_seen:
+            return True
+        pause = _LOOK_SECONDS if is_seen else min(2 * pause, _MOST_LOOK_SECONDS)
+    return False
+
+
+def _comes_within(said: Round, seconds: float) -> bool:
+    start = perf_counter()
+    while not said.is_completed():
+        waited = perf_counter() - start
+        if waited > seconds:
+            return False
+        sleep(waited / 8)
+    return True
 
 
 def _raise_everywhere(table: GroupTable, facts: LocalFacts | Exception) -> None:

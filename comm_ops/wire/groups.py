@@ -61,6 +61,9 @@ class Round(Protocol):
     def wait(self) -> None:
         """Wait for all ranks' numbers, which are `heard` then."""
 
+    def take_back(self) -> None:
+        """Be as if nothing had been said, the last time; no other rank may come before this one says something else."""
+
 
 class Rounds(Protocol):
     """Brings a few numbers of each rank to all, between ranks of one machine; see `peers.rounds`."""
@@ -121,13 +124,14 @@ class GroupTable:
 
     `creations` lists the groups created so far, also those of tables beside this one. `waited_seconds` adds up what it
     has waited for others. `mail` carries what stages hand over, where it can, and `rounds` a few numbers of
-    each rank.
+    each rank. `others_wait` tells whether all others wait for this rank in calls that are none of ours, or have ended.
     """
 
     listener: Callable[[str, float, float], None] | None = None
     topology: Topology | None = None
     mail: Mailbox | None = None
     rounds: Rounds | None = None
+    others_wait: Callable[[], bool] | None = None
     waited_seconds = 0.0
     pauses_work = True  # its messages are waited for by the thread that computes
     transport: Transport = ProcessTransport()

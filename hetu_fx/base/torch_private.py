@@ -90,6 +90,17 @@ is_zerotensor: Callable[[Tensor], bool] = Tensor._is_zerotensor  # zeros without
 
 OPTIMIZED_MODULE = ("torch._dynamo.eval_frame", "OptimizedModule")  # what torch.compile gives, once that is imported
 get_default_group = _get_default_group
+
+
+def collectives_begun(group: ProcessGroup) -> int | None:
+    """Return how many collectives this rank has begun in a group; None where its backend does not count them."""
+    stated: Any = group  # torch has it, and says nothing of it
+    try:
+        return int(stated._get_sequence_number_for_group())
+    except RuntimeError:
+        return None
+
+
 in_bad_fork: Callable[[], bool] = torch.cuda._is_in_bad_fork  # forked from a process that has used CUDA
 dispatch_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # whether autocast knows an op
 

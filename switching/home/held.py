@@ -12,19 +12,22 @@ from torch import Tensor, nn
 from hetu_fx.annotations.local import index
 from hetu_fx.base.torch_private import version
 from hetu_fx.errors import StateError
-from hetu_fx.switching.home.journal import journal
+from hetu_fx.switching.home.journal import GRADIENTS, NAMED, Gradients, journal
 from hetu_fx.switching.home.layout import HomeLayout
 from hetu_fx.switching.home.stepped import numbered_optimizers
 from hetu_fx.switching.home.tensor import HomeTensor, Read, wrap
 
 JOINT = "read by all ranks"
 COPIED = "copied after"
+GRADIENT = "gradient"
 
 Key = tuple[str, ...]
-"""A parameter's name; that, an optimizer's number and a key of its state; one of these, when it was copied and in which
-dtype; or what tells readings by all ranks apart."""
+"""A parameter's name; that, an optimizer's number and a key of its state; that, GRADIENT and the number of a backward;
+one of the first two, when it was copied and in which dtype; or what tells readings by all ranks apart."""
 
 _KEPT_WHOLES, _KEPT_NUMBERS = 4, 4096  # readings of one tensor, and of numbers: so far ranks may be apart
+_GONE_WRITES = 1 << 62
+_NO_GRADIENTS = Gradients(0, {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +35,12 @@ class Readable:
     """A tensor that others may read.
 
     Attributes:
-        counts: what counts its writes: a home tensor, or the piece of a copy.
+        counts: what counts its writes: a home tensor, or the piece of a copy; None for what is no longer there.
         piece: this rank's part; None while that is on its way between homes.
         layout: says what part it is.
     """
 
-    counts: Tensor
+    counts: Tensor | None
     piece: Tensor | None
     layout: HomeLayout | None
 
@@ -48,8 +51,8 @@ class Readable:
 
     @property
     def writes(self) -> int:
-        """How often it has been written."""
-        return version(self.counts)
+        """How often it has been written; more often than any that asks if it is no longer there."""
+        return _GONE_WRITES if self.counts is None else version(self.counts)
 
     def after(self, writes: int, layout: str) -> HomeTensor | None:
         """Return it as it is after so many writes; None if it has another value, or none at the moment."""
@@ -105,17 +108,42 @@ class Names:
     def __init__(self, homes: Mapping[str, nn.Parameter]) -> None:
         self.homes = {name: _home(parameter) for name, parameter in homes.items()}
         self._parameters = dict(homes)
-        self._pieces: dict[int, tuple[str, HomeTensor]] = {}
         self._index: dict[int, tuple[Key, HomeTensor]] = {}
-        self._swaps = self._pieces_swaps = -1  # before the indices were made
+        self._swaps = -1  # before the index was made
+        self._first = next(iter(self.homes.values()), None)
+        for name, home in self.homes.items():
+            vars(home)[NAMED] = (name,)
 
-    def parameter_of(self, piece: Tensor) -> str | None:
-        """Return the name of the parameter whose piece this is, as all ranks know it that are at the same place."""
-        if self._pieces_swaps != journal().swaps:
-            self._pieces_swaps = journal().swaps
-            self._pieces = {id(vars(home).get("local")): (name, home) for name, home in self.homes.items()}
-        name, home = self._pieces.get(id(piece), ("", None))
-        return name if home is not None and vars(home).get("local") is piece else None
+    def key_of(self, home: HomeTensor) -> Key | None:
+        """Return the key of a parameter, or of the gradient that the last backward has left; None if it is neither."""
+        mark = vars(home).get(NAMED)
+        if mark is None:
+            return None
+        (name, *backward), found = mark, self._gradients
+        its = (found.of if backward else self.homes).get(name)
+        if its is None or vars(its).get(NAMED) != mark or vars(its).get("local") is not home.local:
+            return None
+        return (name, GRADIENT, str(found.backward)) if backward else (name,)
+
+    def forget_gradients(self) -> None:
+        """Keep no gradient for ranks that read it later, but those that still stand at their parameters."""
+        found = self._gradients
+        if found.of and self._first is not None:
+            here = {name: home.grad for name, home in self.homes.items() if home.is_leaf and home.grad is not None}
+            kept = {name: one for name, one in here.items() if one is found.of.get(name)}
+            vars(self._first)[GRADIENTS] = found._replace(of=kept)
+
+    @property
+    def _gradients(self) -> Gradients:
+        found: Gradients | None = None if self._first is None else vars(self._first).get(GRADIENTS)
+        return found or _NO_GRADIENTS
+
+    def _held_gradient(self, name: str, count: int) -> list[Readable]:
+        found = self._gradients
+        if found.backward < count:
+            return []
+        gradient = found.of.get(name) if found.backward == count else None
+        return [Readable.home(gradient) if isinstance(gradient, HomeTensor) else Readable(None, None, None)]
 
     def name_of(self, piece: Tensor) -> Key | None:
         """Return the key of the parameter, or the optimizer's state, whose piece this is; None if it is of none."""
@@ -155,6 +183,8 @@ class Names:
             return [Readable(piece, piece, its.layout) for piece, its in alike if self._copy_key(piece) == key]
         if len(key) == 1:
             return [Readable.home(self.homes[key[0]])]
+        if key[1] == GRADIENT:
+            return self._held_gradient(key[0], int(key[2]))
         name, number, state = key
         found = [
             one.state.get(self._parameters[name], {}).get(state)
@@ -205,20 +235,31 @@ def why_not(key: Key, held: Sequence[Readable], wanted: int, asker: int, seconds
     way_out = "call full_tensor(), or model.hetu.save(folder), on every rank"
     if key[0] == JOINT:
         return (
-            f"rank {asker} reads a tensor of shape {key[2]} that is neither a parameter nor an optimizer's state (a "
-            f"gradient, a result), and this rank has not read it too within {seconds:g} s; {way_out}"
+            f"rank {asker} reads a tensor of shape {key[2]} that is neither a parameter nor its gradient, nor an "
+            f"optimizer's state (it is a result), and this rank has not read it too within {seconds:g} s; {way_out}"
         )
-    what = f"the optimizer's {key[2]!r} of {key[0]!r}" if len(key) in (3, 6) else f"parameter {key[0]!r}"
-    what = f"a copy of {what}" if is_copy(key) else what
+    what, when = _described(key)
     writes = [one.writes for one in held]
+    if key[1:2] == (GRADIENT,) and not held:
+        return f"rank {asker} reads {what}, which this rank has not had within {seconds:g} s; {way_out}"
     if len(writes) != 1:
         return f"rank {asker} reads {what}, of which there are {len(writes)} here after {seconds:g} s; {way_out}"
     if writes[0] > wanted:
+        made = "" if held[0].counts is None else f" and made {writes[0]}"
         return (
-            f"rank {asker} reads {what} as it was after {wanted} writes, and this rank has gone on and made "
-            f"{writes[0]}; read between optimizer.step() and the next call of the model, or {way_out}"
+            f"rank {asker} reads {what} as it was after {wanted} writes, and this rank has gone on{made}; "
+            f"read {when}, or {way_out}"
         )
     return (
         f"rank {asker} reads {what} after {wanted} writes, and this rank has made {writes[0]} in {seconds:g} s; "
         f"make the same writes on all ranks, or {way_out}"
     )
+
+
+def _described(key: Key) -> tuple[str, str]:
+    """Return what a key is of, and when one rank alone may read that."""
+    when = "between optimizer.step() and the next call of the model"
+    if key[1:2] == (GRADIENT,):
+        return f"the gradient of {key[0]!r}", "between backward() and what writes gradients next"
+    what = f"the optimizer's {key[2]!r} of {key[0]!r}" if len(key) in (3, 6) else f"parameter {key[0]!r}"
+    return f"a copy of {what}" if is_copy(key) else what, when

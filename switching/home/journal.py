@@ -11,10 +11,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
 from hetu_fx.base.dtypes import as_reals, carries_gradient
 from hetu_fx.base.memory import Log
@@ -28,6 +29,12 @@ Rates = tuple[tuple[tuple[str, tuple[float, ...]], ...], ...]
 
 SIGN = "sign_of_written"
 """At a piece: the `PendingSign` of the whole value that was written there last, until ranks have compared."""
+
+NAMED = "named"
+"""At a parameter: its name; at a gradient that a backward has made that, and the number of the backward."""
+
+GRADIENTS = "gradients"
+"""At a model's first parameter: the `Gradients` of its last backward."""
 
 _MOST_ELEMENTS = 1 << 18  # of a large tensor that a sign looks at
 _ROUND = "journal_round"
@@ -96,6 +103,32 @@ class PieceCopy:
     layout: HomeLayout
 
 
+class Gradients(NamedTuple):
+    """Gradients of a model as its last backward has left them, also if they have been cleared since.
+
+    Attributes:
+        backward: its number among those of all models, the same on all ranks.
+        of: what stood at each parameter, by name.
+    """
+
+    backward: int
+    of: Mapping[str, Tensor]
+
+
+class _Stepping:
+    """What is known of an optimizer's step that is under way; see `stepped`.
+
+    Attributes:
+        is_pointwise: its kernels may have pieces.
+        uncounted: how often they write without counting it in versions, as torch's fused kernels do once.
+        listed: groups that are asked for lists in it, which torch would not make.
+    """
+
+    is_pointwise = False
+    uncounted = 0
+    listed: Sequence[dict[str, Any]] = ()
+
+
 class Journal:
     """What was written on this rank, and copied.
 
@@ -108,6 +141,9 @@ class Journal:
         is_stepping: an optimizer makes a step.
         writing: the ops that are writing; see `undisturbed`.
         writes: begun so far.
+        backwards: that have brought gradients home.
+        optimizers: of home parameters that have been stepped, with their numbers in the order of their first steps.
+        stepping: the step that is under way.
     """
 
     def __init__(self) -> None:
@@ -118,6 +154,10 @@ class Journal:
         self.swaps = 0
         self.writing: list[Any] = []
         self.writes = 0
+        self.backwards = 0
+        self.optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self.stepping = _Stepping()
+        self._num_optimizers = 0
         self.is_stepping = False
         self._rates: Rates = ()
         self._round = 0
@@ -127,6 +167,11 @@ class Journal:
         """Begin another round; any step has ended, maybe by an error."""
         self._round += 1
         self.is_stepping = False
+
+    def number(self, optimizer: Optimizer) -> None:
+        """Give an optimizer its number, which no other has had."""
+        self.optimizers[optimizer] = self._num_optimizers
+        self._num_optimizers += 1
 
     def begin_step(self, rates: Rates | None) -> None:
         """Note a step of an optimizer, whose writes do not count; None if it has no home parameters."""
@@ -164,6 +209,14 @@ class Journal:
         before = self.writes
         found = None if self.writing else read()
         return found if before == self.writes else None
+
+    def note_gradients(self, homes: Mapping[str, Tensor], made: Mapping[str, Tensor]) -> None:
+        """Note the gradients that a backward has made of some parameters, which are put or added to those there are."""
+        self.backwards += 1
+        for name, gradient in made.items():
+            vars(gradient)[NAMED] = name, self.backwards
+        before = {name: home.grad for name, home in homes.items() if home.is_leaf and home.grad is not None}
+        vars(next(iter(homes.values())))[GRADIENTS] = Gradients(self.backwards, {**made, **before})
 
     def write_value(self, piece: Tensor, whole: Tensor) -> None:
         """Note, here and at the piece, that a whole plain value was written, of which this piece is the rank's part."""

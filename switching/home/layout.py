@@ -55,7 +55,7 @@ class HomeLayout(LocalPart):
     shape: tuple[int, ...]
     world: int
 
-    @cached_property
+    @property
     def boxes(self) -> tuple[Box, ...]:
         """The boxes of the piece in the global tensor, in local row-major order."""
         return self.region.boxes if self.held else ()
@@ -65,7 +65,7 @@ class HomeLayout(LocalPart):
         """The shape as torch takes it, which makes one of any other sequence each time."""
         return torch.Size(self.shape)
 
-    @cached_property
+    @property
     def is_whole(self) -> bool:
         """Whether this rank's piece is the whole tensor."""
         return self.local_shape == self.shape
@@ -83,7 +83,7 @@ class HomeLayout(LocalPart):
         )
         return ", ".join(told) or "all"
 
-    @cached_property
+    @property
     def counted(self) -> tuple[Box, ...]:
         """The boxes of the piece, in its own coordinates, whose elements this rank counts."""
         return _counted(self.annotation, self.shape, self.world)[self.rank]

@@ -7,17 +7,17 @@ asked, or until that is written; tensors that share a piece (the names of tied p
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Self
-from weakref import WeakValueDictionary, ref
+from weakref import ref
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from hetu_fx.base.torch_private import is_parameter, version
 from hetu_fx.errors import StateError
 
-_shared: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by piece: its version, and a reference to the whole
-_kept_by_long_lived: WeakValueDictionary[int, LazyFullTensor] = WeakValueDictionary()
+_WHOLE = "whole"
+"""At a piece: the version that a whole was gathered of, and a reference to that."""
 
 
 class LazyFullTensor(torch.Tensor):
@@ -45,15 +45,13 @@ class LazyFullTensor(torch.Tensor):
         if self.shares_memory:
             return self.local
         now = version(self.local)
-        shared = _shared.get(self.local)
-        found = shared[1]() if shared is not None and shared[0] == now else None
+        gathered_at, shared = vars(self.local).get(_WHOLE, (None, None))
+        found = shared() if shared is not None and gathered_at == now else None
         if found is None:
             found = self.gathered()
-            _shared[self.local] = (now, ref(found))
+            vars(self.local)[_WHOLE] = now, ref(found)
         if keep:
             self._kept = (now, found)
-            if is_parameter(self):
-                _kept_by_long_lived[id(self)] = self
         return found
 
     def data_ptr(self) -> int:
@@ -111,10 +109,7 @@ class LazyFullTensor(torch.Tensor):
         return plain.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
 
-def drop_cached_full_tensors() -> None:
+def drop_cached_full_tensors(parameters: Iterable[torch.Tensor]) -> None:
     """Let go of the wholes that were kept for pointers into parameters: those live longer than any pointer is used."""
-    if not _kept_by_long_lived:  # before each step
-        return
-    for _, tensor in _kept_by_long_lived.items():
-        tensor.__dict__.pop("_kept", None)
-    _kept_by_long_lived.clear()
+    for parameter in parameters:
+        vars(parameter).pop("_kept", None)

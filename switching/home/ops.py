@@ -16,7 +16,9 @@ off: `vector_norm` gives a PendingNorm, and all those that meet in one op (`torc
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from hetu_fx.base.torch_private import TYPES_OF_LIST_KERNELS, foreach_norm, make
 from hetu_fx.comm_ops.wire.collectives import reduce_world
 from hetu_fx.switching.home.async_tensor import Pending
 from hetu_fx.switching.home.gathered import WholeView, run_whole
+from hetu_fx.switching.home.journal import journal
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
 from hetu_fx.switching.home.pointwise import LOCAL_OPS, find_local
 from hetu_fx.switching.home.tensor import (
@@ -82,19 +85,32 @@ class PendingNorm(Pending):
         return f"PendingNorm(order={self.order}, not summed over the ranks yet; .item() on every rank does)"
 
 
+_CLIP = nn.utils.clip_grad_norm_.__wrapped__.__code__  # type: ignore[attr-defined]
+_MOST_FRAMES = 12  # from a norm out to what clips by it
+
 Reading = tuple[ReadRun, Read] | None
 """How one rank alone reads a number of a home tensor; None: all ranks must ask."""
 
 
 def _reading(home: HomeTensor, part: torch.Tensor, *reduced: Any) -> Reading:
     """Return how a number is read, of which this rank has a part, and keep that for ranks that read it later."""
-    found = None if home.home_layout.world == 1 else OPS.reads.expression(home)
+    found = None if home.home_layout.world == 1 or _is_clipping() else OPS.reads.expression(home)
     if found is None:
         return None
     run, of = found
     read = of, reduced
     run.keep(read, part.reshape(-1))
     return run, read
+
+
+def _is_clipping() -> bool:
+    """Tell whether torch clips gradients by their norm: all ranks do, and one message brings many."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(_MOST_FRAMES):
+        if frame is None or frame.f_code is _CLIP:
+            break
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _CLIP
 
 
 def _of_all(readings: Sequence[Reading], parts: torch.Tensor) -> torch.Tensor | None:
@@ -367,4 +383,8 @@ def as_home(pieces: Mapping[str, torch.Tensor], homes: Mapping[str, nn.Parameter
     found = list(map(homes.__getitem__, pieces))
     if not set(map(type, found)) <= {HomeTensor}:
         return dict(pieces)
-    return dict(zip(pieces, map(wrap, pieces.values(), map(home_layout_of, found)), strict=True))
+    made: dict[str, torch.Tensor] = dict(
+        zip(pieces, map(wrap, pieces.values(), map(home_layout_of, found)), strict=True)
+    )
+    journal().note_gradients(homes, made)
+    return made

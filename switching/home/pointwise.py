@@ -6,6 +6,7 @@ List kernels are what optimizers spend their time in.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from hetu_fx.base.torch_private import (
 from hetu_fx.comm_ops.wire.collectives import reduce_world
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.gathered import named_arguments, run_whole
-from hetu_fx.switching.home.journal import journal
+from hetu_fx.switching.home.journal import NAMED, journal
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
 from hetu_fx.switching.home.tensor import (
     MADE_OF,
@@ -171,12 +172,10 @@ def _pointwise_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HomeTensor:
-    if torch.is_inference_mode_enabled():  # a view of a tensor that counts its writes counts them too
-        with torch.inference_mode(False):
-            return wrap(args[0].local, args[0].home_layout)
-    made = wrap(args[0].local, args[0].home_layout)
-    if MADE_OF in vars(args[0]):
-        vars(made)[MADE_OF] = vars(args[0])[MADE_OF]
+    home = args[0]
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        made = wrap(home.local, home.home_layout)  # a view of a tensor that counts its writes counts them too
+    vars(made).update((told, vars(home)[told]) for told in (MADE_OF, NAMED) if told in vars(home))
     return made
 
 
@@ -332,8 +331,8 @@ def _cut_item(value: torch.Tensor, layout: HomeLayout | None) -> torch.Tensor:
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Unscale gradients; found_inf is that of all ranks, so that all skip the same steps."""
     gradients, found_inf = args[0], args[1]
-    # The versions of gradients are nobody's business, so this write is not counted.
     func([g.local if type(g) is HomeTensor else g for g in gradients], found_inf, *args[2:], **kwargs)
+    mark_written([g for g in gradients if type(g) is HomeTensor])
     world = next(g.home_layout.world for g in gradients if type(g) is HomeTensor)
     reduce_world(found_inf, world, dist.ReduceOp.MAX, "whether gradients are finite")
 

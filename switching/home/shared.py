@@ -2,8 +2,9 @@
 
 A rank that saves for all, as `if rank == 0: torch.save(model.state_dict(), ...)`, or that looks at one parameter, as
 `if rank == 0: print(p.norm().item())`, gets the others' shares from threads there. A tensor is known by its name: of a
-parameter, of a parameter and what an optimizer keeps of it, or of what it is a copy of; others have none, and are read
-where all ranks ask. What is computed of parameters by point-wise ops, and read as one number, is computed there anew.
+parameter, of a parameter and its gradient or what an optimizer keeps of it, or of what it is a copy of; others have
+none, and are read where all ranks ask. What is computed of parameters and gradients by point-wise ops, and read as one
+number, is computed there anew. Gradients stay readable until all ranks have come to the next call of the model.
 
 Values are those of the program's place: home tensors count their writes, which every rank makes alike. A rank that is
 asked waits until it has made as many as the rank that asks, and refuses if it has made more.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakMethod, finalize, ref
 
 import torch
@@ -23,10 +24,12 @@ from torch import Tensor, nn
 from hetu_fx.annotations.local import index
 from hetu_fx.base.addresses import Contact, rank_addresses
 from hetu_fx.base.per_rank import PerRank
-from hetu_fx.base.torch_private import version
+from hetu_fx.base.torch_private import collectives_begun, version
+from hetu_fx.comm_ops.wire.calls import is_in_collective
 from hetu_fx.comm_ops.wire.consensus import all_gather_object, raise_on_all_ranks
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.one_sided import Caller, Listener, Question, ReadRefusal
+from hetu_fx.comm_ops.wire.process_group import world_group
 from hetu_fx.comm_ops.wire.shutdown import finish_at_exit
 from hetu_fx.errors import CommError, StateError
 from hetu_fx.switching.home.held import JOINT, Key, Names, Readings, dtype_of, host_part, is_copy, why_not
@@ -36,10 +39,14 @@ from hetu_fx.switching.home.ops import PARTS
 from hetu_fx.switching.home.pointwise import CAST, is_pointwise
 from hetu_fx.switching.home.tensor import MADE_OF, OPS, HomeTensor, LoneReads, Read, gather_whole, wrap
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _PAUSE_SECONDS = 0.005
 _MARGIN_SECONDS = 10.0  # who is asked tells why it does not answer before who asks gives up
 _MOST_CHARACTERS = 1000  # of an expression
 _LEAVING = "is leaving"
+_ELSEWHERE = "waits elsewhere"
 _LEAVING_SECONDS = 2.0
 _USEFUL_SECONDS = 60.0  # for which a rank that leaves waits for the next question
 
@@ -69,6 +76,7 @@ class SharedHomes:
             host = rank_addresses(all_gather_object(table, raise_on_all_ranks(table, Contact.own)))[self.rank]
             self._listener = Listener(_weakly(self._answer), host, most=2 * self.size)
             finalize(self, self._listener.close)
+            table.others_wait = _weakly(self.others_wait)
             self._caller = Caller(all_gather_object(table, self._listener.address), self.seconds + _MARGIN_SECONDS)
             finish_at_exit(self)
 
@@ -123,10 +131,27 @@ class SharedHomes:
                 self._ask(rank, reads, found[rank])
         return found.to(own.device)
 
+    def others_wait(self) -> bool:
+        """Tell whether each other rank is in a collective of torch's that this one has not begun, or leaves.
+
+        None of them comes to a call of the model before this rank has come there too.
+
+        Raises:
+            CommError: one has ended, or cannot be reached.
+        """
+        begun, told = _begun_collectives(), torch.zeros(1, dtype=torch.uint8)
+        for rank in range(self.size):
+            if rank != self.rank:
+                self._caller.ask(rank, {_ELSEWHERE: begun}, told)
+                if not told:
+                    return False
+        return True
+
     def forget(self) -> None:
         """Let go of what was kept for ranks that read later: all have come so far that they have read it."""
         self._read.clear()
-        drop_cached_full_tensors()
+        self.names.forget_gradients()
+        drop_cached_full_tensors(self.names.homes.values())
 
     def finish(self) -> None:
         """Answer the others until they leave too, or have asked nothing for long; when the process ends."""
@@ -159,6 +184,9 @@ class SharedHomes:
         """Answer another rank, in a thread."""
         if _LEAVING in question:
             return self._left()
+        if _ELSEWHERE in question:
+            is_in = is_in_collective() and _begun_collectives() > question[_ELSEWHERE]
+            return torch.tensor([is_in or self._is_leaving], dtype=torch.uint8)
         try:
             parts = [self._part(read, question["rank"]) for read in question["reads"]]
             return torch.cat(parts).view(torch.uint8)
@@ -238,19 +266,26 @@ def _leaves(of: Any) -> Iterator[tuple[Any, int, str]]:
 _runs: PerRank[list[ref[SharedHomes]]] = PerRank(list)
 
 
+def _begun_collectives() -> int:
+    """Return how many collectives this rank has begun in the world; -1 where nobody counts them."""
+    world = world_group()
+    begun = None if world is None else collectives_begun(world)
+    return -1 if begun is None else begun
+
+
 def _all_runs() -> list[SharedHomes]:
     return [run for run in (reference() for reference in _runs()) if run is not None]
 
 
-def _weakly(method: Callable[[Question], Tensor]) -> Callable[[Question], Tensor]:
+def _weakly(method: Callable[P, T]) -> Callable[P, T]:
     """Return a method that keeps its object no longer than others do: threads that answer keep no model alive."""
     held = WeakMethod(method)
 
-    def answer(question: Question) -> Tensor:
+    def answer(*args: P.args, **kwargs: P.kwargs) -> T:
         found = held()
         if found is None:
             raise StateError("the model is no longer there")
-        return found(question)
+        return found(*args, **kwargs)
 
     return answer
 
@@ -281,8 +316,8 @@ class _OfRuns(LoneReads):
         if made is not None:
             writes, (run, of) = made
             return (run, of) if writes == version(home.local) and run.is_now(of) else None
-        names = ((run, run.names.parameter_of(home.local)) for run in _all_runs())
-        return next(((run, run.leaf(home, (name,))) for run, name in names if name is not None), None)
+        keys = ((run, run.names.key_of(home)) for run in _all_runs())
+        return next(((run, run.leaf(home, key)) for run, key in keys if key is not None), None)
 
     def note_made(self, made: HomeTensor, op: Any, args: Sequence[Any]) -> None:
         """Remember what a new tensor was computed of, if that is parameters and numbers."""

@@ -15,17 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain, count
+from itertools import chain
 from operator import attrgetter
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hetu_fx.base.patches import Hook, Patch, register_patch
-from hetu_fx.base.per_rank import PerRank
 from hetu_fx.base.torch_private import SORT_OF_LISTS, Lists, foreach_copy, sorting_others
 from hetu_fx.switching.home.journal import Rates, journal
 from hetu_fx.switching.home.parameters import cut_optimizer_state
@@ -56,28 +54,11 @@ _SMALL_BYTES = 1 << 24
 _NO_LISTS = "fused", "capturable", "differentiable"
 
 
-class _Stepping:
-    """What is known of the step that is under way.
-
-    Attributes:
-        is_pointwise: its kernels may have pieces.
-        uncounted: how often they write without counting it in versions, as torch's fused kernels do once.
-        listed: groups that are asked for lists in it, which torch would not make.
-    """
-
-    is_pointwise = False
-    uncounted = 0
-    listed: Sequence[dict[str, Any]] = ()
-
-
-_stepping = PerRank(_Stepping)
-
-
 def begin_step(optimizer: Optimizer) -> None:
     """Let an optimizer have pieces for its kernels, if it is a point-wise one."""
     end_step()  # the one before may have ended by an error
     fused = {bool(group.get("fused")) for group in optimizer.param_groups}
-    stepping = _stepping()
+    stepping = journal().stepping
     stepping.is_pointwise = type(optimizer) in _POINTWISE and len(fused) == 1
     stepping.uncounted = int(True in fused)
     if type(optimizer) in _LISTED_ALIKE and stepping.is_pointwise:
@@ -88,7 +69,7 @@ def begin_step(optimizer: Optimizer) -> None:
 
 def end_step() -> None:
     """Let whatever follows have home tensors."""
-    stepping = _stepping()
+    stepping = journal().stepping
     stepping.is_pointwise = False
     for group in stepping.listed:
         group["foreach"] = None
@@ -115,7 +96,7 @@ def _on_pieces(lists: Lists, with_indices: bool) -> tuple[Lists, Callable[[], No
     None where there are none, or where kernels have more to do: tensors of several homes, or whole ones, side by side;
     or states that are made in the step.
     """
-    if not _stepping().is_pointwise:
+    if not journal().stepping.is_pointwise:
         return None
     are_homes = [set(map(type, tensors)) == {HomeTensor} for tensors in lists]
     homes = [tensors for tensors, here in zip(lists, are_homes, strict=True) if here]
@@ -125,7 +106,7 @@ def _on_pieces(lists: Lists, with_indices: bool) -> tuple[Lists, Callable[[], No
     layout, *layouts = (list(map(home_layout_of, tensors)) for tensors in homes)
     if any(one != layout for one in layouts):
         return None
-    written = PiecesWritten(homes, _stepping().uncounted)
+    written = PiecesWritten(homes, journal().stepping.uncounted)
     pieces = iter(written.pieces)
     given = [next(pieces) if here else tensors for tensors, here in zip(lists, are_homes, strict=True)]
     numbers = [tensors for tensors in others if tensors]
@@ -168,13 +149,9 @@ register_patch(
 )
 
 
-_seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-_numbers = count()
-
-
 def numbered_optimizers() -> tuple[tuple[Optimizer, int], ...]:
     """Return all optimizers of home parameters that have been stepped, with their numbers; from any thread."""
-    return tuple(_seen.items())
+    return tuple(journal().optimizers.items())
 
 
 def optimizer_rates(optimizer: Optimizer) -> Rates:
@@ -197,8 +174,8 @@ def _is_number(value: Any) -> bool:
 
 def _begin(optimizer: Optimizer, *_: object) -> None:
     has_homes = any(isinstance(p, HomeTensor) for p in _parameters(optimizer))
-    if has_homes and optimizer not in _seen:  # others may be one process's own, and would shift the numbers there
-        _seen[optimizer] = next(_numbers)
+    if has_homes and optimizer not in journal().optimizers:  # others may be one rank's own, and would shift numbers
+        journal().number(optimizer)
         optimizer.register_load_state_dict_post_hook(cut_optimizer_state)
         cut_optimizer_state(optimizer)
     journal().begin_step(optimizer_rates(optimizer) if has_homes else None)

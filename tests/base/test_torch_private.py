@@ -150,6 +150,7 @@ def examples() -> Mapping[str, Any]:
         "_loader": graph_module,
         "_underlying_non_prefix_store": torch._C._distributed_c10d.PrefixStore,
         "_get_backend": group,
+        "_get_sequence_number_for_group": group,
         "_group_start": as_described("ProcessGroupNCCL"),
         "_group_end": as_described("ProcessGroupNCCL"),
         "_device_types": group,

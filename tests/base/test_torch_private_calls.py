@@ -175,6 +175,12 @@ def through_devices() -> bool:
         return private.is_gloo(backend) and private.timeout_of_backend(backend) == SOON
 
 
+def counted_collectives(world: Any) -> int:
+    before = private.collectives_begun(world) or 0
+    sum_by(world)
+    return (private.collectives_begun(world) or 0) - before
+
+
 def aborted(*calls: str) -> list[str]:
     backend = Aborts(*calls)
     private.abort_together([backend, backend])
@@ -507,6 +513,7 @@ CALLS: dict[str, Callable[[], Any]] = {
         lambda: of_world(named_group)
     ),
     "_Options _devices _threads _timeout _get_backend": through_devices,
+    "_get_sequence_number_for_group": lambda: of_world(counted_collectives) == 1,
     "_device_types": lambda: of_world(private.device_types) >= {"cpu"},
     "_group_start _group_end": lambda: aborted(*NCCL) == ["_group_start", "abort", "abort", "_group_end"],
 }

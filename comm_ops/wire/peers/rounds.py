@@ -80,6 +80,13 @@ class Rounds:
         """
         return [of.numbers if rank == self._table.rank else self._of(rank, of) for rank in range(self._table.size)]
 
+    def take_back(self, of: Round) -> None:
+        """Be as if the newest round had not begun: nobody finds anything of it, and the next has its number."""
+        assert of.number == self._count, "only what was said last can be taken back"
+        self._begun.remove(of)
+        _HEAD.pack_into(self._memory[self._table.rank], self._count % RING * _SLOT_BYTES, 0, 0, 0, 0)
+        self._count -= 1
+
     def has_come(self, of: Round) -> bool:
         """Tell whether all ranks have begun a round."""
         return all(rank == self._table.rank or self._read(rank, of.number) for rank in range(self._table.size))
@@ -118,6 +125,10 @@ class Round:
         """Hear the others; see `Rounds.hear`. The caller guards it."""
         if not self.heard:
             self.heard = self._rounds.hear(self)
+
+    def take_back(self) -> None:
+        """Be as if it had not begun."""
+        self._rounds.take_back(self)
 
 
 @lru_cache(maxsize=256)

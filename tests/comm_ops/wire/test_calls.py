@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hetu_fx.comm_ops.wire import calls
-from hetu_fx.comm_ops.wire.calls import LastCall, note, user_line_of_error, whereabouts
+from hetu_fx.comm_ops.wire.calls import LastCall, is_in_collective, note, user_line_of_error, whereabouts
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +53,27 @@ def test_an_errors_place_is_the_users_line_that_it_passed_last() -> None:
         torch.ones(2) @ torch.ones(3)
     assert user_line_of_error(caught.value).startswith("test_calls.py:")
     assert user_line_of_error(None) == ""
+
+
+COLLECTIVES = torch.distributed.distributed_c10d.__file__
+OURS = f"{calls._our_folders()[0]}/step.py"
+
+
+@pytest.mark.parametrize(
+    ("files", "is_in"),
+    [
+        ((COLLECTIVES, COLLECTIVES, "train.py"), True),
+        ((COLLECTIVES, "accelerate.py", "train.py"), True),
+        (("threading.py", "train.py", COLLECTIVES), False),
+        ((COLLECTIVES, OURS, "train.py"), False),
+        ((), False),
+    ],
+)
+def test_a_collective_that_the_users_own_code_has_called_is_told_from_ours(
+    files: tuple[str, ...], is_in: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "_stack", lambda thread: [calls.Line(file, 1, "call") for file in files])
+    assert is_in_collective() is is_in
 
 
 class ImportsLate(ModuleType):

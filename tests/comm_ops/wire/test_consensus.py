@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from hetu_fx.comm_ops.wire.consensus import (
     raise_on_all_ranks,
 )
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.errors import BatchError, OtherRankError, PlanError
+from hetu_fx.errors import BatchError, CommError, OtherRankError, PlanError
 
 FACTS = LocalFacts(4, "training x:float32[2]", (7,), ("dim 1 of input 'x'",), 7, (12.0,), told={"compute_seconds": 0.5})
 NOTHING_TOLD = ("host_seconds", "probe_seconds", "update_seconds", "peak_bytes", "writes", "inputs")
@@ -96,6 +97,62 @@ def test_what_one_rank_knows_of_a_joining_process_all_learn(other: Any) -> None:
     other(replace(FACTS, told={"is_joined": True}))
     assert agree(TWO, FACTS).is_joined
     assert agree(ALONE, replace(FACTS, told={"is_joined": True})).is_joined
+
+
+class NobodyComes:
+    """Rounds to which no other rank comes."""
+
+    heard: list[Any] = []  # noqa: RUF012
+    taken_back = 0
+
+    def say(self, numbers: Any, what: str) -> NobodyComes:
+        return self
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        raise RuntimeError("nobody has come")
+
+    def take_back(self) -> None:
+        self.taken_back += 1
+
+
+def asking(others_wait: Any) -> tuple[GroupTable, NobodyComes]:
+    table, rounds = GroupTable.dry(1, 2), NobodyComes()
+    table.rounds, table.others_wait, table.timeout = rounds, others_wait, timedelta(seconds=0.2)
+    return table, rounds
+
+
+def test_a_rank_that_asks_goes_alone_once_the_others_are_seen_twice_to_wait_for_it_elsewhere() -> None:
+    looks = iter([False, True, False, True, True])
+    table, rounds = asking(lambda: next(looks))
+    table.timeout = timedelta(seconds=60)
+    agreed = agree(table, replace(FACTS, told={"asks": True}))
+    assert (agreed.is_asked_alone, agreed.asks, rounds.taken_back) == (True, (1,), 1)
+    assert next(looks, None) is None
+
+
+def test_an_error_of_a_rank_that_asks_alone_is_raised_there_alone() -> None:
+    table, rounds = asking(lambda: True)
+    table.timeout = timedelta(seconds=60)
+    with pytest.raises(PlanError, match="mine"):
+        agree(table, PlanError("mine"), {"asks": True, "has_plan": True})
+    assert rounds.taken_back == 1
+
+
+def ended() -> bool:
+    raise CommError("rank 0 has ended")
+
+
+@pytest.mark.parametrize(("others_wait", "asks"), [(lambda: False, True), (ended, True), (lambda: True, False)])
+def test_a_rank_waits_where_the_others_may_come_have_ended_or_it_does_not_only_ask(
+    others_wait: Any, asks: bool
+) -> None:
+    table, rounds = asking(others_wait)
+    with pytest.raises(CommError, match="nobody has come"):
+        agree(table, replace(FACTS, told={"asks": asks}))
+    assert rounds.taken_back == 0
 
 
 def test_an_error_of_another_rank_is_raised_here_with_its_text(other: Any) -> None:

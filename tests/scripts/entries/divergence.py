@@ -59,8 +59,8 @@ def _gradients(model: nn.Module, rows: Batch) -> None:
 
 
 script("calls the model on rank 0 alone", refused=AWAY, settings=SEVERAL)(_alone(lambda m, o, rows: m(**rows)))
-script("takes a gradient's norm on rank 0 alone", refused=AWAY, settings=SEVERAL)(
-    _alone(lambda m, o, rows: float(m.last.weight.grad.norm()))
+script("compares gradients on rank 0 alone", refused=AWAY, settings=SEVERAL)(
+    _alone(lambda m, o, rows: torch.equal(m.last.weight.grad, m.last.weight.grad))
 )
 script("gathers a whole parameter on rank 0 alone", refused=AWAY, settings=SEVERAL)(
     _alone(lambda m, o, rows: m.last.weight.full_tensor() if hasattr(m.last.weight, "full_tensor") else 0)
@@ -125,7 +125,7 @@ def _(job: Job) -> Results:
     return {}
 
 
-@script("takes a gradient's norm on one rank while the others train", refused=AWAY, settings=SEVERAL)
+@script("takes a gradient's norm on one rank while the others train", settings=SEVERAL)
 def _(job: Job) -> Results:
     model, optimizer, rows = _start(job)
     if job.rank == 0:
@@ -177,19 +177,22 @@ def _(job: Job) -> Results:
     return {}
 
 
-@script("takes a gradient's norm on one rank while the others take a sum", refused=UNLIKE, settings=SEVERAL)
+@script("takes a gradient's norm on one rank while the others take a sum", settings=SEVERAL)
 def _(job: Job) -> Results:
     model, _, _ = _start(job)
     gradient = model.last.weight.grad
-    return {"value": gradient.norm() if job.rank == 0 else gradient.sum()}
+    return {"norm": job.everyones(float(gradient.norm() if job.rank == 0 else gradient.sum()))[0]}
 
 
-@script("clips gradients on one rank while the others take a norm", refused=UNLIKE, settings=SEVERAL)
+@script("clips gradients on one rank while the others take a norm", refused=AWAY, settings=SEVERAL)
 def _(job: Job) -> Results:
-    model, _, _ = _start(job)
+    model, _, rows = _start(job)
     if job.rank == 0:
-        return {"norm": nn.utils.clip_grad_norm_(model.parameters(), 1.0)}
-    return {"norm": model.last.weight.grad.norm()}
+        float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    else:
+        float(model.last.weight.grad.norm())
+        _wait_for_the_end(model, rows)
+    return {}
 
 
 @script("saves on one rank while the others take a norm", refused="rank", settings=SEVERAL)
@@ -229,4 +232,7 @@ def _(job: Job) -> Results:
     loss = loss_of(model(**rows))
     if job.rank == 0:
         loss.backward()
-    return {"norm": model.last.weight.grad.norm().item()}
+    else:
+        float(model.last.weight.grad.norm())
+        _wait_for_the_end(model, rows)
+    return {}

@@ -75,11 +75,25 @@ def test_copies_are_told_from_what_has_a_name() -> None:
         (("w", "0", "exp_avg"), 5, "the optimizer's 'exp_avg' of 'w' after 5 writes, and this rank has made"),
         (("w",), 5, "make the same writes on all ranks, or call full_tensor"),
         (("w",), -1, "parameter 'w' as it was after -1 writes, and this rank has gone on"),
+        (
+            ("w", "gradient", "3"),
+            -1,
+            "the gradient of 'w' as it was after -1 writes, .* read between backward\\(\\) and",
+        ),
     ],
 )
 def test_what_is_not_given_is_explained(key: Key, wanted: int, text: str) -> None:
     told = why_not(key, [Readable.home(home())], wanted, 1, 1)
     assert re.search(text, told), told
+
+
+def test_a_gradient_that_is_no_longer_there_or_not_yet_is_explained() -> None:
+    key = ("w", "gradient", "3")
+    gone = [Readable(None, None, None)]
+    assert "the gradient of 'w' as it was after 0 writes, and this rank has gone on; read" in why_not(
+        key, gone, 0, 1, 1
+    )
+    assert "the gradient of 'w', which this rank has not had within 1 s" in why_not(key, [], 0, 1, 1)
 
 
 def test_copies_of_which_there_are_several_are_explained() -> None:

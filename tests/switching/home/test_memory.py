@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import io
 import pickle
-from collections.abc import Iterator
 from weakref import ref
 
 import pytest
@@ -32,7 +31,7 @@ class Gathered(list["ref[Tensor]"]):
 
 
 @pytest.fixture
-def gathered(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gathered]:
+def gathered(monkeypatch: pytest.MonkeyPatch) -> Gathered:
     found = Gathered()
 
     def read(home: HomeTensor) -> Tensor:
@@ -41,8 +40,7 @@ def gathered(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gathered]:
         return whole
 
     monkeypatch.setattr(OPS.reads, "whole", read)
-    yield found
-    drop_cached_full_tensors()
+    return found
 
 
 def model(number: int = 3) -> nn.Module:
@@ -94,7 +92,7 @@ def test_what_a_pointer_into_a_parameter_leads_to_stays_until_the_next_step(gath
     address = made[0].data_ptr()
     assert made[0].data_ptr() == address
     assert gathered.number_there == 1
-    drop_cached_full_tensors()
+    drop_cached_full_tensors(made.parameters())
     assert gathered.number_there == 0
 
 

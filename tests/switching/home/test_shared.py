@@ -1,15 +1,15 @@
-"""Parameters, what optimizers keep of them, and copies of these have names; results and gradients have none."""
+"""Parameters, their gradients, what optimizers keep of them, and copies of these have names; results have none."""
 
 from __future__ import annotations
 
 import copy
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation, Split
-from hetu_fx.switching.home.held import COPIED, JOINT, Names
-from hetu_fx.switching.home.ops import HomeTensor, home_layout
+from hetu_fx.switching.home.held import COPIED, GRADIENT, JOINT, Names
+from hetu_fx.switching.home.ops import HomeTensor, as_home, home_layout
 
 CUT = home_layout(Annotation.on((0, 1), Split(0, (2, 1))), (6, 4), 0, 2)
 
@@ -66,6 +66,55 @@ def test_copies_that_have_been_written_have_a_name_only_if_they_are_alone() -> N
     assert names.copy_name_of(first.local) is None
     del second
     assert names.copy_name_of(first.local) is not None
+
+
+def backward(parameter: nn.Parameter) -> Tensor:
+    made = as_home({"w": torch.ones(4, 4)}, {"w": parameter})["w"]
+    if parameter.grad is None:
+        parameter.grad = made
+    else:
+        parameter.grad.add_(made)
+    return made
+
+
+def test_the_gradient_that_the_last_backward_has_left_has_a_name_until_all_have_come_further() -> None:
+    parameter, home, names = made()
+    backward(parameter)
+    gradient = home.grad
+    assert isinstance(gradient, HomeTensor)
+    key = names.key_of(gradient)
+    assert key is not None
+    assert key[:2] == ("w", GRADIENT)
+    assert names.key_of(gradient.detach()) == key  # type: ignore[arg-type]
+    assert names.key_of(gradient * 2) is names.key_of(gradient.clone()) is None  # type: ignore[arg-type]
+    parameter.grad = None
+    assert [held.counts is gradient for held in names.held(key)] == [True]
+    names.forget_gradients()
+    (gone,) = names.held(key)
+    assert gone.writes > 1 << 40
+    assert gone.after(0, str(CUT.annotation)) is None
+    assert names.key_of(gradient) is None
+
+
+def test_a_sum_of_gradients_has_the_name_of_the_last_backward_and_counts_what_was_added() -> None:
+    parameter, home, names = made()
+    backward(parameter)
+    gradient = home.grad
+    assert isinstance(gradient, HomeTensor)
+    first = names.key_of(gradient)
+    names.forget_gradients()
+    assert names.key_of(gradient) == first
+    added = backward(parameter)
+    assert names.key_of(added) is None  # type: ignore[arg-type]
+    key = names.key_of(gradient)
+    assert key is not None
+    assert key != first
+    (held,) = names.held(key)
+    assert (held.counts is gradient, held.writes) == (True, 1)
+    later = (*key[:2], str(int(key[2]) + 1))
+    assert names.held(later) == []
+    assert first is not None
+    assert names.held(first)[0].writes > 1 << 40
 
 
 def test_results_have_no_name() -> None:

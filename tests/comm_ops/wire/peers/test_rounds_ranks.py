@@ -102,6 +102,18 @@ def check_who_does_not_look_does_not_wait(rank: int, world: int, folder: Path) -
     assert said.is_completed()
 
 
+def check_what_is_taken_back_was_not_said(rank: int, world: int, folder: Path) -> None:
+    table = opened("taken back")
+    if rank == 0:
+        for _ in range(3 * RING):
+            said = table.say([-1.0], "a question")
+            assert not said.is_completed()
+            said.take_back()
+    dist.barrier()
+    (said := table.say([float(rank)], "numbers")).wait()
+    assert said.heard == [(float(other),) for other in range(world)]
+
+
 def check_too_many_numbers_are_refused(rank: int, world: int, folder: Path) -> None:
     with pytest.raises(CommError, match="norms is of 129 numbers, more than the 128"):
         opened("many").say([0.0] * (MOST_NUMBERS + 1), "norms")

@@ -41,13 +41,13 @@ from hetu_fx.errors import CommError
 class Mailbox(Protocol):
     """Carries messages between ranks that can read each other's memory; see `peers.mail`."""
 
-    def takes(self, peer: int, x: Flat) -> bool:
+    def takes(self, peer: int, x: Flat, tag: int) -> bool:
         """Tell whether a message to or from another rank goes so."""
 
-    def send(self, peer: int, x: Flat) -> Work:
+    def send(self, peer: int, x: Flat, tag: int) -> Work:
         """Start to send."""
 
-    def receive(self, peer: int, room: Flat) -> Work:
+    def receive(self, peer: int, room: Flat, tag: int) -> Work:
         """Start to receive."""
 
 

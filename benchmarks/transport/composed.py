@@ -32,7 +32,7 @@ from hetu_fx.comm_ops.plans.cost import (
 )
 from hetu_fx.comm_ops.wire.consensus import all_gather_object
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.comm_ops.wire.two_level import all_gather_two_level, all_reduce_two_level, reduce_scatter_two_level
+from tests.comm_ops.at_once import chosen
 from tests.kinds import testkind
 
 TENSOR_BYTES = 16 << 20
@@ -46,19 +46,19 @@ Run = Callable[[Tensor, Algorithm, GroupTable], object]
 
 def _gather(x: Tensor, algorithm: Algorithm, table: GroupTable) -> object:
     own = x.chunk(len(RANKS))[table.rank]
-    return all_gather_two_level(own, [own.shape] * len(RANKS), RANKS, algorithm, table)
+    return chosen(RANKS, algorithm, table).gather(own, [own.shape] * len(RANKS)).wait()
 
 
 COLLECTIVES: Mapping[str, tuple[Run, ChooseAlgorithm, Cost, Cost]] = {
     "all_reduce": (
-        lambda x, algorithm, table: all_reduce_two_level(x, RANKS, algorithm, table),
+        lambda x, algorithm, table: chosen(RANKS, algorithm, table).sum(x).wait(),
         algorithm_of_sums,
         two_level_all_reduce_cost,
         all_reduce_cost,
     ),
     "all_gather": (_gather, algorithm_of_parts, two_level_ring_cost, ring_cost),
     "reduce_scatter": (
-        lambda x, algorithm, table: reduce_scatter_two_level(x.chunk(len(RANKS)), RANKS, algorithm, table),
+        lambda x, algorithm, table: chosen(RANKS, algorithm, table).scatter(x.chunk(len(RANKS))).wait(),
         algorithm_of_parts,
         two_level_ring_cost,
         ring_cost,

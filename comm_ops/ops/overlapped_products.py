@@ -31,9 +31,9 @@ from hetu_fx.comm_ops.plans.algorithm import Algorithm, parse_algorithm
 from hetu_fx.comm_ops.plans.choose_algorithm import always_flat
 from hetu_fx.comm_ops.plans.cost import ring_cost
 from hetu_fx.comm_ops.plans.overlap import Slices, parse_slices
+from hetu_fx.comm_ops.wire.algorithms import Collectives
+from hetu_fx.comm_ops.wire.collectives import Exchange
 from hetu_fx.comm_ops.wire.groups import GroupTable, active
-from hetu_fx.comm_ops.wire.started import PendingCollective, place_of_sum, start_gather, start_reduce, start_sum
-from hetu_fx.comm_ops.wire.two_level import all_gather_two_level, all_reduce_two_level, reduce_scatter_two_level
 from hetu_fx.errors import CommError
 
 LINEAR = "aten.linear.default"
@@ -70,6 +70,10 @@ class _Group:
         """Where every rank's part begins among all rows."""
         return list(accumulate(self.sizes, initial=0))[:-1]
 
+    def collectives(self, *, is_async: bool = True) -> Collectives:
+        """Return its collectives: without `is_async` it does nothing beside them."""
+        return Collectives(self.ranks, self.algorithm, self.table, is_async=is_async)
+
     def count(self, rows: int) -> int:
         """Return in how many slices all rows are cut."""
         return self.slices.count(rows) if len(self.ranks) > 1 else 1
@@ -101,7 +105,7 @@ def _gathered_products(
     if len(slices) > 1:
         return _gathered_in_slices(x, products, group, slices)
     shapes = [_resized(x, group.dim, size) for size in group.sizes]
-    whole = torch.cat(all_gather_two_level(x, shapes, group.ranks, group.algorithm, group.table), group.dim)
+    whole = torch.cat(group.collectives(is_async=False).gather(x, shapes).wait(), group.dim)
     return [*products(whole), whole]
 
 
@@ -127,10 +131,10 @@ def _gathered_in_slices(x: Tensor, products: Products, group: _Group, slices: Se
     return [*made.found, *whole.found]
 
 
-def _start_slice(x: Tensor, bounds: Bounds, group: _Group) -> PendingCollective[list[Tensor]]:
+def _start_slice(x: Tensor, bounds: Bounds, group: _Group) -> Exchange[list[Tensor]]:
     mine = x.narrow(group.dim, *bounds[group.here])
     shapes = [_resized(x, group.dim, size) for _, size in bounds]
-    return start_gather(mine, shapes, group.ranks, group.algorithm, group.table)
+    return group.collectives().gather(mine, shapes)
 
 
 class _Room:
@@ -212,16 +216,16 @@ def _of_ends(
 
 def _start_back(
     gradients: Sequence[Tensor], weights: Sequence[Tensor], product: str, dtype: torch.dtype, group: _Group
-) -> PendingCollective[Tensor]:
+) -> Exchange[Tensor]:
     """Begin to sum the gradient of rows, which is made where the others read it, if they can."""
-    meeting, place = (group.ranks, group.algorithm, group.table), None
+    place = None
     if not group.sizes and dtype == gradients[0].dtype:
         width = weights[0].shape[1 - PRODUCTS_BY_NAME[product].out]
-        place = place_of_sum(gradients[0], [*gradients[0].shape[:-1], width], *meeting)
+        place = group.collectives().place_of_sum(gradients[0], [*gradients[0].shape[:-1], width])
     made = _of_rows(gradients, weights, product, None if place is None else place.value)
     if group.sizes:
-        return start_reduce(made.to(dtype).split(list(group.sizes), group.dim), *meeting)
-    return start_sum(made.to(dtype) if place is None else place, *meeting)
+        return group.collectives().scatter(made.to(dtype).split(list(group.sizes), group.dim))
+    return group.collectives().sum(made.to(dtype) if place is None else place)
 
 
 def _fake_gathered_products_backward(
@@ -324,8 +328,7 @@ def _summed_product(
     if count == 1:
         return _summed_where_it_is_read(x, weight, bias, product, group)
     under_way = [
-        start_sum(act(part, weight, bias), group.ranks, group.algorithm, group.table)
-        for part in rows.split(list(even_sizes(len(rows), count)))
+        group.collectives().sum(act(part, weight, bias)) for part in rows.split(list(even_sizes(len(rows), count)))
     ]
     summed: Tensor = torch.cat([started.wait() for started in under_way]).unflatten(0, x.shape[:-1])
     return summed
@@ -333,12 +336,12 @@ def _summed_product(
 
 def _summed_where_it_is_read(x: Tensor, weight: Tensor, bias: Tensor | None, product: str, group: _Group) -> Tensor:
     """Make a summand where the other ranks read it, if they can, and sum."""
-    made, meeting = PRODUCTS_BY_NAME[product], (group.ranks, group.algorithm, group.table)
-    place = place_of_sum(x, [*x.shape[:-1], weight.shape[made.out]], *meeting)
+    made = PRODUCTS_BY_NAME[product]
+    place = group.collectives(is_async=False).place_of_sum(x, [*x.shape[:-1], weight.shape[made.out]])
     if place is None:
-        return all_reduce_two_level(made.call(x, weight, bias), *meeting)
+        return group.collectives(is_async=False).sum(made.call(x, weight, bias)).wait()
     made.write_product(place.value, x, weight, bias)
-    return start_sum(place, *meeting).wait()
+    return group.collectives(is_async=False).sum(place).wait()
 
 
 def _scattered(x: Tensor, act: Callable[[Tensor], Tensor], group: _Group) -> Tensor:
@@ -346,12 +349,12 @@ def _scattered(x: Tensor, act: Callable[[Tensor], Tensor], group: _Group) -> Ten
     slices, starts = group.cut(x), group.starts
     if len(slices) == 1:
         parts = act(x).split(list(group.sizes), group.dim)
-        return reduce_scatter_two_level(parts, group.ranks, group.algorithm, group.table)
+        return group.collectives(is_async=False).scatter(parts).wait()
     under_way = []
     for bounds in slices:
         taken = [x.narrow(group.dim, start + at, size) for start, (at, size) in zip(starts, bounds, strict=True)]
         parts = act(torch.cat(taken, group.dim)).split([size for _, size in bounds], group.dim)
-        under_way.append(start_reduce(parts, group.ranks, group.algorithm, group.table))
+        under_way.append(group.collectives().scatter(parts))
     return torch.cat([started.wait() for started in under_way], group.dim)
 
 

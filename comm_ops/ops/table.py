@@ -29,7 +29,8 @@ from hetu_fx.comm_ops.plans.algorithm import parse_algorithm
 from hetu_fx.comm_ops.plans.choose_algorithm import algorithm_of_parts, algorithm_of_sums, always_flat
 from hetu_fx.comm_ops.plans.cost import all_reduce_cost, no_cost, ring_cost
 from hetu_fx.comm_ops.plans.transition import Transition, parse_transition
-from hetu_fx.comm_ops.wire.collectives import exchange_parts, fresh
+from hetu_fx.comm_ops.wire.algorithms import Collectives
+from hetu_fx.comm_ops.wire.collectives import FlatCollectives, fresh
 from hetu_fx.comm_ops.wire.groups import active
 from hetu_fx.comm_ops.wire.split_run import (
     algorithm_of_slices,
@@ -38,14 +39,21 @@ from hetu_fx.comm_ops.wire.split_run import (
     result_like,
     scatter_slices,
 )
-from hetu_fx.comm_ops.wire.two_level import all_gather_two_level, all_reduce_two_level, reduce_scatter_two_level
 from hetu_fx.errors import CommError
 
 # Summands and their sum.
 
 
+def _collectives(ranks: Sequence[int], form: str) -> Collectives:
+    return Collectives(ranks, parse_algorithm(form), active(), is_async=False)
+
+
+def _exchanged(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]) -> list[Tensor]:
+    return FlatCollectives(ranks, active(), is_async=False).exchange(parts, shapes).wait()
+
+
 def _sum(x: Tensor, ranks: list[int], cotangent: str, form: str = "") -> Tensor:
-    return all_reduce_two_level(x, ranks, parse_algorithm(form), active())
+    return _collectives(ranks, form).sum(x).wait()
 
 
 def _adjoint_of_sum(gradient: Tensor, ranks: list[int], cotangent: str, form: str = "") -> Tensor:
@@ -77,7 +85,7 @@ def _gather(
     table = active()
     _check_size(x, dim, sizes[table.position(ranks)], outer, inner, "all_gather")
     shapes = [_part_shape(x, dim, size, outer, inner) for size in sizes]
-    parts = all_gather_two_level(x, shapes, ranks, parse_algorithm(form), table)
+    parts = _collectives(ranks, form).gather(x, shapes).wait()
     return fresh(parts[0]) if len(parts) == 1 else join_parts(parts, dim, outer)
 
 
@@ -93,7 +101,7 @@ def _adjoint_of_gather(gradient: Tensor, *args: Any) -> Tensor:
 def _reduce(x: Tensor, ranks: list[int], dim: int, sizes: list[int], outer: int, inner: int, form: str = "") -> Tensor:
     _check_size(x, dim, sum(sizes), outer, inner, "reduce_scatter")
     parts = [take_part(x, dim, sizes, position, outer, inner) for position in range(len(ranks))]
-    return reduce_scatter_two_level(parts, ranks, parse_algorithm(form), active())
+    return _collectives(ranks, form).scatter(parts).wait()
 
 
 def _slice(x: Tensor, ranks: list[int], dim: int, sizes: list[int], outer: int, inner: int, form: str = "") -> Tensor:
@@ -128,7 +136,7 @@ def _exchange(
     _check_size(x, joined, parts[here], before, after, "all_to_all")
     leaving = [take_part(x, dim, sizes, position, outer, inner) for position in range(len(ranks))]
     shapes = [_part_shape(leaving[here], joined, size, before, after) for size in parts]
-    return fresh(join_parts(exchange_parts(leaving, shapes, ranks, table), joined, before))
+    return fresh(join_parts(_exchanged(leaving, shapes, ranks), joined, before))
 
 
 def _fake_exchanged(
@@ -171,7 +179,7 @@ def _repartition(
     start, _ = kept[here]
     leaving = [_taken(x, dim, max(a, start) - start, _overlap(kept[here], (a, b)), outer, inner) for a, b in asked]
     shapes = [_part_shape(x, dim, _overlap(each, asked[here]), outer, inner) for each in kept]
-    return fresh(join_parts(exchange_parts(leaving, shapes, ranks, table), dim, outer))
+    return fresh(join_parts(_exchanged(leaving, shapes, ranks), dim, outer))
 
 
 def _fake_repartitioned(

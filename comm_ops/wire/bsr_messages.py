@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from hetu_fx.comm_ops.wire import p2p
+from hetu_fx.comm_ops.wire.collectives import Exchange
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
 
 
@@ -59,39 +59,22 @@ class Messages:
         return sorted({*self.arriving, *self.leaving})
 
 
-@dataclass(frozen=True)
-class Sending:
-    """Messages under way."""
+def post(messages: Messages, table: GroupTable) -> Exchange[dict[int, Tensor]]:
+    """Start to send messages and to receive those that arrive, and give all that is for this rank, by sender.
 
-    messages: Messages
-    posted: p2p.PendingMessages
-    table: GroupTable
+    They stand in the room that was made for them. Raises CommError where a peer is dead.
+    """
+    arrived, ranks, what = {**messages.arriving, **messages.here}, (table.rank, *messages.peers), "batched send-receive"
 
-    def wait(self) -> dict[int, Tensor]:
-        """Wait until all have left and arrived; gives all that is for this rank, by sender. Raises CommError as `post`.
+    def bring() -> None:
+        arrived.update({sender: message.to(messages.device) for sender, message in arrived.items()})
 
-        They stand in the room that was made for them.
-        """
-        if self.messages.peers:
-            with _guarded(self.messages, self.table):
-                self.posted.wait()
-        arrived = {**self.messages.arriving, **self.messages.here}
-        return {sender: message.to(self.messages.device) for sender, message in arrived.items()}
-
-
-def post(messages: Messages, table: GroupTable) -> Sending:
-    """Start to send messages and to receive those that arrive. Raises CommError where a peer is dead."""
-    posted = p2p.PendingMessages(())
+    exchange = Exchange(ranks, [], bring, table, arrived, what)
     if messages.peers:
         receives, sends = (
             [(peer, message, p2p.Tag.SLICES) for peer, message in sorted(by_peer.items())]
             for by_peer in (messages.arriving, messages.leaving)
         )
-        with _guarded(messages, table):
-            posted = p2p.post(receives, sends, table)
-    return Sending(messages, posted, table)
-
-
-def _guarded(messages: Messages, table: GroupTable) -> AbstractContextManager[None]:
-    """Count as waiting for the peers, and name them where they fail."""
-    return guarded("batched send-receive", [table.rank, *messages.peers], table)
+        with guarded(what, ranks, table):
+            exchange.works.append(p2p.post(receives, sends, table))
+    return exchange

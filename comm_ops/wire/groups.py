@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from time import perf_counter
 from types import TracebackType
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,6 +31,7 @@ from hetu_fx.comm_ops.wire.process_group import (
     group_timeout,
     world_group,
 )
+from hetu_fx.comm_ops.wire.serial_threads import SerialExecutor
 from hetu_fx.comm_ops.wire.shutdown import can_sever, release_at_exit
 from hetu_fx.comm_ops.wire.standings import Wait
 from hetu_fx.comm_ops.wire.transport import Group, ProcessTransport, Transport, Work
@@ -40,13 +41,13 @@ from hetu_fx.errors import CommError
 class Mailbox(Protocol):
     """Carries messages between ranks that can read each other's memory; see `peers.mail`."""
 
-    def takes(self, peer: int, x: Flat) -> bool:
+    def takes(self, peer: int, x: Flat, tag: int) -> bool:
         """Tell whether a message to or from another rank goes so."""
 
-    def send(self, peer: int, x: Flat) -> Work:
+    def send(self, peer: int, x: Flat, tag: int) -> Work:
         """Start to send."""
 
-    def receive(self, peer: int, room: Flat) -> Work:
+    def receive(self, peer: int, room: Flat, tag: int) -> Work:
         """Start to receive."""
 
 
@@ -88,6 +89,10 @@ class _Present:
 
     And it knows the types of devices that ranks compute on and the nodes that they stand on, by their numbers in the
     world, and between which ends messages go through the host that could leave from where they are.
+
+    `tables_over` counts the tables that each base group has seen: with the base's name it makes group names that are
+    new and that all ranks agree on. Counted per group object, so that a rank that joins a new world counts as the
+    others. `beside` is a thread's own: its `table` is active there, whatever is in others.
     """
 
     active: GroupTable | None = None
@@ -97,6 +102,8 @@ class _Present:
     num_told: int = 0  # how often types were told
     nodes: dict[int, str] = field(default_factory=dict)
     detours: frozenset[Ends] = frozenset()
+    tables_over: WeakKeyDictionary[ProcessGroup, int] = field(default_factory=WeakKeyDictionary)
+    beside: threading.local = field(default_factory=threading.local)
 
 
 # Of the process, not of the thread: torch runs the backward of a GPU's ops in a thread of its own.
@@ -106,11 +113,6 @@ _present = PerRank(_Present)
 def set_working(work: PausedByWaits | None) -> None:
     """Say what communication is to pause (None: nothing)."""
     _present().working = work
-
-
-# How many tables each base group has seen: with the base's name it makes group names that are new and that
-# all ranks agree on. Counted per group object, so that a rank that joins a new world counts as the others.
-_tables_over: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 
 
 class GroupTable:
@@ -124,7 +126,8 @@ class GroupTable:
 
     `creations` lists the groups created so far, also those of tables beside this one. `waited_seconds` adds up what it
     has waited for others. `mail` carries what stages hand over, where it can, and `rounds` a few numbers of
-    each rank. `others_wait` tells whether all others wait for this rank in calls that are none of ours, or have ended.
+    each rank. `serial` runs what is done in threads beside, in order. `others_wait` tells whether all others wait for
+    this rank in calls that are none of ours, or have ended.
     """
 
     listener: Callable[[str, float, float], None] | None = None
@@ -174,6 +177,8 @@ class GroupTable:
         self._beside: dict[str, GroupTable] = {}
         self._natives: dict[torch.device, bool] = {}
         self._known_kin: tuple[int, tuple[int, ...]] | None = None
+        self.serial = SerialExecutor()
+        self.found_out: dict[Any, Any] = {}  # once, of what its ranks can do; see `peers.memory.find_peers`
         self._known_cuts: tuple[int, dict[int, bool]] = (-1, {})
 
     def _bind(self, base: ProcessGroup, name: str | None) -> None:
@@ -181,8 +186,9 @@ class GroupTable:
         self._globals = tuple(dist.get_process_group_ranks(base))
         self.rank, self.size = dist.get_rank(base), dist.get_world_size(base)
         if name is None:
-            name = str(_tables_over.get(base, 0))
-            _tables_over[base] = _tables_over.get(base, 0) + 1
+            seen = _present().tables_over
+            name = str(seen.get(base, 0))
+            seen[base] = seen.get(base, 0) + 1
         self._name = f"hetu_fx/{base.group_name}/{name}"
         release_at_exit(self)
 
@@ -450,9 +456,6 @@ class guarded(_Waiting):
         ) from error
 
 
-_beside = threading.local()  # its `table` is active in this thread, whatever is in others
-
-
 def activate(table: GroupTable | None) -> GroupTable | None:
     """Make `table` the one that ops use (None: the default world); give the one before."""
     present = _present()
@@ -462,10 +465,10 @@ def activate(table: GroupTable | None) -> GroupTable | None:
 
 def active() -> GroupTable:
     """Return the table that ops use: the activated one, else one over the whole world as it is now."""
-    own: GroupTable | None = getattr(_beside, "table", None)
+    present = _present()
+    own: GroupTable | None = getattr(present.beside, "table", None)
     if own is not None:
         return own
-    present = _present()
     if present.active is not None:
         return present.active
     base = _watched(world_group())
@@ -510,11 +513,12 @@ def using(table: GroupTable) -> Iterator[GroupTable]:
 
 @contextmanager
 def _using_here(table: GroupTable) -> Iterator[None]:
-    before, _beside.table = getattr(_beside, "table", None), table
+    beside = _present().beside
+    before, beside.table = getattr(beside, "table", None), table
     try:
         yield
     finally:
-        _beside.table = before
+        beside.table = before
 
 
 def _whole_of(base: ProcessGroup) -> ProcessGroup:

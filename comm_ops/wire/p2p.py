@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import groupby
+from itertools import groupby, starmap
 
 from torch import Tensor
 
 from hetu_fx.comm_ops.wire.flat import Flat
-from hetu_fx.comm_ops.wire.groups import GroupTable, Mailbox
+from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.staging import StagedArrival, StagedMessage
 from hetu_fx.comm_ops.wire.transport import Group, Work
 
@@ -34,10 +34,6 @@ class Tag(IntEnum):
     SUMMANDS = 0x5752  # of a sum that is waited for at once
     BUCKETS = 0x425200  # summands of a bucket of the bridge
     RING = 0x5247_0000  # keys, values and their gradients
-
-
-NEAR = frozenset({Tag.STAGES, Tag.ROWS})
-"""Purposes whose messages go by `table.mail` where it can: those of a step, in one order at both ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,48 +74,27 @@ def post(
 
     What a rank sends and what it waits for next belong in one call. Each goes the way that its two ends have: from
     where it is, all of those in one group call, or through the host (`staging`); all of them where `is_staged`, which
-    both ends say alike; what a step hands over (`NEAR`), by `table.mail` where it can. What goes to several ranks, one
+    both ends say alike; what a step hands over, by `table.mail` where it can. What goes to several ranks, one
     after the other, is brought to the host once.
 
     Raises:
         CommError: a tensor is not dense.
     """
-    return _started(_buffered(receives), _buffered(sends), table, group, is_staged=is_staged)
+    arriving, leaving, first = _buffered(receives), _buffered(sends), PendingMessages(())
+    if (mail := table.mail) is not None:
+        arriving, given = _divided(arriving, mail.takes)
+        leaving, handed = _divided(leaving, mail.takes)
+        first = PendingMessages([*starmap(mail.receive, given)], [*starmap(mail.send, handed)])
+        if not arriving and not leaving:
+            return first
+    others = _Ways(table, table.base if group is None else group, is_staged).start(arriving, leaving)
+    return PendingMessages((*first.arriving, *others.arriving), (*first.leaving, *others.leaving))
 
 
 def _buffered(messages: Sequence[Message]) -> list[_Buffered]:
     """Return messages with one buffer over each tensor, be it named by several."""
     buffers = {id(x): Flat.over(x) for _, x, _ in messages}
     return [(peer, buffers[id(x)], tag) for peer, x, tag in messages]
-
-
-def _started(
-    receives: Sequence[_Buffered], sends: Sequence[_Buffered], table: GroupTable, group: Group, *, is_staged: bool
-) -> PendingMessages:
-    mail = table.mail
-    if mail is None:
-        return _posted(receives, sends, table, group, is_staged=is_staged)
-    arriving, receives = _by_mail(receives, mail, mail.receive)
-    leaving, sends = _by_mail(sends, mail, mail.send)
-    if not receives and not sends:
-        return PendingMessages(arriving, leaving)
-    others = _posted(receives, sends, table, group, is_staged=is_staged)
-    return PendingMessages((*arriving, *others.arriving), (*leaving, *others.leaving))
-
-
-def _by_mail(
-    messages: Sequence[_Buffered], mail: Mailbox, start: Callable[[int, Flat], Work]
-) -> tuple[list[Work], list[_Buffered]]:
-    """Start what a step hands over where the other end can read it; return it, and all other messages."""
-    started: list[Work] = []
-    others: list[_Buffered] = []
-    for message in messages:
-        peer, x, tag = message
-        if tag in NEAR and mail.takes(peer, x):
-            started.append(start(peer, x))
-        else:
-            others.append(message)
-    return started, others
 
 
 def _divided(
@@ -130,17 +105,6 @@ def _divided(
     for message in messages:
         found[is_other(*message)].append(message)
     return found
-
-
-def _posted(
-    receives: Sequence[_Buffered], sends: Sequence[_Buffered], table: GroupTable, group: Group, *, is_staged: bool
-) -> PendingMessages:
-    way = _Ways(table, table.base if group is None else group, is_staged)
-    direct, staged = zip(*(way.split_by_route(messages) for messages in (receives, sends)), strict=True)
-    arriving = [way.receive(*message) for message in staged[0]]
-    arrives, leaves = way.post(*direct) if any(direct) or not any(staged) else ((), ())
-    leaving = [work for _, same in groupby(staged[1], lambda one: id(one[1])) for work in way.send(list(same))]
-    return PendingMessages((*arrives, *arriving), (*leaves, *leaving))
 
 
 def _is_on_device(peer: int, x: Flat, tag: int) -> bool:
@@ -154,6 +118,14 @@ class _Ways:
     table: GroupTable
     group: Group
     is_staged: bool
+
+    def start(self, receives: Sequence[_Buffered], sends: Sequence[_Buffered]) -> PendingMessages:
+        """Start messages, each the way that it goes."""
+        direct, staged = zip(*(self.split_by_route(messages) for messages in (receives, sends)), strict=True)
+        arriving = [self.receive(*message) for message in staged[0]]
+        arrives, leaves = self.post(*direct) if any(direct) or not any(staged) else ((), ())
+        leaving = [work for _, same in groupby(staged[1], lambda one: id(one[1])) for work in self.send(list(same))]
+        return PendingMessages((*arrives, *arriving), (*leaves, *leaving))
 
     def split_by_route(self, messages: Sequence[_Buffered]) -> tuple[list[_Buffered], list[_Buffered]]:
         """Return those that go from where they are, and those that go through the host, in chunks at both ends."""

@@ -90,36 +90,67 @@ def _clear_defaults() -> None:
 
 _FOLDER = "/proc/self/fd"
 
-_lock = threading.Lock()
-_known: set[str] = set()
-_ours: WeakSet[ProcessGroup] = WeakSet()  # groups all of whose connections are known
-_aborted: WeakSet[ProcessGroup] = WeakSet()  # groups whose devices' messages were ended
-_before: list[set[str]] = []  # what was open when each recording under way began
+
+class _Connections:
+    """The connections of this process's groups.
+
+    Attributes:
+        lock: of all that follows.
+        known: the sockets, by the kernel's names.
+        ours: groups all of whose connections are known.
+        aborted: groups whose devices' messages were ended.
+        before: what was open when each recording under way began.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.known: set[str] = set()
+        self.ours: WeakSet[ProcessGroup] = WeakSet()
+        self.aborted: WeakSet[ProcessGroup] = WeakSet()
+        self.before: list[set[str]] = []
+
+    def taken(self) -> list[int]:
+        """Return the file descriptors of the sockets that are open, and forget these."""
+        with self.lock:
+            found = _sockets().items()
+            taken = [fd for name, fd in found if name in self.known or any(name not in b for b in self.before)]
+            self.known.clear()
+        return taken
+
+    def newly_aborted(self) -> list[Any]:
+        """Return the devices' backends of groups that were not aborted before."""
+        with self.lock:
+            backends = [backend for group in self.ours if group not in self.aborted for backend in _of_devices(group)]
+            self.aborted.update(self.ours)
+        return backends
+
+
+_connections = _Connections()
 
 
 @contextmanager
 def opening_connections() -> Iterator[None]:
     """Remember the sockets that are opened in the block; `sever` ends them even while it still runs."""
     before = set(_sockets())
-    with _lock:
-        _before.append(before)
+    with _connections.lock:
+        _connections.before.append(before)
     try:
         yield
     finally:
-        with _lock:
-            _before.remove(before)
-            _known.update(set(_sockets()) - before)
+        with _connections.lock:
+            _connections.before.remove(before)
+            _connections.known.update(set(_sockets()) - before)
 
 
 def remember(group: ProcessGroup) -> ProcessGroup:
     """Note that all connections of a group were opened inside `opening_connections`, and return it."""
-    _ours.add(group)
+    _connections.ours.add(group)
     return group
 
 
 def can_sever(group: ProcessGroup) -> bool:
     """Tell whether `sever` ends the messages of a group: the user's own groups are left alone."""
-    return group in _ours
+    return group in _connections.ours
 
 
 def sever() -> int:
@@ -127,20 +158,10 @@ def sever() -> int:
 
     Nothing can be communicated any more until the process has left its groups and joined others.
     """
-    with _lock:
-        found = {name: fd for name, fd in _sockets().items() if name in _known or any(name not in b for b in _before)}
-        _known.clear()
-    _abort_devices()
-    return sum(_shut_down(fd) for fd in found.values())
-
-
-def _abort_devices() -> None:
-    """End what waits on devices, in groups that were not ended so before."""
-    with _lock:
-        backends = [backend for group in _ours if group not in _aborted for backend in _of_devices(group)]
-        _aborted.update(_ours)
-    if backends:
+    taken = _connections.taken()
+    if backends := _connections.newly_aborted():
         abort_together(backends)
+    return sum(map(_shut_down, taken))
 
 
 def _of_devices(group: ProcessGroup) -> Iterator[Any]:

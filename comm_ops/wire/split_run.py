@@ -16,9 +16,9 @@ from hetu_fx.comm_ops.plans.cost import Topology
 from hetu_fx.comm_ops.plans.routes import SliceGroup, collectives_of_rank, slice_groups
 from hetu_fx.comm_ops.plans.slices import Dims
 from hetu_fx.comm_ops.plans.transition import Transition, parse_transition
+from hetu_fx.comm_ops.wire.algorithms import Collectives
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.packing import check_local, local_dims, local_shape_like, slice_shape
-from hetu_fx.comm_ops.wire.two_level import all_gather_two_level, all_reduce_two_level, reduce_scatter_two_level
 
 
 def reduce_slices(x: Tensor, transition: Transition, algorithm: Algorithm, table: GroupTable) -> Tensor:
@@ -28,7 +28,7 @@ def reduce_slices(x: Tensor, transition: Transition, algorithm: Algorithm, table
     for group in collectives_of_rank(transition, table.rank):
         # Read from x, not from result: a rank may be in several groups for one slice.
         summand = take(x, transition.source, transition, group.parts[0], table.rank)
-        total = all_reduce_two_level(summand, group.ranks, algorithm.within(transition.ranks, group.ranks), table)
+        total = _within(group, transition, algorithm, table).sum(summand).wait()
         write_slices(result, transition.target, transition, group.parts[0], table.rank, total)
     return result
 
@@ -40,7 +40,7 @@ def gather_slices(x: Tensor, transition: Transition, algorithm: Algorithm, table
     for group in collectives_of_rank(transition, table.rank):
         shapes = [[_numel(part, transition, x)] for part in group.parts]
         flat = take(x, transition.source, transition, _own_part(group, table.rank), table.rank)
-        flats = all_gather_two_level(flat, shapes, group.ranks, algorithm.within(transition.ranks, group.ranks), table)
+        flats = _within(group, transition, algorithm, table).gather(flat, shapes).wait()
         for flat, part in zip(flats, group.parts, strict=True):
             write_slices(result, transition.target, transition, part, table.rank, flat)
     return result
@@ -52,9 +52,14 @@ def scatter_slices(x: Tensor, transition: Transition, algorithm: Algorithm, tabl
     result = result_like(x, transition, table.rank)
     for group in collectives_of_rank(transition, table.rank):
         flats = [take(x, transition.source, transition, part, table.rank) for part in group.parts]
-        total = reduce_scatter_two_level(flats, group.ranks, algorithm.within(transition.ranks, group.ranks), table)
+        total = _within(group, transition, algorithm, table).scatter(flats).wait()
         write_slices(result, transition.target, transition, _own_part(group, table.rank), table.rank, total)
     return result
+
+
+def _within(group: SliceGroup, transition: Transition, algorithm: Algorithm, table: GroupTable) -> Collectives:
+    within = algorithm.within(transition.ranks, group.ranks)
+    return Collectives(group.ranks, within, table, is_async=False)
 
 
 def algorithm_of_slices(of_group: ChooseAlgorithm) -> ChooseAlgorithm:

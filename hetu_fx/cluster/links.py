@@ -23,10 +23,10 @@ from hetu_fx.base.device_types import device_type_record
 from hetu_fx.cluster.devices import Collective, Device
 from hetu_fx.cluster.timed import SIZES
 from hetu_fx.comm_ops.plans.algorithm import FLAT, Algorithm
+from hetu_fx.comm_ops.wire.algorithms import Collectives
 from hetu_fx.comm_ops.wire.consensus import all_gather_object
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.p2p import Message, Tag, post
-from hetu_fx.comm_ops.wire.two_level import all_gather_two_level, all_reduce_two_level, reduce_scatter_two_level
 
 _LATENCY_ROUNDS = 20
 _BANDWIDTH_ROUNDS = 3  # so many that a device with a CPU quota has used up what it saved while it waited
@@ -169,24 +169,32 @@ _PADDED = Algorithm(padded_below=1 << 62)
 Run = Callable[[Sequence[Tensor], Sequence[int], GroupTable], object]
 
 
+def _at_once(ranks: Sequence[int], table: GroupTable, algorithm: Algorithm = FLAT) -> Collectives:
+    return Collectives(ranks, algorithm, table, is_async=False)
+
+
 def _all_reduce(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable) -> object:
-    return all_reduce_two_level(torch.cat(list(parts)), ranks, FLAT, table)
+    return _at_once(ranks, table).sum(torch.cat(list(parts))).wait()
 
 
 def _all_gather(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable) -> object:
-    return all_gather_two_level(parts[table.position(ranks)], [part.shape for part in parts], ranks, _PADDED, table)
+    return _gather(parts, _at_once(ranks, table, _PADDED))
+
+
+def _gather(parts: Sequence[Tensor], by: Collectives) -> object:
+    return by.gather(parts[by.table.position(by.ranks)], [part.shape for part in parts]).wait()
 
 
 def _grouped_all_gather(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable) -> object:
-    return all_gather_two_level(parts[table.position(ranks)], [part.shape for part in parts], ranks, FLAT, table)
+    return _gather(parts, _at_once(ranks, table))
 
 
 def _reduce_scatter(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable) -> object:
-    return reduce_scatter_two_level(parts, ranks, _PADDED, table)
+    return _at_once(ranks, table, _PADDED).scatter(parts).wait()
 
 
 def _grouped_reduce_scatter(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable) -> object:
-    return reduce_scatter_two_level(parts, ranks, FLAT, table)
+    return _at_once(ranks, table).scatter(parts).wait()
 
 
 COLLECTIVES: Mapping[str, Run] = {

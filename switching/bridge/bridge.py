@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -244,7 +245,7 @@ class BucketRun:
         self.sources = {name: LocalPart(move.source, move.shape, rank) for name, move in own.items()}
         self.targets = {name: LocalPart(move.target, move.shape, rank) for name, move in own.items()}
         self.messages = [
-            MessageRun(message, rank, self.sources, self.targets, tag, lowering)
+            MessageRun(message, table, self.sources, self.targets, tag, lowering)
             for message in bucket.messages
             if rank in message.lane.ranks
         ]
@@ -274,7 +275,7 @@ class BucketRun:
         """Make the process groups of the messages; collective over the ranks of each, in the order of all buckets."""
         for message in self.messages:
             on_host = self._place(message, device) == HOST
-            message.meet(self.table, self.dtype.itemsize, on_host=on_host)
+            message.meet(self.dtype.itemsize, on_host=on_host)
 
     def at_home(self, tensors: Mapping[str, Tensor | None], device: torch.device) -> NoCommBucket:
         """Return the tensors of a bucket that `stays`: all are where they are wanted.
@@ -381,7 +382,7 @@ class BucketUnderWay:
 
     run: BucketRun
     values: dict[str, Tensor | None]
-    begun: list[tuple[Flat | None, Exchange]]
+    begun: list[tuple[Flat | None, Exchange[Any]]]
     arrivals: Arrivals
 
     @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,24 +15,10 @@ from hetu_fx.base.device_types import HOST
 from hetu_fx.base.torch_private import foreach_copy, unflatten_dense_tensors
 from hetu_fx.comm_ops.plans.routes import RouteKind
 from hetu_fx.comm_ops.resolve.lowering import Lowering
-from hetu_fx.comm_ops.wire.collectives import Exchange, gather_segments, sum_all, sum_segments
+from hetu_fx.comm_ops.wire.algorithms import Collectives
+from hetu_fx.comm_ops.wire.collectives import Exchange
 from hetu_fx.comm_ops.wire.flat import Flat, is_dense
-from hetu_fx.comm_ops.wire.groups import GroupTable, active
-from hetu_fx.comm_ops.wire.peers.exchanges import (
-    Act,
-    gather_pieces,
-    run_gather_segments,
-    run_sum_all,
-    run_sum_segments,
-    start_exchange,
-)
-from hetu_fx.comm_ops.wire.peers.memory import peers_worth_reading
-from hetu_fx.comm_ops.wire.two_level import (
-    gather_segments_in_levels,
-    start_in_levels,
-    sum_all_in_levels,
-    sum_segments_in_levels,
-)
+from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.switching.bridge.bridge_plan import Message, ParameterBox
 from hetu_fx.switching.home.layout import LocalPart, to_local
 
@@ -61,21 +48,6 @@ class PackedBox:
     cuts: Cuts
 
 
-# How messages go in two levels.
-_LEVELS = {
-    RouteKind.SUM: sum_all_in_levels,
-    RouteKind.SCATTER: sum_segments_in_levels,
-    RouteKind.GATHER: gather_segments_in_levels,
-}
-
-# And how they go where ranks read each other's memory.
-_READING: Mapping[RouteKind, Act] = {
-    RouteKind.SUM: run_sum_all,
-    RouteKind.SCATTER: run_sum_segments,
-    RouteKind.GATHER: run_gather_segments,
-}
-
-
 class MessageRun:
     """One rank's side of one message.
 
@@ -86,14 +58,15 @@ class MessageRun:
     def __init__(
         self,
         message: Message,
-        rank: int,
+        table: GroupTable,
         sources: Mapping[str, LocalPart],
         targets: Mapping[str, LocalPart],
         tag: int,
         lowering: Lowering,
     ) -> None:
-        self.lane, self.sizes, self.tag = message.lane, message.sizes, tag
-        self.algorithm = lowering.algorithm(message.lane.kind, message.lane.ranks)
+        self.lane, self.sizes, rank = message.lane, message.sizes, table.rank
+        algorithm = lowering.algorithm(message.lane.kind, message.lane.ranks)
+        self.collectives = Collectives(message.lane.ranks, algorithm, table, tag)
         self.gives = not self.lane.givers or rank in self.lane.givers
         every = range(len(self.sizes))
         self.here = 0 if self.lane.kind is RouteKind.SUM else self.lane.ranks.index(rank)
@@ -135,20 +108,13 @@ class MessageRun:
             return empty.new_zeros(slot.numel)
         return view_box(value, slot.cuts).reshape(-1).to(empty.device)
 
-    def meet(self, table: GroupTable, itemsize: int, *, on_host: bool) -> None:
+    def meet(self, itemsize: int, *, on_host: bool) -> None:
         """Make the message's process group, if it is not there yet; collective over its ranks."""
-        num_bytes = sum(self.sizes) * itemsize
-        if len(self.lane.ranks) > 1 and not self._in_levels(num_bytes, on_host=on_host):
-            table.group(self.lane.ranks)
-            peers_worth_reading(num_bytes, self.lane.ranks, table, on_host=on_host)
-
-    def _in_levels(self, num_bytes: int, *, on_host: bool) -> bool:
-        """Tell whether the message goes in two levels; NCCL finds its own way between nodes."""
-        return on_host and self.algorithm.in_two_levels(num_bytes)
+        self.collectives.meet(sum(self.sizes) * itemsize, on_host=on_host)
 
     def begin(
         self, values: Mapping[str, Tensor | None], empty: Tensor, arrivals: Arrivals
-    ) -> tuple[Flat | None, Exchange]:
+    ) -> tuple[Flat | None, Exchange[Any]]:
         """Start the message; return its buffer, of the kind of `empty`, for `unpack`.
 
         None: what arrives is put where it belongs, from where the others have it.
@@ -158,40 +124,29 @@ class MessageRun:
         buffer = self.pack(values, empty)
         return buffer, self.start(buffer)
 
-    def _taken(self, values: Mapping[str, Tensor | None], empty: Tensor, arrivals: Arrivals) -> Exchange | None:
+    def _taken(self, values: Mapping[str, Tensor | None], empty: Tensor, arrivals: Arrivals) -> Exchange[None] | None:
         """Start to take the others' pieces where ranks can read them; None where they cannot."""
-        table, ranks, num_bytes = active(), self.lane.ranks, sum(self.sizes) * empty.itemsize
-        stands = empty.is_cpu and arrivals.device == HOST
-        on_host = stands and not any(table.cuts(rank) for rank in ranks if rank != table.rank)
-        if self._in_levels(num_bytes, on_host=on_host):
-            return None
-        peers = peers_worth_reading(num_bytes, ranks, table, on_host=on_host)
-        if peers is None:
+        stands, ranks = empty.is_cpu and arrivals.device == HOST, self.lane.ranks
+        reader = self.collectives.reader(empty, sum(self.sizes) * empty.itemsize) if stands else None
+        if reader is None:
             return None
         pieces = [Flat.of(self._piece(slot, values.get(slot.name), empty)) for slot in self.packed]
         targets = [view_box(arrivals.make(slot.name), slot.cuts) for slot in self.unpacked]
         rooms = [x if is_dense(x) else torch.empty(x.shape, dtype=x.dtype) for x in targets]
         given = list(zip(map(Flat.over, rooms), self.givers, strict=True))
         by_rank = {rank: [x for x, giver in given if giver == rank] for rank in ranks}
-        exchange = gather_pieces(pieces, by_rank, self.sizes, ranks, self.tag, table, peers)
+        exchange = reader.take(pieces, by_rank, self.sizes)
         strided = [(x, room) for x, room in zip(targets, rooms, strict=True) if room is not x]
         return exchange.then(partial(_fill, strided)) if strided else exchange
 
-    def start(self, buffer: Flat) -> Exchange:
-        """Start the message: in two levels where its form says so, by reading where ranks can, else by sending."""
-        num_bytes, on_host, table = buffer.tensor.nbytes, buffer.tensor.is_cpu, active()
-        if self._in_levels(num_bytes, on_host=on_host):
-            return start_in_levels(_LEVELS[self.lane.kind], buffer, self.sizes, self.lane.ranks, self.algorithm)
-        if peers := peers_worth_reading(num_bytes, self.lane.ranks, table, on_host=on_host):
-            act = _READING[self.lane.kind]
-            return start_exchange(act, buffer, self.sizes, self.lane.ranks, self.tag, table, peers)
-        match self.lane.kind:
-            case RouteKind.SUM:
-                return sum_all(buffer, self.lane.ranks)
-            case RouteKind.SCATTER:
-                return sum_segments(buffer, self.sizes, self.lane.ranks, self.tag)
-            case RouteKind.GATHER:
-                return gather_segments(buffer, self.sizes, self.lane.ranks)
+    def start(self, buffer: Flat) -> Exchange[Any]:
+        """Start the message, as its form, its size and what ranks can say."""
+        if self.lane.kind is RouteKind.SUM:
+            return self.collectives.sum(buffer.tensor)
+        parts = buffer.tensor.split(list(self.sizes))
+        if self.lane.kind is RouteKind.SCATTER:
+            return self.collectives.scatter(parts)
+        return self.collectives.gather(parts[self.here], [(size,) for size in self.sizes], parts)
 
     def unpack(self, buffer: Flat, arrivals: Arrivals) -> None:
         """Take the arrived parts out of the buffer.

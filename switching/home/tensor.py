@@ -25,8 +25,8 @@ from hetu_fx.base.torch_private import (
     set_versions,
     version,
 )
-from hetu_fx.comm_ops.wire.collectives import gather_segments
-from hetu_fx.comm_ops.wire.flat import Flat
+from hetu_fx.comm_ops.wire.collectives import FlatCollectives
+from hetu_fx.comm_ops.wire.groups import active
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.journal import journal
 from hetu_fx.switching.home.layout import Chunk, HomeLayout
@@ -358,11 +358,11 @@ def _gather_flat(homes: Sequence[HomeTensor]) -> list[torch.Tensor]:
     rank, world = homes[0].home_layout.rank, homes[0].home_layout.world
     layouts = [home.home_layout.others for home in homes]
     sizes = [sum(box.numel for owner in layouts for box, _ in owner[r].counted_chunks) for r in range(world)]
-    buffer = homes[0].local.new_empty(sum(sizes))
+    parts = (buffer := homes[0].local.new_empty(sum(sizes))).split(sizes)
     mine = [h.local[index(part)].reshape(-1) for h in homes for _, part in h.home_layout.counted_chunks]
     if mine:
-        torch.cat(mine, out=buffer.split(sizes)[rank])
-    gather_segments(Flat(buffer), sizes, range(world)).wait()
+        torch.cat(mine, out=parts[rank])
+    FlatCollectives(range(world), active(), 0).gather(parts[rank], [(size,) for size in sizes], parts).wait()
     return _unpack(buffer, sizes, layouts)
 
 

@@ -15,9 +15,7 @@ from hetu_fx.annotations.region import Intervals, length
 from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, SliceTransfer, TensorMove
 from hetu_fx.comm_ops.plans.slices import Dims
 from hetu_fx.comm_ops.wire.packing import local_dims
-
-Extents: TypeAlias = npt.NDArray[np.int64]
-"""Rows of (first byte, number of bytes)."""
+from hetu_fx.comm_ops.wire.peers.system import Extents
 
 LEAST_RUN_BYTES = 512
 """Shorter runs, in the mean, are packed: the system takes about as long for one as for copying so much (measured)."""
@@ -144,17 +142,3 @@ def _moved(runs: Extents, addresses: Extents) -> Extents:
     moved = runs.copy()
     moved[:, 0] += addresses
     return moved
-
-
-def extent_ends(extents: Extents) -> Extents:
-    """Count the bytes up to the end of each extent."""
-    return np.cumsum(extents[:, 1])
-
-
-def next_extents(extents: Extents, ends: Extents, done: int, most: int) -> Extents:
-    """Return what follows the first `done` bytes of `extents`, at most `most` of them; `ends` are theirs."""
-    first = int(np.searchsorted(ends, done, side="right"))
-    following = extents[first : first + most].copy()
-    into = done - (int(ends[first]) - int(extents[first, 1]))
-    following[0] += (into, -into)
-    return following

@@ -18,26 +18,29 @@ import torch
 from torch import Tensor
 
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.comm_ops.wire.bsr_messages import Messages, Room, Rooms, Sending, post
+from hetu_fx.comm_ops.wire.bsr_messages import Messages, Room, Rooms, post
 from hetu_fx.comm_ops.wire.bsr_run import example_slices, new_results, prepare, unpack
+from hetu_fx.comm_ops.wire.collectives import Exchange
 from hetu_fx.comm_ops.wire.consensus import any_rank, raise_on_all_ranks
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
+from hetu_fx.comm_ops.wire.peers.memory import Peers
+from hetu_fx.comm_ops.wire.peers.system import Extents
 from hetu_fx.errors import CommError, StateError
 from hetu_fx.switching.home.layout import home_layout
 from hetu_fx.switching.home.ops import HomeTensor, get_home_layout
 from hetu_fx.switching.home.parameters import move_optimizer_state
 from hetu_fx.switching.migrate.buckets import ARRIVING, LEAVING, Carrier, StateTensor, SwitchBucket
-from hetu_fx.switching.migrate.byte_runs import Extents, slice_reads
+from hetu_fx.switching.migrate.byte_runs import slice_reads
 from hetu_fx.switching.migrate.in_flight import InFlightState, StandIns
 from hetu_fx.switching.migrate.move_plan import EXTRA_SHARE, LEAST_EXTRA_BYTES, SwitchPlan, plan_switch
 from hetu_fx.switching.migrate.node_memory import (
     NodeMemory,
-    PeerMemory,
     ReadingRoom,
     all_reach,
     all_share,
     gather_addresses,
     share,
+    take,
 )
 from hetu_fx.switching.migrate.state_tensors import Homes, TrainingState, with_layout
 
@@ -104,9 +107,7 @@ def migrate(
     return plan
 
 
-def _leave(
-    plan: SwitchPlan, state: TrainingState, later: InFlightState, is_able: bool, memory: PeerMemory | None
-) -> None:
+def _leave(plan: SwitchPlan, state: TrainingState, later: InFlightState, is_able: bool, memory: Peers | None) -> None:
     """Have a part of the state brought in the background; collective."""
     tensors = {(t.parameter, t.kind): state.tensors[t.parameter, t.kind] for t in plan.tensors}
 
@@ -142,7 +143,7 @@ class _Migration:
     """
 
     def __init__(
-        self, plan: SwitchPlan, state: TrainingState, table: GroupTable, is_able: bool, memory: PeerMemory | None
+        self, plan: SwitchPlan, state: TrainingState, table: GroupTable, is_able: bool, memory: Peers | None
     ) -> None:
         self.plan, self.buckets, self.state, self.table, self.is_able = plan, plan.buckets, state, table, is_able
         self.memory = memory
@@ -167,7 +168,7 @@ class _Migration:
             self._bring(number, arrived, later)
             sending = later if self.ahead > 1 else self._post(number + 1)
 
-    def _bring(self, number: int, arrived: Mapping[int, Tensor], later: Sending) -> None:
+    def _bring(self, number: int, arrived: Mapping[int, Tensor], later: Exchange[dict[int, Tensor]]) -> None:
         """Put one bucket together on all ranks, or on none, and take it over."""
 
         def made() -> list[Tensor | None]:
@@ -226,7 +227,7 @@ class _Migration:
         before = sum(size for receiver, size in sizes.items() if receiver < self.table.rank)
         return room.narrow(0, before, sizes.get(self.table.rank, 0))
 
-    def _post(self, number: int) -> Sending:
+    def _post(self, number: int) -> Exchange[dict[int, Tensor]]:
         nothing = Messages({}, {}, torch.device("cpu"))
         return post(self.packed.pop(number, nothing), self.table)
 
@@ -235,7 +236,7 @@ class _Migration:
         new = new_results(bucket.moves, rank, parts, like) if self.begun is None else self.begun
         if self.memory is not None:
             senders = np.array([self.addresses[tensor.parameter, tensor.kind] for tensor in bucket.tensors]).T
-            self.memory.take(slice_reads(bucket.direct, rank), senders, new)
+            take(self.memory.processes, slice_reads(bucket.direct, rank), senders, new)
         return unpack(bucket.packed, rank, parts, like, arrived, new)
 
     def _held(self, tensors: Sequence[StateTensor]) -> list[HomeTensor]:

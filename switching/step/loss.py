@@ -26,7 +26,7 @@ from hetu_fx.switching.home.async_tensor import Pending
 from hetu_fx.switching.step.timer import ComputeTimer
 
 
-def start_marked_sum(number: Tensor, table: GroupTable, what: str) -> Exchange:
+def start_marked_sum(number: Tensor, table: GroupTable, what: str) -> Exchange[Any]:
     """Start to sum a tensor of one element over all ranks, in place; `what` it is.
 
     To wait for it raises DivergedError, on every rank, if some have started a sum of something else.
@@ -38,7 +38,7 @@ def start_marked_sum(number: Tensor, table: GroupTable, what: str) -> Exchange:
         return sum_all(Flat(head), range(table.size)).then(partial(_take, number, head, table, what))
 
 
-def start_sum_by_round(number: Tensor, table: GroupTable, what: str) -> Exchange | None:
+def start_sum_by_round(number: Tensor, table: GroupTable, what: str) -> Exchange[Any] | None:
     """Do what `start_marked_sum` does for a tensor on the host, where ranks can say it; None, on all, where not."""
     if table.rounds is None or not number.is_cpu or number.numel() != 1 or table.is_mixed:
         return None
@@ -94,7 +94,7 @@ class LossGradient:
         self._waits = exact and ran_with is None
         self._ran_with = guess.value if ran_with is None else ran_with
         self._told: Tensor | None = None
-        self._sum = Exchange()
+        self._sum = Exchange[Any]()
         self._correction = 1.0
 
     def begin(self, gradient: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class GlobalLoss(torch.autograd.Function):
 class PendingLoss(Pending):
     """A loss whose sum over ranks is under way; backward can start without it."""
 
-    exchange: Exchange
+    exchange: Exchange[Any]
     total: Tensor
 
     @classmethod
@@ -176,7 +176,7 @@ class SeenLoss:
     """
 
     def __init__(self, loss: Tensor | None = None) -> None:
-        self._exchange, self._total = Exchange(), None if loss is None or loss.numel() != 1 else loss
+        self._exchange, self._total = Exchange[Any](), None if loss is None or loss.numel() != 1 else loss
         if isinstance(loss, PendingLoss):
             self._exchange, self._total = loss.exchange, loss.total
         elif self._total is not None:
@@ -215,7 +215,7 @@ def _summed(total: Tensor, table: GroupTable, *, waits: bool) -> Tensor:
     return loss
 
 
-def _started_sum(total: Tensor, table: GroupTable) -> Exchange:
+def _started_sum(total: Tensor, table: GroupTable) -> Exchange[Any]:
     said = start_sum_by_round(total, table, f"the loss of model {table.number}")
     if said is not None:
         return said

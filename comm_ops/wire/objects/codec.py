@@ -39,7 +39,7 @@ def write(value: Any, names: Mapping[int, str] = _NOTHING) -> bytes:
     writer = _Writer(names)
     try:
         told = writer.told(value)
-    except _Unknown as found:
+    except _NotTellable as found:
         raise StateError(str(found)) from None
     text = json.dumps([[(kind.name, *kind.labels) for kind in writer.kinds], told], separators=(",", ":")).encode()
     data = b"".join((len(text).to_bytes(_SIZE_BYTES), text, *writer.blobs))
@@ -77,7 +77,7 @@ def _checked(name: str, *labels: str) -> Kind:
     return kind
 
 
-class _Unknown(Exception):
+class _NotTellable(Exception):
     """A value that cannot be told; `path` leads to it, from the inside out."""
 
     def __init__(self, what: str) -> None:
@@ -117,19 +117,19 @@ class _Writer:
 
     def _apart(self, value: Any, kind: Kind | None) -> list[Any]:
         if kind is None:
-            raise _Unknown(f"an object of type {type(value).__module__}.{type(value).__qualname__}")
+            raise _NotTellable(f"an object of type {type(value).__module__}.{type(value).__qualname__}")
         if self._depth == MOST_DEPTH:
-            raise _Unknown(f"what is nested deeper than {MOST_DEPTH} times")
+            raise _NotTellable(f"what is nested deeper than {MOST_DEPTH} times")
         try:
             parts = kind.apart(value)
         except TypeError as problem:
-            raise _Unknown(str(problem)) from None
+            raise _NotTellable(str(problem)) from None
         made: list[Any] = [self.kinds.setdefault(kind, len(self.kinds))]
         self._depth += 1
         try:
             for part in parts:
                 made.append(self.told(part))
-        except _Unknown as found:
+        except _NotTellable as found:
             found.path.append(_label(kind, parts, len(made) - 1))
             raise
         self._depth -= 1

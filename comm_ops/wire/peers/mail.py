@@ -13,8 +13,12 @@ from dataclasses import dataclass, field
 
 from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.comm_ops.wire.p2p import Tag
 from hetu_fx.comm_ops.wire.peers.memory import Peers, Record, mutual_peers
 from hetu_fx.errors import CommError
+
+NEAR = frozenset({Tag.STAGES, Tag.ROWS})
+"""Purposes of what goes so: messages of a step, in one order at both ends."""
 
 RING = 64
 """So many messages to one rank may stand at once; a rank waits before it sends another."""
@@ -33,11 +37,11 @@ class Mail:
     sent: Counter[int] = field(default_factory=Counter)
     taken: Counter[int] = field(default_factory=Counter)
 
-    def takes(self, peer: int, x: Flat) -> bool:
+    def takes(self, peer: int, x: Flat, tag: int) -> bool:
         """Tell whether a message to or from another rank goes so; both ends say the same."""
-        return x.tensor.is_cpu and peer in self.peers.processes and not self.table.cuts(peer)
+        return tag in NEAR and x.tensor.is_cpu and peer in self.peers.processes and not self.table.cuts(peer)
 
-    def send(self, peer: int, x: Flat) -> _Sent:
+    def send(self, peer: int, x: Flat, tag: int) -> _Sent:
         """Let a rank take a buffer, which stays as it is until that is waited for."""
         self.sent[peer] += 1
         number = self.sent[peer]
@@ -46,7 +50,7 @@ class Mail:
         self.peers.own.write(_slot(peer, number), Record(number, x.tensor.data_ptr(), x.tensor.nbytes))
         return _Sent(self, peer, number, x)
 
-    def receive(self, peer: int, room: Flat) -> _Received:
+    def receive(self, peer: int, room: Flat, tag: int) -> _Received:
         """Begin to take the next message of a rank."""
         self.taken[peer] += 1
         return _Received(self, peer, self.taken[peer], room)

@@ -1,10 +1,8 @@
 """Ranks that can read each other's memory: who they are, what they say, and how they wait for each other.
 
 A message over a loopback connection is copied twice by the system, piece by piece, by threads that wait for each other.
-Linux also copies from one process to another in one go (`process_vm_readv`, known as cross-memory attach from MPI
-libraries and UCX) where the reader might trace the other: same user, same namespace of processes, nothing that forbids
-it. Whether ranks can is found by trying, once per group of them; those of other network namespaces count as of another
-machine.
+Linux also copies from one process to another in one go (`system`). Whether ranks can is found by trying, once per group
+of them; those of other network namespaces count as of another machine.
 
 Every rank has a board, on which it writes where its buffers stand, and how far it is; the others have mapped it, and
 look there. So do they what is made for them to read (`rooms`).
@@ -19,11 +17,11 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from time import perf_counter, sleep
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
+import numpy as np
 from torch import Tensor
 
 from hetu_fx.base.machine import network_name
@@ -31,7 +29,16 @@ from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.objects.messages import gather
 from hetu_fx.comm_ops.wire.peers.rooms import SharedBuffer, SharedPool, area_bytes, behind, is_room, view_remote
-from hetu_fx.comm_ops.wire.peers.shared import WORD_BYTES, Place, SharedMemory, map_remote_memory, shared_memory
+from hetu_fx.comm_ops.wire.peers.system import (
+    WORD_BYTES,
+    SharedMemory,
+    SharedPlace,
+    copy,
+    copy_extents,
+    map_remote_memory,
+    shared_memory,
+    word_at,
+)
 from hetu_fx.comm_ops.wire.shutdown import release_at_exit
 
 Found = TypeVar("Found")
@@ -44,8 +51,6 @@ BOARD_SLOTS = 1 << 16
 
 SPIN_SECONDS, SLEEP_SHARE, MOST_SLEEP_SECONDS = 2e-4, 0.02, 1e-3
 """For how long a rank that waits looks again and again; it then sleeps a share of the time so far, up to a bound."""
-
-_MOST_EXTENTS = 1024  # IOV_MAX of Linux
 
 
 class Record(NamedTuple):
@@ -65,6 +70,7 @@ _WORDS = len(Record(0)) + 1  # of a slot
 
 
 _SLOT = struct.Struct(f"{_WORDS}q")
+SLOT_BYTES = _SLOT.size
 _OTHERS = struct.Struct(f"{_WORDS - 1}q")
 _STAMP = struct.Struct("q")
 
@@ -77,21 +83,21 @@ class SharedMailbox:
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
-        self._memory = memory
+        self.memory = memory
 
     def write(self, slot: int, told: Record) -> None:
         """Say something new; the stamp last."""
         first = _SLOT.size * slot
-        _OTHERS.pack_into(self._memory, first + _STAMP.size, told.address, told.kind, told.check)
-        _STAMP.pack_into(self._memory, first, told.stamp)
+        _OTHERS.pack_into(self.memory, first + _STAMP.size, told.address, told.kind, told.check)
+        _STAMP.pack_into(self.memory, first, told.stamp)
 
     def stamp(self, slot: int) -> int:
         """Return the stamp of what was said last."""
-        return int(_STAMP.unpack_from(self._memory, _SLOT.size * slot)[0])
+        return int(_STAMP.unpack_from(self.memory, _SLOT.size * slot)[0])
 
     def look(self, slot: int) -> Record:
         """Return what was said last; nothing yet while it is written."""
-        stamp, address, kind, check = _SLOT.unpack_from(self._memory, _SLOT.size * slot)
+        stamp, address, kind, check = _SLOT.unpack_from(self.memory, _SLOT.size * slot)
         return Record(stamp, address, kind) if check == stamp ^ address ^ kind else _NOTHING
 
 
@@ -109,6 +115,7 @@ class Peers:
         own: this rank's board.
         counts: of the exchanges that have begun, by number; the same on all ranks.
         under_way: those of this rank that have not ended, by slot; whoever drops one lets its slot go.
+        standing: the exchange of this rank whose buffer others may still be reading; see `let_stand`.
         area: of this rank, which all others have mapped, if there is one.
         areas: theirs, by rank.
     """
@@ -119,6 +126,7 @@ class Peers:
     own: SharedMailbox
     counts: Counter[int] = field(default_factory=Counter)
     under_way: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)
+    standing: list[Any] = field(default_factory=list)
     area: SharedPool | None = None
     areas: Mapping[int, Tensor] = field(default_factory=dict)
 
@@ -136,22 +144,19 @@ class Peers:
     def read(self, rank: int, address: int, room: Flat) -> None:
         """Copy bytes of a rank's memory into a buffer. Raises RuntimeError where that process has gone."""
         try:
-            _copy(self.processes[rank], address, room.tensor.data_ptr(), room.tensor.nbytes)
-        except ProcessLookupError as error:
-            raise _gone(rank) from error
+            copy(self.processes[rank], address, room.tensor.data_ptr(), room.tensor.nbytes)
         except OSError as error:
-            raise RuntimeError(f"the memory of rank {rank} cannot be read: {error.strerror}") from error
+            raise _unreadable(rank, error) from error
 
     def read_all(self, rank: int, addresses: Sequence[int], rooms: Sequence[Flat]) -> None:
         """Copy several pieces of a rank's memory into buffers. Raises RuntimeError as `read` does."""
-        pairs = list(zip(addresses, rooms, strict=True))
-        for first in range(0, len(pairs), _MOST_EXTENTS):
-            batch = pairs[first : first + _MOST_EXTENTS]
-            done = _copied_at_once(self.processes[rank], batch)
-            for address, room in batch:  # the system may stop early; whoever has gone is named here
-                if done < room.tensor.nbytes:
-                    self.read(rank, address, room)
-                done = max(0, done - room.tensor.nbytes)
+        sizes = [room.tensor.nbytes for room in rooms]
+        places = [room.tensor.data_ptr() for room in rooms]
+        taken, placed = (np.array([starts, sizes], dtype=np.int64).T for starts in (addresses, places))
+        try:
+            copy_extents(self.processes[rank], taken, placed)
+        except OSError as error:
+            raise _unreadable(rank, error) from error
 
     def look(self, rank: int, slot: int) -> Record:
         """Return what a rank has said, also one that has gone since."""
@@ -170,9 +175,16 @@ class Peers:
 
         return self.until(told_by_now, rank, table, Record(stamp) if may_be_gone else None)
 
-    def has_come(self, rank: int, slot: int, stamp: int) -> bool:
-        """Tell whether a rank has written this stamp, or a later one, or has gone."""
-        return self.look(rank, slot).stamp >= stamp or not self.lives(rank)
+    def let_stand(self, exchange: Any) -> None:
+        """Keep an exchange that this rank has read all of, and its buffer, until the next one; nobody writes to that.
+
+        Whoever comes late, as to a sum that was begun before other work, would else be waited for twice. As all take
+        theirs in one order, it is the one before that is waited for. Its buffer is in memory that the others have
+        mapped, which outlives this process.
+        """
+        before, self.standing[:] = list(self.standing), [exchange]
+        for one in before:
+            one.end()
 
     def until(
         self, find: Callable[[], Found | None], rank: int, table: GroupTable, if_gone: Found | None = None
@@ -203,50 +215,17 @@ class Peers:
     def lives(self, rank: int) -> bool:
         """Tell whether a rank still takes part: its process is there, and has not left the world."""
         address, word = self.words[rank]
-        return _word_at(self.processes[rank], address) == word
+        return word_at(self.processes[rank], address) == word
+
+
+def _unreadable(rank: int, error: OSError) -> RuntimeError:
+    if isinstance(error, ProcessLookupError):
+        return _gone(rank)
+    return RuntimeError(f"the memory of rank {rank} cannot be read: {error.strerror}")
 
 
 def _gone(rank: int) -> RuntimeError:
     return RuntimeError(f"the process of rank {rank} has gone")
-
-
-def _copy(process: int, address: int, place: int, size: int) -> None:
-    """Copy bytes of a process's memory to this one's; goes on where the system stopped early."""
-    while size > 0:
-        there, here = _Extent(address, size), _Extent(place, size)
-        one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
-        count = int(system_call()(process, ctypes.byref(here), one, ctypes.byref(there), one, none))
-        if count <= 0:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number) if count else "nothing was read")
-        address, place, size = address + count, place + count, size - count
-
-
-def _copied_at_once(process: int, pieces: Sequence[tuple[int, Flat]]) -> int:
-    """Copy pieces of a process's memory in one call; return how many bytes that has brought."""
-    there, here = (_Extent * len(pieces))(), (_Extent * len(pieces))()
-    for number, (address, room) in enumerate(pieces):
-        there[number].first, here[number].first = address, room.tensor.data_ptr()
-        there[number].size = here[number].size = room.tensor.nbytes
-    count = ctypes.c_ulong(len(pieces))
-    return max(0, int(system_call()(process, here, count, there, count, ctypes.c_ulong(0))))
-
-
-class _Extent(ctypes.Structure):
-    """A system's `iovec`."""
-
-    _fields_ = (("first", ctypes.c_void_p), ("size", ctypes.c_size_t))
-
-
-@cache
-def system_call() -> Any:
-    """Find the system's call. Raises AttributeError where it has none."""
-    call = ctypes.CDLL(None, use_errno=True).process_vm_readv
-    call.restype = ctypes.c_ssize_t
-    return call
-
-
-_found: WeakKeyDictionary[GroupTable, dict[tuple[int, ...], Peers | None]] = WeakKeyDictionary()
 
 
 def find_peers(table: GroupTable, ranks: Sequence[int]) -> Peers | None:
@@ -254,10 +233,11 @@ def find_peers(table: GroupTable, ranks: Sequence[int]) -> Peers | None:
 
     The first call for them is collective over them.
     """
-    key, known = tuple(ranks), _found.setdefault(table, {})
-    if key not in known:
-        known[key] = _tried(table, key) if table.is_of_processes else None
-    return known[key]
+    key = tuple(ranks)
+    if key not in table.found_out:
+        table.found_out[key] = _tried(table, key) if table.is_of_processes else None
+    found: Peers | None = table.found_out[key]
+    return found
 
 
 def peers_worth_reading(num_bytes: int, ranks: Sequence[int], table: GroupTable, *, on_host: bool) -> Peers | None:
@@ -271,7 +251,12 @@ def peers_worth_reading(num_bytes: int, ranks: Sequence[int], table: GroupTable,
 def _tried(table: GroupTable, ranks: tuple[int, ...]) -> Peers | None:
     """Return the processes of ranks all of which can read each other."""
     peers = mutual_peers(table, ranks, room_bytes=area_bytes())
-    return peers if all(told_by_all(table, ranks, len(peers.processes) == len(ranks))) else None
+    return peers if all_are_peers(peers, table, ranks) else None
+
+
+def all_are_peers(peers: Peers, table: GroupTable, ranks: tuple[int, ...]) -> bool:
+    """Tell whether all of some ranks have found each other; collective over them."""
+    return all(_told_by_all(table, ranks, len(peers.processes) == len(ranks)))
 
 
 def mutual_peers(table: GroupTable, ranks: tuple[int, ...], num_slots: int = BOARD_SLOTS, room_bytes: int = 0) -> Peers:
@@ -281,9 +266,9 @@ def mutual_peers(table: GroupTable, ranks: tuple[int, ...], num_slots: int = BOA
     """
     board_bytes = _SLOT.size * num_slots
     shared, order = shared_memory(board_bytes + room_bytes), sorted(ranks, key=table.to_global)
-    told = dict(zip(order, told_by_all(table, ranks, _Introduction.own(shared)), strict=True))
+    told = dict(zip(order, _told_by_all(table, ranks, _Introduction.own(shared)), strict=True))
     found = {rank: memory for rank, one in told.items() if (memory := one.seen()) is not None}
-    seen_by = dict(zip(order, told_by_all(table, ranks, set(found)), strict=True))
+    seen_by = dict(zip(order, _told_by_all(table, ranks, set(found)), strict=True))
     if shared is None:
         return Peers({}, {}, {}, SharedMailbox(mmap.mmap(-1, 1)))
     shared.close()
@@ -302,7 +287,7 @@ class _Introduction(NamedTuple):
     process: int
     address: int
     word: bytes
-    shared: Place | None
+    shared: SharedPlace | None
     network: str
 
     @classmethod
@@ -314,7 +299,7 @@ class _Introduction(NamedTuple):
 
     def seen(self) -> mmap.mmap | None:
         """Return what the process shares, if its memory can be read."""
-        if self.network != network_name() or self.shared is None or _word_at(self.process, self.address) != self.word:
+        if self.network != network_name() or self.shared is None or word_at(self.process, self.address) != self.word:
             return None
         return map_remote_memory(self.process, self.shared, for_tensors=True)
 
@@ -336,17 +321,7 @@ class _OwnWord:
 _own = _OwnWord()
 
 
-def told_by_all(table: GroupTable, ranks: tuple[int, ...], value: Any) -> list[Any]:
+def _told_by_all(table: GroupTable, ranks: tuple[int, ...], value: Any) -> list[Any]:
     """Return what all ranks say, in the order of their group."""
     order = sorted(ranks, key=table.to_global)
     return gather(value, table, table.group(ranks), order, "agreement on what memory can be read")
-
-
-def _word_at(process: int, address: int) -> bytes | None:
-    """Read a word; None where that process's memory cannot be read, or this system has no way to."""
-    found = bytearray(WORD_BYTES)
-    try:
-        _copy(process, address, ctypes.addressof(ctypes.c_char.from_buffer(found)), WORD_BYTES)
-    except (OSError, AttributeError):
-        return None
-    return bytes(found)

@@ -10,16 +10,14 @@ that may be written over.
 
 from __future__ import annotations
 
-import mmap
 import struct
 from collections import deque
-from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Sequence
+from functools import partial
 from zlib import crc32
 
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
-from hetu_fx.comm_ops.wire.peers.memory import Peers, find_peers, told_by_all
-from hetu_fx.comm_ops.wire.peers.shared import map_remote_memory, shared_memory
+from hetu_fx.comm_ops.wire.peers.memory import SLOT_BYTES, Peers, all_are_peers, mutual_peers
 from hetu_fx.comm_ops.wire.small_sums import refuse_unlike
 from hetu_fx.errors import CommError
 
@@ -30,26 +28,26 @@ MOST_NUMBERS = 128
 """In a round, of each rank."""
 
 _HEAD = struct.Struct("<QIIQ")  # the round, what it is for, how many numbers, and a word that belongs to all
-_SLOT_BYTES = _HEAD.size + 8 * MOST_NUMBERS
+_ROUND_BYTES = _HEAD.size + 8 * MOST_NUMBERS
 
 Numbers = Sequence[float]
 
 
-class Rounds:
+class SharedRounds:
     """All ranks' numbers, round by round; all ranks begin the same rounds in the same order.
 
     Args:
         table: the ranks.
-        peers: their processes.
-        memory: what each writes to, by rank; the other ranks' can be read only.
+        peers: their processes; each writes to its board, in slots of its own kind.
     """
 
-    def __init__(self, table: GroupTable, peers: Peers, memory: Mapping[int, mmap.mmap]) -> None:
-        self._table, self._peers, self._memory = table, peers, memory
+    def __init__(self, table: GroupTable, peers: Peers) -> None:
+        self._table, self._peers = table, peers
+        self._memory = {rank: board.memory for rank, board in (*peers.boards.items(), (table.rank, peers.own))}
         self._count = 0
-        self._begun: deque[Round] = deque()
+        self._begun: deque[SharedRound] = deque()
 
-    def say(self, numbers: Numbers, what: str) -> Round:
+    def say(self, numbers: Numbers, what: str) -> SharedRound:
         """Begin a round: say this rank's numbers, as many as on all ranks, and `what` they are for."""
         if len(numbers) > MOST_NUMBERS:
             raise CommError(f"{what} is of {len(numbers)} numbers, more than the {MOST_NUMBERS} of a round")
@@ -57,10 +55,10 @@ class Rounds:
         self._forget_heard()
         kind = _kind(what, len(numbers))
         body = struct.pack(f"<{len(numbers)}d", *numbers)
-        own, start = self._memory[self._table.rank], self._count % RING * _SLOT_BYTES
+        own, start = self._memory[self._table.rank], self._count % RING * _ROUND_BYTES
         own[start + _HEAD.size : start + _HEAD.size + len(body)] = body
         _HEAD.pack_into(own, start, self._count, kind, len(numbers), crc32(body, kind) ^ self._count)
-        self._begun.append(Round(self, self._count, kind, tuple(numbers), what))
+        self._begun.append(SharedRound(self, self._count, kind, tuple(numbers), what))
         return self._begun[-1]
 
     def _forget_heard(self) -> None:
@@ -71,7 +69,7 @@ class Rounds:
                 with guarded(oldest.what, range(self._table.size), self._table):
                     oldest.wait()
 
-    def hear(self, of: Round) -> list[Numbers]:
+    def hear(self, of: SharedRound) -> list[Numbers]:
         """Return all ranks' numbers of a round, waiting for those that have not come.
 
         Raises:
@@ -80,18 +78,18 @@ class Rounds:
         """
         return [of.numbers if rank == self._table.rank else self._of(rank, of) for rank in range(self._table.size)]
 
-    def take_back(self, of: Round) -> None:
+    def take_back(self, of: SharedRound) -> None:
         """Be as if the newest round had not begun: nobody finds anything of it, and the next has its number."""
         assert of.number == self._count, "only what was said last can be taken back"
         self._begun.remove(of)
-        _HEAD.pack_into(self._memory[self._table.rank], self._count % RING * _SLOT_BYTES, 0, 0, 0, 0)
+        _HEAD.pack_into(self._memory[self._table.rank], self._count % RING * _ROUND_BYTES, 0, 0, 0, 0)
         self._count -= 1
 
-    def has_come(self, of: Round) -> bool:
+    def has_come(self, of: SharedRound) -> bool:
         """Tell whether all ranks have begun a round."""
         return all(rank == self._table.rank or self._read(rank, of.number) for rank in range(self._table.size))
 
-    def _of(self, rank: int, of: Round) -> Numbers:
+    def _of(self, rank: int, of: SharedRound) -> Numbers:
         found = self._read(rank, of.number)
         if found is None:
             found = self._peers.until(partial(self._read, rank, of.number), rank, self._table)
@@ -102,7 +100,7 @@ class Rounds:
 
     def _read(self, rank: int, number: int) -> tuple[int, Numbers] | None:
         """Return what a rank has said in a round, and what for; None if it has not, or is about to."""
-        memory, start = self._memory[rank], number % RING * _SLOT_BYTES
+        memory, start = self._memory[rank], number % RING * _ROUND_BYTES
         found, kind, count, check = _HEAD.unpack_from(memory, start)
         if found != number or count > MOST_NUMBERS:
             return None
@@ -110,10 +108,10 @@ class Rounds:
         return (kind, struct.unpack(f"<{count}d", body)) if check == crc32(body, kind) ^ number else None
 
 
-class Round:
+class SharedRound:
     """A round that this rank has begun. `wait` hears the others, once; `heard` are all numbers then, by rank."""
 
-    def __init__(self, rounds: Rounds, number: int, kind: int, numbers: Numbers, what: str) -> None:
+    def __init__(self, rounds: SharedRounds, number: int, kind: int, numbers: Numbers, what: str) -> None:
         self._rounds, self.number, self.kind, self.numbers, self.what = rounds, number, kind, numbers, what
         self.heard: list[Numbers] = []
 
@@ -122,7 +120,7 @@ class Round:
         return bool(self.heard) or self._rounds.has_come(self)
 
     def wait(self) -> None:
-        """Hear the others; see `Rounds.hear`. The caller guards it."""
+        """Hear the others; see `SharedRounds.hear`. The caller guards it."""
         if not self.heard:
             self.heard = self._rounds.hear(self)
 
@@ -131,7 +129,6 @@ class Round:
         self._rounds.take_back(self)
 
 
-@lru_cache(maxsize=256)
 def _kind(what: str, count: int) -> int:
     """Return a number that tells a round from those of something else."""
     return crc32(f"{what} of {count} numbers".encode())
@@ -139,27 +136,6 @@ def _kind(what: str, count: int) -> int:
 
 def open_rounds(table: GroupTable) -> None:
     """Let the ranks of a table that can all read each other's memory have rounds, from now on; collective, once."""
-    if table.rounds is not None or table.size == 1:
-        return
-    ranks = tuple(range(table.size))
-    peers = find_peers(table, ranks)
-    if peers is not None:
-        memory = _shared(table, peers, ranks)
-        table.rounds = None if memory is None else Rounds(table, peers, memory)
-
-
-def _shared(table: GroupTable, peers: Peers, ranks: tuple[int, ...]) -> Mapping[int, mmap.mmap] | None:
-    """Return memory of each rank, as all have mapped it; None on all ranks where one could not. Collective."""
-    own = shared_memory(RING * _SLOT_BYTES)
-    order, found = sorted(ranks, key=table.to_global), {} if own is None else {table.rank: own.memory}
-    for rank, place in zip(order, told_by_all(table, ranks, own and own.place), strict=True):
-        if (
-            rank != table.rank
-            and place is not None
-            and (memory := map_remote_memory(peers.processes[rank], place)) is not None
-        ):
-            found[rank] = memory
-    have_all = all(told_by_all(table, ranks, len(found) == len(ranks)))
-    if own is not None:
-        own.close()
-    return found if have_all else None
+    if table.rounds is None and table.size > 1 and table.is_of_processes:
+        peers = mutual_peers(table, tuple(range(table.size)), -(-RING * _ROUND_BYTES // SLOT_BYTES))
+        table.rounds = SharedRounds(table, peers) if all_are_peers(peers, table, tuple(range(table.size))) else None

@@ -26,7 +26,7 @@ class Members:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CollectiveCall:
     """What a rank asks for: an operation, and what must be the same on all, in words."""
 
     name: str
@@ -41,16 +41,16 @@ Act = Callable[[Mapping[int, Any]], None]
 
 
 @dataclass(slots=True, eq=False)
-class Meeting:
+class ThreadMeeting:
     """One call of a group, while not all of its members have come."""
 
     group: Members
     number: int
-    calls: dict[int, Call] = field(default_factory=dict)
+    calls: dict[int, CollectiveCall] = field(default_factory=dict)
     brought: dict[int, Any] = field(default_factory=dict)
     is_done: bool = False
 
-    def come(self, rank: int, call: Call, brings: Any, act: Act) -> None:
+    def come(self, rank: int, call: CollectiveCall, brings: Any, act: Act) -> None:
         """Take part; the last one acts. Raises DivergedError where another rank has come for something else."""
         self.calls[rank], self.brought[rank] = call, brings
         self.check()
@@ -75,18 +75,18 @@ class Meeting:
         return f"ranks {missing} in call {self.number} of {self.group}, {call}"
 
 
-class Meetings:
+class ThreadMeetings:
     """The calls of all groups that have begun and are not done."""
 
     def __init__(self) -> None:
         self._calls: Counter[tuple[Members, int]] = Counter()
-        self._open: dict[tuple[Members, int], Meeting] = {}
+        self._open: dict[tuple[Members, int], ThreadMeeting] = {}
 
-    def come(self, group: Members, rank: int, call: Call, brings: Any, act: Act) -> Meeting:
+    def come(self, group: Members, rank: int, call: CollectiveCall, brings: Any, act: Act) -> ThreadMeeting:
         """Make a rank's next call of a group."""
         self._calls[group, rank] += 1
         number = self._calls[group, rank]
-        meeting = self._open.setdefault((group, number), Meeting(group, number))
+        meeting = self._open.setdefault((group, number), ThreadMeeting(group, number))
         meeting.come(rank, call, brings, act)
         if meeting.is_done:
             del self._open[group, number]

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from hetu_fx.base.per_rank import Belongings, as_rank, no_threads_are_ranks
 from hetu_fx.comm_ops.wire.groups import GroupTable, activate
 from hetu_fx.comm_ops.wire.serial_threads import Threads, threads
-from hetu_fx.comm_ops.wire.threads.transport import InProcessTransport, ThreadTransport
+from hetu_fx.comm_ops.wire.threads.thread_transport import InProcessTransport, ThreadTransport
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from hetu_fx.errors import DivergedError
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class ThreadWait:
     """What a thread waits for: whether it is there, and what it is."""
 
     is_over: Callable[[], bool]
@@ -30,7 +30,7 @@ class Thread:
     name: str
     work: Callable[[], Any]
     go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    wait: Wait | None = None
+    wait: ThreadWait | None = None
     has_ended: bool = False
     made: Any = None
     error: BaseException | None = None
@@ -99,7 +99,7 @@ class RoundRobin:
         if is_over():
             return
         thread = self._threads[self._now]
-        thread.wait = Wait(is_over, what)
+        thread.wait = ThreadWait(is_over, what)
         self._hand_over()
         thread.go.acquire()
         is_there, thread.wait = thread.wait.is_over(), None

@@ -13,10 +13,10 @@ from torch import Tensor
 from hetu_fx.base.dtypes import as_reals
 from hetu_fx.comm_ops.ops.product_from_factors import PRODUCTS_BY_NAME
 from hetu_fx.comm_ops.ops.table import FUSED_OPS
+from hetu_fx.comm_ops.wire.collectives import Exchange
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
-from hetu_fx.comm_ops.wire.started import PendingCollective
 from hetu_fx.comm_ops.wire.threads.run import run_in_threads
-from hetu_fx.comm_ops.wire.threads.transport import ThreadTransport
+from hetu_fx.comm_ops.wire.threads.thread_transport import ThreadTransport
 from hetu_fx.errors import CommError
 
 LINEAR = "aten.linear.default"
@@ -150,7 +150,7 @@ Events = list[str]
 def events(monkeypatch: pytest.MonkeyPatch) -> Events:
     """Note what rank 0 does: which products it makes, which messages it starts, and for which it waits."""
     noted: Events = []
-    product, post, wait = PRODUCTS_BY_NAME[LINEAR], ThreadTransport.post, PendingCollective.wait
+    product, post, wait = PRODUCTS_BY_NAME[LINEAR], ThreadTransport.post, Exchange.wait
 
     def noting(what: str, act: Any, is_mine: Any = lambda *_: True) -> Any:
         def noted_act(*args: Any, **options: Any) -> Any:
@@ -162,7 +162,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Events:
 
     by_rank_0 = {name: (lambda self, *_: self._rank == 0) for name in ("post",)}
     monkeypatch.setattr(ThreadTransport, "post", noting("start", post, by_rank_0["post"]))
-    monkeypatch.setattr(PendingCollective, "wait", noting("wait", wait, lambda self: self.table.rank == 0))
+    monkeypatch.setattr(Exchange, "wait", noting("wait", wait, lambda self: bool(self.works) and self.table.rank == 0))
     for name, told_by in {"call": 0, "of_input": 0, "add_of_input": 1, "of_weight": 0}.items():
         is_mine = lambda *given, at=told_by: bool(given[at].flatten()[0] == 1)  # noqa: E731
         act = noting(name, getattr(product, name), is_mine)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hetu_fx.comm_ops.ops.ring_attention import RING_ATTENTION
-from hetu_fx.comm_ops.wire.collectives import gather_parts
 from hetu_fx.comm_ops.wire.groups import active
+from tests.comm_ops.at_once import flat
 
 attention = torch.nn.functional.scaled_dot_product_attention
 PARTS = [(5, 2, 4), (0, 7, 1), (3, 0, 0), (1, 1, 1)]
@@ -70,7 +70,7 @@ def check_two_layers_one_after_the_other(rank, world, folder):
     for x, other in zip(parts, given, strict=True):
         torch.testing.assert_close(x.grad, other.grad.split(sizes, 2)[rank], rtol=1e-12, atol=1e-12)
     shapes = [(2, 6, size, 8) for size in sizes]
-    assert sum(x.shape[2] for x in gather_parts(second.detach(), shapes, [0, 1, 2], active())) == 10
+    assert sum(x.shape[2] for x in flat([0, 1, 2], active()).gather(second.detach(), shapes).wait()) == 10
 
 
 @pytest.mark.distributed

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from hetu_fx.comm_ops.wire.flat import Flat
-from hetu_fx.comm_ops.wire.threads import transport
-from hetu_fx.comm_ops.wire.threads.meetings import Call, Members
-from hetu_fx.comm_ops.wire.threads.transport import ThreadTransport
+from hetu_fx.comm_ops.wire.threads import thread_transport
+from hetu_fx.comm_ops.wire.threads.meetings import CollectiveCall, Members
+from hetu_fx.comm_ops.wire.threads.thread_transport import ThreadTransport
 
 
 @dataclass(frozen=True)
@@ -150,12 +150,12 @@ class RecordingTransport(ThreadTransport):
         return super().post(receives, sends, group)
 
     def all_gather(self, parts: list[Flat], x: Flat, group: Members, *, is_async: bool = False) -> Any:
-        call = Call("all_gather", _forms(parts))
-        return self._meet(group, call, (parts, x), transport._all_gather, is_async)
+        call = CollectiveCall("all_gather", _forms(parts))
+        return self._meet(group, call, (parts, x), thread_transport._all_gather, is_async)
 
     def reduce_scatter(self, result: Flat, parts: list[Flat], group: Members, *, is_async: bool = False) -> Any:
-        call = Call("reduce_scatter", _forms(parts))
-        return self._meet(group, call, (result, parts), transport._reduce_scatter, is_async)
+        call = CollectiveCall("reduce_scatter", _forms(parts))
+        return self._meet(group, call, (result, parts), thread_transport._reduce_scatter, is_async)
 
     def _meet(self, group: Members, call: Any, brings: Any, act: Any, is_async: bool) -> Any:
         if call.name != "objects":  # which go over gloo

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetu_fx.comm_ops.wire.collectives import gather_parts, gather_segments, reduce_parts, sum_all, sum_tensor
+from hetu_fx.comm_ops.wire.collectives import sum_all
 from hetu_fx.comm_ops.wire.flat import Flat, dense, is_dense
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.p2p import Tag, post
 from hetu_fx.comm_ops.wire.threads.run import run_in_threads
 from hetu_fx.errors import CommError
+from tests.comm_ops.at_once import flat, gather_in_place
 from tests.test_layers import MODULES
 
 VALUES: dict[str, Callable[[], Tensor]] = {
@@ -90,15 +91,15 @@ def test_every_collective_takes_it_as_it_is_read(name: str) -> None:
     def work(table: GroupTable) -> None:
         with using(table), torch.no_grad():
             total = plain if is_truth else plain * 2
-            assert torch.equal(sum_tensor(x, (0, 1), table), total)
-            assert torch.equal(reduce_parts([x, x], (0, 1), table), total)
-            assert all(torch.equal(part, plain) for part in gather_parts(x, [x.shape] * 2, (0, 1), table))
+            assert torch.equal(flat((0, 1), table).sum(x).wait(), total)
+            assert torch.equal(flat((0, 1), table).scatter([x, x]).wait(), total)
+            assert all(torch.equal(part, plain) for part in flat((0, 1), table).gather(x, [x.shape] * 2).wait())
             buffer = Flat(plain.reshape(-1).clone())
             sum_all(buffer, (0, 1)).wait()
             assert torch.equal(buffer.tensor.view(plain.shape), total)
-            both = Flat(torch.cat([plain.reshape(-1)] * 2) * (1 - table.rank))
-            gather_segments(both, [plain.numel()] * 2, (0, 1)).wait()
-            assert torch.equal(both.tensor[: plain.numel()], plain.reshape(-1))
+            both = torch.cat([plain.reshape(-1)] * 2) * (1 - table.rank)
+            gather_in_place(both, [plain.numel()] * 2, (0, 1)).wait()
+            assert torch.equal(both[: plain.numel()], plain.reshape(-1))
 
     run_in_threads(2, work)
 

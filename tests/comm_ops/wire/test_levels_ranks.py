@@ -21,7 +21,7 @@ def collect(rank: int, store: str, results: Any) -> None:
     import torch.distributed as dist
 
     from hetu_fx.comm_ops.wire.groups import GroupTable
-    from hetu_fx.comm_ops.wire.two_level import all_gather_two_level, all_reduce_two_level, reduce_scatter_two_level
+    from tests.comm_ops.at_once import chosen
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=len(RANKS))
@@ -29,9 +29,9 @@ def collect(rank: int, store: str, results: Any) -> None:
     whole = torch.arange(float(sum(SIZES))) + 100 * rank
     shapes = [[size] for size in SIZES]
     for algorithm in (TIERS, UNEVEN):
-        summed = all_reduce_two_level(whole, RANKS, algorithm, table)
-        gathered = all_gather_two_level(whole.split(SIZES)[rank], shapes, RANKS, algorithm, table)
-        scattered = reduce_scatter_two_level(whole.split(SIZES), RANKS, algorithm, table)
+        summed = chosen(RANKS, algorithm, table).sum(whole).wait()
+        gathered = chosen(RANKS, algorithm, table).gather(whole.split(SIZES)[rank], shapes).wait()
+        scattered = chosen(RANKS, algorithm, table).scatter(whole.split(SIZES)).wait()
         found.append((summed.tolist(), torch.cat(list(gathered)).tolist(), scattered.tolist()))
     results.put((rank, found))
     dist.destroy_process_group()

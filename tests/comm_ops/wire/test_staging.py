@@ -13,14 +13,14 @@ from torch.utils import _pytree as pytree
 from hetu_fx.comm_ops.plans.algorithm import parse_algorithm
 from hetu_fx.comm_ops.plans.ways import STAGED, Way
 from hetu_fx.comm_ops.wire import staging
-from hetu_fx.comm_ops.wire.collectives import gather_parts, reduce_parts, sum_all, sum_tensor
+from hetu_fx.comm_ops.wire.collectives import sum_all
 from hetu_fx.comm_ops.wire.flat import Flat
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.p2p import Tag, post
 from hetu_fx.comm_ops.wire.staging import StagedArrival, StagedMessage
 from hetu_fx.comm_ops.wire.threads.run import run_in_threads
-from hetu_fx.comm_ops.wire.threads.transport import ThreadTransport
-from hetu_fx.comm_ops.wire.two_level import all_gather_two_level, all_reduce_two_level, reduce_scatter_two_level
+from hetu_fx.comm_ops.wire.threads.thread_transport import ThreadTransport
+from tests.comm_ops.at_once import chosen, flat
 from tests.kinds import testkind
 from tests.kinds.testkind import NAME, PLACE, on_testkind
 
@@ -67,8 +67,8 @@ def test_collectives_of_several_types_are_those_of_one(types: list[str]) -> None
         ranks, own = (0, 1, 2), numbers(table.rank, device)
         summed = own.clone()
         sum_all(Flat.over(summed), ranks).wait()
-        made = [sum_tensor(own, ranks, table), summed, *gather_parts(own, [[7]] * 3, ranks, table)]
-        made.append(reduce_parts([own, own * 2, own * 3], ranks, table))
+        made = [flat(ranks, table).sum(own).wait(), summed, *flat(ranks, table).gather(own, [[7]] * 3).wait()]
+        made.append(flat(ranks, table).scatter([own, own * 2, own * 3]).wait())
         assert {one.device.type for one in made} == {device.type}
         return [one.cpu() for one in made]
 
@@ -191,16 +191,16 @@ def parts_of(rank: int, device: torch.device) -> list[Tensor]:
 Collective = Callable[[GroupTable, torch.device], list[Tensor]]
 COMPOSED: dict[str, tuple[Collective, Collective]] = {
     "all_reduce": (
-        lambda table, device: [all_reduce_two_level(numbers(table.rank, device), RANKS, BY_TYPE, table)],
-        lambda table, device: [sum_tensor(numbers(table.rank, device), RANKS, table)],
+        lambda table, device: [chosen(RANKS, BY_TYPE, table).sum(numbers(table.rank, device)).wait()],
+        lambda table, device: [flat(RANKS, table).sum(numbers(table.rank, device)).wait()],
     ),
     "all_gather": (
-        lambda table, device: all_gather_two_level(numbers(table.rank, device), [[7]] * 5, RANKS, BY_TYPE, table),
-        lambda table, device: gather_parts(numbers(table.rank, device), [[7]] * 5, RANKS, table),
+        lambda table, device: chosen(RANKS, BY_TYPE, table).gather(numbers(table.rank, device), [[7]] * 5).wait(),
+        lambda table, device: flat(RANKS, table).gather(numbers(table.rank, device), [[7]] * 5).wait(),
     ),
     "reduce_scatter": (
-        lambda table, device: [reduce_scatter_two_level(parts_of(table.rank, device), RANKS, BY_TYPE, table)],
-        lambda table, device: [reduce_parts(parts_of(table.rank, device), RANKS, table)],
+        lambda table, device: [chosen(RANKS, BY_TYPE, table).scatter(parts_of(table.rank, device)).wait()],
+        lambda table, device: [flat(RANKS, table).scatter(parts_of(table.rank, device)).wait()],
     ),
 }
 
@@ -243,7 +243,7 @@ def test_what_is_known_to_be_quicker_over_the_host_goes_there_and_arrives() -> N
         table.set_links(detours, ["a", "b"])
         peer, room = 1 - table.rank, torch.zeros(7, dtype=torch.float64, device=device)
         post([(peer, room, Tag.SLICES)], [(peer, numbers(table.rank, device), Tag.SLICES)], table).wait()
-        return [room.cpu(), sum_tensor(numbers(table.rank, device), (0, 1), table).cpu()]
+        return [room.cpu(), flat((0, 1), table).sum(numbers(table.rank, device)).wait().cpu()]
 
     ThreadTransport.post = noted  # type: ignore[method-assign]
     found = run_on([NAME, NAME], meet)
@@ -260,7 +260,7 @@ def test_a_sum_over_several_types_has_the_same_bits_however_large(size: int) -> 
     """Large ones are summed part by part."""
 
     def meet(table: GroupTable, device: torch.device) -> Tensor:
-        return sum_tensor(numbers(table.rank, device, size), (0, 1, 2), table).cpu()
+        return flat((0, 1, 2), table).sum(numbers(table.rank, device, size)).wait().cpu()
 
     found = run_on([NAME, "cpu", NAME], meet)
     expected = sum(numbers(rank, HOST, size) for rank in range(3))
@@ -272,7 +272,7 @@ def test_what_goes_to_several_ranks_is_brought_to_the_host_once() -> None:
     def meet(table: GroupTable, device: torch.device) -> int:
         own = numbers(table.rank, device)
         before = testkind.calls["aten::_copy_from"]
-        gather_parts(own, [[7]] * 4, (0, 1, 2, 3), table)
+        flat((0, 1, 2, 3), table).gather(own, [[7]] * 4).wait()
         return testkind.calls["aten::_copy_from"] - before
 
     copies = run_on([NAME, "cpu", "cpu", "cpu"], meet)[0]

@@ -16,10 +16,12 @@ from torch import Tensor
 from hetu_fx.annotations.annotation import Annotation, Split
 from hetu_fx.annotations.local import take_slice
 from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, TensorMove, plan_moves
+from hetu_fx.comm_ops.wire.peers import system
+from hetu_fx.comm_ops.wire.peers.system import Extents, copy_extents
 from hetu_fx.errors import StateError
-from hetu_fx.switching.migrate import byte_runs, node_memory
-from hetu_fx.switching.migrate.byte_runs import Extents, contiguous_runs, in_long_runs, num_runs, slice_reads
-from hetu_fx.switching.migrate.node_memory import PeerMemory, copy
+from hetu_fx.switching.migrate import byte_runs
+from hetu_fx.switching.migrate.byte_runs import contiguous_runs, in_long_runs, num_runs, slice_reads
+from hetu_fx.switching.migrate.node_memory import take
 from tests.oracles.annotation_reference import shard
 from tests.oracles.annotation_samples import random_annotation
 
@@ -66,15 +68,17 @@ def test_what_the_system_leaves_out_is_read_at_the_next_call(sizes: list[int], r
     sides = extents_in(source, sizes), extents_in(target, [1] * total)
     calls = []
 
-    def some(process: int, taken: Extents, placed: Extents) -> int:
-        assert max(len(taken), len(placed)) <= most
+    def some(process: int, placed: Extents, num_placed: int, taken: Extents, num_taken: int) -> int:
+        assert max(num_taken, num_placed) <= most
         count = random.randint(1, min(int(taken[:, 1].sum()), int(placed[:, 1].sum())))
         calls.append((addresses(taken)[:count], addresses(placed)[:count]))
         return count
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(node_memory, "MOST_EXTENTS", most)
-        copy(1, *sides, some)
+        patch.setattr(system, "MOST_EXTENTS", most)
+        patch.setattr(system, "_vector", lambda extents: (extents, len(extents)))
+        patch.setattr(system, "_read_once", some)
+        copy_extents(1, *sides)
     for side, extents in enumerate(sides):
         assert [address for call in calls for address in call[side]] == addresses(extents)
 
@@ -93,17 +97,16 @@ def test_a_plan_read_in_this_process_gives_every_rank_its_part(seed: int) -> Non
     plan = plan_moves(moves)
     old = [parts(move.source, whole) for move, whole in zip(moves, wholes, strict=True)]
     senders = np.array([[held[rank].data_ptr() if rank in held else 0 for held in old] for rank in range(WORLD)])
-    memory = PeerMemory((os.getpid(),) * WORLD)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(byte_runs, "RUNS_AT_ONCE", random.choice((1, 8, 1 << 14)))
-        check_parts(plan, wholes, memory, senders)
+        check_parts(plan, wholes, senders)
 
 
-def check_parts(plan: BsrPlan, wholes: list[Tensor], memory: PeerMemory, senders: Extents) -> None:
+def check_parts(plan: BsrPlan, wholes: list[Tensor], senders: Extents) -> None:
     for rank in range(WORLD):
         expected = [parts(move.target, whole).get(rank) for move, whole in zip(plan.moves, wholes, strict=True)]
         new = [None if part is None else torch.zeros_like(part) for part in expected]
-        memory.take(slice_reads(plan, rank), senders, new)
+        take(dict.fromkeys(range(WORLD), os.getpid()), slice_reads(plan, rank), senders, new)
         for move, found, wanted in zip(plan.moves, new, expected, strict=True):
             if wanted is not None and not move.stays(rank) and move.source != move.target:
                 assert found is not None
@@ -133,6 +136,5 @@ def test_a_process_that_is_not_there_is_told_of() -> None:
     move = TensorMove(Annotation.on((1,)), Annotation.on((0,)), (4,), 4)
     reads = [*slice_reads(plan_moves([move]), 0)]
     nobody = 2**22 + 1  # above the largest id that Linux gives
-    memory = PeerMemory((os.getpid(), nobody))
     with pytest.raises(StateError, match=f"16 bytes of rank 1 could not be read from process {nobody}"):
-        memory.take(reads, np.array([[0], [4096]]), [torch.zeros(4)])
+        take({0: os.getpid(), 1: nobody}, reads, np.array([[0], [4096]]), [torch.zeros(4)])

@@ -7,9 +7,7 @@ import itertools
 import threading
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from uuid import NAMESPACE_URL, uuid4, uuid5
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from hetu_fx.annotations.annotation import Annotation, Duplicate, Split
 from hetu_fx.comm_ops.wire import bsr_run, p2p
 from hetu_fx.comm_ops.wire.consensus import all_gather_object
 from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.comm_ops.wire.peers import system
 from hetu_fx.errors import CommError, StateError
 from hetu_fx.switching.home.ops import HomeTensor
 from hetu_fx.switching.migrate import byte_runs, node_memory
@@ -26,7 +25,6 @@ from hetu_fx.switching.migrate import migrate as migrate_module
 from hetu_fx.switching.migrate.buckets import Carrier
 from hetu_fx.switching.migrate.in_flight import InFlightState
 from hetu_fx.switching.migrate.migrate import migrate
-from hetu_fx.switching.migrate.node_memory import SHARED_MEMORY
 from tests.switching.home.test_ops_ranks import HOMES, OPTIMIZERS, WORLD, parameters, set_gradients
 
 ELSEWHERE: dict[str, Annotation] = {
@@ -104,17 +102,13 @@ def check_values_stay_bit_by_bit_however_small_the_buckets(rank: int, world: int
 
 def check_what_ranks_of_one_machine_share_is_not_sent(rank: int, world: int, folder: Path) -> None:
     plains, homes = parameters(rank)
-    token = uuid5(NAMESPACE_URL, str(folder)).hex  # other jobs share memory too
     for targets, transport in ((ELSEWHERE, Carrier.DIRECT), (BEFORE, Carrier.SHARED)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(node_memory, "uuid4", lambda: SimpleNamespace(hex=f"{token}-{uuid4().hex}"))
             patch.setattr(p2p, "post", lambda *arguments: pytest.fail("a message was sent"))
             forbid_reading(patch, transport is Carrier.SHARED and rank == 1)
             plan = moved(homes, [], targets, extra_share=1e-3, least_extra_bytes=0)
         assert plan.transport is transport
         assert_same(homes, plains)
-    all_gather_object(GroupTable(), None)
-    assert not [*SHARED_MEMORY.glob(f"hetu_fx_switch-{token}-*")]
 
 
 def forbid_reading(patch: pytest.MonkeyPatch, is_forbidden: bool) -> None:
@@ -124,7 +118,12 @@ def forbid_reading(patch: pytest.MonkeyPatch, is_forbidden: bool) -> None:
         raise PermissionError(1, "Operation not permitted")
 
     if is_forbidden:
-        patch.setattr(node_memory, "_read_once", refused)
+        patch.setattr(system, "_read_once", refused)
+
+
+def has_no_room(patch: pytest.MonkeyPatch) -> None:
+    """Let there be no memory to pack in for others."""
+    patch.setattr(node_memory, "shared_memory", lambda *arguments, **options: None)
 
 
 def check_all_slices_may_be_read_where_they_are(rank: int, world: int, folder: Path) -> None:
@@ -173,8 +172,8 @@ def check_messages_are_sent_where_memory_is_not_shared(rank: int, world: int, fo
         with pytest.MonkeyPatch.context() as patch:
             forbid_reading(patch, is_forbidden=True)
             if rank in apart:  # it has no room to share, and sees nobody else's
-                patch.setattr(node_memory, "SHARED_MEMORY", folder / "is not there")
-                patch.setattr(node_memory, "_opened", lambda *arguments: None)
+                has_no_room(patch)
+                patch.setattr(node_memory, "map_remote_memory", lambda *arguments, **options: None)
             plan = moved(homes, [], targets, extra_share=1e-3, least_extra_bytes=0)
         assert plan.transport is (Carrier.SENT if apart else Carrier.SHARED)
         assert_same(homes, plains)
@@ -188,7 +187,7 @@ def check_messages_are_sent_from_a_rank_that_has_no_room_to_share_any_more(rank:
         with pytest.MonkeyPatch.context() as patch:
             forbid_reading(patch, transport is Carrier.SHARED)
             if rank == 1:
-                patch.setattr(node_memory, "SHARED_MEMORY", folder / "is not there")
+                has_no_room(patch)
             plan = migrate(named(homes), targets, [], table, extra_share=1e-3, least_extra_bytes=0)
         assert plan.transport is transport
         assert_same(homes, plains)
@@ -324,7 +323,7 @@ def check_state_comes_beside_the_step_where_all_want_that_or_where_messages_are_
         plan = migrate(named(homes), targets, [optimizer], transport.table, later=transport, overlap=overlap)
         assert (transport._journey, plan.later.buckets) == (None, ())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(node_memory, "SHARED_MEMORY", folder / "is not there")
+        has_no_room(patch)
         forbid_reading(patch, True)
         transport = InFlightState(GroupTable())
         plan = migrate(named(homes), ELSEWHERE, [optimizer], transport.table, later=transport)

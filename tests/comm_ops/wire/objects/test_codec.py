@@ -20,7 +20,7 @@ import torch
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.comm_ops.wire.objects import codec
 from hetu_fx.comm_ops.wire.objects.codec import MOST_DEPTH, decode, write
-from hetu_fx.comm_ops.wire.peers.shared import Place
+from hetu_fx.comm_ops.wire.peers.system import SharedPlace
 from hetu_fx.deduction.factors.factors import FactorClass
 from hetu_fx.errors import CommError, HetuFxError, StateError
 from hetu_fx.graph.containers import Withheld, WithheldNumber
@@ -59,7 +59,7 @@ def bits(number: float) -> bytes:
         torch.device("cuda", 3),
         Path("/a/b"),
         LeafKind.COUNT,
-        Place(3, 4, b"word"),
+        SharedPlace(3, 4, b"word"),
         Plan((Pipeline((Stage((0, 2), ratios=(3, 2)), Stage((1,))), micro_batches=3),), zero=0, name="x"),
         [dict, OrderedDict, tuple, Plan],
         Withheld("cache", "Cache", frozenset({"get"})),

@@ -20,15 +20,15 @@ def work(rank: int, store: str, results: Any) -> None:
     import torch.distributed as dist
 
     from hetu_fx.comm_ops.plans.algorithm import FLAT
+    from hetu_fx.comm_ops.wire.algorithms import Collectives
     from hetu_fx.comm_ops.wire.groups import GroupTable
     from hetu_fx.comm_ops.wire.peers.memory import find_peers
-    from hetu_fx.comm_ops.wire.started import start_sum
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     table = GroupTable()
     peers = find_peers(table, (0, 1))
     assert peers is not None
-    under_way = start_sum(torch.arange(SIZE) + float(rank), (0, 1), FLAT, table)
+    under_way = Collectives((0, 1), FLAT, table).sum(torch.arange(SIZE) + float(rank))
     deadline = time.monotonic() + 60
     while rank == 0 and peers.lives(1) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -107,7 +107,7 @@ def check_ranks_of_other_networks_send(rank: int, world: int, folder: Path) -> N
         table = opened("networks")
     x = torch.empty(5000)
     assert table.mail is not None
-    assert [table.mail.takes(other, Flat(x)) for other in range(world)] == [
+    assert [table.mail.takes(other, Flat(x), Tag.STAGES) for other in range(world)] == [
         (other == 0) == (rank == 0) for other in range(world)
     ]
 

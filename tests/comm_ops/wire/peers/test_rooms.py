@@ -11,7 +11,7 @@ import torch
 
 from hetu_fx.comm_ops.wire.peers import rooms
 from hetu_fx.comm_ops.wire.peers.rooms import SharedPool, area_bytes, behind, is_room, view_remote
-from hetu_fx.comm_ops.wire.peers.shared import SharedMemory, map_remote_memory
+from hetu_fx.comm_ops.wire.peers.system import SharedMemory, map_remote_memory
 
 BOARD_BYTES, AREA_BYTES = 96, 1 << 16
 

@@ -18,17 +18,17 @@ import torch.distributed as dist
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.peers import memory, rounds
 from hetu_fx.comm_ops.wire.peers.memory import Peers
-from hetu_fx.comm_ops.wire.peers.rounds import MOST_NUMBERS, RING, Rounds, open_rounds
+from hetu_fx.comm_ops.wire.peers.rounds import MOST_NUMBERS, RING, SharedRounds, open_rounds
 from hetu_fx.comm_ops.wire.small_sums import reduce_small
 from hetu_fx.errors import CommError, DivergedError
 
 WORLD = 3
 
 
-def opened(name: str, seconds: float | None = None) -> Rounds:
+def opened(name: str, seconds: float | None = None) -> SharedRounds:
     table = GroupTable(name=name, timeout=None if seconds is None else timedelta(seconds=seconds))
     open_rounds(table)
-    assert isinstance(table.rounds, Rounds)
+    assert isinstance(table.rounds, SharedRounds)
     return table.rounds
 
 
@@ -156,7 +156,7 @@ def check_a_process_is_looked_for_by_its_number(rank: int, world: int, folder: P
 def check_where_one_cannot_map_it_nobody_has_rounds(rank: int, world: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(rounds, "map_remote_memory", lambda *what: None)
+            patch.setattr(memory, "map_remote_memory", lambda *what, **options: None)
         open_rounds(table := GroupTable(name="unmapped"))
         assert table.rounds is None
 
@@ -164,7 +164,7 @@ def check_where_one_cannot_map_it_nobody_has_rounds(rank: int, world: int, folde
 def check_where_one_has_no_memory_nobody_has_rounds(rank: int, world: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(rounds, "shared_memory", lambda num_bytes: None)
+            patch.setattr(memory, "shared_memory", lambda num_bytes: None)
         open_rounds(table := GroupTable(name="full"))
         assert table.rounds is None
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from hetu_fx.comm_ops.wire.peers.shared import SharedMemory, map_remote_memory, shared_memory
+from hetu_fx.comm_ops.wire.peers.system import SharedMemory, map_remote_memory, shared_memory
 
 
 def test_what_is_written_is_seen_where_it_is_mapped() -> None:

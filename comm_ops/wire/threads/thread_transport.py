@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetu_fx.comm_ops.wire.flat import Flat
-from hetu_fx.comm_ops.wire.threads.mail import Mailbox, PendingSend, Way
-from hetu_fx.comm_ops.wire.threads.meetings import Act, Call, Meeting, Meetings, Members
+from hetu_fx.comm_ops.wire.threads.meetings import Act, CollectiveCall, Members, ThreadMeeting, ThreadMeetings
+from hetu_fx.comm_ops.wire.threads.thread_mail import PendingSend, ThreadMailbox, ThreadRoute
 from hetu_fx.comm_ops.wire.threads.turns import RoundRobin
 from hetu_fx.comm_ops.wire.transport import WorldMessage
-from hetu_fx.errors import CommError, DivergedError
+from hetu_fx.errors import CommError
 
 _REDUCE: Mapping[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
@@ -33,7 +33,7 @@ class InProcessTransport:
 
     def __init__(self, size: int) -> None:
         self.world = Members("world", tuple(range(size)))
-        self.turns, self.meetings, self.mail = RoundRobin(), Meetings(), Mailbox()
+        self.turns, self.meetings, self.mail = RoundRobin(), ThreadMeetings(), ThreadMailbox()
 
     def check_empty(self) -> None:
         """Raise CommError where something is under way that nobody has waited for."""
@@ -42,38 +42,21 @@ class InProcessTransport:
             raise CommError("the ranks have ended, but what they began has not:\n  " + "\n  ".join(left))
 
 
-class MeetingWork:
-    """A collective under way."""
+class ThreadWork:
+    """A call under way: a collective, or one end of a message; `what` is waited for."""
 
-    def __init__(self, meeting: Meeting, turns: RoundRobin) -> None:
-        self._meeting, self._turns = meeting, turns
-
-    def wait(self) -> None:
-        """Let others go on until all have come. Raises DivergedError where they come for something else."""
-        if not self._meeting.is_over:
-            self._turns.wait_until(lambda: self._meeting.is_over, self._meeting)
-        self._meeting.check()
-
-    def is_completed(self) -> bool:
-        """Tell whether all have come."""
-        return self._meeting.is_over
-
-
-class LetterWork:
-    """A message under way."""
-
-    def __init__(self, letter: PendingSend, what: str, turns: RoundRobin) -> None:
-        self._letter, self._what, self._turns = letter, what, turns
+    def __init__(self, pending: ThreadMeeting | PendingSend, what: object, turns: RoundRobin) -> None:
+        self._pending, self._what, self._turns = pending, what, turns
 
     def wait(self) -> None:
-        """Let others go on until the other end is there. Raises DivergedError where that is of another form."""
-        self._turns.wait_until(lambda: self._letter.is_over, self._what)
-        if self._letter.problem:
-            raise DivergedError(self._letter.problem)
+        """Let others go on until those it needs are there. Raises DivergedError where they come for something else."""
+        if not self._pending.is_over:
+            self._turns.wait_until(lambda: self._pending.is_over, self._what)
+        self._pending.check()
 
     def is_completed(self) -> bool:
-        """Tell whether it has arrived."""
-        return self._letter.is_over
+        """Tell whether they are."""
+        return self._pending.is_over
 
 
 class ThreadTransport:
@@ -100,44 +83,44 @@ class ThreadTransport:
 
     def all_reduce(
         self, x: Flat, group: Members, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, *, is_async: bool = False
-    ) -> MeetingWork | None:
+    ) -> ThreadWork | None:
         """Reduce in the order of the ranks."""
         reduce = _REDUCE[op]
         return self._meet(
-            group, Call("all_reduce", f"{_form(x)}, {op}"), x.tensor, partial(_all_reduce, reduce), is_async
+            group, CollectiveCall("all_reduce", f"{_form(x)}, {op}"), x.tensor, partial(_all_reduce, reduce), is_async
         )
 
-    def all_gather(self, parts: list[Flat], x: Flat, group: Members, *, is_async: bool = False) -> MeetingWork | None:
+    def all_gather(self, parts: list[Flat], x: Flat, group: Members, *, is_async: bool = False) -> ThreadWork | None:
         """Copy each one's to all."""
-        return self._meet(group, Call("all_gather", _form(x, parts)), (parts, x), _all_gather, is_async)
+        return self._meet(group, CollectiveCall("all_gather", _form(x, parts)), (parts, x), _all_gather, is_async)
 
-    def broadcast(self, x: Flat, source: int, group: Members) -> MeetingWork | None:
+    def broadcast(self, x: Flat, source: int, group: Members) -> ThreadWork | None:
         """Copy one's to the others."""
-        call = Call("broadcast", f"{_form(x)} from rank {source}")
+        call = CollectiveCall("broadcast", f"{_form(x)} from rank {source}")
         return self._meet(group, call, x.tensor, partial(_broadcast, source), True)
 
     def reduce_scatter(
         self, result: Flat, parts: list[Flat], group: Members, *, is_async: bool = False
-    ) -> MeetingWork | None:
+    ) -> ThreadWork | None:
         """Sum what is for each, in the order of the ranks."""
-        call = Call("reduce_scatter", _form(result, parts))
+        call = CollectiveCall("reduce_scatter", _form(result, parts))
         return self._meet(group, call, (result, parts), _reduce_scatter, is_async)
 
     def post(
         self, receives: Sequence[WorldMessage], sends: Sequence[WorldMessage], group: Members
-    ) -> tuple[list[LetterWork], list[LetterWork]]:
+    ) -> tuple[list[ThreadWork], list[ThreadWork]]:
         """Put them in the mail."""
         mail, turns, own = self._office.mail, self._office.turns, self._rank
-        arriving = [(Way(group, peer, own, tag), x) for peer, x, tag in receives]
-        leaving = [(Way(group, own, peer, tag), x) for peer, x, tag in sends]
+        arriving = [(ThreadRoute(group, peer, own, tag), x) for peer, x, tag in receives]
+        leaving = [(ThreadRoute(group, own, peer, tag), x) for peer, x, tag in sends]
         return (
-            [LetterWork(mail.receive(way, x), f"a message from {way}", turns) for way, x in arriving],
-            [LetterWork(mail.send(way, x), f"its message from {way} to be received", turns) for way, x in leaving],
+            [ThreadWork(mail.receive(way, x), f"a message from {way}", turns) for way, x in arriving],
+            [ThreadWork(mail.send(way, x), f"its message from {way} to be received", turns) for way, x in leaving],
         )
 
-    def _meet(self, group: Members, call: Call, brings: Any, act: Act, is_async: bool) -> MeetingWork | None:
+    def _meet(self, group: Members, call: CollectiveCall, brings: Any, act: Act, is_async: bool) -> ThreadWork | None:
         meeting = self._office.meetings.come(group, self._rank, call, brings, act)
-        work = MeetingWork(meeting, self._office.turns)
+        work = ThreadWork(meeting, meeting, self._office.turns)
         if is_async:
             return work
         work.wait()

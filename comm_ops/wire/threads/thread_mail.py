@@ -16,7 +16,7 @@ from hetu_fx.comm_ops.wire.threads.meetings import Members
 from hetu_fx.errors import DivergedError
 
 
-class Way(NamedTuple):
+class ThreadRoute(NamedTuple):
     """Messages that arrive in the order in which they were sent."""
 
     group: Members
@@ -41,19 +41,24 @@ class PendingSend:
         """Whether nobody has to wait any longer."""
         return self.is_done or bool(self.problem)
 
+    def check(self) -> None:
+        """Raise DivergedError where the other end is of another form."""
+        if self.problem:
+            raise DivergedError(self.problem)
+
 
 @dataclass
-class Mailbox:
+class ThreadMailbox:
     """The messages of which one end is there."""
 
-    sent: dict[Way, deque[PendingSend]] = field(default_factory=dict)
-    awaited: dict[Way, deque[PendingSend]] = field(default_factory=dict)
+    sent: dict[ThreadRoute, deque[PendingSend]] = field(default_factory=dict)
+    awaited: dict[ThreadRoute, deque[PendingSend]] = field(default_factory=dict)
 
-    def send(self, way: Way, x: Flat) -> PendingSend:
+    def send(self, way: ThreadRoute, x: Flat) -> PendingSend:
         """Send a buffer; it stays as it is until the message is done."""
         return _met(way, PendingSend(x), self.sent, self.awaited, sends=True)
 
-    def receive(self, way: Way, x: Flat) -> PendingSend:
+    def receive(self, way: ThreadRoute, x: Flat) -> PendingSend:
         """Receive a buffer, in `x`."""
         return _met(way, PendingSend(x), self.awaited, self.sent, sends=False)
 
@@ -64,10 +69,10 @@ class Mailbox:
 
 
 def _met(
-    way: Way,
+    way: ThreadRoute,
     own: PendingSend,
-    queue: dict[Way, deque[PendingSend]],
-    others: dict[Way, deque[PendingSend]],
+    queue: dict[ThreadRoute, deque[PendingSend]],
+    others: dict[ThreadRoute, deque[PendingSend]],
     *,
     sends: bool,
 ) -> PendingSend:
@@ -82,7 +87,7 @@ def _met(
     return own
 
 
-def _deliver(way: Way, sent: PendingSend, awaited: PendingSend) -> None:
+def _deliver(way: ThreadRoute, sent: PendingSend, awaited: PendingSend) -> None:
     forms = [f"{x.tensor.numel()} of {x.tensor.dtype}" for x in (sent.x, awaited.x)]
     if forms[0] != forms[1]:
         problem = f"a message from {way} is sent as {forms[0]} and awaited as {forms[1]}"

@@ -4,18 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetu_fx.comm_ops.wire.collectives import (
-    exchange_parts,
-    gather_as_padded,
-    gather_parts,
-    gather_segments,
-    reduce_as_padded,
-    reduce_parts,
-    reduce_world,
-    sum_all,
-    sum_segments,
-    sum_tensor,
-)
+from hetu_fx.comm_ops.wire.collectives import FlatCollectives, PaddedCollectives, reduce_world, sum_all
 from hetu_fx.comm_ops.wire.consensus import (
     LocalFacts,
     agree,
@@ -28,6 +17,7 @@ from hetu_fx.comm_ops.wire.groups import active
 from hetu_fx.comm_ops.wire.p2p import Tag, post
 from hetu_fx.comm_ops.wire.threads.run import run_in_threads
 from hetu_fx.errors import CommError, DivergedError, StateError
+from tests.comm_ops.at_once import flat, gather_in_place
 
 
 def own(table, size=4):
@@ -45,14 +35,14 @@ def test_every_rank_has_its_table_and_ops_find_it():
 
 @pytest.mark.parametrize("world", [2, 3, 64])
 def test_a_sum_is_the_same_on_all(world):
-    found = run_in_threads(world, lambda table: sum_tensor(own(table), range(world), table))
+    found = run_in_threads(world, lambda table: flat(range(world), table).sum(own(table)).wait())
     expected = world * torch.arange(4.0, dtype=torch.float64) + 10 * sum(range(world))
     assert all(torch.equal(one, expected) for one in found)
 
 
 def test_large_tensors_of_several_ranks_are_summed_by_the_collective():
     size = 1 << 18
-    found = run_in_threads(3, lambda table: sum_tensor(torch.full((size,), 1.0 + table.rank), range(3), table))
+    found = run_in_threads(3, lambda table: flat(range(3), table).sum(torch.full((size,), 1.0 + table.rank)).wait())
     assert all(torch.equal(one, torch.full((size,), 6.0)) for one in found)
 
 
@@ -63,11 +53,10 @@ def test_unequal_parts_are_gathered_and_scattered_in_a_group_in_any_order():
         if table.rank not in ranks:
             return None
         here = table.position(ranks)
-        for gather in (gather_parts, gather_as_padded):
-            gathered = gather(torch.full(shapes[here], float(table.rank)), shapes, ranks, table)
+        for by in (FlatCollectives(ranks, table), PaddedCollectives(ranks, table)):
+            gathered = by.gather(torch.full(shapes[here], float(table.rank)), shapes).wait()
             assert torch.equal(torch.cat(gathered), torch.tensor([3.0] * 2 + [1.0] * 5))
-        for reduce in (reduce_parts, reduce_as_padded):
-            part = reduce([torch.full(shape, float(table.rank)) for shape in shapes], ranks, table)
+            part = by.scatter([torch.full(shape, float(table.rank)) for shape in shapes]).wait()
             assert torch.equal(part, torch.full(shapes[here], 4.0))
         return here
 
@@ -77,15 +66,15 @@ def test_unequal_parts_are_gathered_and_scattered_in_a_group_in_any_order():
 def test_buffers_and_exchanges_of_parts():
     def work(table):
         buffer = torch.tensor([1.0, 2.0, 3.0]) * (table.rank + 1)
-        exchange = sum_segments(Flat(buffer), (1, 2), (0, 1))
+        exchange = FlatCollectives((0, 1), active(), 0).scatter(buffer.split((1, 2)))
         exchange.wait()
         assert torch.equal(buffer[:1] if table.rank == 0 else buffer[1:], torch.tensor([[3.0], [6.0, 9.0]][table.rank]))
-        gather_segments(Flat(buffer), (1, 2), (0, 1)).wait()
+        gather_in_place(buffer, (1, 2), (0, 1)).wait()
         assert buffer.tolist() == [3.0, 6.0, 9.0]
         sum_all(Flat(buffer), (0, 1)).wait()
         assert buffer.tolist() == [6.0, 12.0, 18.0]
         parts = [torch.full((2,), 10.0 * table.rank + to) for to in range(2)]
-        return [part.tolist() for part in exchange_parts(parts, [(2,), (2,)], (0, 1), table)]
+        return [part.tolist() for part in flat((0, 1), table).exchange(parts, [(2,), (2,)]).wait()]
 
     assert run_in_threads(2, work) == [[[0.0] * 2, [10.0] * 2], [[1.0] * 2, [11.0] * 2]]
 
@@ -153,7 +142,7 @@ def test_a_message_leaves_when_its_receive_is_posted_as_with_gloo():
 def test_unlike_calls_are_told_by_rank_and_call():
     def work(table):
         if table.rank == 2:
-            return gather_parts(own(table), [(4,)] * 3, range(3), table)
+            return flat(range(3), table).gather(own(table), [(4,)] * 3).wait()
         return sum_all(Flat(own(table)), range(3)).wait()
 
     with pytest.raises(DivergedError) as raised:
@@ -174,7 +163,7 @@ def test_sums_of_other_sizes_or_dtypes_are_refused(other):
 
 def test_messages_of_other_sizes_are_refused():
     with pytest.raises(DivergedError, match=r"from rank 0 to rank 1 .* is sent as 3 of .* and awaited as 4 of"):
-        run_in_threads(2, lambda table: sum_tensor(own(table, 3 + table.rank), (0, 1), table))
+        run_in_threads(2, lambda table: flat((0, 1), table).sum(own(table, 3 + table.rank)).wait())
 
 
 def test_a_rank_that_does_not_come_is_named():

@@ -82,7 +82,7 @@ def test_small_cut_tensors_stay_inside_their_parts() -> None:
 
 def test_wrong_options_are_refused() -> None:
     with pytest.raises(PlanError, match="zero must be 0"):
-        make_home_layouts({}, {}, [1.0], zero=3)
+        make_home_layouts({}, {}, [1.0], zero=4)
     with pytest.raises(PlanError, match="2 numbers >= 0"):
         make_home_layouts({}, {}, [1.0, -1.0])
 

@@ -59,7 +59,7 @@ class Bridge:
         ]
         self._reduces = [
             BucketRun(table, bucket, reduces, tag, lowering, required=False)
-            for tag, bucket in enumerate(self.plan.reduces)
+            for tag, bucket in enumerate(self.plan.reduces, len(self.plan.gathers))  # both may be under way
         ]
 
     @property
@@ -76,6 +76,12 @@ class Bridge:
     def names(self) -> frozenset[str]:
         """The parameters that it brings."""
         return frozenset(entry.name for entry in self.plan.entries)
+
+    @cached_property
+    def of_unit(self) -> Mapping[int, tuple[str, ...]]:
+        """Names of the parameters of each unit."""
+        units = sorted({entry.unit for entry in self.plan.entries})
+        return {unit: tuple(entry.name for entry in self.plan.entries if entry.unit == unit) for unit in units}
 
     @cached_property
     def reduce_buckets(self) -> tuple[tuple[str, ...], ...]:
@@ -103,6 +109,33 @@ class Bridge:
         where a piece is missing, CommError where a peer is.
         """
         return self._run(self._gathers, pieces, into)
+
+    def gather_unit(self, unit: int, pieces: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Do what `gather` does for the parameters of one unit."""
+        return self._run(self._gathers_of(unit), pieces, into)
+
+    def begin_unit(self, unit: int, pieces: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> list[Handle]:
+        """Start what `gather_unit` does, all of it at once; each handle is waited for, in order."""
+        return [self._start(run, pieces, into) for run in self._gathers_of(unit)]
+
+    def _gathers_of(self, unit: int) -> list[BucketRun]:
+        return [run for run, bucket in zip(self._gathers, self.plan.gathers, strict=True) if bucket.unit == unit]
+
+    @cached_property
+    def arriving(self) -> Mapping[str, torch.Size]:
+        """Return the sizes on this rank of what `gather` writes: what it reads and does not have at home so."""
+        named = [(name, run) for run in self._gathers for name in run.wanted if name not in run.kept]
+        return {name: torch.Size(run.targets[name].local_shape) for name, run in named}
+
+    @cached_property
+    def kept(self) -> frozenset[str]:
+        """Return what `gather` gives as it is at home."""
+        return frozenset(name for run in self._gathers for name in run.wanted if name in run.kept)
+
+    @cached_property
+    def reduced_with(self) -> Mapping[int, int]:
+        """Return how many reduce buckets have to be started for the gradients of each unit to be under way."""
+        return {bucket.unit: number for number, bucket in enumerate(self.plan.reduces, 1)}
 
     def reduce(self, grads: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         """Turn this rank's gradients of compute parameters into gradients of its home pieces, for all names.
@@ -162,13 +195,17 @@ class Reduction:
 
     Buckets start in their fixed order, each as soon as the gradients that this rank has for it (`expected`, by
     name) are there; `start` starts what is left, `finish` waits for all.
+
+    `most` is how many buckets are under way at once (None: any number). The oldest is waited for before another one is
+    packed beyond it, so that what it was packed from and into is let go while others are still to come. Ranks must not
+    wait for each other for anything else meanwhile, such as sums in the middle of the model.
     """
 
-    def __init__(self, bridge: Bridge, expected: Collection[str]) -> None:
+    def __init__(self, bridge: Bridge, expected: Collection[str], most: int | None = None) -> None:
         bridge.meet()
         self._bridge = bridge
         self._ready: dict[str, Tensor | None] = {}
-        self._expected = expected
+        self._expected, self._most = expected, most
         self._under_way: deque[Handle] = deque()
         self._started = 0
         self._results: dict[str, Tensor] = {}
@@ -185,15 +222,15 @@ class Reduction:
         """Return what is awaited for each bucket."""
         return [set(names).intersection(self._expected) for names in self._bridge.reduce_buckets]
 
-    def start(self, last: dict[str, Tensor] | None = None) -> None:
-        """Start what is left, with zeros for gradients that never came.
+    def start(self, last: dict[str, Tensor] | None = None, end: int | None = None) -> None:
+        """Start what is left up to bucket `end` (None: all), with zeros for gradients that never came.
 
         `last` are those that have not been handed in; it is emptied, so that each is let go once it is packed.
         """
         if last is not None:
             self._ready.update(last)
             last.clear()
-        while self._started < len(self._bridge.reduce_buckets):
+        while self._started < (len(self._bridge.reduce_buckets) if end is None else end):
             self._start_next()
 
     def finish(self, last: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -209,7 +246,15 @@ class Reduction:
         while self._under_way:  # a bucket's buffers go before the next one's results are made
             self._results |= self._under_way.popleft().wait()
 
+    def abandon(self) -> None:
+        """Wait for what is under way, so that no later message is taken for one of it, and forget what it brings."""
+        while self._under_way:
+            self._under_way.popleft().wait()
+        self._results.clear()
+
     def _start_next(self) -> None:
+        if len(self._under_way) == self._most:
+            self._results |= self._under_way.popleft().wait()
         number, self._started = self._started, self._started + 1
         names = self._bridge.reduce_buckets[number]
         self._under_way.append(self._bridge.reduce_start(number, {name: self._ready.pop(name, None) for name in names}))

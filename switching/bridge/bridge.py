@@ -37,6 +37,7 @@ class Bridge:
 
     Made alike on all ranks of `table`; every call is collective over them. `lowering` chooses the form of its messages
     (None: the cheapest on the links of `table`). `is_outdated` is set where parameters have got other homes since.
+    `reduced_with` is how many reduce buckets have to be started for the gradients of each unit to be under way.
     """
 
     def __init__(
@@ -48,6 +49,8 @@ class Bridge:
     ) -> None:
         self.plan = _planned(tuple(entries), bucket_bytes)
         self.is_outdated = False
+        units = {entry.unit for entry in self.plan.entries}
+        self.reduced_with = {unit: sum(bucket.unit >= unit for bucket in self.plan.reduces) for unit in units}
         lowering = lowering or Lowering(table.topology)
         self.table = table
         self._device, self._has_met = torch.device("cpu"), False
@@ -76,12 +79,6 @@ class Bridge:
     def names(self) -> frozenset[str]:
         """The parameters that it brings."""
         return frozenset(entry.name for entry in self.plan.entries)
-
-    @cached_property
-    def of_unit(self) -> Mapping[int, tuple[str, ...]]:
-        """Names of the parameters of each unit."""
-        units = sorted({entry.unit for entry in self.plan.entries})
-        return {unit: tuple(entry.name for entry in self.plan.entries if entry.unit == unit) for unit in units}
 
     @cached_property
     def reduce_buckets(self) -> tuple[tuple[str, ...], ...]:
@@ -121,24 +118,17 @@ class Bridge:
     def _gathers_of(self, unit: int) -> list[BucketRun]:
         return [run for run, bucket in zip(self._gathers, self.plan.gathers, strict=True) if bucket.unit == unit]
 
-    @cached_property
     def arriving(self) -> Mapping[str, torch.Size]:
         """Return the sizes on this rank of what `gather` writes: what it reads and does not have at home so."""
         named = [(name, run) for run in self._gathers for name in run.wanted if name not in run.kept]
         return {name: torch.Size(run.targets[name].local_shape) for name, run in named}
 
-    @cached_property
     def kept(self) -> frozenset[str]:
         """Return what `gather` gives as it is at home."""
         return frozenset(name for run in self._gathers for name in run.wanted if name in run.kept)
 
-    @cached_property
-    def reduced_with(self) -> Mapping[int, int]:
-        """Return how many reduce buckets have to be started for the gradients of each unit to be under way."""
-        return {bucket.unit: number for number, bucket in enumerate(self.plan.reduces, 1)}
-
     def reduce(self, grads: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-        """Turn this rank's gradients of compute parameters into gradients of its home pieces, for all names.
+        """Turn this rank's gradients of compute parameters into gradients of its home pieces, for all trained names.
 
         A gradient that is None or absent counts as zeros. Gradients may be written to and given back.
         """

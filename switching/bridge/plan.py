@@ -32,6 +32,7 @@ class BridgeEntry:
 
     `gradient` is `compute` with some copies turned into summands. `dtype` is that of the compute parameter
     and of its gradient. Parameters of one `unit` travel together, and with no others; entries are in order of units.
+    What is not `trained` has no gradient that would travel.
     """
 
     name: str
@@ -41,6 +42,7 @@ class BridgeEntry:
     compute: Annotation
     gradient: Annotation
     unit: int = 0
+    trained: bool = True
 
     def __post_init__(self) -> None:
         if self.home.has_partial or self.compute.has_partial:
@@ -118,7 +120,9 @@ def plan_bridge(entries: Sequence[BridgeEntry], bucket_bytes: int = BUCKET_BYTES
     return BridgePlan(
         tuple(entries),
         _buckets(entries, lambda e: _gather_routes(e.home, e.compute, e.shape), bucket_bytes),
-        _buckets(entries[::-1], lambda e: _reduce_routes(e.gradient, e.home, e.shape), bucket_bytes),
+        _buckets(
+            [e for e in entries[::-1] if e.trained], lambda e: _reduce_routes(e.gradient, e.home, e.shape), bucket_bytes
+        ),
     )
 
 

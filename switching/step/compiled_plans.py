@@ -34,7 +34,8 @@ from hetu_fx.switching.bridge.plan import taken_once
 from hetu_fx.switching.home.ops import get_home_layout, own_pieces
 from hetu_fx.switching.step.engine import Chunk, Engine
 from hetu_fx.switching.step.stage_p2p import Ends, StageP2P
-from hetu_fx.switching.step.units import UnitBuffers, UnitWalk
+from hetu_fx.switching.step.unit_buffers import UnitBuffers
+from hetu_fx.switching.step.unit_walk import UnitWalk
 from hetu_fx.switching.step.used import GraphUse
 from hetu_fx.switching.step.variant import Variant
 from hetu_fx.transforms.layouts.annotated_graph import AnnotatedGraph, StageLayout
@@ -435,7 +436,8 @@ def _bridge_entries(deduced: DeducedGraph, homes: Mapping[str, nn.Parameter]) ->
         compute, gradient = deduced.parameter_annotations(leaf)
         at_home, shape = get_home_layout(home).annotation, tuple(home.shape)
         taken = taken_once(gradient, at_home, shape)
-        entries.append(BridgeEntry(leaf.name, shape, home.dtype, at_home, compute, taken))
+        trained = home.requires_grad
+        entries.append(BridgeEntry(leaf.name, shape, home.dtype, at_home, compute, taken, trained=trained))
     return entries
 
 

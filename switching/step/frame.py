@@ -30,7 +30,7 @@ from hetu_fx.switching.step.gradients import Collector
 from hetu_fx.switching.step.loss import GlobalLoss, LossGradient, apply_outside_transforms
 from hetu_fx.switching.step.rows import RowPlan, at_pipelines, at_ranks, move_tensor
 from hetu_fx.switching.step.timer import ComputeTimer
-from hetu_fx.switching.step.units import UnitWalk
+from hetu_fx.switching.step.unit_walk import UnitWalk
 from hetu_fx.switching.step.used import GradientUse
 from hetu_fx.switching.step.variant import Variant
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph

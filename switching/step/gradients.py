@@ -23,7 +23,7 @@ from hetu_fx.switching.bridge.bridge import Bridge, Reduction
 from hetu_fx.switching.home.ops import as_home, own_pieces
 from hetu_fx.switching.step.execution import StepInputs
 from hetu_fx.switching.step.loss import LossGradient
-from hetu_fx.switching.step.units import UnitWalk
+from hetu_fx.switching.step.unit_walk import UnitWalk
 from hetu_fx.switching.step.used import GradientUse
 from hetu_fx.switching.step.variant import Variant
 
@@ -185,11 +185,10 @@ class Collector:
         self._reduction.start(left)
         self.kept.under_way = self._reduction
 
-    def hand_on(self, unit: int) -> None:
-        """Start a unit's gradients on their way home."""
+    def hand_on(self, unit: int, names: Iterable[str]) -> None:
+        """Start the gradients of a unit's parameters on their way home."""
         assert self._reduction is not None, "they are not kept back"
-        here = {name: self.leaves[name] for name in self.bridge.of_unit[unit] if name in self.leaves}
-        left = _taken(here)
+        left = _taken({name: self.leaves[name] for name in names if name in self.leaves})
         self._handed_on.update(left)
         self._reduction.start(left, self.bridge.reduced_with[unit])
 

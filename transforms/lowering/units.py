@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, ClassVar, Protocol
 
@@ -29,7 +28,7 @@ UNITS = GraphSlot(SlotKind.UNITS, "units")
 """What a module with units is fed with besides: the step's way through them."""
 
 
-class Walk(Protocol):
+class GathersUnits(Protocol):
     """A step's way through the units."""
 
     def gather(self, visit: int) -> None:
@@ -39,12 +38,12 @@ class Walk(Protocol):
         """Return what a part of a visit has made, by way of what gathers the visit's units again for its backward."""
 
 
-def parameters(walk: Walk, visit: int, *leaves: Any) -> None:
+def parameters(walk: GathersUnits, visit: int, *leaves: Any) -> None:
     """Gather the parameters of a visit's units, these among them: `hetu.parameters` in a module's graph."""
     walk.gather(visit)
 
 
-def release(walk: Walk, visit: int, is_over: bool, values: tuple[Any, ...]) -> tuple[Any, ...]:
+def release(walk: GathersUnits, visit: int, is_over: bool, values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Let a visit's units go, if it is over: `hetu.release` in a module's graph."""
     return walk.release(visit, values, is_over=is_over)
 
@@ -64,20 +63,27 @@ class UnitPlan:
         units: the names of each unit's parameters, in the order of their first readers.
         num_bytes: of each unit, whole.
         visits: of each stretch of the program that reads parameters, in order, the units that it reads.
+        unit_of: the unit of each parameter.
+        begun_at: the units that each visit reads first: their gradients are whole when its backward is over.
+        slots: in which buffer each unit is gathered: in none of another unit of the same visit or the next one.
     """
 
     units: tuple[tuple[str, ...], ...]
     num_bytes: tuple[int, ...]
     visits: tuple[frozenset[int], ...]
+    unit_of: Mapping[str, int] = field(init=False, compare=False)
+    begun_at: Sequence[tuple[int, ...]] = field(init=False, compare=False)
+    slots: Sequence[int] = field(init=False, compare=False)
 
-    @cached_property
-    def unit_of(self) -> Mapping[str, int]:
-        """Return the unit of each parameter."""
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "unit_of", self._unit_of())
+        object.__setattr__(self, "begun_at", self._begun_at())
+        object.__setattr__(self, "slots", self._slots())
+
+    def _unit_of(self) -> Mapping[str, int]:
         return {name: number for number, names in enumerate(self.units) for name in names}
 
-    @cached_property
-    def begun_at(self) -> Sequence[tuple[int, ...]]:
-        """Return the units that each visit reads first: their gradients are whole when its backward is over."""
+    def _begun_at(self) -> Sequence[tuple[int, ...]]:
         known: set[int] = set()
         found = []
         for visit in self.visits:
@@ -85,14 +91,12 @@ class UnitPlan:
             known |= visit
         return found
 
-    @cached_property
+    @property
     def most_bytes(self) -> int:
         """Return what may be gathered at once for a visit and the one after it: the bytes of the two largest units."""
         return sum(sorted(self.num_bytes)[-2:])
 
-    @cached_property
-    def slots(self) -> Sequence[int]:
-        """Return in which buffer each unit is gathered: in none of another unit of the same visit or the next one."""
+    def _slots(self) -> Sequence[int]:
         slots = [-1] * len(self.units)
         for number, visit in enumerate(self.visits):
             near = visit.union(*self.visits[max(0, number - 1) : number + 2])

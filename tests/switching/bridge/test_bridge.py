@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -168,6 +169,12 @@ def test_a_reduction_lets_buckets_go_while_others_come_where_it_is_bounded(most:
     assert [max(seen) for seen in under_way] == [most or 6] * 2
     for name in names:
         assert torch.equal(torch.cat([first[name], second[name]]), gradients[name] + 2 * gradients[name])
+
+
+def test_what_is_not_trained_has_no_gradient_that_travels() -> None:
+    plan = plan_bridge([entry("w", ROWS), replace(entry("v", ROWS), trained=False)])
+    assert [bucket.names for bucket in plan.gathers] == [("w", "v")]
+    assert [bucket.names for bucket in plan.reduces] == [("w",)]
 
 
 def test_parameters_of_units_travel_in_buckets_of_their_own() -> None:

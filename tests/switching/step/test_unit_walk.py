@@ -19,7 +19,7 @@ from hetu_fx.errors import PlanError, StateError
 from hetu_fx.lockstep import Lockstep, train_alone
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.switching.runtime import Runtime
-from hetu_fx.switching.step.units import UnitBuffers
+from hetu_fx.switching.step.unit_buffers import UnitBuffers
 from tests.switching.in_threads import as_two_ranks, runtime_of
 from tests.switching.step.unit_models import Words, adapted, assert_same, batch, frozen, plain, words
 
@@ -94,6 +94,42 @@ def test_a_replica_without_rows_goes_through_them_too() -> None:
     lone, how = [batch(rows=1, seed=seed) for seed in range(3)], Lockstep(ADAM)
     captured = how.capture(words(), BATCHES[0])
     first, last = (how.train(words(), lone, replace(PAIR, zero=zero), captured) for zero in (1, 3))
+    assert_same(last, first)
+
+
+def test_rows_of_ranks_own_are_moved_as_under_zero_1() -> None:
+    same_as_zero_1(words(), UNEVEN, 3, rows=(3, 1))
+
+
+class Normalized(nn.Module):
+    """Its replicas talk amid the model, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(40, 40), nn.BatchNorm1d(40)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x.pow(2).mean()
+
+
+def test_replicas_that_talk_amid_the_model_gather_in_between() -> None:
+    torch.manual_seed(0)
+    how, model = Lockstep(ADAM), Normalized().double()
+    batches = [{"x": torch.randn(8, 40, dtype=torch.float64)} for _ in range(3)]
+    captured = how.capture(model, batches[0])
+    first, last = (how.train(model, batches, replace(UNEVEN, zero=zero), captured) for zero in (1, 3))
+    assert_same(last, first)
+
+
+def test_variants_of_unlike_zero_share_homes_and_homes_move_under_zero_3() -> None:
+    how = Lockstep(ADAM, plan_of_step=(0, 1, 1, 0, 1), lost_by_step=[()] * 5)
+    batches, model = [batch(seed=seed) for seed in range(5)], words(tied=True)
+    captured = how.capture(model, batches[0])
+    plans = [[Plan.tensor_parallel(2), replace(UNEVEN, zero=zero)] for zero in (1, 3)]
+    first, last = (how.train(model, batches, given, captured) for given in plans)
+    assert sum(len(moved.bsr.messages) for moved in last.moved.values())
     assert_same(last, first)
 
 
@@ -219,6 +255,46 @@ def test_gradients_add_up_at_home_within_no_sync(zero: int) -> None:
         assert_gradients(model, alone)
 
     run_in_threads(2, rank)
+
+
+@as_two_ranks
+def test_a_rehearsal_leaves_nothing_gathered_nor_changed(table: GroupTable) -> None:
+    model, alone = words(), words()
+    runtime = started(table, model)
+    runtime.warm((), BATCHES[0])
+    assert buffers_of(runtime).live_bytes == 0
+    assert all(parameter.grad is None for parameter in model.parameters())
+    loss_of(runtime).backward()
+    alone(**BATCHES[0]).backward()
+    assert_gradients(model, alone)
+
+
+class Scores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(40, 40) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x
+
+
+@as_two_ranks
+def test_inputs_and_outputs_have_gradients_as_on_one_device(table: GroupTable) -> None:
+    torch.manual_seed(0)
+    model = Scores().double()
+    alone, x = copy.deepcopy(model), torch.randn(4, 40, dtype=torch.float64)
+    model.blocks[0].requires_grad_(False)
+    runtime = runtime_of(table, model, {"x": x}, plan=UNITS)
+    own, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    out = runtime.run((), {"x": own})
+    out.pow(2).mean().backward()
+    alone(other).pow(2).mean().backward()
+    torch.testing.assert_close(own.grad, other.grad, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(gradients(model)["blocks.2.weight"], alone.blocks[2].weight.grad, rtol=1e-10, atol=1e-12)
+    assert model.blocks[0].weight.grad is None
+    assert buffers_of(runtime).live_bytes == 0
 
 
 @as_two_ranks

@@ -374,10 +374,11 @@ class GraphCompute(Compute):
 
     def _chunk(self, device: DeviceGraph, paths: tuple[str, ...], units: UnitPlan | None) -> Chunk:
         slots = device.slots if units is None else (*device.slots, UNITS)
-        run = lower(self._module(device, paths, units), self.backend, [slot.kind in FIXED_SIZES for slot in slots])
+        run = lower(self.module(device, paths, units), self.backend, [slot.kind in FIXED_SIZES for slot in slots])
         return Chunk(replace(device, slots=slots), self._replayed(device, run))
 
-    def _module(self, device: DeviceGraph, paths: tuple[str, ...], units: UnitPlan | None) -> fx.GraphModule:
+    def module(self, device: DeviceGraph, paths: tuple[str, ...], units: UnitPlan | None) -> fx.GraphModule:
+        """Return what a device graph runs as, before it is compiled: with units, it gathers their parameters."""
         module = run_pass(RecomputingModule(), device)
         if units is None:
             return module if self.backend is None else run_pass(BlockModules(paths), module)

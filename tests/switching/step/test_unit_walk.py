@@ -129,7 +129,7 @@ def test_variants_of_unlike_zero_share_homes_and_homes_move_under_zero_3() -> No
     captured = how.capture(model, batches[0])
     plans = [[Plan.tensor_parallel(2), replace(UNEVEN, zero=zero)] for zero in (1, 3)]
     first, last = (how.train(model, batches, given, captured) for given in plans)
-    assert sum(len(moved.bsr.messages) for moved in last.moved.values())
+    assert sum(moved.num_messages for moved in last.moved.values())
     assert_same(last, first)
 
 

@@ -7,7 +7,7 @@ coincide the memory is shared and nothing moves.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -107,16 +107,10 @@ class Bridge:
         """
         return self._run(self._gathers, pieces, into)
 
-    def gather_unit(self, unit: int, pieces: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Do what `gather` does for the parameters of one unit."""
-        return self._run(self._gathers_of(unit), pieces, into)
-
-    def begin_unit(self, unit: int, pieces: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> list[Handle]:
-        """Start what `gather_unit` does, all of it at once; each handle is waited for, in order."""
-        return [self._start(run, pieces, into) for run in self._gathers_of(unit)]
-
-    def _gathers_of(self, unit: int) -> list[BucketRun]:
-        return [run for run, bucket in zip(self._gathers, self.plan.gathers, strict=True) if bucket.unit == unit]
+    def begin_unit(self, unit: int, pieces: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> BucketsUnderWay:
+        """Start what `gather` does, for the parameters of one unit."""
+        pairs = zip(self._gathers, self.plan.gathers, strict=True)
+        return self._begin([run for run, bucket in pairs if bucket.unit == unit], pieces, into)
 
     def arriving(self) -> Mapping[str, torch.Size]:
         """Return the sizes on this rank of what `gather` writes: what it reads and does not have at home so."""
@@ -167,15 +161,12 @@ class Bridge:
         tensors: Mapping[str, Tensor | None],
         into: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
-        under_way: deque[Handle] = deque()
-        results: dict[str, Tensor] = {}
-        for run in runs:
-            under_way.append(self._start(run, tensors, into))
-            if len(under_way) == BUCKETS_AT_ONCE:
-                results |= under_way.popleft().wait()
-        for handle in under_way:
-            results |= handle.wait()
-        return results
+        return self._begin(runs, tensors, into).wait()
+
+    def _begin(
+        self, runs: Sequence[BucketRun], tensors: Mapping[str, Tensor | None], into: Mapping[str, Tensor] | None
+    ) -> BucketsUnderWay:
+        return BucketsUnderWay(runs, lambda run: self._start(run, tensors, into))
 
 
 class Reduction:
@@ -434,3 +425,23 @@ class BucketUnderWay:
 
 Handle = NoCommBucket | BucketUnderWay
 """A bucket that was started."""
+
+
+class BucketsUnderWay:
+    """Buckets that run one after another, some at once: as many of them are started at first."""
+
+    def __init__(self, runs: Sequence[BucketRun], start: Callable[[BucketRun], Handle]) -> None:
+        self._start, self._left, self._under_way = start, deque(runs), deque[Handle]()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        while self._left and len(self._under_way) < BUCKETS_AT_ONCE:
+            self._under_way.append(self._start(self._left.popleft()))
+
+    def wait(self) -> dict[str, Tensor]:
+        """Run all, and give their tensors by name; once."""
+        results: dict[str, Tensor] = {}
+        while self._under_way:
+            results |= self._under_way.popleft().wait()
+            self._go_on()
+        return results

@@ -266,6 +266,7 @@ class GraphCompute(Compute):
         """Return a step's way through units; a gradient comes back to the visits from `first` on."""
         key = bridge, units
         if key not in self._buffers:
+            self._buffers.clear()  # so that there are never those of two bridges
             self._buffers[key], self.sizes = UnitBuffers(units, bridge, self.device), None
         return UnitWalk(self._buffers[key], own_pieces(self.homes), first)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hetu_fx.errors import StateError
-from hetu_fx.switching.bridge.bridge import Bridge, Handle
+from hetu_fx.switching.bridge.bridge import Bridge, BucketsUnderWay
 from hetu_fx.transforms.lowering.units import UnitPlan
 
 ALIGNED = 64
@@ -39,7 +39,7 @@ class UnitBuffers:
         self.kept, self._sizes = bridge.kept(), bridge.arriving()
         self.present: set[int] = set()
         self.most_bytes = self.num_gathers = 0
-        self._coming: dict[int, list[Handle]] = {}
+        self._coming: dict[int, BucketsUnderWay] = {}
         self._walk: Callable[[], object] = nobody  # which uses the buffers
         with _writing():
             self._slots, self._places = self._laid_out()
@@ -88,7 +88,7 @@ class UnitBuffers:
 
     def has(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is in a buffer, or a view of what is."""
-        place = tensor.untyped_storage().data_ptr()
+        place = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
         return place != 0 and any(place == storage.data_ptr() for storage in self._slots)
 
     def take(self, walk: object) -> None:
@@ -126,7 +126,7 @@ class UnitBuffers:
                 self._arrive(unit)
             elif unit not in self.present:
                 self._note(unit)
-                self._put(unit, self.bridge.gather_unit(unit, pieces, self._targets))
+                self._put(unit, self.bridge.begin_unit(unit, pieces, self._targets).wait())
 
     @_writing()
     def begin(self, units: Collection[int], pieces: Mapping[str, Tensor]) -> None:
@@ -142,10 +142,7 @@ class UnitBuffers:
             self._note()
 
     def _arrive(self, unit: int) -> None:
-        made: dict[str, Tensor] = {}
-        for handle in self._coming.pop(unit):
-            made |= handle.wait()
-        self._put(unit, made)
+        self._put(unit, self._coming.pop(unit).wait())
 
     def _put(self, unit: int, made: Mapping[str, Tensor]) -> None:
         """Put what has arrived elsewhere in its place."""

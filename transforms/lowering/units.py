@@ -97,13 +97,15 @@ class UnitPlan:
         return sum(sorted(self.num_bytes)[-2:])
 
     def _slots(self) -> Sequence[int]:
-        slots = [-1] * len(self.units)
+        near: list[set[int]] = [set() for _ in self.units]
         for number, visit in enumerate(self.visits):
-            near = visit.union(*self.visits[max(0, number - 1) : number + 2])
-            for unit in sorted(visit):
-                if slots[unit] < 0:
-                    taken = {slots[other] for other in near}
-                    slots[unit] = next(slot for slot in range(len(slots) + 1) if slot not in taken)
+            others = visit.union(*self.visits[max(0, number - 1) : number + 2])
+            for unit in visit:
+                near[unit] |= others - {unit}
+        slots: list[int] = []
+        for unit, others in enumerate(near):
+            taken = {slots[other] for other in others if other < unit}
+            slots.append(next(slot for slot in range(unit + 1) if slot not in taken))
         return slots
 
     def first_of(self, names: Collection[str]) -> int:

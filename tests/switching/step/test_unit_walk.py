@@ -97,6 +97,29 @@ def test_a_replica_without_rows_goes_through_them_too() -> None:
     assert_same(last, first)
 
 
+class Shared(nn.Module):
+    """Reads its blocks twice, the second time two at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(40, 40) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        first, _, third, _ = self.blocks
+        return (x @ first.weight @ third.weight + self.blocks[1](x)).pow(2).mean()
+
+
+def test_units_that_are_read_again_together_do_not_take_each_others_place() -> None:
+    torch.manual_seed(0)
+    how, model = Lockstep(ADAM), Shared().double()
+    batches = [{"x": torch.randn(4, 40, dtype=torch.float64)} for _ in range(3)]
+    captured = how.capture(model, batches[0])
+    first, last = (how.train(model, batches, replace(UNEVEN, zero=zero), captured) for zero in (1, 3))
+    assert_same(last, first)
+
+
 def test_rows_of_ranks_own_are_moved_as_under_zero_1() -> None:
     same_as_zero_1(words(), UNEVEN, 3, rows=(3, 1))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from torch import nn
 
@@ -40,6 +42,14 @@ def test_a_tied_weight_belongs_to_its_first_reader_and_is_there_for_the_last() -
     assert plan.visits[-1] == {0, 4}
     assert plan.begun_at[-1] == (4,)
     assert plan.slots[0] not in (plan.slots[3], plan.slots[4], plan.slots[1])
+
+
+def test_units_that_meet_late_have_buffers_of_their_own() -> None:
+    """Two units that are each read early, far from each other, and together later."""
+    visits = tuple(map(frozenset, ({0}, {1}, {2}, {3}, {0, 2}, {1, 3})))
+    slots = UnitPlan(tuple((f"w{unit}",) for unit in range(4)), (8,) * 4, visits).slots
+    for one, following in pairwise(visits):
+        assert len({slots[unit] for unit in one | following}) == len(one | following)
 
 
 def test_a_model_without_blocks_is_cut_by_bytes() -> None:

@@ -157,7 +157,7 @@ class UnitBuffers:
 
     def _drop(self, units: Collection[int]) -> None:
         """Forget what is in units; where memory that nobody has written has no numbers in it, neither has theirs."""
-        if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:
+        if torch.are_deterministic_algorithms_enabled():
             for target in (self._targets[name] for unit in units for name in self._arriving(unit)):
                 if target.is_floating_point():
                     target.fill_(torch.nan)

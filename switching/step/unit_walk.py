@@ -9,7 +9,7 @@ Autograd runs a step's backward in the reverse order of its forward: a visit is 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -26,6 +26,9 @@ class HandsOn(Protocol):
 
     def hand_on(self, unit: int, names: Iterable[str]) -> None:
         """Start those of its parameters on their way home."""
+
+
+_NOBODY: Callable[[], HandsOn | None] = nobody
 
 
 class UnitWalk:
@@ -45,7 +48,7 @@ class UnitWalk:
         self._versions = [version(piece) for piece in pieces.values()]
         aliases = buffers.aliases()
         self.copies = {name: pieces[name] for name in buffers.kept} | aliases
-        self._at, self._hands_on = -1, nobody
+        self._at, self._hands_on = -1, _NOBODY
         self._goes_back = False
 
     @contextmanager
@@ -68,7 +71,7 @@ class UnitWalk:
         try:
             yield
         finally:
-            self._hands_on = nobody
+            self._hands_on = _NOBODY
             self.buffers.let_go()
 
     def is_outdated(self, pieces: Mapping[str, Tensor]) -> bool:
@@ -132,7 +135,8 @@ class UnitWalk:
             self.buffers.begin(visits[following] | visits[visit], self._pieces)
 
     def _hand_on(self, visit: int) -> None:
-        collector: Any = self._hands_on()
+        collector = self._hands_on()
+        assert collector is not None, "it runs the backward"
         for unit in reversed(self.buffers.plan.begun_at[visit]):
             collector.hand_on(unit, self.buffers.plan.units[unit])
 

@@ -103,8 +103,8 @@ class UnitPlan:
             for unit in visit:
                 near[unit] |= others - {unit}
         slots: list[int] = []
-        for unit, others in enumerate(near):
-            taken = {slots[other] for other in others if other < unit}
+        for unit, met in enumerate(near):
+            taken = {slots[other] for other in met if other < unit}
             slots.append(next(slot for slot in range(unit + 1) if slot not in taken))
         return slots
 

@@ -233,8 +233,8 @@ class EagerExecution:
                 )
         if plan.zero == 3 and world_size > 1:
             raise PlanError(
-                "the plan has zero 3, but capture='eager' runs the module as it is, with all parameters at once\nhint: "
-                "use zero 2"
+                "the plan has zero 3, but capture='eager' calls the module itself, with all of its parameters\n"
+                "hint: use zero 2"
             )
         check_takes_any_row(plan)
         plan.check(num_blocks=0, world_size=world_size)

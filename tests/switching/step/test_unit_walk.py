@@ -18,6 +18,9 @@ from hetu_fx.comm_ops.wire.threads.run import run_in_threads
 from hetu_fx.errors import PlanError, StateError
 from hetu_fx.lockstep import Lockstep, train_alone
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.program.captures import Programs
+from hetu_fx.switching.eager.execution import EagerExecution
+from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.step.unit_buffers import UnitBuffers
 from tests.switching.in_threads import as_two_ranks, runtime_of
@@ -419,6 +422,11 @@ def test_what_zero_3_does_not_take_is_refused_by_name() -> None:
     how, low = Lockstep(ADAM), Plan(tuple(Pipeline((Stage((rank,), dtype="bfloat16"),), 1) for rank in range(2)))
     with pytest.raises(PlanError, match="zero 3 and stages of dtype 'bfloat16'"):
         how.train(Words().double(), BATCHES, replace(low, zero=3))
+    recorded = GraphExecution(Programs(words(), None), BATCHES[0], None, replays=True)
+    with pytest.raises(PlanError, match="needs them where they were"):
+        recorded.check(UNITS, 2)
+    with pytest.raises(PlanError, match="zero 3, but capture='eager' calls the module itself"):
+        EagerExecution(words(), None, BATCHES[0]).check(UNITS, 2)
 
 
 def test_a_model_alone_is_not_cut_into_units() -> None:

@@ -7,6 +7,7 @@ before it measures, for the same reasons (its artifact's warm-up).
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -93,6 +94,21 @@ class GraphExecution:
     def check(self, plan: Plan, world_size: int) -> None:
         """Raise PlanError unless the plan fits the model's blocks and the world."""
         plan.check(num_blocks=self.programs.num_blocks, world_size=world_size)
+        if plan.gathers_units and world_size > 1:
+            self._check_gathers_units(plan)
+
+    def _check_gathers_units(self, plan: Plan) -> None:
+        dtype = next((stage.dtype for *_, stage in plan.stages if stage.dtype), None)
+        if self.replays:
+            raise PlanError(
+                "the plan has zero 3, under which parameters are gathered again and again, but cuda_graphs=True needs "
+                "them where they were\nhint: use zero 2, or leave cuda_graphs out"
+            )
+        if dtype is not None:
+            raise PlanError(
+                f"the plan has zero 3 and stages of dtype {dtype!r}, whose casts of all parameters would stay for "
+                f"backward\nhint: use zero 2, or cast the model itself"
+            )
 
     def check_ops(self, plan: Plan) -> None:
         """Raise PlanError or DeductionError unless all ops can run under the plan."""
@@ -130,6 +146,12 @@ class GraphExecution:
         self, plan: Plan, table: GroupTable, homes: Mapping[str, nn.Parameter], deduced: bytes | None = None
     ) -> GraphCompute:
         """Return what makes the device graphs of the plan's layout."""
+        if plan.zero == 3 and not plan.gathers_units and table.rank == 0:
+            warnings.warn(
+                f"zero 3 under pipelines of several stages or micro-batches keeps parameters gathered for the whole "
+                f"step, as zero 2 does: {plan.summary()}",
+                stacklevel=2,
+            )
         made = GraphCompute(table, homes, plan, self.backend, replays=self.replays)
         name = self.programs.name(self.program).encode()
         if deduced is not None and deduced.startswith(name):  # else the model has changed since

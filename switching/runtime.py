@@ -150,7 +150,8 @@ class Runtime:
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without communication until the first backward outside, or until one is read.
 
-        Reading one (a norm, an optimizer's step, `to_local`) brings all home, as if they had never been kept.
+        Reading one (a norm, an optimizer's step, `to_local`) brings all home, as if they had never been kept. Under
+        zero 2 and 3 gradients add up at home instead, as no rank has room for whole ones: each backward communicates.
         """
         before, self._syncs_gradients = self._syncs_gradients, False
         try:

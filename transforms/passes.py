@@ -18,6 +18,7 @@ from hetu_fx.transforms.lowering.choose_algorithms import ChooseAlgorithms
 from hetu_fx.transforms.lowering.overlap_products import Overlap
 from hetu_fx.transforms.lowering.recompute import Recompute
 from hetu_fx.transforms.lowering.recomputing_module import RecomputingModule
+from hetu_fx.transforms.lowering.units import Units
 from hetu_fx.transforms.lowering.weights_later import WeightsLater
 from hetu_fx.transforms.rewrites.all_rows import AllRows
 from hetu_fx.transforms.rewrites.count_checks import CountChecks
@@ -78,7 +79,8 @@ PASSES: tuple[type[Pass[Any, Any]], ...] = (
     WeightsLater,  # after recomputation, which finds weights by the ops that read them
     Overlap,  # after both, which look for products
     RecomputingModule,  # -> GraphModule, which is run as it is or compiled
-    BlockModules,  # of those that are compiled
+    BlockModules,  # of those that are compiled, and those whose parameters are gathered unit by unit
+    Units,  # of the latter: after what cuts them
 )
 """All passes, in their order: each takes what the one before it makes."""
 

@@ -17,6 +17,7 @@ from hetu_fx.transforms.layouts.annotated_graph import AnnotatedGraph, StageLayo
 from hetu_fx.transforms.layouts.axis import AxisDeduction
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.layouts.states import WHOLE, AxisState, DisjointPartial, SplitOn, Whole
+from hetu_fx.transforms.lowering.units import MARKERS
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph, Handover
 
 SHORT_DTYPES = {
@@ -223,7 +224,8 @@ def op_name(node: fx.Node) -> str:
     """Return the op's name without the aten namespace and the default overload."""
     if isinstance(node.target, OpOverload):
         return str(node.target).removeprefix("aten.").removesuffix(".default")
-    return getattr(node.target, "__name__", str(node.target))
+    name, _ = MARKERS.get(node.target, ("", None))
+    return name or getattr(node.target, "__name__", str(node.target))
 
 
 def _argument_text(argument: Any) -> str:

@@ -162,7 +162,12 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{name}", nargs="+", action="extend", default=[], metavar="NAME", help=f"{what}, names below"
         )
-    parser.add_argument("--zero", type=int, choices=(0, 1), help="optimizer states whole on replicas, or spread")
+    parser.add_argument(
+        "--zero",
+        type=int,
+        metavar="{0,1}",
+        help="optimizer states whole on replicas, or spread (2 and 3 are set in the plan file)",
+    )
     parser.add_argument(
         "--seconds", type=float, metavar="S", help="give the best plan so far after this time, and what it may lack"
     )

@@ -7,6 +7,7 @@
     folder/single/inference.onnx      the same as ONNX, where that was asked for
     folder/variants/NAME/rank0.pt2    the device graph of rank 0, with this rank's parts of the weights
     folder/.../*.txt, *.svg           each graph, to read, and its picture
+    folder/.../*.units.txt            where a rank gathers its parameters and lets them go, under zero 3
     folder/weights/model.safetensors  the weights, where the graphs are to be without them
 
 What is written for one device needs nothing of hetu_fx. A device graph needs `import hetu_fx`, which makes its ops
@@ -49,6 +50,7 @@ from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.step.compiled_plans import GraphVariant, StagePlan
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.lowering.weights_later import without_waiting
+from hetu_fx.transforms.show import show_stage
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph, GraphSlot, ResultKind, SlotKind
 
 
@@ -114,10 +116,12 @@ def _export_variant(
     stage = variant.stage(program, False)  # makes its graph
     parts = _rank_parameters(runtime, stage.deduced) if weights else {}
     folder = aside / "variants" / variant.name
-    return raise_on_all_ranks(runtime.table, lambda: _write(runtime, stage, parts, folder))
+    return raise_on_all_ranks(runtime.table, lambda: _write(runtime, variant, stage, parts, folder))
 
 
-def _write(runtime: Runtime, stage: StagePlan, parts: Mapping[str, Tensor], folder: Path) -> dict[str, Any] | None:
+def _write(
+    runtime: Runtime, variant: GraphVariant, stage: StagePlan, parts: Mapping[str, Tensor], folder: Path
+) -> dict[str, Any] | None:
     """Write this rank's graph, or those of all chunks of its stage, of which the first has the others beside it."""
     if not stage.devices:
         return None
@@ -125,6 +129,10 @@ def _write(runtime: Runtime, stage: StagePlan, parts: Mapping[str, Tensor], fold
     devices = [without_waiting(device) for device in stage.devices]
     names = [f"rank{device.rank}" + f".chunk{i}" * (i > 0) for i, device in enumerate(devices)]
     pairs = zip(devices, names, strict=True)
+    if stage.units is not None:  # an exported graph has all its parameters; how a step gathers them is to be read
+        paths = stage.deduced.annotated.graph.block_paths
+        text = show_stage(variant.compute.module(stage.devices[0], paths, stage.units))
+        (folder / f"{names[0]}.units.txt").write_text(f"{text}\n")
     first, *others = [_write_graph(runtime, stage, one, parts, folder / f"{name}.pt2") for one, name in pairs]
     return first | ({"chunks": others} if others else {})
 

@@ -1,4 +1,4 @@
-"""Choosing where parameters live: every element once (zero 1), or where the plan reads it (zero 0).
+"""Choosing where parameters live: every element once (zero 1 to 3), or where the plan reads it (zero 0).
 
 A home inside the part that a rank reads anyway makes the bridge cheap: replicas then exchange it by one
 reduce-scatter and one all-gather among those that read the same part. Shares follow the ranks' weights.
@@ -14,7 +14,7 @@ from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Sharding, Sp
 from hetu_fx.annotations.region import Interval, Intervals, whole
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
-from hetu_fx.plans.plan import Plan
+from hetu_fx.plans.plan import ZERO, Plan
 
 # A tensor below this many elements is not worth cutting: it goes to one rank, the least loaded.
 SMALL = 1024
@@ -58,12 +58,12 @@ def make_home_layouts(
         shapes: global shapes by name.
         compute: where the plan reads each parameter; its home is on the same ranks.
         weights: relative share of the state that each rank can hold.
-        zero: 0 keeps a copy wherever the parameter is read; 1 keeps every element once.
+        zero: 0 keeps a copy wherever the parameter is read; 1, 2 and 3 keep every element once.
 
     Raises PlanError for another `zero`, or weights that are negative.
     """
-    if zero not in (0, 1):
-        raise PlanError(f"zero is {zero}\nhint: give 0 (copies as the plan reads them) or 1 (each element once)")
+    if zero not in ZERO:
+        raise PlanError(f"zero is {zero}\nhint: give 0 (copies as the plan reads them) or 1 to 3 (each element once)")
     if min(weights) < 0 or not all(map(math.isfinite, weights)):
         raise PlanError(f"home weights are {list(weights)}\nhint: give {len(weights)} numbers from 0, one per rank")
     if zero == 0:

@@ -10,7 +10,7 @@ The plan file (`hetu_fx.plan/1`) is meant to be edited by hand; see `Plan.read`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -40,6 +40,7 @@ from hetu_fx.show.table import table_text
 __all__ = [
     "FORMAT",
     "SCHEDULES",
+    "ZERO",
     "Pipeline",
     "Plan",
     "Schedule",
@@ -56,6 +57,13 @@ SCHEDULES: tuple[str, ...] = get_args(Schedule)
 _CHUNKS = {"interleaved": 2, "zero-bubble": 1}  # at least, and where nothing is said; under others a stage is whole
 Attention = Literal["auto", "gathered", "ring", "heads"]
 ATTENTIONS: tuple[str, ...] = get_args(Attention)
+ZERO: Mapping[int, str] = {
+    0: "states whole on each replica",
+    1: "optimizer states spread over them",
+    2: "1, and gradients reduced as they come",
+    3: "2, and parameters gathered unit by unit",
+}
+"""What each value of a plan's `zero` means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +73,7 @@ class Plan(Document):
     `name` is that of its variant; None: it gets one. `schedule` orders forwards and backwards of the micro-batches;
     under "interleaved" the blocks of every stage are dealt out in `chunks` (left out: 2), round by round over the
     stages of its pipeline, through which micro-batches thus go several times; "zero-bubble" may have chunks, too (left
-    out: 1), others have 1. `zero` 1 spreads optimizer states over the replicas, 0 keeps them whole on each. A plan with
+    out: 1), others have 1. `zero` is one of `ZERO`: what replicas share instead of keeping it whole. A plan with
     `max_length` is a variant for batches whose longest sequence is at most that. `predicted` is what the planner
     expected; it takes no part in equality. Shares are kept without common factor. `split` names what tensor parallel
     groups split before what they would choose: pairs of a pattern of parameter names and a dim, such as
@@ -96,8 +104,9 @@ class Plan(Document):
         object.__setattr__(self, "pipelines", tuple(replace(p, share=share) for p, share in pairs))
         check_devices(self.devices, "a plan")
         self._check_schedule()
-        if self.zero not in (0, 1):
-            raise PlanError(f"zero is {self.zero}\nhint: give 0 (states whole on each replica) or 1 (spread over them)")
+        if self.zero not in ZERO:
+            known = ", ".join(f"{number} ({meaning})" for number, meaning in ZERO.items())
+            raise PlanError(f"zero is {self.zero}\nhint: give {known}")
         object.__setattr__(self, "split", tuple((pattern, dim) for pattern, dim in self.split))
         if any(type(dim) is not int or dim < 0 for _, dim in self.split):
             raise PlanError(f"split is {dict(self.split)}\nhint: give a dim from 0 for each pattern of parameter names")
@@ -156,10 +165,10 @@ class Plan(Document):
         return cls((Pipeline((Stage((device,)),)),))
 
     @classmethod
-    def data_parallel(cls, devices: int | Sequence[int], shares: Sequence[int] = ()) -> Plan:
+    def data_parallel(cls, devices: int | Sequence[int], shares: Sequence[int] = (), *, zero: int = 1) -> Plan:
         """Build a plan with the whole model on each device, each with its share of the rows.
 
-        `devices` are ranks, or how many of them.
+        `devices` are ranks, or how many of them; `zero` is one of `ZERO`.
         """
         devices = _ranks(devices)
         shares = tuple(shares) or (1,) * len(devices)
@@ -167,7 +176,8 @@ class Plan(Document):
             raise PlanError(
                 f"{len(shares)} shares {list(shares)} for devices {list(devices)}\nhint: give one per device"
             )
-        return cls(tuple(Pipeline((Stage((d,)),), share=s) for d, s in zip(devices, shares, strict=True)))
+        pairs = zip(devices, shares, strict=True)
+        return cls(tuple(Pipeline((Stage((d,)),), share=s) for d, s in pairs), zero=zero)
 
     @classmethod
     def tensor_parallel(cls, devices: int | Sequence[int], ratios: Sequence[int] = ()) -> Plan:
@@ -199,6 +209,11 @@ class Plan(Document):
     def is_data_parallel(self) -> bool:
         """Tell whether each pipeline is one device that runs the whole model, on all of its rows at once."""
         return all(len(pipeline.devices) == 1 and pipeline.micro_batches == 1 for pipeline in self.pipelines)
+
+    @property
+    def gathers_units(self) -> bool:
+        """Tell whether parameters are gathered unit by unit: zero 3, where each pipeline is one pass of one stage."""
+        return self.zero == 3 and all(len(p.stages) == 1 and p.micro_batches == 1 for p in self.pipelines)
 
     @property
     def has_program(self) -> bool:
@@ -257,7 +272,9 @@ class Plan(Document):
         length = "any" if self.max_length is None else f"at most {self.max_length}"
         shared = ", sequence parallel" if self.sequence_parallel else ""
         shared += "" if self.attention == "auto" else f", {self.attention} attention"
-        return f"plan{self._called}: schedule {self.schedule_text}, zero {self.zero}, sequence length {length}{shared}"
+        kept = " (parameters for the whole step)" if self.zero == 3 and not self.gathers_units else ""
+        head = f"plan{self._called}: schedule {self.schedule_text}, zero {self.zero}{kept}"
+        return f"{head}, sequence length {length}{shared}"
 
     def __str__(self) -> str:
         return "\n".join([self._how, plan_table(self.pipelines), *program_text(self.pipelines)])

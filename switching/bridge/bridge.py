@@ -7,7 +7,7 @@ coincide the memory is shared and nothing moves.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -38,6 +38,7 @@ class Bridge:
 
     Made alike on all ranks of `table`; every call is collective over them. `lowering` chooses the form of its messages
     (None: the cheapest on the links of `table`). `is_outdated` is set where parameters have got other homes since.
+    `reduced_with` is how many reduce buckets have to be started for the gradients of each unit to be under way.
     """
 
     def __init__(
@@ -49,6 +50,8 @@ class Bridge:
     ) -> None:
         self.plan = _planned(tuple(entries), bucket_bytes)
         self.is_outdated = False
+        units = {entry.unit for entry in self.plan.entries}
+        self.reduced_with = {unit: sum(bucket.unit >= unit for bucket in self.plan.reduces) for unit in units}
         lowering = lowering or Lowering(table.topology)
         self.table = table
         self._device, self._has_met = torch.device("cpu"), False
@@ -60,7 +63,7 @@ class Bridge:
         ]
         self._reduces = [
             BucketRun(table, bucket, reduces, tag, lowering, required=False)
-            for tag, bucket in enumerate(self.plan.reduces)
+            for tag, bucket in enumerate(self.plan.reduces, len(self.plan.gathers))  # both may be under way
         ]
 
     @property
@@ -105,8 +108,22 @@ class Bridge:
         """
         return self._run(self._gathers, pieces, into)
 
+    def begin_unit(self, unit: int, pieces: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> BucketsUnderWay:
+        """Start what `gather` does, for the parameters of one unit."""
+        pairs = zip(self._gathers, self.plan.gathers, strict=True)
+        return self._begin([run for run, bucket in pairs if bucket.unit == unit], pieces, into)
+
+    def arriving(self) -> Mapping[str, torch.Size]:
+        """Return the sizes on this rank of what `gather` writes: what it reads and does not have at home so."""
+        named = [(name, run) for run in self._gathers for name in run.wanted if name not in run.kept]
+        return {name: torch.Size(run.targets[name].local_shape) for name, run in named}
+
+    def kept(self) -> frozenset[str]:
+        """Return what `gather` gives as it is at home."""
+        return frozenset(name for run in self._gathers for name in run.wanted if name in run.kept)
+
     def reduce(self, grads: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-        """Turn this rank's gradients of compute parameters into gradients of its home pieces, for all names.
+        """Turn this rank's gradients of compute parameters into gradients of its home pieces, for all trained names.
 
         A gradient that is None or absent counts as zeros. Gradients may be written to and given back.
         """
@@ -145,15 +162,12 @@ class Bridge:
         tensors: Mapping[str, Tensor | None],
         into: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
-        under_way: deque[Handle] = deque()
-        results: dict[str, Tensor] = {}
-        for run in runs:
-            under_way.append(self._start(run, tensors, into))
-            if len(under_way) == BUCKETS_AT_ONCE:
-                results |= under_way.popleft().wait()
-        for handle in under_way:
-            results |= handle.wait()
-        return results
+        return self._begin(runs, tensors, into).wait()
+
+    def _begin(
+        self, runs: Sequence[BucketRun], tensors: Mapping[str, Tensor | None], into: Mapping[str, Tensor] | None
+    ) -> BucketsUnderWay:
+        return BucketsUnderWay(runs, lambda run: self._start(run, tensors, into))
 
 
 class Reduction:
@@ -163,13 +177,17 @@ class Reduction:
 
     Buckets start in their fixed order, each as soon as the gradients that this rank has for it (`expected`, by
     name) are there; `start` starts what is left, `finish` waits for all.
+
+    `most` is how many buckets are under way at once (None: any number). The oldest is waited for before another one is
+    packed beyond it, so that what it was packed from and into is let go while others are still to come. Ranks must not
+    wait for each other for anything else meanwhile, such as sums in the middle of the model.
     """
 
-    def __init__(self, bridge: Bridge, expected: Collection[str]) -> None:
+    def __init__(self, bridge: Bridge, expected: Collection[str], most: int | None = None) -> None:
         bridge.meet()
         self._bridge = bridge
         self._ready: dict[str, Tensor | None] = {}
-        self._expected = expected
+        self._expected, self._most = expected, most
         self._under_way: deque[Handle] = deque()
         self._started = 0
         self._results: dict[str, Tensor] = {}
@@ -186,15 +204,15 @@ class Reduction:
         """Return what is awaited for each bucket."""
         return [set(names).intersection(self._expected) for names in self._bridge.reduce_buckets]
 
-    def start(self, last: dict[str, Tensor] | None = None) -> None:
-        """Start what is left, with zeros for gradients that never came.
+    def start(self, last: dict[str, Tensor] | None = None, end: int | None = None) -> None:
+        """Start what is left up to bucket `end` (None: all), with zeros for gradients that never came.
 
         `last` are those that have not been handed in; it is emptied, so that each is let go once it is packed.
         """
         if last is not None:
             self._ready.update(last)
             last.clear()
-        while self._started < len(self._bridge.reduce_buckets):
+        while self._started < (len(self._bridge.reduce_buckets) if end is None else end):
             self._start_next()
 
     def finish(self, last: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -210,7 +228,15 @@ class Reduction:
         while self._under_way:  # a bucket's buffers go before the next one's results are made
             self._results |= self._under_way.popleft().wait()
 
+    def abandon(self) -> None:
+        """Wait for what is under way, so that no later message is taken for one of it, and forget what it brings."""
+        while self._under_way:
+            self._under_way.popleft().wait()
+        self._results.clear()
+
     def _start_next(self) -> None:
+        if len(self._under_way) == self._most:
+            self._results |= self._under_way.popleft().wait()
         number, self._started = self._started, self._started + 1
         names = self._bridge.reduce_buckets[number]
         self._under_way.append(self._bridge.reduce_start(number, {name: self._ready.pop(name, None) for name in names}))
@@ -400,3 +426,23 @@ class BucketUnderWay:
 
 Handle = NoCommBucket | BucketUnderWay
 """A bucket that was started."""
+
+
+class BucketsUnderWay:
+    """Buckets that run one after another, some at once: as many of them are started at first."""
+
+    def __init__(self, runs: Sequence[BucketRun], start: Callable[[BucketRun], Handle]) -> None:
+        self._start, self._left, self._under_way = start, deque(runs), deque[Handle]()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        while self._left and len(self._under_way) < BUCKETS_AT_ONCE:
+            self._under_way.append(self._start(self._left.popleft()))
+
+    def wait(self) -> dict[str, Tensor]:
+        """Run all, and give their tensors by name; once."""
+        results: dict[str, Tensor] = {}
+        while self._under_way:
+            results |= self._under_way.popleft().wait()
+            self._go_on()
+        return results

@@ -31,7 +31,8 @@ class BridgeEntry:
     """One parameter: where its home is, where the graph reads it, and how its gradient lies there.
 
     `gradient` is `compute` with some copies turned into summands. `dtype` is that of the compute parameter
-    and of its gradient.
+    and of its gradient. Parameters of one `unit` travel together, and with no others; entries are in order of units.
+    What is not `trained` has no gradient that would travel.
     """
 
     name: str
@@ -40,6 +41,8 @@ class BridgeEntry:
     home: Annotation
     compute: Annotation
     gradient: Annotation
+    unit: int = 0
+    trained: bool = True
 
     def __post_init__(self) -> None:
         if self.home.has_partial or self.compute.has_partial:
@@ -87,12 +90,13 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class BridgeBucket:
-    """Parameters that are brought over together; `moved` names those that go by batched send-receive."""
+    """Parameters of a unit that are brought over together; `moved` names those that go by batched send-receive."""
 
     names: tuple[str, ...]
     dtype: torch.dtype
     messages: tuple[Message, ...]
     moved: tuple[str, ...]
+    unit: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,9 @@ def plan_bridge(entries: Sequence[BridgeEntry], bucket_bytes: int = BUCKET_BYTES
     return BridgePlan(
         tuple(entries),
         _buckets(entries, lambda e: _gather_routes(e.home, e.compute, e.shape), bucket_bytes),
-        _buckets(entries[::-1], lambda e: _reduce_routes(e.gradient, e.home, e.shape), bucket_bytes),
+        _buckets(
+            [e for e in entries[::-1] if e.trained], lambda e: _reduce_routes(e.gradient, e.home, e.shape), bucket_bytes
+        ),
     )
 
 
@@ -170,12 +176,12 @@ def _lanes(route: Route) -> list[tuple[BridgeLane, int | None]]:
 def _buckets(
     entries: Sequence[BridgeEntry], routes_of: Callable[[BridgeEntry], Routes], bucket_bytes: int
 ) -> tuple[BridgeBucket, ...]:
-    """Group parameters that use the same lanes, in order of first appearance, and cut groups by size."""
+    """Group parameters of a unit that use the same lanes, in order of first appearance, and cut groups by size."""
     groups: dict[object, list[BridgeEntry]] = {}
     for entry in entries:
         routes = routes_of(entry)
         lanes = None if routes is None else tuple(sorted({lane for lane, _, _ in routes}))
-        groups.setdefault((entry.dtype, lanes), []).append(entry)
+        groups.setdefault((entry.unit, entry.dtype, lanes), []).append(entry)
     return tuple(_bucket(part, routes_of) for group in groups.values() for part in _cut_by_size(group, bucket_bytes))
 
 
@@ -205,7 +211,7 @@ def _bucket(entries: Sequence[BridgeEntry], routes_of: Callable[[BridgeEntry], R
             parts.setdefault(lane, []).extend(ParameterBox(entry.name, box, owner) for box in slice_boxes(piece))
     messages = tuple(_message(lane, parts[lane]) for lane in sorted(parts))
     names = tuple(entry.name for entry in entries)
-    return BridgeBucket(names, entries[0].dtype, messages, tuple(moved))
+    return BridgeBucket(names, entries[0].dtype, messages, tuple(moved), entries[0].unit)
 
 
 def slice_boxes(piece: Slice) -> tuple[Box, ...]:

@@ -231,6 +231,11 @@ class EagerExecution:
                     f"pipelines[{index}] of the plan is {pipeline}, but capture='eager' runs the module as it is\n"
                     f"hint: leave 'dtype' out, and use torch.autocast around the module"
                 )
+        if plan.zero == 3 and world_size > 1:
+            raise PlanError(
+                "the plan has zero 3, but capture='eager' calls the module itself, with all of its parameters\n"
+                "hint: use zero 2"
+            )
         check_takes_any_row(plan)
         plan.check(num_blocks=0, world_size=world_size)
         self.check_rows_are_known(world_size)

@@ -63,10 +63,11 @@ class StepBackward:
             nodes: of the user's graph, which take what is returned.
         """
         with self.collector.host.counted():
-            return self._run(gradients, nodes)
+            self._check(gradients)
+            with self.collector.passing():
+                return self._run(gradients, nodes)
 
     def _run(self, gradients: Sequence[Tensor | None], nodes: Sequence[Any]) -> tuple[Tensor | None, ...]:
-        self._check(gradients)
         of_outputs = any(gradient is not None for gradient in gradients[1:])
         self.collector.begin(nodes, of_outputs=of_outputs)
         if of_outputs:

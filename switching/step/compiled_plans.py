@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.local import local_part
@@ -31,9 +31,11 @@ from hetu_fx.program.program import Program, deduce_program
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
 from hetu_fx.switching.bridge.bridge_plan import taken_once
 from hetu_fx.switching.bridge.compute import Compute, bytes_besides
-from hetu_fx.switching.home.ops import get_home_layout
+from hetu_fx.switching.home.ops import get_home_layout, own_pieces
 from hetu_fx.switching.step.engine import Chunk, Engine
 from hetu_fx.switching.step.stage_p2p import Ends, StageP2P
+from hetu_fx.switching.step.unit_buffers import UnitBuffers
+from hetu_fx.switching.step.unit_walk import UnitWalk
 from hetu_fx.switching.step.used import GraphUse
 from hetu_fx.switching.step.variant import Variant
 from hetu_fx.transforms.layouts.annotated_graph import AnnotatedGraph, StageLayout
@@ -48,11 +50,12 @@ from hetu_fx.transforms.lowering.overlap_products import Overlap
 from hetu_fx.transforms.lowering.recompute import Recompute
 from hetu_fx.transforms.lowering.recomputing_module import RecomputingModule
 from hetu_fx.transforms.lowering.replay import RecordedCalls, hindrance
+from hetu_fx.transforms.lowering.units import UNITS, UnitPlan, Units, plan_units
 from hetu_fx.transforms.lowering.weights_later import WeightsLater
 from hetu_fx.transforms.passes import run_pass
 from hetu_fx.transforms.rewrites.counter_rng import draws_by_token
 from hetu_fx.transforms.specialize.casts import check_computes
-from hetu_fx.transforms.specialize.device_graph import FIXED_PLACES, FIXED_SIZES, DeviceGraph
+from hetu_fx.transforms.specialize.device_graph import FIXED_PLACES, FIXED_SIZES, DeviceGraph, SlotKind
 from hetu_fx.transforms.specialize.place import Place
 from hetu_fx.transforms.specialize.specialize import Specialize
 
@@ -75,6 +78,7 @@ class StagePlan:
         buffers: where each buffer that this rank reads lies.
         updates: where each buffer that is updated lies, over all ranks, if all pipelines have rows.
         constants: this rank's parts of the graph's constants.
+        units: of parameters, where they are gathered unit by unit.
     """
 
     deduced: DeducedGraph
@@ -84,6 +88,7 @@ class StagePlan:
     buffers: Mapping[str, Annotation]
     updates: Mapping[str, Annotation]
     constants: Mapping[str, Tensor]
+    units: UnitPlan | None = None
 
     @property
     def device(self) -> DeviceGraph | None:
@@ -187,6 +192,7 @@ class GraphCompute(Compute):
         self._deduced: WeakKeyDictionary[Program, bytes] = WeakKeyDictionary()
         self._outdated: WeakSet[StagePlan] = WeakSet()  # whose bridge leads to homes of before
         self._spare: _Leaves | None = None
+        self._buffers: dict[tuple[Bridge, UnitPlan], UnitBuffers] = {}
 
     @property
     def stages(self) -> tuple[StagePlan, ...]:
@@ -220,7 +226,8 @@ class GraphCompute(Compute):
         stages = self._stages.setdefault(program, {})
         before = stages.get(key)
         if before is not None:
-            stages[key] = replace(before, bridge=raise_on_all_ranks(self.table, lambda: self._bridge(before.deduced)))
+            bridge = raise_on_all_ranks(self.table, lambda: self._bridge(before.deduced, before.units))
+            stages[key] = replace(before, bridge=bridge)
         else:
             known = None if any(key) else self._deduced.pop(program, None)
             # By one rank for all: ways are weighed by sizes of the example batch, which ranks have of their own.
@@ -253,6 +260,35 @@ class GraphCompute(Compute):
         """Forget the copies of the parameters; the next run gathers them again."""
         super().drop_copies()
         self._spare = None
+        self._buffers.clear()  # steps whose backward is to come keep theirs
+
+    def walk(self, units: UnitPlan, bridge: Bridge, first: int) -> UnitWalk:
+        """Return a step's way through units; a gradient comes back to the visits from `first` on."""
+        key = bridge, units
+        if key not in self._buffers:
+            self._buffers.clear()  # so that there are never those of two bridges
+            self._buffers[key], self.sizes = UnitBuffers(units, bridge, self.device), None
+        return UnitWalk(self._buffers[key], own_pieces(self.homes), first)
+
+    @property
+    def buffers(self) -> tuple[UnitBuffers, ...]:
+        """Return those in which units are gathered."""
+        return tuple(self._buffers.values())
+
+    @property
+    def entries(self) -> tuple[BridgeEntry, ...]:
+        """Return what copies, or units, come by."""
+        return super().entries or next((bridge.plan.entries for bridge, _ in self._buffers), ())
+
+    @property
+    def has_copies(self) -> bool:
+        """Tell whether copies of the parameters are kept, or buffers for them; the same on all ranks."""
+        return super().has_copies or bool(self._buffers)
+
+    @property
+    def copy_bytes(self) -> int:
+        """Return what these take besides the homes."""
+        return super().copy_bytes + sum(buffers.num_bytes for buffers in self.buffers)
 
     def rehome(self) -> None:
         """Forget what belongs to the present homes; bridges to the new ones are made when they are needed."""
@@ -270,18 +306,27 @@ class GraphCompute(Compute):
         deduced = _read(program, data)
         if self.table.rank == 0:
             _warn_of(gathered_ops(deduced, self.plan, cluster=self._cluster))
-        layouts = deduced.annotated.layouts_of(self.table.rank)
+        layouts, units = deduced.annotated.layouts_of(self.table.rank), self._units(deduced)
         devices = tuple(self._device(deduced, chunk) for chunk in range(max(1, len(layouts))))
         made = tuple(device for device in devices if device is not None)
         return StagePlan(
             deduced=deduced,
             devices=made,
-            engine=self._engine(made, deduced.annotated) if made else None,
-            bridge=self._bridge(deduced),
+            engine=self._engine(made, deduced.annotated, units) if made else None,
+            bridge=self._bridge(deduced, units),
             buffers=_leaf_annotations(deduced, layouts, LeafKind.BUFFER),
             updates=_update_annotations(deduced, range(len(deduced.annotated.stages))),
             constants=self._constants(deduced, layouts),
+            units=units,
         )
+
+    def _units(self, deduced: DeducedGraph) -> UnitPlan | None:
+        """Return the units in which parameters are gathered, the same on all ranks; None where they are for a step."""
+        if self.table.size == 1 or self.plan.zero < 3 or not deduced.annotated.runs_in_step:
+            return None
+        graph = deduced.annotated.graph
+        homes = {leaf.name: self.homes[leaf.name] for leaf in graph.leaves_of(LeafKind.PARAMETER)}
+        return plan_units(graph, {name: home.numel() * home.dtype.itemsize for name, home in homes.items()})
 
     def _device(self, deduced: DeducedGraph, chunk: int) -> DeviceGraph | None:
         """Return the graph of a chunk of this rank's stage; None if the plan leaves the rank out."""
@@ -313,24 +358,34 @@ class GraphCompute(Compute):
         deduced = deduce_program(program, plan, wants_values=wants_values, deduce=deduce)
         return serialize(deduced, program.graph, program.factors, program.flow)
 
-    def _bridge(self, deduced: DeducedGraph) -> Bridge:
-        return self.find_bridge(_bridge_entries(deduced, self.homes))
+    def _bridge(self, deduced: DeducedGraph, units: UnitPlan | None) -> Bridge:
+        entries = _bridge_entries(deduced, self.homes)
+        if units is not None:
+            unit_of = units.unit_of
+            entries = sorted((replace(e, unit=unit_of[e.name]) for e in entries), key=lambda entry: entry.unit)
+        return self.find_bridge(entries)
 
-    def _engine(self, devices: Sequence[DeviceGraph], annotated: AnnotatedGraph) -> Engine:
+    def _engine(self, devices: Sequence[DeviceGraph], annotated: AnnotatedGraph, units: UnitPlan | None) -> Engine:
         ends = [Ends(device.handovers_in, device.handovers_out) for device in devices]
         first = devices[0].layout
         stage = annotated.pipelines[first.pipeline].deal.stage(first.index)
         p2p = StageP2P(stage, ends, self.table, self.device)
         paths = annotated.graph.block_paths
-        chunks = [Chunk(device, self._replayed(device, self._lowered(device, paths))) for device in devices]
-        return Engine(chunks, p2p)
+        return Engine([self._chunk(device, paths, units) for device in devices], p2p)
 
-    def _lowered(self, device: DeviceGraph, paths: tuple[str, ...]) -> Callable[..., Any]:
+    def _chunk(self, device: DeviceGraph, paths: tuple[str, ...], units: UnitPlan | None) -> Chunk:
+        slots = device.slots if units is None else (*device.slots, UNITS)
+        run = lower(self.module(device, paths, units), self.backend, [slot.kind in FIXED_SIZES for slot in slots])
+        return Chunk(replace(device, slots=slots), self._replayed(device, run))
+
+    def module(self, device: DeviceGraph, paths: tuple[str, ...], units: UnitPlan | None) -> fx.GraphModule:
+        """Return what a device graph runs as, before it is compiled: with units, it gathers their parameters."""
         module = run_pass(RecomputingModule(), device)
-        if self.backend is not None:
-            module = run_pass(BlockModules(paths), module)
-        fixed = [slot.kind in FIXED_SIZES for slot in device.slots]
-        return lower(module, self.backend, fixed)
+        if units is None:
+            return module if self.backend is None else run_pass(BlockModules(paths), module)
+        names = tuple(slot.name if slot.kind is SlotKind.PARAMETER else None for slot in device.slots)
+        numbers = tuple(None if name is None else units.unit_of[name] for name in names)
+        return run_pass(Units(units, names), run_pass(BlockModules(paths, numbers), module))
 
     def _replayed(self, device: DeviceGraph, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return what replays a graph's function, where that is wanted and can be."""
@@ -383,7 +438,8 @@ def _bridge_entries(deduced: DeducedGraph, homes: Mapping[str, nn.Parameter]) ->
         compute, gradient = deduced.parameter_annotations(leaf)
         at_home, shape = get_home_layout(home).annotation, tuple(home.shape)
         taken = taken_once(gradient, at_home, shape)
-        entries.append(BridgeEntry(leaf.name, shape, home.dtype, at_home, compute, taken))
+        trained = home.requires_grad
+        entries.append(BridgeEntry(leaf.name, shape, home.dtype, at_home, compute, taken, trained=trained))
     return entries
 
 

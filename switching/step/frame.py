@@ -30,6 +30,7 @@ from hetu_fx.switching.step.gradients import Collector
 from hetu_fx.switching.step.loss import GlobalLoss, LossGradient, apply_outside_transforms
 from hetu_fx.switching.step.rows import RowPlan, at_pipelines, at_ranks, move_tensor
 from hetu_fx.switching.step.timer import ComputeTimer
+from hetu_fx.switching.step.unit_walk import UnitWalk
 from hetu_fx.switching.step.used import GradientUse
 from hetu_fx.switching.step.variant import Variant
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
@@ -169,6 +170,7 @@ class StepFrame:
         row_dims: the dims of inputs that count rows.
 
     Attributes:
+        units: the step's way through units of parameters, where these are gathered unit by unit.
         is_direct: the model runs with the parameters and inputs themselves, and its graph of autograd is the user's:
             on a rank alone, as nothing has to be brought anywhere.
     """
@@ -197,6 +199,7 @@ class StepFrame:
         ran_with = self.root / scale if self.runs_ahead else None
         exact = in_float16 or (gives_values and not self.runs_ahead)
         self._loss_gradient = LossGradient(self.table, inputs.guess, ran_with, exact=exact, step=inputs.step)
+        self.units: UnitWalk | None = None
         self._gathering: Collector | None = None
         self._leaves: dict[str, Tensor] = {}
         self._check_inputs()
@@ -205,6 +208,8 @@ class StepFrame:
         """Return what this rank computes with: the parameters, or copies that come by the bridge; collective then."""
         if self.is_direct:
             return {entry.name: self.variant.homes[entry.name] for entry in bridge.plan.entries}
+        if self.units is not None:
+            return self.units.copies
         return self.variant.compute.gather(bridge)
 
     def collector(
@@ -224,6 +229,7 @@ class StepFrame:
             ran_ahead=self.runs_ahead,
             overlaps=overlaps,
             used=used,
+            units=self.units,
         )
         return self._gathering
 

@@ -7,21 +7,23 @@ complete it is handed to the bridge, whose buckets travel beside the rest of the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from hetu_fx.base.torch_private import accumulates_into_leaves, foreach_mul, gradient_hooks
+from hetu_fx.comm_ops.plans.cost import BUCKETS_AT_ONCE
 from hetu_fx.comm_ops.wire.consensus import any_rank
 from hetu_fx.comm_ops.wire.flat import in_memory
 from hetu_fx.errors import StateError
 from hetu_fx.switching.bridge.bridge import Bridge, Reduction
-from hetu_fx.switching.home.ops import as_home
+from hetu_fx.switching.home.ops import as_home, own_pieces
 from hetu_fx.switching.step.execution import StepInputs
 from hetu_fx.switching.step.loss import LossGradient
+from hetu_fx.switching.step.unit_walk import UnitWalk
 from hetu_fx.switching.step.used import GradientUse
 from hetu_fx.switching.step.variant import Variant
 
@@ -44,6 +46,7 @@ class Collector:
         overlaps: gradients may travel beside the backward; not where replicas talk in the middle of the model, whose
             messages must not be interleaved with those of the bridge.
         used: tells which parameters have a gradient; the others get none.
+        units: the step's way through units of parameters, where they are gathered unit by unit.
 
     Attributes:
         run_again: makes all gradients again, in the leaves, by a backward that begins with the gradient of the loss
@@ -61,6 +64,7 @@ class Collector:
         ran_ahead: bool,
         overlaps: bool,
         used: GradientUse,
+        units: UnitWalk | None = None,
     ) -> None:
         self.bridge, self.homes, self.kept, self.timer = bridge, variant.homes, variant.kept_back, inputs.timer
         self.host = inputs.host
@@ -68,7 +72,10 @@ class Collector:
         self._compute, self._copies = variant.compute, compute
         self.leaves = variant.compute.take_leaves(compute, variant.trained)
         trained_here = self.leaves.keys() & variant.trained
-        self._syncs, self._trained_here = inputs.syncs_gradients, trained_here
+        # Whole gradients are not kept back under zero 2 and 3: they add up at home.
+        self._syncs, self._trained_here = inputs.syncs_gradients or variant.plan.zero >= 2, trained_here
+        self._most = BUCKETS_AT_ONCE if variant.lets_gradients_go or units is not None else None
+        self._units = units
         self._reduction = self._begun()
         self.ran_ahead, self._loss_gradient, self._overlaps = ran_ahead, loss_gradient, overlaps
         self._used, self._handed_on = used, set[str]()
@@ -80,7 +87,30 @@ class Collector:
         self._compute.readers.add(self)
 
     def _begun(self) -> Reduction | None:
-        return Reduction(self.bridge, self._trained_here) if self._syncs else None
+        return Reduction(self.bridge, self._trained_here, self._most) if self._syncs else None
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Run a backward inside, up to `finish`; if it fails, wait for what is under way, which nobody wants then."""
+        with self._walking():
+            try:
+                yield
+            except Exception:
+                if self._most is not None and self._reduction is not None:  # buckets of the next step follow others
+                    self._loss_gradient.correction()
+                    self._reduction.abandon()
+                raise
+
+    def _walking(self) -> AbstractContextManager[object]:
+        if self._units is None:
+            return nullcontext()
+        self._check_homes()
+        if self._units.is_outdated(own_pieces(self._compute.homes)):
+            self.refuse(
+                "parameters have been written to between a step's forward and its backward, for which zero 3 gathers "
+                "them again\nhint: call backward before optimizer.step(), or use zero 2"
+            )
+        return self._units.backward(self)
 
     @property
     def _sums_first(self) -> bool:
@@ -124,7 +154,7 @@ class Collector:
         The hooks must not own the collector, which owns the leaves: python cannot collect a cycle through a tensor's
         hooks, and every step would leave its parameters behind.
         """
-        if not self._may_travel or not self.bridge.sends_gradients:
+        if not self._may_travel or not self.bridge.sends_gradients or self._units is not None:
             return
         myself = weakref.ref(self)
 
@@ -155,6 +185,13 @@ class Collector:
         self._reduction.start(left)
         self.kept.under_way = self._reduction
 
+    def hand_on(self, unit: int, names: Iterable[str]) -> None:
+        """Start the gradients of a unit's parameters on their way home."""
+        assert self._reduction is not None, "they are not kept back"
+        left = _taken({name: self.leaves[name] for name in names if name in self.leaves})
+        self._handed_on.update(left)
+        self._reduction.start(left, self.bridge.reduced_with[unit])
+
     def _arrived(self, name: str, leaf: Tensor) -> None:
         assert self._reduction is not None
         self._handed_on.add(name)
@@ -176,11 +213,9 @@ class Collector:
         self.kept.begun.discard(self)
         if not goes_on:
             self._compute.readers.discard(self)
-        if self.bridge.is_outdated:
-            self.refuse(
-                "the parameters' home has changed between this step's forward and its backward; change it between "
-                "steps: after backward, or before the next forward"
-            )
+        self._check_homes()
+        if self._units is not None:
+            self._units.end_backward()
         if self.run_again is not None and self._must_run_again():
             for leaf in self.leaves.values():
                 leaf.grad = None
@@ -194,13 +229,16 @@ class Collector:
             self._compute.give_back(self.leaves, self._copies, self.trained)
         return home
 
+    def _check_homes(self) -> None:
+        if self.bridge.is_outdated:
+            self.refuse(
+                "the parameters' home has changed between this step's forward and its backward; change it between "
+                "steps: after backward, or before the next forward"
+            )
+
     def _left(self) -> dict[str, Tensor]:
         """Take the gradients that have not been handed on out of the leaves."""
-        left: dict[str, Tensor] = {}
-        for name, leaf in self.leaves.items():
-            if leaf.grad is not None:  # most of another stage's have none
-                left[name], leaf.grad = in_memory(leaf.grad), None
-        return left
+        return _taken(self.leaves)
 
     def _brought_home(self, left: dict[str, Tensor]) -> dict[str, Tensor]:
         """Hand on the gradients that have not been yet, and wait for all; empty if they are kept back."""
@@ -259,6 +297,15 @@ class Collector:
         factor = self.correction()
         if gradients and factor != 1.0:
             foreach_mul(gradients, factor)
+
+
+def _taken(leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Take the gradients out of leaves that have some."""
+    taken: dict[str, Tensor] = {}
+    for name, leaf in leaves.items():
+        if leaf.grad is not None:  # most of another stage's have none
+            taken[name], leaf.grad = in_memory(leaf.grad), None
+    return taken
 
 
 def take_gradient(leaf: Tensor) -> Tensor | None:

@@ -28,6 +28,7 @@ from hetu_fx.switching.step.execution import LossAndOutput, StepInputs
 from hetu_fx.switching.step.filling import as_brought, filled_share, narrow_to_own_rows
 from hetu_fx.switching.step.frame import StepFrame, ValueRoute, share_of_loss, value_routes
 from hetu_fx.switching.step.gradients import Collector, RunAgain
+from hetu_fx.transforms.lowering.units import UNITS, UnitPlan
 from hetu_fx.transforms.specialize.device_graph import SlotKind
 
 StepBatch = ReadBatch | AssignedRows
@@ -90,6 +91,16 @@ class _GraphStep(StepFrame):
         self.is_direct = self.is_direct and not (self.stage.use.all_uses and variant.compute.backend)
         self.outcome = StageOutcome(timer=inputs.timer)
         self.routes = self._routes() if self.wants_values else ()
+        if self.stage.units is not None:
+            self.units = variant.compute.walk(self.stage.units, self.stage.bridge, self._first_visit(self.stage.units))
+
+    def _first_visit(self, units: UnitPlan) -> int:
+        """Return the first visit that a gradient comes back to."""
+        return 0 if self.needing else units.first_of(self.variant.trained)
+
+    def _passing(self) -> AbstractContextManager[object]:
+        """Return what a forward runs in."""
+        return nullcontext() if self.units is None else self.units.forward()
 
     def run(self) -> LossAndOutput:
         self.program.check_counts(self.inputs.counts)
@@ -98,7 +109,9 @@ class _GraphStep(StepFrame):
         if self.device is None:
             self.inputs.stand_by()
         if not self.trains:
-            values = self._evaluate(micro_batches, compute)
+            with self._passing():
+                self._evaluate(micro_batches, compute)
+            values = self._joined()
         elif self.runs_ahead:
             values = self._run_scheduled(micro_batches, compute)
         else:
@@ -180,18 +193,18 @@ class _GraphStep(StepFrame):
             part = self.inputs.buffers.read(name, annotation)
             # A buffer that this step updates is written before backward, which may still need the old value.
             feeds[SlotKind.BUFFER, name] = part.clone() if name in self.stage.updates else part
+        feeds[UNITS.kind, UNITS.name] = self.units
         feeds.update({(SlotKind.CONSTANT, name): value for name, value in self.stage.constants.items()})
         for name, dtype, count in zip(self.program.counts, self.stage.count_dtypes, self.inputs.counts, strict=True):
             feeds[SlotKind.COUNT, name] = torch.as_tensor(count, dtype=dtype)
         return feeds
 
-    def _evaluate(self, micro_batches: list[MicroBatchFeeds], compute: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _evaluate(self, micro_batches: list[MicroBatchFeeds], compute: Mapping[str, Tensor]) -> None:
         engine = self.stage.engine
         if engine is not None and self.device is not None:
             orders, skips = self._orders(len(micro_batches), train=False), not self.stage.talks_in_step
             feeds, timer = self._shared_feeds(compute), self.outcome.timer
             self.outcome = engine.run(orders, micro_batches, feeds, train=False, timer=timer, skips_empty=skips)
-        return self._joined()
 
     def _joined(self) -> dict[str, Tensor]:
         """Return this rank's pieces of the outputs, of all micro-batches together."""
@@ -208,8 +221,9 @@ class _GraphStep(StepFrame):
             collector = self._collector(compute)
             collector.listen()
             compute = collector.leaves
-        if self.stage.engine is not None and (micro_batches[0].rows or self.stage.talks_in_step):
-            self.stage.engine.forward(micro_batches[0], self._shared_feeds(compute), self.outcome)
+        with self._passing():
+            if self.stage.engine is not None and (micro_batches[0].rows or self.stage.talks_in_step):
+                self.stage.engine.forward(micro_batches[0], self._shared_feeds(compute), self.outcome)
         made = {name: value for name, (value,) in self.outcome.values.items()}
         is_narrow = isinstance(self.batch, ReadBatch) and bool(self.batch.sizes_of)
         narrowed = [route for route in self.routes if is_narrow and route.name in made]

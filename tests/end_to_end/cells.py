@@ -146,6 +146,9 @@ PLANS: Mapping[str, Plan] = {
             _one(Stage((5,)), rows=1),
         )
     ),
+    "DP 3:1 zero 2": Plan.data_parallel(2, (3, 1), zero=2),
+    "DP 3:1 zero 3": Plan.data_parallel(2, (3, 1), zero=3),
+    "TP2 + TP1 zero 3": Plan((_one(Stage((0, 1)), rows=2), _one(Stage((2,)), rows=1)), zero=3),
 }
 
 
@@ -219,6 +222,7 @@ COVERING = (
     *(Cell("vit", plan) for plan in ("TP2 3:1", "PP2 + PP1", "TP2 2:1 sequence parallel")),
     *(Cell("t5", plan) for plan in ("DP 3:1", "TP2", "PP2", "TP2>TP1 + 1")),
     *(Cell("mixtral", plan) for plan in ("DP 3:1", "TP2", "PP2 + PP1")),
+    *(Cell(model, "DP 3:1 zero 3") for model in ("mlp", "conv", "gpt2", "t5", "bert", "vit", "mixtral")),
     Cell("llama", "TP2>TP1 + 1", "global"),
     Cell("gpt2", "TP2 + TP1", "global"),
 )
@@ -243,6 +247,7 @@ PROCESSES = (
     Cell("vit", "TP2 3:1"),
     Cell("t5", "TP2>TP1 + 1"),
     Cell("mixtral", "DP 3:1"),
+    Cell("gpt2", "TP2 + TP1 zero 3"),
 )
 
 SHARING = [plan for plan in PLANS if "sequence parallel" in plan or "CP" in plan]

@@ -81,8 +81,8 @@ def test_small_cut_tensors_stay_inside_their_parts() -> None:
 
 
 def test_wrong_options_are_refused() -> None:
-    with pytest.raises(PlanError, match="zero is 3\nhint: give 0"):
-        make_home_layouts({}, {}, [1.0], zero=3)
+    with pytest.raises(PlanError, match="zero is 4\nhint: give 0"):
+        make_home_layouts({}, {}, [1.0], zero=4)
     with pytest.raises(PlanError, match="hint: give 2 numbers from 0"):
         make_home_layouts({}, {}, [1.0, -1.0])
 

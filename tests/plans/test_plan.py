@@ -192,7 +192,7 @@ def test_only_blocks_that_a_stage_gets_are_recomputed() -> None:
         ),
         ({"format": 1}, r"'format' must be a string, not a number: 1"),
         ({"schedule": "1fb"}, r"unknown schedule '1fb' \(did you mean '1f1b'\?\)"),
-        ({"zero": 3}, r"zero is 3\nhint: give 0"),
+        ({"zero": 4}, r"zero is 4\nhint: give 0"),
         ({"zero": True}, r"'zero' must be a whole number, not a boolean: true"),
         ({"max_length": 0}, r"max_length is 0\nhint: give 1 or more"),
         ({"split": {"*.weight": -1}}, r"split is .*\nhint: give a dim from 0 for each pattern of parameter names"),

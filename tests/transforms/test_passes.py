@@ -26,6 +26,7 @@ from hetu_fx.transforms.lowering.choose_algorithms import ChooseAlgorithms
 from hetu_fx.transforms.lowering.overlap_products import Overlap
 from hetu_fx.transforms.lowering.recompute import Recompute
 from hetu_fx.transforms.lowering.recomputing_module import RecomputingModule
+from hetu_fx.transforms.lowering.units import Units, plan_units
 from hetu_fx.transforms.lowering.weights_later import WeightsLater
 from hetu_fx.transforms.passes import DUMP_VARIABLE, PASSES, REWRITES, Pass, run_pass
 from hetu_fx.transforms.rewrites.all_rows import AllRows
@@ -35,6 +36,7 @@ from hetu_fx.transforms.rewrites.global_mean import BatchStatistics, GlobalMean
 from hetu_fx.transforms.rewrites.op_overrides import OpOverrides, Override
 from hetu_fx.transforms.rewrites.per_sequence import PerSequence
 from hetu_fx.transforms.show import show_stage
+from hetu_fx.transforms.specialize.device_graph import DeviceGraph, SlotKind
 from hetu_fx.transforms.specialize.place import Place
 from hetu_fx.transforms.specialize.specialize import Specialize
 
@@ -123,6 +125,10 @@ GROUP = Plan((Pipeline((Stage((0, 1, 2, 3), (3, 1, 2, 2)),)),))
 LINKS = Cluster.on_paper([1e9] * 5, nodes=("a", "a", "b", "b", "b"), intra=Link(1e9), inter=Link(1e7))
 
 
+def names_of(device: DeviceGraph) -> tuple[str | None, ...]:
+    return tuple(slot.name if slot.kind is SlotKind.PARAMETER else None for slot in device.slots)
+
+
 def chain(plan: Plan = PLAN, schedule: Schedule = "zero-bubble") -> Iterator[tuple[Pass[Any, Any], Any]]:
     """Yield the passes after the rewrites with what each is given, on rank 1 of a model of two blocks."""
     graph: Any = capture(Blocks(), (torch.randn(4, 6),), training=True)
@@ -141,6 +147,7 @@ def chain(plan: Plan = PLAN, schedule: Schedule = "zero-bubble") -> Iterator[tup
         lambda: Overlap(made[2], LINKS.with_speeds(dict.fromkeys(LINKS.ranks, 1e6))),  # products take as long as sums
         lambda: RecomputingModule(),
         lambda: BlockModules(graph.block_paths),
+        lambda: Units(plan_units(graph, {leaf.name: 1 for leaf in graph.leaves}), names_of(made[-3])),
     ):
         yield make(), made[-1]
         made.append(make()(made[-1]))

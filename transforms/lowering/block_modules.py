@@ -44,7 +44,8 @@ class BlockModule(fx.GraphModule):
 class BlockModules:
     """Cut a device's module at its blocks.
 
-    Requires: what `Checkpoint` makes.
+    Requires: what `Checkpoint` makes. `units` are those of what the module is given, in order, None for what is in
+        none: where there are no blocks, the module is cut where those of a unit are read first.
     Ensures: the module does the same in the same order, by calls of `BlockModule`s, of which there is one for all ops
         that are alike: the same ops with the same arguments, whatever sizes and numbers their inputs have.
 
@@ -54,14 +55,15 @@ class BlockModules:
     """
 
     paths: tuple[str, ...]
+    units: tuple[int | None, ...] = ()
     name: ClassVar[str] = "block_modules"
 
     def __call__(self, module: fx.GraphModule) -> fx.GraphModule:
-        if not self.paths:
+        if not self.paths and not self.units:
             return module
         outer, values, modules = fx.Graph(), dict[fx.Node, fx.Node](), nn.Module()
         names: dict[BlockModule, str] = {}
-        for span in _spans(module, self.paths):
+        for span in _spans(module, self._blocks(module)):
             if span[0].op in ("placeholder", "output"):
                 values |= {node: outer.node_copy(node, values.__getitem__) for node in span}
                 continue
@@ -73,11 +75,25 @@ class BlockModules:
             values |= {n: outer.call_function(operator.getitem, (made, i)) for i, n in enumerate(piece.results)}
         return fx.GraphModule(modules, outer)
 
+    def _blocks(self, module: fx.GraphModule) -> list[int | None]:
+        """Return with which block each node goes; what has no block amid one goes with that."""
+        if self.paths:
+            return fill_gaps([_block(node, module, self.paths) for node in module.graph.nodes])
+        return list(_by_units(module, self.units))
 
-def _spans(module: fx.GraphModule, paths: Sequence[str]) -> Iterator[list[fx.Node]]:
-    """Yield the nodes of a module, in order, block by block; what has no block amid one goes with that."""
+
+def _by_units(module: fx.GraphModule, units: Sequence[int | None]) -> Iterator[int]:
+    """Yield the last unit that has been read so far."""
+    unit_of = dict(zip(module.graph.find_nodes(op="placeholder"), units, strict=True))
+    last = 0
+    for node in module.graph.nodes:
+        last = max([last, *(unit for given in node.all_input_nodes if (unit := unit_of.get(given)) is not None)])
+        yield _OUTSIDE if node.op in ("placeholder", "output") else last
+
+
+def _spans(module: fx.GraphModule, blocks: Sequence[int | None]) -> Iterator[list[fx.Node]]:
+    """Yield the nodes of a module, in order, block by block."""
     nodes = list(module.graph.nodes)
-    blocks = _filled([_block(node, module, paths) for node in nodes])
     for _, pairs in groupby(zip(nodes, blocks, strict=True), key=operator.itemgetter(1)):
         yield [node for node, _ in pairs]
 
@@ -100,7 +116,7 @@ def _run_of(node: fx.Node, module: fx.GraphModule) -> nn.Module | None:
     return module.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
-def _filled(blocks: Sequence[int | None]) -> list[int | None]:
+def fill_gaps(blocks: Sequence[int | None]) -> list[int | None]:
     """Return blocks with those of ops that have none, but stand between two of one block."""
     found = list(blocks)
     last: int | None = None

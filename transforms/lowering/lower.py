@@ -9,7 +9,6 @@ a forward of 24 layers. A binding takes the same arguments and calls the same op
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -29,6 +28,7 @@ from hetu_fx.transforms import rewrites
 from hetu_fx.transforms.lowering.block_modules import BlockModule
 from hetu_fx.transforms.lowering.compiled import Compiled, Compiler, compiling
 from hetu_fx.transforms.lowering.input_guards import ALL_DIMS, Like, is_number, is_told_by_values
+from hetu_fx.transforms.lowering.units import MARKERS
 
 aten = torch.ops.aten
 
@@ -71,7 +71,14 @@ def by_bindings(module: fx.GraphModule) -> fx.GraphModule:
             node.op, node.target = "call_method", METHODS[node.target]
         elif node.target in FUNCTIONS:
             node.target = FUNCTIONS[node.target]
-    return fx.GraphModule(module, graph)
+    return fx.GraphModule(_children_by_bindings(module), graph)
+
+
+def _children_by_bindings(module: fx.GraphModule) -> dict[str, nn.Module]:
+    """Return what a module calls, its blocks so that they call bindings as well."""
+    names = dict.fromkeys(str(node.target) for node in module.graph.find_nodes(op="call_module"))
+    called = {name: module.get_submodule(name) for name in names}
+    return {name: by_bindings(child) if isinstance(child, BlockModule) else child for name, child in called.items()}
 
 
 PairCompiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
@@ -92,7 +99,8 @@ def lower(module: fx.GraphModule, backend: Backend, fixed: Sequence[bool] = ()) 
     """Return a function that runs a device's module as it is, or by functorch's joint graph and a compiler.
 
     Args:
-        module: made by `Checkpoint`, and by `BlockModules` if it is compiled.
+        module: made by `Checkpoint`, by `BlockModules` if it is compiled, and by both and `Units` if parameters are
+            gathered unit by unit.
         backend: None runs the graph eagerly; "aot_eager" partitions the joint graph by min-cut rematerialisation and
             runs both halves eagerly; "inductor" compiles both; a callable compiles each half, given its GraphModule
             and example inputs.
@@ -226,7 +234,8 @@ def _calls(
         if node.op == "placeholder":
             values[node] = _traced(symbols, *next(given))
         elif node.op == "call_function":
-            values[node] = operator.getitem(*fx.map_arg(node.args, values.__getitem__))
+            _, act = MARKERS.get(node.target, ("", node.target))  # of others there is getitem alone
+            values[node] = act(*fx.map_arg(node.args, values.get))
         elif node.op == "call_module":
             piece, arguments = (
                 cast(BlockCall, module.get_submodule(str(node.target))),

@@ -27,6 +27,7 @@ class SlotKind(StrEnum):
     RANDOM_STATE = "random_state"
     RECEIVED = "received"
     LATER = "later"
+    UNITS = "units"
 
 
 FIXED_SIZES = (SlotKind.PARAMETER, SlotKind.BUFFER, SlotKind.CONSTANT)
@@ -49,7 +50,8 @@ class ResultKind(StrEnum):
 class GraphSlot:
     """One placeholder of a device graph; `name` is the leaf's name, or the sending node's for RECEIVED.
 
-    LATER is no tensor: it collects the products whose weights' gradients wait.
+    LATER and UNITS are no tensors: one collects the products whose weights' gradients wait, the other gathers
+    parameters.
     """
 
     kind: SlotKind

@@ -186,7 +186,10 @@ class PlanOptions:
         if not 0 < self.memory_fraction <= 1:
             raise PlanError(f"memory_fraction is {self.memory_fraction}\nhint: give a number above 0, up to 1")
         if self.zero not in (0, 1):
-            raise PlanError(f"zero is {self.zero}\nhint: give 0 (states whole on each replica) or 1 (spread over them)")
+            raise PlanError(
+                f"zero is {self.zero}, but the planner chooses between 0 (states whole on each replica) and 1 (spread "
+                f"over them)\nhint: set 2 or 3 in the plan that it makes: 'zero' in its file, or dataclasses.replace"
+            )
         if self.schedule == "interleaved":
             raise PlanError(
                 "the schedule to search under is 'interleaved', but searches go through whole stages\n"

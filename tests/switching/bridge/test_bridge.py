@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, Partial, Sharding, Split
 from hetu_fx.comm_ops.plans.routes import RouteKind
 from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.comm_ops.wire.threads.run import run_in_threads
 from hetu_fx.errors import AnnotationError, StateError
-from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry, plan_bridge
+from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry, Reduction, plan_bridge
 from hetu_fx.switching.bridge.bridge_plan import taken_once
 from hetu_fx.switching.bridge.compute import Compute
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
@@ -144,3 +146,39 @@ def test_what_is_shared_is_gathered_once_and_again_only_when_a_piece_is_another_
         home.add_(1.0)
     assert torch.equal(compute.gather(bridge)["w"], torch.ones(8, 6))
     assert len(gathered) == 4
+
+
+@pytest.mark.parametrize("most", [None, 2])
+def test_a_reduction_lets_buckets_go_while_others_come_where_it_is_bounded(most: int | None) -> None:
+    names = [f"w{number}" for number in range(6)]
+    gradients = {name: torch.randn(8, 6, dtype=torch.float64) for name in names}
+    under_way: list[list[int]] = []
+
+    def rank(table: GroupTable) -> dict[str, torch.Tensor]:
+        both, rows = Annotation.on((0, 1), Duplicate(2)), Annotation.on((0, 1), Split(0, (1, 3)))
+        entries = [BridgeEntry(n, (8, 6), torch.float64, rows, both, Annotation.on((0, 1), Partial(2))) for n in names]
+        bridge = Bridge(entries, table, bucket_bytes=1)
+        reduction, seen = Reduction(bridge, set(names), most), list[int]()
+        under_way.append(seen)
+        for name in reversed(names):
+            reduction.ready(name, (table.rank + 1) * gradients[name])
+            seen.append(len(reduction._under_way))
+        return reduction.finish()
+
+    first, second = run_in_threads(2, rank)
+    assert [max(seen) for seen in under_way] == [most or 6] * 2
+    for name in names:
+        assert torch.equal(torch.cat([first[name], second[name]]), gradients[name] + 2 * gradients[name])
+
+
+def test_what_is_not_trained_has_no_gradient_that_travels() -> None:
+    plan = plan_bridge([entry("w", ROWS), replace(entry("v", ROWS), trained=False)])
+    assert [bucket.names for bucket in plan.gathers] == [("w", "v")]
+    assert [bucket.names for bucket in plan.reduces] == [("w",)]
+
+
+def test_parameters_of_units_travel_in_buckets_of_their_own() -> None:
+    entries = [BridgeEntry(f"w{n}", (8, 6), torch.float32, ROWS, COPIES, SUMMANDS, unit=n // 2) for n in range(4)]
+    plan = plan_bridge(entries)
+    assert [(bucket.unit, bucket.names) for bucket in plan.gathers] == [(0, ("w0", "w1")), (1, ("w2", "w3"))]
+    assert [(bucket.unit, bucket.names) for bucket in plan.reduces] == [(1, ("w3", "w2")), (0, ("w1", "w0"))]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hetu_fx import Framework, Handle, LossType, WeightNames, register_framework
 from hetu_fx.base.patches import Patch, register_patch
+from hetu_fx.integrations.streamed_saves import save_streamed
 
 
 @runtime_checkable
@@ -40,6 +41,31 @@ def config_writer(model: nn.Module) -> Callable[[Path], None] | None:
 
 
 @runtime_checkable
+class _Ties(Protocol):
+    """A model that says itself which of its parameters are one."""
+
+    def tie_weights(self) -> Any:
+        """Make them one."""
+
+
+def _tie(model: nn.Module) -> None:
+    if isinstance(model, _Ties):
+        model.tie_weights()
+
+
+def _names_without_head(model: nn.Module) -> dict[str, str]:
+    """Return a model's names by those of the same model with, or without, a head: they differ by a prefix."""
+    prefix = getattr(model, "base_model_prefix", "")
+    if not prefix:
+        return {}
+    start = f"{prefix}."
+    names = list(model.state_dict())
+    if hasattr(model, prefix):
+        return {name.removeprefix(start): name for name in names if name.startswith(start)}
+    return {f"{start}{name}": name for name in names}
+
+
+@runtime_checkable
 class _Generates(Protocol):
     """A model that generates sequences, by many calls of itself."""
 
@@ -61,6 +87,11 @@ def _generate_whole(model: nn.Module) -> None:
             return generate(*args, **kwargs)
 
     object.__setattr__(model, "generate", generate_inside)
+
+
+def _adopt(model: nn.Module) -> None:
+    _generate_whole(model)
+    save_streamed(model)
 
 
 def _token_paddings(model: nn.Module) -> dict[str, int]:
@@ -177,7 +208,9 @@ register_patch(
 register_framework(
     Framework(
         name="transformers",
-        adopt=_generate_whole,
+        adopt=_adopt,
+        tie=_tie,
+        stored_names=_names_without_head,
         config_writer=config_writer,
         weights=WeightNames(
             whole="model.safetensors",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -53,16 +54,37 @@ def _tie(model: nn.Module) -> None:
         model.tie_weights()
 
 
-def _names_without_head(model: nn.Module) -> dict[str, str]:
-    """Return a model's names by those of the same model with, or without, a head: they differ by a prefix."""
-    prefix = getattr(model, "base_model_prefix", "")
-    if not prefix:
+@runtime_checkable
+class _Loads(Protocol):
+    """A model that is loaded by `from_pretrained`."""
+
+    base_model_prefix: str
+    config: Any
+    from_pretrained: Any
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its tensors by name."""
+
+
+def _stored_names(model: nn.Module, names: Collection[str]) -> dict[str, str]:
+    """Return a model's names by those, of the names in files, under which transformers finds them when it loads.
+
+    What it puts together of several tensors has none.
+    """
+    loading = sys.modules.get("transformers.core_model_loading")
+    conversions = sys.modules.get("transformers.conversion_mapping")
+    if loading is None or conversions is None or not isinstance(model, _Loads):
         return {}
-    start = f"{prefix}."
-    names = list(model.state_dict())
-    if hasattr(model, prefix):
-        return {name.removeprefix(start): name for name in names if name.startswith(start)}
-    return {f"{start}{name}": name for name in names}
+    own = model.state_dict()
+    mapping = conversions.get_model_conversion_mapping(model)
+    renamings = [one for one in mapping if isinstance(one, loading.WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, loading.WeightConverter)]
+    found = {}
+    for name in names:
+        renamed, converter = loading.rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+        if converter is None and renamed != name and renamed in own:
+            found[name] = renamed
+    return found
 
 
 @runtime_checkable
@@ -210,7 +232,7 @@ register_framework(
         name="transformers",
         adopt=_adopt,
         tie=_tie,
-        stored_names=_names_without_head,
+        stored_names=_stored_names,
         config_writer=config_writer,
         weights=WeightNames(
             whole="model.safetensors",

@@ -27,6 +27,7 @@ from hetu_fx.checkpoint.checkpoint import load_checkpoint, read_alike, stored_we
 from hetu_fx.checkpoint.folders import find_folder
 from hetu_fx.checkpoint.open_folder import OpenFolder
 from hetu_fx.checkpoint.own_init import OwnInit
+from hetu_fx.checkpoint.tensor_files import WeightFiles
 from hetu_fx.comm_ops.wire.consensus import all_gather_object, from_first, raise_on_all_ranks
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import CheckpointError, StateError
@@ -58,8 +59,8 @@ def _is_on_meta(model: nn.Module) -> bool:
     if empty and len(empty) < len(parameters):
         some = next(name for name in parameters if name not in empty)
         raise StateError(
-            f"parameter {empty[0]!r} is on the meta device, but {some!r} is on {parameters[some].device}\nhint: make all "
-            f"of the model on the meta device, or none of it"
+            f"parameter {empty[0]!r} is on the meta device, but {some!r} is on {parameters[some].device}\n"
+            f"hint: make all of the model on the meta device, or none of it"
         )
     if lazy := next((name for name in empty if is_lazy(parameters[name])), None):
         raise StateError(f"parameter {lazy!r} is on the meta device and has no shape\nhint: give its module its sizes")
@@ -103,7 +104,7 @@ class Values(Protocol):
 
 
 class FileValues:
-    """Values in safetensors files: a rank reads the slices that it owns, cast to the model's dtypes.
+    """Values in safetensors files: a rank reads the slices that it owns, cast to the model's dtypes. Made by all ranks.
 
     Args:
         path: a folder, or a file in one.
@@ -118,22 +119,18 @@ class FileValues:
     def __init__(self, path: Path, model: nn.Module, seed: int, table: GroupTable) -> None:
         self.init = partial(OwnInit, model, seed)
         self.folder, self._file = (path.parent, path.name) if path.is_file() else (path, "")
-        if not self._file and not find_folder(path).is_dir():
-            raise CheckpointError(
-                f"there are no weights at {path.absolute()}\nhint: give a folder or a file of this machine; "
-                f"huggingface_hub.snapshot_download brings those of a hub"
-            )
+        raise_on_all_ranks(table, lambda: _check_is_there(path))
         self._table = table
         names = {*model.state_dict(), *(name for name, _ in model.named_buffers())}
-        others = {other: own for one in frameworks() for other, own in one.stored_names(model).items()}
-        others = {other: own for other, own in others.items() if other not in names}
-        self._aliases = {**others, **tied_names(model)}
+        self._stored = read_alike(self.folder, lambda opened: frozenset(WeightFiles(opened, self._file).index), table)
+        tied, others = tied_names(model), self._stored - names
+        renamed = {other: own for one in frameworks() for other, own in one.stored_names(model, others).items()}
+        self._aliases = {**{other: tied.get(own, own) for other, own in renamed.items()}, **tied}
         self._known = names | self._aliases.keys()
-        self._stored: frozenset[str] = frozenset()
 
     def check(self, parameters: Mapping[str, Tensor]) -> None:
         """Refuse files that lack a parameter, or have one twice or of another shape; headers alone are read."""
-        self._stored = read_alike(self.folder, partial(self._checked, parameters), self._table)
+        read_alike(self.folder, partial(self._check, parameters), self._table)
         others = sorted(self._stored - self._known)
         if others and self._table.rank == 0:
             warnings.warn(
@@ -142,9 +139,8 @@ class FileValues:
                 stacklevel=6,
             )
 
-    def _checked(self, parameters: Mapping[str, Tensor], opened: OpenFolder) -> frozenset[str]:
-        weights = stored_weights(opened, parameters, self._aliases, file=self._file, foreign=True)
-        return frozenset(weights.files.index)
+    def _check(self, parameters: Mapping[str, Tensor], opened: OpenFolder) -> None:
+        stored_weights(opened, parameters, self._aliases, file=self._file, foreign=True)
 
     def has(self, name: str) -> bool:
         """Tell whether the files hold a buffer."""
@@ -153,6 +149,14 @@ class FileValues:
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill tensors; raises CheckpointError on all ranks."""
         load_checkpoint(self.folder, tensors, aliases=self._aliases, file=self._file, foreign=True, table=self._table)
+
+
+def _check_is_there(path: Path) -> None:
+    if not path.is_file() and not find_folder(path).is_dir():
+        raise CheckpointError(
+            f"there are no weights at {path.absolute()}\nhint: give a folder or a file of this machine; "
+            f"huggingface_hub.snapshot_download brings those of a hub"
+        )
 
 
 class InitValues:
@@ -233,12 +237,9 @@ def awaiting_values(
 
 
 def _values_of(model: nn.Module, weights: Weights, seed: int, table: GroupTable) -> Values:
-    def found() -> Values:
-        if weights == INIT:
-            return InitValues(model, seed, table)
-        return FileValues(Path(str(weights)), model, seed, table)
-
-    return raise_on_all_ranks(table, found)
+    if weights == INIT:
+        return raise_on_all_ranks(table, lambda: InitValues(model, seed, table))
+    return FileValues(Path(str(weights)), model, seed, table)
 
 
 def _arrival(parameters: Mapping[str, nn.Parameter], values: Values, table: GroupTable) -> Arrive | None:
@@ -334,8 +335,8 @@ def _computed(model: nn.Module, values: Values, names: Collection[str]) -> dict[
         for name, held in vars(module).items():
             if isinstance(held, Tensor) and held.is_meta:
                 raise StateError(
-                    f"attribute {name!r} of module {path!r} is a tensor on the meta device, and nothing gives it a value"
-                    f"\nhint: make it a buffer (register_buffer), or make it in forward"
+                    f"attribute {name!r} of module {path!r} is a tensor on the meta device, and nothing gives it a "
+                    f"value\nhint: make it a buffer (register_buffer), or make it in forward"
                 )
     if not names:
         return {}

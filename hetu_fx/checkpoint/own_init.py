@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from hetu_fx.base.device_types import HOST
 from hetu_fx.base.dtypes import is_real
@@ -144,8 +145,13 @@ class OwnInit:
         """Return the names of what a module's initialisation writes, or puts in the place of."""
         before = {name: places[0][0][places[0][1]] for name, places in self._slots.items()}
         by_storage = {storage_key(tensor.untyped_storage()): name for name, tensor in before.items()}
-        with _Writes() as seen, suppress(StateError):  # of numbers, which nothing has here: it is run with them later
-            init.run(self.seed)
+        with _Writes() as seen, _Asked(seen.storages):
+            try:
+                init.run(self.seed)
+            except StateError:  # it reads numbers, which nothing has here: all inside the module may be written
+                inside = self.model.get_submodule(init.path)
+                tensors = (*inside.parameters(), *inside.buffers())
+                seen.storages.update(storage_key(tensor.untyped_storage()) for tensor in tensors)
         written = {by_storage[key] for key in seen.storages if key in by_storage}
         for name, places in self._slots.items():
             if places[0][0][places[0][1]] is not before[name]:
@@ -168,6 +174,22 @@ class _Writes(TorchDispatchMode):
             values = tree_leaves([given[name] for name in written if name in given])
             self.storages.update(storage_key(one.untyped_storage()) for one in values if isinstance(one, Tensor))
         return func(*args, **kwargs)
+
+
+class _Asked(TorchFunctionMode):
+    """Notes the storages of tensors that are asked whether they have values: what fills them leaves others as they are.
+
+    As `torch.nn.init.trunc_normal_` does.
+    """
+
+    def __init__(self, storages: set[int]) -> None:
+        super().__init__()
+        self._storages = storages
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func == Tensor.is_meta.__get__:  # type: ignore[attr-defined]
+            self._storages.add(storage_key(args[0].untyped_storage()))
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -243,6 +265,6 @@ def _lost_text(model: nn.Module, names: list[str], more: str = "") -> str:
     shown = ", ".join(map(repr, names[:6])) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     kind = type(owner).__qualname__
     return (
-        f"{shown} would have no value{more}: neither {kind}.{RESETS[0]} nor an {_OF_MODULES} around it gives one, and no "
-        f"file was given that holds it\nhint: give weights that hold it, or a {RESETS[0]} to {kind}"
+        f"{shown} would have no value{more}: neither {kind}.{RESETS[0]} nor an {_OF_MODULES} around it gives one, and "
+        f"no file was given that holds it\nhint: give weights that hold it, or a {RESETS[0]} to {kind}"
     )

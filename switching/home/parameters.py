@@ -28,7 +28,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.layout import HomeLayout
 from hetu_fx.switching.home.ops import HomeTensor, get_home_layout
-from hetu_fx.switching.home.tensor import give, has_piece
+from hetu_fx.switching.home.tensor import has_piece
 
 MESSAGE_BYTES = 64 << 20
 """Of parameters that travel at once: what a rank needs besides the model and its own part, or one larger tensor."""
@@ -76,10 +76,7 @@ def _few_at_a_time(parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str,
 
 
 def _settle(name: str, parameter: nn.Parameter, piece: Tensor, layout: HomeLayout) -> None:
-    """Let a parameter be a home parameter with this piece."""
-    if isinstance(parameter, HomeTensor):
-        give(parameter, piece, layout)
-        return
+    """Let a parameter be a home parameter with this piece; one that waits for it too, so that versions are alike."""
     gradient, parameter.grad = parameter.grad, None
     home = nn.Parameter(HomeTensor(piece, layout), requires_grad=parameter.requires_grad)
     swap_parameter(name, parameter, home)

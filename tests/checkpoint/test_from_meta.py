@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import hetu_fx
+from hetu_fx import api
 from hetu_fx.base.device_types import HOST
 from hetu_fx.base.per_rank import PerRank
+from hetu_fx.check.checker import Checker
 from hetu_fx.checkpoint.from_meta import awaiting_values
 from hetu_fx.checkpoint.summed_files import SummedFile
 from hetu_fx.cluster.cluster import Cluster
@@ -82,9 +85,9 @@ def state(make: Callable[..., nn.Module], weights: Any, shares: Sequence[float],
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])
 def test_values_are_those_of_a_model_that_is_loaded_whole(tmp_path: Path, name: str, shares: str) -> None:
     sample = SAMPLES[name]
-    whole = saved(sample.make, tmp_path)
+    whole = saved(sample.model, tmp_path)
     assert (tmp_path / "model.safetensors.index.json").exists()
-    found = state(sample.make, str(tmp_path), SHARES[shares], sample.batch(4, 16))
+    found = state(sample.model, str(tmp_path), SHARES[shares], sample.batch(4, 16))
     loaded = dict(type(whole).from_pretrained(tmp_path).named_parameters())
     assert found.keys() == loaded.keys()
     assert all(torch.equal(found[name], loaded[name].detach()) for name in found)
@@ -408,8 +411,9 @@ def test_a_copy_of_such_a_model_is_a_model_with_values(tmp_path: Path) -> None:
     assert torch.equal(copy.deepcopy(model)(**BATCH).loss, whole(**BATCH).loss)
 
 
-def test_plans_are_tried_before_there_are_values(tmp_path: Path) -> None:
+def test_plans_are_tried_before_there_are_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(llama, tmp_path)
+    monkeypatch.setattr(api, "Checker", partial(Checker, seconds=1000.0))
     model: Any = hetu_fx.auto_parallelize(on_meta(llama), BATCH, weights=tmp_path, plan=Plan.single(), check=True)
     assert all(said.startswith("checked:") for said in model.hetu.checks.values())
 

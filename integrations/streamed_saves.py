@@ -10,17 +10,15 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hetu_fx import Handle
 from hetu_fx.base.patches import Patch, register_patch
-from hetu_fx.checkpoint.summed_files import SummedWriter
-from hetu_fx.switching.home.ops import HomeTensor
 
-_HOME = "hetu_fx_home"  # at a tensor without memory: the home tensor that it stands for
+_STANDS_FOR = "hetu_fx_stands_for"  # at a tensor without memory: the model's handle, and the home tensor
 
 
 class _Converted(RuntimeError):
@@ -30,7 +28,8 @@ class _Converted(RuntimeError):
 def save_streamed(model: nn.Module) -> None:
     """Have a model of transformers save itself a tensor at a time."""
     kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-    if kind is None or not isinstance(model, kind):
+    handle: Handle | None = getattr(model, "hetu", None)
+    if kind is None or handle is None or not isinstance(model, kind):
         return
     save = model.save_pretrained
     signature = inspect.signature(save)
@@ -39,7 +38,7 @@ def save_streamed(model: nn.Module) -> None:
     def save_pretrained(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         given = bound.arguments.get("state_dict") or model.state_dict()
-        bound.arguments["state_dict"] = {name: _stand_in(tensor) for name, tensor in given.items()}
+        bound.arguments["state_dict"] = {name: _stand_in(handle, tensor) for name, tensor in given.items()}
         try:
             return save(*bound.args, **bound.kwargs)
         except _Converted:
@@ -49,11 +48,11 @@ def save_streamed(model: nn.Module) -> None:
     object.__setattr__(model, "save_pretrained", save_pretrained)
 
 
-def _stand_in(tensor: Any) -> Any:
-    if not isinstance(tensor, HomeTensor) or tensor.shares_memory:
+def _stand_in(handle: Handle, tensor: Any) -> Any:
+    if getattr(tensor, "shares_memory", True):  # no home tensor, or one that this rank has all of
         return tensor
     made = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
-    setattr(made, _HOME, tensor)
+    vars(made)[_STANDS_FOR] = handle, tensor
     return made
 
 
@@ -65,21 +64,15 @@ def _streaming(save_file: Callable[..., Any]) -> Callable[..., Any]:
         empty = [name for name, tensor in tensors.items() if tensor.is_meta]
         if not empty:
             return save_file(tensors, filename, metadata=metadata)
-        if lost := [name for name in empty if not hasattr(tensors[name], _HOME)]:
+        if lost := [name for name in empty if not hasattr(tensors[name], _STANDS_FOR)]:
             raise _Converted(f"cannot save {lost[0]!r}, which is on the meta device and has no values")
-        forms = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        with SummedWriter(Path(filename), forms, metadata or {}) as writer:
-            for name in writer.order:
-                writer.write(_whole(tensors[name]))
+        stands_for = {name: getattr(tensors[name], _STANDS_FOR) for name in empty}
+        handle = stands_for[empty[0]][0]
+        homes = {name: home for name, (_, home) in stands_for.items()}
+        handle.write_tensors(filename, {**tensors, **homes}, metadata)
         return None
 
     return streaming
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    home = getattr(tensor, _HOME, None)
-    whole: Tensor = tensor if home is None else home.gathered()
-    return whole.detach().to("cpu", memory_format=torch.contiguous_format)
 
 
 register_patch(

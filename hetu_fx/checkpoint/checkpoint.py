@@ -268,7 +268,7 @@ def _is_replaced(folder: Path, opened: Sequence[OpenFolder]) -> bool:
 
 
 @dataclass(frozen=True)
-class StoredWeights:
+class _StoredWeights:
     """Stored tensors, which fit those that they are read into by shape and dtype.
 
     Attributes:
@@ -295,7 +295,7 @@ class StoredWeights:
 
 def stored_weights(
     opened: OpenFolder, wanted: Mapping[str, Tensor], aliases: Mapping[str, str], *, file: str, foreign: bool
-) -> StoredWeights:
+) -> _StoredWeights:
     """Find tensors in a folder, by headers alone; see `load_checkpoint`.
 
     Raises:
@@ -305,21 +305,21 @@ def stored_weights(
     names = _match_names(files, wanted, aliases, takes_others=foreign)
     _check_fit(files, wanted, names, casts=foreign)
     tensors = {name: (whole_tensor(names[name]), tensor) for name, tensor in wanted.items()}
-    return StoredWeights(files, tensors, foreign)
+    return _StoredWeights(files, tensors, foreign)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """What was read of a folder, and found to fit: nothing but memory is missing to put it in place."""
 
-    weights: StoredWeights | None
+    weights: _StoredWeights | None
     training: RestoredTraining | None
 
     @classmethod
     def read(
         cls,
         opened: OpenFolder,
-        weights: StoredWeights | None,
+        weights: _StoredWeights | None,
         optimizer: torch.optim.Optimizer | None,
         parameters: Parameters,
     ) -> Checkpoint:

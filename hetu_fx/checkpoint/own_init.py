@@ -64,7 +64,7 @@ class _Init:
 
 
 @dataclass(frozen=True)
-class Unit:
+class _Unit:
     """Modules that are initialised together, in this order, and the names of all that they write."""
 
     inits: tuple[_Init, ...]
@@ -113,7 +113,7 @@ class OwnInit:
                 if any(map(is_needed, own)):
                     yield from self._run(unit, own).items()
 
-    def _run(self, unit: Unit, names: Collection[str]) -> dict[str, Tensor]:
+    def _run(self, unit: _Unit, names: Collection[str]) -> dict[str, Tensor]:
         slots = {name: self._slots[name] for name in names}
         empty = {name: _stand_in(places[0][0][places[0][1]]) for name, places in slots.items()}
         before = {name: places[0][0][places[0][1]] for name, places in slots.items()}
@@ -127,7 +127,7 @@ class OwnInit:
             for name, places in slots.items():
                 _put(places, before[name])
 
-    def _units(self) -> Iterator[Unit]:
+    def _units(self) -> Iterator[_Unit]:
         """Yield modules that write something in common, by a trial without memory."""
         groups: list[tuple[list[_Init], set[str]]] = []
         with _aside(self.model):
@@ -139,7 +139,7 @@ class OwnInit:
                     merged = [one for inits, _ in met for one in inits], {n for _, names in met for n in names}
                     groups.append(([*merged[0], init], merged[1] | written))
         for inits, names in groups:
-            yield Unit(tuple(inits), frozenset(names))
+            yield _Unit(tuple(inits), frozenset(names))
 
     def _written(self, init: _Init) -> set[str]:
         """Return the names of what a module's initialisation writes, or puts in the place of."""

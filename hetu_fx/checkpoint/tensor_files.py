@@ -298,6 +298,20 @@ def _form(tensor: Tensor) -> TensorForm:
     return tensor.dtype, tuple(tensor.shape)
 
 
+def write_wholes(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write whole tensors to a file of this rank, of which one at a time is here: the others send their parts.
+
+    Raises OSError, CheckpointError.
+    """
+    with SummedWriter(path, {name: _form(tensor) for name, tensor in tensors.items()}, metadata) as writer:
+        for name in writer.order:
+            writer.write(_whole(tensors[name]))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return _plain(tensor.gathered() if isinstance(tensor, HomeTensor) else tensor)
+
+
 def _write_index(folder: Path, shards: Mapping[str, Sequence[str]], tensors: Mapping[str, Tensor]) -> None:
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     numbers = {"total_size": total, "total_parameters": sum(tensor.numel() for tensor in tensors.values())}

@@ -87,7 +87,7 @@ def _ranks_on_meta(model: nn.Module, weights: Weights, table: GroupTable) -> tup
     return ranks
 
 
-class _Values(Protocol):
+class _ValueSource(Protocol):
     """Where a model's values come from. All is collective."""
 
     def check(self, parameters: Mapping[str, Tensor]) -> None:
@@ -236,13 +236,13 @@ def awaiting_values(
         undo.pop_all()
 
 
-def _values_of(model: nn.Module, weights: Weights, seed: int, table: GroupTable) -> _Values:
+def _values_of(model: nn.Module, weights: Weights, seed: int, table: GroupTable) -> _ValueSource:
     if weights == INIT:
         return raise_on_all_ranks(table, lambda: _InitValues(model, seed, table))
     return _FileValues(Path(str(weights)), model, seed, table)
 
 
-def _arrival(parameters: Mapping[str, nn.Parameter], values: _Values, table: GroupTable) -> Arrive | None:
+def _arrival(parameters: Mapping[str, nn.Parameter], values: _ValueSource, table: GroupTable) -> Arrive | None:
     """Return what gives parameters their values; of a rank alone they have them now, and it is None."""
     if table.size > 1:
         return partial(_arrive, parameters, values, table)
@@ -299,7 +299,7 @@ def _refuse(name: str) -> NoReturn:
 
 
 def _arrive(
-    parameters: Mapping[str, nn.Parameter], values: _Values, table: GroupTable, layouts: Mapping[str, HomeLayout]
+    parameters: Mapping[str, nn.Parameter], values: _ValueSource, table: GroupTable, layouts: Mapping[str, HomeLayout]
 ) -> None:
     for name, parameter in parameters.items():
         assert isinstance(parameter, HomeTensor), "it waits for its piece"
@@ -309,7 +309,9 @@ def _arrive(
         values.fill(parameters)
 
 
-def _give_buffers(model: nn.Module, values: _Values, device: torch.device, table: GroupTable, undo: ExitStack) -> None:
+def _give_buffers(
+    model: nn.Module, values: _ValueSource, device: torch.device, table: GroupTable, undo: ExitStack
+) -> None:
     """Give buffers the values of the files, else those that they have, else those that their modules compute."""
     held = dict(model.named_buffers())
     stored = {name: torch.empty_like(buffer, device=device) for name, buffer in held.items() if values.has(name)}
@@ -329,7 +331,7 @@ def _put_buffers(model: nn.Module, made: Mapping[str, Tensor], undo: ExitStack) 
         slots.update({name: by_identity[id(buffer)] for name, buffer in slots.items() if buffer is not None})
 
 
-def _computed(model: nn.Module, values: _Values, names: Collection[str]) -> dict[str, Tensor]:
+def _computed(model: nn.Module, values: _ValueSource, names: Collection[str]) -> dict[str, Tensor]:
     """Return buffers as their modules compute them; tensors that are no buffers, nothing gives a value."""
     for path, module in model.named_modules():
         for name, held in vars(module).items():

@@ -10,7 +10,7 @@ ranks. Modules that write one tensor (a block that scales what its layer has dra
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -97,7 +97,9 @@ class OwnInit:
         if lost := [name for name in names if name not in known]:
             raise StateError(_lost_text(self.model, lost))
 
-    def values(self, wanted: Collection[str], is_needed: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+    def values(
+        self, wanted: Collection[str], is_needed: Callable[[str], bool]
+    ) -> Generator[tuple[str, Tensor], None, None]:
         """Yield (first name, value in host memory) of tensors; those of one unit are in memory at once.
 
         Args:
@@ -164,7 +166,7 @@ class _Writes(TorchDispatchMode):
     """Notes the storages of the tensors that ops write."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.storages: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

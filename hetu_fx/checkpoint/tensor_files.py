@@ -374,7 +374,7 @@ class WeightFiles(BoxFiles):
             if twice is not None:
                 raise CheckpointError(
                     f"{self.where} holds {twice!r} twice: in {self.index[twice]}, as its index says, and in {name}"
-                    "\nhint: nothing says which of them counts; save the weights again"
+                    "\nhint: save the weights again: nothing says which of the two counts"
                 )
 
     def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:

@@ -193,6 +193,7 @@ class _InitValues:
                     tensor.local.copy_(tensor.home_layout.take(whole))
                 else:
                     tensor.copy_(whole)
+                del whole  # before the next ones are made
         mark_written([tensor for tensor in tensors.values() if isinstance(tensor, HomeTensor)])
 
 

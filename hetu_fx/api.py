@@ -52,6 +52,8 @@ def auto_parallelize(
     process_group: dist.ProcessGroup | None = None,
     row_dims: Mapping[str, int | None] | None = None,
     check: Literal["auto"] | bool = "auto",
+    weights: str | Path | None = None,
+    device: torch.device | str | None = None,
     options: Options | None = None,
     **old: Any,
 ) -> M:
@@ -92,6 +94,11 @@ def auto_parallelize(
             most 10 seconds, once for each model, plan and version; `model.hetu.checks` says what was found, or why a
             plan was not checked. False leaves it out, as does HETU_FX_CHECK=0 in the environment; True tries whatever
             the environment says. With capture="eager", False also says that the module works row by row.
+        weights: for a model whose parameters are on the meta device (made inside `with torch.device("meta")`): a folder
+            of safetensors files, or one such file or index, of which each rank reads what it owns, cast to the model's
+            dtypes; or "init": the model's own initialisation, from `seed`, the same under every plan and on any number
+            of ranks. Buffers that no file holds are computed by their modules. See docs/large.md.
+        device: on which this rank is to hold such a model; None: the accelerator of its local rank, else the host.
         options: what few scripts need to say; see `hetu_fx.Options`.
         **old: those options as arguments, as before (DeprecationWarning).
 
@@ -133,6 +140,8 @@ def auto_parallelize(
         compile,
         AskedRowDims(row_dims or {}),
         works_by_rows=check is False,
+        weights=weights,
+        device=device,
     )
     check_arguments(preparation)
     checks = _wants_checks(check)
@@ -175,7 +184,8 @@ def _recipe(wanted: Preparation, runtime: Runtime, checks: bool) -> Parallelize:
     settings, options = runtime.settings, runtime.settings.options
     if options.align is not None:  # the file may be gone when a copy is made
         settings = replace(settings, options=replace(options, align=given_overrides(options.align)))
-    settled = replace(wanted, batch=(), plan=plans, cluster=None, optimizer=None, settings=settings)
+    settled = replace(wanted, batch=(), plan=plans, cluster=None, optimizer=None, weights=None, device=None)
+    settled = replace(settled, settings=settings)
     return _later(settled, checks)
 
 

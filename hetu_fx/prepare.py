@@ -16,14 +16,22 @@ import torch.distributed as dist
 from torch import nn
 
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.base.device_types import HOST, DeviceType, device_type_record
+from hetu_fx.base.device_types import HOST, DeviceType, device_type_record, own_device
 from hetu_fx.base.forked import settle_after_fork
 from hetu_fx.base.frameworks import launchers, torch_optimizer
 from hetu_fx.base.launcher_end import end_with_torchrun
 from hetu_fx.base.progress import telling
 from hetu_fx.base.torch_private import OPTIMIZED_MODULE
+from hetu_fx.checkpoint.from_meta import Arrive, Weights, awaiting_values
+from hetu_fx.checkpoint.own_init import META
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.comm_ops.wire.consensus import agree, all_gather_object, broadcast_from_rank0, raise_on_all_ranks
+from hetu_fx.comm_ops.wire.consensus import (
+    agree,
+    all_gather_object,
+    broadcast_from_rank0,
+    from_first,
+    raise_on_all_ranks,
+)
 from hetu_fx.comm_ops.wire.groups import GroupTable, using, watched_group
 from hetu_fx.comm_ops.wire.peers.mail import open_mail
 from hetu_fx.comm_ops.wire.peers.rounds import open_rounds
@@ -54,6 +62,7 @@ from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
 from hetu_fx.switching.home.ops import HomeTensor, get_home_layout
 from hetu_fx.switching.home.parameters import move_home, move_optimizer_state
+from hetu_fx.switching.home.tensor import has_piece
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.settings import Settings
 from hetu_fx.switching.step.execution import Execution, Reading
@@ -70,6 +79,8 @@ class Preparation:
 
     Attributes:
         works_by_rows: the user has said that a module that runs as it is works row by row.
+        weights: where a model on the meta device gets its values from.
+        device: on which its parameters are to be; None: where they are, or the rank's own.
     """
 
     model: nn.Module
@@ -84,6 +95,8 @@ class Preparation:
     backend: Any
     row_dims: AskedRowDims = NOTHING_ASKED
     works_by_rows: bool = False
+    weights: Weights = None
+    device: torch.device | str | None = None
 
 
 MakeTry = Callable[[Preparation, Execution[Any], int], TryPlan]
@@ -105,20 +118,33 @@ def prepare(wanted: Preparation, make_try: MakeTry | None = None) -> tuple[Runti
     _warn_if_alone(table)
     _warn_of_layout(wanted.model, table)
     _check_group(table)
-    own = _device_of(wanted.model)
+    own = _device_of(wanted)
     types = all_gather_object(table, own.type)
     table.know_types(types)
     table.connect(own)
     open_mail(table)
     open_rounds(table)
-    is_mixed = len(set(types)) > 1
+    with awaiting_values(wanted.model, wanted.weights, own, partial(_agreed_seed, wanted, table), table) as arrive:
+        return _prepared(wanted, table, make_try, arrive, is_mixed=len(set(types)) > 1)
+
+
+def _agreed_seed(wanted: Preparation, table: GroupTable) -> int:
+    """Return the seed of all random numbers, the same on all ranks; collective."""
+    return from_first(table, torch.initial_seed() % 2**62) if wanted.settings.seed is None else wanted.settings.seed
+
+
+def _prepared(
+    wanted: Preparation, table: GroupTable, make_try: MakeTry | None, arrive: Arrive | None, *, is_mixed: bool
+) -> tuple[Runtime, Adaptation]:
+    """Make the runtime of a model whose values `arrive` once their homes are known; None: they are there."""
     raise_on_all_ranks(table, lambda: _check_optimizer(wanted.optimizer, table.size))
     execution, program, example, plans, cluster = raise_on_all_ranks(
         table, lambda: _found(wanted, table.size, is_mixed=is_mixed)
     )
     with using(table):
         rows_of_all = _agreed_rows(table, example, shared=wanted.settings.shared)
-        costs, seed = broadcast_from_rank0(table, lambda: _costs_and_seed(wanted, program, rows_of_all))
+        seed = _agreed_seed(wanted, table)
+        costs = broadcast_from_rank0(table, lambda: _costs(wanted, program, rows_of_all))
         table.topology = cluster
         if cluster is not None and set(cluster.ranks) == set(range(table.size)):
             table.set_links(cluster.ways, cluster.nodes)
@@ -134,7 +160,7 @@ def prepare(wanted: Preparation, make_try: MakeTry | None = None) -> tuple[Runti
             tried.ask(plan)
         planner = _planner_like(() if wanted.plan == "auto" else plans, _as_tried(planned, tried))
     settings = replace(wanted.settings, seed=seed)
-    runtime = make_runtime(wanted.model, wanted.optimizer, table, execution, priced, layouts, settings)
+    runtime = make_runtime(wanted.model, wanted.optimizer, table, execution, priced, layouts, settings, arrive)
     health = settings.options.health
     calibrates = wanted.cluster is None
     adaptation = Adaptation(runtime, costs, cluster, planner, health=health, calibrates=calibrates, tried=tried)
@@ -208,9 +234,15 @@ def make_runtime(
     plans: Sequence[Plan],
     layouts: Mapping[str, HomeLayout],
     settings: Settings,
+    arrive: Arrive | None = None,
 ) -> Runtime:
-    """Bring parameters, and what an optimizer has of them, home; return what runs them under the plans. Collective."""
+    """Bring parameters, and what an optimizer has of them, home; return what runs them under the plans. Collective.
+
+    What waits for its values gets them when all are to `arrive`.
+    """
     with using(table):
+        if arrive is not None:
+            arrive(layouts)
         homes = move_home(model, layouts, table)
     if optimizer is not None:
         move_optimizer_state(optimizer, homes, layouts)
@@ -220,9 +252,10 @@ def make_runtime(
     return runtime
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    """Return the device that a model is on."""
-    return next((parameter.device for parameter in model.parameters()), HOST)
+def _device_of(wanted: Preparation) -> torch.device:
+    """Return the device that a model is on, or is to be on."""
+    found = next((parameter.device for parameter in wanted.model.parameters()), HOST)
+    return own_device(wanted.device) if found.type == META.type else found
 
 
 def _found(
@@ -232,9 +265,10 @@ def _found(
 
     Then the plans that were given, None where one is to be made, and the cluster, None where none was given.
     """
-    _check_model(wanted.model)
+    _check_model(wanted.model, wanted.device)
     initialize_lazy(wanted.model, wanted.batch)
-    _check_memory(wanted.model)
+    if all(map(has_piece, wanted.model.parameters())):
+        _check_memory(wanted.model)
     execution, program = _execution_of(wanted, ranks, is_mixed=is_mixed)
     batch, cluster = wanted.batch, wanted.cluster
     args, kwargs = as_call(batch)
@@ -372,24 +406,20 @@ def _check_memory(model: nn.Module) -> None:
             )
 
 
-def _check_model(model: nn.Module) -> None:
-    """Refuse a model without values, or spread over devices already."""
+def _check_model(model: nn.Module, device: torch.device | str | None) -> None:
+    """Refuse a model without parameters, spread over devices already, or elsewhere than it is to be."""
     devices = {parameter.device for parameter in model.parameters()}
     if not devices:
         raise StateError("the model has no parameters, so there is nothing to parallelize")
-    if torch.device("meta") in devices:
-        name = next(n for n, p in model.named_parameters() if p.is_meta)
-        raise StateError(
-            f"parameter {name!r} is on the meta device and has no values\n"
-            f"hint: load the weights (model.to_empty, then load_state_dict) before hetu_fx.auto_parallelize, or only "
-            f"plan, by hetu_fx.plan"
-        )
     if len(devices) > 1:
         raise StateError(
             f"the model's parameters are on {len(devices)} devices {sorted(map(str, devices))}\n"
             f"hint: move the model to one device per process, such as model.to('cuda')"
         )
-    kind = device_type_record(next(iter(devices)))
+    here = next(iter(devices))
+    if device is not None and own_device(device) != here:
+        raise StateError(f"device={str(device)!r} is given, but the model is on {here}\nhint: move it by model.to(...)")
+    kind = device_type_record(here)
     for name, parameter in model.named_parameters():
         if parameter.dtype in kind.no_dtypes:
             raise StateError(
@@ -461,12 +491,9 @@ def _check_optimizer(optimizer: torch.optim.Optimizer | None, ranks: int) -> Non
         )
 
 
-def _costs_and_seed(
-    wanted: Preparation, program: CapturedProgram | ModuleProgram, rows: int
-) -> tuple[ProgramCosts, int]:
+def _costs(wanted: Preparation, program: CapturedProgram | ModuleProgram, rows: int) -> ProgramCosts:
     costs = program.costs(rows, memory=wanted.plan == "auto" or wanted.cluster is not None)
-    costs = replace(costs, state=_state(wanted))
-    return costs, torch.initial_seed() % 2**62 if wanted.settings.seed is None else wanted.settings.seed
+    return replace(costs, state=_state(wanted))
 
 
 def _state(wanted: Preparation) -> ParameterState:
@@ -536,5 +563,5 @@ def check_plans_and_choose_homes(
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     annotations = choose_homes(plans[0], read, shapes, speeds(cluster, table.size))
     layouts = {name: home_layout(annotations[name], shape, table.rank, table.size) for name, shape in shapes.items()}
-    layouts |= {name: get_home_layout(home) for name, home in model.named_parameters() if isinstance(home, HomeTensor)}
-    return layouts
+    homes = {name: home for name, home in model.named_parameters() if isinstance(home, HomeTensor) and has_piece(home)}
+    return layouts | {name: get_home_layout(home) for name, home in homes.items()}

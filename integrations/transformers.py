@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from hetu_fx import Framework, Handle, LossType, WeightNames, register_framework
 from hetu_fx.base.patches import Patch, register_patch
+from hetu_fx.integrations.streamed_saves import save_streamed
 
 
 @runtime_checkable
@@ -40,6 +42,52 @@ def config_writer(model: nn.Module) -> Callable[[Path], None] | None:
 
 
 @runtime_checkable
+class _Ties(Protocol):
+    """A model that says itself which of its parameters are one."""
+
+    def tie_weights(self) -> Any:
+        """Make them one."""
+
+
+def _tie(model: nn.Module) -> None:
+    if isinstance(model, _Ties):
+        model.tie_weights()
+
+
+@runtime_checkable
+class _Loads(Protocol):
+    """A model that is loaded by `from_pretrained`."""
+
+    base_model_prefix: str
+    config: Any
+    from_pretrained: Any
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its tensors by name."""
+
+
+def _stored_names(model: nn.Module, names: Collection[str]) -> dict[str, str]:
+    """Return a model's names by those, of the names in files, under which transformers finds them when it loads.
+
+    What it puts together of several tensors has none.
+    """
+    loading = sys.modules.get("transformers.core_model_loading")
+    conversions = sys.modules.get("transformers.conversion_mapping")
+    if loading is None or conversions is None or not isinstance(model, _Loads):
+        return {}
+    own = model.state_dict()
+    mapping = conversions.get_model_conversion_mapping(model)
+    renamings = [one for one in mapping if isinstance(one, loading.WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, loading.WeightConverter)]
+    found = {}
+    for name in names:
+        renamed, converter = loading.rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+        if converter is None and renamed != name and renamed in own:
+            found[name] = renamed
+    return found
+
+
+@runtime_checkable
 class _Generates(Protocol):
     """A model that generates sequences, by many calls of itself."""
 
@@ -61,6 +109,11 @@ def _generate_whole(model: nn.Module) -> None:
             return generate(*args, **kwargs)
 
     object.__setattr__(model, "generate", generate_inside)
+
+
+def _adopt(model: nn.Module) -> None:
+    _generate_whole(model)
+    save_streamed(model)
 
 
 def _token_paddings(model: nn.Module) -> dict[str, int]:
@@ -177,7 +230,9 @@ register_patch(
 register_framework(
     Framework(
         name="transformers",
-        adopt=_generate_whole,
+        adopt=_adopt,
+        tie=_tie,
+        stored_names=_stored_names,
         config_writer=config_writer,
         weights=WeightNames(
             whole="model.safetensors",

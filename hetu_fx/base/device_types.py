@@ -9,6 +9,7 @@ A package adds a type by an entry point of the group `hetu_fx.kinds`, which load
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -190,6 +191,17 @@ def device_type_record(device: torch.device) -> DeviceType:
 def is_elsewhere(device: torch.device) -> bool:
     """Tell whether tensors of a device are not in the host's memory, and have values."""
     return device.type not in (HOST.type, "meta")
+
+
+def own_device(asked: torch.device | str | None) -> torch.device:
+    """Return the device of this process: as it was asked for, else of the first type of which there are some.
+
+    Of several of a type it is that of the process's rank on its host.
+    """
+    found = torch.device(next((one.name for one in computing()), HOST.type) if asked is None else asked)
+    if found.index is not None or found.type == HOST.type:
+        return found
+    return torch.device(found.type, int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def computing() -> tuple[DeviceType, ...]:

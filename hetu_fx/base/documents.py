@@ -149,7 +149,7 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(aside, target.stat().st_mode & 0o777 if target.exists() else usual_mode())
+        os.chmod(aside, target.stat().st_mode & 0o777 if target.exists() else _usual_mode())
         os.replace(aside, target)
     except BaseException:
         Path(aside).unlink(missing_ok=True)
@@ -157,7 +157,7 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     sync(target.parent)
 
 
-def usual_mode() -> int:
+def _usual_mode() -> int:
     """Return the permissions of a new file; what makes files of 0600 hides them from everybody else."""
     umask = os.umask(0)
     os.umask(umask)

@@ -6,7 +6,7 @@ of the first framework by name is taken, so that all ranks take the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -61,6 +61,8 @@ class Framework:
     Attributes:
         name: of the framework; whoever registers it again replaces it.
         adopt: called with a model that runs in parallel from now on.
+        tie: makes parameters one that its models read as one, where making them without values has parted them.
+        stored_names: gives a model's names of tensors by those, of the names in files, that it has others for.
         config_writer: gives what writes a model's configuration beside its weights; None for models of others.
         torch_optimizer: gives the optimizer of torch's that a wrapper holds; what is no wrapper as it is.
         weights: what files of weights are called.
@@ -73,6 +75,8 @@ class Framework:
 
     name: str
     adopt: Callable[[nn.Module], None] = lambda model: None
+    tie: Callable[[nn.Module], None] = lambda model: None
+    stored_names: Callable[[nn.Module, Collection[str]], Mapping[str, str]] = lambda model, names: {}
     config_writer: Callable[[nn.Module], ConfigWriter | None] = lambda model: None
     torch_optimizer: Callable[[torch.optim.Optimizer], torch.optim.Optimizer] = lambda optimizer: optimizer
     weights: WeightNames | None = None

@@ -158,6 +158,7 @@ GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(  # of all modules
 parameter_slots: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")  # takes tensors of any kind
 buffer_slots: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
 LISTED_SLOTS = ("_flat_weights", "_flat_weight_refs")  # where a recurrent layer keeps its parameters once more
+RESETS = ("reset_parameters", "_reset_parameters")  # by which a module gives its parameters their first values
 not_saved: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")  # buffers that are no state
 
 

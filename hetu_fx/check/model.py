@@ -21,6 +21,7 @@ from hetu_fx.base.device_types import HOST
 from hetu_fx.base.dtypes import carries_gradient, is_complex, is_real
 from hetu_fx.base.torch_private import buffer_slots, parameter_slots
 from hetu_fx.errors import StateError
+from hetu_fx.switching.home.tensor import has_piece
 
 _LENGTHS = (509, 521)
 """Primes: rows of a parameter that is written from so many numbers are not alike, unless they are as long."""
@@ -110,7 +111,7 @@ class ModelTemplate:
             copied, loss = copy.deepcopy((model, loss_fn), memo)
         except Exception as error:  # whatever the parts of a module raise
             raise StateError(f"the model cannot be copied: {type(error).__name__}: {error}") from error
-        return cls(copied, loss, {name: _numbers(p.detach()) for name, p in parameters.items()})
+        return cls(copied, loss, {name: _numbers(p) for name, p in parameters.items()})
 
     @property
     def buffer_bytes(self) -> int:
@@ -164,12 +165,21 @@ def _without_values(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _numbers(parameter: Tensor) -> Tensor:
-    """Return a few of a parameter's numbers, in order, on the host; what is alike is moved a little."""
+    """Return a few of a parameter's numbers, in order, on the host; what is alike is moved a little.
+
+    One that has no values yet is taken for zeros.
+    """
     last = parameter.shape[-1] if parameter.dim() else 1
     most = next(length for length in _LENGTHS if last % length)
-    flat = parameter.reshape(-1)
+    if not has_piece(parameter):
+        return _moved(torch.zeros(min(parameter.numel(), most), dtype=parameter.dtype))
+    flat = parameter.detach().reshape(-1)
     some = flat if flat.numel() <= most else flat[:: flat.numel() // most][:most]
-    numbers = some.to(HOST, copy=True)
+    return _moved(some.to(HOST, copy=True))
+
+
+def _moved(numbers: Tensor) -> Tensor:
+    """Return numbers, each moved a little where all are alike."""
     if not is_real(numbers.dtype) or not numbers.numel() or bool((numbers != numbers[0]).any()):
         return numbers
     source = torch.Generator().manual_seed(numbers.numel())

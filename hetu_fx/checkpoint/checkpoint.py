@@ -30,7 +30,7 @@ from hetu_fx.base.progress import telling
 from hetu_fx.checkpoint.folders import find_folder, replaced_folder
 from hetu_fx.checkpoint.open_folder import OpenFolder
 from hetu_fx.checkpoint.optimizer_files import Parameters, RestoredTraining, TrainingFiles, write_training_state
-from hetu_fx.checkpoint.tensor_files import Key, WeightFiles, whole_tensor, write_weights
+from hetu_fx.checkpoint.tensor_files import Key, WeightFiles, fits_dtype, whole_tensor, write_weights
 from hetu_fx.comm_ops.wire.consensus import alike, any_rank, raise_on_all_ranks
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import CheckpointError
@@ -199,9 +199,14 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     parameters: Parameters | None = None,
     verify: bool = False,
+    file: str = "",
+    foreign: bool = False,
     table: GroupTable,
 ) -> dict[str, Any]:
     """Read weights into tensors of any layout, and an optimizer's state; return the saved `extra`, empty without one.
+
+    The aliases are further names under which tensors may be stored. `file` is the one that is meant of several, or an
+    index. Weights of `foreign` programs are cast to the tensors' dtypes, and may hold other tensors besides.
 
     Each rank reads only what it owns, whatever layout and number of ranks wrote it, and compares the sums of that;
     with `verify`, those of everything in the folder. One without a manifest (that `save_pretrained` wrote) is read as
@@ -218,9 +223,10 @@ def load_checkpoint(
         if table.rank == 0 and (verify or opened.manifest is not None or opened.has_folder(TRAINING)):
             opened.check_sizes()
         opened.check_sums(_sums_of_all(opened, verify)[table.rank :: table.size])
-        return Checkpoint.read(opened, wanted, aliases or {}, optimizer, parameters or {})
+        weights = stored_weights(opened, wanted, aliases or {}, file=file, foreign=foreign) if wanted else None
+        return Checkpoint.read(opened, weights, optimizer, parameters or {})
 
-    checkpoint = _read_alike(folder, read, table)
+    checkpoint = read_alike(folder, read, table)
     return raise_on_all_ranks(table, lambda: checkpoint.put(optimizer))
 
 
@@ -231,7 +237,7 @@ def _sums_of_all(opened: OpenFolder, verify: bool) -> list[str]:
     return [name for name, entry in files.items() if verify or (name in whole and entry.how != "header_xxh3")]
 
 
-def _read_alike(folder: Path, read: Callable[[OpenFolder], T], table: GroupTable) -> T:
+def read_alike(folder: Path, read: Callable[[OpenFolder], T], table: GroupTable) -> T:
     """Return what is read of a folder, on all ranks of the same one; collective. Raises what reading raises."""
     for tries_left in reversed(range(_TRIES)):
         with ExitStack() as held:
@@ -262,59 +268,93 @@ def _is_replaced(folder: Path, opened: Sequence[OpenFolder]) -> bool:
 
 
 @dataclass(frozen=True)
+class _StoredWeights:
+    """Stored tensors, which fit those that they are read into by shape and dtype.
+
+    Attributes:
+        files: that hold them.
+        tensors: the key of each, and what it is read into, by name.
+        casts: real numbers are read in whatever dtype is wanted.
+    """
+
+    files: WeightFiles
+    tensors: Mapping[str, tuple[Key, Tensor]]
+    casts: bool
+
+    def check(self) -> None:
+        """Compare the sums of all that is read here. Raises CheckpointError."""
+        for key, tensor in self.tensors.values():
+            self.files.check(key, tensor, casts=self.casts)
+
+    def put(self) -> None:
+        """Read them."""
+        with torch.no_grad():
+            for key, tensor in self.tensors.values():
+                self.files.fill(key, tensor)
+
+
+def stored_weights(
+    opened: OpenFolder, wanted: Mapping[str, Tensor], aliases: Mapping[str, str], *, file: str, foreign: bool
+) -> _StoredWeights:
+    """Find tensors in a folder, by headers alone; see `load_checkpoint`.
+
+    Raises:
+        CheckpointError: lists those that are missing, have other shapes or dtypes, or are none of the wanted.
+    """
+    files = WeightFiles(opened, file)
+    names = _match_names(files, wanted, aliases, takes_others=foreign)
+    _check_fit(files, wanted, names, casts=foreign)
+    tensors = {name: (whole_tensor(names[name]), tensor) for name, tensor in wanted.items()}
+    return _StoredWeights(files, tensors, foreign)
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """What was read of a folder, and found to fit: nothing but memory is missing to put it in place."""
 
-    files: WeightFiles | None
-    tensors: Mapping[str, tuple[Key, Tensor]]
+    weights: _StoredWeights | None
     training: RestoredTraining | None
 
     @classmethod
     def read(
         cls,
         opened: OpenFolder,
-        wanted: Mapping[str, Tensor],
-        aliases: Mapping[str, str],
+        weights: _StoredWeights | None,
         optimizer: torch.optim.Optimizer | None,
         parameters: Parameters,
     ) -> Checkpoint:
         """Read what is wanted here. Raises CheckpointError."""
-        files, tensors = None, {}
-        if wanted:
-            files = WeightFiles(opened)
-            names = _match_names(files, wanted, aliases)
-            _check_fit(files, wanted, names)
-            tensors = {name: (whole_tensor(names[name]), tensor) for name, tensor in wanted.items()}
-            for key, tensor in tensors.values():
-                files.check(key, tensor)
+        if weights is not None:
+            weights.check()
         if optimizer is None:
-            return cls(files, tensors, None)
+            return cls(weights, None)
         training = TrainingFiles.open(opened, TRAINING).read(optimizer, parameters)
         _step_of(training.extra, 0)
-        return cls(files, tensors, training)
+        return cls(weights, training)
 
     def put(self, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """Put it in place; returns the saved `extra`, empty without an optimizer."""
-        with torch.no_grad():
-            for key, tensor in self.tensors.values():
-                assert self.files is not None
-                self.files.fill(key, tensor)
+        if self.weights is not None:
+            self.weights.put()
         if self.training is None or optimizer is None:
             return {}
         return self.training.put(optimizer)
 
 
-def _match_names(files: WeightFiles, wanted: Mapping[str, Tensor], aliases: Mapping[str, str]) -> dict[str, str]:
+def _match_names(
+    files: WeightFiles, wanted: Mapping[str, Tensor], aliases: Mapping[str, str], *, takes_others: bool
+) -> dict[str, str]:
     """Return the stored name of each tensor: its own, or that of one of its aliases."""
     names = {name: name for name in wanted if name in files.index}
     for alias, name in sorted(aliases.items()):
         if alias in files.index and name in wanted:
             names.setdefault(name, alias)
     missing = sorted(set(wanted) - set(names))
-    unexpected = sorted(set(files.index) - set(wanted) - set(aliases))
-    if missing or unexpected:
+    others = sorted(set(files.index) - set(wanted) - set(aliases))
+    if missing or (others and not takes_others):
         raise CheckpointError(
-            f"{files.where} is of another model: missing in the file {_some(missing)}, unknown here {_some(unexpected)}"
+            f"{files.where} is of another model: missing in the file {_some(missing)}, unknown here {_some(others)}"
+            "\nhint: give weights of this model, or make the model that they are of"
         )
     return names
 
@@ -324,14 +364,17 @@ def _some(names: Sequence[str]) -> str:
     return f"[{', '.join(names[:8])}{more}]"
 
 
-def _check_fit(files: WeightFiles, wanted: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
+def _check_fit(files: WeightFiles, wanted: Mapping[str, Tensor], names: Mapping[str, str], *, casts: bool) -> None:
     misfits = []
     for name, tensor in wanted.items():
-        found = files.shape_and_dtype(names[name])
-        if found != (tuple(tensor.shape), tensor.dtype):
-            misfits.append(f"{name}: {found[0]} {found[1]} in the file, {tuple(tensor.shape)} {tensor.dtype} here")
+        shape, dtype = files.shape_and_dtype(names[name])
+        if shape != tuple(tensor.shape) or not fits_dtype(dtype, tensor.dtype, casts=casts):
+            misfits.append(f"{name}: {shape} {dtype} in the file, {tuple(tensor.shape)} {tensor.dtype} here")
     if misfits:
-        raise CheckpointError(f"tensors of {files.where} do not fit: {'; '.join(misfits[:8])}")
+        raise CheckpointError(
+            f"tensors of {files.where} do not fit: {'; '.join(misfits[:8])}"
+            "\nhint: make the model with the sizes that its weights have"
+        )
 
 
 def parse_size(size: int | str) -> int:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from hetu_fx.base.documents import told_as_damaged
@@ -47,7 +46,7 @@ def write_training_state(
         RankShards.of(state_tensors(optimizer, parameters), rank).write(path, {"format": FORMAT})
         if rank == 0:
             (folder / STATE).write_text(json.dumps(document, indent=1) + "\n")
-    except (OSError, SafetensorError, TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise CheckpointError(f"cannot write training state to {path}: {error}") from error
 
 

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.local import index
 from hetu_fx.annotations.region import Box, Interval
 from hetu_fx.base.documents import told_as_damaged
+from hetu_fx.base.dtypes import is_real
 from hetu_fx.base.frameworks import weight_names
 from hetu_fx.checkpoint.open_folder import OpenFolder
-from hetu_fx.checkpoint.summed_files import SummedFile, write_with_checksums
+from hetu_fx.checkpoint.summed_files import SummedFile, SummedWriter, TensorForm, file_order, write_with_checksums
 from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
 from hetu_fx.comm_ops.wire.bsr_run import run_moves
 from hetu_fx.comm_ops.wire.groups import GroupTable
@@ -69,7 +71,7 @@ class RankShards:
     def write(self, path: Path, metadata: Mapping[str, str]) -> None:
         """Write the pieces to one file, with their boxes, their sums and `metadata` in its header.
 
-        Raises OSError, SafetensorError.
+        Raises OSError, CheckpointError.
         """
         write_with_checksums(path, self.tensors, {**metadata, _BOXES: json.dumps(self.boxes)})
 
@@ -114,8 +116,10 @@ class BoxFiles:
                 f"{self.where} holds boxes {boxes[:4]} of {_spelled(key)}, which do not make {tuple(shape)}"
             )
 
-    def check(self, key: Key, target: Tensor) -> None:
-        """Read all that `fill` would put into a tensor, and compare its sums; the tensor is left as it is.
+    def check(self, key: Key, target: Tensor, *, casts: bool = False) -> None:
+        """Compare the sums of all that `fill` would put into a tensor; the tensor is left as it is.
+
+        With `casts`, real numbers may be of another dtype.
 
         Raises:
             CheckpointError: elements are missing, the dtype is another one, or a sum differs.
@@ -124,7 +128,7 @@ class BoxFiles:
         for saved, there, _ in self._meetings(key, target):
             saved.file.check(saved.entry, there)
             value = saved.file.value(saved.entry)[there]
-            if value.dtype != target.dtype:
+            if not fits_dtype(value.dtype, target.dtype, casts=casts):
                 raise CheckpointError(
                     f"{self.where} has {_spelled(key)} in {value.dtype}, which is {target.dtype} here"
                 )
@@ -139,7 +143,7 @@ class BoxFiles:
         """Fill a tensor, home (this rank's piece only) or plain, from what `check` has found to be there."""
         dense = target.local if isinstance(target, HomeTensor) else target
         for saved, there, here in self._meetings(key, target):
-            dense[here].copy_(saved.file.value(saved.entry)[there])
+            dense[here].copy_(saved.file.part(saved.entry, there))
         if isinstance(target, HomeTensor):
             mark_written([target])
 
@@ -150,6 +154,11 @@ class BoxFiles:
                 common = meeting(saved.bounds, box.bounds)
                 if common is not None:
                     yield saved, _within(common, saved.bounds, None), _within(common, box.bounds, place.bounds)
+
+
+def fits_dtype(stored: torch.dtype, wanted: torch.dtype, *, casts: bool) -> bool:
+    """Tell whether numbers of a stored dtype may be read as another one: real ones as real ones, if they are cast."""
+    return stored == wanted or (casts and is_real(stored) and is_real(wanted))
 
 
 def _chunks_of(target: Tensor) -> list[Chunk]:
@@ -222,24 +231,85 @@ def plan_shards(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> dict[str
 
 
 def write_weights(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: int, table: GroupTable) -> None:
-    """Write whole tensors by name, on rank 0, which holds one file's tensors at a time. Collective.
+    """Write whole tensors by name, each file by one rank, in turn: as many at once as there are ranks. Collective.
 
-    Home tensors are brought to rank 0; of plain tensors rank 0's are written. Raises CheckpointError on rank 0
-    after all ranks are through where a file cannot be written.
+    A rank holds one whole tensor of its file at a time, and what it sends of the others'. Of plain tensors rank 0's are
+    written. Raises CheckpointError, on the ranks whose file cannot be written, after all are through.
     """
     shards = plan_shards(tensors, max_shard_bytes)
-    failed: OSError | SafetensorError | None = None
-    for file, names in shards.items():
-        wholes = bring_to_first({name: tensors[name].detach() for name in names}, table)
-        if table.rank == 0 and failed is None:
-            try:
-                write_with_checksums(folder / file, wholes, weight_names().metadata)
-            except (OSError, SafetensorError) as error:
-                failed = error
-    if failed is not None:
-        raise CheckpointError(f"cannot write weights to {folder}: {failed}") from failed
+    files, size = list(shards), table.size
+    turns = [{file: shards[file] for file in files[start : start + size]} for start in range(0, len(files), size)]
+    problem = next(filter(None, [_write_at_once(folder, turn, tensors, table) for turn in turns]), None)
+    if problem is not None:
+        raise CheckpointError(f"cannot write weights to {folder}: {problem}") from problem
     if table.rank == 0 and len(shards) > 1:
         _write_index(folder, shards, tensors)
+
+
+def _write_at_once(
+    folder: Path, shards: Mapping[str, Sequence[str]], tensors: Mapping[str, Tensor], table: GroupTable
+) -> Exception | None:
+    """Write one file on each of the first ranks, all at once; return why this rank's file could not be."""
+    forms = [{name: _form(tensors[name]) for name in names} for names in shards.values()]
+    mine = _MyFile()
+    if table.rank < len(shards):
+        mine.begin(folder / list(shards)[table.rank], forms[table.rank])
+    for names in zip_longest(*map(file_order, forms)):
+        owners = {name: rank for rank, name in enumerate(names) if name is not None}
+        mine.write(bring(tensors, owners, table))
+    mine.end()
+    return mine.problem
+
+
+class _MyFile:
+    """The file that this rank writes, if any, and what was wrong with it: then nothing more is, as others wait."""
+
+    def __init__(self) -> None:
+        self.problem: Exception | None = None
+        self._writer: SummedWriter | None = None
+
+    def begin(self, path: Path, forms: Mapping[str, TensorForm]) -> None:
+        """Open the file of some tensors."""
+
+        def begin() -> None:
+            self._writer = SummedWriter(path, forms, weight_names().metadata).begin()
+
+        self._do(begin)
+
+    def write(self, found: Mapping[str, Tensor]) -> None:
+        """Write the next tensor of the file, if one was found for it."""
+        for whole in found.values():
+            if self._writer is not None and self.problem is None:
+                self._do(partial(self._writer.write, whole))
+
+    def end(self) -> None:
+        """Close the file."""
+        if self._writer is not None:
+            self._do(partial(self._writer.end, is_whole=self.problem is None))
+
+    def _do(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except (OSError, CheckpointError) as problem:
+            self.problem = self.problem or problem
+
+
+def _form(tensor: Tensor) -> TensorForm:
+    return tensor.dtype, tuple(tensor.shape)
+
+
+def write_wholes(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write whole tensors to a file of this rank, of which one at a time is here: the others send their parts.
+
+    Raises OSError, CheckpointError.
+    """
+    with SummedWriter(path, {name: _form(tensor) for name, tensor in tensors.items()}, metadata) as writer:
+        for name in writer.order:
+            writer.write(_whole(tensors[name]))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return _plain(tensor.gathered() if isinstance(tensor, HomeTensor) else tensor)
 
 
 def _write_index(folder: Path, shards: Mapping[str, Sequence[str]], tensors: Mapping[str, Tensor]) -> None:
@@ -251,34 +321,61 @@ def _write_index(folder: Path, shards: Mapping[str, Sequence[str]], tensors: Map
 
 
 def bring_to_first(tensors: Mapping[str, Tensor], table: GroupTable) -> dict[str, Tensor]:
-    """Return whole tensors in host memory on rank 0, nothing elsewhere, in one message per pair of ranks."""
-    homes = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, HomeTensor)}
+    """Return whole tensors in host memory on rank 0, nothing elsewhere, as `bring` does; collective."""
+    return bring(tensors, dict.fromkeys(tensors, 0), table)
+
+
+def bring(tensors: Mapping[str, Tensor], owners: Mapping[str, int], table: GroupTable) -> dict[str, Tensor]:
+    """Bring whole tensors into the host memory of one rank each, in one message per pair of ranks; collective.
+
+    Args:
+        tensors: home tensors, and plain ones, of which rank 0's count.
+        owners: the rank to which each is brought, by the names of those that are.
+        table: the ranks.
+
+    Returns those that are brought to this rank.
+    """
+    first, rank = Annotation.on((0,)), table.rank
+    held = {name: tensors[name].detach() for name in owners}
+    local = [tensor.local if isinstance(tensor, HomeTensor) else tensor for tensor in held.values()]
     moves = [
-        TensorMove(home.home_layout.annotation, Annotation.on((0,)), tuple(home.shape), home.element_size())
-        for home in homes.values()
+        TensorMove(
+            tensor.home_layout.annotation if isinstance(tensor, HomeTensor) else first,
+            Annotation.on((owners[name],)),
+            tuple(tensor.shape),
+            tensor.element_size(),
+        )
+        for name, tensor in held.items()
     ]
-    pieces = [home.local if home.home_layout.annotation.holds(table.rank) else None for home in homes.values()]
-    found = run_moves(plan_moves(moves), pieces, table, like=[home.local for home in homes.values()])
-    wholes = dict(zip(homes, found, strict=True))
-    if table.rank:
-        return {}
-    return {name: _plain(wholes.get(name, tensor)) for name, tensor in tensors.items()}
+    pieces = [part if move.source.holds(rank) else None for move, part in zip(moves, local, strict=True)]
+    found = run_moves(plan_moves(moves), pieces, table, like=local)
+    return {name: _plain(whole) for name, whole in zip(held, found, strict=True) if owners[name] == rank}
 
 
 def _plain(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None  # rank 0 receives every move
-    plain = tensor.detach().to("cpu", memory_format=torch.contiguous_format)
-    # safetensors refuses tensors that share memory; views of one buffer do.
-    return plain.clone() if plain.untyped_storage().nbytes() != plain.nbytes else plain
+    assert tensor is not None  # an owner receives every move of its own
+    return tensor.detach().to("cpu", memory_format=torch.contiguous_format)
 
 
 class WeightFiles(BoxFiles):
-    """Consolidated weights, open for reading: each tensor is one box in one file, by `index`."""
+    """Consolidated weights, open for reading: each tensor is one box in one file, by `index`.
 
-    def __init__(self, folder: OpenFolder) -> None:
+    Args:
+        folder: in which they are.
+        file: the file of tensors, or the index, that is meant; "": whichever is there under its usual name.
+    """
+
+    def __init__(self, folder: OpenFolder, file: str = "") -> None:
         super().__init__((), folder.path)
-        self.index = _read_index(folder)
+        self.index = _read_index(folder, file)
         self._files = {name: folder.tensors(name) for name in sorted(set(self.index.values()))}
+        for name, opened in self._files.items():
+            twice = next((tensor for tensor in opened.names if self.index.get(tensor, name) != name), None)
+            if twice is not None:
+                raise CheckpointError(
+                    f"{self.where} holds {twice!r} twice: in {self.index[twice]}, as its index says, and in {name}"
+                    "\nhint: save the weights again: nothing says which of the two counts"
+                )
 
     def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Return the shape and the dtype of a stored tensor, which can be filled from then on."""
@@ -289,14 +386,19 @@ class WeightFiles(BoxFiles):
         return tuple(value.shape), value.dtype
 
 
-def _read_index(folder: OpenFolder) -> dict[str, str]:
+def _read_index(folder: OpenFolder, file: str) -> dict[str, str]:
     names = weight_names()
-    if names.index in folder:
-        index = folder.document(names.index)
+    index_name = file if file.endswith(".json") else "" if file else names.index
+    if index_name and (file or index_name in folder):
+        index = folder.document(index_name)
         files = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-            raise CheckpointError(f"{folder.path / names.index} is damaged: it has no 'weight_map' of names of files")
+            raise CheckpointError(f"{folder.path / index_name} is damaged: it has no 'weight_map' of names of files")
         return files
-    if names.whole not in folder:
-        raise CheckpointError(f"{folder.path} holds no weights: neither {names.index} nor {names.whole} is there")
-    return dict.fromkeys(folder.tensors(names.whole).names, names.whole)
+    if not file and names.whole not in folder:
+        raise CheckpointError(
+            f"{folder.path} holds no weights: neither {names.index} nor {names.whole} is there\n"
+            f"hint: other formats are not read; save_pretrained writes this one"
+        )
+    whole = file or names.whole
+    return dict.fromkeys(folder.tensors(whole).names, whole)

@@ -28,6 +28,10 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.layout import HomeLayout
 from hetu_fx.switching.home.ops import HomeTensor, get_home_layout
+from hetu_fx.switching.home.tensor import has_piece
+
+MESSAGE_BYTES = 64 << 20
+"""Of parameters that travel at once: what a rank needs besides the model and its own part, or one larger tensor."""
 
 
 def move_home(model: nn.Module, layouts: Mapping[str, HomeLayout], table: GroupTable) -> dict[str, nn.Parameter]:
@@ -38,27 +42,54 @@ def move_home(model: nn.Module, layouts: Mapping[str, HomeLayout], table: GroupT
     model's order.
     """
     parameters = dict(model.named_parameters())
-    bring_home(model, {n: p for n, p in parameters.items() if not isinstance(p, HomeTensor)}, layouts, table)
+    left = {n: p for n, p in parameters.items() if not (isinstance(p, HomeTensor) and has_piece(p))}
+    bring_home(model, left, layouts, table)
     return parameters
 
 
 def bring_home(
     model: nn.Module, parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, HomeLayout], table: GroupTable
 ) -> None:
-    """Make home parameters of these of a model, as `move_home` does; collective."""
+    """Make home parameters of these of a model, as `move_home` does; collective.
+
+    A few at a time: what a rank had whole of them is let go then. Ranks other than the first need have nothing but
+    home tensors that wait for their pieces.
+    """
     if table.size == 1:
         return
-    pieces = _pieces_of_first(parameters, layouts, table)
     with without_weak_references(model):
-        for name, parameter in parameters.items():
-            gradient, parameter.grad = parameter.grad, None
-            home = HomeTensor(pieces[name], layouts[name])
-            _swap(name, parameter, nn.Parameter(home, requires_grad=parameter.requires_grad))
-            if gradient is not None:
-                parameter.grad = HomeTensor.from_full(gradient, layouts[name])
+        for some in _few_at_a_time(parameters):
+            for name, piece in _pieces_of_first(some, layouts, table).items():
+                _settle(name, some[name], piece, layouts[name])
 
 
-def _swap(name: str, parameter: nn.Parameter, home: nn.Parameter) -> None:
+def _few_at_a_time(parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str, nn.Parameter]]:
+    some: dict[str, nn.Parameter] = {}
+    for name, parameter in parameters.items():
+        sizes = [one.numel() * one.element_size() for one in (*some.values(), parameter)]
+        if some and sum(sizes) > MESSAGE_BYTES:
+            yield some
+            some = {}
+        some[name] = parameter
+    if some:
+        yield some
+
+
+def _settle(name: str, parameter: nn.Parameter, piece: Tensor, layout: HomeLayout) -> None:
+    """Let a parameter be a home parameter with this piece; one that waits for it too, so that versions are alike."""
+    gradient, parameter.grad = parameter.grad, None
+    home = nn.Parameter(HomeTensor(piece, layout), requires_grad=parameter.requires_grad)
+    swap_parameter(name, parameter, home)
+    if gradient is not None:
+        parameter.grad = HomeTensor.from_full(gradient, layout)
+
+
+def swap_parameter(name: str, parameter: nn.Parameter, home: Tensor) -> None:
+    """Let a parameter be another one, and that what the parameter was: both stay the same objects.
+
+    Raises:
+        StateError: something refers to it that would not follow.
+    """
     if references := weakref.getweakrefs(parameter):
         raise StateError(
             f"parameter {name!r} cannot become a home parameter while {len(references)} weak references to it are "
@@ -80,16 +111,16 @@ def _pieces_of_first(
     parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, HomeLayout], table: GroupTable
 ) -> dict[str, torch.Tensor]:
     first = Annotation.on((0,))
-    wholes = [parameter.detach() for parameter in parameters.values()]
     moves = [
-        TensorMove(first, layouts[name].annotation, tuple(whole.shape), whole.element_size())
-        for name, whole in zip(parameters, wholes, strict=True)
+        TensorMove(first, layouts[name].annotation, tuple(parameter.shape), parameter.element_size())
+        for name, parameter in parameters.items()
     ]
-    held = [whole if table.rank == 0 else None for whole in wholes]
-    moved = run_moves(plan_moves(moves), held, table, like=wholes)
+    held = [parameter.detach() if table.rank == 0 else None for parameter in parameters.values()]
+    like = [torch.empty(0, dtype=parameter.dtype, device=parameter.device) for parameter in parameters.values()]
+    moved = run_moves(plan_moves(moves), held, table, like=like)
     return {
-        name: whole.new_empty(layouts[name].local_shape) if piece is None else piece
-        for name, whole, piece in zip(parameters, wholes, moved, strict=True)
+        name: empty.new_empty(layouts[name].local_shape) if piece is None else piece
+        for name, empty, piece in zip(parameters, like, moved, strict=True)
     }
 
 

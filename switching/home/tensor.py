@@ -315,11 +315,24 @@ class PiecesWritten:
                     increment_version(tensors)
 
 
-def make_awaited(like: HomeTensor, wait: Callable[[], None]) -> HomeTensor:
-    """Return a tensor like another one that has no piece yet: whoever reads it calls `wait`, which ends in `give`."""
-    made: HomeTensor = make_wrapper_subclass(HomeTensor, like.shape, dtype=like.dtype, device=like.device)
+def make_awaited(
+    like: torch.Tensor, wait: Callable[[], None], device: torch.device | None = None, *, requires_grad: bool = False
+) -> HomeTensor:
+    """Return a tensor like another one that has no piece yet: whoever reads it calls `wait`, which ends in `give`.
+
+    It is to be on a `device`; None: where the other one is.
+    """
+    place = like.device if device is None else device
+    made: HomeTensor = make_wrapper_subclass(
+        HomeTensor, like.shape, dtype=like.dtype, device=place, requires_grad=requires_grad
+    )
     made.wait_for_piece = wait
     return made
+
+
+def has_piece(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor has its values here and now: not a home tensor whose piece is awaited."""
+    return not isinstance(tensor, HomeTensor) or "local" in vars(tensor)
 
 
 def give(tensor: HomeTensor, local: torch.Tensor, layout: HomeLayout) -> None:

@@ -266,10 +266,10 @@ def test_a_folder_that_is_replaced_while_it_is_read_is_read_once_more(
     save_checkpoint(tmp_path / "out", weights())
     left = list(range(times))
 
-    def replaced_meanwhile(opened: OpenFolder) -> WeightFiles:
+    def replaced_meanwhile(opened: OpenFolder, file: str) -> WeightFiles:
         if left:
             save_checkpoint(tmp_path / "out", weights(1.0 + left.pop()))
-        return WeightFiles(opened)
+        return WeightFiles(opened, file)
 
     monkeypatch.setattr(checkpoint, "WeightFiles", replaced_meanwhile)
     target = weights(9.0)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Split
 from hetu_fx.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from hetu_fx.checkpoint.summed_files import SummedWriter
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import HetuFxError
 from hetu_fx.switching.home.ops import HomeTensor, gather_whole, home_layout
@@ -113,6 +117,48 @@ def check_an_error_on_one_rank_is_raised_on_all(rank: int, world: int, folder: P
         parameters["rows"].data = parameters["rows"].data.float()
     with pytest.raises(HetuFxError, match="do not fit"):
         load_checkpoint(folder / "saved", {**parameters, "buffer": torch.zeros(3)}, table=GroupTable())
+
+
+def check_files_are_written_by_ranks_in_turn_a_tensor_at_a_time(rank: int, world: int, folder: Path) -> None:
+    begun: list[str] = []
+    alive: list[int] = []
+    wholes: list[weakref.ref[Tensor]] = []
+    begin, write = SummedWriter.begin, SummedWriter.write
+
+    def noted(writer: SummedWriter) -> SummedWriter:
+        begun.append(writer.path.name)
+        return begin(writer)
+
+    def counted(writer: SummedWriter, tensor: Tensor) -> None:
+        alive.append(sum(known() is not None for known in wholes))
+        wholes.append(weakref.ref(tensor))
+        write(writer, tensor)
+
+    parameters = homes(GroupTable(), WORLD, 0)
+    with mock.patch.object(SummedWriter, "begin", noted), mock.patch.object(SummedWriter, "write", counted):
+        save_checkpoint(folder / "turns", parameters, max_shard_size=250, table=GroupTable())
+    files = sorted(path.name for path in (folder / "turns").glob("*.safetensors"))
+    assert len(files) == 4
+    assert begun == files[rank::WORLD]
+    assert not any(alive)
+    found = {name: tensor for file in files for name, tensor in load_file(folder / "turns" / file).items()}
+    assert all(torch.equal(found[name], value(name, 0)) for name in SHAPES)
+
+
+def check_a_file_that_one_rank_cannot_write_is_an_error_on_all(rank: int, world: int, folder: Path) -> None:
+    write = SummedWriter.write
+
+    def failing(writer: SummedWriter, tensor: Tensor) -> None:
+        if rank == 1:
+            raise OSError(28, "No space left on device")
+        write(writer, tensor)
+
+    with (
+        mock.patch.object(SummedWriter, "write", failing),
+        pytest.raises(HetuFxError, match="No space left on device"),
+    ):
+        save_checkpoint(folder / "full", homes(GroupTable(), WORLD, 0), max_shard_size=250, table=GroupTable())
+    assert not (folder / "full").exists()
 
 
 def check_a_lost_rank_file_is_noticed(rank: int, world: int, folder: Path) -> None:

@@ -119,7 +119,7 @@ def prepare(wanted: Preparation, make_try: MakeTry | None = None) -> tuple[Runti
     )
     with using(table):
         rows_of_all = _agreed_rows(table, example, shared=wanted.settings.shared)
-        costs, seed = broadcast_from_rank0(table, lambda: _costs_and_seed(wanted, program, rows_of_all))
+        costs, length, seed = broadcast_from_rank0(table, lambda: _costs_and_seed(wanted, program, rows_of_all))
         table.topology = cluster
         if cluster is not None and set(cluster.ranks) == set(range(table.size)):
             table.set_links(cluster.ways, cluster.nodes)
@@ -138,7 +138,9 @@ def prepare(wanted: Preparation, make_try: MakeTry | None = None) -> tuple[Runti
     runtime = make_runtime(wanted.model, wanted.optimizer, table, execution, priced, layouts, settings)
     health = wanted.settings.health
     calibrates = wanted.cluster is None
-    adaptation = Adaptation(runtime, costs, cluster, planner, health=health, calibrates=calibrates, tried=tried)
+    adaptation = Adaptation(
+        runtime, costs, cluster, planner, health=health, calibrates=calibrates, tried=tried, length=length
+    )
     if wanted.plan == "auto":
         adaptation.plans[Conditions()] = priced[0]
     if cluster is not None:
@@ -462,10 +464,12 @@ def _check_optimizer(optimizer: torch.optim.Optimizer | None, ranks: int) -> Non
 
 def _costs_and_seed(
     wanted: Preparation, program: CapturedProgram | ModuleProgram, rows: int
-) -> tuple[ProgramCosts, int]:
+) -> tuple[ProgramCosts, int | None, int]:
+    """Return what a step costs, the length of the rows that it was counted for (None: it was not), and the seed."""
     costs = program.costs(rows, memory=wanted.plan == "auto" or wanted.cluster is not None)
     costs = replace(costs, state=_state(wanted))
-    return costs, torch.initial_seed() % 2**62 if wanted.settings.seed is None else wanted.settings.seed
+    length = program.length if isinstance(program, CapturedProgram) else None
+    return costs, length, torch.initial_seed() % 2**62 if wanted.settings.seed is None else wanted.settings.seed
 
 
 def _state(wanted: Preparation) -> ParameterState:

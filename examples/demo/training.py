@@ -31,10 +31,10 @@ from examples.demo.report import Loaded, Reference
 from examples.demo.screen import Screen
 from examples.demo.settings import DemoSettings
 from hetu_fx.handle import Handle
-from hetu_fx.planner.simulate.timeline import Event
 from hetu_fx.plans.prediction import Prediction
 from hetu_fx.plans.tables import diff
 from hetu_fx.report.summary import rates_text
+from hetu_fx.show.timeline import Event
 
 
 class Training:

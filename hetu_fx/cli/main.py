@@ -160,6 +160,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, help="what model.hetu.log wrote")
     parser.add_argument("--out", type=Path, metavar="HTML", help="the page to write (default: beside the log)")
     parser.add_argument("--json", action="store_true", help="print what the page would say as JSON; write no page")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write steps as a Chrome trace too, for Perfetto")
 
 
 def _call_report(options: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -167,8 +168,13 @@ def _call_report(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from hetu_fx.base.documents import write_atomically
     from hetu_fx.report.page.page import html_page, report_json
     from hetu_fx.report.read import read_log
+    from hetu_fx.report.run import LoggedRun
+    from hetu_fx.report.trace import timelines
+    from hetu_fx.show.timeline import write_trace
 
     log = read_log(options.file)
+    if options.trace is not None:
+        write_trace(options.trace, timelines(LoggedRun(log)))
     if options.json:
         print(json.dumps(report_json(log), indent=2))
         return 0

@@ -19,8 +19,9 @@ from hetu_fx.planner.values.gathered_op import GATHERED_OP, GatheredOp
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
-from hetu_fx.report.run_log import Entry
 from hetu_fx.report.summary import training_steps
+from hetu_fx.report.updates import Entry
+from hetu_fx.show.timeline import Event, Timeline
 
 _OPS = many(GATHERED_OP.values)
 
@@ -101,6 +102,24 @@ class LoggedRun:
             return simulate(self.plans[name], costs, cluster.with_rates(rates))
         except HetuFxError:
             return None
+
+    @cached_property
+    def traced(self) -> Mapping[str, Timeline]:
+        """Return what devices did in one step of each variant that was traced, in seconds since that step's start."""
+        found: dict[str, list[Event]] = {}
+        for entry in self._traces:
+            spans = [Event(entry["rank"], name, start, end, kind) for name, kind, start, end in entry["spans"]]
+            found.setdefault(entry["variant"], []).extend(spans)
+        return {name: Timeline(tuple(events), f"one step of {name}, measured") for name, events in found.items()}
+
+    @cached_property
+    def traced_at(self) -> Mapping[str, float]:
+        """Return when those steps began, in seconds since 1970 by rank 0's clock."""
+        return {one["variant"]: one["time"] - one["seconds"] for one in self._traces if one["rank"] == 0}
+
+    @property
+    def _traces(self) -> list[Entry]:
+        return [entry for entry in self.log if entry["event"] == "trace"]
 
     def settled(self, name: str) -> list[Entry]:
         """Return the steps of a variant after its first, which makes its graphs; where there is no other, that one."""

@@ -7,9 +7,9 @@ from html import escape
 from typing import Any
 
 from hetu_fx.base.words import bytes_text
-from hetu_fx.planner.simulate.picture import COLORS, OTHER
 from hetu_fx.planner.simulate.simulation import Simulation
 from hetu_fx.report.run import LoggedRun
+from hetu_fx.show.lanes import COLORS, OTHER
 from hetu_fx.show.markup import bar, cells_table, keys, note
 
 KINDS: Mapping[str, str] = {

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,7 @@ def by_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
     plan.write(tmp_path / "plan.json")
     monkeypatch.setenv(PLAN_VARIABLE, str(tmp_path / "plan.json"))
     AcceleratorState._reset_state(True)
+    import_module("hetu_fx.integrations.accelerate")  # as it is with accelerate, where the variable is set
     install_patches("accelerate")
     yield plan
     AcceleratorState._reset_state(True)
@@ -76,6 +79,7 @@ def test_the_accelerators_precision_is_the_models(by_environment: hetu_fx.Plan) 
     made = prepared(X)["loss"]
     with torch.autocast("cpu", torch.bfloat16):
         wanted = Net()(X)["loss"]
+    assert prepared.hetu.plan == replace(by_environment, name=prepared.hetu.plan.name)
     assert made.dtype == torch.float32
     assert made.item() == wanted.float().item()
 
@@ -83,7 +87,7 @@ def test_the_accelerators_precision_is_the_models(by_environment: hetu_fx.Plan) 
 def test_a_script_that_names_no_plan_has_that_of_the_environment(by_environment: hetu_fx.Plan) -> None:
     model: Any = hetu_fx.auto_parallelize(Net(), (X,))
     assert model.hetu.plan.to_json()["pipelines"] == by_environment.to_json()["pipelines"]
-    own: Any = hetu_fx.auto_parallelize(Net(), (X,), plan=hetu_fx.Plan.single(0, name="own"))
+    own: Any = hetu_fx.auto_parallelize(Net(), (X,), plan=replace(hetu_fx.Plan.single(), name="own"))
     assert own.hetu.plan.name == "own"
 
 

@@ -168,8 +168,7 @@ def _call_report(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from hetu_fx.base.documents import write_atomically
     from hetu_fx.report.page.page import html_page, report_json
     from hetu_fx.report.read import read_log
-    from hetu_fx.report.run import LoggedRun
-    from hetu_fx.report.trace import timelines
+    from hetu_fx.report.run import LoggedRun, timelines
     from hetu_fx.show.timeline import write_trace
 
     log = read_log(options.file)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.spawned import free_port, run
 
 SCRIPT = str(Path(__file__).with_name("untouched_script.py"))
 SECONDS = 200
+TRAINER = "trainer" if find_spec("trl") is None else "sft"  # which is a Trainer, too
 X = torch.linspace(-1, 1, 24).reshape(4, 6)
 
 
@@ -107,12 +109,10 @@ def trained(folder: Path, *command: str, **environment: str) -> list[dict[str, A
 
 @pytest.mark.distributed
 @pytest.mark.timeout(3 * SECONDS)
-@pytest.mark.parametrize("kind", ["accelerate", "trainer", "sft"])
+@pytest.mark.parametrize("kind", ["accelerate", TRAINER])
 def test_accelerate_launch_trains_an_untouched_script_by_a_plan_file_as_one_process_does(
     tmp_path: Path, kind: str
 ) -> None:
-    if kind == "sft":
-        pytest.importorskip("trl")
     file, plan = tmp_path / "plan.json", hetu_fx.Plan.data_parallel((0, 1), (3, 1))
     plan.write(file)
     alone, folder = tmp_path / "alone", tmp_path / "launched"
@@ -132,9 +132,10 @@ def test_accelerate_launch_trains_an_untouched_script_by_a_plan_file_as_one_proc
 def test_a_script_that_does_not_use_accelerate_is_told_that_nothing_ran_in_parallel(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import sys; print('arguments', sys.argv[1:])")
-    status, output = run(sys.executable, "-m", "hetu_fx", str(script), "--one", seconds=SECONDS)
+    command = [sys.executable, "-m", "hetu_fx", str(script), "--one"]
+    status, output = run(*command, seconds=SECONDS, **{PLAN_VARIABLE: "data"})
     assert status == 0, output
     assert "arguments ['--one']" in output
     assert "has not used accelerate" in output
-    status, output = run(sys.executable, "-m", "hetu_fx", seconds=SECONDS)
-    assert (status, "usage: python -m hetu_fx SCRIPT" in output) == (1, True)
+    status, output = run(*command, seconds=SECONDS)
+    assert (status, "usage: HETU_FX_PLAN=plan.json python -m hetu_fx SCRIPT" in output) == (1, True)

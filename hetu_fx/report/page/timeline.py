@@ -7,11 +7,12 @@ from html import escape
 from typing import Any
 
 from hetu_fx.base.words import seconds_text
+from hetu_fx.planner.simulate.simulation import Simulation
 from hetu_fx.report.page.told import UNKNOWN
 from hetu_fx.report.run import LoggedRun
 from hetu_fx.show.lanes import colours, events_lane
 from hetu_fx.show.markup import keys, note, number, table
-from hetu_fx.show.timeline import Event
+from hetu_fx.show.timeline import Event, Timeline
 
 _COMPUTE = colours([Event(0, "", 0.0, 0.0, "compute")])
 _HEADER = ("device", "predicted compute", "measured", "ratio", "predicted idle", "measured not computing")
@@ -63,9 +64,10 @@ def html(run: LoggedRun) -> str:
 def _variant(run: LoggedRun, name: str) -> str:
     told = _variant_data(run, name)
     predicted, measured = told["predicted_seconds"], told["measured_seconds"]
-    drawn = [made[name].seconds for made in (run.on_paper, run.traced) if name in made]
+    step, traced = run.on_paper.get(name), run.traced.get(name)
+    drawn = [made.seconds for made in (step, traced) if made is not None]
     whole = max(predicted or 0.0, measured or 0.0, *drawn, 0.0) or 1.0
-    lanes = [lane for device in told["devices"] for lane in _lanes(run, name, device, whole)]
+    lanes = [lane for device in told["devices"] for lane in _lanes(step, traced, device, whole)]
     title = f"{name}: predicted {_known(predicted)}, measured {_known(measured)}"
     ends = f'<div class="axis"><span>0</span><span>{seconds_text(whole)}</span></div>'
     pictures = f'<div class="lanes" tabindex="0">{"".join(lanes)}</div><div class="lane"><span></span>{ends}</div>'
@@ -76,9 +78,9 @@ def _known(seconds: float | None) -> str:
     return "not known" if seconds is None else seconds_text(seconds)
 
 
-def _lanes(run: LoggedRun, name: str, device: dict[str, Any], whole: float) -> Iterator[str]:
+def _lanes(step: Simulation | None, traced: Timeline | None, device: dict[str, Any], whole: float) -> Iterator[str]:
     """Yield what a device was predicted to do, and what it did: in the step that was traced, or in a median one."""
-    rank, step, traced = device["device"], run.on_paper.get(name), run.traced.get(name)
+    rank = device["device"]
     if step is not None:
         yield events_lane(f"device {rank}", step.timeline.of(rank), step.timeline.start_seconds, whole)
     measured = () if traced is None else traced.of(rank)

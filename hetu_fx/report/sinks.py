@@ -119,8 +119,8 @@ class CallSink:
                 self._has_failed = True
                 told = "".join(traceback.format_exception(error))
                 warnings.warn(
-                    f'the function of model.hetu.on("{self.event}") has failed at step {entry["step"]}; training goes '
-                    f"on, and this is said once:\n{told}",
+                    f'the function of model.hetu.on("{self.event}") failed at step {entry["step"]}; training '
+                    f"continues, and later failures of it give no warning:\n{told}",
                     stacklevel=2,
                 )
 

@@ -14,9 +14,8 @@ from time import perf_counter
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import Store
 
-from hetu_fx.base.torch_private import store_of_world
+from hetu_fx.base.torch_private import Store, store_of_world
 from hetu_fx.report.updates import Entry
 from hetu_fx.switching.runtime import Runtime
 

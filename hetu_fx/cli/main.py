@@ -22,6 +22,7 @@ from hetu_fx.cli.clean import add_clean, call_clean
 from hetu_fx.cli.doctor import add_doctor, call_doctor
 from hetu_fx.cli.environment import call_env
 from hetu_fx.cli.exported import add_exported_options, run_exported
+from hetu_fx.cli.given import check_folder
 from hetu_fx.cli.measure import add_measure, add_profile, call_measure, call_profile
 from hetu_fx.cli.plan import add_plan, call_plan, more_of_plan
 from hetu_fx.cli.simulate import add_simulate, call_simulate
@@ -171,6 +172,8 @@ def _call_report(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from hetu_fx.report.run import LoggedRun, timelines
     from hetu_fx.show.timeline import write_trace
 
+    if options.trace is not None:
+        check_folder("--trace", options.trace, EnvironmentProblem)
     log = read_log(options.file)
     if options.trace is not None:
         write_trace(options.trace, timelines(LoggedRun(log)))

@@ -65,10 +65,10 @@ class SpanRecorder:
         heard, name = self._heard, self._runtime.report.variant
         self.close()
         self._counts[name] += self._runtime.step == self._step + 1
-        if heard is not None and name not in self._recorded and self._counts[name] >= SETTLED:
-            self._recorded.add(name)
-            yield from self._told({"event": "trace", "step": step, "variant": name}, heard)
         try:
+            if heard is not None and name not in self._recorded and self._counts[name] >= SETTLED:
+                self._recorded.add(name)
+                yield from self._told({"event": "trace", "step": step, "variant": name}, heard)
             yield from self._arrived()
         except RuntimeError as error:  # with the rank that served it
             _log.info("the store is gone, the spans of other ranks are left out: %s", error)

@@ -179,8 +179,6 @@ def test_a_lost_rank_is_told_before_the_error_comes(model: Any, monkeypatch: Any
 def test_a_step_of_each_variant_is_traced_once_and_the_command_writes_it_for_perfetto(
     model: Any, tmp_path: Path
 ) -> None:
-    heard: list[str] = []
-    model.hetu.on_communication(lambda what, start, end: heard.append(what))
     with model.hetu.log(tmp_path / "run.jsonl"):
         train(model, 2 * SETTLED)
     traces = [entry for entry in read_log(tmp_path / "run.jsonl") if entry["event"] == "trace"]
@@ -191,6 +189,7 @@ def test_a_step_of_each_variant_is_traced_once_and_the_command_writes_it_for_per
 
     from hetu_fx.cli.main import main
 
+    assert main(["report", str(tmp_path / "run.jsonl"), "--trace", str(tmp_path / "none" / "trace.json")]) == 2
     assert main(["report", str(tmp_path / "run.jsonl"), "--trace", str(tmp_path / "trace.json")]) == 0
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     processes = [event["args"]["name"] for event in events if event["name"] == "process_name"]
